@@ -1,5 +1,5 @@
-//! Compiles the kernels, generates Rust code from their signatures, and gives the linker files with the names of the CUDA libraries,
-//! so that the result loads without any of them.
+//! Compiles the kernels and generates Rust code from their signatures. Makes files with the names of the CUDA libraries for the
+//! linker, so that the result loads on machines without these libraries.
 
 #[path = "build/bindings.rs"]
 mod bindings;
@@ -133,7 +133,7 @@ fn compile(nvcc: &Path, source: &Path, targets: &[String], out: &Path) -> io::Re
     let targets: Vec<&String> = targets.iter().filter(|target| !is_hopper || target.ends_with("_90a")).collect();
     let (unit, fatbin) = (made(out, source, "cu"), made(out, source, "fatbin"));
     if targets.is_empty() {
-        // An empty file stands for a module without code.
+        // An empty file is a module without code.
         return fs::write(fatbin, []);
     }
     let fixed = ["-O3", "-fatbin", "--compress-mode=size", "-I", "."].map(OsStr::new);

@@ -1,7 +1,8 @@
 // Statistics of groups of neighbouring channels, with channels last: how the work on a tensor (batch, positions, channels) is
 // split, and how a block sums over its positions.
 //
-// A thread has WIDE neighbouring channels and every `lines`-th position of a piece. The split depends only on the sizes:
+// The channels are divided into tiles, and the positions into pieces. A block has one tile and one piece. A thread has WIDE
+// neighbouring channels and every `lines`-th position of the piece. The split depends only on the sizes:
 //     packs = ceil(channels / WIDE), tiles = ceil(packs / 320), columns = ceil(packs / tiles), lines = max(1, floor(320 / columns)),
 //     pieces = clamp(ceil(positions / (8 lines)), 1, max(1, floor(256 / (batch tiles)))),
 // and the launch of a kernel over the tensor is
@@ -37,7 +38,7 @@ template <typename T> struct Tile {
     }
 };
 
-// The work of a thread. Without `ALIGNED`, addresses and channels may have any alignment.
+// The work of a thread. Without `ALIGNED`, addresses may have any alignment, and there may be any number of channels.
 template <typename T, bool ALIGNED> struct Part {
     static constexpr int N = WIDE<T>;
 
@@ -80,7 +81,7 @@ template <typename T, bool ALIGNED> struct Part {
         }
     }
 
-    // f(positions, whether each exists) for the thread's positions, BATCH at a time, so that their loads overlap.
+    // Calls f(positions, whether each exists) for the thread's positions, BATCH at a time, so that their loads overlap.
     template <int BATCH, typename F> __device__ __forceinline__ void for_each(F f) const {
         if (valid == 0) return;
         const uint32_t end = size.first(piece) + size.count(piece);
@@ -96,7 +97,8 @@ template <typename T, bool ALIGNED> struct Part {
         }
     }
 
-    // f(channel of the thread, its group in the batch) for each channel; channels that do not exist get a group that does.
+    // Calls f(channel of the thread, its group in the batch) for each channel. A channel that does not exist gets a group that
+    // exists.
     template <typename F> __device__ __forceinline__ void for_each_channel(F f) const {
         const uint32_t width = size.width(), first = min(channel, size.channels - 1);
         uint32_t group = first / width, place = first % width;
@@ -123,7 +125,7 @@ template <typename T, bool ALIGNED> struct Part {
     }
 };
 
-// Two sums for each line and channel of a block, later joined to two for each channel.
+// Two sums for each line and channel of a block, which are later joined to two results for each channel.
 template <typename T> struct Slots {
     Acc<T> values[2][MAX_THREADS * WIDE<T>];
 
@@ -149,8 +151,8 @@ template <typename T> struct Slots {
         __syncthreads();
     }
 
-    // f(group, low, high, lane, lanes) for each group of the tile, by `lanes` neighbouring threads; the group's channels in the tile
-    // have the slots low to high. All threads of a warp call f; threads without a group call it with no channels.
+    // Calls f(group, low, high, lane, lanes) for each group of the tile, in `lanes` neighbouring threads. The group's channels in
+    // the tile have the slots low to high. All threads of a warp call f; threads without a group call it with no channels.
     template <typename F>
     __device__ __forceinline__ void for_each_group(const ChannelSize &size, const Tile<T> &tile, F f) const {
         const uint32_t width = size.width(), first = tile.low / width, end = (tile.high - 1) / width + 1;
@@ -183,7 +185,7 @@ template <typename A> struct Partials {
         return pairs + (((sample * tiles + tile) * size.groups + group) * size.pieces + piece) * 2;
     }
 
-    // f(pair, number of elements in its sums) for the thread's share of a group's pairs.
+    // Calls f(pair, number of elements in its sums) for the pairs of a group that this thread has.
     template <typename T, typename F>
     __device__ __forceinline__ void for_each(const ChannelSize &size, uint64_t sample, uint32_t group, F f) const {
         const uint32_t low = group * size.width(), high = low + size.width();

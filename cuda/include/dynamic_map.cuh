@@ -22,10 +22,10 @@ constexpr uint32_t FIRST_ENTRY = (127 - OCTAVES) << 7;
 // Rounded up to 16 bytes.
 constexpr int PADDED_ENTRIES = (ENTRIES + 3) / 4 * 4;
 
-// `values`: the 256 values by code. `to_rank`: by the upper half of a quotient's bits, a number to add to the bits, so that the
-// upper half of the sum is the quotient's rank among the magnitudes of the map. An entry replaces the upper half by the rank of the
-// smallest quotient with that half. If the next rank begins within the entry, the lower half of the sum carries over into the upper
-// half from the first quotient of that rank on. No two ranks begin in one entry.
+// `values` has the 256 values by code. `to_rank` has an entry for each upper half of a quotient's bits. The sum of the entry and the
+// bits has the quotient's rank among the magnitudes of the map in its upper half. An entry replaces the upper half by the rank of
+// the smallest quotient with that upper half. If the next rank begins within the entry, the lower half of the sum carries over into
+// the upper half from the first quotient of that rank on. No two ranks begin in one entry.
 struct alignas(16) Table {
     float values[256];
     uint32_t to_rank[PADDED_ENTRIES];
@@ -59,7 +59,7 @@ template <bool SIGNED> struct Magnitudes {
     }
 };
 
-// The code of 0. Its parity and the rank's decide ties.
+// The code of 0. The parity of this code plus the rank decides ties.
 template <bool SIGNED> constexpr int ZERO_CODE = SIGNED ? 127 : 0;
 
 template <bool SIGNED> constexpr Table make_table() {
@@ -100,8 +100,8 @@ __device__ __forceinline__ uint32_t rank_of(const uint32_t *to_rank, float x) {
 
 constexpr float SMALLEST = 1.0f / (1 << OCTAVES);
 
-// The code of a quotient in the map with signs. A negative quotient is rounded to the negative value next to zero at most, so that
-// it keeps its sign; NaN, which 0 / 0 gives in a block of zeros, becomes 255.
+// The code of a quotient in the map with signs. A negative quotient never becomes zero: it becomes at most the negative value next
+// to zero. NaN, which 0 / 0 gives in a block of zeros, becomes 255.
 __device__ __forceinline__ uint32_t encode_signed(const uint32_t *to_rank, float x) {
     // fminf of NaN and 1 is 1.
     const int rank = rank_of(to_rank, fmaxf(fminf(fabsf(x), 1.0f), SMALLEST));

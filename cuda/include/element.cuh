@@ -58,7 +58,8 @@ template <typename T> __device__ __forceinline__ T warp_max(T value) {
     return value;
 }
 
-// The sum over the block, returned to every thread. `shared` holds one value a warp; it may be used again at once.
+// The sum over the block, returned to every thread. `shared` has room for one value of each warp. The caller may use it again at
+// once.
 template <typename T> __device__ __forceinline__ T block_sum(T value, T *shared) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = (blockDim.x + WARP - 1) / WARP;
     value = warp_sum(value);

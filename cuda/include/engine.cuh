@@ -17,7 +17,7 @@ __device__ __forceinline__ void barriers_publish() {
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 }
 
-// Arrives, and announces bytes that the phase also waits for.
+// Arrives at a barrier of this block, and announces the number of bytes that the phase also waits for.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -36,7 +36,8 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier, int rank) {
                  : "memory");
 }
 
-// Waits for the end of a phase in which the copy engine and threads of this block take part; CLUSTER: threads of other blocks too.
+// Waits for the end of a phase in which the copy engine and threads of this block take part. With CLUSTER, threads of other blocks
+// take part too.
 template <bool CLUSTER = false> __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done = 0;
     while (done == 0) {
@@ -68,8 +69,8 @@ __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
 }
 
-// Moves registers from the warps that only copy to those that multiply. At the start all have the same number, at most 168 because
-// of the kernels' launch bounds.
+// These two functions move registers from the warps that only copy to the warps that multiply. At the start all warps have the
+// same number of registers per thread, at most 168 because of the kernels' launch bounds.
 template <int COUNT> __device__ __forceinline__ void registers_more() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(COUNT));
 }

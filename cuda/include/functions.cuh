@@ -8,7 +8,7 @@
 template <typename T> constexpr bool IS_HALF = sizeof(T) == 2;
 template <typename A> __device__ __forceinline__ A infinity() { return static_cast<A>(__int_as_float(0x7f800000)); }
 
-// The hardware's 2^x and 1 / x, which treat subnormal numbers as 0: fewer instructions than CUDA's intrinsics.
+// The hardware's 2^x and 1 / x. They treat subnormal numbers as 0, and need fewer instructions than CUDA's intrinsics.
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -75,7 +75,7 @@ struct Silu {
     }
 };
 
-// With the error function.
+// GELU with the error function.
 struct GeluExact {
     template <typename T> static __device__ __forceinline__ Acc<T> value(Acc<T> x) { return x * normal<T>(x).below; }
     template <typename T> static __device__ __forceinline__ void both(Acc<T> x, Acc<T> &value, Acc<T> &slope) {

@@ -25,7 +25,7 @@ constexpr uint32_t BYTES = TYPE == Q4_0   ? 18
 // Whether a block's minimum is added to the product of code and scale.
 template <Type TYPE> constexpr bool HAS_LEAST = TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q4_K || TYPE == Q5_K;
 
-// Eight codes of a byte each, for values (code - zero) scale + least.
+// Eight codes of one byte each. A value is (code - zero) scale + least.
 struct Codes {
     uint2 bytes;
     int zero;
@@ -44,7 +44,7 @@ __device__ __forceinline__ uint2 nibbles(uint2 bytes, uint32_t shift) {
     return {bytes.x >> shift & 0x0f0f0f0f, bytes.y >> shift & 0x0f0f0f0f};
 }
 
-// Bits i of the last byte of `bits` as bit 4 of byte i.
+// Bit i of the lowest byte of `bits` becomes bit 4 of byte i.
 __device__ __forceinline__ uint2 fifth(uint32_t bits) {
     const auto spread = [](uint32_t four) {
         return (four & 1) << 4 | (four & 2) << 11 | (four & 4) << 18 | (four & 8) << 25;
@@ -54,7 +54,7 @@ __device__ __forceinline__ uint2 fifth(uint32_t bits) {
 
 __device__ __forceinline__ uint2 both(uint2 a, uint2 b) { return {a.x | b.x, a.y | b.y}; }
 
-// Scale and minimum of part 0 to 7, six bits each, from twelve bytes.
+// The scale and the minimum of part `part` (0 to 7) of a block, six bits each, from twelve bytes.
 __device__ __forceinline__ float2 part_scales(const uint8_t *scales, uint32_t part) {
     const uint32_t middle = __ldg(scales + part % 4 + 4), first = __ldg(scales + part % 4);
     if (part < 4) return {static_cast<float>(first & 63), static_cast<float>(middle & 63)};
@@ -62,7 +62,7 @@ __device__ __forceinline__ float2 part_scales(const uint8_t *scales, uint32_t pa
     return {static_cast<float>((last & 15) | first >> 6 << 4), static_cast<float>(last >> 4 | middle >> 6 << 4)};
 }
 
-// The codes from element `at` of a block on, a multiple of eight.
+// The eight codes from element `at` of a block on. `at` is a multiple of eight.
 template <Type TYPE> __device__ __forceinline__ Codes load(const uint8_t *block, uint32_t at) {
     if constexpr (TYPE == Q8_0) return {eight(block + 2 + at), 0, scale(block), 0.0f};
     else if constexpr (!IS_K<TYPE>) {

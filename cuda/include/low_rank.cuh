@@ -12,7 +12,7 @@
 
 #include "attention/mma.cuh"
 
-// Ranks of one product.
+// The number of ranks of one product.
 constexpr int RANKS = 16;
 
 // Loads memory that the kernel does not write, so that the loads need not wait for stores.
@@ -21,8 +21,8 @@ template <typename W, typename T> __device__ __forceinline__ W words(const T *at
 __device__ __forceinline__ uint32_t low_halves(uint32_t first, uint32_t second) { return __byte_perm(first, second, 0x5410); }
 __device__ __forceinline__ uint32_t high_halves(uint32_t first, uint32_t second) { return __byte_perm(first, second, 0x7632); }
 
-// The right operands of the four products of 16 ranks with 32 columns: [product][register].
-// `is_turned`: up is stored as (rank, outer), otherwise as (outer, rank).
+// Loads the right operands of the four products of 16 ranks with 32 columns: [product][register].
+// `up` is stored as (rank, outer) if `is_turned`, otherwise as (outer, rank).
 template <typename T, bool is_turned>
 __device__ __forceinline__ void load_up(uint32_t (&b)[4][2], const T *up, uint32_t row, uint32_t column, uint32_t rank, int g, int t) {
     if (is_turned) {

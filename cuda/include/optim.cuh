@@ -9,12 +9,12 @@
 #include "element.cuh"
 #include "dynamic_map.cuh"
 
-// A run of elements. The host makes the list of pieces once.
+// A run of elements of one segment. The host makes the list of pieces once.
 struct alignas(16) Piece {
     uint32_t start;   // its first element in the segment
     uint32_t segment; // which segment
     uint32_t state;   // its first element in the state buffers, in units of STATE_BLOCK
-    uint16_t length;  // its elements, at least 1; at most STATE_BLOCK with 8-bit states
+    uint16_t length;  // the number of its elements, at least 1; at most STATE_BLOCK with 8-bit states
     uint16_t group;   // which coefficients apply
 };
 
@@ -40,19 +40,19 @@ struct Settings {
     uint64_t step; // steps taken so far; `<optimizer>_prepare` advances it
     uint32_t maximize;
     uint32_t nesterov;
-    double more[8]; // what one optimizer needs besides, in the order that its kernels read
+    double more[8]; // further values of an optimizer, in the order in which its kernels read them
 };
 
 // Numbers that one step needs, computed from a group's settings by `<optimizer>_prepare`.
 struct alignas(16) Coefficients {
-    float gain;    // gradients are multiplied by it first: the sign and the inverse loss scale
+    float gain;    // the first factor of gradients: the sign and the inverse loss scale
     uint32_t skip; // 1 if the step changes nothing; the same in all groups
-    float decay; // parameters are multiplied by it
-    float l2;    // times the parameter, added to the gradient
+    float decay; // the factor of parameters
+    float l2;    // l2 times the parameter is added to the gradient
     float step_size;
     float eps;
     float beta1, gain1; // weights of the first state and of the gradient
-    float beta2, gain2; // the same for the second state; SGD: `beta2` is Nesterov's share of the buffer
+    float beta2, gain2; // the same for the second state; for SGD, `beta2` is the factor of the buffer in Nesterov's form
     float root_correction2;
     uint32_t nesterov;
 };
@@ -66,7 +66,7 @@ struct Clip {
 // The state of dynamic loss scaling, in device memory.
 struct LossScale {
     double scale;
-    uint64_t growth_tracker; // good steps in a row
+    uint64_t growth_tracker; // consecutive steps with finite gradients
 };
 
 // Values of `T` that one thread handles at a time: 16 bytes of f32.
@@ -76,7 +76,8 @@ template <typename T> __device__ __forceinline__ bool is_quad_aligned(const T *p
     return reinterpret_cast<uintptr_t>(pointer) % (QUAD * sizeof(T)) == 0;
 }
 
-// Loads four values, widened to f32. WIDE: by one access, which the address must allow; otherwise `count` (0 to 4) values and zeros.
+// Loads four values, widened to f32. With WIDE, it loads them in one access, which the address must allow. Otherwise it loads `count`
+// (0 to 4) values, and the others are zeros.
 template <bool WIDE, typename T>
 __device__ __forceinline__ void load_quad(float (&values)[QUAD], const T *source, uint32_t count) {
     if constexpr (WIDE) {
@@ -126,8 +127,8 @@ template <typename G, typename C> struct Buffers {
     }
 };
 
-// Four neighbouring elements of a piece from `index` on, a multiple of four; elements beyond the end of the piece are 0. WIDE: all
-// four exist and can be accessed at once.
+// Four neighbouring elements of a piece from `index` on, a multiple of four; elements beyond the end of the piece are 0. With
+// WIDE, all four exist and can be accessed at once.
 template <bool WIDE, typename G, typename C> struct Quad {
     Buffers<G, C> at; // moved to the first of the four
     uint32_t count;
@@ -152,7 +153,7 @@ template <bool WIDE, typename G, typename C> struct Quad {
     }
 };
 
-// Zeroes the gradients, if the step does, when the rest of the step is skipped.
+// Zeroes the gradients of a piece if the step is to zero gradients. This is for steps whose other work is skipped.
 template <typename G, typename C>
 __device__ void clear_grads(const Buffers<G, C> &buffers, const Piece &piece, uint32_t thread, uint32_t threads) {
     if (!buffers.zero_grads) return;

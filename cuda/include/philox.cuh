@@ -4,7 +4,8 @@
 
 #include <cstdint>
 
-// The seed is the key, the number of the block the counter. In a CUDA graph, a draw must read both from device memory.
+// The seed is the key, and the number of a block of four words is the counter. In a CUDA graph, a draw must read seed and offset
+// from device memory.
 struct Generator {
     static constexpr int ROUNDS = 10;
     uint64_t offset;
@@ -18,7 +19,7 @@ struct Generator {
         for (int round = 0; round < ROUNDS; round++) {
             keys[round] = {static_cast<uint32_t>(seed) + round * 0x9E3779B9u,
                            static_cast<uint32_t>(seed >> 32) + round * 0xBB67AE85u};
-            // Otherwise the compiler computes the keys again for each block.
+            // Without this statement the compiler computes the keys again for each block.
             asm volatile("" : "+r"(keys[round].x), "+r"(keys[round].y));
         }
     }

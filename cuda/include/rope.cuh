@@ -44,7 +44,8 @@ template <typename T, int N, bool INTERLEAVED> struct Pairs {
         store_pack(row + start(1, pair, half), narrow_pack<T>(values[1]));
     }
 
-    // (a, b) becomes (a cos - b sin, a sin + b cos); `back` rotates by the negative angles: the gradient.
+    // (a, b) becomes (a cos - b sin, a sin + b cos); with `back` it rotates by the negative angles, which gives the
+    // gradient.
     __device__ __forceinline__ void rotate(const A (&cos)[N], const A (&sin)[N], bool back) {
 #pragma unroll
         for (int i = 0; i < N; i++) {

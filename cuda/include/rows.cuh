@@ -11,7 +11,7 @@ template <typename... P> __device__ __forceinline__ bool are_wide(const P *...po
     return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
 }
 
-// The type of one access.
+// The type of one access to BYTES bytes.
 template <int BYTES> struct Words { using type = uint8_t; };
 template <> struct Words<2> { using type = uint16_t; };
 template <> struct Words<4> { using type = uint32_t; };
@@ -49,7 +49,7 @@ template <typename T, int N> __device__ __forceinline__ void keep_narrow(Pack<T,
 
 template <typename T, int N> __device__ __forceinline__ Pack<T, N> narrow_pack(const Acc<T> (&values)[N]) {
     Pack<T, N> pack;
-    // Two values at a time are one instruction.
+    // One instruction narrows two values.
     if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
         auto *pairs = reinterpret_cast<__nv_bfloat162 *>(pack.values);
 #pragma unroll
@@ -91,7 +91,7 @@ __device__ __forceinline__ Quotient divide(uint64_t index, uint32_t by) {
     return {quotient, static_cast<uint32_t>(index - quotient * by)};
 }
 
-// The first index of a thread in a flat loop over elements, and the distance to its next.
+// The first index of a thread in a flat loop over elements, and the distance to its next index.
 __device__ __forceinline__ uint64_t flat_index() { return static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ uint64_t flat_stride() { return static_cast<uint64_t>(gridDim.x) * blockDim.x; }
 
@@ -158,14 +158,14 @@ template <typename T, int N, int COUNT = HELD> struct Row {
         }
     }
 
-    // Called between passes.
+    // Call this between passes over the row, so that widened values do not take registers.
     __device__ __forceinline__ void keep_narrow() {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) ::keep_narrow(held[i]);
     }
 
-    // f(place, index of its first element) for each pack of this thread. The place is the pack's index in the registers, or COUNT if
-    // it is not in them.
+    // Calls f(place, index of the pack's first element) for each pack of this thread. The place is the pack's index in the
+    // registers, or COUNT if the pack is not in registers.
     template <typename F> __device__ __forceinline__ void for_each_place(F f) const {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
@@ -180,12 +180,13 @@ template <typename T, int N, int COUNT = HELD> struct Row {
         return place < COUNT ? held[place] : load_pack<N>(start + at);
     }
 
-    // f(index of its first element, pack) for each pack of this thread.
+    // Calls f(index of the pack's first element, pack) for each pack of this thread.
     template <typename F> __device__ __forceinline__ void for_each(F f) const {
         for_each_place([&](int place, uint64_t at) { f(at, get(place, at)); });
     }
 
-    // As above for this row and one of the same length: f(index, pack, pack of the other).
+    // Calls f(index of the pack's first element, pack, pack of `other`) for each pack of this thread. `other` is a row of the same
+    // length.
     template <typename F> __device__ __forceinline__ void for_each(const Row &other, F f) const {
         for_each_place([&](int place, uint64_t at) { f(at, get(place, at), other.get(place, at)); });
     }

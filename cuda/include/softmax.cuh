@@ -4,8 +4,8 @@
 #include "functions.cuh"
 #include "rows.cuh"
 
-// Σ e^(x - largest). Negative infinities count 0, NaN makes the sum NaN; positive infinity makes it NaN as well, or infinity
-// if `INFINITE`.
+// Σ e^(x - largest). A negative infinity adds 0, and NaN makes the sum NaN. A positive infinity makes the sum NaN too, or
+// infinity if `INFINITE`.
 template <typename T, bool INFINITE = false> struct Exponentials {
     using A = Acc<T>;
     A largest = -infinity<A>();

@@ -1,11 +1,13 @@
-// Stages of tiles in shared memory: one thread lets the copy engine of compute capability 9.0 fill them, two warpgroups multiply them.
+// Stages of tiles in shared memory. One thread lets the copy engine of compute capability 9.0 fill them, and two warpgroups multiply
+// them.
 #pragma once
 
 #include "engine.cuh"
 
 constexpr int WARPGROUP = 128;
 
-// Fetches a box of a tensor of three dimensions, the first of which is dense. BOTH: into both blocks of the cluster.
+// Fetches a box of a tensor of three dimensions, the first of which is dense. With BOTH, the engine
+// copies the box into both blocks of the cluster.
 template <bool BOTH> __device__ __forceinline__ void copy_box(uint32_t to, const TensorMap &map, uint32_t barrier,
                                                               int first, int second, int third) {
     if constexpr (BOTH) {

@@ -1,8 +1,8 @@
 // Tables of addresses for batched products. The addresses are arguments of the launch, so that nothing is copied from the host and a
-// captured graph keeps its own.
+// captured graph keeps its own addresses.
 #include <cstdint>
 
-// As many as the arguments of a launch (4096 bytes) have room for beside the others: 3840 bytes.
+// The number of addresses of a launch. They take 3840 of the 4096 bytes that all arguments of a launch may have.
 constexpr uint32_t ADDRESSES = 480;
 
 struct Addresses {

@@ -2,12 +2,12 @@
 //
 // The form on tensor cores, `attention_*_w64_*` for widths up to 64 and `attention_*_w128_*` up to 128, takes f16 and bf16; a
 // width equal to the width of values and a multiple of 8; pointers and strides that are multiples of 16 bytes; a scale above 0;
-// no mask. The plain form takes everything else. Both take any number of queries and keys; only dimensions in the size of a grid
-// must not be empty.
+// no mask. The plain form takes everything else. Both forms take any number of queries and keys; only the dimensions in the formula
+// of a grid must not be 0.
 //
 // q, dq (batch, heads, queries, width); k, dk (batch, heads, keys, width); v, dv (batch, heads, keys, value_width); o, d_o
 // (batch, heads, queries, value_width): each with its `Strides`, in the order of the pointers. log_sums and delta (batch, heads,
-// queries), dense, in the arithmetic type. `AttentionShape`, `Strides` and `Mask` (include/attention) go by value.
+// queries), dense, in the arithmetic type. `AttentionShape`, `Strides` and `Mask` (include/attention) are passed by value.
 #include "../include/attention/forms.cuh"
 
 #define BY_VALUE const __grid_constant__
@@ -27,10 +27,10 @@
 
 // attention_backward_w{64,128}_{f16,bf16}: dq, dk and dv from log_sums and delta. Null gradients are not written. With parts = 1,
 // dk_parts and dv_parts are null; otherwise each holds (parts, batch, heads, keys, width) f32, from which `attention_sum_parts` then
-// makes dk and dv. Parts keep the multiprocessors busy when there are few keys: they save time as long as parts ceil(keys / 64)
+// computes dk and dv. Parts keep the multiprocessors busy when there are few keys: they save time as long as parts ceil(keys / 64)
 // batch heads is below the number of multiprocessors.
-// Grid (K + Q), 128 threads: K = parts ceil(keys / 64) batch heads blocks make dk and dv, none if both are null; Q = ceil(queries
-// / 64) batch heads blocks make dq, none if it is null. Dynamic shared memory: w64 50176 bytes, w128 99328.
+// Grid (K + Q), 128 threads: K = parts ceil(keys / 64) batch heads blocks compute dk and dv (K = 0 if both are null), and Q =
+// ceil(queries / 64) batch heads blocks compute dq (Q = 0 if it is null). Dynamic shared memory: w64 50176 bytes, w128 99328.
 #define BACKWARD(w, dtype, type, blocks, key_step, key_rows, query_step, query_rows)                                               \
     ENTRY(128, blocks)                                                                                                             \
     attention_backward_w##w##_##dtype(const type *q, const type *k, const type *v, const type *d_o, const float *log_sums,         \
@@ -81,8 +81,8 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
         attention_delta<type>(o, d_o, delta, o_strides, do_strides, shape);                                                        \
     }
 
-// attention_plain_forward_{f32,f64,f16,bf16}: o = softmax(scale q kᵀ + mask) v and log_sums; a query that sees no key gets zeros
-// and negative infinity.
+// attention_plain_forward_{f32,f64,f16,bf16}: o = softmax(scale q kᵀ + mask) v and log_sums; a query that sees no key gets a result
+// of zeros and a log-sum of negative infinity.
 // Grid (ceil(queries / 32) batch heads, max(ceil(value_width / 64), 1)), 256 threads. No dynamic shared memory.
 #define PLAIN_FORWARD(dtype, type)                                                                                                 \
     ENTRY(PLAIN_THREADS, 1)                                                                                                        \

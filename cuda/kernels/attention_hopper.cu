@@ -1,6 +1,6 @@
-// The attention of attention.cu on compute capability 9.0, forward and backward (for sm_90a alone): for f16 and bf16, widths of queries
-// and values that are equal and a multiple of 8 up to 64 (w64) or 128 (w128), pointers and strides that are multiples of 16 bytes, a scale
-// above 0, at least one query and one key, no mask, not causal. Tensors, strides and log_sums are as in attention.cu.
+// The attention of attention.cu on compute capability 9.0, forward and backward (for sm_90a alone). It takes f16 and bf16; equal widths
+// of queries and values, which are a multiple of 8 up to 64 (w64) or 128 (w128); pointers and strides that are multiples of 16 bytes; a
+// scale above 0; at least one query and one key; no mask, and no causal mask. Tensors, strides and log_sums are as in attention.cu.
 //
 // `Schedule` (include/attention/hopper/schedule.cuh) divides the work: `blocks` is the number of multiprocessors; `whole` is either the
 // number of items or the largest multiple of `blocks` below it, and then the remaining items are split. Items and steps:
@@ -8,7 +8,7 @@
 //   backward: ceil(keys / 128) batch heads items of ceil(queries / M) steps, with M = 128 (w64) or 64 (w128).
 // Splitting costs about as much as five steps. steps * blocks * blocks is below 2^32.
 //
-// `maps`: 16-bit elements, dimensions (width, rows, heads, batch), boxes of (64, rows, 1, 1) with the rows that the structures name,
+// `maps` have 16-bit elements, dimensions (width, rows, heads, batch), boxes of (64, rows, 1, 1) with the rows that the structures name,
 // element strides 1, no interleave, 128-byte swizzle, zeros outside (FLOAT_OOB_FILL_NONE).
 #include "../include/attention/hopper/finish.cuh"
 

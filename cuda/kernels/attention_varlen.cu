@@ -5,7 +5,7 @@
 // queries, and is causal. spans (2, rows): for each position the first key that its query sees, then the end of the queries that see its
 // key; the counter of the forward kernel follows. Only these values depend on the segments, so grids depend on sizes alone and a graph can
 // be replayed with other segments.
-// delta is made by `attention_delta`, and parts are added by `attention_sum_parts`, of attention.cu.
+// `attention_delta` of attention.cu computes delta, and `attention_sum_parts` of attention.cu adds parts.
 #include "../include/attention/forms.cuh"
 #include "../include/ids.cuh"
 
@@ -14,7 +14,7 @@
 
 // attention_varlen_spans: the spans of the segments between ascending bounds (count), which are ids of include/ids.cuh from 0 to `rows`;
 // also zeroes the counter of the forward kernel, which follows the spans. A query sees `window` keys at most. A query after the last
-// bound gets the next position as its first key, and so sees none. If bounds do not ascend, the spans are undefined, but within the row.
+// bound gets the next position as its first key, and so sees no key. If bounds do not ascend, the spans are undefined, but within the row.
 // Grid (ceil(max(rows, count) / 256)), 256 threads. No dynamic shared memory.
 ENTRY(256, 1)
 attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_range, uint32_t id_bytes, uint32_t count, uint32_t rows,
@@ -60,8 +60,8 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
 // attention_varlen_backward_w{64,128}_{f16,bf16}: dq, dk and dv from log_sums and delta. Null gradients are not written. With parts = 1,
 // dk_parts and dv_parts are null; otherwise each holds (parts, heads / group, rows, width) f32, where a part is the sum over
 // ceil(group / parts) heads of queries.
-// Grid (K + Q), 128 threads: K = parts ceil(rows / 64) heads / group blocks make dk and dv, none if both are null; Q = ceil(rows / 64)
-// heads blocks make dq, none if it is null. Dynamic shared memory: w64 50176 bytes, w128 99328.
+// Grid (K + Q), 128 threads: K = parts ceil(rows / 64) heads / group blocks compute dk and dv (K = 0 if both are null), and Q =
+// ceil(rows / 64) heads blocks compute dq (Q = 0 if it is null). Dynamic shared memory: w64 50176 bytes, w128 99328.
 #define BACKWARD(w, dtype, type, blocks, key_step, key_rows, query_step, query_rows)                                               \
     ENTRY(128, blocks)                                                                                                             \
     attention_varlen_backward_w##w##_##dtype(                                                                                      \
@@ -104,7 +104,7 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
     }
 
 // attention_varlen_plain_backward_{query,key,value}_{f32,f64,f16,bf16}: dq, dk or dv from log_sums and delta.
-// Grid (ceil(rows / 32) H, ceil(width / 64)) with the heads H of the gradient, 256 threads. No dynamic shared memory.
+// Grid (ceil(rows / 32) H, ceil(width / 64)) where H is the number of heads of the gradient, 256 threads. No dynamic shared memory.
 #define PLAIN_BACKWARD(part, dtype, type)                                                                                          \
     ENTRY(PLAIN_THREADS, 1)                                                                                                        \
     attention_varlen_plain_backward_##part##_##dtype(                                                                              \

@@ -1,9 +1,9 @@
 // The attention of attention_varlen.cu on compute capability 9.0, forward and backward (for sm_90a alone), with the same operands and
-// spans: for f16 and bf16, widths that are a multiple of 8 up to 64 (w64) or 128 (w128), and pointers and strides that are multiples of 16
-// bytes.
+// spans. It takes f16 and bf16, widths that are a multiple of 8 up to 64 (w64) or 128 (w128), and pointers and strides that are multiples
+// of 16 bytes.
 //
-// `maps` as in attention_hopper.cu, with the heads of each tensor. In the backward pass K = heads / group is the number of heads of keys,
-// M = 128 (w64) or 64 (w128) the number of queries in a tile, and `blocks` the number of multiprocessors. `Shares`
+// `maps` are as in attention_hopper.cu, with the heads of each tensor. In the backward pass K = heads / group is the number of heads of
+// keys, M = 128 (w64) or 64 (w128) the number of queries in a tile, and `blocks` the number of multiprocessors. `Shares`
 // (include/attention/hopper/shares.cuh) divides the work by `plan` (ceil(rows / 128) + 1 + blocks). heads ceil(rows / M) ceil(rows / 128)
 // is below 2^31.
 #include "../include/attention/hopper/finish.cuh"
@@ -14,7 +14,7 @@
 #define SHARES(m) const Shares<m> shares(Spans{spans, shape.queries, group}, plan, shape.heads / group, blocks)
 
 // attention_varlen_hopper_forward_w{64,128}_{f16,bf16}: o (through its map) and log_sums. `taken`, one number, is zero before and
-// after.
+// after the launch.
 // Grid (at most ceil(rows / R) heads, with R = 192 (w64) or 128 (w128)), 512 threads (w64) or 384 (w128). Dynamic shared memory: w64 139392
 // bytes, w128 229504.
 #define FORWARD(w, dtype, type, groups)                                                                                            \

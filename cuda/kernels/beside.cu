@@ -1,12 +1,12 @@
-// [before | f(x)]: the unchanged columns of one tensor and, beside them, an activation of the columns of another: GELU in its tanh
-// form (Hendrycks & Gimpel 2016, arXiv:1606.08415), or a gated linear unit whose gate comes first, SiLU(gate) h (Shazeer 2020,
-// arXiv:2002.05202).
+// y = [before | f(x)]: the unchanged columns of `before` and, beside them, an activation f of the columns of x. f is GELU in its
+// tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415), or the gated linear unit SiLU(gate) h (Shazeer 2020, arXiv:2002.05202).
+// For the gated unit, x = [gate | h].
 //
 // before is (rows, kept); x is (rows, width) or (rows, 2 width), with rows x_row elements apart; y is (rows, kept + width). grad is
 // the gradient of f(x) in y, with rows grad_row elements apart; dx has the shape of x, with rows dx_row elements apart. kept may be
 // 0, and before null.
-// Launch: block 256, grid clamp(ceil(rows (kept + width) / (256 WIDE)), 1, 2^31 - 1), no dynamic shared memory; backward without
-// kept. Any grid gives the same results.
+// Launch: block 256, grid clamp(ceil(rows (kept + width) / (256 WIDE)), 1, 2^31 - 1), no dynamic shared memory; kept is 0 in
+// this formula for the backward kernels. Any grid gives the same results.
 
 #include "functions.cuh"
 #include "rows.cuh"

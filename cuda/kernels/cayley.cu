@@ -1,5 +1,5 @@
-// The Cayley transform of skew-symmetric matrices Q less the identity: D = (I - Q) (I + Q)^-1 - I, the solution of
-// (I + Q) D = -2 Q by Gauss-Jordan elimination. The symmetric part of I + Q is I: each pivot is at least 1, and no rows are
+// The Cayley transform of skew-symmetric matrices Q minus the identity: D = (I - Q) (I + Q)^-1 - I, the solution of
+// (I + Q) D = -2 Q by Gauss-Jordan elimination. The symmetric part of I + Q is I, so each pivot is at least 1, and no rows need to be
 // exchanged.
 //
 // upper and grad_upper are (count, size (size - 1) / 2), the strict upper triangles of Q row by row; change and its gradient grad are
@@ -16,13 +16,13 @@ template <typename A> __device__ __forceinline__ A *shared_memory() {
     return reinterpret_cast<A *>(shared);
 }
 
-// f(row, column) for all elements of `rows` rows with columns in [first, last), by all threads of the block.
+// Calls f(row, column) for all elements of `rows` rows with columns in [first, last). All threads of the block take part.
 template <typename F> __device__ __forceinline__ void for_each(uint32_t rows, uint32_t first, uint32_t last, F f) {
     for (uint32_t row = threadIdx.y; row < rows; row += blockDim.y)
         for (uint32_t column = first + threadIdx.x; column < last; column += blockDim.x) f(row, column);
 }
 
-// The place of (row, column) above the diagonal in a triangle.
+// The index in a triangle of the element (row, column), which is above the diagonal.
 __device__ __forceinline__ uint32_t place(uint32_t row, uint32_t column, uint32_t size) {
     return row * (2 * size - row - 1) / 2 + column - row - 1;
 }
@@ -64,7 +64,8 @@ __device__ __forceinline__ void forward(const T *__restrict__ upper, T *__restri
     }
 }
 
-// With V = (I + Q)^-1 = I + D / 2, the gradient of Q is -2 V^T G V^T; an element above the diagonal occurs in Q a second time, negated.
+// With V = (I + Q)^-1 = I + D / 2 and G for grad, the gradient of Q is -2 V^T G V^T. An element above the diagonal occurs in Q a second
+// time, negated.
 template <typename T>
 __device__ __forceinline__ void backward(const T *__restrict__ grad, const T *__restrict__ change, T *__restrict__ grad_upper,
                                          uint64_t count, uint32_t size) {

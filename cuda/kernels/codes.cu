@@ -1,4 +1,4 @@
-// Products of 8-bit codes: making the codes of the factors, and scaling the sums (rust/core/src/quantized/w8a8).
+// Kernels for products of 8-bit codes: they make the codes of the factors, and scale the sums (rust/core/src/quantized/w8a8).
 //
 // Codes are int8 (-127 to 127) or e4m3 (Micikevicius et al. 2022, arXiv:2209.05433). All rows are multiples of 16 elements and begin
 // at 16-byte boundaries.
@@ -12,7 +12,7 @@ namespace {
 constexpr int CHUNK = 16;
 constexpr float LARGEST_INT8 = 127.0f, LARGEST_E4M3 = 448.0f;
 
-// A chunk of a row of x in f32, each column multiplied by its scale if there are `parts`.
+// Loads a chunk of a row of x in f32. Each column is multiplied by its scale if there are `parts`.
 template <typename T> __device__ __forceinline__ void load_chunk(const T *row, uint32_t column, uint32_t parts, const CodeParts &scales, float (&values)[CHUNK]) {
     load_values(row + column, values);
     if (parts == 0) return;
@@ -82,8 +82,8 @@ __device__ __forceinline__ float number(uint32_t sum, bool is_integer) {
     return is_integer ? static_cast<float>(static_cast<int32_t>(sum)) : __uint_as_float(sum);
 }
 
-// out[i, j] = sums[i, j] row_scales[i] column_scales[j] + bias[j]; `column_scales` and `bias` may be null, and one column scale may
-// serve for all. Rows of `sums` have `columns` elements, rows of out are `stride` apart. Launch: block 256, any grid.
+// out[i, j] = sums[i, j] row_scales[i] column_scales[j] + bias[j]; `column_scales` and `bias` may be null, and there may be one
+// column scale for all columns. Rows of `sums` have `columns` elements, rows of out are `stride` apart. Launch: block 256, any grid.
 template <typename T>
 __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *row_scales, const float *column_scales, const T *bias, uint32_t rows, uint32_t columns, uint32_t scale_count, uint32_t stride, uint32_t is_integer, T *out) {
     constexpr int PACK = 8, STEP = PACK < WIDE<T> ? PACK : WIDE<T>;
@@ -119,7 +119,7 @@ __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *ro
 } // namespace
 
 // out (columns, Σ rows) = the codes (Σ rows, columns) of all parts, transposed. The parts' rows and `columns` are multiples of 16.
-// Launch: block 256, grid (ceil(columns / 64), ceil(most rows / 64), parts).
+// Launch: block 256, grid (ceil(columns / 64), ceil(rows / 64) with the rows of the largest part, parts).
 extern "C" __global__ void transpose_codes(const __grid_constant__ CodeParts parts, uint32_t rows, uint32_t columns, uint8_t *out) {
     constexpr int TILE = 64, WORDS = TILE / 4;
     __shared__ uint32_t read[TILE][WORDS + 1], turned[TILE][WORDS + 1];

@@ -3,15 +3,15 @@
 // `Conv2dShape`, by value.
 //
 // Which function:
-// - f16 and bf16 with groups = 1 and a kernel of at most 16 x 16: the tensor cores. conv_hopper.cu where its conditions hold,
-//   else below: `m128n128` for large results, `m64n64` where those tiles are fewer than the multiprocessors, `m128n16` for at
-//   most 16 result channels. They copy 16 bytes at a time: pointers must be multiples of 16 bytes and input channels of 8,
-//   for the gradient of the input also output channels. `v4` needs pointers in multiples of 8 bytes and channels in multiples
-//   of 4.
-// - everything else (f32, f64, larger kernels, odd channels, groups): `plain`; for groups with fewer than 8 channels on
-//   either side (depthwise): `direct`.
+// - f16 and bf16 with groups = 1 and a kernel of at most 16 x 16 use the tensor cores. Where the conditions of conv_hopper.cu
+//   hold, take its functions, otherwise those of this file: `m128n128` for large results, `m64n64` where `m128n128` has fewer
+//   tiles than the device has multiprocessors, `m128n16` for at most 16 result channels. These functions copy 16 bytes at a
+//   time: pointers must be multiples of 16 bytes, and input channels multiples of 8; for the gradient of the input, output
+//   channels too. `v4` needs pointers in multiples of 8 bytes and channels in multiples of 4.
+// - everything else (f32, f64, larger kernels, odd numbers of channels, groups) uses `plain`, or `direct` for groups with
+//   fewer than 8 input or output channels (depthwise).
 //
-// A sum can be split among gridDim.z blocks where there are too few tiles for the device. Each block then writes its slice of
+// A sum can be split among gridDim.z blocks if there are too few tiles for the device. Each block then writes its slice of
 // `partials`, f32 (splits, elements of the result), and `conv2d_sum` adds the slices in order. With gridDim.z = 1,
 // `partials` is null.
 //
@@ -68,7 +68,7 @@ FOR_EACH_HALF(DEFINE_GRAD_INPUT, m64n64v4, 64, 64, 2, 2, 4, 4, 3)
 // Grid: ceil(out_channels / M) * ceil(kernel_height * kernel_width * channels / 128), 1, splits; block: 128. A step
 // takes 64 pixels; there should not be more splits than steps.
 // Dynamic shared memory: STAGES * (ceil(M / 64) + 2) * 8192 bytes: 98304 for each.
-// partials: (splits, elements of the weight); also with one split where the sum is wanted in f32
+// partials: (splits, elements of the weight). It may also be given with one split, if the sum is needed in f32
 // (`conv2d_sum_accumulate_f32`).
 #define DEFINE_GRAD_WEIGHT(DTYPE, TYPE, TILE, M, WARPS_M, WARPS_N, LEFT_VEC, RIGHT_VEC, STAGES)                        \
     extern "C" __global__ void __launch_bounds__(128, 2) conv2d_grad_weight_##TILE##_##DTYPE(                          \
@@ -151,8 +151,8 @@ extern "C" __global__ void __launch_bounds__(256, 4)
 }
 
 // The formulas above for every size and dtype. Block: 256; no dynamic shared memory.
-// Grid of `plain`: x and y as above with M = N = 64 and the channels of a group; z: min(groups, 65535).
-// Grid of `direct`: any x (a thread takes every gridDim.x * 256-th element of a phase), y as above, z = 1.
+// Grid of `plain`: x and y as for the tensor cores, with M = N = 64 and the channels of a group; z: min(groups, 65535).
+// Grid of `direct`: any x (a thread takes every gridDim.x * 256-th element of a phase), y as for the tensor cores, z = 1.
 #define DEFINE_PLAIN(DTYPE, TYPE)                                                                                      \
     extern "C" __global__ void __launch_bounds__(256, 2) conv2d_forward_plain_##DTYPE(                                 \
         TYPE *y, const TYPE *x, const TYPE *weight, const TYPE *bias, Conv2dShape shape) {                             \

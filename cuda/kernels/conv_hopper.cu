@@ -1,8 +1,8 @@
 // Forward pass and gradient of the input of conv.cu's convolution on compute capability 9.0 (for sm_90a alone).
 //
-// For f16 and bf16, groups = 1, a kernel of at most 16 x 16, pointers that are multiples of 16 bytes, input channels in
-// multiples of 8, and for the gradient of the input also output channels; strides up to 8, for the gradient of the input
-// up to 2.
+// The functions take f16 and bf16; groups = 1; a kernel of at most 16 x 16; pointers that are multiples of 16 bytes;
+// input channels in multiples of 8, for the gradient of the input output channels too; strides up to 8, for the gradient
+// of the input up to 2.
 //
 // Choose the tile and the number of splits that take the least time:
 //   ceil(blocks * splits / multiprocessors) * ceil(steps / splits) * cost, plus the time of the sum if splits > 1,
@@ -30,7 +30,7 @@
 //   Gradient of the input: grad_y for each phase, M pixels per column, element strides 1, lower corner
 //   origin + (taps - 1) * move, upper corner lower + pixels - out, in each direction the values of `grad_input_axis`;
 //   a phase without pixels or taps needs no map.
-//   Corners must be in -128..127, and taps within 255 of each other; conv.cu's functions take other sizes.
+//   Corners must be in -128..127, and taps within 255 of each other. For other sizes take conv.cu's functions.
 #include "conv/hopper_weight.cuh"
 
 #define FOR_EACH_HALF(DEFINE, ...) DEFINE(f16, __half, __VA_ARGS__) DEFINE(bf16, __nv_bfloat16, __VA_ARGS__)

@@ -1,9 +1,10 @@
 // Copies, conversions and in-place changes of tensors with strides.
 //
-// Launch of all: a grid of count / width threads, block 256, no shared memory. `tensors` gives the strides of y and x.
+// Launch of all kernels: count / width threads in blocks of 256, no shared memory. `tensors` has the strides of y and
+// x.
 #include "strided.cuh"
 
-// Converts an element to another type, rounded to nearest even; from f64 to f16 and bf16 through f32.
+// Converts an element to another type, rounded to nearest even. f64 is converted to f16 and bf16 through f32.
 template <typename D, typename S> __device__ __forceinline__ D convert(S x) { return narrow<D>(Acc<D>(widen(x))); }
 
 struct Copy {

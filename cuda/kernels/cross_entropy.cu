@@ -1,7 +1,9 @@
-// Cross-entropy of logits and class ids. Neither probabilities nor their logarithms are kept, only one log-sum-exp per row.
+// Cross-entropy of logits and class ids. For the backward pass only the log-sum-exp of each row is kept, not the probabilities
+// or their logarithms.
 //
 // With ε the label smoothing (Szegedy et al. 2016, arXiv:1512.00567), C classes and target t, the loss of a row x is
-// lse(x) - (1 - ε) x_t - ε/C Σ x, and its gradient softmax(x) - (1 - ε) 1_t - ε/C.
+// lse(x) - (1 - ε) x_t - ε/C Σ x, and its gradient softmax(x) - (1 - ε) 1_t - ε/C, where 1_t is 1 for class t and 0 for all
+// others.
 //
 // Row r of the logits begins at (r / inner) outer_stride + (r % inner) inner_stride, in elements, and its classes are
 // contiguous: for dense logits inner = rows and inner_stride = classes. targets (rows): see ids.cuh. A row whose target is
@@ -28,8 +30,8 @@ struct Targets {
 
 namespace {
 
-// Calls f(first element, number of elements as a constant) over a row for the threads of its team: with packs between the first
-// and the last 16-byte boundary, with single elements outside. Without `wide` all are single.
+// Calls f(first element, number of elements as a constant) over a row for the threads of its team: for packs between the first
+// and the last 16-byte boundary, and for single elements outside. Without `wide`, all calls are for single elements.
 template <typename T, typename F> __device__ __forceinline__ void for_each_pack(const T *row, uint32_t len, bool wide, F f) {
     const auto one = std::integral_constant<int, 1>();
     const uint32_t before = wide ? min(static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T)), len) : len;
@@ -128,8 +130,9 @@ __device__ __forceinline__ void backward(const T *x, const Acc<T> *lse, Targets 
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_FORWARD)
 
-// The gradient of the logits, dense, times the gradient of the row's loss. The latter is grad (rows) if of_rows = 1, the number
-// *grad if of_rows = 0, and 1 if grad is null; it is divided by *divisor and multiplied by weights (rows) unless they are null.
+// The gradient of the logits, dense, times the gradient of the row's loss. The gradient of the row's loss is grad (rows) if
+// of_rows = 1, the number *grad if of_rows = 0, and 1 if grad is null. It is divided by *divisor and multiplied by weights
+// (rows), unless these are null.
 // dx may be x if x is dense. Launch: as forward.
 #define DEFINE_BACKWARD(SUFFIX, T)                                                                                     \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
@@ -145,7 +148,8 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_FORWARD)
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_BACKWARD)
 
 // *result = Σ losses / *divisor, summed in f64. Also writes the divisor: the number of targets that are not ignored if `mean` is
-// 1, else 1. Launch: block 1024, grid 1, no dynamic shared memory. One block suffices, as rows are few beside logits.
+// 1, else 1. Launch: block 1024, grid 1, no dynamic shared memory. One block suffices, because there are far fewer
+// rows than logits.
 #define DEFINE_TOTAL(SUFFIX, T)                                                                                        \
     extern "C" __global__ void __launch_bounds__(1024)                                                                 \
         cross_entropy_total_##SUFFIX(const Acc<T> *losses, const void *targets, T *result, Acc<T> *divisor,            \

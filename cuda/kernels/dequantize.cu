@@ -1,13 +1,13 @@
-// Values of quantized matrices, for a product that follows: `out` is dense, and each part has its place in it.
+// The values of quantized matrices, the parts, for a product that follows. `out` is dense and has the values of all parts.
 //
-// - int8: two's complement, a scale per row.
-// - e4m3: a scale per row, or one for the part.
-// - NF4 (Dettmers et al. 2023, arXiv:2305.14314; bitsandbytes): two codes per byte, the first in the upper half, and a scale for each 64
-//   elements. Scales are f32 or quantized again: a code in the signed dynamic map, a scale for each 256 codes, and an offset.
-// - the block formats of ggml (ggml.cuh): blocks of a row with their scales among the codes.
+// - int8 is two's complement, with a scale for each row.
+// - e4m3 has a scale for each row, or one for the part.
+// - NF4 (Dettmers et al. 2023, arXiv:2305.14314; bitsandbytes) has two codes per byte, the first in the upper half, and a scale for each
+//   64 elements. Scales are f32 or quantized again: a code in the signed dynamic map, a scale for each 256 codes, and an offset.
+// - The block formats of ggml (ggml.cuh) have blocks of a row, with their scales among the codes.
 //
-// A value is its code's number times the scale, both f32, rounded once (some formats of ggml add a minimum). Values equal the CPU's bit
-// for bit.
+// A value is its code's number times the scale, both f32, rounded once (some formats of ggml add a minimum). Values equal those of the
+// CPU bit for bit.
 // Launch: block 256, any grid (blocks, parts). No dynamic shared memory.
 #include "rows.cuh"
 
@@ -17,7 +17,8 @@
 namespace {
 
 constexpr int MOST_PARTS = 8;
-// Elements in a thread's chunk, and chunks that it loads before it stores the first, so that their loads overlap.
+// CHUNK is the number of elements in a chunk. BATCH is the number of chunks that a thread loads before it stores the first of them, so
+// that the loads overlap.
 constexpr int CHUNK = 8;
 constexpr int BATCH = 4;
 constexpr int NF4_BLOCK = 64;
@@ -26,7 +27,8 @@ constexpr int NESTED = 256;
 // The formats of ggml follow from FIRST_GGML on.
 enum Format : uint32_t { INT8, E4M3, NF4, NESTED_NF4, FIRST_GGML };
 
-// `start` is the place of the first of `count` elements in out; rows have `columns`. `inner` has the codes of NF4's scales.
+// `start` is the index in `out` of the first of the part's `count` elements. Rows have `columns` elements. `inner` has the codes of
+// NF4's scales.
 struct QuantizedPart {
     const void *codes, *scales, *inner;
     uint64_t start, count;
@@ -52,7 +54,7 @@ __device__ __forceinline__ float e4m3(uint32_t code) {
     return __half2float(__ushort_as_half(bits)) * 256.0f;
 }
 
-// Codes of a chunk, and its scale.
+// Reads the codes and the scales of a part that is not in a format of ggml.
 template <Format FORMAT> struct Codes {
     static constexpr bool IS_NF4 = FORMAT == NF4 || FORMAT == NESTED_NF4;
     using Word = std::conditional_t<IS_NF4, uint32_t, uint2>;
@@ -74,7 +76,7 @@ template <Format FORMAT> struct Codes {
         return __ldg(reinterpret_cast<const Word *>(codes + (IS_NF4 ? index / 2 : index)));
     }
 
-    // Element `i` of a chunk.
+    // The number of element `i` of a chunk.
     __device__ __forceinline__ float number(const Word &word, int i) const {
         if constexpr (IS_NF4) return values[word >> (8 * (i / 2) + (i % 2 == 0 ? 4 : 0)) & 0xf];
         else {
@@ -84,7 +86,7 @@ template <Format FORMAT> struct Codes {
         }
     }
 
-    // Any element.
+    // The number of any element of the part.
     __device__ __forceinline__ float number_at(uint64_t index) const {
         const auto *codes = static_cast<const uint8_t *>(part.codes);
         if constexpr (IS_NF4) return values[codes[index / 2] >> (index % 2 == 0 ? 4 : 0) & 0xf];
@@ -130,7 +132,7 @@ template <Format FORMAT, typename T> __device__ __forceinline__ void write(const
         to[index] = narrow<T>(static_cast<Acc<T>>(__fmul_rn(codes.number_at(index), codes.scale(index))));
 }
 
-// The same for blocks of ggml; a chunk never crosses blocks.
+// Like `write`, for the block formats of ggml. A chunk never crosses blocks.
 template <ggml::Type TYPE, typename T> __device__ __forceinline__ void write_blocks(const QuantizedPart &part, T *out) {
     T *to = out + part.start;
     const auto *blocks = static_cast<const uint8_t *>(part.codes);

@@ -1,5 +1,5 @@
-// Dropout (Srivastava et al. 2014): y = 0 where a random word is below the threshold, else x `kept`. The gradient is the same
-// function of the gradient.
+// Dropout (Srivastava et al. 2014): y = 0 where a random word is below the threshold, elsewhere y = x `kept`. The gradient of x is
+// the same function of the gradient of y.
 //
 // The mask is the same as on the CPU. Elements are taken in groups of 64, for which the generator gives 16 blocks of 4 words: word
 // w of block i decides element 16 w + i. `threshold` is floor(p 2^32), at most 2^32 - 1; `kept` is 1 / (1 - p), 0 for p = 1. Seed
@@ -16,7 +16,7 @@ constexpr int WORDS = 4, BLOCKS = 16, GROUP = WORDS * BLOCKS;
 
 template <typename T>
 __device__ __forceinline__ void dropout(const T *x, T *y, uint64_t len, Generator generator, uint32_t threshold, Acc<T> kept) {
-    // A thread makes the blocks of N neighbours in each of the four quarters of a group.
+    // A thread has N neighbouring elements in each of the four quarters of a group, which need N blocks of random words.
     constexpr int N = WIDE<T>, THREADS = BLOCKS / N;
     const bool aligned = are_wide(x, y);
     const uint64_t threads = (len + GROUP - 1) / GROUP * THREADS;
@@ -24,8 +24,8 @@ __device__ __forceinline__ void dropout(const T *x, T *y, uint64_t len, Generato
         const uint64_t group = index / THREADS, block = group * BLOCKS + index % THREADS * N;
         const uint64_t start = group * GROUP + index % THREADS * N;
         const bool wide = aligned && start + (WORDS - 1) * BLOCKS + N <= len;
-        // Bits for whether element i of quarter w stays: from the highest bit down, the four quarters of each i in turn. Hardly
-        // unrolled, because words of several blocks at a time take many registers.
+        // Bits for whether element i of quarter w stays: from the highest bit down, the four quarters of each i in turn. The loop
+        // is unrolled only twice, because words of several blocks at a time take many registers.
         uint32_t stays = 0;
 #pragma unroll 2
         for (int i = 0; i < N; i++) {

@@ -1,8 +1,8 @@
-// Elementwise functions of one, two and three tensors, one line a function.
+// Elementwise functions of one, two and three tensors. Each function is one line of this file.
 //
-// `<function>_<dtype>(y, a[, b[, c]], tensors, p, q)`: y = f(a, b, c) for each element, where `tensors` gives the strides of y,
+// `<function>_<dtype>(y, a[, b[, c]], tensors, p, q)`: y = f(a, b, c) for each element, where `tensors` has the strides of y,
 // a, b and c, and p and q are parameters of the function. In the expressions, a, b and c are elements in the arithmetic type R.
-// Launch: a grid of count / width threads, block 256, no shared memory.
+// Launch: count / width threads in blocks of 256, no shared memory.
 #include "strided.cuh"
 
 template <typename F, typename T> struct Apply1 {
@@ -115,13 +115,13 @@ template <typename R> __device__ __forceinline__ R clamped(R x, R low, R high) {
     return x > high ? high : x;
 }
 
-// The value of e4m3 nearest to x. `step` is the distance of neighbours with x's exponent, or of subnormal numbers.
+// The value of e4m3 nearest to x. `step` is the distance between neighbouring values with x's exponent, or between subnormal values.
 template <typename R> __device__ __forceinline__ R nearest_e4m3(R x) {
     const R value = clamped(x, R(-448), R(448));
     const R step = ldexp(R(1), max(value == R(0) ? -6 : ilogb(value), -6) - 3);
     return rint(value / step) * step;
 }
-// The value of NF4 nearest to x, the lower of two equally near; NaN stays.
+// The value of NF4 nearest to x, the lower one if two are equally near. NaN stays NaN.
 template <typename R> __device__ __forceinline__ R nearest_nf4(R x) {
     constexpr float values[16] = {-1.0f, -0.6961928f, -0.52507305f, -0.3949175f, -0.28444138f, -0.18477343f,
                                   -0.091050036f, 0.0f, 0.0795803f, 0.1609302f, 0.2461123f, 0.33791524f,
@@ -132,12 +132,12 @@ template <typename R> __device__ __forceinline__ R nearest_nf4(R x) {
     return x == x ? nearest : x;
 }
 
-// Functions of a number; `<name>_backward(a, b)` is the gradient a times the derivative. The forward pass saved b: the result for
-// exp, sqrt, recip, tanh and sigmoid, else the input.
+// Functions of a number; `<name>_backward(a, b)` is the gradient a times the derivative. The forward pass saved b, which is its
+// result for exp, sqrt, recip, tanh and sigmoid, and its input for the other functions.
 UNARY(affine, a * p + q)
 UNARY(scale, a * p)
 UNARY(negative, -a)
-// An infinity becomes 0, NaN stays (for logsumexp).
+// An infinity becomes 0, and NaN stays NaN (for logsumexp).
 UNARY(finite, isinf(a) ? R(0) : a)
 UNARY(exp, exp(a))
 BINARY(exp_backward, a * b)
@@ -196,8 +196,8 @@ BINARY(log_plus, log(a) + b)
 TERNARY(times_difference, a * (b - c))
 TERNARY(times_exp_difference, a * exp(b - (isinf(c) && c < R(0) ? R(0) : c)))
 TERNARY(share, a * b / c)
-// Fake quantization of values a with the scale b; in `_backward`, of values b with the scale c, and a is the gradient. Codes of int4
-// are from -8 to 7.
+// Fake quantization of values a with the scale b. In `_backward`, a is the gradient, b the values and c the scale. Codes of int4 are
+// from -8 to 7.
 BINARY(fake_int8, clamped(rint(a / b), R(-127), R(127)) * b)
 BINARY(fake_int4, clamped(rint(a * (R(1) / b)), R(-8), R(7)) * b)
 TERNARY(fake_int4_backward, rint(b * (R(1) / c)) < R(-8) || rint(b * (R(1) / c)) > R(7) ? R(0) : a)

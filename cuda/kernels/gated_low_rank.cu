@@ -1,9 +1,11 @@
-// Gated linear units (kernels/gated.cu) of x + s hidden up, where the low-rank products (include/low_rank.cuh) of both halves are
-// computed in registers. Adding them to x in memory would be another pass over x, which takes most of the time at thousands of rows.
+// Gated linear units (kernels/gated.cu) of x + s hidden up. The low-rank products (include/low_rank.cuh) of both halves of a row are
+// computed in registers. Adding the products to x in memory would read and write x once more, which takes most of the time at
+// thousands of rows.
 //
-// A row of x (rows, 2 width) is h, then the gate; y and its gradient grad are (rows, width); dx, the gradient of the sum, has the
-// shape of x. Rows of hidden (rows, RANK) and up (width, RANK) of a half are `*_row` elements apart; hidden is null for a half
-// without a product. width is a multiple of 32, `*_row` of 4; addresses of hidden and up are multiples of 8 bytes, the others of 16.
+// A row of x (rows, 2 width) has two halves: h, then the gate. y and its gradient grad are (rows, width); dx, the gradient of the sum,
+// has the shape of x. Rows of hidden (rows, RANK) and up (width, RANK) of a half are `*_row` elements apart; hidden is null for a half
+// without a product. width is a multiple of 32, and `*_row` are multiples of 4. Addresses of hidden and up are multiples of 8 bytes,
+// the other addresses of 16 bytes.
 // Launch: block 256, grid (ceil(width / 256), ceil(rows / 128)), no dynamic shared memory.
 #include "functions.cuh"
 #include "low_rank.cuh"
@@ -12,7 +14,7 @@ namespace {
 
 constexpr int COLUMNS = 32;
 constexpr int WARPS = 8;
-// Rows of a block, for which a thread keeps its values of `up`.
+// The number of rows of a block. A thread keeps its values of `up` for all of them.
 constexpr uint32_t ROWS = 128;
 
 struct LowRankHalf {
@@ -33,7 +35,8 @@ template <typename T, int TILES> struct Half {
     float scale;
     uint32_t up[TILES][4][2];
 
-    // A thread's values of a tile of sixteen rows: two rows, each with eight columns and with four of every sixteen ranks.
+    // The values that a thread has of a tile of sixteen rows: eight columns of two rows, and four of every sixteen ranks of these
+    // rows.
     struct Values {
         uint4 x[2];
         uint2 hidden[TILES][2];
@@ -56,7 +59,7 @@ template <typename T, int TILES> struct Half {
             values.hidden[tile][i] = words<uint2>(hidden + static_cast<uint64_t>(at) * row + tile * RANKS + 4 * (threadIdx.x % 4));
     }
 
-    // s hidden up: column k of row i is [k % 4][2 i + k / 4].
+    // Adds hidden up to `products`: column k of row i is at [k % 4][2 i + k / 4].
     __device__ __forceinline__ void multiply(float (&products)[4][4], const Values &values) const {
         if (hidden == nullptr) return;
 #pragma unroll
@@ -79,8 +82,8 @@ template <typename T> __device__ __forceinline__ void store(T *to, const float (
     *reinterpret_cast<uint4 *>(to) = word;
 }
 
-// A warp works on 32 columns of sixteen rows at a time, and loads the next sixteen rows meanwhile. `out` is y forward, where `grad` is
-// null, and dx backward.
+// A warp works on 32 columns of sixteen rows at a time, and loads the next sixteen rows meanwhile. In the forward pass, `grad` is null
+// and `out` is y; in the backward pass, `out` is dx.
 template <typename T, int TILES, typename F, bool is_backward> struct Gated {
     using Values = typename Half<T, TILES>::Values;
 
@@ -97,7 +100,7 @@ template <typename T, int TILES, typename F, bool is_backward> struct Gated {
     __device__ __forceinline__ void load(Tile &tile, uint32_t first) const {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            // Rows beyond the last repeat the last and are not written.
+            // Rows beyond the last one load the last row and are not written.
             const uint32_t row = first + threadIdx.x % WARP / 4 + 8 * i, at = row < end ? row : end - 1;
             const T *start = x + static_cast<uint64_t>(at) * 2 * width + column;
             half.load(tile.half, i, start, at);

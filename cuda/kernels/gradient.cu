@@ -1,7 +1,7 @@
-// The norm of the gradients, clipping and dynamic loss scaling, without the host: norm, clip factor and scale stay on the device.
+// The norm of the gradients, clipping and dynamic loss scaling. Norm, clip factor and scale stay on the device.
 #include "optim.cuh"
 
-// The larger of two magnitudes, NaN if one is NaN.
+// The larger of two magnitudes; NaN if either is NaN.
 static __device__ __forceinline__ double larger(double a, double b) { return a > b || a != a ? a : b; }
 
 template <bool MAX> static __device__ __forceinline__ double gather(double sum, double x) {
@@ -44,8 +44,8 @@ static __device__ __forceinline__ void norm_part(const T *grads, uint64_t count,
     if (threadIdx.x == 0) parts[blockIdx.x] = sum;
 }
 
-// gradient_norm_l2_<dtype>: parts[b] = the sum of the squares of block b's share of `grads`, in f64.
-// gradient_norm_max_<dtype>: parts[b] = the largest magnitude in the share, NaN if a gradient is NaN.
+// gradient_norm_l2_<dtype>: parts[b] = the sum of the squares of the gradients that block b reads, in f64.
+// gradient_norm_max_<dtype>: parts[b] = the largest magnitude of these gradients, NaN if one of them is NaN.
 //   grads [count], any alignment; parts f64 [gridDim.x]. The order of a sum depends only on `count` and the grid.
 // Grid: (count + 4095) / 4096, at most 1024; block: 256; no dynamic shared memory.
 #define DEFINE_NORM(suffix, T)                                                                                         \
@@ -60,8 +60,9 @@ static __device__ __forceinline__ void norm_part(const T *grads, uint64_t count,
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_NORM)
 
 // The norm, from the concatenated parts of all gradient buffers, and the clip factor of torch.nn.utils.clip_grad_norm_:
-// max_norm / (norm + 1e-6) if that is less than 1 (or NaN), else 1.
-//   parts f64 [count]; is_max = 1 if they are largest magnitudes; max_norm, infinity for no clipping; loss_scale, or null for 1.
+// max_norm / (norm + 1e-6) if this number is less than 1 (or NaN), else 1.
+//   parts f64 [count]; is_max = 1 if the parts are largest magnitudes; max_norm, infinity for no clipping; loss_scale, or null
+//   for 1.
 // Grid: 1; block: 256; no dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(256)
     gradient_clip(const double *parts, uint32_t count, uint32_t is_max, double max_norm, const LossScale *loss_scale, Clip *clip) {
@@ -85,8 +86,9 @@ static __device__ __forceinline__ void scale_gradients(T *grads, uint64_t count,
     }
 }
 
-// gradient_scale_<dtype>: grads *= clip.factor / loss_scale.scale, for callers that look at clipped or unscaled gradients (the
-// optimizers' steps do both by themselves). Does not touch the gradients if the factor is 1.
+// gradient_scale_<dtype>: grads *= clip.factor / loss_scale.scale, for clipping and for callers that read unscaled gradients.
+// (The steps of the optimizers do not clip; they can divide by the loss scale themselves.) Does not touch the gradients if the
+// factor is 1.
 //   grads [count]; clip, or null for 1; loss_scale, or null for 1.
 // Grid: any; block: any; no dynamic shared memory.
 #define DEFINE_SCALE(suffix, T)                                                                                        \
@@ -96,9 +98,10 @@ static __device__ __forceinline__ void scale_gradients(T *grads, uint64_t count,
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SCALE)
 
-// The scale after a step, as in torch.amp.GradScaler: times `backoff` if a gradient was infinite or NaN; times `growth` after
-// `interval` good steps in a row, unless f32 cannot represent the product.
-//   norm: of the gradients, non-finite if a gradient is infinite or NaN.
+// Updates the loss scale after a step, as torch.amp.GradScaler does. The scale is multiplied by `backoff` if a gradient was
+// infinite or NaN, and by `growth` after `interval` consecutive steps with finite gradients, unless f32 cannot represent the
+// product.
+//   norm: the norm of the gradients, non-finite if a gradient is infinite or NaN.
 // Grid: 1; block: 1; no dynamic shared memory.
 extern "C" __global__ void
 loss_scale_update(LossScale *loss_scale, const double *norm, double growth, double backoff, uint64_t interval) {

@@ -3,8 +3,9 @@
 // x, y, their gradients dx and grad are (batch, positions, channels); a group is `channels / groups` neighbouring channels of a sample.
 // mean and rstd = 1/√(var + eps) are (batch, groups), f32 (f64 for f64). `affine_f32`: see affine.cuh.
 //
-// Forward is three kernels: statistics, moments and forward. Backward is sums, slopes and backward. The first and the third of each
-// are launched over the tensor, as channels.cuh says; the second (moments, slopes) is launched over the groups:
+// The forward pass has three kernels: statistics, moments and forward. The backward pass has sums, slopes and backward. The first and
+// the third kernel of each pass are launched over the tensor, as channels.cuh says. The second kernel (moments, slopes) is launched
+// over the groups:
 //     block 128, grid batch * groups, no dynamic shared memory.
 // channels.cuh also says how the tensor is split into pieces and tiles. partials is (batch, tiles, groups, pieces, 2) of f32 (f64
 // for f64) from a 16-byte boundary.
@@ -14,8 +15,8 @@
 
 namespace {
 
-// Mean and sum of squared deviations of each group of the piece. A thread sums differences to its first element. The distance of
-// that element to the mean is one of the deviations, so no digits cancel.
+// The mean and the sum of squared deviations of each group of the piece. A thread sums differences from its first element. The
+// difference between this element and the mean is one of the deviations, so no digits cancel.
 template <typename T, bool ALIGNED>
 __device__ __forceinline__ void statistics(const T *x, Acc<T> *partials, ChannelSize size, Slots<T> &slots) {
     using A = Acc<T>;
@@ -82,8 +83,8 @@ __device__ __forceinline__ void statistics(const T *x, Acc<T> *partials, Channel
     });
 }
 
-// Scale and offset that map x to the norm's result, for each channel of a thread. Half types use x · scale + offset, which is exact
-// enough for them.
+// The scale and the offset that map x to the norm's result, for each channel of a thread. f16 and bf16 use x · scale + offset, which is
+// exact enough for these types.
 template <typename T, bool ALIGNED> struct Normalize {
     static constexpr int N = WIDE<T>;
     static constexpr bool FUSED = IS_HALF<T>;
@@ -203,7 +204,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const T *bef
     constexpr int N = WIDE<T>, BATCH = ALIGNED ? 2 : 1;
     const Part<T, ALIGNED> part(size);
     const Normalize<T, ALIGNED> normalize(part, affine, mean, rstd);
-    // The gradient is scale g - slope (x - mean) - shift.
+    // With g from `of_norm`, the gradient is scale g - slope (x - mean) - shift.
     A slope[N], shift[N];
     part.for_each_channel([&](int i, uint64_t group) {
         const auto pair = load_pack<2>(slopes + group * 2);
@@ -243,7 +244,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const T *bef
 
 } // namespace
 
-// Launch: over the tensor. Mean and sum of squared deviations of each group over each piece, in `partials`.
+// Launch: over the tensor. Writes the mean and the sum of squared deviations of each group over each piece to `partials`.
 #define DEFINE_STATISTICS(SUFFIX, T)                                                                                   \
     extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2)                                                       \
         group_norm_statistics_##SUFFIX(const T *x, Acc<T> *partials, uint32_t positions, uint32_t channels,            \
@@ -255,7 +256,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const T *bef
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_STATISTICS)
 
-// Launch: over the groups. mean and rstd from `partials`.
+// Launch: over the groups. Computes mean and rstd from `partials`.
 #define DEFINE_MOMENTS(SUFFIX, T)                                                                                      \
     extern "C" __global__ void group_norm_moments_##SUFFIX(Acc<T> *partials, Acc<T> *mean, Acc<T> *rstd,               \
                                                            uint32_t positions, uint32_t channels, uint32_t groups,     \
@@ -293,9 +294,9 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
         else forward<T, false, SILU>(x, affine, mean, rstd, y, size);                                                  \
     }
 
-// Launch: over the tensor. With h = g f'(z), writes Σ w h x̂ and Σ w h of each group over each piece to `partials`. Unless
-// affine_partials is null, also writes Σ h x̂ and Σ h of each channel to affine_partials (batch * pieces, 2, channels) of f32 (f64
-// for f64), from which norm_affine_sum (norm.cu) makes the gradients of scale and shift.
+// Launch: over the tensor. With g for grad, w for the scale, x̂ = (x - mean) rstd and h = g f'(z), writes Σ w h x̂ and Σ w h of each
+// group over each piece to `partials`. Unless affine_partials is null, also writes Σ h x̂ and Σ h of each channel to affine_partials
+// (batch * pieces, 2, channels) of f32 (f64 for f64), from which norm_affine_sum (norm.cu) makes the gradients of scale and shift.
 #define DEFINE_SUMS(NAME, SILU, SUFFIX, T)                                                                             \
     extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2)                                                       \
         NAME##_sums_##SUFFIX(const T *x, const T *grad, const void *weight, const void *bias, const Acc<T> *mean,      \
@@ -309,8 +310,8 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
         else sums<T, false, SILU>(x, grad, affine, mean, rstd, partials, affine_partials, size, slots);                \
     }
 
-// Launch: over the groups. slopes (batch, groups, 2) of f32 (f64 for f64): rstd² mean(w h x̂) and rstd mean(w h), from
-// `partials`.
+// Launch: over the groups. Computes slopes (batch, groups, 2) of f32 (f64 for f64) from `partials`: rstd² mean(w h x̂) and
+// rstd mean(w h).
 #define DEFINE_SLOPES(SUFFIX, T)                                                                                       \
     extern "C" __global__ void group_norm_slopes_##SUFFIX(Acc<T> *partials, const Acc<T> *rstd, Acc<T> *slopes,        \
                                                           uint32_t positions, uint32_t channels, uint32_t groups,      \

@@ -1,8 +1,8 @@
 // Picking elements by ids (see ids.cuh): index_select, embedding (index_select with outer = 1) and gather, and their gradients.
 //
-// A tensor has the shape (outer, size, inner), where `size` is the indexed dimension; ids of select are (count), of gather (outer,
-// count, inner). For an id out of range, forward writes 0, and backward leaves its gradient out. Gradients of repeated ids are added
-// in a fixed order, in f32 (f64 for f64).
+// A tensor has the shape (outer, size, inner), where `size` is the indexed dimension. The ids are (count) for index_select, and
+// (outer, count, inner) for gather. For an id out of range, forward writes 0, and backward leaves out the gradient. Gradients of
+// repeated ids are added in a fixed order, in f32 (f64 for f64).
 
 #include "ids.cuh"
 #include "rows.cuh"
@@ -37,7 +37,7 @@ __device__ __forceinline__ void gather(const T *x, const void *ids, T *y, Counte
     }
 }
 
-// Threads of a block, and ids that it looks at in a step.
+// The number of threads of a block, and of ids that the block looks at in a step.
 constexpr int THREADS = 128;
 
 // The block's list of the ids of a step that are `wanted`, in their order.
@@ -101,7 +101,7 @@ __device__ __forceinline__ void select_backward(const T *grad, const void *ids, 
     }
 }
 
-// The block of the first of several equal ids adds up the gradients of all.
+// Of several equal ids, only the block of the first one adds up the gradients of all of them.
 template <typename T, int N>
 __device__ __forceinline__ void select_scatter(const T *grad, const void *ids, T *dx, uint64_t outer, uint32_t size, uint32_t count,
                                                uint32_t inner, uint32_t id_bytes, Matches &matches) {
@@ -136,8 +136,9 @@ __device__ __forceinline__ void select_scatter(const T *grad, const void *ids, T
 
 } // namespace
 
-// y[o, j, i] = x[o, ids[j], i], and y[o, j, i] = x[o, ids[o, j, i], i] for gather. Launch: block 256, grid clamp(ceil(elements
-// of y / (256 WIDE)), 1, 2^31 - 1) with WIDE = 1 for gather, no dynamic shared memory. Any grid gives the same results.
+// y[o, j, i] = x[o, ids[j], i] for index_select, and y[o, j, i] = x[o, ids[o, j, i], i] for gather. Launch: block 256, grid
+// clamp(ceil(elements of y / (256 WIDE)), 1, 2^31 - 1) with WIDE = 1 for gather, no dynamic shared memory. Any grid gives the same
+// results.
 #define DEFINE_FORWARD(SUFFIX, T)                                                                                      \
     extern "C" __global__ void index_select_forward_##SUFFIX(const T *x, const void *ids, T *y, Counter *out_of_range, \
                                                              uint64_t outer, uint32_t size, uint32_t count,            \
@@ -156,20 +157,20 @@ DEFINE_FORWARD(u8, uint8_t)
 DEFINE_FORWARD(u32, uint32_t)
 DEFINE_FORWARD(i64, int64_t)
 
-// dx[o, s, i] = Σ over the j with ids[j] = s of g[o, j, i], in the order of j, in two forms:
+// dx[o, s, i] = Σ over the j with ids[j] = s of g[o, j, i], in the order of j, where g is grad. There are two forms:
 //
 // index_select_scatter, for few ids of many rows (embeddings): dx must hold zeros, and only the rows that ids name are written.
-// A block has one id and 128 packs of (outer, inner), and looks through all ids; it stops if an earlier id is the same. This costs
-// count² ceil(outer inner / (128 WIDE)) loads of an id in all: with 4096 ids and 128 k rows, half the time of zeroing dx. If an id
-// occurs thousands of times, few blocks add its rows one after another.
+// A block has one id and 128 packs of (outer, inner). It looks through all ids, and stops if an earlier id is the same. This costs
+// count² ceil(outer inner / (128 WIDE)) loads of an id in total: with 4096 ids and 128 k rows, half the time of zeroing dx. If an id
+// occurs thousands of times, few blocks add the rows of this id one after another, which is slow.
 // Launch: block 128, grid clamp(count ceil(outer inner / (128 WIDE)), 1, 2^31 - 1), no dynamic shared memory.
 //
 // index_select_backward, for many ids of few rows: every element of dx is written. A block has one s, and looks through all ids
-// of a piece: size count ceil(outer inner / (128 WIDE)) loads of an id in all.
+// of a piece of the ids: size count ceil(outer inner / (128 WIDE)) loads of an id in total.
 // Launch: block 128, grid (clamp(size ceil(outer inner / (128 WIDE)), 1, 2^31 - 1), pieces), no dynamic shared memory. With one
-// piece, partials is null. The caller may choose up to 65535 pieces, by sizes alone, for instance ceil(count / 4096) if the grid
-// would otherwise have fewer than 1024 blocks. partials is then (pieces, outer, size, inner) of f32 (f64 for f64), dx is not
-// touched, and index_select_sum follows.
+// piece, partials is null. The caller may choose up to 65535 pieces, depending on sizes alone, for instance ceil(count / 4096) if
+// the grid would otherwise have fewer than 1024 blocks. partials is then (pieces, outer, size, inner) of f32 (f64 for f64), dx is
+// not touched, and index_select_sum follows.
 #define DEFINE_SELECT_SCATTER(SUFFIX, T)                                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         index_select_scatter_##SUFFIX(const T *grad, const void *ids, T *dx, uint64_t outer, uint32_t size,            \
@@ -205,8 +206,8 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_BACKWARD)
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_SUM)
 
-// dx[o, s, i] = Σ over the j with ids[o, j, i] = s of g[o, j, i], in the order of j; every element of dx is written. A thread looks
-// through the ids of its element's column: size count outer inner loads in all. This is cheap for losses, which gather few ids per
+// dx[o, s, i] = Σ over the j with ids[o, j, i] = s of g[o, j, i], in the order of j. Every element of dx is written. A thread looks
+// through the ids of its element's column: size count outer inner loads in total. This is cheap for losses, which gather few ids per
 // column. For one long vector (outer = inner = 1), index_select_backward is faster.
 // Launch: block 256, grid clamp(ceil(outer size inner / 256), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same
 // results.

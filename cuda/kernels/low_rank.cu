@@ -1,7 +1,8 @@
-// The low-rank products of adapted linear maps: hidden = s₁ input down, dst += s₂ hidden up, in one pass over the rows.
+// The low-rank products of adapted linear maps in one launch: hidden = s₁ input down, dst += s₂ hidden up.
 //
-// A block has 16 rows. Its warps divide the sum over `inner` for hidden, exchange their parts through shared memory, and then divide the
-// columns of dst. With cuBLAS, hidden and dst would be two launches, which at the sizes of one image take longer to start than to compute.
+// A block has 16 rows. For hidden, its warps divide the sum over `inner` and add their parts through shared memory. Then the warps divide
+// the columns of dst. With cuBLAS, hidden and dst would be two launches, which take longer to start than to compute at the sizes of one
+// image.
 //
 // include/low_rank.cuh describes the fragments of the products.
 #include "low_rank.cuh"
@@ -11,11 +12,11 @@ namespace {
 constexpr int ROWS = 16;
 constexpr int STEP = 32;
 constexpr int MOST_TERMS = 4;
-// Steps of 32 columns of dst (PIECES), and steps of features (CHUNKS), whose loads a warp starts together: at these sizes nearly all
-// time is spent waiting for memory.
+// A warp starts the loads of PIECES steps of 32 columns of dst together, and the loads of CHUNKS steps of 32 features, because nearly all
+// time at these sizes is spent waiting for memory.
 constexpr int PIECES = 2;
 template <int TILES> constexpr int CHUNKS = TILES == 1 ? 4 : 2;
-// Warps of a block, for ranks up to 16 TILES. More ranks need more registers.
+// The number of warps of a block, for ranks up to 16 TILES. More ranks need more registers, so that fewer warps fit.
 template <int TILES> constexpr int WARPS = TILES <= 2 ? 16 : 8;
 
 // All terms have the same sizes. Rows of input, hidden and dst are `*_row` elements apart.
@@ -34,8 +35,8 @@ struct LowRankTerms {
     LowRankTerm list[MOST_TERMS];
 };
 
-// The right operands of the four products of 32 features with 16 ranks: [rank of a pair][half of the features][register].
-// `is_turned`: down is stored as (inner, rank), otherwise as (rank, inner).
+// Loads the right operands of the four products of 32 features with 16 ranks: [rank of a pair][half of the features][register].
+// `down` is stored as (inner, rank) if `is_turned`, otherwise as (rank, inner).
 template <typename T, bool is_turned>
 __device__ __forceinline__ void load_down(uint32_t (&b)[2][2][2], const T *down, uint32_t row, uint32_t feature, uint32_t rank,
                                           int g, int t) {
@@ -60,14 +61,15 @@ __device__ __forceinline__ void load_down(uint32_t (&b)[2][2][2], const T *down,
     }
 }
 
-// Computes one term's hidden for the block's rows, in global memory and dense in shared memory. `parts` has room for each warp's sums.
+// Computes one term's hidden for the block's rows, and writes it to global memory and dense to shared memory. `parts` has room for the
+// sums of each warp.
 template <typename T, int TILES, bool is_backward>
 __device__ __forceinline__ void compute_hidden(const LowRankTerm &term, const LowRankSizes &sizes, float *parts, T *hidden) {
     constexpr int COUNT = TILES * RANKS;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
     const uint32_t first_row = blockIdx.x * ROWS, last = sizes.rows - 1;
     const T *input = static_cast<const T *>(term.input), *down = static_cast<const T *>(term.down);
-    // Rows beyond the last repeat the last, and are not written.
+    // Rows beyond the last one load the last row, and are not written.
     const T *rows[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -141,7 +143,7 @@ template <typename T, int TILES> __device__ __forceinline__ void load_hidden(uin
         }
 }
 
-// A warp's share of the work: PIECES times 32 columns of the block's rows of dst, and the values of up for these columns.
+// The values of a warp: PIECES times 32 columns of the block's rows of dst, and the values of up for these columns.
 template <typename T, int TILES, bool is_backward> struct Share {
     uint4 dst[PIECES][2];
     uint32_t up[PIECES][TILES][4][2];
@@ -187,7 +189,7 @@ template <typename T, int TILES, bool is_backward> struct Share {
                 for (int i = 0; i < 4; i++) multiply_add<T>(sums[piece][i], left[tile], up[piece][tile][i][0], up[piece][tile][i][1]);
     }
 
-    // Adds the results of `multiply`. Values 2i and 2i + 1 of a thread's eight come from products 2i % 4 and 2i % 4 + 1.
+    // Adds the results of `multiply` to dst. Of a thread's eight values, 2i and 2i + 1 come from products 2i % 4 and 2i % 4 + 1.
     __device__ __forceinline__ void store(const float (&sums)[PIECES][4][4], void *to, const LowRankSizes &sizes,
                                           uint32_t begin, uint32_t stride) {
 #pragma unroll
@@ -209,8 +211,9 @@ template <typename T, int TILES, bool is_backward> struct Share {
     }
 };
 
-// Forward, each term has a dst of its own and blocks of its own, and the factors are stored as (rank, inner) and (outer, rank). Backward,
-// all terms add to the dst of the first term, and the factors are stored as (inner, rank) and (rank, outer).
+// In the forward pass, each term has a dst of its own and blocks of its own, and the factors are stored as (rank, inner) and (outer,
+// rank).
+// In the backward pass, all terms add to the dst of the first term, and the factors are stored as (inner, rank) and (rank, outer).
 template <typename T, int TILES, bool is_backward>
 __device__ __forceinline__ void low_rank(const LowRankTerms &terms, const LowRankSizes &sizes) {
     constexpr int COUNT = ROWS * TILES * RANKS;
@@ -242,8 +245,8 @@ __device__ __forceinline__ void low_rank(const LowRankTerms &terms, const LowRan
 
 // hidden (rows, rank) = scale_hidden input (rows, inner) down, dst (rows, outer) += scale_dst hidden up, for up to four terms of the
 // same sizes. inner and outer are multiples of 32; addresses and distances of rows are multiples of 16 bytes.
-// Launch: block 512, but 256 for rank 64; grid (ceil(rows / 16), any number of shares of the columns, terms forward and 1 backward);
-// no dynamic shared memory.
+// Launch: block 512, but 256 for rank 64; grid (ceil(rows / 16), any number of blocks that divide the columns, terms for the forward pass
+// and 1 for the backward pass); no dynamic shared memory.
 #define DEFINE_LOW_RANK(NAME, IS_BACKWARD, RANK, SUFFIX, T)                                                            \
     extern "C" __global__ void __launch_bounds__(WARPS<RANK / RANKS> *WARP, 1)                                         \
         low_rank_##NAME##RANK##_##SUFFIX(const __grid_constant__ LowRankTerms terms,                                   \

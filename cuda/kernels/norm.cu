@@ -1,26 +1,26 @@
 // Layer norm (Ba et al. 2016, arXiv:1607.06450), RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) and modulated layer norm
 // (Peebles & Xie 2022, arXiv:2212.09748) of rows.
 //
-// x, y and their gradients dx and grad are (rows, len); mean and rstd = 1/√(var + eps) are one value per row, f32 (f64 for f64). RMS
-// norm is layer norm without mean and shift: its pointers `mean` and `bias` are ignored. `affine_f32`: see affine.cuh.
+// x, y and their gradients dx and grad are (rows, len); mean and rstd = 1/√(var + eps) have one value per row, f32 (f64 for f64). RMS
+// norm is layer norm without mean and shift: the pointers `mean` and `bias` are ignored. `affine_f32`: see affine.cuh.
 
 #include "affine.cuh"
 
-// Packs of a row that each thread keeps in registers: as many as let 32 warps of a forward pass run on a multiprocessor. The host gives
-// a team (rows.cuh) the fewest packs a thread, from 1 to NORM_HELD, with which all rows together have at most 2^17 threads, about as many
-// as an H100 runs at once; NORM_HELD if even that makes more.
+// The number of packs of a row that each thread keeps in registers. With this number, 32 warps of a forward pass can run on a
+// multiprocessor. The host chooses the number of packs for each thread of a team (rows.cuh), from 1 to NORM_HELD: the smallest number
+// with which all rows together need at most 2^17 threads (about as many as an H100 runs at once), or NORM_HELD if there is none.
 constexpr int NORM_HELD = 3;
 
 namespace {
 
-// MODULATED is layer norm whose scale and shift, (rows / sharing, len), belong to `sharing` rows each; 1 is added to the scale.
+// MODULATED is layer norm with scales and shifts (rows / sharing, len), each for `sharing` consecutive rows; 1 is added to the scale.
 enum class Kind { LAYER, RMS, MODULATED };
 
 template <Kind KIND> constexpr bool CENTERS = KIND != Kind::RMS;
 
 template <typename T, int N> using NormRow = Row<T, N, NORM_HELD>;
 
-// Adds another row, rounds to T and writes the sum.
+// Adds another row to `row`, rounds to T and writes the sum.
 template <typename T, int N> __device__ __forceinline__ void add_row(NormRow<T, N> &row, const T *other, T *sum) {
     const NormRow<T, N> others(other, row.packs * N);
     row.for_each_place([&](int place, uint64_t at) {
@@ -35,7 +35,7 @@ template <typename T, int N> __device__ __forceinline__ void add_row(NormRow<T, 
         store_pack(sum + at, pack);
     });
     row.keep_narrow();
-    // Packs that are not in registers are read again, by the thread that wrote them.
+    // Packs that are not in registers are read again later, by the thread that wrote them.
     row.start = sum;
     one_at_a_time();
 }
@@ -52,7 +52,7 @@ __device__ __forceinline__ void load_scale(Affine affine, uint64_t at, Acc<T> (&
     for (int i = 0; i < N; i++) values[i] += KIND == Kind::MODULATED ? Acc<T>(1) : Acc<T>(0);
 }
 
-// With `residual` the rows are those of x + residual, rounded to T, which are written to `sum`.
+// With `residual`, the function takes the rows of x + residual, rounded to T, and writes these rows to `sum`.
 template <typename T, int N, Kind KIND>
 __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, Affine affine, T *y, Acc<T> *mean, Acc<T> *rstd,
                                         uint64_t rows, uint32_t len, uint32_t sharing, Acc<T> eps, Acc<T> *shared) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
     }
 }
 
-// With `before`, adds it to the gradient, in the type of arithmetic.
+// Adds `before` to the gradient, in the type of the arithmetic, unless it is null.
 template <typename T, int N, Kind KIND>
 __device__ __forceinline__ void backward(const T *x, const T *grad, const T *before, Affine affine, const Acc<T> *mean,
                                          const Acc<T> *rstd, T *dx, uint64_t rows, uint32_t len, uint32_t sharing,
@@ -126,7 +126,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const T *bef
         });
         if (CENTER) team_sums(sum, dot, shared);
         else dot = team_sum(dot, shared);
-        // The gradient is scale g w - slope (x - center) - shift.
+        // With w for the weight, the gradient is scale g w - slope (x - center) - shift.
         const A slope = dot * scale / len * scale * scale, shift = CENTER ? sum / len * scale : A(0);
         values.keep_narrow();
         grads.keep_narrow();
@@ -216,8 +216,8 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
         else forward<T, 1, KIND>(x, residual, sum, affine, y, mean, rstd, rows, len, sharing, added, shared);          \
     }
 
-// dx = rstd (g w - mean(g w) - x̂ mean(g w x̂)) with x̂ = (x - mean) rstd and means over the row (the first is 0 for RMS norm),
-// plus `before`, unless it is null. dx may be grad or `before`. Launch: over rows (NORM_HELD).
+// dx = rstd (g w - mean(g w) - x̂ mean(g w x̂)), plus `before` unless it is null. Here g is grad, w the scale, x̂ = (x - mean) rstd, and
+// mean(…) is the mean over the row; RMS norm has no term mean(g w). dx may be grad or `before`. Launch: over rows (NORM_HELD).
 #define DEFINE_BACKWARD(NAME, KIND, SUFFIX, T)                                                                         \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         NAME##_backward_##SUFFIX(const T *x, const T *grad, const T *before, const void *weight, const Acc<T> *mean,   \
@@ -254,9 +254,9 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
     DEFINE_AFFINE(rms_norm, false, SUFFIX, T)
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_NORMS)
 
-// Second stage, for every norm: dweight and dbias (samples, len), each unless null, from partials (samples, pieces, 2, len). Sum i of
-// 16 adds pieces i, i + 16 and so on in order; then the 16 sums are added. Launch: block (32, 16), grid (ceil(len / 32), 2, samples),
-// no dynamic shared memory.
+// Second stage, for every norm: dweight and dbias (samples, len), each unless it is null, from partials (samples, pieces, 2, len). Sum i
+// of 16 sums adds pieces i, i + 16 and so on in order; then the 16 sums are added. Launch: block (32, 16), grid (ceil(len / 32), 2,
+// samples), no dynamic shared memory.
 #define DEFINE_SUM(SUFFIX, T)                                                                                          \
     extern "C" __global__ void norm_affine_sum_##SUFFIX(const Acc<T> *partials, void *dweight, void *dbias,            \
                                                         uint32_t pieces, uint32_t len, uint32_t affine_f32) {          \

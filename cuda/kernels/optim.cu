@@ -1,13 +1,14 @@
 // The optimizers with f32 states. Arithmetic and rounding are the same as on the CPU, operation by operation, so that parameters and
-// states are equal bit for bit. To this end products and sums are intrinsics: the compiler would fuse operators.
+// states are equal bit for bit. Products and sums are therefore intrinsics, because the compiler would fuse operators.
 //
 // A step is <optimizer>_prepare and one launch of `<optimizer>_step_*` for all pieces. Clipping launches gradient_norm_* (once for each
 // vector of gradients), gradient_clip and gradient_scale_* before the step. Loss scaling launches gradient_norm_max_* and gradient_clip
-// before the step, and loss_scale_update after it. Nothing that changes from step to step is an argument: the learning rate is in
-// `Settings`, the rest is counted and computed on the device. So a captured step can be replayed.
+// before the step, and loss_scale_update after it. No argument of a launch changes from step to step: the learning rate
+// is in `Settings`, and the device counts and computes everything else. So a captured step can be replayed.
 #include "optim.cuh"
 
-// For each optimizer, the coefficients of one step from a group's settings; fields that it does not use are 0.
+// Each optimizer has a function that computes the coefficients of one step from a group's settings. Fields that the optimizer does not
+// use are 0.
 
 static __device__ Coefficients adam_moments(const Settings &at, double step) {
     const double correction1 = 1.0 - pow(at.beta1, step), correction2 = 1.0 - pow(at.beta2, step);
@@ -81,8 +82,8 @@ extern "C" __global__ void optim_configure(Settings *settings, uint32_t group, u
 
 // Begins a step: <optimizer>_prepare advances `step` of every group and writes its coefficients.
 //   settings, coefficients [groups]; loss_scale, by which gradients are divided first, or null for 1;
-//   norm, or null: if it is non-finite, the step counters stay, and the launch of the step does nothing but zero gradients if
-//   zero_grads is 1.
+//   norm, or null. If the norm is non-finite, the step counters stay, and the launch of the step only zeroes gradients (if
+//   zero_grads is 1).
 // Grid: (groups + 31) / 32; block: 32; no dynamic shared memory.
 template <Coefficients (*COEFFICIENTS)(const Settings &, double)>
 static __device__ __forceinline__ void prepare(Settings *settings, uint32_t groups, const double *norm, const LossScale *loss_scale,
@@ -111,7 +112,7 @@ DEFINE_PREPARE(lion)
 DEFINE_PREPARE(sgd)
 DEFINE_PREPARE(whole)
 
-// Four neighbours of a state.
+// Four neighbouring values of a state.
 struct StateQuad {
     Pack<float, QUAD> *pointer;
     Pack<float, QUAD> pack;
@@ -238,15 +239,16 @@ step(const Piece *pieces, const Segment *segments, const Coefficients *coefficie
 // One step of all pieces: <optimizer>_step_<dtype of the gradients>_<dtype of the copy>, for f32_bf16, f32_f16, bf16_bf16, f16_f16.
 // With gradient g = gain * grads, p = params, and the coefficients of the piece's group:
 //   adam: p *= decay; g += l2 * p; m += gain1 * (g - m); v = beta2 * v + gain2 * g^2;
-//         p -= step_size * m / (sqrt(v) / root_correction2 + eps); if `largest` is not null, with the maximum of v so far for v;
+//         p -= step_size * m / (sqrt(v) / root_correction2 + eps), where v is the maximum of v so far if `largest` is not null;
 //   small_adam: m = beta1 * m + gain1 * g; v = beta2 * v + gain2 * g^2; p = decay * (p + step_size * m / (sqrt(v) + eps));
 //   lion: p = decay * p - lr * sign(beta1 * m + gain1 * g); m = beta2 * m + gain2 * g;
-//   sgd: g += l2 * p; with a buffer (or null) b = momentum * b + gain1 * g; p -= lr * (b, or g + momentum * b with nesterov).
+//   sgd: g += l2 * p; without a buffer p -= lr * g; with a buffer b = momentum * b + gain1 * g, and p -= lr * b, or
+//         p -= lr * (g + momentum * b) with nesterov.
 // Then copy = params in the copy's dtype, unless the copy is null, and grads = 0 if zero_grads is 1.
 //   pieces [gridDim.x]; segments: as the pieces say, their params f32; coefficients [groups];
 //   states f32: as the pieces say, aligned to 16 bytes, zeros before the first step.
 // Grid: number of pieces; block: 256 (a piece of 1024 elements keeps every thread busy once); no dynamic shared memory.
-// All take three states, null where the optimizer has fewer.
+// All kernels take three states. States that an optimizer does not have are null.
 #define DEFINE_STEP(NAME, RULE, suffix, G, C)                                                                          \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
     NAME##_step_##suffix(const Piece *pieces, const Segment *segments, const Coefficients *coefficients,               \

@@ -1,9 +1,9 @@
-// The optimizers with 8-bit states, as in bitsandbytes' AdamW8bit and Lion8bit: two bytes (Lion: one) a parameter, and a scale for every
-// 256 states.
+// The optimizers with 8-bit states, as in bitsandbytes' AdamW8bit and Lion8bit. AdamW has two states of one byte for each parameter,
+// Lion has one. Every 256 values of a state have a scale.
 //
 // A warp updates a block of 256 elements in registers. Each lane has four neighbouring elements of each half of the block, so that every
 // access is a whole 512-byte row of f32 or 128-byte row of codes. Multiplications are fused where the CUDA code of bitsandbytes fuses
-// them, and the reciprocal is computed as on the CPU: parameters, codes and scales are equal to the CPU's bit for bit.
+// them, and the reciprocal is computed as on the CPU. Parameters, codes and scales therefore equal those of the CPU bit for bit.
 #include "optim.cuh"
 
 using dynamic_map::Table;
@@ -11,7 +11,7 @@ using dynamic_map::Table;
 static __device__ const Table SIGNED_TABLE = dynamic_map::make_table<true>();
 static __device__ const Table UNSIGNED_TABLE = dynamic_map::make_table<false>();
 
-// Quads of a block that each lane holds.
+// The number of quads of a block that each lane has.
 constexpr int QUADS = STATE_BLOCK / (WARP * QUAD);
 
 // With three blocks of threads on a multiprocessor, each thread has the 80 registers that it needs.
@@ -40,7 +40,7 @@ struct BlockState {
         for (int q = 0; q < QUADS; ++q) words[q] = codes[q * WARP];
     }
 
-    // Sets the codes beyond the end to `code`, the value that bitsandbytes uses there.
+    // Sets the codes beyond the end of the piece to `code`, which bitsandbytes uses there too.
     __device__ __forceinline__ void pad(int q, uint32_t count, uint32_t code) {
 #pragma unroll
         for (int k = 0; k < QUAD; ++k) {
@@ -88,7 +88,7 @@ static __device__ __forceinline__ float reciprocal(float x) {
     return y;
 }
 
-// The lanes of a warp take the quads of a block in turn: quad `q` of a lane starts here.
+// The index of the first element of quad `q` of a lane. The lanes of a warp take the quads of a block in turn.
 static __device__ __forceinline__ uint32_t index_of(int q, uint32_t lane) { return (q * WARP + lane) * QUAD; }
 
 // As bitsandbytes' Adam8bit and AdamW8bit.
@@ -195,7 +195,7 @@ static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count,
     if (first >= count) return;
     Piece piece = load_piece(pieces + first);
     for (uint32_t i = first; i < count; i += warps) {
-        // Loaded early, for the next iteration.
+        // The piece of the next iteration is loaded early.
         const Piece next = load_piece(pieces + min(i + warps, count - 1));
         const Coefficients at = coefficients[piece.group];
         const Buffers<G, C> buffers(segments, piece, zero_grads);
@@ -214,12 +214,12 @@ static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count,
 //   adam: m = beta1 * m + gain1 * g; v = beta2 * v + gain2 * g^2; p = decay * (p + step_size * m / (sqrt(v) + eps));
 //   lion: p = decay * p - lr * sign(beta1 * m + gain1 * g); m = beta2 * m + gain2 * g;
 // then scale = the largest magnitude of the new states, code = the code of the value nearest to s / scale. If an element's gradient
-// (or its square, in adam) is non-finite, its states become 0 and its parameter does not change. Last, copy = params in the copy's
-// dtype, unless the copy is null, and grads = 0 if zero_grads is 1.
+// (or its square, in adam) is non-finite, its states become 0 and its parameter does not change. Finally, copy = params in the
+// copy's dtype, unless the copy is null, and grads = 0 if zero_grads is 1.
 //   pieces [count]; segments: as the pieces say, their params f32; coefficients [groups];
 //   codes u8 [blocks * 256], aligned to 4 bytes, and scales f32 [blocks], by `state` of the piece; zeros before the first step.
 // Grid: (count + 7) / 8, at most 3 for each multiprocessor; block: 256; no dynamic shared memory.
-// All take two states, null where the optimizer has one.
+// All kernels take two states. The second state is null for Lion, which has one.
 #define DEFINE_STEP(NAME, RULE, suffix, G, C)                                                                          \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \
     NAME##_8bit_step_##suffix(const Piece *pieces, uint32_t count, const Segment *segments,                            \

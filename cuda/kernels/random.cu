@@ -15,7 +15,7 @@ __device__ __forceinline__ void write(float *y, uint64_t n, uint64_t first, cons
     }
 }
 
-// `uniform(y, n, state, seed, offset, low, high)`: y = low + (high - low) u, u uniform in [0, 1).
+// `uniform(y, n, state, seed, offset, low, high)`: y = low + (high - low) u, where u is uniform in [0, 1).
 extern "C" __global__ void uniform(float *y, uint64_t n, const uint64_t *state, uint64_t seed, uint64_t offset, double low, double high) {
     const uint64_t block = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (block * 4 >= n) return;
@@ -27,7 +27,8 @@ extern "C" __global__ void uniform(float *y, uint64_t n, const uint64_t *state, 
     write(y, n, block * 4, values);
 }
 
-// `normal(y, n, state, seed, offset, mean, std)`: y = mean + std z, z standard normal by Box and Muller, in f64 as on the CPU.
+// `normal(y, n, state, seed, offset, mean, std)`: y = mean + std z, where z is standard normal by the method of Box and
+// Muller, computed in f64 as on the CPU.
 extern "C" __global__ void normal(float *y, uint64_t n, const uint64_t *state, uint64_t seed, uint64_t offset, double mean, double std) {
     const uint64_t block = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (block * 4 >= n) return;
@@ -46,7 +47,7 @@ extern "C" __global__ void normal(float *y, uint64_t n, const uint64_t *state, u
     write(y, n, block * 4, values);
 }
 
-// `set_generator(state, seed, offset)`: the position that draws of a graph start from. Launch: one thread.
+// `set_generator(state, seed, offset)` sets the position from which the draws of a graph start. Launch: one thread.
 extern "C" __global__ void set_generator(uint64_t *state, uint64_t seed, uint64_t offset) {
     state[0] = seed;
     state[1] = offset;

@@ -1,6 +1,10 @@
-// Sums of losses of the difference d = a - b of two dense tensors of `len` elements: square d²; absolute |d|; huber (Huber 1964) with
-// `parameter` δ: d²/2 up to δ, δ (|d| - δ/2) beyond; smooth_absolute (Girshick 2015, arXiv:1504.08083) with `parameter` β: huber with
-// δ = β, divided by β. elementwise.cu has the losses without sums and their gradients, under the same names.
+// Sums of losses of the difference d = a - b of two dense tensors of `len` elements:
+// - square: d²;
+// - absolute: |d|;
+// - huber (Huber 1964) with `parameter` δ: d²/2 for |d| up to δ, δ (|d| - δ/2) beyond δ;
+// - smooth_absolute (Girshick 2015, arXiv:1504.08083) with `parameter` β: huber with δ = β, divided by β.
+//
+// elementwise.cu has the losses without sums, and their gradients, under the same names.
 
 #include "rows.cuh"
 
@@ -61,7 +65,7 @@ __device__ __forceinline__ void sum(const T *a, const T *b, double *partials, ui
 
 } // namespace
 
-// Each block's sum of losses, partials (grid) of f64. Launch: block 256; the caller chooses the grid, by `len` alone, for instance
+// Each block's sum of losses, partials (grid) of f64. Launch: block 256; the caller chooses the grid from `len` alone, for instance
 // clamp(ceil(len / (2048 WIDE)), 1, 1024). loss_total follows.
 #define DEFINE_SUM(NAME, FUNCTION, SUFFIX, T)                                                                          \
     extern "C" __global__ void NAME##_sum_##SUFFIX(const T *a, const T *b, double *partials, uint64_t len,             \

@@ -1,16 +1,17 @@
 // RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) of rows and rotary position embedding (Su et al. 2021, arXiv:2104.09864)
 // of the result, for the queries and keys of models that normalise them.
 //
-// x, y and their gradients dx and grad are (rows, width); weight (width) has their dtype or f32 (`weight_f32` = 1), null for ones;
-// rstd = 1/√(mean(x²) + eps) is one value per row, f32 (f64 for f64); cos and sin are as in rope.cuh, or null for no rotation.
+// x, y and their gradients dx and grad are (rows, width). weight (width) has their dtype, or f32 if `weight_f32` is 1; null means
+// ones.
+// rstd = 1/√(mean(x²) + eps) has one value per row, f32 (f64 for f64). cos and sin are as in rope.cuh, or null for no rotation.
 //
 // The forms for heads read the queries, keys and perhaps values of a projection in place: x and dx are (batch, tokens, ≥
 // all_heads width), y and grad (batch, tokens, all_heads, width), each with its strides of tokens and samples, in elements. A token
 // has `heads` rows of queries and `key_heads` of keys; the remaining rows are values, which are copied. If rstd is null, rows are
 // rotated but not normalised, and backward does not read x.
 //
-// A row is short, so it belongs to a team of 1 to 32 lanes of a warp, as many as it has packs of pairs. Each lane keeps its first
-// pack of pairs in registers; values beyond the first 64 WIDE are read again.
+// A row is short, so it belongs to a team of 1 to 32 lanes of a warp: as many lanes as the row has packs of pairs, rounded up to a
+// power of two. Each lane keeps its first pack of pairs in registers; values beyond the first 64 WIDE of a row are read again.
 
 #include "affine.cuh"
 #include "rope.cuh"
@@ -19,7 +20,7 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// The lanes of a row of `packs` packs of pairs: a power of two.
+// The number of lanes of a row of `packs` packs of pairs: a power of two.
 __device__ __forceinline__ uint32_t team_lanes(uint32_t packs) { return packs < WARP ? 1u << (WARP - __clz(packs - 1)) : WARP; }
 
 // The sum over a team of `lanes` lanes, returned to all of them. Every lane of the warp takes part.
@@ -28,7 +29,7 @@ template <typename A> __device__ __forceinline__ A lanes_sum(A value, uint32_t l
     return value;
 }
 
-// f(row, lane, lanes, whether the row exists) for the rows of this thread's team. All lanes of a warp call f together.
+// Calls f(row, lane, lanes, whether the row exists) for the rows of this thread's team. All lanes of a warp call f together.
 template <typename F> __device__ __forceinline__ void for_each_row(uint64_t rows, uint32_t packs, F f) {
     const uint32_t lanes = team_lanes(packs), teams = WARP / lanes, lane = threadIdx.x % lanes;
     const uint64_t step = flat_stride() / WARP * teams;
@@ -38,7 +39,7 @@ template <typename F> __device__ __forceinline__ void for_each_row(uint64_t rows
     }
 }
 
-// Where the row starts in x, in dx, and in y and grad; its weight; whether it is only copied.
+// The index at which a row starts in x, in dx, and in y and grad; the weight of the row; whether the row is only copied.
 struct Place {
     uint64_t x, dx, y;
     const void *weight;
@@ -148,7 +149,7 @@ template <typename T, int N, bool INTERLEAVED> struct Slopes {
         }
     }
 
-    // Turns `grads` into the gradients of the normalised pairs. Returns the dot product of the two.
+    // Turns `grads` into the gradients of the normalised pairs. Returns their dot product with the normalised pairs.
     __device__ __forceinline__ A weigh(const void *parameter, bool is_f32, uint32_t pair, uint32_t half) {
         A dot = 0;
 #pragma unroll
@@ -259,7 +260,8 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         });                                                                                                            \
     }
 
-// With u = grad rotated back and x̂ = x rstd: dx = rstd (u w - x̂ mean(u w x̂)), the mean over the row. dx may be grad.
+// dx = rstd (u w - x̂ mean(u w x̂)), where u is grad rotated back, w the weight, x̂ = x rstd, and the mean is over the row. dx may
+// be grad.
 #define DEFINE_BACKWARD(SUFFIX, T)                                                                                     \
     extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_backward_##SUFFIX(                             \
         const T *x, const T *grad, const void *weight, const Acc<T> *cos, const Acc<T> *sin, const Acc<T> *rstd, T *dx,\
@@ -276,7 +278,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
     }
 
 // First stage of the gradient of the weight: Σ u x̂ over each piece of the rows. The second stage, norm_affine_sum (norm.cu), reads
-// partials (pieces, 2, width); this kernel writes the first of the two lines of each piece and leaves the other.
+// partials (pieces, 2, width); this kernel writes the first of the two lines of each piece and does not touch the other line.
 // Launch: block 256, grid (ceil(width / (64 WIDE)), pieces), no dynamic shared memory. The caller chooses up to 65535 pieces, for
 // instance clamp(ceil(rows / 64), 1, 512).
 #define DEFINE_WEIGHT(SUFFIX, T)                                                                                       \

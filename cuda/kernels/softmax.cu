@@ -1,6 +1,6 @@
 // Softmax, its logarithm, and the logarithm of a sum of exponentials, over the last dimension.
 //
-// x, y, grad and dx are (rows, len). Launch of all: over rows (rows.cuh).
+// x, y, grad and dx are (rows, len). Launch of all kernels: over rows (rows.cuh).
 
 #include "softmax.cuh"
 
@@ -89,7 +89,8 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
 
 } // namespace
 
-// y = e^x / Σ e^x, or its logarithm. A row gives NaN if all elements are negative infinity, or if one is NaN or infinity.
+// y = e^x / Σ e^x, or its logarithm. The results of a row are NaN if all of its elements are negative infinity, or if one
+// element is NaN or infinity.
 #define DEFINE_FORWARD(NAME, LOG, SUFFIX, T)                                                                           \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         NAME##_forward_##SUFFIX(const T *x, T *y, uint64_t rows, uint32_t len) {                                       \
@@ -98,7 +99,7 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
         else forward<T, 1, LOG>(x, y, rows, len, shared);                                                              \
     }
 
-// dx = y (g - Σ g y), or g - e^y Σ g, from the result y. dx may be grad.
+// dx = y (g - Σ g y) for softmax, dx = g - e^y Σ g for its logarithm, with the result y and g for grad. dx may be grad.
 #define DEFINE_BACKWARD(NAME, LOG, SUFFIX, T)                                                                          \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         NAME##_backward_##SUFFIX(const T *y, const T *grad, T *dx, uint64_t rows, uint32_t len) {                      \
@@ -108,7 +109,7 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
     }
 
 // log Σ e^x of each row: exact (rows) in f32 (f64 for f64), which the backward pass reads, and y (rows), unless null.
-// The result is infinite if the largest element is.
+// The result is infinite if the largest element is infinite.
 #define DEFINE_LOGSUMEXP(SUFFIX, T)                                                                                    \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         logsumexp_forward_##SUFFIX(const T *x, T *y, Acc<T> *exact, uint64_t rows, uint32_t len) {                     \

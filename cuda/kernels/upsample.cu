@@ -1,5 +1,5 @@
-// Nearest-neighbour resize: output i of n copies input min(⌊i · (m / n)⌋, m - 1) of m. The index is computed in f32, as in
-// torch, but in integers when n = m or n = 2 m.
+// Nearest-neighbour resize: of n outputs along an axis, output i copies input min(⌊i · (m / n)⌋, m - 1) of m inputs. The
+// index is computed in f32, as in torch, but in integers if n = m or n = 2 m.
 //
 // x and its gradient dx are (batch, height, width, channels), y and its gradient (batch, out_height, out_width, channels).
 // Launch: block 256, grid clamp(rows × ceil(row_len / (1024 WIDE)), 1, 2^31 - 1). rows counts the rows of all images of the
@@ -35,11 +35,11 @@ struct Axis {
     }
 };
 
-// Packs that a thread takes from a stretch.
+// The number of packs that a thread takes from a stretch.
 constexpr int BATCH = 4;
 
-// f(image, line, column, pack of the column, index of the pack in the tensor) for each pack of the tensor (batch, height,
-// width, packs). A block takes stretches of a line, so that there is one division per pack.
+// Calls f(image, line, column, pack of the column, index of the pack in the tensor) for each pack of the tensor (batch,
+// height, width, packs). A block takes stretches of a line, so that there is one division per pack.
 template <int UNROLL, typename F>
 __device__ __forceinline__ void for_each_pack(uint64_t batch, uint32_t height, uint32_t width, uint32_t packs, F f) {
     const uint64_t len = static_cast<uint64_t>(width) * packs;

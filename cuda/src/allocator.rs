@@ -7,18 +7,18 @@
 //!
 //! While a graph is captured, blocks come from a separate space, whose addresses eager work never gets: each replay of a graph
 //! writes to the addresses of its capture, including those that the capture has freed. Graphs are replayed one after another, so
-//! they share this space. Between replays, addresses that a capture has freed hold no data. So eager work that needs more memory
-//! takes the memory mapped there, and memory is mapped there again before the next replay. A run therefore needs the larger of the
-//! memory of graphs and the memory of the eager work between them, not their sum.
+//! they share this space. Between replays, addresses that a capture has freed hold no data. Eager work that needs more memory
+//! therefore takes the memory mapped at these addresses, and memory is mapped there again before the next replay. So a run needs
+//! the larger of the memory of graphs and the memory of the eager work between replays, not their sum.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// Every size and address is a multiple of this.
+/// Every size and address is a multiple of this number of bytes.
 pub const ALIGNMENT: u64 = 512;
-/// Requests up to this size come from separate pools, so that they do not split large blocks.
+/// Requests up to this number of bytes come from separate pools, so that they do not split large blocks.
 pub const SMALL: u64 = 1 << 20;
-/// Memory is mapped in multiples of this.
+/// Memory is mapped in multiples of this number of bytes.
 pub const PAGE: u64 = 2 << 20;
 /// The minimum number of bytes by which a pool of large blocks grows.
 const GROWTH: u64 = 32 << 20;
@@ -64,7 +64,7 @@ pub struct Stats {
     pub reserved: u64,
     /// The peak of [`reserved`](Self::reserved).
     pub peak_reserved: u64,
-    /// The share of graphs in [`reserved`](Self::reserved).
+    /// The bytes of [`reserved`](Self::reserved) that are mapped for graphs.
     pub graphs: u64,
     /// Number of allocations.
     pub allocations: u64,
@@ -241,7 +241,7 @@ impl<C> Pool<C> {
     }
 }
 
-/// The pools of eager work, or those of graphs; created at first use.
+/// The pools of small and of large blocks, for eager work or for graphs. Each pool is created at its first use.
 struct Space<C>([Option<Pool<C>>; 2]);
 
 impl<C> Space<C> {
@@ -364,7 +364,7 @@ impl<B: Backend> Allocator<B> {
         }
     }
 
-    /// Map the memory that graphs have lent to eager work again. Needed before a replay.
+    /// Map memory again at the addresses whose memory graphs have lent to eager work. Call this before each replay.
     ///
     /// # Errors
     /// The backend's error, if the device is full even after cached blocks are released.
@@ -426,8 +426,8 @@ impl<B: Backend> Allocator<B> {
         Ok(total)
     }
 
-    /// Allocate from the space of graphs until [`end_capture`](Self::end_capture). Releases cached blocks first, since
-    /// the graph needs about as much as the eager run that went before it.
+    /// Allocate from the space of graphs until [`end_capture`](Self::end_capture). Releases cached blocks first, because
+    /// the graph needs about as much memory as the eager run before it.
     ///
     /// # Errors
     /// As [`trim`](Self::trim).
@@ -445,7 +445,7 @@ impl<B: Backend> Allocator<B> {
         self.capturing = false;
     }
 
-    /// Record that a graph was dropped. When the last is dropped, the memory of graphs is released, except blocks in use.
+    /// Record that a graph was dropped. When the last graph is dropped, the memory of graphs is released, except blocks in use.
     ///
     /// # Errors
     /// As [`trim`](Self::trim).
@@ -470,7 +470,7 @@ impl<B: Backend> Allocator<B> {
     }
 }
 
-/// Unmap memory of graphs that holds no block in use: at least `wanted` bytes, or all there are. Returns the number of bytes.
+/// Unmap at least `wanted` bytes of graph memory without blocks in use, or all of it. Returns the number of bytes.
 fn lend<B: Backend>(
     backend: &mut B,
     graph: &mut Space<B::Chunk>,

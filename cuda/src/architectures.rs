@@ -1,19 +1,22 @@
 //! The architectures that the kernels are compiled for, and the GPUs that they serve. The build script reads this file too.
 //!
-//! Machine code runs on compute capabilities with its major version and at least its minor version. With `a` it may use the features of
-//! exactly one capability, and runs only there. The driver compiles PTX for every capability from its own on, except PTX with `a`.
+//! Machine code for a compute capability runs on GPUs with the same major version and at least the same minor version. Code for a
+//! capability with `a` may use the features of exactly this capability, and runs only there. The driver compiles PTX for GPUs of its
+//! capability and of every later one, except PTX with `a`.
 
 use std::fmt;
 
 /// A compute capability, as (major, minor).
 pub type Capability = (i32, i32);
 
-/// The architectures compiled for unless `TRAINABLE_CANDLE_CUDA_ARCHS` lists others. Machine code for Ampere (8.0, 8.6), Ada
-/// (8.9), Hopper (9.0) and the consumer Blackwells (12.0, which 12.1 runs too). For other GPUs, 10.0, 10.3 and 11.0 among them, the
-/// driver compiles the PTX at its first use. PTX of the lowest capability serves all; PTX of 12.0 would leave those three without code.
+/// The architectures that the kernels are compiled for unless `TRAINABLE_CANDLE_CUDA_ARCHS` lists others. There is machine code for
+/// Ampere (8.0, 8.6), Ada (8.9), Hopper (9.0) and the consumer Blackwells (12.0, which GPUs of 12.1 run too). For other GPUs, such as
+/// those of 10.0, 10.3 and 11.0, the driver compiles the PTX at its first use. The PTX is for the lowest capability, so it serves all
+/// GPUs; PTX for 12.0 would leave 10.0, 10.3 and 11.0 without code.
 pub const ARCHITECTURES: &str = "80+ptx,86,89,90a,120";
 
-/// An item of such a list: a capability without the dot, then perhaps `a` for features of exactly this capability, then perhaps `+ptx`.
+/// An item of a list like [`ARCHITECTURES`]: a capability without the dot, then perhaps `a` for features of exactly this capability,
+/// then perhaps `+ptx`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Architecture {
     capability: Capability,
@@ -44,7 +47,7 @@ impl Architecture {
     }
 }
 
-/// The compilers' name, such as `90a`.
+/// The name that nvcc uses, such as `90a`.
 impl fmt::Display for Architecture {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (major, minor) = self.capability;
@@ -60,7 +63,7 @@ mod tests {
         Architecture::parse_list(list).unwrap().iter().any(|architecture| architecture.runs_on(gpu))
     }
 
-    /// NVIDIA's list (<https://developer.nvidia.com/cuda-gpus>) from the lowest supported on, and one future capability.
+    /// The capabilities are NVIDIA's (<https://developer.nvidia.com/cuda-gpus>) from the lowest supported one on, and a future one.
     #[test]
     fn every_supported_gpu_has_code() {
         let gpus = [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1), (13, 0)];

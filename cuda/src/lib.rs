@@ -1,4 +1,4 @@
-//! CUDA without linking to it, and the kernels.
+//! The CUDA kernels, and CUDA's libraries without linking to them.
 //!
 //! Candle's CUDA backend calls the driver and the CUDA libraries as ordinary linked functions. This crate defines each of these
 //! functions as a jump through a slot, which [`load`] fills with the address from the library on this machine. So an executable
@@ -74,10 +74,10 @@ pub enum Unavailable {
         found / 10_000, found / 100 % 100, found % 100
     )]
     NcclVersion {
-        /// As `major * 10000 + minor * 100 + patch`.
+        /// The version, as `major * 10000 + minor * 100 + patch`.
         found: i32,
     },
-    /// The driver sees no GPU.
+    /// The driver finds no GPU.
     #[error("the NVIDIA driver finds no GPU; is it hidden by CUDA_VISIBLE_DEVICES?")]
     NoDevice,
     /// The GPU is below [`MINIMUM_CAPABILITY`].
@@ -108,8 +108,9 @@ pub enum Unavailable {
 }
 
 /// Find the driver and the CUDA libraries and make candle's CUDA backend usable. Libraries are searched first in `folders` (where pip
-/// installs NVIDIA's), then by the system's loader. Must succeed before any CUDA call; a call before that returns
-/// `CUDA_ERROR_UNKNOWN`. Repeated calls are cheap after a success. One usable GPU is enough; `check_device` says which GPUs are.
+/// installs NVIDIA's libraries), then by the system's loader. This function must succeed before any CUDA call; earlier CUDA calls
+/// return `CUDA_ERROR_UNKNOWN`. Repeated calls are cheap after a success. One usable GPU is enough; `check_device` says which GPUs
+/// are usable.
 ///
 /// # Errors
 /// The first reason why CUDA cannot be used. Then nothing is changed.

@@ -10,11 +10,11 @@ use std::mem::{align_of, offset_of, size_of};
 pub struct Layout {
     /// Its name in CUDA.
     pub name: &'static str,
-    /// In bytes.
+    /// The size in bytes.
     pub size: usize,
-    /// In bytes.
+    /// The alignment in bytes.
     pub alignment: usize,
-    /// Name, offset and size of each field.
+    /// The name of each field, with its offset and size in bytes.
     pub fields: &'static [(&'static str, usize, usize)],
 }
 
@@ -131,9 +131,9 @@ structs! {
     /// Declared in include/strided.cuh.
     Strided<const K: usize> { count: u64, axes: u32, width: u32, sizes: [u64; 8], strides: [[u64; 8]; K], }
 
-    /// The hyper-parameters of a group and the steps that it has taken, of include/optim.cuh: `lr` is the learning rate; `beta1` and
-    /// `beta2` are SGD's momentum and dampening; `eps` is added to the root of the second moment; `maximize` and `nesterov` are 1 or 0;
-    /// `more` is what one optimizer needs besides, in the order that its kernels read.
+    /// Declared in include/optim.cuh: the hyper-parameters of a group, and the number of steps that it has taken. `lr` is the learning
+    /// rate; `beta1` and `beta2` are SGD's momentum and dampening; `eps` is added to the root of the second moment; `maximize` and
+    /// `nesterov` are 1 or 0; `more` has the further values of an optimizer, in the order in which its kernels read them.
     #[derive(Default)]
     Settings {
         lr: f64, beta1: f64, beta2: f64, eps: f64, weight_decay: f64, step: u64, maximize: u32, nesterov: u32,

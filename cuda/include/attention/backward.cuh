@@ -9,8 +9,9 @@
 #include "mma.cuh"
 #include "shape.cuh"
 
-// One block for a tile of queries, which loops over tiles of keys; `WARPS` warps with 16 `M` queries each. `KEYS` keys are copied
-// and `STEP` of them are worked on at a time. `Rows` says whether queries and gradients of the result are held in registers.
+// One block computes the gradients of a tile of queries and loops over tiles of keys. It has `WARPS` warps with 16 `M` queries
+// each. It copies `KEYS` keys at a time and works on `STEP` of them at a time. `Rows` is the class of its own rows (queries and
+// gradients of the result), which are in registers or in shared memory. `Sight` tells which keys a query sees.
 template <typename T, int D, int WARPS, int M, int KEYS, int STEP, template <int, int, int> class Rows, class Sight>
 __device__ __forceinline__ void attention_backward_query(uint32_t block, const T *q, const T *k, const T *v, const T *d_o, const float *log_sums,
                                                          const float *delta, T *dq, const Strides &q_strides,
@@ -124,7 +125,7 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
                         shared + warp * 16 * M * ROW_BYTES);
 }
 
-// Writes a block's gradients of keys or values: to rows of the gradient, or of its partial sum.
+// Writes a block's gradients of keys or values to the gradient, or to a partial sum if `partial` is not null.
 template <typename T, int D, int M, int ROWS>
 __device__ __forceinline__ void write_key_rows(T *grad, const Strides &strides, float *partial, const Task &task, uint32_t part,
                                                uint32_t first, int rows, const float (&sum)[M][D / 8][4], unsigned char *tile,
@@ -151,10 +152,10 @@ __device__ __forceinline__ void write_key_rows(T *grad, const Strides &strides, 
         }
 }
 
-// One block for a tile of keys. It loops over a range of the tiles of queries or, with spans, of the heads that share the keys.
-// `WARPS` warps have 16 `M` keys each.
-// `QUERIES` queries are copied and `STEP` of them are worked on at a time. `Rows` says whether keys and values are held in
-// registers.
+// One block computes the gradients of a tile of keys and values. It loops over a range of the tiles of queries or, with spans,
+// over a range of the heads that share the keys. It has `WARPS` warps with 16 `M` keys each. It copies `QUERIES` queries at a
+// time and works on `STEP` of them at a time. `Rows` is the class of its own rows (keys and values), which are in registers or in
+// shared memory.
 template <typename T, int D, int WARPS, int M, int QUERIES, int STEP, template <int, int, int> class Rows, class Sight>
 __device__ __forceinline__ void
 attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v, const T *d_o, const float *log_sums, const float *delta, T *dk, T *dv,
@@ -307,8 +308,8 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
     if (dv != nullptr) write(dv, dv_strides, dv_parts, value_sum);
 }
 
-// The sum over the parts of a gradient of keys or values: (parts, batch, heads, keys, width) → (batch, heads, keys, width). A
-// thread has four columns.
+// Sums the parts of a gradient of keys or values: (parts, batch, heads, keys, width) → (batch, heads, keys, width). A thread sums
+// four columns.
 template <typename T>
 __device__ __forceinline__ void attention_sum_parts(const float *parts, T *grad, const Strides &strides, const AttentionShape &shape) {
     const uint64_t count = uint64_t(shape.batch) * shape.heads * shape.keys * shape.width;

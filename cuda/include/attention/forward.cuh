@@ -1,5 +1,5 @@
-// The attention of a tile of queries to all keys on tensor cores, without the matrix of scores: a running maximum and sum for
-// each query (Milakov & Gimelshein 2018, arXiv:1805.02867), one block for a tile of queries (Dao 2023, arXiv:2307.08691).
+// Attention on tensor cores, without the matrix of scores in memory. Each query has a running maximum and sum (Milakov & Gimelshein
+// 2018, arXiv:1805.02867), and one block computes the results of a tile of queries (Dao 2023, arXiv:2307.08691).
 #pragma once
 
 #include <cfloat>
@@ -9,12 +9,13 @@
 
 // The softmax of the rows of a warp's 16 M queries: each thread has 2 M rows, and four threads share each row.
 template <int M> struct RunningSoftmax {
-    // Subtracted from the scores times scale / ln 2.
+    // Subtracted from the products of rows, which are multiplied by scale / ln 2 first.
     float base[M][2];
-    // The thread's share of the sums of 2^(score - base).
+    // The sums of 2^(score - base) over the columns of this thread.
     float sum[M][2];
 
-    // `lowest` is below all scores. It must be finite if a tile may hide all keys of a row, as then all scores are negative infinity.
+    // `lowest` is below all scores. It must be finite if a tile may hide all keys of a row, because all scores of the row
+    // are negative infinity then.
     __device__ __forceinline__ explicit RunningSoftmax(float lowest) {
 #pragma unroll
         for (int m = 0; m < M; m++)
@@ -99,8 +100,8 @@ __device__ __forceinline__ void hide(float (&scores)[M][N][4], uint32_t query, u
         }
 }
 
-// `WARPS` warps with 16 `M` queries each; tiles of `KEYS` keys, two in shared memory, of which the next is copied while the warps
-// work on the other. `Rows` says whether queries are held in registers.
+// A block has `WARPS` warps with 16 `M` queries each. Shared memory holds two tiles of `KEYS` keys: one is copied while the warps work on
+// the other. `Rows` is the class of the queries, which are in registers or in shared memory. `Sight` tells which keys a query sees.
 template <typename T, int D, int WARPS, int M, int KEYS, template <int, int, int> class Rows, class Sight>
 __device__ __forceinline__ void attention_forward(const T *q, const T *k, const T *v, T *o, float *log_sums, const Strides &q_strides,
                                                   const Strides &k_strides, const Strides &v_strides, const Strides &o_strides,
@@ -178,7 +179,7 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
             products_are_ready(result);
         }
     } else if (begin < steps) {
-        // The next scores are computed together with the sums weighted by these, so that a warp has independent products.
+        // A warp computes the next scores together with the sums of the current weights, because these products are independent.
         copy_values(begin);
         if (begin + 1 < steps) copy_keys(begin + 1);
         end_copies();

@@ -1,6 +1,6 @@
-// Attention of any width and dtype, with a mask, in arithmetic as exact as the dtype's: for widths, masks and dtypes that the
-// tensor-core kernels do not support. Scores are computed tile by tile. A block makes `PLAIN_COLUMNS` columns of a tile of result rows,
-// so scores are computed again for every `PLAIN_COLUMNS` columns.
+// Attention without tensor cores, for the widths, masks and dtypes that the tensor-core kernels do not support. Arithmetic is in f32,
+// or in f64 for f64. Scores are computed tile by tile. A block computes `PLAIN_COLUMNS` columns of a tile of result rows, so scores are
+// computed again for every `PLAIN_COLUMNS` columns.
 #pragma once
 
 #include "shape.cuh"
@@ -22,7 +22,7 @@ template <typename R> struct Mask {
 template <typename R> using Square = R[PLAIN_TILE][PLAIN_TILE + 1];
 template <typename R> using Panel = R[PLAIN_TILE][PLAIN_COLUMNS];
 
-// Rows of a matrix.
+// The rows of a matrix in device memory.
 template <typename T> struct MatrixRows {
     const T *data;
     uint64_t stride;
@@ -32,14 +32,14 @@ template <typename T> struct MatrixRows {
                                           uint32_t width)
         : data(strides.matrix(tensor, batch, head)), stride(strides.row), rows(rows), width(width) {}
 
-    // The element in the type of the arithmetic, zero outside.
+    // The element in the type of the arithmetic; zero outside the matrix.
     __device__ __forceinline__ Acc<T> at(uint32_t row, uint32_t column) const {
         return row < rows && column < width ? widen(data[row * stride + column]) : Acc<T>(0);
     }
 };
 
-// The products of 32 rows of `a` with 32 rows of `b`: a thread has the products of rows y and y + 16 of `a` with rows x and x + 16 of
-// `b`.
+// The products of 32 rows of `a` with 32 rows of `b`. A thread computes the products of rows y and y + 16 of `a` with rows x and x + 16
+// of `b`.
 template <typename T>
 __device__ void row_products(Acc<T> (&sum)[2][2], const MatrixRows<T> &a, uint32_t a_row, const MatrixRows<T> &b, uint32_t b_row,
                              Square<Acc<T>> &left, Square<Acc<T>> &right) {
@@ -80,14 +80,14 @@ __device__ void plain_scores(Acc<T> (&scores)[2][2], const MatrixRows<T> &q, uin
         }
 }
 
-// 64 columns of 32 rows to shared memory, zero outside.
+// Loads 64 columns of 32 rows to shared memory; elements outside the matrix are zero.
 template <typename T>
 __device__ void load_panel(Panel<Acc<T>> &panel, const MatrixRows<T> &x, uint32_t row, uint32_t column) {
     for (int i = threadIdx.x; i < PLAIN_TILE * PLAIN_COLUMNS; i += PLAIN_THREADS)
         panel[i / PLAIN_COLUMNS][i % PLAIN_COLUMNS] = x.at(row + i / PLAIN_COLUMNS, column + i % PLAIN_COLUMNS);
 }
 
-// sum += weights panel, or weightsᵀ panel: a thread has the columns x + 16 c of rows y, y + 16.
+// sum += weights panel, or sum += weightsᵀ panel if TRANSPOSED. A thread has the columns x + 16 c of rows y, y + 16.
 template <bool TRANSPOSED, typename R>
 __device__ void add_panel(R (&sum)[2][4], const Square<R> &weights, const Panel<R> &panel) {
     const int x = threadIdx.x % PLAIN_SIDE, y = threadIdx.x / PLAIN_SIDE;
@@ -167,7 +167,7 @@ __device__ void attention_plain_forward(const T *q, const T *k, const T *v, T *o
         log_sums[uint64_t(task.index) * shape.queries + first + threadIdx.x] = base[threadIdx.x] + logarithm(total[threadIdx.x]);
 }
 
-// Which gradient a block makes.
+// Which gradient a block computes.
 enum class GradientOf { query, key, value };
 
 template <typename T, GradientOf OF, class Sight>
@@ -188,13 +188,13 @@ __device__ void attention_plain_backward(const T *q, const T *k, const T *v, con
     const MatrixRows<T> keys(k, k_strides, task.batch, key_head, shape.keys, shape.width);
     const MatrixRows<T> values(v, v_strides, task.batch, key_head, shape.keys, shape.value_width);
 
-    // The range on the other side: the keys that some query of the tile sees, or the queries that see some key of the tile.
+    // The range of the loop: the keys that some query of the tile sees, or the queries that see some key of the tile.
     uint32_t begin = 0, end = QUERIES ? shape.keys : sight.query_end(min(first + PLAIN_TILE, rows) - 1, shape);
     if (shape.is_causal && QUERIES) end = min(end, first + PLAIN_TILE);
     if (QUERIES) begin = sight.first_key(first);
     if (shape.is_causal && !QUERIES) begin = first;
     R sum[2][4] = {};
-    // The head of the queries, or all heads that share the keys, one after another.
+    // The head of the tile of queries, or all heads of queries that share the keys, one after another.
     const uint32_t heads_begin = QUERIES ? task.head : task.head * group, heads_end = QUERIES ? heads_begin + 1 : heads_begin + group;
     for (uint32_t head = heads_begin; head < heads_end; head++) {
         const MatrixRows<T> queries(q, q_strides, task.batch, head, shape.queries, shape.width);
@@ -225,7 +225,7 @@ __device__ void attention_plain_backward(const T *q, const T *k, const T *v, con
     write_panel(grad, grad_strides, task, first, rows, column, width, sum);
 }
 
-// The sum over a row of o times its gradient, by eight lanes a row.
+// Computes delta, the sum over each row of o times its gradient. Eight lanes compute one row.
 template <typename T>
 __device__ void attention_delta(const T *o, const T *d_o, Acc<T> *delta, const Strides &o_strides, const Strides &do_strides,
                                 const AttentionShape &shape) {

@@ -3,7 +3,7 @@
 
 #include "../element.cuh"
 
-// Sizes of an attention: q (batch, heads, queries, width), k (batch, heads, keys, width), v (batch, heads, keys, value_width),
+// The sizes of an attention call: q (batch, heads, queries, width), k (batch, heads, keys, width), v (batch, heads, keys, value_width),
 // result and its gradient (batch, heads, queries, value_width). Query i sees the keys up to i if `is_causal`. Passed by value.
 struct AttentionShape {
     uint32_t batch, heads, queries, keys, width, value_width, is_causal;
@@ -12,7 +12,7 @@ struct AttentionShape {
     double scale;
 };
 
-// Where the matrices of the heads are: distances in elements. The elements of a row are consecutive. Passed by value.
+// The distances between batches, heads and rows of a tensor, in elements. The elements of a row are consecutive. Passed by value.
 struct Strides {
     uint64_t batch, head, row;
 
@@ -23,7 +23,7 @@ struct Strides {
 
 // The work of a block. Blocks of one head are consecutive, so that they share its keys and values in the cache.
 struct Task {
-    // The tile within the head, and the head: an index over (batch, heads).
+    // `tile` is the index of the tile within the head, `index` that of the head over (batch, heads).
     uint32_t tile, index;
     uint32_t batch, head;
 
@@ -31,18 +31,20 @@ struct Task {
         : tile(block % tiles), index(block / tiles), batch(index / heads), head(index % heads) {}
 };
 
-// Which keys queries see, beyond the shape: here each head of queries has its own keys, and no spans hide keys.
+// Which keys queries see, in addition to the limits of the shape. `Dense`: each head of queries has its own keys, and no spans hide
+// keys.
 struct Dense {
     static constexpr bool HAS_SPANS = false;
 
     // How many consecutive heads of queries share a head of keys.
     static __device__ __forceinline__ uint32_t group() { return 1; }
-    // The first key that a query sees, and the end of the queries that see a key.
+    // `first_key` is the first key that a query sees, `query_end` the end of the queries that see a key.
     static __device__ __forceinline__ uint32_t first_key(uint32_t) { return 0; }
     static __device__ __forceinline__ uint32_t query_end(uint32_t, const AttentionShape &shape) { return shape.queries; }
 };
 
-// Segments of packed rows: `shape` is causal with as many keys as queries, and one batch. Both rows of `spans` ascend.
+// `Spans`: queries see the keys of their segment of a packed row. The shape is causal, with as many keys as queries and one batch. Both
+// rows of `spans` ascend.
 struct Spans {
     static constexpr bool HAS_SPANS = true;
     // (2, rows): for each position the first key that its query sees, or the next position if it sees none; then the end of the queries

@@ -1,7 +1,7 @@
-// Products of whole tiles by a warpgroup, four warps with 16 rows each (PTX `wgmma`, sm_90a): the left operand in registers or
-// shared memory, the right one in shared memory, whose permuted rows of 128 bytes (mma.cuh) have the layout that the PTX manual
-// calls 128-byte swizzle. Accumulators and left operands are distributed as those of `mma.sync`, warp by warp. Products are
-// asynchronous: warps continue until they wait for them.
+// Products of whole tiles by a warpgroup, four warps with 16 rows each (PTX `wgmma`, sm_90a). The left operand is in registers
+// or in shared memory, the right operand in shared memory. The permuted rows of 128 bytes in shared memory (mma.cuh) have the
+// layout that the PTX manual calls 128-byte swizzle. Accumulators and left operands in registers are distributed as those of
+// `mma.sync`, warp by warp. Products are asynchronous: warps continue until they wait for them.
 #pragma once
 
 #include "../element.cuh"
@@ -48,7 +48,7 @@ template <int M, int N> __device__ __forceinline__ void products_are_ready(float
 #endif
 }
 
-// Shared memory that this thread has written becomes visible to products after the next barrier.
+// Makes the shared memory that this thread has written visible to products after the next barrier.
 __device__ __forceinline__ void publish_to_products() {
 #if WARPGROUP_PRODUCTS
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -69,9 +69,9 @@ __device__ __forceinline__ uint64_t describe(uint32_t address) {
 #define ACCUMULATORS_128(sum)                                                                                                      \
     ACCUMULATORS_64(sum), ACCUMULATORS_16(sum, 8), ACCUMULATORS_16(sum, 10), ACCUMULATORS_16(sum, 12), ACCUMULATORS_16(sum, 14)
 
-// warpgroup_multiply: sum = a bᵀ, or sum += a bᵀ if `add`, with 16 columns of 64 rows `a`, in shared memory or in registers, and
-// of 32, 64 or 128 rows `b` in shared memory.
-// warpgroup_multiply_add: sum += a b, with `a` (64, 16) in registers and 64 columns of 16 rows `b` in shared memory.
+// warpgroup_multiply computes sum = a bᵀ, or sum += a bᵀ if `add`. `a` is (64, 16), in shared memory or in registers; `b` is
+// (32, 16), (64, 16) or (128, 16), in shared memory.
+// warpgroup_multiply_add computes sum += a b, with `a` (64, 16) in registers and `b` (16, 64) in shared memory.
 //
 // A loop must make a left operand in registers in the iteration that uses it, and must wait for the product in that iteration:
 // ptxas 13.0 reuses the registers for other values between iterations.

@@ -1,19 +1,19 @@
 // Products of int8 codes with the matrix instructions and the copy engine of compute capability 9.0 (code for sm_90a alone). One
-// thread copies tiles, two warpgroups multiply 64 rows by 256 columns each, scale the sums and store them. Two blocks form a cluster:
-// they take the same columns of neighbouring rows, and each fetches half of the columns' codes for both.
+// thread copies tiles; two warpgroups multiply 64 rows by 256 columns each, scale the sums and store them. Two blocks form a cluster:
+// they take neighbouring tiles of rows and the same columns, and each block fetches half of the columns' codes for both.
 #pragma once
 
 #include "../rows.cuh"
 #include "../stages.cuh"
 #include "parts.cuh"
 
-// Codes of x (rows, inner) and of each part of w, elements of 8 bits, dimensions (inner, 1, rows), boxes (128, 1, 128), 128-byte
-// swizzle, zeros outside.
+// Maps of the codes of x (rows, inner) and of each part of w. They have elements of 8 bits, dimensions (inner, 1, rows), boxes
+// (128, 1, 128) and a 128-byte swizzle. Elements outside are read as zeros.
 struct CodeMaps {
     TensorMap x, w[MOST_PARTS];
 };
 
-// The descriptor of a tile that is summed along its rows of 128 bytes: 128-byte swizzle, eight rows every 1024 bytes.
+// The descriptor of a tile that a product sums along its rows of 128 bytes: 128-byte swizzle, eight rows every 1024 bytes.
 __device__ __forceinline__ uint64_t rows_descriptor(uint32_t address) {
     return (address & 0x3ffff) >> 4 | 1ull << 16 | uint64_t(1024 >> 4) << 32 | 1ull << 62;
 }
@@ -40,14 +40,16 @@ __device__ __forceinline__ void multiply_codes(uint32_t (&sums)[128], uint64_t a
                  : "l"(a), "l"(b), "r"(int(adds)));
 }
 
-// Four lanes t each have a value of each of the blocks 0 to 3; lane t gets the values of block t from all four.
+// Exchanges values among four lanes t = 0 to 3. Each lane has a value of each of the blocks 0 to 3; lane t gets the values of block t
+// from all four lanes.
 __device__ __forceinline__ uint4 exchange(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-    // First between neighbours: blocks 0 and 1, 2 and 3.
+    // First, neighbouring lanes exchange values of blocks 0 and 1, and of blocks 2 and 3.
     const uint32_t ab = __shfl_xor_sync(ALL_LANES, odd ? a : b, 1), cd = __shfl_xor_sync(ALL_LANES, odd ? c : d, 1);
     if (odd) a = ab, c = cd;
     else b = ab, d = cd;
-    // Lane t now has the values of blocks t % 2 and t % 2 + 2: in (a, c) those of its pair's even lane, in (b, d) of the odd lane.
+    // Lane t now has the values of blocks t % 2 and t % 2 + 2: (a, c) are those of the even lane of its pair, (b, d) those of the odd
+    // lane.
     const uint32_t ac = __shfl_xor_sync(ALL_LANES, high ? a : c, 2), bd = __shfl_xor_sync(ALL_LANES, high ? b : d, 2);
     return high ? make_uint4(ac, bd, c, d) : make_uint4(a, b, ac, bd);
 }
@@ -181,7 +183,7 @@ template <typename T> struct CodesProduct {
             registers_more<232>();
             multiply(ring);
         }
-        // Neither block may end while the other may still write to its memory or signal it.
+        // Both blocks end together, because each may still write to the memory of the other or signal its barriers.
         cluster_wait();
     }
 };

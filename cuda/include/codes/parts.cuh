@@ -1,11 +1,11 @@
-// Matrices of 8-bit codes whose rows come from several matrices.
+// A matrix of 8-bit codes that consists of several matrices, its parts, one below the other.
 #pragma once
 
 #include <cstdint>
 
 constexpr int MOST_PARTS = 8;
 
-// Rows `start` to `start + rows` of a matrix of codes, with a scale for each row or one for all.
+// The part that has rows `start` to `start + rows` of the whole matrix, with a scale for each row or one for all rows.
 struct CodePart {
     const void *codes, *scales;
     uint32_t start, rows, scale_count, unused;

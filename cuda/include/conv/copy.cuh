@@ -1,19 +1,20 @@
 // Tiles in shared memory for the tensor cores, and the copies that fill them.
 //
-// A tile's rows hold 64 values of 16 bits (128 bytes). The eight 16-byte parts of row r are in the order part ^ (r
-// mod 8). This is the 128-byte swizzle of `wgmma`, which also lets `ldmatrix` read eight rows without bank conflicts.
+// A tile's rows hold 64 values of 16 bits (128 bytes). A row has eight parts of 16 bytes; part p of row r is at
+// position p ^ (r mod 8). This is the 128-byte swizzle of `wgmma`, which also lets `ldmatrix` read eight rows without
+// bank conflicts.
 // Tiles begin at multiples of 1024 bytes.
 #pragma once
 
 #include "geometry.cuh"
 
-// Values of the summed dimension that one step of the main loops takes: the length of a tile's row.
+// The number of values of the summed dimension that one step of the main loops takes: the length of a tile's row.
 constexpr int STEP = 64;
 constexpr int ROW_BYTES = 128;
 // A tile of 64 rows.
 constexpr int SQUARE_BYTES = 64 * ROW_BYTES;
-// The tensor-core forms take convolution kernels of at most this size in a direction: two masks of so many bits mark the
-// taps of a window that are inside the image.
+// The tensor-core forms take convolution kernels of at most this size in a direction: two masks of this many bits mark
+// the taps of a window that are inside the image.
 constexpr int MAX_KERNEL = 16;
 
 __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
@@ -24,12 +25,12 @@ __device__ __forceinline__ uint32_t tile_offset(int row, int column) {
     return row * ROW_BYTES + (((column / 8) ^ (row % 8)) * 16) + column % 8 * 2;
 }
 
-// Whether a copy is kept in the first-level cache: the next taps read the same part of an image again, but not of a
-// weight.
+// Whether copied data stays in the first-level cache. The next taps read the same pixels of an image again, but not the
+// same values of a weight.
 enum class Reuse { YES, NO };
 
-// Starts the copy of VEC values, or of zeros unless `inside`. VEC = 8 and 4 are asynchronous and need aligned addresses;
-// VEC = 1 is an ordinary copy for any address.
+// Starts the copy of VEC values; writes zeros unless `inside`. VEC = 8 and 4 are asynchronous and need aligned
+// addresses; VEC = 1 is an ordinary copy for any address.
 template <int VEC, Reuse REUSE, typename T>
 __device__ __forceinline__ void copy_to_tile(uint32_t to, const T *from, bool inside) {
     static_assert(VEC == 8 || VEC == 4 || VEC == 1);
@@ -81,7 +82,7 @@ struct Place {
     }
 };
 
-// Windows of ROWS pixels, as a tile of rows: pixels by summed values. VEC values are copied at a time.
+// The windows of ROWS pixels, as a tile (pixels, summed values). VEC values are copied at a time.
 template <typename T, int ROWS, int VEC, int THREADS> struct WindowTile {
     static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = ROWS / PASS;
     static_assert(ROWS % PASS == 0);
@@ -109,7 +110,7 @@ template <typename T, int ROWS, int VEC, int THREADS> struct WindowTile {
         }
     }
 
-    // `place` is that of this thread's column.
+    // `place` is the place of this thread's column.
     __device__ __forceinline__ void load(uint32_t tile, const T *source, const Gather &gather, const Place &place,
                                          int block_channels) const {
         const int channel = place.block * block_channels + place.channel;
@@ -126,7 +127,7 @@ template <typename T, int ROWS, int VEC, int THREADS> struct WindowTile {
     }
 };
 
-// Weights of the forward pass, as a tile of rows: output channels by summed values.
+// The weights of the forward pass, as a tile (output channels, summed values).
 template <typename T, int ROWS, int VEC, int THREADS> struct WeightRows {
     static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = ROWS / PASS;
     static_assert(ROWS % PASS == 0);
@@ -150,8 +151,8 @@ template <typename T, int ROWS, int VEC, int THREADS> struct WeightRows {
     }
 };
 
-// Weights of the gradient of the input, as tiles of 64 summed values by 64 input channels, for COUNT input channels
-// altogether.
+// The weights of the gradient of the input, as tiles (64 summed values, 64 input channels). The tiles have COUNT input
+// channels together.
 template <typename T, int COUNT, int VEC, int THREADS> struct WeightColumns {
     static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = STEP / PASS,
                          TILES = (COUNT + STEP - 1) / STEP;

@@ -11,9 +11,9 @@ struct Conv2dMaps {
     TensorMap dense, windows[4];
 };
 
-// Fetches 64 channels from `channel` of the windows' pixels at one tap: the first window's lowest pixel is (image, y,
-// x), the tap is (offset_y, offset_x) further. BOTH: copies into both blocks of the cluster, and the barrier of each
-// counts the bytes.
+// Fetches 64 channels, from `channel` on, of the windows' pixels at one tap. (image, y, x) is the lowest pixel of the
+// first window, and the tap is (offset_y, offset_x) pixels further. With BOTH, the engine copies into both blocks of
+// the cluster, and the barrier of each block counts the bytes.
 template <bool BOTH> __device__ __forceinline__ void copy_windows(uint32_t to, const TensorMap &map, uint32_t barrier,
                                                                   int channel, int x, int y, int image,
                                                                   uint16_t offset_x, uint16_t offset_y) {

@@ -1,7 +1,6 @@
 // Sizes of a convolution, and the sum behind the forward pass and the gradient of the input:
 //   result[pixel, n] = sum over taps (a, b) and channels c of source[pixel shifted by the tap, c] * weight
-// over a source image, which is the input for the forward pass and the gradient of the result for the gradient of the
-// input.
+// The source is the input for the forward pass, and the gradient of the result for the gradient of the input.
 #pragma once
 
 #include "../element.cuh"
@@ -18,7 +17,7 @@ struct Conv2dShape {
     uint32_t groups;
 };
 
-// One direction (height or width) of such a sum. Result pixel i of the axis has the coordinate `first + every * i` in
+// One direction (height or width) of the sum. Result pixel i of the axis has the coordinate `first + every * i` in
 // the result image. Its tap a, at place `tap_first + tap_every * a` of the convolution kernel, reads the source at
 // `origin + step * i + move * a`.
 struct Axis {
@@ -32,8 +31,9 @@ __device__ __forceinline__ Axis forward_axis(int size, int kernel, int out, int 
     return {out, 0, 1, kernel, 0, 1, -padding, stride, dilation, size};
 }
 
-// The pixels of the input whose coordinate is `phase` modulo the stride: they all use the same places of the kernel, at
-// consecutive pixels of the result. So a strided convolution does not multiply the zeros between its windows.
+// The axis of the pixels of the input whose coordinate is `phase` modulo the stride. They all use the same places of
+// the kernel, at consecutive pixels of the result. So a strided convolution does not multiply the zeros between its
+// windows.
 __device__ __forceinline__ Axis grad_input_axis(int size, int kernel, int out, int stride, int padding, int dilation,
                                                 int phase) {
     Axis axis = {0, phase, stride, 0, 0, 1, 0, 1, 0, out};

@@ -8,8 +8,8 @@
 #include "engine.cuh"
 #include "tensor.cuh"
 
-// The descriptor of a tile for `wgmma`: 128-byte swizzle, eight rows every 1024 bytes. If the tile is summed across its
-// rows, the next 64 columns begin a tile later; if along its rows, that distance has no meaning.
+// The descriptor of a tile for `wgmma`: 128-byte swizzle, eight rows every 1024 bytes. If a product sums the tile
+// across its rows, the next 64 columns begin a tile later. If it sums along the rows, this distance is not used.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
     constexpr uint64_t SWIZZLE_128 = 1ull << 62;
     return (address & 0x3ffff) >> 4 | uint64_t(SQUARE_BYTES >> 4) << 16 | uint64_t((8 * ROW_BYTES) >> 4) << 32 |
@@ -74,8 +74,8 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline : Stages<STA
     using Base = Stages<STAGES, STAGE_BYTES, CLUSTER>;
     using Base::address, Base::advance, Base::barrier, Base::emptied, Base::round, Base::stage;
 
-    // A warpgroup: adds the products of `steps` steps, of STRIPS * 64 rows that begin `left` bytes into a stage and
-    // COUNT columns that begin at `right`.
+    // A warpgroup adds the products of `steps` steps. Its STRIPS * 64 rows begin `left` bytes into a stage, and its
+    // COUNT columns begin `right` bytes into the stage.
     template <typename T, Summed LEFT, Summed RIGHT, int STRIPS, int COUNT>
     __device__ __forceinline__ void multiply_steps(float (&acc)[STRIPS][COUNT / 2], int steps, int left, int right) {
         constexpr int LEFT_SLICE = LEFT == Summed::ALONG_ROWS ? 32 : 16 * ROW_BYTES;
@@ -119,12 +119,13 @@ __device__ __forceinline__ void each_strip(const float (&acc)[STRIPS][COUNT], in
     }
 }
 
-// The copies of one block, for all its steps; run by one thread.
+// The copies of one block for all its steps. One thread runs them.
 template <Direction D, int ROWS, int COUNT, int STAGES> struct Copies {
     static constexpr bool FORWARD = D == Direction::FORWARD;
     static constexpr Summed RIGHT = FORWARD ? Summed::ALONG_ROWS : Summed::ACROSS_ROWS;
     static constexpr int LEFT_BYTES = ROWS * ROW_BYTES;
-    // Tiles of weights: rows of output channels or, for the gradient of the input, 64 output by 64 input channels.
+    // A tile of weights has a row for each output channel or, for the gradient of the input, is (64 output channels,
+    // 64 input channels).
     static constexpr int RIGHT_TILES = FORWARD ? 1 : (COUNT + STEP - 1) / STEP,
                          RIGHT_TILE_BYTES = FORWARD ? COUNT * ROW_BYTES : SQUARE_BYTES;
     static constexpr int STAGE_BYTES = LEFT_BYTES + RIGHT_TILES * RIGHT_TILE_BYTES;
@@ -187,7 +188,7 @@ conv2d_hopper(const Conv2dOperands<T> &operands, const Conv2dShape &s, const Con
             acc, work.end - work.begin, group * STRIPS * SQUARE_BYTES, Loads::LEFT_BYTES);
         finish<T, D, ROWS, COUNT, WORKERS>(work, s, operands, shared,
                                            [&](auto store) { each_strip(acc, group * STRIPS * 64, 0, store); });
-        // Neither block may end while the other may still write to its memory or signal it.
+        // Both blocks end together, because each may still write to the memory of the other or signal its barriers.
         cluster_wait();
     }
 }

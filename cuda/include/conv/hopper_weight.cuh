@@ -4,8 +4,8 @@
 
 #include "hopper.cuh"
 
-// Tiles of ROWS output channels by 256 (tap, channel) values, 128 for each of the two warpgroups. PAIRED: clusters of
-// two blocks take two tiles of the same values, and each fetches half of the windows.
+// Tiles of ROWS output channels by 256 (tap, channel) values, 128 for each of the two warpgroups. With PAIRED, the
+// two blocks of a cluster take two tiles of the same values, and each block fetches half of the windows.
 template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
     static constexpr int COUNT = 256, LEFT_TILES = ROWS / STEP, RIGHT_TILES = COUNT / STEP, CLUSTER = PAIRED ? 2 : 1;
     static constexpr int LEFT_BYTES = LEFT_TILES * SQUARE_BYTES, STAGE_BYTES = LEFT_BYTES + RIGHT_TILES * SQUARE_BYTES;
@@ -79,7 +79,7 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
                 workers_wait<WORKERS>();
                 store_staged<T, ROWS, COUNT, WORKERS>(grad_weight, staged, first_value, values, row_of);
             }
-            // Neither block may end while the other may still write to its memory or signal it.
+            // Both blocks end together, because each may still write to the memory of the other or signal its barriers.
             cluster_wait();
         }
     }

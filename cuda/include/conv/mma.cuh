@@ -40,7 +40,7 @@ template <bool TRANSPOSED> __device__ __forceinline__ void load_fragments(uint32
 // (a row is a summed value; there is a tile for each 64 columns).
 enum class Summed { ALONG_ROWS, ACROSS_ROWS };
 
-// The left operand's 16 rows from `first`, values `k` to `k + 16` of the step.
+// Loads 16 rows of the left operand from `first` on, values `k` to `k + 16` of the step.
 template <Summed S> __device__ __forceinline__ void load_left(uint32_t (&to)[4], uint32_t tile, int first, int k) {
     const int lane = int(threadIdx.x) % WARP;
     if constexpr (S == Summed::ALONG_ROWS) {
@@ -52,7 +52,7 @@ template <Summed S> __device__ __forceinline__ void load_left(uint32_t (&to)[4],
     }
 }
 
-// The right operand's 16 columns from `first`: to[0], to[1] for the first eight, to[2], to[3] for the others.
+// Loads 16 columns of the right operand from `first` on: the first eight to to[0] and to[1], the others to to[2] and to[3].
 template <Summed S> __device__ __forceinline__ void load_right(uint32_t (&to)[4], uint32_t tile, int first, int k) {
     const int lane = int(threadIdx.x) % WARP;
     if constexpr (S == Summed::ALONG_ROWS) {

@@ -3,7 +3,7 @@
 
 #include "../element.cuh"
 
-// x = hi + lo to within 2^-17 of x. lo is 0 for an infinity, as the difference would be NaN.
+// x = hi + lo to within 2^-17 of x. lo is 0 for an infinity, because the difference would be NaN.
 struct Pair {
     __nv_bfloat16 hi, lo;
 
@@ -12,7 +12,8 @@ struct Pair {
     }
 };
 
-// Writes three parts of each row next to one another: lo in part LOW, hi in the other two.
+// Writes each row of `channels` numbers as three parts of `padded` numbers: part LOW has lo, the other two parts have
+// hi.
 template <int LOW> __device__ __forceinline__ void
 write_pairs(__nv_bfloat16 *to, const float *from, uint64_t rows, uint32_t channels, uint32_t padded) {
     constexpr int GROUP = 8;

@@ -38,7 +38,7 @@ template <Direction D> __device__ __forceinline__ int64_t weight_index(const Con
     return (int64_t(out) * s.kernel_height * s.kernel_width + tap) * (s.channels / s.groups) + in;
 }
 
-// The source value of a window at tap (a, b); zero outside.
+// The source value of a window at tap (a, b); zero outside the image.
 template <typename T> __device__ __forceinline__ Acc<T> source_value(const T *source, const Conv2dShape &s,
                                                                      const Gather &gather, const Window &window, int a,
                                                                      int b, int channel) {
@@ -113,7 +113,7 @@ conv2d_direct(T *result, const T *source, const T *weight, const T *bias, const 
     }
 }
 
-// The input's value for pixel `pixel` of the result at tap (a, b); zero outside.
+// The input's value for pixel `pixel` of the result at tap (a, b); zero outside the image.
 template <typename T>
 __device__ __forceinline__ Acc<T> met_value(const T *x, const Conv2dShape &s, int pixel, int a, int b, int channel) {
     const int line = pixel / int(s.out_width), image = line / int(s.out_height);
@@ -170,7 +170,8 @@ template <typename T> __device__ __forceinline__ void conv2d_grad_weight_plain(A
     }
 }
 
-// A warp's lanes take neighbouring output channels, its block's warps every eighth pixel of the slice.
+// The lanes of a warp take neighbouring output channels. Each of the block's eight warps takes every eighth pixel of
+// the slice.
 template <typename T> __device__ __forceinline__ void conv2d_grad_weight_direct(Acc<T> *partials, const T *grad,
                                                                                 const T *x, const Conv2dShape &s) {
     __shared__ Acc<T> sums[PLAIN_THREADS / WARP][WARP];

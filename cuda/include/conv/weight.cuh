@@ -1,17 +1,18 @@
 // Gradient of the weight on the tensor cores:
 //   grad_weight[o, a, b, c] = sum over the pixels p of the result of grad_y[p, o] * x[p's window at (a, b), c]
-// a product of (out channels, pixels) and (pixels, taps * channels), whose pixels are split among blocks.
+// This is a product of (out channels, pixels) and (pixels, taps * channels). The pixels are split among blocks.
 #pragma once
 
 #include "store.cuh"
 
-// The pixel of the result for a row of the current step; advances by one step at a time without divisions.
+// The pixel of the result for a row of the current step. It advances by one step at a time without divisions.
 struct StepPixel {
     int image, y, x;
 };
 
 template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THREADS> struct WeightGradLoader {
-    // Columns of a tile in copies, and rows copied at once; a thread copies the same column of every tile.
+    // COLUMNS: the number of copies in a row of a tile. PASS: the number of rows that the block copies at once. A
+    // thread copies the same column of every tile.
     static constexpr int LEFT_TILES = (ROWS + STEP - 1) / STEP, RIGHT_TILES = COUNT / STEP;
     static constexpr int LEFT_BYTES = LEFT_TILES * SQUARE_BYTES, STAGE_BYTES = LEFT_BYTES + RIGHT_TILES * SQUARE_BYTES;
     static constexpr int LEFT_COLUMNS = (ROWS < STEP ? ROWS : STEP) / LEFT_VEC, LEFT_PASS = THREADS / LEFT_COLUMNS;

@@ -15,9 +15,9 @@ struct Whole {
     float *params;
     void *grads;
     void *copy;
-    float *scratch; // of the size that the optimizer asks for; not kept between steps
-    uint64_t count; // elements, at least 1
-    // The first dimension and the last two; 1 where there is none.
+    float *scratch; // its size depends on the optimizer; its contents are not kept between steps
+    uint64_t count; // the number of elements, at least 1
+    // The sizes of the first dimension and of the last two; 1 for a dimension that does not exist.
     uint32_t first;
     uint32_t rows;
     uint32_t columns;
@@ -26,7 +26,7 @@ struct Whole {
     uint32_t unused;
 };
 
-// What the kernels of a step take besides the variables.
+// The arguments of a step's kernels other than the variables.
 struct WholeStep {
     const Settings &at;
     const Coefficients &with;
@@ -52,7 +52,7 @@ template <typename G, typename C> struct Elements {
         if (of.copy != nullptr) static_cast<C *>(of.copy)[i] = narrow<C>(value);
     }
 
-    // Call this after the last use of a gradient: clears the gradient if the step has to.
+    // Clears a gradient if the step is to clear gradients. Call this after the last use of the gradient.
     __device__ __forceinline__ void clear(uint64_t i) const {
         if (zero_grads) static_cast<G *>(of.grads)[i] = narrow<G>(0.0f);
     }
@@ -62,7 +62,7 @@ template <typename G, typename C> struct Elements {
     }
 };
 
-// The sum of f(i) over the elements, known to every thread.
+// The sum of f(i) over the elements, returned to every thread.
 template <typename F> __device__ __forceinline__ double sum_over(uint64_t count, F f) {
     __shared__ double warps[WARP];
     double sum = 0.0;
@@ -70,7 +70,7 @@ template <typename F> __device__ __forceinline__ double sum_over(uint64_t count,
     return block_sum(sum, warps);
 }
 
-// f(i) for every element, after which the block sees what all threads have written.
+// Calls f(i) for every element. Afterwards every thread of the block can read what f has written.
 template <typename F> __device__ __forceinline__ void for_each(uint64_t count, F f) {
     for (uint64_t i = threadIdx.x; i < count; i += blockDim.x) f(i);
     __syncthreads();

@@ -71,7 +71,8 @@ static __device__ __forceinline__ float lerp(float a, float b, float weight) {
     return weight < 0.5f ? a + weight * (b - a) : b - (1.0f - weight) * (b - a);
 }
 
-// As torch.optim.Adafactor. more: beta2_decay, minimum root of the second moment, minimum size of a parameter, d.
+// As torch.optim.Adafactor. more: beta2_decay, minimum root of the second moment, minimum size of a parameter, d (the
+//   clipping threshold).
 //   A vector has the state `variance`; a matrix has a state for rows and one for columns; scratch [number of matrices].
 template <typename G, typename C>
 static __device__ __forceinline__ void adafactor(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
@@ -117,8 +118,8 @@ static __device__ __forceinline__ void adafactor(const Elements<G, C> &of, const
     });
 }
 
-// As came_pytorch.CAME. more: the second eps, clip_threshold, the third beta; `eps` is the first.
-//   A vector has the states `exp_avg` and `exp_avg_sq`, a matrix five; scratch [2][number of matrices].
+// As came_pytorch.CAME. more: the second eps, clip_threshold, the third beta; `eps` is the first eps.
+//   A vector has the states `exp_avg` and `exp_avg_sq`, a matrix has five states; scratch [2][number of matrices].
 template <typename G, typename C>
 static __device__ __forceinline__ void came(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
     const Settings &at = by.at;

@@ -9,8 +9,8 @@ enum MuonSetting { MOMENTUM, COEFFICIENT_A, COEFFICIENT_B, COEFFICIENT_C, LEAST_
 
 constexpr int TILE = 16;
 
-// store(i, j, sum over k of left(i, k) * right(k, j)) for i < m and j < n. Tiles of 16 by 32 results, one result per
-// thread.
+// Calls store(i, j, sum over k of left(i, k) * right(k, j)) for i < m and j < n. The block computes tiles of 16 by 32
+// results, one result per thread.
 template <typename L, typename R, typename S>
 static __device__ __forceinline__ void product(uint32_t m, uint32_t n, uint32_t inner, L left, R right, S store) {
     __shared__ float lefts[TILE][WARP + 1], rights[WARP][WARP + 1];

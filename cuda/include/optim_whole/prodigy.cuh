@@ -1,5 +1,5 @@
-// Prodigy, in three kernels: the moments of every variable with its share of the estimate, the estimate, the parameters; see the host's
-// prodigy.rs.
+// Prodigy, in three kernels. The first updates the moments of every variable and computes the variable's part of the estimate's sums.
+// The second computes the estimate, and the third updates the parameters. See the host's prodigy.rs.
 #pragma once
 
 #include "elements.cuh"
@@ -7,8 +7,8 @@
 // more: beta3 and the rest of the hyper-parameters.
 enum ProdigySetting { BETA3, D0, D_COEF, GROWTH_RATE, SLICE, DECOUPLE, CORRECT, SAFEGUARD };
 
-// `shared`: the estimate, its maximum, its numerator and the number of steps, which are kept; then the sums of a step, and its rate,
-// which is 0 if the parameters stay as they are.
+// `shared`: the estimate, its maximum, its numerator and the number of steps, which are kept between steps; then the two sums of a
+// step, and the rate of the step, which is 0 if the parameters stay as they are.
 enum ProdigyShared { D, D_MAX, NUMERATOR, STEPS, PROGRESS, DISTANCE, IS_TAKEN };
 
 static __device__ __forceinline__ double prodigy_rate(const Settings &at, const double *shared) {
@@ -20,7 +20,8 @@ static __device__ __forceinline__ double prodigy_rate(const Settings &at, const 
     return shared[D] * at.lr * correction;
 }
 
-// Moments and sums: s and p0 of every SLICE-th element, v and (unless the first beta is 0) m of all. scratch: two f64, the sums.
+// Updates the moments and computes the sums. The states s and p0 are for every SLICE-th element, v and m for all elements; there is no
+// m if the first beta is 0. scratch: two f64, the sums.
 template <typename G, typename C>
 static __device__ __forceinline__ void prodigy_observe(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
     const Settings &at = by.at;
@@ -30,7 +31,7 @@ static __device__ __forceinline__ void prodigy_observe(const Elements<G, C> &of,
     const uint64_t every = static_cast<uint64_t>(at.more[SLICE]), sampled = (of.of.count + every - 1) / every;
     float *const s = of.state(states[0], 0), *const start = of.state(states[1], 1), *const square = of.state(states[2], 2);
     if (at.step == 1) for_each(sampled, [&](uint64_t k) { start[k] = of.param(k * every); });
-    // Such a variable stays as it is.
+    // A variable with a learning rate of 0 stays as it is.
     if (at.lr == 0.0) {
         if (threadIdx.x == 0) sums[0] = sums[1] = 0.0;
         return;

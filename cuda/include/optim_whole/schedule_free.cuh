@@ -3,7 +3,8 @@
 
 #include "elements.cuh"
 
-// more: warmup_steps, r, weight_lr_power. States: z, the second moment, and one number each: the sum of weights, the largest rate.
+// more: warmup_steps, r, weight_lr_power. States: z, the second moment, and two states of one number each, the sum of the weights
+// and the largest rate.
 template <typename G, typename C>
 static __device__ __forceinline__ void schedule_free(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
     const Settings &at = by.at;

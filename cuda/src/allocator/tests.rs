@@ -1,3 +1,5 @@
+//! Tests of the allocator with a simulated device.
+
 use std::collections::BTreeMap;
 
 use super::*;
@@ -79,7 +81,7 @@ impl Numbers {
     }
 }
 
-/// Blocks in use are in mapped memory and do not overlap.
+/// Check that blocks in use are in mapped memory and do not overlap, and that the statistics are right.
 fn check(allocator: &Allocator<Fake>, live: &BTreeMap<u64, u64>) {
     let mut end = 0;
     for (&address, &size) in live {
@@ -166,7 +168,7 @@ fn cached_memory_is_released_before_an_allocation_fails() {
     assert!(allocator.allocate(50 * MIB).is_err());
     small.into_iter().for_each(|address| assert!(allocator.free(address)));
     assert!(allocator.free(large));
-    // Fits only if the pool of small blocks releases its memory.
+    // This block fits only if the pool of small blocks releases its memory.
     let all = allocator.allocate(96 * MIB).unwrap();
     assert_eq!(allocator.stats().retries, 2);
     assert!(allocator.backend.waits > 0);
@@ -191,7 +193,8 @@ fn gaps_are_filled_again() {
     let blocks: Vec<_> = (0..4).map(|_| allocator.allocate(64 * MIB).unwrap()).collect();
     assert!(allocator.free(blocks[1]) && allocator.free(blocks[2]));
     assert_eq!(allocator.trim().unwrap(), 128 * MIB);
-    // Maps 40 MiB of the gap, then the rest of it, which joins the free block before.
+    // The first allocation maps 40 MiB of the gap. The second maps the rest of it, which joins the free block before
+    // it.
     let first = allocator.allocate(40 * MIB).unwrap();
     assert_eq!(first, blocks[1]);
     assert!(allocator.free(first));
@@ -212,7 +215,7 @@ fn the_memory_of_graphs_stays_until_the_last_graph_is_dropped() {
     let output = allocator.allocate(10 * MIB).unwrap();
     assert_eq!(output, temporary);
     let constant = allocator.allocate_from(Origin::Eager, MIB).unwrap();
-    // Blocks that the capture allocated and did not free.
+    // `captured` lists the blocks that the capture allocated and did not free.
     assert!(allocator.captured().eq(std::iter::once(output..output + 10 * MIB)));
     assert!(allocator.is_of_graphs(output) && !allocator.is_of_graphs(constant) && allocator.owns(constant));
     assert_eq!(allocator.trim().unwrap(), 0);

@@ -1,4 +1,4 @@
-//! Copies to the host through pinned memory: the host copies from one piece while the GPU writes the next ones.
+//! Copies to the host through pieces of pinned memory: the host copies from one piece while the GPU writes the next ones.
 
 use std::ffi::c_void;
 use std::sync::{Mutex, PoisonError};
@@ -63,7 +63,7 @@ impl Ring {
 /// The driver's error.
 ///
 /// # Safety
-/// There are `size` bytes at both places; the stream belongs to the current device and is not capturing.
+/// Both addresses have `size` bytes; the stream belongs to the current device and is not capturing.
 pub unsafe fn download(to: *mut u8, from: u64, size: usize, stream: *mut c_void) -> Result<(), Status> {
     let mut ring = Ring::take(stream);
     // SAFETY: the caller's promise.
@@ -89,7 +89,8 @@ pub unsafe fn download(to: *mut u8, from: u64, size: usize, stream: *mut c_void)
 /// The driver's error.
 ///
 /// # Safety
-/// Both places have `size` bytes. The target is pinned memory that stays allocated until the copy is done, and while a graph contains it.
+/// Both addresses have `size` bytes. The target is pinned memory that stays allocated until the copy is done, and while a graph contains
+/// it.
 pub unsafe fn copy_pinned(to: *mut u8, from: u64, size: usize, stream: *mut c_void) -> Result<(), Status> {
     if size == 0 {
         return Ok(());

@@ -1,4 +1,4 @@
-//! The driver's functions that this crate itself calls, through the slots like all callers.
+//! The driver's functions that this crate itself calls. These calls go through the slots, as candle's calls do.
 
 use std::ffi::{c_int, c_void};
 

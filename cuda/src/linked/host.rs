@@ -1,4 +1,4 @@
-//! Pinned host memory with an owner, who says when it is freed.
+//! Pinned host memory whose owner decides when it is freed.
 
 use std::ffi::c_void;
 use std::ptr::NonNull;
@@ -47,7 +47,7 @@ impl Pinned {
         if self.size == 0 {
             return &mut [];
         }
-        // SAFETY: as above; the reference is exclusive.
+        // SAFETY: as in `bytes`; the reference is exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.address.cast(), self.size) }
     }
 
@@ -56,7 +56,7 @@ impl Pinned {
         self.address.cast()
     }
 
-    /// The number of its bytes.
+    /// The number of bytes.
     pub const fn len(&self) -> usize {
         self.size
     }
@@ -75,7 +75,7 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         if self.size > 0 {
-            // SAFETY: the driver gave the memory, and the owner says that nothing reads it.
+            // SAFETY: the driver gave the memory, and the owner ensures that nothing uses it.
             unsafe { driver::cuMemFreeHost(self.address) };
         }
     }
@@ -84,8 +84,8 @@ impl Drop for Pinned {
 /// `CU_MEMHOSTREGISTER_PORTABLE`: pinned for all contexts of the process.
 const PORTABLE: u32 = 1;
 
-/// Pin memory of the process, which may be shared with others, so that the GPU's copies access it directly. A device must be current on
-/// this thread.
+/// Pin memory of the process, which may be shared with other processes, so that the GPU's copies access it directly. A device must be
+/// current on this thread.
 ///
 /// # Errors
 /// The driver's error.
@@ -97,7 +97,7 @@ pub unsafe fn register(address: NonNull<u8>, size: usize) -> Result<(), Status> 
     check(unsafe { driver::cuMemHostRegister_v2(address.as_ptr().cast(), size, PORTABLE) })
 }
 
-/// Undo [`register`]; the owner says that no copy accesses the memory any more.
+/// Undo [`register`]. The owner of the memory ensures that no copy accesses it any more.
 pub fn unregister(address: NonNull<u8>) {
     // SAFETY: the driver checks that the memory is registered.
     unsafe { driver::cuMemHostUnregister(address.as_ptr().cast()) };

@@ -1,7 +1,7 @@
 //! The kernels: a module for each file of `kernels/`, with the compiled code and, for each kernel, a structure of its arguments.
 //!
-//! The build script makes them from the signatures in CUDA, so that a launch does not compile if an argument is missing, swapped or of
-//! another type.
+//! The build script generates the modules from the kernels' signatures in CUDA, so that a launch does not compile if an argument is
+//! missing, swapped or of another type.
 
 use std::ffi::c_void;
 use std::marker::PhantomData;

@@ -46,7 +46,7 @@ pub fn load(folders: &[&Path]) -> Result<(), Unavailable> {
 }
 
 /// Check that a GPU is new enough and that the kernels were compiled for it. Call it after [`load`](crate::load); it accepts numbers
-/// that the driver does not know.
+/// of GPUs that the driver does not have.
 ///
 /// # Errors
 /// The reason why the GPU cannot be used.
@@ -55,8 +55,8 @@ pub fn check_device(ordinal: usize) -> Result<(), Unavailable> {
     known.as_ref().and_then(|devices| devices.get(ordinal)).cloned().unwrap_or(Ok(()))
 }
 
-/// The value for the slot of a function: its address, or that of our function for the functions that allocate memory, free memory or
-/// copy from the host.
+/// The address to store in the slot of a function. This is the function's own address, except for the functions that allocate memory,
+/// free memory or copy from the host: this crate's functions replace them.
 fn stand_in(name: &str, address: *mut ()) -> *mut () {
     match name {
         "cuMemAllocAsync" => memory::allocate as *mut (),
@@ -73,7 +73,7 @@ fn stand_in(name: &str, address: *mut ()) -> *mut () {
 pub(super) fn open(file: &str, folders: &[&Path]) -> Result<Handle, String> {
     let path = folders.iter().map(|folder| folder.join(file)).find(|path| path.is_file());
     let name = path.as_deref().map_or(OsStr::new(file), Path::as_os_str);
-    // SAFETY: these are NVIDIA's libraries, whose initialisers ask nothing of the caller.
+    // SAFETY: these are NVIDIA's libraries, whose initialisers have no conditions that the caller must meet.
     unsafe { Handle::new(name) }.map_err(|error| error.source().map_or_else(|| error.to_string(), ToString::to_string))
 }
 

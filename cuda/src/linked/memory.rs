@@ -30,7 +30,7 @@ struct Driver {
     stream: usize,
 }
 
-/// How much of a device's memory is mapped, and how much may be, in bytes.
+/// The mapped memory of a device and its limit, in bytes.
 #[derive(Clone, Copy, Default)]
 struct Share {
     mapped: u64,
@@ -139,7 +139,7 @@ fn allocators() -> MutexGuard<'static, Vec<Allocator<Driver>>> {
     ALLOCATORS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Run `work` with the allocator of a stream; its device is current on this thread.
+/// Run `work` with the allocator of a stream, whose device is current on this thread.
 fn with_allocator<T>(
     stream: Stream,
     work: impl FnOnce(&mut Allocator<Driver>) -> Result<T, Status>,
@@ -153,7 +153,7 @@ fn with_allocator<T>(
         return work(known);
     }
     let (mut free, mut total) = (0, 0);
-    // SAFETY: as above.
+    // SAFETY: the signature is the driver's.
     check(unsafe { driver::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
     // Twice the memory, so that gaps do not exhaust the addresses.
     let mut new = Allocator::new(Driver { device, stream: stream as usize }, 2 * total as u64);
@@ -162,8 +162,8 @@ fn with_allocator<T>(
     result
 }
 
-/// Whether every block comes from the driver and nothing is cached. This is for tools that look for accesses beyond the end of a block:
-/// they would see a pool as one block. It is slow, has no statistics, and rejects graphs.
+/// Whether every block comes from the driver and nothing is cached. This is for tools that look for accesses beyond the end of a block,
+/// because such a tool treats a whole pool as one block. This mode is slow, has no statistics, and rejects graphs.
 static PLAIN: LazyLock<bool> =
     LazyLock::new(|| std::env::var_os("TRAINABLE_CANDLE_CUDA_POOLS").is_some_and(|value| value == "0"));
 
@@ -253,7 +253,7 @@ pub fn is_of_graphs(address: u64) -> bool {
     allocators().iter().any(|allocator| allocator.is_of_graphs(address))
 }
 
-/// Allocate memory of a stream for a graph from now on. The stream's device is current, and the stream not yet capturing.
+/// Allocate memory of a stream for a graph from now on. The stream's device is current, and the stream is not capturing yet.
 ///
 /// # Errors
 /// The driver's error; captures are not supported if every block comes from the driver.
@@ -292,7 +292,8 @@ pub unsafe fn end_capture(stream: *mut c_void) -> Result<(), Status> {
     })
 }
 
-/// Return to the graphs of a stream, before each replay, the memory that eager work has borrowed from them. The stream's device is current.
+/// Return the memory that eager work has borrowed from the graphs of a stream. Call this before each replay. The stream's device is
+/// current.
 ///
 /// # Errors
 /// The driver's error, such as out of memory.
@@ -303,7 +304,7 @@ pub unsafe fn restore_graphs(stream: *mut c_void) -> Result<(), Status> {
     with_allocator(stream, Allocator::restore)
 }
 
-/// Record that a graph of a stream was dropped. When the last is dropped, the memory of graphs is released. The stream's device is
+/// Record that a graph of a stream was dropped. When the last graph is dropped, the memory of graphs is released. The stream's device is
 /// current.
 ///
 /// # Errors

@@ -17,7 +17,7 @@ use crate::Unavailable;
 
 /// The name under which the system's loader finds the library.
 const FILE: &str = "libnccl.so.2";
-/// The oldest version whose configuration is written here, as `major * 10000 + minor * 100 + patch`.
+/// The oldest supported version, whose configuration [`Config`] is, as `major * 10000 + minor * 100 + patch`.
 const MINIMUM: c_int = 22_700;
 /// The first version that may have another interface.
 const NEXT_MAJOR: c_int = 30_000;
@@ -58,7 +58,8 @@ struct Config {
 }
 
 impl Config {
-    /// Calls return at once, so that a dead peer cannot block this process; all other fields are NCCL's defaults.
+    /// A configuration with which calls return at once, so that a dead peer cannot block this process. All other fields have
+    /// NCCL's defaults.
     const fn not_blocking() -> Self {
         const UNSET: c_int = c_int::MIN;
         Self {
@@ -168,7 +169,7 @@ impl Nccl {
         texts.join(": ")
     }
 
-    /// A new id. The processes of the communicator meet at the process that creates it, which must be one of them.
+    /// A new id for a communicator. The process that creates the id must be one of the communicator's: the others connect to it.
     ///
     /// # Errors
     /// The library's result.

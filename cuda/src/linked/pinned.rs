@@ -5,9 +5,9 @@ use std::ffi::c_void;
 use super::driver::{self, Stream};
 use super::memory::{Status, check};
 
-/// Bytes of a piece.
+/// The number of bytes of a piece.
 pub(crate) const PIECE: usize = 8 << 20;
-/// Number of pieces of a stream: while the GPU uses some, the host uses the next.
+/// The number of pieces of a stream: while the GPU uses some of them, the host uses the next one.
 pub(crate) const PIECES: usize = 4;
 
 /// A piece of pinned memory, and an event for the GPU's last use. Both live as long as the process.
@@ -28,12 +28,12 @@ impl Piece {
         Ok(Self { host: host as usize, event: event as usize, is_queued: false })
     }
 
-    /// Its memory, [`PIECE`] bytes.
+    /// The piece's memory, [`PIECE`] bytes.
     pub(crate) const fn host(&self) -> *mut u8 {
         self.host as *mut u8
     }
 
-    /// Mark it as in use until the work that is queued on the stream now is done.
+    /// Mark the piece as in use until the work that is queued on the stream now is done.
     pub(crate) fn queued(&mut self, stream: Stream) -> Result<(), Status> {
         // SAFETY: the event lives as long as the process, the stream as long as its device.
         check(unsafe { driver::cuEventRecord(self.event as *mut c_void, stream) })?;
@@ -41,10 +41,10 @@ impl Piece {
         Ok(())
     }
 
-    /// Wait until the GPU is done with it.
+    /// Wait until the GPU is done with the piece.
     pub(crate) fn wait(&mut self) -> Result<(), Status> {
         if std::mem::take(&mut self.is_queued) {
-            // SAFETY: as above.
+            // SAFETY: as in `queued`.
             check(unsafe { driver::cuEventSynchronize(self.event as *mut c_void) })?;
         }
         Ok(())

@@ -1,4 +1,5 @@
-//! The functions of the CUDA libraries that candle and this crate call, each a jump through a slot.
+//! The functions of the CUDA libraries that candle and this crate call. Each of them is defined here as a jump through a
+//! slot.
 //!
 //! A function that is missing in the list becomes an undefined symbol of the extension, which the check of the wheel rejects.
 
@@ -8,9 +9,9 @@ use std::sync::atomic::AtomicPtr;
 /// One function: its name, and the slot of its address.
 pub type Symbol = (&'static str, &'static AtomicPtr<()>);
 
-/// A library: the file that holds it, and its functions.
+/// A library.
 pub struct Library {
-    /// The name under which the system's loader knows it.
+    /// The name under which the system's loader finds the library.
     pub file: &'static str,
     /// Its functions.
     pub symbols: &'static [Symbol],

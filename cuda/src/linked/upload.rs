@@ -1,9 +1,10 @@
 //! Copies from the host: the function in the slot of `cuMemcpyHtoDAsync`.
 //!
-//! The host copies the values to pinned memory and the GPU from there, so the host does not wait and the caller's memory is free at once.
+//! The host copies the values to pinned memory, and the GPU copies them from there. So the host does not wait, and the caller may reuse
+//! its memory at once.
 //!
-//! A graph cannot copy from host memory that is freed before a replay. During a capture, a value counts as a constant if an eager run
-//! of the same function copied it too: it is put into device memory that lives as long as the graph, and the graph copies from there.
+//! A graph cannot copy from host memory that is freed before a replay. During a capture, a value is a constant if an eager run of the
+//! same function copied it too. A constant is put into device memory that lives as long as the graph, and the graph copies from there.
 //! Any other value is rejected: it changes from call to call, but each replay would repeat it.
 
 use std::cell::RefCell;
@@ -24,7 +25,7 @@ pub(crate) static COPY: AtomicPtr<()> = AtomicPtr::new(std::ptr::null_mut());
 /// # Safety
 /// As the driver's function.
 unsafe fn driver_copy(to: u64, from: *const c_void, size: usize, stream: Stream) -> c_int {
-    // SAFETY: the slots are filled before any call, this one with the driver's function of that signature.
+    // SAFETY: `COPY` is filled before any call, with the driver's function of this signature.
     unsafe {
         let copy: extern "C" fn(u64, *const c_void, usize, Stream) -> c_int =
             std::mem::transmute(COPY.load(Ordering::Acquire));
@@ -38,7 +39,8 @@ unsafe fn driver_copy(to: u64, from: *const c_void, size: usize, stream: Stream)
 /// The driver's error.
 ///
 /// # Safety
-/// Both places have `size` bytes. The source is pinned memory, and does not change until the copy is done, nor while a graph contains it.
+/// Both addresses have `size` bytes. The source is pinned memory. It does not change until the copy is done, and while a graph contains
+/// the copy.
 pub unsafe fn copy_pinned(to: u64, from: *const u8, size: usize, stream: *mut c_void) -> Result<(), Status> {
     if size == 0 {
         return Ok(());
@@ -119,7 +121,7 @@ unsafe fn stage(to: u64, from: *const c_void, size: usize, stream: Stream) -> c_
 enum Watch {
     #[default]
     Off,
-    /// An eager run: record them.
+    /// An eager run: record the values.
     Noting(HashSet<u64>),
     /// A capture: known values are constants.
     Capturing { known: HashSet<u64>, constants: Vec<Constant>, has_refused: bool },
@@ -145,7 +147,7 @@ pub(crate) extern "C" fn upload(to: u64, from: *const c_void, size: usize, strea
             None
         }
         Watch::Capturing { known, constants, has_refused } => {
-            // SAFETY: as above.
+            // SAFETY: by the driver's contract, there are `size` bytes.
             let bytes = unsafe { bytes(from, size) };
             if !known.contains(&fingerprint(bytes)) {
                 *has_refused = true;
@@ -156,7 +158,7 @@ pub(crate) extern "C" fn upload(to: u64, from: *const c_void, size: usize, strea
                 Err(status) => return Some(status.0),
             };
             constants.push(Constant { address, bytes: bytes.to_vec() });
-            // SAFETY: both places have `size` bytes; the graph frees the constant after its last replay.
+            // SAFETY: both addresses have `size` bytes; the graph frees the constant after its last replay.
             Some(unsafe { driver::cuMemcpyDtoDAsync_v2(to, address, size, stream) })
         }
     });
@@ -222,7 +224,7 @@ impl Constants {
         self.has_refused
     }
 
-    /// Copy the values to where the graph expects them.
+    /// Copy the values to the device memory from which the graph copies.
     ///
     /// # Errors
     /// The driver's error.

@@ -35,7 +35,7 @@ pub fn write_atomically(path: &Path, write: impl FnOnce(&mut dyn Write) -> std::
     outcome.map_err(failed)
 }
 
-/// Sync the folder of `path`: without it, a power failure could undo the rename.
+/// Sync the folder of `path`, because a power failure could otherwise undo the rename.
 #[cfg(unix)]
 fn sync_folder(path: &Path) -> std::io::Result<()> {
     match path.parent() {

@@ -1,8 +1,8 @@
 //! NF4 weights of bitsandbytes in folders that diffusers and transformers write.
 //!
-//! A weight X has two codes per byte, (n / 2, 1); its shape is in the JSON of `X.quant_state.bitsandbytes__nf4`. Beside
-//! X there are `X.absmax` and `X.quant_map`, and, if the scales are quantized, `X.nested_absmax` and
-//! `X.nested_quant_map`. Follows `QuantState` in
+//! The tensor X of a weight with n elements holds two codes per byte, in shape (n / 2, 1). The weight's shape is in the
+//! JSON of `X.quant_state.bitsandbytes__nf4`. Beside X there are `X.absmax` and `X.quant_map`, and, if the scales are
+//! quantized, `X.nested_absmax` and `X.nested_quant_map`. Follows `QuantState` in
 //! <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py>.
 
 use serde_json::Value;
@@ -12,7 +12,7 @@ use trainable_candle_core::DType;
 /// not supported.
 pub(crate) const STATE: &str = ".quant_state.bitsandbytes__nf4";
 pub(crate) const OTHER_STATE: &str = ".quant_state.bitsandbytes__fp4";
-/// Endings of the keys of a weight's parts, after the weight's name.
+/// Endings of the keys of the other tensors of a weight, after the weight's name.
 pub(crate) const SCALES: &str = ".absmax";
 pub(crate) const CODE: &str = ".quant_map";
 pub(crate) const OUTER: &str = ".nested_absmax";
@@ -24,7 +24,7 @@ pub(crate) struct State {
     pub dims: [usize; 2],
     /// The dtype of the weight before it was quantized.
     pub dtype: DType,
-    /// The number added to its scales, if they are quantized.
+    /// The number that is added to the weight's scales if they are quantized; otherwise `None`.
     pub offset: Option<f32>,
 }
 

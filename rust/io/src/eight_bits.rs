@@ -1,7 +1,8 @@
 //! Eight-bit weights, with or without scales, as `ComfyUI`, compressed-tensors and bitsandbytes store them.
 //!
-//! Scales are beside their weight. Older files of `ComfyUI` have `layer.scale_weight`, and an empty tensor `scaled_fp8`
-//! that marks the file; newer files have `layer.weight_scale`, and `layer.comfy_quant` with the name of the format.
+//! The scales of a weight are tensors beside it. Older files of `ComfyUI` have `layer.scale_weight`, and an empty
+//! tensor `scaled_fp8` that marks the file; newer files have `layer.weight_scale`, and `layer.comfy_quant` with the
+//! name of the format.
 //! There is one scale for the tensor or, in compressed-tensors, one for each row
 //! (<https://github.com/comfyanonymous/ComfyUI/blob/a125cd84b054a57729b5eecab930ca9408719832/comfy/ops.py>).
 //! bitsandbytes stores the largest magnitude of each row in `layer.SCB`; 0 in `layer.weight_format` means row-major
@@ -29,9 +30,9 @@ pub(crate) const MARK: &str = "scaled_fp8";
 /// The meaning of a key beside a weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Beside {
-    /// The scales of its codes.
+    /// The scales of the weight's codes.
     Scales,
-    /// The largest magnitude of each row: its scale times 127.
+    /// The largest magnitude of each row, which is the row's scale times 127.
     Largest,
     /// `ComfyUI`'s JSON with the format.
     Comfy,

@@ -16,11 +16,12 @@ pub struct Key {
 pub enum Form {
     /// The parameter itself.
     Plain,
-    /// The parameter is a matrix, and the tensor its transpose.
+    /// The parameter is a matrix, and the tensor is its transpose.
     Transposed,
     /// The matrix of a linear layer as a 1×1 convolution, (out, in, 1, 1).
     Pointwise,
-    /// The tensor stacks several parameters. Its rows are divided into equal shares, some of which are the parameter.
+    /// The tensor stacks several parameters. Its rows are divided into `of` equal shares. The parameter is `count` of
+    /// them, beginning with share `first`.
     Rows {
         /// The parameter's first share, from 0.
         first: usize,
@@ -29,10 +30,10 @@ pub enum Form {
         /// The number of shares of the tensor.
         of: usize,
     },
-    /// The tensor has the parameter's second half of rows first.
+    /// The tensor has the second half of the parameter's rows first, then the first half.
     Swapped,
-    /// The rows of each head in the parameter alternate between the first and the second half of its rows in the
-    /// tensor.
+    /// In the tensor, the rows of each head alternate between the first and the second half of the head's rows in the
+    /// parameter.
     Interleaved {
         /// The number of heads.
         heads: usize,
@@ -45,7 +46,7 @@ impl Key {
         Self { key: key.into(), form: Form::Plain }
     }
 
-    /// The key of the layer whose weight this is; `None` if it does not end in `.weight`.
+    /// The key of the layer whose weight this is; `None` if the key does not end in `.weight`.
     pub fn of_layer(self) -> Option<Self> {
         Some(Self { key: self.key.strip_suffix(".weight")?.to_owned(), form: self.form })
     }
@@ -57,7 +58,8 @@ impl Form {
         Self::Rows { first: index, count: 1, of }
     }
 
-    /// The parameter's shape if the tensor has the shape `stored`; `None` if this form does not fit it.
+    /// The parameter's shape if the tensor has the shape `stored`; `None` if a tensor of that shape cannot have this
+    /// form.
     pub fn shape(self, stored: &[usize]) -> Option<Vec<usize>> {
         match (self, stored) {
             (Self::Plain, dims) => Some(dims.to_vec()),
@@ -107,10 +109,10 @@ impl Form {
         matches!(self, Self::Plain | Self::Rows { .. } | Self::Swapped | Self::Interleaved { .. })
     }
 
-    /// Make the tensor to write under one key from its parameters, each with its form.
+    /// Make the tensor to write under one key from the parameters that it holds, each given with its form.
     ///
     /// # Errors
-    /// [`Error::Argument`] without parameters; the errors of the copy.
+    /// [`Error::Argument`] if `parts` is empty; the errors of the copy.
     pub fn write(parts: &[(Self, Tensor)]) -> Result<Tensor> {
         let [(form, parameter), ..] = parts else {
             return Err(Error::argument("save", "there is nothing to write"));
@@ -133,8 +135,8 @@ impl Form {
     }
 }
 
-/// Reshapes the rows of a tensor to the three dimensions that `sizes` returns (given the rows of half a head), and
-/// exchanges the last two of these.
+/// Reshapes the rows of a tensor to three dimensions and exchanges the last two of them. `sizes` returns the three
+/// dimensions for a given number of rows of half a head.
 fn turned(tensor: &Tensor, sizes: impl Fn(usize) -> [usize; 3]) -> Result<Tensor> {
     let dims = tensor.dims();
     let heads = sizes(0)[0];

@@ -116,7 +116,7 @@ impl TensorFile {
     ///
     /// # Errors
     /// [`Error::WeightsFormat`] if there is no such tensor or its dtype is not supported, [`Error::Io`] if reading fails,
-    /// [`Error::OutOfMemory`] if it does not fit.
+    /// [`Error::OutOfMemory`] if the tensor does not fit in memory.
     pub fn read(&mut self, name: &str, device: &Device) -> Result<Tensor> {
         self.read_as(name, None, device)
     }
@@ -168,7 +168,7 @@ impl TensorFile {
         Ok(Tensor::from_raw(&if dtype == DType::BF16 { read } else { cast(&read, dtype)? }))
     }
 
-    /// The bytes of a tensor of numbers of eight bits, in its shape.
+    /// The bytes of a tensor of eight-bit numbers, u8 in the shape of the tensor.
     pub(crate) fn read_codes(&self, name: &str) -> Result<Tensor> {
         let Some(info) = self.metadata.info(name) else {
             return Err(Error::weights(&self.path, format!("there is no tensor \"{name}\"")));

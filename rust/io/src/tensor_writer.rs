@@ -19,7 +19,7 @@ compile_error!("safetensors files are little-endian, and tensors are written and
 
 /// A tensor to write, whose values are computed when it is written.
 pub struct TensorEntry<'a> {
-    /// Its name in the file.
+    /// The tensor's name in the file.
     pub name: String,
     /// Its shape.
     pub shape: Vec<usize>,
@@ -27,7 +27,7 @@ pub struct TensorEntry<'a> {
     pub dtype: DType,
     /// The kind of its eight-bit numbers, if its values are codes (u8) of such numbers.
     pub codes: Option<EightBits>,
-    /// Its values.
+    /// Computes its values.
     pub values: Box<dyn FnOnce() -> Result<Tensor> + 'a>,
 }
 

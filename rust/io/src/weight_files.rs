@@ -21,14 +21,14 @@ pub struct WeightFiles {
     index: BTreeMap<String, usize>,
     /// The scales of each eight-bit weight (f32): one for all its codes, or one for each row.
     scales: BTreeMap<String, Tensor>,
-    /// The four-bit weights, and the files of their parts.
+    /// The four-bit weights by name.
     packed: BTreeMap<String, Packed>,
 }
 
-/// A weight of four bits.
+/// A four-bit weight. It consists of the tensor of its name, which holds the codes, and other tensors, such as scales.
 struct Packed {
     state: State,
-    /// The files of its parts, by their names.
+    /// The indices of the files of the other tensors, by the tensors' names.
     parts: BTreeMap<String, usize>,
 }
 
@@ -54,7 +54,8 @@ impl WeightFiles {
         Ok(found)
     }
 
-    /// Remove the scales of eight-bit weights from the names, because they are part of the weights' values.
+    /// Read the tensors beside eight-bit weights, and remove them from the names, because they are part of the weights'
+    /// values.
     fn take_scales(&mut self) -> Result<()> {
         let kind = |(name, &file): (&String, &usize)| Some((name.clone(), self.files[file].eight_bits(name)?));
         let weights: Vec<(String, EightBits)> = self.index.iter().filter_map(kind).collect();
@@ -113,7 +114,8 @@ impl WeightFiles {
         Ok(())
     }
 
-    /// Remove the keys of four-bit weights' parts from the names, because they are part of the weights' values.
+    /// Read the states of four-bit weights, and remove all other tensors of these weights from the names, because they
+    /// are part of the weights' values.
     fn take_packed(&mut self) -> Result<()> {
         let states: Vec<(String, usize)> = self
             .index
@@ -191,10 +193,11 @@ impl WeightFiles {
         self.files.iter().flat_map(WeightFile::metadata).collect()
     }
 
-    /// Read one tensor to `device`, with floating-point values converted to `dtype` if one is given.
+    /// Read one tensor to `device`, with floating-point values converted to `dtype` if one is given. Quantized weights
+    /// are dequantized.
     ///
     /// # Errors
-    /// As [`WeightFile::read_as`].
+    /// As [`WeightFile::read_as`], [`read_nf4`](Self::read_nf4) and [`read_eight_bits`](Self::read_eight_bits).
     pub fn read(&mut self, name: &str, dtype: Option<DType>, device: &Device) -> Result<Tensor> {
         let Some(&file) = self.index.get(name) else {
             return Err(Error::weights(self.path(), format!("there is no tensor \"{name}\"")));
@@ -224,8 +227,8 @@ impl WeightFiles {
     /// A four-bit weight as stored, on the CPU.
     ///
     /// # Errors
-    /// [`Error::WeightsFormat`] if a part is missing or the codes represent other values than NF4's; the errors of
-    /// [`Quantized::from_nf4`].
+    /// [`Error::WeightsFormat`] if the weight is not a four-bit weight, one of its tensors is missing, or the codes
+    /// represent other values than NF4's; the errors of [`Quantized::from_nf4`].
     pub fn read_nf4(&mut self, name: &str) -> Result<Quantized> {
         let error = |text: String| Error::weights(self.path(), format!("\"{name}\": {text}"));
         let (Some(packed), Some(&file)) = (self.packed.get(name), self.index.get(name)) else {
@@ -299,8 +302,8 @@ impl WeightFiles {
     }
 }
 
-/// Make a quantized matrix of codes (rows, columns) and scales, one for all codes or one for each row. Its values have
-/// `dtype`.
+/// Make a quantized matrix from `codes` (rows, columns) and `scales`, one for all codes or one for each row. The values
+/// of the matrix have `dtype`.
 ///
 /// # Errors
 /// As [`Quantized::from_eight_bits`].

@@ -32,7 +32,7 @@ impl Net {
         }
     }
 
-    /// x (B, C, H, W).
+    /// The output for x (B, C, H, W).
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let x = self.conv.forward(&x.permute(&[0, 2, 3, 1])?)?.tanh()?;
         self.linear.forward(&self.pointwise.forward(&x)?.tanh()?)
@@ -185,7 +185,7 @@ fn adapters_of_another_layer_are_rejected() {
     let net = Net::load(&golden.tensors, DType::F32);
     for case in golden.scales.keys() {
         let mut adapters = golden.adapters(case);
-        // Some are on the linear layer alone.
+        // Some cases adapt the linear layer alone.
         let Some(conv) = adapters.remove("conv") else { continue };
         adapters.insert("pointwise".into(), conv);
         let error = AdapterSet::attach_values(&adapters, &net.named_layers()).err().unwrap().to_string();
@@ -228,11 +228,11 @@ fn oft_of_outputs_is_on_every_layer_and_of_inputs_on_linear_ones() {
     let set = AdapterSet::attach(config, &net.named_layers()).unwrap();
     assert_eq!(error_of(&net.forward(&golden.tensors["x"]).unwrap(), &before), 0.0);
     let dims: Vec<_> = set.layers().unwrap().iter().map(|layer| layer.parameters[0].1.dims().to_vec()).collect();
-    // The divisors nearest to 3 of 8, 12 and 10 channels.
+    // The block sizes are the divisors of 8, 12 and 10 channels that are nearest to 3.
     assert_eq!(dims, [[4, 2, 2], [4, 3, 3], [5, 2, 2]]);
 }
 
-/// What a rotation keeps: the products of all pairs of rows of the weight, or of columns.
+/// A rotation of inputs keeps the products of all pairs of rows of the weight, a rotation of outputs those of columns.
 #[test]
 fn merged_weights_are_rotations() {
     let golden = Golden::load();

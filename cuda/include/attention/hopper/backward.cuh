@@ -1,29 +1,31 @@
 // The backward pass with the matrix instructions and the copy engine of compute capability 9.0. A block has a tile of 128 keys, 64
-// for each of its two groups of four warps, and goes over tiles of queries; one thread copies what the groups multiply.
+// for each of its two groups of four warps, and loops over tiles of queries. One thread copies the tiles that the groups multiply.
 //
-// The gradients of a tile's queries are sums over the tiles of keys that it sees. The blocks add to them, in f32 in memory, in an order
-// that is known in advance: the order in which blocks would reach the tile if all steps took equally long, so waits are short. As blocks
-// wait for each other, all must run at the same time: one on each multiprocessor, in one stream.
+// The gradients of a tile of queries are sums over the tiles of keys that the queries see. Blocks add to these sums, which are f32 in
+// memory, in an order that is known in advance: the order in which the blocks would reach the tile of queries if all steps took equally
+// long. So waits are short. Because blocks wait for each other, all must run at the same time: one on each multiprocessor, in one
+// stream.
 #pragma once
 
 #include "copies.cuh"
 #include "order.cuh"
 
-// Tiles of M queries. Blocks take their work from an `Order`: that of `Schedule`, or the `Shares` of packed rows.
+// A tile has M queries. The template parameter `Order` gives the blocks their work: it is `::Order` (order.cuh), or `Shares`
+// (shares.cuh) for packed rows.
 template <typename T, int D, int M, typename Order> struct HopperBackward {
     static constexpr int GROUPS = 2, THREADS = (GROUPS + 1) * WARPGROUP, QUERY_STAGES = 3, GRADIENT_STAGES = 2, ADDERS = 3;
     static constexpr int KEY_BYTES = tile_bytes<D>(KEYS_AT_ONCE), QUERY_BYTES = tile_bytes<D>(M), STATISTICS_BYTES = 2 * M * 4;
-    // The gradients of the scores, a row for each key; and for each group the sums of dq of 64 queries by 64 columns, in f32.
+    // The gradients of the scores have a row for each key. Each group has sums of dq for 64 queries and 64 columns, in f32.
     static constexpr int SCORE_BYTES = tile_bytes<M>(KEYS_AT_ONCE), SUM_BYTES = 64 * 64 * 4;
     static constexpr int K = 0, V = K + KEY_BYTES, Q = V + KEY_BYTES, DO = Q + QUERY_STAGES * QUERY_BYTES,
                          DS = DO + GRADIENT_STAGES * QUERY_BYTES, DQ = DS + 2 * SCORE_BYTES, STATISTICS = DQ + GROUPS * SUM_BYTES,
                          BARRIERS = STATISTICS + QUERY_STAGES * STATISTICS_BYTES;
-    // Barriers. FULL: data has arrived; EMPTY: it may be overwritten.
+    // Barriers. FULL: the data has arrived; EMPTY: the memory may be overwritten.
     static constexpr int K_FULL = BARRIERS, V_FULL = K_FULL + 8, Q_FULL = V_FULL + 8, DO_FULL = Q_FULL + QUERY_STAGES * 8,
                          KV_EMPTY = DO_FULL + GRADIENT_STAGES * 8, Q_EMPTY = KV_EMPTY + 8, DO_EMPTY = Q_EMPTY + QUERY_STAGES * 8,
                          DS_FULL = DO_EMPTY + GRADIENT_STAGES * 8, DQ_FULL = DS_FULL + 2 * 8, DQ_EMPTY = DQ_FULL + ADDERS * 8,
                          SHARED = DQ_EMPTY + 8;
-    // Named barriers: of both groups, and of each alone.
+    // Named barriers: one for both groups together, and one for each group alone.
     static constexpr int TOGETHER = 1, ALONE = 2;
 
     const AttentionBackwardMaps &maps;
@@ -31,7 +33,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
     const Order &order;
     uint32_t shared;
 
-    // The place of a tile of queries among those of all heads.
+    // The index of a tile of queries among the tiles of all heads.
     __device__ __forceinline__ uint32_t place(const Task &queries) const {
         return queries.index * ceil_divide(shape.queries, M) + queries.tile;
     }
@@ -82,8 +84,8 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
         }
     }
 
-    // Adds the sums of the groups to the gradients of the queries when it is the block's turn. Steps are dealt to the `ADDERS` warps in
-    // rotation, as waiting for memory takes longer than a step.
+    // Adds the sums of the groups to the gradients of the queries when it is the block's turn. The `ADDERS` warps take
+    // the steps in rotation, because waiting for memory takes longer than a step.
     __device__ __forceinline__ void add(uint32_t adder, float *sums, uint32_t *turns) const {
         typename Order::Walk walk(order);
         Span span;
@@ -202,7 +204,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
                     write_narrow<KEYS_AT_ONCE>(ds_tile + half * KEYS_AT_ONCE * ROW_BYTES + group * 64 * ROW_BYTES, narrow);
                 }
                 barrier_arrive(shared + DS_FULL + ds.stage * 8);
-                // Starts the next scores; after the last step they are not used, but cost less than a condition.
+                // Starts the products of the next scores. After the last step they are not used, but they cost less than a condition.
                 const uint32_t parity = q.parity;
                 q.advance();
                 const bool is_end = step + 1 == span.end;
@@ -237,7 +239,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
         }
     }
 
-    // dq = ds k for 64 queries and 64 columns: the group's half of the queries if D = 64, its half of the columns if D = 128.
+    // dq = ds k for 64 queries and 64 columns: the group has one half of the queries if D = 64, one half of the columns if D = 128.
     __device__ __forceinline__ void multiply_queries(float (&dq)[32], uint32_t ds_tile, int group) const {
         constexpr int PANEL = KEYS_AT_ONCE * ROW_BYTES;
         const uint32_t left = across_rows(ds_tile + (D == 64 ? group * PANEL : 0), PANEL);

@@ -11,7 +11,8 @@ struct AttentionForwardMaps {
     TensorMap q, k, v, o;
 };
 
-// The maps of the backward pass: boxes of 128 (w64) or 64 (w128) rows of q and d_o, of 128 rows of k and v, of 64 rows of dk and dv.
+// The maps of the backward pass: boxes of 128 rows (64 if tiles have 128 columns) of q and d_o, of 128 rows of k and v, of 64 rows of
+// dk and dv.
 struct AttentionBackwardMaps {
     TensorMap q, k, v, d_o, dk, dv;
 };
@@ -53,7 +54,7 @@ __device__ __forceinline__ void add_bytes(float *to, uint32_t from, int bytes) {
 }
 
 __device__ __forceinline__ void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until this thread's stores have read shared memory, or until they are done.
+// `stores_have_read` waits until this thread's stores have read shared memory, `stores_are_done` until they are complete.
 __device__ __forceinline__ void stores_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void stores_are_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 

@@ -6,7 +6,7 @@
 
 constexpr int FINISH_THREADS = 256;
 
-// Eight values to rows in memory.
+// Writes eight values to memory, narrowed to `T`.
 template <typename T> __device__ __forceinline__ void write_eight(T *to, const float (&x)[8]) {
     uint4 narrow;
     narrow.x = pair<T>(x[0], x[1]), narrow.y = pair<T>(x[2], x[3]), narrow.z = pair<T>(x[4], x[5]), narrow.w = pair<T>(x[6], x[7]);
@@ -17,8 +17,8 @@ __device__ __forceinline__ void read_eight(float (&x)[8], const float *from) {
     x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
 }
 
-// The result and the log-sums of queries whose keys several blocks have shared, from their parts. A thread has eight columns of a row,
-// a block some rows of an item.
+// Computes the results and the log-sums of queries whose keys were divided among several blocks, from the parts that these blocks have
+// written. A thread computes eight columns of a row, a block some rows of an item.
 template <typename T, int D, int ROWS>
 __device__ __forceinline__ void sum_results(T *o, float *log_sums, const float *parts, const Strides &o_strides,
                                             const AttentionShape &shape, const Schedule &schedule) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void sum_results(T *o, float *log_sums, const float *
 }
 
 // For every tile of M queries: M values log_sums / ln 2, then the M sums over the rows of o ∘ d_o. Queries that do not exist get
-// infinity, so that their weights are zero, and a sum of zero. Clears `turns`. `block` is the place of the tile.
+// infinity, so that their weights are zero, and a sum of zero. Clears `turns`. `block` is the index of the tile.
 template <typename T, int D, int M>
 __device__ __forceinline__ void backward_statistics(uint32_t block, const T *o, const T *d_o, const float *log_sums, float *statistics,
                                                     uint32_t *turns, const Strides &o_strides, const Strides &do_strides,
@@ -86,8 +86,8 @@ __device__ __forceinline__ void backward_statistics(uint32_t block, const T *o, 
     }
 }
 
-// dq from its sums in f32, and dk and dv from their parts. The first blocks take a tile of M queries each; each other block takes 2048
-// values of dk or dv of an item that is split.
+// Writes dq from its sums in f32, and dk and dv from their parts. The first blocks take a tile of M queries each; each other block
+// takes 2048 values of dk or dv of an item that is split.
 template <typename T, int D, int M, typename Order>
 __device__ __forceinline__ void backward_finish(const float *sums, const float *parts, T *dq, T *dk, T *dv, const Strides &dq_strides,
                                                 const Strides &dk_strides, const Strides &dv_strides, const AttentionShape &shape,
@@ -102,7 +102,7 @@ __device__ __forceinline__ void backward_finish(const float *sums, const float *
         sums += uint64_t(blockIdx.x) * 2 * 4096;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            // A row of D columns has 64 in each half: the halves are columns for D = 128, rows for D = 64.
+            // The sums are two halves of 64 queries and 64 columns: halves of the columns for D = 128, of the queries for D = 64.
             const uint32_t index = i * FINISH_THREADS + threadIdx.x, row = index / (D / 8), eight = index % (D / 8);
             const uint32_t half = D == 64 ? row / 64 : eight / 8;
             const uint32_t query = task.tile * M + row;

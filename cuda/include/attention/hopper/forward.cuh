@@ -1,6 +1,7 @@
-// The forward pass with the matrix instructions and the copy engine of compute capability 9.0: one thread copies tiles, groups of
-// four warps multiply 64 queries each. The products of a tile of keys overlap with the softmax of the tile before it, within a
-// group and between the groups, which take turns (Shah et al. 2024, arXiv:2407.08608).
+// The forward pass with the matrix instructions and the copy engine of compute capability 9.0. One thread copies tiles, and groups of
+// four warps multiply 64 queries each. Within a group, the products of a tile of keys overlap with the softmax of the tile before it.
+// The groups take turns, so that the products of a group also overlap with the softmax of another group (Shah et al. 2024,
+// arXiv:2407.08608).
 #pragma once
 
 #include <cfloat>
@@ -9,12 +10,13 @@
 #include "queue.cuh"
 #include "schedule.cuh"
 
-// The base of the weights is raised only if a maximum exceeds it by more than this, in powers of two: most tiles do not raise it.
+// The base of the weights is raised only if a maximum exceeds it by more than this number of powers of two. Most tiles do not raise it.
 constexpr float HEADROOM = 8.0f;
 
-// The state of the softmax of a thread's two rows: the base, which includes the factor scale / ln 2, and the thread's share of the sums.
+// The state of the softmax of a thread's two rows: the base, which includes the factor scale / ln 2, and the sums of the weights in the
+// columns of this thread.
 struct RowWeights {
-    // The first base is below all scores but finite: if a tile hides all keys of a row, its scores are negative infinity.
+    // The first base is below all scores, but finite: if a tile hides all keys of a row, the scores of the row are negative infinity.
     float base[2] = {-FLT_MAX, -FLT_MAX}, sum[2] = {0.0f, 0.0f};
 
     // Turns products into weights 2^(scale product - base). Returns whether a base was raised in this warp; if so, the caller multiplies
@@ -46,18 +48,18 @@ struct RowWeights {
     }
 };
 
-// Tiles of 64 GROUPS queries and of KEYS keys; shared memory has two of each. Blocks take their work from a `Source`: a `Schedule`,
-// or the `Queue` of packed rows.
+// Tiles have 64 GROUPS queries or KEYS keys; shared memory holds two tiles of queries, two of keys and two of values. Blocks take their
+// work from a `Source`: a `Schedule`, or for packed rows a `Queue`.
 template <typename T, int D, int KEYS, int GROUPS, typename Source> struct HopperForward {
     static constexpr int ROWS = 64 * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP;
     static constexpr int GROUP_BYTES = tile_bytes<D>(64), TILE_BYTES = tile_bytes<D>(KEYS);
     static constexpr int Q_BYTES = GROUPS * GROUP_BYTES, K = 2 * Q_BYTES, V = K + 2 * TILE_BYTES, O = V + 2 * TILE_BYTES,
                          BARRIERS = O + Q_BYTES, ITEMS = BARRIERS + 12 * 8,
                          SHARED = ITEMS + (Source::IS_QUEUE ? 2 * QUEUED_BYTES : 0);
-    // Barriers of the two tiles of each kind. FULL: data has arrived; EMPTY: it may be overwritten.
+    // Barriers of the two tiles of each kind. FULL: the data has arrived; EMPTY: the memory may be overwritten.
     static constexpr int Q_FULL = BARRIERS, K_FULL = Q_FULL + 16, V_FULL = K_FULL + 16, Q_EMPTY = V_FULL + 16,
                          K_EMPTY = Q_EMPTY + 16, V_EMPTY = K_EMPTY + 16;
-    // Named barriers: of the groups' turns, and of each group alone.
+    // Named barriers: for each group one for its turn, and one for the group alone.
     static constexpr int TURN = 1, ALONE = 1 + GROUPS;
 
     const AttentionForwardMaps &maps;
@@ -112,7 +114,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
             for (int group = 0; group < GROUPS; group++)
                 fetch_rows<D, 64, 64>(q + group * GROUP_BYTES, maps.q, q_full, task.tile * ROWS + group * 64, task);
             tile.advance();
-            // The last keys come first: only their tile may be incomplete.
+            // The last keys come first, because only the last tile may be incomplete.
             for (uint32_t step = span.end; step-- > span.begin; ring.advance()) {
                 const uint32_t at = ring.stage * TILE_BYTES, barrier = ring.stage * 8;
                 barrier_wait(shared + K_EMPTY + barrier, ring.parity ^ 1);

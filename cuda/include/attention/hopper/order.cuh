@@ -1,18 +1,19 @@
-// In which order the blocks of the backward pass take tiles of queries, and add to their gradients. An item is a tile of keys with one
-// step for each tile of `M` queries.
+// The order in which the blocks of the backward pass take tiles of queries and add to the gradients of these queries. An item is a tile
+// of keys with one step for each tile of `M` queries.
 #pragma once
 
 #include "schedule.cuh"
 
 constexpr int KEYS_AT_ONCE = 128;
 
-// An item that `count` consecutive blocks from `first` on have computed parts of; `starts`: whether it is the first work of the first one.
+// An item of which `count` consecutive blocks, from block `first` on, have computed parts. `starts` tells whether the item is the first
+// work of block `first` in the sequence of steps that blocks share.
 struct SplitItem {
     uint32_t item, first, count;
     bool starts;
 };
 
-// The order in which every query sees every key.
+// The order of attention in which every query sees every key.
 template <int M> struct Order {
     const Schedule &schedule;
     uint32_t tiles, heads, keys_of_head;
@@ -47,8 +48,8 @@ template <int M> struct Order {
         }
     };
 
-    // How many tiles of keys are added to the gradients of a tile of queries before `keys`, which comes to it at `time`. All lanes of the
-    // warp take part and get the result.
+    // How many tiles of keys are added to the gradients of the tile of queries of `way` before the tile `keys`, whose block reaches these
+    // queries at `time`. All lanes of the warp take part and get the result.
     __device__ __forceinline__ uint32_t turn(const Task &keys, const Way &way, uint32_t time) const {
         const uint32_t queries = way.tile;
         uint32_t before = 0;
@@ -60,7 +61,7 @@ template <int M> struct Order {
         return __reduce_add_sync(ALL_LANES, before);
     }
 
-    // Among the 64 keys from `first` on: whether they exist.
+    // Which of the 64 keys from `first` on exist.
     struct Sight {
         uint32_t key, keys;
         bool is_last;
@@ -85,7 +86,7 @@ template <int M> struct Order {
         split.first = schedule.first_block(split.item, split.count);
         return true;
     }
-    // The slot of part `index` of such an item.
+    // The slot of part `index` of a split item.
     __device__ __forceinline__ uint32_t slot(const SplitItem &split, uint32_t index) const {
         return schedule.slot(split.item, split.first + index);
     }

@@ -1,7 +1,7 @@
 // Products of warpgroups, started and waited for one by one (PTX `wgmma`), and the tiles that they read.
 //
-// A tile is in shared memory as panels of 64 columns, each row after row of 128 bytes, as the copy engine writes it with its
-// 128-byte swizzle. Accumulators are distributed as those of `mma.sync`, warp by warp: with g = lane / 4 and t = lane % 4, a
+// A tile is in shared memory as panels of 64 columns. The rows of a panel have 128 bytes and follow one another, with the 128-byte
+// swizzle of the copy engine. Accumulators are distributed as those of `mma.sync`, warp by warp: with g = lane / 4 and t = lane % 4, a
 // thread's `sum[4 n]` to `sum[4 n + 3]` are the columns 8 n + 2 t and 8 n + 2 t + 1 of row 16 warp + g, then of row 16 warp + g + 8.
 #pragma once
 
@@ -9,21 +9,21 @@
 
 constexpr int WARPGROUP = 128;
 
-// Tells the compiler that a number is the same in the whole warp: descriptors made of it need no vector registers.
+// Tells the compiler that a number is the same in the whole warp, so that descriptors made of it need no registers of each lane.
 __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(ALL_LANES, x, 0); }
 
-// A descriptor's upper half: 128-byte swizzle, groups of eight rows 1024 bytes apart.
+// The upper half of a tile's descriptor: 128-byte swizzle, groups of eight rows 1024 bytes apart.
 constexpr uint32_t DESCRIPTOR = 1u << 30 | 1024 >> 4;
 
-// The lower half for a tile that is summed over its rows, whose next 64 columns begin `panel` bytes later.
+// The lower half of the descriptor of a tile that a product sums over its rows. The tile's next 64 columns begin `panel` bytes later.
 __device__ __forceinline__ uint32_t across_rows(uint32_t address, uint32_t panel) {
     return uniform(panel >> 4 << 16 | (address & 0x3ffff) >> 4);
 }
 
-// The same for a tile whose rows are summed over their columns.
+// The lower half for a tile that a product sums over its columns.
 __device__ __forceinline__ uint32_t along_rows(uint32_t address) { return across_rows(address, 16); }
 
-// The same for operands that begin `bytes` later.
+// The lower half for an operand that begins `bytes` later.
 __device__ __forceinline__ uint32_t later(uint32_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
 
 #define SUM_8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -37,9 +37,9 @@ __device__ __forceinline__ uint32_t later(uint32_t descriptor, uint32_t bytes) {
     "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "     \
     "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
 
-// multiply_first, multiply_next: sum = a b and sum += a b, with (64, 16) `a` and (16, columns) `b` in shared memory. A_ACROSS, B_ACROSS:
-// whether the operand's tile is summed over its rows.
-// multiply_held: sum += a b with `a` in registers and `b` summed over its rows.
+// multiply_first computes sum = a b and multiply_next sum += a b, with (64, 16) `a` and (16, columns) `b` in shared memory. A_ACROSS and
+// B_ACROSS are 1 if the product sums over the rows of the operand's tile.
+// multiply_held computes sum += a b with `a` in registers; it sums over the rows of the tile of `b`.
 #define HOPPER_PRODUCTS(type, dtype, columns, SUMS, REGISTERS, A, B, C, D, E, F)                                                   \
     template <int A_ACROSS, int B_ACROSS>                                                                                          \
     __device__ __forceinline__ void multiply_first(type, float (&sum)[columns / 2], uint32_t a, uint32_t b) {                      \
@@ -105,7 +105,7 @@ __device__ __forceinline__ void add_weighted(float (&sum)[N], const uint32_t (&w
     for (int k = 0; k < STEPS; k++) multiply_held(T(), sum, weights[k], later(right, k * 16 * ROW_BYTES));
 }
 
-// Accumulators, narrowed, as the left operand of products over their columns.
+// Narrows accumulators to the left operand of a product that sums over their columns.
 template <typename T, int N> __device__ __forceinline__ void narrow_sums(uint32_t (&narrow)[N / 8][4], const float (&sum)[N]) {
 #pragma unroll
     for (int k = 0; k < N / 8; k++)
@@ -135,7 +135,7 @@ __device__ __forceinline__ void group_arrive(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Writes accumulators to rows of f32 in global memory, `width` apart.
+// Writes accumulators to rows of f32 in global memory, which are `width` elements apart.
 template <int N> __device__ __forceinline__ void write_sums(float *to, int width, const float (&sum)[N]) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
     to += (warp * 16 + lane / 4) * width + lane % 4 * 2;

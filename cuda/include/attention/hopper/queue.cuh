@@ -1,6 +1,6 @@
 // The work of the forward pass over packed rows: tiles of queries that blocks take one after another, as they become free. How many
-// tiles of keys a tile sees depends on the spans in device memory, so the host cannot divide the work evenly in advance. Results do not
-// depend on which block takes a tile.
+// tiles of keys a tile of queries sees depends on the spans in device memory, so the host cannot divide the work evenly in advance.
+// Results do not depend on which block takes a tile.
 #pragma once
 
 #include "schedule.cuh"
@@ -22,12 +22,12 @@ __device__ __forceinline__ bool hear(Span &span, uint32_t from) {
     return span.begin < span.end;
 }
 
-// Tiles of `rows_at_once` queries of `heads` heads, the last tiles first: a row's first queries see the fewest keys, so that the last
-// items to be taken are short.
+// The items are tiles of `rows_at_once` queries of `heads` heads. Blocks take the last tiles first. The first queries of a row see the
+// fewest keys, so the items that are taken last are short.
 struct Queue {
     static constexpr bool IS_QUEUE = true;
     Spans spans;
-    // How many items blocks have taken besides their first: zero before the launch and after it.
+    // How many items blocks have taken in addition to their first items: zero before the launch and after it.
     uint32_t *taken;
     uint32_t heads, rows_at_once, keys_at_once;
 
@@ -57,7 +57,7 @@ struct Queue {
         }
     };
 
-    // Among the 64 queries from `first` on: the first keys that the thread's two rows see, and the first key that the last query sees.
+    // For the 64 queries from `first` on: the first keys that the thread's two rows see, and the first key that the last query sees.
     struct Sight {
         uint32_t first, last_begin, begin[2];
 

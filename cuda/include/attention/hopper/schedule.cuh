@@ -1,15 +1,16 @@
 // How the blocks of a launch, one on each multiprocessor, share its work.
 //
-// An item (a tile of queries in the forward pass, a tile of keys in the backward pass) takes `steps` steps, one for each tile on
-// the other side. The first `whole` items go to one block each, in rounds: block b takes items b, b + blocks, b + 2 blocks and so
-// on. The remaining items are fewer than the blocks. Their steps form one sequence, of which every block takes an equal part, so that
-// all end at the same time; a later kernel sums the parts of an item that several blocks share. If there are fewer such steps than
-// blocks, the last blocks take none.
+// An item is a tile of queries in the forward pass and a tile of keys in the backward pass. It takes `steps` steps: one for each tile
+// of keys in the forward pass, one for each tile of queries in the backward pass. Each of the first `whole` items goes to one block:
+// block b takes items b, b + blocks, b + 2 blocks and so on. The remaining items are fewer than the blocks. Their steps form one
+// sequence, of which every block takes an equal part, so that all blocks end at the same time. A later kernel sums the parts of an
+// item that several blocks share. If the sequence has fewer steps than there are blocks, the last blocks take none.
 #pragma once
 
 #include "../shape.cuh"
 
-// Steps `begin` to `end` of an item, by one block. A part of an item is stored in `slot`; `time` counts the block's steps before it.
+// Steps `begin` to `end` of an item, which one block computes. If they are only a part of the item, the block stores it in `slot`.
+// `time` is the number of steps that the block has done before.
 struct Span {
     uint32_t item, begin, end, slot, time;
     bool is_part;
@@ -17,7 +18,7 @@ struct Span {
 
 struct Schedule;
 
-// A block's way through its work.
+// The position of a block in its work. `place` is the next step of the sequence, and `end` the end of the block's part of it.
 struct ScheduleWalk {
     uint32_t item = blockIdx.x, place, end, time = 0;
 
@@ -43,9 +44,10 @@ struct Schedule {
 
     // The steps of all items that are split.
     __device__ __forceinline__ uint32_t rest() const { return (items - whole) * steps; }
-    // How many blocks take at least one of these steps: no block between two others may be without a part.
+    // How many blocks take at least one of these steps. They are the first blocks, so that the parts of an item are in consecutive
+    // blocks.
     __device__ __forceinline__ uint32_t sharing() const { return max(1u, min(blocks, rest())); }
-    // The first of a block's steps among them, and the block that a step belongs to.
+    // `start` is the first of these steps that a block takes, `owner` the block that takes a step.
     __device__ __forceinline__ uint32_t start(uint32_t block) const { return min(block, sharing()) * rest() / sharing(); }
     __device__ __forceinline__ uint32_t owner(uint32_t step) const { return ((step + 1) * sharing() - 1) / rest(); }
 
@@ -62,7 +64,8 @@ struct Schedule {
         count = owner(place + steps - 1) - first + 1;
         return first;
     }
-    // The slot of a block's part of an item: each block has two, as its steps touch at most two items.
+    // The slot of a block's part of an item. Each block has two slots, because its part of the sequence has steps of at most two
+    // items.
     __device__ __forceinline__ uint32_t slot(uint32_t item, uint32_t block) const {
         return 2 * block + (start(block) / steps != item - whole);
     }

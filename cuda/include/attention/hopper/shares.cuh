@@ -1,27 +1,27 @@
-// How the blocks of the backward pass share a packed row. Only the spans, in device memory, tell how many tiles of queries see a tile of
-// keys, so a kernel before the pass counts them, and the blocks find their work in the counts.
+// How the blocks of the backward pass share a packed row. How many tiles of queries see a tile of keys depends on the spans, which are in
+// device memory. So a kernel before the backward pass counts these tiles, and the blocks find their work in the counts.
 //
-// An item is a tile of keys of one head; its steps are the tiles of queries that see some of the keys, for one head of queries after the
-// other of those that share the keys. So the sums over these heads stay in registers. The steps of all items form one sequence, of which
-// every block takes an equal part. Parts of items that blocks share are summed later.
+// An item is a tile of keys of one head. Its steps are the tiles of queries that see some of the keys: first those of one head of queries
+// that shares the keys, then those of the next head. So the sums over these heads stay in registers. The steps of all items form one
+// sequence, of which every block takes an equal share. Parts of items that several blocks have computed are summed later.
 //
-// Blocks add to the gradients of queries in the order in which they would come to them if all steps took equally long. The sequence
-// alone decides it, so results do not depend on when blocks run.
+// Blocks add to the gradients of queries in the order in which they would reach these queries if all steps took equally long. This order
+// depends only on the sequence, so results do not depend on when blocks run.
 #pragma once
 
 #include "order.cuh"
 
-// Places in the sequence before the steps of an item, for the time in which its first tiles are loaded and its gradients stored: without
-// them, blocks with many short items would end last.
+// A place is a position in the sequence; each step has one. Before its steps, every item has this number of further places, for the time
+// in which its first tiles are loaded and its gradients are stored. Without these places, blocks with many short items would end last.
 constexpr uint32_t ITEM_PLACES = 2;
 
-// Tiles of M queries.
+// The shares for tiles of M queries.
 template <int M> struct Shares {
     static constexpr uint32_t EACH = KEYS_AT_ONCE / M;
 
     Spans spans;
-    // For each tile of keys the number of tiles of queries that see earlier ones, then the number of all (tiles + 1); and the item in which
-    // each block's share begins (blocks).
+    // Two lists. The first has `tiles` + 1 numbers: for each tile of keys, the steps that all earlier tiles of keys have for one head of
+    // queries, and at the end the steps of all tiles. The second has `blocks` numbers: the item in which each block's share begins.
     const uint32_t *plan;
     uint32_t heads, tiles, blocks;
 
@@ -40,7 +40,7 @@ template <int M> struct Shares {
         return min(max(ceil_divide(seen, M), first(tile) + EACH), all);
     }
 
-    // How many places the items of one head have before a tile of keys, or in all.
+    // `places` is the number of places that the items of one head have before a tile of keys, `all_places` that of all items.
     __device__ __forceinline__ uint32_t places(uint32_t tile) const { return spans.group() * plan[tile] + ITEM_PLACES * tile; }
     __device__ __forceinline__ uint32_t all_places() const { return heads * places(tiles); }
     // How many places a block has.
@@ -58,7 +58,7 @@ template <int M> struct Shares {
         }
     };
 
-    // Writes the plan `to` where `plan` is. All threads of one block take part.
+    // Writes the plan to `to`, the memory of `plan`. All threads of one block take part.
     template <int THREADS> __device__ __forceinline__ void make_plan(uint32_t *to) const {
         __shared__ uint32_t sums[THREADS / WARP];
         const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -101,7 +101,7 @@ template <int M> struct Shares {
         }
     }
 
-    // A block's way through its share.
+    // The position of a block in its share.
     struct Walk {
         uint32_t item, start, end;
 
@@ -141,8 +141,9 @@ template <int M> struct Shares {
         }
     };
 
-    // How many tiles of keys are added to the gradients of a tile of queries before `keys`, which comes to it at `time`. All lanes of the
-    // warp take part and get the result. Whatever the spans are, earlier steps are at least as many, so that no block waits forever.
+    // How many tiles of keys are added to the gradients of the tile of queries of `way` before the tile `keys`, whose block reaches these
+    // queries at `time`. All lanes of the warp take part and get the result. For any spans, at least this number of steps come earlier, so
+    // no block waits forever.
     __device__ __forceinline__ uint32_t turn(const Task &keys, const Way &way, uint32_t time) const {
         const uint32_t own = way.tile / EACH, share = this->share(), before_head = keys.index * places(tiles) + ITEM_PLACES;
         const uint32_t lowest = min(spans.first_key(way.tile * M) / KEYS_AT_ONCE, own);
@@ -156,7 +157,7 @@ template <int M> struct Shares {
         return __reduce_add_sync(ALL_LANES, before);
     }
 
-    // Among the 64 keys from `first` on: which queries see them.
+    // Which queries see the 64 keys from `first` on.
     struct Sight {
         const Spans &spans;
         uint32_t first, first_end;
@@ -180,7 +181,7 @@ template <int M> struct Shares {
         }
     };
 
-    // The item in which the share of block `index` + 1 begins, if that is the first to begin after the item's first step.
+    // The item in which the share of block `index` + 1 begins, if that share is the first that begins after the item's first step.
     __device__ __forceinline__ bool split(uint32_t index, SplitItem &split) const {
         const uint32_t share = this->share(), start = index * share, place = start + share;
         if (place >= all_places()) return false;
@@ -190,7 +191,7 @@ template <int M> struct Shares {
         split.starts = places.begin == start;
         return start <= places.begin && places.begin < place && place < places.end;
     }
-    // The slot of part `index` of such an item.
+    // The slot of part `index` of a split item.
     __device__ __forceinline__ uint32_t slot(const SplitItem &split, uint32_t index) const {
         return 2 * (split.first + index) + (index == 0 && !split.starts);
     }

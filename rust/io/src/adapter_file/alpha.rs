@@ -1,25 +1,29 @@
-//! Scales and alphas in files.
+//! Scales and alphas in adapter files. A layer's scale is alpha / rank.
 //!
-//! Tools disagree about alphas in three cases. In files with kohya's names of a UNet, diffusers 0.42 looks for the
-//! alphas of attention's projections under names that no layer has, and uses the most common alpha of the part instead;
-//! such a file therefore has one alpha for each part. If `ComfyUI` and diffusers know the same names but look for
-//! alphas in different places, every scale in the file is 1. If several layers are one module, they have one scale. In
-//! all three cases the up factor is multiplied by the trained scale divided by the scale in the file, so that every
-//! tool computes the same result, and the header keeps the trained alphas.
+//! In three cases the scale in the file differs from the trained scale:
+//! - The file has kohya's names of a UNet. For attention's projections, diffusers 0.42 looks for alphas under names
+//!   that no layer has, and uses the most common alpha of the part instead. All layers of a part therefore have one
+//!   alpha.
+//! - `ComfyUI` and diffusers read the same names but look for alphas in different places. Every scale in the file is
+//!   therefore 1.
+//! - Several layers are one module of the file. They have one scale.
+//!
+//! In all three cases the up factor is multiplied by the trained scale divided by the scale in the file, so that every
+//! tool computes the same result. The header keeps the trained alphas.
 
 use std::collections::{BTreeMap, HashMap};
 
 use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_nn::adapter::{AdaptedLayer, LayerValues};
 
-/// The metadata entry with the alphas that layers were trained with, by diffusers' names. A file has it if its own
-/// alphas differ.
+/// The metadata entry with the alphas that layers were trained with, by diffusers' names. A file has this
+/// entry if other alphas are beside its parameters.
 pub(super) const TRAINED: &str = "trainable_candle.alphas";
 
 /// The factors that [`rescale`] multiplies; each kind of adapter has at most one of them.
 const UPS: [&str; 2] = ["lora_B.weight", "hada_w1_a"];
 
-/// The alpha of a layer: its scale is alpha / rank.
+/// The alpha of a layer: scale · rank.
 pub(super) fn of(layer: &AdaptedLayer<'_>) -> f64 {
     layer.settings.scale * layer.settings.rank as f64
 }
@@ -41,15 +45,15 @@ pub(super) fn same(a: f64, b: f64) -> bool {
     a as f32 == b as f32
 }
 
-/// The alpha that all layers of a part get; `None` if they keep their own, because some are not LoRA or have an alpha
-/// of 0.
+/// The alpha that all layers of a part get. `None` if the layers keep their own alphas, because some of the layers are
+/// not LoRA or have an alpha of 0.
 pub(super) fn common(layers: &[AdaptedLayer<'_>]) -> Option<f64> {
     let plain = layers.iter().all(|layer| layer.kind.name == "lora" && of(layer) != 0.0);
     most_common(layers.iter().filter(|_| plain).map(of))
 }
 
-/// Set the layer's scale to `scale` and multiply a factor so that its effect stays the same. A kind without such a
-/// factor keeps its scale.
+/// Set the layer's scale to `scale` and multiply its up factor so that the adapter's effect stays the same. A layer
+/// without an up factor keeps its scale.
 pub(super) fn rescale(layer: &mut AdaptedLayer<'_>, scale: f64) -> Result<()> {
     let quotient = layer.settings.scale / scale;
     let Some((_, value)) = layer.parameters.iter_mut().find(|(name, _)| UPS.contains(name)) else { return Ok(()) };

@@ -1,10 +1,10 @@
-//! Modules that hold the adapters of several layers, such as queries, keys and values, which original checkpoints have
-//! as one matrix.
+//! Modules that hold the adapters of several layers. The weights of these layers, for example of queries, keys and
+//! values, are one matrix in the original checkpoint.
 //!
-//! Such a module stacks the rows of its layers. The factors of n layers of rank r become one pair of rank n r: the Bs
-//! are the blocks of a block-diagonal B, and the As are stacked. If the layers have the same A, the module keeps it
-//! once, with rank r. Both pairs of a LoHa are joined in the same way. Magnitudes for each output are stacked, and so
-//! are the blocks of outputs that OFT rotates.
+//! The rows of the matrix are divided into equal *shares* ([`Form::Rows`]), and each layer has one or several consecutive
+//! shares. The factors of n layers of rank r become one pair of rank n r: the Bs are the blocks of a block-diagonal B,
+//! and the As are stacked. If the layers have the same A, the module stores it once, with rank r. Both pairs of a LoHa
+//! are joined in the same way. DoRA's magnitudes for each output are stacked, and so are OFT's blocks of outputs.
 //! Parameters that apply to all rows (LoKr's factors, a magnitude for each input) cannot be joined.
 
 use std::collections::BTreeMap;
@@ -27,7 +27,7 @@ const DOWNS: [&str; 3] = ["lora_A.weight", "hada_w1_b", "hada_w2_b"];
 const MAGNITUDES: [&str; 2] = ["lora_magnitude_vector.weight", "dora_scale"];
 /// The factors of LoKr whose row index is the slower part of the output index.
 const SLOW_ROWS: [&str; 2] = ["lokr_w1", "lokr_w1_a"];
-/// The factors of LoKr whose row index is the faster part.
+/// The factors of LoKr whose row index is the faster part of the output index.
 const FAST_ROWS: [&str; 2] = ["lokr_w2", "lokr_w2_a"];
 
 /// OFT's blocks of outputs, one after another.
@@ -36,7 +36,7 @@ const BLOCKS: &str = oft::BLOCKS;
 /// The parameters of the module that holds the adapters of these layers, which have the same scale.
 ///
 /// # Errors
-/// [`Error::Argument`] if there is none; those of the arithmetic.
+/// [`Error::Argument`] if there is no layer; the errors of the arithmetic.
 pub(super) fn join(mut members: Vec<(Form, Parameters)>) -> Result<Parameters> {
     members.sort_by_key(|(form, _)| if let Form::Rows { first, .. } = form { *first } else { 0 });
     let Some((form, first)) = members.first() else {
@@ -82,8 +82,8 @@ fn share_downs(members: &[(Form, Parameters)]) -> Result<bool> {
     Ok(members.len() > 1)
 }
 
-/// The up factor of a module with `of` shares of `unit` rows each. Each layer has its own columns, unless the columns
-/// are `shared`. Shares without a layer are zero.
+/// The up factor of a module with `of` shares of `unit` rows each. All layers have the same columns if `shared`,
+/// otherwise each layer has columns of its own. The rows of shares without a layer are zero.
 fn diagonal(parts: &[(Form, &Tensor)], unit: usize, of: usize, shared: bool) -> Result<Tensor> {
     let ranks: Vec<usize> = parts.iter().map(|(_, value)| value.dims()[1]).collect();
     let width: usize = if shared { ranks[0] } else { ranks.iter().sum() };
@@ -116,7 +116,8 @@ fn diagonal(parts: &[(Form, &Tensor)], unit: usize, of: usize, shared: bool) -> 
     Tensor::cat(&blocks.iter().collect::<Vec<_>>(), 0)
 }
 
-/// Stacked blocks, `unit` for each of `of` shares of the module; shares without a layer have blocks of zeros, which rotate nothing.
+/// OFT's stacked blocks: `unit` blocks for each of the module's `of` shares. Shares without a layer have blocks of zeros,
+/// which rotate nothing.
 fn stacked(parts: &[(Form, &Tensor)], unit: usize, of: usize) -> Result<Tensor> {
     let (size, dtype) = (parts[0].1.dims()[1], parts[0].1.dtype());
     let zeros = |shares: usize| Tensor::zeros((shares * unit, size, size), dtype, &Device::Cpu);
@@ -139,8 +140,8 @@ fn stacked(parts: &[(Form, &Tensor)], unit: usize, of: usize) -> Result<Tensor> 
 /// the layer.
 ///
 /// # Errors
-/// [`Error::Config`] if a parameter of the module applies to all rows together, [`Error::Shape`] if its rows have no
-/// equal shares.
+/// [`Error::Config`] if a parameter of the module applies to all rows together, [`Error::Shape`] if the rows of a
+/// parameter cannot be divided into equal shares.
 pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: usize) -> Result<Option<Parameters>> {
     let Form::Rows { first, count, of } = form else {
         return if form == Form::Swapped { swap(module).map(Some) } else { Ok(Some(module.clone())) };
@@ -192,9 +193,8 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
     Ok(Some(own))
 }
 
-/// The columns of up factors that only this layer uses, as runs (start, length), for modules in which every column
-/// belongs to one layer, as [`join`] and kohya's trainers write them. `None` if the layer has columns in common with
-/// others.
+/// The columns of up factors that only this layer uses, as runs (start, length). [`join`] and kohya's trainers write
+/// modules in which every column belongs to one layer. `None` if the layer has columns in common with other layers.
 fn kept(module: &Parameters, (first, count, of): (usize, usize, usize)) -> Result<Option<Vec<(usize, usize)>>> {
     let Some(up) = UPS.iter().find_map(|name| module.get(name)).filter(|up| up.rank() == 2) else { return Ok(None) };
     let (rows, rank) = (up.dims()[0], up.dims()[1]);

@@ -1,4 +1,5 @@
-//! The assignment of layers to the modules of a file.
+//! The assignment of layers to the modules of a file. A module is an adapter under one name in the file; it holds the
+//! adapters of one or several layers.
 
 use std::collections::BTreeMap;
 
@@ -9,8 +10,8 @@ use super::readers::{self, Tool};
 use super::{AdapterFormat, OP, PartNames, Style, oft};
 use crate::form::{Form, Key};
 
-/// The modules of a part by their names in a file. Each entry lists the module's layers by index, and which of its rows
-/// belong to them.
+/// The modules of a part by their names in a file. Each entry lists the module's layers by index, with the rows of the
+/// module that belong to each layer.
 pub(super) type Modules = BTreeMap<String, Vec<(Form, usize)>>;
 
 /// The properties of a layer's adapter that decide its place in a file.
@@ -20,7 +21,8 @@ pub(super) struct Adapted<'a> {
     pub kind: &'static str,
     /// For DoRA: whether it has one magnitude for each input.
     pub per_input: bool,
-    /// For `LoKr`: whether its slower factor has an odd number of rows; for OFT, whether it has an odd number of blocks.
+    /// For `LoKr`: whether its first factor (`lokr_w1`) has an odd number of rows. For OFT of outputs: whether it has an
+    /// odd number of blocks.
     pub odd_rows: bool,
     /// For OFT of outputs: the size of its blocks, if it is known.
     pub block: Option<usize>,
@@ -48,7 +50,7 @@ impl<'a> Adapted<'a> {
 /// outputs.
 ///
 /// # Errors
-/// [`Error::Argument`] if not, naming a format that can.
+/// [`Error::Argument`] if the format cannot represent them; the message names a format that can.
 pub fn check_format(
     format: Option<AdapterFormat>,
     names: &PartNames,
@@ -60,8 +62,8 @@ pub fn check_format(
     modules(format.unwrap_or_else(|| names.default_format()), names, &layers).map(drop)
 }
 
-/// The modules of a part in a format. A part uses one of kohya's two styles, because diffusers drops one half of a file
-/// that mixes them.
+/// The modules of a part in a format. In kohya's format all layers of a part have names of the same one of kohya's two
+/// styles, because diffusers ignores the names of one style in a file that mixes both.
 ///
 /// # Errors
 /// As [`check_format`].

@@ -1,8 +1,9 @@
 //! DoRA's magnitude in files.
 //!
-//! `ComfyUI` divides by ‖W + ΔW‖ if there is one magnitude for each input, but by ‖W‖ if there is one for each output
-//! (`comfy/weight_adapter/base.py`, `weight_decompose`). In the second case a file for `ComfyUI` therefore stores m ‖W‖
-//! / ‖W + ΔW‖, with which `ComfyUI` computes exactly the trained adapter.
+//! With W for the base weight, ΔW for the trained change and m for the magnitude: `ComfyUI` divides by ‖W + ΔW‖ if
+//! there is one magnitude for each input, but by ‖W‖ if there is one for each output (`comfy/weight_adapter/base.py`,
+//! `weight_decompose`). In the second case a file for `ComfyUI` therefore stores m ‖W‖ / ‖W + ΔW‖, with which `ComfyUI`
+//! computes exactly the trained adapter.
 //!
 //! Follows <https://github.com/comfyanonymous/ComfyUI/blob/9c0cf36cd7964978850fd40f8cf76ac2cf9f9e15/comfy/weight_adapter/base.py>.
 
@@ -13,7 +14,8 @@ use trainable_candle_nn::adapter::{AdapterSettings, KINDS};
 /// The metadata entry that marks files whose magnitudes are for `ComfyUI`'s formula.
 pub(super) const MARK: (&str, &str) = ("trainable_candle.dora_scale", "divided_by_base_norm");
 
-/// ‖W + s B A‖ / ‖W‖ for each output, (out), f32, from factors in the layout of files.
+/// ‖W + s B A‖ / ‖W‖ for each output, (out), f32. W is the weight of `base`, A is `down` and B is `up` in the layout of
+/// files, and s is `scale`.
 ///
 /// # Errors
 /// [`Error::Shape`] if the factors do not fit the base.

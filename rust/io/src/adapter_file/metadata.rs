@@ -7,12 +7,12 @@ use trainable_candle_nn::adapter::{AdaptedLayer, AdapterSet};
 
 use super::{AdapterFormat, PartNames, alpha, oft, peft};
 
-/// Entry with peft's configuration of each part, as diffusers writes and reads it.
+/// The entry with peft's configuration of each part, as diffusers writes and reads it.
 pub(super) const CONFIGURATION: &str = "lora_adapter_metadata";
 
-/// The entries that tools read. These are the few entries of kohya that A1111 needs to recognise SDXL, those of
-/// modelspec 1.0.1, and, in the formats of diffusers and peft, the configuration from which these tools take alphas. If
-/// the factors include the scale (`folds`), a file in diffusers' format has no configuration.
+/// The entries that tools read: the few entries of kohya that A1111 needs to recognise SDXL, and the entries of
+/// modelspec 1.0.1. Files in the formats of diffusers and peft also have the configuration from which these tools take
+/// alphas. A file in diffusers' format has no configuration if its factors include the scale (`folds`).
 pub(super) fn entries(
     format: AdapterFormat,
     folds: bool,

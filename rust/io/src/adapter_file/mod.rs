@@ -1,7 +1,9 @@
 //! Adapter files: an adapter's parameters under the names that other tools read.
 //!
 //! One file may have adapters of several parts of a pipeline (a UNet and its text encoders). [`PartNames`] has the
-//! names that tools use for a part and its layers. Reading accepts every known style of names.
+//! names that tools use for a part and its layers. Reading accepts every known style of names. The tensors under one
+//! name are a *module*: usually the adapter of one layer, or of several layers that are one matrix in the original
+//! checkpoint.
 
 mod alpha;
 mod fused;
@@ -40,15 +42,15 @@ const OP: &str = "save_adapter";
 pub enum AdapterFormat {
     /// `lora_unet_input_blocks_4_1_….lora_down.weight` (kohya's trainers): ComfyUI, A1111 and diffusers load it.
     Kohya,
-    /// `unet.down_blocks.1.….lora_A.weight` (diffusers). If `ComfyUI` knows these names too, the factors include the
+    /// `unet.down_blocks.1.….lora_A.weight` (diffusers). If `ComfyUI` reads these names too, the factors include the
     /// scale.
     Diffusers,
-    /// `base_model.model.LAYER.lora_A.weight` (peft); one part. If the path is a folder, the files in it are
+    /// `base_model.model.LAYER.lora_A.weight` (peft). A file holds one part. If the path is a folder, its files are
     /// `adapter_model.safetensors` and `adapter_config.json`, which `PeftModel.from_pretrained` loads.
     Peft,
     /// `diffusion_model.input_blocks.4.1.….lora_A.weight` (ComfyUI's names, which follow the original checkpoint). If
-    /// the original checkpoint joins layers in one matrix and an adapter cannot be joined so, the file uses diffusers'
-    /// name for it, if `ComfyUI` knows that name.
+    /// the original checkpoint joins layers in one matrix and their adapters cannot be joined in the same way, the file
+    /// uses diffusers' names for these layers, provided that `ComfyUI` reads the names.
     ComfyUi,
 }
 
@@ -61,7 +63,7 @@ impl AdapterFormat {
         Self::NAMES.iter().map(|(name, _)| *name)
     }
 
-    /// The side of layers that programs which read the format rotate.
+    /// The side of layers that OFT rotates in the programs that read the format.
     pub const fn oft_side(self) -> OftSide {
         match self {
             Self::Peft => OftSide::Input,

@@ -60,8 +60,8 @@ fn split(key: &str) -> Option<(&str, &'static str)> {
     alias.or_else(|| parameters.find_map(|(name, _)| Some((key.strip_suffix(name)?.strip_suffix('.')?, *name))))
 }
 
-/// The prefix of the keys of learned scales; the layer's name follows it. Learned scales do not change the adapter.
-/// They are needed to round the sum of base and adapter.
+/// The prefix of the keys of learned scales; the layer's name follows it. Learned scales do not change the adapter: they
+/// round the sum of base and adapter.
 pub(super) const SCALES: &str = "qat_scales.";
 
 /// Endings of parameters that are not supported, and the form of adapters that they belong to.
@@ -80,8 +80,8 @@ impl Contents {
     /// Read the file at `path`, or peft's file if `path` is a folder.
     ///
     /// # Errors
-    /// [`Error::WeightsFormat`] if it is not a safetensors file or has no tensors, an alpha is not a number, or a module has an unsupported
-    /// form; [`Error::Config`] if the configuration beside it is not JSON.
+    /// [`Error::WeightsFormat`] if the file is not a safetensors file, has no tensors, has an alpha that is not a number,
+    /// or has a module of an unsupported form; [`Error::Config`] if the configuration beside the file is not JSON.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let path = &peft::file_to_read(path);
         let mut file = TensorFile::open(path)?;
@@ -137,7 +137,8 @@ impl Contents {
         peft::configured_scale(self.config.as_ref()?, part, layer)
     }
 
-    /// The terms of the series that OFT computes with according to the configuration.
+    /// The number of terms of the series with which OFT computes rotations, from the configuration. `None` for other
+    /// adapters and for the exact Cayley transform.
     pub(super) fn cayley_neumann_terms(&self) -> Option<usize> {
         peft::cayley_neumann_terms(self.config.as_ref()?)
     }

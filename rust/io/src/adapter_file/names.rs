@@ -28,7 +28,8 @@ pub struct PartNames {
     pub diffusers: &'static str,
     /// kohya's name: `lora_unet`, `lora_te1`.
     pub kohya: &'static str,
-    /// `ComfyUI`'s name: `diffusion_model`, `text_encoders.clip_l.transformer`. `None` if it knows no such model.
+    /// `ComfyUI`'s name: `diffusion_model`, `text_encoders.clip_l.transformer`. `None` if `ComfyUI` does not support
+    /// the model.
     pub comfyui: Option<&'static str>,
     /// The base model, if other tools know it.
     pub base: Option<BaseModel>,
@@ -36,14 +37,14 @@ pub struct PartNames {
     pub is_denoiser: bool,
     /// The layers' places in original checkpoints.
     pub original: Original,
-    /// The tools that load its adapters.
+    /// The tools that load adapters of the part.
     pub readers: &'static [Reader],
     /// The prefixes of the keys of all known parts, including this one.
     pub prefixes: Arc<[String]>,
 }
 
 impl Default for PartNames {
-    /// A model that only this library knows.
+    /// The names of a model that no other tool supports.
     fn default() -> Self {
         Self {
             diffusers: "",
@@ -78,7 +79,7 @@ impl PartNames {
         self.is_denoiser && readers::knows_usual(self.readers, Tool::ComfyUi, Style::Diffusers)
     }
 
-    /// The prefix of `key`, if it is one that identifies this part.
+    /// The prefix of `key`, if `key` begins with the prefix of a known part.
     pub(super) fn prefix_of<'a>(&'a self, key: &str) -> Option<&'a str> {
         self.prefixes.iter().map(String::as_str).chain([LYCORIS]).find(|prefix| key.starts_with(prefix))
     }

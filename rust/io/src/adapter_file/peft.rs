@@ -1,8 +1,8 @@
 //! peft's files: `adapter_model.safetensors` beside `adapter_config.json`, and the configuration that gives the scales.
 //!
-//! peft multiplies every layer by alpha / r, even a LoKr without a rank, both of whose factors are full matrices.
-//! `LyCORIS` and tools that read its files multiply such a LoKr by 1. In peft's files, its factor is therefore divided
-//! by peft's alpha / r.
+//! peft multiplies every layer by alpha / r, even a LoKr without a rank, whose two factors are full matrices.
+//! `LyCORIS` and tools that read its files multiply such a LoKr by 1. In peft's files, its factor [`FOLDED`] is therefore
+//! divided by peft's alpha / r.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -58,8 +58,8 @@ impl Common {
         if has_rank(layer) {
             return (layer.settings.rank, alpha::of(layer));
         }
-        // The rank at which the factors were full matrices is not in a file. With a rank as large as their largest
-        // dimension, they are certainly full.
+        // A file does not store the rank for which LoKr chose full matrices. With a rank as large as the largest
+        // dimension of the factors, they are certainly full.
         let largest = || layer.parameters.iter().flat_map(|(_, value)| value.dims()).copied().max().unwrap_or(1);
         (if layer.settings.rank > 0 { layer.settings.rank } else { largest() }, self.alpha)
     }
@@ -128,7 +128,7 @@ fn oft_configuration(set: &AdapterSet, layers: &[AdaptedLayer<'_>]) -> Map<Strin
     let targets: Vec<&str> = layers.iter().map(|layer| module(layer.name)).collect();
     let fields = json!({
         "peft_type": "OFT",
-        // Before this release peft had another series.
+        // peft before this release used another series.
         "peft_version": "0.18.0",
         "r": 0,
         "oft_block_size": block_size(layers).unwrap_or(set.config().oft_block_size),
@@ -141,7 +141,8 @@ fn oft_configuration(set: &AdapterSet, layers: &[AdaptedLayer<'_>]) -> Map<Strin
     if let Value::Object(fields) = fields { fields } else { Map::new() }
 }
 
-/// The setting from which peft finds the size of every layer's blocks, if there is one.
+/// The `oft_block_size` from which peft computes the size of every layer's blocks; `None` if no single value gives all
+/// sizes.
 pub(super) fn block_size(layers: &[AdaptedLayer<'_>]) -> Option<usize> {
     let sizes: BTreeSet<(usize, usize)> = layers
         .iter()
@@ -155,7 +156,8 @@ pub(super) fn block_size(layers: &[AdaptedLayer<'_>]) -> Option<usize> {
     (2..=2 * most).find(makes)
 }
 
-/// Triangles of `inputs` features: one for all blocks (`block_share`) is repeated for each.
+/// The triangles of all blocks of a layer with `inputs` input features. If the file has one triangle for all blocks
+/// (`block_share`), it is repeated for each block.
 pub(super) fn unshared(triangles: &Tensor, inputs: usize) -> Result<Tensor> {
     match *triangles.dims() {
         [1, elements] => {
@@ -166,8 +168,8 @@ pub(super) fn unshared(triangles: &Tensor, inputs: usize) -> Result<Tensor> {
     }
 }
 
-/// Limit the norm of each block to `eps` / √blocks, as peft does before each forward pass if its configuration says `coft`
-/// (<https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/oft/layer.py#L158>).
+/// Limit the norm of each block to `eps` / √(number of blocks), as peft does before each forward pass if its configuration
+/// says `coft` (<https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/oft/layer.py#L158>).
 pub(super) fn project(config: Option<&Value>, stored: &mut Stored) -> Result<()> {
     let Some(config) = config.filter(|config| config.get("coft").and_then(Value::as_bool) == Some(true)) else {
         return Ok(());
@@ -186,9 +188,10 @@ pub(super) fn project(config: Option<&Value>, stored: &mut Stored) -> Result<()>
     Ok(())
 }
 
-/// The terms of the series that a configuration of OFT asks for; `None` if it asks for the Cayley transform.
+/// The number of terms of the series in a configuration of OFT; `None` if the configuration selects the exact Cayley
+/// transform.
 pub(super) fn cayley_neumann_terms(config: &Value) -> Option<usize> {
-    // What a configuration does not say is peft's default.
+    // A missing entry has peft's default.
     let asked = config.get("use_cayley_neumann").and_then(Value::as_bool).unwrap_or(true);
     let is_oft = config.get("peft_type").and_then(Value::as_str) == Some("OFT");
     let terms = config.get("num_cayley_neumann_terms").and_then(Value::as_u64).unwrap_or(5);
@@ -197,7 +200,7 @@ pub(super) fn cayley_neumann_terms(config: &Value) -> Option<usize> {
 
 /// The name of a module in a configuration. transformers 5 has removed `text_model.` from the layer names of one of its
 /// CLIP encoders and kept it in the other. peft matches modules by the end of their names, so names without this prefix
-/// match in both.
+/// match in both encoders.
 fn module(layer: &str) -> &str {
     layer.strip_prefix("text_model.").unwrap_or(layer)
 }

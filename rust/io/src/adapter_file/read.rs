@@ -15,9 +15,9 @@ use crate::form::Form;
 /// A part that a file may have adapters for.
 #[derive(Clone, Copy)]
 pub struct PartLayers<'a> {
-    /// The names that tools use for it.
+    /// The names that tools use for the part.
     pub names: &'a PartNames,
-    /// Its layers.
+    /// The layers of the part, by name.
     pub layers: &'a [(String, Layer<'a>)],
 }
 
@@ -128,6 +128,9 @@ pub(super) fn own(stored: &Stored, form: Form, rows: usize) -> Result<Option<Sto
 }
 
 /// The adapter of one layer, with parameters under peft's names.
+///
+/// `divided` tells whether the file's magnitudes are for `ComfyUI`'s formula (see [`magnitude`]). `trained` is the
+/// layer's alpha in training if the file has another one. `configured` returns the scale in peft's configuration.
 fn values(
     stored: &Stored,
     base: &Base<'_>,

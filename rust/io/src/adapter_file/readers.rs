@@ -1,7 +1,7 @@
-//! [`Reader`]: the styles of names that a tool knows, and how it applies adapters under these names.
+//! [`Reader`]: the styles of names that a tool reads, and how it applies adapters under these names.
 //!
-//! Each part of a model family has a table of readers. `verify` reports by this table, and it
-//! determines the default format.
+//! Each part of a model family has a table of readers. The table determines the default format, and what `verify`
+//! reports.
 
 use super::Style;
 
@@ -34,12 +34,12 @@ impl Tool {
     }
 }
 
-/// The names that a tool knows.
+/// A tool with the names and adapters that it reads.
 #[derive(Clone, Copy, Debug)]
 pub struct Reader {
     /// The tool.
     pub tool: Tool,
-    /// The styles that it knows.
+    /// The styles of names that it reads.
     pub styles: &'static [Known],
     /// The kinds of adapters that it loads.
     pub kinds: &'static [&'static str],
@@ -48,12 +48,12 @@ pub struct Reader {
     pub magnitude: Option<&'static str>,
 }
 
-/// A style that a tool knows.
+/// A style of names that a tool reads.
 #[derive(Clone, Copy, Debug)]
 pub struct Known {
     /// The style.
     pub style: Style,
-    /// Whether the tool knows a layer by a name of this style; `None` if it knows all layers.
+    /// Whether the tool reads a layer's name in this style; `None` if it reads the names of all layers.
     pub only: Option<fn(layer: &str) -> bool>,
     /// What the tool does with an alpha beside the parameters.
     pub alpha: Alpha,
@@ -61,7 +61,7 @@ pub struct Known {
     pub configured: bool,
 }
 
-/// What a tool does with an alpha beside the parameters.
+/// What a tool does with an alpha beside the parameters, that is, a tensor `….alpha` of the module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Alpha {
     /// It is the numerator of the scale.
@@ -73,7 +73,7 @@ pub enum Alpha {
 }
 
 impl Known {
-    /// The tool knows every layer by its name in `style`, and applies an alpha beside the parameters.
+    /// The tool reads every layer's name in `style`, and applies an alpha beside the parameters.
     pub const fn all(style: Style) -> Self {
         Self { style, only: None, alpha: Alpha::Applied, configured: false }
     }
@@ -100,7 +100,7 @@ impl Known {
 /// Every kind of adapter.
 pub const EVERY_KIND: &[&str] = &["lora", "dora", "loha", "lokr", "oft"];
 
-/// peft, which knows its own names for every model.
+/// peft, which reads its own names for every model.
 pub const PEFT: Reader = Reader {
     tool: Tool::Peft,
     styles: &[Known::all(Style::Peft).configured().alpha(Alpha::LeftOut)],
@@ -108,7 +108,7 @@ pub const PEFT: Reader = Reader {
     magnitude: Some("lora_magnitude_vector.weight"),
 };
 
-/// The tools that load adapters of a model that only this library knows.
+/// The tools that load adapters of a model that they do not support themselves.
 pub const UNKNOWN: &[Reader] = &[PEFT];
 
 /// What a tool does with one module.
@@ -131,7 +131,7 @@ pub(super) struct Found<'a> {
     pub magnitude: Option<&'a str>,
     /// Whether there is one magnitude for each input, or OFT rotates inputs.
     pub per_input: bool,
-    /// Whether OFT has an alpha that limits it more in `ComfyUI` than in training.
+    /// Whether OFT has an alpha that limits rotations more in `ComfyUI` than in training.
     pub limited: bool,
     /// Whether the file has an alpha beside the parameters.
     pub has_alpha: bool,
@@ -173,7 +173,7 @@ impl Reader {
                 _ => "it ignores DoRA's magnitude",
             });
         }
-        // As `NetworkModule.apply_weight_decompose`, which ignores the shape of the magnitude.
+        // A1111's `NetworkModule.apply_weight_decompose` ignores the shape of the magnitude.
         if self.tool == Tool::A1111 && found.magnitude.is_some() && !found.per_input {
             return Outcome::Part(
                 "it divides DoRA's weights by one norm for each input; train with --dora-axis input for it",
@@ -190,7 +190,7 @@ impl Reader {
 }
 
 impl Reader {
-    /// What the tool does with OFT. A1111: `extensions-builtin/Lora/network_oft.py` at
+    /// What the tool does with OFT. For A1111 see `extensions-builtin/Lora/network_oft.py` at
     /// <https://github.com/AUTOMATIC1111/stable-diffusion-webui/tree/0550659c>.
     fn rotates(&self, found: &Found<'_>) -> Outcome {
         match (self.tool, found.per_input) {
@@ -206,7 +206,8 @@ impl Reader {
     }
 }
 
-/// Whether a tool knows the usually adapted layers by their names in a style. This checks attention's projections only.
+/// Whether a tool reads the names in a style of the layers that are usually adapted. Only the name of an attention
+/// projection is checked.
 pub(super) fn knows_usual(readers: &[Reader], tool: Tool, style: Style) -> bool {
     const USUAL: &str = "transformer_blocks.0.attn.to_q";
     let mut known = readers.iter().filter(|reader| reader.tool == tool).flat_map(|reader| reader.styles);

@@ -16,7 +16,7 @@ use crate::form::Form;
 /// A part of a model without its weights: the names that tools use, and its layers with the shapes of their weights in
 /// files.
 pub struct Outline {
-    /// The names that tools use for it.
+    /// The names that tools use for the part.
     pub names: PartNames,
     /// The shape of each layer's weight: (out, in), or (out, in, height, width).
     pub layers: BTreeMap<String, Vec<usize>>,
@@ -73,7 +73,7 @@ impl Report {
     }
 }
 
-/// Match the file at `path` with the parts of a model, as the tools in their tables would.
+/// Match the file at `path` with the parts of a model, as the tools in the parts' tables of readers would.
 ///
 /// # Errors
 /// [`Error::WeightsFormat`](trainable_candle_core::Error::WeightsFormat) if it is not a safetensors file.
@@ -81,7 +81,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (&p.names, p.layers.keys().map(String::as_str).collect())));
     let found = contents.modules.keys().filter_map(|module| Some((module.as_str(), places.get(module)?)));
-    // A name that is the same in both of kohya's styles counts as either style.
+    // A name that is the same in both of kohya's styles does not mix styles, so it is left out here.
     let is_one = |(module, place): &(&str, &Place<'_>)| {
         let name = |layer| parts[place.part].names.key(layer, Style::Kohya);
         place.layers.iter().all(|(layer, _)| name(layer).as_deref() != Some(*module)) || place.style == Style::Kohya
@@ -148,7 +148,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     Ok(Report { tools, modules, others: contents.others, remarks })
 }
 
-/// The part of a module's report that follows from its parameters alone.
+/// A module's report with the entries that follow from the parameters alone.
 fn described(module: &str, stored: &Stored) -> Result<ModuleReport> {
     let values = stored.layer_values();
     let (kind, rank) = (values.kind().ok(), values.rank().unwrap_or(0));
@@ -194,7 +194,7 @@ fn misfit(values: &LayerValues, shape: &[usize]) -> Option<String> {
             [_, size, columns] if size == columns => Some(size),
             _ => None,
         };
-        // One block may be for all inputs.
+        // One triangle may be for all blocks of inputs.
         let count = value.dims().first().copied().unwrap_or(0);
         let is_shared = name == oft::TRIANGLES && count == 1;
         let fits = size.zip(features).is_some_and(|(size, features)| {
@@ -230,8 +230,8 @@ fn read_by(names: &PartNames, found: &Found<'_>, mixes: bool, report: &mut Modul
     }
 }
 
-/// A remark if diffusers reads wrong alphas, which happens to attention's projections under kohya's names: diffusers
-/// uses the most common alpha for them.
+/// A remark if diffusers reads wrong alphas: for attention's projections under kohya's names, it uses the most common
+/// alpha.
 fn misread_alphas(
     contents: &Contents,
     places: &HashMap<String, Place<'_>>,

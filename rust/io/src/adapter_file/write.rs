@@ -22,8 +22,8 @@ pub struct SaveOptions {
     pub format: Option<AdapterFormat>,
     /// The dtype of the parameters; f32 by default.
     pub dtype: Option<DType>,
-    /// Text entries of the header, in addition to the entries for other tools. An entry with the same name as one for
-    /// other tools replaces that one.
+    /// Text entries of the header, in addition to the entries for other tools. An entry replaces an entry for other
+    /// tools of the same name.
     pub metadata: BTreeMap<String, String>,
 }
 
@@ -36,14 +36,17 @@ pub struct Saved {
     pub zero: Vec<String>,
 }
 
-/// Write the adapters of one or several parts to `path`, atomically, with the metadata that tools look for. In the
-/// file, alpha / rank is the scale of training, for rsLoRA too. Each layer has its alpha beside its parameters; in the
-/// formats of diffusers and peft, alphas are in the header instead. In kohya's format all LoRA layers of a part have
-/// the same alpha, and their factors are rescaled to fit it. In diffusers' format the factors include the whole scale
-/// if `ComfyUI` knows the names too. With names of original checkpoints, layers that are one matrix in the original
-/// checkpoint are one module. In peft's format, a path that is a folder or has no ending becomes a folder with
-/// `adapter_model.safetensors` and `adapter_config.json`, which `PeftModel.from_pretrained` loads. Learned scales of
-/// rounded weights are f32 factors under `qat_scales.LAYER`, except in peft's format, which leaves them out.
+/// Write the adapters of one or several parts to `path`, atomically, with the metadata that tools look for.
+///
+/// - In the file, alpha / rank is the scale of training, for rsLoRA too. Each layer has its alpha beside its
+///   parameters; in the formats of diffusers and peft, alphas are in the header instead.
+/// - In kohya's format all LoRA layers of a part have the same alpha, and their factors are rescaled to fit it.
+/// - In diffusers' format the factors include the whole scale if `ComfyUI` reads the names too.
+/// - With names of original checkpoints, layers that are one matrix in the original checkpoint are one module.
+/// - In peft's format, a path that is a folder or has no ending becomes a folder with `adapter_model.safetensors` and
+///   `adapter_config.json`, which `PeftModel.from_pretrained` loads.
+/// - Learned scales of rounded weights are f32 factors under `qat_scales.LAYER`. Folders in peft's format leave them
+///   out.
 ///
 /// # Errors
 /// As [`prepare_adapters`] and [`AdapterFile::write`].
@@ -180,8 +183,8 @@ impl AdapterFile {
     }
 }
 
-/// Copies a layer's parameters to the CPU. Writing copies nothing else from a device but the norms that a file with
-/// DoRA needs.
+/// Copies a layer's parameters to the CPU. Besides them, writing copies only learned scales and, for DoRA, norms from
+/// the device.
 fn on_host<'a>(layer: &AdaptedLayer<'a>) -> Result<Vec<(&'static str, Tensor)>> {
     layer.parameters.iter().map(|(name, value)| Ok((*name, Tensor::from_raw(&host_copy(value.raw())?)))).collect()
 }
@@ -207,8 +210,7 @@ fn check_oft(format: AdapterFormat, layers: &[AdaptedLayer<'_>]) -> Result<()> {
     }
     if side == OftSide::Input && peft::block_size(layers).is_none() {
         return refuse(
-            "peft's configuration has one oft_block_size, from which these layers' blocks do not follow; merge it"
-                .into(),
+            "no oft_block_size in peft's configuration gives the block sizes of all layers; merge the adapter".into(),
         );
     }
     Ok(())

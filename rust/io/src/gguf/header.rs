@@ -1,4 +1,5 @@
-//! The header of a GGUF file: facts about the model (metadata) by name, and the place of each tensor.
+//! The header of a GGUF file: facts about the model (metadata) by name, and the type, shape and position of each
+//! tensor.
 //!
 //! Versions 2 and 3 of <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 
@@ -15,7 +16,7 @@ pub(crate) const MAGIC: [u8; 4] = *b"GGUF";
 const LONGEST_ARRAY: u64 = 1 << 23;
 /// The largest number of dimensions of a tensor.
 const MOST_DIMENSIONS: u32 = 4;
-/// The key of the data's alignment, and its default.
+/// The key of the alignment of the tensors' data, and the alignment in bytes of files without this key.
 const ALIGNMENT: (&str, u64) = ("general.alignment", 32);
 
 /// How the values of a tensor are stored.
@@ -147,7 +148,9 @@ impl<R: Read> Reader<R> {
             9 => {
                 let (kind, count) = (self.u32()?, self.u64()?);
                 if kind == 9 || count > LONGEST_ARRAY.min(self.length) {
-                    return Err(format!("{name} is a list of lists or longer than {LONGEST_ARRAY}; is it damaged?"));
+                    return Err(format!(
+                        "{name} is a list of lists or longer than {LONGEST_ARRAY}; is the file damaged?"
+                    ));
                 }
                 (0..count).map(|_| self.value(kind, name)).collect::<Result<Vec<_>, _>>()?.into()
             }
@@ -155,7 +158,9 @@ impl<R: Read> Reader<R> {
             11 => self.bytes().map(i64::from_le_bytes)?.into(),
             12 => f64::from_le_bytes(self.bytes()?).into(),
             other => {
-                return Err(format!("{name} has the type {other}, which the format does not have; is it damaged?"));
+                return Err(format!(
+                    "{name} has the type {other}, which the format does not have; is the file damaged?"
+                ));
             }
         })
     }
@@ -188,13 +193,13 @@ impl<R: Read> Reader<R> {
             }
         };
         let bytes = bytes.ok_or_else(overflow)?;
-        // Tensors whose rows are not whole blocks are stored in another shape.
+        // A tensor whose rows are not whole blocks is stored in another shape, and this fact is its own shape.
         let original = facts.get(&format!("comfy.gguf.orig_shape.{name}")).and_then(Value::as_array);
         if let Some(shape) = original {
             let shape: Option<Vec<usize>> = shape.iter().map(|size| usize::try_from(size.as_u64()?).ok()).collect();
             let Some(shape) = shape.filter(|shape| count(shape) == Some(elements)) else {
                 return Err(format!(
-                    "tensor \"{name}\" has {elements} elements, but its original shape has another number"
+                    "tensor \"{name}\" has {elements} elements, but its original shape has another number of them"
                 ));
             };
             dims = shape;

@@ -17,7 +17,7 @@ use trainable_candle_core::{DType, Device, Error, Quantized, Raw, Result, Tensor
 pub(crate) use header::MAGIC;
 use header::{Header, Info, Kind};
 
-/// Bytes that a thread reads at a time.
+/// Bytes that each of several threads reads at a time.
 const PART: usize = 4 << 20;
 /// The dtype of dequantized blocks unless another is requested.
 const BLOCK_DTYPE: DType = DType::BF16;
@@ -81,7 +81,8 @@ impl GgufFile {
     /// Read the values of one tensor to `device`, in `dtype` if one is given.
     ///
     /// # Errors
-    /// [`Error::WeightsFormat`] if there is no such tensor, [`Error::Io`] if reading fails, [`Error::OutOfMemory`] if it does not fit.
+    /// [`Error::WeightsFormat`] if there is no such tensor, [`Error::Io`] if reading fails,
+    /// [`Error::OutOfMemory`] if the tensor does not fit in memory.
     pub fn read_as(&self, name: &str, dtype: Option<DType>, device: &Device) -> Result<Tensor> {
         let info = self.info(name)?;
         check_allocation("load", &info.dims, dtype.unwrap_or(BLOCK_DTYPE))?;
@@ -103,8 +104,8 @@ impl GgufFile {
         }
     }
 
-    /// Read the blocks of a matrix as stored, u8 (rows, bytes of a row), and their format. `None` for other tensors,
-    /// and if rows are not whole blocks.
+    /// Read the blocks of a matrix as stored, u8 (rows, bytes of a row), and their format. `None` for tensors that
+    /// are not matrices of blocks, and for matrices whose rows are not whole blocks.
     ///
     /// # Errors
     /// As [`read_as`](Self::read_as).

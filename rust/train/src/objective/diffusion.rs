@@ -45,27 +45,29 @@ pub struct DiffusionConfig {
     /// The distribution of timesteps between `min_timestep` and `max_timestep`; level 0 of the distribution means
     /// `min_timestep`.
     pub timesteps: SigmaDistribution,
-    /// Shifts timesteps towards noise (above 1) or data (below 1), as [`NoiseLevels::new`].
+    /// Shifts timesteps as [`NoiseLevels::new`] does: towards noise if it is above 1, towards data if it is below 1.
     pub shift: f64,
     /// The first timestep that may be drawn.
     pub min_timestep: usize,
-    /// The timestep after the last that may be drawn; None is the end of the schedule.
+    /// The timestep after the last one that may be drawn; `None` allows all timesteps of the schedule.
     pub max_timestep: Option<usize>,
-    /// γ of min-SNR weights (Hang et al. 2023, arXiv:2303.09556): min(SNR, γ) / SNR for noise, min(SNR, γ) / (SNR + 1)
-    /// for velocities. The paper uses 5.
+    /// γ of min-SNR weights (Hang et al. 2023, arXiv:2303.09556). The weight is min(SNR, γ) / SNR if the model predicts
+    /// noise, and min(SNR, γ) / (SNR + 1) if it predicts velocities. SNR is the signal-to-noise ratio of the timestep.
+    /// The paper uses 5.
     pub min_snr_gamma: Option<f64>,
     /// Amount of additional noise that is constant over each channel of each example, so that whole images can become
-    /// dark or bright (Guttenberg 2023, "Diffusion with offset noise"); 0, or up to about 0.1.
+    /// dark or bright (Guttenberg 2023, "Diffusion with offset noise"). 0 adds none; up to about 0.1 is usual.
     pub noise_offset: f64,
-    /// The largest number of levels of multiresolution noise: normal noise of falling resolution, enlarged and added.
-    /// It also lets whole images become dark or bright. The sum is divided by its standard deviation over the example.
-    /// 0 adds no levels; 6 to 10 are usual.
+    /// The largest number of levels of multiresolution noise. Each level is normal noise of a lower resolution, enlarged
+    /// to the size of the latents and added to their noise. The sum is divided by its standard deviation over the
+    /// example. Like offset noise, the levels let whole images become dark or bright. 0 adds none; 6 to 10 are usual.
     pub multires_noise_iterations: usize,
-    /// The factor of each level after the first, relative to the level before it, above 0 and below 1.
+    /// The weight of each level after the first, divided by the weight of the level before it: above 0 and below 1.
     pub multires_noise_discount: f64,
     /// The loss of one element.
     pub loss: LossFunction,
-    /// The `delta` of the Huber losses, above 0; at most 1 if it is scheduled.
+    /// The `delta` from which [`HuberSchedule`] computes δ of the Huber losses: above 0, and at most 1 unless the
+    /// schedule is constant.
     pub huber_delta: f64,
     /// How δ depends on the timestep.
     pub huber_schedule: HuberSchedule,
@@ -100,7 +102,8 @@ pub struct NoisedLatents {
     pub target: Tensor,
 }
 
-/// Adds noise to latents and computes the loss of a model's prediction. Its tables are on one device, and a step copies nothing to the host.
+/// Adds noise to latents and computes the loss of a model's prediction. The tables of the schedule are on the device, so
+/// that a training step copies nothing to the host.
 #[derive(Clone, Debug)]
 pub struct DiffusionObjective {
     config: DiffusionConfig,
@@ -121,8 +124,8 @@ impl DiffusionObjective {
     /// The objective of a model trained under `schedule`, for tensors on `device`.
     ///
     /// # Errors
-    /// [`Error::Argument`] if a setting is outside its range, or if the schedule ends in pure noise and the model
-    /// predicts noise, which it could not learn from that timestep.
+    /// [`Error::Argument`] if a setting is outside its range. Also if the model predicts noise and the last timestep of
+    /// the schedule is pure noise and may be drawn: the model could learn nothing from that timestep.
     pub fn new(schedule: &NoiseSchedule, config: DiffusionConfig, device: &Device) -> Result<Self> {
         let levels = NoiseLevels::new(OP, config.timesteps, config.shift)?;
         let total = schedule.num_train_timesteps();
@@ -165,7 +168,7 @@ impl DiffusionObjective {
     /// Draw `count` timesteps (count,), i64, from the library's generator.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if they do not fit.
+    /// [`Error::OutOfMemory`] if the timesteps do not fit in memory.
     pub fn draw_timesteps(&self, count: usize) -> Result<Tensor> {
         self.timesteps_at(&self.levels.draw(count, self.signal.device())?)
     }
@@ -179,8 +182,9 @@ impl DiffusionObjective {
     /// library's generator.
     ///
     /// # Errors
-    /// [`Error::Shape`] if there are fewer than two dimensions, or not four for multiresolution noise, [`Error::DType`]
-    /// if the latents are not floating point, [`Error::Device`] if they are on another device than the objective.
+    /// [`Error::Shape`] if the latents have fewer than two dimensions, or do not have four for multiresolution noise.
+    /// [`Error::DType`] if they are not floating point, [`Error::Device`] if they are on another device than the
+    /// objective.
     pub fn noise(&self, latents: &Tensor) -> Result<NoisedLatents> {
         let dims = self.check_latents(latents)?;
         let timesteps = self.draw_timesteps(dims[0])?;
@@ -191,12 +195,12 @@ impl DiffusionObjective {
         self.noise_at(latents, &noise, &timesteps)
     }
 
-    /// As [`noise`](Self::noise), with noise and timesteps that depend only on `seed` and the sample: the sample with
-    /// number `samples[i]` in the run has the same noise and timestep every time, in any batch. The library's generator
-    /// does not advance.
+    /// As [`noise`](Self::noise), but noise and timestep of example i depend only on `seed` and `samples[i]`, the number
+    /// of the sample in the run. They are the same every time and in any batch. The library's generator does not
+    /// advance.
     ///
     /// # Errors
-    /// As [`noise`](Self::noise); [`Error::Shape`] if there is not a number for each example.
+    /// As [`noise`](Self::noise); [`Error::Shape`] if `samples` does not have one number for each example.
     pub fn noise_for(&self, latents: &Tensor, samples: &[u64], seed: u64) -> Result<NoisedLatents> {
         let dims = self.check_latents(latents)?;
         check_numbers(OP, dims, samples.len())?;
@@ -249,8 +253,8 @@ impl DiffusionObjective {
     /// Add given `noise` to `latents (B, C, ...)` of the same shape, at given `timesteps (B,)`, i64.
     ///
     /// # Errors
-    /// As [`noise`](Self::noise); [`Error::Shape`] if the three do not fit together, [`Error::Index`] if there is no such
-    /// timestep.
+    /// As [`noise`](Self::noise); [`Error::Shape`] if the three shapes do not fit together, [`Error::Index`] if the
+    /// schedule does not have one of the timesteps.
     pub fn noise_at(&self, latents: &Tensor, noise: &Tensor, timesteps: &Tensor) -> Result<NoisedLatents> {
         let dims = self.check_latents(latents)?;
         if noise.dims() != dims || timesteps.dims() != [dims[0]] {
@@ -275,11 +279,11 @@ impl DiffusionObjective {
     }
 
     /// Add noise for a validation loss that can be compared over a run. Example number `examples[i]` has the same noise
-    /// and timestep every time, in any batch, and the library's generator does not advance. Timesteps are spread evenly
-    /// over the range by the golden ratio, so that any consecutive example numbers cover the range.
+    /// and timestep every time, in any batch, and the library's generator does not advance. The golden ratio spreads the
+    /// timesteps evenly over the range, so that any consecutive example numbers cover the range.
     ///
     /// # Errors
-    /// As [`noise`](Self::noise); [`Error::Shape`] if there is not a number for each example.
+    /// As [`noise`](Self::noise); [`Error::Shape`] if `examples` does not have one number for each example.
     pub fn validation_noise(&self, latents: &Tensor, examples: &[u32], seed: u64) -> Result<NoisedLatents> {
         const GOLDEN: f64 = 0.618_033_988_749_894_8;
         let dims = self.check_latents(latents)?;
@@ -297,12 +301,14 @@ impl DiffusionObjective {
     /// The loss of `prediction` for the result of [`noise`](Self::noise): one element in f32, with a gradient for the prediction.
     ///
     /// An example's loss is its mean loss over elements, times its min-SNR weight, times its entry in `weights (B,)`
-    /// (the prior's weight of regularisation images). The result is the mean over the batch. `mask (B, 1, ...)`, in the
-    /// size of the latents and not negative, weights the positions of an example: it is divided by its mean, so that
-    /// its area does not change the weight of the example. An example whose mask is 0 everywhere has loss 0.
+    /// (for example the weight of the prior loss for regularisation images). The result is the mean over the batch.
+    ///
+    /// `mask (B, 1, ...)` has the size of the latents and no negative values. It weights the positions of an example.
+    /// The loss divides the mask by its mean over the example, so that the area of the mask does not change the weight
+    /// of the example. An example whose mask is 0 everywhere has loss 0.
     ///
     /// # Errors
-    /// [`Error::Shape`], [`Error::DType`] or [`Error::Device`] if something does not fit.
+    /// [`Error::Shape`], [`Error::DType`] or [`Error::Device`] if an argument does not fit `noised`.
     pub fn loss(
         &self,
         prediction: &Tensor,

@@ -30,8 +30,7 @@ impl FlowMatching {
     /// does.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the shift or the deviation is not above 0, if the mean is not finite, or if the mode's
-    /// scale is out of range.
+    /// Those of [`NoiseLevels::new`].
     pub fn new(distribution: SigmaDistribution, shift: f64) -> Result<Self> {
         Ok(Self { levels: NoiseLevels::new(OP, distribution, shift)? })
     }
@@ -50,13 +49,13 @@ impl FlowMatching {
     /// gets the same noise and level every time, in any batch. The library's generator does not advance.
     ///
     /// # Errors
-    /// As [`noise`](Self::noise); [`Error::Shape`] if there is not a number for each example.
+    /// As [`noise`](Self::noise); [`Error::Shape`] if `samples` does not have one number for each example.
     pub fn noise_for(&self, data: &Tensor, samples: &[u64], seed: u64) -> Result<Noised> {
         self.keyed(data, samples, seed, [Purpose::Level, Purpose::Noise])
     }
 
-    /// As [`noise_for`](Self::noise_for), for a validation loss: training draws nothing from the streams that this
-    /// uses.
+    /// As [`noise_for`](Self::noise_for), for a validation loss: noise and levels come from streams that training does
+    /// not use.
     ///
     /// # Errors
     /// As [`noise_for`](Self::noise_for).
@@ -80,7 +79,7 @@ fn batch_of(data: &Tensor) -> Result<usize> {
 /// Mix `data (B, ...)` with `noise` of the same shape at the levels `sigmas (B)`, in f32; the results have the dtype of the data.
 ///
 /// # Errors
-/// [`Error::Shape`] if the three do not fit together.
+/// [`Error::Shape`] if the three shapes do not fit together.
 pub fn noised(data: &Tensor, noise: &Tensor, sigmas: &Tensor) -> Result<Noised> {
     if noise.dims() != data.dims() || data.dims().first().is_none_or(|batch| sigmas.dims() != [*batch]) {
         return Err(Error::shape(

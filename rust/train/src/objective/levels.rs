@@ -17,8 +17,8 @@ pub enum SigmaDistribution {
         /// Deviation of the normal, above 0.
         std: f64,
     },
-    /// 1 − u − scale · (cos²(π u / 2) − 1 + u) for uniform u: favours the middle for positive scales and both ends for negative ones
-    /// (arXiv:2403.03206, section 3.1, "mode sampling with heavy tails").
+    /// 1 − u − scale · (cos²(π u / 2) − 1 + u) for uniform u (arXiv:2403.03206, section 3.1, "mode sampling with heavy
+    /// tails"). A positive scale favours the middle, a negative scale both ends.
     Mode {
         /// A number from −1 to 2 / (π − 2), the range in which the function decreases with u.
         scale: f64,
@@ -54,8 +54,9 @@ pub struct NoiseLevels {
 }
 
 impl NoiseLevels {
-    /// Levels from `distribution`, shifted by `shift` towards noise (above 1) or data (below 1): σ → shift · σ / (1 +
-    /// (shift - 1) · σ). Large images need a shift of about 3 (arXiv:2403.03206, section 5.3.2); 1 changes nothing.
+    /// Levels σ from `distribution`, shifted to shift · σ / (1 + (shift - 1) · σ). A shift above 1 moves levels towards
+    /// noise, a shift below 1 towards data, and 1 changes nothing. Large images need a shift of about 3
+    /// (arXiv:2403.03206, section 5.3.2).
     ///
     /// # Errors
     /// [`Error::Argument`], which names `op`, if the shift or the deviation is not above 0, if the mean is not finite,
@@ -129,7 +130,7 @@ impl NoiseLevels {
 /// Levels from uniform numbers; see [`SigmaDistribution::Mode`].
 fn mode(u: &Tensor, scale: f64) -> Result<Tensor> {
     let cos = u.mul_scalar(PI / 2.0)?.cos()?;
-    // 1 − u − s (cos² − 1 + u) is (1 + s)(1 − u) − s cos².
+    // With s for the scale, 1 − u − s (cos² − 1 + u) = (1 + s)(1 − u) − s cos².
     u.affine(-(1.0 + scale), 1.0 + scale)?.sub(&cos.mul(&cos)?.mul_scalar(scale)?)?.clamp(Some(0.0), Some(1.0))
 }
 
@@ -157,7 +158,8 @@ mod tests {
         assert!(uniform.iter().all(|s| (0.0..1.0).contains(s)));
         // E[3 u / (1 + 2 u)] = 3/2 - 3/4 ln 3 for uniform u.
         assert!((mean(&draw(SigmaDistribution::Uniform, 3.0)) - (1.5 - 0.75 * 3f64.ln())).abs() < 0.01);
-        // Quartiles of diffusers' `compute_density_for_timestep_sampling("mode", mode_scale=1.29)`: f(3/4), f(1/2), f(1/4).
+        // The quartiles are diffusers' `compute_density_for_timestep_sampling("mode", mode_scale=1.29)` at u = 3/4, 1/2
+        // and 1/4.
         let mut mode = draw("mode".parse().unwrap(), 1.0);
         mode.sort_by(f32::total_cmp);
         for (rank, expected) in [(10_000, 0.383_584), (20_000, 0.5), (30_000, 0.616_416)] {

@@ -3,7 +3,7 @@
 use trainable_candle_core::ops::loss::{Reduction, huber_loss, l1_loss, mse_loss, smooth_l1_loss};
 use trainable_candle_core::{DType, Error, Result, Tensor};
 
-/// The loss of one element.
+/// The loss of one element whose prediction differs from its target by d. δ is [`Delta`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LossFunction {
     /// d².
@@ -11,7 +11,7 @@ pub enum LossFunction {
     Mse,
     /// |d|.
     L1,
-    /// d²/2 up to δ, then δ (|d| - δ/2) (Huber 1964).
+    /// d²/2 for |d| up to δ, δ (|d| - δ/2) beyond δ (Huber 1964).
     Huber,
     /// The Huber loss divided by δ: |d| - δ/2 beyond δ.
     SmoothL1,
@@ -66,7 +66,7 @@ pub(crate) fn weighted_loss(
     match (function, delta) {
         (_, Delta::Constant(delta)) => fixed_delta = delta,
         (LossFunction::Huber | LossFunction::SmoothL1, Delta::PerExample(delta)) => {
-            // huber(d, δ) = δ² · huber(d / δ, 1).
+            // huber(d, δ) = δ² · huber(d / δ, 1), and smooth_l1(d, δ) = δ · smooth_l1(d / δ, 1).
             let inverse = delta.recip()?.reshape(per_example(&prediction))?;
             (prediction, target) = (prediction.mul(&inverse)?, target.mul(&inverse)?);
             let factor = if function == LossFunction::Huber { delta.sqr()? } else { delta.clone() };
@@ -96,7 +96,7 @@ pub(crate) fn per_example(x: &Tensor) -> Vec<usize> {
 
 /// The product of the weights, which broadcasts over `x`; None without weights.
 fn combined(x: &Tensor, examples: Option<&Tensor>, places: Option<&Tensor>) -> Result<Option<Tensor>> {
-    /// A lower bound for the mean, so that a mask of zeros gives a loss of 0, not NaN. Every other mask has a larger mean.
+    /// A lower bound for a mask's mean, so that a mask of zeros gives a loss of 0, not NaN. Other masks have larger means.
     const LEAST: f64 = 1e-12;
     let examples = examples.map(|weights| weights.reshape(per_example(x))).transpose()?;
     let Some(places) = places else { return Ok(examples) };

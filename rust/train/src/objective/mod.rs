@@ -1,4 +1,4 @@
-//! Training objectives, which make the model's noised input and the target of its prediction.
+//! Training objectives. An objective computes the model's noised input and the target of the model's prediction.
 
 mod diffusion;
 mod flow;

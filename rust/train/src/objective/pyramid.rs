@@ -20,7 +20,7 @@ impl Pyramid {
     /// Draws noise for one example from the generator of this thread; the caller adds it to standard normal noise.
     ///
     /// The result is Σᵢ `discount`ⁱ · enlarge(noiseᵢ), in the shape `[channels, h, w]`, where i counts levels from 0. noiseᵢ is standard
-    /// normal noise of ⌊h / rᵢⁱ⌋ × ⌊w / rᵢⁱ⌋ pixels, at least one pixel a side, and rᵢ is uniform in [2, 4). The sum ends with the
+    /// normal noise of ⌊h / rᵢⁱ⌋ × ⌊w / rᵢⁱ⌋ pixels (each side at least one pixel), and rᵢ is uniform in [2, 4). The sum ends with the
     /// first level that has a side of one pixel.
     pub fn draw(self, [channels, height, width]: [usize; 3]) -> Vec<f32> {
         let mut sum = vec![0f32; channels * height * width];

@@ -1,5 +1,8 @@
 //! The noise schedule of diffusion models (Ho et al. 2020, arXiv:2006.11239) under diffusers' names.
 //!
+//! β is the variance of the noise that a timestep adds. ᾱ of a timestep is the product of 1 - β over all timesteps up to
+//! and including it.
+//!
 //! Follows <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/schedulers/scheduling_ddpm.py#L101>.
 
 use std::path::{Path, PathBuf};
@@ -16,9 +19,9 @@ const FILE: &str = "scheduler_config.json";
 pub enum BetaSchedule {
     /// The variances grow linearly.
     Linear,
-    /// Their square roots grow linearly (latent diffusion, Stable Diffusion, SDXL).
+    /// The square roots of the variances grow linearly (latent diffusion, Stable Diffusion, SDXL).
     ScaledLinear,
-    /// They grow so that √ᾱ follows a cosine (Nichol & Dhariwal 2021, arXiv:2102.09672); `beta_start` and `beta_end`
+    /// The variances grow so that √ᾱ follows a cosine (Nichol & Dhariwal 2021, arXiv:2102.09672); `beta_start` and `beta_end`
     /// are ignored.
     #[serde(rename = "squaredcos_cap_v2")]
     SquaredCosine,
@@ -40,7 +43,7 @@ pub enum PredictionType {
 pub enum TimestepSpacing {
     /// Evenly spaced from the last timestep to the first.
     Linspace,
-    /// Multiples of a whole number, counted from 0 up; the last timestep is not among them.
+    /// Multiples of a whole number, counted from 0 up. They do not include the last timestep.
     Leading,
     /// Evenly spaced, counted down from the last timestep.
     Trailing,
@@ -156,8 +159,8 @@ impl NoiseSchedule {
     /// that holds it as `scheduler/scheduler_config.json`. Missing entries have SDXL's values.
     ///
     /// # Errors
-    /// [`Error::Io`] if there is no such file, [`Error::Config`] naming the line that does not parse, [`Error::Argument`] as
-    /// [`new`](Self::new).
+    /// [`Error::Io`] if there is no such file, [`Error::Config`] naming the line that does not parse, [`Error::Argument`]
+    /// as for [`new`](Self::new).
     pub fn from_pretrained(path: &Path) -> Result<Self> {
         let candidates: [PathBuf; 2] = [path.join(FILE), path.join("scheduler").join(FILE)];
         let file = candidates

@@ -14,7 +14,7 @@ pub struct DpmSolver {
     prediction: PredictionType,
     timesteps: Vec<f64>,
     sigmas: Vec<f64>,
-    /// The previous step's estimate of the data, and the index of the step that follows it.
+    /// The previous step's estimate of the data, and the index of the next step.
     previous: Option<(Tensor, usize)>,
 }
 

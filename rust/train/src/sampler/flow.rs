@@ -22,7 +22,7 @@ pub fn flow_sigmas(steps: usize, shift: f64) -> Result<Vec<f64>> {
 /// Follow `velocity(x, σ)` = dx/dσ from `noise` at `sigmas[0]` to the last of `sigmas` by Euler's method, without gradients.
 ///
 /// # Errors
-/// [`Error::Argument`] if there are fewer than two noise levels; whatever `velocity` raises.
+/// [`Error::Argument`] if there are fewer than two noise levels; the errors of `velocity`.
 pub fn euler(
     noise: &Tensor,
     sigmas: &[f64],

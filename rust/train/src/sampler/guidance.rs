@@ -6,13 +6,12 @@ use trainable_candle_core::{Error, Result, Tensor};
 /// negative prompt. Scale 1 gives the output for the prompt.
 ///
 /// # Errors
-/// [`Error::Shape`] or [`Error::DType`] if the two differ.
+/// [`Error::Shape`] or [`Error::DType`] if the shapes or dtypes of the two outputs differ.
 pub fn classifier_free_guidance(negative: &Tensor, positive: &Tensor, scale: f64) -> Result<Tensor> {
     negative.add(&positive.sub(negative)?.mul_scalar(scale)?)
 }
 
-/// A model with classifier-free guidance: its output moves away from that for a negative prompt towards that for the
-/// prompt.
+/// A model with classifier-free guidance; see [`classifier_free_guidance`].
 pub struct Guided<M> {
     model: M,
     conditions: Conditions,
@@ -24,13 +23,13 @@ enum Conditions {
     Positive(Vec<Tensor>),
     /// Negative and positive concatenated along the batch: one call with twice the batch.
     Pair(Vec<Tensor>),
-    /// One call for each prompt, which needs half of the memory.
+    /// One call for each prompt, which needs half of the memory of a call for both.
     Each { negative: Vec<Tensor>, positive: Vec<Tensor> },
 }
 
 impl<M: FnMut(&Tensor, f64, &[Tensor]) -> Result<Tensor>> Guided<M> {
     /// Guide `model(x, timestep, conditioning)` away from `negative` towards `positive`. Both are lists of tensors with
-    /// the batch first, of the same shapes. `batched` passes both in one call, with `x` repeated. A `scale` of 1 calls
+    /// the batch first, of the same shapes. `batched` passes both lists in one call, with `x` repeated. A `scale` of 1 calls
     /// the model with `positive` alone.
     ///
     /// # Errors

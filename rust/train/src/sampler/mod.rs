@@ -30,12 +30,12 @@ pub use guidance::{Guided, classifier_free_guidance};
 
 use crate::objective::{NoiseSchedule, PredictionType};
 
-/// One run from noise to data. Samples are f32 (f64 if the noise is f64) in any dtype of the model.
+/// One run from noise to data. Samples are f64 if the noise is f64, otherwise f32, whatever the dtype of the model is.
 pub trait Sampler: Send {
     /// The timestep that the model receives at each step.
     fn timesteps(&self) -> &[f64];
 
-    /// The noise-to-data ratio σ at each step, and 0 after the last.
+    /// The noise-to-data ratio σ at each step, and a final 0 for the finished sample.
     fn sigmas(&self) -> &[f64];
 
     /// Scale standard normal noise to the run's first sample.
@@ -54,7 +54,8 @@ pub trait Sampler: Send {
     /// are taken in order; step 0 starts the run again.
     ///
     /// # Errors
-    /// [`Error::Argument`] if step `i` is not the next one, [`Error::Shape`] if the model's output does not have the shape of `x`.
+    /// [`Error::Argument`] if there is no step `i`, or if `i` is out of order and the sampler needs the previous step's
+    /// result; [`Error::Shape`] if the model's output does not have the shape of `x`.
     fn step(&mut self, model_output: &Tensor, i: usize, x: &Tensor) -> Result<Tensor>;
 }
 
