@@ -24,7 +24,7 @@ def test_keyboard_interrupt_ends_a_backward_pass():
 
     def press():
         in_backward.wait()
-        # Python's handler must find the main thread outside of last_step.
+        # Wait until last_step has returned: the signal must interrupt the backward pass after it.
         if not done.wait(0.2):
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -46,7 +46,7 @@ def refused(result: Result, *texts: str) -> None:
 
 @pytest.fixture(scope="module")
 def flags(sdxl_base: Path, sdxl_folder: Path) -> Callable[..., list[str]]:
-    """The arguments of a short run; other settings by name."""
+    """A function that returns the arguments of a short run, with `settings` added or replaced."""
 
     def flags(output: Path, steps: int = 6, **settings: Any) -> list[str]:
         given: dict[str, Any] = {
@@ -59,7 +59,7 @@ def flags(sdxl_base: Path, sdxl_folder: Path) -> Callable[..., list[str]]:
             "steps": steps,
             "cache": "memory",
             "learning_rate": 1e-2,
-            # With this seed, random crops change one of the first two images, and `flip` one.
+            # With this seed, random crops change one of the first two images; `flip` does, too.
             "seed": 2,
             "optimizer": "adamw",
             **settings,
