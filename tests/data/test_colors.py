@@ -134,7 +134,7 @@ def test_variants_are_drawn_by_seed_and_image(pictures: MakePictures, tmp_path: 
         batch = data.batches(2).batch(index)
         assert again.batches(2).batch(index).views == batch.views
     assert not {view.colors for view in other.views()} & set(counts)
-    # Sides and crops are those of a run without colours.
+    # The images of a batch, and which of them are mirrored, do not depend on the colours.
     plain = load(tmp_path / "a", flip=True, color=ColorOptions())
     for index in range(50):
         views_of = [

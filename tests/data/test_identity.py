@@ -12,7 +12,7 @@ from trainable_candle.data import file_identity, identity
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of remembered hashes; every change of a file counts as old enough to remember."""
+    """The file of remembered hashes; in these tests it also gets hashes of just changed files."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(identity, "SETTLED", -(10**12))
     monkeypatch.setattr(identity, "_CHUNK", 4096)
