@@ -1,4 +1,4 @@
-"""A user's own loop, and weighted batches: two processes compute the same as one, on the CPU."""
+"""A user's own loop, and weighted batches: several processes and one compute the same (CPU)."""
 
 import json
 import subprocess

@@ -32,7 +32,7 @@ def skew(upper: np.ndarray) -> np.ndarray:
 
 
 def turned_inputs(weight: np.ndarray, rotation: np.ndarray) -> np.ndarray:
-    """A weight over inputs in blocks that `rotation` turns: x W' = (x R) W."""
+    """The weight W' with x W' = (x R) W, where R rotates each block of inputs by `rotation`."""
     blocks = weight.reshape(len(weight), *rotation.shape[:2])
     return np.einsum("oki,kji->okj", blocks, rotation).reshape(weight.shape)
 
@@ -103,7 +103,7 @@ def test_peft_folders_turn_inputs(
     adapter.save(saved)
     model.merge_adapter()
     np.testing.assert_allclose(weights(model)[f"{layer}.weight"], expected, rtol=1e-5, atol=1e-6)
-    # Written with the same rotation.
+    # The folder `saved` has the same rotation.
     again = language_model()
     again.load_adapter(saved)
     again.merge_adapter()
