@@ -44,7 +44,7 @@ TOP_LEVEL = {
     "rust",
     "tests",
 }
-# Suffixes that say which version a file is. A name says what a file is.
+# Suffixes that name a version of a file. A file's name must describe its content instead.
 HISTORY = re.compile(
     r"_(v\d+|new|old|final|fixed|fix|simple|improved|enhanced|optimized|backup|bak|copy|orig|tmp|wip)$"
 )
