@@ -130,7 +130,7 @@ def write_tokenizer() -> Callable[[Path, str], None]:
 
 
 def _write_tokenizer(folder: Path, pad: str) -> None:
-    """Write a CLIP tokenizer of 200 tokens: each letter, within a word and at the end of one."""
+    """Write a CLIP tokenizer of 200 tokens: each letter, within a word and at a word's end."""
     letters = "abcdefghijklmnopqrstuvwxyz0123456789!#$%&'()*+,-./:;<=>?@[]_"
     tokens = [*letters, *(f"{letter}</w>" for letter in letters)]
     tokens += [f"unused{n}</w>" for n in range(198 - len(tokens))]

@@ -14,7 +14,7 @@ from trainable_candle.doctor import FAULT, GOOD, NOTE, Finding, examine
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A fake `nvidia-smi` prints this file; it fails if the file `said.fails` exists beside it."""
+    """The output of a fake `nvidia-smi`. The fake fails if `said.fails` is beside this file."""
     said = tmp_path / "said"
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()

@@ -76,7 +76,7 @@ def flags(sdxl_base: Path, sdxl_folder: Path) -> Callable[..., list[str]]:
 
 @pytest.fixture(scope="module")
 def trained(flags: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with everything switched on."""
+    """A run with all features switched on."""
     output = tmp_path_factory.mktemp("trained") / "run"
     result = done(
         *flags(
@@ -264,7 +264,7 @@ def test_every_format_holds_all_parts_and_is_read_back(
     done(*common, "--adapter", output / "adapter.safetensors", "--output", drawn)
     difference = np.abs(pixels(drawn) - pixels(output / "samples" / "step-000003.png"))
     assert difference.max() <= (1 if precision == "f32" else 3)
-    # Another run can start from the adapter, and gives the same output.
+    # Another run can start from the adapter, and its first preview is the same image.
     again = tmp_path / "again"
     start = {"initial_adapter": output / "adapter.safetensors", **settings, **prompt}
     done(*flags(again, 1, **start))

@@ -3,8 +3,9 @@
 
     eval $(tests/cuda/simulate.py FOLDER python/trainable_candle/_core.abi3.so)
 
-makes a shell's later commands find the simulated libraries, which log to FOLDER/log. The script
-needs CUDA's headers (CUDA_HOME, or PyPI's nvidia-cuda-runtime) and zig or another C compiler.
+After this command, a shell's commands find the simulated libraries, which log to FOLDER/log. The
+script needs CUDA's headers (CUDA_HOME, or PyPI's nvidia-cuda-runtime) and a C compiler, such as
+zig.
 """
 
 import io
@@ -78,7 +79,7 @@ def build(
 
 
 def library_folder(folder: Path, name: str) -> Path:
-    """Where a library is put."""
+    """The folder into which `build` puts a library."""
     if name == DRIVER:
         return folder / DRIVER_FOLDER
     return folder / (NCCL_FOLDER if name == NCCL else PIP_FOLDER) / "lib"

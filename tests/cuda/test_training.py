@@ -10,7 +10,7 @@ RUN = """
     from trainable_candle.train import Callback, TrainConfig, Trainer
     from trainable_candle.run import train_adapter
 
-    # Kernels do not compute, so losses and norms are whatever is in memory.
+    # Kernels do not compute, so losses and norms have arbitrary values.
     Trainer._require_finite = lambda *_: None
 
     class Marks(Callback):

@@ -1,4 +1,4 @@
-"""A user's own loop, and weighted batches: several processes and one compute the same (CPU)."""
+"""A user's own loop and weighted batches on the CPU: several processes compute the same as one."""
 
 import json
 import subprocess

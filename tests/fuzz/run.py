@@ -152,7 +152,7 @@ def pictures() -> dict[str, list[bytes]]:
 
 
 def unigrams() -> tuple[bytes, bytes, bytes]:
-    """T5's first pieces: `tokenizer.json`, `spiece.model`, `spiece.model` with a normalizer."""
+    """T5's first tokens: `tokenizer.json`, `spiece.model`, `spiece.model` with a normalizer."""
     path = files("trainable_candle.text") / "assets" / "t5_spiece.model.gz"
     whole = gzip.decompress(path.read_bytes())
     model = sentencepiece.parse(whole)

@@ -146,7 +146,7 @@ def test_written_files_have_the_form_that_comfyui_reads(
     np.testing.assert_array_equal(
         blocks - blocks.transpose(0, 2, 1), skew(upper).astype(np.float32)
     )
-    # A limit that no rotation reaches: A1111 takes 0 for no rotation.
+    # The limit is so large that no rotation reaches it: A1111 reads a limit of 0 as no rotation.
     assert tensors[f"{KEY}.alpha"].item() == 1e4
     assert all(name.endswith((".oft_blocks", ".alpha")) for name in tensors)
 

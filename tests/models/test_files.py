@@ -24,7 +24,7 @@ PARTS = {
 
 
 def assert_same(found: Model, expected: Model) -> None:
-    """Both are of the same kind and have the same parameters, bit for bit."""
+    """Assert that two models are of the same kind and have the same parameters, bit for bit."""
     assert type(found) is type(expected)
     found_tensors, expected_tensors = found.named_tensors(), expected.named_tensors()
     assert found_tensors.keys() == expected_tensors.keys()
@@ -191,7 +191,7 @@ def test_saved_folder_is_what_the_libraries_write(name: str, tmp_path: Path) -> 
     }
     saved = tc.load_file(next((tmp_path / name).glob("*.safetensors")))
     expected = weights_of(name)
-    if name == "text_encoder":  # as in published files; transformers 5 reads names with and without
+    if name == "text_encoder":  # published files have the prefix; transformers 5 also reads others
         expected = {f"text_model.{key}": tensor for key, tensor in expected.items()}
     assert saved.keys() == expected.keys()
     for key, tensor in expected.items():

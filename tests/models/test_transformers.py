@@ -263,7 +263,7 @@ def test_positions_beyond_the_axes_are_rejected() -> None:
 
 
 def test_positions_are_cut_from_the_middle() -> None:
-    """Rows and columns of positions are cropped separately, as in `cropped_pos_embed`."""
+    """Rows and columns are cropped separately, as in diffusers' `cropped_pos_embed`."""
     family = FAMILIES["sd3"]
     model, case = family.load(), family.case
     with pytest.raises(tc.ShapeError, match="13 x 2 tokens, but the model has only 12 x 12"):

@@ -100,7 +100,7 @@ def test_the_autoencoder_of_flux2_has_statistics_of_latents(tmp_path: Path) -> N
     assert_near(mean, case["mean"])
     assert_near(logvar, case["logvar"])
     assert_near(model.decode(case["latent"]), case["decoded"])
-    # Saved in a folder, and in one file, where `quant_conv` is part of the encoder.
+    # Save the model in a folder, and in one file, where `quant_conv` is part of the encoder.
     model.save_pretrained(tmp_path / "folder")
     tc.models.save_checkpoint(tmp_path / "ae.safetensors", {"vae": model})
     written = tc.load_file(tmp_path / "ae.safetensors")

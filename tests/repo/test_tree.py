@@ -71,7 +71,7 @@ def plain(name: str) -> str:
 def test_source_files_are_short_enough_to_read() -> None:
     lines = {str(path): (ROOT / path).read_text().count("\n") for path in SOURCES}
     assert lines
-    # A file that is listed must be split.
+    # Each file that a failure lists here must be split.
     assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
 
 

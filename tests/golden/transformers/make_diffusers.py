@@ -40,7 +40,7 @@ FLUX = {
     "num_attention_heads": 4, "joint_attention_dim": 40, "pooled_projection_dim": 24,
     "axes_dims_rope": (4, 6, 6), "guidance_embeds": True,
 }  # fmt: skip
-# As small as the autoencoder of Flux and the fixtures' text allow.
+# As small as the 16 channels of Flux's autoencoder and the fixtures' text width of 40 allow.
 CHROMA = {
     "in_channels": 64, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 8,
     "num_attention_heads": 1, "joint_attention_dim": 40, "axes_dims_rope": (2, 2, 4),

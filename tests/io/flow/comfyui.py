@@ -167,7 +167,7 @@ def z_image_slices(layers: int, refiners: int) -> dict[str, Slice]:
     return found
 
 
-# Layers that are only in ComfyUI's map by their original names.
+# Layers that ComfyUI's map lists only by their original names.
 _NATIVE = ("double_stream_modulation_", "single_stream_modulation.", "time_guidance_embed.",
            "cap_embedder.", "t_embedder.", "distilled_guidance_layer.")  # fmt: skip
 

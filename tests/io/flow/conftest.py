@@ -49,7 +49,7 @@ class Family(NamedTuple):
     layer: str = "transformer_blocks.0.attn.to_q"
     """A layer of the transformer."""
     native: tuple[str, ...] = ()
-    """Layers that are only in ComfyUI's map by their original names."""
+    """Layers that ComfyUI's map lists only by their original names."""
 
     @property
     def folder(self) -> Path:
