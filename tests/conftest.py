@@ -1,4 +1,4 @@
-"""Fixtures of several areas: small models on disk, and folders of images for them."""
+"""Fixtures for tests of several areas: small models on disk, and folders of images for them."""
 
 import json
 import os
@@ -69,7 +69,10 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def digits_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A digits transformer of one narrow block with random weights (a fresh one is constant)."""
+    """A digits transformer of one narrow block with random weights.
+
+    The output of a freshly initialized transformer is constant, so it would not suit tests.
+    """
     folder = tmp_path_factory.mktemp("model") / "base"
     state = tc.get_rng_state()
     tc.manual_seed(0)
@@ -106,7 +109,7 @@ def sdxl_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sdxl_file(sdxl_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same weights under the original names, in a folder with their configurations.
+    """The weights of `sdxl_base` under the original names, in a folder with their configurations.
 
     Its tokenizer is the published one, which has more tokens than the model.
     """
@@ -127,7 +130,7 @@ def write_tokenizer() -> Callable[[Path, str], None]:
 
 
 def _write_tokenizer(folder: Path, pad: str) -> None:
-    """A CLIP tokenizer of single letters, within and at the end of a word; 200 tokens."""
+    """Write a CLIP tokenizer of 200 tokens: each letter, within a word and at a word's end."""
     letters = "abcdefghijklmnopqrstuvwxyz0123456789!#$%&'()*+,-./:;<=>?@[]_"
     tokens = [*letters, *(f"{letter}</w>" for letter in letters)]
     tokens += [f"unused{n}</w>" for n in range(198 - len(tokens))]

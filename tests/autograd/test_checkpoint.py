@@ -151,7 +151,7 @@ def test_under_no_grad():
 
 
 class UsersError(Exception):
-    """An exception of the caller's own."""
+    """An exception class of the caller."""
 
 
 def test_exceptions_of_the_function_come_through():

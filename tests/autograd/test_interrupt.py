@@ -24,7 +24,7 @@ def test_keyboard_interrupt_ends_a_backward_pass():
 
     def press():
         in_backward.wait()
-        # Python's handler must find the main thread outside of last_step.
+        # Give last_step time to return: the signal must interrupt the rest of the backward pass.
         if not done.wait(0.2):
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -21,7 +21,7 @@ FILES = ("run.yaml", "run/config.yaml")
 
 
 def lines(text: str) -> Iterator[str]:
-    """The lines of the fenced blocks, continued lines joined, and the commands in backquotes."""
+    """Yield the lines of fenced blocks, with continued lines joined, and commands in backquotes."""
     for block in re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         yield from block.replace("\\\n", " ").splitlines()
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -59,7 +59,7 @@ def test_the_commands_are_found() -> None:
 def test_a_command_fails_only_for_missing_files(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In an empty folder, a command checks its flags and values before it misses a file."""
+    """In an empty folder, a command checks its flags before it reports a missing file."""
 
     def no_hub(*_: object) -> None:
         raise MissingFileError("there is no hub here")

@@ -18,7 +18,7 @@ PROGRAM = [sys.executable, "-m", "trainable_candle"]
 @pytest.mark.slow
 @pytest.mark.parametrize("document", ["README.md", "docs/sdxl.md"])
 def test_the_commands_of_the_guides_work(document: str, tmp_path: Path) -> None:
-    """Runs take fewer steps; the user's own files are where the guide says."""
+    """The test reduces the steps, and puts the user's images where the guide expects them."""
     text = (ROOT / document).read_text()
     blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
     commands = [

@@ -229,7 +229,7 @@ def test_a_preset_fills_in_what_is_not_given(tmp_path: Path) -> None:
     path.write_text("model: causal-lm\npreset: balanced\nrank: 2\n")
     config = parse("--config", str(path))
     assert (config.rank, config.epochs, config.lr_scheduler) == (2, 2, "cosine")
-    # A run's file has the preset's values, so that it does not change with the preset.
+    # A run's file stores the preset's values: a later change of the preset does not change the run.
     path.write_text(parse(*model, "--preset", "fast").to_yaml())
     with pytest.raises(ConfigError, match="preset: `fast` has no effect: all of its settings"):
         parse("--config", str(path), "--preset", "fast")
@@ -291,7 +291,7 @@ def test_help_fits_a_screen(command: str, capsys: pytest.CaptureFixture[str]) ->
     arguments = [*command.split(), "--help"]
     try:
         status: object = main(arguments)
-    except SystemExit as left:  # argparse ends so
+    except SystemExit as left:  # argparse exits after it prints the help
         status = left.code
     assert status == 0
     lines = capsys.readouterr().out.splitlines()

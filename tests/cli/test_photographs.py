@@ -39,7 +39,8 @@ def training(output: Path, steps: int, **settings: Any) -> list[str]:
 
 
 PROGRAM = [sys.executable, "-m", "trainable_candle"]
-# Kills PROGRAM before its n-th file operation below a folder; prints the operations at exit.
+# Runs the command line, and kills it before its n-th file operation below a folder. If n is 0, the
+# command runs to its end, and its number of operations is printed.
 KILLED = """
 import atexit, os, signal, sys
 from trainable_candle.cli import main
@@ -104,7 +105,7 @@ def test_a_killed_run_loses_only_the_steps_since_its_last_checkpoint(
     output, whole = tmp_path / "killed", tmp_path / "whole"
     killed_at = [sys.executable, "-c", KILLED, str(tmp_path)]
     said = done(training(whole, 16, **settings), [*killed_at, "0"])
-    # Resumed runs find a cache and do fewer operations.
+    # Resumed runs find a cache and do fewer operations than this run.
     operations = int(said.rpartition("operations: ")[2])
     settings["cache_dir"] = tmp_path / "cache of the killed"
     generator = random.Random(0)

@@ -46,7 +46,7 @@ def refused(result: Result, *texts: str) -> None:
 
 @pytest.fixture(scope="module")
 def flags(sdxl_base: Path, sdxl_folder: Path) -> Callable[..., list[str]]:
-    """The arguments of a short run; other settings by name."""
+    """A function that returns the arguments of a short run, with `settings` added or replaced."""
 
     def flags(output: Path, steps: int = 6, **settings: Any) -> list[str]:
         given: dict[str, Any] = {
@@ -59,7 +59,7 @@ def flags(sdxl_base: Path, sdxl_folder: Path) -> Callable[..., list[str]]:
             "steps": steps,
             "cache": "memory",
             "learning_rate": 1e-2,
-            # With this seed, random crops change one of the first two images, and `flip` one.
+            # With this seed, random crops change one of the first two images; `flip` does, too.
             "seed": 2,
             "optimizer": "adamw",
             **settings,
@@ -76,7 +76,7 @@ def flags(sdxl_base: Path, sdxl_folder: Path) -> Callable[..., list[str]]:
 
 @pytest.fixture(scope="module")
 def trained(flags: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with everything switched on."""
+    """A run with all features switched on."""
     output = tmp_path_factory.mktemp("trained") / "run"
     result = done(
         *flags(
@@ -264,7 +264,7 @@ def test_every_format_holds_all_parts_and_is_read_back(
     done(*common, "--adapter", output / "adapter.safetensors", "--output", drawn)
     difference = np.abs(pixels(drawn) - pixels(output / "samples" / "step-000003.png"))
     assert difference.max() <= (1 if precision == "f32" else 3)
-    # Another run can start from the adapter, and gives the same output.
+    # Another run can start from the adapter, and its first preview is the same image.
     again = tmp_path / "again"
     start = {"initial_adapter": output / "adapter.safetensors", **settings, **prompt}
     done(*flags(again, 1, **start))

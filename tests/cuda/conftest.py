@@ -1,4 +1,7 @@
-"""Runs snippets on a simulated CUDA device; see simulate.py. Its kernels do not compute."""
+"""Fixtures that run snippets on a simulated CUDA device, whose kernels do not compute.
+
+simulate.py builds the simulated libraries.
+"""
 
 import importlib.util
 import os
@@ -83,7 +86,7 @@ def parse(line: str) -> Call:
 
 
 class Simulation:
-    """The simulated libraries, built once for each set of them."""
+    """Builds each set of simulated libraries once, and runs snippets with them."""
 
     def __init__(self, folder: Path) -> None:
         self.simulate = load_simulate()
@@ -107,8 +110,8 @@ class Simulation:
     ) -> Run:
         """Run a snippet in a process of its own, and assert that it succeeds.
 
-        `libraries` are those that exist (default: all), `missing` the functions that they lack,
-        `settings` those of the simulation, such as {"DEVICES": "2"}.
+        `libraries` names the libraries that exist (default: all), and `missing` the functions that
+        they lack. `settings` are those of the simulation, such as {"DEVICES": "2"}.
         """
         available = tuple(self.simulate.LIBRARIES) if libraries is None else tuple(libraries)
         folder = self.build(available, tuple(missing))
@@ -117,7 +120,8 @@ class Simulation:
         package = Path(tc.__file__).parents[1]
         environment = {**os.environ, **self.simulate.environment(folder)}
         environment["PYTHONPATH"] += os.pathsep + str(package)
-        # The package finds the other libraries where pip puts them.
+        # Only the driver is on this path: the package finds the other libraries where pip puts
+        # them.
         environment["LD_LIBRARY_PATH"] = str(folder / self.simulate.DRIVER_FOLDER)
         environment["SIMULATED_CUDA_KERNELS"] = str(self.kernels)
         for name, value in (settings or {}).items():

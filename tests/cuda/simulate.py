@@ -3,8 +3,9 @@
 
     eval $(tests/cuda/simulate.py FOLDER python/trainable_candle/_core.abi3.so)
 
-makes a shell's later commands find the simulated libraries, which log to FOLDER/log. Needs
-CUDA's headers (CUDA_HOME, or PyPI's nvidia-cuda-runtime) and zig or another C compiler.
+After this command, a shell's commands find the simulated libraries, which log to FOLDER/log. The
+script needs CUDA's headers (CUDA_HOME, or PyPI's nvidia-cuda-runtime) and a C compiler, such as
+zig.
 """
 
 import io
@@ -78,7 +79,7 @@ def build(
 
 
 def library_folder(folder: Path, name: str) -> Path:
-    """Where a library is put."""
+    """The folder into which `build` puts a library."""
     if name == DRIVER:
         return folder / DRIVER_FOLDER
     return folder / (NCCL_FOLDER if name == NCCL else PIP_FOLDER) / "lib"
@@ -96,7 +97,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def unpack(payload: bytes, size: int) -> bytes:
-    """One image of a fatbin."""
+    """One image of a fatbin, decompressed if it is compressed."""
     if not payload.startswith(b"\x28\xb5\x2f\xfd"):
         return payload
     if sys.version_info >= (3, 14):
@@ -137,7 +138,7 @@ def attributes(section: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def machine_code(image: bytes) -> Iterator[str]:
-    """The properties of each kernel that its machine code gives to the driver."""
+    """The properties of each kernel that the driver reads from its machine code."""
     max_threads, parameter = 0x05, 0x17
     found = re.search(rb"-arch (sm_(\d+)a?)", image)
     if not found:
@@ -185,7 +186,7 @@ def describe(
 
 
 def portable_code(number: int, image: bytes) -> Iterator[str]:
-    """What PTX says about each kernel: less than machine code does."""
+    """The kernels in PTX: only their names, since PTX has none of the other properties."""
     for name in re.findall(rb"\.entry\s+(\w+)", image):
         yield describe(f"compute_{number}", name.decode(), 0, 0, 0, {})
 
@@ -204,7 +205,7 @@ def table(program: Path) -> str:
 
 
 def main(folder: str, *programs: str) -> None:
-    """Build, and print the variables that a shell must export."""
+    """Build the libraries, and print the variables that a shell must export."""
     target = Path(folder).resolve()
     build(target)
     settings = environment(target)

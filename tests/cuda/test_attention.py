@@ -1,4 +1,4 @@
-"""Attention on the simulated device: which kernels it launches."""
+"""The kernels that attention launches on the simulated device."""
 
 from collections import Counter
 from typing import Any
@@ -94,7 +94,8 @@ def test_short_rows_take_the_general_kernels(cuda: Any) -> None:
     assert run.of("refused") == []
     assert run.after("forward").launches[1:] == ["attention_varlen_forward_w64_bf16"]
     backward = run.after("backward").launches
-    # Eight tiles of keys would leave multiprocessors idle: the six heads that share them are split.
+    # Eight tiles of keys would leave multiprocessors idle, so the work on the six query heads that
+    # share these keys is split.
     assert [name for name in backward if name.startswith("attention")] == [
         "attention_delta_bf16",
         "attention_varlen_backward_w64_bf16",

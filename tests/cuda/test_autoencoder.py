@@ -1,4 +1,4 @@
-"""An autoencoder and drawing on the simulated device: their calls to CUDA."""
+"""The calls to CUDA of an autoencoder and of sampling images, on the simulated device."""
 
 from typing import Any
 
@@ -112,7 +112,7 @@ def test_drawing_replays_a_graph_and_waits_for_no_step(cuda: Any) -> None:
         if run.calls[start]["name"] == "features"
     ]
     first, second = parts[1], parts[3]
-    # Of the first image, step 1 is eager and step 2 is recorded; the second image replays all.
+    # For the first image, step 1 is eager and step 2 is recorded; for the second, all are replayed.
     assert len(first.of("capture-end")) == 1
     assert len(first.of("replay")) == 5
     assert len(second.of("replay")) == 6

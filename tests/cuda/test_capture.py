@@ -31,7 +31,7 @@ def test_a_step_becomes_one_launch(cuda: Any) -> None:
     for call in range(6):
         mark(f"call-{call}")
         result = step(*batch(call))
-        # The second call is eager too: the gradients get their storage in the first.
+        # The second call is eager too: the gradients get their storage in the first call.
         assert step.is_recorded == (call > 1)
         assert list(result) == ["loss", "rest"]
         assert result["loss"].shape == () and not result["loss"].requires_grad
@@ -54,7 +54,8 @@ def test_a_step_becomes_one_launch(cuda: Any) -> None:
         assert len(replay.of("replay")) == 1
         assert replay.waits == []
         assert replay.of("capture-begin", "grow", "shrink", "alloc", "map", "product") == []
-        # Copies of the generator's offset, two inputs, two outputs and the gradients that are read.
+        # Outside the graph, launches copy the generator's offset, two inputs, two outputs and the
+        # gradients that are read.
         assert len(replay.launches) <= 7, replay.launches
     kernels = int(run.after("call-3").of("replay")[0]["kernels"])
     assert kernels >= len(set(eager.launches))
@@ -86,7 +87,7 @@ def test_optimizers_step_in_a_graph(cuda: Any) -> None:
             mark("rate")
             optimizer.lr = 1e-4
             mark("end")
-            # An eager step continues from there.
+            # An eager step can follow the replays.
             train(x, labels)
             assert step(x, labels)[0].shape == ()
         """)
@@ -265,7 +266,7 @@ def test_graphs_share_memory_and_free_it(cuda: Any) -> None:
         del second
         assert graphs() == 0
 
-        # A cycle through the function is found by Python's collector.
+        # Python's collector frees a reference cycle that contains the captured function.
         class Owner:
             def __init__(self):
                 self.step = tc.cuda.capture(self.run, [x])

@@ -123,11 +123,11 @@ def test_full_memory_is_an_out_of_memory_error(cuda: Any) -> None:
     for name, message in zip(("zeros", "full", "matmul"), messages, strict=True):
         assert message.startswith(f"{name}: ")
         assert "needs 3.00 GiB" in message or "needs 16.00 GiB" in message
-        assert "2.00" in message  # what the GPU has
+        assert "2.00" in message  # GiB of the GPU
 
 
 def test_a_gradient_without_memory_for_its_copy_is_an_error(cuda: Any) -> None:
-    # The gradient is in the optimizer's flat buffer; reading it copies it.
+    # The gradient is in the optimizer's flat buffer; `var.grad` returns a copy.
     cuda.run("""
         import pytest
         var = tc.Var(tc.zeros((256, 1024, 1024), device="cuda"))

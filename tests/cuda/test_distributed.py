@@ -44,7 +44,7 @@ def test_a_step_is_one_call_and_the_end_is_in_order(cuda: Any) -> None:
     def work(group, device):
         parameters = adapter(device)
         for step in range(3):
-            # The second rank has no gradient for one of them.
+            # Rank 1 has no gradient for the second parameter.
             for var in parameters[: 2 - group.rank]:
                 var.grad = tc.ones(var.shape, device=device)
             tail = tc.zeros((3,), dtype="f64", device=device)

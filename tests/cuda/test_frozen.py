@@ -65,7 +65,7 @@ def test_loaded_states_reach_the_graph(cuda: Any) -> None:
     mark("replay")
     step(x)
     mark("other")
-    # Variables that have taken different numbers of steps need other records.
+    # Variables that have taken different numbers of steps need another recording.
     states["step"] = tc.tensor([2, 1], dtype="i64")
     opt.load_state_dict(states)
     for call in range(3):
@@ -202,7 +202,7 @@ AVERAGE = """
 
 
 def weights(calls: list[Any]) -> list[float]:
-    """The values of the calls that fill memory with an f64 number."""
+    """The f64 numbers with which the calls fill memory."""
     filled = [c["arguments"].split(",")[-1] for c in calls if c["name"] == "fill_f64"]
     return [struct.unpack("<d", struct.pack("<Q", int(number, 16)))[0] for number in filled]
 

@@ -33,7 +33,7 @@ def to_device(run: Any) -> list[Any]:
 
 
 def second_step(cuda: Any) -> Any:
-    """The calls of a step after another one."""
+    """The calls of the second of two steps."""
     run = cuda.run(
         CHAIN
         + """
@@ -63,12 +63,12 @@ def test_copies_to_the_device_are_queued_before_the_work_they_run_beside(cuda: A
     calls, copied = second.calls, to_device(second)
     back = [i for i, call in enumerate(calls) if call in copied]
     work = [i for i, call in enumerate(calls) if call.kind in {"launch", "product"}]
-    # The first backward pass needs the input of its layer at once.
+    # The backward pass starts with the last layer, which needs its input at once.
     for earlier, later in pairwise(back[1:]):
         assert any(earlier < i < later for i in work)
     side = calls[back[0]]["stream"]
     waits = [i for i, call in enumerate(calls) if call.kind == "wait" and call["stream"] != side]
-    # Between a copy and the wait for it, the layer after is recomputed.
+    # Between a copy and the wait for it, the model's next layer is recomputed.
     for start in back[1:]:
         awaited = next(i for i in waits if i > start)
         assert any(start < i < awaited for i in work)

@@ -75,7 +75,7 @@ def test_it_trains_as_on_the_cpu(kind: str, options: dict[str, Any], dtype: str)
     compare(values(found), values(expected), dtype)
     # Each optimizer continues with the states of the other.
     states = here.state_dict(), there.state_dict()
-    # A GPU counts the steps of variables whose rate is 0, too.
+    # On a GPU, the states also count the steps of variables whose learning rate is 0.
     assert states[0].keys() <= states[1].keys()
     assert "lr" in groups[1] or states[0].keys() == states[1].keys()
     here.load_state_dict(states[1])

@@ -1,4 +1,7 @@
-"""Attention inside packed texts and the loss without scores, on a GPU against the CPU in f64."""
+"""Attention inside packed texts, and the loss that stores no scores, on a GPU against the CPU.
+
+The CPU computes in f64.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from trainable_candle.nn import functional as F
 pytestmark = pytest.mark.gpu
 GOLDEN = Path(__file__).parents[1] / "golden"
 FORMATS = ("int8", "fp8", "nf4")
-# Whole chunks; rows that end inside a chunk; odd numbers of elements; over one grid stride.
+# Whole chunks; rows that end inside a chunk; odd numbers of elements; more than one grid stride.
 SHAPES = ((64, 128), (37, 91), (1, 1), (5, 8), (3, 4096), (2050, 4100))
 
 
@@ -113,7 +113,7 @@ def test_a_quantized_linear_layer_equals_one_with_its_dequantized_weight(
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("policy", ["none", "full", "selective"])
 def test_training_a_transformer_equals_the_cpu(gpu: str, format: str, policy: str) -> None:
-    """In eager steps and in graphs."""
+    """The losses are equal in eager steps and in graphs."""
     case = tc.load_file(GOLDEN / "flux" / "transformer_forward.safetensors")
     names = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
     names = (*names, "img_ids", "txt_ids", "guidance")

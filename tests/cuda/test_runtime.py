@@ -1,4 +1,4 @@
-"""Graphs and shared memory on a real GPU."""
+"""Graphs, and memory that is shared with torch, on a real GPU."""
 
 from __future__ import annotations
 

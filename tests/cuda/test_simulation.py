@@ -1,4 +1,4 @@
-"""The simulated driver rejects what the real one rejects, so that tests on it can fail."""
+"""The simulated driver rejects the same calls as the real driver, so tests that use it can fail."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The calls of a training step to CUDA, on the simulated device, without values."""
+"""The calls to CUDA of a training step, on the simulated device, which computes no values."""
 
 from collections import Counter
 from typing import Any

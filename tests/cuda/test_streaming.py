@@ -1,6 +1,7 @@
-"""Blocks in host memory, on the simulated device: copies, their order, graphs, sharing.
+"""Streamed blocks: weights stay in host memory, and are copied to the simulated device when needed.
 
-The kernels do not compute. What streamed blocks compute is in `tests/models/test_streaming.py`.
+These tests check the copies, their order, graphs and sharing between processes. The kernels do not
+compute: `tests/models/test_streaming.py` compares values.
 """
 
 import json
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 FLUX = Path(__file__).parents[1] / "golden" / "flux"
-# Blocks of the model.
+# The number of blocks of the model.
 COUNT = sum(
     json.loads((FLUX / "transformer" / "config.json").read_text())[name]
     for name in ("num_layers", "num_single_layers")
@@ -68,8 +69,8 @@ def test_a_step_copies_blocks_ahead_of_their_use(cuda: Any, quantize: str | None
     assert run.of("refused") == []
     second = run.after("second")
     found = copies(second)
-    # The backward pass leaves the first two blocks in the slots, and the forward pass the last
-    # two; the modulation of each block is copied once.
+    # The forward pass finds the first two blocks in the slots, where the last backward pass left
+    # them, and the backward pass finds the last two. Each block's modulation is copied once.
     parts = 1 if quantize is None else 2
     units = 2 * (COUNT - 2) + COUNT
     assert len(found) == parts * units
@@ -129,7 +130,8 @@ def test_a_graph_has_the_copies_of_its_step(cuda: Any) -> None:
     for call in (3, 4):
         replay = run.after(f"call-{call}")
         assert len(replay.of("replay")) == 2
-        # Contents of slots are unknown at the start of a graph: it copies the first two again.
+        # A graph cannot rely on the contents of slots at its start: it copies the first two blocks
+        # again.
         assert int(replay.of("replay")[0]["copies"]) >= 3 * COUNT - 2
         assert replay.waits == []
 
@@ -256,11 +258,11 @@ def test_ranks_pin_one_copy(cuda: Any, quantize: str | None) -> None:
     )
     assert run.of("refused") == []
     pinned = [int(call["bytes"]) for call in run.of("register")]
-    # A copy of the blocks and one of their modulation, which both ranks pin.
+    # Both ranks pin the one copy of the blocks, and the one copy of their modulation.
     assert len(pinned) == 4
     assert sum(pinned) == 2 * int(run.output)
     assert len(run.of("unregister")) == 4
-    # Other pinned memory is that for copies of values, which is not the model's.
+    # The other pinned memory is the buffers for copies of values, which hold no weights.
     assert {call["bytes"] for call in run.of("alloc-pinned")} == {str(8 << 20)}
     found = copies(run)
     assert found

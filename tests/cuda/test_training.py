@@ -1,4 +1,4 @@
-"""The launches and waits of training steps on the simulated device, without values."""
+"""The launches and waits of training steps on the simulated device, which computes no values."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ RUN = """
     from trainable_candle.train import Callback, TrainConfig, Trainer
     from trainable_candle.run import train_adapter
 
-    # Kernels do not compute, so losses and norms are whatever is in memory.
+    # Kernels do not compute, so losses and norms have arbitrary values.
     Trainer._require_finite = lambda *_: None
 
     class Marks(Callback):
@@ -143,7 +143,8 @@ def texts(folder: Path, **settings: Any) -> str:
 def test_steps_of_texts_are_replayed(cuda: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
     run = cuda.run(texts(tmp_path, **settings))
     assert run.of("refused") == []
-    # A step has the tokens of all rows. Validation has those of its texts, and uses no graph.
+    # A step has the tokens of all rows. Validation has the tokens of its own texts alone, and uses
+    # no graph.
     assert "256" in run.output.split()
     for step in RECORDED:
         done = run.after(f"step-{step}")

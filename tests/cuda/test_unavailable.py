@@ -75,7 +75,7 @@ def test_reason_reaches_the_user(cuda: Any, simulation: dict[str, Any], reason: 
 
 
 def test_a_gpu_without_machine_code_is_rejected_at_its_first_use(cuda: Any) -> None:
-    """Machine code of one major version does not run on another."""
+    """Machine code for one major compute capability does not run on a GPU of another."""
     built = {line.split()[1] for line in cuda.kernels.read_text().splitlines()}
     if any(name.startswith("compute_") for name in built):
         pytest.skip("this build has PTX, which every card compiles")

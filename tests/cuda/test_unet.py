@@ -83,6 +83,7 @@ def test_adapters_of_one_input_share_their_products(cuda: Any) -> None:
         targets: len(run(cuda, targets).after("forward-2").of("product"))
         for targets in ('["to_out.0"]', ATTENTION)
     }
-    # Adapters of one input share two products: x Aᵀ, and the sum into the result. Each block has
-    # three such inputs: of q, k and v, of q of the cross-attention, and of its k and v.
+    # Adapters with the same input share two products: x Aᵀ, and the sum into the result. Each block
+    # has three inputs with adapters: one for q, k and v of the self-attention, one for q of the
+    # cross-attention, and one for its k and v.
     assert products[ATTENTION] - products['["to_out.0"]'] == 6 * BLOCKS

@@ -1,4 +1,4 @@
-"""The captions that the model sees, in new and in resumed runs."""
+"""The captions that the model is trained on, in new and in resumed runs."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Colour augmentation: the changes of pixels, the draws, and the pixels that keep their colours."""
+"""Colour augmentation: changes of pixels, random draws, and the pixels that keep their colours."""
 
 import colorsys
 from collections import Counter
@@ -89,7 +89,7 @@ def test_white_behind_transparent_pixels_stays(image: Pixels) -> None:
     np.testing.assert_array_equal(colors.apply(image, full), colors.apply(image))
     white = np.full_like(image, 255)
     np.testing.assert_array_equal(colors.apply(white, 0 * full), white)
-    # The left half is opaque, the right one transparent: only the left counts in the mean.
+    # The left half is opaque, the right half transparent: the mean is that of the left half.
     half = full.copy()
     half[:, 8:] = 0
     over = np.where(half[..., None] > 0, image, 255).astype(np.uint8)
@@ -134,7 +134,7 @@ def test_variants_are_drawn_by_seed_and_image(pictures: MakePictures, tmp_path: 
         batch = data.batches(2).batch(index)
         assert again.batches(2).batch(index).views == batch.views
     assert not {view.colors for view in other.views()} & set(counts)
-    # Sides and crops are those of a run without colours.
+    # The images of a batch, and which of them are mirrored, do not depend on the colours.
     plain = load(tmp_path / "a", flip=True, color=ColorOptions())
     for index in range(50):
         views_of = [

@@ -110,7 +110,8 @@ def test_repeats_and_regularisation(pictures: MakePictures, tmp_path: Path) -> N
     batches = data.batches(1)
     drawn = [batches.batch(index) for index in range(batches.first_batch(36))]
     count = Counter(data.items[batch.views[0].item].picture.path.parent.name for batch in drawn)
-    # An epoch has 3 images twice, a quarter of 4, and as many class images as both: 6 + 1 + 7.
+    # An epoch has 3 images twice, a quarter of 4 images, and as many class images as these two
+    # folders together: 6 + 1 + 7 images.
     assert count == {"own": 6 * 36, "rare": 36, "class": 7 * 36}
     for batch in drawn:
         folder = data.items[batch.views[0].item].picture.path.parent.name

@@ -257,7 +257,7 @@ def test_a_killed_run_leaves_only_whole_entries(pictures: MakePictures, tmp_path
 
 
 def encode_texts(captions: Sequence[str]) -> dict[str, tc.Tensor]:
-    """Two numbers per part of a caption; the captions of a call have equally many parts."""
+    """Two numbers for each word of a caption; all captions of a call have equally many words."""
     parts = [max(1, len(caption.split())) for caption in captions]
     assert len(set(parts)) == 1
     values = [[[len(caption), part] for part in range(parts[0])] for caption in captions]

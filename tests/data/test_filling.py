@@ -100,10 +100,10 @@ def test_ten_thousand_images_take_the_memory_of_a_few(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FeatureStore, "write", counted)
         assert str(cache.fill()) == f"0 found, {count} made"
-    # At once: the images that are decoded ahead, and the batch that is assembled from them.
+    # Memory holds the images decoded ahead, and the batch that is assembled from them.
     assert data.decoded.most <= AHEAD + batch + 1
     assert data.decoded.alive == 0
-    # At once: the batch being encoded, the batch being written, and those queued between.
+    # Memory holds the batch being encoded, the batch being written, and the queued batches.
     assert max(waiting) <= (PENDING + 2) * batch
     last = data.fixed_batches(1)[-1]
     np.testing.assert_array_equal(cache.batch(last)["mean"].numpy(), [[(count - 1) % 256] * 3])

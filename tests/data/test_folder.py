@@ -1,4 +1,4 @@
-"""The files that are read from a data folder, and the errors about those that cannot be."""
+"""The files that are read from a data folder, and the errors about unreadable files."""
 
 import json
 import os

@@ -12,7 +12,7 @@ from trainable_candle.data import file_identity, identity
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of remembered hashes; every change of a file counts as old enough to remember."""
+    """The file of remembered hashes; in these tests it also gets hashes of just changed files."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(identity, "SETTLED", -(10**12))
     monkeypatch.setattr(identity, "_CHUNK", 4096)
@@ -89,7 +89,8 @@ def test_a_hashed_file_is_not_read_again(tmp_path: Path, memory: Path, read: lis
     assert [file_identity(tmp_path / name) for name in ("link", "b.json")] == first
     assert read == []
 
-    # Another size; other content of the same size and modification time; another file.
+    # Each change is noticed: another size; other content of the same size and modification time;
+    # another file.
     path = tmp_path / "a.safetensors"
     times = path.stat()
     for content in (bytes(5001), bytes(5000)[:-1] + b"\1"):

@@ -94,7 +94,7 @@ def test_the_row_of_the_unseen_digit_in_the_base_is_untrained() -> None:
     tc.manual_seed(0)
     fresh = tc.models.DigitsTransformer().named_tensors()["class_embedding.weight"].numpy()
     shipped = tc.models.load(BASE).named_tensors()["class_embedding.weight"].numpy()
-    # The file is in f16.
+    # The base's file is in f16.
     as_stored = fresh.astype(np.float16)
     np.testing.assert_array_equal(shipped[UNSEEN], as_stored[UNSEEN])
     assert not np.array_equal(shipped[UNSEEN + 1], as_stored[UNSEEN + 1])

@@ -1,4 +1,4 @@
-"""Differences between processes are errors: of settings at the start, of parameters in training."""
+"""Processes with different settings end at the start; different parameters end the training."""
 
 import shutil
 import subprocess
@@ -17,7 +17,7 @@ START_SECONDS = 30.0
 
 
 def started(arguments: list[list[str]]) -> list[tuple[int, str, str]]:
-    """The exit status, output and errors of a process of this interpreter for each rank."""
+    """Start Python once for each rank; returns exit statuses, outputs and errors."""
     size = len(arguments)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir="/tmp") as meeting:

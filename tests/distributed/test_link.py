@@ -24,7 +24,7 @@ def world(rank: int, size: int, address: Address, job: str = "job", seconds: flo
 
 
 def together(size: int, work: Callable[[Link], Any], address: Address) -> list[Any]:
-    """What `work` returns or raises in each process."""
+    """The value that `work` returns, or the error that it raises, in each process."""
 
     def run(rank: int) -> Any:
         try:
@@ -74,7 +74,7 @@ def test_a_process_that_ends_is_an_error_in_all_others(place: Address) -> None:
         one.on_failure(stopped.set)
         one.exchange(b"")
         if one.rank == 1:
-            # The operating system does this when the process is killed.
+            # When a process is killed, the operating system closes its connections.
             for connection in [*one._data.values(), *one._watch.values()]:
                 connection.close()
             return None

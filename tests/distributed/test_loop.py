@@ -1,4 +1,4 @@
-"""A user's own loop, and weighted batches, on several processes and on one (CPU)."""
+"""A user's own loop and weighted batches on the CPU: several processes compute the same as one."""
 
 import json
 import subprocess
@@ -96,7 +96,7 @@ group.close()
 
 
 def run(script: str, size: int) -> list[dict[str, Any]]:
-    """What each of `size` processes prints."""
+    """The output of each of `size` processes."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         processes = [
             subprocess.Popen(

@@ -27,9 +27,9 @@ def port() -> int:
 def started(
     host: str, port: int, *, ranks: tuple[int, ...] = (0, 1), seconds: int = 2
 ) -> list[tuple[int, str]]:
-    """The exit status and errors of these ranks of a run of two."""
+    """Start these ranks of a run of two processes; returns their exit statuses and errors."""
     place = {"MASTER_ADDR": host, "TRAINABLE_CANDLE_PORT": str(port), JOIN: str(seconds)}
-    # The variables of two machines with a process each.
+    # The environment variables of two machines with one process each.
     sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     began = time.monotonic()
     processes = [
@@ -43,7 +43,7 @@ def started(
         for rank in ranks
     ]
     errors = [process.communicate(timeout=60)[1] for process in processes]
-    # The start of the interpreter takes time beyond the limit.
+    # The interpreter needs time to start before the limit begins.
     assert time.monotonic() - began < seconds + 10
     return [(p.returncode, text) for p, text in zip(processes, errors, strict=True)]
 
@@ -72,7 +72,7 @@ def test_a_wrong_address_is_named(host: str, reason: str, port: int) -> None:
 
 @pytest.fixture(params=["silent", "talkative"])
 def stranger(request: pytest.FixtureRequest) -> Iterator[int]:
-    """The port of another program, which never answers or uses another protocol."""
+    """The port of another program, which either never answers or uses another protocol."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -108,10 +108,10 @@ def test_a_process_that_is_alone_names_the_missing_ranks(port: int) -> None:
 
 
 def test_rank_0_at_localhost_is_found_by_its_name(port: int) -> None:
-    """Some launchers on clusters give rank 0 the name localhost, and other ranks its host name."""
+    """Some launchers give rank 0 the address localhost, and the other ranks rank 0's host name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward:
         try:
-            outward.connect(("203.0.113.7", 9))  # Sends nothing.
+            outward.connect(("203.0.113.7", 9))  # UDP: this sends nothing.
         except OSError:
             pytest.skip("this machine has no network")
         name = outward.getsockname()[0]

@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster of two nodes with one CPU each, both on this machine."""
+"""Runs on a Ray cluster of two nodes with one CPU each; both nodes are on this machine."""
 
 import os
 import signal
@@ -29,14 +29,14 @@ from trainable_candle.distributed.ray import RayRun, train
 
 pytestmark = [
     pytest.mark.usefixtures("cluster"),
-    pytest.mark.filterwarnings("ignore"),  # Ray's own
+    pytest.mark.filterwarnings("ignore"),  # Ray's own warnings
 ]
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Two machines; each has a home folder of its own."""
-    memory = 80 * 2**20  # As little as Ray takes: /dev/shm of containers is small.
+    """A Ray cluster of two nodes; each has a home folder of its own, as two machines have."""
+    memory = 80 * 2**20  # The least that Ray accepts: /dev/shm of containers is small.
     found = Cluster()
     for name in ("first", "second"):
         home = str(tmp_path_factory.mktemp(name))

@@ -1,4 +1,4 @@
-"""All processes together fill caches and measure validation, each part once.
+"""Processes fill caches and measure validation together: each item is computed once.
 
 Threads take the place of processes.
 """
@@ -39,7 +39,7 @@ DISK = CacheOptions("disk")
 
 
 def together(size: int, work: Callable[[Group], Found]) -> list[Found]:
-    """What `work` returns in each of `size` processes."""
+    """The value that `work` returns in each of `size` processes."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
 
         def run(rank: int) -> Found:
@@ -58,7 +58,7 @@ def together(size: int, work: Callable[[Group], Found]) -> list[Found]:
 
 
 class Encoder:
-    """The mean of every image's channels; remembers which images it was given."""
+    """Computes the mean of every image's channels; records which images it was given."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -119,7 +119,7 @@ def test_processes_receive_entries_that_they_cannot_read(
     data: Dataset, tmp_path: Path, kind: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The entries are in the memory of other processes, or in folders of other machines."""
-    monkeypatch.setattr(dealing, "_PIECE", 1000)  # Less than all entries together.
+    monkeypatch.setattr(dealing, "_PIECE", 1000)  # Bytes: fewer than all entries together have.
     encoder = Encoder()
 
     def work(group: Group) -> tuple[str, list[float]]:
@@ -140,7 +140,7 @@ def test_folders_of_machines_are_filled_up_from_each_other(data: Dataset, tmp_pa
     encoder = Encoder()
     found = together(2, lambda group: filled(data, encoder, group, tmp_path / str(group.rank)))
     assert all(sorted(values) == list(range(11)) for _, values in found)
-    # Rank 1 encodes its share, and receives the other entries.
+    # Rank 1 encodes 5 of the 11 images, and receives the other entries.
     assert len(encoder.seen) == 5
 
 

@@ -76,7 +76,7 @@ distributed.close()
 def run(
     size: int, blocks: int, quantize: str | None, *, device: str = "cpu", graph: bool = False
 ) -> list[dict[str, Any]]:
-    """What `size` processes print."""
+    """The outputs of `size` processes."""
     arguments = json.dumps([str(FLUX), blocks, quantize, device, graph])
     with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
         processes = [
@@ -94,8 +94,8 @@ def run(
 
 
 def assert_one_copy(found: list[dict[str, Any]], resident: dict[str, Any]) -> None:
-    """All processes map the same memory, and compute what resident blocks do."""
-    # Blocks, and their modulation.
+    """All processes map the same memory, and compute the same as with resident blocks."""
+    # One mapping has the blocks, the other their modulation.
     assert len(found[0]["mapped"]) == 2
     for one in found:
         assert one["mapped"] == found[0]["mapped"]
@@ -129,5 +129,5 @@ def test_a_single_process_has_a_copy_of_its_own() -> None:
 def test_the_fewest_that_share_count() -> None:
     assert least_sharing(["a", "a"]) == 2
     assert least_sharing(["a", "a", "b"]) == 1
-    # Processes that do not know their machine share nothing.
+    # Processes whose machine has no name share nothing.
     assert least_sharing(["", ""]) == 1

@@ -13,7 +13,7 @@ from trainable_candle.train.logs import read_json_log
 
 
 def validations(output: Path, *settings: str) -> dict[int, dict[str, Any]]:
-    """What a run of the built-in language model measures, by step."""
+    """The validation results of a run of the built-in language model, by step."""
     command = [sys.executable, "-m", "trainable_candle", "train", "--model", "causal-lm"]
     small = [
         "--steps",
@@ -59,5 +59,5 @@ def test_validation_is_that_of_one_process(tmp_path: Path, objective: str) -> No
     assert two[0] == one[0]
     assert one[0].keys() > {"validation_loss"}
     for step in (1, 2):
-        # A margin is a small difference of log-probabilities in f32.
+        # A margin is a small difference of f32 log-probabilities, so its relative error is large.
         assert two[step] == pytest.approx(one[step], rel=1e-4, abs=1e-6)

@@ -1,4 +1,4 @@
-"""Several processes compute the same as one process that takes the batches of all in a step."""
+"""Several processes compute the same as one process that computes all their batches in a step."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    """What the processes compute on."""
+    """The device that the processes compute on."""
     name: str = request.param
     if name == "cuda" and (not tc.cuda.is_available() or tc.cuda.device_count() < 2):
         pytest.skip("needs two GPUs")
@@ -57,7 +57,7 @@ def device(request: pytest.FixtureRequest) -> str:
 def alone(
     digits_base: Path, digits_folder: Path, tmp_path_factory: pytest.TempPathFactory, device: str
 ) -> Path:
-    """A run of one process, four batches a step."""
+    """A run of one process with four batches per step."""
     output = tmp_path_factory.mktemp("alone") / "run"
     more = {"gradient_accumulation": 4, "device": device, "precision": "f32"}
     result = run(training(digits_base, digits_folder, output, **more))

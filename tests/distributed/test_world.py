@@ -1,4 +1,4 @@
-"""Rank and number of processes, from the variables of each launcher."""
+"""Rank and number of processes, from the environment variables of each launcher."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Files of adapters of language models for other programs, which compute the same from them."""
+"""Adapter files of language models for other programs, which compute the same with these files."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def make_adapter(weights: Path, path: Path, **settings: Any) -> np.ndarray:
-    """Write an adapter; returns the scores with it."""
+    """Write an adapter; returns the model's scores with this adapter."""
     model = CausalLM.from_pretrained(weights, dtype="f32")
     chosen = {"r": 3, "lora_alpha": 7.0, "target_modules": ["q_proj", "k_proj", "down_proj"]}
     adapter = model.add_adapter(tc.LoraConfig(**(chosen | settings)))
@@ -151,7 +151,7 @@ def test_gguf_holds_what_llama_cpp_expects(weights: Path, tmp_path: Path) -> Non
 
 
 def test_rows_of_llama_turn_with_their_neighbours() -> None:
-    """Rotating neighbours after the permutation equals rotating halves before it."""
+    """Rotating neighbouring rows after the permutation equals rotating the halves before it."""
     heads, width = 2, 6
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(heads * width, 1)).astype(np.float32)
@@ -282,7 +282,7 @@ def test_verify_reports_what_each_program_cannot_load(
     assert "good: peft applies all of it" in told
     assert "transformers and peft: loads it as it is" in told
     assert "vLLM: it does not load DoRA; use export --for merged" in told
-    # Without its configuration no program knows the scale.
+    # Without the configuration in its folder, the file has no scale that a program could read.
     alone = folder / "adapter_model.safetensors"
     assert main(["verify", str(alone), "--model", "causal-lm", "--weights", str(weights)]) == 0
 

@@ -73,7 +73,8 @@ def test_files_hold_the_scales(tmp_path: Path, qat: str) -> None:
     expected = scores(model)
     model.merge_adapter()
     merged = model.named_tensors()
-    # Loaded without the scales, the file is a plain adapter; the scales round its merged weights.
+    # A model without learned scales loads the file as a plain adapter. Rounding the plain merged
+    # weights with the scales gives the merged weights of the model that learned them.
     plain = CausalLM.from_pretrained(BUILT_IN, dtype="f32")
     plain.load_adapter(path)
     plain.merge_adapter()

@@ -1,4 +1,4 @@
-"""What llama.cpp computes from exported files; needs llama-cpp-python 0.3.36 or newer."""
+"""Scores of llama.cpp with exported files; needs llama-cpp-python 0.3.36 or newer."""
 
 import ctypes
 import json
@@ -65,7 +65,7 @@ def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def adapter(weights: Path, tmp_path: Path) -> tuple[Path, npt.NDArray[np.float32]]:
-    """An adapter on every layer, and the scores with it."""
+    """An adapter on every layer, and the model's scores with this adapter."""
     model = CausalLM.from_pretrained(weights, dtype="f32")
     made = model.add_adapter(tc.LoraConfig(r=3, lora_alpha=7.0, target_modules=LAYERS))
     tc.manual_seed(1)

@@ -24,7 +24,7 @@ def merged(base: Path, adapter: Path, output: Path, *flags: str) -> int:
 
 
 def rounded(folder: Path, to: str) -> dict[str, np.ndarray]:
-    """The weights of a merged folder, its linear layers rounded."""
+    """The weights of a merged folder, with those of linear layers rounded."""
     return {
         key: (fake_quantize(weight, to) if key.endswith(LINEAR) else weight).numpy()
         for key, weight in CausalLM.from_pretrained(folder, dtype="f32").named_tensors().items()

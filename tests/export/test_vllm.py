@@ -1,4 +1,4 @@
-"""What vLLM's loader reads from exported adapters; needs vllm 0.33 or newer, without a GPU."""
+"""Exported adapters as vLLM's loader reads them; needs vllm 0.33 or newer, but no GPU."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ FAMILIES = ["llama", "qwen2", "qwen3"]
 
 
 def make_adapter(weights: Path, folder: Path, **config: Any) -> dict[str, np.ndarray]:
-    """Save an adapter of random values in peft's form; returns what it adds to each weight."""
+    """Save an adapter of random values in peft's format; returns its change of each weight."""
     model = CausalLM.from_pretrained(weights, dtype="f32")
     before = {name: tensor.numpy() for name, tensor in model.named_tensors().items()}
     settings = {"r": 3, "lora_alpha": 7.0, "target_modules": LAYERS} | config
@@ -55,7 +55,7 @@ def exported(weights: Path, adapter: Path, output: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM pins memory, which takes a driver."""
+    """Stop vLLM from pinning memory, which needs a driver."""
     monkeypatch.setattr("vllm.lora.lora_model.PIN_MEMORY", False)
 
 

@@ -19,7 +19,7 @@ TEXT_WIDTH, T5_TOKENS = 40, 32_128
 
 
 def write_model(kind: type[tc.models.Model], folder: Path, config: dict[str, Any]) -> None:
-    """A model of random weights."""
+    """Write a model of random weights."""
     folder.mkdir()
     path = folder / "config.json"
     path.write_text(json.dumps(config))
@@ -29,7 +29,7 @@ def write_model(kind: type[tc.models.Model], folder: Path, config: dict[str, Any
 
 
 def write_clip(folder: Path, width: int, projection: int | None) -> None:
-    """A text encoder of 200 tokens."""
+    """Write a CLIP text encoder with a vocabulary of 200 tokens."""
     config = {
         "architectures": ["CLIPTextModelWithProjection" if projection else "CLIPTextModel"],
         "vocab_size": 200, "hidden_size": width, "intermediate_size": 2 * width,
@@ -42,7 +42,7 @@ def write_clip(folder: Path, width: int, projection: int | None) -> None:
 
 
 def write_t5(folder: Path) -> None:
-    """An encoder with T5's usual vocabulary."""
+    """Write a T5 encoder with T5's usual vocabulary."""
     config = {
         "architectures": ["T5EncoderModel"], "vocab_size": T5_TOKENS, "d_model": TEXT_WIDTH,
         "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
@@ -53,7 +53,7 @@ def write_t5(folder: Path) -> None:
 
 
 def write_qwen3(folder: Path, width: int = TEXT_WIDTH, layers: int = 3) -> None:
-    """An encoder of 300 tokens."""
+    """Write a Qwen3 model with a vocabulary of 300 tokens, as a text encoder."""
     config = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300,
         "hidden_size": width, "intermediate_size": 64, "num_hidden_layers": layers,
@@ -65,7 +65,7 @@ def write_qwen3(folder: Path, width: int = TEXT_WIDTH, layers: int = 3) -> None:
 
 
 def write_chat_tokenizer(folder: Path) -> None:
-    """A tokenizer of bytes and of the special tokens of Qwen's template."""
+    """Write a tokenizer of bytes and of the special tokens of Qwen's template."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -83,7 +83,7 @@ def write_pipeline(
     vae: dict[str, float],
     autoencoder: str = "flux",
 ) -> None:
-    """The transformer, the autoencoder and the index of a pipeline."""
+    """Write the transformer, the autoencoder and the index of a pipeline."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copytree(GOLDEN / family / "transformer", folder / "transformer")
     shutil.copytree(GOLDEN / autoencoder / "vae", folder / "vae")

@@ -227,7 +227,7 @@ def test_losses_on_a_quantized_base_are_near_those_on_the_whole_base(
     weights: Path, chats: Path, tmp_path: Path, base: str, near: float
 ) -> None:
     def losses(name: str, **settings: Any) -> list[float]:
-        # A higher rate makes the curve itself sensitive to any change.
+        # With a higher learning rate, the losses are sensitive to any change.
         given = {"steps": 30, "learning_rate": 2e-3, **settings}
         run = train(config_of(weights, chats, tmp_path / name, **given))
         return [row["loss"] for row in read_json_log(run.output / "train.jsonl") if "loss" in row]
@@ -311,7 +311,7 @@ def test_checkpointing_changes_nothing(
 def test_settings_of_image_runs_work_for_texts(
     weights: Path, chats: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    # Every step sees all examples.
+    # Every step trains on all examples.
     given = {"sequence_length": 256, "batch_size": 2, "steps": 8, **settings}
     run = train(config_of(weights, chats, tmp_path / "run", **given))
     rows = [row["loss"] for row in read_json_log(run.output / "train.jsonl")]

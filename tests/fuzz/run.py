@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 HANG = 120
 """The time limit of a case, s."""
 MOST_PIXELS = 1 << 18
-"""Pillow's limit in this program: memory depends on the pixels of an image, not on its file."""
+"""Pillow's limit in this program: memory depends on an image's pixels, not on its file's size."""
 FREE_KIB, FACTOR = 64 * 1024, 10
-"""A reader may take FREE_KIB, and FACTOR bytes for each byte of its input."""
+"""A reader may take FREE_KIB KiB, plus FACTOR bytes for each byte of its input."""
 WORDS = [
     b"",
     b"0",
@@ -152,7 +152,7 @@ def pictures() -> dict[str, list[bytes]]:
 
 
 def unigrams() -> tuple[bytes, bytes, bytes]:
-    """T5's first pieces: `tokenizer.json`, `spiece.model`, `spiece.model` with a normalizer."""
+    """T5's first tokens: `tokenizer.json`, `spiece.model`, `spiece.model` with a normalizer."""
     path = files("trainable_candle.text") / "assets" / "t5_spiece.model.gz"
     whole = gzip.decompress(path.read_bytes())
     model = sentencepiece.parse(whole)
@@ -309,7 +309,8 @@ def run(reader: Reader, cases: int, seed: int, first: int) -> None:
     """Read `cases` damaged files.
 
     Raises:
-        AssertionError: a reader raised what callers do not expect, or took too much memory.
+        AssertionError: a reader raised an error of another class than `Error` and `OSError`, or
+            took too much memory.
     """
     accepted = 0
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:

@@ -25,7 +25,7 @@ def test_a_model_has_one_adapter(unet: tc.models.SDXLUNet, tmp_path: Path) -> No
     adapter.save(tmp_path / "adapter.safetensors")
     with pytest.raises(tc.ConfigError, match=r"^add_adapter: .* already; call remove_adapter\(\)"):
         unet.add_adapter(tc.LoraConfig(r=2, target_modules=["to_k"]))
-    unet.merge_adapter()  # does not make room for another one
+    unet.merge_adapter()  # A merged adapter is still the model's one adapter.
     with pytest.raises(tc.ConfigError, match=r"^load_adapter: .* already; call remove_adapter\(\)"):
         unet.load_adapter(tmp_path / "adapter.safetensors")
     unet.remove_adapter()

@@ -32,7 +32,7 @@ def skew(upper: np.ndarray) -> np.ndarray:
 
 
 def turned_inputs(weight: np.ndarray, rotation: np.ndarray) -> np.ndarray:
-    """A weight over inputs in blocks that `rotation` turns: x W' = (x R) W."""
+    """The weight W' with x W' = (x R) W, where R rotates each block of inputs by `rotation`."""
     blocks = weight.reshape(len(weight), *rotation.shape[:2])
     return np.einsum("oki,kji->okj", blocks, rotation).reshape(weight.shape)
 
@@ -103,7 +103,7 @@ def test_peft_folders_turn_inputs(
     adapter.save(saved)
     model.merge_adapter()
     np.testing.assert_allclose(weights(model)[f"{layer}.weight"], expected, rtol=1e-5, atol=1e-6)
-    # Written with the same rotation.
+    # The folder `saved` has the same rotation.
     again = language_model()
     again.load_adapter(saved)
     again.merge_adapter()
@@ -146,7 +146,7 @@ def test_written_files_have_the_form_that_comfyui_reads(
     np.testing.assert_array_equal(
         blocks - blocks.transpose(0, 2, 1), skew(upper).astype(np.float32)
     )
-    # A limit that no rotation reaches: A1111 takes 0 for no rotation.
+    # The limit is so large that no rotation reaches it: A1111 reads a limit of 0 as no rotation.
     assert tensors[f"{KEY}.alpha"].item() == 1e4
     assert all(name.endswith((".oft_blocks", ".alpha")) for name in tensors)
 

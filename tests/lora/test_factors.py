@@ -19,7 +19,7 @@ def product(factors: Factors) -> np.ndarray:
 
 
 def falling(rows: int, columns: int) -> np.ndarray:
-    """A matrix whose singular values fall as those of trained changes do."""
+    """A matrix whose singular values decrease like those of changes by training."""
     u, _ = np.linalg.qr(RNG.standard_normal((rows, rows)))
     v, _ = np.linalg.qr(RNG.standard_normal((columns, columns)))
     size = min(rows, columns)
@@ -33,7 +33,7 @@ def test_a_lower_rank_is_the_nearest_one() -> None:
         cut = truncate(factors, rank)
         assert cut.rank == rank
         np.testing.assert_allclose(product(cut), best(whole, rank), atol=2e-6)
-    # Neither factor is much larger than the other.
+    # Both factors have the same norm.
     cut = truncate(factors, 3)
     assert np.linalg.norm(cut.up) == pytest.approx(np.linalg.norm(cut.down), rel=1e-5)
 

@@ -1,4 +1,4 @@
-"""Files of LoRAs: reduced, joined, rejected."""
+"""LoRA files: reduced to a lower rank, summed, and rejected."""
 
 import json
 from collections.abc import Callable

@@ -17,7 +17,7 @@ LLAMA = Path(__file__).parents[1] / "golden" / "llm" / "llama"
 
 
 def weight(rows: int = 96, columns: int = 128) -> np.ndarray:
-    """A normal matrix with a few large columns, which trained layers have."""
+    """A matrix of normal values with a few columns of large values, as trained layers have."""
     random = np.random.default_rng(0)
     values = random.standard_normal((rows, columns)) * 0.02
     values[:, :4] *= 8
@@ -136,7 +136,7 @@ def test_wrong_arguments_are_named() -> None:
 
 
 def test_layers_without_an_error_and_ranks_above_a_side_are_exact() -> None:
-    """Ranks above a layer's smaller side are filled up; the embedding and the head lose nothing."""
+    """A rank above a layer's smaller side leaves no error; a head without error is not changed."""
     original = CausalLM.from_pretrained(LLAMA, dtype="f32")
     base = CausalLM.from_pretrained(LLAMA, dtype="f32", quantize="nf4")
     adapter = base.add_adapter(tc.LoraConfig(r=100, target_modules=["k_proj", "up_proj"]))

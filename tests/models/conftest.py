@@ -26,7 +26,7 @@ def weights_of(folder: str) -> dict[str, tc.Tensor]:
 
 @pytest.fixture(scope="session")
 def single_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same models in one file under the original names, beside their configurations."""
+    """The pipeline's models in one file under the original names, beside their configurations."""
     folder = tmp_path_factory.mktemp("original")
     stored = {name: weights_of(name) for name in ("unet", "vae", "text_encoder", "text_encoder_2")}
     tensors = {}

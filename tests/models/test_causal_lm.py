@@ -15,7 +15,7 @@ from .conftest import assert_near, relative_error
 GOLDEN = Path(__file__).parents[1] / "golden" / "llm"
 FAMILIES = ("llama", "qwen2", "qwen3")
 SWITCHES = json.loads((GOLDEN / "switches.json").read_text())
-# Cases whose angles depend on the longest text of a batch.
+# Cases whose rotary angles depend on the longest text of a batch.
 BY_LENGTH = ("dynamic", "longrope", "longrope short")
 
 
@@ -28,7 +28,7 @@ def model_of(family: str, **options: object) -> CausalLM:
 
 
 def switched(name: str, form: str, folder: Path) -> tuple[CausalLM, dict[str, tc.Tensor]]:
-    """The model of a case, with its configuration in one form, and what transformers computes."""
+    """The model of a case, with its configuration in one form, and transformers' results."""
     tensors = tc.load_file(GOLDEN / "switches.safetensors")
     own = {key.split("|")[1]: tensors[key] for key in tensors if key.startswith(f"{name}|")}
     expected = {key: own.pop(key) for key in ("logits.0", "logits.1")}
@@ -102,7 +102,7 @@ def test_hidden_states_are_counted_as_in_transformers(family: str) -> None:
         part.hidden_states(ids, layers=[3])
     with pytest.raises(tc.ArgumentError, match="layers is 4, expected 1 to 3"):
         model_of(family, layers=4)
-    # The states of padding are zeros, and those of a text do not depend on it.
+    # The states of padding are zeros, and the states of a text do not depend on the padding.
     mask = np.ones((2, 40), dtype=np.int64)
     mask[0, :7] = 0
     padded = whole.hidden_states(ids, tc.tensor(mask), layers=[1])[0].numpy()
@@ -154,7 +154,7 @@ def test_files_of_other_forms(tmp_path: Path) -> None:
     ids = case_of("qwen3")["input_ids"]
     expected = model_of("qwen3")(ids).numpy()
     tensors = tc.load_file(GOLDEN / "qwen3" / "model.safetensors")
-    # Old and other files: a copy of the tied head, stored angles, names without prefix, shards.
+    # Some files have a copy of the tied head, stored angles, names without prefix, or shards.
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
     names = {key: key.removeprefix("model.") for key in tensors}
     shards = {"model-00001-of-00002.safetensors": {}, "model-00002-of-00002.safetensors": {}}

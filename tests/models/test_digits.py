@@ -18,7 +18,7 @@ def inputs(batch: int = 3) -> tuple[tc.Tensor, tc.Tensor, tc.Tensor]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A saved model whose layers all matter (a fresh one's gates are zero)."""
+    """A saved model whose layers all have an effect (the gates of a fresh model are zero)."""
     tc.manual_seed(0)
     model = DigitsTransformer(num_layers=2)
     for var in model.named_parameters().values():

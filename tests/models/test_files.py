@@ -24,7 +24,7 @@ PARTS = {
 
 
 def assert_same(found: Model, expected: Model) -> None:
-    """Both are of the same kind and have the same parameters, bit for bit."""
+    """Assert that two models are of the same kind and have the same parameters, bit for bit."""
     assert type(found) is type(expected)
     found_tensors, expected_tensors = found.named_tensors(), expected.named_tensors()
     assert found_tensors.keys() == expected_tensors.keys()
@@ -191,7 +191,7 @@ def test_saved_folder_is_what_the_libraries_write(name: str, tmp_path: Path) -> 
     }
     saved = tc.load_file(next((tmp_path / name).glob("*.safetensors")))
     expected = weights_of(name)
-    if name == "text_encoder":  # as published; transformers 5 reads both
+    if name == "text_encoder":  # published files have the prefix; transformers 5 also reads others
         expected = {f"text_model.{key}": tensor for key, tensor in expected.items()}
     assert saved.keys() == expected.keys()
     for key, tensor in expected.items():
@@ -313,7 +313,7 @@ def test_models_by_name_come_from_the_cache(hub_cache: Path) -> None:
     shutil.rmtree(hub_cache)
     shutil.copytree(GOLDEN / "vae", hub_cache)
     assert_same(AutoencoderKL.from_pretrained("someone/tiny-sdxl"), from_folder("vae"))
-    # Both variants exist; the requested one is read.
+    # The repository has only the fp16 variant.
     half = {name: tensor.to("f16") for name, tensor in weights_of("vae").items()}
     tc.save_file(half, hub_cache / "diffusion_pytorch_model.fp16.safetensors")
     (hub_cache / "diffusion_pytorch_model.safetensors").unlink()

@@ -33,7 +33,7 @@ def encoded(values: np.ndarray) -> np.ndarray:
 
 
 def write(path: Path, tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
-    """A safetensors file, byte by byte: our own writer does not know FP8."""
+    """Write a safetensors file byte by byte: the library's own writer has no FP8."""
     header, data = {}, b""
     for name, (dtype, shape, content) in tensors.items():
         place = [len(data), len(data) + len(content)]

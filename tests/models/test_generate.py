@@ -48,7 +48,7 @@ def test_greedy_tokens_equal_those_of_transformers(family: str, device: str) -> 
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_scores_with_a_cache_equal_those_without(name: str, tmp_path: Path) -> None:
-    """Texts exceed the window of attention, and lengths at which the angles change."""
+    """Texts exceed the window of attention, and the lengths at which the rotary angles change."""
     model, ids = switched(name, tmp_path)
     cache = tc.models.KVCache(2)
     texts = [ids[:3], ids[4:11]]

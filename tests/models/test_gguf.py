@@ -23,7 +23,7 @@ FAMILIES = ["llama", "qwen2", "qwen3"]
 
 
 def write_tokenizer(folder: Path, split: str | None) -> None:
-    """Bytes, a few merges and three special tokens."""
+    """Write a tokenizer of bytes, a few merges and three special tokens."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -153,7 +153,8 @@ def test_transformers_reads_the_same_model(family: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("gguf")
     base = folder(family, tmp_path)
-    # transformers reads neither Llama 3's factors nor Qwen3's width of a head.
+    # From GGUF files, transformers does not read Llama 3's factors of positions or Qwen3's head
+    # width.
     config = json.loads((base / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
     (base / "config.json").write_text(json.dumps(config))

@@ -21,7 +21,7 @@ def config(qat: str | None, **settings: object) -> tc.LoraConfig:
 
 
 def moved(adapter: tc.AdapterSet) -> dict[str, np.ndarray]:
-    """Move the parameters of every set equally away from their initial values; returns them."""
+    """Add the same random changes to the parameters of any adapter set; returns the results."""
     random = np.random.default_rng(0)
     for var in adapter.parameters():
         change = random.standard_normal(var.shape).astype(np.float32) * 0.1

@@ -24,7 +24,7 @@ def test_codes_of_comfyui_are_kept(form: str, tmp_path: Path) -> None:
     model = FluxTransformer.from_pretrained(path, dtype="f32", config=CONFIG, quantize="fp8")
     for name, tensor in model.named_tensors().items():
         np.testing.assert_array_equal(tensor.numpy(), expected[name], err_msg=name)
-    # In another format they are quantized anew.
+    # If another format is requested, the values are quantized anew.
     other = FluxTransformer.from_pretrained(path, dtype="f32", config=CONFIG, quantize="int8")
     name = "transformer_blocks.0.attn.to_q.weight"
     difference = np.abs(other.named_tensors()[name].numpy() - expected[name]).max()

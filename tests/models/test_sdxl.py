@@ -30,7 +30,7 @@ def model(sdxl: Path) -> SDXLUNet:
 def adapted(
     model: SDXLUNet, name: str, device: str = "cpu"
 ) -> tuple[tc.AdapterSet, dict[str, tc.Tensor]]:
-    """Put the starting adapter of a case on a model on `device`; returns it and the case."""
+    """Put a case's initial adapter on a model on `device`; returns the adapter and the case."""
     path = GOLDEN / f"unet_{name}.safetensors"
     case, settings = tc.load_file(path), metadata(path)
     options = {key: json.loads(value) for key, value in settings.items() if key.startswith("use_")}

@@ -1,4 +1,4 @@
-"""Models whose blocks are in host memory compute what models with resident blocks do."""
+"""Models whose blocks are in host memory compute the same as models with resident blocks."""
 
 import json
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_streamed_blocks_compute_what_resident_ones_do(name: str, policy: str) -
 
 @pytest.mark.parametrize("name", ["flux", "sd3"])
 def test_modulation_is_streamed_alone_or_with_blocks(name: str) -> None:
-    """Also with adapters on the modulation, so that the backward pass needs it again."""
+    """The modulation has adapters, too, so the backward pass needs it again."""
     family = FAMILIES[name]
     for policy in ("full", "none"):
         expected = step(family, load(family, 0), policy, ALL_LINEAR)
@@ -175,7 +175,7 @@ def test_the_estimate_counts_two_blocks_of_those_streamed() -> None:
 
 @pytest.mark.parametrize("policy", ["full", "selective", "none"])
 def test_a_unet_streams(policy: str) -> None:
-    """Nested blocks are recomputed several at a time, but one by one if they are streamed."""
+    """Nested blocks are recomputed several at a time, but streamed blocks one by one."""
     case = tc.load_file(GOLDEN / "sdxl" / "unet_forward.safetensors")
     case.pop("output")
     found = []

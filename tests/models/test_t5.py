@@ -94,7 +94,7 @@ def test_adapters_of_a_large_encoder_get_the_same_gradients_in_f16(large: Path) 
             var.set(tc.randn(var.shape) * 0.1)
         if policy is not None:
             model.enable_gradient_checkpointing(policy)
-        # Summed: the gradients of a mean would be below the range of f16.
+        # The loss is a sum: the gradients of a mean would be below the range of f16.
         loss = (model(ids).to("f32") ** 2).sum()
         grads = tc.grad(loss, adapter.parameters())
         return [grad.to("f32").numpy() for grad in grads if grad is not None]

@@ -21,7 +21,7 @@ from trainable_candle.nn.functional import mse_loss
 from .conftest import distance, metadata, relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# torch rounds one frequency differently: sinusoids of a guidance of 3500 differ by so much.
+# torch rounds one frequency differently, so sinusoids of a guidance of 3500 differ by this error.
 ROUNDING = 1e-5
 CASES = ("lora_attention", "dora_attention", "lora_all_linear")
 
@@ -70,7 +70,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 def adapted(
     family: Family, model: Model, name: str, device: str = "cpu"
 ) -> tuple[tc.AdapterSet, dict[str, tc.Tensor]]:
-    """Put the starting adapter of a case on a model on `device`; returns it and the case."""
+    """Put a case's initial adapter on a model on `device`; returns the adapter and the case."""
     path = family.folder / f"transformer_{name}.safetensors"
     case, settings = tc.load_file(path), metadata(path)
     config = tc.LoraConfig(
@@ -169,12 +169,13 @@ def test_an_original_file_is_the_same_model(family: Family, tmp_path: Path) -> N
     path = tmp_path / "original.safetensors"
     tc.models.save_checkpoint(path, {"transformer": model})
     written = tc.load_file(path)
-    if family.name != "zimage":  # whose original names are mostly the same
+    if family.name != "zimage":  # most of Z-Image's original names are also diffusers'
         assert not any(name in written for name in family.stored)
     found = family.kind.from_pretrained(path)
     for name, tensor in family.stored.items():
         np.testing.assert_array_equal(found.named_tensors()[name].to("f32"), tensor.to("f32"))
-    # From a file without header, sizes are deduced; its names may lack their prefix.
+    # In this file, the header has no configurations, and the names have no prefix. Sizes are
+    # deduced from the shapes.
     bare = tmp_path / "bare.safetensors"
     tc.save_file(
         {name.removeprefix("model.diffusion_model."): t for name, t in written.items()}, bare
@@ -184,13 +185,13 @@ def test_an_original_file_is_the_same_model(family: Family, tmp_path: Path) -> N
         found = family.predict(family.kind.from_pretrained(bare)).to("f32").numpy()
         np.testing.assert_array_equal(found, expected)
     else:
-        # Shapes do not show the widths of the axes, and the published ones do not fit a tiny head.
+        # Shapes do not show the axes' widths, and the published widths do not fit a tiny head.
         with pytest.raises(tc.ConfigError, match="axes_dims"):
             family.kind.from_pretrained(bare)
 
 
 def test_the_padding_of_a_text_is_not_read() -> None:
-    """Neither the padding nor the lengths of other texts in the batch change a sample."""
+    """A sample does not depend on the padding, or on the lengths of other texts in the batch."""
     family = FAMILIES["zimage"]
     model, case = family.load(), family.case
     x, text, times = (case[name][1:] for name in UNPOOLED)
@@ -203,7 +204,7 @@ def test_the_padding_of_a_text_is_not_read() -> None:
 
 
 def test_texts_of_chroma_are_read_to_their_length() -> None:
-    """Neither the padding nor the lengths of other texts in the batch change a sample."""
+    """A sample does not depend on the padding, or on the lengths of other texts in the batch."""
     family = FAMILIES["chroma"]
     model, case = family.load(), family.case
     x, text, times = (case[name][1:] for name in UNPOOLED)
@@ -262,7 +263,7 @@ def test_positions_beyond_the_axes_are_rejected() -> None:
 
 
 def test_positions_are_cut_from_the_middle() -> None:
-    """Rows and columns are cut separately, as in diffusers' `cropped_pos_embed`."""
+    """Rows and columns are cropped separately, as in diffusers' `cropped_pos_embed`."""
     family = FAMILIES["sd3"]
     model, case = family.load(), family.case
     with pytest.raises(tc.ShapeError, match="13 x 2 tokens, but the model has only 12 x 12"):

@@ -24,7 +24,7 @@ def on(sdxl: Path, device: str) -> tuple[AutoencoderKL, dict[str, tc.Tensor]]:
 
 
 def assert_close(found: tc.Tensor, expected: tc.Tensor) -> None:
-    """On a GPU, products take 16 bits of each factor (docs/decisions.md); TF32 is 1e-3 away."""
+    """On a GPU, products use 16 bits of each factor (docs/decisions.md); TF32 errs by 1e-3."""
     if found.device == "cpu":
         assert_near(found, expected)
     else:
@@ -50,7 +50,7 @@ def test_tiles_equal_those_of_diffusers(sdxl: Path, device: str) -> None:
     mean, _ = model.encode(given["image"], tile_size=16)
     assert_close(mean, CASE["tiled_mean"])
     assert_close(model.decode(given["latent"], tile_size=16), CASE["tiled_decoded"])
-    # An image of one tile is not cut.
+    # An image of one tile is not split.
     assert_close(model.decode(given["latent"], tile_size=512), CASE["decoded"])
     with pytest.raises(tc.ArgumentError, match="tile_size is 4, expected at least 8 pixels"):
         model.decode(given["latent"], tile_size=4)
@@ -100,7 +100,7 @@ def test_the_autoencoder_of_flux2_has_statistics_of_latents(tmp_path: Path) -> N
     assert_near(mean, case["mean"])
     assert_near(logvar, case["logvar"])
     assert_near(model.decode(case["latent"]), case["decoded"])
-    # Saved in a folder, and in one file, where `quant_conv` is part of the encoder.
+    # Save the model in a folder, and in one file, where `quant_conv` is part of the encoder.
     model.save_pretrained(tmp_path / "folder")
     tc.models.save_checkpoint(tmp_path / "ae.safetensors", {"vae": model})
     written = tc.load_file(tmp_path / "ae.safetensors")

@@ -120,7 +120,7 @@ def test_results_equal_those_of_torch(batch_first: bool, need: bool) -> None:
     added = RNG.standard_normal((B * H, S, L))
     for key_padding, attn in itertools.product((None, padding), (None, later, added)):
         if key_padding is not None and attn is added:
-            continue  # torch warns of masks of two kinds
+            continue  # torch warns of a boolean mask beside an additive mask
         masks = {"key_padding_mask": key_padding, "attn_mask": attn}
         ours = {n: None if m is None else tc.tensor(m) for n, m in masks.items()}
         others = {n: None if m is None else torch.from_numpy(m) for n, m in masks.items()}

@@ -47,7 +47,7 @@ def test_nf4_has_the_codes_of_the_format_and_scales_in_f32() -> None:
     values = matrix(32, 64)
     parts = tc.quantize(tc.tensor(values), "nf4").tensors()
     packed = parts["codes"].numpy().reshape(-1, 1) >> np.array([4, 0]) & 15
-    # A scale for each block of 64, one row here; the values of the codes are in a table.
+    # Each block of 64 elements, here one row, has a scale. `table` has the values of the codes.
     table = np.zeros(16, np.float32)
     scaled = F.fake_quantize(tc.tensor(values), "nf4").numpy()
     largest = np.abs(values).max(1, keepdims=True)

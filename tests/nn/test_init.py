@@ -1,4 +1,4 @@
-"""Initial values: moments of random ones, structure of others."""
+"""Initial values: moments of random values, structure of the other values."""
 
 import math
 from collections.abc import Callable

@@ -32,7 +32,8 @@ def defined(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rounded values, and the gradients of values and factors: equations 1 to 3 of the paper.
 
-    The paper's codes are integers. The range of other codes, too, ends half a step beyond the last.
+    The paper's codes are integers, whose range ends half a step beyond the last code. Here, the
+    range of other codes ends half a step beyond their last code, too.
     """
     codes = CODES[format]
     x = values.astype(np.float64).reshape(-1, GROUPS[format])

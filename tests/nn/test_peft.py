@@ -1,4 +1,4 @@
-"""Adapters against what peft computes (`tests/golden/peft/make_peft.py`)."""
+"""Adapters against peft's results (`tests/golden/peft/make_peft.py`)."""
 
 import math
 from pathlib import Path

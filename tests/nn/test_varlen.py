@@ -27,7 +27,7 @@ def drawn(rows: int, heads: int, key_heads: int, width: int) -> list[np.ndarray[
 
 
 def visible(length: int, window: int | None) -> np.ndarray[Any, Any]:
-    """Which keys (columns) each query (row) of a segment sees."""
+    """A mask of the keys (columns) that each query (row) of a segment attends to."""
     back = np.arange(length)[:, None] - np.arange(length)
     return (back >= 0) & (back < (window or length))
 

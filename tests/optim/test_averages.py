@@ -1,4 +1,4 @@
-"""The moving average of any variables."""
+"""The moving average of variables of any kind."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Torch's schedulers against formulas, and against torch where it is installed."""
+"""Schedulers with torch's names against formulas, and against torch where it is installed."""
 
 import math
 from collections.abc import Callable
@@ -160,7 +160,7 @@ def test_a_last_epoch_continues(case: str) -> None:
         CASES[case](After(ours), optimizer())
     torch = pytest.importorskip("torch")
     if "cycle" in case or case == "restarts":
-        return  # torch's schedulers need more entries in groups, or count cycles otherwise
+        return  # torch's schedulers need more entries in groups, or count cycles differently
     groups = [
         {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr, "initial_lr": initial}
         for lr, initial in zip(lrs, LR, strict=True)

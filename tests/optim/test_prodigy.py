@@ -26,7 +26,10 @@ def reference(
     d_coef: float = 1.0,
     d0: float = 1e-6,
 ) -> list[float]:
-    """Algorithm 4 of arXiv:2306.06101 with AdamW's decay; changes `params`, returns d."""
+    """Algorithm 4 of arXiv:2306.06101 with AdamW's decay.
+
+    Changes `params`, and returns d after each step.
+    """
     beta1, beta2 = 0.9, 0.999
     beta3 = beta2**0.5
     start = [p.copy() for p in params]

@@ -52,7 +52,7 @@ WITHOUT = {
         ("get_w8a8", "set_w8a8"), "set for a whole run; docs/memory.md says what it does"
     ),
     "data": DATA,
-    "distributed.Group": "the protocol of what the functions of the module use",
+    "distributed.Group": "the protocol of the groups that the module's functions use",
     "distributed.World": "made by the launcher",
     "train.StepReport": "the example of Callback reads it",
 }

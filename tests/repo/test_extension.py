@@ -1,4 +1,4 @@
-"""One extension serves machines with and without CUDA, so it may need no library of CUDA."""
+"""One extension serves machines with and without CUDA: it must not depend on CUDA's libraries."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Imports that packages may not have, and test code that the shipped library must not have."""
+"""Imports that packages must not have, and test code that the shipped library must not have."""
 
 import ast
 import re

@@ -44,7 +44,7 @@ TOP_LEVEL = {
     "rust",
     "tests",
 }
-# Suffixes that say which version a file is. A name says what a file is.
+# Suffixes that name a version of a file. A file's name must describe its content instead.
 HISTORY = re.compile(
     r"_(v\d+|new|old|final|fixed|fix|simple|improved|enhanced|optimized|backup|bak|copy|orig|tmp|wip)$"
 )
@@ -71,7 +71,7 @@ def plain(name: str) -> str:
 def test_source_files_are_short_enough_to_read() -> None:
     lines = {str(path): (ROOT / path).read_text().count("\n") for path in SOURCES}
     assert lines
-    # A file that is listed must be split.
+    # Each file that a failure lists here must be split.
     assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
 
 

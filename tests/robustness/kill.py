@@ -2,8 +2,8 @@
 
 python tests/robustness/kill.py [--kills 50] [--seed 0]
 
-A run is killed at a random one of its file events: it opens, makes, renames or removes something in
-its folder, such as logs, cache entries, checkpoints and previews.
+A run is killed at a random file event, which opens, makes, renames or removes a file in the run's
+folder. Such files are logs, cache entries, checkpoints and previews.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def child(folder: str, last: int, arguments: list[str]) -> None:
 
 
 def train(folder: Path, last: int, *more: str) -> subprocess.CompletedProcess[str]:
-    """A run in `folder` that dies at event `last`; 0 for none."""
+    """Run in `folder`, and die at event `last`; if `last` is 0, the run ends by itself."""
     flags = [text for name, value in FLAGS.items() for text in (f"--{name}", str(value))]
     given = ["--dataset", str(folder / "pictures"), "--output", str(folder / "run"), *flags, *more]
     command = [sys.executable, __file__, "--child", str(folder), str(last), *given]

@@ -1,6 +1,6 @@
 """Train a small model with LoRA for many steps, and print time and memory for each tenth of them.
 
-Neither the time of a step nor the memory may grow.
+The time of a step and the memory must not grow.
 
 python tests/robustness/steps.py [--steps 100000]
 """

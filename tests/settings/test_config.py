@@ -81,7 +81,7 @@ def test_wrong_values_say_what_was_found_and_expected(
 
 
 def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
-    # YAML 1.1 takes 1e-4 for text.
+    # YAML 1.1 reads 1e-4 as text.
     config = from_text(tmp_path, "learning_rate: 1e-4\nalpha: 16\nmax_grad_norm: 1")
     assert config.learning_rate == 1e-4
     assert (config.alpha, type(config.alpha)) == (16.0, float)

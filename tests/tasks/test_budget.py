@@ -161,7 +161,7 @@ def test_what_processes_share_counts_once_on_their_machine(flux: Model) -> None:
     enough = Budget(there.memory, need / 4 + 1, there.rates, processes=4, sharing=4)
     assert enough.host_need(plan.estimate) == need / 4
     assert flux.plan(enough, **given).config == plan.config
-    # If each has its own copy, other settings are needed.
+    # If each process has its own copy, other settings are needed.
     alone = Budget(there.memory, need / 4 + 1, there.rates, processes=4)
     assert alone.host_need(plan.estimate) == need
     assert flux.plan(alone, **given).config != plan.config
@@ -196,7 +196,7 @@ def test_a_plan_says_what_it_chose_and_what_more_memory_would_bring(flux: Model)
     assert plan.nearest is not None
     assert plan.nearest.estimate.peak > 12 * GIB
     assert step_seconds(plan.nearest, there) < step_seconds(plan, there)
-    # No time where the GPU is not known.
+    # For an unknown GPU, the plan reports no time.
     unknown = Budget(12 * GIB, 64 * GIB)
     assert "s a step" not in " ".join(flux.plan(unknown).lines(unknown))
 
@@ -235,7 +235,10 @@ def test_a_batch_of_auto_is_no_larger_than_the_data(flux: Model) -> None:
 
 
 def needs(activations: int) -> Callable[[TrainConfig], Estimate]:
-    """An estimate whose activations full checkpointing divides by 4 and a batch multiplies."""
+    """A function that estimates memory for settings.
+
+    Activations grow with the batch size, and full checkpointing divides them by 4.
+    """
 
     @cache
     def of(policy: str, batch_size: int, rank: int) -> Estimate:

@@ -1,10 +1,10 @@
-"""The table of docs/memory.md is what the plan chooses."""
+"""The table of docs/memory.md has the settings that the plan chooses."""
 
 from .full_size import MODELS
 
 
 def test_the_document_has_the_table_that_the_plan_makes() -> None:
-    # `full_size` puts the benchmarks on the path.
+    # The import of `full_size` above has added the folder of benchmarks to `sys.path`.
     import memory_table as bench
 
     lines = bench.table()

@@ -75,7 +75,7 @@ def log_prob(task: TextTask, tokens: Tokens) -> float:
 
 
 def by_definition(task: TextTask, pairs: list[Pair]) -> np.ndarray:
-    """The losses by the paper's equation 7."""
+    """The losses by equation 7 of the paper of DPO (arXiv:2305.18290)."""
     tuned = [[log_prob(task, p.chosen), log_prob(task, p.rejected)] for p in pairs]
     with task.without_adapter():
         base = [[log_prob(task, p.chosen), log_prob(task, p.rejected)] for p in pairs]
@@ -98,7 +98,7 @@ def test_the_loss_is_that_of_the_definition(weights: Path) -> None:
 
 
 def test_the_gradient_is_that_of_the_definition(weights: Path) -> None:
-    """At the start too, when the adapter has no effect yet."""
+    """The gradients are compared with an effective adapter and with one that has no effect yet."""
     task, dataset, data, named = prepared(config_of(weights, ROWS[:3]))
     name = next(name for name in named if "lora_B" in name or "up" in name)
     var = named[name]

@@ -87,7 +87,7 @@ def test_steps_are_predicted_within_15_percent(
 @pytest.mark.parametrize(
     ("model", "sizes", "layers", "attention"),
     [
-        # The families' figures for images of 1024 x 1024 px, in 10^12 operations.
+        # Operations of the linear layers and of attention, for images of 1024 x 1024 px.
         ("Flux.1-dev", FLUX, 59.5e12, 14.9e12),
         ("SDXL", SDXL, 5.98e12, 0.78e12),
         # Two operations for each weight and token, without the embedding, which is looked up.

@@ -9,7 +9,8 @@ import pytest
 import trainable_candle as tc
 
 DTYPES = ("f64", "f32", "f16", "bf16", "i64", "u8")
-# What torch 2.9 gives for a sum of two tensors with dimensions, in rows and columns of DTYPES.
+# The dtype in torch 2.9 of the sum of two tensors with dimensions. Rows and columns are in the
+# order of DTYPES.
 SUMS = """
 f64 f64 f64 f64 f64 f64
 f64 f32 f32 f32 f32 f32

@@ -112,7 +112,7 @@ def test_a_linear_layer_takes_a_quantized_weight(format: str) -> None:
 
 
 def test_a_large_weight_is_dequantized_in_parts() -> None:
-    """More elements than the CPU dequantizes at a time."""
+    """The weight has more elements than the CPU dequantizes at a time."""
     tc.manual_seed(1)
     weight = tc.quantize(tc.randn((2100, 4096)), "nf4")
     x = tc.randn((2, 4096))

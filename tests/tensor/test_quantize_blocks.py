@@ -46,7 +46,7 @@ def test_a_linear_layer_takes_a_quantized_weight(format: str) -> None:
         blocks = blocks[:, :144] if format == "q4_0" else blocks
         weight = tc.quantize(tc.randn((24, 288)), format)
     else:
-        # Scales of 1/8.
+        # Set all scales to 1/8.
         blocks.reshape(24, 2, 210)[:, :, 208:] = np.float16([0.125]).view(np.uint8)
         weight = tc.QuantizedTensor.from_blocks(tc.tensor(blocks), format, "f32")
     x = tc.Var(tc.randn((3, weight.shape[1])))
@@ -59,7 +59,7 @@ def test_a_linear_layer_takes_a_quantized_weight(format: str) -> None:
 
 
 def test_a_large_weight_is_dequantized_in_parts() -> None:
-    """More elements than the CPU dequantizes at a time, and more than one thread's share."""
+    """The weight has more elements than the CPU dequantizes at a time; threads share the work."""
     tc.manual_seed(1)
     weight = tc.quantize(tc.randn((2100, 4096)), "q8_0")
     x = tc.randn((2, 4096))

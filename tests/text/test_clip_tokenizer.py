@@ -38,8 +38,8 @@ def test_numbers_are_those_of_transformers(clip_l: CLIPTokenizer) -> None:
 def test_rows_are_those_of_transformers(clip_l: CLIPTokenizer, big_g: CLIPTokenizer) -> None:
     texts = [case["text"] for case in CASES]
     np.testing.assert_array_equal(clip_l(texts), [case["clip_l"] for case in CASES])
-    # With "!" as padding, transformers also takes every "!" of a text for padding. OpenCLIP, by
-    # which the encoder was trained, and ComfyUI do not.
+    # With "!" as padding, transformers also takes every "!" of a text for padding. OpenCLIP, which
+    # trained the encoder, and ComfyUI do not.
     plain = [case for case in CASES if "!" not in case["text"]]
     assert len(plain) > 60
     found = big_g([case["text"] for case in plain])

@@ -11,7 +11,7 @@ from trainable_candle.train import Callback, TrainConfig
 
 @pytest.fixture
 def config(digits_base: Path, digits_folder: Path, tmp_path: Path) -> TrainConfig:
-    """Twelve steps with a schedule and dropout, a checkpoint after every five."""
+    """A run of 12 steps with a schedule and dropout, and a checkpoint after every 5 steps."""
     return TrainConfig(
         model="digits",
         weights=str(digits_base),

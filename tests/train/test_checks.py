@@ -73,7 +73,7 @@ def test_a_setting_without_effect_is_rejected(settings: dict[str, Any], message:
 )
 def test_a_setting_with_effect_is_accepted(settings: dict[str, Any]) -> None:
     check_settings(TrainConfig(**settings))
-    # A run writes all settings, defaults too; these are accepted.
+    # A run's file has all settings, including defaults; they are accepted, too.
     check_settings(TrainConfig.from_mapping(vars(TrainConfig(**settings))))
 
 

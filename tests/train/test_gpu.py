@@ -1,4 +1,4 @@
-"""Training on a CUDA device against the same on the CPU."""
+"""Training on a CUDA device against the same training on the CPU."""
 
 import json
 import math
@@ -88,7 +88,7 @@ def test_recorded_steps_of_texts_equal_eager_ones(gpu: str, tmp_path: Path) -> N
     )
     plain = curve(config, cuda_graphs=0)
     recorded = curve(config, output=str(tmp_path / "recorded"))
-    # Without graphs rows are not padded, so sums add their terms in another order.
+    # Without graphs, rows are not padded, so sums add their terms in another order.
     np.testing.assert_allclose(recorded, plain, rtol=0.02)
     again = curve(config, output=str(tmp_path / "again"))
     np.testing.assert_array_equal(again, recorded)

@@ -122,7 +122,7 @@ def test_a_step_without_memory_for_its_graphs_is_taken_once_more(
     monkeypatch.setattr(tc.cuda, "capture", fail_late)
     tc.manual_seed(3)
     assert trainer.train()
-    # The gradient is the mean of 1 and 2, without the passes before the retry.
+    # The gradient is the mean of 1 and 2: the passes before the retry do not count.
     assert weight.tolist() == [1.0 - 1.5]
     assert draws[:2] == draws[2:]
 

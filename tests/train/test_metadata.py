@@ -64,7 +64,7 @@ def test_a_file_has_the_hash_of_its_tensors(tmp_path: Path, read_metadata: Read)
     assert found["sshs_model_hash"] == expected
     assert found["modelspec.hash_sha256"] == f"0x{expected}"
     assert tc.load_file(path)["x"].tolist() == [1, 1, 1]
-    stamp(path)  # once is enough
+    stamp(path)  # A second stamp changes nothing.
     assert path.read_bytes() == data
 
 

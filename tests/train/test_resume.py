@@ -85,8 +85,8 @@ def test_every_optimizer_resumes_bit_for_bit(optimizer: str, tmp_path: Path) -> 
         part = Problem(config, output, stop_after)
         if losses:
             part.trainer.resume(checkpoints(output)[-1])
-        # This draw between the two parts must not matter.
         part.trainer.train()
+        # Random numbers that are drawn between two parts of the run must not change the result.
         tc.randn((7,))
         losses += part.callback.losses
     assert losses == unbroken.callback.losses

@@ -277,8 +277,9 @@ def test_a_run_out_of_memory_is_planned_anew_and_loses_nothing(
 
 def test_a_run_out_of_memory_late_or_by_hand_fails(config: TrainConfig) -> None:
     by_hand = config.with_(gradient_checkpointing="none", base_precision="same")
-    # In turn: no other plan is left; the step is too late; a checkpoint of step 5 exists.
     late = config.with_(steps=30, save_every=0)
+    # The three runs fail because no other plan is left, because the step is too late, and because a
+    # checkpoint of step 5 exists.
     for settings, step in ((by_hand, 1), (late, 25), (config, 7)):
         failing = OneOutOfMemory(step)
         with pytest.raises(tc.OutOfMemoryError):

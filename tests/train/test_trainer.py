@@ -234,7 +234,7 @@ def test_a_non_finite_gradient_leaves_the_parameters_as_they_were() -> None:
 def test_a_step_that_is_queued_before_its_loss_is_read_is_skipped(
     monkeypatch: pytest.MonkeyPatch, accumulation: int
 ) -> None:
-    """As on a GPU, where the loss is read after the step: an infinite loss, a finite gradient."""
+    """As on a GPU, the loss is read after the step. It is infinite, but the gradient is finite."""
     weight = tc.Var(np.ones(1, np.float32))
     run = Trainer(
         lambda rows: weight.sum() + (math.inf if rows[0] == 3 else 0.0),

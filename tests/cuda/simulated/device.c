@@ -103,7 +103,7 @@ CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device) {
     return CUDA_SUCCESS;
 }
 
-// The figures of an H200.
+// The attributes of an H200, except those that depend on the capability.
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
     TRY(known(device));
     switch (attribute) {

@@ -186,8 +186,8 @@ CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction fun
     return CUDA_SUCCESS;
 }
 
-// Write the parameters as text. An eight-byte number in the range of device addresses must be an allocated address. The range is near the
-// end of the host's 47-bit address space: seeds and offsets are below it, floating-point numbers above.
+// Write the parameters as text. An eight-byte number in the range of device addresses must be an allocated address. The range is BIAS
+// (memory.c) above host addresses near the end of the 47-bit address space: seeds and offsets are below it, floating-point numbers above.
 static CUresult check_parameters(const struct kernel *kernel, void **parameters, char *text, size_t room) {
     size_t used = 0;
     for (unsigned i = 0; kernel && i < kernel->parameters; i++) {
@@ -263,7 +263,8 @@ static unsigned element_bytes(CUtensorMapDataType type) {
     }
 }
 
-// Requirements of both kinds of tensor map: the one that is not met, or NULL. `strides` are in bytes, of all dimensions but the first.
+// The first requirement of both kinds of tensor map that is not met, or NULL. `strides` has the strides of all dimensions but the first, in
+// bytes.
 static const char *bad_tensor(unsigned bytes, unsigned rank, const void *address, const cuuint64_t *sizes, const cuuint64_t *strides,
                               const cuuint32_t *steps) {
     if (rank < 1 || rank > 5) return "rank";

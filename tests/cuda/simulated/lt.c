@@ -1,4 +1,4 @@
-// cuBLASLt: one algorithm for every product, which does not compute.
+// cuBLASLt: it has one algorithm for every product, and computes nothing.
 #include "blas.h"
 
 struct descriptor {

@@ -1,10 +1,11 @@
-// Memory of devices, by cuMemAlloc, by the stream-ordered pool and by mapping; pinned memory of the host; copies and fills.
+// Memory of devices, by cuMemAlloc, by the stream-ordered pool and by mapping; pinned memory of the host.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include "simulated.h"
 
+// Added to host addresses, so that code on the host that dereferences a device address crashes.
 #define BIAS 0x400000000000ULL
 #define POOL_BLOCK ((size_t)32 << 20)
 #define CHUNK ((size_t)2 << 20)
@@ -15,7 +16,7 @@ struct ranges {
         uintptr_t start;
         size_t bytes;
         int device;
-        enum { DIRECT, POOLED, CLOSED, MAPPED } kind; // CLOSED: mapped, but not to be read or written yet
+        enum { DIRECT, POOLED, CLOSED, MAPPED } kind; // CLOSED: mapped, but not yet accessible
         struct chunk *chunk;
     } *items;
     size_t count, capacity;
@@ -104,7 +105,7 @@ static uintptr_t map(size_t bytes, int protection) {
     return start == MAP_FAILED ? 0 : (uintptr_t)start;
 }
 
-// Whether the device has so many free bytes; bytes that the pool keeps are not free.
+// Whether the device has this many free bytes; bytes that the pool keeps are not free.
 static bool fits(int device, size_t bytes) { return bytes <= simulated_total_memory() - reserved(device); }
 
 static CUresult allocate(CUdeviceptr *address, size_t bytes, bool pooled) {
@@ -173,7 +174,7 @@ static CUresult free_async(CUdeviceptr address, CUstream stream) {
     TRY(simulated_stream("cuMemFreeAsync", stream));
     simulated_log("free-async captured=%d", simulated_capturing(stream));
     simulated_queue(stream, (struct CUgraphNode_st){.kind = FREE});
-    // A graph writes to its memory at each launch.
+    // A graph writes to this memory at each launch, so a captured call does not release it.
     return simulated_capturing(stream) || !address ? CUDA_SUCCESS : release("cuMemFreeAsync", address);
 }
 CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream) { LOCKED(free_async(address, stream)); }
@@ -225,7 +226,7 @@ CUresult cuMemPoolTrimTo(CUmemoryPool pool, size_t keep) {
     return CUDA_SUCCESS;
 }
 
-// All mapped memory is in one memory file, where each chunk has its own place. A chunk is freed when its handle is released and no range
+// All mapped memory is in one memory file, where each chunk has its own offset. A chunk is freed when its handle is released and no range
 // maps it.
 struct chunk {
     size_t offset, bytes;
@@ -331,7 +332,7 @@ CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGeneric
     LOCKED(map_chunk(address, bytes, offset, handle));
 }
 
-// Whether a range is whole mappings.
+// Whether a range consists of whole mappings.
 static bool whole_mappings(uintptr_t start, size_t bytes) {
     for (uintptr_t at = start; at < start + bytes;) {
         struct range *range = find(&device_ranges, at);
@@ -408,7 +409,7 @@ static CUresult host_free(void *address) {
 }
 CUresult cuMemFreeHost(void *address) { LOCKED(host_free(address)); }
 
-// Memory of the process becomes pinned, also what it shares with others; it is not the driver's to free.
+// Pin memory that the process has allocated, which it may share with other processes. The driver does not free this memory.
 static CUresult host_register(void *address, size_t bytes, unsigned flags) {
     TRY(simulated_ready(true));
     TRY(simulated_unsafe("cuMemHostRegister"));

@@ -1,8 +1,8 @@
 // NCCL: processes meet in shared memory named by the unique id. Sums are not computed. All ranks must make the same calls in the same
 // order; a call that differs fails on the ranks that make it.
 //
-// Environment: SIMULATED_NCCL_VERSION; SIMULATED_NCCL_FAIL, "init" or the number of a call, from 1, for which ncclCommGetAsyncError then
-// returns an error.
+// Environment: SIMULATED_NCCL_VERSION is the version. SIMULATED_NCCL_FAIL is "init", which makes ncclCommInitRankConfig fail, or the number
+// of a call, counted from 1: from this call on, ncclCommGetAsyncError returns an error.
 #include "simulated.h"
 
 #include <fcntl.h>
@@ -24,7 +24,7 @@ struct config {
 };
 
 struct call {
-    atomic_uint kind; // 0 is none yet.
+    atomic_uint kind; // 0: no rank has made the call; 99: a rank is writing its properties.
     atomic_uint type, root;
     atomic_ulong count;
 };

@@ -1,9 +1,9 @@
 // A CUDA driver and libraries for machines without a GPU. Device memory is host memory, so copies and fills are real; kernels and
-// matrix products do not compute. Every call that does work is checked as the real driver would, and written to a log.
+// matrix products do not compute. The simulation checks every call that does work as the real driver does, and writes it to a log.
 //
 // Environment: SIMULATED_CUDA_INIT (status of cuInit), _VERSION (of the driver), _DEVICES (how many), _CAPABILITY (such as 9.0, or a
-// list with commas, one for each device, the last for all that follow), _MEMORY (bytes of each device), _KERNELS (a table of the kernels
-// of modules), _LOG (the file of the log).
+// list with commas: the last entry is for all further devices), _MEMORY (bytes of each device), _PINNED (the most bytes of pinned memory),
+// _KERNELS (a table of the kernels of modules), _LOG (the file of the log).
 #pragma once
 
 #include <pthread.h>
@@ -24,7 +24,7 @@ struct CUctx_st {
     int device;
 };
 
-// What a stream does, now or at each launch of the graph that it was captured into.
+// An operation of a stream. The stream does it at once, or at each launch of the graph that captured it.
 struct CUgraphNode_st {
     enum { LAUNCH, PRODUCT, COPY, FILL, HOST, ALLOCATE, FREE } kind;
     unsigned char *to;
@@ -52,7 +52,7 @@ struct CUstream_st {
     pthread_t thread;
     cuuint64_t capture;
     CUgraph graph;
-    // Whether an event took the stream into another stream's capture, and whether that stream has not waited for its work since.
+    // joined: an event made this stream part of another stream's capture. ahead: this stream has work that the other has not waited for.
     bool joined, ahead;
 };
 
@@ -70,7 +70,7 @@ HIDDEN unsigned simulated_most_shared(int device);
 HIDDEN CUresult simulated_ready(bool context);
 HIDDEN CUresult simulated_fail(const char *call, CUresult status, const char *why);
 
-// Device addresses are not host addresses: code on the host that dereferences one crashes.
+// Device addresses are not host addresses: code on the host that dereferences a device address crashes.
 HIDDEN bool simulated_is_device(CUdeviceptr address);
 // Whether a number is in the range of the addresses that allocations have, or had.
 HIDDEN bool simulated_looks_like_device(CUdeviceptr value);
@@ -82,7 +82,7 @@ HIDDEN bool simulated_pinned(const void *address, size_t bytes);
 HIDDEN CUdeviceptr simulated_allocate(size_t bytes, int device);
 HIDDEN bool simulated_release(CUdeviceptr address);
 
-// Whether a call that may wait for the device is allowed while streams are captured. If not, the call ends these captures.
+// Whether a call that may wait for the device is allowed while streams are captured. If not, the call invalidates these captures.
 HIDDEN CUresult simulated_unsafe(const char *call);
 // Whether a stream can take work.
 HIDDEN CUresult simulated_stream(const char *call, CUstream stream);
@@ -92,7 +92,7 @@ HIDDEN bool simulated_capturing(CUstream stream);
 HIDDEN int simulated_number(CUstream stream);
 HIDDEN CUresult simulated_synchronize(const char *call, CUstream stream);
 
-// For the libraries, which call the driver as the real ones do: queue a product that reads and writes these ranges.
+// The simulated libraries call this function of the driver to queue a product that reads and writes these ranges.
 struct simulated_range {
     CUdeviceptr address;
     size_t bytes;

@@ -1,4 +1,4 @@
-"""What is particular to Chroma: one text encoder, one token of padding, related files."""
+"""Features of Chroma alone: one text encoder, one token of padding, files similar to Flux's."""
 
 import shutil
 from pathlib import Path

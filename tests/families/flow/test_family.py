@@ -88,7 +88,7 @@ def test_a_merged_model_draws_as_with_the_adapter(
             drawn = merged.draw(["a blur"], options).astype(int)
             assert np.abs(drawn - adapted).max() <= 1
         else:
-            # The tiny encoders know fewer tokens than the package's tokenizers.
+            # The tiny encoders have fewer tokens than the package's tokenizers.
             assert tc.inspect(output, name).parts.keys() == tc.inspect(base, name).parts.keys()
 
 

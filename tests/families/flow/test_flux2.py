@@ -1,4 +1,4 @@
-"""What is particular to FLUX.2-klein: padding that is read, statistics of latents, distillation."""
+"""Features of FLUX.2-klein alone: padding that it reads, statistics of latents, distillation."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def test_latents_are_normalised_by_the_statistics(flux2_base: Path) -> None:
     assert latents.shape == (1, 128, 4, 6)
     stored = coder.model.named_tensors()
     mean, variance = (stored[f"bn.running_{name}"].numpy() for name in ("mean", "var"))
-    # Channel 4 c + 2 dy + dx is the latent c of a square's row dy and column dx.
+    # Channel 4 c + 2 dy + dx has latent channel c at row dy and column dx of a 2 x 2 square.
     value = kept["mean"].numpy()[0, 5, 2 * 1 + 1, 2 * 3]
     expected = (value - mean[22]) / np.sqrt(variance[22] + 1e-4)
     assert latents.numpy()[0, 22, 1, 3] == pytest.approx(expected, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Flow models on a CUDA device against the same on the CPU."""
+"""Flow models on a CUDA device against the same models on the CPU."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def test_padding_sees_the_words_alone(gpu: str, flux2_base: Path) -> None:
 def test_a_run_over_a_training_adapter(
     gpu: str, name: str, request: pytest.FixtureRequest, sdxl_folder: Path, tmp_path: Path
 ) -> None:
-    """Previews between the steps turn the adapter off; steps are recorded as graphs."""
+    """Previews between the steps turn the training adapter off; steps are recorded as graphs."""
     base = request.getfixturevalue(f"{name}_base")
 
     def run(output: str, device: str, **given: Any) -> list[float]:

@@ -116,10 +116,10 @@ def test_flux(flux_base: Path, tmp_path: Path) -> None:
 
 
 def chroma(base: Path, folder: Path) -> "diffusers.ChromaPipeline":
-    """The pipeline with a mask of booleans, as in the code that the model was trained with.
+    """diffusers' pipeline with a boolean mask, as in the code that the model was trained with.
 
-    diffusers 0.42 joins numbers and booleans to a mask of numbers, which attention adds to its
-    scores, so that its transformer reads all of the padding.
+    diffusers 0.42 concatenates numbers and booleans to a mask of numbers. Attention adds this mask
+    to its scores, so diffusers' transformer reads all of the padding.
     """
     pipeline = diffusers.ChromaPipeline(
         transformer=load(diffusers.ChromaTransformer2DModel, base / "transformer"),
@@ -198,7 +198,8 @@ def test_z_image(zimage_base: Path, guidance: float) -> None:
         text_encoder=load(transformers.Qwen3ForCausalLM, zimage_base / "text_encoder"),
         tokenizer=chat_tokenizer(zimage_base / "tokenizer"),
     )
-    # The pipeline's scale is ours minus 1. One prompt has more than 32 tokens, the other fewer.
+    # The pipeline's guidance scale is this library's minus 1. One prompt has more than 32 tokens,
+    # the other fewer.
     theirs = pipeline(
         PROMPT, negative_prompt="", num_inference_steps=STEPS, guidance_scale=guidance - 1,
         height=SIZE[1], width=SIZE[0], latents=noise(), output_type="np",
@@ -233,7 +234,7 @@ def test_flux2_reads_text_with_its_padding(flux2_base: Path) -> None:
 
 @pytest.mark.parametrize("is_distilled", [False, True])
 def test_flux2(flux2_base: Path, tmp_path: Path, is_distilled: bool) -> None:
-    """A scale of guidance changes nothing in the distilled models."""
+    """The guidance scale changes nothing in the distilled models."""
     base = tmp_path / "klein"
     base.mkdir()
     for part in flux2_base.iterdir():

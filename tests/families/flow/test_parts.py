@@ -19,7 +19,7 @@ ENCODERS = {"sd3": ("text_encoder", "text_encoder_2", "text_encoder_3"),
 
 
 def write(base: Path, part: str, path: Path) -> Path:
-    """A part under its own names, with its configuration in its folder beside the file."""
+    """Copy a part's weights to `path`, and its configuration to a folder of its name beside."""
     (weights,) = (base / part).glob("*.safetensors")
     shutil.copy(weights, path)
     (path.parent / part).mkdir()
@@ -29,7 +29,10 @@ def write(base: Path, part: str, path: Path) -> Path:
 
 @pytest.fixture(params=["sd3", "flux", "chroma"])
 def files(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Path, TrainConfig]:
-    """A family, its pipeline, the transformer's original file, and settings with other files."""
+    """A family, its pipeline, the transformer in a file with the original names, and settings.
+
+    The settings name the files of the other parts.
+    """
     name = request.param
     base = request.getfixturevalue(f"{name}_base")
     weights = tmp_path / "transformer.safetensors"
@@ -38,9 +41,9 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Pa
     vae = tmp_path / "ae.safetensors"
     tc.models.save_checkpoint(vae, {"vae": tc.models.load(base, subfolder="vae")})
     encoders = [str(write(base, part, tmp_path / f"{part}.safetensors")) for part in ENCODERS[name]]
-    # The order of encoders of different kinds does not matter.
     for tokenizer in base.glob("tokenizer*"):
         shutil.copytree(tokenizer, tmp_path / tokenizer.name)
+    # The order of encoders of different kinds does not matter.
     config = TrainConfig(text_encoder=[encoders[-1], *encoders[:-1]], vae=str(vae))
     return name, base, weights, config
 
@@ -96,7 +99,7 @@ def test_latents_and_velocities_are_those_of_the_pipeline(
     assert one.family.drawing_bytes((32, 32), 1) > 0
     options = SampleOptions(steps=1, size=(16, 16))
     if name == "chroma":
-        # Chroma has T5 alone, and the tiny encoder knows all tokens of T5's tokenizer.
+        # Chroma's only text encoder is T5, and the tiny one has all tokens of T5's tokenizer.
         np.testing.assert_array_equal(one.draw(["a"], options), other.draw(["a"], options))
         return
     # The package's tokenizers have more tokens than the tiny encoders.

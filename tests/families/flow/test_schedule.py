@@ -37,7 +37,10 @@ def test_flux2_is_shifted_by_the_size_and_the_steps() -> None:
 
 
 def test_training_may_shift_by_the_size() -> None:
-    """The shift of drawing, or of arXiv:2403.03206, equation 23: the root of a ratio of pixels."""
+    """Flux trains with the shift for sampling. SD3's shift grows with the root of the pixels.
+
+    arXiv:2403.03206, equation 23, has the formula for SD3.
+    """
     assert Flux.schedule.in_training(1024) == pytest.approx(Flux.schedule.at(1024))
     assert SD3.schedule.in_training(4096) == 3.0
     assert SD3.schedule.in_training(1024) == pytest.approx(1.5)

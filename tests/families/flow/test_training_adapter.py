@@ -115,7 +115,7 @@ def test_the_product_is_added_and_taken_out_exactly(
     np.testing.assert_array_equal(model(**inputs).to("f32").numpy(), alone)
     if kind == "dora" or dtype == "bf16":
         return
-    # In f32, merging the training adapter before loading the other gives the same result.
+    # In f32, merging the training adapter before loading the other adapter gives the same result.
     merged = tc.models.load(folder, dtype="f32")
     merged.load_adapter(over)
     merged.merge_adapter()

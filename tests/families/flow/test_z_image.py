@@ -1,4 +1,4 @@
-"""What is particular to Z-Image: lengths of captions, times from noise to data, the tokenizer."""
+"""Features of Z-Image alone: lengths of captions, times from noise to data, the tokenizer."""
 
 import shutil
 from pathlib import Path

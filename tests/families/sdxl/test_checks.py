@@ -18,7 +18,7 @@ Check = Callable[..., list[str]]
 
 @pytest.fixture
 def check(sdxl_base: Path) -> Check:
-    """Check some settings; returns what was reported."""
+    """A function that checks some settings and returns the reported lines."""
 
     def check(weights: Path = sdxl_base, **settings: Any) -> list[str]:
         config = TrainConfig(model="sdxl", dataset="none", output="none", **settings)

@@ -1,4 +1,4 @@
-"""Losses and drawn images against the same computations written out."""
+"""Losses and sampled images against the same computations, written out in the tests."""
 
 import shutil
 from collections.abc import Callable

@@ -27,7 +27,7 @@ DIM, HIDDEN, PATCH, GRID = 8, 24, 8, 3
 
 
 def weights() -> dict[str, torch.Tensor]:
-    """Random parameters under our names."""
+    """Random parameters under this library's names."""
     generator = torch.Generator().manual_seed(0)
     shapes: dict[str, tuple[int, ...]] = {
         "pos_embed.pos_embed": (1, GRID * GRID, DIM),
@@ -63,7 +63,7 @@ def forward(
     def modulated(v: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return functional.layer_norm(v, (DIM,), eps=1e-6) * (1 + scale[:, None]) + shift[:, None]
 
-    # A convolution whose kernel is its stride is how diffusers splits images into patches.
+    # Like diffusers, split images into patches by a convolution whose stride is its kernel's size.
     kernel = w["pos_embed.proj.weight"].reshape(DIM, 2, 2, 2)
     h = (
         functional.conv2d(x, kernel, w["pos_embed.proj.bias"], stride=2).flatten(2).transpose(1, 2)

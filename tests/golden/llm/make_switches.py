@@ -1,8 +1,8 @@
 """Logits of tiny decoders with each switch of their configuration, by transformers.
 
-Run with torch 2.11.0 and transformers 5.23.0. Writes `switches.json`, the configurations under
-their old names and as transformers writes them, and `switches.safetensors`, weights (bf16 numbers,
-stored as bf16), ids, masks and logits.
+Run with torch 2.11.0 and transformers 5.23.0. The script writes two files. `switches.json` has each
+configuration under its old names and as transformers writes it. `switches.safetensors` has weights
+(stored as bf16), ids, masks and logits.
 """
 
 import copy

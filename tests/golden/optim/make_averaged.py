@@ -3,8 +3,9 @@
     pip install torch==2.15.0 schedulefree==1.4.1 safetensors
     python make_averaged.py averaged.safetensors
 
-`CASE.pN` is parameter N after the last gradients; `CASE.evalN` is what schedulefree's `eval` makes
-of it. Torch rounds Muon's products to bf16; this script makes torch's function compute them in f64.
+`CASE.pN` is parameter N after the last step; `CASE.evalN` is the same parameter after a call of
+schedulefree's `eval`. Torch rounds Muon's products to bf16; this script makes torch's function
+compute them in f64.
 """
 
 import inspect

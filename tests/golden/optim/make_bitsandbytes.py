@@ -4,9 +4,9 @@
     python make_bitsandbytes.py bitsandbytes.safetensors
 
 Needs a GPU: the CUDA kernels are the reference. `NAME.pSTEP.N` are the values of a parameter of N
-elements after the first and the last step, `NAME.STATE.N` its states after the last. The smaller
-parameter is below `min_8bit_size`, so its states are f32. The stored file comes from the same calls
-with other random numbers.
+elements after the first and the last step, `NAME.STATE.N` its states after the last step. The
+smaller parameter is below `min_8bit_size`, so its states are f32. The stored file comes from the
+same calls with other random numbers.
 """
 
 import sys

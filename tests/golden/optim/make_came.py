@@ -3,7 +3,7 @@
     pip install torch==2.11.0 came-pytorch==0.1.3 safetensors
     python make_came.py came.safetensors
 
-`CASE.pN` is parameter N after the last gradients.
+`CASE.pN` is parameter N after the last step.
 """
 
 import sys

@@ -3,8 +3,8 @@
     pip install torch==2.11.0 prodigyopt==1.1.2 safetensors
     python make_prodigy.py prodigyopt.safetensors
 
-`CASE.pN` and the states `CASE.N.STATE` are those after the last gradients, `CASE.d.I` is the
-estimate after step I.
+`CASE.pN` is parameter N and `CASE.N.STATE` is one of its states, both after the last step.
+`CASE.d.I` is Prodigy's estimate d after step I.
 """
 
 import sys

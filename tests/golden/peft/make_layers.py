@@ -1,4 +1,4 @@
-"""What peft and LyCORIS compute for every kind of adapter on a convolution and a linear layer.
+"""Results of peft and LyCORIS for every kind of adapter on a convolution and a linear layer.
 
 pip install torch==2.11.0 peft==0.21.2 lycoris-lora==4.1.3 safetensors
 python make_layers.py layers.safetensors

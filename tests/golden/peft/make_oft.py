@@ -1,4 +1,4 @@
-"""What peft and LyCORIS compute for OFT, on the network of `layers.safetensors`.
+"""Results of peft and LyCORIS for OFT, on the network of `layers.safetensors`.
 
 peft rotates the inputs of linear layers, LyCORIS the outputs of every layer.
 
@@ -24,7 +24,10 @@ CASES = {
 
 
 class Flat(Net):
-    """peft takes an input of four dimensions for a convolution's."""
+    """A network whose linear layer gets an input of three dimensions.
+
+    peft takes an input of four dimensions as the input of a convolution.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.pointwise(torch.tanh(self.conv(x)))).permute(0, 2, 3, 1)
@@ -58,7 +61,7 @@ def outputs(model: Flat, x: torch.Tensor, target: torch.Tensor) -> dict[str, tor
         found[f"merged.{name}"] = modules[name].get_merged_weight()[0].detach().clone()
     weights = {f"{name}.weight": modules[name].make_weight() for name in TARGETS}
     found |= step(lambda x: torch.func.functional_call(model, weights, (x,)), x, target)
-    # Of the elements above the diagonal; those below have the negative.
+    # Store gradients of the elements above the diagonal; the elements below have the negative.
     return found | {
         f"grad.{name}.oft_blocks": modules[name].oft_blocks.grad.triu(1) for name in TARGETS
     }

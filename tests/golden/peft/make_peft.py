@@ -1,4 +1,4 @@
-"""What peft computes for LoRA, rsLoRA and DoRA on two linear layers.
+"""Results of peft for LoRA, rsLoRA and DoRA on two linear layers.
 
 pip install torch==2.11.0 peft==0.21.2 safetensors
 python make_peft.py peft.safetensors

@@ -1,7 +1,8 @@
 """Blocks of ggml's formats and their values, by gguf-py 0.19 (pip install gguf).
 
-Writes gguf.npz: for each format X, `X.blocks`, random bytes with scales of every size, and their
-`X.values` in f32; for formats that the library also writes, `X.made`, the blocks of `weights`.
+Writes gguf.npz. For each format X, `X.blocks` has random bytes with scales of all magnitudes, and
+`X.values` has the blocks' values in f32. For formats that gguf-py can also write, `X.made` has the
+blocks of `weights`.
 """
 
 from pathlib import Path
@@ -15,7 +16,7 @@ SCALES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
 }  # fmt: skip
-# The smallest and largest numbers, both signs, and ordinary ones.
+# The smallest and the largest scales, both signs, and ordinary scales.
 NUMBERS = np.array([6e-8, -6e-5, 65504.0, -65504.0, 0.0, -0.0, 0.0123, -0.0371], np.float16)
 
 

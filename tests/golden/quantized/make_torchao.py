@@ -5,7 +5,7 @@
 
 Writes torchao.npz: for each format, the fake quantized `values` of `matrix`, and the `gradient` of
 their sum with fixed scales. Integers are symmetric: int8 has codes from -127 to 127 and one scale
-for each row, int4 is that of `IntxFakeQuantizeConfig(torch.int4, group_size=32)`.
+for each row, int4 is the format of `IntxFakeQuantizeConfig(torch.int4, group_size=32)`.
 """
 
 from pathlib import Path
@@ -51,7 +51,7 @@ def main() -> None:
         found[f"{name}.values"] = y.detach().numpy()
         if name != "fp8":
             y.sum().backward()
-            # Nearly integers: torchao divides by the scale and multiplies again.
+            # The gradients are nearly integers: torchao divides by the scale and multiplies by it.
             found[f"{name}.gradient"] = x.grad.numpy().round().astype(np.int8)
             assert np.abs(x.grad.numpy() - found[f"{name}.gradient"]).max() < 1e-6
     np.savez_compressed(HERE / "torchao.npz", **found)

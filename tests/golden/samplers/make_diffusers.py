@@ -1,10 +1,11 @@
-"""What diffusers' schedulers compute: noise schedules, Euler and DPM++ 2M on a toy model.
+"""Results of diffusers' schedulers: noise schedules, Euler and DPM++ 2M on a toy model.
 
 pip install torch==2.11.0 diffusers==0.42.1 safetensors
 python make_diffusers.py diffusers.safetensors
 
-The schedulers compute in f64: `float32` of torch and numpy is `float64` while they run. In f32 they
-would subtract numbers near 10,000 that differ by 50. Noise and conditions are f32.
+The script makes the schedulers compute in f64: while they run, `float32` of torch and numpy is
+`float64`. In f32 they would lose digits, because they subtract numbers near 10,000 that differ by
+50. Noise and conditions are f32.
 """
 
 import json

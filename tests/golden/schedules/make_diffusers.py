@@ -3,8 +3,8 @@
 pip install torch==2.11.0 diffusers==0.42.1 safetensors
 python make_diffusers.py diffusers.safetensors
 
-Tables are f64, since f32 loses digits in 1 - alpha where alpha is near 1: diffusers builds them in
-`torch.float32`, which is `torch.float64` here. Latents and noise are f32.
+Tables are f64, since f32 loses digits in 1 - alpha where alpha is near 1. diffusers builds them in
+`torch.float32`; this script replaces that name by `torch.float64`. Latents and noise are f32.
 """
 
 import sys

@@ -46,7 +46,7 @@ def randomized(model: Module) -> Module:
 
 
 def store(model: Module, folder: str) -> None:
-    """The model as its library writes it, in bf16."""
+    """Write the model in bf16, in the format of its library."""
     copy.deepcopy(model).bfloat16().save_pretrained(HERE / folder)
 
 
@@ -180,7 +180,7 @@ def autoencoder() -> None:
 
 
 def text_encoders() -> None:
-    """Both encoders; the first has the id of a text's end that old files have."""
+    """Both encoders. The first has `eos_token_id` 2, as the configurations of old files have."""
     ids = torch.randint(3, VOCABULARY - 2, (3, 17))
     ids[0, 5:], ids[1, 9:], ids[2, -1] = VOCABULARY - 1, VOCABULARY - 1, VOCABULARY - 1
     common = {
@@ -218,7 +218,7 @@ def text_encoders() -> None:
         store(model, name)
         if name == "text_encoder_2":
             ids = ids.clone()
-            # One text has two ends, another has none.
+            # One text has two end tokens, another has none.
             ids[ids == 7], ids[0, 4], ids[0, 8], ids[2, 11] = 8, 7, 7, 7
         output = model(ids, output_hidden_states=True)
         pooled = output.text_embeds if name == "text_encoder_2" else output.pooler_output

@@ -4,8 +4,8 @@
 
 Needs torch 2.11 and transformers 5.23. Weights are bf16 numbers. `large` comes from weights that
 make f16 overflow: in the residual stream, in the gated product and in the results of `wo`.
-`full_size.json` has the names and shapes of T5 1.1 XXL's encoder: `*` means the number of a
-block, followed by how many blocks have the name.
+`full_size.json` has the names and shapes of T5 1.1 XXL's encoder. In a name, `*` replaces the
+number of a block; an entry ends with the number of blocks that have the name.
 """
 
 import copy
@@ -42,7 +42,7 @@ def random_model(settings):
 
 
 def largest(model, ids):
-    """The largest values of the stream, of what enters `wo` and of what leaves it."""
+    """The largest values of the residual stream, of the inputs of `wo` and of its outputs."""
     found = {"stream": 0.0, "middle": 0.0, "wo": 0.0}
 
     def see(name, value):
@@ -70,7 +70,7 @@ def main():
     mask = torch.ones_like(ids)
     mask[0, 20:] = 0
     mask[1, :3] = 0
-    # Distances beyond the largest that the table distinguishes.
+    # Texts with distances beyond the largest in the table of relative positions.
     long = torch.randint(2, TOKENS, (1, 150))
     for name, sizes in SIZES.items():
         model = random_model(config(FORM[name], **sizes))

@@ -2,7 +2,7 @@
 
     python make_t5.py FOLDER | gzip -9n > t5.json.gz
 
-FOLDER holds T5's `spiece.model` as Google publishes it. Short rows are stored only for
+FOLDER holds T5's `spiece.model` as Google publishes it. Rows of 1 and 8 tokens are stored only for
 texts that they truncate.
 """
 

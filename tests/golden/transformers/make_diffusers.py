@@ -40,7 +40,7 @@ FLUX = {
     "num_attention_heads": 4, "joint_attention_dim": 40, "pooled_projection_dim": 24,
     "axes_dims_rope": (4, 6, 6), "guidance_embeds": True,
 }  # fmt: skip
-# As small as the autoencoder of Flux and the fixtures' text allow.
+# As small as the 16 channels of Flux's autoencoder and the fixtures' text width of 40 allow.
 CHROMA = {
     "in_channels": 64, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 8,
     "num_attention_heads": 1, "joint_attention_dim": 40, "axes_dims_rope": (2, 2, 4),
@@ -93,7 +93,7 @@ def save(path, tensors, metadata=None):
 
 
 def published(name):
-    """A parameter by its published name."""
+    """The published name of a parameter."""
     return name.replace(".default.weight", ".weight").replace(".default", "")
 
 
@@ -167,7 +167,7 @@ def positions(height, width, length, axes):
 
 
 def sd3_model():
-    """The model's table of positions is computed, but stored in bf16 like the weights."""
+    """The model with its table of positions rounded to bf16, the dtype in which it is stored."""
     model = SD3Transformer2DModel(**SD3)
     model.pos_embed.pos_embed.copy_(model.pos_embed.pos_embed.bfloat16())
     return model
@@ -198,7 +198,7 @@ def flux():
 
 
 def chroma():
-    """Texts of 7 and 3 tokens and their padding, with the mask of booleans of the original code.
+    """Texts of 7 and 3 tokens and their padding, with a boolean mask as in the original code.
     `ChromaPipeline` makes a mask of numbers, which attention adds to its scores."""
     height, width, length = 3, 2, 7
     x = torch.randn(2, height * width, 64).requires_grad_()

@@ -1,9 +1,10 @@
-"""ComfyUI's way to apply an adapter file, written from its key map and formulas.
+"""An implementation of how ComfyUI applies an adapter file, from its key map and formulas.
 
-ComfyUI's models have the original names, with queries, keys and values in one matrix. Its map of
-names (`lora.py`) lists these under `diffusion_model.` and, with underscores, under `lora_unet_`; it
-lists diffusers' names under `transformer.`, each for a slice of rows. Its `weight_adapter` has the
-formulas. The facts are those of ComfyUI at ec93dcac; the library's own tables are not used here.
+ComfyUI's models have the original names, and one matrix for queries, keys and values. ComfyUI's map
+of names (`lora.py`) lists the original names under `diffusion_model.` and, with underscores, under
+`lora_unet_`. It lists diffusers' names under `transformer.`, each for a slice of rows. ComfyUI's
+package `weight_adapter` has the formulas. This file follows ComfyUI at commit ec93dcac, and does
+not use the library's own tables.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,10 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class Slice(NamedTuple):
-    """Rows of an original matrix: `count` of its `of` equal shares, from `first` on."""
+    """Rows of an original matrix: `count` of its `of` equal parts, from part `first` on.
+
+    If `swapped`, the original matrix has the two halves of the rows in reverse order.
+    """
 
     name: str
     first: int = 0
@@ -163,7 +167,7 @@ def z_image_slices(layers: int, refiners: int) -> dict[str, Slice]:
     return found
 
 
-# Layers that ComfyUI knows by their original names only.
+# Layers that ComfyUI's map lists only by their original names.
 _NATIVE = ("double_stream_modulation_", "single_stream_modulation.", "time_guidance_embed.",
            "cap_embedder.", "t_embedder.", "distilled_guidance_layer.")  # fmt: skip
 
@@ -184,7 +188,7 @@ def applied(
     """The original matrices after ComfyUI has loaded a file at strength 1.
 
     Raises:
-        KeyError: ComfyUI does not know a key; it would log the key and ignore it.
+        KeyError: a key is not in ComfyUI's map of names; ComfyUI logs such keys and ignores them.
     """
     modules: dict[str, Slice] = {}
     for layer, place in slices.items():

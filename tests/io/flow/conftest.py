@@ -23,7 +23,7 @@ COMMON = (*UNPOOLED, "pooled_projections")
 RANK, ALPHA = 4, 6.0
 EVERYWHERE: dict[str, Any] = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["all-linear"]}
 KINDS: dict[str, dict[str, Any]] = {
-    # The families' default: in Flux's single blocks, all layers but the middle of the MLP.
+    # The families' default targets: in Flux's single blocks, all layers except the MLP's middle.
     "attention": EVERYWHERE | {"target_modules": ["to_q", "to_k", "to_v", "to_out.0"]},
     "lora": EVERYWHERE,
     "rslora": EVERYWHERE | {"use_rslora": True},
@@ -49,7 +49,7 @@ class Family(NamedTuple):
     layer: str = "transformer_blocks.0.attn.to_q"
     """A layer of the transformer."""
     native: tuple[str, ...] = ()
-    """Layers that ComfyUI knows by their original names only."""
+    """Layers that ComfyUI's map lists only by their original names."""
 
     @property
     def folder(self) -> Path:

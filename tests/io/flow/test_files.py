@@ -51,7 +51,7 @@ def test_saved_adapters_load_unchanged(
     found = merged(model)
     for name, values in expected.items():
         np.testing.assert_allclose(found[name], values, atol=1e-5, err_msg=name)
-    # The ranks and alphas of the file are also those of a fresh adapter.
+    # A fresh adapter of the same configuration has the ranks and alphas of the file.
     model.remove_adapter()
     fresh = model.add_adapter(tc.LoraConfig(**KINDS[kind]))
     fresh.load(path)
@@ -174,7 +174,7 @@ MODULE = {
 def test_a_matrix_of_several_layers_is_split(
     family: Family, tmp_path: Path, style: str, kind: str
 ) -> None:
-    """sd-scripts and LyCORIS train such an adapter: its layers share their factors."""
+    """sd-scripts and LyCORIS train one adapter for the matrix, so the layers share its factors."""
     model = family.load()
     base = {name: tensor.numpy() for name, tensor in model.named_tensors().items()}
     names = [f"{layer}.weight" for layer in LAYERS[family.name]]
@@ -202,7 +202,7 @@ def test_a_matrix_of_several_layers_is_split(
     expected = whole + 1.5 / 3 * change
     if kind == "dora":
         values["dora_scale"] = 1 + drawn(rows, 1) ** 2
-        # The paper's formula, which holds for a file without our mark.
+        # The formula of DoRA's paper, which applies to files without this library's mark.
         norm = np.linalg.norm(expected, axis=1, keepdims=True)
         expected = expected * values["dora_scale"] / norm
     arrays = {f"{module}.{name}": value for name, value in values.items()}

@@ -80,7 +80,7 @@ def test_diffusers_computes_the_same_of_the_default_form(
     assert_same(family.predict(model), prediction(family, theirs), base)
 
 
-# Some inputs have no blocks of the given size.
+# peft warns of inputs that the given block size does not divide.
 @pytest.mark.filterwarnings("ignore:Invalid `oft_block_size`")
 @pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr", "oft_inputs"])
 def test_peft_computes_the_same(
@@ -96,7 +96,7 @@ def test_peft_computes_the_same(
 def test_diffusers_reads_kohyas_names_of_flux(
     attach: Callable[..., tc.AdapterSet], tmp_path: Path
 ) -> None:
-    """All layers but `linear1`, for which diffusers expects the width in the released Flux."""
+    """All layers except `linear1`, for which diffusers expects the width of the released Flux."""
     family = FAMILIES["flux"]
     model = family.load()
     base = family.predict(model)
@@ -108,9 +108,9 @@ def test_diffusers_reads_kohyas_names_of_flux(
 
 
 def renamed(path: Path, style: str) -> None:
-    """Rename the tensors of a file in the default format to those of another tool, in place.
+    """Rename the tensors of a file in the default format, in place, to the names of another tool.
 
-    Under `alpha` and `OneTrainer` the file also gets alphas of 3, which differ from the rank, 4.
+    The styles `alpha` and `OneTrainer` also add alphas of 3, which differ from the rank, 4.
     """
     tensors = tc.load_file(path)
     found = {}
@@ -163,7 +163,7 @@ def test_verify_is_right_about_diffusers(
     try:
         load_lora(family, theirs, path)
     except (ValueError, KeyError, AssertionError, RuntimeError):
-        # diffusers rejects the whole file for one name that it does not know.
+        # diffusers rejects the whole file if it has one unknown name.
         assert "not" in claims
         return
     found = prediction(family, theirs)
