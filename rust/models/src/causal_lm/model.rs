@@ -18,8 +18,8 @@ use crate::pretrained::{Architecture, Configuration, Key, Layout, Naming, Origin
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
-/// A language model with the results of transformers' `LlamaForCausalLM` and its siblings. Inside, the tokens of all
-/// texts are in one row: N tokens at `positions (N)` (i64 or u32) in M texts, whose bounds are `cu_seqlens (M + 1)`.
+/// A language model that computes the same as transformers' `LlamaForCausalLM` and its siblings. Inside, the tokens of
+/// all texts are in one row: N tokens at `positions (N)` (i64 or u32) in M texts, whose bounds are `cu_seqlens (M + 1)`.
 pub struct CausalLM {
     config: CausalLMConfig,
     embedding: Weight,
@@ -142,7 +142,8 @@ impl CausalLM {
     }
 
     /// The mean loss of the labels (B, S), i64 or u32: each label is predicted by the token before it. Labels of
-    /// [`IGNORE_INDEX`], labels in the first column and labels after padding do not count; 0 if none counts.
+    /// [`IGNORE_INDEX`], labels in the first column and labels after padding do not count. If no label counts, the loss
+    /// is 0.
     ///
     /// # Errors
     /// As [`PackedTexts::targets`] and [`packed_loss`](Self::packed_loss).
@@ -192,11 +193,10 @@ impl CausalLM {
     }
 
     /// As [`states`](Self::states), for one text `input_ids (N)` whose first `words` tokens are words and the others
-    /// padding. As in transformers if padding is masked, padding attends to the words, but neither to itself nor to
-    /// other padding.
+    /// padding. Padding attends to the words, but not to any padding, as in transformers with a mask of the padding.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there are no words, or more than tokens; as [`states`](Self::states).
+    /// [`Error::Argument`] if there are no words, or more words than tokens; as [`states`](Self::states).
     pub fn padded_states(&self, input_ids: &Tensor, words: usize, after: &[usize]) -> Result<Vec<Tensor>> {
         let (tokens, device) = (input_ids.elem_count(), input_ids.device());
         if words == 0 || words > tokens {
@@ -215,8 +215,8 @@ impl CausalLM {
         })
     }
 
-    /// The states after the numbers of layers in `after`; `run` computes layer i from its input and the tables of
-    /// positions.
+    /// The states after the numbers of layers in `after`. `run(i, x, [cos, sin])` computes layer i from its input `x` and
+    /// the cosines and sines of the positions.
     fn states_by(
         &self,
         input_ids: &Tensor,
