@@ -27,7 +27,7 @@ hyper_parameters! {
         pub weight_decay: f64,
         /// Decay rate of the momentum, in [0, 1).
         pub momentum: f64,
-        /// Nesterov momentum: make orthogonal the gradient moved towards the momentum, instead of the momentum itself.
+        /// Nesterov momentum: orthogonalize the gradient moved towards the momentum, instead of the momentum itself.
         pub nesterov: bool,
         /// Coefficients of the Newton-Schulz iteration: for the matrix, its third and its fifth power.
         pub ns_coefficients: (f64, f64, f64),

@@ -20,7 +20,7 @@ use super::gradient::LossScale;
 /// The number of elements that share a scale of 8-bit states. The states of each variable start at a multiple of it.
 pub const STATE_BLOCK: usize = 256;
 
-/// The most elements that one block of threads updates.
+/// The largest number of elements that one block of threads updates.
 const LONGEST: usize = 4 * STATE_BLOCK;
 
 /// The groups of an optimizer in device memory.
@@ -367,7 +367,7 @@ pub fn step(
     }
 }
 
-/// The launch has as many blocks as run at a time; their warps take the pieces in turn.
+/// The launch has at most as many blocks as run at a time. The warps of these blocks take the pieces in turn.
 fn shape_8bit(op: &'static str, gpu: &Gpu, pieces: usize) -> Result<Shape> {
     const BLOCKS: usize = 3;
     const WARPS: usize = 8;
