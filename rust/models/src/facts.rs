@@ -52,8 +52,8 @@ pub struct PartFacts {
 }
 
 impl Facts {
-    /// Height and width in pixels of the images that the denoiser was made for, from its configuration. If that does not
-    /// state them, they are those of the pipeline's base model.
+    /// Height and width in pixels of the images that the denoiser was made for. They come from its configuration or, if
+    /// that does not state them, from the pipeline's base model.
     pub fn resolution(&self) -> Option<usize> {
         let is_denoiser = |part: &&PartFacts| part.place.is_some_and(|place| place.part.role == Role::Denoiser);
         let denoiser = self.parts.values().find(is_denoiser)?;

@@ -2,8 +2,8 @@
 //! values in a function beside its forward pass.
 //!
 //! A frozen layer keeps nothing. An adapter keeps what its kind says ([`Kept`]), such as its input and the product
-//! between its factors. A norm, a product or an activation keeps what its backward reads, if a gradient passes through
-//! it. A forward pass over weights without memory of their own would give the same count, but would take seconds for SDXL.
+//! between its factors. A norm, a product or an activation keeps what its backward pass reads, if a gradient passes through
+//! it. A forward pass over zeros that take no memory would give the same count, but would take seconds for SDXL.
 
 use std::collections::HashMap;
 

@@ -72,8 +72,8 @@ pub struct Streaming {
 
 impl Streaming {
     /// A plan that streams some blocks of a model. These are spread evenly over all blocks, so that the computation of the
-    /// blocks between them hides the copies. `shapes` is the model without memory, and `layers` are those of its layers
-    /// that are in blocks. Processes that load the model together ([`Sharing::set`]) share one copy of the weights.
+    /// blocks between them hides the copies. `shapes` is the model without memory, and `layers` says which of its
+    /// layers are in blocks. Processes that load the model together ([`Sharing::set`]) share one copy of the weights.
     ///
     /// # Errors
     /// [`Error::Argument`] if the model has fewer blocks than `options` asks for, or if the modulation shall be streamed

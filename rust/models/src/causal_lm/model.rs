@@ -130,8 +130,8 @@ impl CausalLM {
         linear(hidden, self.head()?, None)
     }
 
-    /// The scores of the next token for each token of `input_ids (B, S)`, (B, S, vocab): for all tokens, or for those
-    /// where `attention_mask (B, S)` is 1, with zeros elsewhere.
+    /// The scores of the next token for each token of `input_ids (B, S)`: (B, S, vocab). Where `attention_mask (B, S)` is
+    /// 0, the scores are zeros.
     ///
     /// # Errors
     /// As [`PackedTexts::new`] and [`hidden`](Self::hidden).
@@ -173,8 +173,8 @@ impl CausalLM {
         linear_log_probs(hidden, self.head()?, targets)
     }
 
-    /// The states, (N, D) each and before the final norm, after the numbers of layers in `after`: 0 means the
-    /// embedding. Later layers are not computed.
+    /// For each number in `after`, the states after this many layers: (N, D), before the final norm. 0 layers means the
+    /// embedding. Layers after the largest of these numbers are not computed.
     ///
     /// # Errors
     /// [`Error::Argument`] if the model has fewer layers; as [`hidden`](Self::hidden).
@@ -215,7 +215,7 @@ impl CausalLM {
         })
     }
 
-    /// The states after the numbers of layers in `after`. `run(i, x, [cos, sin])` computes layer i from its input `x` and
+    /// The states after each number of layers in `after`. `run(i, x, [cos, sin])` computes layer i from its input `x` and
     /// the cosines and sines of the positions.
     fn states_by(
         &self,

@@ -55,8 +55,8 @@ impl Sampling {
         }
     }
 
-    /// Choose the next token of a text with the tokens `known` from `scores (vocab)`, which this may change. `draw` is
-    /// uniform in 0..1.
+    /// Choose the next token of a text with the tokens `known` from `scores (vocab)`. The function may change `scores`.
+    /// `draw` is uniform in 0..1.
     ///
     /// # Errors
     /// [`Error::NonFinite`] if a score is NaN.

@@ -173,7 +173,7 @@ fn no_modulation(layer: &str) -> bool {
 }
 
 /// Whether original files and diffusers store a layer's rows in the same order. The halves of the last modulation are
-/// exchanged in original files, and diffusers fails to exchange them.
+/// exchanged in original files, and diffusers fails to exchange them back.
 fn has_no_halves(layer: &str) -> bool {
     layer != "norm_out.linear"
 }

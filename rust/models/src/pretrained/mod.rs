@@ -328,7 +328,7 @@ fn take_quantization(map: &mut Map<String, Value>) -> std::result::Result<(), St
     ))
 }
 
-/// The name of the header entry, in an original checkpoint, with the configuration of the model that a pipeline has in
+/// The name of the entry in an original checkpoint's header that stores the configuration of the model in a pipeline's
 /// `subfolder`.
 fn config_entry(subfolder: &str) -> String {
     format!("trainable_candle.config.{subfolder}")

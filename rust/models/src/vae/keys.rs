@@ -23,7 +23,7 @@ pub(super) fn layout(original: Option<Original>, config: &VaeConfig, files: Opti
 const HIGHEST_LEVEL: usize = 16;
 
 /// The key of a parameter of the attention. `names` pairs this library's names of layers with those of a file. The
-/// projections are linear layers in this library, but 1×1 convolutions in such files.
+/// projections are linear layers in this library, but 1×1 convolutions in files with other names.
 fn attention(name: &str, names: [(&str, &str); 5]) -> Option<Key> {
     let (before, rest) = name.split_once("mid_block.attentions.0.")?;
     names.iter().find_map(|(ours, theirs)| {

@@ -114,8 +114,8 @@ impl Beside {
         Self { inner, product }
     }
 
-    /// The adapter's product and the frozen one as a single product, whose rank is the sum of both ranks; None if the
-    /// adapter is not a low-rank product.
+    /// The adapter's product and the frozen product as a single product, whose rank is the sum of their ranks. None if
+    /// the adapter is not a low-rank product.
     fn joined(&self, dtype: DType) -> Result<Option<LowRank>> {
         let (down, up) = (self.product.down.to_dtype(dtype)?, self.product.up.to_dtype(dtype)?);
         let Some(inner) = &self.inner else { return Ok(Some(LowRank { down, up, scale: 1.0 })) };

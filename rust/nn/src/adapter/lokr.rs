@@ -137,8 +137,8 @@ struct LoKr {
 }
 
 impl Delta for LoKr {
-    /// For D with c rows and, at each place of the kernel, d columns: the element in row a · c + i, at a place of the
-    /// kernel, in column b · d + j is C[a, b] · D[i, place, j].
+    /// D has c rows and, at each place of the kernel, d columns. In row a · c + i, at place p of the kernel, in column
+    /// b · d + j, Δ has the value C[a, b] · D[i, p, j].
     fn delta(&self, base: &Base<'_>, dtype: DType) -> Result<Tensor> {
         let (small, large) = (self.small.value(dtype)?, self.large.value(dtype)?);
         let (rows, columns) = (small.dims()[0], small.dims()[1]);

@@ -16,8 +16,8 @@ use super::rule::{
 };
 
 hyper_parameters! {
-    /// Hyper-parameters of [`Adam8bit`] and [`AdamW8bit`]; names and meaning are those of bitsandbytes. The two differ only
-    /// in the default of `weight_decay`: it is decoupled from the gradient in both.
+    /// Hyper-parameters of [`Adam8bit`] and [`AdamW8bit`]; names and meaning are those of bitsandbytes. The two optimizers
+    /// differ only in the default of `weight_decay`. In both, weight decay is decoupled from the gradient.
     pub struct Adam8bitConfig {
         /// Learning rate, at least 0.
         pub lr: f64,
@@ -139,7 +139,7 @@ fn kernel_settings(config: &Adam8bitConfig) -> Settings {
 }
 
 /// The values of an [`Adam8bitConfig`] that a step uses, rounded as the kernels of bitsandbytes round them. Fused
-/// multiply-adds are where that CUDA code has them, so that moments are equal bit for bit.
+/// multiply-adds are in the same places as in these kernels, so that moments are equal bit for bit.
 #[derive(Clone, Copy)]
 struct Coefficients {
     beta1: f32,

@@ -4,8 +4,8 @@ use super::lanes::{Lanes, WithLanes, with_lanes};
 use super::quant::BLOCK_SIZE;
 use super::rule::{Chunk, StateSlice};
 
-/// A block of a parameter, its gradient and its `N` states. Each state is codes and their scale, the largest magnitude
-/// in the block.
+/// A block of a parameter, its gradient and its `N` states. Each state consists of codes and their scale, the largest
+/// magnitude in the block.
 pub(super) struct Block<'a, const N: usize> {
     pub(super) param: &'a mut [f32; BLOCK_SIZE],
     pub(super) grad: &'a [f32; BLOCK_SIZE],

@@ -42,8 +42,8 @@ impl Default for GradScalerConfig {
 #[derive(Debug)]
 pub struct GradScaler {
     config: GradScalerConfig,
-    /// The scale and the counter. They cannot move during a capture, because captured functions read them on the
-    /// device.
+    /// The scale and the counter. They cannot move to a device during a capture, because captured functions read them
+    /// there.
     state: Fixed<State>,
     /// By id of the optimizer: what was done in its iteration since the last update.
     stages: HostState<FxHashMap<u64, Stage>>,

@@ -24,8 +24,8 @@ pub struct DoubleBlockKind {
     pub feed_forward: FeedForwardKind,
 }
 
-/// Attention of an image's and a text's tokens to the tokens of both, then a feed-forward layer for each stream. The input
-/// of each is modulated, and its result is gated and added to the input.
+/// Attention of an image's and a text's tokens to the tokens of both, then a feed-forward layer for each stream. For each
+/// of these, the input is modulated, and the result is gated and added to the input.
 pub struct DoubleBlock {
     /// The layers that modulate the image and the text, unless the model passes the modulation.
     norms: Option<[Linear<Tensor>; 2]>,

@@ -32,8 +32,8 @@ impl RopeAxes {
         )))
     }
 
-    /// Axes, each of which rotates as many of a head's features as `widths` says; widths are even. Pair i of an axis is
-    /// rotated by position · `theta`^(−2i / width).
+    /// Axes of the positions. `widths` has the number of a head's features that each axis rotates, an even number. Pair i
+    /// of an axis is rotated by position · `theta`^(−2i / width).
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Candle`] if the frequencies cannot be copied to the device.

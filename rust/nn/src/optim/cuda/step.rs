@@ -410,8 +410,8 @@ mod tests {
     #[test]
     fn loose_variables_have_segments_of_their_own() {
         let cases = [
-            // The order differs, gradients have a gap, only one has a copy, or parameters are more than 2^32 elements
-            // apart.
+            // The order differs, gradients have a gap, only one variable has a copy, or parameters are more than 2^32
+            // elements apart.
             [place([4096, 8192, 0], 3, 0, 0), place([64, 8204, 0], 3, 1, 0)],
             [place([4096, 8192, 0], 3, 0, 0), place([4108, 9000, 0], 3, 1, 0)],
             [place([4096, 8192, 0], 3, 0, 0), place([4108, 8204, 512], 3, 1, 0)],
