@@ -157,7 +157,7 @@ def test_too_many_blocks_are_an_error() -> None:
         load(family, 1000)
     with pytest.raises(tc.errors.ArgumentError, match="stream_blocks is -1"):
         load(family, -1)
-    with pytest.raises(tc.errors.ArgumentError, match="no layers of their own for the modulation"):
+    with pytest.raises(tc.errors.ArgumentError, match="no separate layers for the modulation"):
         load(FAMILIES["flux2"], 0, modulation=True)
 
 

@@ -335,14 +335,14 @@ class Prodigy(GroupedOptimizer):
 
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: Factor on the estimated step size, at least 0; 1 unless a schedule changes it. Groups may differ only by a factor of 0, which leaves them unchanged.
+        lr: Factor on the estimated step size, at least 0; 1 unless a schedule changes it. Groups may differ only by a factor of 0, with which a group's variables do not change.
         betas: Decay rates of the first and the second moment, each in [0, 1); a first rate of 0 keeps no first moment.
         beta3: Decay rate of the sums that give the estimate, in [0, 1); default: the square root of the second beta.
         eps: Above 0: eps times the estimate is added to the root of the second moment.
         weight_decay: At least 0; see `decouple`.
         decouple: Decay weights as AdamW does; otherwise add an L2 penalty to the gradient.
         use_bias_correction: Use Adam's bias correction in the first steps.
-        safeguard_warmup: Leave `lr` and bias correction out of the estimate's denominator: a warm-up would make it too small.
+        safeguard_warmup: Leave `lr` and bias correction out of the estimate's denominator: a warm-up would make the denominator too small.
         d0: The first estimate, above 0.
         d_coef: Factor on the estimate, above 0; tune the method with it, for example 0.5 or 2.
         growth_rate: The estimate grows by at most this factor in a step, at least 1.
@@ -430,7 +430,7 @@ class Muon(GroupedOptimizer):
         lr: Learning rate, at least 0.
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         momentum: Decay rate of the momentum, in [0, 1).
-        nesterov: Nesterov momentum: make orthogonal the gradient moved towards the momentum, instead of the momentum itself.
+        nesterov: Nesterov momentum: orthogonalize the gradient moved towards the momentum, instead of the momentum itself.
         ns_coefficients: Coefficients of the Newton-Schulz iteration: for the matrix, its third and its fifth power.
         eps: Above 0: the iteration starts with the update divided by its norm, or by this if the norm is smaller.
         ns_steps: Steps of the Newton-Schulz iteration, less than 100.

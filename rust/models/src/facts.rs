@@ -25,13 +25,13 @@ use crate::saved::{Flops, SampleSize, Saved};
 pub struct Facts {
     /// The pipeline of all parts; None for a single model that is part of several pipelines or of none.
     pub pipeline: Option<&'static Pipeline>,
-    /// Its models by the names of their folders; a single model has an empty name.
+    /// The models by the names of their folders in a pipeline's folder. The name of a model without a pipeline is empty.
     pub parts: BTreeMap<String, PartFacts>,
-    /// `epsilon` or `v_prediction`. A folder states it in its scheduler's configuration. A checkpoint in one file has a
-    /// tensor `v_pred` if it is `v_prediction`, as in `ComfyUI`.
+    /// What the denoiser predicts: `epsilon` or `v_prediction`. In a folder, the scheduler's configuration states it. A
+    /// checkpoint in one file is `v_prediction` if it has a tensor `v_pred`, as in `ComfyUI`.
     pub prediction_type: Option<String>,
-    /// Whether the last timestep is pure noise. A folder states it in its scheduler's configuration; a checkpoint in
-    /// one file has a tensor `ztsnr` if it is.
+    /// Whether the last timestep is pure noise. In a folder, the scheduler's configuration states it; in a checkpoint in
+    /// one file, a tensor `ztsnr` marks it.
     pub zero_snr: bool,
 }
 
@@ -41,19 +41,19 @@ pub struct PartFacts {
     pub kind: &'static ModelKind,
     /// Its place in the pipeline, if it has one.
     pub place: Option<Place>,
-    /// The pipeline's or the model's own folder or file that it is in.
+    /// The folder or file in which the model was found: the pipeline's or the model's own.
     pub path: PathBuf,
     /// The dtype of most of its tensors.
     pub dtype: Option<DType>,
     /// The model without its weights.
     model: Arc<dyn Model>,
-    /// The formats of the parameters that are quantized in blocks in its file.
+    /// For each parameter that its file stores quantized in blocks, the format.
     stored: BTreeMap<String, Format>,
 }
 
 impl Facts {
-    /// Height and width in pixels of the images that the denoiser was made for, from its configuration or, if that does
-    /// not state them, from the family.
+    /// Height and width in pixels of the images that the denoiser was made for. They come from its configuration or, if
+    /// that does not state them, from the pipeline's base model.
     pub fn resolution(&self) -> Option<usize> {
         let is_denoiser = |part: &&PartFacts| part.place.is_some_and(|place| place.part.role == Role::Denoiser);
         let denoiser = self.parts.values().find(is_denoiser)?;
@@ -96,7 +96,7 @@ impl PartFacts {
     }
 
     /// Check that a format can hold adapters of `kind` on `layers`. For a model that belongs to no pipeline, every
-    /// format can.
+    /// format is accepted.
     ///
     /// # Errors
     /// As [`check_format`]; [`Error::Config`] if there is no such kind of adapter.
@@ -112,16 +112,16 @@ impl PartFacts {
         self.model.named_weights().into_iter().map(|(name, tensor)| (name, tensor.dims().to_vec())).collect()
     }
 
-    /// The layers that adapters can be on, with the shapes of their weights in files: (out, in), or (out, in, height, width).
+    /// The layers that can have adapters, with the shapes of their weights in files: (out, in), or (out, in, height, width).
     pub fn layers(&self) -> BTreeMap<String, Vec<usize>> {
         pipelines::layer_shapes(self.model.as_ref())
     }
 
-    /// Bytes of the weights on a device, and bytes of the streamed weights. Weights are in `dtype`, but weights of
-    /// layers are in `format` if it is given, and otherwise in the format of their file if that is quantized.
+    /// Bytes of the weights on a device, and bytes of the streamed weights. Weights have `dtype`, except those of layers
+    /// that may be quantized: they have `format` if it is given, or else the format of their file if that is quantized.
     ///
     /// # Errors
-    /// [`Error::Argument`] if no layer may be quantized; as [`Streaming::new`].
+    /// [`Error::Argument`] if a format is given but no layer may be quantized; as [`Streaming::new`].
     pub fn weight_bytes(
         &self,
         dtype: DType,
@@ -168,7 +168,7 @@ impl PartFacts {
         Saved::values(self.model.as_ref(), config, policy, size)
     }
 
-    /// As [`Saved::forward_flops`].
+    /// The operations of a forward pass over one sample of `size`, as [`Saved::forward_flops`].
     pub fn forward_flops(&self, size: SampleSize) -> Flops {
         Saved::forward_flops(self.model.as_ref(), size)
     }
@@ -187,8 +187,8 @@ impl PartFacts {
 
 /// The facts of `path`: a pipeline's folder, an original checkpoint in one file, or a single model. Reads headers and
 /// configurations, no weights. With `pipeline`, or in a folder whose `model_index.json` names one, each part of the
-/// pipeline must be at `path` or in `others`: folders and files of single models, each of which must hold a part that
-/// is missing at `path`.
+/// pipeline must be at `path` or in `others`. `others` are folders and files of single models: each must hold a text
+/// encoder or an autoencoder of the pipeline, which is used instead of the one at `path`.
 ///
 /// # Errors
 /// [`Error::Io`] if nothing is at `path`, [`Error::WeightsFormat`] if a file is damaged, or a part is missing,
@@ -217,7 +217,7 @@ pub fn inspect(path: &Path, pipeline: Option<&'static Pipeline>, others: &[PathB
     Ok(Facts { pipeline, parts, prediction_type, zero_snr })
 }
 
-/// The parts of a pipeline, each at `path` or in `others`, which take precedence.
+/// The parts of a pipeline, each at `path` or in `others`; `others` take precedence.
 fn parts_of(
     (path, is_folder): (&Path, bool),
     others: &[PathBuf],
@@ -242,7 +242,7 @@ fn parts_of(
                 })?;
                 found.insert(name.to_owned(), PartFacts { place: Some(place), ..facts });
             }
-            // For a single model there is no other place to look.
+            // A model without a pipeline can only be at the path itself.
             Err(error) if name.is_empty() => return Err(error),
             // Report a damaged folder instead of looking for another model in its place.
             Err(error) if is_folder && is_there => return Err(error),
@@ -259,8 +259,8 @@ fn parts_of(
     })
 }
 
-/// Assigns each of `paths` to a part of a pipeline. If several parts have a path's architecture, the part is the one
-/// whose published width the model has, else the first that has no path yet.
+/// Assigns each of `paths` to a part of a pipeline. If the model at a path fits several parts that have no path yet, the
+/// path gets the part whose published model has the same width, or else the first part.
 fn placed(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<String, PartFacts>> {
     let mut found: BTreeMap<String, PartFacts> = BTreeMap::new();
     for path in paths {
@@ -318,7 +318,7 @@ fn incomplete_file(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Result
     Ok(Error::weights(path, text))
 }
 
-/// The facts in the configuration of a pipeline's scheduler.
+/// The prediction type, and whether the last timestep is pure noise, from the configuration of a pipeline's scheduler.
 fn scheduled(path: &Path) -> Result<(Option<String>, bool)> {
     let config = path.join("scheduler").join("scheduler_config.json");
     if !config.is_file() {
@@ -329,7 +329,7 @@ fn scheduled(path: &Path) -> Result<(Option<String>, bool)> {
     Ok((prediction, map.get("rescale_betas_zero_snr").and_then(Value::as_bool).unwrap_or(false)))
 }
 
-/// The facts that a file states by tensors without values.
+/// The prediction type, and whether the last timestep is pure noise, from tensors without values in a file.
 fn marked(path: &Path) -> Result<(Option<String>, bool)> {
     let names = WeightFile::open(path)?.names();
     let there = |mark: &str| names.iter().any(|name| name == mark);
@@ -353,7 +353,7 @@ pub fn adapted_parts(path: &Path, pipeline: &'static Pipeline) -> Result<Vec<&'s
 /// The memory that adapters on some layers take.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// Elements of the parameters; masters, gradients and averages take 4 bytes for each.
+    /// Number of elements of the parameters. Master values, gradients and moving averages each take 4 bytes per element.
     pub parameters: usize,
     /// Bytes of the optimizer's states.
     pub state_bytes: usize,
@@ -385,7 +385,7 @@ pub fn plan(config: &LoraConfig, layers: &BTreeMap<String, Vec<usize>>, optimize
     Ok(plan)
 }
 
-/// Call `run` with a base that takes no memory; its weight has the shape `dims` in files.
+/// Call `run` with a base that takes no memory. In files, the base's weight has the shape `dims`.
 fn with_base<T>(dims: &[usize], run: impl FnOnce(&Base<'_>) -> T) -> Result<T> {
     let (dims, operation) = match *dims {
         [out, input] => (vec![out, input], Operation::Linear),

@@ -5,11 +5,12 @@ use std::collections::BTreeSet;
 use serde_json::{Map, Value};
 use trainable_candle_core::{Error, Result};
 
-/// The largest size that a field may have. It is far above any sensible size, and low enough that no product overflows.
+/// The largest size that a field may have. It is far above any sensible size, and low enough that products of sizes do
+/// not overflow.
 const LARGEST: u64 = 1 << 20;
 
-/// The fields of a configuration, which callers ask for by name. A field that no caller asks for is an error, unless it is
-/// null or false, which newer libraries write for new features that a model does not use.
+/// The fields of a configuration. Callers read them by name. A field that no caller reads is an error, unless its value is
+/// null or false: newer libraries write these values for new features that a model does not use.
 pub(crate) struct Fields<'a> {
     owner: &'static str,
     map: &'a Map<String, Value>,
@@ -28,7 +29,7 @@ impl<'a> Fields<'a> {
         self.map.get(name).filter(|value| !value.is_null())
     }
 
-    /// The error of a field with a wrong value.
+    /// The error for a field with a wrong value.
     pub fn wrong(&self, name: &str, expected: &str) -> Error {
         let found = self.map.get(name).map_or_else(|| "missing".to_owned(), Value::to_string);
         Error::Config(format!("{}: {name} is {found}, expected {expected}", self.owner))
@@ -68,7 +69,7 @@ impl<'a> Fields<'a> {
             .ok_or_else(|| self.wrong(name, "a list of positive integers"))
     }
 
-    /// Different numbers from 0 to `count` - 1; none if the field is missing.
+    /// A list of different numbers from 0 to `count` - 1; an empty list if the field is missing.
     pub fn indices(&mut self, name: &'static str, count: usize) -> Result<Vec<usize>> {
         let Some(value) = self.get(name) else { return Ok(Vec::new()) };
         let index = |value: &Value| value.as_u64().map(|n| n as usize).filter(|&n| n < count);
@@ -117,7 +118,7 @@ impl<'a> Fields<'a> {
             .ok_or_else(|| self.wrong(name, &format!("a list of {count} numbers")))
     }
 
-    /// Fields inside a field; none if it is missing.
+    /// The fields of the object in the field `name`; None if the field is missing.
     pub fn object(&mut self, name: &'static str) -> Result<Option<Fields<'a>>> {
         let Some(value) = self.get(name) else { return Ok(None) };
         let map = value.as_object().ok_or_else(|| self.wrong(name, "an object with fields"))?;

@@ -48,7 +48,7 @@ pub trait Model: Module + Any + Send + Sync {
         Ok(())
     }
 
-    /// The names of its layers in original checkpoints, as adapter files have them.
+    /// The names of its layers in original checkpoints, which adapter files use too.
     fn original_names(&self) -> OriginalNames {
         Arc::new(|_| None)
     }
@@ -57,9 +57,9 @@ pub trait Model: Module + Any + Send + Sync {
 /// The result of making a model.
 pub type Made = Result<Arc<dyn Model>>;
 
-/// Makes a model of random weights, in a dtype and on a device. Its sizes are those of a `config.json` or of the
-/// published model. The format is that of quantized linear layers, and the options say which blocks are streamed from
-/// host memory.
+/// Makes a model of random weights, in a dtype and on a device. Its sizes come from the `config.json` at the path, or
+/// from the published model if there is no path. The format is that of quantized linear layers, and the options say which
+/// blocks are streamed from host memory.
 pub type Random = fn(Option<&Path>, DType, &Device, (Option<Format>, StreamOptions)) -> Made;
 
 /// A kind of model: its names in files, and how it is made from files.
@@ -67,9 +67,9 @@ pub type Random = fn(Option<&Path>, DType, &Device, (Option<Format>, StreamOptio
 pub struct ModelKind {
     /// The name of its class in the library.
     pub name: &'static str,
-    /// Its name in messages: `a UNet`.
+    /// Its name in messages, such as `a UNet`.
     pub noun: &'static str,
-    /// A prefix of some of its keys in a folder's files, by which they are recognised.
+    /// A prefix of some keys in a folder's files. It identifies the kind of the model in such a file.
     pub mark: &'static str,
     /// The names in `config.json`, `_class_name` of diffusers or `architectures` of transformers.
     pub class_names: &'static [&'static str],
@@ -126,7 +126,7 @@ impl ModelKind {
     }
 }
 
-/// A model and its place in a pipeline, which says what other tools call it.
+/// A model and its place in a pipeline. The place determines the names that other tools use for the model.
 #[derive(Clone)]
 pub struct Loaded {
     model: Arc<dyn Model>,
@@ -134,7 +134,7 @@ pub struct Loaded {
 }
 
 impl Loaded {
-    /// A model whose place in a pipeline no file states.
+    /// A model that was not loaded from files; its configuration determines its place in a pipeline.
     pub fn new(model: Arc<dyn Model>) -> Self {
         let place = Place::by_configuration(model.kind(), &model.configuration());
         Self { model, place }
@@ -145,7 +145,7 @@ impl Loaded {
         &self.model
     }
 
-    /// The names of it and its layers in adapter files of other tools.
+    /// The names of the model and its layers in adapter files of other tools.
     pub fn adapter_names(&self) -> PartNames {
         self.place.map_or_else(PartNames::default, |place| place.names(self.model.as_ref()))
     }

@@ -1,9 +1,9 @@
-//! Estimates from a model's layers alone how many values the tape keeps of a forward pass. Each block declares its part
-//! beside its forward.
+//! Estimates from a model's layers alone how many values the tape keeps of a forward pass. Each block counts its own
+//! values in a function beside its forward pass.
 //!
 //! A frozen layer keeps nothing. An adapter keeps what its kind says ([`Kept`]), such as its input and the product
-//! between its factors. A norm, a product or an activation keeps what its backward reads, if a gradient passes through
-//! it. A forward pass over weights that share one element would give the same count, but for SDXL it would take seconds.
+//! between its factors. A norm, a product or an activation keeps what its backward pass reads, if a gradient passes through
+//! it. A forward pass over zeros that take no memory would give the same count, but would take seconds for SDXL.
 
 use std::collections::HashMap;
 
@@ -17,7 +17,7 @@ use crate::registry::Model;
 /// The sizes of one sample that a forward pass is estimated for.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleSize {
-    /// Height of the latents or the image that the model sees.
+    /// Height of the latents or the image that the model reads.
     pub height: usize,
     /// Its width.
     pub width: usize,
@@ -25,8 +25,8 @@ pub struct SampleSize {
     pub tokens: usize,
 }
 
-/// Counts the values that the tape keeps for one sample. Blocks add theirs in the order of the forward pass. The tape
-/// keeps nothing before the first adapter, because no gradient is computed there.
+/// Counts the values that the tape keeps for one sample. Blocks add their values in the order of the forward pass. The
+/// tape keeps nothing before the first adapter, because no gradient is computed there.
 pub struct Saved {
     /// What the adapters of layers keep.
     adapted: HashMap<*const (), Kept>,
@@ -110,7 +110,7 @@ impl Saved {
         self.flops.attention += 4 * queries * keys * width;
     }
 
-    /// Count a product with `weight` at `positions` places; it keeps nothing.
+    /// Count the operations of a product with `weight` at `positions` positions. The tape keeps nothing of it.
     pub fn product(&mut self, weight: &[usize], positions: usize) {
         self.flops.layers += 2 * weight.iter().product::<usize>() * positions;
     }
@@ -123,8 +123,8 @@ impl Saved {
         self.again = self.again.max(again);
     }
 
-    /// Count a block under one checkpoint. `enters` is the number of values of inputs that only this block needs. With
-    /// `goes_on`, full checkpointing recomputes the block together with the previous one.
+    /// Count a block under one checkpoint. `enters` is the number of input values that only this block needs. With
+    /// `goes_on`, full checkpointing recomputes the block together with the previous block.
     pub fn block(&mut self, enters: usize, goes_on: bool, add: impl FnOnce(&mut Self)) {
         if !self.policy.recomputes_all() {
             return self.outside(add);
@@ -138,7 +138,8 @@ impl Saved {
         self.is_entered &= goes_on;
         if (was_reached || kept > 0) && !self.is_entered {
             if offloads && was_reached {
-                // The input of this block, and that of the block before, which is copied meanwhile.
+                // The device holds the inputs of two blocks: while the backward pass recomputes this block, the input
+                // of the block before is copied to the device.
                 self.offloaded += enters;
                 self.together += 2 * enters;
             } else {
@@ -200,8 +201,8 @@ impl Saved {
         self.layers(&[Layer::Conv(layer)], (inputs, positions), true);
     }
 
-    /// Count layers that share an input that their backward computes again ([`Tensor::remade`]). Inside a full
-    /// checkpoint, that input is kept instead.
+    /// Count layers that share an input which the backward pass computes again ([`Tensor::remade`]). Inside a full
+    /// checkpoint, the tape keeps that input instead.
     pub fn remade_layers(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize)) {
         if self.policy == Policy::None && !self.kept(layers).any(|kept| kept.remade) {
             self.layers(layers, (0, positions), false);
@@ -237,7 +238,7 @@ impl Saved {
     }
 }
 
-/// A layer, identified by its address.
+/// The address of a layer, which identifies it.
 const fn key(layer: Layer<'_>) -> *const () {
     match layer {
         Layer::Linear(linear) => std::ptr::from_ref(linear).cast(),

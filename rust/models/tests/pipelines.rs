@@ -1,4 +1,4 @@
-//! Tests what follows from the entries of the table of pipelines.
+//! Tests that the entries of the table of pipelines are consistent, and that models get the right place in a pipeline.
 
 use std::path::{Path, PathBuf};
 
@@ -17,7 +17,7 @@ fn published_configurations_identify_their_parts() {
         let config = (place.part.published)();
         let found = Place::by_configuration(place.part.model, &config).unwrap();
         if found.part.subfolder.is_empty() && !place.part.subfolder.is_empty() {
-            // Such a text encoder is also a language model without a pipeline.
+            // This text encoder is also a language model without a pipeline.
             continue;
         }
         // Several pipelines share parts, so only the configuration is compared.
@@ -59,7 +59,8 @@ fn parts_of_a_pipeline_have_different_names() {
     assert!(Pipeline::find("sdxx").unwrap_err().to_string().contains("expected \"sdxl\", \"flux\""));
 }
 
-/// A first encoder that projects, as Stable Diffusion 3's does, is recognised by its place.
+/// An encoder that projects its pooled text is SDXL's second encoder by its configuration. In a known pipeline, the name
+/// of its folder decides instead.
 #[test]
 fn the_place_of_an_encoder_takes_precedence_over_its_sizes() {
     let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join("projecting_pipeline");

@@ -1,4 +1,4 @@
-//! Compares what blocks declare that the tape keeps with what the tape does keep.
+//! Compares the estimate of the values that the tape keeps ([`Saved`]) with the values that the tape does keep.
 
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -26,12 +26,13 @@ fn zeros(dims: &[usize]) -> Tensor {
     Tensor::zeros(dims, DType::F32, &CPU).unwrap()
 }
 
-/// Compare LoRAs for every policy and several targets; `run` is a forward pass of `batch` samples.
+/// Compare the estimate with the tape for LoRA on each of `targets`, under several policies. `run` is a forward pass of
+/// `batch` samples.
 fn check(model: &dyn Model, targets: &[&str], size: SampleSize, batch: usize, run: impl Fn() -> Result<Tensor>) {
     check_kind(&LoraConfig { r: 4, ..LoraConfig::default() }, model, targets, size, batch, run);
 }
 
-/// [`check`] with adapters of another kind.
+/// As [`check`], with adapters of the kind that `kind` configures.
 fn check_kind(
     kind: &LoraConfig,
     model: &dyn Model,

@@ -45,7 +45,8 @@ fn flux_at_full_size_has_the_published_names_and_shapes() {
     assert_eq!(flux(schnell), without_guidance);
 }
 
-/// `chroma.json` has the parameters that Flux does not have; `make_diffusers.py` describes the others.
+/// `chroma.json` has only the parameters that Flux does not have. Chroma's other parameters are Flux's, without those of
+/// the modulation.
 #[test]
 fn chroma_at_full_size_has_the_published_names_and_shapes() {
     let model = ChromaTransformer::new(ChromaConfig::default(), &mut Source::shapes(DType::F16).root()).unwrap();

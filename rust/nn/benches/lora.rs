@@ -1,5 +1,5 @@
-//! Times forward and backward of a frozen linear layer with LoRA: this library's layer against the same layer in
-//! candle's tensors with candle's own autograd.
+//! Times the forward and backward pass of a frozen linear layer with LoRA. Compares this library's layer with the same
+//! layer made of candle's tensors and differentiated by candle.
 //!
 //! ```text
 //! cargo bench -p trainable-candle-nn --bench lora -- [cpu|cuda[:N]|rows] [FOLDER_OF_CUDA_LIBRARIES ...]
@@ -99,7 +99,8 @@ fn ours(dtype: DType, rows: usize, width: usize, rank: usize, device: &Device) -
 }
 
 fn candle(dtype: DType, rows: usize, width: usize, rank: usize, device: &Device) -> Result<Step> {
-    // Candle's own generator needs cuRAND symbols for which the CUDA build has no trampolines.
+    // The values come from this library's generator. Candle's generator needs symbols of cuRAND, for which the CUDA build
+    // has no trampolines.
     let random = |rows: usize, columns: usize| -> Result<Plain> {
         let values = random((rows, columns), DType::F32, &Device::Cpu)?.to_vec::<f32>()?;
         Ok(Plain::from_vec(values, (rows, columns), device)?.to_dtype(dtype)?)
@@ -111,15 +112,16 @@ fn candle(dtype: DType, rows: usize, width: usize, rank: usize, device: &Device)
     Ok(Box::new(move || {
         let hidden = x.as_tensor().matmul(&down.as_tensor().t()?)?.matmul(&up.as_tensor().t()?)?;
         let y = (x.as_tensor().matmul(&weight.t()?)? + (hidden * 0.5)?)?;
-        // Candle's backward starts from ones. Multiplying by `grad` before the sum gives the result that gradient.
+        // Candle's backward pass starts from ones. Multiplying `y` by `grad` before the sum makes `grad` the gradient of
+        // `y`.
         let grads = (y * &grad)?.sum_all()?.backward()?;
         let all = [&x, &down, &up].iter().all(|var| grads.get(var.as_tensor()).is_some());
         if all { Ok(()) } else { Err(Error::argument("bench", "candle has lost a gradient")) }
     }))
 }
 
-/// Runs the sides alternately, for `seconds` or `least` rounds, whichever is longer, and returns each side's median in
-/// ms.
+/// Runs the functions in turn, each at least `least` times, and for at least `seconds` in total. Returns the median time
+/// of each in ms.
 fn race(sides: &mut [&mut dyn FnMut() -> Result<()>], least: usize, seconds: f64, device: &Device) -> Result<Vec<f64>> {
     let mut times = vec![Vec::new(); sides.len()];
     for side in &mut *sides {

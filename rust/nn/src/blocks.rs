@@ -1,4 +1,5 @@
-//! [`Blocks`]: the repeated blocks of a model, and their policy of what to keep between forward and backward.
+//! [`Blocks`]: the repeated blocks of a model, and the policy by which they keep results between forward and backward
+//! pass.
 
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
@@ -9,12 +10,13 @@ use trainable_candle_core::{Result, Tensor};
 use crate::streaming::Turn;
 use crate::{Module, Visitor};
 
-/// The number of stretches (runs of consecutive blocks) in which nested blocks are recomputed. What the blocks of one
-/// stretch keep takes less memory than what the layers around the blocks keep.
+/// The number of stretches (runs of consecutive blocks) in which nested blocks are recomputed. With this number, the
+/// blocks of one stretch keep less memory than the layers around the blocks.
 const STRETCHES: usize = 3;
 
-/// Blocks of one kind. They run one after another, or the model runs each separately. They keep everything between
-/// forward and backward until [`Module::set_checkpointing`] sets another policy, which the model's code does not see.
+/// Blocks of one kind. They run one after another, or the model runs each separately. They keep everything between forward
+/// and backward pass until [`Module::set_checkpointing`] sets another policy. The model's code does not depend on the
+/// policy.
 pub struct Blocks<B> {
     blocks: Vec<Arc<B>>,
     nested: bool,
@@ -49,7 +51,7 @@ impl Kept {
     }
 
     /// Set which blocks, by index, have weights in host memory: `runs` for the weights of a block's run, `asides` for
-    /// those that [`Blocks::aside`] computes with.
+    /// the weights that [`Blocks::aside`] computes with.
     pub(crate) fn stream(&self, runs: HashMap<usize, Turn>, asides: HashMap<usize, Turn>) {
         *self.turns.write().unwrap_or_else(PoisonError::into_inner) = Turns { runs, asides };
     }
@@ -100,8 +102,8 @@ impl<B> Blocks<B> {
     }
 
     /// The number of blocks that are recomputed together if everything is recomputed, at least 1. It is 1 if weights are
-    /// streamed, because they are copied one block at a time, or if inputs are offloaded, because these then take no
-    /// memory of the device.
+    /// streamed, because weights are copied one block at a time. It is also 1 if inputs are offloaded, because the inputs
+    /// then take no memory of the device.
     pub fn stretch(&self) -> usize {
         if self.nested && !self.kept.streams() && self.kept.policy() != Policy::Offloaded {
             self.blocks.len().div_ceil(STRETCHES).max(1)
@@ -142,8 +144,8 @@ impl<B: Send + Sync + 'static> Blocks<B> {
         self.checkpointed(turn, move |inputs: &[Tensor]| forward(&block, inputs), inputs)
     }
 
-    /// Run `forward` on block `index` outside of the block's checkpoint, before the block runs. Models compute the
-    /// block's modulation so.
+    /// Run `forward` on block `index` outside of the block's checkpoint, before the block runs. Models use this to compute
+    /// the block's modulation.
     ///
     /// # Errors
     /// Those of `forward`.
@@ -161,8 +163,8 @@ impl<B: Send + Sync + 'static> Blocks<B> {
         Ok(forward(&self.blocks[index])?.map(|result| turn.reenter(result)))
     }
 
-    /// Run `forward` of a block under the policy. Streamed weights are copied to the device before it and again in the
-    /// backward pass.
+    /// Run `forward` of a block under the policy. Streamed weights are copied to the device before `forward`, and again in
+    /// the backward pass.
     fn checkpointed<F>(&self, turn: Option<Turn>, forward: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
     where
         F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync + 'static,

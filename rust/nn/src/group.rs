@@ -73,9 +73,9 @@ impl LinearGroup {
         }
     }
 
-    /// Apply two members, features and gate, and [`swiglu`](trainable_candle_core::ops::gated::swiglu) to
-    /// `x (..., in_features)`, in one operation: the result is `(..., out_features)`. Where possible, it is
-    /// [`remade`](Tensor::remade).
+    /// Apply two members, features and gate, to `x (..., in_features)`, and
+    /// [`swiglu`](trainable_candle_core::ops::gated::swiglu) to their results, in one operation. The result is
+    /// `(..., out_features)`. Where possible, it is [`remade`](Tensor::remade).
     ///
     /// # Errors
     /// As [`forward`](Self::forward); [`Error::Shape`] if there are not two members with the same number of output
@@ -116,7 +116,7 @@ impl LinearGroup {
     /// Pass the members to `visitor` under their names.
     ///
     /// # Errors
-    /// The visitor's.
+    /// Those of the visitor.
     pub fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
         self.names.iter().zip(&self.members).try_for_each(|(name, member)| visitor.linear(name, member))
     }

@@ -2,8 +2,8 @@
 
 use trainable_candle_core::{DType, Device, Result, Shape, Tensor};
 
-/// Uniform in ±√(1 / fan_in), as torch's `kaiming_uniform_(a=√5)`, which torch's linear layers and the down matrices of
-/// most LoRAs start with. `fan_in` is the product of all dimensions but the first.
+/// Uniform in ±√(1 / fan_in), as torch's `kaiming_uniform_(a=√5)`. torch's linear layers and the down matrices of most
+/// LoRAs start with these values. `fan_in` is the product of all dimensions but the first.
 ///
 /// # Errors
 /// As [`Tensor::rand`].

@@ -58,7 +58,7 @@ pub trait Module {
     /// Pass every part to `visitor`.
     ///
     /// # Errors
-    /// The visitor's.
+    /// Those of the visitor.
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()>;
 
     /// Every layer that adapters can attach to, with its name (`blocks.0.attn.to_q`).
@@ -87,7 +87,7 @@ pub trait Module {
         self.named_weights().into_iter().filter_map(values).collect()
     }
 
-    /// The tensor of this name among [`named_tensors`](Self::named_tensors); None if there is none.
+    /// The tensor with this name in [`named_tensors`](Self::named_tensors), or None.
     ///
     /// # Errors
     /// If a quantized weight cannot be dequantized.
@@ -148,8 +148,8 @@ pub trait Module {
         vars
     }
 
-    /// Set the policy by which all [`Blocks`] keep results between forward and backward from now on; the default keeps
-    /// everything.
+    /// Set the policy by which all [`Blocks`] keep results between forward and backward pass from now on. By default they
+    /// keep everything.
     fn set_checkpointing(&self, policy: Policy) {
         let _ = self.visit(&mut Visitor::new(&mut |part| {
             if let Part::Blocks { kept, .. } = part {
@@ -179,7 +179,7 @@ pub enum Part<'a> {
     },
 }
 
-/// Passes the parts of modules to a function, and keeps the prefix of their names.
+/// Passes the parts of modules to a function. It stores the current prefix of their names.
 pub struct Visitor<'a, 'f> {
     path: String,
     see: &'f mut dyn FnMut(Part<'a>) -> Result<()>,

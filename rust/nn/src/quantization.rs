@@ -14,7 +14,7 @@ pub struct Quantizable {
     /// block's run.
     pub modulation: &'static [&'static str],
     /// Matrices outside of blocks whose rows are looked up, or which are too large to be dequantized as a whole: the
-    /// embedding and the head of a language model. They are quantized in a format by rows.
+    /// embedding and the head of a language model. They are quantized in int8 or in a format of ggml.
     pub rows: &'static [&'static str],
 }
 

@@ -12,13 +12,15 @@ use crate::base::Base;
 #[derive(Clone)]
 pub(crate) struct AdapterSlot(HostState<Occupant>);
 
-/// An adapter and a frozen product beside it, or none.
+/// An adapter and a frozen product beside it. Each of them may be missing.
 #[derive(Clone, Default)]
 struct Occupant {
     adapter: Option<Arc<dyn Adapter>>,
     product: Option<Arc<Product>>,
-    /// An adapter that computes both together. It is made once, because CUDA graphs depend on this object.
+    /// An adapter that computes `adapter` and `product` together. It is made once, because CUDA graphs depend on this
+    /// object.
     both: Option<Arc<dyn Adapter>>,
+    /// Whether the product is disabled.
     is_off: bool,
 }
 
@@ -36,7 +38,7 @@ impl Occupant {
         self.both.as_ref().filter(|_| !self.is_off).or(self.adapter.as_ref())
     }
 
-    /// Make the adapter that computes both together.
+    /// Make the adapter that computes `adapter` and `product` together.
     fn join(&mut self) {
         let both = |product: &Arc<Product>| Arc::new(Beside::new(self.adapter.clone(), product.clone()));
         self.both = self.product.as_ref().map(|product| both(product) as Arc<dyn Adapter>);
@@ -60,7 +62,8 @@ impl AdapterSlot {
         self.0.read().adapter.is_some()
     }
 
-    /// Put `adapter` into the slot, or remove the slot's adapter if None. A frozen product beside it does not change.
+    /// Put `adapter` into the slot, or remove the slot's adapter if it is None. A frozen product in the slot does not
+    /// change.
     pub(crate) fn set(&self, adapter: Option<Arc<dyn Adapter>>) {
         self.0.change(|occupant| {
             occupant.adapter = adapter;

@@ -16,7 +16,7 @@ pub struct Source {
     streaming: Option<Arc<Streaming>>,
 }
 
-/// Stored parameters, read one at a time as a model asks for them.
+/// Stored parameters, which are read one at a time when a model requests them.
 pub trait Stored {
     /// The shape of the parameter `name`, if there is such a parameter.
     ///
@@ -27,7 +27,7 @@ pub trait Stored {
     /// The values of a stored parameter, in the dtype and on the device of the model.
     ///
     /// # Errors
-    /// [`Error::Io`] if reading fails, [`Error::OutOfMemory`] if they do not fit.
+    /// [`Error::Io`] if reading fails, [`Error::OutOfMemory`] if the values do not fit.
     fn read(&mut self, name: &str) -> Result<Tensor>;
 
     /// The weight of a linear layer that may be quantized. It has `format` if that is given; otherwise it stays
@@ -123,8 +123,8 @@ impl Source {
         Self { kind, quantization: None, streaming: None }
     }
 
-    /// Quantize linear layers one by one as they are asked for; None quantizes nothing. Trainable parameters and bare
-    /// shapes do not change.
+    /// Quantize each linear layer when it is requested; None quantizes nothing. Trainable parameters and bare shapes do
+    /// not change.
     #[must_use]
     pub fn quantized(self, quantization: Option<Quantization>) -> Self {
         Self { quantization, ..self }
@@ -235,7 +235,7 @@ fn on_cpu(weight: Weight) -> Result<Weight> {
     }
 }
 
-/// Check that a stored parameter has the shape that the model asks for.
+/// Check that a stored parameter has the shape that the model expects.
 fn check_shape(name: &str, found: &[usize], expected: &Shape) -> Result<()> {
     if found == expected.dims() {
         return Ok(());
@@ -246,7 +246,7 @@ fn check_shape(name: &str, found: &[usize], expected: &Shape) -> Result<()> {
     )))
 }
 
-/// The number of missing parameters after which building stops, because a wrong configuration may ask for millions.
+/// The number of missing parameters after which building stops, because a wrong configuration may request millions.
 const MOST_MISSING: usize = 512;
 
 /// Zeros of a shape that share one element.

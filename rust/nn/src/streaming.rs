@@ -1,4 +1,4 @@
-//! [`Streaming`]: which weights of a model are in the memory of the host, decided before it is built.
+//! [`Streaming`]: which weights of a model are in the memory of the host. This is decided before the model is built.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -12,9 +12,10 @@ use crate::{Layer, Module, Part, Visitor};
 /// Which weights of a model are in the memory of the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamOptions {
-    /// The number of blocks whose linear layers are.
+    /// The number of blocks whose linear layers are in the memory of the host.
     pub blocks: usize,
-    /// Whether the layers that make a block's modulation are in all blocks, not only in those.
+    /// Whether the layers that compute the modulation are in the memory of the host for all blocks. Otherwise they are
+    /// there only for the blocks that [`blocks`](Self::blocks) counts.
     pub modulation: bool,
 }
 
@@ -25,18 +26,18 @@ impl StreamOptions {
     }
 }
 
-/// What is streamed of a model, in bytes.
+/// The streamed weights of a model, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamedBytes {
-    /// Weights that blocks run with, in the memory of the host.
+    /// Weights in the memory of the host that blocks run with.
     pub blocks: usize,
-    /// Weights that make their modulation, there too.
+    /// Weights in the memory of the host that compute the modulation of blocks.
     pub modulation: usize,
-    /// The slots on the device that both are copied to.
+    /// The slots on the device to which these weights are copied.
     pub slots: usize,
 }
 
-/// The units of one ring, one for each streamed block; blocks are known by their names (`blocks.3`).
+/// The units of one ring, one for each streamed block. Names such as `blocks.3` identify the blocks.
 #[derive(Default)]
 struct Units {
     blocks: HashMap<String, usize>,
@@ -56,26 +57,27 @@ impl Units {
     }
 }
 
-/// The weights of linear layers in blocks that are copied to the device ahead of their use; see
-/// [`streaming`](trainable_candle_core::streaming). All else, such as norms and biases, stays on the device.
+/// The plan for copying the weights of linear layers in blocks to the device ahead of their use; see
+/// [`streaming`](trainable_candle_core::streaming). All other parameters, such as norms and biases, stay on the device.
 pub struct Streaming {
     device: Device,
     layers: Quantizable,
-    /// For the weights that blocks run with, under their checkpoints.
+    /// The units of the weights that blocks run with, under their checkpoints.
     runs: Units,
-    /// For the weights of the modulation, which is computed before a block runs.
+    /// The units of the weights of the modulation, which is computed before a block runs.
     asides: Units,
     /// The processes that load the model at the same time, if there are others.
     sharing: Option<Arc<Sharing>>,
 }
 
 impl Streaming {
-    /// Stream some blocks of a model, spread evenly over all: what computes between two of them hides the copies.
-    /// `shapes` is the model without memory, `layers` those of its layers that are in blocks. Processes that load the
-    /// model together ([`Sharing::set`]) share one copy of the weights.
+    /// A plan that streams some blocks of a model. These are spread evenly over all blocks, so that the computation of the
+    /// blocks between them hides the copies. `shapes` is the model without memory, and `layers` says which of its
+    /// layers are in blocks. Processes that load the model together ([`Sharing::set`]) share one copy of the weights.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the model has fewer blocks, or no layers that make modulations.
+    /// [`Error::Argument`] if the model has fewer blocks than `options` asks for, or if the modulation shall be streamed
+    /// but the model has no layers for it.
     pub fn new(shapes: &dyn Module, layers: Quantizable, options: StreamOptions, device: &Device) -> Result<Self> {
         let (names, count) = (blocks(shapes, &layers), options.blocks);
         if count > names.len() {
@@ -85,7 +87,7 @@ impl Streaming {
         }
         if options.modulation && layers.modulation.is_empty() {
             let message =
-                "the model has no layers of their own for the modulation of blocks; stream blocks (stream_blocks)";
+                "the model has no separate layers for the modulation of blocks; stream blocks (stream_blocks)";
             return Err(Error::argument("stream_modulation", message));
         }
         let is_streamed = |index: usize| (index + 1) * count / names.len() > index * count / names.len();
@@ -98,12 +100,13 @@ impl Streaming {
         Ok(Self { device: device.clone(), layers, runs: Units::new(chosen(false)), asides, sharing })
     }
 
-    /// How many blocks of a model can be streamed.
+    /// The number of blocks of a model that can be streamed.
     pub fn blocks(model: &dyn Module, layers: &Quantizable) -> usize {
         blocks(model, layers).len()
     }
 
-    /// The units among which the linear layer `layer` is, and which of them, if its weight is streamed.
+    /// The units of the ring that streams the weight of the linear layer `layer`, and the index of its unit. None if the
+    /// weight is not streamed.
     fn place(&self, layer: &str) -> Option<(&Units, usize)> {
         if !self.layers.has(layer) {
             return None;
@@ -118,7 +121,7 @@ impl Streaming {
         self.place(layer).map(|(units, unit)| &units.units[unit])
     }
 
-    /// A weight, which is on the CPU, as a streamed one of a unit.
+    /// Turns a weight on the CPU into a streamed weight of `unit`.
     pub(crate) fn weight(&self, unit: &Unit, weight: Weight) -> Result<Weight> {
         let weight = match &self.sharing {
             Some(sharing) => unit.share(weight, sharing.is_writer())?,
@@ -140,7 +143,8 @@ impl Streaming {
         StreamedBytes { blocks, modulation, slots: sizes.iter().map(|sizes| slot(sizes, 0) + slot(sizes, 1)).sum() }
     }
 
-    /// Start to stream the weights of `model`, which is complete: make the rings, and give its blocks their turns.
+    /// Start to stream the weights of the complete `model`: make the rings, and give each streamed block its place in
+    /// them.
     ///
     /// # Errors
     /// As [`Ring::new`].
@@ -194,12 +198,12 @@ impl Turn {
         units.into_iter().map(|(block, unit)| (block, Self { ring: ring.clone(), unit })).collect()
     }
 
-    /// The block runs now and needs its weights.
+    /// Brings the block's weights to the device, before the block runs.
     pub(crate) fn enter(&self) -> Result<()> {
         self.ring.enter(self.unit)
     }
 
-    /// A result of the block: its backward pass needs the weights again.
+    /// Marks a result of the block: its backward pass needs the weights again.
     pub(crate) fn reenter(&self, result: Tensor) -> Tensor {
         self.ring.reenter(self.unit, result)
     }

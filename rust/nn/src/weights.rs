@@ -78,8 +78,8 @@ impl Weights<'_> {
         self.linear_init(name, in_features, out_features, bias, Init::Kaiming)
     }
 
-    /// A linear layer whose weight starts as `init` says. Its bias starts as in torch, or at zero if `init` is constant
-    /// or normal.
+    /// A linear layer whose fresh weight is drawn from `init`. A fresh bias starts as in torch, or at zero if `init` is
+    /// constant or normal.
     ///
     /// # Errors
     /// As [`get`](Weights::get).

@@ -28,7 +28,7 @@ fn tensor(n: usize, seed: usize, dtype: DType, device: &Device) -> Tensor {
     values.to_device(device).unwrap()
 }
 
-/// How variables are in memory.
+/// The layout of variables in memory: in one flat buffer, or each in its own storage.
 #[derive(Clone, Copy, Debug)]
 enum Layout {
     Flat,

@@ -187,7 +187,7 @@ fn prodigy_follows_prodigyopt() {
     for (dtype, suffix, tolerance) in [(DType::F32, "", 2e-6), (DType::F64, ".f64", 1e-13)] {
         for (name, config) in &cases {
             let vars = ["p0", "p1"].map(|p| golden.var(p, dtype));
-            // The second group has another weight decay, which groups may.
+            // The weight decay may differ between groups.
             let second = ProdigyConfig { weight_decay: 0.0, ..config.clone() };
             let mut opt = Prodigy::with_groups(vec![
                 ParamGroup { params: vec![vars[0].clone()], config: config.clone() },

@@ -59,8 +59,8 @@ impl Text {
 }
 
 /// Keys and values of a layer, each (key heads, capacity, width of a head), of which the first `filled` tokens are
-/// valid. Whenever a layer with a window runs out of room, it drops the tokens that no later query sees, so its memory
-/// does not grow with the text.
+/// valid. When the buffers of a layer with a window are full, they drop the tokens that no later query attends to. So
+/// their memory does not grow with the text.
 pub(super) struct Kept {
     keys: Raw,
     values: Raw,
@@ -96,7 +96,8 @@ impl Kept {
         Ok(())
     }
 
-    /// Move the keys and values of tokens that later queries see to buffers with room for twice `count` more tokens.
+    /// Move the keys and values that later queries attend to into new buffers. These have room for twice the moved tokens
+    /// and `count` more, plus [`ROOM`].
     fn make_room(&mut self, count: usize) -> Result<()> {
         let &[heads, _, width] = self.keys.dims() else { unreachable!("buffers have three dimensions") };
         // The window of the next query includes its own key, which is not stored yet.
@@ -112,7 +113,7 @@ impl Kept {
         Ok(())
     }
 
-    /// The keys and values that the query of the last token sees, each (key heads, tokens, width).
+    /// The keys and values that the query of the last token attends to, each (key heads, tokens, width).
     pub fn seen(&self) -> Result<[Tensor; 2]> {
         let count = self.window.map_or(self.filled, |window| self.filled.min(window));
         let part =

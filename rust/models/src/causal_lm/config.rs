@@ -49,13 +49,13 @@ pub struct CausalLMConfig {
     pub num_attention_heads: usize,
     /// Heads of the keys and values; each serves the same number of heads of queries.
     pub num_key_value_heads: usize,
-    /// Width of one head. The number of heads times this need not be the width of the tokens.
+    /// Width of one head. `num_attention_heads · head_dim` need not equal `hidden_size`.
     pub head_dim: usize,
     /// The epsilon added to the mean square in the norms.
     pub rms_norm_eps: f64,
     /// Whether queries, keys and values have biases.
     pub qkv_bias: bool,
-    /// Whether the result of attention has a bias.
+    /// Whether the output projection of attention has a bias.
     pub out_bias: bool,
     /// Whether the feed-forward networks have biases.
     pub mlp_bias: bool,

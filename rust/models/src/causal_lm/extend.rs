@@ -72,7 +72,7 @@ impl CausalLM {
         let vocab = self.config().vocab_size;
         let wrong = new.iter().flat_map(|tokens| tokens.iter()).find(|&&id| id as usize >= vocab);
         wrong.map_or(Ok(()), |id| {
-            Err(Error::index(OP, format!("the id {id} is not a token; the model knows {vocab}, from 0 on")))
+            Err(Error::index(OP, format!("the id {id} is not a token; the model has {vocab} tokens, from 0 on")))
         })
     }
 
@@ -109,7 +109,7 @@ impl CausalLM {
                 let kept = &mut text.layers[index];
                 kept.append(&k.narrow(0, end - new, *new)?, &v.narrow(0, end - new, *new)?)?;
                 if !whole {
-                    // All queries of a token that share a head of keys see the same keys, so they are rows of one
+                    // All queries of a token that share a head of keys attend to the same keys, so they are rows of one
                     // attention.
                     let [keys, values] = kept.seen()?;
                     let queries = q.narrow(0, end - 1, 1)?.reshape((heads, groups, width))?;

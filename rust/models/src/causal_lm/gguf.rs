@@ -19,6 +19,7 @@ const ARCHITECTURES: [(&str, &str, &str); 3] = [
     ("qwen3", "qwen3", "Qwen3ForCausalLM"),
 ];
 
+/// Names outside of the layers: first transformers', then llama.cpp's.
 const OUTSIDE: [(&str, &str); 3] =
     [(keys::EMBEDDING, "token_embd"), (keys::NORM, "output_norm"), (keys::HEAD, "output")];
 
@@ -74,8 +75,8 @@ impl Layout for LlamaCpp {
         self.place(name).into_iter().collect()
     }
 
-    /// Ignored are the divisors of frequencies, which are in the configuration, the head if it is tied to the
-    /// embedding, and layers that are not built.
+    /// Readers skip the divisors of frequencies, which are in the configuration; the head, if it is tied to the
+    /// embedding; and layers that are not built.
     fn ignores(&self, key: &str) -> bool {
         let layer = key.strip_prefix("blk.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
         key == FACTORS
@@ -182,7 +183,7 @@ fn scaling(file: &GgufFile, fact: impl Fn(&str) -> Option<Value>) -> Result<Opti
         ("rope.scaling.yarn_beta_slow", "beta_slow"),
     ];
     let given = fields.into_iter().filter_map(|(theirs, ours)| Some((ours.to_owned(), fact(theirs)?)));
-    // For linear scaling, transformers' configuration has no field but the factor.
+    // For linear scaling, the factor is the only field in transformers' configuration.
     found.extend(given.filter(|(ours, _)| kind != "linear" || ours == "factor"));
     Ok(Some(found.into()))
 }

@@ -10,10 +10,10 @@ pub(super) const EMBEDDING: &str = "model.embed_tokens";
 pub(super) const LAYERS: &str = "model.layers";
 pub(super) const NORM: &str = "model.norm";
 pub(super) const HEAD: &str = "lm_head";
-/// The prefix of all names except the head's; files of the model without its head omit it.
+/// The prefix of all names except the head's. Files of a model without its head omit the prefix.
 const BODY: &str = "model.";
 
-/// The name of the parameter of the matrix `name`.
+/// The name of the parameter that holds the matrix `name`.
 pub(super) fn weight_of(name: &str) -> String {
     format!("{name}.weight")
 }
@@ -44,7 +44,7 @@ impl Layout for Transformers {
         std::iter::once(name).chain(name.strip_prefix(BODY)).map(Key::plain).collect()
     }
 
-    /// Ignored are angles, because they are computed, the head if it is tied to the embedding, and parameters of layers
+    /// Readers skip angles, because they are computed; the head, if it is tied to the embedding; and parameters of layers
     /// that are not built.
     fn ignores(&self, key: &str) -> bool {
         let key = key.strip_prefix(BODY).unwrap_or(key);
@@ -55,8 +55,8 @@ impl Layout for Transformers {
     }
 }
 
-/// The configuration of a decoder in a file: the first of `known` whose sizes fit the tensors. Shapes alone determine
-/// neither the number of heads nor the angles.
+/// The configuration of a decoder in a file: the first of `known` whose sizes fit the tensors. Shapes alone do not
+/// determine the number of heads or the angles.
 ///
 /// # Errors
 /// [`Error::Config`] if none of `known` fits.

@@ -15,7 +15,7 @@ const PROJECTIONS: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_at
 const OUT: &str = "self_attn.o_proj";
 const QUERY_NORM: &str = "self_attn.q_norm";
 const KEY_NORM: &str = "self_attn.k_norm";
-/// The gate comes last, as [`LinearGroup::forward_swiglu`] reads it.
+/// The gate comes last, as [`LinearGroup::forward_swiglu`] requires.
 const MIDDLE: [&str; 2] = ["mlp.up_proj", "mlp.gate_proj"];
 const DOWN: &str = "mlp.down_proj";
 const INPUT_NORM: &str = "input_layernorm";
@@ -79,8 +79,8 @@ impl DecoderLayer {
     }
 
     /// As [`forward`](Self::forward), for one text that is followed by padding: the first `words` of the N rows are the
-    /// text, 0 < words < N, and `cu_seqlens` has its bounds [0, words]. Padding attends to every word, but neither to
-    /// itself nor to other padding.
+    /// text, 0 < words < N, and `cu_seqlens` has its bounds [0, words]. Padding attends to every word, but not to any
+    /// padding.
     pub(super) fn forward_padded(
         &self,
         x: &Tensor,
@@ -162,7 +162,7 @@ impl DecoderLayer {
         saved.block(stream, false, |saved| {
             saved.keep(stream);
             saved.remade_layers(&self.projections.layers(), (stream, tokens));
-            // Each token attends to those before it, half of them on average.
+            // Each token attends to the tokens before it: on average, to half of all tokens.
             saved.attention(tokens, tokens / 2, self.out.in_features());
             saved.keep(2 * queries + 2 * keys);
             // Attention already keeps this layer's input.

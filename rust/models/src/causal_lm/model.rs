@@ -18,8 +18,8 @@ use crate::pretrained::{Architecture, Configuration, Key, Layout, Naming, Origin
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
-/// A language model with the results of transformers' `LlamaForCausalLM` and its siblings. Inside, the tokens of all
-/// texts are in one row: N tokens at `positions (N)` (i64 or u32) in M texts, whose bounds are `cu_seqlens (M + 1)`.
+/// A language model that computes the same as transformers' `LlamaForCausalLM` and its siblings. Inside, the tokens of
+/// all texts are in one row: N tokens at `positions (N)` (i64 or u32) in M texts, whose bounds are `cu_seqlens (M + 1)`.
 pub struct CausalLM {
     config: CausalLMConfig,
     embedding: Weight,
@@ -130,8 +130,8 @@ impl CausalLM {
         linear(hidden, self.head()?, None)
     }
 
-    /// The scores of the next token for each token of `input_ids (B, S)`, (B, S, vocab): for all tokens, or for those
-    /// where `attention_mask (B, S)` is 1, with zeros elsewhere.
+    /// The scores of the next token for each token of `input_ids (B, S)`: (B, S, vocab). Where `attention_mask (B, S)` is
+    /// 0, the scores are zeros.
     ///
     /// # Errors
     /// As [`PackedTexts::new`] and [`hidden`](Self::hidden).
@@ -142,7 +142,8 @@ impl CausalLM {
     }
 
     /// The mean loss of the labels (B, S), i64 or u32: each label is predicted by the token before it. Labels of
-    /// [`IGNORE_INDEX`], labels in the first column and labels after padding do not count; 0 if none counts.
+    /// [`IGNORE_INDEX`], labels in the first column and labels after padding do not count. If no label counts, the loss
+    /// is 0.
     ///
     /// # Errors
     /// As [`PackedTexts::targets`] and [`packed_loss`](Self::packed_loss).
@@ -172,8 +173,8 @@ impl CausalLM {
         linear_log_probs(hidden, self.head()?, targets)
     }
 
-    /// The states, (N, D) each and before the final norm, after the numbers of layers in `after`: 0 means the
-    /// embedding. Later layers are not computed.
+    /// For each number in `after`, the states after this many layers: (N, D), before the final norm. 0 layers means the
+    /// embedding. Layers after the largest of these numbers are not computed.
     ///
     /// # Errors
     /// [`Error::Argument`] if the model has fewer layers; as [`hidden`](Self::hidden).
@@ -192,11 +193,10 @@ impl CausalLM {
     }
 
     /// As [`states`](Self::states), for one text `input_ids (N)` whose first `words` tokens are words and the others
-    /// padding. As in transformers if padding is masked, padding attends to the words, but neither to itself nor to
-    /// other padding.
+    /// padding. Padding attends to the words, but not to any padding, as in transformers with a mask of the padding.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there are no words, or more than tokens; as [`states`](Self::states).
+    /// [`Error::Argument`] if there are no words, or more words than tokens; as [`states`](Self::states).
     pub fn padded_states(&self, input_ids: &Tensor, words: usize, after: &[usize]) -> Result<Vec<Tensor>> {
         let (tokens, device) = (input_ids.elem_count(), input_ids.device());
         if words == 0 || words > tokens {
@@ -215,8 +215,8 @@ impl CausalLM {
         })
     }
 
-    /// The states after the numbers of layers in `after`; `run` computes layer i from its input and the tables of
-    /// positions.
+    /// The states after each number of layers in `after`. `run(i, x, [cos, sin])` computes layer i from its input `x` and
+    /// the cosines and sines of the positions.
     fn states_by(
         &self,
         input_ids: &Tensor,

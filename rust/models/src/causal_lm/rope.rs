@@ -56,7 +56,8 @@ pub enum Scaling {
         /// If a frequency makes at most this many rotations in a text of the original length, it is divided by the
         /// whole factor.
         slow: f64,
-        /// Whether the ends of the ramp are rounded to whole features.
+        /// Pairs between `fast` and `slow` are divided by a part of the factor. This says whether the numbers of the first
+        /// and the last such pair are rounded.
         truncate: bool,
         /// Cosines and sines are multiplied by this.
         attention: f64,
@@ -200,7 +201,7 @@ impl Rope {
     pub(super) fn tables(&self, positions: &Tensor, device: &Device) -> Result<[Tensor; 2]> {
         let (frequencies, factor) = self.frequencies(self.length(positions)?);
         let count = frequencies.len();
-        // Frequencies and products are in f32, as in the reference.
+        // Frequencies and products are in f32, as in transformers.
         let frequencies: Vec<f32> = frequencies.into_iter().map(|f| f as f32).collect();
         let frequencies = Tensor::from_vec(frequencies, (1, count), device)?;
         let angles = positions.detach().to_dtype(DType::F32)?.unsqueeze(1)?.mul(&frequencies)?;
@@ -208,8 +209,8 @@ impl Rope {
         Ok([scaled(angles.cos()?)?, scaled(angles.sin()?)?])
     }
 
-    /// The length of the longest text; 0 if the angles do not depend on it. If they do, the host reads the positions
-    /// and waits for a GPU.
+    /// The length of the longest text; 0 if the angles do not depend on the length. If they do, the host reads the
+    /// positions and therefore waits for a GPU.
     fn length(&self, positions: &Tensor) -> Result<usize> {
         if !self.follows_length() {
             return Ok(0);
@@ -220,7 +221,7 @@ impl Rope {
     }
 }
 
-/// The factor of cosines and sines of `YaRN`.
+/// The factor by which `YaRN` multiplies cosines and sines.
 fn yarn_attention(fields: &mut Fields<'_>, factor: f64) -> Result<f64> {
     if let Some(given) = fields.optional_number("attention_factor")? {
         return Ok(given);

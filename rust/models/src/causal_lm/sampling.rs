@@ -31,11 +31,13 @@ impl Default for Sampling {
     }
 }
 
-/// The number of candidates that are sorted first. They usually suffice, because few tokens of a vocabulary have nearly
-/// all of the probability.
+/// The number of candidates that are sorted first. This usually suffices, because a few tokens have nearly all of the
+/// probability.
 const FIRST: usize = 256;
 
 impl Sampling {
+    /// Check that all values are in range.
+    ///
     /// # Errors
     /// [`Error::Argument`] naming a value out of range.
     pub(super) fn check(&self) -> Result<()> {
@@ -53,8 +55,8 @@ impl Sampling {
         }
     }
 
-    /// Choose the next token of a text with the tokens `known` from `scores (vocab)`, which this may change. `draw` is
-    /// uniform in 0..1.
+    /// Choose the next token of a text with the tokens `known` from `scores (vocab)`. The function may change `scores`.
+    /// `draw` is uniform in 0..1.
     ///
     /// # Errors
     /// [`Error::NonFinite`] if a score is NaN.
@@ -129,7 +131,7 @@ fn sort_highest(ids: &mut [u32], from: usize, count: usize, scores: &[f32]) -> u
 mod tests {
     use super::*;
 
-    /// The share of each token for evenly spaced draws.
+    /// The fraction of evenly spaced draws that choose each token.
     fn shares(sampling: &Sampling, scores: &[f32]) -> Vec<f64> {
         let mut counts = vec![0.0; scores.len()];
         let draws = 4000;
@@ -153,7 +155,7 @@ mod tests {
         let warm = Sampling { temperature: 1.0, ..Sampling::default() };
         near(&shares(&warm, &scores), &probabilities);
         near(&shares(&Sampling { top_k: 2, ..warm.clone() }, &scores), &[0.0, 2.0 / 3.0, 0.0, 1.0 / 3.0]);
-        // 0.5 does not reach 0.6, so that 0.25 is kept too; 0.75 reaches 0.75.
+        // The probability 0.5 is below `top_p`, so the token with the probability 0.25 is kept too.
         near(&shares(&Sampling { top_p: 0.6, ..warm.clone() }, &scores), &[0.0, 2.0 / 3.0, 0.0, 1.0 / 3.0]);
         near(&shares(&Sampling { top_p: 0.45, ..warm.clone() }, &scores), &[0.0, 1.0, 0.0, 0.0]);
         near(&shares(&Sampling { min_p: 0.29, ..warm.clone() }, &scores), &[0.0, 5.0 / 9.0, 1.0 / 6.0, 5.0 / 18.0]);
@@ -174,7 +176,8 @@ mod tests {
         let sampling = Sampling { temperature: 1.0, top_p: 0.999, ..Sampling::default() };
         let last = sampling.choose(&mut scores.clone(), &[], 1.0 - 1e-12).unwrap();
         let below = scores.iter().filter(|&&score| score < scores[last as usize]).count();
-        // The tokens below have in total at most 0.001 of the sum of weights, 3.93, and exp(-0.5) = 0.607 of it each.
+        // The weights sum to 3935. The tokens below have at most 0.001 of this sum, 3.93, and a weight of exp(-0.5) =
+        // 0.607 each. These are six tokens.
         assert_eq!(below, 6);
     }
 

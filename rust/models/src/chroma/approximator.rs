@@ -1,5 +1,5 @@
-//! The network that computes the modulation of all blocks, for which Flux has one layer in each block. It was distilled
-//! from Flux.1-schnell's layers ("distilled guidance layer").
+//! The network that computes the modulation of all blocks. In Flux, each block has its own layers for this. The network
+//! was distilled from these layers of Flux.1-schnell; files call it `distilled_guidance_layer`.
 
 use trainable_candle_core::{DType, Device, Result, Tensor};
 use trainable_candle_nn::{Linear, Module, RmsNorm, Visitor, Weights};
@@ -13,15 +13,17 @@ use crate::saved::Saved;
 const EPS: f64 = 1e-6;
 /// Row numbers are multiplied by this before their sinusoids are computed.
 const ROW_SCALE: f32 = 1000.0;
-/// The number of rows of the table for a block of one stream, one side of a block of two streams, and the output.
+/// The number of rows of the table for a block of one stream.
 const SINGLE: usize = 3;
+/// The number of rows of the table for each of the two streams of a block.
 const DOUBLE: usize = 6;
+/// The number of rows of the table for the last norm.
 const OUTPUT: usize = 2;
 
 /// The sizes of an [`Approximator`].
 #[derive(Clone, Copy)]
 pub(super) struct ApproximatorSizes {
-    /// Features of a row.
+    /// Number of features from which a row is computed.
     pub channels: usize,
     /// Width of the layers.
     pub width: usize,
@@ -42,13 +44,13 @@ impl ApproximatorSizes {
     }
 }
 
-/// Computes a table of shifts, scales and gates from the time. Each row goes from its features through a projection,
-/// residual layers with RMS norms, and a projection to the width of the tokens.
+/// Computes a table of shifts, scales and gates from the time. For each row, features of the time and of the row's number
+/// go through a projection, residual layers with RMS norms, and a projection to the width of the tokens.
 pub(super) struct Approximator {
     sizes: ApproximatorSizes,
     sinusoids: Sinusoids,
-    /// The features that do not depend on the time, (rows, channels · 3 / 4): those of the guidance, which is 0, and of
-    /// the row's number.
+    /// The features that do not depend on the time, (rows, channels · 3 / 4): sinusoids of the guidance, which is always
+    /// 0, and of the row's number.
     fixed: Tensor,
     in_proj: Linear<Tensor>,
     layers: Vec<TimestepEmbedding>,
@@ -129,8 +131,8 @@ fn fixed(sizes: ApproximatorSizes, device: &Device) -> Result<Tensor> {
     Tensor::cat(&[&guidance, &Sinusoids::new(channels / 2, device)?.forward(&numbers)?], 1)
 }
 
-/// Shifts, scales and gates of all blocks: three rows for each block of one stream, six for the image in each block of
-/// two streams, six for the text in each, and the shift and the scale of the last norm.
+/// Shifts, scales and gates of all blocks. The rows are, in order: three for each block of one stream, six for the image
+/// in each block of two streams, six for the text in each block of two streams, and two for the last norm.
 pub(super) struct ModulationTable {
     sizes: ApproximatorSizes,
     /// (B, rows, D).
@@ -141,19 +143,19 @@ impl ModulationTable {
     /// The table for a batch. If it was computed for one time, all samples get the same rows.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] if the number of times is neither 1 nor the number of samples.
+    /// [`trainable_candle_core::Error::Shape`] if the number of times is not 1 or the number of samples.
     pub fn of_batch(self, batch: usize) -> Result<Self> {
         let rows = self.rows.broadcast_as((batch, self.sizes.rows(), self.sizes.dim))?;
         Ok(Self { rows, ..self })
     }
 
-    /// `count` rows from `first` on, concatenated: (B, count · D).
+    /// The `count` rows from row `first` on, concatenated: (B, count · D).
     fn side_by_side(&self, first: usize, count: usize) -> Result<Tensor> {
         let batch = self.rows.dims()[0];
         self.rows.narrow(1, first, count)?.reshape((batch, count * self.sizes.dim))
     }
 
-    /// The modulation of the image and of the text in block `index` of two streams, (B, 6 · D) each.
+    /// The modulation of the image and of the text, (B, 6 · D) each, in the block of two streams with this index.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Index`] if there is no such block.
@@ -163,7 +165,7 @@ impl ModulationTable {
         Ok([self.side_by_side(image + DOUBLE * index, DOUBLE)?, self.side_by_side(text + DOUBLE * index, DOUBLE)?])
     }
 
-    /// The modulation of block `index` of one stream, (B, 3 · D).
+    /// The modulation of the block of one stream with this index, (B, 3 · D).
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Index`] if there is no such block.

@@ -12,7 +12,7 @@ use crate::pretrained::Configuration;
 /// `config.json` of a transformer as diffusers writes it (`ChromaTransformer2DModel`). The default is the published model's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChromaConfig {
-    /// The number of values of a token: the latents' channels times the four positions of a square.
+    /// The number of values of a token, which is a square of 2 × 2 latents: four times the latents' channels.
     pub in_channels: usize,
     /// The number of values of a token of the prediction.
     pub out_channels: usize,
@@ -22,13 +22,13 @@ pub struct ChromaConfig {
     pub num_single_layers: usize,
     /// Heads of each attention.
     pub num_attention_heads: usize,
-    /// Width of each head; the model's width is the product of both.
+    /// Width of each head. The width of the tokens is the number of heads times this width.
     pub attention_head_dim: usize,
     /// Width of the text's tokens.
     pub joint_attention_dim: usize,
-    /// Features of a head that each axis of the positions rotates.
+    /// Number of features of a head that each axis of the positions rotates.
     pub axes_dims_rope: Vec<usize>,
-    /// Features from which the approximator computes a row of the modulation; a multiple of 8.
+    /// Number of features from which the approximator computes a row of the modulation; a multiple of 8.
     pub approximator_num_channels: usize,
     /// Width of the approximator.
     pub approximator_hidden_dim: usize,

@@ -1,4 +1,5 @@
-//! The names of the transformer's parameters in files: diffusers', which are the model's own, and those of the original checkpoints.
+//! The names of the transformer's parameters in files: diffusers' names, which are also the model's own, and the names in
+//! original checkpoints.
 
 use trainable_candle_core::Result;
 use trainable_candle_io::WeightFiles;
@@ -30,10 +31,10 @@ const APPROXIMATOR_LAYER: [Renaming; 2] =
     [("linear_1", "in_layer", Form::Plain), ("linear_2", "out_layer", Form::Plain)];
 
 /// The configuration of the transformer in a checkpoint, from the shapes of its tensors. Fields that shapes do not
-/// determine come from the first of the `known` configurations with these sizes, otherwise from the published model.
+/// determine come from the first of the `known` configurations with the same sizes, or else from the published model.
 ///
 /// # Errors
-/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is a relative of Chroma.
+/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is Chroma Radiance.
 pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<ChromaConfig>) -> Result<ChromaConfig> {
     let sizes = StoredSizes::new(files, NAMES.layout(Some(naming)));
     let radiance = format!("{}nerf_blocks.", naming.prefix);

@@ -1,4 +1,4 @@
-//! The transformer: noisy latents as tokens, time and text in, velocity out.
+//! The transformer, which predicts the velocity from noisy latents (as tokens), time and text.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ const TIME_SCALE: f64 = 1000.0;
 /// Latents along one side of the square that becomes a token.
 const PATCH: usize = 2;
 
-/// The largest number of tokens of a text if lengths are given.
+/// The largest number of tokens of a text if [`ChromaConditions::lengths`] is given.
 const MOST_TOKENS: usize = 4096;
 
 /// Chroma's transformer, with the results and the parameter names of diffusers' `ChromaTransformer2DModel`. It predicts
@@ -39,7 +39,7 @@ pub struct ChromaTransformer {
     double_blocks: Blocks<DoubleBlock>,
     single_blocks: Blocks<SingleBlock>,
     output: ModulatedOutput,
-    /// 0, 1 and so on, f32, for [`MOST_TOKENS`].
+    /// The indices of up to [`MOST_TOKENS`] tokens, (1, `MOST_TOKENS`) in f32, which masks are computed from.
     numbers: Tensor,
 }
 
@@ -119,16 +119,16 @@ impl ChromaTransformer {
     }
 
     /// The mask of keys, (B, 1, 1, L + S), u8: 1 for the text's keys below its length and for all keys of the image.
-    /// The original code also masks the queries of the other tokens, whose results nothing reads.
+    /// The original code also masks the queries of the text's other tokens, but nothing reads the results of these.
     fn mask(&self, lengths: &Tensor, length: usize, area: usize) -> Result<Tensor> {
         let lengths = lengths.detach().to_dtype(DType::F32)?.unsqueeze(1)?;
         let text = self.numbers.narrow(1, 0, length)?.lt(&lengths)?;
-        // The mask of a text's first token is always 1, so it is repeated for the image.
+        // The mask of a text's first token is always 1, so this value is repeated for the image.
         let image = text.narrow(1, 0, 1)?.broadcast_as((lengths.dims()[0], area))?;
         Tensor::cat(&[&text, &image], 1)?.unsqueeze(1)?.unsqueeze(1)
     }
 
-    /// The tokens of the image and of the text, if everything fits.
+    /// Check the inputs; returns the numbers of tokens of the image and of the text.
     fn check(&self, hidden_states: &Tensor, conditions: ChromaConditions<'_>) -> Result<[usize; 2]> {
         let ChromaConditions { encoder_hidden_states, timestep, img_ids, txt_ids, lengths } = conditions;
         let sizes = TokenSizes {

@@ -1,4 +1,5 @@
-//! The names of a text encoder's parameters in files: transformers', with and without `text_model.`, and OpenCLIP's.
+//! The names of a text encoder's parameters in files: transformers' names, with and without `text_model.`, and OpenCLIP's
+//! names.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -6,6 +7,7 @@ use trainable_candle_io::WeightFiles;
 use super::{Activation, CLIPTextConfig};
 use crate::pretrained::{Form, Key, Layout, Naming, Original};
 
+/// The prefix of all names except the projection's.
 const WRAPPER: &str = "text_model.";
 
 /// The layout of a folder, or of an original checkpoint.
@@ -32,7 +34,7 @@ impl Layout for Transformers {
     }
 
     fn places(&self, name: &str) -> Vec<Key> {
-        // transformers 5 omits the wrapper's name in models without a projection.
+        // transformers 5 omits the prefix in models without a projection.
         std::iter::once(name).chain(name.strip_prefix(WRAPPER)).map(Key::plain).collect()
     }
 
@@ -63,7 +65,7 @@ impl Layout for OpenClip {
     }
 }
 
-/// OpenCLIP's place for a parameter, named without the wrapper.
+/// OpenCLIP's place for a parameter with a name without [`WRAPPER`].
 fn open_clip(name: &str) -> Option<Key> {
     const OUTSIDE: [(&str, &str); 4] = [
         ("embeddings.token_embedding.weight", "token_embedding.weight"),
@@ -99,8 +101,8 @@ const PUBLISHED: [(usize, usize, Activation); 3] =
     [(768, 12, Activation::QuickGelu), (1024, 16, Activation::Gelu), (1280, 20, Activation::Gelu)];
 
 /// The configuration of a text encoder in an original checkpoint, from the shapes of its tensors. Shapes do not
-/// determine the number of heads or the activation, which come from the first of the `known` configurations with the
-/// same sizes, else from the published model of the same width.
+/// determine the number of heads and the activation. These come from the first of the `known` configurations with the same
+/// sizes, or else from the published model of the same width.
 ///
 /// # Errors
 /// [`Error::Config`] if a size, the number of heads or the activation cannot be determined.

@@ -1,4 +1,4 @@
-//! The text encoder: from token ids it computes one state per token and one for the text.
+//! The text encoder, which computes one state per token, and one state for the whole text, from token ids.
 
 use std::sync::Arc;
 
@@ -38,7 +38,8 @@ pub struct TextFeatures {
     pub hidden_states: Vec<Tensor>,
     /// The last layer's states after the final norm, (B, S, D).
     pub last_hidden_state: Tensor,
-    /// The state at the token that ends the text, after the final norm, (B, D); (B, P) if the model projects it.
+    /// The state at the token that ends the text, after the final norm, (B, D). If the model projects this state, the
+    /// result is (B, P).
     pub pooled: Tensor,
 }
 
@@ -51,7 +52,7 @@ impl TextFeatures {
         self.skipped(0)
     }
 
-    /// The states `clip_skip` layers before [`penultimate`](Self::penultimate), as diffusers' SDXL pipelines count.
+    /// The states `clip_skip` layers before [`penultimate`](Self::penultimate); diffusers' SDXL pipelines count the same.
     ///
     /// # Errors
     /// [`Error::Argument`] if there are fewer layers.

@@ -13,8 +13,8 @@ use crate::saved::Saved;
 /// Added to the variance in every norm.
 pub(super) const EPS: f64 = 1e-6;
 
-/// A normal distribution with the standard deviation of Xavier's uniform rule (Glorot & Bengio 2010), √(2 / (in +
-/// out)).
+/// A normal distribution with the standard deviation of Xavier's uniform distribution (Glorot & Bengio 2010),
+/// √(2 / (in + out)).
 pub(super) fn xavier(in_features: usize, out_features: usize) -> Init {
     Init::Normal((2.0 / (in_features + out_features) as f64).sqrt())
 }

@@ -22,7 +22,7 @@ pub struct DigitsConfig {
     pub num_layers: usize,
     /// Heads of each attention.
     pub num_attention_heads: usize,
-    /// Width of each head; the model's width is the product of both.
+    /// Width of each head. The width of the tokens is the number of heads times this width.
     pub attention_head_dim: usize,
     /// Width of the feed-forward layers' middle, as a multiple of the model's width.
     pub mlp_ratio: usize,
@@ -94,7 +94,7 @@ impl DigitsConfig {
             ("frequency_embedding_size", self.frequency_embedding_size),
             ("num_classes", self.num_classes),
         ];
-        // The limit is far above any sensible size, and low enough that no product overflows.
+        // The limit is far above any sensible size, and low enough that products of sizes do not overflow.
         const LARGEST: usize = 1 << 16;
         if let Some((name, size)) = sizes.iter().find(|(_, size)| !(1..=LARGEST).contains(size)) {
             return Err(Error::Config(format!("DigitsTransformer: {name} is {size}, expected 1 to {LARGEST}")));

@@ -1,4 +1,5 @@
-//! The names of the transformer's parameters in files: diffusers', which are the model's own, and those of the original checkpoints.
+//! The names of the transformer's parameters in files: diffusers' names, which are also the model's own, and the names in
+//! original checkpoints.
 
 use trainable_candle_core::Result;
 use trainable_candle_io::WeightFiles;
@@ -11,14 +12,14 @@ use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedN
 pub(crate) struct BlockNames {
     /// Layers outside of the blocks.
     pub outside: &'static [Renaming],
-    /// Blocks: the beginning of this library's names before the block's number, the beginning of the original names,
-    /// and the layers inside.
+    /// For each kind of block: the beginning of this library's names, the beginning of the original names, both before
+    /// the block's number, and the names of the layers inside.
     pub blocks: &'static [(&'static str, &'static str, &'static [&'static [Renaming]])],
 }
 
 /// The names of an original checkpoint.
 pub(crate) struct OriginalTransformer {
-    /// What keys begin with.
+    /// The prefix of the keys.
     pub prefix: &'static str,
     /// The names after the prefix.
     pub names: &'static BlockNames,
@@ -51,12 +52,12 @@ impl BlockNames {
         }
     }
 
-    /// Where a layer is in an original checkpoint, without a prefix.
+    /// The key of a layer in an original checkpoint, without a prefix.
     pub fn layer(&self, layer: &str) -> Option<Key> {
         self.find(&format!("{layer}.weight"))?.of_layer()
     }
 
-    /// Where a parameter or layer is in an original checkpoint, without a prefix.
+    /// The key of a parameter or layer in an original checkpoint, without a prefix.
     fn find(&self, name: &str) -> Option<Key> {
         let block = self
             .blocks
@@ -125,8 +126,8 @@ pub(crate) const DOUBLE_MLP: [Renaming; 4] = [
 
 const SINGLE_MODULATION: [Renaming; 1] = [("norm.linear", "modulation.lin", Form::Plain)];
 
-/// The blocks of one stream. One layer computes queries, keys and values, and the middle of the feed-forward layer,
-/// which is four times as wide as the queries.
+/// The layers of the blocks of one stream. In original files, one layer computes queries, keys and values, and the middle
+/// of the feed-forward layer. The middle is four times as wide as the queries.
 pub(crate) const SINGLE: [Renaming; 7] = [
     ("attn.to_q", "linear1", Form::share(0, 7)),
     ("attn.to_k", "linear1", Form::share(1, 7)),
@@ -141,7 +142,8 @@ pub(crate) const SINGLE: [Renaming; 7] = [
 /// determine come from the first of the `known` configurations with the same sizes, or else from the published models.
 ///
 /// # Errors
-/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is one of Flux's tools.
+/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is one of Flux's tools (Fill,
+/// Canny, Depth).
 pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<FluxConfig>) -> Result<FluxConfig> {
     let sizes = StoredSizes::new(files, NAMES.layout(Some(naming)));
     let size = |name: &str, dim: usize| sizes.size(name, dim);

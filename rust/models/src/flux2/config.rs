@@ -11,7 +11,7 @@ use crate::pretrained::Configuration;
 /// `config.json` of a transformer as diffusers writes it (`Flux2Transformer2DModel`). The default is FLUX.2-klein-4B's.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Flux2Config {
-    /// The number of values of a token: the latents' channels times the four positions of a square.
+    /// The number of values of a token, which is a square of 2 × 2 latents: four times the latents' channels.
     pub in_channels: usize,
     /// The number of values of a token of the prediction.
     pub out_channels: usize,
@@ -21,7 +21,7 @@ pub struct Flux2Config {
     pub num_single_layers: usize,
     /// Heads of each attention.
     pub num_attention_heads: usize,
-    /// Width of each head; the model's width is the product of both.
+    /// Width of each head. The width of the tokens is the number of heads times this width.
     pub attention_head_dim: usize,
     /// Width of the text's tokens.
     pub joint_attention_dim: usize,
@@ -29,7 +29,7 @@ pub struct Flux2Config {
     pub guidance_embeds: bool,
     /// The longest period of the positions' angles, divided by 2π.
     pub rope_theta: f64,
-    /// Features of a head that each axis of the positions rotates.
+    /// Number of features of a head that each axis of the positions rotates.
     pub axes_dims_rope: Vec<usize>,
 }
 

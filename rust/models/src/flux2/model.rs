@@ -30,8 +30,8 @@ pub struct Flux2Transformer {
     x_embedder: Linear<Tensor>,
     context_embedder: Linear<Tensor>,
     time_guidance_embed: TimeTextEmbedding,
-    /// The layers that compute the modulation: of the image and of the text in blocks of two streams, and of blocks of
-    /// one stream. All blocks share them.
+    /// The layers that compute the modulation: one for the image and one for the text in blocks of two streams, and one
+    /// for blocks of one stream. All blocks share these layers.
     modulations: [Linear<Tensor>; 3],
     axes: RopeAxes,
     double_blocks: Blocks<DoubleBlock>,
@@ -39,6 +39,7 @@ pub struct Flux2Transformer {
     output: ModulatedOutput,
 }
 
+/// The names of the layers that compute the modulation, and the number of shifts, scales and gates of each.
 const MODULATIONS: [(&str, usize); 3] = [
     ("double_stream_modulation_img.linear", 6),
     ("double_stream_modulation_txt.linear", 6),

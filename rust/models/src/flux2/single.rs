@@ -1,5 +1,5 @@
-//! The block of one stream, whose layers are fused in files too. The first layer computes queries, keys, values, and
-//! gate and value of the feed-forward layer; the last projects the results of attention and feed-forward layer
+//! The block of one stream, with fused layers, in the model as in files. The first layer computes queries, keys, values,
+//! and gate and value of the feed-forward layer. The last layer projects the results of attention and feed-forward layer
 //! (Dehghani et al. 2023, arXiv:2302.05442, section 2.1).
 
 use trainable_candle_core::ops::beside::{Activation, activate_beside};
@@ -54,7 +54,7 @@ impl FusedBlock {
         saved.block(inside, false, |saved| {
             saved.keep(inside);
             saved.cheap_linear(&self.to_qkv_mlp_proj, (inside, tokens));
-            // The tape keeps the result of the first layer and that of the attention.
+            // The tape keeps the results of the first layer and of the attention.
             saved.attention(tokens, tokens, self.sizes.dim());
             saved.keep((PROJECTED + 1) * inside);
             saved.cheap_linear(&self.to_out, ((1 + RATIO) * inside, tokens));

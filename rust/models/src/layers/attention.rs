@@ -6,8 +6,8 @@ use trainable_candle_nn::{Init, Linear, LinearGroup, Module, Projected, Visitor,
 
 use crate::saved::Saved;
 
-/// Attention of tokens to one another, or to the tokens of a context. Without a context, `to_q`, `to_k` and `to_v`
-/// share their input; with a context, `to_k` and `to_v` do.
+/// Attention of tokens to one another, or to the tokens of a context. Without a context, `to_q`, `to_k` and `to_v` read
+/// the same input; with a context, `to_k` and `to_v` read the context.
 pub struct Attention {
     projections: Projections,
     to_out: Linear<Tensor>,
@@ -27,7 +27,7 @@ enum Projections {
 /// The sizes of an attention.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionSizes {
-    /// Number of heads, which divide `dim` equally.
+    /// Number of heads, a divisor of `dim`.
     pub heads: usize,
     /// Width of the tokens and of the projections.
     pub dim: usize,
@@ -38,7 +38,7 @@ pub struct AttentionSizes {
 }
 
 impl Attention {
-    /// Takes parameters below `weights`; fresh ones start as `init` says.
+    /// Takes parameters below `weights`. Fresh weights are drawn from `init`.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -85,8 +85,8 @@ impl Attention {
 }
 
 impl Attention {
-    /// Counts what the tape keeps for `area` tokens that attend to themselves, or to `context_area` of a context.
-    /// Backward of attention reads q, k, v and the result.
+    /// Counts what the tape keeps for `area` tokens that attend to themselves, or to `context_area` tokens of a context.
+    /// The backward pass of attention reads q, k, v and the result.
     pub fn saved(&self, area: usize, context_area: Option<usize>, saved: &mut Saved) {
         let width = self.to_out.weight.dims()[0];
         let inside = area * width;
@@ -95,7 +95,7 @@ impl Attention {
             Projections::Own(group) => saved.layers(&group.layers(), (inside, area), true),
             Projections::Context { to_q, others } => {
                 saved.cheap_linear(to_q, (inside, area));
-                // The context exists anyway, so it takes no further memory.
+                // The caller keeps the context anyway, so it takes no further memory.
                 saved.layers(&others.layers(), (0, context_area.unwrap_or(area)), false);
             }
         }

@@ -44,7 +44,8 @@ pub struct ResnetSizes {
     pub eps: f64,
 }
 
-/// Two times norm, SiLU and convolution, added to the input. The time's embedding is added after the first convolution.
+/// Applies norm, SiLU and convolution twice, and adds the result to the input. The time's embedding is added after the
+/// first convolution.
 pub struct ResnetBlock {
     norm1: GroupNorm,
     conv1: Conv2d<Tensor>,
@@ -136,7 +137,7 @@ impl Module for ResnetBlock {
 /// Halves the size of an image with a convolution.
 pub struct Downsample {
     conv: Conv2d<Tensor>,
-    /// Whether zeros are added only below and to the right, as in the autoencoder.
+    /// Whether zeros are added only at the lower and right edge, as in the autoencoder.
     asymmetric: bool,
 }
 
@@ -173,7 +174,7 @@ impl Downsample {
 }
 
 impl Downsample {
-    /// Counts what the tape keeps for an image of `area` pixels that becomes one of `smaller`.
+    /// Counts what the tape keeps for an image of `area` pixels that becomes an image of `smaller` pixels.
     pub fn saved(&self, area: usize, smaller: usize, saved: &mut Saved) {
         let inputs = area * self.conv.weight.dims()[0];
         saved.outside(|saved| saved.conv(&self.conv, (inputs, smaller)));
@@ -213,7 +214,7 @@ impl Upsample {
 }
 
 impl Upsample {
-    /// Counts what the tape keeps for an image that becomes one of `larger` pixels.
+    /// Counts what the tape keeps for an image that is enlarged to `larger` pixels.
     pub fn saved(&self, larger: usize, saved: &mut Saved) {
         let inputs = larger * self.conv.weight.dims()[0];
         saved.outside(|saved| saved.conv(&self.conv, (inputs, larger)));

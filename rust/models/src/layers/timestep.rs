@@ -16,7 +16,7 @@ pub struct Sinusoids {
 }
 
 impl Sinusoids {
-    /// `dim` sinusoids, an even number.
+    /// `dim` sinusoids; `dim` is even.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Candle`] if they cannot be copied to the device.
@@ -50,8 +50,8 @@ pub struct TimestepEmbedding {
 }
 
 impl TimestepEmbedding {
-    /// Takes parameters below `weights`; fresh ones start normal with a standard deviation of 0.02 (DiT,
-    /// arXiv:2212.09748).
+    /// Takes parameters below `weights`. Fresh weights are drawn from a normal distribution with a standard deviation of
+    /// 0.02 (DiT, arXiv:2212.09748).
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -59,8 +59,8 @@ impl TimestepEmbedding {
         Self::named(LINEAR, [in_features, dim, dim], true, weights)
     }
 
-    /// As [`new`](Self::new), with the names of the layers, the widths before, between and after them, and whether they
-    /// have biases.
+    /// As [`new`](Self::new), with the names of the two layers, the widths before, between and after the layers, and
+    /// whether the layers have biases.
     ///
     /// # Errors
     /// As [`Weights::get`].

@@ -1,4 +1,4 @@
-//! Pipelines: which models belong together, where they are in files, and what other tools call them.
+//! Pipelines: which models belong together, where they are in files, and which names other tools use for them.
 //!
 //! [`PIPELINES`] is the only place in this crate that describes families. Loading, saving, the recognition of files and
 //! the names in adapter files follow from it. The module of a model ([`crate::clip`], [`crate::vae`], ...) only
@@ -34,7 +34,7 @@ pub struct Pipeline {
     pub title: &'static str,
     /// Its classes in diffusers' `model_index.json`.
     pub class_names: &'static [&'static str],
-    /// The name of its base model in other tools, if they know it.
+    /// The names of its base model in other tools, if there are any.
     pub base: Option<BaseModel>,
     /// The number of pixels along one side of an image per unit of the denoiser's `sample_size`.
     pub pixels: usize,
@@ -82,19 +82,19 @@ pub struct Part {
     pub adapter: Option<AdapterNames>,
 }
 
-/// Keys of a checkpoint in one file that contain a part.
+/// The keys under which a checkpoint in one file stores a part.
 #[derive(Debug)]
 pub struct Section {
     /// Possible prefixes of the keys. Files are written with the first.
     pub prefixes: &'static [&'static str],
     /// The names that follow the prefix.
     pub naming: Naming,
-    /// A key, without the prefix, that every such file has. If the prefix is empty, no other file has this key.
+    /// A key, without the prefix, that every file with this section has. If the prefix is empty, no other file has it.
     pub probe: &'static str,
 }
 
 impl Section {
-    /// Whether models are written into such files.
+    /// Whether this library writes files with this section.
     pub fn is_written(&self) -> bool {
         self.naming != Naming::LlamaCpp
     }
@@ -105,7 +105,7 @@ impl Section {
 pub struct AdapterNames {
     /// kohya's name: `lora_unet`, `lora_te1`.
     pub kohya: &'static str,
-    /// `ComfyUI`'s name: `diffusion_model`, `text_encoders.clip_l.transformer`. None if it knows no such model.
+    /// `ComfyUI`'s name: `diffusion_model`, `text_encoders.clip_l.transformer`. None if it does not support the model.
     pub comfyui: Option<&'static str>,
     /// The programs that load its adapters.
     pub readers: &'static [Reader],
@@ -151,8 +151,8 @@ impl Pipeline {
         self.parts.iter().map(move |part| Place { pipeline: self, part })
     }
 
-    /// The layers that adapters may be on, with the sizes of the files at `weights`, or of the published model. A text
-    /// encoder that is not at `weights` has the published sizes.
+    /// The layers that can have adapters, for each part whose adapters are supported. Sizes are those of the files at
+    /// `weights`, or of the published model. A text encoder that is not at `weights` has the published sizes.
     ///
     /// # Errors
     /// As [`Pretrained::find`] and the configuration of the denoiser.
@@ -196,7 +196,7 @@ impl Part {
 }
 
 impl Place {
-    /// Whether the prefix of `key`, from an adapter file, is one of this part.
+    /// Whether `key`, from an adapter file, begins with a prefix of this part.
     pub(crate) fn begins(self, key: &str) -> bool {
         self.part.adapter_prefixes().iter().any(|prefix| key.starts_with(prefix))
     }
@@ -211,7 +211,7 @@ impl Place {
         alone.or_else(|| places(model).find(is_published)).or_else(|| places(model).find(fits))
     }
 
-    /// The names of `model` in this place, and of its layers, in other tools.
+    /// The names that other tools use for `model` in this place, and for its layers.
     pub fn names(self, model: &dyn Model) -> PartNames {
         let Some(adapter) = self.part.adapter else { return PartNames::default() };
         let config = model.configuration();
@@ -243,7 +243,7 @@ pub fn subfolders(model: &ModelKind) -> Vec<&'static str> {
     unique(places(model).map(|place| place.part.subfolder).filter(|subfolder| !subfolder.is_empty()))
 }
 
-/// All kinds of models, each once, those that are fine-tuned first. If a path holds several kinds, the first of them is
+/// All kinds of models, each once, in the order of the table. If a path holds several kinds, the first of them is
 /// loaded.
 pub fn kinds() -> Vec<&'static ModelKind> {
     let mut kinds: Vec<&ModelKind> = Vec::new();

@@ -1,4 +1,4 @@
-//! For each kind of part, a table of the tools that load its adapters and the names that they know.
+//! For each kind of part, a table of the tools that load its adapters and of the names that each tool reads.
 //!
 //! Tested with diffusers 0.42 (`tests/io/flow/test_oracles.py`). The entries of other tools follow their code: for
 //! `ComfyUI` <https://github.com/comfyanonymous/ComfyUI/blob/ec93dcac55e4ebb4f0ee2d2b0ac2b62fb9a58bb9/comfy/lora.py>
@@ -21,7 +21,7 @@ const fn diffusers(styles: &'static [Known]) -> Reader {
     Reader { tool: Tool::Diffusers, styles, kinds: LORA, magnitude: DIFFUSERS_MAGNITUDE }
 }
 
-/// sd-scripts with its own network modules; with `LyCORIS`' module it loads other kinds of adapters.
+/// sd-scripts with its own network modules. With `LyCORIS`' module it also loads other kinds of adapters.
 const KOHYA: Reader =
     Reader { tool: Tool::Kohya, styles: &[Known::all(Style::KohyaOriginal)], kinds: LORA, magnitude: None };
 
@@ -32,7 +32,7 @@ const A1111: Reader = Reader {
     magnitude: COMFYUI_MAGNITUDE,
 };
 
-/// Stable Diffusion's UNets. For attention's projections, `ComfyUI` knows only diffusers' early names,
+/// Stable Diffusion's UNets. Of diffusers' names for attention's projections, `ComfyUI` reads only the early ones,
 /// `Style::Processor`.
 pub(super) static UNET: &[Reader] = &[
     comfyui(&[
@@ -93,8 +93,8 @@ pub(super) static SD3: &[Reader] = &[
     PEFT,
 ];
 
-/// Flux.1. When diffusers converts kohya's names, it drops layers outside of the blocks; its conversion of
-/// `OneTrainer`'s names knows attention alone, and fails on other layers.
+/// Flux.1. When diffusers converts kohya's names, it drops layers outside of the blocks. Its conversion of `OneTrainer`'s
+/// names supports only attention, and fails on other layers.
 pub(super) static FLUX: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -115,7 +115,7 @@ const FLUX_IN_DIFFUSERS: Reader = diffusers(&[
     Known::all(Style::OneTrainer).only(is_attention),
 ]);
 
-/// Chroma, as Flux.1. `ComfyUI` does not know diffusers' names of the approximator.
+/// Chroma, as Flux.1. `ComfyUI` does not read diffusers' names of the approximator.
 pub(super) static CHROMA: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -142,8 +142,8 @@ fn is_attention(layer: &str) -> bool {
     in_a_block(layer) && layer.contains(".attn.")
 }
 
-/// FLUX.2. `ComfyUI` does not know diffusers' names of the shared modulations and of the time's network. diffusers
-/// treats peft's names as those of ai-toolkit.
+/// FLUX.2. `ComfyUI` does not read diffusers' names of the shared modulations and of the time's network. diffusers
+/// converts peft's names as if they were those of ai-toolkit.
 pub(super) static FLUX2: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -172,15 +172,15 @@ fn no_modulation(layer: &str) -> bool {
     !layer.contains("_modulation") && has_no_halves(layer)
 }
 
-/// Whether a layer is stored without exchanged halves. diffusers fails to exchange the halves of the last modulation in
-/// original files.
+/// Whether original files and diffusers store a layer's rows in the same order. The halves of the last modulation are
+/// exchanged in original files, and diffusers fails to exchange them back.
 fn has_no_halves(layer: &str) -> bool {
     layer != "norm_out.linear"
 }
 
-/// Z-Image. `ComfyUI` knows diffusers' names besides its own, but not in kohya's style. diffusers knows `ComfyUI`'s
-/// names in kohya's style; in other styles it knows only names that are the same in both tools. musubi-tuner, kohya's
-/// trainer for this model, uses diffusers' names.
+/// Z-Image. `ComfyUI` reads diffusers' names besides its own, but not in kohya's style. diffusers reads `ComfyUI`'s names
+/// in kohya's style; in other styles it reads only names that are the same in both tools. musubi-tuner, kohya's trainer
+/// for this model, uses diffusers' names.
 pub(super) static Z_IMAGE: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -206,7 +206,7 @@ pub(super) static Z_IMAGE: &[Reader] = &[
     PEFT,
 ];
 
-/// Whether a layer is in a block, the first or the last layer, instead of in one of the networks over time and text.
+/// Whether a layer is outside of the networks that embed the time and the text.
 fn no_embedder(layer: &str) -> bool {
     !layer.starts_with("cap_embedder.") && !layer.starts_with("t_embedder.")
 }

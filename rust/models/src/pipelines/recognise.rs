@@ -32,8 +32,8 @@ fn has_denoiser(pipeline: &Pipeline, is_there: impl Fn(&str) -> bool) -> bool {
         .any(|section| section.prefixes.iter().any(|prefix| is_there(&format!("{prefix}{}", section.probe))))
 }
 
-/// The pipeline that has all of these models in these folders. Of several pipelines, this prefers one whose denoiser is
-/// in a file; `is_there` says whether that file has a key.
+/// The pipeline that has all of these models in these folders. If there are several, one whose denoiser is in a file takes
+/// precedence; `is_there` says whether that file has a key.
 pub fn of_models(models: &[(&str, &dyn Model)], is_there: impl Fn(&str) -> bool) -> Option<&'static Pipeline> {
     let has = |pipeline: &Pipeline, subfolder: &str, model: &dyn Model| {
         let mut parts = pipeline.parts.iter();
@@ -60,7 +60,7 @@ pub fn not_found(names: &[String], wanted: &ModelKind) -> String {
     format!("there is no {wanted} in this file and no {CONFIG} beside it: the file is {what}")
 }
 
-/// Describes a file with these keys, if it is recognised as something else than a checkpoint of a supported pipeline.
+/// Describes a file with these keys, if it is recognisably something other than a checkpoint of a supported pipeline.
 pub fn recognised(names: &[String]) -> Option<String> {
     let there = |prefix: &str| names.iter().any(|name| name.starts_with(prefix));
     let unsupported = UNSUPPORTED.iter().find(|(prefix, _)| there(prefix)).map(|(_, title)| foreign(title));

@@ -18,8 +18,8 @@ use crate::t5::{self, T5Config};
 use crate::vae::{self, VaeConfig};
 use crate::z_image::{self, ZImageConfig};
 
-/// All pipelines. If several have the same part and a file does not say to which of them it belongs, it belongs to the
-/// first.
+/// All pipelines. If several pipelines have the same part and a file does not state its pipeline, the first of them
+/// applies.
 pub static PIPELINES: &[&Pipeline] = &[&SDXL, &FLUX, &SD3, &DIGITS, &CAUSAL_LM, &Z_IMAGE, &FLUX2, &CHROMA];
 
 /// Accepts any configuration of the architecture.
@@ -96,7 +96,7 @@ const AUTOENCODER: &[Section] = &[Section {
     probe: "decoder.mid.block_1.conv1.weight",
 }];
 
-/// Whether an autoencoder's latents are scaled by this number, by which families are distinguished.
+/// Whether an autoencoder's latents are scaled by `scale`. This number distinguishes the autoencoders of the families.
 fn latents(config: &Map<String, Value>, scale: f64) -> bool {
     config.get("scaling_factor").and_then(Value::as_f64) == Some(scale)
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use trainable_candle_core::{Error, Result};
 
-/// The names of a weight file without shards, without the ending: transformers', then diffusers'.
+/// The names of unsharded weight files without their ending: transformers' name, then diffusers'.
 const STEMS: [&str; 2] = ["model", "diffusion_pytorch_model"];
 /// The name of the half-precision variant in file names.
 const HALF: &str = "fp16";
@@ -36,10 +36,10 @@ pub(super) fn weights_in(folder: &Path, half: bool) -> Result<Vec<PathBuf>> {
     ))
 }
 
-/// Return an error if the name of the checkpoint at `path` is that of a pickle.
+/// Return an error if the ending of `path` is that of a pickle.
 ///
 /// # Errors
-/// [`Error::WeightsFormat`] saying why, and what to do.
+/// [`Error::WeightsFormat`] with the reason for the rejection and the cure.
 pub(super) fn refuse_pickle(path: &Path) -> Result<()> {
     if !has_extension(path, &PICKLES) {
         return Ok(());
@@ -125,8 +125,8 @@ fn indexed(folder: &Path, index: &Path) -> Result<Vec<PathBuf>> {
     }
 }
 
-/// Whether a name is that of a shard, such as `model-00001-of-00003.safetensors` or, of a variant,
-/// `model.fp16-00001-of-00002.safetensors` or `model-00001-of-00002.fp16.safetensors`.
+/// Whether a file name is that of a shard, such as `model-00001-of-00003.safetensors`. Shards of a variant have names
+/// such as `model.fp16-00001-of-00002.safetensors` or `model-00001-of-00002.fp16.safetensors`.
 fn is_shard(name: &str, stem: &str, variant: Option<&str>) -> bool {
     let Some(rest) = name.strip_prefix(stem).and_then(|rest| rest.strip_suffix(".safetensors")) else { return false };
     let rest = match variant.map(|v| format!(".{v}")) {

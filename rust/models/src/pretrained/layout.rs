@@ -29,11 +29,10 @@ pub trait Layout {
         ""
     }
 
-    /// The places where the parameter `name` may be, with keys without the prefix. Files are written with the first
-    /// place.
+    /// The places where the parameter `name` may be, with keys without the prefix. Writers of files use the first place.
     fn places(&self, name: &str) -> Vec<Key>;
 
-    /// Whether the tensor under this key (without the prefix) need not be read, because it is computed or only serves
+    /// Whether readers skip the tensor under this key (without the prefix), because it is computed or only serves
     /// training.
     fn ignores(&self, key: &str) -> bool {
         let _ = key;
@@ -66,7 +65,7 @@ impl Layout for PrefixedNames {
 /// A layer's name in the model, its name in a file, and its form there.
 pub type Renaming = (&'static str, &'static str, Form);
 
-/// The key of a parameter whose layer is in `renamings`. For example, `ff.net.2.bias` is `mlp.fc2.bias`.
+/// The key of a parameter whose layer is in `renamings`. For example, `ff.net.2.bias` becomes `mlp.fc2.bias`.
 pub fn renamed(name: &str, renamings: &[Renaming]) -> Option<Key> {
     renamings.iter().find_map(|(ours, theirs, form)| {
         let parameter = name.strip_prefix(ours)?.strip_prefix('.')?;

@@ -48,7 +48,7 @@ pub struct Choice {
     pub config: Option<PathBuf>,
     /// Prefer half-precision files (`*.fp16.safetensors`) if both variants exist.
     pub half: bool,
-    /// Whether the model is f32 even if half precision is requested or stored; None means that its configuration
+    /// Whether the model is f32 even if half precision is requested or stored. If this is None, the configuration
     /// decides.
     pub force_upcast: Option<bool>,
     /// The number of layers to load, from the first on, of a model that can be loaded in part.
@@ -73,7 +73,7 @@ pub struct Pretrained {
     config: Option<PathBuf>,
     weights: Vec<PathBuf>,
     model: &'static ModelKind,
-    /// Its place in a pipeline and its keys, in an original checkpoint.
+    /// For an original checkpoint, the model's place in a pipeline and its keys.
     original: Option<(Place, Original)>,
     force_upcast: Option<bool>,
     layers: Option<usize>,
@@ -131,8 +131,8 @@ impl Pretrained {
         let beside = Some(path.with_file_name(CONFIG)).filter(|beside| beside.is_file());
         let file = WeightFile::open(path)?;
         let original = pipelines::of_file(model, choice, |name| file.shape(name).is_some())
-            // Some original names are also names of folders' files. A file beside a configuration is a folder's file,
-            // unless it is GGUF.
+            // Some names of original checkpoints also occur in files of folders. A file beside a configuration belongs to
+            // a folder, unless it is GGUF.
             .filter(|(_, _, prefix)| !prefix.is_empty() || beside.is_none() || file.gguf().is_some())
             .map(|(place, section, prefix)| (place, Original { prefix, naming: section.naming }));
         if original.is_none() && beside.is_none() && choice.config.is_none() {
@@ -212,8 +212,8 @@ impl Pretrained {
     }
 
     /// The configuration in `config.json`. For an original checkpoint, `deduce` determines it from the shapes and the
-    /// known configurations. These are, in order, the one in the file's header, or else the one in the folder beside
-    /// the file that a pipeline would have, and the published ones.
+    /// known configurations. The first known configuration is that of the file's header or, if there is none, that of a
+    /// folder beside the file with the part's name in pipelines. The configurations of published models follow.
     ///
     /// # Errors
     /// [`Error::Io`] if a file cannot be read, [`Error::Config`] naming what is wrong with the configuration.
@@ -243,7 +243,7 @@ impl Pretrained {
                 let subfolder = place.part.subfolder;
                 let written = files.metadata().get(&config_entry(subfolder)).map(|text| serde_json::from_str(text));
                 let beside = self.path.with_file_name(subfolder).join(CONFIG);
-                // Such a configuration may belong to another model, so errors in it are ignored.
+                // The folder beside the file may belong to another model, so errors in its configuration are ignored.
                 let given = written.and_then(|map| map.ok()).or_else(|| read_json(&beside).ok());
                 let places = std::iter::once(place).chain(pipelines::places(self.model));
                 let published = places.map(|place| (place.part.published)());
@@ -260,13 +260,12 @@ impl Pretrained {
         matches!(dtype, None | Some(DType::F16 | DType::BF16)) && self.force_upcast.unwrap_or(default)
     }
 
-    /// Build a frozen model from these weights, which must use all of them. Weights are read one at a time and
-    /// converted to `dtype`, or to the dtype of most stored weights. So besides the model, memory holds at most its
-    /// largest parameter.
+    /// Build a frozen model, which must use all of these weights. Weights are read one at a time and converted to
+    /// `dtype`, or to the dtype of most stored weights. So besides the model, memory holds at most its largest parameter.
     ///
     /// # Errors
-    /// [`Error::DType`] if `dtype` is not floating-point; as [`WeightFiles::open`], [`WeightFiles::read`] and
-    /// [`Source::finish`]; whatever `model` raises.
+    /// [`Error::DType`] if `dtype` is not floating-point; as [`WeightFiles::open`], [`WeightFiles::read`],
+    /// [`Source::finish`] and `model`.
     pub fn build<M: Module>(
         &self,
         layout: impl FnOnce(&WeightFiles) -> Box<dyn Layout>,
@@ -305,8 +304,8 @@ pub(crate) fn read_json<C: DeserializeOwned>(path: &Path) -> Result<C> {
     serde_json::from_str(&text).map_err(|e| Error::Config(format!("{}: {e}", path.display())))
 }
 
-/// Remove the description of quantized weights if their format is supported. It is not needed, because the weight files
-/// say how weights are stored.
+/// Remove the description of quantized weights if their format is supported. Readers do not need it, because the weight
+/// files state how weights are stored.
 fn take_quantization(map: &mut Map<String, Value>) -> std::result::Result<(), String> {
     const FIELD: &str = "quantization_config";
     let Some(given) = map.get(FIELD).filter(|given| !given.is_null()) else { return Ok(()) };
@@ -329,7 +328,7 @@ fn take_quantization(map: &mut Map<String, Value>) -> std::result::Result<(), St
     ))
 }
 
-/// The name of the header entry, in an original checkpoint, with the configuration of the model that a pipeline has in
+/// The name of the entry in an original checkpoint's header that stores the configuration of the model in a pipeline's
 /// `subfolder`.
 fn config_entry(subfolder: &str) -> String {
     format!("trainable_candle.config.{subfolder}")

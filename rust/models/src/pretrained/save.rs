@@ -1,4 +1,4 @@
-//! Writes models to a folder, or into an original checkpoint.
+//! Writes models to folders, or to one file in the form of an original checkpoint.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -40,13 +40,13 @@ pub struct Written {
     pub formats: BTreeMap<String, Format>,
 }
 
-/// Write `models` to one file under the names of the original checkpoints, as `written` says. Each model is given with
-/// the name of its folder in a pipeline. If there is a checkpoint `base`, everything else is copied from it unchanged.
-/// The header stores the models' configurations, because names and shapes do not determine them.
+/// Write `models` to one file under the names of the original checkpoints, with the options `written`. Each model is
+/// given with the name of its folder in a pipeline. If there is a checkpoint `base`, all its other tensors are copied
+/// unchanged. The header stores the models' configurations, because names and shapes do not determine them.
 ///
 /// # Errors
-/// [`Error::Argument`] if a model has no place in such a file, if it has no layers that may be quantized, or if the
-/// format is not one of the two; [`Error::Io`] that names the path that cannot be read or written.
+/// [`Error::Argument`] if a model has no place in such a file, if a model with a format has no layers that may be
+/// quantized, or if a format is not `Fp8` or `Int8`; [`Error::Io`] that names the path that cannot be read or written.
 pub fn save_checkpoint(
     path: &Path,
     models: &[(&str, &dyn Model)],
@@ -103,8 +103,8 @@ pub fn save_checkpoint(
     save_entries(path, all, &metadata)
 }
 
-/// The sections of checkpoints in one file that contain the model that a pipeline (`preferred`, if it has one) has in
-/// `subfolder`.
+/// The sections of original checkpoints that hold the model in a pipeline's `subfolder`. The pipeline is `preferred` if it
+/// has this model there, or else the first that does.
 fn sections(subfolder: &str, model: &dyn Model, preferred: Option<&Pipeline>) -> Result<&'static [Section]> {
     let places = || places(model.kind()).filter(|place| place.part.sections.first().is_some_and(Section::is_written));
     let is_preferred = |place: &Place| preferred.is_none_or(|pipeline| pipeline.name == place.pipeline.name);
@@ -174,7 +174,7 @@ fn entries(
 /// The parameters that are stored under one key.
 struct Group {
     parts: Vec<(Form, Weight)>,
-    /// Whether they are a matrix that may be quantized.
+    /// Whether to quantize them: a format is given, and all of them are weights of layers that may be quantized.
     is_quantized: bool,
 }
 

@@ -12,7 +12,7 @@ pub struct StoredSizes<'a> {
 }
 
 impl<'a> StoredSizes<'a> {
-    /// The shapes in `files`, in which a model has the names of `names`.
+    /// The shapes in `files`; `names` maps a model's names to the keys in the files.
     pub fn new(files: &'a WeightFiles, names: Box<dyn Layout>) -> Self {
         Self { files, names }
     }
@@ -28,7 +28,7 @@ impl<'a> StoredSizes<'a> {
         self.shape(name).is_some()
     }
 
-    /// The size of a parameter along a dimension that is the same in the file.
+    /// The size of a parameter along dimension `dim`, which the file must store in the same form.
     ///
     /// # Errors
     /// [`Error::Config`] if there is no such parameter or dimension.

@@ -61,8 +61,8 @@ impl Stored for StoredWeights {
 }
 
 impl StoredWeights {
-    /// The parameter `name` as stored, if it is stored in `format`, or, without a format, if it is stored in blocks of
-    /// ggml.
+    /// The stored codes of the parameter `name`, if it is stored in `format`. Without a format, the codes are returned if
+    /// the parameter is stored in blocks of ggml.
     fn codes(&mut self, name: &str, format: Option<Format>) -> Result<Option<Quantized>> {
         let Some((key, form)) = self.find(name) else { return Ok(None) };
         if let Some((stored, blocks)) = self.files.read_blocks(&key)? {
@@ -83,7 +83,7 @@ impl StoredWeights {
         let Some((_, codes, scales)) = self.files.read_eight_bits(&key)?.filter(|(bits, ..)| *bits == of_eight) else {
             return Ok(None);
         };
-        // One scale for the whole tensor also holds for any part of it.
+        // One scale for the whole tensor is also the scale of any part of it.
         let scales = match scales.elem_count() {
             1 => scales,
             _ if !form.keeps_rows() => return Ok(None),

@@ -23,7 +23,7 @@ pub struct SD3Config {
     pub num_layers: usize,
     /// Heads of each attention.
     pub num_attention_heads: usize,
-    /// Width of each head; the model's width is the product of both.
+    /// Width of each head. The width of the tokens is the number of heads times this width.
     pub attention_head_dim: usize,
     /// Width of the text's tokens.
     pub joint_attention_dim: usize,
@@ -33,7 +33,7 @@ pub struct SD3Config {
     pub pos_embed_max_size: usize,
     /// Blocks in which the image also attends to itself alone.
     pub dual_attention_layers: Vec<usize>,
-    /// Whether queries and keys are normalised. They are in SD3.5, but not in SD3.
+    /// Whether queries and keys are normalised, as in SD3.5 but not in SD3.
     pub qk_norm: bool,
 }
 

@@ -1,4 +1,5 @@
-//! The names of the transformer's parameters in files: diffusers', which are the model's own, and those of the original checkpoints.
+//! The names of the transformer's parameters in files: diffusers' names, which are also the model's own, and the names in
+//! original checkpoints.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -72,12 +73,13 @@ const INSIDE: [Renaming; 24] = [
     ("norm1_context.linear", "context_block.adaLN_modulation.1", Form::Plain),
 ];
 
-/// Where a layer of a model whose last block is `last` is in an original checkpoint.
+/// The key of a layer in an original checkpoint; `last` is the index of the model's last block.
 pub(super) fn original_layer(layer: &str, last: usize) -> Option<Key> {
     original(&format!("{layer}.weight"), last)?.of_layer()
 }
 
-/// Where a parameter or layer of a model whose last block is `last` is in an original checkpoint, without a prefix.
+/// The key of a parameter or layer in an original checkpoint, without a prefix; `last` is the index of the model's last
+/// block.
 fn original(name: &str, last: usize) -> Option<Key> {
     if name == "pos_embed.pos_embed" {
         return Some(Key::plain("pos_embed"));
@@ -85,7 +87,8 @@ fn original(name: &str, last: usize) -> Option<Key> {
     let Some(rest) = name.strip_prefix("transformer_blocks.") else { return renamed(name, &OUTSIDE) };
     let (index, inside) = rest.split_once('.')?;
     let Key { key, mut form } = renamed(inside, &INSIDE)?;
-    // The text's last norm only has a shift and a scale, in the same order as the norm before the output.
+    // The text's norm in the last block has only a shift and a scale. Their order differs between the two sets of names,
+    // as in the norm before the output.
     if inside.starts_with("norm1_context.") && index.parse() == Ok(last) {
         form = Form::Swapped;
     }

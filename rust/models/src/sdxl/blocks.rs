@@ -7,7 +7,7 @@ use super::UNetConfig;
 use crate::layers::{Downsample, ResnetBlock, ResnetSizes, SpatialTransformer, TransformerSizes, Upsample};
 use crate::saved::Saved;
 
-/// The conditions of every block.
+/// The conditions that every block reads.
 pub(super) struct Conditions<'a> {
     /// SiLU of the time's embedding, (B, T).
     pub time: Tensor,
@@ -15,7 +15,7 @@ pub(super) struct Conditions<'a> {
     pub text: &'a Tensor,
 }
 
-/// Sizes of the residual blocks of a model.
+/// Sizes of a residual block.
 fn resnet(config: &UNetConfig, channels: usize, out_channels: usize) -> ResnetSizes {
     let (groups, eps) = (config.norm_num_groups, config.norm_eps);
     ResnetSizes { channels, out_channels, time_dim: Some(config.time_embed_dim()), groups, eps }
@@ -34,7 +34,7 @@ fn transformer(config: &UNetConfig, level: usize, weights: &mut Weights<'_>) -> 
     SpatialTransformer::new(sizes, weights)
 }
 
-/// Run a residual block on an image. The image is given as parts, which are joined along the channels.
+/// Run residual block `index` on an image. `parts` are the image, or images that are joined along the channels.
 fn run(blocks: &Blocks<ResnetBlock>, index: usize, parts: &[&Tensor], conditions: &Conditions<'_>) -> Result<Tensor> {
     let inputs: Vec<&Tensor> = std::iter::once(&conditions.time).chain(parts.iter().copied()).collect();
     // The tape keeps the parts as results of other blocks. Joining them inside the checkpoint avoids keeping the joined
@@ -96,7 +96,7 @@ impl DownBlock {
 }
 
 impl DownBlock {
-    /// Counts what the tape keeps where the level's image has `area` pixels and the next one's `smaller`.
+    /// Counts what the tape keeps if the level's image has `area` pixels and the next level's image `smaller` pixels.
     pub(super) fn saved(&self, (area, smaller): (usize, usize), tokens: usize, saved: &mut Saved) {
         for (i, block) in self.resnets.iter().enumerate() {
             block.saved(area, None, saved);

@@ -1,4 +1,5 @@
-//! The names of the UNet's parameters in files: diffusers', which are the model's own, and those of the original checkpoints.
+//! The names of the UNet's parameters in files: diffusers' names, which are also the model's own, and the names in original
+//! checkpoints.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -31,8 +32,8 @@ impl Layout for OriginalUNet {
     }
 }
 
-/// The original name of a parameter or layer, without a prefix: `down_blocks.1.resnets.0.conv1` is `input_blocks.4.0.in_layers.2`.
-/// None if the model has no such part.
+/// The original name of a parameter or layer, without a prefix. For example, `down_blocks.1.resnets.0.conv1` becomes
+/// `input_blocks.4.0.in_layers.2`. None if the model has no such parameter or layer.
 pub fn original_name(name: &str, config: &UNetConfig) -> Option<String> {
     let (block, rest) = name.split_once('.')?;
     // The number of residual blocks of a level, plus one for the change of size after them.
@@ -117,7 +118,7 @@ fn resnet(text: &str) -> String {
         .unwrap_or_else(|| text.to_owned())
 }
 
-/// Channels of the first level of published models. Their heads are 64 wide.
+/// Channels of the first level of published models. The heads of these models are 64 wide.
 const PUBLISHED_WIDTHS: [usize; 2] = [320, 384];
 const PUBLISHED_HEAD_DIM: usize = 64;
 
@@ -202,7 +203,7 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
     }
 }
 
-/// Whether `beside` may be the configuration of the model from whose shapes `deduced` was determined.
+/// Whether `beside` has the same values as `deduced` in all fields that shapes determine.
 fn same_sizes(beside: &UNetConfig, deduced: &UNetConfig) -> bool {
     // Shapes do not determine the depth and heads of a level without attention.
     let depths = |config: &UNetConfig| {

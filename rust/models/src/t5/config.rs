@@ -25,8 +25,7 @@ pub struct T5Config {
     pub vocab_size: usize,
     /// Width of the tokens.
     pub d_model: usize,
-    /// Width of one head's queries, keys and values. The number of heads times this may differ from the width of the
-    /// tokens.
+    /// Width of one head's queries, keys and values. `num_heads · d_kv` may differ from `d_model`.
     pub d_kv: usize,
     /// Width of the feed-forward networks' middle.
     pub d_ff: usize,
@@ -34,7 +33,7 @@ pub struct T5Config {
     pub num_layers: usize,
     /// Heads of each attention.
     pub num_heads: usize,
-    /// Number of distances that the bias of attention distinguishes, half of them for each direction.
+    /// Number of ranges of distances that have a bias of their own, half of them for each direction.
     pub relative_attention_num_buckets: usize,
     /// All distances of at least this many tokens share a bias.
     pub relative_attention_max_distance: usize,

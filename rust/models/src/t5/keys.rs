@@ -33,7 +33,7 @@ impl Layout for Transformers {
         vec![Key::plain(name)]
     }
 
-    /// Ignored are a second copy of the embedding and the decoder.
+    /// Readers skip a second copy of the embedding, and the decoder.
     fn ignores(&self, key: &str) -> bool {
         EMBEDDINGS.contains(&key) || key.starts_with("decoder.") || key == "lm_head.weight"
     }
@@ -72,15 +72,15 @@ impl Layout for LlamaCpp {
         inside().into_iter().collect()
     }
 
-    /// The decoder.
+    /// Readers skip the decoder.
     fn ignores(&self, key: &str) -> bool {
         key.starts_with("dec.") || key == "output.weight"
     }
 }
 
 /// The configuration of an encoder in a file, from the shapes of its tensors. Fields that shapes do not determine come
-/// from the first of the `known` configurations with the same sizes, or else from T5, all of whose sizes have the same
-/// values.
+/// from the first of the `known` configurations with the same sizes, or else from [`T5Config::default`]: T5 models of all
+/// sizes have the same values in these fields.
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be determined.

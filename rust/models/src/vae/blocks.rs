@@ -20,7 +20,7 @@ pub(super) fn resnet(
     ResnetBlock::new(sizes, weights)
 }
 
-/// Residual block `index` on an image.
+/// Run residual block `index` on an image.
 fn run(blocks: &Blocks<ResnetBlock>, index: usize, x: &Tensor) -> Result<Tensor> {
     blocks.run_one(index, &[x], |block, inputs| block.forward(&inputs[0], None))
 }

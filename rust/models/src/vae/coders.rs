@@ -7,7 +7,7 @@ use super::VaeConfig;
 use super::blocks::{EPS, MidBlock, resnet};
 use crate::layers::{Downsample, ResnetBlock, Upsample, conv3x3};
 
-/// Residual blocks, and a change of size.
+/// Residual blocks, then the layer that changes the image's size, if there is one.
 struct Level<S> {
     resnets: Blocks<ResnetBlock>,
     resize: Option<S>,
@@ -62,7 +62,8 @@ impl Module for Level<Upsample> {
     }
 }
 
-/// Converts images to the moments of their latents, both channels-last.
+/// Converts images to the moments of their latents (mean and logarithm of the variance). Images and moments are
+/// channels-last.
 pub(super) struct Encoder {
     conv_in: Conv2d<Tensor>,
     down_blocks: Vec<Level<Downsample>>,
@@ -120,7 +121,7 @@ impl Module for Encoder {
     }
 }
 
-/// Converts latents to images, both channels-last.
+/// Converts latents to images. Latents and images are channels-last.
 pub(super) struct Decoder {
     conv_in: Conv2d<Tensor>,
     mid_block: MidBlock,

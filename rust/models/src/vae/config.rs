@@ -26,7 +26,7 @@ pub struct VaeConfig {
     pub sample_size: usize,
     /// The input of a diffusion model is (latent - shift_factor) · scaling_factor.
     pub scaling_factor: f64,
-    /// See `scaling_factor`; None, for 0, if the file has no such field.
+    /// See `scaling_factor`. None, which means 0, if the file has no such field.
     pub shift_factor: Option<f64>,
     /// Whether half precision is insufficient.
     pub force_upcast: bool,
@@ -36,8 +36,8 @@ pub struct VaeConfig {
     pub use_post_quant_conv: bool,
     /// Whether the middle blocks have attention.
     pub mid_block_add_attention: bool,
-    /// In FLUX.2's autoencoder, squares of 2 × 2 latents are normalised by stored statistics; this is added to the
-    /// variance. None for autoencoders that have a factor and a shift instead of statistics.
+    /// The epsilon added to the variance with which FLUX.2 normalises squares of 2 × 2 latents. None for autoencoders that
+    /// have a factor and a shift instead of stored means and variances.
     pub latent_norm_eps: Option<f64>,
 }
 
@@ -130,7 +130,7 @@ impl Configuration for VaeConfig {
     }
 }
 
-/// The field's name refers to the batch norm in which diffusers keeps the statistics.
+/// The name of the field for `latent_norm_eps`, so called because diffusers keeps the statistics in a batch norm.
 const NORM_EPS: &str = "batch_norm_eps";
 
 impl VaeConfig {

@@ -1,5 +1,5 @@
-//! The names of the autoencoder's parameters in files: diffusers' names, which are the model's own, diffusers' older
-//! names for the attention, and the names of the original checkpoints.
+//! The names of the autoencoder's parameters in files: diffusers' names, which are also the model's own, diffusers' older
+//! names for the attention, and the names in original checkpoints.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -13,17 +13,17 @@ pub(super) fn layout(original: Option<Original>, config: &VaeConfig, files: Opti
     let is_last = |files: &WeightFiles, level: &usize| {
         files.shape(&format!("{prefix}decoder.up.{level}.block.0.conv1.weight")).is_some()
     };
-    // diffusers' converter numbers the decoder's levels from 3 down, even if there are fewer levels.
+    // A file of diffusers' converter numbers the decoder's levels from 3 down, even if there are fewer levels.
     let last_level = files.and_then(|files| (0..HIGHEST_LEVEL).rev().find(|level| is_last(files, level)));
     let last_level = last_level.unwrap_or(config.block_out_channels.len() - 1);
     Box::new(OriginalCoders { prefix, last_level, is_normed: config.latent_norm_eps.is_some() })
 }
 
-/// No autoencoder has as many levels.
+/// More levels than any autoencoder has.
 const HIGHEST_LEVEL: usize = 16;
 
-/// The key of a parameter of the attention. Its projections are linear layers in this library and 1×1 convolutions in
-/// such files.
+/// The key of a parameter of the attention. `names` pairs this library's names of layers with those of a file. The
+/// projections are linear layers in this library, but 1×1 convolutions in files with other names.
 fn attention(name: &str, names: [(&str, &str); 5]) -> Option<Key> {
     let (before, rest) = name.split_once("mid_block.attentions.0.")?;
     names.iter().find_map(|(ours, theirs)| {
@@ -62,8 +62,8 @@ struct OriginalCoders {
 
 /// The number of batches that the statistics were computed from.
 const COUNT: &str = "bn.num_batches_tracked";
-/// In original files of FLUX.2, the convolutions next to the latents are part of the encoder and the decoder: their
-/// names here and the prefixes there.
+/// In original files of FLUX.2, the convolutions next to the latents are part of the encoder and the decoder. These are
+/// the convolutions' names in this library, and the prefixes before the same names in the files.
 const QUANT: [(&str, &str); 2] = [("quant_conv.", "encoder."), ("post_quant_conv.", "decoder.")];
 
 impl Layout for OriginalCoders {
@@ -72,7 +72,6 @@ impl Layout for OriginalCoders {
     }
 
     fn places(&self, name: &str) -> Vec<Key> {
-        // In FLUX.2's files, the convolutions next to the latents are part of the encoder and the decoder.
         let inside = QUANT.iter().find(|(ours, _)| self.is_normed && name.starts_with(ours));
         let inside = inside.map(|(_, theirs)| Key::plain(format!("{theirs}{name}")));
         inside.into_iter().chain(self.place(name)).collect()

@@ -70,8 +70,8 @@ impl AutoencoderKL {
 
     /// The distribution of the latents of `image (B, C, H, W)` (values -1 to 1): mean and logarithm of the variance,
     /// (B, latent channels, H / downscale, W / downscale) each, sizes rounded down. With `tile_size`, an image with
-    /// more pixels than that along a side is encoded in tiles of that size, which overlap by a quarter. Near their
-    /// seams the result differs a little.
+    /// more pixels than that along a side is encoded in tiles of that size, which overlap by a quarter. Near the seams of
+    /// tiles the result differs a little from that of the whole image.
     ///
     /// # Errors
     /// [`Error::Shape`] if the image does not fit the model, [`Error::Argument`] if tiles are too small.
@@ -121,7 +121,7 @@ impl AutoencoderKL {
 
     /// The size of tiles in pixels and in latents.
     fn tiling(&self, tile_size: Option<usize>) -> Result<Option<(usize, usize)>> {
-        /// A quarter of this many latents is 1, the smallest overlap.
+        /// The smallest tile in latents. Tiles overlap by a quarter, which must be at least 1 latent.
         const FEWEST: usize = 4;
         let Some(pixels) = tile_size else { return Ok(None) };
         let latents = pixels / self.config.downscale();

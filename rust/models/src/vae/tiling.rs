@@ -3,7 +3,8 @@
 
 use trainable_candle_core::{Result, Tensor};
 
-/// How an image is split into tiles and the results are joined. Numbers are in pixels.
+/// How an image is split into tiles and the results are joined. All fields are in pixels, or in latents where the image
+/// consists of latents.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tiling {
     /// Height and width of a tile of the input.

@@ -8,11 +8,12 @@ use super::ZImageConfig;
 use crate::layers::joint::{SelfAttention, Sight};
 use crate::saved::Saved;
 
-/// Parts of the modulation: scale and gate of the attention, then of the feed-forward layer.
+/// The number of parts of the modulation: scale and gate of the attention, then of the feed-forward layer.
 const PARTS: usize = 4;
 
-/// Attention, then a feed-forward layer. Each computes x + tanh(g) · norm(part(norm(x) · (1 + s))) with its scale s and
-/// gate g, which are computed from the condition. Without modulation, s is 0 and tanh(g) is 1.
+/// Attention, then a feed-forward layer. Each computes x + tanh(g) · norm(f(norm(x) · (1 + s))), where f is the attention
+/// or the feed-forward layer. Its scale s and gate g are computed from the condition. Without modulation, s is 0 and
+/// tanh(g) is 1.
 pub(super) struct Block {
     modulation: Option<Linear<Tensor>>,
     attention: SelfAttention,
@@ -89,8 +90,8 @@ impl Block {
         self.part(&x, &self.feed_forward_norms, modulation.map(|all| (all, 2)), feed)
     }
 
-    /// Computes one part (attention or feed-forward layer) between its norms, with the scale and the gate at a place in
-    /// the modulation.
+    /// Computes one part (attention or feed-forward layer) between its norms. `modulation` is the modulation of the block,
+    /// and the index of the part's scale in it; the part's gate follows its scale.
     fn part(
         &self,
         x: &Tensor,
@@ -108,14 +109,14 @@ impl Block {
     /// Counts what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let inside = tokens * self.dim;
-        // If the modulation's layer is adapted, the tape keeps the factors of scales and gates.
+        // If the modulation's layer is adapted, the tape keeps the values that scales and gates multiply.
         let learns = self.modulation.as_ref().is_some_and(|layer| saved.adapts(layer));
         let multiplied = if learns { 2 * inside } else { 0 };
         saved.outside(|saved| {
             self.modulation.iter().for_each(|layer| saved.linear(layer, (layer.in_features(), 1)));
         });
         saved.block(inside, false, |saved| {
-            // Each part's input and result are inputs of norms, which the tape keeps.
+            // The input and the result of each part are inputs of norms, so the tape keeps them.
             saved.keep(inside);
             self.attention.saved(tokens, saved);
             saved.keep(inside);

@@ -17,7 +17,7 @@ pub struct ZImageConfig {
     pub dim: usize,
     /// Number of blocks over image and text.
     pub n_layers: usize,
-    /// Number of blocks over the image alone, and over the text alone.
+    /// Number of blocks over the image alone, and equally of blocks over the text alone.
     pub n_refiner_layers: usize,
     /// Heads of each attention.
     pub n_heads: usize,
@@ -27,9 +27,9 @@ pub struct ZImageConfig {
     pub norm_eps: f64,
     /// The longest period of the positions' angles, divided by 2π.
     pub rope_theta: f64,
-    /// Features of a head that each axis of the positions rotates.
+    /// Number of features of a head that each axis of the positions rotates.
     pub axes_dims: Vec<usize>,
-    /// Positions along each axis.
+    /// Number of positions along each axis.
     pub axes_lens: Vec<usize>,
 }
 
@@ -52,7 +52,7 @@ impl Default for ZImageConfig {
 
 /// Latents along one side of the square that becomes a token.
 pub(super) const PATCH: usize = 2;
-/// Added to the mean square of queries and keys, whatever `norm_eps` is.
+/// The epsilon added to the mean square of queries and keys. It does not depend on `norm_eps`.
 const QK_EPS: f64 = 1e-5;
 
 impl Configuration for ZImageConfig {

@@ -1,4 +1,5 @@
-//! The names of the transformer's parameters in files: diffusers', which are the model's own, and those of `ComfyUI`'s files.
+//! The names of the transformer's parameters in files: diffusers' names, which are also the model's own, and the names in
+//! `ComfyUI`'s files.
 
 use trainable_candle_core::Result;
 use trainable_candle_io::WeightFiles;
@@ -27,7 +28,7 @@ impl Layout for OriginalTransformer {
     }
 
     fn ignores(&self, key: &str) -> bool {
-        // A leftover of the model from whose code Z-Image's code was derived.
+        // This unused tensor is a leftover of the model that Z-Image's code was derived from.
         key == "norm_final.weight"
     }
 }
@@ -47,7 +48,7 @@ const ATTENTION: [Renaming; 6] = [
     ("norm_k", "k_norm", Form::Plain),
 ];
 
-/// Where a parameter or layer is in a file of `ComfyUI`, without a prefix.
+/// The key of a parameter or layer in a file of `ComfyUI`, without a prefix.
 fn original(name: &str) -> Key {
     let inside = |(block, rest): (&str, &str)| {
         let Key { key, form } = renamed(rest, &ATTENTION)?;
@@ -57,7 +58,7 @@ fn original(name: &str) -> Key {
     found.unwrap_or_else(|| Key::plain(name))
 }
 
-/// Where a layer is in a file of `ComfyUI`.
+/// The key of a layer in a file of `ComfyUI`.
 pub(super) fn original_layer(layer: &str) -> Option<Key> {
     original(&format!("{layer}.weight")).of_layer()
 }
@@ -66,7 +67,8 @@ pub(super) fn original_layer(layer: &str) -> Option<Key> {
 /// come from the first of the `known` configurations with the same sizes, or else from the published model.
 ///
 /// # Errors
-/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is a relative of Z-Image.
+/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is a variant or a relative of
+/// Z-Image that is not supported.
 pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<ZImageConfig>) -> Result<ZImageConfig> {
     let sizes = StoredSizes::new(files, layout(Some(naming)));
     let size = |name: &str, dim: usize| sizes.size(name, dim);

@@ -54,8 +54,8 @@ pub struct ZImageConditions<'a> {
     /// The number of tokens of each text that are words, (B), at least 1. Later tokens are not read. With None, all
     /// tokens are words.
     pub lengths: Option<&'a Tensor>,
-    /// Whether every text, padded to a multiple of 32 tokens, is as long as L, padded to a multiple of 32. Attention
-    /// then needs no mask. This is not checked, because the check would wait for a GPU.
+    /// Whether the length of every text, rounded up to a multiple of 32 tokens, equals L, rounded up likewise. Attention
+    /// then needs no mask. The value is not checked, because the check would wait for a GPU.
     pub rows_are_full: bool,
 }
 

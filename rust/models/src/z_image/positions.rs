@@ -12,10 +12,11 @@ pub(super) const MULTIPLE: usize = 32;
 /// The positions of tokens of an image, then of a text.
 pub(super) struct Positions {
     axes: RopeAxes,
+    /// The number of positions along each axis.
     lengths: Vec<usize>,
-    /// 0, 1, 2, …, (N), f64.
+    /// The numbers 0, 1, 2, …, N - 1: (N) in f64.
     numbers: Tensor,
-    /// The multiple of 32 at or below each number, (1, N), f32.
+    /// For each number, the largest multiple of 32 up to it: (1, N) in f32.
     starts: Tensor,
 }
 
@@ -72,8 +73,8 @@ impl Positions {
         ))
     }
 
-    /// The angles of all tokens. `shown (B, L)` says which tokens of the texts are present; the position of the image
-    /// follows the last present token.
+    /// The angles of all tokens. `shown (B, L)` says which tokens of the texts are present. Along the first axis, the
+    /// position of the image follows the last present token.
     pub fn angles(&self, extent: Extent, shown: Option<&Tensor>) -> Result<Rope> {
         let Some(shown) = shown else {
             return self.axes.at(&self.ids(extent, &self.numbers.narrow(0, extent.text + 1, 1)?)?);
@@ -83,7 +84,8 @@ impl Positions {
         Rope::stack(&(0..shown.dims()[0]).map(sample).collect::<Result<Vec<_>>>()?)
     }
 
-    /// Positions of all tokens, (S, 3), of an image at `time (1)`.
+    /// Positions of all tokens, (S, 3): the image, its padding, the text. `time (1)` is the position of the image along the
+    /// first axis.
     fn ids(&self, extent: Extent, time: &Tensor) -> Result<Tensor> {
         let Extent { height, width, text } = extent;
         let area = extent.area();

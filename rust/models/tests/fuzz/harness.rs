@@ -11,8 +11,9 @@ use std::time::Duration;
 
 use super::mutate::Rng;
 
-/// Bytes of memory that a reader may take: for each byte of its input, and in addition.
+/// Bytes of memory that a reader may take for each byte of its input, in addition to [`MEMORY_FREE`].
 const MEMORY_FACTOR: usize = 10;
+/// Bytes of memory that a reader may take for any input.
 const MEMORY_FREE: usize = 1 << 20;
 /// Seconds after which a reader of a few kilobytes counts as hanging.
 const HANG: u64 = 120;
@@ -58,8 +59,8 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// A folder of its own for the files of a reader. Memory is counted for the whole process, so one test at a time has one, from its
-/// preparations on.
+/// A folder for the files of one reader. It is also a lock: memory is counted for the whole process, so only one test at a
+/// time may have a folder. Tests take it before they prepare their files.
 pub struct Folder {
     path: PathBuf,
     _alone: MutexGuard<'static, ()>,
@@ -102,7 +103,7 @@ fn setting(name: &str, default: u64) -> u64 {
 }
 
 /// Write `FUZZ_CASES` damaged versions of `seeds` to `file` and read each. `read` returns whether the reader accepted
-/// the file; it must accept the seeds. `others` is the size of the other files that it reads.
+/// the file; the reader must accept the seeds. `others` is the size in bytes of the other files that the reader reads.
 pub fn run(
     reader: &str,
     file: &Path,
@@ -141,8 +142,8 @@ fn rng_pick(seeds: &[Vec<u8>], case: u64) -> &[u8] {
     &seeds[case as usize % seeds.len()]
 }
 
-/// Aborts the process if a case hangs. The caller stores the number of the case in the result, and `u64::MAX` at the
-/// end.
+/// Starts a thread that aborts the process if a case hangs. The caller stores the number of each case in the result, and
+/// `u64::MAX` after the last case.
 fn watch(reader: &str) -> Arc<AtomicU64> {
     let progress = Arc::new(AtomicU64::new(0));
     let (seen, reader) = (Arc::clone(&progress), reader.to_owned());

@@ -1,4 +1,4 @@
-//! Tests readers of files with damaged files: a few thousand in every test run, more with
+//! Runs the readers of files on damaged files: on 1000 per reader in every test run, and on more with this command:
 //!
 //! ```text
 //! FUZZ_CASES=1000000 FUZZ_SEED=1 cargo test --release -p trainable-candle-models --test fuzz -- --nocapture [READER]
@@ -141,7 +141,7 @@ fn adapter_configurations() {
     });
 }
 
-/// A copy of a golden model's folder, without scripts.
+/// Copies a golden model's configuration and weights to `folder`; returns their size in bytes.
 fn copied(name: &str, folder: &Folder) -> usize {
     let files = ["config.json", "model.safetensors"];
     files.iter().map(|file| std::fs::copy(golden(name).join(file), folder.join(file)).unwrap() as usize).sum()

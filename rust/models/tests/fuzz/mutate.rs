@@ -2,7 +2,8 @@
 
 use serde_json::{Map, Value, json};
 
-/// SplitMix64 (Steele, Lea and Flood 2014): a case is a function of its number.
+/// The generator SplitMix64 (Steele, Lea and Flood 2014). A case depends only on the seed and on its number, so it can be
+/// repeated alone.
 pub struct Rng(u64);
 
 impl Rng {
@@ -126,7 +127,7 @@ fn text_of(rng: &mut Rng, mut value: Value) -> Vec<u8> {
         change(rng, &mut value);
     }
     if rng.below(500) == 0 {
-        // Nests the value deeper than any recursive reader may accept.
+        // Nests the value up to 100000 levels deep. A recursive reader must not overflow its stack.
         let depth = 1 + rng.below(100_000);
         let (open, close) = *rng.pick(&[("[", "]"), ("{\"a\":", "}")]);
         return [open.repeat(depth), value.to_string(), close.repeat(rng.below(2) * depth)].concat().into_bytes();

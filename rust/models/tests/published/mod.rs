@@ -6,8 +6,8 @@ use std::path::Path;
 /// Shapes by name.
 pub type Shapes = BTreeMap<String, Vec<usize>>;
 
-/// The parameters that the file `name` of `tests/golden` describes. Each of its rules is a name, a shape, and a list of
-/// block numbers, which replace `*` in the name. A name without `*` has no numbers.
+/// The parameters that the file `name` of `tests/golden` describes. The file has rules: a name, a shape, and a list of
+/// block numbers, which replace `*` in the name. The list is empty if the name has no `*`.
 pub fn published(name: &str) -> Shapes {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden").join(name);
     let rules: Vec<(String, Vec<usize>, Vec<usize>)> =

@@ -69,7 +69,7 @@ impl TrainingAdapter {
         Ok(Self { slots: slots.collect(), elements })
     }
 
-    /// Set whether the layers add the product. While it is disabled, they compute exactly what they would without it.
+    /// Set whether the layers add the product. While it is disabled, the layers compute exactly the same as without it.
     pub fn set_enabled(&self, enabled: bool) {
         self.slots.iter().for_each(|slot| slot.enable_beside(enabled));
     }
@@ -114,13 +114,13 @@ impl Beside {
         Self { inner, product }
     }
 
-    /// The adapter's product and the frozen one as a single product, whose rank is the sum of both ranks; None if the
-    /// adapter is not a low-rank product.
+    /// The adapter's product and the frozen product as a single product, whose rank is the sum of their ranks. None if
+    /// the adapter is not a low-rank product.
     fn joined(&self, dtype: DType) -> Result<Option<LowRank>> {
         let (down, up) = (self.product.down.to_dtype(dtype)?, self.product.up.to_dtype(dtype)?);
         let Some(inner) = &self.inner else { return Ok(Some(LowRank { down, up, scale: 1.0 })) };
         let Some(own) = inner.as_low_rank(dtype)?.filter(|own| own.scale != 0.0) else { return Ok(None) };
-        // The joined product has the adapter's scale, so `up` of the frozen one is divided by it.
+        // The joined product is multiplied by the adapter's scale, so the frozen `up` is divided by that scale.
         let up = if own.scale == 1.0 { up } else { up.mul_scalar(1.0 / own.scale)? };
         let down = Tensor::cat(&[&own.down.to_dtype(dtype)?, &down], 0)?;
         let up = Tensor::cat(&[&own.up.to_dtype(dtype)?, &up], 1)?;

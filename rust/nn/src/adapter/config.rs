@@ -34,10 +34,10 @@ pub struct LoraConfig {
     pub decompose_both: bool,
     /// LoKr: the size of the smaller factor (peft's name); `None` for one near the root of the layer's size.
     pub decompose_factor: Option<usize>,
-    /// OFT: the size of blocks (peft's name); where it does not divide, the nearest divisor is taken.
+    /// OFT: the size of blocks (peft's name). If it does not divide the number of features, the nearest divisor is used.
     pub oft_block_size: usize,
-    /// OFT: the side of layers that is rotated; `None` for the inputs, or for what programs that load a model's adapters
-    /// expect.
+    /// OFT: the side of layers that is rotated. `None` means the side that the programs which load a model's adapters
+    /// expect; if that is unknown, the inputs.
     pub oft_side: Option<OftSide>,
     /// OFT of inputs: the terms of the series in place of the Cayley transform (peft's `use_cayley_neumann` and
     /// `num_cayley_neumann_terms`); `None` for the transform itself.
@@ -46,7 +46,7 @@ pub struct LoraConfig {
     pub use_rslora: bool,
     /// Quantization-aware training: the grid that adapted weights are rounded to, in linear layers.
     pub qat: Option<Grid>,
-    /// With `qat` in [`Grid::Int8`] or [`Grid::Fp8`]: also round the inputs of these layers to it, with one scale per
+    /// If `qat` is [`Grid::Int8`] or [`Grid::Fp8`]: also round the inputs of these layers to this grid, with one scale per
     /// token, as servers that multiply in eight bits do.
     pub qat_activations: bool,
     /// With `qat`: learn a factor on each scale of the weights.
@@ -124,7 +124,7 @@ impl LoraConfig {
             )));
         }
         if self.qat_learned_scales && self.qat.is_none() {
-            return Err(Error::Config("LoraConfig: qat_learned_scales has no effect without qat; give that".into()));
+            return Err(Error::Config("LoraConfig: qat_learned_scales has no effect without qat; set qat".into()));
         }
         self.validate_oft()?;
         if self.decompose_factor == Some(0) {
@@ -140,7 +140,7 @@ impl LoraConfig {
         Ok(())
     }
 
-    /// Check the settings of OFT, and those that it has no use for.
+    /// Check the settings of OFT, and that settings without effect on OFT are left out.
     fn validate_oft(&self) -> Result<()> {
         let wrong = |text: String| Err(Error::Config(format!("LoraConfig: {text}")));
         if self.kind()?.name != "oft" {
@@ -225,7 +225,7 @@ impl LoraConfig {
         self.target_modules.push(name.into());
     }
 
-    /// Sizes for the layer `name`.
+    /// The settings of the adapter on the layer `name`.
     ///
     /// # Errors
     /// [`Error::Config`] if a pattern is not a regular expression.

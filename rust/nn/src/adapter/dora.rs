@@ -1,4 +1,4 @@
-//! DoRA (Liu et al. 2024, arXiv:2402.09353): m (W + s B A) / ‖W + s B A‖; the backward treats the norm as a constant.
+//! DoRA (Liu et al. 2024, arXiv:2402.09353): m (W + s B A) / ‖W + s B A‖. The backward pass treats the norm as a constant.
 //!
 //! There is one norm per output, as in the paper and in peft, or one per input (feature or channel), taken over outputs
 //! and kernel, as in kohya's files and in `ComfyUI`.
@@ -36,7 +36,7 @@ pub static KIND: AdapterKind = AdapterKind {
     build,
 };
 
-/// Initial values: LoRA's, and the norms of the weight as magnitude, so that the layer's results do not change.
+/// Initial values: LoRA's. The magnitude starts as the norms of the weight, so that the layer's results do not change.
 fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     let mut parameters = lora::start(base, settings);
     parameters.push(if settings.wd_on_output {

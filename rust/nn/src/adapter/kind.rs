@@ -10,35 +10,37 @@ use crate::init::kaiming_uniform;
 pub struct AdapterKind {
     /// The name in configurations and files.
     pub name: &'static str,
-    /// The names that its parameters have in peft's files after the layer's name, and how files lay them out.
+    /// Its parameters: the name that follows the layer's name in peft's files, and the layout in files.
     pub parameters: &'static [(&'static str, Layout)],
-    /// Parameters that no other kind has, of which each adapter has one; empty if there is none.
+    /// Names of parameters that no other kind has. Each adapter has one of them. The list is empty if the kind has no such
+    /// parameter.
     pub mark: &'static [&'static str],
-    /// The parameters whose first size is the rank; the first that an adapter has counts.
+    /// Names of parameters whose first dimension is the rank. The first of them that an adapter has determines its rank.
     pub ranked: &'static [&'static str],
-    /// What the tape keeps of a layer with it.
+    /// What the tape keeps of a layer with this kind of adapter.
     pub kept: fn(base: &Base<'_>, settings: &AdapterSettings) -> Kept,
-    /// The shapes and initial values of its parameters, such that a layer computes what it did before.
+    /// The shapes and initial values of its parameters, with which a layer computes the same as without the adapter.
     pub start: fn(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start>,
-    /// The adapter over its parameters.
+    /// Makes the adapter from its parameters.
     pub build: Build,
 }
 
 /// What the tape keeps of a layer with an adapter, besides what the layer itself keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kept {
-    /// Whether it keeps the layer's input.
+    /// Whether the tape keeps the layer's input.
     pub input: bool,
-    /// Whether it keeps an input that the backward pass could compute again.
+    /// Whether the tape keeps the input even if the backward pass could compute it again ([`Tensor::remade`]).
     pub remade: bool,
-    /// Further values at each place of the result.
+    /// The number of further values at each position of the result.
     pub values: usize,
-    /// The same with selective checkpointing only, which keeps the results of products.
+    /// The number of values at each position that only selective checkpointing keeps: results of matrix products.
     pub products: usize,
 }
 
 impl Kept {
-    /// The input, and a product of the adapter's rank.
+    /// For a low-rank product: the input, and the result of the first factor, with as many values per position as the
+    /// rank.
     pub(super) fn low_rank(_base: &Base<'_>, settings: &AdapterSettings) -> Self {
         Self { input: true, remade: false, values: settings.rank, products: 0 }
     }
@@ -61,7 +63,7 @@ pub struct Start {
 pub enum StartValues {
     /// As torch starts a linear layer of this shape.
     Kaiming,
-    /// Normal with this deviation.
+    /// Normal with this standard deviation.
     Normal(f64),
     /// Zeros.
     Zero,
@@ -107,7 +109,8 @@ pub type Build =
     fn(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &AdapterSettings) -> Result<Box<dyn Adapter>>;
 
 impl AdapterKind {
-    /// Initial f32 values of the parameters for a frozen base, such that the layer computes what it did before.
+    /// Initial f32 values of the parameters for a frozen base, with which the layer computes the same as without the
+    /// adapter.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](trainable_candle_core::Error::OutOfMemory) if they do not fit.

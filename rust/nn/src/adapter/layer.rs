@@ -47,7 +47,7 @@ impl LayerKind for DoraLayer {
     const KIND: &'static AdapterKind = &dora::KIND;
 }
 
-/// Check that a frozen base is a floating-point matrix on `device`, and the rank at least 1.
+/// Check that a frozen base is a floating-point matrix on `device`, that its bias fits, and that the rank is at least 1.
 fn check_base(
     op: &'static str,
     weight: WeightRef<'_>,

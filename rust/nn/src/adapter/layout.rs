@@ -7,8 +7,8 @@ use super::oft::upper_places;
 use crate::base::Base;
 
 /// How the shape of an adapter's parameter in files differs from its shape in memory, for a convolution of kernel (h,
-/// w). Parameters in memory are channels-last, because convolutions compute so. For a linear layer both shapes are the
-/// same, except for [`UpperTriangle`](Self::UpperTriangle).
+/// w). Parameters in memory are channels-last, as convolutions need them. For a linear layer both shapes are the same,
+/// except for [`UpperTriangle`](Self::UpperTriangle).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// The same as in memory.
@@ -23,8 +23,8 @@ pub enum Layout {
     Channels,
     /// (1, n) in memory, (1, n, 1, 1) in files.
     Row,
-    /// (k, n (n - 1) / 2) in memory, the strict upper triangles of skew-symmetric matrices. Files have (k, n, n), which become
-    /// skew-symmetric when their transposes are subtracted; below the triangles they are zero.
+    /// (k, n (n - 1) / 2) in memory, the strict upper triangles of skew-symmetric matrices. Files have matrices (k, n, n)
+    /// that are zero below the triangles; minus their transposes, they are skew-symmetric.
     UpperTriangle,
 }
 
@@ -105,7 +105,7 @@ fn squares(value: &Tensor) -> Result<Tensor> {
     Tensor::cat(&[value, &zero], 1)?.index_select(&ids, 1)?.reshape((count, size, size))
 }
 
-/// The triangles, f32, of matrices (k, n, n) less their transposes.
+/// The strict upper triangles, f32, of matrices (k, n, n) minus their transposes.
 fn triangles(value: &Tensor) -> Result<Tensor> {
     let &[count, size, columns] = value.dims() else {
         let text = format!(

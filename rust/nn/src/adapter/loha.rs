@@ -28,7 +28,7 @@ pub static KIND: AdapterKind = AdapterKind {
     build,
 };
 
-/// `LyCORIS`' initial values: A₁ normal of deviation 0.1, B₁ and B₂ of deviation 1, A₂ zero.
+/// `LyCORIS`' initial values: A₁ is normal with a standard deviation of 0.1, B₁ and B₂ with 1, and A₂ is zero.
 fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     let (rows, columns, rank) = (base.rows(), base.columns(), settings.rank);
     vec![

@@ -1,5 +1,5 @@
-//! LoKr (`LyCORIS`, arXiv:2309.14859): W + s C ⊗ D, a Kronecker product of a small matrix C and a larger D, each either whole or a
-//! low-rank product.
+//! LoKr (`LyCORIS`, arXiv:2309.14859): W + s C ⊗ D, a Kronecker product of a small matrix C and a larger matrix D. Each of
+//! the two is a whole matrix or a low-rank product.
 //!
 //! On a convolution the kernel belongs to D, without the Tucker form.
 //!
@@ -34,8 +34,8 @@ pub static KIND: AdapterKind = AdapterKind {
     build,
 };
 
-/// `size` as a product of two, the smaller first: `factor` and the rest if `factor` divides it, otherwise the largest divisor up to
-/// `factor` (or up to the root without one) and the rest.
+/// Splits `size` into two factors, the smaller first. One of them is `factor` if that divides `size`. Otherwise the smaller
+/// is the largest divisor that is at most √`size` and, if there is a `factor`, at most `factor`.
 fn factorization(size: usize, factor: Option<usize>) -> (usize, usize) {
     if let Some(factor) = factor.filter(|&f| f > 0 && size.is_multiple_of(f)) {
         return (factor.min(size / factor), factor.max(size / factor));
@@ -48,7 +48,7 @@ fn factorization(size: usize, factor: Option<usize>) -> (usize, usize) {
     (small, size / small)
 }
 
-/// `LyCORIS`' initial values: everything as torch starts a linear layer, but D (or its second factor) zero.
+/// `LyCORIS`' initial values: D (or its second factor) is zero, and all other parameters start as torch's linear layers.
 fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     let rank = settings.rank;
     let (out_small, out_large) = factorization(base.rows(), settings.decompose_factor);
@@ -94,7 +94,7 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
     Ok(Box::new(Added::new(lokr, settings)))
 }
 
-/// One side of the Kronecker product.
+/// One of the two matrices of the Kronecker product.
 enum Factor {
     /// (n, m), or (n, height, width, m).
     Whole(Var),
@@ -111,7 +111,7 @@ impl Factor {
         }
     }
 
-    /// Rows and columns, if the parts fit together.
+    /// Rows and columns; None if the factors of a low-rank product do not fit together.
     fn dims(&self) -> Option<(usize, usize)> {
         match self {
             Self::Whole(whole) => whole.dims().split_first().map(|(n, rest)| (*n, rest.iter().product())),
@@ -130,14 +130,15 @@ impl Factor {
     }
 }
 
-/// The two sides of one layer.
+/// The two matrices of one layer.
 struct LoKr {
     small: Factor,
     large: Factor,
 }
 
 impl Delta for LoKr {
-    /// Row a · c + i, column (place in the kernel, b · d + j): C[a, b] D[i, place, j].
+    /// D has c rows and, at each place of the kernel, d columns. In row a · c + i, at place p of the kernel, in column
+    /// b · d + j, Δ has the value C[a, b] · D[i, p, j].
     fn delta(&self, base: &Base<'_>, dtype: DType) -> Result<Tensor> {
         let (small, large) = (self.small.value(dtype)?, self.large.value(dtype)?);
         let (rows, columns) = (small.dims()[0], small.dims()[1]);
@@ -153,7 +154,7 @@ impl Delta for LoKr {
 mod tests {
     use super::factorization;
 
-    /// What `lycoris.functional.general.factorization` of LyCORIS 4.1 gives.
+    /// The expected values are the results of `lycoris.functional.general.factorization` of LyCORIS 4.1.
     #[test]
     fn sizes_are_split_as_lycoris_does() {
         for (size, expected) in [

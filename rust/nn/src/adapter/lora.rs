@@ -28,7 +28,8 @@ pub static KIND: AdapterKind = AdapterKind {
     build: |parameters, base, settings| Ok(Box::new(Lora::over(parameters, base, settings)?)),
 };
 
-/// Initial values: A uniform as torch's layers of its shape, B zero, so that the layer's results do not change.
+/// Initial values: A is uniform as in torch's layers of the same shape, and B is zero, so that the layer's results do not
+/// change.
 pub(super) fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     let mut dims = base.weight.dims().to_vec();
     if let Some(first) = dims.first_mut() {
@@ -69,7 +70,7 @@ impl Lora {
         if base.groups() != 1 {
             let cure = "leave the layer out with exclude_modules";
             return Err(Error::Config(format!(
-                "LoRA: a convolution in {} groups cannot carry it; {cure}",
+                "LoRA: a convolution in {} groups cannot have this adapter; {cure}",
                 base.groups()
             )));
         }
@@ -149,7 +150,7 @@ impl Adapter for Lora {
     }
 }
 
-/// The backward of LoRA as a function of its own.
+/// The backward pass of LoRA as a separate function.
 pub struct LoRABackwardOps;
 
 impl LoRABackwardOps {

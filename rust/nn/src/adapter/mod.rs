@@ -1,7 +1,7 @@
 //! Adapters: small trainable changes to frozen layers.
 //!
-//! An adapter kind is one file with an [`AdapterKind`] and one line in [`KINDS`]. Models know nothing of adapters: a set of
-//! them is attached to layers found by name ([`AdapterSet::attach`]) and taken off again.
+//! An adapter kind is one file with an [`AdapterKind`] and one line in [`KINDS`]. The code of models does not depend on
+//! adapters: a set of adapters is attached to layers by their names ([`AdapterSet::attach`]), and can be removed again.
 
 mod beside;
 mod config;
@@ -43,8 +43,8 @@ pub trait Adapter: Send + Sync {
     /// [`trainable_candle_core::Error::Shape`], `DType` or `Device` if the input does not fit.
     fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor>;
 
-    /// The product that the adapter adds to a linear layer's result for an input of `dtype`, if it does nothing else at
-    /// present.
+    /// The low-rank product that the adapter adds to a linear layer's result for an input of `dtype`; None if the adapter
+    /// does anything else at present.
     ///
     /// # Errors
     /// Those of the arithmetic.
@@ -59,7 +59,7 @@ pub trait Adapter: Send + Sync {
     /// Those of the arithmetic.
     fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor>;
 
-    /// [`adapted_weight`](Self::adapted_weight) in the dtype of the base, off the tape.
+    /// [`adapted_weight`](Self::adapted_weight) in the dtype of the base, without recording on the tape.
     ///
     /// # Errors
     /// Those of the arithmetic.
@@ -68,7 +68,7 @@ pub trait Adapter: Send + Sync {
         Ok(self.adapted_weight(base)?.to_dtype(base.weight.dtype())?.detach())
     }
 
-    /// The weight that this adapter computes with in place of the layer's own, if it does nothing else.
+    /// The weight with which this adapter computes in place of the layer's own weight; None if it does anything else.
     fn replaces_weight(&self) -> Option<Tensor> {
         None
     }
@@ -80,7 +80,7 @@ pub trait Adapter: Send + Sync {
     fn set_training(&self, training: bool);
 }
 
-/// Whether an adapter is in training mode; captured functions depend on it.
+/// The flag that an adapter is in training mode. Captured functions depend on it.
 fn training() -> HostState<bool> {
     HostState::new("whether adapters are in training", true)
 }
@@ -98,13 +98,15 @@ pub struct AdapterSettings {
     pub wd_on_output: bool,
     /// LoKr: whether the smaller factor may be low-rank, too.
     pub decompose_both: bool,
-    /// LoKr: the size of the smaller factor, if it divides; otherwise as near below it as possible. `None`: near the root.
+    /// LoKr: the size of the smaller factor. If it does not divide the layer's size, the next smaller divisor is used.
+    /// `None` means a divisor near the root of the layer's size.
     pub decompose_factor: Option<usize>,
-    /// OFT: the size of blocks, if it divides; otherwise the nearest divisor.
+    /// OFT: the size of blocks. If it does not divide the number of features, the nearest divisor is used.
     pub oft_block_size: usize,
     /// OFT: the side that is rotated.
     pub oft_side: OftSide,
-    /// OFT of inputs: the number of terms of peft's series in place of the Cayley transform, at least 2; `None`: the transform.
+    /// OFT of inputs: the number of terms of peft's series in place of the Cayley transform, at least 2. `None` means the
+    /// Cayley transform itself.
     pub cayley_neumann_terms: Option<usize>,
 }
 

@@ -1,11 +1,12 @@
 //! OFT (Qiu et al. 2023, arXiv:2306.07280): rotations of blocks of a layer's inputs or outputs, y = W R x + b or y = R W x + b.
 //!
-//! R is block diagonal. Each block is the Cayley transform (I - Q) (I + Q)⁻¹ of a skew-symmetric Q, of which the strict upper
-//! triangle is trained; Q = 0 is the identity. Activations are rotated, not weights: x + x D with D = Rᵀ - I, so that bf16
-//! activations lose nothing of a small rotation.
+//! R is block diagonal. Each block is the Cayley transform (I - Q) (I + Q)⁻¹ of a skew-symmetric Q. The strict upper
+//! triangle of Q is trained; Q = 0 gives the identity. Activations are rotated, not weights: x + x D with D = Rᵀ - I, so
+//! that bf16 activations lose nothing of a small rotation.
 //!
-//! peft rotates inputs, `LyCORIS` and `ComfyUI` outputs; the names of the parameter are theirs. peft may sum the first terms of
-//! a series in place of the inverse (`use_cayley_neumann`), which approximates the inverse rotation and is as trainable.
+//! peft rotates inputs; `LyCORIS` and `ComfyUI` rotate outputs. The parameter of each side has the name that these tools
+//! use. In place of the inverse, peft can sum the first terms of a series (`use_cayley_neumann`). The sum approximates the
+//! inverse rotation, which can be trained equally well.
 //!
 //! Follows <https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/oft/layer.py#L116>,
 //! <https://github.com/KohakuBlueleaf/LyCORIS/blob/01ca138aead1b5d2e5c4b1b22c3ba6ba274e7d14/lycoris/modules/diag_oft.py#L87> and
@@ -23,10 +24,10 @@ use crate::base::{Base, Operation};
 
 /// The triangles of blocks of the inputs, (blocks, n (n - 1) / 2).
 const INPUT: &str = "oft_R.weight";
-/// Those of blocks of the outputs; files have square matrices, from which their transposes are subtracted.
+/// The triangles of blocks of the outputs. Files have square matrices, from which their transposes are subtracted.
 const OUTPUT: &str = "oft_blocks";
 
-/// How many terms a series may have.
+/// The numbers of terms that a series may have.
 pub(super) const TERMS: RangeInclusive<usize> = 2..=64;
 
 /// OFT in the registry.
@@ -76,7 +77,7 @@ impl OftSide {
         }
     }
 
-    /// Features of this side of a layer.
+    /// The number of features on this side of a layer.
     fn features(self, base: &Base<'_>) -> usize {
         match self {
             Self::Input => base.inputs(),
@@ -95,8 +96,8 @@ impl FromStr for OftSide {
     }
 }
 
-/// The size of blocks on a side of `features`: the divisor nearest to `wanted`, the smaller of two as near. This is peft's
-/// `adjust_oft_parameters`.
+/// The size of blocks on a side with `features` features: the divisor of `features` that is nearest to `wanted`, or the
+/// smaller one if two are equally near. This is peft's `adjust_oft_parameters`.
 pub fn oft_block_size(features: usize, wanted: usize) -> usize {
     if wanted >= features {
         return features;
@@ -112,7 +113,8 @@ fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     vec![(settings.oft_side.parameter(), Start::new([features / size, size * (size - 1) / 2], StartValues::Zero))]
 }
 
-/// The product with the blocks reads a view of what it rotates: the layer's input, or its result.
+/// The tape keeps the operand of the product with the blocks, which is a view of what is rotated: the layer's input, or its
+/// result.
 fn kept(base: &Base<'_>, settings: &AdapterSettings) -> Kept {
     match settings.oft_side {
         OftSide::Input => Kept { input: true, remade: true, values: 0, products: base.inputs() },
@@ -128,14 +130,14 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
     };
     if base.operation != Operation::Linear && side == OftSide::Input {
         return Err(Error::Config(
-            "OFT: it is a convolution, of which outputs alone are rotated; give oft_side=\"output\" (--oft-side output), or leave the \
-             layer out with exclude_modules"
+            "OFT: it is a convolution, and only the outputs of convolutions are rotated; give oft_side=\"output\" (--oft-side output), \
+             or leave the layer out with exclude_modules"
                 .into(),
         ));
     }
     if base.groups() != 1 {
         return Err(Error::Config(format!(
-            "OFT: a convolution in {} groups cannot carry it; leave the layer out with exclude_modules",
+            "OFT: a convolution in {} groups cannot have this adapter; leave the layer out with exclude_modules",
             base.groups()
         )));
     }
@@ -169,7 +171,7 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
     Ok(Box::new(Oft { upper, size, side, scale: settings.scale, series }))
 }
 
-/// The places of a matrix's strict upper triangle in the matrix, row by row.
+/// The row and the column of each element of a matrix's strict upper triangle, row by row.
 pub(super) fn upper_places(size: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..size).flat_map(move |row| (row + 1..size).map(move |column| (row, column)))
 }
@@ -178,7 +180,7 @@ pub(super) fn upper_places(size: usize) -> impl Iterator<Item = (usize, usize)> 
 struct Series {
     /// The number of terms, at least 2.
     terms: usize,
-    /// Where the elements of a matrix are among those of its triangle, their negatives and 0.
+    /// For each element of a matrix, its index in the list of the triangle's elements, their negatives, and 0.
     ids: Tensor,
 }
 
@@ -193,7 +195,8 @@ impl Series {
         Ok(Self { terms, ids: Tensor::from_vec(ids, size * size, device)? })
     }
 
-    /// 2 Q + 2 Q² + … + Qⁿ, the last power once.
+    /// 2 Q for two terms, otherwise 2 Q + 2 Q² + … + Qⁿ with n = max(3, `terms` - 1), where only the last power has the
+    /// factor 1. peft sums the same powers.
     fn change(&self, upper: &Tensor, size: usize) -> Result<Tensor> {
         let count = upper.dims()[0];
         let zero = Tensor::zeros((count, 1), upper.dtype(), upper.device())?;
@@ -219,7 +222,7 @@ struct Oft {
     upper: Var,
     size: usize,
     side: OftSide,
-    /// A factor in front of R - I, 1 while it is trained.
+    /// A factor in front of R - I; 1 in training.
     scale: f64,
     series: Option<Series>,
 }
@@ -235,7 +238,7 @@ impl Oft {
         let change = if self.scale == 1.0 { change } else { change.mul_scalar(self.scale)? };
         match self.side {
             OftSide::Input => Ok(change),
-            // The references multiply columns of outputs.
+            // `LyCORIS` and `ComfyUI` multiply column vectors of outputs.
             OftSide::Output => change.transpose(1, 2),
         }
     }
@@ -284,7 +287,7 @@ impl Adapter for Oft {
 mod tests {
     use super::oft_block_size;
 
-    /// What `OFTLayer.adjust_oft_parameters` of peft 0.21.2 gives.
+    /// The expected values are the results of `OFTLayer.adjust_oft_parameters` of peft 0.21.2.
     #[test]
     fn sizes_of_blocks_are_pefts() {
         for (features, wanted, expected) in [

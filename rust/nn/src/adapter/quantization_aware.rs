@@ -2,8 +2,7 @@
 //!
 //! Every forward pass, in training or not, computes the whole adapted weight (with LoRA W + s B A) and rounds it to a
 //! [`Grid`]; gradients pass through the rounding unchanged. When the result is merged and stored in the grid's format,
-//! its rounding errors are those that training has already seen (Liu et al. 2023, "LLM-QAT", arXiv:2305.17888, for
-//! weights only).
+//! its rounding errors are the same as in training (Liu et al. 2023, "LLM-QAT", arXiv:2305.17888, for weights only).
 
 use trainable_candle_core::ops::fake_quantize::{Grid, fake_quantize, fake_quantize_by};
 use trainable_candle_core::{Error, Result, Tensor, Var, WeightRef};
@@ -52,8 +51,8 @@ impl QuantizationAware {
         Ok(Self { inner, grid, activations: false, scales: None })
     }
 
-    /// Round inputs too, with one scale per token, computed from its largest magnitude, as torchao's
-    /// `Int8DynamicActivationInt8Weight` with symmetric activations, and `Float8DynamicActivationFloat8Weight` by rows
+    /// Round inputs too. Each token has one scale, computed from its largest magnitude. torchao does the same in
+    /// `Int8DynamicActivationInt8Weight` with symmetric activations, and in `Float8DynamicActivationFloat8Weight` by rows
     /// (<https://github.com/pytorch/ao/blob/v0.18.0/torchao/quantization/quant_api.py>).
     #[must_use]
     pub fn with_activations(self, activations: bool) -> Self {

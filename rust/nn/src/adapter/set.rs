@@ -72,7 +72,7 @@ pub struct LayerValues {
     pub parameters: BTreeMap<String, Tensor>,
     /// The factor in front of the low-rank product.
     pub scale: f64,
-    /// OFT: the terms of peft's series, if the file is for it.
+    /// OFT: the number of terms of peft's series, if the adapter was trained with it.
     pub cayley_neumann_terms: Option<usize>,
 }
 
@@ -266,7 +266,7 @@ impl AdapterSet {
     }
 
     /// Set the learned factors by layer, as returned by [`scales`](Self::scales). Layers that are not in `factors` keep
-    /// theirs.
+    /// their factors.
     ///
     /// # Errors
     /// [`Error::Shape`] if a layer has another number of scales, [`Error::Config`] if a factor is not a finite number
@@ -403,7 +403,7 @@ impl AdapterSet {
                             format!("use_cayley_neumann=True, num_cayley_neumann_terms={terms}")
                         })
                     };
-                    let asked = format!("with {}; make it as the file", named(member.settings.cayley_neumann_terms));
+                    let asked = format!("with {}; make it like the file", named(member.settings.cayley_neumann_terms));
                     return cure(&named(given.cayley_neumann_terms), &asked);
                 }
             }
@@ -464,7 +464,7 @@ fn unlearned(grid: Grid, base: &Base<'_>) -> Result<Tensor> {
     Tensor::zeros(scales, DType::F32, base.weight.device())
 }
 
-/// Convert parameters of a file to their layout in memory and f32, in the kind's order.
+/// Convert parameters of a file to their layout in memory and to f32. The result has the order of the kind's parameters.
 fn in_memory(
     layer: &str,
     kind: &AdapterKind,
@@ -482,7 +482,7 @@ fn in_memory(
         .collect()
 }
 
-/// Round a number for a message, because files hold it in f32 and their rounding adds digits.
+/// Round a number for a message: files store it in f32, which adds digits.
 fn rounded(number: f64) -> f64 {
     (number * 1e5).round() / 1e5
 }

@@ -39,7 +39,7 @@ impl Default for AdafactorConfig {
 }
 
 /// Adafactor, as `torch.optim.Adafactor`. For each matrix its states have as many elements as the matrix has rows and
-/// columns.
+/// columns together.
 pub type Adafactor = Stepper<AdafactorRule>;
 
 impl Adafactor {

@@ -16,8 +16,8 @@ use super::rule::{
 };
 
 hyper_parameters! {
-    /// Hyper-parameters of [`Adam8bit`] and [`AdamW8bit`]; names and meaning are those of bitsandbytes. The two differ only
-    /// in the default of `weight_decay`: it is decoupled from the gradient in both.
+    /// Hyper-parameters of [`Adam8bit`] and [`AdamW8bit`]; names and meaning are those of bitsandbytes. The two optimizers
+    /// differ only in the default of `weight_decay`. In both, weight decay is decoupled from the gradient.
     pub struct Adam8bitConfig {
         /// Learning rate, at least 0.
         pub lr: f64,
@@ -139,7 +139,7 @@ fn kernel_settings(config: &Adam8bitConfig) -> Settings {
 }
 
 /// The values of an [`Adam8bitConfig`] that a step uses, rounded as the kernels of bitsandbytes round them. Fused
-/// multiply-adds are where that CUDA code has them, so that moments are equal bit for bit.
+/// multiply-adds are in the same places as in these kernels, so that moments are equal bit for bit.
 #[derive(Clone, Copy)]
 struct Coefficients {
     beta1: f32,
@@ -184,7 +184,7 @@ fn update(config: &Adam8bitConfig, step: u64, mut chunk: Chunk<'_, f32>) {
 #[inline(always)]
 fn update_elements(at: Coefficients, param: &mut [f32], grad: &[f32], state1: &mut [f32], state2: &mut [f32]) {
     for ((p, &g), (m, v)) in param.iter_mut().zip(grad).zip(state1.iter_mut().zip(state2)) {
-        // Here the CUDA code fuses the multiplication of the moments, with 8 bits that of the gradient.
+        // With f32 states, the CUDA code fuses the multiplication of the moments; with 8-bit states, that of the gradient.
         *m = m.mul_add(at.beta1, (1.0 - at.beta1) * g);
         *v = v.mul_add(at.beta2, (1.0 - at.beta2) * (g * g));
         *p = at.updated(*p, *m / (v.sqrt() + at.eps));
@@ -194,14 +194,14 @@ fn update_elements(at: Coefficients, param: &mut [f32], grad: &[f32], state1: &m
 impl Step<2> for Coefficients {
     const BEHIND: [u8; 2] = [128, 0];
 
-    /// An element with a non-finite gradient, or square of a gradient, loses its moments and does not change.
+    /// If an element's gradient or its square is non-finite, the element does not change and its moments become zero.
     #[inline(always)]
     fn update<L: Lanes>(self, l: L, block: Block<'_, 2>, values: &mut [Values; 2]) {
         let mut largest = l.splat(0.0);
         for grad in block.grad.chunks_exact(L::WIDTH) {
             largest = l.max_bits(largest, l.abs(l.load(grad)));
         }
-        // Then no square is above 1e36 and no second moment above the largest f32.
+        // If this is true, no square is above 1e36 and no second moment above the largest f32.
         if l.all_at_most(largest, l.splat(1e18)) && *block.states[1].1 <= 1e37 {
             self.update_block::<L, false>(l, block, values);
         } else {
@@ -210,12 +210,13 @@ impl Step<2> for Coefficients {
     }
 }
 
-/// Registers that go through a step together, each operation on all of them: during the root and division of one, a
-/// processor would not find enough other work. More of them need more registers than there are.
+/// The number of registers of elements that are updated together: each operation is done on all of them before the next.
+/// With one, a processor would not find enough work during the root and the division. More would need more registers than a
+/// processor has.
 const TOGETHER: usize = 2;
 
 impl Coefficients {
-    /// With `CHECKED`, elements whose moments are not finite are left out.
+    /// With `CHECKED`, elements whose new moments are non-finite do not change, and their moments become zero.
     #[inline(always)]
     fn update_block<L: Lanes, const CHECKED: bool>(
         self,
@@ -260,8 +261,8 @@ impl Coefficients {
                         let finite = l.at_most(moment2[i], l.splat(f32::MAX));
                         moment1[i] = l.or_zero(finite, moment1[i]);
                         moment2[i] = l.or_zero(finite, moment2[i]);
-                        // The compiler would turn a choice between new and old into a masked store, which is slow on
-                        // AMD's processors.
+                        // The compiler would turn a choice between the new and the old parameter into a masked store,
+                        // which is slow on AMD's processors.
                         ratio[i] = l.or_zero(finite, ratio[i]);
                         decays[i] = l.select(finite, decay, l.splat(1.0));
                     }

@@ -4,8 +4,8 @@ use super::lanes::{Lanes, WithLanes, with_lanes};
 use super::quant::BLOCK_SIZE;
 use super::rule::{Chunk, StateSlice};
 
-/// A block of a parameter, its gradient and its `N` states. Each state is codes and their scale, the largest magnitude
-/// in the block.
+/// A block of a parameter, its gradient and its `N` states. Each state consists of codes and their scale, the largest
+/// magnitude in the block.
 pub(super) struct Block<'a, const N: usize> {
     pub(super) param: &'a mut [f32; BLOCK_SIZE],
     pub(super) grad: &'a [f32; BLOCK_SIZE],
@@ -14,7 +14,7 @@ pub(super) struct Block<'a, const N: usize> {
 
 /// One step of a rule with `N` 8-bit states.
 pub(super) trait Step<const N: usize>: Copy {
-    /// The codes that bitsandbytes assumes beyond the end of a parameter.
+    /// The codes that bitsandbytes assumes beyond the end of a parameter, in a block that is not full.
     const BEHIND: [u8; N];
 
     /// Updates a block. `values` holds the decoded states; callers reuse it, because a new buffer would have to be
@@ -78,7 +78,7 @@ fn padded<T: Copy>(data: &[T], value: T) -> [T; BLOCK_SIZE] {
     block
 }
 
-/// Check that all SIMD forms that this processor supports give bitwise equal steps.
+/// Check that all implementations of [`Lanes`] that this processor supports give bitwise equal steps.
 #[cfg(test)]
 pub(super) fn check_forms<const N: usize>(step: impl Step<N>) {
     use super::lanes::in_each_form;

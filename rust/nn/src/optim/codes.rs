@@ -1,8 +1,9 @@
 //! Computes the 8-bit codes of a block of values by arithmetic in registers, without look-ups in memory.
 //!
-//! Within a decade, the values of the dynamic map are evenly spaced. The number of a value, counted from zero, is
-//! therefore a linear function of its magnitude, rounded. Magnitudes so near to the border of two codes that this could
-//! be wrong are looked up; they are few.
+//! Within a decade (the magnitudes between two powers of ten), the values of the dynamic map are evenly spaced. The values
+//! have numbers, counted from zero. So the number of the value nearest to a magnitude is a linear function of the magnitude,
+//! rounded. The rounding may be wrong for magnitudes near the border of two codes. These are few, and their codes are
+//! looked up.
 
 use super::lanes::Lanes;
 use super::quant::{BLOCK_SIZE, Codebook};
@@ -13,13 +14,14 @@ pub(super) const ZERO: u8 = 127;
 const DECADES: usize = 7;
 /// The first decade ends here; the logarithm of smaller magnitudes is not needed.
 const FIRST_END: f32 = 1e-6;
-/// Decades in 2^16 steps of the upper half of a value's bits, which grows by 2^7 steps an octave: 154.1. For the value
-/// 1 the product is 38.2 decades. Less 32, its whole part is the decade or the one below, up to the end of each. The
-/// first decade ends 1.9 times above its last whole power of ten.
+/// The upper half of a value's bits times this, divided by 2^16, is the value's logarithm in decades plus a constant: the
+/// half grows by 2^7 per octave, that is by 2^16 in 154.1 decades. For the value 1 the result is 38.2. The whole part of the
+/// result, minus 32, is the value's decade or the decade below. This is also true in the first decade, which ends at up to
+/// 1.9e-6 instead of 1e-6.
 const DECADES_PER_BIT: u16 = 154;
-/// Values whose number has a fraction below this many 2^-16 are looked up. The rounding of numbers (up to 255), lines
-/// and borders together is off by less than half of this. Lines are raised by that half, so that no fraction just below
-/// a whole number is uncertain.
+/// The code of a value is looked up if the fraction of its number is below this, in units of 2^-16. Rounding errors of
+/// numbers (up to 255), lines and borders are together less than half of this. Lines are raised by that half, so that no
+/// fraction just below a whole number is uncertain.
 const UNCERTAIN: u16 = 8;
 
 /// Registers that can look up a table of eight values.
@@ -32,20 +34,21 @@ pub(super) trait Registers: Lanes {
     fn bits(self, x: Self::Values) -> Self::Bits;
     /// The upper half of each value's bits times `factor`, without the lower half of the product.
     fn upper_times(self, x: Self::Bits, factor: u16) -> Self::Bits;
-    /// Moves each value's bits up by one.
+    /// Shifts each value's bits up by one.
     fn double(self, x: Self::Bits) -> Self::Bits;
-    /// Values of a [`Table`] by the lowest three bits of each index.
+    /// The values of a [`Table`] at the lowest three bits of each index.
     fn pick(self, table: Self::Values, index: Self::Bits) -> Self::Values;
-    /// `index`, and one more where `a > b`; both are magnitudes.
+    /// `index`, plus one where `a > b`. `a` and `b` are magnitudes.
     fn count_above(self, index: Self::Bits, a: Self::Values, b: Self::Values) -> Self::Bits;
-    /// Whether the lower half of any number's bits is below `limit`. Upper halves are not.
+    /// Whether the lower half of any number's bits is below `limit`. The upper halves must not be below `limit`.
     fn any_fraction_below(self, limit: u16, numbers: [Self::Bits; 4]) -> bool;
-    /// Writes the codes of `values` whose magnitudes' numbers are the third bytes of `numbers`. With `SIGNED` the code of zero is
-    /// [`ZERO`]; otherwise 0.
+    /// Writes the codes of `values`; the third bytes of `numbers` are the numbers of their magnitudes. The code of zero is
+    /// [`ZERO`] with `SIGNED`, otherwise 0.
     fn write<const SIGNED: bool>(self, numbers: [Self::Bits; 4], values: [Self::Values; 4], codes: &mut [u8]);
 }
 
-/// A value for each decade and one for what is above the last, all stored twice: for registers of 8 and of 16 values.
+/// A value for each decade, and one for magnitudes above the last decade. All are stored twice, so that registers of 8 and
+/// of 16 values can be loaded.
 #[repr(align(64))]
 struct Table([f32; 16]);
 
@@ -55,8 +58,9 @@ impl Table {
     }
 }
 
-/// Added to numbers so that all are in one binade, where their bits are the number and, below, its fraction. With both
-/// signs, the number above the last decade is at the start of the next binade.
+/// Added to numbers so that all are between the same two powers of two. There, an f32 has the number in its upper bits and
+/// the fraction in its lower bits. In the map for values of both signs, the number above the last decade plus this is the
+/// next power of two.
 const fn base(signed: bool) -> f32 {
     if signed { 128.0 } else { 256.0 }
 }
@@ -66,8 +70,8 @@ pub(super) struct Lines {
     signed: bool,
     /// The largest magnitude of a decade: borders of codes, exact.
     ends: Table,
-    /// The number of a magnitude is the whole part of `slope * x + offset`, less [`base`], but not above the decade's last. Offsets
-    /// include half of [`UNCERTAIN`].
+    /// The number of a magnitude x is the whole part of `slope * x + offset` minus [`base`], but at most the decade's last
+    /// number. Offsets include half of [`UNCERTAIN`].
     slopes: Table,
     offsets: Table,
 }
@@ -77,10 +81,11 @@ impl Lines {
     pub(super) fn new(signed: bool, border: impl Fn(usize) -> f32) -> Self {
         let items = |decade: usize| 1usize << (decade + usize::from(!signed));
         let first = |decade: usize| 1 + (0..decade).map(items).sum::<usize>();
-        // (slope, offset). Borders in a decade are at whole steps from a tenth of its end: there a whole number is reached.
+        // The slope and the offset of a decade. The borders in a decade are a whole number of steps above a tenth of the
+        // decade's end. At each border the line reaches a whole number.
         let line = |decade: usize| match decade {
             DECADES => (0.0, first(DECADES) as f64 + 0.5),
-            // Zero's border is not one of them.
+            // The border of zero is an exception.
             0 => {
                 let zero = f64::from(border(0));
                 let slope = if signed { 0.5 / zero } else { 1.0 / (f64::from(border(1)) - zero) };
@@ -103,7 +108,8 @@ impl Lines {
     }
 }
 
-/// The codes of `values * scale`, finite numbers within a few roundings of [-1, 1], or [0, 1].
+/// The codes of `values * scale`. The products are finite and, up to a few roundings, in [-1, 1] or, in a map without
+/// negative values, in [0, 1].
 #[inline(always)]
 pub(super) fn encode<R: Registers>(
     r: R,
@@ -150,10 +156,12 @@ fn encode_block<R: Registers, const SIGNED: bool>(
     }
 }
 
-/// The numbers of four registers of magnitudes, in the third byte, and their fractions, in the two below.
+/// The numbers of four registers of magnitudes. The third byte of a result is the number, and the two lower bytes are its
+/// fraction.
 ///
-/// Each operation is done on all four before the next: a processor holds too few waiting operations to find by itself that
-/// the four do not depend on each other. Loops, because closures would not be compiled for the registers.
+/// Each operation is done on all four registers before the next operation. The four do not depend on each other, but a
+/// processor cannot look far enough ahead to find this by itself. The code uses loops, because closures would be compiled
+/// without the instruction set of the registers.
 #[inline(always)]
 fn numbers<R: Registers, const SIGNED: bool>(r: R, lines: &Lines, x: [R::Values; 4]) -> [R::Bits; 4] {
     let ends = r.load(&lines.ends.0);
@@ -163,13 +171,13 @@ fn numbers<R: Registers, const SIGNED: bool>(r: R, lines: &Lines, x: [R::Values;
         let bits = r.bits(r.max_bits(x, r.splat(FIRST_END)));
         *decade = r.upper_times(bits, DECADES_PER_BIT);
     }
-    // It is the right decade or the one below; comparing with the end of that decides.
+    // `decade` is the right decade or the decade below. A comparison with the end of `decade` decides.
     for (decade, x) in decade.iter_mut().zip(x) {
         *decade = r.count_above(*decade, x, r.pick(ends, *decade));
     }
     let (slopes, offsets) = (r.load(&lines.slopes.0), r.load(&lines.offsets.0));
-    // A decade's last number is 9/4 of its offset, less a constant; a fraction away from a whole number makes room for
-    // the first decade, whose line differs.
+    // The last number of a decade is 9/4 of its offset minus a constant. The constant is slightly off a whole number, which
+    // makes room for the first decade, whose line differs.
     let last_of_zero = r.splat(if SIGNED { -0.06 } else { 0.95 } - 1.25 * base(SIGNED));
     let mut number = decade;
     for ((number, x), decade) in number.iter_mut().zip(x).zip(decade) {

@@ -57,7 +57,7 @@ hyper!(
 pub struct Field {
     /// Its name.
     pub name: &'static str,
-    /// What it means and its range: the documentation of the configuration's field.
+    /// Its meaning and its range: the documentation of the configuration's field.
     pub doc: &'static str,
     /// Its default.
     pub value: Value,

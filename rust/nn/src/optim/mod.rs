@@ -20,8 +20,8 @@
 //! f16 and bf16 variables; for f16 and bf16 they hold f32 master values. Optimizers with states in full precision also
 //! take f64. Variables that share one flat buffer are updated in one pass over the buffer.
 //!
-//! For CUDA variables, states, hyper-parameters and step counters are on the device. A step is two launches for all
-//! variables, without synchronization. It also writes the f16 or bf16 copies of variables that the forward pass reads.
+//! For CUDA variables, states, hyper-parameters and step counters are on the device. A step usually is two launches for
+//! all variables, without synchronization. It also writes the f16 or bf16 copies of variables that the forward pass reads.
 //! State dicts do not depend on the device, so a run can continue on another kind of device. CUDA devices need a rule
 //! with [`KERNELS`](Rule::KERNELS), and do not support f64 variables.
 

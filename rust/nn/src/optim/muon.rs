@@ -4,7 +4,7 @@
 //! <https://kellerjordan.github.io/posts/muon/>; the scale of updates by shape: Liu et al., "Muon is Scalable for LLM
 //! Training", <https://arxiv.org/abs/2502.16982>; reference:
 //! <https://github.com/pytorch/pytorch/blob/v2.9.0/torch/optim/_muon.py>, which rounds the products of matrices to
-//! bf16. Here they are f32.
+//! bf16. Here the products are f32.
 
 use smallvec::{SmallVec, smallvec};
 use trainable_candle_core::cpu::{Real, dispatch};
@@ -27,7 +27,7 @@ hyper_parameters! {
         pub weight_decay: f64,
         /// Decay rate of the momentum, in [0, 1).
         pub momentum: f64,
-        /// Nesterov momentum: make orthogonal the gradient moved towards the momentum, instead of the momentum itself.
+        /// Nesterov momentum: orthogonalize the gradient moved towards the momentum, instead of the momentum itself.
         pub nesterov: bool,
         /// Coefficients of the Newton-Schulz iteration: for the matrix, its third and its fifth power.
         pub ns_coefficients: (f64, f64, f64),
@@ -63,8 +63,8 @@ impl Default for MuonConfig {
 }
 
 /// Muon, as `torch.optim.Muon`. A parameter of more than two dimensions counts as a matrix with one row for each index
-/// of the first dimension; AdamW updates parameters of fewer than two. The implementation is for the low ranks of
-/// adapters: the time of a step is proportional to a matrix's elements times its smaller side.
+/// of the first dimension. AdamW updates parameters of fewer than two dimensions. The implementation is for the low ranks
+/// of adapters: the time of a step is proportional to a matrix's elements times its smaller side.
 pub type Muon = Stepper<MuonRule>;
 
 registered!(

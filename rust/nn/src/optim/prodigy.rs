@@ -15,14 +15,14 @@ use super::stepper::{Guard, Optimizer, ParamGroup, Stepper};
 use super::update;
 
 const NAME: &str = "Prodigy";
-/// The state dict's entry that holds d, its maximum, its numerator and the number of steps.
+/// The entry of the state dict with the estimate d, its maximum, its numerator and the number of steps.
 const ESTIMATE: &str = "estimate";
 
 hyper_parameters! {
     /// Hyper-parameters of [`Prodigy`]; names, meaning and defaults are those of `prodigyopt`.
     pub struct ProdigyConfig {
         /// Factor on the estimated step size, at least 0; 1 unless a schedule changes it. Groups may differ only by a
-        /// factor of 0, which leaves them unchanged.
+        /// factor of 0, with which a group's variables do not change.
         pub lr: f64,
         /// Decay rates of the first and the second moment, each in [0, 1); a first rate of 0 keeps no first moment.
         pub betas: (f64, f64),
@@ -36,7 +36,7 @@ hyper_parameters! {
         pub decouple: bool,
         /// Use Adam's bias correction in the first steps.
         pub use_bias_correction: bool,
-        /// Leave `lr` and bias correction out of the estimate's denominator: a warm-up would make it too small.
+        /// Leave `lr` and bias correction out of the estimate's denominator: a warm-up would make the denominator too small.
         pub safeguard_warmup: bool,
         /// The first estimate, above 0.
         pub d0: f64,
@@ -479,7 +479,7 @@ fn apply<T: Real>(pass: &Pass, _step: u64, chunk: Chunk<'_, T>) {
 fn apply_elements<T: Real>(pass: &Pass, mut chunk: Chunk<'_, T>) {
     let Pass { config, d, dlr } = pass;
     let (decay, l2) = if config.decouple { (config.weight_decay, 0.0) } else { (0.0, config.weight_decay) };
-    // Subtracts, because f32 rounds a factor 1 - decay · dlr to 1 while the estimate is small.
+    // The decay is subtracted, because f32 would round the factor 1 - decay · dlr to 1 while the estimate is small.
     let (lost, l2) = (T::from_f64(decay * dlr), T::from_f64(l2));
     let (step_size, eps, d) = (T::from_f64(*dlr), T::from_f64(d * config.eps), T::from_f64(*d));
     let elements = chunk.param.iter_mut().zip(chunk.grad);

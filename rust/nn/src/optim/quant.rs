@@ -28,15 +28,15 @@ const GRAIN: usize = 1 << 14;
 /// A map of 256 ascending values, with tables that find the nearest of them in a few instructions.
 pub struct Codebook {
     values: [f32; 256],
-    /// Indexed by the upper half of an f32's bits. An entry plus the lower half of the bits has the code in its upper
-    /// half. The upper half of an entry is the code of the smallest value with those bits; if the next code begins
-    /// among them, the lower half is such that the first value of that code carries over. No two codes begin among the
-    /// values of one entry. Lower halves count upwards with the value: those of negative values are inverted.
+    /// Indexed by the upper half of a value's bits. The sum of an entry and the lower half of the bits has the code in its
+    /// upper half. The upper half of an entry is the code of the smallest value with this index. If the next code begins at
+    /// a larger value with this index, the entry's lower half makes the sum carry from that value on. At most one code
+    /// begins within an index. The lower half of a negative value's bits is inverted, so that it grows with the value.
     table: Box<[u32; 1 << 16]>,
-    /// For computing the codes of optimizer states, where negative values stay negative, in registers.
+    /// The map as lines, with which the codes of optimizer states are computed in registers.
     #[cfg(target_arch = "x86_64")]
     lines: Lines,
-    /// The bytes of the values: tables for look-ups in registers.
+    /// Four tables with one byte of each value, for look-ups in registers.
     #[cfg(target_arch = "x86_64")]
     planes: [[u8; 256]; 4],
 }
@@ -54,8 +54,9 @@ impl Codebook {
         &CODEBOOK
     }
 
-    /// The map of [`signed`](Self::signed) for optimizer states: a negative value never becomes zero, but the negative
-    /// value next to zero, so that its sign survives. A NaN, as 0 / 0 in a block of zeros, becomes code 255.
+    /// The map of [`signed`](Self::signed) for optimizer states. A negative value that would become zero becomes the
+    /// negative value next to zero instead, so that its sign survives. A NaN, as 0 / 0 in a block of zeros, becomes code
+    /// 255.
     pub fn sign_preserving() -> &'static Self {
         static CODEBOOK: LazyLock<Codebook> = LazyLock::new(|| Codebook::dynamic(true, true));
         &CODEBOOK
@@ -72,8 +73,8 @@ impl Codebook {
         encode(&self.table, x)
     }
 
-    /// The codes of `values * scale`, where `scale` is one over the largest magnitude of `values`: those of [`encode`](Self::encode).
-    /// Not for [`signed`](Self::signed).
+    /// The codes of `values * scale`, equal to those of [`encode`](Self::encode). `scale` is one over the largest magnitude
+    /// of `values`. The map [`signed`](Self::signed) is not supported.
     #[inline(always)]
     pub(super) fn encode_block<L: Lanes>(
         &self,
@@ -121,12 +122,12 @@ impl Codebook {
     fn dynamic(signed: bool, preserve_sign: bool) -> Self {
         let values = create_dynamic_map(signed);
         let zero = values.partition_point(|&v| v < 0.0) as u32;
-        // Entries that only NaNs reach keep this: bitsandbytes' search gives 0, and its correction of signs makes that
-        // 255.
+        // Entries that only NaNs reach keep this code: bitsandbytes' search gives 0 for a NaN, and its correction of signs
+        // changes 0 to 255.
         let mut table = vec![if preserve_sign { 255 << 16 } else { 0 }; 1 << 16];
         let mut code = 0;
         for order in 0..1u32 << 16 {
-            // Upper halves in the order of the values they belong to, most negative first.
+            // The upper half with this rank in the order of values, most negative first.
             let upper = if order < 0x8000 { 0xffff - order } else { order - 0x8000 };
             if f32::from_bits(upper << 16).is_nan() {
                 continue;
@@ -168,7 +169,8 @@ fn encode(table: &[u32; 1 << 16], x: f32) -> u8 {
     ((entry + (ascending & 0xffff)) >> 16) as u8
 }
 
-/// The largest value whose code is not above `code`: halfway to the next one, or just below if ties go up.
+/// The largest value whose code is not above `code`. This is the middle between the values of `code` and the next code, or
+/// the number just below the middle if a tie goes to the next code.
 fn border(values: &[f32; 256], code: usize) -> f32 {
     let middle = (values[code] + values[code + 1]) * 0.5;
     if code.is_multiple_of(2) { middle } else { middle.next_down() }

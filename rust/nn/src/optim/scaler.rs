@@ -42,10 +42,10 @@ impl Default for GradScalerConfig {
 #[derive(Debug)]
 pub struct GradScaler {
     config: GradScalerConfig,
-    /// The scale and the counter. They cannot move during a capture, because captured functions read them on the
-    /// device.
+    /// The scale and the counter. They cannot move to a device during a capture, because captured functions read them
+    /// there.
     state: Fixed<State>,
-    /// By id of the optimizer, how far its iteration has come since the last update.
+    /// By id of the optimizer: what was done in its iteration since the last update.
     stages: HostState<FxHashMap<u64, Stage>>,
 }
 
@@ -220,7 +220,7 @@ impl GradScaler {
         if stage.norm.device().is_cpu() { Ok(Some(guard.allows()?)) } else { Ok(None) }
     }
 
-    /// How far the optimizer's iteration has come since the last update.
+    /// What was done in the optimizer's iteration since the last update.
     fn stage(&self, optimizer: &dyn Optimizer) -> Option<Stage> {
         self.stages.get().remove(&optimizer.id())
     }

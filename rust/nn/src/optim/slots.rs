@@ -48,9 +48,9 @@ impl Slots {
         Some(steps.into_iter().map(Option::unwrap_or_default).collect())
     }
 
-    /// Splits slots for a step in which only the variables with the indices `found` take part. Each slot with other
-    /// variables too is split: its variables that take part move to a new slot. Returns the new slots and the split
-    /// ones, in the order of their new slots; None if no slot must be split.
+    /// Splits slots for a step in which only the variables with the indices `found` take part. If only some variables of
+    /// a slot take part, these move to a new slot. Returns the new assignment and the slots that were split, in the order
+    /// of their new slots; None if no slot must be split.
     pub(super) fn split(
         &self,
         vars: &[&Var],

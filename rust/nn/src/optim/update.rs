@@ -79,8 +79,8 @@ pub(super) fn run<R: Rule>(items: Vec<Item<'_, R::Config>>) -> Result<()> {
         });
         buckets[index].items.push(item);
     }
-    // Large buckets run one after another, each on all threads. Small ones run at the same time, each on one thread: a
-    // thread that holds the lock of a storage must not wait for other threads.
+    // Large buckets run one after another, each on all threads. Small buckets run at the same time, each on one thread,
+    // because a thread that holds the lock of a storage must not wait for other threads.
     let is_small = |bucket: &Bucket<'_, R::Config>| {
         let numel: usize = bucket.items.iter().map(Item::numel).sum();
         numel <= CHUNK || (bucket.items.len() == 1 && !R::ELEMENTWISE)

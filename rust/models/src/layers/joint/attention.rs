@@ -44,7 +44,7 @@ impl Projections {
         Ok(Stream { projected: self.qkv.forward(x)?, norms: self.norms.as_ref(), angles })
     }
 
-    /// Counts what the tape keeps for `tokens` tokens: queries, keys and values, the former two before their norms.
+    /// Counts what the tape keeps for `tokens` tokens: queries and keys before their norms, and values.
     fn saved(&self, tokens: usize, saved: &mut Saved) {
         let inside = tokens * self.sizes.dim();
         saved.layers(&self.qkv.layers(), (inside, tokens), true);
@@ -62,7 +62,7 @@ impl Module for Projections {
     }
 }
 
-/// One stream of tokens in an attention. The first columns or members of its projections are queries, keys and values.
+/// One stream of tokens in an attention. Its projections begin with queries, keys and values; other layers may follow.
 pub(crate) struct Stream<'a> {
     pub projected: Projected,
     /// Norms of queries and keys, per head.
@@ -93,7 +93,8 @@ pub(crate) fn mix(streams: &[Stream<'_>], sizes: BlockSizes, mask: Option<&Tenso
 }
 
 impl Stream<'_> {
-    /// The stream as input of the fused operation; None if its projections are not joined or its norms are trainable.
+    /// The stream as input of the fused operation; None if its projections are not joined, if it has no norms, or if its
+    /// norms are trainable.
     fn as_tokens(&self) -> Option<Tokens<'_>> {
         let (Projected::Joined(x), Some(norms)) = (&self.projected, self.norms) else { return None };
         let norms = norms.each_ref().map(|norm| norm.weight.as_ref());
@@ -156,7 +157,8 @@ impl JointAttention {
         })
     }
 
-    /// `image (B, S, D)` and `text (B, L, D)` → the result of each; the text's is None with `image_only`.
+    /// `image (B, S, D)` and `text (B, L, D)` → the results for image and text; with `image_only`, the text's result is
+    /// None.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if an input does not fit.

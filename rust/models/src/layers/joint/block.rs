@@ -16,7 +16,7 @@ const NORMS: [&str; 2] = ["norm1.linear", "norm1_context.linear"];
 pub struct DoubleBlockKind {
     /// Whether the image also attends to itself alone (SD3.5-medium's "dual attention").
     pub dual: bool,
-    /// Whether the block returns the text unchanged, as the last block does, because nothing reads its text.
+    /// Whether the block returns the text unchanged. The last block of some models does, because nothing reads its text.
     pub image_only: bool,
     /// Whether the model passes the modulation to the block, which then has no layers for it.
     pub told_modulation: bool,
@@ -24,8 +24,8 @@ pub struct DoubleBlockKind {
     pub feed_forward: FeedForwardKind,
 }
 
-/// Attention of an image's and a text's tokens to the tokens of both, then a feed-forward layer for each stream. All of
-/// these are modulated, gated and added to their input.
+/// Attention of an image's and a text's tokens to the tokens of both, then a feed-forward layer for each stream. For each
+/// of these, the input is modulated, and the result is gated and added to the input.
 pub struct DoubleBlock {
     /// The layers that modulate the image and the text, unless the model passes the modulation.
     norms: Option<[Linear<Tensor>; 2]>,
@@ -87,7 +87,7 @@ impl DoubleBlock {
         let to_image = |index| part(image_modulation, index);
         let to_text = |index| part(text_modulation, index);
         let normed = modulated(image, [&to_image(0)?, &to_image(1)?])?;
-        // The text's last norm has the scale first, like the norm before the output.
+        // The text's norm in the last block has the scale first, like the norm before the output.
         let order = if self.ff_context.is_some() { [0, 1] } else { [1, 0] };
         let normed_text = modulated(text, [&to_text(order[0])?, &to_text(order[1])?])?;
         let (mixed, mixed_text) = self.attn.forward(&normed, &normed_text, sight)?;
@@ -99,8 +99,8 @@ impl DoubleBlock {
             }
             _ => text.clone(),
         };
-        // The image is computed last, because the backward pass does not read the last product, and checkpoints do not
-        // recompute it then.
+        // The image is computed last: the backward pass does not read the last product, so checkpoints do not recompute
+        // it.
         let mut result = gated_add(image, &mixed, &to_image(2)?)?;
         if let Some(attn2) = &self.attn2 {
             let normed = modulated(image, [&to_image(6)?, &to_image(7)?])?;
@@ -123,7 +123,8 @@ impl DoubleBlock {
                 saved.keep(area * dim);
                 attn2.saved(area, saved);
             }
-            // If a gate's layer is adapted, the tape keeps the gate's factor; norms keep the sums.
+            // If the layer that computes a gate is adapted, the tape keeps the values that the gate multiplies. The norms
+            // keep the sums.
             if let Some(ff) = &self.ff_context {
                 saved.keep_product(length * dim, gates[1]);
                 saved.keep_cheap(length * dim);

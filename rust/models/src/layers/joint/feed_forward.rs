@@ -11,10 +11,10 @@ use crate::saved::Saved;
 /// The activation between the two linear layers, and the layers' names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FeedForwardKind {
-    /// GELU (its tanh form) in a middle four times as wide as the tokens; `net.0.proj` and `net.2`.
+    /// GELU (its tanh form) between `net.0.proj` and `net.2`, four times as wide as the tokens.
     #[default]
     Gelu,
-    /// `SwiGLU` with the gate first, in a middle three times as wide; `linear_in` and `linear_out`.
+    /// `SwiGLU` with the gate first, between `linear_in` and `linear_out`, three times as wide as the tokens.
     SwiGlu,
 }
 

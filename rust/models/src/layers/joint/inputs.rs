@@ -14,7 +14,7 @@ pub struct TokenSizes {
     pub text: usize,
     /// Width of the pooled text, if the model takes one.
     pub pooled: Option<usize>,
-    /// Axes of the positions.
+    /// Number of axes of the positions.
     pub axes: usize,
     /// Whether the model takes a scale of guidance.
     pub guidance: bool,
@@ -31,7 +31,7 @@ pub struct TokenInputs<'a> {
     pub pooled_projections: Option<&'a Tensor>,
     /// Time, (B), (1) or without dimensions.
     pub timestep: &'a Tensor,
-    /// The scale of guidance, with the dimensions of the time.
+    /// The scale of guidance, (B), (1) or without dimensions.
     pub guidance: Option<&'a Tensor>,
     /// Positions of the image's tokens, (S, axes).
     pub img_ids: &'a Tensor,

@@ -8,7 +8,7 @@ use trainable_candle_core::{Result, Tensor};
 /// Added to the variance and the mean square in every norm of the blocks.
 pub const EPS: f64 = 1e-6;
 
-/// Layer norm of `x (B, S, D)`, times 1 + `scale`, plus `shift`, (B, D) each.
+/// Layer norm of `x (B, S, D)`, times 1 + `scale`, plus `shift`. Scale and shift are (B, D).
 ///
 /// # Errors
 /// [`Error::Shape`](trainable_candle_core::Error::Shape) if they do not fit each other.

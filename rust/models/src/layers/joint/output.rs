@@ -29,7 +29,7 @@ impl ModulatedOutput {
         })
     }
 
-    /// As [`new`](Self::new), for models that pass the modulation: only `proj_out` exists.
+    /// As [`new`](Self::new), for models that pass the modulation. These only have the parameter `proj_out`.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -48,7 +48,7 @@ impl ModulatedOutput {
         };
         let modulation = norm.forward(condition)?;
         let dim = norm.in_features();
-        // Here diffusers has the scale first.
+        // In this layer, diffusers has the scale first.
         self.modulated(x, [&modulation.narrow(1, dim, dim)?, &modulation.narrow(1, 0, dim)?])
     }
 

@@ -32,7 +32,8 @@ impl RopeAxes {
         )))
     }
 
-    /// Axes that take `widths` of a head's features (even numbers), with angles of position · `theta`^(−2i / width).
+    /// Axes of the positions. `widths` has the number of a head's features that each axis rotates, an even number. Pair i
+    /// of an axis is rotated by position · `theta`^(−2i / width).
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Candle`] if the frequencies cannot be copied to the device.
@@ -45,7 +46,7 @@ impl RopeAxes {
         Ok(Self { frequencies: widths.iter().map(axis).collect::<Result<_>>()? })
     }
 
-    /// The angles of tokens at `ids (S, axes)`. They are computed in f64: positions reach hundreds, and the cosines of
+    /// The angles of tokens at the positions `ids (S, axes)`, computed in f64. Positions reach hundreds, so the cosines of
     /// rounded angles would differ from those that the models were trained with.
     ///
     /// # Errors
@@ -78,7 +79,7 @@ impl Rope {
         self.cos.rank() == 3
     }
 
-    /// The angles of one sample, if each has its own.
+    /// The angles of one sample, if [`is_per_sample`](Self::is_per_sample).
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Index`] if there are fewer samples.
@@ -87,10 +88,10 @@ impl Rope {
         Ok(Self { cos: row(&self.cos)?, sin: row(&self.sin)? })
     }
 
-    /// Stack the angles of samples that differ, each (S, width / 2).
+    /// Stack the angles of samples with different positions. Cosines and sines of each sample are (S, width / 2).
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] if they differ in length.
+    /// [`trainable_candle_core::Error::Shape`] if the samples differ in length.
     pub fn stack(samples: &[Self]) -> Result<Self> {
         let all = |of: fn(&Self) -> &Tensor| Tensor::stack(&samples.iter().map(of).collect::<Vec<_>>(), 0);
         Ok(Self { cos: all(|one| &one.cos)?, sin: all(|one| &one.sin)? })

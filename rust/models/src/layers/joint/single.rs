@@ -86,12 +86,12 @@ impl SingleBlock {
         saved.block(inside, false, |saved| {
             saved.keep(inside);
             saved.layers(&self.projections.layers(), (inside, tokens), true);
-            // The tape keeps the result of the first layers and that of the attention.
+            // The tape keeps the results of the first layers and of the attention.
             saved.attention(tokens, tokens, dim);
             saved.keep((3 + 1 + RATIO) * inside);
             saved.cheap_linear(&self.proj_out, ((1 + RATIO) * inside, tokens));
-            // The tape keeps the gate's factor if the gate's layer is adapted; otherwise checkpoints do not recompute
-            // that factor.
+            // If the layer that computes the gate is adapted, the tape keeps the values that the gate multiplies.
+            // Otherwise checkpoints do not recompute these values.
             saved.keep(if gate { inside } else { 0 });
         });
     }

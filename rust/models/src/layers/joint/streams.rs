@@ -1,4 +1,4 @@
-//! Runs a model's blocks one after another: those of two streams, and those of one.
+//! Runs a model's blocks one after another: blocks of two streams, and blocks of one stream.
 
 use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::Blocks;
@@ -10,7 +10,8 @@ use super::{DoubleBlock, Rope, SingleBlock};
 pub struct Sight<'a> {
     /// The angles of the text's tokens, then of the image's.
     pub angles: Option<&'a Rope>,
-    /// 1 for keys that attention reads, u8, (B, 1, 1, tokens of the text and of the image); None if it reads all keys.
+    /// 1 for keys that attention reads, u8, (B, 1, 1, tokens of the text and of the image). None if attention reads all
+    /// keys.
     pub mask: Option<&'a Tensor>,
 }
 
@@ -20,8 +21,8 @@ impl Sight<'_> {
         self.angles.into_iter().flat_map(|Rope { cos, sin }| [cos, sin]).chain(self.mask)
     }
 
-    /// Call `run` with the [`Sight`] whose [`inputs`](Self::inputs) these are; `rotates` says whether they begin with
-    /// angles.
+    /// Call `run` with the [`Sight`] whose method [`inputs`](Self::inputs) returned the tensors `inputs`. `rotates` says
+    /// whether these begin with angles.
     pub(crate) fn of<R>(rotates: bool, inputs: &[Tensor], run: impl FnOnce(Sight<'_>) -> R) -> R {
         let (angles, mask) = inputs.split_at(if rotates { 2 } else { 0 });
         let angles = if let [cos, sin] = angles { Some(Rope { cos: cos.clone(), sin: sin.clone() }) } else { None };
@@ -29,8 +30,8 @@ impl Sight<'_> {
     }
 }
 
-/// The image (B, S, D) and the text (B, L, D) after all blocks. `modulation` computes the modulation of both in the
-/// block at an index.
+/// The image (B, S, D) and the text (B, L, D) after all blocks. `modulation(i, block)` computes the modulation of image
+/// and text in block i.
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Shape`] if an input does not fit.
@@ -54,7 +55,7 @@ pub fn run_double(
     Ok([image, text])
 }
 
-/// The tokens (B, S, D) after all blocks; as [`run_double`].
+/// The tokens (B, S, D) after all blocks. `modulation(i, block)` computes the modulation in block i.
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Shape`] if an input does not fit.

@@ -82,7 +82,7 @@ struct DeviceMaster {
 }
 
 impl DeviceMaster {
-    /// Takes the master values from the host if it has current ones, otherwise from the variable itself.
+    /// Takes the master values from the host if they are current there, otherwise from the variable itself.
     fn take(&self, parameter: &Parameter) -> Result<()> {
         let version = parameter.var.version();
         match parameter.master.as_ref().filter(|master| master.version == version) {
@@ -124,8 +124,8 @@ const fn entries(kind: StateKind, blocks: usize) -> usize {
     if matches!(kind, StateKind::Scales) { blocks } else { blocks * STATE_BLOCK }
 }
 
-/// The number of blocks that a state takes for a variable of shape `dims`. All kinds with an entry per element, in any
-/// form, take the same number of blocks.
+/// The number of blocks that a state takes for a variable of shape `dims`. A number per element, a code per element and a
+/// scale per block take the same number of blocks.
 fn blocks(kind: StateKind, dims: &[usize]) -> usize {
     let elements = match kind {
         StateKind::Float | StateKind::Codes | StateKind::Scales => dims.iter().product(),

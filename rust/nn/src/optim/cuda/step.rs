@@ -20,7 +20,7 @@ use super::gradient::LossScale;
 /// The number of elements that share a scale of 8-bit states. The states of each variable start at a multiple of it.
 pub const STATE_BLOCK: usize = 256;
 
-/// The most elements that one block of threads updates.
+/// The largest number of elements that one block of threads updates.
 const LONGEST: usize = 4 * STATE_BLOCK;
 
 /// The groups of an optimizer in device memory.
@@ -367,7 +367,7 @@ pub fn step(
     }
 }
 
-/// The launch has as many blocks as run at a time; their warps take the pieces in turn.
+/// The launch has at most as many blocks as run at a time. The warps of these blocks take the pieces in turn.
 fn shape_8bit(op: &'static str, gpu: &Gpu, pieces: usize) -> Result<Shape> {
     const BLOCKS: usize = 3;
     const WARPS: usize = 8;
@@ -410,8 +410,8 @@ mod tests {
     #[test]
     fn loose_variables_have_segments_of_their_own() {
         let cases = [
-            // The order differs, gradients have a gap, only one has a copy, or parameters are more than 2^32 elements
-            // apart.
+            // The order differs, gradients have a gap, only one variable has a copy, or parameters are more than 2^32
+            // elements apart.
             [place([4096, 8192, 0], 3, 0, 0), place([64, 8204, 0], 3, 1, 0)],
             [place([4096, 8192, 0], 3, 0, 0), place([4108, 9000, 0], 3, 1, 0)],
             [place([4096, 8192, 0], 3, 0, 0), place([4108, 8204, 512], 3, 1, 0)],

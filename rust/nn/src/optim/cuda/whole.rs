@@ -38,7 +38,7 @@ impl WholeTable {
     /// # Errors
     /// [`Error::Argument`] if a variable is too large, [`Error::OutOfMemory`] if the device is full.
     pub fn new(op: &'static str, known: Known, extents: &[Extent]) -> Result<Self> {
-        /// In f32, so that each variable's scratch memory begins at a multiple of 256 bytes.
+        /// The alignment of each variable's scratch memory in f32 elements, which are 256 bytes.
         const ALIGNMENT: usize = 64;
         let gpu = Gpu::of(op, &known.members[0].params)?;
         let sizes = extents.iter().map(|extent| extent.scratch.next_multiple_of(ALIGNMENT));
@@ -100,7 +100,7 @@ fn words(whole: &Whole) -> [u32; 20] {
     words
 }
 
-/// One kernel's part in a step.
+/// The launch of one kernel in a step.
 #[derive(Clone, Copy, Debug)]
 pub struct Call {
     /// The kernel's name, without the dtypes.

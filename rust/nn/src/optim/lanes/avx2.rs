@@ -47,7 +47,7 @@ macro_rules! intrinsics {
 impl Lanes for Avx2 {
     type Values = __m256;
     type Mask = __m256;
-    /// Nothing: there are too few registers for the values of all.
+    /// Empty, because there are too few registers for the values of four registers of codes.
     type Decoded = ();
     const WIDTH: usize = WIDTH;
 
@@ -59,14 +59,14 @@ impl Lanes for Avx2 {
     #[inline(always)]
     fn load(self, from: &[f32]) -> __m256 {
         let from = &from[..WIDTH];
-        // SAFETY: as many values are loaded.
+        // SAFETY: the slice has as many values as are loaded.
         unsafe { _mm256_loadu_ps(from.as_ptr()) }
     }
 
     #[inline(always)]
     fn store(self, x: __m256, to: &mut [f32]) {
         let to = &mut to[..WIDTH];
-        // SAFETY: as many values are stored.
+        // SAFETY: the slice has as many values as are stored.
         unsafe { _mm256_storeu_ps(to.as_mut_ptr(), x) }
     }
 
@@ -201,10 +201,10 @@ impl Registers for Avx2 {
 
     #[inline(always)]
     fn write<const SIGNED: bool>(self, numbers: [__m256i; 4], values: [__m256; 4], codes: &mut [u8]) {
-        // SAFETY: the processor has the instructions; 32 bytes are stored to 32.
+        // SAFETY: the processor has the instructions; 32 bytes are stored to a slice of 32.
         unsafe {
             let codes = &mut codes[..4 * WIDTH];
-            // The third bytes of four values; each half of a result comes from the same half of the operands.
+            // Selects the third bytes of four values. Each half of a result comes from the same half of the operands.
             let third = _mm256_set1_epi32(0x0e0a_0602);
             let [a, b, c, d] = numbers;
             let (a, b) = (_mm256_shuffle_epi8(a, third), _mm256_shuffle_epi8(b, third));

@@ -40,7 +40,7 @@ impl Avx512 {
         unsafe { enabled(self, operation) }
     }
 
-    /// 64 bytes of a table.
+    /// Looks up the bytes of a table at 64 indices.
     #[inline(always)]
     fn plane(self, table: &[u8; 256], indices: __m512i) -> __m512i {
         // SAFETY: the processor has the instructions; each load takes 64 of the table's 256 bytes.
@@ -61,10 +61,10 @@ impl Avx512 {
     #[inline(always)]
     fn look_up(self, planes: &[[u8; 256]; 4], codes: &[u8]) -> [__m512; 4] {
         let codes = &codes[..4 * WIDTH];
-        // SAFETY: the processor has the instructions; 64 bytes are loaded of 64.
+        // SAFETY: the processor has the instructions; 64 bytes are loaded from a slice of 64.
         unsafe {
-            // Unpacking takes each quarter of its result from the same quarter of the bytes: the codes are transposed
-            // for the result to be in order.
+            // Unpacking takes each quarter of its result from the same quarter of the bytes. The codes are transposed
+            // before, so that the result is in order.
             let transposed = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
             let indices = _mm512_permutexvar_epi32(transposed, _mm512_loadu_si512(codes.as_ptr().cast()));
             let (b0, b1) = (self.plane(&planes[0], indices), self.plane(&planes[1], indices));
@@ -103,14 +103,14 @@ impl Lanes for Avx512 {
     #[inline(always)]
     fn load(self, from: &[f32]) -> __m512 {
         let from = &from[..WIDTH];
-        // SAFETY: as many values are loaded.
+        // SAFETY: the slice has as many values as are loaded.
         unsafe { _mm512_loadu_ps(from.as_ptr()) }
     }
 
     #[inline(always)]
     fn store(self, x: __m512, to: &mut [f32]) {
         let to = &mut to[..WIDTH];
-        // SAFETY: as many values are stored.
+        // SAFETY: the slice has as many values as are stored.
         unsafe { _mm512_storeu_ps(to.as_mut_ptr(), x) }
     }
 
@@ -241,7 +241,7 @@ impl Registers for Avx512 {
     fn write<const SIGNED: bool>(self, numbers: [__m512i; 4], values: [__m512; 4], codes: &mut [u8]) {
         let (codes, _) = codes[..4 * WIDTH].as_chunks_mut::<WIDTH>();
         for ((codes, number), value) in codes.iter_mut().zip(numbers).zip(values) {
-            // SAFETY: the processor has the instructions; 16 bytes are stored to 16.
+            // SAFETY: the processor has the instructions; 16 bytes are stored to a slice of 16.
             unsafe {
                 let number = _mm512_srli_epi32::<16>(number);
                 let mut result = number;
@@ -253,7 +253,7 @@ impl Registers for Avx512 {
                     let kept = _mm512_min_epi32(_mm512_max_epi32(number, _mm512_set1_epi32(1)), zero);
                     result = _mm512_mask_sub_epi32(_mm512_add_epi32(number, zero), negative, zero, kept);
                 }
-                // The lowest byte of each.
+                // Stores the lowest byte of each result.
                 _mm_storeu_si128(codes.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(result));
             }
         }

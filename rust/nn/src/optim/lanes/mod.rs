@@ -1,8 +1,9 @@
-//! Registers of f32 in which a step over 8-bit states is written once: for AVX-512, AVX2 and any other processor.
+//! An interface to registers of f32, with which a step over 8-bit states is written once for AVX-512, AVX2 and any other
+//! processor.
 //!
-//! The compiler vectorises plain loops, but not what surrounds the arithmetic here, look-ups in the map of codes; and it turns a
-//! conditional store into a masked one, which takes AMD's processors 42 micro-operations. Every form rounds alike, so that states
-//! and parameters are equal bit for bit.
+//! The compiler vectorises plain loops, but not the look-ups in the map of codes around the arithmetic here. It also turns a
+//! conditional store into a masked store, which takes AMD's processors 42 micro-operations. All implementations of
+//! [`Lanes`] round in the same way, so that states and parameters are equal bit for bit.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -14,15 +15,15 @@ use super::quant::{BLOCK_SIZE, Codebook};
 
 /// A token of an instruction set that this processor has, with its operations on registers of `WIDTH` values.
 ///
-/// All methods must be inlined into [`with_lanes`]'s operation: elsewhere the instruction set is not enabled.
+/// All methods must be inlined into the operation of [`with_lanes`], because the instruction set is enabled only there.
 pub(super) trait Lanes: Copy {
     /// `WIDTH` values.
     type Values: Copy;
-    /// A boolean for each.
+    /// A boolean for each of the values.
     type Mask: Copy;
-    /// What is looked up at once for four registers of codes.
+    /// The result of one look-up for four registers of codes.
     type Decoded: Copy;
-    /// At most 16; four registers of codes divide a block.
+    /// The number of values in a register, at most 16. A block consists of whole groups of four registers.
     const WIDTH: usize;
 
     fn splat(self, x: f32) -> Self::Values;
@@ -37,9 +38,10 @@ pub(super) trait Lanes: Copy {
     fn div(self, a: Self::Values, b: Self::Values) -> Self::Values;
     fn sqrt(self, x: Self::Values) -> Self::Values;
     fn abs(self, x: Self::Values) -> Self::Values;
-    /// The larger of two numbers; any of them if one is NaN.
+    /// The larger of two numbers; either of them if one is NaN.
     fn max(self, a: Self::Values, b: Self::Values) -> Self::Values;
-    /// The one whose bits are the larger signed number: of magnitudes the larger one, a NaN above all; -0 is below them.
+    /// The value whose bits are the larger signed integer. Of two magnitudes this is the larger one, where a NaN is above
+    /// all numbers. -0 is below all magnitudes.
     fn max_bits(self, a: Self::Values, b: Self::Values) -> Self::Values;
     /// `a <= b`; false if one is NaN.
     fn at_most(self, a: Self::Values, b: Self::Values) -> Self::Mask;
@@ -54,9 +56,10 @@ pub(super) trait Lanes: Copy {
 
     /// Looks up `4 * WIDTH` codes.
     fn decode(self, codebook: &Codebook, codes: &[u8]) -> Self::Decoded;
-    /// The values of one of these four registers of `codes`.
+    /// The values of register `index` of the four registers of `codes`, whose look-up returned `decoded`.
     fn part(self, codebook: &Codebook, decoded: Self::Decoded, codes: &[u8], index: usize) -> Self::Values;
-    /// The codes of `values * scale`, finite numbers within a few roundings of [-1, 1] or, in a map without negative values, [0, 1].
+    /// The codes of `values * scale`. The products are finite and, up to a few roundings, in [-1, 1] or, in a map without
+    /// negative values, in [0, 1].
     fn encode(self, codebook: &Codebook, values: &[f32; BLOCK_SIZE], scale: f32, codes: &mut [u8; BLOCK_SIZE]);
 }
 
@@ -79,7 +82,7 @@ pub(super) fn with_lanes(operation: impl WithLanes) {
     operation.run(plain::Plain);
 }
 
-/// Runs an operation in every form that this processor supports.
+/// Runs an operation with every implementation of [`Lanes`] that this processor supports.
 #[cfg(test)]
 pub(super) fn in_each_form(operation: impl WithLanes + Copy) {
     operation.run(plain::Plain);
