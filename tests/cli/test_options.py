@@ -237,6 +237,17 @@ def test_a_preset_fills_in_what_is_not_given(tmp_path: Path) -> None:
         parse(*model, "--preset", "quik")
 
 
+def test_of_a_preset_what_has_an_effect_is_taken() -> None:
+    for model in ("sdxl", "causal-lm"):
+        config = parse("--model", model, "--preset", "quality", "--adapter", "oft")
+        check_settings(config)
+        assert (config.rank, config.lora_dropout) == (16, 0.0)
+        assert config.lr_scheduler == "cosine"
+    config = parse("--model", "sdxl", "--preset", "quality", "--adapter", "oft", "--rank", "4")
+    with pytest.raises(ConfigError, match="give --oft-block-size instead"):
+        check_settings(config)
+
+
 @pytest.mark.parametrize("model", families.NAMES)
 def test_every_model_takes_its_presets(model: str) -> None:
     for values in families.presets(model).values():

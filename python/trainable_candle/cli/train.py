@@ -12,6 +12,7 @@ from trainable_candle.distributed.launch import chosen_gpus, follow_launcher, la
 from trainable_candle.distributed.world import from_environment
 from trainable_candle.errors import ConfigError
 from trainable_candle.settings import TrainConfig
+from trainable_candle.settings.checks import settings_without_effect
 from trainable_candle.settings.config import read_settings
 from trainable_candle.settings.presets import IMAGES, PRESET, TEXTS, completed, described
 
@@ -90,5 +91,10 @@ def read_config(given: dict[str, Any]) -> TrainConfig:
     if preset is not None:
         from trainable_candle import families  # noqa: PLC0415 - only a preset needs them
 
+        by_hand = frozenset(values)
         values = completed(values, preset, families.presets(values.get("model", "")))
+        # What the user gives must have an effect; of a preset, what has one is taken.
+        idle = settings_without_effect(TrainConfig.from_mapping(values, source))
+        for name in {name for _, names in idle for name in names} - by_hand:
+            del values[name]
     return TrainConfig.from_mapping(values, source)

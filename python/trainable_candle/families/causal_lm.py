@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import trainable_candle as tc
 from trainable_candle.settings import TrainConfig
-from trainable_candle.settings.adapter import Adapter, LearnedScales
+from trainable_candle.settings.adapter import OFT, Adapter, LearnedScales
 from trainable_candle.settings.data import Data, Unusable
 from trainable_candle.settings.files import Files
 from trainable_candle.settings.machine import Machine
@@ -72,9 +72,10 @@ class CausalLM:
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> dict[str, Any]:
-        """Alpha for a scale of 2, and the learning rate for this scale and the objective."""
+        """Alpha for a scale of 2, where the adapter has one, and the learning rate."""
         rate = 1e-5 if config.objective == "dpo" else 2e-4
-        return {"learning_rate": rate, "alpha": 2.0 * config.rank}
+        scale = {} if config.adapter == OFT else {"alpha": 2.0 * config.rank}
+        return {"learning_rate": rate, **scale}
 
     def task(self) -> TextTask:
         """The task that trains this model and writes with it."""

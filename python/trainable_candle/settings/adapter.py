@@ -74,6 +74,12 @@ class Adapter(Group):
             lambda c: c.adapter != OFT,
             "an adapter other than oft, which adds no product",
         ),
+        Condition(
+            ("rank", "alpha"),
+            lambda c: c.adapter != OFT,
+            "an adapter other than oft",
+            "--rank and --alpha have no effect on --adapter oft: give --oft-block-size instead",
+        ),
     )
     contradictions: ClassVar = (_quantization_contradiction,)
 

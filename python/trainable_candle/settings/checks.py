@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainable_candle.settings.config import TrainConfig
-    from trainable_candle.settings.setting import Group
+    from trainable_candle.settings.setting import Condition, Group
 
 
 def check_settings(config: TrainConfig) -> None:
@@ -43,20 +43,31 @@ def check_groups(config: TrainConfig, groups: Collection[type[Group]]) -> None:
         )
 
 
-def _check_effects(config: TrainConfig) -> None:
+def settings_without_effect(config: TrainConfig) -> list[tuple[Condition, list[str]]]:
+    """The conditions that do not hold, each with the settings that it makes idle.
+
+    Only settings that differ from their defaults count.
+    """
     # If the default is None (undecided), a false value turns something off, so it has an effect.
     changed = {
         name: value
         for name, value in config.changed().items()
         if value or getattr(type(config), name, None) is not None
     }
-    idle: dict[str, list[str]] = {}
+    found = []
     for condition in (condition for group in GROUPS for condition in group.conditions):
-        given = [flag(name) for name in condition.settings if name in changed]
-        if given and not condition.holds(config):
-            if condition.complaint is not None:
-                raise ConfigError(condition.complaint)
-            idle.setdefault(condition.needed, []).extend(given)
+        names = [name for name in condition.settings if name in changed]
+        if names and not condition.holds(config):
+            found.append((condition, names))
+    return found
+
+
+def _check_effects(config: TrainConfig) -> None:
+    idle: dict[str, list[str]] = {}
+    for condition, names in settings_without_effect(config):
+        if condition.complaint is not None:
+            raise ConfigError(condition.complaint)
+        idle.setdefault(condition.needed, []).extend(flag(name) for name in names)
     for needed, flags in idle.items():
         verb, them = ("has", "it") if len(flags) == 1 else ("have", "them")
         raise ConfigError(
