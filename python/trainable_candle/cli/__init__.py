@@ -121,7 +121,7 @@ def guarded(action: Callable[[], int]) -> int:
         status = action()
         # Flush here, because at its exit the interpreter reports a closed pipe on stderr.
         sys.stdout.flush()
-        return status  # noqa: TRY300 - nothing of an else belongs outside the guard
+        return status  # noqa: TRY300 - an else would run outside the guard
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
