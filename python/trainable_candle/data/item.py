@@ -18,7 +18,7 @@ class Item:
     fit: Fit
     trigger: str
     loss_weight: float
-    """The weight in the loss, times the factor of regularisation images."""
+    """The weight in the loss; for regularisation images, times `prior_loss_weight`."""
     repeats: float
     mask: str
     """`off`, `file` or `alpha`."""

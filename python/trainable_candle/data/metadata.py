@@ -18,11 +18,11 @@ _TAGS: Final = 10
 
 
 def described(items: Sequence[Item], separator: str) -> dict[str, str]:
-    """The entries of a header: folders, frequencies of tags, buckets, the most frequent tags.
+    """The entries of a file's header: folders, frequencies of tags, buckets, most frequent tags.
 
     Args:
         items: the images that are trained on.
-        separator: of the tags of a caption.
+        separator: the separator of the tags of a caption.
     """
     folders: dict[str, dict[str, Any]] = {}
     tags: dict[str, Counter[str]] = {}

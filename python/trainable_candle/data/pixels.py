@@ -33,6 +33,7 @@ SUFFIXES: Final = (
 )  # fmt: skip
 _ORIENTATION: Final = 0x0112
 _ON_ITS_SIDE: Final = range(5, 9)
+"""EXIF orientations that exchange width and height."""
 _WORKERS: Final = min(8, os.cpu_count() or 1)
 AHEAD: Final = 2 * _WORKERS
 """The most results that `in_parallel` computes ahead."""
@@ -101,7 +102,7 @@ def read_rgb(path: Path, digest: str | None = None) -> Image.Image:
 
 
 def read_pixels(path: Path) -> npt.NDArray[np.uint8]:
-    """As `read_rgb`, as an array; shape (height, width, 3).
+    """The image of `read_rgb` as an array; shape (height, width, 3).
 
     Raises:
         DatasetError: the file cannot be decoded, or has pixels that are not integers.

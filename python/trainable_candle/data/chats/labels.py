@@ -29,11 +29,11 @@ class Tokens:
 
     ids: npt.NDArray[np.int64]
     learnt: npt.NDArray[np.bool_]
-    """Which tokens the model learns to predict; never the first, before which there is none."""
+    """Which tokens the model learns to predict; never the first, which no token precedes."""
     stops: tuple[int, ...]
     """The places of tokens that end an answer and stop generation; all of them are learnt."""
     answers: int
-    """The number of learnt answers, with or without such a token."""
+    """The number of learnt answers, with or without a stop token."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -77,7 +77,7 @@ class Pair:
         return self.chosen.answers + self.rejected.answers
 
     def truncated(self, length: int) -> Pair:
-        """The first tokens of both, at most `length` together; the longer is truncated first."""
+        """The first tokens of both answers, `length` in all; the longer is truncated first."""
         half = length // 2
         chosen = max(half, length - len(self.rejected))
         rejected = max(half, length - min(len(self.chosen), chosen))
