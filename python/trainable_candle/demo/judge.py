@@ -1,4 +1,4 @@
-"""An independent judge of drawn digits: is it the digit asked for, and do the drawings differ?
+"""An independent judge of drawn digits: is each the digit asked for, and do the drawings differ?
 
 The judge is a support vector machine of scikit-learn, fitted on real images that neither the base
 nor the LoRA was trained on; it knows nothing of the model that draws. Importing this module without
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MOST_BEFORE: Final = 0.2
+"""Bound on `Verdict.share_before`."""
 LEAST_AFTER: Final = 0.8
+"""Bound on `Verdict.share_after`."""
 LEAST_SPREAD: Final = 0.6
+"""Bound on `Verdict.spread_ratio`."""
 
 
 class Judge:
