@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _SHOWN: Final = 3
 """The most differences that a message names."""
 _TOLERANCE: Final = 1e-5
-"""Relative: GPUs of different models may add in different orders, which changes the last bits."""
+"""Greatest relative difference: GPUs of different models add in different orders."""
 
 
 def require_same(group: Group, what: str, facts: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""The group of processes that train together, and what a step needs from the others."""
+"""The group of processes that train together: sums, messages, and waiting for each other."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Alone:
 
 
 ALONE: Final = Alone()
-"""What to pass to functions that take a group if one process is to do all the work."""
+"""The group to pass to a function if this process is to do all the work."""
 
 
 @contextmanager

@@ -29,7 +29,7 @@ LAUNCHER: Final = "TRAINABLE_CANDLE_LAUNCHER"
 """The variable with the descriptor of a pipe that is closed when the launcher ends."""
 LOGS: Final = "logs"
 GRACE: Final = 15.0
-"""Seconds for the others to end after one has failed."""
+"""Seconds that the other processes get to end after one has failed."""
 _TAIL: Final = 12
 """Lines of a failed process that are shown."""
 _SOCKET_PATH: Final = 90
@@ -71,7 +71,7 @@ def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, outpu
     """Run `trainable-candle train ARGUMENTS` once for each GPU, as one run.
 
     The first process of a machine writes to the terminal, the others to `output/logs`. After Ctrl-C
-    or SIGTERM the run saves and ends in all of them; a second Ctrl-C ends it at once. If the
+    or SIGTERM the run saves and ends in all processes; a second Ctrl-C ends it at once. If the
     environment describes several machines, all of them join one run with equal numbers of GPUs.
 
     Args:

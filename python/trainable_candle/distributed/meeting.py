@@ -54,7 +54,7 @@ def reach(world: World, deadline: float) -> Connection[Any, Any]:
     """A connection to rank 0, which may not be listening yet.
 
     Raises:
-        DistributedError: it cannot be reached by `deadline`, or another program listens there.
+        DistributedError: rank 0 cannot be reached by `deadline`, or another program listens there.
     """
     where = shown(world.address)
     while True:

@@ -43,7 +43,7 @@ class Processes:
         step_seconds: how long a step may take.
 
     Raises:
-        DistributedError: the processes do not find each other, or differ.
+        DistributedError: the processes do not find each other, or their facts differ.
         CudaUnavailableError: NCCL cannot be used.
     """
 
