@@ -50,7 +50,7 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> M
     Args:
         weights: the model's folder.
         adapter: the adapter.
-        path: of the new file.
+        path: the file to write.
         kind: "f32", "f16", "bf16", "q8_0" or "q4_0".
 
     Raises:
