@@ -38,8 +38,8 @@ class CausalLM:
 
     Args:
         weights: the folder.
-        dtype: of the model; as stored if None.
-        device: of the model.
+        dtype: the dtype of the model; as stored if None.
+        device: the device of the model.
         config: the settings of the run; None: defaults, enough for writing and merging.
     """
 

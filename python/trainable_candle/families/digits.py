@@ -213,7 +213,7 @@ class Digits(LatentFamily):
         """Write the model to a new or an empty folder.
 
         Raises:
-            ConfigError: the folder is not empty, or there is a file.
+            ConfigError: `output` is a file, or a folder that is not empty.
             OSError: the folder cannot be written.
         """
         if output.exists() and (not output.is_dir() or any(output.iterdir())):

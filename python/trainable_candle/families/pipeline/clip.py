@@ -26,7 +26,7 @@ def clip_tokenizer(weights: Path, name: str, pad: str, model: CLIPTextModel) -> 
 
     Raises:
         MissingFileError: a file of the tokenizer is missing.
-        WeightsFormatError: it has tokens that the encoder does not know.
+        WeightsFormatError: the tokenizer has tokens that the encoder lacks.
     """
     folder = weights / name
     there = folder.is_dir()

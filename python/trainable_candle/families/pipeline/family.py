@@ -48,7 +48,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
     """What all pipelines have in common; a family adds its text encoders and conditions."""
 
     text_tokens: ClassVar[int]
-    """Tokens of a caption, as the denoiser sees them."""
+    """The number of tokens of a caption that the denoiser reads."""
     coder_kind: ClassVar[type[KLCoder]] = KLCoder
     """The class that turns the autoencoder's latents into the denoiser's."""
 
@@ -143,7 +143,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
         )
 
     def use_model(self, path: Path) -> None:
-        """Use the denoiser of another checkpoint; the other parts stay.
+        """Use the denoiser of another checkpoint; the other parts stay the same.
 
         Raises:
             MissingFileError, WeightsFormatError: it has no denoiser of this family.
