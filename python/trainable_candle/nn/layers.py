@@ -86,7 +86,7 @@ class Conv2d(Module):
     Args:
         in_channels: Channels of the input.
         out_channels: Channels of the result.
-        kernel_size: Height and width, or one number for both; so are stride, padding, dilation.
+        kernel_size: Height and width, or one number for both, as for the three arguments below.
         stride: Step of the kernel.
         padding: Zeros on each side; "valid" for none, "same" for as many as preserve the size.
         dilation: Distance between the kernel's elements.

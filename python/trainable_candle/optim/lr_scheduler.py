@@ -101,7 +101,7 @@ class LRScheduler:
         return self._optimizer.group_lrs
 
     def step(self) -> None:
-        """Go to the next step; call it after the optimizer's."""
+        """Go to the next step; call this after the optimizer's `step`."""
         self.set_step(self._step + 1)
 
     def set_step(self, step: int) -> None:
