@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 LATEST: Final = "latest"
 """The last checkpoint of the output, as a value of `resume`."""
 AUTO: Final = "auto"
-"""The last checkpoint, or a new start without one: for schedulers that repeat one command."""
+"""The last checkpoint, or a new start without one: for job schedulers that repeat a command."""
 PROMPTS: Final = (".txt",)
 """Endings of files of prompts; such a file may be given in place of a prompt."""
 
@@ -23,7 +23,7 @@ def inward(name: str, value: Any, folder: Path) -> Any:
     """Make paths that are relative to a file's folder relative to the current folder.
 
     Args:
-        name: of a setting with paths.
+        name: the name of a setting with paths.
         value: a text or a list of texts; anything else is returned unchanged.
         folder: the folder of the file.
     """

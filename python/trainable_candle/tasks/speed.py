@@ -17,7 +17,7 @@ _TRAFFIC: Final = 12.7
 """How often the bytes on the tape are read or written in a step: in norms, activations, gates and
 adapters."""
 _AGAIN: Final = 0.34
-"""The share of this traffic that a second forward pass adds."""
+"""The fraction of that traffic that a second forward pass adds."""
 _DECODED: Final = 7.2
 """Bytes of memory traffic for each weight that is dequantized."""
 
@@ -103,7 +103,7 @@ def work_of(
     """The arithmetic and the transfers of a micro-batch of a model.
 
     Args:
-        facts: of the model.
+        facts: the facts about the model.
         adapter: which layers get adapters.
         config: the settings.
         itemsize: bytes of a value.

@@ -111,7 +111,7 @@ class Task(Protocol):
     counts: ClassVar[str]
     """The unit of `Prepared.count`: `image` or `token`."""
     weighs: ClassVar[bool]
-    """Whether the batches of a step are weighted by `Prepared.weight`, or equally."""
+    """Whether `Prepared.weight` weighs the batches of a step; if not, they weigh the same."""
 
     @property
     def repeats(self) -> bool:

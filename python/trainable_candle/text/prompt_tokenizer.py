@@ -48,7 +48,7 @@ class PromptTokenizer:
 
         Args:
             folder: a folder with `tokenizer.json`.
-            thinks: as for the class.
+            thinks: see the class.
 
         Raises:
             MissingFileError: there is no such file.

@@ -20,7 +20,7 @@ _NORMAL, _UNKNOWN = 1, 2
 """Types of pieces."""
 _FLOAT: Final = struct.Struct("<f")
 _WIDEST: Final = 70
-"""Bits in the bytes of the longest integer."""
+"""Bits in the ten bytes of the longest 64-bit integer, seven bits per byte."""
 
 
 class UnigramModel(NamedTuple):

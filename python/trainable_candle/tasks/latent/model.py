@@ -33,8 +33,8 @@ class LatentModel(ABC):
 
     Args:
         weights: a folder or a file.
-        dtype: of the model and the text encoders; as stored if None.
-        device: of everything.
+        dtype: the dtype of the model and the text encoders; as stored if None.
+        device: the device of all parts.
         config: the settings of the run; None: defaults, enough for drawing and merging.
     """
 
@@ -95,10 +95,10 @@ class LatentModel(ABC):
 
     @property
     def multiple(self) -> int:
-        """Pixels of which the sides of images must be multiples."""
+        """The number of pixels that the sides of images must be multiples of."""
         return self.coder.factor
 
-    def check(self) -> None:  # noqa: B027 - most have nothing of their own
+    def check(self) -> None:  # noqa: B027 - most families need no check
         """Check the settings in ways that are specific to the family.
 
         Raises:
@@ -119,7 +119,7 @@ class LatentModel(ABC):
         """
 
     def notes(self) -> list[str]:
-        """Notes for the user about training these weights, one a line."""
+        """Notes for the user about training these weights, a line each."""
         return []
 
     def check_initial_adapter(self, path: Path, layers: Collection[str]) -> None:
@@ -229,7 +229,7 @@ class LatentModel(ABC):
         """The training objective.
 
         Args:
-            device: of the latents.
+            device: the device of the latents.
 
         Raises:
             ConfigError, ArgumentError: a setting is outside its range.
@@ -254,7 +254,7 @@ class LatentModel(ABC):
 
         Args:
             sample: (B, C, h, w), in the dtype of the model.
-            times: from 0 to 1000, (B,), or (1,) for all.
+            times: the times, from 0 to 1000: (B,), or (1,) for all samples.
             conditions: the results of `features` and `conditions`.
         """
 

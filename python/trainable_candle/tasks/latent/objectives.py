@@ -120,7 +120,7 @@ def _parts(noised: NoisedLatents) -> dict[str, Tensor]:
 
 
 class FlowObjective:
-    """Flow matching: the model sees (1 - s) * data + s * noise and predicts noise - data.
+    """Flow matching: the model reads (1 - s) * data + s * noise and predicts noise - data.
 
     The signal-to-noise ratio at level s is ((1 - s) / s)**2. Weights and Huber schedules are those
     of `DiffusionObjective` at this ratio: min-SNR weighs the error of the data by min(SNR, gamma),

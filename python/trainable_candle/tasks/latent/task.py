@@ -168,7 +168,8 @@ class LatentTask:
         """
         family, config = self.family, self.family.config
         self._side = data.train.options.resolution
-        # Before the text encoders are loaded, so that as much memory is free as in the estimate.
+        # Compute this before the text encoders are loaded, with as much free memory as the
+        # estimate.
         area = family.encode_area()
         # Only rank 0 draws previews; without them no encoder is loaded if all features are cached.
         drawn = self.prompts if group.rank == 0 else []

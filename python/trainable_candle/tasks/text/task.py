@@ -214,7 +214,7 @@ class TextTask:
     def answers(
         self, conversations: Sequence[Sequence[Mapping[str, str]]], options: WritingOptions
     ) -> list[str]:
-        """The model's answers to conversations, together.
+        """The model's answers to conversations, which are generated in one batch.
 
         Raises:
             ConfigError: as `prompt_tokens`.
