@@ -26,7 +26,7 @@ class Callback:
     """
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Before the first step (after a resume)."""
+        """Before the first step; if the run resumes, its state is loaded already."""
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
         """After every optimizer step."""
@@ -76,7 +76,7 @@ class ProgressBar(Callback):
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
         """Open the bar at the current step."""
-        from tqdm import tqdm  # noqa: PLC0415 - only those who look at a bar wait for it
+        from tqdm import tqdm  # noqa: PLC0415 - only the bar needs this slow import
 
         self._bar = tqdm(
             total=trainer.steps,

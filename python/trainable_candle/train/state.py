@@ -89,7 +89,7 @@ def find(output: Path, resume: str) -> Path | None:
 
 
 def refuse_later(output: Path, step: int) -> None:
-    """Check that `output` has no checkpoints of later steps, which are those of another run.
+    """Check that `output` has no checkpoints of later steps, which must be of another run.
 
     Raises:
         ConfigError: it has; the new run would mix its checkpoints with them.
@@ -217,7 +217,7 @@ def load(folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer) -> R
     for name, var in parameters.items():
         var.set(stored[name].to(var.device))
     try:
-        # After the variables, because the optimizer notices if they change later.
+        # Load the optimizer after the variables, because it detects later changes of them.
         optimizer.load_state_dict(states)
     except Error as error:
         raise WeightsFormatError(

@@ -61,7 +61,7 @@ class StepReport:
     seconds: float
     """The duration of the step."""
     epoch: float | None = None
-    """Epochs seen so far, if the trainer knows their length."""
+    """Epochs so far, if the trainer has their length."""
     amount: float = 0.0
     """The number of images, tokens or other units; 0 if the trainer does not count."""
     memory: int | None = None
@@ -195,7 +195,7 @@ class Trainer(Generic[Batch]):
         self._asked = False
         """Whether this process has been asked to stop after the current step."""
         self._agreed = False
-        """Whether any process has been asked to stop; after each step, all processes know it."""
+        """Whether any process has been asked to stop; equal in all processes after each step."""
 
     def train(self) -> bool:
         """Run to the last step.
