@@ -73,7 +73,7 @@ def order_of(x: Tensor, dim: int, *, descending: bool) -> Tensor:
     x = x.detach()
     values = (x.to("f32") if x.dtype in {"bf16", "f16"} else x).numpy()
     if descending:
-        # Equal values keep their order, as in ascending sorts.
+        # Flipping twice keeps the order of equal values, as in ascending sorts.
         flipped = np.argsort(np.flip(values, place), axis=place, kind="stable")
         order = np.flip(values.shape[place] - 1 - flipped, place)
     else:

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 _TOO_DEEP: Final = "its values are nested too deeply"
 _LARGEST_HEADER: Final = 100_000_000
-"""Bytes, as in the safetensors library."""
+"""The most bytes of a header, as in the safetensors library."""
 
 
 def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> None:
-    """Write a file under another name, sync it, rename it.
+    """Write a file under another name, sync it and rename it.
 
     Args:
         path: the file; one that exists is replaced.
@@ -57,7 +57,7 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> 
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML's plain values; rejects a mapping that has a key twice."""
+    """Loads YAML's plain values, and rejects a mapping that has a key twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """As in `SafeLoader`.
