@@ -326,7 +326,7 @@ class ComposedMethods:
     # Selection and repetition.
 
     def where(self, condition: Tensor, other: Any) -> Tensor:
-        """Return this tensor where the condition is not zero, elsewhere the other."""
+        """Return this tensor where the condition is not zero, elsewhere `other`."""
         return _core.where(condition, own(self), other)
 
     def masked_fill(self, mask: Tensor, value: float) -> Tensor:

@@ -46,7 +46,7 @@ class BackgroundWriter:
                 threading.Thread(target=self._work, name=self._name).start()
 
     def check(self) -> None:
-        """Raise the error of a failed job, without waiting for the others."""
+        """Raise the error of a failed job, without waiting for other jobs."""
         with self._changed:
             self._raise_error()
 

@@ -153,7 +153,7 @@ def _try_lock(handle: int) -> None:
 
 
 def _is_named(handle: int, path: Path) -> bool:
-    """Whether the open file is still at `path`; the last holder may have removed it meanwhile."""
+    """Whether the open file is still at `path`; the last owner of the lock may have removed it."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:

@@ -33,7 +33,7 @@ def download(name: str, subfolders: list[str], half: bool = False) -> str:
         half: prefer the half-precision files (`*.fp16.safetensors`) where both exist.
 
     Returns:
-        The folder that holds the model's `config.json`.
+        The folder with the model's `config.json`.
 
     Raises:
         MissingFileError: the hub has no such model; the hub cannot be reached and the model is not
@@ -130,7 +130,7 @@ def download_texts(name: str, suffixes: Sequence[str]) -> Path:
 
 
 def _weights(folder: Path, variant: tuple[str, ...]) -> bool:
-    """Whether a folder holds weights of a variant."""
+    """Whether a folder has weights of a variant."""
     names = [path.name for path in folder.glob("*.safetensors")]
     if variant is _PLAIN:
         names = [name for name in names if ".fp16" not in name]

@@ -262,7 +262,7 @@ class _Taken(Callback):
     steps = 0
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:  # noqa: ARG002
-        """Count one."""
+        """Count the step."""
         self.steps += 1
 
 

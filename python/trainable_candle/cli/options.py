@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
         return known
 
     def parse_own(self, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """The given arguments by name, and the arguments that this parser does not know.
+        """The given arguments by name, and the arguments that this parser does not have.
 
         Raises:
             ConfigError: a value is wrong.

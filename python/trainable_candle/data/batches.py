@@ -119,7 +119,7 @@ class _Group:
         self.occurrences_before = lru_cache(maxsize=_REMEMBERED)(self._occurrences_before)
 
     def members(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """`count` items from place `start` of the sequence."""
+        """`count` items from position `start` of the sequence."""
         number = _last(lambda number: self.occurrences_before(number) <= start)
         skipped = start - self.occurrences_before(number)
         parts, missing = [], count

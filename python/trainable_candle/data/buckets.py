@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: the sizes of training images, and how an image is fitted to one."""
+"""Aspect-ratio buckets: the sizes of training images, and how an image is fitted to a bucket."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ def read_metadata(folder: Path) -> dict[Path, str]:
     Face's cache.
 
     Raises:
-        DatasetError: the file cannot be read, or a line is not such an object or names something
-            that is not in the folder; the message names the line.
+        DatasetError: the file cannot be read, or a line is not an object like this, or names
+            something that is not in the folder; the message names the line.
     """
     path = folder / METADATA
     if not path.is_file():

@@ -197,7 +197,7 @@ class TextCache:
         report: Report | None = None,
         group: Group = ALONE,
     ) -> Filled:
-        """Encode the missing captions and the empty one, and write entries meanwhile.
+        """Encode the missing captions and the empty caption; write entries at the same time.
 
         Nothing is encoded if the cache is off.
 

@@ -144,7 +144,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    """The first ten lines, and the number of the others."""
+    """The first ten lines, and the number of further lines."""
     shown = list(lines[:_SHOWN])
     return [*shown, f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else shown
 

@@ -25,7 +25,7 @@ class Item:
 
     @property
     def has_mask(self) -> bool:
-        """Whether the loss may weigh less in some places."""
+        """Whether the loss may weigh some pixels less."""
         if self.mask == "alpha":
             return self.picture.transparent
         return self.mask == "file" and self.picture.mask is not None

@@ -25,7 +25,7 @@ _Task = TypeVar("_Task")
 _Given = TypeVar("_Given")
 
 DEVICE_LIMIT: Final = 512 * 1024**2
-"""Bytes of entries that stay on the device; the others are copied there with their batch."""
+"""Bytes of entries that stay on the device; other entries are copied there with their batch."""
 MEMORY_LIMIT: Final = 2 * 1024**3
 """Bytes of the entries on disk that are also kept in memory, the device's included."""
 PENDING: Final = 1
@@ -109,7 +109,7 @@ class Entries:
 
         Args:
             group: the processes; all call this when they have made their part.
-            keys: the result of `needed`; of these, this process made the ones at the places
+            keys: the result of `needed`; of these, this process made those with the indices
                 `group.rank`, `group.rank + group.size` and so on.
 
         Raises:

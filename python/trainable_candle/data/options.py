@@ -32,7 +32,7 @@ class Source:
     loss_weight: float = 1.0
     """Factor on the loss of these images."""
     regularization: bool = False
-    """Whether these images preserve what the model knows of the class (DreamBooth's prior
+    """Whether these images preserve what the model has learnt of the class (DreamBooth's prior
     preservation): their loss is also multiplied by `prior_loss_weight`, and they get no trigger."""
     recursive: bool = False
     """Whether folders inside it are read too; hidden ones and `masks` never are."""
@@ -125,7 +125,7 @@ class DatasetOptions:
     color: ColorOptions = field(default_factory=ColorOptions)
     """How the colours vary; not at all by default."""
     mask: str = "off"
-    """What weights the loss in each place: `off`, nothing; `file`, the image `masks/NAME` or
+    """What weights the loss of each pixel: `off`, nothing; `file`, the image `masks/NAME` or
     `NAME-masklabel.png`; `alpha`, the image's own alpha channel."""
     prior_loss_weight: float = 1.0
     """Factor on the loss of regularisation images."""

@@ -1,4 +1,4 @@
-"""The demo of SDXL: teach a small model, which has only seen flowers, to draw hearts."""
+"""The demo of SDXL: teach a small model, which was trained on flowers only, to draw hearts."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ DATASET: Final = "chats.jsonl"
 VERDICT: Final = "verdict.json"
 EXAMPLES: Final = 4000
 OLD_SHARE: Final = 0.3
-"""The share of examples from tasks that the base knows; without them it forgets these tasks."""
+"""The share of examples of tasks that the base can do; without them, it forgets these tasks."""
 ASKED: Final = 200
 """Held-out words that the unseen task is judged on."""
 ASKED_OLD: Final = 20

@@ -1,7 +1,7 @@
 """Hearts and other shapes, and a judge that tells them apart.
 
 The judge is a support vector machine of scikit-learn, fitted on shapes that this module draws with
-other seeds than the training images; it knows nothing of the model that draws.
+other seeds than the training images. It has no access to the model that draws.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ class SameParameters(Callback):
     """Ends the run when the parameters of the processes are not the same any more.
 
     All processes begin with the parameters of rank 0 and apply the same gradients, so they stay
-    equal unless a GPU or a link makes an error, or a callback changes them in one process alone.
+    equal. A difference means that a GPU or a link has made an error, or that a callback has changed
+    the parameters of one process alone.
     For each tensor the sum and the sum of squares are compared, not all values.
 
     Args:

@@ -96,7 +96,7 @@ ALONE: Final = Alone()
 
 @contextmanager
 def first_before_others(group: Group) -> Iterator[None]:
-    """A context that rank 0 leaves before the others enter it, so that they find its files.
+    """A context that rank 0 leaves before other ranks enter it, so that they find its files.
 
     Raises:
         DistributedError: another process has failed.

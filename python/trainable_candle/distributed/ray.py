@@ -258,7 +258,7 @@ class _Workers:
                 )
 
     def _watched(self, guard: InterruptGuard) -> list[Outcome]:
-        """Wait for all processes; after one has failed, at most `GRACE` seconds for the others."""
+        """Wait for all processes; after one has failed, at most `GRACE` seconds for the rest."""
         ray = self._ray
         ranks = {ref: rank for rank, ref in enumerate(self._running)}
         outcomes: dict[int, Outcome] = {}

@@ -69,7 +69,7 @@ class Outcome:
 
 
 class Worker:
-    """A process of a run, as an actor. It sees only the GPU that Ray has reserved for it."""
+    """A process of a run, as an actor. It can use only the GPU that Ray has reserved for it."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()

@@ -69,13 +69,13 @@ class World:
     address: Address
     job: str
     join_seconds: float = JOIN_SECONDS
-    """How long to wait for the others at the start."""
+    """Seconds to wait for the other processes at the start."""
 
     def device(self, visible: int) -> str:
-        """The GPU of this process, given how many GPUs it sees.
+        """The GPU of this process, given how many GPUs CUDA shows it.
 
         Raises:
-            ConfigError: it sees more than one GPU, but fewer than there are processes here.
+            ConfigError: CUDA shows more than one GPU, but fewer than the processes on this machine.
         """
         if visible == 1:  # The launcher shows each process only its own GPU.
             return "cuda:0"

@@ -50,7 +50,7 @@ def write_adapter(path: Path, adapter: TextAdapter, config: Mapping[str, Any]) -
         config: the model's `config.json`.
 
     Raises:
-        ConfigError: llama.cpp does not know the model, or a layer.
+        ConfigError: llama.cpp does not support the model, or a layer.
         OSError: the file cannot be written.
     """
     name_of_model = architecture(config)
@@ -82,7 +82,7 @@ def architecture(config: Mapping[str, Any]) -> str:
     """llama.cpp's name of the architecture of a `config.json`.
 
     Raises:
-        ConfigError: llama.cpp does not know the architecture.
+        ConfigError: llama.cpp does not support the architecture.
     """
     family = str(config.get("model_type"))
     if family not in ARCHITECTURES:

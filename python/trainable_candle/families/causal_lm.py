@@ -67,7 +67,7 @@ class CausalLM:
 
     @classmethod
     def default_weights(cls) -> Path | None:
-        """A tiny Llama that knows tasks on words (`assets/llama_tiny`)."""
+        """A tiny Llama that does tasks on words (`assets/llama_tiny`)."""
         return BUILT_IN
 
     @classmethod

@@ -114,7 +114,7 @@ class Flux2(FlowFamily[Flux2Texts]):
         """As `PipelineFamily.require_own`; also checks that the parts have matching sizes.
 
         Raises:
-            ConfigError: the text encoder belongs to the other size, or the model is FLUX.2-dev.
+            ConfigError: the text encoder belongs to another size, or the model is FLUX.2-dev.
         """
         super().require_own()
         config, encoder = self.facts.config, self.facts.parts["text_encoder"].config

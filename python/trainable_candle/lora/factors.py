@@ -74,8 +74,8 @@ def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> 
     """The nearest matrix of a rank as a product.
 
     Large matrices are decomposed by a randomized range finder with power iterations (Halko,
-    Martinsson and Tropp 2011, arXiv:0909.4061), whose error is close to that of a full
-    decomposition for the falling singular values of trained changes.
+    Martinsson and Tropp 2011, arXiv:0909.4061). If the singular values fall, as those of trained
+    changes do, its error is close to that of a full decomposition.
 
     Args:
         matrix: (out, in).

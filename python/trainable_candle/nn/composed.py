@@ -34,7 +34,7 @@ __all__ = [
 
 @explained
 def one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
-    """Return i64 rows with a 1 at the place of each class.
+    """Return i64 rows with a 1 at the index of each class.
 
     ```python
     assert F.one_hot(tc.tensor([0, 2]), 3).tolist() == [[1, 0, 0], [0, 0, 1]]

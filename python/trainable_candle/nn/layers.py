@@ -1,4 +1,4 @@
-"""Layers besides the linear ones, with torch's constructors, initial values and parameter names."""
+"""Layers other than linear ones, with torch's constructors, initial values and names."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ class Flatten(Module):
         self.start_dim, self.end_dim = start_dim, end_dim
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the input with these dimensions as one."""
+        """Return the input with these dimensions joined."""
         return input.flatten(self.start_dim, self.end_dim)
 
 

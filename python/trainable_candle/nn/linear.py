@@ -203,8 +203,8 @@ class DoRALinear(_AdaptedLinear):
     """A frozen linear layer with DoRA (Liu et al. 2024, arXiv:2402.09353).
 
     The rows of the weight are those of W + scale * lora_up @ lora_down, scaled to the norms in
-    `magnitude` (out_features,), which starts with the norms of the rows of W. The backward pass
-    treats the norms of the sum as constants, as in the paper and in peft.
+    `magnitude` (out_features,). Initially, `magnitude` has the norms of the rows of W. The backward
+    pass treats the norms of the sum as constants, as in the paper and in peft.
 
         layer = tc.nn.DoRALinear(tc.randn(32, 64), rank=4, alpha=4)
         assert layer(tc.randn(5, 64)).shape == (5, 32)

@@ -34,7 +34,7 @@ def check_groups(config: TrainConfig, groups: Collection[type[Group]]) -> None:
     """Check that all given settings belong to groups that the model takes.
 
     Raises:
-        ConfigError: a setting does not belong to one; the message names all such settings.
+        ConfigError: a setting belongs to another group; the message names all of these settings.
     """
     given = [flag(name) for name in config.changed() if group_of(name) not in groups]
     if given:

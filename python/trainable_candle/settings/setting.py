@@ -68,7 +68,7 @@ class Condition(NamedTuple):
     needed: str
     """The flags that make it hold."""
     complaint: str | None = None
-    """A message that replaces the usual one."""
+    """A message that replaces the usual message."""
 
 
 class Group:

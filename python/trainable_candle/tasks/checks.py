@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_format(config: TrainConfig, formats: Sequence[str], parts: int) -> None:
-    """Check that the format of the adapter files can hold the adapters.
+    """Check that the format of the adapter files can represent the adapters.
 
     Args:
         config: the settings.

@@ -197,7 +197,7 @@ class Task(Protocol):
         """A snapshot of the adapters for one file, which is written later.
 
         Raises:
-            ArgumentError: the format of the settings cannot hold these adapters.
+            ArgumentError: the format of the settings cannot represent these adapters.
         """
 
     def publish(self, adapters: Adapters, output: Path, metadata: dict[str, str]) -> Path | None:

@@ -31,7 +31,7 @@ CHATML: Final = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""The template for tokenizers without one; `END` is `<|im_end|>` or else the end-of-text token."""
+"""The default template; `END` is `<|im_end|>` or else the token that ends a text."""
 DAY: Final = dt.datetime(2024, 7, 26, tzinfo=dt.timezone.utc)
 """The date that templates get as today; it is the default date in Llama 3.1's template."""
 _START, _END = "\ufdd0", "\ufdd1"

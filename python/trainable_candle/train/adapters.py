@@ -64,7 +64,7 @@ class Adapters:
         """A snapshot of the adapters for one file, in the format and precision of the settings.
 
         Raises:
-            ArgumentError: the format cannot hold these adapters.
+            ArgumentError: the format cannot represent these adapters.
         """
         return tc.prepare_adapters(
             path,

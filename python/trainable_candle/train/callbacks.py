@@ -37,9 +37,10 @@ class Callback:
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
         """When a checkpoint begins; files that callbacks write to `folder` become part of it.
 
-        The trainer's own files are written in the background meanwhile. A callback that writes for
-        long should take a copy (`tc.snapshot`) and pass the writing to `trainer.write_later`. The
-        folder gets its final name when all callbacks and their writes are done.
+        The trainer's own files are written in the background at the same time. A callback that
+        writes for long should take a copy (`tc.snapshot`) and pass the writing to
+        `trainer.write_later`. The folder gets its final name when all callbacks and their writes
+        are done.
         """
 
     def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:
@@ -88,7 +89,7 @@ class ProgressBar(Callback):
         )
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:  # noqa: ARG002
-        """Advance by one."""
+        """Advance by one step."""
         if self._bar is None:
             return
         first = math.isnan(self._loss)

@@ -152,8 +152,8 @@ class Draft:
     def finish(self) -> None:
         """Rename the folder to its final name.
 
-        If the process is killed meanwhile, the old or the new checkpoint remains. The old one may
-        then have another name; `restore` renames it.
+        If the process is killed during the renaming, the old or the new checkpoint remains. The old
+        one may then have another name; `restore` renames it.
 
         Raises:
             OSError: the folder cannot be renamed.

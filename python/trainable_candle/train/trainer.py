@@ -171,7 +171,7 @@ class Trainer(Generic[Batch]):
         self._inputs = inputs
         self._weigh = weigh
         self._on_gpu = any(var.device != "cpu" for var in self.parameters.values())
-        # The first pass of a step differs from the later ones.
+        # The first pass of a step differs from later passes.
         passes = min(gradient_accumulation, 2) if inputs and self._on_gpu else 0
         self._graphs = PassGraphs(self._pass, cuda_graphs * passes)
         self._batches = 0
@@ -318,7 +318,7 @@ class Trainer(Generic[Batch]):
                 _Given(number, inputs, equal, amount)
                 for number, (inputs, _, amount) in zip(numbers, made, strict=True)
             ]
-        # With several processes, none knows the weights of the others before the step; `sum_up`
+        # With several processes, none has the weights of the others before the step; `sum_up`
         # then divides by the sum of all weights.
         alone = self.group.size == 1
         whole = math.fsum(weight for _, weight, _ in made) if alone else self._batches_in_step

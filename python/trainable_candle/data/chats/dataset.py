@@ -28,7 +28,7 @@ class TextOptions:
     """How the examples of a data set are read."""
 
     sequence_length: int = 2048
-    """The most tokens of an example; of a longer one, the beginning is kept."""
+    """The most tokens of an example; longer examples are truncated at the end."""
     train_on: str = "answers"
     """Which tokens count in the loss; one of `settings.texts.TRAIN_ON`."""
     preferences: bool = False

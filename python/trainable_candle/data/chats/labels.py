@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tokens:
-    """One example as the model sees it."""
+    """One example as the model reads it."""
 
     ids: npt.NDArray[np.int64]
     learnt: npt.NDArray[np.bool_]
     """Which tokens the model learns to predict; never the first, which no token precedes."""
     stops: tuple[int, ...]
-    """The places of tokens that end an answer and stop generation; all of them are learnt."""
+    """The positions of tokens that end an answer and stop generation; all are learnt."""
     answers: int
     """The number of learnt answers, with or without a stop token."""
 
@@ -48,7 +48,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to one prompt as the model sees them, each with the prompt before it."""
+    """Two answers to one prompt as the model reads them, each with the prompt before it."""
 
     chosen: Tokens
     rejected: Tokens
@@ -68,7 +68,7 @@ class Pair:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """The places of tokens that end an answer and stop generation."""
+        """The positions of tokens that end an answer and stop generation."""
         return (*self.chosen.stops, *(len(self.chosen) + n for n in self.rejected.stops))
 
     @property
@@ -155,7 +155,7 @@ def _chat(example: Chat, tokenizer: ChatTokenizer, train_on: str) -> Tokens:
 def _answers(
     example: Chat, tokenizer: ChatTokenizer, whole: str, *, last_only: bool
 ) -> list[tuple[int, int]]:
-    """The places of the answers in the text, found by rendering the messages up to each answer."""
+    """Where the answers are in the text, found by rendering the messages up to each answer."""
     spans = []
     answers = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
     for turn in answers[-1:] if last_only else answers:

@@ -78,7 +78,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 class PackedRows:
     """Batches of packed rows by number, epoch after epoch.
 
-    Each epoch packs all examples anew: examples of equal length change places, and the rows have
+    Each epoch packs all examples anew: examples of equal length are exchanged, and the rows have
     another order. The result depends only on the seed and the epoch's number. Rows that do not fill
     the last batch of an epoch come first in the next.
 
@@ -186,7 +186,7 @@ def joined(rows: Sequence[Sequence[Tokens | Pair]], unit: int = 1, bounds: int =
 
 
 def shifted(example: Tokens) -> npt.NDArray[np.int64]:
-    """The targets of an example: at each place the next token if it is learnt."""
+    """The targets of an example: at each token the next token, if that one is learnt."""
     targets = np.full(len(example), IGNORED, np.int64)
     targets[:-1] = np.where(example.learnt[1:], example.ids[1:], IGNORED)
     return targets

@@ -16,7 +16,7 @@ _TOKENS: Final = "text_model.embeddings.token_embedding.weight"
 
 
 def clip_tokenizer(weights: Path, name: str, pad: str, model: CLIPTextModel) -> CLIPTokenizer:
-    """The tokenizer of a pipeline; for an original checkpoint, which has none, CLIP's usual one.
+    """The tokenizer of a pipeline; CLIP's usual tokenizer for original checkpoints without one.
 
     Args:
         weights: the pipeline's folder or an original checkpoint.

@@ -39,7 +39,7 @@ _TEXT_PARTS: Final = 16
 
 
 class Sizes(Protocol):
-    """What the estimate needs to know about a family."""
+    """The facts about a family that the estimate needs."""
 
     component: ClassVar[str]
     targets: ClassVar[tuple[str, ...]]

@@ -56,7 +56,7 @@ class LatentModel(ABC):
     """The default scale of classifier-free guidance; 1 means none."""
     reads_texts_apart: ClassVar[bool] = False
     """Whether drawing calls the model separately for the prompt and the negative prompt, because
-    texts of different length in one call would need a mask, with which attention is slow on a GPU.
+    texts of different length in one call need a mask, and attention with a mask is slow on a GPU.
     """
     at_once: ClassVar[int] = 1
     """The batch size of drawing, and the least batch size of validation."""
@@ -108,7 +108,7 @@ class LatentModel(ABC):
         """
 
     def check_format(self, form: str, layers: Collection[str]) -> None:  # noqa: B027
-        """Check that a format of files can hold the adapters of some layers.
+        """Check that a format of files can represent the adapters of some layers.
 
         Args:
             form: the format.

@@ -2,7 +2,7 @@
 
 `noise` returns the model's inputs and the target as tensors by name, and `loss` compares a
 prediction with them. `sample` is the noised latents, `times` the level of the noise (0 to 1000,
-f32), `target` the right prediction. `mask` and `weights`, if present, weigh places and examples.
+f32), `target` the right prediction. `mask` and `weights`, if present, weigh positions and examples.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class Objective(Protocol):
 
         Args:
             prediction: the model's output for `inputs["sample"]`.
-            inputs: the result of `noise`. It may also have `mask` (B, 1, ...), which weighs places
-                and is divided by its mean over an example, and `weights` (B,), which are factors.
+            inputs: the result of `noise`. It may also have `mask` (B, 1, ...), which weighs
+                positions and is divided by its mean over an example, and `weights` (B,), which are
+                factors.
         """
 
 

@@ -314,7 +314,7 @@ class LatentTask:
     ) -> npt.NDArray[np.uint8]:
         """Draw one image per prompt; shape (n, height, width, 3).
 
-        A training adapter is disabled meanwhile. The library's generator does not change.
+        A training adapter is disabled during the drawing. The library's generator does not change.
 
         Raises:
             ConfigError: a prompt or an option does not suit the model.
