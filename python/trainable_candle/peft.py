@@ -129,7 +129,7 @@ class ModuleAdapter:
         """Write peft's folder, which `PeftModel.from_pretrained` of peft reads for the same model.
 
         Raises:
-            FileError, OSError: If it cannot be written.
+            FileError, OSError: If a file cannot be written.
         """
         folder = Path(folder).expanduser()
         folder.mkdir(parents=True, exist_ok=True)

@@ -89,7 +89,7 @@ class Parser(argparse.ArgumentParser):
         """Check that flags without a default were given.
 
         Raises:
-            ConfigError: naming those that are missing.
+            ConfigError: a flag is missing; the message names all missing flags.
         """
         missing = [flag(name) for name in names if name not in given]
         if missing:

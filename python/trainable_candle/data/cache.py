@@ -141,7 +141,7 @@ class FeatureStore:
         """The bytes of an entry's file, for `put` of another store.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         return self._path(key).read_bytes()
 

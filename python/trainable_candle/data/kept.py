@@ -142,7 +142,7 @@ class Entries:
         """The tensors of an entry, on the device.
 
         Raises:
-            DatasetError: it is missing.
+            DatasetError: the entry is missing.
         """
         if key in self._memory:
             return self.placed(self._memory[key])

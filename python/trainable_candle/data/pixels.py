@@ -61,7 +61,7 @@ def probe(path: Path) -> Facts:
     """Decode an image to check it, at reduced size where the format allows that.
 
     Raises:
-        DatasetError: it cannot be decoded.
+        DatasetError: the image cannot be decoded.
     """
     with _decoding(path):
         data = path.read_bytes()

@@ -127,7 +127,7 @@ class CausalLM:
         """Check that the adapters in a file are those that the settings describe.
 
         Raises:
-            ConfigError: they are not.
+            ConfigError: the adapters differ from the settings.
             MissingFileError, WeightsFormatError: the file is missing or damaged.
         """
         check_initial_adapter(

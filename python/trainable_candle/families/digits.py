@@ -126,7 +126,7 @@ class Digits(LatentFamily):
         """Check that a text names one digit.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: the text names no digit, or several.
         """
         _label(prompt)
 

@@ -54,7 +54,7 @@ class LoraFile:
 
         Raises:
             MissingFileError: there is no such file.
-            WeightsFormatError: it is damaged, or has tensors that are not factors of a LoRA.
+            WeightsFormatError: the file is damaged, or has tensors that are not factors of a LoRA.
         """
         tensors = tc.load_file(path)
         metadata = safetensors_metadata(path)
@@ -108,7 +108,7 @@ class LoraFile:
             **facts: entries of the metadata that replace those that were read.
 
         Raises:
-            FileError: it cannot be written.
+            FileError: the file cannot be written.
         """
         tensors = {}
         ranks = {module.factors.rank for module in self.modules.values()}

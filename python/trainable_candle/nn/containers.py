@@ -37,7 +37,7 @@ class ModuleList(Module):
         """Add a module at the end.
 
         Raises:
-            TypeError: If it is not a module.
+            TypeError: If the item is not a module.
         """
         if not isinstance(module, Module):
             raise TypeError(

@@ -142,7 +142,7 @@ def eye_(tensor: Var) -> Var:
         tc.nn.init.eye_(model[0].weight)
 
     Raises:
-        ShapeError: If it is not a matrix.
+        ShapeError: If the variable is not a matrix.
     """
     rows, columns = _matrix("eye_", tensor)
     return _set("eye_", tensor, _core.tensor(np.eye(rows, columns), dtype="f32"))

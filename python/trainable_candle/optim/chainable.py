@@ -99,7 +99,7 @@ class ChainableScheduler:
         """Continue from the state of another scheduler of this kind.
 
         Raises:
-            ArgumentError: If it is the state of another kind of scheduler.
+            ArgumentError: If the state is that of another kind of scheduler.
         """
         if state.keys() != self.state_dict().keys():
             raise ArgumentError(

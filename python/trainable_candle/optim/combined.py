@@ -45,7 +45,7 @@ class _Several(ChainableScheduler):
         """Load the state of schedulers of these kinds.
 
         Raises:
-            ArgumentError: If they are of other kinds.
+            ArgumentError: If the schedulers are of other kinds.
         """
         states = state.get("schedulers", ())
         if len(states) != len(self._schedulers):

@@ -108,7 +108,7 @@ class LRScheduler:
         """Jump to a step, as if `step` had been called that many times.
 
         Raises:
-            ArgumentError: If it is negative.
+            ArgumentError: If the step is negative.
             DeviceError: If called inside a function that is being captured (`tc.cuda.capture`),
                 where it would freeze the learning rates; call it between calls of this function.
         """

@@ -68,7 +68,7 @@ def require_text(name: str, text: str) -> None:
     """Check that a text, perhaps from a command line, is valid UTF-8.
 
     Raises:
-        ConfigError: it is not; the message names the flag.
+        ConfigError: the text is not UTF-8; the message names the flag.
     """
     try:
         text.encode()
@@ -80,7 +80,7 @@ def existing(setting: str, path: Path) -> Path:
     """The path itself, if it exists.
 
     Raises:
-        MissingFileError: it does not; the message names the flag of the setting.
+        MissingFileError: the path does not exist; the message names the flag of the setting.
     """
     if not path.exists():
         raise MissingFileError(f"{flag(setting)}: there is no file or folder {path}")

@@ -212,7 +212,7 @@ class Task(Protocol):
             The file or folder that was written; None if none.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: a file cannot be written.
         """
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:
@@ -235,7 +235,7 @@ class Task(Protocol):
 
         Raises:
             ConfigError: `output` exists and is not empty, or does not suit the model.
-            OSError: it cannot be written.
+            OSError: the model cannot be written.
         """
 
 
@@ -269,8 +269,8 @@ class Family(Protocol):
         """Check that the weights are of this family.
 
         Raises:
-            MissingFileError, WeightsFormatError, ConfigError: they are missing, damaged, or of
-                another model.
+            MissingFileError, WeightsFormatError, ConfigError: the weights are missing, damaged, or
+                of another model.
         """
 
     def task(self) -> Task:

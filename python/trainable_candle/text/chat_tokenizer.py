@@ -188,7 +188,7 @@ def _json(path: Path) -> dict[str, Any]:
     """The object in a file; an empty one if there is no file.
 
     Raises:
-        WeightsFormatError: it is damaged.
+        WeightsFormatError: the file is damaged.
     """
     if not path.is_file():
         return {}

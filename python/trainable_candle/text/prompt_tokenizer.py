@@ -52,7 +52,7 @@ class PromptTokenizer:
 
         Raises:
             MissingFileError: there is no such file.
-            WeightsFormatError: it cannot be understood.
+            WeightsFormatError: the file cannot be understood.
         """
         from tokenizers import Tokenizer  # noqa: PLC0415 - imported when first needed
 

@@ -58,7 +58,7 @@ class ChatTemplate:
         tokens: more variables for the template: `bos_token`, `eos_token` and so on.
 
     Raises:
-        WeightsFormatError: it is not a template.
+        WeightsFormatError: the source is not a template.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:

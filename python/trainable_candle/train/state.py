@@ -92,7 +92,7 @@ def refuse_later(output: Path, step: int) -> None:
     """Check that `output` has no checkpoints of later steps, which must be of another run.
 
     Raises:
-        ConfigError: it has; the new run would mix its checkpoints with them.
+        ConfigError: `output` has such checkpoints; the new run would mix its checkpoints with them.
     """
     later = [folder for folder in checkpoints(output) if step_of(folder) > step]
     if later:
@@ -183,7 +183,7 @@ def save(
         state: the rest.
 
     Raises:
-        OSError: it cannot be written; older checkpoints are unchanged.
+        OSError: the checkpoint cannot be written; older checkpoints are unchanged.
     """
     draft = Draft(folder)
     try:
@@ -233,7 +233,7 @@ def read_state(folder: Path) -> RunState:
     """The state of the run in a checkpoint, besides tensors.
 
     Raises:
-        WeightsFormatError: it is missing, damaged or of another format.
+        WeightsFormatError: the file is missing, damaged or of another format.
     """
     values = read_json(folder, _STATE)
     try:
@@ -252,7 +252,7 @@ def read_json(folder: Path, name: str) -> Any:
     """The contents of a JSON file of a checkpoint.
 
     Raises:
-        WeightsFormatError: it is missing or damaged.
+        WeightsFormatError: the file is missing or damaged.
     """
     try:
         return parse_json((folder / name).read_text(encoding="utf-8"))
@@ -264,7 +264,7 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
     """The tensors of a file of a checkpoint, on the CPU.
 
     Raises:
-        WeightsFormatError: it is missing or damaged.
+        WeightsFormatError: the file is missing or damaged.
     """
     try:
         return tc.load_file(folder / name)

@@ -434,7 +434,7 @@ class Trainer(Generic[Batch]):
         """Write a checkpoint of the current step, if there is an output folder, and wait for it.
 
         Raises:
-            OSError: it cannot be written; older ones are unchanged.
+            OSError: the checkpoint cannot be written; older ones are unchanged.
         """
         folder = self._begin_save()
         self._saver.wait()

@@ -50,7 +50,7 @@ def functions(values: Any, field: str = "tools") -> list[dict[str, Any]] | None:
     """JSON schemas of tools, given as a list or, as in Parquet files, as text.
 
     Raises:
-        RowError: they are not a list of objects.
+        RowError: the tools are not a list of objects.
     """
     values = _parsed(values, field)
     if values is None or values in ("", []):

@@ -57,7 +57,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
         """The facts from the headers of the checkpoint.
 
         Raises:
-            MissingFileError, WeightsFormatError: it is missing, or of another model.
+            MissingFileError, WeightsFormatError: the checkpoint is missing, or of another model.
         """
         return facts(self.weights, self.name, self._others)
 
@@ -146,7 +146,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
         """Use the denoiser of another checkpoint; the other parts stay the same.
 
         Raises:
-            MissingFileError, WeightsFormatError: it has no denoiser of this family.
+            MissingFileError, WeightsFormatError: the checkpoint has no denoiser of this family.
         """
         where = source(path, self.component)
         self.model = load(**where, quantize=None, dtype=self.dtype, device=self.device)
@@ -208,7 +208,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
         Raises:
             ConfigError: `output` exists and is not an empty folder, or the checkpoint is a file and
                 `output` does not end in `.safetensors`.
-            OSError: it cannot be written.
+            OSError: the checkpoint cannot be written.
         """
         saving.save_merged(self.weights, self.parts, models, output)
 
@@ -217,7 +217,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
 
         Raises:
             ConfigError: `output` is not the name of a new `.safetensors` file.
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         if output.suffix != ".safetensors":
             raise ConfigError(

@@ -73,7 +73,7 @@ class SDXL(PipelineFamily[TextEncoders]):
         """Check that the text encoders have enough layers for `clip_skip`.
 
         Raises:
-            ConfigError: they have too few layers.
+            ConfigError: the text encoders have too few layers.
         """
         counts = [self.facts.parts[name].config["num_hidden_layers"] for name in _TEXT_ENCODERS]
         # The last layer is always left out, and one layer must remain for adapters.

@@ -79,8 +79,8 @@ class LatentModel(ABC):
         """Check that the weights are of this family.
 
         Raises:
-            MissingFileError, WeightsFormatError, ConfigError: they are missing, damaged, or of
-                another model.
+            MissingFileError, WeightsFormatError, ConfigError: the weights are missing, damaged, or
+                of another model.
         """
 
     @property
@@ -115,7 +115,7 @@ class LatentModel(ABC):
             layers: the layers of the trained model that get adapters.
 
         Raises:
-            ConfigError: it cannot; the message names a format that can.
+            ConfigError: the format cannot represent them; the message names a format that can.
         """
 
     def notes(self) -> list[str]:
@@ -130,7 +130,7 @@ class LatentModel(ABC):
             layers: the layers of the trained model that get adapters.
 
         Raises:
-            ConfigError: they are not.
+            ConfigError: the adapters differ from the settings.
             MissingFileError, WeightsFormatError: the file is missing or damaged.
         """
         texts = self.text_layers() if self.config.train_text_encoder else ()
@@ -147,8 +147,8 @@ class LatentModel(ABC):
         """Check that a file is a LoRA of the trained model.
 
         Raises:
-            ConfigError: it is not.
-            MissingFileError, WeightsFormatError: it is missing or damaged.
+            ConfigError: the file is no such LoRA.
+            MissingFileError, WeightsFormatError: the file is missing or damaged.
         """
         start = f"--training-adapter: {path}"
         modules = verify_adapter(path, self.name, self.weights).modules
@@ -167,7 +167,7 @@ class LatentModel(ABC):
         """Check that a preview of a prompt can be drawn.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: the preview cannot be drawn.
         """
 
     @abstractmethod
@@ -329,7 +329,7 @@ class LatentModel(ABC):
         """The parts that an adapter file is for.
 
         Raises:
-            MissingFileError, WeightsFormatError: it is missing or damaged.
+            MissingFileError, WeightsFormatError: the file is missing or damaged.
         """
 
     @abstractmethod
@@ -342,7 +342,7 @@ class LatentModel(ABC):
 
         Raises:
             ConfigError: `output` is something else.
-            OSError: it cannot be written.
+            OSError: the model cannot be written.
         """
 
     @abstractmethod
@@ -356,5 +356,5 @@ class LatentModel(ABC):
 
         Raises:
             ConfigError: `output` is something else, or the family has no such files.
-            OSError: it cannot be written.
+            OSError: the model cannot be written.
         """

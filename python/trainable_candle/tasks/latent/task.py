@@ -394,7 +394,7 @@ class LatentTask:
 
         Raises:
             ConfigError: `output` is something else.
-            OSError: it cannot be written.
+            OSError: the model cannot be written.
         """
         models = {name: self._part(name) for name in self._adapted}
         for model in models.values():

@@ -273,7 +273,7 @@ class TextTask:
 
         Raises:
             ConfigError: `output` exists and is not an empty folder.
-            OSError: it cannot be written.
+            OSError: the model cannot be written.
         """
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise ConfigError(
