@@ -60,7 +60,7 @@ class _UniqueKeys(yaml.SafeLoader):
     """Loads YAML's plain values, and rejects a mapping that has a key twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As in `SafeLoader`.
+        """Like the method of `SafeLoader`.
 
         Raises:
             yaml.YAMLError: a key occurs twice.

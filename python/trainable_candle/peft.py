@@ -225,7 +225,7 @@ class PeftModel(Module):
         return model
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the adapters in peft's format; raises as `ModuleAdapter.save`."""
+        """Write the adapters in peft's format; for errors see `ModuleAdapter.save`."""
         self._adapter.save(folder)
 
     def merge_and_unload(self) -> Module:

@@ -114,7 +114,7 @@ def read_grey(path: Path) -> Image.Image:
     """The brightness of an image, upright, in 8 bits.
 
     Raises:
-        DatasetError: as for `read_rgb`.
+        DatasetError: see `read_rgb`.
     """
     return read_rgb(path).convert("L")
 

@@ -76,7 +76,7 @@ def train(
     end after the same step.
 
     Args:
-        config: as for `train_adapter`; `device` is `auto`, `cuda` or `cpu`.
+        config: see `train_adapter`; `device` is `auto`, `cuda` or `cpu`.
         workers: processes, each with a GPU unless `device` is `cpu`; None: as many as the cluster
             has GPUs.
         cpus_per_worker: CPUs that Ray reserves for each.

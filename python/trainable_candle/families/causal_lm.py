@@ -111,7 +111,7 @@ class CausalLM:
 
     @property
     def repeats(self) -> bool:
-        """As `TextFamily.repeats`; some scalings of positions depend on the longest text."""
+        """See `TextFamily.repeats`; some scalings of positions depend on the longest text."""
         settings = self.settings
         scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
         kind = scaling.get("rope_type", scaling.get("type"))

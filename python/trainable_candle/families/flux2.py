@@ -111,7 +111,7 @@ class Flux2(FlowFamily[Flux2Texts]):
         return 1.0 if self.is_distilled else 4.0
 
     def require_own(self) -> None:
-        """As `PipelineFamily.require_own`; also checks that the parts have matching sizes.
+        """See `PipelineFamily.require_own`; also checks that the parts have matching sizes.
 
         Raises:
             ConfigError: the text encoder belongs to another size, or the model is FLUX.2-dev.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _CLIP_TOKENS: Final = 77
 _T5_TOKENS: Final = 256
-"""As in diffusers' pipeline and kohya's scripts."""
+"""The number of tokens in diffusers' pipeline and kohya's scripts."""
 
 
 class SD3Texts:

@@ -47,7 +47,7 @@ class ModuleList(Module):
         return self
 
     def extend(self, modules: Iterable[Module]) -> Self:
-        """Add modules at the end; raises as `append`."""
+        """Add modules at the end; for errors see `append`."""
         if not isinstance(modules, Iterable):
             raise TypeError(
                 f"{type(self).__name__}: found {type(modules).__name__}, expected modules"

@@ -88,7 +88,7 @@ class TextEncoders:
         }
 
     def encode(self, tokens: Mapping[str, Tensor], batch: int) -> dict[str, Tensor]:
-        """As `__call__`, given the tokens of `batch` captions."""
+        """The features of `batch` captions from their tokens; see `__call__`."""
         states, pooled = [], None
         for name, model in zip(_IDS, self.models, strict=True):
             found = model(tokens[name])

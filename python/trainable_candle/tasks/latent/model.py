@@ -175,7 +175,7 @@ class LatentModel(ABC):
         """The trained model's linear layers and convolutions: shapes of weights by name."""
 
     def text_layers(self) -> Mapping[str, Mapping[str, Shape]]:
-        """As `layers`, for each text encoder that can be trained, by part."""
+        """The same as `layers`, for each text encoder that can be trained, by part."""
         return {}
 
     @abstractmethod

@@ -40,7 +40,7 @@ class Objective(Protocol):
         """
 
     def validation_noise(self, latents: Tensor, examples: Sequence[int]) -> dict[str, Tensor]:
-        """As `noise`, but an example has the same noise and level at every call of every run."""
+        """Like `noise`, but an example has the same noise and level at every call of every run."""
 
     def loss(self, prediction: Tensor, inputs: Inputs) -> Tensor:
         """The loss of a prediction: one element, f32.
@@ -95,15 +95,15 @@ class NoiseObjective:
         )
 
     def noise(self, latents: Tensor, samples: Sequence[int], seed: int) -> dict[str, Tensor]:
-        """As `Objective.noise`."""
+        """See `Objective.noise`."""
         return _parts(self._objective.noise(latents, samples, seed))
 
     def validation_noise(self, latents: Tensor, examples: Sequence[int]) -> dict[str, Tensor]:
-        """As `Objective.validation_noise`."""
+        """See `Objective.validation_noise`."""
         return _parts(self._objective.validation_noise(latents, examples))
 
     def loss(self, prediction: Tensor, inputs: Inputs) -> Tensor:
-        """As `Objective.loss`."""
+        """See `Objective.loss`."""
         noised = NoisedLatents(inputs["sample"], inputs["timesteps"], inputs["target"])
         return self._objective.loss(
             prediction, noised, mask=inputs.get("mask"), weights=inputs.get("weights")
@@ -154,11 +154,11 @@ class FlowObjective:
         self._gamma = config.min_snr_gamma
 
     def noise(self, latents: Tensor, samples: Sequence[int], seed: int) -> dict[str, Tensor]:
-        """As `Objective.noise`."""
+        """See `Objective.noise`."""
         return _flow_parts(*self._flow_of(latents).noise(latents, samples, seed))
 
     def validation_noise(self, latents: Tensor, examples: Sequence[int]) -> dict[str, Tensor]:
-        """As `Objective.validation_noise`."""
+        """See `Objective.validation_noise`."""
         flow = self._flow_of(latents)
         return _flow_parts(*flow.validation_noise(latents, examples, VALIDATION_SEED))
 
@@ -170,7 +170,7 @@ class FlowObjective:
         return FlowMatching(self._timesteps, self._shift((height, width)))
 
     def loss(self, prediction: Tensor, inputs: Inputs) -> Tensor:
-        """As `Objective.loss`."""
+        """See `Objective.loss`."""
         prediction, target = prediction.to("f32"), inputs["target"]
         mask, weights = inputs.get("mask"), inputs.get("weights")
         if self._loss == "mse" and self._gamma is None and mask is None and weights is None:
