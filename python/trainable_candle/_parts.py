@@ -35,7 +35,7 @@ def plain(value: Any) -> Any:
 
 
 def no_tape() -> Any:
-    from trainable_candle._grad_mode import no_grad  # noqa: PLC0415 - it decorates
+    from trainable_candle._grad_mode import no_grad  # noqa: PLC0415 - imported when first needed
 
     return no_grad()
 

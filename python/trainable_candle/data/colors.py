@@ -1,4 +1,4 @@
-"""Random changes of an image's colours, those of torchvision's `ColorJitter` in a fixed order."""
+"""Random changes of an image's colours, as by torchvision's `ColorJitter`, in a fixed order."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Verdict:
     spread_ratio: float
     """`spread` of the samples with the LoRA, divided by that of real images of the digit."""
     judge_accuracy: float
-    """Share (0 to 1) of real images that the judge gets right, of those it was not fitted on."""
+    """Share (0 to 1) of right answers about real images that the judge was not fitted on."""
 
     @property
     def passed(self) -> bool:

@@ -63,7 +63,7 @@ class Alone:
         return tail
 
     def broadcast_(self, parameters: Mapping[str, Var]) -> None:
-        """Nothing: rank 0 is this process."""
+        """Do nothing: rank 0 is this process."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The tensor."""
@@ -74,20 +74,20 @@ class Alone:
         return [message]
 
     def barrier(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     def wait(self) -> None:
-        """Nothing: a single process waits for the GPU when it reads a result."""
+        """Do nothing: a single process waits for the GPU when it reads a result."""
 
     def fail(self, reason: str) -> None:
-        """Nothing: there are no other processes."""
+        """Do nothing: there are no other processes."""
 
     def in_step(self) -> AbstractContextManager[None]:
         """No limit: no other process waits for this one."""
         return nullcontext()
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Do nothing: there is nothing to leave."""
 
 
 ALONE: Final = Alone()

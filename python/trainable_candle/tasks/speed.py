@@ -131,9 +131,9 @@ def work_of(
 def seconds(work: Work, rates: Rates) -> float:
     """The approximate time of a micro-batch.
 
-    The backward pass of a frozen layer costs as much as one forward pass, that of attention two and
-    a half. Copies run in parallel with the computation; the more time they take in comparison, the
-    more they slow it down.
+    The backward pass of a frozen layer costs as much as one forward pass; the backward pass of
+    attention costs as much as two and a half. Copies run in parallel with the computation; the more
+    time they take in comparison, the more they slow it down.
     """
     again = 1 if work.recomputes else 0
     products = (2 + again) * work.layers / rates.products

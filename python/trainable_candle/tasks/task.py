@@ -245,7 +245,7 @@ class Family(Protocol):
     name: ClassVar[str]
     """Its name for `--model`."""
     summary: ClassVar[str]
-    """What the family is, in a line."""
+    """A description of the family in one line."""
     download: ClassVar[str]
     """Where to get weights if none are built in, with their size and licence."""
     groups: ClassVar[tuple[type[Group], ...]]

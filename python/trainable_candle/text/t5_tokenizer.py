@@ -53,7 +53,7 @@ class T5Tokenizer:
     def shipped(cls) -> Self:
         """The tokenizer of the published T5 models, from the package's own copy.
 
-        T5 1.0 and 1.1 in every size, Stable Diffusion 3 and Flux all use the same.
+        T5 1.0 and 1.1 in every size, Stable Diffusion 3 and Flux all use this tokenizer.
         """
         return cls(_tokenizer(sentencepiece.parse(gzip.decompress(SHIPPED.read_bytes()))))
 

@@ -75,7 +75,7 @@ class Saver:
         self._discarding(self._writer.wait)
 
     def settle(self) -> None:
-        """Wait until no write is in progress; errors are not reported."""
+        """Wait until no write is in progress, without raising errors of writes."""
         with suppress(Exception):
             self.wait()
 

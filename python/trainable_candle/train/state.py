@@ -180,7 +180,7 @@ def save(
         folder: its final folder; an older checkpoint of the same name is replaced.
         parameters: the trainable variables by name.
         optimizer: the optimizer, whose state is saved completely.
-        state: the rest.
+        state: the state besides tensors.
 
     Raises:
         OSError: the checkpoint cannot be written; older checkpoints are unchanged.

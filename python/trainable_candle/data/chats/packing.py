@@ -139,7 +139,7 @@ class PackedRows:
 def in_order(
     examples: Sequence[Tokens | Pair], sequence_length: int, batch_size: int = 1
 ) -> list[Packed]:
-    """All examples once, packed; every call returns the same."""
+    """All examples once, packed; every call returns the same batches."""
     rows = [
         [examples[item] for item in row]
         for row in best_fit([len(example) for example in examples], sequence_length)

@@ -77,7 +77,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
         _ = self.facts
 
     def check_format(self, form: str, layers: Collection[str]) -> None:
-        """See `LatentFamily.check_format`; layers that the format fuses must be adapted together."""
+        """See `LatentFamily.check_format`; fused layers must be adapted together."""
         try:
             self.facts.parts[self.component].check_format(form, self.config.adapter, list(layers))
         except ArgumentError as error:

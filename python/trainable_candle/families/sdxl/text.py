@@ -31,7 +31,7 @@ class TextEncoders:
     Args:
         models: the two encoders.
         tokenizers: their tokenizers.
-        clip_skip: how many layers to leave out in addition to the last.
+        clip_skip: how many layers to leave out in addition to the last layer.
         device: the device of the models.
     """
 
@@ -107,7 +107,7 @@ def unread_layers(count: int, clip_skip: int) -> list[str]:
 
     Args:
         count: the number of the encoder's layers.
-        clip_skip: how many layers are left out in addition to the last.
+        clip_skip: how many layers are left out in addition to the last layer.
     """
     return [rf".*encoder\.layers\.{n}\..*" for n in range(count - 1 - clip_skip, count)]
 

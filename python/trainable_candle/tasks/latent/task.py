@@ -72,7 +72,7 @@ class LatentTask:
         self._training_adapter: TrainingAdapter | None = None
 
     def check(self, report: Callable[[str], None]) -> None:
-        """See `Task.check`; also reports other tools that would not apply the adapter completely."""
+        """See `Task.check`; also reports tools that would not apply the adapter completely."""
         family, config = self.family, self.family.config
         texts = family.text_layers() if config.train_text_encoder else {}
         check_format(config, family.formats, parts=1 + len(texts))
