@@ -249,9 +249,9 @@ _DTYPES = {
     "half": "f16",
     "double": "f64",
     "long": "i64",
-    "bool": "u8",  # the dtype of comparisons
+    "bool": "u8",  # comparisons return u8
 }
-"""Torch's other names of dtypes."""
+"""Torch's aliases of dtypes."""
 _INSTEAD = {
     "save": "use tc.save_file, which writes tensors by name as safetensors",
     "load": "use tc.load_file for tensors by name, and models.load for a model",
@@ -265,12 +265,12 @@ _INSTEAD = {
     "mm": "use a @ b",
     "outer": "use a[:, None] * b",
     "equal": "use (a == b).all()",
-    "isclose": "use tc.allclose for all, or (a - b).abs() <= tolerance",
+    "isclose": "use tc.allclose for one result, or (a - b).abs() <= tolerance for each element",
     "meshgrid": "use tc.tensor(numpy.meshgrid(...))",
     "nonzero": "use numpy.nonzero(x.numpy())",
     "unique": "use numpy.unique(x.numpy())",
     "bincount": "use numpy.bincount(x.numpy())",
-    "autograd": "use tc.grad(loss, [x]) or loss.backward(); gradients have no gradients themselves",
+    "autograd": "use tc.grad(loss, [x]) or loss.backward(); there are no second derivatives",
     "jit": "there is nothing to compile; tc.cuda.capture makes a CUDA graph of a function",
     "backends": "see tc.set_float32_matmul_precision and tc.set_num_threads",
     "set_default_dtype": "give dtype= where tensors and layers are made",
@@ -278,7 +278,7 @@ _INSTEAD = {
     "complex64": "tensors are real",
     "int32": "use tc.int64; indices may be uint32 too",
 }
-"""Advice on names that torch has and this package does not."""
+"""Advice on names that torch has and this package lacks."""
 _FROM_PEFT = frozenset({"PeftModel", "get_peft_model"})
 
 
@@ -286,7 +286,7 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return import_module(f"{__name__}.{name}")
     if name in _functions.NAMES:
-        # From now on, Python finds the function without calling this one.
+        # Python calls `__getattr__` only for missing names: this runs once for each function.
         globals()[name] = _functions.function(name)
         return globals()[name]
     if name in _DTYPES:

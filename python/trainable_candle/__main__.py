@@ -1,4 +1,4 @@
-"""`python -m trainable_candle` is `trainable-candle`."""
+"""`python -m trainable_candle` runs the command `trainable-candle`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Numpy's and torch's alternative arguments of methods, and advice for missing methods."""
+"""Adds numpy's and torch's alternative arguments to `Tensor`, and advice on missing methods."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _RENAMED: Final = ("argmax", "softmax", "cumsum")
-"""Methods that get `axis` as another name of `dim`; the extension's reductions have it already."""
+"""Methods to which `attach` adds `axis` as another name of `dim`; reductions accept it already."""
 _MISSING: Final = {
     "register_hook": "use tc.grad(loss, [v]) and change the gradients it returns, or v.grad "
     "between backward() and the optimizer's step",
@@ -23,7 +23,7 @@ _MISSING: Final = {
     "pin_memory": 'memory is not pinned by hand; move the tensor with to("cuda")',
     "share_memory_": "threads share tensors as they are",
     "data_ptr": "use tensor.__dlpack__(), which shares the memory",
-    "stride": "tensors are contiguous or made so; use contiguous()",
+    "stride": "strides are not visible; use contiguous()",
 }
 
 
@@ -31,7 +31,7 @@ def attach() -> None:
     """Add the alternative arguments and the advice to `Tensor`."""
     for name in _RENAMED:
         setattr(_core.Tensor, name, _renamed(getattr(_core.Tensor, name)))
-    # Not in `ComposedMethods`, where type checkers would then accept every name as an attribute.
+    # `ComposedMethods` has no `__getattr__`: type checkers would accept every name as an attribute.
     _core.Tensor.__getattr__ = _missing  # type: ignore[attr-defined]
     where, known = vars(_core.Tensor)["device"], lru_cache(device)
     _core.Tensor.device = property(  # type: ignore[method-assign,assignment]
@@ -45,7 +45,7 @@ def attach() -> None:
 
 def _refused(tensor: object, value: object) -> None:
     raise AttributeError(
-        f"requires_grad: that of a {type(tensor).__name__} is fixed; "
+        f"requires_grad of a {type(tensor).__name__} is fixed; "
         f"use x = x.requires_grad_({value!r}), "
         f"or module.requires_grad_({value!r}) for all of a module"
     )

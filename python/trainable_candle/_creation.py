@@ -1,4 +1,4 @@
-"""Functions that make tensors, with torch's `requires_grad`, and `generator` for random ones."""
+"""Functions that make tensors, with torch's arguments `requires_grad` and `generator`."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def tensor(
     Args:
         data: A number, nested lists of numbers, a numpy array, or anything with `__dlpack__` or
             `__array__`.
-        dtype: The dtype; by default an array keeps its own, Python floats become f32, integers i64,
-            bools u8. Narrower integers of arrays become i64 (u16: u32).
+        dtype: The dtype. By default, an array keeps its own, except that int8, int16 and int32
+            become i64, and uint16 becomes u32. Python floats become f32, integers i64, bools u8.
         device: The device.
         requires_grad: Whether the result is a `Var`.
 
     Raises:
-        DTypeError: If the data are not numbers, or of a kind without a dtype (complex, uint64).
+        DTypeError: If the data are not numbers, or no dtype can represent them (complex, uint64).
         ShapeError: If nested lists are ragged.
         DeviceError, CudaUnavailableError: If the device is unknown or cannot be used.
     """
@@ -104,7 +104,7 @@ def full(
     *,
     requires_grad: bool = False,
 ) -> Tensor:
-    """Return one value everywhere.
+    """Return a tensor whose elements all have one value.
 
         assert tc.full((2,), 0.5).tolist() == [0.5, 0.5]
 
@@ -116,7 +116,7 @@ def full(
         requires_grad: Whether the result is a `Var`.
 
     Raises:
-        ArgumentError: If a size is negative, or the dtype does not hold the value.
+        ArgumentError: If a size is negative, or the dtype cannot represent the value.
         DTypeError, DeviceError, CudaUnavailableError: If dtype or device cannot be used.
     """
     return _leaf(_core.full(shape, value, dtype, device), requires_grad=requires_grad)
@@ -129,7 +129,7 @@ def rand(
     generator: Generator | None = None,
     requires_grad: bool = False,
 ) -> Tensor:
-    """Return uniform values in [0, 1).
+    """Return random values, uniform in [0, 1).
 
         x = tc.rand(100)
         assert 0 <= float(x.min()) and float(x.max()) < 1
@@ -138,7 +138,7 @@ def rand(
         shape: The sizes, as arguments or one sequence.
         dtype: A floating point dtype; default f32.
         device: The device.
-        generator: Draws the values; default the library's (`manual_seed`).
+        generator: Draws the values; default: the library's own (see `manual_seed`).
         requires_grad: Whether the result is a `Var`.
 
     Raises:
@@ -157,7 +157,7 @@ def randn(
     generator: Generator | None = None,
     requires_grad: bool = False,
 ) -> Tensor:
-    """Return standard normal values.
+    """Return random values of the standard normal distribution.
 
         noise = tc.randn(2, 3, generator=tc.Generator().manual_seed(0))
         assert noise.shape == (2, 3)
@@ -166,7 +166,7 @@ def randn(
         shape: The sizes, as arguments or one sequence.
         dtype: A floating point dtype; default f32.
         device: The device.
-        generator: Draws the values; default the library's (`manual_seed`).
+        generator: Draws the values; default: the library's own (see `manual_seed`).
         requires_grad: Whether the result is a `Var`.
 
     Raises:
@@ -186,7 +186,7 @@ def randint(
     *,
     generator: Generator | None = None,
 ) -> Tensor:
-    """Return integers in [low, high), i64.
+    """Return random i64 integers in [low, high).
 
         steps = tc.randint(0, 1000, (4,))
         assert 0 <= int(steps.min()) and int(steps.max()) < 1000
@@ -196,7 +196,7 @@ def randint(
         high: The integer after the largest one.
         shape: The sizes.
         device: The device.
-        generator: Draws the values; default the library's (`manual_seed`).
+        generator: Draws the values; default: the library's own (see `manual_seed`).
 
     Raises:
         ArgumentError: If the range is empty, or a size is negative.

@@ -27,7 +27,7 @@ class device(str):  # noqa: N801 - torch's name
         index: The number of a GPU, if the name has none.
 
     Raises:
-        ArgumentError: If it is not a name of a device.
+        ArgumentError: If there is no device of this name.
     """
 
     __slots__ = ()
@@ -49,7 +49,7 @@ class device(str):  # noqa: N801 - torch's name
         return self.partition(":")[0]
 
     @property
-    def index(self) -> int | None:  # type: ignore[override]  # torch's, not the text's
+    def index(self) -> int | None:  # type: ignore[override]  # torch's `index`, not that of `str`
         """The number of the GPU, if there is one."""
         number = self.partition(":")[2]
         return int(number) if number else None

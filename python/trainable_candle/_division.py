@@ -22,8 +22,13 @@ _NARROW = ("bf16", "f16")
 def floor_divided(name: str, one: Any, other: Any) -> Tensor:
     """Divide, and round down; at least one operand is a tensor.
 
+    Args:
+        name: The operation's name in error messages.
+        one: The dividend.
+        other: The divisor.
+
     Returns:
-        The quotients, or `NotImplemented` if an operand is no number; Python then raises
+        The quotients, or `NotImplemented` if an operand is not a number; Python then raises
         `TypeError`.
     """
     quotient: Tensor = _computed(name, np.floor_divide, one, other)
@@ -33,10 +38,11 @@ def floor_divided(name: str, one: Any, other: Any) -> Tensor:
 def remainder(name: str, one: Any, other: Any) -> Tensor:
     """Return the remainder, with the sign of the divisor; at least one operand is a tensor.
 
-    Its derivatives with respect to the operands are 1 and minus the quotient.
+    Its derivatives with respect to the operands are 1 and minus the rounded quotient. Arguments
+    and errors are those of `floor_divided`.
 
     Returns:
-        As `floor_divided`.
+        The remainders, or `NotImplemented` if an operand is not a number.
     """
     rest: Any = _computed(name, np.remainder, one, other)
     if rest is not NotImplemented and _needs_gradient(one):
@@ -51,7 +57,7 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _zero(x: Tensor, dtype: DType) -> Tensor:
-    """Zeros with the gradient of x."""
+    """Zeros through which gradients flow to x."""
     return (x - x.detach()).to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Functions of the package that are also methods, as in torch, and a few that are not."""
+"""Functions that call a tensor's method of the same name, as in torch, and a few others."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 @explained
 def allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
-    """Return whether all elements differ by at most atol + rtol * |other|; NaN is close to nothing.
+    """Return whether all elements differ by at most atol + rtol * |other|; False with any NaN.
 
         assert tc.allclose(tc.ones(2), tc.ones(2) + 1e-9)
 
     Raises:
-        TypeError: If one is not a tensor.
+        TypeError: If an argument is not a tensor.
     """
     for value in (input, other):
         if not isinstance(value, _core.Tensor):
@@ -89,6 +89,13 @@ def linspace(
     """Return evenly spaced numbers, both ends included.
 
         assert tc.linspace(0, 1, 5).tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]
+
+    Args:
+        start: The first number.
+        end: The last number.
+        steps: How many numbers.
+        dtype: The dtype; default f32.
+        device: The device.
 
     Raises:
         ArgumentError: If steps is negative.
@@ -107,7 +114,7 @@ def randperm(n: int, device: str = "cpu", *, generator: Generator | None = None)
     Args:
         n: How many numbers.
         device: The device.
-        generator: Draws the values; default the library's (`manual_seed`).
+        generator: Draws the values; default: the library's own (see `manual_seed`).
 
     Raises:
         ArgumentError: If n is negative.
@@ -137,7 +144,7 @@ def normal(
         std: The standard deviation.
         size: The sizes.
         device: The device.
-        generator: Draws the values; default the library's (`manual_seed`).
+        generator: Draws the values; default: the library's own (see `manual_seed`).
 
     Raises:
         ArgumentError: If the deviation is negative.
@@ -166,15 +173,16 @@ def multinomial(
         input: Weights of at least 0: (n,), or (rows, n).
         num_samples: How many indices to draw per row.
         replacement: Whether an index may be drawn again.
-        generator: Draws the values; default the library's (`manual_seed`).
+        generator: Draws the values; default: the library's own (see `manual_seed`).
 
     Returns:
         (num_samples,) or (rows, num_samples), i64.
 
     Raises:
         TypeError: If the weights are not a tensor.
-        ShapeError: If they are neither a vector nor a matrix.
-        ArgumentError: If they are not weights, or too few are above 0.
+        ShapeError: If the weights are not a vector or a matrix.
+        ArgumentError: If a weight is negative or non-finite, if all weights of a row are 0, or if
+            `replacement` is False and a row has fewer than `num_samples` weights above 0.
     """
     if not isinstance(input, _core.Tensor):
         raise TypeError(f"multinomial: input is {type(input).__name__}, expected a Tensor")
@@ -196,8 +204,8 @@ def multinomial(
         found = np.stack([np.searchsorted(e, d, "right") for e, d in zip(ends, drawn, strict=True)])
         found = np.minimum(found, rows.shape[1] - 1)
     else:
-        # Draw exponential variables with these rates; the indices of the smallest are the sample
-        # (Efraimidis and Spirakis 2006).
+        # Draw exponential variables whose rates are the weights; the indices of the smallest ones
+        # are the sample (Efraimidis and Spirakis 2006).
         with np.errstate(divide="ignore", invalid="ignore"):
             times = np.where(rows > 0, -np.log1p(-drawn) / rows, np.inf)
         found = np.argsort(times, 1, kind="stable")[:, :count]
@@ -209,8 +217,8 @@ def multinomial(
 def einsum(equation: str, *operands: Tensor) -> Tensor:
     """Sum products of elements by the labels of their dimensions, like numpy's and torch's einsum.
 
-    Two operands become one matrix product; more are taken from left to right. A label may occur
-    once in an operand.
+    Two operands become one matrix product; further operands follow from left to right. A label
+    may occur only once in each operand.
 
         x = tc.einsum("bij,bkj->bik", tc.ones(2, 3, 4), tc.ones(2, 5, 4))
         assert x.shape == (2, 3, 5)

@@ -1,4 +1,4 @@
-"""Generators of random numbers beside the library's."""
+"""Generators of random numbers in addition to the library's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Generator", "drawing"]
 
 
 class Generator:
-    """A stream of random numbers beside the library's, for `generator=` of the drawing functions.
+    """A stream of random numbers in addition to the library's, for arguments named `generator`.
 
     As a context manager, it replaces the library's generator inside the context.
 
@@ -74,7 +74,7 @@ class Generator:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Restore the generator of the outer context, which may be this one too."""
+        """Restore the generator of the outer context, which may also be this generator's."""
         self._leave()
         self._entered.pop()
         outside = self._entered[-1]._state if self._entered else Generator._library  # noqa: SLF001

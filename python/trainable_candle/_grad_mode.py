@@ -36,7 +36,7 @@ class _Decorator(ContextDecorator):
                         resume = generator.send
                     except GeneratorExit:
                         raise
-                    except BaseException as error:  # noqa: BLE001 - it is the generator's to handle
+                    except BaseException as error:  # noqa: BLE001 - the generator handles it
                         resume, argument = generator.throw, error
             except StopIteration as end:
                 return end.value
@@ -127,7 +127,7 @@ class inference_mode(_GradMode):  # noqa: N801 - torch's name
 
 
 class set_grad_enabled(_Decorator):  # noqa: N801 - torch's name
-    """Turn recording operations of this thread on or off: at once, in a `with`, or in a function.
+    """Turn this thread's recording on or off: from now on, in a `with` block or in a function.
 
         with tc.set_grad_enabled(False):
             assert not model(x).requires_grad

@@ -86,7 +86,7 @@ class VarMethods:
 
 
 def _changed(variable: object, value: Tensor) -> Var:
-    """Set a variable, which keeps its dtype if both are floating point."""
+    """Set a variable; a floating-point value takes the dtype of a floating-point variable."""
     var = cast("Var", variable)
     both = var.dtype in _FLOATS and value.dtype in _FLOATS
     var.set(value.to(var.dtype) if both else value)

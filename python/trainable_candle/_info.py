@@ -15,7 +15,7 @@ def info() -> dict[str, Any]:
 
     Returns:
         A dictionary with `version`, `python`, `platform`, `backend` ("cpu" or "cuda"), `reason`
-        (why it is not CUDA, or None), `devices`, `threads`.
+        (why the backend is not CUDA, or None), `devices`, `threads`.
     """
     reason = cuda.unavailable_reason()
     return {

@@ -1,4 +1,4 @@
-"""Functions that make tensors with the shapes of others."""
+"""Functions that make a tensor with the shape of another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ __all__ = ["full_like", "rand_like", "randn_like"]
 
 
 def full_like(input: Tensor, value: float, dtype: DType | str | None = None) -> Tensor:
-    """Return one value in the shape of a tensor, with its dtype or a given one, on its device.
+    """Return a tensor filled with one value, with the shape and on the device of `input`.
+
+    The dtype is that of `input` unless `dtype` gives another one.
 
     ```python
     assert tc.full_like(tc.zeros(2), 0.5).tolist() == [0.5, 0.5]
@@ -28,7 +30,9 @@ def full_like(input: Tensor, value: float, dtype: DType | str | None = None) -> 
 def rand_like(
     input: Tensor, dtype: DType | str | None = None, *, generator: Generator | None = None
 ) -> Tensor:
-    """Return uniform values in [0, 1), like `rand`, in the shape of a tensor and on its device.
+    """Return uniform values in [0, 1), like `rand`, with the shape and on the device of `input`.
+
+    The dtype is that of `input` unless `dtype` gives another one.
 
     ```python
     assert tc.rand_like(tc.zeros(2, 3)).shape == (2, 3)
@@ -41,7 +45,9 @@ def rand_like(
 def randn_like(
     input: Tensor, dtype: DType | str | None = None, *, generator: Generator | None = None
 ) -> Tensor:
-    """Return standard normal values, like `randn`, in the shape of a tensor and on its device.
+    """Return standard normal values, like `randn`, with the shape and on the device of `input`.
+
+    The dtype is that of `input` unless `dtype` gives another one.
 
     ```python
     assert tc.randn_like(tc.zeros(2, 3)).shape == (2, 3)

@@ -1,8 +1,8 @@
 """Methods of tensors that users of torch expect, composed of other methods.
 
-`ComposedMethods` is a base of `Tensor` for type checkers; at run time `attach` adds its methods to
-the class. All run on the tensor's device, except where their docstrings name the host, and have
-gradients where torch's have.
+For type checkers, `ComposedMethods` is a base class of `Tensor`; at run time, `attach` adds its
+methods to `Tensor`. A method runs on the tensor's device unless its docstring names the host. It
+has gradients if torch's method has them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Sorted(NamedTuple):
 
 
 class ComposedMethods:
-    """See the module."""
+    """The methods that `attach` adds to `Tensor`."""
 
     # Dtypes, devices and shapes.
 
@@ -106,7 +106,7 @@ class ComposedMethods:
         return _core.ones(sizes_of(size), dtype=own(self).dtype, device=own(self).device)
 
     def clone(self) -> Tensor:
-        """Return a copy, through which gradients flow; tensors never change in place anyhow."""
+        """Return a copy through which gradients flow; tensors themselves never change in place."""
         tensor = own(self)
         return tensor * 1 if tensor.requires_grad else _core.tensor(tensor)
 
@@ -125,7 +125,7 @@ class ComposedMethods:
         return own(self).transpose(-2, -1)
 
     def t(self) -> Tensor:
-        """Transpose a matrix; a vector stays.
+        """Transpose a matrix; return a vector as it is.
 
         Raises:
             ShapeError: If there are more than two dimensions.
@@ -211,7 +211,7 @@ class ComposedMethods:
         """Divide and round down, on the host.
 
         Raises:
-            ArgumentError: If both are whole numbers, and the divisor has a 0.
+            ArgumentError: If both have integer dtypes, and the divisor has an element 0.
         """
         return _division.floor_divided("floordiv", own(self), other)
 
@@ -223,7 +223,7 @@ class ComposedMethods:
         """Return the remainder, with the sign of the divisor; the host computes it.
 
         Raises:
-            ArgumentError: If both are whole numbers, and the divisor has a 0.
+            ArgumentError: If both have integer dtypes, and the divisor has an element 0.
         """
         return _division.remainder("mod", own(self), other)
 
@@ -280,7 +280,7 @@ class ComposedMethods:
         return powers if p == 1 else powers ** (1 / p)
 
     def prod(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
-        """Return the product of the elements, of all or along a dimension."""
+        """Return the product of all elements, or of those along a dimension."""
         x = own(self)
         whole = dim is None
         if dim is None:
@@ -296,7 +296,7 @@ class ComposedMethods:
         return x if keepdim and not whole else x.squeeze(dim)
 
     def argmin(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
-        """Return the index of the smallest element, of all or along a dimension."""
+        """Return the index of the smallest of all elements, or of those along a dimension."""
         x = own(self).detach()
         return (-(x if x.dtype in _FLOATS else x.to("f64"))).argmax(dim, keepdim)
 
@@ -326,7 +326,7 @@ class ComposedMethods:
     # Selection and repetition.
 
     def where(self, condition: Tensor, other: Any) -> Tensor:
-        """Return this tensor where the condition is not zero, elsewhere the other."""
+        """Return this tensor where the condition is not zero, elsewhere `other`."""
         return _core.where(condition, own(self), other)
 
     def masked_fill(self, mask: Tensor, value: float) -> Tensor:
@@ -372,7 +372,7 @@ class ComposedMethods:
         return x
 
     def roll(self, shifts: int, dims: int | None = None) -> Tensor:
-        """Shift elements along a dimension, or in the flattened tensor; they re-enter in front."""
+        """Shift elements along a dimension or in the flattened tensor; they wrap around."""
         x = own(self)
         if dims is None:
             return x.reshape((-1,)).roll(shifts, 0).reshape(x.shape)
@@ -401,7 +401,7 @@ class ComposedMethods:
     def scatter(self, dim: int, index: Tensor, src: Any) -> Tensor:
         """Return this tensor with `src` at the indices along a dimension, like torch's `scatter`.
 
-        The host reads the indices. If several values have the same place, the last one counts.
+        The host reads the indices. If several values go to one element, the last one counts.
         Gradients go to this tensor and to `src`.
         """
         x = own(self)
@@ -423,10 +423,10 @@ class ComposedMethods:
     # In-place operations of torch.
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Set a part of a variable; a tensor that is no variable never changes.
+        """Set a part of a variable; a tensor that is not a variable never changes.
 
         Raises:
-            TypeError: If it is a plain tensor.
+            TypeError: If this tensor is not a variable.
         """
         tensor = own(self)
         if not isinstance(tensor, _core.Var):
@@ -450,7 +450,10 @@ class ComposedMethods:
         return None
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
-        """Return a variable with this value or, if False, the value; the tensor does not change."""
+        """Return a variable with this value or, if `requires_grad` is False, the detached value.
+
+        This tensor does not change.
+        """
         tensor = own(self)
         if requires_grad:
             return tensor if isinstance(tensor, _core.Var) else _core.Var(tensor)

@@ -35,7 +35,7 @@ def plain(value: Any) -> Any:
 
 
 def no_tape() -> Any:
-    from trainable_candle._grad_mode import no_grad  # noqa: PLC0415 - it decorates
+    from trainable_candle._grad_mode import no_grad  # noqa: PLC0415 - imported when first needed
 
     return no_grad()
 
@@ -73,7 +73,7 @@ def order_of(x: Tensor, dim: int, *, descending: bool) -> Tensor:
     x = x.detach()
     values = (x.to("f32") if x.dtype in {"bf16", "f16"} else x).numpy()
     if descending:
-        # Equal values keep their order, as in ascending sorts.
+        # Flipping twice keeps the order of equal values, as in ascending sorts.
         flipped = np.argsort(np.flip(values, place), axis=place, kind="stable")
         order = np.flip(values.shape[place] - 1 - flipped, place)
     else:

@@ -14,12 +14,12 @@ class BackgroundWriter:
     """Runs jobs one after the other in its own thread.
 
     If a job fails, the jobs in the queue are dropped. The next `submit`, `check` or `wait` raises
-    the error; after that, jobs run again. The thread ends when the queue is empty, and the
-    interpreter does not exit before.
+    the error; after that, jobs run again. The thread ends when the queue is empty; the
+    interpreter does not exit before that.
 
     Args:
-        name: of the thread.
-        most: the length of the queue, at least 1; `submit` waits while it is full.
+        name: the thread's name.
+        most: the greatest length of the queue, at least 1; `submit` waits while the queue is full.
     """
 
     def __init__(self, name: str, most: int = 8) -> None:
@@ -46,7 +46,7 @@ class BackgroundWriter:
                 threading.Thread(target=self._work, name=self._name).start()
 
     def check(self) -> None:
-        """Raise the error of a failed job, without waiting for the others."""
+        """Raise the error of a failed job, without waiting for other jobs."""
         with self._changed:
             self._raise_error()
 

@@ -1,4 +1,4 @@
-"""CUDA devices, by name or by number."""
+"""CUDA devices, by name or by number: memory, profiles and CUDA graphs."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -146,7 +146,7 @@ class KernelTime:
     """The time of a GPU for the launches of one kernel."""
 
     name: str
-    """The kernel's name; for a matrix product its sizes."""
+    """The kernel's name; for a matrix product, its sizes."""
     count: int
     """The number of launches."""
     milliseconds: float
@@ -230,8 +230,9 @@ class Captured:
         """Return what the function returns for `inputs`, without gradients.
 
         Raises:
-            ShapeError, DTypeError: If an input differs from the one of the capture.
-            DeviceError: If the function does what a graph cannot (in the call that records it).
+            ShapeError, DTypeError: If an input differs in shape or dtype from its static input.
+            DeviceError: If the function does something that a graph cannot record; raised by the
+                call that records.
         """
         tensors = self._run(list(inputs))
         return _unflatten(self._form[0], iter(tensors))
@@ -246,18 +247,19 @@ def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Ca
     effects of a call without a graph: the same random numbers, gradients and parameters. A training
     step can be one function: forward, backward, `step`, `zero_grad`.
 
-    Decisions of the function on the CPU (shapes, branches, Python numbers) are recorded once. It
-    cannot read values (`item`, `numpy`, `print`); return tensors and read them after the call. A
-    value that it copies from the CPU must be the same in each call: it counts as a constant if
-    the previous call copied the same, and replays do not see later changes. Pass changing values as
-    inputs, or set a `Var` between calls. The function cannot keep tensors that it makes; they would
-    change with every replay. No other thread may use CUDA during the recording.
+    Decisions of the function on the CPU (shapes, branches, Python numbers) are recorded once. The
+    function cannot read values (`item`, `numpy`, `print`); return tensors and read them after the
+    call. A value that the function copies from the CPU must be the same in each call: if two calls
+    in a row copy the same value, it is recorded as a constant, and replays ignore later changes.
+    Pass changing values as inputs, or set a `Var` between calls. The function cannot keep tensors
+    that it makes; they would change with every replay. No other thread may use CUDA during the
+    recording.
 
     You may change the optimizer and its helpers between calls: replays follow learning rates,
     schedules, loaded states and `EMA`. If a record cannot follow (variables whose numbers of steps
     differ, a gradient that is now missing), the next call runs the function and the one after it
-    records again. Inside the function such changes raise, except `step`, `update` of an `EMA`
-    (once) and of a `GradScaler`, and `zero_grad`, which every replay repeats.
+    records again. Inside the function, such changes raise errors, except `step`, `update` of an
+    `EMA` (once) and of a `GradScaler`, and `zero_grad`, which every replay repeats.
 
     Args:
         function: Takes tensors on the device; returns a tensor, None, or tuples, lists and dicts
@@ -292,7 +294,7 @@ _INSTEAD = {
     "CUDAGraph": "use tc.cuda.capture",
     "graph": "use tc.cuda.capture",
 }
-"""Advice on names that torch.cuda has and this module does not."""
+"""Advice on names that torch.cuda has and this module lacks."""
 
 
 def __getattr__(name: str) -> Any:

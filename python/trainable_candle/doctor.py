@@ -202,7 +202,7 @@ def _trains(device: str) -> Finding:
 
 
 def _self_test(device: str) -> tuple[float, float]:
-    from trainable_candle.nn import LoRALinear, functional  # noqa: PLC0415 - of this test alone
+    from trainable_candle.nn import LoRALinear, functional  # noqa: PLC0415 - only for this test
     from trainable_candle.optim import AdamW  # noqa: PLC0415
 
     before = tc.get_rng_state()

@@ -36,7 +36,7 @@ class ShapeError(Error, ValueError):
 
 
 class DTypeError(Error, TypeError):
-    """An operation does not take a dtype, or operands disagree."""
+    """An operation does not take a dtype, or the dtypes of operands differ."""
 
 
 class DeviceError(Error, ValueError):
@@ -60,7 +60,7 @@ class NoBackwardError(Error, RuntimeError):
 
 
 class AutogradError(Error, RuntimeError):
-    """The graph cannot be differentiated: freed, changed in place, not connected."""
+    """There is no gradient: the graph was freed, changed in place, or is not connected."""
 
 
 class OutOfMemoryError(Error, MemoryError):

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 _TOO_DEEP: Final = "its values are nested too deeply"
 _LARGEST_HEADER: Final = 100_000_000
-"""Bytes, as in the safetensors library."""
+"""The most bytes of a header, as in the safetensors library."""
 
 
 def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> None:
-    """Write a file under another name, sync it, rename it.
+    """Write a file under another name, sync it and rename it.
 
     Args:
         path: the file; one that exists is replaced.
@@ -33,7 +33,7 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> 
             after one.
 
     Raises:
-        OSError: it cannot be written; an existing file is unchanged.
+        OSError: the file cannot be written; an existing file is unchanged.
     """
     data = content.encode() if isinstance(content, str) else content
     # Processes on different machines or in different containers may have the same pid.
@@ -57,10 +57,10 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> 
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML's plain values; rejects a mapping that has a key twice."""
+    """Loads YAML's plain values, and rejects a mapping that has a key twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As in `SafeLoader`.
+        """Like the method of `SafeLoader`.
 
         Raises:
             yaml.YAMLError: a key occurs twice.
@@ -80,7 +80,7 @@ def load_yaml(text: str) -> Any:
     """The value of a YAML document of plain values.
 
     Raises:
-        yaml.YAMLError, ValueError: it is not valid YAML, or has a key twice.
+        yaml.YAMLError, ValueError: the text is not valid YAML, or has a key twice.
     """
     try:
         return yaml.load(text, _UniqueKeys)  # noqa: S506 - a safe loader
@@ -92,7 +92,7 @@ def parse_json(text: str | bytes) -> Any:
     """The value of a JSON document.
 
     Raises:
-        ValueError: it is not JSON, or its brackets are nested too deeply to be read.
+        ValueError: the text is not JSON, or its brackets are nested too deeply to be read.
     """
     try:
         return json.loads(text)
@@ -153,7 +153,7 @@ def _try_lock(handle: int) -> None:
 
 
 def _is_named(handle: int, path: Path) -> bool:
-    """Whether the open file is still at `path`; the last holder may have removed it meanwhile."""
+    """Whether the open file is still at `path`; the last owner of the lock may have removed it."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
@@ -177,8 +177,8 @@ def safetensors_metadata(path: Path) -> dict[str, str]:
     """The metadata in a safetensors file's header; empty if it has none.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is not a safetensors file.
+        OSError: the file cannot be read.
+        ValueError: the file is not a safetensors file.
     """
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")

@@ -33,11 +33,11 @@ def download(name: str, subfolders: list[str], half: bool = False) -> str:
         half: prefer the half-precision files (`*.fp16.safetensors`) where both exist.
 
     Returns:
-        The folder that holds the model's `config.json`.
+        The folder with the model's `config.json`.
 
     Raises:
-        MissingFileError: if the hub has no such model, it cannot be reached and the model is
-            not in the cache, or the client, `huggingface_hub`, is not installed.
+        MissingFileError: the hub has no such model; the hub cannot be reached and the model is not
+            in the cache; or the client, `huggingface_hub`, is not installed.
     """
     variants = (_HALF, _PLAIN) if half else (_PLAIN, _HALF)
     places = [f"{subfolder}/" if subfolder else "" for subfolder in subfolders]
@@ -74,11 +74,11 @@ def resolve(name: str, subfolders: list[str], half: bool) -> str | None:
 
     Args:
         name: "organisation/name", or something else.
-        subfolders: as for `download`.
-        half: as for `download`.
+        subfolders: see `download`.
+        half: see `download`.
 
     Raises:
-        MissingFileError: as `download`.
+        MissingFileError: see `download`.
     """
     return download(name, subfolders, half) if is_name(name) else None
 
@@ -89,10 +89,10 @@ def download_pipeline(name: str, parts: Sequence[str], half: bool = False) -> Pa
     Args:
         name: "organisation/name".
         parts: the folders of models that are needed; tokenizers and schedulers come with them.
-        half: as for `download`.
+        half: see `download`.
 
     Raises:
-        MissingFileError: as `download`.
+        MissingFileError: see `download`.
     """
     folders = [Path(download(name, [part], half)) for part in parts]
     _fetch(name, ["model_index.json", "tokenizer*/*", "scheduler*/*"], [])
@@ -106,7 +106,7 @@ def download_language_model(name: str) -> Path:
         name: "organisation/name".
 
     Raises:
-        MissingFileError: as `download`.
+        MissingFileError: see `download`.
     """
     # Imported here, because the tokenizers import settings, which import this module.
     from trainable_candle.text.chat_tokenizer import FILES  # noqa: PLC0415
@@ -123,14 +123,14 @@ def download_texts(name: str, suffixes: Sequence[str]) -> Path:
         suffixes: the endings of the files with texts.
 
     Raises:
-        MissingFileError: as `download`.
+        MissingFileError: see `download`.
     """
     files = [f"{place}*{suffix}" for place in ("", "data/") for suffix in suffixes]
     return _fetch(name, files, ["dataset_infos.json"], kind="dataset")
 
 
 def _weights(folder: Path, variant: tuple[str, ...]) -> bool:
-    """Whether a folder holds weights of a variant."""
+    """Whether a folder has weights of a variant."""
     names = [path.name for path in folder.glob("*.safetensors")]
     if variant is _PLAIN:
         names = [name for name in names if ".fp16" not in name]

@@ -105,7 +105,7 @@ class Subset(Dataset):
 
     Args:
         dataset: The data set.
-        indices: The places of the items, in order.
+        indices: The indices of the items, in order.
     """
 
     @explained
@@ -133,7 +133,7 @@ def random_split(
     Args:
         dataset: The data set.
         lengths: Numbers of items, or fractions that sum to 1.
-        generator: Draws the order; default the library's (`manual_seed`).
+        generator: Draws the order; default: the library's own (see `manual_seed`).
 
     Raises:
         ArgumentError: If a length is negative, or the lengths do not sum to the number of items.
@@ -194,7 +194,7 @@ class DataLoader:
     """Batches of a sequence, or of an iterable; each `for` is a new epoch.
 
     The workers are threads, because reading files, decoding and numpy run in parallel with
-    training. Only one of them reads an iterable. A batch is on the device of its items.
+    training. Only one worker reads an iterable. A batch is on the device of its items.
 
         rows = tc.loader.TensorDataset(tc.randn(10, 4), tc.randn(10, 2))
         for inputs, targets in tc.loader.DataLoader(rows, 5, shuffle=True, num_workers=2):
@@ -204,13 +204,14 @@ class DataLoader:
         dataset: Anything with `__len__` and `__getitem__`, or an iterable.
         batch_size: Items of a batch; None for single items instead of batches.
         shuffle: Whether each epoch has a new order.
-        sampler: The places of items, in order; excludes `shuffle`.
-        batch_sampler: Lists of places, one per batch; excludes the three above and `drop_last`.
+        sampler: The indices of items, in order; excludes `shuffle`.
+        batch_sampler: A list of indices for each batch; excludes `batch_size`, `shuffle`,
+            `sampler` and `drop_last`.
         num_workers: Threads that prepare batches in advance; 0 for none.
         collate_fn: Turns a list of items into a batch.
         drop_last: Whether a last batch that is not full is left out.
         prefetch_factor: Batches that each worker prepares in advance; default 2.
-        generator: Draws the orders; default the library's (`manual_seed`).
+        generator: Draws the orders; default: the library's own (see `manual_seed`).
         worker_init_fn: Each worker calls it with its number before its first batch of an epoch.
         pin_memory: Ignored, because the library manages pinned memory itself.
         persistent_workers: Ignored, because threads start quickly.

@@ -129,7 +129,7 @@ class ModuleAdapter:
         """Write peft's folder, which `PeftModel.from_pretrained` of peft reads for the same model.
 
         Raises:
-            FileError, OSError: If it cannot be written.
+            FileError, OSError: If a file cannot be written.
         """
         folder = Path(folder).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
@@ -225,7 +225,7 @@ class PeftModel(Module):
         return model
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the adapters in peft's format; raises as `ModuleAdapter.save`."""
+        """Write the adapters in peft's format; for errors see `ModuleAdapter.save`."""
         self._adapter.save(folder)
 
     def merge_and_unload(self) -> Module:

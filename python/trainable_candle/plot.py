@@ -87,7 +87,7 @@ def loss_curve(
 
 
 def running_mean(values: Sequence[float]) -> npt.NDArray[np.float64]:
-    """The mean of each value and the values before it, over a twentieth of all; same length."""
+    """The mean of each value and those before it, in a window of a twentieth of all values."""
     width = max(1, len(values) // 20)
     sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
     ends = np.arange(1, len(values) + 1)

@@ -95,7 +95,7 @@ def train_adapter(
         progress: whether to show a progress bar.
         report: gets a line at each stage.
         world: the place of this process among those that train together; only the first of them
-            writes, draws, validates and reports.
+            writes, draws and reports.
 
     Raises:
         ConfigError, DatasetError, WeightsFormatError, OutOfMemoryError, OSError: settings, data or
@@ -262,7 +262,7 @@ class _Taken(Callback):
     steps = 0
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:  # noqa: ARG002
-        """Count one."""
+        """Count the step."""
         self.steps += 1
 
 

@@ -39,7 +39,7 @@ def write_sheet(folder: Path, prompts: Sequence[str]) -> None:
     Args:
         folder: the folder with the files of `preview_path`; for a single prompt there is only the
             file of the step, not of each image.
-        prompts: in their order.
+        prompts: the prompts, in the order of the images.
 
     Raises:
         OSError: a file cannot be read or written.

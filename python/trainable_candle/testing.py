@@ -39,7 +39,8 @@ def assert_close(
         atol: Absolute tolerance; default: that of the tensor's dtype in `TOLERANCES`.
 
     Raises:
-        AssertionError: If they differ; the message has the shapes or the largest difference.
+        AssertionError: If the tensor differs from `expected`; the message has the shapes or the
+            largest difference.
     """
     if isinstance(expected, Tensor) and actual.dtype != expected.dtype:
         raise AssertionError(f"dtypes differ: {actual.dtype} and {expected.dtype}")

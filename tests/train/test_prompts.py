@@ -53,7 +53,7 @@ def test_a_file_of_prompts_stands_for_its_lines(tmp_path: Path) -> None:
     path.write_text("# for tests\na cat --d 1\n\n  a dog\n", encoding="utf-8")
     assert expanded(["a bird", str(path)]) == ["a bird", "a cat --d 1", "a dog"]
     path.write_text("# nothing\n")
-    with pytest.raises(ConfigError, match="has no prompt; expected one a line"):
+    with pytest.raises(ConfigError, match="has no prompt; expected one on each line"):
         expanded([str(path)])
     with pytest.raises(MissingFileError, match="--prompt: there is no file"):
         expanded([str(tmp_path / "none.txt")], "--prompt")

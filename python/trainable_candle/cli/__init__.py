@@ -89,7 +89,7 @@ def train_lora(arguments: Sequence[str] | None = None) -> int:
 
 def _given(arguments: Sequence[str] | None) -> list[str]:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A file name may hold bytes that are not text; printing it must not fail.
+        # A file name may have bytes that are not text; printing it must not fail.
         sys.stdout.reconfigure(errors="backslashreplace")
     return list(sys.argv[1:] if arguments is None else arguments)
 
@@ -121,7 +121,7 @@ def guarded(action: Callable[[], int]) -> int:
         status = action()
         # Flush here, because at its exit the interpreter reports a closed pipe on stderr.
         sys.stdout.flush()
-        return status  # noqa: TRY300 - nothing of an else belongs outside the guard
+        return status  # noqa: TRY300 - an else would run outside the guard
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED

@@ -17,7 +17,7 @@ def new_file(text: str, *, overwrite: bool, suffix: str = ".safetensors") -> Pat
     """The path of a file to write.
 
     Raises:
-        ConfigError: it has another suffix, or exists already.
+        ConfigError: the path has another suffix, or the file exists already.
     """
     path = Path(text).expanduser()
     if path.suffix.lower() != suffix:
@@ -28,7 +28,7 @@ def new_file(text: str, *, overwrite: bool, suffix: str = ".safetensors") -> Pat
 
 
 def share(text: str) -> float:
-    """The `type=` of a flag that takes a share above 0."""
+    """The `type=` of a flag that takes a fraction above 0 and at most 1."""
     value = float(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, found {text}")
@@ -60,7 +60,7 @@ def scales_of(given: Mapping[str, Any], count: int) -> list[float]:
     """The factor on each of `count` adapters.
 
     Raises:
-        ConfigError: their number is neither one nor `count`.
+        ConfigError: the number of scales is neither 1 nor `count`.
     """
     scales = given.get("scale", [1.0])
     if len(scales) == 1:

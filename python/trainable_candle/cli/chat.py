@@ -76,7 +76,7 @@ def make_parser(program: str) -> Parser:
     """Make the parser of the flags."""
     parser = Parser(
         program,
-        "Talk to a language model, with an adapter or without; a line is a message.",
+        "Talk to a language model, with an adapter or without; each line of input is a message.",
         "--model NAME [options]",
     )
     group = parser.add_argument_group("whom to talk to")

@@ -1,4 +1,4 @@
-"""`trainable-candle demo`: teach a built-in model what it has never seen."""
+"""`trainable-candle demo`: teach a built-in model something that it was not trained on."""
 
 from __future__ import annotations
 

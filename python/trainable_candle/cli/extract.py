@@ -72,7 +72,7 @@ def make_parser(program: str) -> Parser:
     group.add_argument("--tuned", metavar="PATH", help="the fine-tuned checkpoint")
     group.add_argument("--rank", metavar="N", type=whole(1), help="the highest rank (default: 32)")
     group.add_argument(
-        "--keep", metavar="X", type=share, help="share of the squared norm (default: 1)"
+        "--keep", metavar="X", type=share, help="fraction of the squared norm to keep (default: 1)"
     )
     group.add_argument(
         "--target-modules", metavar="TEXT", help="layers, comma-separated (default: model's)"

@@ -43,4 +43,4 @@ INSTEAD: Final = {
     "--dataset-config": _LISTED,
     "--huber-c": "has no exact counterpart: give --huber-delta",
 }
-"""Flag, with hyphens -> the end of the message about it."""
+"""Maps a flag, written with hyphens, to the end of the message about it."""

@@ -1,4 +1,4 @@
-"""The flags that select a model, and loading it."""
+"""Adds the flags that select a model, and loads that model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
-    """Add the flags of a model with an adapter; `precision` is the help of `--precision`."""
+    """Add the flags of a model with an adapter; `precision` is the help text of `--precision`."""
     group.add_argument(
         "--model", metavar="NAME", help="which model; `trainable-candle info` lists them"
     )
@@ -54,12 +54,12 @@ def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
 
 
 def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Task:
-    """The model that the flags name, with its adapter if they name one.
+    """Load the model that the flags name, with its adapters if they name any.
 
     Args:
         given: the flags and their values.
-        device: where to load it.
-        dtype: of the weights; None keeps the stored dtype.
+        device: where to load the model.
+        dtype: the dtype of the weights; None keeps the stored dtype.
 
     Raises:
         ConfigError: a flag has no effect, there is no such model, or the model needs weights and
@@ -74,7 +74,9 @@ def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Task
     from trainable_candle.tasks.latent import LatentTask  # noqa: PLC0415
 
     if "scale" in given and "adapter" not in given:
-        raise ConfigError("--scale has no effect without --adapter; give that, or leave it out")
+        raise ConfigError(
+            "--scale has no effect without --adapter; give --adapter, or leave --scale out"
+        )
 
     parts = TrainConfig(
         text_encoder=given.get("text_encoder", []),

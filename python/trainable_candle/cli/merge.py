@@ -34,7 +34,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     if "to" in given:
         _quantized(given, output)
     elif "dataset" in given:
-        raise ConfigError("--dataset has no effect without --to; give that, or leave it out")
+        raise ConfigError("--dataset has no effect without --to; give --to, or leave --dataset out")
     else:
         load_model(given, "cpu", given.get("precision")).save_merged(output)
     print(f"merged model: {output}")
@@ -69,7 +69,7 @@ def _quantized_image(task: LatentTask, given: Mapping[str, Any], output: Path) -
         _require_no_sizes(given)
     apart = _loss(task, given)
     if apart is not None:
-        # Measuring the loss has freed parts that must be written.
+        # Computing the loss frees parts of the model that `save_merged` writes: load them again.
         task = cast("LatentTask", load_model(given, "cpu", given.get("precision")))
     task.save_merged(output, given["to"])
 
@@ -129,10 +129,10 @@ def make_parser(program: str) -> Parser:
     group.add_argument(
         "--to",
         metavar="FORMAT",
-        help="quantize: nf4, int8 or fp8; image models int8 or fp8, into a .safetensors file",
+        help="quantize to int8, fp8 or (language models) nf4; image models become one file",
     )
     group.add_argument(
-        "--dataset", metavar="PATH", help="with --to: data for the loss before and after"
+        "--dataset", metavar="PATH", help="with --to: compare the losses on this data"
     )
     group.add_argument(
         "--resolution", metavar="PX", type=whole(1), help="resolution of the images of --dataset"

@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
     Args:
         program: the command as the user types it.
         description: what it does.
-        usage: its arguments; argparse would list every flag.
+        usage: the arguments that the usage line shows; argparse would list every flag.
     """
 
     def __init__(self, program: str, description: str, usage: str) -> None:
@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
         return known
 
     def parse_own(self, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """The given arguments by name, and the arguments that this parser does not know.
+        """The given arguments by name, and the arguments that this parser does not have.
 
         Raises:
             ConfigError: a value is wrong.
@@ -89,7 +89,7 @@ class Parser(argparse.ArgumentParser):
         """Check that flags without a default were given.
 
         Raises:
-            ConfigError: naming those that are missing.
+            ConfigError: a flag is missing; the message names all missing flags.
         """
         missing = [flag(name) for name in names if name not in given]
         if missing:
@@ -141,7 +141,9 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
         flag(PRESET), metavar="NAME", help=f"{', '.join(PRESETS)}: default values"
     )
     files = groups[FILES]
-    files.add_argument("--config", metavar="FILE", help="YAML file, a `setting: value` a line")
+    files.add_argument(
+        "--config", metavar="FILE", help="YAML file with a `setting: value` on each line"
+    )
     add_help(files)
     files.add_argument("--help-all", action="store_true", help="show all options")
 

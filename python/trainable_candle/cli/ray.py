@@ -58,8 +58,13 @@ def make_parser(program: str) -> Parser:
         help="restarts from the last checkpoint (default: 0; -1: any number)",
     )
     group.add_argument(
-        "--wait-seconds", metavar="N", type=whole(1), help="for room in the cluster (default: 300)"
+        "--wait-seconds",
+        metavar="N",
+        type=whole(1),
+        help="wait for free CPUs and GPUs (default: 300)",
     )
-    group.add_argument("--address", metavar="ADDRESS", help="of the cluster, as for ray.init")
+    group.add_argument(
+        "--address", metavar="ADDRESS", help="the cluster's address, as ray.init takes it"
+    )
     add_help(group)
     return parser

@@ -53,7 +53,7 @@ def make_parser(program: str) -> Parser:
         "--keep",
         metavar="X",
         type=share,
-        help="share of the squared norm to keep, e.g. 0.95",
+        help="fraction of the squared norm to keep, e.g. 0.95",
     )
     add_output(group)
     add_help(group)

@@ -1,4 +1,4 @@
-"""Notes on bases that are quantized otherwise than in training, and scales in adapter files."""
+"""Notes on a base whose quantization differs from training; learned scales in adapter files."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ _CURES: Final = {form: f": use merge --to {form}" for form in FORMATS}
 
 
 def notes(adapter: Path, base: str | None, merged: str | None = None) -> list[str]:
-    """Notes for the user, one sentence each; none for files that do not say how they were trained.
+    """Notes for the user where quantization differs from the adapter's training, a sentence each.
+
+    A file without metadata about its training gets no notes.
 
     Args:
         adapter: a file, or a folder of peft.
         base: the format that the base is loaded in, if it is quantized.
-        merged: the quantized format of the merged weights (`merge --to`), if they have one.
+        merged: the quantized format of the merged weights (`merge --to`), if they are quantized.
     """
     path = adapter / _IN_PEFT if adapter.is_dir() else adapter
     try:
@@ -54,7 +56,8 @@ def notes(adapter: Path, base: str | None, merged: str | None = None) -> list[st
 def learned_scales(adapter: Path, to: str) -> dict[str, Tensor]:
     """The factors of quantization scales that were learned with an adapter, by layer.
 
-    The result is empty if the adapter was trained for another format than `to`, or learned none.
+    The result is empty if the adapter was trained for another format than `to`, or without learned
+    scales.
 
     Args:
         adapter: a file, or a folder of peft.
@@ -62,7 +65,7 @@ def learned_scales(adapter: Path, to: str) -> dict[str, Tensor]:
 
     Raises:
         ConfigError: factors were learned, but the file does not have them.
-        WeightsFormatError, OSError: it cannot be read.
+        WeightsFormatError, OSError: the file cannot be read.
     """
     path = adapter / _IN_PEFT if adapter.is_dir() else adapter
     facts = safetensors_metadata(path)

@@ -64,7 +64,7 @@ def _launch(config: TrainConfig, arguments: Sequence[str]) -> int:
 
 
 def make_parser(program: str, *, rare: bool) -> Parser:
-    """Make the parser of the flags; with `rare`, its help shows all of them."""
+    """Make the parser of the flags; if `rare`, its help shows rarely needed flags too."""
     parser = Parser(
         program,
         "Fine-tune a model on images or texts. Flags override --config.",
@@ -78,7 +78,7 @@ def read_config(given: dict[str, Any]) -> TrainConfig:
     """Read the configuration from a file, if one is given, and apply the flags.
 
     Raises:
-        MissingFileError, ConfigError: the file is missing or wrong, or a flag is.
+        MissingFileError, ConfigError: the file is missing or wrong, or a flag is wrong.
     """
     flags = dict(given)
     path = flags.pop("config", None)

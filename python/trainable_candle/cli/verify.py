@@ -105,7 +105,7 @@ def _refusals(path: Path, model: str, weights: Path) -> list[str]:
 
 
 def _applied(tool: str, modules: Sequence[AdapterModule]) -> str:
-    """How many adapters a program applies as trained, and why it does not apply the others."""
+    """How many adapters a program applies as trained, and why it does not apply the rest."""
     ignored = Counter(m.ignored_by[tool] for m in modules if tool in m.ignored_by)
     missing = sum(m.layer is None for m in modules)
     if missing:

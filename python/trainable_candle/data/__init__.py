@@ -22,9 +22,9 @@ How a folder becomes batches::
         dataset.masks(batch)  # (B, h / 8, w / 8) f32 from 0 to 1, or None
 
 `encode` takes pixels, uint8 of shape (n, h, w, 3), and returns tensors of n rows by name;
-`encode_text` takes n captions and returns the same. A batch depends only on the seed and its
-number, so a resumed run repeats it. A validation set is another data set, `dataset.fixed()`, whose
-`fixed_batches(size)` gives every image once.
+`encode_text` takes n captions and also returns tensors of n rows by name. A batch depends only on
+the seed and its number, so a resumed run repeats it. A validation set is another data set,
+`dataset.fixed()`, whose `fixed_batches(size)` gives every image once.
 """
 
 from trainable_candle.data.batches import ShuffledBatches

@@ -1,4 +1,4 @@
-"""Batches in random order, by number."""
+"""Batches of items in random order, each computed from its number."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _REMEMBERED: Final = 64
+"""The number of epochs whose order or counts are cached."""
 
 
 class ShuffledBatches:
@@ -24,14 +25,14 @@ class ShuffledBatches:
 
     All items of a batch belong to one group; a batch may span two epochs of its group. In every
     epoch each item occurs `repeats` times; if that is not a whole number, the item occurs once more
-    in some epochs, so that the mean is right. A batch depends only on the seed and its number, so
-    any batch can be computed at any time.
+    in some epochs, so that its mean number of occurrences is `repeats`. A batch depends only on the
+    seed and its number, so any batch can be computed at any time.
 
     Args:
         items: number of items, at least 1.
         batch_size: items in a batch, at least 1.
         seed: at least 0.
-        groups: the group of each item, numbered from 0; all in one by default.
+        groups: the group of each item, numbered from 0; by default one group for all items.
         repeats: how often each item occurs in an epoch, above 0; once by default.
 
     Raises:
@@ -118,7 +119,7 @@ class _Group:
         self.occurrences_before = lru_cache(maxsize=_REMEMBERED)(self._occurrences_before)
 
     def members(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """`count` items from place `start` of the sequence."""
+        """`count` items from position `start` of the sequence."""
         number = _last(lambda number: self.occurrences_before(number) <= start)
         skipped = start - self.occurrences_before(number)
         parts, missing = [], count
@@ -134,7 +135,7 @@ class _Group:
 
     def _counts(self, number: int) -> npt.NDArray[np.int64]:
         """How often each item occurs before epoch `number`."""
-        # The tiny addend keeps the sum of ten times 0.1 from ending below 1.
+        # The tiny addend offsets rounding errors: ten epochs of 0.1 repeats must make at least 1.
         return np.floor(number * self._repeats + self._phases + 1e-9).astype(np.int64)
 
     def _shuffled(self, number: int) -> npt.NDArray[np.int64]:
@@ -145,7 +146,7 @@ class _Group:
 
 
 def _last(holds: Callable[[int], bool]) -> int:
-    """The largest number for which a condition holds; it holds for all numbers from 0 to that."""
+    """The largest number that meets a condition, which all smaller numbers from 0 meet too."""
     above = 1
     while holds(above):
         above *= 2

@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: the sizes of training images, and how an image is fitted to one."""
+"""Aspect-ratio buckets: the sizes of training images, and how an image is fitted to a bucket."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """A size that batches have, px."""
+    """The size of the images of a batch, px."""
 
     width: int
     height: int
@@ -26,12 +26,12 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Frame:
-    """The part of an image that a model sees, px; its conditioning on size and crop."""
+    """The part of an image that is trained on, px; the input of size and crop conditioning."""
 
     original: tuple[int, int]
     """Width and height of the image before it is scaled."""
     left: int
-    """Column where the crop starts, in the scaled image, which is mirrored if the crop is."""
+    """Column where the crop starts, in the scaled image (mirrored if the crop is mirrored)."""
     top: int
     bucket: Bucket
     """The size of the crop."""
@@ -72,7 +72,7 @@ class Fit:
         return Frame(self.original, self.margin[0] - left if flipped else left, top, self.bucket)
 
     def cut(self, image: Image.Image, left: int, top: int, *, flipped: bool = False) -> Image.Image:
-        """Scale, crop and mirror the image, or its mask of any size, to fill the bucket."""
+        """Scale and crop an image, or its mask of any size, to the bucket; mirror if `flipped`."""
         if image.size != self.scaled:
             image = image.resize(self.scaled, Image.Resampling.LANCZOS)
         image = image.crop((left, top, left + self.bucket.width, top + self.bucket.height))
@@ -84,9 +84,9 @@ class Buckets:
 
     The sides of a full-size bucket are multiples of the step; its area is as large as possible but
     at most that of a square of `resolution`. An image goes to the full-size bucket with the nearest
-    aspect ratio. If it is smaller than this bucket and must not be enlarged, it goes to the nearest
-    of other buckets: the full-size ones that it covers, and the one whose sides are the largest
-    multiples of the step within the sides of the image.
+    aspect ratio. If it is smaller than this bucket and must not be enlarged, it goes to the
+    bucket with the nearest aspect ratio among these: the full-size ones that it covers, and the one
+    whose sides are the largest multiples of the step within the sides of the image.
     """
 
     def __init__(self, options: DatasetOptions) -> None:

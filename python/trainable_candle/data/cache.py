@@ -82,10 +82,11 @@ def fingerprint(facts: Mapping[str, object]) -> str:
 
 
 class FeatureStore:
-    """Tensors by key in a folder, for one kind of entry and settings.
+    """A folder of tensors by key, for one kind of entry and one set of settings.
 
     Entries are in `KIND-SETTINGS/KEY.safetensors`, so that runs with different settings, and
-    several processes, can share a folder. Each entry is written under another name and renamed.
+    several processes, can share a folder. Each entry is written under another name and then
+    renamed, so that readers never get a part of it.
 
     Args:
         folder: the folder of all kinds and settings.
@@ -132,7 +133,7 @@ class FeatureStore:
         """Add an entry, or replace it; `facts` are for people and for `remove_superseded`.
 
         Raises:
-            FileError: it cannot be written; an existing entry does not change.
+            FileError: the entry cannot be written; an existing one does not change.
         """
         self.put(key, packed(tensors, {**(facts or {}), "key": key}))
 
@@ -140,7 +141,7 @@ class FeatureStore:
         """The bytes of an entry's file, for `put` of another store.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         return self._path(key).read_bytes()
 
@@ -148,7 +149,7 @@ class FeatureStore:
         """Add or replace an entry with bytes that `content` of another store returned.
 
         Raises:
-            FileError: it cannot be written; an existing entry does not change.
+            FileError: the entry cannot be written; an existing one does not change.
         """
         path = self._path(key)
         try:
@@ -161,7 +162,7 @@ class FeatureStore:
             raise FileError(error.errno, reason, str(path)) from error
 
     def remove_superseded(self, needed: set[str], digests: Mapping[str, str]) -> int:
-        """Remove entries of earlier contents of the same files; returns their number.
+        """Remove entries made from earlier contents of files; returns the number of these entries.
 
         Args:
             needed: keys to skip.

@@ -25,7 +25,7 @@ def read_caption(path: Path) -> str | None:
     """The text of the `.txt` or `.caption` file beside an image; None if there is no such file.
 
     Raises:
-        DatasetError: it cannot be read as UTF-8.
+        DatasetError: the file cannot be read as UTF-8.
     """
     for suffix in CAPTION_SUFFIXES:
         text = path.with_suffix(suffix)
@@ -46,8 +46,8 @@ def read_metadata(folder: Path) -> dict[Path, str]:
     Face's cache.
 
     Raises:
-        DatasetError: the file cannot be read, or a line is not such an object or names something
-            that is not in the folder; the message names the line.
+        DatasetError: the file cannot be read, or a line is not an object like this, or names
+            something that is not in the folder; the message names the line.
     """
     path = folder / METADATA
     if not path.is_file():
@@ -72,8 +72,8 @@ def _inside(folder: Path, name: str) -> Path:
     """The path of a file in or below a folder, from its name relative to the folder.
 
     Raises:
-        ValueError: it is outside the folder.
-        OSError: it is not a valid file name.
+        ValueError: the path is outside the folder.
+        OSError: the name is not a valid file name.
     """
     relative = PurePath(name)
     path = folder / relative

@@ -1,4 +1,4 @@
-"""Random changes of an image's colours, those of torchvision's `ColorJitter` in a fixed order."""
+"""Random changes of an image's colours, as by torchvision's `ColorJitter`, in a fixed order."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ class Colors:
 
 
 def drawn_colors(options: ColorOptions, seed: int, image: int, variant: int) -> Colors | None:
-    """The colours of a variant of an image, uniform in their ranges; None if they are unchanged.
+    """The colour changes of a variant of an image, uniform in their ranges; None without changes.
 
     Args:
-        options: how much each may vary.
+        options: how much each property may vary.
         seed: the seed of the run.
         image: the image's own seed.
         variant: the number of the variant.
@@ -110,7 +110,7 @@ def _turned(planes: Planes, sixths: np.float32) -> Planes:
     )
     hue += sixths
     turned = np.empty_like(planes)
-    # Each channel is the value less a trapezium of the hue.
+    # Each channel is `value` minus `chroma` times a trapezium-shaped function of the hue.
     for plane, start in zip(turned, (5, 3, 1), strict=True):
         place = (hue + start) % 6
         plane[...] = value - chroma * np.clip(np.minimum(place, 4 - place), 0, 1)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trainable_candle.data.options import CaptionOptions, DatasetOptions
 
 _MASKS_KEPT: Final = 4096
+"""The most masks that stay in memory."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Batch:
     index: int
     """The number of the batch in the run."""
     samples: tuple[int, ...]
-    """The numbers of the samples in the run, which do not depend on the batch size and determine
-    all random choices for a sample."""
+    """The numbers of the samples in the run. They do not depend on the batch size. A sample's
+    number determines all its random choices."""
     views: tuple[View, ...]
     captions: tuple[str, ...]
     bucket: Bucket

@@ -48,7 +48,7 @@ def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
         parts.append(part)
         end += len(part)
     data = b"".join(parts)
-    # File names may hold bytes that are not text.
+    # File names may have bytes that are not text.
     texts = {name: text.encode(errors="replace").decode() for name, text in facts.items()}
     metadata = {_CHECKSUM: "0" * 8, **texts}
     header = json.dumps({_METADATA: metadata, **entries}).encode()
@@ -98,7 +98,7 @@ def _metadata(header: bytes) -> dict[str, str]:
 
 
 def _checksum(content: bytes | bytearray) -> bytes:
-    """The checksum of a file except its own place; detects every change of up to 32 bits."""
+    """The checksum of a file without the checksum itself; detects changes of up to 32 bits."""
     view = memoryview(content)
     return b"%08x" % zlib.crc32(view[_PLACE.stop :], zlib.crc32(view[: _PLACE.start]))
 

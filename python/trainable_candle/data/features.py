@@ -44,7 +44,7 @@ class LatentCache:
         encode: takes pixels, uint8 of shape (n, h, w, 3); returns tensors of n rows by name.
         options: where to keep results.
         identity: everything that results depend on besides pixels: the encoder's weights, its
-            settings, the dtype. Other values have separate entries.
+            settings, the dtype. Different identities have separate entries.
         folder: the folder of entries (`cache_folder`); needed if `options.kind` is `disk`.
         device: the device of batches.
         encode_area: the most pixels that `encode` gets at once, but at least one image.
@@ -163,13 +163,13 @@ class TextCache:
         encode: takes n captions; returns tensors of n rows by name.
         options: where to keep results.
         identity: everything that results depend on besides captions: the encoders' weights, clip
-            skip, the number of tokens, the dtype. Other values have separate entries.
+            skip, the number of tokens, the dtype. Different identities have separate entries.
         folder: the folder of entries (`cache_folder`); needed if `options.kind` is `disk`.
         device: the device of batches.
-        encode_parts: the most parts of captions that `encode` gets at once, but at least one
+        encode_parts: the most chunks of captions that `encode` gets at once, but at least one
             caption.
-        parts: gives the number of parts of a caption; only captions with the same number are
-            encoded together.
+        parts: returns the number of chunks of the encoders' length that a caption needs; only
+            captions with equal numbers are encoded together.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class TextCache:
         report: Report | None = None,
         group: Group = ALONE,
     ) -> Filled:
-        """Encode the missing captions and the empty one, and write entries meanwhile.
+        """Encode the missing captions and the empty caption; write entries at the same time.
 
         Nothing is encoded if the cache is off.
 

@@ -18,7 +18,9 @@ _Task = TypeVar("_Task")
 _Kind = TypeVar("_Kind", bound="Hashable")
 
 _TOLD_FROM: Final = 100
+"""The least number of tasks whose progress is logged."""
 _TOLD_TIMES: Final = 10
+"""The number of log lines for all tasks."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ KOHYA_HINT: Final = (
 SKIP_HINT: Final = " (--skip-bad leaves such images out)"
 _SHOWN: Final = 10
 _EXPECTED: Final = frozenset({*CAPTION_SUFFIXES, ".json", ".jsonl", ".yaml", ".yml", ".md"})
+"""Suffixes of files that the summary does not list."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Folder:
     problems: tuple[str, ...]
     """What is wrong with each unusable image."""
     others: tuple[tuple[str, int], ...]
-    """The types of other files and their numbers."""
+    """The suffixes of other files, each with the number of files."""
 
     @property
     def count(self) -> int:
@@ -65,8 +66,8 @@ def check_folder(folder: str | Path, caption: str | None = None) -> list[Picture
     """Every image in `folder` (not below it), sorted by name, each decoded once.
 
     Args:
-        folder: as for `read_folder`.
-        caption: for images that have no caption of their own.
+        folder: the folder of images.
+        caption: the caption of images that have none of their own.
 
     Returns:
         The images; at least one.
@@ -143,7 +144,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    """The first ten lines, and the number of the others."""
+    """The first ten lines, and the number of further lines."""
     shown = list(lines[:_SHOWN])
     return [*shown, f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else shown
 

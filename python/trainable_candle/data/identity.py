@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 SUFFIXES: Final = (".safetensors", ".gguf", ".json", ".txt", ".model")
 """Endings of weights, configurations and vocabularies."""
 MEMORY: Final = "contents.json"
+"""The file of remembered hashes."""
 _FORMAT: Final = 1
 _CHUNK: Final = 32 * 2**20
+"""Bytes that one thread hashes."""
 _PIECE: Final = 2**20
+"""Bytes that are read at once."""
 _WORKERS: Final = min(16, os.cpu_count() or 1)
 _REMEMBERED: Final = 1000
+"""The most files whose hashes are remembered."""
 SETTLED: Final = 2_000_000_000
-"""A change later than this after the last one has another timestamp on any file system, ns."""
+"""Changes further apart than this have different timestamps on any file system, ns."""
 
 
 def file_identity(path: str | Path) -> str:
@@ -33,7 +37,7 @@ def file_identity(path: str | Path) -> str:
 
     32 hexadecimal digits that depend on every byte. The hash is computed in chunks on several
     threads and remembered for the file's path, size, times, inode and device, so that the next call
-    costs nothing.
+    does not read the file.
 
     Args:
         path: a file of any kind, or a folder, whose weights, configurations and vocabularies are

@@ -18,14 +18,14 @@ class Item:
     fit: Fit
     trigger: str
     loss_weight: float
-    """The weight in the loss, times the factor of regularisation images."""
+    """The weight in the loss; for regularisation images, times `prior_loss_weight`."""
     repeats: float
     mask: str
     """`off`, `file` or `alpha`."""
 
     @property
     def has_mask(self) -> bool:
-        """Whether the loss may weigh less in some places."""
+        """Whether the loss may weigh some pixels less."""
         if self.mask == "alpha":
             return self.picture.transparent
         return self.mask == "file" and self.picture.mask is not None

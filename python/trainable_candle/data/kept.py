@@ -25,7 +25,7 @@ _Task = TypeVar("_Task")
 _Given = TypeVar("_Given")
 
 DEVICE_LIMIT: Final = 512 * 1024**2
-"""Bytes of entries that stay on the device; the others are copied there with their batch."""
+"""Bytes of entries that stay on the device; other entries are copied there with their batch."""
 MEMORY_LIMIT: Final = 2 * 1024**3
 """Bytes of the entries on disk that are also kept in memory, the device's included."""
 PENDING: Final = 1
@@ -73,8 +73,8 @@ class Entries:
 
         Args:
             groups: tasks that are encoded together.
-            given: makes the encoder's input for each group.
-            encode: turns this input into tensors with one row for each task.
+            given: yields the encoder's input for each group.
+            encode: turns that input into tensors with one row for each task.
             entry: the key of a task, and the facts for its file.
             done: called with the number of encoded tasks.
 
@@ -109,8 +109,8 @@ class Entries:
 
         Args:
             group: the processes; all call this when they have made their part.
-            keys: the result of `needed`; this process made every `group.size`th of them, from
-                its rank on.
+            keys: the result of `needed`; of these, this process made those with the indices
+                `group.rank`, `group.rank + group.size` and so on.
 
         Raises:
             OSError: an entry cannot be read or written.
@@ -142,7 +142,7 @@ class Entries:
         """The tensors of an entry, on the device.
 
         Raises:
-            DatasetError: it is missing.
+            DatasetError: the entry is missing.
         """
         if key in self._memory:
             return self.placed(self._memory[key])
@@ -161,7 +161,7 @@ class Entries:
         return {name: tensor.to(self._device) for name, tensor in tensors.items()}
 
     def remove_superseded(self, needed: set[str], digests: Mapping[str, str]) -> int:
-        """As the method of `FeatureStore`."""
+        """Like the method of `FeatureStore`; returns 0 without files."""
         return 0 if self._store is None else self._store.remove_superseded(needed, digests)
 
     def _remember(self, key: str, tensors: dict[str, Tensor]) -> None:

@@ -32,7 +32,7 @@ def load_dataset(
 
     Raises:
         DatasetError: a folder is missing or has no usable images, or some images cannot be used
-            and `skip_bad` is off; the message names the first ten of the folder.
+            and `skip_bad` is off; the message names the first ten images.
         ConfigError: there are only regularisation images.
         OSError: a folder cannot be listed.
     """

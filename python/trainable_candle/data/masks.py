@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 FOLDER: Final = "masks"
 SUFFIX: Final = "-masklabel"
 _SAME_SHAPE: Final = 0.02
-"""Greatest relative difference of aspect ratios, from scaling to whole pixels."""
+"""Greatest relative difference of aspect ratios: scaling to whole pixels causes differences."""
 
 
 def is_mask(path: Path) -> bool:

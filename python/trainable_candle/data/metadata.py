@@ -18,11 +18,11 @@ _TAGS: Final = 10
 
 
 def described(items: Sequence[Item], separator: str) -> dict[str, str]:
-    """The entries of a header: folders, frequencies of tags, buckets, the most frequent tags.
+    """The entries of a file's header: folders, frequencies of tags, buckets, most frequent tags.
 
     Args:
         items: the images that are trained on.
-        separator: of the tags of a caption.
+        separator: the separator of the tags of a caption.
     """
     folders: dict[str, dict[str, Any]] = {}
     tags: dict[str, Counter[str]] = {}
@@ -56,5 +56,5 @@ def _tags(caption: str, separator: str) -> list[str]:
 
 
 def _text(value: object) -> str:
-    # ASCII, because a file's name may hold bytes that are not valid UTF-8.
+    # ASCII, because a file's name may have bytes that are not valid UTF-8.
     return json.dumps(value)

@@ -32,7 +32,7 @@ class Source:
     loss_weight: float = 1.0
     """Factor on the loss of these images."""
     regularization: bool = False
-    """Whether these images preserve what the model knows of the class (DreamBooth's prior
+    """Whether these images preserve what the model has learnt of the class (DreamBooth's prior
     preservation): their loss is also multiplied by `prior_loss_weight`, and they get no trigger."""
     recursive: bool = False
     """Whether folders inside it are read too; hidden ones and `masks` never are."""
@@ -77,7 +77,7 @@ class ColorOptions:
     saturation: float = 0.0
     """The factor on the differences from grey is at most this much more or less than 1."""
     hue: float = 0.0
-    """The hue turns by at most this share of the circle, up to 0.5."""
+    """The hue turns by at most this fraction of the colour circle, up to 0.5."""
     variants: int = 4
     """The number of different colours of an image; each has its own latents."""
 
@@ -125,7 +125,7 @@ class DatasetOptions:
     color: ColorOptions = field(default_factory=ColorOptions)
     """How the colours vary; not at all by default."""
     mask: str = "off"
-    """What weights the loss in each place: `off`, nothing; `file`, the image `masks/NAME` or
+    """What weights the loss of each pixel: `off`, nothing; `file`, the image `masks/NAME` or
     `NAME-masklabel.png`; `alpha`, the image's own alpha channel."""
     prior_loss_weight: float = 1.0
     """Factor on the loss of regularisation images."""
@@ -187,7 +187,7 @@ class CaptionOptions:
     shuffle: bool = False
     """Shuffle the tags of a caption, the parts between separators."""
     keep_tokens: int = 0
-    """The number of tags at the start that keep their place and are never dropped."""
+    """The number of tags at the start that keep their position and are never dropped."""
     tag_dropout: float = 0.0
     """Probability for each tag to be left out, 0 to below 1."""
     separator: str = ","
@@ -195,8 +195,8 @@ class CaptionOptions:
     trigger: str = ""
     """A tag put before every caption that does not start with it."""
     variants: int = 8
-    """How many shuffled (and thinned) versions a caption has, each with cached text features; 0: a
-    new version each time, which needs the text encoders throughout the run."""
+    """How many versions with shuffled or dropped tags a caption has, each with cached text
+    features. 0: a new version each time, which needs the text encoders throughout the run."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -254,7 +254,7 @@ def _in_range(
         isinstance(value, bool)
         or not isinstance(value, (int, float))
         or not (above < value < below and least <= value <= most)
-        or (isinstance(value, int) and value.bit_length() > 1023)  # no float holds it
+        or (isinstance(value, int) and value.bit_length() > 1023)  # too large for a float
     ):
         bounds = [
             text.format(bound)

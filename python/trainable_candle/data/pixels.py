@@ -33,6 +33,7 @@ SUFFIXES: Final = (
 )  # fmt: skip
 _ORIENTATION: Final = 0x0112
 _ON_ITS_SIDE: Final = range(5, 9)
+"""EXIF orientations that exchange width and height."""
 _WORKERS: Final = min(8, os.cpu_count() or 1)
 AHEAD: Final = 2 * _WORKERS
 """The most results that `in_parallel` computes ahead."""
@@ -60,7 +61,7 @@ def probe(path: Path) -> Facts:
     """Decode an image to check it, at reduced size where the format allows that.
 
     Raises:
-        DatasetError: it cannot be decoded.
+        DatasetError: the image cannot be decoded.
     """
     with _decoding(path):
         data = path.read_bytes()
@@ -101,7 +102,7 @@ def read_rgb(path: Path, digest: str | None = None) -> Image.Image:
 
 
 def read_pixels(path: Path) -> npt.NDArray[np.uint8]:
-    """As `read_rgb`, as an array; shape (height, width, 3).
+    """The image of `read_rgb` as an array; shape (height, width, 3).
 
     Raises:
         DatasetError: the file cannot be decoded, or has pixels that are not integers.
@@ -113,7 +114,7 @@ def read_grey(path: Path) -> Image.Image:
     """The brightness of an image, upright, in 8 bits.
 
     Raises:
-        DatasetError: as for `read_rgb`.
+        DatasetError: see `read_rgb`.
     """
     return read_rgb(path).convert("L")
 

@@ -1,1 +1,1 @@
-"""The demo: a LoRA teaches a small image generator the one handwritten digit it has never seen."""
+"""The demos: LoRAs teach built-in models what they have never seen: a digit, hearts, Pig Latin."""

@@ -30,8 +30,8 @@ SPLIT_SEED: Final = 0
 UNSEEN: Final = 0
 """The digit that the base in the package was not trained on.
 
-Zero, because it is the fairest to judge: its empty middle sets it apart from every mixture of the
-other digits, so neither the base nor the judge takes something else for it.
+It is zero, the fairest digit to judge: its empty middle sets it apart from every mixture of the
+other digits, so neither the base nor the judge mistakes another drawing for it.
 """
 
 
@@ -95,7 +95,7 @@ def split(
 
 
 def to_grey(pixels: Pixels) -> npt.NDArray[np.uint8]:
-    """Pixels as an image file holds them: 0..16 becomes 255 (paper) to 0 (ink); same shape."""
+    """Pixels as an image file stores them: 0..16 becomes 255 (paper) to 0 (ink); same shape."""
     grey: npt.NDArray[np.uint8] = 255 - np.rint(pixels * (255 / MAX_PIXEL)).astype(np.uint8)
     return grey
 

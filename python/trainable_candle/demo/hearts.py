@@ -1,4 +1,4 @@
-"""The demo of SDXL: teach a small model, which has only seen flowers, to draw hearts."""
+"""The demo of SDXL: teach a small model, which was trained on flowers only, to draw hearts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ UNSEEN: Final = "orange"
 DRAWN: Final = 4
 """Images of each colour that are judged."""
 MOST_BEFORE: Final = 0.2
+"""Bound on `Verdict.before`."""
 LEAST_AFTER: Final = 0.6
+"""Bound on `Verdict.after`."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,13 @@ def run_demo(
 
     Args:
         output: the folder for everything; created if missing.
-        seed: of the images, the training and the samples.
+        seed: the seed of the images, the training and the samples.
         threads: CPU threads; default all.
         progress: whether to show a progress bar.
         report: gets a line at each stage.
 
     Returns:
-        None if the training was interrupted.
+        The judgement; None if the training was interrupted.
 
     Raises:
         OSError: the folder cannot be written.
@@ -126,7 +128,7 @@ def run_demo(
 
 
 def configuration(output: Path, *, seed: int = 0, threads: int | None = None) -> TrainConfig:
-    """The settings of the demo's training run, into `output`, on the images in its `dataset`."""
+    """The settings of a run on the images in `output/dataset`, which writes to `output`."""
     return TrainConfig(
         model="sdxl",
         dataset=str(output / DATASET),
@@ -174,7 +176,7 @@ def _draw(task: LatentTask, seed: int) -> npt.NDArray[np.uint8]:
     colours = [*(colour for colour in shapes.COLOURS if colour != UNSEEN), UNSEEN]
     prompts = [caption(colour) for colour in colours for _ in range(DRAWN)]
     side = (shapes.SIDE, shapes.SIDE)
-    # Noise that training has not used.
+    # Another seed, so that the noise is not that of training.
     options = SampleOptions(steps=14, seed=seed + 1000, guidance=4.0, size=side, sampler="dpmpp_2m")
     return task.draw(prompts, options)
 

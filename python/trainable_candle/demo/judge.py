@@ -1,8 +1,8 @@
-"""An independent judge of drawn digits: is it the digit asked for, and do the drawings differ?
+"""An independent judge of drawn digits: is each the digit asked for, and do the drawings differ?
 
-The judge is a support vector machine of scikit-learn, fitted on real images that neither the base
-nor the LoRA was trained on; it knows nothing of the model that draws. Importing this module without
-scikit-learn raises ModuleNotFoundError, which names the command that installs it.
+The judge is a support vector machine of scikit-learn. It is fitted on real images that were used to
+train neither the base nor the LoRA, and has no access to the model that draws. Importing this
+module without scikit-learn raises ModuleNotFoundError, which names the command that installs it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MOST_BEFORE: Final = 0.2
+"""Bound on `Verdict.share_before`."""
 LEAST_AFTER: Final = 0.8
+"""Bound on `Verdict.share_after`."""
 LEAST_SPREAD: Final = 0.6
+"""Bound on `Verdict.spread_ratio`."""
 
 
 class Judge:
@@ -47,7 +50,7 @@ class Judge:
         return float(np.mean(self.labels(real.pixels) == real.labels))
 
     def share(self, pixels: Pixels, digit: int) -> float:
-        """The share (0 to 1) of the images in which the judge sees ``digit``."""
+        """The share (0 to 1) of the images that the judge takes for ``digit``."""
         return float(np.mean(self.labels(pixels) == digit))
 
 
@@ -64,7 +67,7 @@ class Verdict:
     spread_ratio: float
     """`spread` of the samples with the LoRA, divided by that of real images of the digit."""
     judge_accuracy: float
-    """Share (0 to 1) of real images that the judge gets right, of those it was not fitted on."""
+    """Share (0 to 1) of right answers about real images that the judge was not fitted on."""
 
     @property
     def passed(self) -> bool:

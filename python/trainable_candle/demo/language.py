@@ -27,14 +27,17 @@ DATASET: Final = "chats.jsonl"
 VERDICT: Final = "verdict.json"
 EXAMPLES: Final = 4000
 OLD_SHARE: Final = 0.3
-"""The share of examples from tasks that the base knows; without them it forgets these tasks."""
+"""The share of examples of tasks that the base can do; without them, it forgets these tasks."""
 ASKED: Final = 200
 """Held-out words that the unseen task is judged on."""
 ASKED_OLD: Final = 20
 """Held-out words that each known task is judged on."""
 MOST_BEFORE: Final = 0.0
+"""Bound on `Verdict.before`."""
 LEAST_AFTER: Final = 0.9
+"""Bound on `Verdict.after`."""
 LEAST_KEPT: Final = 0.8
+"""Bound on `Verdict.old_after`, relative to `Verdict.old_before`."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +86,13 @@ def run_demo(
 
     Args:
         output: the folder for everything; created if missing.
-        seed: of the data and the training.
+        seed: the seed of the data and the training.
         threads: CPU threads; default all.
         progress: whether to show a progress bar.
         report: gets a line at each stage.
 
     Returns:
-        None if the training was interrupted.
+        The judgement; None if the training was interrupted.
 
     Raises:
         OSError: the folder cannot be written.
@@ -121,7 +124,7 @@ def run_demo(
 
 
 def configuration(output: Path, *, seed: int = 0, threads: int | None = None) -> TrainConfig:
-    """The settings of the demo's training run, into `output`, on the texts in it."""
+    """The settings of a run that trains on the chats in `output` and writes to `output`."""
     return TrainConfig(
         model="causal-lm",
         dataset=str(output / DATASET),
@@ -165,7 +168,7 @@ class Answers:
 
     Args:
         task: the model.
-        seed: of the words.
+        seed: the seed of the words.
     """
 
     def __init__(self, task: TextTask, seed: int) -> None:
@@ -184,7 +187,7 @@ class Answers:
         """Share of the known tasks' answers that are exact."""
 
     def shown(self, before: Answers, count: int = 4) -> str:
-        """The first answers in the unseen task beside those of another model, one a line."""
+        """The first answers in the unseen task beside those of another model, one on each line."""
         rows = list(zip(self.asked, before.new, self.new, strict=True))[:count]
         return "\n".join(
             f"  {words.message(*asked)}: without the LoRA {old!r}, with it {new!r}"

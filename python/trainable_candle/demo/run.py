@@ -56,7 +56,7 @@ def run_demo(output: Path, *, seed: int = 0, threads: int | None = None) -> int:
 
     Args:
         output: the folder for everything; created if missing.
-        seed: of the training and of the samples.
+        seed: the seed of the training and of the samples.
         threads: CPU threads; default all.
 
     Raises:
@@ -81,7 +81,7 @@ def run(
 
     Args:
         output: the folder for everything; created if missing.
-        seed: of the training and of the samples.
+        seed: the seed of the training and of the samples.
         threads: CPU threads; default all.
         progress: whether to show a progress bar.
         report: gets a line at each stage.
@@ -121,7 +121,7 @@ def run(
 
 
 def configuration(output: Path, *, seed: int = 0, threads: int | None = None) -> TrainConfig:
-    """The settings of the demo's training run, into `output`, on the images in its `dataset`."""
+    """The settings of a run on the images in `output/dataset`, which writes to `output`."""
     return TrainConfig(
         model="digits",
         dataset=str(output / DATASET),

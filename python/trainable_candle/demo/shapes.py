@@ -1,7 +1,7 @@
 """Hearts and other shapes, and a judge that tells them apart.
 
 The judge is a support vector machine of scikit-learn, fitted on shapes that this module draws with
-other seeds than the training images; it knows nothing of the model that draws.
+other seeds than the training images. It has no access to the model that draws.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _examples(random: np.random.Generator) -> tuple[npt.NDArray[np.uint8], list[
 def _features(
     images: Sequence[npt.NDArray[np.uint8]] | npt.NDArray[np.uint8],
 ) -> npt.NDArray[np.float64]:
-    """Small grey images, normalised so that neither contrast nor its sign matters; one a row."""
+    """A row for each image: small, grey, and normalised for contrast and the sign of contrast."""
     rows = []
     for image in images:
         grey = Image.fromarray(image).convert("L").resize((_SEEN, _SEEN), Image.Resampling.BOX)

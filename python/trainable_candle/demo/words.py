@@ -74,7 +74,7 @@ def is_held_out(word: str) -> bool:
 
 
 def words(rng: np.random.Generator, count: int, *, held_out: bool = False) -> list[str]:
-    """Different words of 4 to 9 letters, all of one part."""
+    """`count` different words of 4 to 9 letters, all held out or all not held out."""
     found: dict[str, None] = {}
     while len(found) < count:
         parts = (_ONSETS, _VOWELS, _CODAS) * 2

@@ -61,7 +61,7 @@ def init(device: str = "auto") -> str:
     Raises:
         ConfigError: the launcher's variables are incomplete, or there are too few GPUs.
         CudaUnavailableError: there is no GPU, or NCCL cannot be used.
-        DistributedError: the processes do not find each other, or differ.
+        DistributedError: the processes do not find each other, or differ in version or device.
     """
     global _group  # noqa: PLW0603
     world = from_environment()
@@ -95,7 +95,7 @@ def device_of(world: World | None, device: str) -> str:
 
 
 def rank() -> int:
-    """Return which of the processes this is, from 0.
+    """Return the number of this process, from 0.
 
     ```python
     assert tc.distributed.rank() < tc.distributed.world_size()

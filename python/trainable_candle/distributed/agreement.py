@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _SHOWN: Final = 3
 """The most differences that a message names."""
 _TOLERANCE: Final = 1e-5
-"""Relative: GPUs of different models may add in different orders, which changes the last bits."""
+"""Greatest relative difference: GPUs of different models add in different orders."""
 
 
 def require_same(group: Group, what: str, facts: Mapping[str, str]) -> None:
@@ -56,7 +56,8 @@ class SameParameters(Callback):
     """Ends the run when the parameters of the processes are not the same any more.
 
     All processes begin with the parameters of rank 0 and apply the same gradients, so they stay
-    equal unless a GPU or a link makes an error, or a callback changes them in one process alone.
+    equal. A difference means that a GPU or a link has made an error, or that a callback has changed
+    the parameters of one process alone.
     For each tensor the sum and the sum of squares are compared, not all values.
 
     Args:

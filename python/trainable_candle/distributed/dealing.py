@@ -46,7 +46,8 @@ def measured(
 def needed(group: Group, missing: Iterable[str], order: Iterable[str]) -> list[str]:
     """The names that are missing in at least one process; the same list in all of them.
 
-    Each process then makes every `group.size`th item of this list, from its rank on.
+    Each process then makes the items with the indices `group.rank`, `group.rank + group.size` and
+    so on.
 
     Args:
         group: the processes.

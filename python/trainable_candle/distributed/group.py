@@ -1,4 +1,4 @@
-"""The group of processes that train together, and what a step needs from the others."""
+"""The group of processes that train together: sums, messages, and waiting for each other."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Alone:
         return tail
 
     def broadcast_(self, parameters: Mapping[str, Var]) -> None:
-        """Nothing: rank 0 is this process."""
+        """Do nothing: rank 0 is this process."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The tensor."""
@@ -74,29 +74,29 @@ class Alone:
         return [message]
 
     def barrier(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     def wait(self) -> None:
-        """Nothing: a single process waits for the GPU when it reads a result."""
+        """Do nothing: a single process waits for the GPU when it reads a result."""
 
     def fail(self, reason: str) -> None:
-        """Nothing: there are no other processes."""
+        """Do nothing: there are no other processes."""
 
     def in_step(self) -> AbstractContextManager[None]:
         """No limit: no other process waits for this one."""
         return nullcontext()
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Do nothing: there is nothing to leave."""
 
 
 ALONE: Final = Alone()
-"""What to pass to functions that take a group if one process is to do all the work."""
+"""The group to pass to a function if this process is to do all the work."""
 
 
 @contextmanager
 def first_before_others(group: Group) -> Iterator[None]:
-    """A context that rank 0 leaves before the others enter it, so that they find its files.
+    """A context that rank 0 leaves before other ranks enter it, so that they find its files.
 
     Raises:
         DistributedError: another process has failed.

@@ -29,7 +29,7 @@ LAUNCHER: Final = "TRAINABLE_CANDLE_LAUNCHER"
 """The variable with the descriptor of a pipe that is closed when the launcher ends."""
 LOGS: Final = "logs"
 GRACE: Final = 15.0
-"""Seconds for the others to end after one has failed."""
+"""Seconds that the other processes get to end after one has failed."""
 _TAIL: Final = 12
 """Lines of a failed process that are shown."""
 _SOCKET_PATH: Final = 90
@@ -70,9 +70,10 @@ def chosen_gpus(text: str) -> list[int]:
 def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, output: Path) -> int:
     """Run `trainable-candle train ARGUMENTS` once for each GPU, as one run.
 
-    The first process of a machine writes to the terminal, the others to `output/logs`. After Ctrl-C
-    or SIGTERM the run saves and ends in all of them; a second Ctrl-C ends it at once. If the
-    environment describes several machines, all of them join one run with equal numbers of GPUs.
+    The first process of a machine writes to the terminal, its other processes to `output/logs`.
+    After Ctrl-C or SIGTERM the run saves and ends in all processes; a second Ctrl-C ends it at
+    once. If the environment describes several machines, all of them join one run with equal numbers
+    of GPUs.
 
     Args:
         arguments: the arguments of the command.

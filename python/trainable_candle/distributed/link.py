@@ -88,7 +88,7 @@ class Link:
         """Set what this process does from now on, and how many seconds it may take.
 
         Returns:
-            The phase and the limit before.
+            The previous phase and its limit.
         """
         with self._lock:
             before, self._phase = self._phase, (phase, limit)
@@ -96,7 +96,7 @@ class Link:
         return before
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Send every process the messages of all, by rank; waits for all of them.
+        """Send the messages of all processes to each of them; returns the messages by rank.
 
         Raises:
             DistributedError: another process has failed.
@@ -111,7 +111,7 @@ class Link:
         return messages
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Send rank 0 the messages of all, by rank; the others get none."""
+        """Collect all processes' messages at rank 0, by rank; the others get an empty list."""
         if self.rank != 0:
             self._send(0, message)
             return []
@@ -191,7 +191,7 @@ class Link:
                 self._welcome(*came)
         finally:
             done.set()
-            # A thread that still accepts connections keeps the port.
+            # The thread that accepts connections keeps the port: end its wait.
             knock(self._world.address)
             acceptor.join(GRACE)
             listener.close()

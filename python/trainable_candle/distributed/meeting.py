@@ -1,4 +1,4 @@
-"""The rendezvous of the processes: rank 0 listens, the others connect to it."""
+"""The rendezvous of the processes: rank 0 listens, other ranks connect to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOOPBACK: Final = ("localhost", "127.")
 
 
 def listen(world: World) -> Listener:
-    """Listen for the others, as rank 0.
+    """Listen for other ranks, as rank 0.
 
     Raises:
         DistributedError: the address is not one of this machine, or its port is taken.
@@ -35,8 +35,8 @@ def listen(world: World) -> Listener:
         and world.local_size < world.size
         and address[0].startswith(_LOOPBACK)
     ):
-        # Some launchers give rank 0 the loopback address, but the others the machine's name: listen
-        # on all addresses.
+        # Some launchers give rank 0 the loopback address, but other ranks the machine's name:
+        # listen on all addresses.
         address = "", address[1]
     try:
         return Listener(address, backlog=2 * world.size, authkey=_key(world))
@@ -54,7 +54,7 @@ def reach(world: World, deadline: float) -> Connection[Any, Any]:
     """A connection to rank 0, which may not be listening yet.
 
     Raises:
-        DistributedError: it cannot be reached by `deadline`, or another program listens there.
+        DistributedError: rank 0 cannot be reached by `deadline`, or another program listens there.
     """
     where = shown(world.address)
     while True:
@@ -82,7 +82,7 @@ def _connected(world: World, deadline: float) -> Connection[Any, Any]:
     def attempt() -> None:
         try:
             found.put(Client(world.address, authkey=_key(world)))
-        except BaseException as error:  # noqa: BLE001 - raised by the other thread
+        except BaseException as error:  # noqa: BLE001 - `_connected` raises it
             found.put(error)
 
     threading.Thread(target=attempt, daemon=True).start()

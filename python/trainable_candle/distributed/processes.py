@@ -43,7 +43,7 @@ class Processes:
         step_seconds: how long a step may take.
 
     Raises:
-        DistributedError: the processes do not find each other, or differ.
+        DistributedError: the processes do not find each other, or their facts differ.
         CudaUnavailableError: NCCL cannot be used.
     """
 
@@ -173,7 +173,7 @@ class Processes:
 
     @contextmanager
     def _busy(self, phase: str, limit: float | None = None) -> Iterator[None]:
-        """Inform the others that this process is in `phase`, for at most `limit` seconds."""
+        """Inform the other processes that this one is in `phase`, for at most `limit` seconds."""
         before = self._link.enter(phase, limit)
         try:
             yield
@@ -185,7 +185,7 @@ class Processes:
         self._link.fail(reason)
 
     def close(self) -> None:
-        """Leave the group, after informing the others."""
+        """Leave the group, after informing the other processes."""
         self._communicator = None
         self._link.close()
 

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from trainable_candle.settings import TrainConfig
 
 STRATEGIES: Final = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-"""PACK prefers few machines, SPREAD many; the strict ones require one, or one per process."""
+"""PACK prefers few machines, SPREAD many; STRICT_PACK uses one, STRICT_SPREAD one each."""
 GRACE: Final = 15.0
-"""Seconds for the other processes to end after one has failed."""
+"""Seconds that the other processes get to end after one has failed."""
 _POLL: Final = 0.25
 _START_SECONDS: Final = 120.0
-"""How long processes may take to start once they have their places."""
+"""Seconds that processes may take to start once Ray has reserved what they need."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def train(
     end after the same step.
 
     Args:
-        config: as for `train_adapter`; `device` is `auto`, `cuda` or `cpu`.
+        config: see `train_adapter`; `device` is `auto`, `cuda` or `cpu`.
         workers: processes, each with a GPU unless `device` is `cpu`; None: as many as the cluster
             has GPUs.
         cpus_per_worker: CPUs that Ray reserves for each.
@@ -134,14 +134,14 @@ def _weight(outcome: Outcome) -> int:
 
 
 class _Workers:
-    """Processes with their places, as a context, which ends them.
+    """The processes of one attempt, as a context that ends them on exit.
 
     Args:
         ray: the module.
         number: the number of processes.
         needs: what Ray reserves for each process, by the name of the resource.
-        strategy: how they are placed.
-        seconds: how long to wait for room.
+        strategy: how Ray places them.
+        seconds: how long to wait until the cluster has room.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class _Workers:
                 )
 
     def _watched(self, guard: InterruptGuard) -> list[Outcome]:
-        """Wait for all processes; after one has failed, at most `GRACE` seconds for the others."""
+        """Wait for all processes; after one has failed, at most `GRACE` seconds for the rest."""
         ray = self._ray
         ranks = {ref: rank for rank, ref in enumerate(self._running)}
         outcomes: dict[int, Outcome] = {}

@@ -69,14 +69,14 @@ class Outcome:
 
 
 class Worker:
-    """A process of a run, as an actor. It sees only the GPU that Ray has reserved for it."""
+    """A process of a run, as an actor. It can use only the GPU that Ray has reserved for it."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()
 
     def place(self) -> Place:
         """Where this process runs."""
-        import ray  # noqa: PLC0415 - of the cluster
+        import ray  # noqa: PLC0415 - only actors need it
 
         util: Any = ray.util  # has no types
         node = ray.get_runtime_context().get_node_id()
@@ -104,7 +104,7 @@ class Worker:
         return path.exists()
 
     def remove(self, output: str, name: str) -> None:
-        """Remove the file again."""
+        """Remove the file that `leave` has written."""
         (Path(output).expanduser() / name).unlink(missing_ok=True)
 
     def has_checkpoint(self, output: str) -> bool:

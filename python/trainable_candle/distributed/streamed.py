@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def machine() -> str:
-    """The name of what processes have in common that can share memory; empty if not known."""
+    """A name that is the same in all processes that can share memory; empty if unknown."""
     return _core.memory_machine() or ""
 
 
 def least_sharing(machines: Sequence[str]) -> int:
-    """How many processes share a copy where the fewest do, given the `machine` of each."""
+    """The smallest number of processes that share a copy, given the `machine` of each."""
     return min(machines.count(name) if name else 1 for name in machines)
 
 

@@ -26,7 +26,7 @@ JOB: Final = "TRAINABLE_CANDLE_JOB"
 """A name that keeps the processes of one job apart from those of another."""
 
 JOIN: Final = "TRAINABLE_CANDLE_JOIN_SECONDS"
-"""How long processes wait for one another at the start."""
+"""The number of seconds that processes wait for one another at the start."""
 JOIN_SECONDS: Final = 25.0
 """The default wait; it can be short, because launchers start all processes at once."""
 
@@ -61,7 +61,7 @@ class World:
     """The place of this process among the processes that train together."""
 
     rank: int
-    """From 0; rank 0 writes files, draws previews and validates."""
+    """From 0; rank 0 writes files and draws previews."""
     size: int
     local_rank: int
     """The number of this process among those of this machine, from 0."""
@@ -69,13 +69,13 @@ class World:
     address: Address
     job: str
     join_seconds: float = JOIN_SECONDS
-    """How long to wait for the others at the start."""
+    """Seconds to wait for the other processes at the start."""
 
     def device(self, visible: int) -> str:
-        """The GPU of this process, given how many GPUs it sees.
+        """The GPU of this process, given how many GPUs CUDA shows it.
 
         Raises:
-            ConfigError: it sees more than one GPU, but fewer than there are processes here.
+            ConfigError: CUDA shows more than one GPU, but fewer than the processes on this machine.
         """
         if visible == 1:  # The launcher shows each process only its own GPU.
             return "cuda:0"

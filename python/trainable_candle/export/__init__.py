@@ -1,8 +1,8 @@
 """Adapters of language models in the forms that other programs load.
 
 In all of these forms the scale of every layer is multiplied into its second factor, and all factors
-are padded with zeros to the largest rank. So a program that reads one rank and one alpha for all
-layers, or neither, applies the adapter as it was trained.
+are padded with zeros to the largest rank. So a program applies the adapter as it was trained,
+even if it reads only one rank and one alpha for all layers, or reads neither of them.
 """
 
 from trainable_candle.export.adapter import Factors, TextAdapter, read_adapter

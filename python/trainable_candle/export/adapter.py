@@ -30,7 +30,7 @@ class Factors(NamedTuple):
     down: Array
     """(rank, in)."""
     up: Array
-    """(out, rank), with the scale."""
+    """(out, rank), multiplied by the scale."""
     magnitude: Array | None = None
     """(out,): with DoRA, the lengths of the rows of the changed weight."""
 
@@ -127,7 +127,7 @@ def adapter_settings(path: Path) -> dict[str, Any] | None:
 
 
 def short_names(adapted: Iterable[str], layers: Iterable[str]) -> list[str]:
-    """The last parts of the adapted layers' names, or whole names if the parts match others too."""
+    """Last parts of the adapted layers' names; whole names if the parts match other layers."""
     chosen = set(adapted)
     last = {name.rpartition(".")[2] for name in chosen}
     named = {name for name in layers if name.rpartition(".")[2] in last}

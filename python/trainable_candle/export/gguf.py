@@ -45,12 +45,12 @@ def write_adapter(path: Path, adapter: TextAdapter, config: Mapping[str, Any]) -
     """Write an adapter.
 
     Args:
-        path: of the file.
+        path: the file to write.
         adapter: the adapter, without DoRA.
         config: the model's `config.json`.
 
     Raises:
-        ConfigError: llama.cpp does not know the model, or a layer.
+        ConfigError: llama.cpp does not support the model, or a layer.
         OSError: the file cannot be written.
     """
     name_of_model = architecture(config)
@@ -66,7 +66,7 @@ def write_adapter(path: Path, adapter: TextAdapter, config: Mapping[str, Any]) -
         "general.architecture": name_of_model,
         "general.type": "adapter",
         "adapter.type": "lora",
-        # llama.cpp's scale is alpha divided by the rank, so 1.
+        # llama.cpp scales by alpha divided by the rank, which is 1 here.
         "adapter.lora.alpha": float(adapter.rank),
     }
     entries = [
@@ -82,7 +82,7 @@ def architecture(config: Mapping[str, Any]) -> str:
     """llama.cpp's name of the architecture of a `config.json`.
 
     Raises:
-        ConfigError: llama.cpp does not know the architecture.
+        ConfigError: llama.cpp does not support the architecture.
     """
     family = str(config.get("model_type"))
     if family not in ARCHITECTURES:
@@ -108,8 +108,8 @@ def heads(config: Mapping[str, Any], name: str) -> int:
 def paired(rows: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.float32]:
     """Reorder the rows of `count` heads of queries or keys for llama.cpp.
 
-    The rotary embedding rotates pairs of features: llama.cpp pairs neighbours, transformers those
-    half a head apart.
+    The rotary embedding rotates pairs of features: llama.cpp pairs neighbours, transformers pairs
+    features half a head apart.
     """
     halves = rows.reshape(count, 2, rows.shape[0] // count // 2, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))

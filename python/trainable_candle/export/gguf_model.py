@@ -50,11 +50,11 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> M
     Args:
         weights: the model's folder.
         adapter: the adapter.
-        path: of the new file.
+        path: the file to write.
         kind: "f32", "f16", "bf16", "q8_0" or "q4_0".
 
     Raises:
-        ConfigError: llama.cpp does not know the model or its tokenizer, or the kind is unknown.
+        ConfigError: llama.cpp does not support the model or its tokenizer, or the kind is unknown.
         MissingFileError, WeightsFormatError: a file is missing or damaged, or no file has the
             weight of an adapted layer.
         OSError: the file cannot be written.
@@ -131,7 +131,7 @@ def model_facts(config: Mapping[str, Any]) -> dict[str, Fact]:
     """The sizes of the model as metadata of the file.
 
     Raises:
-        ConfigError: llama.cpp does not know the model, or its scaling of positions.
+        ConfigError: llama.cpp does not support the model, or its scaling of positions.
     """
     name = gguf.architecture(config)
     heads = int(config["num_attention_heads"])

@@ -1,4 +1,4 @@
-"""The tokenizer of a language model as llama.cpp's files have it."""
+"""The tokenizer of a language model as llama.cpp's files store it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Merged:
     weights: int = 0
     """The number of elements of the adapted layers' weights."""
     changed: int = 0
-    """How many of them changed."""
+    """How many of these elements changed."""
     squared_change: float = 0.0
     """The squared norm of the exact change."""
     squared_loss: float = 0.0

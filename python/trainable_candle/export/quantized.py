@@ -95,7 +95,7 @@ _Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A weight on the grid of a format."""
+    """A weight rounded to a format, separated into units and scales."""
 
     units: _Floats
     """The values divided by their scales, (number of scales, elements that share a scale)."""
@@ -111,7 +111,7 @@ def _matrix(
     """The units and scales of `rounded`, which is `exact` rounded with scales times `factors`."""
     width = form.group or exact.shape[-1]
     scales = np.abs(exact.numpy().reshape(-1, width)).max(1) / np.float32(form.largest)
-    # As in the rounding; groups of zeros may have any scale.
+    # As `fake_quantize` does; groups of zeros may have any scale.
     scales = np.maximum(scales, np.finfo(np.float32).tiny)
     if factors is not None:
         scales = scales * factors.numpy()
@@ -167,7 +167,7 @@ def _fp8(key: str, matrix: _Matrix) -> dict[str, Tensor]:
 
 
 def _codes(matrix: _Matrix, to: str) -> Tensor:
-    """The 8-bit codes; an added column of the largest value makes all scales 1."""
+    """The 8-bit codes; an added column of the largest value makes `quantize` use scales of 1."""
     rows, columns = matrix.shape
     largest = np.full((rows, 1), _FORMS[to].largest, np.float32)
     codes = tc.quantize(tc.tensor(np.concatenate([matrix.units, largest], 1)), to).tensors()[

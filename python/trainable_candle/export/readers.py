@@ -1,11 +1,12 @@
 """Which adapters of language models other programs reject, or apply differently.
 
 vLLM (`vllm/lora/peft_helper.py` at 02143692ba86a7ba6198a67e12982c5317c8bd2f) needs r, an integer
-lora_alpha and target_modules, raises on modules_to_save and DoRA, and ignores settings that it does
-not know, in that version rank_pattern and alpha_pattern; 0.33 reads these. llama.cpp
+lora_alpha and target_modules, and raises on modules_to_save and DoRA. That version ignores
+rank_pattern and alpha_pattern, as it ignores all settings that it does not know; vLLM 0.33 reads
+them. llama.cpp
 (`convert_lora_to_gguf.py` at 0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c) takes lora_alpha from the
 configuration and ranks from tensors, and stops at any other tensor. mlx-lm
-(`mlx_lm/tuner/utils.py` at d78bf58e) has a format of its own; Ollama loads llama.cpp's.
+(`mlx_lm/tuner/utils.py` at d78bf58e) has a format of its own; Ollama loads llama.cpp's format.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ _UNREAD: Final = {
     "gguf": ("alpha_pattern", "use_rslora", "modules_to_save"),
     "ollama": ("alpha_pattern", "use_rslora", "modules_to_save"),
 }
-"""Settings of `adapter_config.json` that a program ignores, which changes the adapter."""
+"""Settings of `adapter_config.json` that a program ignores, so that it changes the adapter."""
 _READ_SINCE: Final = {"vllm": " before 0.33"}
+"""The versions that ignore these settings, if later ones read them."""
 
 
 def refusals(adapter: TextAdapter, settings: Mapping[str, Any] | None) -> dict[str, list[str]]:
-    """Why programs reject an adapter, or do not apply it as trained; reasons by program.
+    """By program, the reasons why it rejects an adapter or does not apply it as trained.
 
     Args:
         adapter: the adapter.

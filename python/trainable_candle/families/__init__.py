@@ -29,7 +29,7 @@ NAMES: Final = {
     "causal-lm": "trainable_candle.families.causal_lm:CausalLM",
     "digits": "trainable_candle.families.digits:Digits",
 }
-"""Model name -> its family; adding one is one line here."""
+"""The class of each model's family; a new family adds one line here."""
 
 
 def find(name: str) -> type[Family]:
@@ -75,7 +75,7 @@ def weights_of(name: str, given: str | Path | None) -> Path:
     ```
 
     Args:
-        name: of the model.
+        name: the name of the model.
         given: a path, or the name of a pipeline or a language model on the Hugging Face hub, which
             is downloaded.
 
@@ -109,10 +109,10 @@ def load(
     ```
 
     Args:
-        name: of the model.
-        weights: as for `weights_of`.
-        dtype: of the model and the text encoders; as stored if None.
-        device: of everything.
+        name: the name of the model.
+        weights: the argument `given` of `weights_of`.
+        dtype: the dtype of the model and the text encoders; as stored if None.
+        device: the device of all parts.
         config: settings; they may name separate files for parts of the model.
 
     Raises:

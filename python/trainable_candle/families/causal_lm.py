@@ -38,8 +38,8 @@ class CausalLM:
 
     Args:
         weights: the folder.
-        dtype: of the model; as stored if None.
-        device: of the model.
+        dtype: the dtype of the model; as stored if None.
+        device: the device of the model.
         config: the settings of the run; None: defaults, enough for writing and merging.
     """
 
@@ -67,7 +67,7 @@ class CausalLM:
 
     @classmethod
     def default_weights(cls) -> Path | None:
-        """A tiny Llama that knows tasks on words (`assets/llama_tiny`)."""
+        """A tiny Llama that does tasks on words (`assets/llama_tiny`)."""
         return BUILT_IN
 
     @classmethod
@@ -112,7 +112,7 @@ class CausalLM:
 
     @property
     def repeats(self) -> bool:
-        """As `TextFamily.repeats`; some scalings of positions depend on the longest text."""
+        """See `TextFamily.repeats`; some scalings of positions depend on the longest text."""
         settings = self.settings
         scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
         kind = scaling.get("rope_type", scaling.get("type"))
@@ -128,7 +128,7 @@ class CausalLM:
         """Check that the adapters in a file are those that the settings describe.
 
         Raises:
-            ConfigError: they are not.
+            ConfigError: the adapters differ from the settings.
             MissingFileError, WeightsFormatError: the file is missing or damaged.
         """
         check_initial_adapter(

@@ -47,7 +47,7 @@ class ChromaTexts:
         return self._t5.read_tokens(caption)
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Captions to `encoder_hidden_states` (B, L, 4096) and the `lengths` (B,) of each row."""
+        """Encode captions: `encoder_hidden_states` (B, L, 4096) and `lengths` (B,) of the rows."""
         return in_rows([self._t5.words(caption) for caption in captions])
 
 
@@ -61,7 +61,7 @@ class Chroma(FlowFamily[ChromaTexts]):
         "each, Apache-2.0)"
     )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("chroma"))
-    # Flux's blocks have Flux's layers; no trainer adapts the approximator.
+    # Chroma's blocks have Flux's layers. As in other trainers, the approximator has no adapter.
     targets: ClassVar[tuple[str, ...]] = Flux.targets
     guidance: ClassVar[float] = 5.0
     reads_texts_apart: ClassVar[bool] = True
@@ -94,7 +94,7 @@ class Chroma(FlowFamily[ChromaTexts]):
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
         """The prediction of the transformer."""
         text = conditions["encoder_hidden_states"]
-        # A single text has only the padding that the model reads; of several, some have more.
+        # A single text has only the padding that the model reads; in a batch, some texts have more.
         lengths = conditions["lengths"] if sample.shape[0] > 1 else None
         return over_tokens(
             sample,

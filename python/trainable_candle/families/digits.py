@@ -70,7 +70,7 @@ class Pixels:
         """None, because latents are computed too quickly to be worth caching."""
 
     def encode(self, pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
-        """Images as the model sees them."""
+        """Images as the model reads them."""
         return {"mean": tc.tensor(to_model(pixels))}
 
     def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:  # noqa: ARG002
@@ -126,7 +126,7 @@ class Digits(LatentFamily):
         """Check that a text names one digit.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: the text names no digit, or several.
         """
         _label(prompt)
 
@@ -213,7 +213,7 @@ class Digits(LatentFamily):
         """Write the model to a new or an empty folder.
 
         Raises:
-            ConfigError: the folder is not empty, or there is a file.
+            ConfigError: `output` is a file, or a folder that is not empty.
             OSError: the folder cannot be written.
         """
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -232,7 +232,7 @@ class Digits(LatentFamily):
 
 
 def to_model(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """RGB pixels as the model sees them: (n, 8, 8, 3), 0..255 -> grey (n, 1, 8, 8), -1..1."""
+    """RGB pixels as the model reads them: (n, 8, 8, 3), 0..255 -> grey (n, 1, 8, 8), -1..1."""
     grey = pixels.astype(np.float32) @ _LUMA
     images: npt.NDArray[np.float32] = (grey / np.float32(127.5) - np.float32(1.0))[:, None]
     return images

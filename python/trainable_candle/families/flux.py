@@ -53,12 +53,12 @@ class FluxTexts:
         self._t5 = T5.load(family, "text_encoder_2", family.text_tokens)
         self._device = family.device
 
-    def chunks(self, caption: str) -> int:  # noqa: ARG002 - CLIP reads the beginning, T5 the rest
+    def chunks(self, caption: str) -> int:  # noqa: ARG002 - each encoder truncates it
         """Every caption takes one row."""
         return 1
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Captions to `encoder_hidden_states` (B, L, 4096) and `pooled_projections` (B, 768)."""
+        """Encode captions: `encoder_hidden_states` (B, L, 4096), `pooled_projections` (B, 768)."""
         rows = [self._tokenizer.chunks(caption, 1)[0] for caption in captions]
         return {
             "encoder_hidden_states": self._t5(captions),
@@ -106,7 +106,7 @@ class Flux(FlowFamily[FluxTexts]):
         """Check that the settings have no negative prompt, and no guidance scale for schnell.
 
         Raises:
-            ConfigError: they have.
+            ConfigError: a setting has no effect on the model.
         """
         if self.config.negative_prompt:
             raise ConfigError(

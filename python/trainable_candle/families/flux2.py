@@ -52,7 +52,7 @@ class Flux2Texts:
         return 1
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Captions to `encoder_hidden_states` (B, 512, 3 times Qwen3's width)."""
+        """Encode captions as `encoder_hidden_states` (B, 512, 3 times Qwen3's width)."""
         rows = []
         for caption in captions:
             tokens = self._qwen3.tokenizer.encode(caption, MOST_TOKENS)
@@ -111,10 +111,10 @@ class Flux2(FlowFamily[Flux2Texts]):
         return 1.0 if self.is_distilled else 4.0
 
     def require_own(self) -> None:
-        """As `PipelineFamily.require_own`; also checks that the parts have matching sizes.
+        """See `PipelineFamily.require_own`; also checks that the parts have matching sizes.
 
         Raises:
-            ConfigError: the text encoder belongs to the other size, or the model is FLUX.2-dev.
+            ConfigError: the text encoder belongs to another size, or the model is FLUX.2-dev.
         """
         super().require_own()
         config, encoder = self.facts.config, self.facts.parts["text_encoder"].config
@@ -134,7 +134,7 @@ class Flux2(FlowFamily[Flux2Texts]):
         """Check the parts, and that no setting asks a distilled model for a second prediction.
 
         Raises:
-            ConfigError: a setting does, or the parts do not fit together.
+            ConfigError: a setting asks for one, or the parts do not fit together.
         """
         self.require_own()
         if not self.is_distilled:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _CLIP_TOKENS: Final = 77
 _T5_TOKENS: Final = 256
-"""As in diffusers' pipeline and kohya's scripts."""
+"""The number of tokens in diffusers' pipeline and kohya's scripts."""
 
 
 class SD3Texts:
@@ -52,15 +52,15 @@ class SD3Texts:
         self._t5 = T5.load(family, "text_encoder_3", _T5_TOKENS)
         self._device = family.device
 
-    def chunks(self, caption: str) -> int:  # noqa: ARG002 - CLIP reads the beginning, T5 the rest
+    def chunks(self, caption: str) -> int:  # noqa: ARG002 - each encoder truncates it
         """Every caption takes one row."""
         return 1
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Captions to `encoder_hidden_states` (B, 333, 4096), `pooled_projections` (B, 2048).
+        """Encode captions: `encoder_hidden_states` (B, 333, 4096), `pooled_projections` (B, 2048).
 
         The states of both CLIP encoders are concatenated along the features and padded with zeros
-        to T5's width; the states of T5 follow along the tokens:
+        to T5's width; the states of T5 are appended along the tokens:
         https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/stable_diffusion_3/pipeline_stable_diffusion_3.py#L379
         """
         states, pooled = [], []
@@ -90,7 +90,8 @@ class SD3(FlowFamily[SD3Texts]):
         "Face hub, under the Stability AI Community License, after a login there"
     )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("sd3"))
-    # The image's attention, like SimpleTuner; in medium's "dual" layers both attentions.
+    # The attention of the image's tokens, like SimpleTuner; both attentions of medium's "dual"
+    # layers.
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     guidance: ClassVar[float] = 4.5
     schedule: ClassVar[FlowSchedule] = FlowSchedule(3.0, shifted_last(3.0))

@@ -51,7 +51,7 @@ class ZImageTexts:
         return -(-len(self._tokens(caption)) // _MULTIPLE)
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Captions to `encoder_hidden_states` (B, L, 2560) and their `lengths` (B,) in tokens.
+        """Encode captions: `encoder_hidden_states` (B, L, 2560) and `lengths` (B,) in tokens.
 
         L is a multiple of 32; the transformer does not read features beyond the lengths.
         """

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     Matrix = npt.NDArray[np.floating[Any]]
 
 _OVERSAMPLED: Final = 16
+"""Columns of the random matrix in addition to the rank."""
 _ITERATIONS: Final = 4
+"""Power iterations."""
 _WHOLE: Final = 4
 """A matrix whose shorter side is at most this many times the rank is decomposed as a whole."""
 
@@ -29,7 +31,7 @@ class Factors:
     up: Matrix
     """(out, rank)."""
     down: Matrix
-    """(rank, in); of a convolution `in` is the product of channels and kernel."""
+    """(rank, in); for a convolution, `in` is the product of channels and kernel."""
 
     @property
     def rank(self) -> int:
@@ -55,7 +57,7 @@ def truncate(factors: Factors, rank: int, keep: float = 1.0) -> Factors:
     Args:
         factors: the change.
         rank: the highest rank of the result, at least 1.
-        keep: the share of the squared norm to keep, above 0 and at most 1; below 1 the rank may
+        keep: the fraction of the squared norm to keep, above 0 and at most 1; below 1 the rank may
             become lower than `rank`.
 
     Raises:
@@ -72,14 +74,14 @@ def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> 
     """The nearest matrix of a rank as a product.
 
     Large matrices are decomposed by a randomized range finder with power iterations (Halko,
-    Martinsson and Tropp 2011, arXiv:0909.4061), whose error is close to that of a full
-    decomposition for the falling singular values of trained changes.
+    Martinsson and Tropp 2011, arXiv:0909.4061). If the singular values fall, as those of trained
+    changes do, its error is close to that of a full decomposition.
 
     Args:
         matrix: (out, in).
         rank: the highest rank, at least 1.
-        keep: as for `truncate`, relative to the approximation of this rank.
-        seed: of the random range.
+        keep: see `truncate`; the norm is that of the approximation of rank `rank`.
+        seed: the seed of the random matrix.
 
     Raises:
         NonFiniteError: a value is not a finite number.
@@ -100,7 +102,7 @@ def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> 
 
 
 def _balanced(u: Matrix, s: Matrix, vt: Matrix, rank: int, keep: float) -> Factors:
-    """The part with the largest singular values, whose roots scale both factors."""
+    """The part with the largest singular values; both factors are scaled by their roots."""
     rank = min(rank, len(s))
     shares = np.cumsum(s[:rank] ** 2)
     if keep < 1 and shares[-1] > 0:

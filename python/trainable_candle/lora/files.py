@@ -22,7 +22,7 @@ _PAIRS: Final = (
     (".lora.down.weight", ".lora.up.weight"),
     ("_lora.down.weight", "_lora.up.weight"),
 )
-"""Endings of the names of both factors, of kohya, peft and old versions of diffusers."""
+"""Endings of both factors' names in files of kohya, peft and old versions of diffusers."""
 _ALPHA: Final = ".alpha"
 _CONFIGURATION: Final = "lora_adapter_metadata"
 _HASHES: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
@@ -35,6 +35,7 @@ class _Module:
     factors: Factors
     """The factors, with the scale multiplied in."""
     ends: tuple[str, str]
+    """The endings of the names of `down` and `up`."""
     down_shape: tuple[int, ...]
     up_shape: tuple[int, ...]
     has_alpha: bool
@@ -53,7 +54,7 @@ class LoraFile:
 
         Raises:
             MissingFileError: there is no such file.
-            WeightsFormatError: it is damaged, or has tensors that are not LoRA's.
+            WeightsFormatError: the file is damaged, or has tensors that are not factors of a LoRA.
         """
         tensors = tc.load_file(path)
         metadata = safetensors_metadata(path)
@@ -103,11 +104,11 @@ class LoraFile:
 
         Args:
             path: the file.
-            dtype: of the factors.
+            dtype: the dtype of the factors.
             **facts: entries of the metadata that replace those that were read.
 
         Raises:
-            FileError: it cannot be written.
+            FileError: the file cannot be written.
         """
         tensors = {}
         ranks = {module.factors.rank for module in self.modules.values()}
@@ -143,7 +144,7 @@ def combine(files: Sequence[LoraFile], scales: Sequence[float]) -> LoraFile:
 
     Args:
         files: at least one, all in the same naming style.
-        scales: for each file, a factor on its effect.
+        scales: a factor on the effect of each file.
 
     Raises:
         ArgumentError: the files have names of different styles, or layers of different sizes.

@@ -32,8 +32,8 @@ def loftq(
 
     Args:
         weight: W, (out, in), floating point.
-        rank: of the product, at least 1.
-        format: of Q, as for `quantize`.
+        rank: the rank of B A, at least 1.
+        format: the format of Q; see `quantize`.
         iterations: at least 1; the paper uses 5.
 
     Raises:

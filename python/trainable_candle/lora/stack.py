@@ -68,7 +68,8 @@ def attach_factors(model: Model, factors: Mapping[str, Factors]) -> AdapterSet:
 
     Args:
         model: a model without adapters.
-        factors: by layer; those of a convolution in torch's order, channels before the kernel.
+        factors: the factors of each layer; those of a convolution have torch's order, channels
+            before the kernel.
     """
     tensors = model.named_tensors()
     parts = {}

@@ -1,4 +1,4 @@
-"""Layers."""
+"""Layers, losses, functions and initial values, under torch's names."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -88,7 +88,7 @@ _INSTEAD = {
     **dict.fromkeys(("RNN", "LSTM", "GRU"), _RECURRENT),
     **dict.fromkeys(("Transformer", "TransformerEncoder", "TransformerEncoderLayer"), _TRANSFORMER),
     **dict.fromkeys(("TransformerDecoder", "TransformerDecoderLayer"), _TRANSFORMER),
-    "AdaptiveAvgPool2d": "for one value a channel use x.mean((2, 3), keepdim=True), or AvgPool2d",
+    "AdaptiveAvgPool2d": "for one value per channel use x.mean((2, 3), keepdim=True), or AvgPool2d",
     "BCELoss": "leave out the sigmoid and use BCEWithLogitsLoss, which cannot overflow",
     "NLLLoss": "leave out the log-softmax and use CrossEntropyLoss",
     "Conv1d": "use functional.conv1d with a Parameter",
@@ -100,12 +100,12 @@ _INSTEAD = {
     "DataParallel": "see docs/many-gpus.md",
     "Upsample": "use functional.interpolate",
 }
-"""Advice on names that torch.nn has and this module does not."""
+"""Advice on names that torch.nn has and this module lacks."""
 
 
 def __getattr__(name: str) -> Any:
     if name == "utils":
-        from trainable_candle.optim import clip_grad_norm_  # noqa: PLC0415 - it builds on modules
+        from trainable_candle.optim import clip_grad_norm_  # noqa: PLC0415 - it imports this package
 
         # `torch.nn.utils` has it, too.
         return SimpleNamespace(clip_grad_norm_=clip_grad_norm_)

@@ -24,7 +24,7 @@ __all__ = ["MultiheadAttention"]
 class MultiheadAttention(Module):
     """Attention of several heads (Vaswani et al. 2017, arXiv:1706.03762) with its projections.
 
-    Without `need_weights` and dropout, the matrix of scores is never stored.
+    If `need_weights` is False and there is no dropout, the matrix of scores is never stored.
 
         attention = tc.nn.MultiheadAttention(8, 2, batch_first=True)
         x = tc.randn(4, 5, 8)

@@ -34,7 +34,7 @@ __all__ = [
 
 @explained
 def one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
-    """Return i64 rows with a 1 at the place of each class.
+    """Return i64 rows with a 1 at the index of each class.
 
     ```python
     assert F.one_hot(tc.tensor([0, 2]), 3).tolist() == [[1, 0, 0], [0, 0, 1]]
@@ -370,7 +370,7 @@ def _pair(name: str, value: Any, least: int) -> tuple[int, int]:
 def _windows(
     name: str, input: Tensor, kernel: Any, stride: Any, padding: Any, outside: float
 ) -> list[Tensor]:
-    """For each position in the kernel, the elements that it covers in all windows."""
+    """For each position in the kernel, the elements that it covers; padding is `outside`."""
     _require(name, input)
     if input.ndim not in {3, 4}:
         raise ShapeError(f"{name}: the shape is {input.shape}, expected (B, C, height, width)")
@@ -380,6 +380,7 @@ def _windows(
     if any(2 * a > s for a, s in zip(around, size, strict=True)):
         raise ArgumentError(f"{name}: the padding is more than half of the kernel")
     if any(around):
+        # The lowest value of f16 is -65504.
         outside = max(outside, -6.0e4) if input.dtype == "f16" else outside
         edges = (around[1], around[1], around[0], around[0])
         input = pad(input, edges, value=outside)

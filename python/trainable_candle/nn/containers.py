@@ -37,7 +37,7 @@ class ModuleList(Module):
         """Add a module at the end.
 
         Raises:
-            TypeError: If it is not a module.
+            TypeError: If the item is not a module.
         """
         if not isinstance(module, Module):
             raise TypeError(
@@ -47,7 +47,7 @@ class ModuleList(Module):
         return self
 
     def extend(self, modules: Iterable[Module]) -> Self:
-        """Add modules at the end; raises as `append`."""
+        """Add modules at the end; for errors see `append`."""
         if not isinstance(modules, Iterable):
             raise TypeError(
                 f"{type(self).__name__}: found {type(modules).__name__}, expected modules"

@@ -168,7 +168,7 @@ def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
 
 
 _INSTEAD: Final = {
-    "adaptive_avg_pool2d": "for one value a channel use x.mean((2, 3), keepdim=True)",
+    "adaptive_avg_pool2d": "for one value per channel use x.mean((2, 3), keepdim=True)",
     "batch_norm": "use group_norm, whose results do not depend on the other examples of a batch",
     "binary_cross_entropy": "use binary_cross_entropy_with_logits, without the sigmoid",
     "conv_transpose2d": "use interpolate, then conv2d",
@@ -178,7 +178,7 @@ _INSTEAD: Final = {
     "hardtanh": "use x.clamp(-1, 1)",
     "relu6": "use x.clamp(0, 6)",
 }
-"""Advice on names that torch.nn.functional has and this module does not."""
+"""Advice on names that torch.nn.functional has and this module lacks."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """Initial values of variables, like torch's `nn.init`; functions set a variable and return it.
 
-Functions that draw take a `generator`; the default is the library's (`manual_seed`).
+Functions that draw take a `generator`; the default is the library's own (see `manual_seed`).
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def trunc_normal_(
         tc.nn.init.trunc_normal_(model[0].weight, std=0.02)
 
     Raises:
-        ArgumentError: If the deviation is not above 0, or less than a thousandth of all values is
-            in the range.
+        ArgumentError: If the deviation is not above 0, or less than a thousandth of the
+            distribution is in [a, b].
     """
     if not std > 0:
         raise ArgumentError(f"trunc_normal_: std is {std}, expected above 0; see constant_")
@@ -142,7 +142,7 @@ def eye_(tensor: Var) -> Var:
         tc.nn.init.eye_(model[0].weight)
 
     Raises:
-        ShapeError: If it is not a matrix.
+        ShapeError: If the variable is not a matrix.
     """
     rows, columns = _matrix("eye_", tensor)
     return _set("eye_", tensor, _core.tensor(np.eye(rows, columns), dtype="f32"))
@@ -189,7 +189,7 @@ def kaiming_uniform_(
         a: The slope of a leaky ReLU below 0.
         mode: "fan_in" or "fan_out".
         nonlinearity: A name that `calculate_gain` takes.
-        generator: Draws the values; default the library's (`manual_seed`).
+        generator: Draws the values; default: the library's own (see `manual_seed`).
 
     Raises:
         ArgumentError: If the mode or the function is unknown.
@@ -221,7 +221,7 @@ def kaiming_normal_(
 def orthogonal_(tensor: Var, gain: float = 1.0, generator: Generator | None = None) -> Var:
     """Set a random matrix whose rows, or columns, are orthonormal up to `gain` (arXiv:1312.6120).
 
-    All dimensions after the first together are the columns.
+    All dimensions after the first are flattened into columns.
 
         tc.nn.init.orthogonal_(model[0].weight)
 

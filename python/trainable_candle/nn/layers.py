@@ -1,4 +1,4 @@
-"""Layers besides the linear ones, with torch's constructors, initial values and parameter names."""
+"""Layers other than linear ones, with torch's constructors, initial values and names."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Conv2d(Module):
     Args:
         in_channels: Channels of the input.
         out_channels: Channels of the result.
-        kernel_size: Height and width, or one number for both; so are stride, padding, dilation.
+        kernel_size: Height and width, or one number for both, as for the three arguments below.
         stride: Step of the kernel.
         padding: Zeros on each side; "valid" for none, "same" for as many as preserve the size.
         dilation: Distance between the kernel's elements.
@@ -335,7 +335,7 @@ class Flatten(Module):
         self.start_dim, self.end_dim = start_dim, end_dim
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the input with these dimensions as one."""
+        """Return the input with these dimensions joined."""
         return input.flatten(self.start_dim, self.end_dim)
 
 

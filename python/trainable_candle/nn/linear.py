@@ -16,7 +16,7 @@ __all__ = ["DoRALinear", "Linear", "LoRALinear"]
 
 
 def _check_tensors(layer: str, weight: object, bias: object) -> None:
-    """Raise a `TypeError` unless the weight is a tensor and the bias is one or None."""
+    """Raise a `TypeError` unless the weight is a tensor and the bias a tensor or None."""
     if not isinstance(weight, Tensor):
         raise TypeError(f"{layer}: the weight is {type(weight).__name__}, expected a Tensor")
     if bias is not None and not isinstance(bias, Tensor):
@@ -36,7 +36,7 @@ class Linear(Module):
         weight: (out_features, in_features), or the number of input features.
         shift: The bias, (out_features,), or the number of output features.
         bias: The bias, if `shift` is not given; if sizes are given, whether there is a bias
-            (default).
+            (default: True).
         dtype: If sizes are given, a floating point dtype; default f32.
         device: If sizes are given, the device.
 
@@ -203,8 +203,8 @@ class DoRALinear(_AdaptedLinear):
     """A frozen linear layer with DoRA (Liu et al. 2024, arXiv:2402.09353).
 
     The rows of the weight are those of W + scale * lora_up @ lora_down, scaled to the norms in
-    `magnitude` (out_features,), which starts with the norms of the rows of W. The backward pass
-    treats the norms of the sum as constants, as in the paper and in peft.
+    `magnitude` (out_features,). Initially, `magnitude` has the norms of the rows of W. The backward
+    pass treats the norms of the sum as constants, as in the paper and in peft.
 
         layer = tc.nn.DoRALinear(tc.randn(32, 64), rank=4, alpha=4)
         assert layer(tc.randn(5, 64)).shape == (5, 32)

@@ -22,7 +22,7 @@ __all__ = [
 
 
 class _Loss(Module):
-    """The base of losses: the reduction."""
+    """The base class of losses, with the reduction."""
 
     def __init__(self, reduction: str = "mean") -> None:
         if reduction not in {"mean", "sum", "none"}:

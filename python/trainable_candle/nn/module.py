@@ -37,7 +37,7 @@ _INSTEAD: Final = {
     "float": 'use to("f32")',
     "double": 'use to("f64")',
 }
-"""Advice on attributes that torch's modules have and these do not."""
+"""Advice on attributes that torch's modules have and these lack."""
 
 
 class LoadResult(NamedTuple):
@@ -54,7 +54,7 @@ class LoadResult(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """A tensor, its full name, and its owner (a module, list or dict) with the key there."""
+    """A tensor, its full name, its owner (a module, list or dict), and its key in the owner."""
 
     name: str
     owner: Any
@@ -125,7 +125,7 @@ class Module:
         Args:
             name: The attribute.
             tensor: The value.
-            persistent: Whether `state_dict` has the tensor, as it has those of other attributes.
+            persistent: Whether `state_dict` has the tensor.
 
         Raises:
             ArgumentError: If the name is not valid for an attribute, or is taken.
@@ -150,7 +150,7 @@ class Module:
         return self
 
     def _parts(self) -> Iterable[tuple[Any, Any]]:
-        """The attributes to search, with the part of a name that each gives."""
+        """The attributes to search, each with its part of a tensor's name."""
         return [(key, value) for key, value in vars(self).items() if not key.startswith("_")]
 
     def named_modules(self) -> Iterator[tuple[str, Module]]:
@@ -353,7 +353,7 @@ class Module:
             ConfigError: If the configuration matches no layer, or its adapter does not suit the
                 layers.
         """
-        from trainable_candle.peft import ModuleAdapter  # noqa: PLC0415 - it builds on modules
+        from trainable_candle.peft import ModuleAdapter  # noqa: PLC0415 - it imports this module
 
         return ModuleAdapter(self, config)
 

@@ -27,11 +27,11 @@ _INSTEAD: Final = {
     "Adagrad": "use Adafactor or Adam",
     "NAdam": "use Adam",
     "RAdam": "use Adam with lr_scheduler.LinearLR as a warm-up",
-    "LBFGS": "use Adam; all optimizers here take first gradients alone",
+    "LBFGS": "use Adam; all optimizers here use only first derivatives",
     "SparseAdam": "use Adam; gradients are dense",
     "swa_utils": "VariableEMA averages variables",
 }
-"""Advice on names that torch.optim has and this module does not."""
+"""Advice on names that torch.optim has and this module lacks."""
 
 
 def __getattr__(name: str) -> Any:

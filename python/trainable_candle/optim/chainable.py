@@ -31,9 +31,10 @@ __all__ = [
 
 
 class ChainableScheduler:
-    """The base of torch's schedulers. Call `step` after the optimizer's, once per epoch or step.
+    """The base of torch's schedulers. Call `step` after the optimizer's `step`.
 
-    The constructor sets the learning rates of epoch 0. If an optimizer has several schedulers, each
+    A call of `step` begins the next epoch: an epoch of the data, or a step of the optimizer. The
+    constructor sets the learning rates of epoch 0. If an optimizer has several schedulers, each
     changes the rates that the scheduler before it set.
 
     ```python
@@ -98,7 +99,7 @@ class ChainableScheduler:
         """Continue from the state of another scheduler of this kind.
 
         Raises:
-            ArgumentError: If it is the state of another kind of scheduler.
+            ArgumentError: If the state is that of another kind of scheduler.
         """
         if state.keys() != self.state_dict().keys():
             raise ArgumentError(
@@ -183,7 +184,7 @@ class MultiplicativeLR(_ByFunctions):
 
 
 class StepLR(ChainableScheduler):
-    """Multiplies by `gamma` after every `step_size` epochs.
+    """Multiplies the learning rates by `gamma` after every `step_size` epochs.
 
         scheduler = tc.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
         for inputs, targets in batches:
@@ -209,7 +210,7 @@ class StepLR(ChainableScheduler):
 
 
 class MultiStepLR(ChainableScheduler):
-    """Multiplies by `gamma` at each epoch of `milestones`.
+    """Multiplies the learning rates by `gamma` at each epoch of `milestones`.
 
     ```python
     scheduler = tc.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[30, 80])
@@ -234,7 +235,7 @@ class MultiStepLR(ChainableScheduler):
 
 
 class ExponentialLR(ChainableScheduler):
-    """Multiplies by `gamma` every epoch.
+    """Multiplies the learning rates by `gamma` every epoch.
 
     ```python
     scheduler = tc.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
@@ -253,7 +254,7 @@ class ExponentialLR(ChainableScheduler):
 
 
 class ConstantLR(ChainableScheduler):
-    """Multiplies by `factor` before epoch `total_iters`.
+    """Multiplies the learning rates by `factor` before epoch `total_iters`.
 
         scheduler = tc.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5, total_iters=2)
         scheduler.step()
@@ -282,7 +283,7 @@ class ConstantLR(ChainableScheduler):
 
 
 class LinearLR(ChainableScheduler):
-    """Multiplies by a factor that changes linearly between two values, for example for a warm-up.
+    """Multiplies the learning rates by a factor that changes linearly, for example as a warm-up.
 
         scheduler = tc.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=100)
         for inputs, targets in batches:
@@ -323,7 +324,7 @@ class LinearLR(ChainableScheduler):
 
 
 class PolynomialLR(ChainableScheduler):
-    """Falls to 0 at epoch `total_iters`, as (1 - epoch / total_iters) ** power.
+    """Lowers the learning rates to 0 at `total_iters`, as (1 - epoch / total_iters) ** power.
 
         scheduler = tc.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=100, power=2.0)
         scheduler.step()
@@ -350,7 +351,7 @@ class PolynomialLR(ChainableScheduler):
 
 
 class CosineAnnealingLR(ChainableScheduler):
-    """Falls as a half cosine to `eta_min` at epoch `T_max`, and rises after it.
+    """Lowers the learning rates as a half cosine to `eta_min` at `T_max`, then raises them.
 
     Loshchilov & Hutter 2017, arXiv:1608.03983, without restarts.
 
@@ -390,7 +391,7 @@ class CosineAnnealingLR(ChainableScheduler):
 
 
 class CosineAnnealingWarmRestarts(ChainableScheduler):
-    """Falls as a half cosine to `eta_min`, and starts again after `T_0` epochs.
+    """Lowers the learning rates as a half cosine to `eta_min`, and restarts after `T_0` epochs.
 
     Each cycle is `T_mult` times as long as the one before (Loshchilov & Hutter 2017,
     arXiv:1608.03983).
@@ -437,7 +438,7 @@ def _checked(optimizer: object) -> GroupedOptimizer:
 
 
 def at_least(least: int, name: str, argument: str, value: Any) -> int:
-    """A whole number, checked."""
+    """Check that a value is a whole number of at least `least`; returns the value."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: {argument} is {value!r}, expected a whole number")
     if value < least:

@@ -45,7 +45,7 @@ class _Several(ChainableScheduler):
         """Load the state of schedulers of these kinds.
 
         Raises:
-            ArgumentError: If they are of other kinds.
+            ArgumentError: If the schedulers are of other kinds.
         """
         states = state.get("schedulers", ())
         if len(states) != len(self._schedulers):
@@ -97,8 +97,8 @@ class SequentialLR(_Several):
         milestones: The epochs at which the second and later schedulers begin.
 
     Raises:
-        ArgumentError: If there is not one milestone fewer than schedulers, or a scheduler is of
-            another optimizer.
+        ArgumentError: If the number of milestones is not one less than that of schedulers, or a
+            scheduler is of another optimizer.
     """
 
     @explained
@@ -134,9 +134,10 @@ class SequentialLR(_Several):
 
 
 class OneCycleLR(ChainableScheduler):
-    """Rises to `max_lr`, then falls far below the initial rate (arXiv:1708.07120).
+    """Raises the learning rate to `max_lr`, then lowers it far below the first (arXiv:1708.07120).
 
-    The initial rate is `max_lr / div_factor`. Unlike torch's, it does not change the momentum.
+    The initial rate is `max_lr / div_factor`. Unlike torch's class, this one does not change the
+    momentum.
 
         scheduler = tc.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=100)
         scheduler.step()
@@ -215,7 +216,7 @@ class OneCycleLR(ChainableScheduler):
 
 
 class ReduceLROnPlateau:
-    """Multiplies by `factor` when a measured value has not improved for `patience` epochs.
+    """Multiplies the learning rates by `factor` if a value has not improved for `patience` epochs.
 
         scheduler = tc.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
         scheduler.step(loss)

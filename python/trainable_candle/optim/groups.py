@@ -16,7 +16,7 @@ _INSTEAD = {
     "state": "state_dict() has the states of the variables",
     "defaults": "param_groups has the hyper-parameters",
 }
-"""Advice on attributes that torch's optimizers have and these do not."""
+"""Advice on attributes that torch's optimizers have and these lack."""
 
 
 class ParamGroup(MutableMapping[str, Any]):
@@ -79,7 +79,7 @@ class ParamGroup(MutableMapping[str, Any]):
 
 
 class GroupedOptimizer(Optimizer):
-    """An optimizer that knows the variables of its groups."""
+    """An optimizer that stores the variables of its groups."""
 
     # Plain data, because `ParamGroup`s would form a reference cycle with the optimizer, and its
     # states would be freed only by the garbage collector.

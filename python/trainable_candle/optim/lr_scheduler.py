@@ -101,14 +101,14 @@ class LRScheduler:
         return self._optimizer.group_lrs
 
     def step(self) -> None:
-        """Go to the next step; call it after the optimizer's."""
+        """Go to the next step; call this after the optimizer's `step`."""
         self.set_step(self._step + 1)
 
     def set_step(self, step: int) -> None:
         """Jump to a step, as if `step` had been called that many times.
 
         Raises:
-            ArgumentError: If it is negative.
+            ArgumentError: If the step is negative.
             DeviceError: If called inside a function that is being captured (`tc.cuda.capture`),
                 where it would freeze the learning rates; call it between calls of this function.
         """

@@ -23,9 +23,9 @@ def parsed(name: str, texts: Sequence[str]) -> dict[str, Any]:
     """Values by the names of arguments.
 
     Args:
-        name: of the setting.
-        texts: such as `eps=1e-6`, `betas=0.9,0.99`, `amsgrad=true`; several numbers may have
-            brackets around them.
+        name: the name of the setting.
+        texts: the arguments, such as `eps=1e-6`, `betas=0.9,0.99`, `amsgrad=true`; several numbers
+            may have brackets around them.
 
     Raises:
         ConfigError: a text is not of this form, or a name occurs twice.
@@ -62,14 +62,14 @@ def check_names(
     """Check that a function takes these arguments.
 
     Args:
-        name: of the setting.
-        given: the names.
+        name: the name of the setting.
+        given: the names of the arguments.
         of: the function's name for the message.
         function: the function.
         own: the flags of arguments that have a setting of their own.
 
     Raises:
-        ConfigError: it does not take an argument; the message names those that it takes.
+        ConfigError: the function lacks an argument; the message names arguments that it takes.
     """
     known = [key for key in signature(function).parameters if key not in {*own, "params"}]
     for key in given:

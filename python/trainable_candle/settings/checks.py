@@ -34,7 +34,7 @@ def check_groups(config: TrainConfig, groups: Collection[type[Group]]) -> None:
     """Check that all given settings belong to groups that the model takes.
 
     Raises:
-        ConfigError: a setting does not belong to one; the message names all such settings.
+        ConfigError: a setting belongs to another group; the message names all of these settings.
     """
     given = [flag(name) for name in config.changed() if group_of(name) not in groups]
     if given:
@@ -79,7 +79,7 @@ def require_text(name: str, text: str) -> None:
     """Check that a text, perhaps from a command line, is valid UTF-8.
 
     Raises:
-        ConfigError: it is not; the message names the flag.
+        ConfigError: the text is not UTF-8; the message names the flag.
     """
     try:
         text.encode()
@@ -91,7 +91,7 @@ def existing(setting: str, path: Path) -> Path:
     """The path itself, if it exists.
 
     Raises:
-        MissingFileError: it does not; the message names the flag of the setting.
+        MissingFileError: the path does not exist; the message names the flag of the setting.
     """
     if not path.exists():
         raise MissingFileError(f"{flag(setting)}: there is no file or folder {path}")

@@ -57,7 +57,7 @@ class Data(Group):
 
 @dataclass(frozen=True)
 class DefaultCaption(Group):
-    """The caption of images without one."""
+    """The caption of images that have no caption."""
 
     section: ClassVar[str] = sections.CAPTIONS
 

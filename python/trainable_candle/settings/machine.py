@@ -22,7 +22,7 @@ PRECISION_SPELLINGS: Final = {
 }
 """The names of precisions in other tools."""
 SAME: Final = "same"
-"""Weights have the precision of the computation."""
+"""The choice of weights in the precision of the computation."""
 FORMATS: Final = ("int8", "fp8", "nf4")
 """The formats to which the weights of linear layers may be quantized."""
 EIGHT_BITS: Final = ("int8", "fp8")

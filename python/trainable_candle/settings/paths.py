@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 LATEST: Final = "latest"
 """The last checkpoint of the output, as a value of `resume`."""
 AUTO: Final = "auto"
-"""The last checkpoint, or a new start without one: for schedulers that repeat one command."""
+"""The last checkpoint, or a new start without one: for job schedulers that repeat a command."""
 PROMPTS: Final = (".txt",)
-"""Endings of files of prompts; such a file may be given in place of a prompt."""
+"""Endings of files of prompts; a file may be given in place of a prompt."""
 
 
 def inward(name: str, value: Any, folder: Path) -> Any:
     """Make paths that are relative to a file's folder relative to the current folder.
 
     Args:
-        name: of a setting with paths.
+        name: the name of a setting with paths.
         value: a text or a list of texts; anything else is returned unchanged.
         folder: the folder of the file.
     """
@@ -33,7 +33,7 @@ def inward(name: str, value: Any, folder: Path) -> Any:
         if name == "weights" and is_name(text) and not joined.exists():
             return text  # on the hub
         plain = Path(os.path.normpath(joined))
-        # Remove `..` only if that leads to the same place; after a link it may not.
+        # Remove `..` only if the path then leads to the same file; after a link it may not.
         return str(plain if os.path.realpath(plain) == os.path.realpath(joined) else joined)
 
     return _each(name, value, change)

@@ -19,7 +19,7 @@ def expanded(prompts: Sequence[str], setting: str = "--sample-prompts") -> list[
 
     Raises:
         MissingFileError: there is no such file.
-        ConfigError: it has no prompt, or cannot be read as text.
+        ConfigError: a file has no prompt, or cannot be read as text.
     """
     found: list[str] = []
     for prompt in prompts:
@@ -37,6 +37,6 @@ def expanded(prompts: Sequence[str], setting: str = "--sample-prompts") -> list[
             line.strip() for line in lines if line.strip() and not line.strip().startswith("#")
         ]
         if not prompts:
-            raise ConfigError(f"{setting}: {path} has no prompt; expected one a line")
+            raise ConfigError(f"{setting}: {path} has no prompt; expected one on each line")
         found += prompts
     return found

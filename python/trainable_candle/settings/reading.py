@@ -18,7 +18,7 @@ def read_yaml(path: str | bytes | Path) -> dict[str, Any]:
 
     Raises:
         MissingFileError: there is no such file.
-        ConfigError: the file cannot be read, or has something other than such lines.
+        ConfigError: the file cannot be read, or has other contents.
     """
     path = Path(os.fsdecode(path)).expanduser()
     try:

@@ -40,7 +40,7 @@ class Setting:
     several: bool = False
     """Whether the flag of a list takes several texts at once."""
     tokenized: bool = False
-    """Whether a tokenizer reads it, so that it must be valid UTF-8."""
+    """Whether a tokenizer reads the value, which must then be valid UTF-8."""
     free: bool | Callable[[Mapping[str, Any]], bool] = False
     """Whether a resumed run with another value still repeats the earlier run; may be a function of
     the values of all settings."""
@@ -50,7 +50,7 @@ class Setting:
     """Names of the same setting in other tools, spelled like flags; flags and YAML files may use
     them, too."""
     spellings: Mapping[str, str] = field(default_factory=dict)
-    """Other tools' names of its choices -> the choice, in lower case."""
+    """Maps other tools' names of choices, in lower case, to the choices."""
     words: Mapping[str, int] = field(default_factory=dict)
     """Words that stand for numbers, in lower case."""
     bare: str | None = None
@@ -68,7 +68,7 @@ class Condition(NamedTuple):
     needed: str
     """The flags that make it hold."""
     complaint: str | None = None
-    """A message that replaces the usual one."""
+    """A message that replaces the usual message."""
 
 
 class Group:
@@ -139,7 +139,7 @@ def _typed(name: str, value: Any, hint: Any, setting: Setting) -> Any:
     target = next((option for option in options if option is not type(None)), hint)
     if get_origin(target) is list:
         return _list(name, value, split=not setting.texts)
-    if type(value) is int and value.bit_length() > 1023:  # no float holds it
+    if type(value) is int and value.bit_length() > 1023:  # too large for a float
         bits = value.bit_length()
         raise ConfigError(f"{name} is a number of {bits} bits, too large to compute with")
     if target is float and type(value) in {int, str}:

@@ -27,7 +27,7 @@ def _names_gpus(config: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Several(Group):
-    """The GPUs that train together, and how they do."""
+    """The GPUs that train together, and how they exchange gradients."""
 
     section: ClassVar[str] = sections.MACHINE
     contradictions: ClassVar = (_names_gpus,)

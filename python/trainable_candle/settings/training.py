@@ -57,7 +57,7 @@ def _wrong_arguments(config: Any) -> str | None:
 
 
 def _averaged_twice(config: Any) -> str | None:
-    """An optimizer that averages takes neither another average nor a schedule."""
+    """Why an optimizer that averages contradicts another setting; None if it does not."""
     kind: Callable[..., Any] = KINDS[config.optimizer]
     if not kind([Var(zeros(1))]).averages:
         return None
@@ -204,7 +204,7 @@ class Training(Group):
 
     @property
     def finds_rate(self) -> bool:
-        """Whether the optimizer finds the size of its steps, and multiplies it by the rate."""
+        """Whether the optimizer finds its step size, which it multiplies by the learning rate."""
         return self.optimizer == "prodigy"
 
     @property

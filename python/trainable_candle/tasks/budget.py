@@ -40,7 +40,7 @@ PLANNED: Final = (*_CHOSEN, _BATCH)
 KEPT: Final = (_PRECISION, _TEXTS, _BATCH)
 """The planned settings that a resumed run keeps, because its results depend on them."""
 _PLENTY: Final = {_CHECKPOINTING: "none", _PRECISION: SAME, _TEXTS: SAME}
-"""Their values if there is enough memory; the others then stay open, and nothing is streamed."""
+"""Values of planned settings if memory suffices; the other ones stay open: nothing is streamed."""
 _COST: Final = {SAME: 1.0, "int8": 1.1, "fp8": 1.1, "nf4": 1.25}
 """How many times faster a step must be for the rounding of a base to this format to be worth it."""
 _FORMATS: Final = (SAME, "int8", "nf4")
@@ -50,7 +50,7 @@ _SHARES: Final = 8
 _BATCHES: Final = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Batch sizes that `auto` tries after 1."""
 _GAIN: Final = 0.97
-"""A batch is doubled if this reduces the time per sample to at most this share."""
+"""A batch is doubled if the time per sample falls to at most this fraction."""
 _MARGIN: Final = 0.05
 """The share of a GPU's memory that a plan leaves free."""
 _LESS: Final = 0.9
@@ -64,7 +64,7 @@ class Budget:
     """The memory that a run may use, and the speed of its GPU."""
 
     memory: float
-    """Bytes of the memory that it computes in."""
+    """Bytes of the memory that the run computes in."""
     host: float
     """Bytes of host memory for each process, for weights that are streamed from there."""
     rates: Rates | None = None
@@ -74,7 +74,7 @@ class Budget:
     processes: int = 1
     """The processes of a machine, among which its host memory is divided."""
     sharing: int = 1
-    """How many of them share one copy of the streamed weights."""
+    """How many of these processes share one copy of the streamed weights."""
 
     @property
     def planned(self) -> float:
@@ -155,7 +155,7 @@ class Plan:
         pace = ""
         if budget.rates is not None and self.estimate.work is not None:
             pace = f", {step_seconds(self, budget):.2g} s a step"
-        return f"{flags or 'nothing of this'} (about {size(self.estimate.peak)}{pace})"
+        return f"{flags or 'none of these settings'} (about {size(self.estimate.peak)}{pace})"
 
 
 def is_open(config: TrainConfig, name: str) -> bool:

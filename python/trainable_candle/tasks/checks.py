@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_format(config: TrainConfig, formats: Sequence[str], parts: int) -> None:
-    """Check that the format of the adapter files can hold the adapters.
+    """Check that the format of the adapter files can represent the adapters.
 
     Args:
         config: the settings.
@@ -25,7 +25,7 @@ def check_format(config: TrainConfig, formats: Sequence[str], parts: int) -> Non
         parts: how many parts of the model get adapters.
 
     Raises:
-        ConfigError: it cannot; the message names a format that can.
+        ConfigError: the format cannot represent them; the message names a format that can.
     """
     form = config.format or formats[0]
     start = f"--format {form} has no place for"
@@ -87,7 +87,7 @@ def _named(option: str, pattern: str, layers: Mapping[str, Shape]) -> Mapping[st
     """The layers that a pattern matches.
 
     Raises:
-        ConfigError: it is not a regular expression; the message names the option.
+        ConfigError: the pattern is not a regular expression; the message names the option.
     """
     try:
         return adapted_layers(layers, [pattern])

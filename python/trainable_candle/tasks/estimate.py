@@ -175,7 +175,7 @@ class Trained:
     start: Mapping[str, list[Item]]
     """Phases between encoding and training, by name."""
     host: int
-    """As `Estimate.host`."""
+    """See `Estimate.host`."""
 
 
 def trained_model(
@@ -189,7 +189,7 @@ def trained_model(
 
     Args:
         component: its name.
-        facts: of the model.
+        facts: the facts about the model.
         adapter: which layers get adapters, and of what sizes.
         config: the settings.
         sizes: `height`, `width` and `tokens` of a sample, as for `PartFacts.saved_values`.
@@ -230,10 +230,9 @@ def activations(
 def _rounded(component: str, facts: PartFacts, adapter: LoraConfig, config: TrainConfig) -> Item:
     """The memory of rounded weights, which quantization-aware training computes per adapted layer.
 
-    The tape keeps each in the precision of the computation, also in f32 for int4 and learned
-    scales; under full
-    checkpointing only those of one block at a time. Besides, there are the f32 weight of one layer,
-    its sum with the adapter, and the gradient.
+    The tape keeps each weight in the precision of the computation; for int4 and for learned scales,
+    also in f32. Under full checkpointing it keeps only the weights of one block at a time. In
+    addition, there are the f32 weight of one layer, its sum with the adapter, and the gradient.
     """
     layers: Mapping[str, Shape] = facts.layers
     counts = [math.prod(layers[name]) for name in adapter.select(dict(layers))]

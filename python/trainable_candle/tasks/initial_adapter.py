@@ -37,7 +37,7 @@ def check_initial_adapter(
         layers: the layers of the trained model that get adapters.
 
     Raises:
-        ConfigError: they differ; the message says which settings to give.
+        ConfigError: the adapters differ from the settings; the message says which settings to give.
     """
     start = f"--initial-adapter: {path}"
     foreign = [module.module for module in modules if module.layer is None]

@@ -27,7 +27,9 @@ _SMALLER: Final[tuple[tuple[str, Any], ...]] = (
     ("train_text_encoder", False),
     ("precision", "bf16"),
 )
+"""Settings that are tried one after the other, each together with those before."""
 _LEAST: Final[tuple[tuple[str, Any], ...]] = (("rank", 16), ("rank", 4))
+"""Settings that are tried last."""
 _LAST: Final = {
     "resolution": "a smaller --resolution",
     "sequence_length": "a shorter --sequence-length",

@@ -17,7 +17,7 @@ _TRAFFIC: Final = 12.7
 """How often the bytes on the tape are read or written in a step: in norms, activations, gates and
 adapters."""
 _AGAIN: Final = 0.34
-"""The share of this traffic that a second forward pass adds."""
+"""The fraction of that traffic that a second forward pass adds."""
 _DECODED: Final = 7.2
 """Bytes of memory traffic for each weight that is dequantized."""
 
@@ -103,7 +103,7 @@ def work_of(
     """The arithmetic and the transfers of a micro-batch of a model.
 
     Args:
-        facts: of the model.
+        facts: the facts about the model.
         adapter: which layers get adapters.
         config: the settings.
         itemsize: bytes of a value.
@@ -131,9 +131,9 @@ def work_of(
 def seconds(work: Work, rates: Rates) -> float:
     """The approximate time of a micro-batch.
 
-    The backward pass of a frozen layer costs as much as one forward pass, that of attention two and
-    a half. Copies run in parallel with the computation; the more time they take in comparison, the
-    more they slow it down.
+    The backward pass of a frozen layer costs as much as one forward pass; the backward pass of
+    attention costs as much as two and a half. Copies run in parallel with the computation; the more
+    time they take in comparison, the more they slow it down.
     """
     again = 1 if work.recomputes else 0
     products = (2 + again) * work.layers / rates.products

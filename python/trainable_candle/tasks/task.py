@@ -111,7 +111,7 @@ class Task(Protocol):
     counts: ClassVar[str]
     """The unit of `Prepared.count`: `image` or `token`."""
     weighs: ClassVar[bool]
-    """Whether the batches of a step are weighted by `Prepared.weight`, or equally."""
+    """Whether `Prepared.weight` weighs the batches of a step; if not, they weigh the same."""
 
     @property
     def repeats(self) -> bool:
@@ -197,7 +197,7 @@ class Task(Protocol):
         """A snapshot of the adapters for one file, which is written later.
 
         Raises:
-            ArgumentError: the format of the settings cannot hold these adapters.
+            ArgumentError: the format of the settings cannot represent these adapters.
         """
 
     def publish(self, adapters: Adapters, output: Path, metadata: dict[str, str]) -> Path | None:
@@ -212,7 +212,7 @@ class Task(Protocol):
             The file or folder that was written; None if none.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: a file cannot be written.
         """
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:
@@ -235,7 +235,7 @@ class Task(Protocol):
 
         Raises:
             ConfigError: `output` exists and is not empty, or does not suit the model.
-            OSError: it cannot be written.
+            OSError: the model cannot be written.
         """
 
 
@@ -245,7 +245,7 @@ class Family(Protocol):
     name: ClassVar[str]
     """Its name for `--model`."""
     summary: ClassVar[str]
-    """What the family is, in a line."""
+    """A description of the family in one line."""
     download: ClassVar[str]
     """Where to get weights if none are built in, with their size and licence."""
     groups: ClassVar[tuple[type[Group], ...]]
@@ -269,8 +269,8 @@ class Family(Protocol):
         """Check that the weights are of this family.
 
         Raises:
-            MissingFileError, WeightsFormatError, ConfigError: they are missing, damaged, or of
-                another model.
+            MissingFileError, WeightsFormatError, ConfigError: the weights are missing, damaged, or
+                of another model.
         """
 
     def task(self) -> Task:

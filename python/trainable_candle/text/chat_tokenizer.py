@@ -44,7 +44,7 @@ class Encoded(NamedTuple):
 
 
 class ChatTokenizer:
-    """Text to tokens and back, conversations to text.
+    """Converts text to tokens and back, and conversations to text.
 
     Args:
         tokenizer: splits text and numbers tokens.
@@ -188,7 +188,7 @@ def _json(path: Path) -> dict[str, Any]:
     """The object in a file; an empty one if there is no file.
 
     Raises:
-        WeightsFormatError: it is damaged.
+        WeightsFormatError: the file is damaged.
     """
     if not path.is_file():
         return {}
@@ -227,7 +227,7 @@ def chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The chat template of a folder, from `chat_template.jinja` or else from the configuration.
 
     Raises:
-        WeightsFormatError: the configuration's entry is not a template, or none is the default.
+        WeightsFormatError: the configuration's entry is not a template, or none is called default.
     """
     path = folder / "chat_template.jinja"
     if path.is_file():

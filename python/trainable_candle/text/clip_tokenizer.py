@@ -151,7 +151,7 @@ def _from_folder(folder: Path) -> Tokenizer:
 
 
 def _from_merges(merges: str, vocabulary: dict[str, int] | None = None) -> Tokenizer:
-    """A tokenizer from CLIP's list of merges, one a line, and the numbers of its tokens.
+    """A tokenizer from CLIP's list of merges, one on each line, and its tokens' numbers.
 
     By default tokens are numbered as in CLIP: bytes, bytes at the end of a word, merges, start,
     end.

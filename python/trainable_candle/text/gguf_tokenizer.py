@@ -1,8 +1,8 @@
 """Reads the tokenizer of a language model from the metadata of its GGUF file.
 
 Keys and types of tokens are those of llama.cpp (`gguf-py/gguf/constants.py` at
-0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c); the named ways to split text into words are those of its
-`src/llama-vocab.cpp`.
+0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c); the names of the ways to split text into words are
+those of llama.cpp's `src/llama-vocab.cpp`.
 """
 
 from __future__ import annotations

@@ -48,11 +48,11 @@ class PromptTokenizer:
 
         Args:
             folder: a folder with `tokenizer.json`.
-            thinks: as for the class.
+            thinks: see the class.
 
         Raises:
             MissingFileError: there is no such file.
-            WeightsFormatError: it cannot be understood.
+            WeightsFormatError: the file cannot be understood.
         """
         from tokenizers import Tokenizer  # noqa: PLC0415 - imported when first needed
 

@@ -20,14 +20,14 @@ _NORMAL, _UNKNOWN = 1, 2
 """Types of pieces."""
 _FLOAT: Final = struct.Struct("<f")
 _WIDEST: Final = 70
-"""Bits in the bytes of the longest integer."""
+"""Bits in the ten bytes of the longest 64-bit integer, seven bits per byte."""
 
 
 class UnigramModel(NamedTuple):
     """A unigram model: text is split into the pieces whose scores have the largest sum."""
 
     pieces: list[tuple[str, float]]
-    """The pieces with their scores; a piece's number is its place."""
+    """The pieces with their scores; a piece's number is its index."""
     unknown: int
     """The number of the piece for text that no piece covers."""
     charsmap: bytes
@@ -93,7 +93,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The integer at a place, seven bits per byte, and the place after it."""
+    """The integer at an offset, seven bits per byte, and the offset after it."""
     byte = data[at]
     if byte < 0x80:
         return byte, at + 1

@@ -53,7 +53,7 @@ class T5Tokenizer:
     def shipped(cls) -> Self:
         """The tokenizer of the published T5 models, from the package's own copy.
 
-        T5 1.0 and 1.1 in every size, Stable Diffusion 3 and Flux all use the same.
+        T5 1.0 and 1.1 in every size, Stable Diffusion 3 and Flux all use this tokenizer.
         """
         return cls(_tokenizer(sentencepiece.parse(gzip.decompress(SHIPPED.read_bytes()))))
 
@@ -62,9 +62,9 @@ class T5Tokenizer:
         """The tokenizer of a diffusers folder: Flux's `tokenizer_2`, SD3's `tokenizer_3`.
 
         Args:
-            folder: a folder with `tokenizer.json` or `spiece.model`. From the former only the
-                pieces, the table of characters and the added tokens are read; the split into words
-                does not depend on the file, as in transformers 5.
+            folder: a folder with `tokenizer.json` or `spiece.model`. From `tokenizer.json` only
+                the pieces, the table of characters and the added tokens are read; the split into
+                words does not depend on the file, as in transformers 5.
 
         Raises:
             MissingFileError: there is no such folder or file.

@@ -1,6 +1,6 @@
 """Chat templates, which turn messages into text as in transformers' `apply_chat_template`.
 
-Templates come with downloaded checkpoints, so they run in jinja's sandbox and see only plain JSON
+Templates come with downloaded checkpoints, so they run in jinja's sandbox and get only plain JSON
 values. The environment is that of transformers 5 (`utils/chat_template_utils.py`), except that
 `strftime_now` always gives the same day: if texts changed from day to day, runs would not be
 repeatable.
@@ -31,9 +31,9 @@ CHATML: Final = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""The template for tokenizers without one; `END` is `<|im_end|>` or else the end-of-text token."""
+"""The default template; `END` is `<|im_end|>` or else the token that ends a text."""
 DAY: Final = dt.datetime(2024, 7, 26, tzinfo=dt.timezone.utc)
-"""The date that templates see as today; it is the default date in Llama 3.1's template."""
+"""The date that templates get as today; it is the default date in Llama 3.1's template."""
 _START, _END = "\ufdd0", "\ufdd1"
 """Marks around generated text; Unicode reserves these characters, so texts do not have them."""
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
@@ -58,7 +58,7 @@ class ChatTemplate:
         tokens: more variables for the template: `bos_token`, `eos_token` and so on.
 
     Raises:
-        WeightsFormatError: it is not a template.
+        WeightsFormatError: the source is not a template.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:

@@ -23,14 +23,14 @@ class Adapters:
     """Adapters by component, `unet` or `text_encoder` for example.
 
     Args:
-        sets: at least one.
+        sets: the adapters, at least one.
     """
 
     def __init__(self, sets: Mapping[str, AdapterSet]) -> None:
         self.sets = dict(sets)
 
     def named_parameters(self) -> dict[str, Var]:
-        """The trainable parameters; if there are several components, names begin with theirs."""
+        """The trainable parameters; with several components, names begin with the component's."""
         if len(self.sets) == 1:
             return next(iter(self.sets.values())).named_parameters()
         return {
@@ -64,7 +64,7 @@ class Adapters:
         """A snapshot of the adapters for one file, in the format and precision of the settings.
 
         Raises:
-            ArgumentError: the format cannot hold these adapters.
+            ArgumentError: the format cannot represent these adapters.
         """
         return tc.prepare_adapters(
             path,
@@ -105,7 +105,7 @@ def start_adapter(adapter: AdapterSet, family: Any) -> None:
 
 
 def oft_side(config: TrainConfig, formats: Sequence[str]) -> str:
-    """The side of layers that OFT rotates: by default that of programs which read the files.
+    """The side of layers that OFT rotates: by default the one that readers of the files expect.
 
     Args:
         config: the settings.
@@ -120,7 +120,7 @@ def adapter_config(
 ) -> tc.LoraConfig:
     """The configuration of the adapters; `targets` are the layers if the settings name none.
 
-    `formats` is as for `oft_side`.
+    `formats` is the argument of `oft_side`.
     """
     return tc.LoraConfig(
         r=config.rank,

@@ -26,7 +26,7 @@ class Callback:
     """
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Before the first step (after a resume)."""
+        """Before the first step; if the run resumes, its state is loaded already."""
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
         """After every optimizer step."""
@@ -37,9 +37,10 @@ class Callback:
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
         """When a checkpoint begins; files that callbacks write to `folder` become part of it.
 
-        The trainer's own files are written in the background meanwhile. A callback that writes for
-        long should take a copy (`tc.snapshot`) and pass the writing to `trainer.write_later`. The
-        folder gets its final name when all callbacks and their writes are done.
+        The trainer's own files are written in the background at the same time. A callback that
+        writes for long should take a copy (`tc.snapshot`) and pass the writing to
+        `trainer.write_later`. The folder gets its final name when all callbacks and their writes
+        are done.
         """
 
     def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:
@@ -76,7 +77,7 @@ class ProgressBar(Callback):
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
         """Open the bar at the current step."""
-        from tqdm import tqdm  # noqa: PLC0415 - only those who look at a bar wait for it
+        from tqdm import tqdm  # noqa: PLC0415 - only the bar needs this slow import
 
         self._bar = tqdm(
             total=trainer.steps,
@@ -88,7 +89,7 @@ class ProgressBar(Callback):
         )
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:  # noqa: ARG002
-        """Advance by one."""
+        """Advance by one step."""
         if self._bar is None:
             return
         first = math.isnan(self._loss)

@@ -29,7 +29,7 @@ class Average(Protocol):
         """Within this context the parameters are their averages; afterwards they are as before."""
 
     def keep(self) -> None:
-        """Put the averages in the place of the parameters."""
+        """Replace the parameters by the averages."""
 
 
 class OptimizerAverage:
@@ -48,7 +48,7 @@ class OptimizerAverage:
             self._optimizer.train()
 
     def keep(self) -> None:
-        """Put the averages in the place of the parameters."""
+        """Replace the parameters by the averages."""
         self._optimizer.eval()
 
 

@@ -30,7 +30,7 @@ class Epochs:
         self._epoch = 0
 
     def completed(self, step: int) -> int:
-        """The number of epochs whose batches have all been seen after `step` steps."""
+        """The number of epochs whose batches have all been used after `step` steps."""
         batches = step * self._accumulation
         # Continue from the epoch of the last call, because steps mostly come in order.
         if self._first_batch(self._epoch) > batches:

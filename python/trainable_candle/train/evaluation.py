@@ -53,7 +53,7 @@ def evaluated(adapters: Adapters, average: Average | None) -> Iterator[None]:
 class Validation(Callback):
     """Measures the loss on validation data, and keeps the best adapter.
 
-    There is one measurement before the first step and one after the last.
+    There is one measurement before the first step and one after the last step.
 
     Args:
         loss: returns the mean over the validation data, with the same random numbers at every call.
@@ -133,7 +133,7 @@ class Validation(Callback):
 class Previews(Callback):
     """Makes previews at intervals, each in its own file.
 
-    There is one before the first step and one after the last.
+    There is one preview before the first step and one after the last step.
 
     Args:
         preview: writes a preview; takes the file's path without its ending, and returns the path.

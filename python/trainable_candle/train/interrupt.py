@@ -40,7 +40,7 @@ class InterruptGuard:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Give the signals back."""
+        """Restore the previous handlers of the signals."""
         self._restore()
 
     def _request(self, number: int, _frame: object) -> None:

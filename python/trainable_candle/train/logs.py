@@ -124,7 +124,7 @@ class TensorBoardLog(Callback):
     ```
 
     Args:
-        folder: for the event files.
+        folder: the folder for the event files.
         every: steps between two points of a curve; the last step always has one.
 
     Raises:

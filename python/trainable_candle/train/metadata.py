@@ -146,7 +146,7 @@ class Stamped:
         """Write the file, complete or not at all.
 
         Raises:
-            FileError, OSError: it cannot be written.
+            FileError, OSError: the file cannot be written.
         """
         self._file.write()
         stamp(self._path)
@@ -161,7 +161,7 @@ def stamp(path: Path) -> None:
         path: a safetensors file; one without the placeholder is not changed.
 
     Raises:
-        OSError: it cannot be read or written.
+        OSError: the file cannot be read or written.
     """
     if not path.is_file():
         return

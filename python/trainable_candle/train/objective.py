@@ -11,7 +11,7 @@ A diffusion model (SDXL) is trained in four calls::
 `objective.noise(latents, samples, seed)` gives each sample of a run, by its number, the same noise
 and timestep every time.
 
-A mask (B, 1, h, w) weighs places and is divided by its mean over each example; `weights` (B,)
+A mask (B, 1, h, w) weighs positions and is divided by its mean over each example; `weights` (B,)
 weighs examples. For a validation loss, `objective.validation_noise(latents, examples)` gives
 example number `n` the same noise and timestep every time, without using tc's generator.
 

@@ -58,7 +58,7 @@ class Saver:
             raise
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Run `job` after the jobs that were submitted so far; raises as `check`."""
+        """Run `job` after the jobs that were submitted so far; for errors see `check`."""
         self.check()
         self._writer.submit(job)
 
@@ -71,11 +71,11 @@ class Saver:
         self._discarding(self._writer.check)
 
     def wait(self) -> None:
-        """Wait until everything is written; raises as `check`."""
+        """Wait until everything is written; for errors see `check`."""
         self._discarding(self._writer.wait)
 
     def settle(self) -> None:
-        """Wait until no write is in progress; errors are not reported."""
+        """Wait until no write is in progress, without raising errors of writes."""
         with suppress(Exception):
             self.wait()
 

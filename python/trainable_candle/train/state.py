@@ -89,10 +89,10 @@ def find(output: Path, resume: str) -> Path | None:
 
 
 def refuse_later(output: Path, step: int) -> None:
-    """Check that `output` has no checkpoints of later steps, which are those of another run.
+    """Check that `output` has no checkpoints of later steps, which must be of another run.
 
     Raises:
-        ConfigError: it has; the new run would mix its checkpoints with them.
+        ConfigError: `output` has such checkpoints; the new run would mix its checkpoints with them.
     """
     later = [folder for folder in checkpoints(output) if step_of(folder) > step]
     if later:
@@ -152,8 +152,8 @@ class Draft:
     def finish(self) -> None:
         """Rename the folder to its final name.
 
-        If the process is killed meanwhile, the old or the new checkpoint remains. The old one may
-        then have another name; `restore` renames it.
+        If the process is killed during the renaming, the old or the new checkpoint remains. The old
+        one may then have another name; `restore` renames it.
 
         Raises:
             OSError: the folder cannot be renamed.
@@ -180,10 +180,10 @@ def save(
         folder: its final folder; an older checkpoint of the same name is replaced.
         parameters: the trainable variables by name.
         optimizer: the optimizer, whose state is saved completely.
-        state: the rest.
+        state: the state besides tensors.
 
     Raises:
-        OSError: it cannot be written; older checkpoints are unchanged.
+        OSError: the checkpoint cannot be written; older checkpoints are unchanged.
     """
     draft = Draft(folder)
     try:
@@ -217,7 +217,7 @@ def load(folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer) -> R
     for name, var in parameters.items():
         var.set(stored[name].to(var.device))
     try:
-        # After the variables, because the optimizer notices if they change later.
+        # Load the optimizer after the variables, because it detects later changes of them.
         optimizer.load_state_dict(states)
     except Error as error:
         raise WeightsFormatError(
@@ -233,7 +233,7 @@ def read_state(folder: Path) -> RunState:
     """The state of the run in a checkpoint, besides tensors.
 
     Raises:
-        WeightsFormatError: it is missing, damaged or of another format.
+        WeightsFormatError: the file is missing, damaged or of another format.
     """
     values = read_json(folder, _STATE)
     try:
@@ -252,7 +252,7 @@ def read_json(folder: Path, name: str) -> Any:
     """The contents of a JSON file of a checkpoint.
 
     Raises:
-        WeightsFormatError: it is missing or damaged.
+        WeightsFormatError: the file is missing or damaged.
     """
     try:
         return parse_json((folder / name).read_text(encoding="utf-8"))
@@ -264,7 +264,7 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
     """The tensors of a file of a checkpoint, on the CPU.
 
     Raises:
-        WeightsFormatError: it is missing or damaged.
+        WeightsFormatError: the file is missing or damaged.
     """
     try:
         return tc.load_file(folder / name)

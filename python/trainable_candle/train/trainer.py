@@ -61,7 +61,7 @@ class StepReport:
     seconds: float
     """The duration of the step."""
     epoch: float | None = None
-    """Epochs seen so far, if the trainer knows their length."""
+    """Epochs so far, if the trainer has their length."""
     amount: float = 0.0
     """The number of images, tokens or other units; 0 if the trainer does not count."""
     memory: int | None = None
@@ -171,7 +171,7 @@ class Trainer(Generic[Batch]):
         self._inputs = inputs
         self._weigh = weigh
         self._on_gpu = any(var.device != "cpu" for var in self.parameters.values())
-        # The first pass of a step differs from the later ones.
+        # The first pass of a step differs from later passes.
         passes = min(gradient_accumulation, 2) if inputs and self._on_gpu else 0
         self._graphs = PassGraphs(self._pass, cuda_graphs * passes)
         self._batches = 0
@@ -195,7 +195,7 @@ class Trainer(Generic[Batch]):
         self._asked = False
         """Whether this process has been asked to stop after the current step."""
         self._agreed = False
-        """Whether any process has been asked to stop; after each step, all processes know it."""
+        """Whether any process has been asked to stop; equal in all processes after each step."""
 
     def train(self) -> bool:
         """Run to the last step.
@@ -318,7 +318,7 @@ class Trainer(Generic[Batch]):
                 _Given(number, inputs, equal, amount)
                 for number, (inputs, _, amount) in zip(numbers, made, strict=True)
             ]
-        # With several processes, none knows the weights of the others before the step; `sum_up`
+        # With several processes, none has the weights of the others before the step; `sum_up`
         # then divides by the sum of all weights.
         alone = self.group.size == 1
         whole = math.fsum(weight for _, weight, _ in made) if alone else self._batches_in_step
@@ -434,7 +434,7 @@ class Trainer(Generic[Batch]):
         """Write a checkpoint of the current step, if there is an output folder, and wait for it.
 
         Raises:
-            OSError: it cannot be written; older ones are unchanged.
+            OSError: the checkpoint cannot be written; older ones are unchanged.
         """
         folder = self._begin_save()
         self._saver.wait()

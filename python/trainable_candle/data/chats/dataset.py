@@ -28,7 +28,7 @@ class TextOptions:
     """How the examples of a data set are read."""
 
     sequence_length: int = 2048
-    """The most tokens of an example; of a longer one, the beginning is kept."""
+    """The most tokens of an example; longer examples are truncated at the end."""
     train_on: str = "answers"
     """Which tokens count in the loss; one of `settings.texts.TRAIN_ON`."""
     preferences: bool = False
@@ -50,7 +50,9 @@ class Counts:
     unlearnt: int = 0
     """Examples without a token to learn, often because the answer was truncated."""
     answers: int = 0
+    """Answers that are learnt."""
     stops: int = 0
+    """Learnt answers that end in a stop token."""
 
 
 class TextDataset:
@@ -58,8 +60,8 @@ class TextDataset:
 
     Args:
         examples: at least one.
-        counts: of the lines that they come from.
-        options: how they were read.
+        counts: the counts of the lines that the examples come from.
+        options: how the lines were read.
         place: the file or folder, for messages.
     """
 
@@ -131,7 +133,8 @@ def load_texts(
     """Read, check and tokenize the files that a path names.
 
     Returns:
-        The data set to train on and, if a folder has files for validation, the data set for that.
+        The data set to train on and, if a folder has files for validation, the data set for
+        validation.
 
     Raises:
         DatasetError: a file cannot be read; lines cannot be used and `skip_bad` is off (the message

@@ -152,11 +152,11 @@ FORMS: Final = (
          _instruction),
     Form("text", ("text",), (), _text),
 )  # fmt: skip
-"""An example has the first form whose fields it has."""
+"""An example gets the first form of which it has all `fields`."""
 
 
 def form_of(values: Mapping[str, Any]) -> Form | None:
-    """The form of an example; None if its fields fit none."""
+    """The form of an example; None if its fields fit no form."""
     return next((form for form in FORMS if all(name in values for name in form.fields)), None)
 
 

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tokens:
-    """One example as the model sees it."""
+    """One example as the model reads it."""
 
     ids: npt.NDArray[np.int64]
     learnt: npt.NDArray[np.bool_]
-    """Which tokens the model learns to predict; never the first, before which there is none."""
+    """Which tokens the model learns to predict; never the first, which no token precedes."""
     stops: tuple[int, ...]
-    """The places of tokens that end an answer and stop generation; all of them are learnt."""
+    """The positions of tokens that end an answer and stop generation; all are learnt."""
     answers: int
-    """The number of learnt answers, with or without such a token."""
+    """The number of learnt answers, with or without a stop token."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -48,7 +48,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to one prompt as the model sees them, each with the prompt before it."""
+    """Two answers to one prompt as the model reads them, each with the prompt before it."""
 
     chosen: Tokens
     rejected: Tokens
@@ -68,7 +68,7 @@ class Pair:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """The places of tokens that end an answer and stop generation."""
+        """The positions of tokens that end an answer and stop generation."""
         return (*self.chosen.stops, *(len(self.chosen) + n for n in self.rejected.stops))
 
     @property
@@ -77,7 +77,7 @@ class Pair:
         return self.chosen.answers + self.rejected.answers
 
     def truncated(self, length: int) -> Pair:
-        """The first tokens of both, at most `length` together; the longer is truncated first."""
+        """The first tokens of both answers, `length` in all; the longer is truncated first."""
         half = length // 2
         chosen = max(half, length - len(self.rejected))
         rejected = max(half, length - min(len(self.chosen), chosen))
@@ -155,7 +155,7 @@ def _chat(example: Chat, tokenizer: ChatTokenizer, train_on: str) -> Tokens:
 def _answers(
     example: Chat, tokenizer: ChatTokenizer, whole: str, *, last_only: bool
 ) -> list[tuple[int, int]]:
-    """The places of the answers in the text, found by rendering the messages up to each answer."""
+    """Where the answers are in the text, found by rendering the messages up to each answer."""
     spans = []
     answers = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
     for turn in answers[-1:] if last_only else answers:

@@ -1,4 +1,4 @@
-"""Conversations: checks messages, and gives them one form, before a template renders them."""
+"""Checks the messages of conversations and brings them into one form for the chat template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROLES: Final = {
     "tool": "tool", "observation": "tool", "function_response": "tool", "ipython": "tool",
     "function_call": "function_call",
 }  # fmt: skip
-"""Names of roles in data sets -> our roles."""
+"""Names of roles in data sets, and the roles here that they stand for."""
 
 
 def conversation(values: Any, field: str, *, answered: bool = True) -> list[Message]:
@@ -33,7 +33,7 @@ def conversation(values: Any, field: str, *, answered: bool = True) -> list[Mess
         answered: whether there must be an answer.
 
     Raises:
-        RowError: it is not a list, a role or a content is wrong, or roles are out of order; the
+        RowError: the value is no list, a role or a content is wrong, or roles are out of order; the
             message names the field.
     """
     values = _parsed(values, field)
@@ -50,7 +50,7 @@ def functions(values: Any, field: str = "tools") -> list[dict[str, Any]] | None:
     """JSON schemas of tools, given as a list or, as in Parquet files, as text.
 
     Raises:
-        RowError: they are not a list of objects.
+        RowError: the tools are not a list of objects.
     """
     values = _parsed(values, field)
     if values is None or values in ("", []):
@@ -61,10 +61,10 @@ def functions(values: Any, field: str = "tools") -> list[dict[str, Any]] | None:
 
 
 def text(value: Any, field: str, *, empty: bool = False) -> str:
-    """A text.
+    """Check that a field is a text; returns the text.
 
     Raises:
-        RowError: it is not a text, or is empty and must not be.
+        RowError: the field is not a text, or is empty although `empty` is False.
     """
     if not isinstance(value, str):
         raise RowError(f"`{field}` is {_kind(value)}, expected text")
@@ -149,7 +149,7 @@ def _check_order(messages: list[Message], field: str) -> None:
 
 
 def _parsed(value: Any, field: str) -> Any:
-    """A value that may be written as JSON."""
+    """The value; a text is parsed as JSON."""
     if not isinstance(value, str) or not value.strip():
         return value
     try:

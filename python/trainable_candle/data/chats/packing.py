@@ -1,4 +1,4 @@
-"""Rows of several examples with separate positions; a batch is one stream of tokens."""
+"""Packs examples into rows, with positions of their own; a batch is one stream of tokens."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ IGNORED: Final = -100
 
 @dataclass(frozen=True)
 class Packed:
-    """A batch: one stream of N tokens, in which each example sees only itself."""
+    """A batch: one stream of N tokens, in which each example attends only to itself."""
 
     input_ids: npt.NDArray[np.int64]
     """(N,)."""
     targets: npt.NDArray[np.int64]
-    """(N,): the next token; `IGNORED` if that is not learnt or belongs to another example."""
+    """(N,): the next token; `IGNORED` if that one is not learnt or is in another example."""
     positions: npt.NDArray[np.int64]
     """(N,): from 0 in every example."""
     cu_seqlens: npt.NDArray[np.int64]
-    """(S,): the starts of the examples, and the end of the last, which is repeated so that all
-    batches have the same length S. Tokens from that end on are padding."""
+    """(S,): the starts of the examples, then the end of the last example. With padding, the end is
+    repeated so that S is the same for all batches; tokens from the end on are padding."""
 
     answers: npt.NDArray[np.float32] | None = None
     """(pairs, N) for preferences: 1 at the targets of a pair's chosen answer, -1 at those of the
@@ -48,13 +48,14 @@ class Packed:
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Items in bins by best fit decreasing: each goes to the bin where it leaves the least room.
+    """Distribute items over bins by the method "best fit decreasing".
 
-    Items of one length keep their order. The lengths in the bins do not depend on that order.
+    The longest item comes first; each item goes to the bin where it leaves the least room. Items of
+    one length keep their order. The lengths in the bins do not depend on that order.
 
     Args:
-        lengths: of the items, from 1 to `capacity`.
-        capacity: of a bin.
+        lengths: the lengths of the items, from 1 to `capacity`.
+        capacity: the length that a bin has room for.
 
     Returns:
         The numbers of the items in each bin.
@@ -77,7 +78,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 class PackedRows:
     """Batches of packed rows by number, epoch after epoch.
 
-    Each epoch packs all examples anew: examples of equal length change places, and the rows have
+    Each epoch packs all examples anew: examples of equal length are exchanged, and the rows have
     another order. The result depends only on the seed and the epoch's number. Rows that do not fill
     the last batch of an epoch come first in the next.
 
@@ -85,9 +86,9 @@ class PackedRows:
         examples: at least one, none longer than a row.
         sequence_length: tokens of a row.
         batch_size: rows in a batch.
-        seed: of the order.
-        shapes: the most different numbers of tokens that batches have, for CUDA graphs: padding
-            fills a batch up to the next of these numbers. 0: no padding.
+        seed: the seed of the order.
+        shapes: the greatest number of distinct batch lengths (in tokens), for CUDA graphs: padding
+            fills a batch up to the next of these lengths. 0: no padding.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class PackedRows:
 def in_order(
     examples: Sequence[Tokens | Pair], sequence_length: int, batch_size: int = 1
 ) -> list[Packed]:
-    """All examples once, packed; every call returns the same."""
+    """All examples once, packed; every call returns the same batches."""
     rows = [
         [examples[item] for item in row]
         for row in best_fit([len(example) for example in examples], sequence_length)
@@ -185,7 +186,7 @@ def joined(rows: Sequence[Sequence[Tokens | Pair]], unit: int = 1, bounds: int =
 
 
 def shifted(example: Tokens) -> npt.NDArray[np.int64]:
-    """The targets of an example: at each place the next token if it is learnt."""
+    """The targets of an example: at each token the next token, if that one is learnt."""
     targets = np.full(len(example), IGNORED, np.int64)
     targets[:-1] = np.where(example.learnt[1:], example.ids[1:], IGNORED)
     return targets

@@ -42,12 +42,13 @@ def find_files(path: Path) -> tuple[list[Path], list[Path]]:
     """The files for training and those for validation that a path names.
 
     Args:
-        path: a file, or a folder. In a folder and its `data`, the first word of names such as
-            `train-00000-of-00002.parquet` decides, for files with one of `SUFFIXES`. If none is
-            `train`, all files that are not for validation or tests are for training.
+        path: a file, or a folder. In a folder and its folder `data`, files with one of `SUFFIXES`
+            are sorted by the first word of their names, such as `train` in
+            `train-00000-of-00002.parquet`. If no name begins with `train`, all files that are not
+            for validation or tests are for training.
 
     Raises:
-        DatasetError: there is no such file, or no readable one.
+        DatasetError: the path does not exist, or has no file with one of `SUFFIXES`.
     """
     if not path.exists():
         raise DatasetError(f"dataset: there is no file or folder {path}")

@@ -63,7 +63,7 @@ def positions(
         rows: rows of tokens in the image.
         columns: columns of tokens in the image.
         length: tokens of the text.
-        device: of the results.
+        device: the device of the results.
         counts_words: whether there is a fourth axis, on which the text's tokens are numbered;
             without it, all of them are at zero.
 
@@ -84,7 +84,7 @@ def over_tokens(latents: Tensor, length: int, transformer: Transformer) -> Tenso
     """The prediction of a transformer whose tokens are 2x2 squares of latents (B, C, H, W).
 
     Args:
-        latents: with even height and width.
+        latents: the latents, with even height and width.
         length: tokens of the text, whose positions are zeros.
         transformer: returns tokens of the same shape as its input.
     """

@@ -56,7 +56,7 @@ class FlowSchedule:
         (first, last), (low, high) = self.tokens, self.mu
         return math.exp(low + (high - low) * (tokens - first) / (last - first))
 
-    def drawing(self, steps: int, tokens: int) -> float:  # noqa: ARG002 - for others
+    def drawing(self, steps: int, tokens: int) -> float:  # noqa: ARG002 - for subclasses
         """The shift k for drawing an image of this many tokens in this many steps."""
         return self.at(tokens)
 

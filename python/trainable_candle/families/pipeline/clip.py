@@ -16,7 +16,7 @@ _TOKENS: Final = "text_model.embeddings.token_embedding.weight"
 
 
 def clip_tokenizer(weights: Path, name: str, pad: str, model: CLIPTextModel) -> CLIPTokenizer:
-    """The tokenizer of a pipeline; for an original checkpoint, which has none, CLIP's usual one.
+    """The tokenizer of a pipeline; CLIP's usual tokenizer for original checkpoints without one.
 
     Args:
         weights: the pipeline's folder or an original checkpoint.
@@ -26,7 +26,7 @@ def clip_tokenizer(weights: Path, name: str, pad: str, model: CLIPTextModel) -> 
 
     Raises:
         MissingFileError: a file of the tokenizer is missing.
-        WeightsFormatError: it has tokens that the encoder does not know.
+        WeightsFormatError: the tokenizer has tokens that the encoder lacks.
     """
     folder = weights / name
     there = folder.is_dir()

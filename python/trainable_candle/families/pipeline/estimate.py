@@ -39,7 +39,7 @@ _TEXT_PARTS: Final = 16
 
 
 class Sizes(Protocol):
-    """What the estimate needs to know about a family."""
+    """The facts about a family that the estimate needs."""
 
     component: ClassVar[str]
     targets: ClassVar[tuple[str, ...]]
@@ -78,7 +78,7 @@ def estimate(
         limit: available bytes.
 
     Raises:
-        MissingFileError, WeightsFormatError, ConfigError: the checkpoint is another model's.
+        MissingFileError, WeightsFormatError, ConfigError: the checkpoint is of another model.
     """
     itemsize = ITEM_BYTES[config.precision]
     facts = family.facts
@@ -151,7 +151,7 @@ def encode_area(facts: Facts, config: TrainConfig, limit: float) -> int:
     faster, and a cache entry would depend on the other images of its batch.
 
     Args:
-        facts: of the checkpoint.
+        facts: the facts about the checkpoint.
         config: the settings.
         limit: available bytes before anything is loaded.
     """

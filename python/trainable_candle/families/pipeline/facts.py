@@ -95,7 +95,8 @@ def facts(weights: Path, model: str, others: Sequence[Path] = ()) -> Facts:
 
     Raises:
         MissingFileError: `weights` does not exist.
-        WeightsFormatError, ConfigError: it is damaged, has another model, or a part is missing.
+        WeightsFormatError, ConfigError: `weights` is damaged, has another model, or a part is
+        missing.
     """
     weights = weights.resolve()
     if not weights.exists():

@@ -48,7 +48,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
     """What all pipelines have in common; a family adds its text encoders and conditions."""
 
     text_tokens: ClassVar[int]
-    """Tokens of a caption, as the denoiser sees them."""
+    """The number of tokens of a caption that the denoiser reads."""
     coder_kind: ClassVar[type[KLCoder]] = KLCoder
     """The class that turns the autoencoder's latents into the denoiser's."""
 
@@ -57,7 +57,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
         """The facts from the headers of the checkpoint.
 
         Raises:
-            MissingFileError, WeightsFormatError: it is missing, or of another model.
+            MissingFileError, WeightsFormatError: the checkpoint is missing, or of another model.
         """
         return facts(self.weights, self.name, self._others)
 
@@ -77,7 +77,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
         _ = self.facts
 
     def check_format(self, form: str, layers: Collection[str]) -> None:
-        """As `LatentFamily.check_format`; layers that the format fuses must be adapted together."""
+        """See `LatentFamily.check_format`; fused layers must be adapted together."""
         try:
             self.facts.parts[self.component].check_format(form, self.config.adapter, list(layers))
         except ArgumentError as error:
@@ -143,10 +143,10 @@ class PipelineFamily(LatentFamily, Generic[E]):
         )
 
     def use_model(self, path: Path) -> None:
-        """Use the denoiser of another checkpoint; the other parts stay.
+        """Use the denoiser of another checkpoint; the other parts stay the same.
 
         Raises:
-            MissingFileError, WeightsFormatError: it has no denoiser of this family.
+            MissingFileError, WeightsFormatError: the checkpoint has no denoiser of this family.
         """
         where = source(path, self.component)
         self.model = load(**where, quantize=None, dtype=self.dtype, device=self.device)
@@ -208,7 +208,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
         Raises:
             ConfigError: `output` exists and is not an empty folder, or the checkpoint is a file and
                 `output` does not end in `.safetensors`.
-            OSError: it cannot be written.
+            OSError: the checkpoint cannot be written.
         """
         saving.save_merged(self.weights, self.parts, models, output)
 
@@ -217,7 +217,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
 
         Raises:
             ConfigError: `output` is not the name of a new `.safetensors` file.
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         if output.suffix != ".safetensors":
             raise ConfigError(

@@ -29,7 +29,7 @@ def parts_identity(facts: Facts, names: Sequence[str]) -> dict[str, str]:
         if path.is_dir():
             found[name] = file_identity(path / str(subfolder) if subfolder else path)
             continue
-        # A file's part may have its configuration in a folder beside the file, as in a pipeline.
+        # A part that is a file may have its configuration in a folder beside it, as in a pipeline.
         config = path.parent / name / _CONFIG
         beside = file_identity(config) if config.is_file() else ""
         found[name] = f"{file_identity(path)} {beside}"

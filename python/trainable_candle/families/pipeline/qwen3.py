@@ -28,7 +28,7 @@ class Qwen3:
     Args:
         family: the family with the weights.
         layers: the layers whose hidden states are used, counted from 1.
-        thinks: as for `PromptTokenizer`.
+        thinks: see `PromptTokenizer`.
 
     Raises:
         MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of another

@@ -30,7 +30,7 @@ def save_merged(
     Raises:
         ConfigError: `output` exists and is not an empty folder, or the checkpoint is a file and
             `output` does not end in `.safetensors`.
-        OSError: it cannot be written.
+        OSError: the checkpoint cannot be written.
     """
     if output.suffix == ".safetensors":
         save_file(weights, parts, models, output, {})
@@ -60,7 +60,7 @@ def save_file(
 
     Raises:
         ConfigError: `output` exists.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     if output.exists():
         raise ConfigError(f"--output is {output}, which exists; expected a new file")

@@ -27,7 +27,7 @@ class T5:
         model: the encoder.
         tokenizer: its tokenizer.
         length: tokens of a caption; longer captions are truncated.
-        device: of the encoder.
+        device: the device of the encoder.
     """
 
     def __init__(self, model: T5Encoder, tokenizer: T5Tokenizer, length: int, device: str) -> None:

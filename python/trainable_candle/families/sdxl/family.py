@@ -73,7 +73,7 @@ class SDXL(PipelineFamily[TextEncoders]):
         """Check that the text encoders have enough layers for `clip_skip`.
 
         Raises:
-            ConfigError: they do not.
+            ConfigError: the text encoders have too few layers.
         """
         counts = [self.facts.parts[name].config["num_hidden_layers"] for name in _TEXT_ENCODERS]
         # The last layer is always left out, and one layer must remain for adapters.
@@ -118,7 +118,7 @@ class SDXL(PipelineFamily[TextEncoders]):
         return schedule(self.weights, self.config.prediction_type)
 
     def objective(self, device: str) -> NoiseObjective:
-        """Prediction of noise or velocity, by the settings or else the checkpoint."""
+        """Prediction of noise or velocity, as the settings or else the checkpoint say."""
         return NoiseObjective(self.schedule, self.config, device)
 
     def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> Sampler:  # noqa: ARG002

@@ -31,8 +31,8 @@ class TextEncoders:
     Args:
         models: the two encoders.
         tokenizers: their tokenizers.
-        clip_skip: how many layers to leave out in addition to the last.
-        device: of the models.
+        clip_skip: how many layers to leave out in addition to the last layer.
+        device: the device of the models.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class TextEncoders:
         return max(len(t.chunks(caption, MOST_CHUNKS)) for t in self._tokenizers)
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Captions to `encoder_hidden_states` (B, 77 n, 2048) and `text_embeds` (B, 1280).
+        """Encode captions: `encoder_hidden_states` (B, 77 n, 2048) and `text_embeds` (B, 1280).
 
         A caption with fewer chunks than the longest one is padded with empty chunks.
         """
@@ -88,13 +88,13 @@ class TextEncoders:
         }
 
     def encode(self, tokens: Mapping[str, Tensor], batch: int) -> dict[str, Tensor]:
-        """As `__call__`, given the tokens of `batch` captions."""
+        """The features of `batch` captions from their tokens; see `__call__`."""
         states, pooled = [], None
         for name, model in zip(_IDS, self.models, strict=True):
             found = model(tokens[name])
             hidden = found.hidden_states[-(self._clip_skip + 2)]
             states.append(hidden.reshape(batch, -1, hidden.shape[-1]))
-            # The pooled text of the first chunk, of the second encoder (the last in the loop).
+            # Keep the pooled text of the first chunk; the loop ends with the second encoder.
             pooled = found.pooled.reshape(batch, -1, found.pooled.shape[-1]).narrow(1, 0, 1)
         assert pooled is not None
         return {"encoder_hidden_states": tc.cat(states, 2), "text_embeds": pooled.squeeze(1)}
@@ -107,7 +107,7 @@ def unread_layers(count: int, clip_skip: int) -> list[str]:
 
     Args:
         count: the number of the encoder's layers.
-        clip_skip: how many layers are left out in addition to the last.
+        clip_skip: how many layers are left out in addition to the last layer.
     """
     return [rf".*encoder\.layers\.{n}\..*" for n in range(count - 1 - clip_skip, count)]
 

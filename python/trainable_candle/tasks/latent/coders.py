@@ -63,7 +63,7 @@ class KLCoder:
 
     Args:
         source: the arguments of `AutoencoderKL.from_pretrained`.
-        config: of the autoencoder.
+        config: the autoencoder's configuration.
         factor: pixels of an image per element of its latents, in width and in height.
         device: the device that it computes on.
         identity: returns the identity of its weights and its configuration.

@@ -87,7 +87,7 @@ def draw(
     graphs = _graphs(family)
     shape = (family.coder.channels, height // factor, width // factor)
     guidance = family.guidance if options.guidance is None else options.guidance
-    # Such a model is called once, without a negative prompt.
+    # A model with distilled guidance is called once, without a negative prompt.
     scale = 1.0 if family.distilled_guidance else guidance
     images = []
     for start in range(0, len(prompts), family.at_once):
@@ -134,7 +134,7 @@ def require_multiple(size: tuple[int, int], factor: int) -> None:
 def paired(
     positive: Mapping[str, Tensor], negative: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The features, with texts of equal length: the shorter one is repeated to fill the rest."""
+    """The features, with texts of equal length: the shorter text is repeated to fill the rest."""
     one, other = dict(positive), dict(negative)
     for name, found in positive.items():
         if found.ndim < 3:

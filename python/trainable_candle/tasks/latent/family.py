@@ -18,7 +18,7 @@ class LatentFamily(LatentModel):
     """A family of latent models, by its name on the command line."""
 
     summary: ClassVar[str]
-    """What the family is, in a line."""
+    """A description of the family in one line."""
     download: ClassVar[str] = ""
     """Where to get weights if the package has none, with their size and licence."""
 

@@ -33,8 +33,8 @@ class LatentModel(ABC):
 
     Args:
         weights: a folder or a file.
-        dtype: of the model and the text encoders; as stored if None.
-        device: of everything.
+        dtype: the dtype of the model and the text encoders; as stored if None.
+        device: the device of all parts.
         config: the settings of the run; None: defaults, enough for drawing and merging.
     """
 
@@ -56,7 +56,7 @@ class LatentModel(ABC):
     """The default scale of classifier-free guidance; 1 means none."""
     reads_texts_apart: ClassVar[bool] = False
     """Whether drawing calls the model separately for the prompt and the negative prompt, because
-    texts of different length in one call would need a mask, with which attention is slow on a GPU.
+    texts of different length in one call need a mask, and attention with a mask is slow on a GPU.
     """
     at_once: ClassVar[int] = 1
     """The batch size of drawing, and the least batch size of validation."""
@@ -79,8 +79,8 @@ class LatentModel(ABC):
         """Check that the weights are of this family.
 
         Raises:
-            MissingFileError, WeightsFormatError, ConfigError: they are missing, damaged, or of
-                another model.
+            MissingFileError, WeightsFormatError, ConfigError: the weights are missing, damaged, or
+                of another model.
         """
 
     @property
@@ -95,10 +95,10 @@ class LatentModel(ABC):
 
     @property
     def multiple(self) -> int:
-        """Pixels of which the sides of images must be multiples."""
+        """The number of pixels that the sides of images must be multiples of."""
         return self.coder.factor
 
-    def check(self) -> None:  # noqa: B027 - most have nothing of their own
+    def check(self) -> None:  # noqa: B027 - most families need no check
         """Check the settings in ways that are specific to the family.
 
         Raises:
@@ -108,18 +108,18 @@ class LatentModel(ABC):
         """
 
     def check_format(self, form: str, layers: Collection[str]) -> None:  # noqa: B027
-        """Check that a format of files can hold the adapters of some layers.
+        """Check that a format of files can represent the adapters of some layers.
 
         Args:
             form: the format.
             layers: the layers of the trained model that get adapters.
 
         Raises:
-            ConfigError: it cannot; the message names a format that can.
+            ConfigError: the format cannot represent them; the message names a format that can.
         """
 
     def notes(self) -> list[str]:
-        """Notes for the user about training these weights, one a line."""
+        """Notes for the user about training these weights, a line each."""
         return []
 
     def check_initial_adapter(self, path: Path, layers: Collection[str]) -> None:
@@ -130,7 +130,7 @@ class LatentModel(ABC):
             layers: the layers of the trained model that get adapters.
 
         Raises:
-            ConfigError: they are not.
+            ConfigError: the adapters differ from the settings.
             MissingFileError, WeightsFormatError: the file is missing or damaged.
         """
         texts = self.text_layers() if self.config.train_text_encoder else ()
@@ -147,8 +147,8 @@ class LatentModel(ABC):
         """Check that a file is a LoRA of the trained model.
 
         Raises:
-            ConfigError: it is not.
-            MissingFileError, WeightsFormatError: it is missing or damaged.
+            ConfigError: the file is no such LoRA.
+            MissingFileError, WeightsFormatError: the file is missing or damaged.
         """
         start = f"--training-adapter: {path}"
         modules = verify_adapter(path, self.name, self.weights).modules
@@ -167,7 +167,7 @@ class LatentModel(ABC):
         """Check that a preview of a prompt can be drawn.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: the preview cannot be drawn.
         """
 
     @abstractmethod
@@ -175,7 +175,7 @@ class LatentModel(ABC):
         """The trained model's linear layers and convolutions: shapes of weights by name."""
 
     def text_layers(self) -> Mapping[str, Mapping[str, Shape]]:
-        """As `layers`, for each text encoder that can be trained, by part."""
+        """The same as `layers`, for each text encoder that can be trained, by part."""
         return {}
 
     @abstractmethod
@@ -229,7 +229,7 @@ class LatentModel(ABC):
         """The training objective.
 
         Args:
-            device: of the latents.
+            device: the device of the latents.
 
         Raises:
             ConfigError, ArgumentError: a setting is outside its range.
@@ -254,7 +254,7 @@ class LatentModel(ABC):
 
         Args:
             sample: (B, C, h, w), in the dtype of the model.
-            times: from 0 to 1000, (B,), or (1,) for all.
+            times: the times, from 0 to 1000: (B,), or (1,) for all samples.
             conditions: the results of `features` and `conditions`.
         """
 
@@ -329,7 +329,7 @@ class LatentModel(ABC):
         """The parts that an adapter file is for.
 
         Raises:
-            MissingFileError, WeightsFormatError: it is missing or damaged.
+            MissingFileError, WeightsFormatError: the file is missing or damaged.
         """
 
     @abstractmethod
@@ -342,7 +342,7 @@ class LatentModel(ABC):
 
         Raises:
             ConfigError: `output` is something else.
-            OSError: it cannot be written.
+            OSError: the model cannot be written.
         """
 
     @abstractmethod
@@ -356,5 +356,5 @@ class LatentModel(ABC):
 
         Raises:
             ConfigError: `output` is something else, or the family has no such files.
-            OSError: it cannot be written.
+            OSError: the model cannot be written.
         """

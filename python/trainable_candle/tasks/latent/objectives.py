@@ -2,7 +2,7 @@
 
 `noise` returns the model's inputs and the target as tensors by name, and `loss` compares a
 prediction with them. `sample` is the noised latents, `times` the level of the noise (0 to 1000,
-f32), `target` the right prediction. `mask` and `weights`, if present, weigh places and examples.
+f32), `target` the right prediction. `mask` and `weights`, if present, weigh positions and examples.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ class Objective(Protocol):
         """
 
     def validation_noise(self, latents: Tensor, examples: Sequence[int]) -> dict[str, Tensor]:
-        """As `noise`, but an example has the same noise and level at every call of every run."""
+        """Like `noise`, but an example has the same noise and level at every call of every run."""
 
     def loss(self, prediction: Tensor, inputs: Inputs) -> Tensor:
         """The loss of a prediction: one element, f32.
 
         Args:
             prediction: the model's output for `inputs["sample"]`.
-            inputs: the result of `noise`. It may also have `mask` (B, 1, ...), which weighs places
-                and is divided by its mean over an example, and `weights` (B,), which are factors.
+            inputs: the result of `noise`. It may also have `mask` (B, 1, ...), which weighs
+                positions and is divided by its mean over an example, and `weights` (B,), which are
+                factors.
         """
 
 
@@ -94,15 +95,15 @@ class NoiseObjective:
         )
 
     def noise(self, latents: Tensor, samples: Sequence[int], seed: int) -> dict[str, Tensor]:
-        """As `Objective.noise`."""
+        """See `Objective.noise`."""
         return _parts(self._objective.noise(latents, samples, seed))
 
     def validation_noise(self, latents: Tensor, examples: Sequence[int]) -> dict[str, Tensor]:
-        """As `Objective.validation_noise`."""
+        """See `Objective.validation_noise`."""
         return _parts(self._objective.validation_noise(latents, examples))
 
     def loss(self, prediction: Tensor, inputs: Inputs) -> Tensor:
-        """As `Objective.loss`."""
+        """See `Objective.loss`."""
         noised = NoisedLatents(inputs["sample"], inputs["timesteps"], inputs["target"])
         return self._objective.loss(
             prediction, noised, mask=inputs.get("mask"), weights=inputs.get("weights")
@@ -120,7 +121,7 @@ def _parts(noised: NoisedLatents) -> dict[str, Tensor]:
 
 
 class FlowObjective:
-    """Flow matching: the model sees (1 - s) * data + s * noise and predicts noise - data.
+    """Flow matching: the model reads (1 - s) * data + s * noise and predicts noise - data.
 
     The signal-to-noise ratio at level s is ((1 - s) / s)**2. Weights and Huber schedules are those
     of `DiffusionObjective` at this ratio: min-SNR weighs the error of the data by min(SNR, gamma),
@@ -153,11 +154,11 @@ class FlowObjective:
         self._gamma = config.min_snr_gamma
 
     def noise(self, latents: Tensor, samples: Sequence[int], seed: int) -> dict[str, Tensor]:
-        """As `Objective.noise`."""
+        """See `Objective.noise`."""
         return _flow_parts(*self._flow_of(latents).noise(latents, samples, seed))
 
     def validation_noise(self, latents: Tensor, examples: Sequence[int]) -> dict[str, Tensor]:
-        """As `Objective.validation_noise`."""
+        """See `Objective.validation_noise`."""
         flow = self._flow_of(latents)
         return _flow_parts(*flow.validation_noise(latents, examples, VALIDATION_SEED))
 
@@ -169,7 +170,7 @@ class FlowObjective:
         return FlowMatching(self._timesteps, self._shift((height, width)))
 
     def loss(self, prediction: Tensor, inputs: Inputs) -> Tensor:
-        """As `Objective.loss`."""
+        """See `Objective.loss`."""
         prediction, target = prediction.to("f32"), inputs["target"]
         mask, weights = inputs.get("mask"), inputs.get("weights")
         if self._loss == "mse" and self._gamma is None and mask is None and weights is None:

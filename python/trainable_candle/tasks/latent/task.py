@@ -72,7 +72,7 @@ class LatentTask:
         self._training_adapter: TrainingAdapter | None = None
 
     def check(self, report: Callable[[str], None]) -> None:
-        """As `Task.check`; also reports other tools that would not apply the adapter completely."""
+        """See `Task.check`; also reports tools that would not apply the adapter completely."""
         family, config = self.family, self.family.config
         texts = family.text_layers() if config.train_text_encoder else {}
         check_format(config, family.formats, parts=1 + len(texts))
@@ -142,7 +142,7 @@ class LatentTask:
             require_multiple(options.size, family.multiple)
 
     def read(self, report: Callable[[str], None]) -> Split[Dataset]:
-        """Find and check the images and captions; as `Task.read`."""
+        """Find and check the images and captions; see `Task.read`."""
         data = read_datasets(self.family.config, self.family.dataset)
         report(data.train.summary())
         if data.validation is not None:
@@ -150,13 +150,13 @@ class LatentTask:
         return data
 
     def samples(self, data: Split[Dataset]) -> int:
-        """Images; as `Task.samples`."""
+        """Images; see `Task.samples`."""
         return len(data.train)
 
     def estimate(
         self, config: TrainConfig, data: Split[Dataset], limit: float = math.inf
     ) -> Estimate:
-        """As `Task.estimate`."""
+        """See `Task.estimate`."""
         return self.family.estimate(config, data, limit)
 
     def prepare(
@@ -164,11 +164,12 @@ class LatentTask:
     ) -> Split[PreparedLatents]:
         """Encode images and captions; free the encoders that are not needed in training.
 
-        As `Task.prepare`.
+        See `Task.prepare`.
         """
         family, config = self.family, self.family.config
         self._side = data.train.options.resolution
-        # Before the text encoders are loaded, so that as much memory is free as in the estimate.
+        # Compute this before the text encoders are loaded, with as much free memory as the
+        # estimate.
         area = family.encode_area()
         # Only rank 0 draws previews; without them no encoder is loaded if all features are cached.
         drawn = self.prompts if group.rank == 0 else []
@@ -213,7 +214,7 @@ class LatentTask:
     def attach(self, fresh: bool = True) -> Adapters:
         """Attach adapters to the model, and to the text encoders if they are trained too.
 
-        As `Task.attach`.
+        See `Task.attach`.
         """
         family, config = self.family, self.family.config
         wanted = adapter_config(config, family.targets, family.formats)
@@ -247,7 +248,7 @@ class LatentTask:
         return self.family.model if name == self.family.component else self.family.text_models[name]
 
     def preview(self, path: Path) -> Path:
-        """Write a grid of images for the prompts in the settings; as `Task.preview`.
+        """Write a grid of images for the prompts in the settings; see `Task.preview`.
 
         If there are several prompts, also writes each image by itself. A page and an image show all
         previews in the folder.
@@ -274,7 +275,7 @@ class LatentTask:
         Consecutive prompts with equal options are drawn together, with noise as in `draw`.
 
         Raises:
-            ConfigError, NonFiniteError: as for `draw`.
+            ConfigError, NonFiniteError: see `draw`.
         """
         family, drawn = self.family, []
         for options, group in groupby(prompts, key=lambda prompt: prompt.options):
@@ -313,7 +314,7 @@ class LatentTask:
     ) -> npt.NDArray[np.uint8]:
         """Draw one image per prompt; shape (n, height, width, 3).
 
-        A training adapter is disabled meanwhile. The library's generator does not change.
+        A training adapter is disabled during the drawing. The library's generator does not change.
 
         Raises:
             ConfigError: a prompt or an option does not suit the model.
@@ -340,7 +341,7 @@ class LatentTask:
         return self.family.features(prompts)
 
     def adapter_file(self, adapters: Adapters, path: Path, metadata: dict[str, str]) -> AdapterFile:
-        """As `Task.adapter_file`."""
+        """See `Task.adapter_file`."""
         config = self.family.config
         named = config.with_(format=config.format or self.family.formats[0])
         return adapters.file(path, named, metadata)
@@ -393,7 +394,7 @@ class LatentTask:
 
         Raises:
             ConfigError: `output` is something else.
-            OSError: it cannot be written.
+            OSError: the model cannot be written.
         """
         models = {name: self._part(name) for name in self._adapted}
         for model in models.values():

@@ -82,7 +82,7 @@ class TextFamily(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens that the model knows."""
+        """The number of tokens in the model's vocabulary."""
 
     @property
     def repeats(self) -> bool:

@@ -60,7 +60,7 @@ class TextTask:
 
     @property
     def repeats(self) -> bool:
-        """As `Task.repeats`; the bounds of texts are read on the device only."""
+        """See `Task.repeats`; the bounds of texts are read on the device only."""
         return self.family.repeats and self._kind.alike
 
     @property
@@ -69,7 +69,7 @@ class TextTask:
         return self.family.config.sequence_length or min(ROW, self.family.context)
 
     def check(self, report: Callable[[str], None]) -> None:
-        """As `Task.check`; also reports which chat template is used."""
+        """See `Task.check`; also reports which chat template is used."""
         family, config = self.family, self.family.config
         check_format(config, family.formats, parts=1)
         layers = family.layers()
@@ -89,7 +89,7 @@ class TextTask:
         report(family.tokenizer.summary())
 
     def read(self, report: Callable[[str], None]) -> Split[TextDataset]:
-        """Read, check and tokenize the texts; as `Task.read`."""
+        """Read, check and tokenize the texts; see `Task.read`."""
         config = self.family.config
         train, validation = self._load(config.dataset)
         if config.validation_dataset:
@@ -132,7 +132,7 @@ class TextTask:
         return train, validation
 
     def samples(self, data: Split[TextDataset]) -> int:
-        """Packed rows; as `Task.samples`."""
+        """Packed rows; see `Task.samples`."""
         return len(best_fit([len(text) for text in data.train.examples], self.sequence_length))
 
     def estimate(
@@ -141,13 +141,13 @@ class TextTask:
         data: Split[TextDataset],  # noqa: ARG002
         limit: float = math.inf,  # noqa: ARG002
     ) -> Estimate:
-        """As `Task.estimate`."""
+        """See `Task.estimate`."""
         return self.family.estimate(config, self.sequence_length)
 
     def prepare(
         self, data: Split[TextDataset], report: Callable[[str], None], group: Group = ALONE
     ) -> Split[PreparedTexts | PreparedPreferences]:
-        """Load the model; as `Task.prepare`."""
+        """Load the model; see `Task.prepare`."""
         _ = self.family.model
         made = [
             self._kind(self.family, part, self.without_adapter, report, group)
@@ -157,7 +157,7 @@ class TextTask:
         return Split(made[0], made[1] if len(made) > 1 else None)
 
     def attach(self, fresh: bool = True) -> Adapters:
-        """As `Task.attach`."""
+        """See `Task.attach`."""
         family, config = self.family, self.family.config
         adapter = family.model.add_adapter(adapter_config(config, family.targets, family.formats))
         if fresh:
@@ -202,7 +202,7 @@ class TextTask:
         """The model's answer to a conversation, piece by piece.
 
         Raises:
-            ConfigError: as `prompt_tokens`.
+            ConfigError: see `prompt_tokens`.
         """
         asked = self.prompt_tokens(messages)
         family = self.family
@@ -214,10 +214,10 @@ class TextTask:
     def answers(
         self, conversations: Sequence[Sequence[Mapping[str, str]]], options: WritingOptions
     ) -> list[str]:
-        """The model's answers to conversations, together.
+        """The model's answers to conversations, which are generated in one batch.
 
         Raises:
-            ConfigError: as `prompt_tokens`.
+            ConfigError: see `prompt_tokens`.
         """
         asked = [self.prompt_tokens(messages) for messages in conversations]
         family = self.family
@@ -231,7 +231,7 @@ class TextTask:
         return replace(options, tokens=min(options.tokens, room))
 
     def preview(self, path: Path) -> Path:
-        """Write answers of the base and of the model to the prompts; as `Task.preview`."""
+        """Write answers of the base and of the model to the prompts; see `Task.preview`."""
         config = self.family.config
         options = WritingOptions(
             config.sample_tokens, config.sample_temperature, seed=config.sample_seed
@@ -250,13 +250,13 @@ class TextTask:
         return written
 
     def adapter_file(self, adapters: Adapters, path: Path, metadata: dict[str, str]) -> AdapterFile:
-        """As `Task.adapter_file`."""
+        """See `Task.adapter_file`."""
         config = self.family.config
         named = config.with_(format=config.format or self.family.formats[0])
         return adapters.file(path, named, metadata)
 
     def publish(self, adapters: Adapters, output: Path, metadata: dict[str, str]) -> Path:
-        """Write the folder that peft loads, with the name of the base; as `Task.publish`."""
+        """Write the folder that peft loads, with the name of the base; see `Task.publish`."""
         folder = output / PEFT
         adapters.file(folder, self.family.config.with_(format="peft"), metadata).write()
         path = folder / "adapter_config.json"
@@ -273,7 +273,7 @@ class TextTask:
 
         Raises:
             ConfigError: `output` exists and is not an empty folder.
-            OSError: it cannot be written.
+            OSError: the model cannot be written.
         """
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise ConfigError(

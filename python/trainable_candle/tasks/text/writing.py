@@ -24,7 +24,7 @@ class WritingOptions:
     top_p: float = 1.0
     """Draw from the smallest set of likeliest tokens whose probabilities sum to at least this."""
     min_p: float = 0.0
-    """Draw from tokens with at least this share of the likeliest one's probability."""
+    """Draw from tokens whose probability is at least this fraction of the likeliest one's."""
     repetition_penalty: float = 1.0
     """Above 1: tokens that the text already has become less likely (arXiv:1909.05858)."""
     seed: int = 0
@@ -50,9 +50,9 @@ def streamed(
 ) -> Iterator[str]:
     """The text of tokens as they arrive, up to one of the texts in `stop`.
 
-    A character of several tokens is held back until its last token, and text that may begin a stop
-    text until further tokens decide. Each piece is decoded together with the piece before it,
-    because SentencePiece tokenizers drop a space at the beginning of the text that they decode.
+    A character of several tokens is held back until its last token. Text that may begin a stop text
+    is held back until further tokens decide. Each piece is decoded together with the piece before
+    it, because SentencePiece tokenizers drop a space at the beginning of the text that they decode.
     """
     pieces = _pieces(tokens, tokenizer)
     held = ""
