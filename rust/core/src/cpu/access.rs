@@ -123,7 +123,7 @@ pub(super) fn read1(
     Ok(x.apply_op1_no_bwd(&Call { op, f })?)
 }
 
-/// Computes a new tensor from the storages of two.
+/// Computes a new tensor from the storages of two tensors.
 pub(super) fn read2(
     op: &'static str,
     a: &Raw,
@@ -134,7 +134,7 @@ pub(super) fn read2(
     Ok(a.apply_op2_no_bwd(b, &Call { op, f })?)
 }
 
-/// Computes a new tensor from the storages of three.
+/// Computes a new tensor from the storages of three tensors.
 pub(super) fn read3(
     op: &'static str,
     [a, b, c]: [&Raw; 3],

@@ -59,7 +59,7 @@ impl Encoder {
     }
 
     /// # Safety
-    /// `status` is that of a call that has filled `map` if it succeeded.
+    /// `status` is the result of a call that fills `map` if it succeeds.
     unsafe fn finish(&self, status: CUresult, map: MaybeUninit<CUtensorMap>) -> Result<TensorMap> {
         if status != CUresult::CUDA_SUCCESS {
             return Err(driver_error(self.op, DriverError(status)));

@@ -31,7 +31,7 @@ pub struct Stream<'a> {
 pub struct HeadSizes {
     /// Number of heads.
     pub heads: usize,
-    /// Width of each, even.
+    /// Width of each head, an even number.
     pub width: usize,
     /// Added to the mean squares of queries and keys.
     pub eps: f64,
@@ -187,7 +187,8 @@ impl Normed {
         }
     }
 
-    /// An uninitialised tensor for queries, keys and perhaps values of all streams, (B, tokens, parts · heads, width).
+    /// An uninitialised tensor for queries, keys and, if there are several streams, values: (B, tokens, parts · heads,
+    /// width).
     fn buffer(&self, like: &Raw) -> Result<Raw> {
         let HeadSizes { heads, width, .. } = self.sizes;
         compute::unset(NORMED.name, like, &[self.batch, self.tokens(), self.parts() * heads, width])
@@ -256,7 +257,8 @@ impl Backward for NormedBackward {
         let xs = self.xs.iter().map(|x| contiguous(&x.get()?)).collect::<Result<Vec<_>>>()?;
         let Heads { qkv, statistics } = normed.heads(&xs, &self.operands)?;
         let buffer = normed.buffer(&xs[0])?;
-        // A single stream gets its place first, so that attention writes the gradient of values there.
+        // For a single stream, the gradient of the projection is allocated first, so that attention writes the gradient
+        // of the values directly into it.
         let mut places: Vec<Option<(Raw, bool)>> = vec![None; xs.len()];
         let mut grads = [normed.part(&buffer, 0)?, normed.part(&buffer, 1)?, qkv[2].clone()];
         if parts == 3 {

@@ -1,5 +1,5 @@
 //! Dropout (Srivastava et al. 2014). The mask is never stored: it is a function of a state of the generator, and the
-//! backward pass computes it again.
+//! backward pass recomputes it.
 
 #[cfg(feature = "cuda")]
 mod cuda;

@@ -21,7 +21,7 @@ pub(super) use forward::forward;
 const QUERIES: usize = 128;
 /// Keys in a block. The scores of a block stay in the second-level cache.
 const KEYS: usize = 256;
-/// Multiplications worth a task of their own.
+/// The least number of multiplications that are worth a task of their own.
 const TASK: usize = 1 << 19;
 
 /// The shape and the settings of one attention.

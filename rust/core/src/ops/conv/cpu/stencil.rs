@@ -72,8 +72,8 @@ impl Stencil {
         }
     }
 
-    /// From the gradient of the result to that of the image: pixel i meets result o at place k if
-    /// o · stride = i + padding - k · dilation. Pixels use the same places if they are a multiple of the stride apart.
+    /// From the gradient of the result to the gradient of the image: pixel i meets result o at place k if o · stride =
+    /// i + padding - k · dilation. Pixels use the same places if they are a multiple of the stride apart.
     pub fn transposed(geometry: &Geometry) -> Self {
         let options = &geometry.options;
         let axis = |i: usize, first: usize| {

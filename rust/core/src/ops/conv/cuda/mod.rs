@@ -1,6 +1,6 @@
 //! Convolution of channels-last images. It runs on tensor cores for f16 and bf16 where the channels allow it, and in
-//! the forward pass for f32 where products are to be [in pairs](crate::compute::with_bf16_pairs); otherwise on plain
-//! kernels.
+//! the forward pass for f32 where products are computed [in pairs](crate::compute::with_bf16_pairs) of bf16 numbers;
+//! otherwise on plain kernels.
 
 mod hopper;
 pub mod pairs;
@@ -42,8 +42,8 @@ struct Sizes {
     pub groups: u32,
 }
 
-/// The number of blocks that fills a large GPU; sums are split where there are fewer. It is the same on every GPU, so
-/// that results are the same too.
+/// The number of blocks that fills a large GPU; sums are split if a launch would have fewer. It is the same on every
+/// GPU, so that results are the same too.
 const BLOCKS: usize = 132;
 /// The largest grid in its second and third dimension.
 const MOST: u32 = 65_535;
@@ -161,7 +161,7 @@ fn sum_parts(
     let count = y.elem_count();
     let shape = Shape { grid: [count.div_ceil(1024).clamp(1, 1 << 20) as u32, 1, 1], block: [256, 1, 1], shared: 0 };
     let (y, partials) = (output(op, y)?, input(op, partials)?);
-    // SAFETY: each part is as long as the result, of which a row has as many columns as the bias.
+    // SAFETY: each part is as long as the result, whose rows have as many columns as the bias.
     unsafe { function.launch(op, gpu, shape, Conv2dSum { y, partials, bias, count: count as u64, columns, splits }) }
 }
 

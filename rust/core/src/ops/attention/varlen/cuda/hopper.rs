@@ -18,7 +18,8 @@ use crate::ops::attention::cuda::hopper::{FEWEST, KEYS, STORED, THREADS, backwar
 use crate::ops::attention::cuda::{Heads, Width};
 use crate::{Raw, Result};
 
-/// Whether the kernels take operands, those with heads of queries and those with heads of keys.
+/// Whether the kernels support the operands. `sizes` and `operands` are those with heads of queries, then those with
+/// heads of keys.
 fn fits(gpu: &Gpu, sizes: [&AttentionShape; 2], operands: [&[&Heads]; 2]) -> bool {
     gpu.is_hopper()
         && !MODULE.image.is_empty()
@@ -57,13 +58,13 @@ pub fn forward(
     let shape = Shape { grid: [blocks, 1, 1], block: [threads, 1, 1], shared };
     let (spans, taken) = (input(op, spans)?, output(op, &taken)?);
     let arguments = AttentionVarlenHopperForwardW64 { log_sums, spans, taken, maps, shape: *sizes, group };
-    // SAFETY: the maps describe the tensors, there are spans for every row, and the number after them is zero after
-    // every launch.
+    // SAFETY: the maps describe the tensors, there are spans for every row, and the counter after them is zero before
+    // and after every launch.
     unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
     Ok(true)
 }
 
-/// The backward kernels of one width, their queries in a tile, and the shared memory of the pass itself.
+/// The backward kernels of one width, the number of queries in a tile, and the shared memory of `backward` in bytes.
 struct Form {
     columns: u32,
     queries: u32,
@@ -168,7 +169,7 @@ impl Pass<'_> {
             group,
             blocks,
         };
-        // SAFETY: as above; what is not wanted is null.
+        // SAFETY: as above; gradients that are not wanted are null.
         unsafe { gpu.function(form.finish, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         Ok(true)
     }
