@@ -107,7 +107,7 @@ impl Tensor {
         self
     }
 
-    /// The candle tensor with the values. Operations on it leave the tape.
+    /// The candle tensor with the values. The tape does not record operations on it.
     pub const fn raw(&self) -> &Raw {
         &self.raw
     }

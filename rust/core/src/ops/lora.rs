@@ -56,7 +56,7 @@ pub(super) fn check_factors(
     trainable_kind(op, x, "up matrix", up)
 }
 
-/// A trained tensor must be on the device of `x` and have its dtype, or be f32 where that is f16 or bf16.
+/// A trained tensor must be on the device of `x`. Its dtype must be that of `x`, or f32 if `x` is f16 or bf16.
 fn trainable_kind(op: &'static str, x: &Tensor, name: &str, tensor: &Tensor) -> Result<()> {
     let is_master = tensor.dtype() == DType::F32 && matches!(x.dtype(), DType::F16 | DType::BF16);
     if is_master && tensor.device().same_device(x.device()) {
@@ -392,7 +392,8 @@ pub static ENTRIES: &[Entry] = &[
     Entry {
         info: &DORA,
         cases: || {
-            // The norm is a constant in the backward but not in a finite difference, so only x and the magnitude are inputs.
+            // The norm is a constant in the backward pass but not in a finite difference, so only x and the magnitude
+            // are inputs.
             fn fixed(x: &Tensor, dims: &[usize], phase: f64) -> Result<Tensor> {
                 let n = dims.iter().product::<usize>();
                 let values: Vec<f64> = (0..n).map(|i| (i as f64 * 0.7 + phase).sin()).collect();

@@ -1,7 +1,7 @@
 //! Frozen matrices quantized to eight or four bits, as bases of adapters where memory is short.
 //!
 //! A [`Quantized`] is not a [`Tensor`]: it has codes and scales, and only operations that take a [`WeightRef`] accept
-//! it. They dequantize it right before a product, into memory that is freed after the product.
+//! it. These operations dequantize it right before a product, into memory that is freed after the product.
 
 mod dequantize;
 mod dynamic_map;

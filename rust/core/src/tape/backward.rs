@@ -78,7 +78,7 @@ impl BackwardContext<'_> {
         self.add_pending(index, Pending::new(grad, false))
     }
 
-    /// [`add`](Self::add) a gradient; if it is `owned`, no one else uses its storage.
+    /// [`add`](Self::add) a gradient; if it is `owned`, nothing else uses its storage.
     pub(crate) fn add_pending(&mut self, index: usize, grad: Pending) -> Result<()> {
         let Some(id) = self.reach(index) else { return Ok(()) };
         match self.table.get_mut(&id) {
@@ -174,9 +174,9 @@ impl BackwardContext<'_> {
         }
     }
 
-    /// For each of `terms`, write hidden = s₁ · input · down and add s₂ · hidden · up to the gradient of input `index`,
-    /// whose shape and dtype are as in [`add_product`](Self::add_product). If the input already has a gradient, that
-    /// gradient changes in place.
+    /// For each of `terms`, write hidden = s₁ · input · down and add s₂ · hidden · up, where s₁ and s₂ are the
+    /// `scales`, to the gradient of input `index`, whose shape and dtype are as in [`add_product`](Self::add_product).
+    /// If the input already has a gradient, that gradient changes in place.
     pub fn add_low_rank(
         &mut self,
         index: usize,
@@ -343,14 +343,14 @@ impl Tensor {
     /// [`Var::grad`]; the tape's saved values are freed as they are used.
     ///
     /// # Errors
-    /// [`Error::Shape`] if there is more than one element, [`Error::Autograd`] if nothing depends on a variable, the graph
-    /// was differentiated before, or a variable was changed in place since.
+    /// [`Error::Shape`] if there is more than one element, [`Error::Autograd`] if the element does not depend on a
+    /// variable, the graph was differentiated before, or a variable was changed in place since it was used.
     pub fn backward(&self) -> Result<GradStore> {
         self.backward_with(None, false)
     }
 
-    /// [`backward`](Tensor::backward) from a given `gradient` of this tensor (its shape), keeping the graph for another pass
-    /// if `retain_graph`.
+    /// [`backward`](Tensor::backward) from a given `gradient` of this tensor, which has the tensor's shape. The graph
+    /// is kept for another backward pass if `retain_graph`.
     ///
     /// # Errors
     /// As [`backward`](Tensor::backward), and [`Error::Shape`] if `gradient` has another shape.
@@ -424,7 +424,7 @@ fn on_the_way(root: &Arc<Node>, targets: &FxHashMap<u64, usize>) -> FxHashSet<u6
     wanted
 }
 
-/// The variables that a backward pass reached. The variables keep their gradients: this only reads them.
+/// The variables that a backward pass reached. The variables keep their gradients; this object only reads them.
 #[derive(Debug)]
 pub struct GradStore {
     reached: FxHashSet<u64>,

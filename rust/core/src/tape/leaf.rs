@@ -116,7 +116,7 @@ impl Leaf {
     }
 
     /// As [`vector`](Self::vector), for clearing. During a capture, it also returns a vector without a gradient,
-    /// because there may be one before a replay.
+    /// because the vector may have one when the capture is replayed.
     pub(crate) fn vector_to_clear(&self) -> Option<(Raw, Range<usize>)> {
         let gradient = self.gradient.peek();
         gradient.vector().filter(|_| gradient.filled || capture::is_capturing())
@@ -162,7 +162,7 @@ impl Leaf {
         }
         let mut gradient = self.gradient.change();
         gradient.own = None;
-        // Under capture always: before a replay the buffer may have a gradient.
+        // During a capture, always clear the buffer: it may have a gradient before a replay.
         let is_due = gradient.filled || capture::is_capturing();
         if let Some(buffer) = gradient.buffer.as_ref().filter(|_| is_due) {
             compute::fill(buffer, 0.0)?;

@@ -143,7 +143,7 @@ fn attention_of_projections_equals_the_cpu_and_repeats() {
     }
 }
 
-/// Keys whose heads share memory are not for the kernels of compute capability 9.0.
+/// With keys whose heads share memory, the general kernels run in place of those of compute capability 9.0.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn kernels_of_one_gpu_equal_the_general_ones() {
@@ -172,7 +172,7 @@ fn kernels_of_one_gpu_equal_the_general_ones() {
     }
 }
 
-/// Only kernels read the bounds, so a recorded graph also serves other bounds of the same number.
+/// Only kernels read the bounds, so a recorded graph can be replayed with other bounds, if their number is the same.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn a_graph_takes_other_segments() {

@@ -27,7 +27,7 @@ pub use log_probs::linear_log_probs;
 pub(super) static LINEAR_CROSS_ENTROPY: OpInfo = OpInfo::cheap("linear_cross_entropy");
 const OP: &str = LINEAR_CROSS_ENTROPY.name;
 
-/// Bytes of logits at a time on a GPU: enough to keep it busy and to read the weight only a few times.
+/// Bytes of logits at a time on a GPU: enough to keep the GPU busy and to read the weight only a few times.
 const CHUNK_BYTES: usize = 256 << 20;
 /// Bytes of logits at a time on the CPU.
 const CPU_CHUNK_BYTES: usize = 16 << 20;
@@ -40,9 +40,9 @@ const CPU_CHUNK_BYTES: usize = 16 << 20;
 /// that need one. A quantized weight is dequantized some rows at a time.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Index`] naming a target that is out of
-/// range, [`Error::NoBackward`] if `weights` needs a gradient. On CUDA a target out of range makes the result NaN, and
-/// the error is returned by the next read of a value or wait for the device.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Index`] naming a target
+/// that is out of range, [`Error::NoBackward`] if `weights` needs a gradient. On CUDA a target out of range makes the
+/// result NaN, and the next function that reads a value or waits for the device returns the error.
 pub fn linear_cross_entropy<'a>(
     h: &Tensor,
     weight: impl Into<WeightRef<'a>>,
@@ -107,7 +107,7 @@ impl Backward for LinearCrossEntropyBackward {
     }
 }
 
-/// The operands on the tape; a quantized weight is not a tensor.
+/// The operands on the tape. A quantized weight is not a tensor, so it is not one of them.
 fn inputs<'a>(h: &'a Tensor, weight: WeightRef<'a>) -> SmallVec<[&'a Tensor; 2]> {
     std::iter::once(h).chain(weight.tensor()).collect()
 }
@@ -220,7 +220,7 @@ fn chunk_rows(h: &Tensor, weight: WeightRef<'_>) -> usize {
     let row = weight.dims().first().map_or(1, |classes| classes * h.dtype().size_in_bytes());
     let bytes = if h.device().is_cpu() { CPU_CHUNK_BYTES } else { CHUNK_BYTES };
     let rows = (bytes / row.max(1)).max(1);
-    // Whole tiles of the products.
+    // A number of rows that fills whole tiles of the products.
     if rows > 128 { rows / 128 * 128 } else { rows }
 }
 

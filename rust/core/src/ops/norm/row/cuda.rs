@@ -61,7 +61,7 @@ fn run(
     residual: Option<&Raw>,
 ) -> Result<(Option<Raw>, Normalised)> {
     let gpu = Gpu::of(op, x)?;
-    // The limit of the backward pass, checked early.
+    // The backward pass has this limit. Check it here, before the forward pass runs.
     check_samples(op, size)?;
     let parameters = Parameters::new(x.dtype(), affine.parameters())?;
     let y = empty(op, gpu, x.dims(), x.dtype())?;

@@ -13,7 +13,7 @@ use crate::raw::{Raw, is_float};
 use crate::{Error, Result, Tensor, checkpoint};
 
 /// The computation of an attention's queries and keys from a projection (B, S, ...), whose first columns are queries,
-/// keys and values, each head by head.
+/// keys and values, each with its heads one after the other.
 pub(in crate::ops) struct HeadNorms<'a> {
     /// The name of the operation, for errors.
     pub op: &'static str,
