@@ -35,7 +35,8 @@ pub enum Policy {
     /// The inputs. All else is recomputed.
     #[default]
     Full,
-    /// The inputs and the results of expensive operations. Only cheap ones (norms, activations, sums) are recomputed.
+    /// The inputs and the results of expensive operations. Only cheap operations (norms, activations, sums) are
+    /// recomputed.
     Selective,
     /// As [`Full`](Self::Full), but large inputs wait for the backward pass in the memory of the host. They are copied
     /// to the host while the function runs, and back while the next checkpoint is recomputed. On the CPU the policy is

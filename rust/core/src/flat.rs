@@ -98,7 +98,7 @@ pub struct Gradients {
 }
 
 impl Gradients {
-    /// The gradients of those of `vars` that have one, in their order.
+    /// The gradients of all of `vars` that have a gradient, in the order of `vars`.
     ///
     /// # Errors
     /// Only if an allocation fails.

@@ -26,7 +26,7 @@ pub fn set_check(check: Check) {
     let _ = CHECK.set(check);
 }
 
-/// Calls the check at once: for waiting loops, which limit the rate themselves.
+/// Calls the check immediately. For waiting loops, which limit the rate of their calls themselves.
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only waits for a GPU call it"))]
 pub(crate) fn ask() -> Result<()> {
     CHECK.get().map_or(Ok(()), |check| check())

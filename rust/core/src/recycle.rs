@@ -25,7 +25,7 @@ const LARGEST: usize = 1 << 37;
 /// A larger block is kept only if blocks of its size are taken repeatedly, as the buffers of a step are and weights are
 /// not.
 const LARGEST_AT_ONCE: usize = 1 << 27;
-/// Sizes are rounded up to one of four per octave.
+/// Sizes are rounded up to one of four sizes per octave (a factor of two).
 const STEPS: usize = 4;
 const CLASSES: usize = (LARGEST.ilog2() - SMALLEST_LOG2) as usize * STEPS + 1;
 /// The most blocks kept of each size.
@@ -130,8 +130,8 @@ impl Default for RecyclingAllocator {
     }
 }
 
-// SAFETY: a block is on at most one shelf and is handed out by taking it from there. Its layout is a function of the
-// caller's layout, so that it is allocated and freed with the same layout.
+// SAFETY: a block is on at most one shelf, and a caller gets it only after it was removed from there. Its layout is a
+// function of the caller's layout, so that it is allocated and freed with the same layout.
 unsafe impl GlobalAlloc for RecyclingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         match class_of(layout) {

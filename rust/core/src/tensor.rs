@@ -16,7 +16,7 @@ use crate::{Error, Result};
 pub struct Tensor {
     pub(crate) raw: Raw,
     pub(crate) node: Option<Arc<Node>>,
-    /// The version of the variable that owns the storage, if one does; views share it.
+    /// The version of the variable that owns the storage, if a variable owns it; views share the version.
     pub(crate) version: Option<Arc<Version>>,
 }
 

@@ -37,7 +37,7 @@ impl KeptInputs {
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the host has no more pinned memory.
     pub(super) fn new(inputs: &[&Tensor], policy: Policy) -> Result<Self> {
-        // An inner checkpoint keeps nothing of its own: the outer one recomputes its inputs.
+        // An inner checkpoint keeps no inputs: the outer checkpoint recomputes them.
         let offloads = policy == Policy::Offloaded && !flags().recording();
         let mut parts = Vec::new();
         let mut placed = Vec::with_capacity(inputs.len());
@@ -134,7 +134,7 @@ impl Offloaded {
             std::mem::take(&mut *arriving)
         };
         let arrived = arriving.into_iter().map(Arriving::wait).collect::<Result<_>>()?;
-        // A recorded copy cannot wait for one that ran eagerly.
+        // A recorded copy cannot wait for a copy that ran eagerly.
         if let Some(before) = self.before.upgrade().filter(|before| before.is_captured == self.is_captured) {
             before.start(&mut before.arriving.lock().unwrap_or_else(PoisonError::into_inner))?;
         }

@@ -1,8 +1,8 @@
 //! Sums and copies over the GPUs of several processes, by NCCL.
 //!
 //! Every process has one GPU and one communicator. All calls are queued on the GPU's one stream, so they are in order
-//! with all other work. Nothing blocks inside NCCL or the driver, so a process can still be stopped when another one
-//! has ended.
+//! with all other work. Nothing blocks inside NCCL or the driver, so a process can still be stopped when another
+//! process has ended.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -145,7 +145,7 @@ impl Communicator {
         })
     }
 
-    /// Queue a copy of the tensors of process `root` to those of all others, in place.
+    /// Queue a copy of the tensors of process `root` to the tensors of all other processes, in place.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce), and [`Error::Argument`] if there is no such process.

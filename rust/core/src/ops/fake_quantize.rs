@@ -171,7 +171,7 @@ impl Binary for Int8 {
     }
 }
 
-/// Integers from -8 to 7 times a scale; the gradient is that of clipping.
+/// Integers from -8 to 7 times a scale; values that are clipped get the gradient 0.
 #[derive(Clone, Copy)]
 struct Int4;
 

@@ -150,8 +150,8 @@ pub struct LoraLayer<'a> {
     pub scale: f64,
 }
 
-/// [`lora_backward`] of many layers at once. The results are added to the gradients of the variables: in place if these
-/// are in a flat buffer. On CUDA, products of one size run together, without synchronization.
+/// [`lora_backward`] of many layers at once. The results are added to the gradients of the variables: in place if the
+/// gradients are in a flat buffer. On CUDA, products of one size run together, without synchronization.
 ///
 /// # Errors
 /// As [`lora_backward`]; if an operand does not fit, no gradient changes.

@@ -168,7 +168,7 @@ impl Replay {
         })))
     }
 
-    /// Whether the draws differed from the recorded ones.
+    /// Whether the draws differed from the recorded draws.
     pub(crate) fn finish(self) -> bool {
         match self.0.leave() {
             Some(Scope::Replay(repeated)) => repeated.has_differed,

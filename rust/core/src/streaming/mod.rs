@@ -289,7 +289,8 @@ mod tests {
         })
     }
 
-    /// Three units, each with two joined weights and a quantized one, whose values are those of `first` and following.
+    /// Three units, each with two joined weights and a quantized one, whose values are made from seeds that begin at
+    /// `first`.
     fn shared(first: usize, rank: usize, exchange: Box<Exchange>) -> Result<(Arc<Ring>, Vec<Vec<Streamed>>)> {
         let sharing = Sharing::new(rank, exchange)?;
         let units: Vec<Unit> = (0..3).map(|_| Unit::default()).collect();

@@ -12,7 +12,7 @@ use crate::quantized::Weight;
 use crate::raw::{Raw, storage_identity, with_bytes};
 use crate::{Result, Tensor};
 
-/// The weights that are used together, those of a block; collects them while a model is built.
+/// Collects the weights that are used together, those of one block, while a model is built.
 #[derive(Clone, Default)]
 pub struct Unit(Arc<Mutex<Contents>>);
 

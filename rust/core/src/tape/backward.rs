@@ -72,8 +72,8 @@ impl BackwardContext<'_> {
             .is_some_and(|n| self.wanted.is_none_or(|w| w.contains(&n.id())))
     }
 
-    /// Add `grad` (in the input's shape and dtype) to the gradient of input `index`. The first gradient is
-    /// taken as it is; later ones are added.
+    /// Add `grad` (in the input's shape and dtype) to the gradient of input `index`. The first gradient is kept as it
+    /// is; later gradients are added to it.
     pub fn add(&mut self, index: usize, grad: Raw) -> Result<()> {
         self.add_pending(index, Pending::new(grad, false))
     }
@@ -91,7 +91,7 @@ impl BackwardContext<'_> {
     }
 
     /// Take out the gradient that input `index` has so far, if it is dense and of `dtype`, for a kernel that computes
-    /// its own gradient and the sum of both at once. The caller then adds this sum.
+    /// another gradient and adds it to this gradient in one step. The caller then adds the sum.
     #[cfg(feature = "cuda")]
     pub(crate) fn take_pending(&mut self, index: usize, dtype: DType) -> Option<Pending> {
         let id = self.node.inputs.get(index)?.as_ref()?.id();
@@ -141,7 +141,7 @@ impl BackwardContext<'_> {
     /// elements) and whose dtype is that of a and b, or f32 where they are f16 or bf16.
     ///
     /// The product is added in place to the gradient buffer of a variable, and to a gradient that the input has
-    /// already: neither needs a temporary tensor or a separate addition.
+    /// already, without a temporary tensor or a separate addition.
     pub fn add_product(
         &mut self,
         index: usize,

@@ -150,7 +150,8 @@ impl Leaf {
         self.copies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether there is neither a gradient nor a buffer, which may have a gradient by the time of a replay.
+    /// Whether there is no gradient, and no buffer either. (A buffer without a gradient may have one by the time of a
+    /// replay.)
     fn is_empty(&self) -> bool {
         let gradient = self.gradient.peek();
         gradient.buffer.is_none() && gradient.own.is_none()

@@ -175,8 +175,9 @@ struct Head<'a> {
 }
 
 impl Head<'_> {
-    /// Call `turn` with the logits of each chunk and its range of rows; `turn` returns a result and, if gradients are wanted, the
-    /// gradient of the logits. Returns all results and the gradients of states and weight, the latter in f32 (f64 for f64).
+    /// Call `turn` with the logits of each chunk and its range of rows; `turn` returns a result and, if gradients are
+    /// wanted, the gradient of the logits. Returns all results, the gradient of the states, and the gradient of the
+    /// weight in f32 (f64 for f64).
     fn run<R>(
         &self,
         mut turn: impl FnMut(Raw, Range<usize>) -> Result<(R, Option<Raw>)>,
