@@ -36,9 +36,9 @@ const MOST_BYTES: usize = 256 << 20;
 
 /// The system's allocator with a store of freed blocks of 64 KiB and more.
 ///
-/// The store keeps up to 256 MiB of any blocks of up to 128 MiB each. Blocks of a size that is taken again after a
-/// block of it was freed are kept beyond that, as long as the bytes in use and in the store together are at most 256
-/// MiB more than the maximum ever in use.
+/// The store keeps up to 256 MiB of any blocks of up to 128 MiB each. Beyond that, it keeps only blocks of sizes that
+/// are taken again after they were freed. The bytes in use and in the store together are at most 256 MiB more than the
+/// maximum ever in use.
 ///
 /// It never waits. While another thread uses the store's list of blocks of one size, or if the process was forked
 /// during such use, blocks of this size come from the system and go back to it.

@@ -6,8 +6,8 @@
 //!
 //! The base W, b is frozen: it never gets a gradient, and nothing is saved for it.
 //!
-//! x and W may be f16 or bf16 and the trained tensors f32: products then use copies of the trained tensors in the dtype of x, and the
-//! gradients of A and B are summed and stored in f32.
+//! x and W may be f16 or bf16 while the trained tensors are f32. Products then use copies of the trained tensors in the
+//! dtype of x, and the gradients of A and B are summed and stored in f32.
 
 use candle_core::DType;
 

@@ -90,8 +90,8 @@ impl BackwardContext<'_> {
         }
     }
 
-    /// Take out the gradient that input `index` has so far, if it is dense and of `dtype`, for a kernel that computes
-    /// another gradient and adds it to this gradient in one step. The caller then adds the sum.
+    /// Take out the gradient that input `index` has so far, if it is dense and of `dtype`. A kernel can then compute
+    /// another gradient and add it to this gradient in one step, and the caller adds the sum.
     #[cfg(feature = "cuda")]
     pub(crate) fn take_pending(&mut self, index: usize, dtype: DType) -> Option<Pending> {
         let id = self.node.inputs.get(index)?.as_ref()?.id();
@@ -137,8 +137,9 @@ impl BackwardContext<'_> {
         pending.take(dim, &part)
     }
 
-    /// Add the matrix product `alpha` a b to the gradient of input `index`, whose shape is `dims` (any shape of as many
-    /// elements) and whose dtype is that of a and b, or f32 where they are f16 or bf16.
+    /// Add the matrix product `alpha` a b to the gradient of input `index`. `dims` and `dtype` are the shape and the
+    /// dtype of the gradient. The shape has as many elements as the product. The dtype is that of a and b; if they are
+    /// f16 or bf16, it may also be f32.
     ///
     /// The product is added in place to the gradient buffer of a variable, and to a gradient that the input has
     /// already, without a temporary tensor or a separate addition.
@@ -174,9 +175,9 @@ impl BackwardContext<'_> {
         }
     }
 
-    /// For each of `terms`, write hidden = s₁ · input · down and add s₂ · hidden · up, where s₁ and s₂ are the
-    /// `scales`, to the gradient of input `index`, whose shape and dtype are as in [`add_product`](Self::add_product).
-    /// If the input already has a gradient, that gradient changes in place.
+    /// For each of `terms`, write hidden = s₁ · input · down and add s₂ · hidden · up to the gradient of input `index`;
+    /// `scales` has s₁ and s₂. The shape and the dtype of the gradient are as in [`add_product`](Self::add_product). If
+    /// the input already has a gradient, that gradient changes in place.
     pub fn add_low_rank(
         &mut self,
         index: usize,

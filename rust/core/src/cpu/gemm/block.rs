@@ -52,8 +52,8 @@ where
     /// after those of `self`.
     ///
     /// # Safety
-    /// The operands are readable and the results writable at all their elements, and no element of a result is also one
-    /// of another result or of an operand.
+    /// The operands are readable and the results writable at all their elements. No result shares an element with
+    /// another result or with an operand.
     pub unsafe fn run(self, batch: usize, offsets: impl Fn(usize) -> [usize; 3] + Sync) {
         if self.m == 0 || self.n == 0 || batch == 0 {
             return;

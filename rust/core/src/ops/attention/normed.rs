@@ -37,10 +37,10 @@ pub struct HeadSizes {
     pub eps: f64,
 }
 
-/// Attention of all tokens of `streams` to one another, after RMS norm of queries and keys and rotary position embedding, as
-/// [`rms_norm_rope`](crate::ops::norm::rms_norm_rope) of interleaved pairs → (B, Σ S, heads · width), with the streams
-/// one after the other. `mask` broadcasts to (B, heads, Σ S, Σ S), as in
-/// [`scaled_dot_product_attention`](super::scaled_dot_product_attention).
+/// Attention of all tokens of `streams` to one another → (B, Σ S, heads · width), with the streams one after the other.
+/// RMS norm and rotary position embedding are first applied to queries and keys, as by
+/// [`rms_norm_rope`](crate::ops::norm::rms_norm_rope) with interleaved pairs. `mask` broadcasts to (B, heads, Σ S, Σ
+/// S), as in [`scaled_dot_product_attention`](super::scaled_dot_product_attention).
 ///
 /// Saves the projections, the result and one number per head and token; backward computes queries and keys again.
 ///
@@ -239,8 +239,8 @@ struct NormedBackward {
 }
 
 impl NormedBackward {
-    /// The tensor to write the gradients of queries, keys and values of a stream to, and whether it is a view of the
-    /// gradient of the input.
+    /// The tensor into which the gradients of a stream's queries, keys and values are written, and whether this tensor
+    /// is a view of the gradient of the input.
     fn place(&self, context: &mut BackwardContext<'_>, index: usize, x: &Raw) -> Result<(Raw, bool)> {
         let columns = 3 * self.normed.columns();
         if let Some(place) = context.part(index, (x, x.dims()), 2, 0..columns)? {

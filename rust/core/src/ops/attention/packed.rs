@@ -10,8 +10,8 @@ use crate::{Error, Result, Tensor, compute};
 
 pub(super) static PACKED: OpInfo = OpInfo::expensive("packed_attention");
 
-/// Attention of `heads` heads over the last dimension: `x (B, S, 3 D)` with q, k and v of the same tokens, or `x (B, S,
-/// D)` with q and `context (B, L, 2 D)` with k and v of other tokens → `(B, S, D)`.
+/// Attention of `heads` heads over the last dimension → `(B, S, D)`. Without a context, `x (B, S, 3 D)` has q, k and v
+/// of the same tokens. With a context, `x (B, S, D)` has q, and `context (B, L, 2 D)` has k and v of other tokens.
 ///
 /// Each of q, k and v has its heads, D / heads wide, one after the other. With `is_causal` token i sees the tokens up
 /// to i. The scale is 1/√(D / heads). Saves its inputs, the result and one number per head and token.

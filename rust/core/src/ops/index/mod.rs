@@ -202,8 +202,8 @@ impl Tensor {
     }
 }
 
-/// The rows of `weight` (rows, features) that `ids`, of any shape, name: the result has the shape of `ids` followed by
-/// `features`. Of a quantized weight, only these rows are dequantized.
+/// The rows of `weight` (rows, features) that `ids` name. `ids` has any shape; the result has the shape of `ids`
+/// followed by `features`. Of a quantized weight, only these rows are dequantized.
 ///
 /// # Errors
 /// [`Error::Index`] if an id is out of range (as every negative id is), [`Error::Shape`] if `weight` is not a matrix,

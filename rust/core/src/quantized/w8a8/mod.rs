@@ -7,7 +7,8 @@
 //! scales s:
 //!
 //! - y = s_x s_w (q_x q_wᵀ) + b,
-//! - dx = s_g (q_g q_w), where g = dy s_w is rounded, since the sum runs along the rows that the weight's scales belong to.
+//! - dx = s_g (q_g q_w), where q_g and s_g are those of g = dy s_w: the sum runs over the rows of the weight, which
+//!   have different scales.
 //!
 //! Sums of int8 are exact, sums of e4m3 are in f32; a result is rounded once. The gradient is that of the product of
 //! values: rounding passes it unchanged (a straight-through estimate).

@@ -170,8 +170,9 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
         }
     }
 
-    /// Writes the gradients of the queries of some blocks that share a head of keys, and adds their part of the
-    /// gradients of the head's keys and then values to `grads`.
+    /// Writes the gradients of the queries in some blocks that share a head of keys. Adds the contributions of these
+    /// queries to the gradients of the head's keys and values to `grads`: first those of the keys, then those of the
+    /// values.
     fn query_blocks(&self, key_head: usize, blocks: Range<usize>, scratch: &mut Scratch<T::Acc>, grads: &mut [T::Acc]) {
         let attention = self.scores.attention;
         let [width, value_width] = self.widths;

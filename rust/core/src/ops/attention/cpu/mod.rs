@@ -161,8 +161,8 @@ fn add_mask<R: Real>(mask: &[R], keys: &Range<usize>, scores: &mut [R]) {
     }
 }
 
-/// The number to subtract from scores: `x`, their maximum or log-sum, or zero if `x` is negative infinity because no
-/// key is seen.
+/// The number to subtract from scores. It is `x`, the maximum or log-sum of the scores, or zero if `x` is negative
+/// infinity because no key is seen.
 #[inline(always)]
 fn finite_or_zero<R: Real>(x: R) -> R {
     if x == R::NEG_INFINITY { R::ZERO } else { x }

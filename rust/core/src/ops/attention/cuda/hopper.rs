@@ -74,7 +74,7 @@ impl Width {
 }
 
 /// Distributes `items` of `steps` steps each over `blocks` blocks: the items that would leave blocks idle at the end
-/// are split if that saves more than it costs.
+/// are split if splitting saves more time than it costs.
 fn schedule(blocks: u32, items: u32, steps: u32) -> Schedule {
     let whole = items / blocks * blocks;
     let rounds = u64::from(items.div_ceil(blocks)) * u64::from(steps);

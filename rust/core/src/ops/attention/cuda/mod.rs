@@ -410,8 +410,8 @@ impl Attention<'_> {
         unsafe { gpu.function(&ATTENTION_SUM_PARTS, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }
     }
 
-    /// With few keys, their gradients are summed in parts to fill the device: the number of ranges of queries, one per
-    /// part.
+    /// The number of ranges into which the queries are split. With few keys, the gradients of the keys are summed in
+    /// parts, one part per range, to fill the device.
     fn parts(&self, sizes: &AttentionShape) -> u32 {
         const BLOCKS: u32 = 396;
         let blocks = sizes.keys.div_ceil(64) * sizes.batch * sizes.heads;

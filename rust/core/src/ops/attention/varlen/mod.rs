@@ -23,12 +23,12 @@ pub(super) static VARLEN: OpInfo = OpInfo::expensive("varlen_attention");
 /// softmax(scale · q kᵀ) v inside each segment of a packed row: `q (N, heads, D)`, `k (N, key heads, D)`, `v (N, key heads, D)` →
 /// `(N, heads, D)`. A query sees the keys of its segment up to its own position.
 ///
-/// `cu_seqlens (M + 1)`, i64 or u32 on the device of q, are the bounds of M segments: the first is 0, they ascend, and
-/// segment i is the rows from bound i to below bound i + 1. Bounds may repeat, so that a buffer of fixed size can hold
-/// the bounds of fewer segments. Rows from the last bound on belong to no segment: their results and gradients are
-/// zero. With `window` w a query at position i of its row sees only keys at positions above i - w: at most w keys,
-/// including its own. Head h of q sees head h / (heads / key heads) of k and v. `scale` is 1/√D unless given. Scores
-/// are in f32 (f64 for f64).
+/// `cu_seqlens (M + 1)`, i64 or u32 on the device of q, are the bounds of M segments: the first bound is 0, the bounds
+/// ascend, and segment i has the rows from bound i up to, but without, bound i + 1. Bounds may repeat, so that a buffer
+/// of fixed size can hold the bounds of fewer segments. Rows from the last bound on belong to no segment: their results
+/// and gradients are zero. With `window` w a query at position i of its row sees only keys at positions above i - w: at
+/// most w keys, including its own. Head h of q sees head h / (heads / key heads) of k and v. `scale` is 1/√D unless
+/// given. Scores are in f32 (f64 for f64).
 ///
 /// Saves q, k, v, the result, one number per query and head, and two numbers per position. On CUDA the host does not
 /// wait for the bounds.

@@ -59,8 +59,8 @@ impl Axis {
         (count - 1) * self.copy_step() + self.span() + 1
     }
 
-    /// For a copy for `range` of the target: the range of the copy's positions that are inside the source, and the
-    /// position in the source of the copy's first position, which may be outside.
+    /// For the copy that `range` of the target reads: the range of the copy's positions that are inside the source, and
+    /// the position in the source of the copy's first position. The latter may be outside of the source.
     fn inside(&self, range: &Range<usize>) -> (Range<usize>, isize) {
         let (jump, first) = (self.jump() as isize, (range.start * self.step) as isize + self.origin());
         let until = |position: isize| ((position - first).max(0) as usize).div_ceil(jump as usize);

@@ -241,7 +241,8 @@ impl Phase<'_> {
     }
 }
 
-/// The number of parts, at most `most`, that each of `tasks` is split into, so that all threads have work to the end.
+/// The number of parts, at most `most`, that each of `tasks` is split into, so that all threads have work until the
+/// end.
 pub(super) fn splits(tasks: usize, most: usize) -> usize {
     let threads = num_threads();
     if tasks >= 4 * threads || tasks.is_multiple_of(threads) {

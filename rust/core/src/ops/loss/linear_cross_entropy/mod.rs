@@ -32,8 +32,9 @@ const CHUNK_BYTES: usize = 256 << 20;
 /// Bytes of logits at a time on the CPU.
 const CPU_CHUNK_BYTES: usize = 16 << 20;
 
-/// Σ wᵢ · cross-entropy(h Wᵀ, targets)ᵢ: states `h (N, D)`, `weight (V, D)`, class ids `targets (N)`, i64 or u32, and for each row its
-/// `weights (N)`, f32, which are 1 unless given and get no gradient → a number in f32 (f64 for f64).
+/// Σ wᵢ · cross-entropy(h Wᵀ, targets)ᵢ → a number in f32 (f64 for f64), for states `h (N, D)`, W = `weight (V, D)` and
+/// class ids `targets (N)`, i64 or u32. The factors w of the rows are `weights (N)`, f32; they are 1 unless given and
+/// get no gradient.
 ///
 /// Rows whose target is [`IGNORE_INDEX`](super::IGNORE_INDEX) count as 0. Sums are in f32. Logits are in the dtype of
 /// `h`, and only a chunk of bounded size exists at a time. Gradients are computed in the forward pass, for operands

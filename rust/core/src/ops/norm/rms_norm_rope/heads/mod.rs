@@ -32,8 +32,8 @@ pub(in crate::ops) struct HeadNorms<'a> {
 /// 1/√(mean(x²) + eps) of each row; empty if nothing is normalised.
 pub(in crate::ops) type HeadStatistics = SmallVec<[Raw; 2]>;
 
-/// Check the scales of queries and of keys, (width), and cos and sin, (S, width / 2) or (B, S, width / 2), of heads in `x` of B samples
-/// of S tokens. All of them must be frozen.
+/// Check the operands of [`HeadNorms`] for `x` with B samples of S tokens: the scales of queries and of keys, (width),
+/// and cos and sin, (S, width / 2) or (B, S, width / 2). All of them must be frozen.
 pub(in crate::ops) fn check_head_norms(
     op: &'static str,
     x: &Tensor,
