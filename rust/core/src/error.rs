@@ -18,7 +18,7 @@ pub enum Error {
         /// What was found, what was expected.
         message: String,
     },
-    /// A dtype that the operation does not take, or operands of different dtypes.
+    /// A dtype that the operation does not support, or operands of different dtypes.
     #[error("{op}: {message}")]
     DType {
         /// The operation.

@@ -21,7 +21,7 @@ pub struct FlatBuffer {
 }
 
 impl FlatBuffer {
-    /// Copy `values` (of one dtype and device) into consecutive places; each becomes a variable.
+    /// Copy `values` (of one dtype and device) one after the other into a vector; each becomes a variable.
     ///
     /// # Errors
     /// [`Error::Argument`] without values, [`Error::DType`] or [`Error::Device`] if their dtypes or devices differ,

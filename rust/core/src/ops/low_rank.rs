@@ -1,5 +1,5 @@
-//! LoRA products s (x Aᵀ) Bᵀ (arXiv:2106.09685) of one input, added to column ranges of a frozen linear layer's result. Single
-//! adapted layers and groups of layers share this.
+//! LoRA products s (x Aᵀ) Bᵀ (arXiv:2106.09685) of one input, added to column ranges of a frozen linear layer's result.
+//! Operations on single adapted layers and on groups of layers use this file.
 
 use std::ops::Range;
 

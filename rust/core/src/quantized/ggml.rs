@@ -201,7 +201,8 @@ fn part_scales(scales: &[u8], part: usize) -> [f32; 2] {
     pair.map(f32::from)
 }
 
-/// The values of eight parts. The halves of 32 bytes are codes of two parts. Bit j of `fifth` belongs to part j.
+/// The values of eight parts. The low and the high halves of 32 bytes are the codes of two parts. Bit j of `fifth`
+/// belongs to part j.
 fn parts_of_32(block: &[u8], fifth: &[u8], codes: &[u8], out: &mut [f32]) {
     let (d, least) = (scale(block, 0), scale(block, 2));
     for (part, out) in out.chunks_exact_mut(32).enumerate() {

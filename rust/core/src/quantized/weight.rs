@@ -20,7 +20,7 @@ pub enum Weight {
     Streamed(Streamed),
 }
 
-/// A borrowed [`Weight`], as operations take it.
+/// A borrowed [`Weight`], the argument of operations.
 #[derive(Clone, Copy, Debug)]
 pub enum WeightRef<'a> {
     /// Values.

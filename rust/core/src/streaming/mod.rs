@@ -109,7 +109,7 @@ impl Streamed {
     }
 
     /// The weight on its device, while its unit is there. Only work that is queued before another unit is entered may
-    /// use it: do not keep it.
+    /// use the weight, so do not keep it.
     ///
     /// # Errors
     /// [`Error::Argument`] at any other time.

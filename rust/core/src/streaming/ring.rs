@@ -101,8 +101,8 @@ impl Ring {
         Ok(ring)
     }
 
-    /// Move the weights of all units to memory that the processes of the machine share, or use what another process
-    /// has moved there.
+    /// Move the weights of all units to memory that the processes of the machine share, or use the weights that another
+    /// process has moved there.
     fn share(self: &Arc<Self>, units: &[Unit], gathered: Vec<Vec<Streamed>>, sharing: &Sharing) -> Result<()> {
         let mut ranges: Vec<Vec<(DType, Range<usize>)>> = Vec::with_capacity(units.len());
         let mut end = 0;

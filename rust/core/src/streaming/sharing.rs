@@ -55,7 +55,8 @@ impl Sharing {
         Ok(Arc::new(Self { exchange, rank, writer }))
     }
 
-    /// Let the models that this thread loads from now on share their streamed weights; None ends this.
+    /// Let the models that this thread loads from now on share their streamed weights with other processes; None
+    /// switches this off.
     pub fn set(sharing: Option<Arc<Self>>) {
         CURRENT.set(sharing);
     }

@@ -192,8 +192,9 @@ fn attention_over_packed_projections_equals_the_cpu() {
     }
 }
 
-/// Heads outside and inside of the positions and both kinds of pairs, at the models' widths, at widths that are read
-/// one element at a time, and at widths that do not fit into the registers of a warp.
+/// Heads one after the other in memory, heads that are adjacent at each position, and both kinds of pairs: at the
+/// models' widths, at widths that are read one element at a time, and at widths that do not fit into the registers of a
+/// warp.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn norms_and_rotations_of_queries_and_keys_equal_the_cpu() {

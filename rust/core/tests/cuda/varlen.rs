@@ -31,7 +31,7 @@ const MANY: [i64; 41] = {
 
 /// Tiles inside of one segment, tiles with many segments, segments and windows that end inside of tiles, rows of no
 /// segment that begin inside of tiles and fill others, items that several blocks share, blocks with several items, and
-/// widths that the tensor-core kernels do not take: above 128, or no multiple of 8.
+/// widths that the tensor-core kernels do not support: above 128, or no multiple of 8.
 const ROWS: [Row; 19] = [
     Row { heads: [12, 2], width: 128, rows: 1024, bounds: &[0, 1024], window: None },
     Row { heads: [12, 2], width: 128, rows: 1000, bounds: &[0, 257, 320, 321, 700, 1000], window: None },

@@ -1,3 +1,5 @@
+//! Tests of matrix products against a naive loop in f64: dtypes, strides, sizes, threads.
+
 use half::{bf16, f16};
 
 use super::*;

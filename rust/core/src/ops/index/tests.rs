@@ -1,3 +1,5 @@
+//! Tests of operations with ids against plain loops: repeated ids, strides, threads, quantized matrices, errors.
+
 use half::bf16;
 
 use super::*;

@@ -11,7 +11,7 @@ use crate::tape::backward::Pending;
 use crate::tape::{BackwardContext, Saved};
 use crate::{Raw, Result};
 
-/// Scale and shift as kernels take them: both in the input's dtype, or both in f32.
+/// Scale and shift as arguments of kernels: both in the input's dtype, or both in f32.
 pub(super) struct Parameters {
     pub weight: Option<Raw>,
     pub bias: Option<Raw>,

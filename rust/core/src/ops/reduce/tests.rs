@@ -1,3 +1,5 @@
+//! Tests of reductions: shapes, precision, empty tensors, equal elements, NaN, errors.
+
 use half::bf16;
 
 use super::*;

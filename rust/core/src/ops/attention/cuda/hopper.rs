@@ -146,7 +146,8 @@ pub(in crate::ops::attention) fn backward_maps(
 }
 
 impl Attention<'_> {
-    /// The constants for operands that the general tensor-core kernels take, if these kernels take them too.
+    /// The constants for operands that the general tensor-core kernels support, if the kernels of this file support
+    /// them too.
     fn hopper_form(
         &self,
         gpu: &Gpu,
@@ -165,7 +166,7 @@ impl Attention<'_> {
         fits.then(|| form.hopper())
     }
 
-    /// The result and the logarithms of the sums; false if only the general kernels take the operands.
+    /// Computes the result and the logarithms of the sums; false if only the general kernels support the operands.
     pub(super) fn hopper_forward(
         &self,
         gpu: &Gpu,
@@ -204,7 +205,8 @@ impl Attention<'_> {
         Ok(true)
     }
 
-    /// The gradients of q, k and v for which there is a place; false if only the general kernels take the operands.
+    /// Writes the gradients of q, k and v for which there is a destination; false if only the general kernels support
+    /// the operands.
     pub(super) fn hopper_backward(
         &self,
         gpu: &Gpu,

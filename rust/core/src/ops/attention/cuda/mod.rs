@@ -154,7 +154,7 @@ impl Attention<'_> {
         Ok((Mask { numbers: address(self.op, &mask)?, batch, head, query: row, key }, Some(mask)))
     }
 
-    /// The width of the tensor-core kernels that take these operands, if any do.
+    /// The width of the tensor-core kernels that support these operands; `None` if none does.
     pub(super) fn tensor_cores(
         &self,
         sizes: &AttentionShape,
@@ -419,7 +419,7 @@ impl Attention<'_> {
     }
 }
 
-/// The place of a gradient; an error if its strides would need a copy.
+/// The destination of a gradient, as matrices of heads; an error if its strides would require a copy.
 fn result_heads(op: &'static str, grad: Option<&Raw>) -> Result<Option<Heads>> {
     let Some(grad) = grad else { return Ok(None) };
     let heads = Heads::new(op, grad)?;

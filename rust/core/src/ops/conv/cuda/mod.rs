@@ -77,7 +77,7 @@ impl Sizes {
         })
     }
 
-    /// The sizes as the kernels take them.
+    /// The sizes as an argument of the kernels.
     const fn shape(&self) -> Conv2dShape {
         Conv2dShape {
             batch: self.batch,
@@ -132,7 +132,7 @@ impl Sizes {
         self.groups > 1 && self.group_channels().iter().any(|&channels| channels < 8)
     }
 
-    /// Whether the tensor-core kernels take the operands; they need `channels` in multiples of `multiple`.
+    /// Whether the tensor-core kernels support the operands; `channels` must be multiples of `multiple`.
     fn fits(&self, dtype: DType, channels: &[u32], multiple: u32, addresses: &[Address]) -> bool {
         matches!(dtype, DType::F16 | DType::BF16)
             && self.groups == 1
@@ -182,7 +182,7 @@ struct Places {
     sums_bias: Const,
 }
 
-/// The tensors that take the sums of a forward pass on tensor cores.
+/// The tensors for the sums of a forward pass on tensor cores.
 struct Sums<'a> {
     y: &'a Raw,
     /// The parts of sums that are split.
@@ -294,7 +294,7 @@ fn run(op: &'static str, sizes: Sizes, dims: [usize; 4], [x, weight]: [&Raw; 2],
     Ok(y)
 }
 
-/// Runs the forward pass on tensor cores; returns false if they cannot take the operands.
+/// Runs the forward pass on tensor cores; returns false if they do not support the operands.
 fn on_tensor_cores(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands: Operands) -> Result<bool> {
     if hopper::forward(op, gpu, sizes, y, operands)? {
         return Ok(true);

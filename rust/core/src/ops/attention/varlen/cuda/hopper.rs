@@ -27,7 +27,7 @@ fn fits(gpu: &Gpu, sizes: [&AttentionShape; 2], operands: [&[&Heads]; 2]) -> boo
         && operands.iter().zip(sizes).all(|(heads, sizes)| heads.iter().all(|heads| is_mapped(heads, sizes)))
 }
 
-/// The result and the logarithms of the sums, on tensor cores; false if only the general kernels take the operands.
+/// The result and the logarithms of the sums, on tensor cores; false if only the general kernels support the operands.
 pub fn forward(
     gpu: &Gpu,
     sizes: &AttentionShape,
@@ -90,7 +90,7 @@ static W128: Form = Form {
 };
 
 impl Pass<'_> {
-    /// Writes the gradients that have a place; false if only the general kernels take the operands.
+    /// Writes the gradients for which there is a destination; false if only the general kernels support the operands.
     pub(super) fn on_hopper(&self, form: Width) -> Result<bool> {
         let (op, gpu, dtype, sizes) = (self.attention.op, self.gpu, self.grad.raw.dtype(), &self.sizes);
         let ([q, k, v], grad, group) = (&self.inputs, &self.grad, self.group);

@@ -138,7 +138,7 @@ pub fn backward(
     Ok(grads)
 }
 
-/// Writes the gradients of q, k and v that have a place.
+/// Writes the gradients of q, k and v for which there is a destination.
 pub fn backward_into(
     varlen: &Varlen,
     saved: &SavedValues,
