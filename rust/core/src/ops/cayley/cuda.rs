@@ -17,7 +17,7 @@ fn shape(count: usize, size: usize, dtype: DType) -> Result<Shape> {
         return Err(Error::shape(
             CAYLEY.name,
             format!(
-                "a matrix of {size} x {size} needs {shared} bytes of shared memory, but a GPU has {SHARED}; use smaller matrices"
+                "a matrix of {size} x {size} needs {shared} bytes of shared memory, but {SHARED} are available; use smaller matrices"
             ),
         ));
     }
