@@ -42,8 +42,8 @@ enum Bytes {
 
 #[derive(Default)]
 struct State {
-    /// The copier's epoch to which this state belongs. A graph that was recorded or replayed since, which changes the
-    /// epoch, may have changed the slots.
+    /// The copier's epoch when this state was set. Recording or replaying a graph starts a new epoch, and may change
+    /// the slots.
     epoch: u64,
     slots: [Option<usize>; SLOTS],
     current: Option<usize>,

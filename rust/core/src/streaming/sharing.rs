@@ -29,7 +29,7 @@ thread_local! {
 }
 
 /// A name for the processes that can share memory with this one: those with the same boot of the system, the same
-/// namespace of process numbers and the same user. `None` if the system does not tell these.
+/// namespace of process numbers and the same user. `None` if the system does not report these.
 pub fn machine() -> Option<String> {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let numbers = std::fs::read_link("/proc/self/ns/pid").ok()?;

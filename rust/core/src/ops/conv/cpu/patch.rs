@@ -28,8 +28,8 @@ pub(in crate::ops::conv) struct Axis {
     pub source: usize,
     /// Positions of the source from one position of the target to the next.
     pub step: usize,
-    /// The places (positions) of the kernel in the order of rising offsets: at a place, position `i` reads position `i
-    /// · step + offset` of the source.
+    /// The places (positions) of the kernel in the order of rising offsets: at a place, position i reads position i ·
+    /// step + offset of the source.
     pub places: SmallVec<[(usize, isize); 8]>,
 }
 
