@@ -1,9 +1,9 @@
 //! Gradient checkpointing: save little in the forward pass, recompute the rest when the backward pass first needs it.
 //!
-//! Inside a checkpointed function every node is recorded as usual, but instead of saving a value it gets a numbered
-//! slot of the [`Region`]. When a backward pass reads the first slot, the region runs the function again, up to the
-//! last value that was saved, and fills all slots in order. Gradients flow through the nodes of the first run, so
-//! captured variables, several inputs and several outputs need no special treatment.
+//! Inside a checkpointed function every node is recorded as usual, but it holds a numbered slot of the [`Region`] in
+//! place of each value that it would save. When a backward pass first reads a slot, the region runs the function again,
+//! up to the last value that was saved, and fills all slots in order. Gradients flow through the nodes of the first
+//! run, so captured variables, several inputs and several outputs need no special treatment.
 //!
 //! [`Policy::Full`] keeps the function's inputs only (Chen et al. 2016, arXiv:1604.06174). [`Policy::Selective`] also
 //! keeps the results of expensive operations before the last saved value, so that no matrix product runs twice
@@ -35,11 +35,12 @@ pub enum Policy {
     /// The inputs. All else is recomputed.
     #[default]
     Full,
-    /// The inputs and the results of expensive operations. Only cheap ones (norms, activations, sums) are recomputed.
+    /// The inputs and the results of expensive operations. Only cheap operations (norms, activations, sums) are
+    /// recomputed.
     Selective,
-    /// As [`Full`](Self::Full), but large inputs wait for the backward pass in the memory of the host: they are copied
-    /// there while the function runs, and back while the function after it is recomputed. On the CPU it is
-    /// [`Full`](Self::Full).
+    /// As [`Full`](Self::Full), but large inputs wait for the backward pass in the memory of the host. They are copied
+    /// to the host while the function runs, and back while the next checkpoint is recomputed. On the CPU the policy is
+    /// the same as [`Full`](Self::Full).
     Offloaded,
 }
 
@@ -156,8 +157,8 @@ impl Kept {
         Self { name, results, bytes }
     }
 
-    /// Replace results that were not saved by zeros of their shape: a recomputation ends at its last operation, which
-    /// needs only the saved values.
+    /// Replace each result that was not saved with a zero of its shape, which frees its memory. A recomputation ends at
+    /// this operation, so it needs only the saved results.
     fn forget_all_but(&mut self, saved: &[TensorId]) {
         for result in &mut self.results {
             if !saved.contains(&result.id()) {
@@ -319,7 +320,7 @@ thread_local! {
     static RECORDERS: RefCell<Vec<Recorder>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Keeps a recorder on the stack until this is left or dropped (also by an error or a panic).
+/// Keeps a recorder on the stack until the scope is left or dropped, also by an error or a panic.
 struct Scope {
     depth: usize,
     grad_was_enabled: bool,
@@ -456,7 +457,7 @@ pub(crate) fn save(raw: &Raw) -> Option<Saved> {
     })
 }
 
-/// End a recomputation, by an error, when all saved values have been recomputed.
+/// Ends a recomputation with the error [`Complete`] when all saved values have been recomputed.
 pub(crate) fn stop_if_complete() -> Result<()> {
     RECORDERS.with_borrow(|recorders| match recorders.last() {
         Some(Recorder::Replay(replaying)) if replaying.values.len() == replaying.expected => {

@@ -10,8 +10,8 @@ pub use crate::product::{
 use crate::raw::is_float;
 use crate::{Error, Raw, Result};
 
-/// `on_device!(device, cuda => one, cpu => other)`: the first on a CUDA device, the second elsewhere. All operations
-/// choose between the two here; a build without CUDA does not compile the first.
+/// `on_device!(device, cuda => one, cpu => other)` evaluates `one` on a CUDA device and `other` on the CPU. All
+/// operations choose between the two here; a build without CUDA does not compile `one`.
 macro_rules! on_device {
     ($device:expr, cuda => $cuda:expr, cpu => $cpu:expr $(,)?) => {{
         #[cfg(feature = "cuda")]
@@ -42,7 +42,7 @@ pub fn ternary<F: Ternary + Sync>(a: &Raw, b: &Raw, c: &Raw, f: F) -> Result<Raw
     )
 }
 
-/// Defines operations of [`cpu`] by name and arguments, which are only tensors and numbers; `x` decides the device.
+/// Defines functions that call the function of the same name for the device of `x`: in [`cpu`], or in `cuda`.
 macro_rules! functions {
     ($($name:ident(x $(, $argument:ident: $type:ty)*) -> $result:ty;)*) => {$(
         #[doc = concat!("As [`cpu::", stringify!($name), "`].")]
@@ -86,8 +86,8 @@ pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Resu
     )
 }
 
-/// hidden = s₁ input down and dst += s₂ hidden up, for each term and its dst (rows, outer); on CUDA in one launch if a
-/// kernel supports the terms.
+/// Computes hidden = scale_hidden · input · down and dst += scale_dst · hidden · up for each term and its dst (rows,
+/// outer). On CUDA one launch computes all terms if a kernel supports them.
 ///
 /// # Errors
 /// As [`write_products`].
@@ -106,7 +106,8 @@ pub fn low_rank(terms: &[(LowRankTerm, Raw)], [scale_hidden, scale_dst]: [f64; 2
     write_products(&sums, scale_dst, true)
 }
 
-/// A contiguous tensor with arbitrary values, which must be written before it is read; dtype and device of `like`.
+/// A contiguous tensor with the dtype and device of `like`. Its values are arbitrary and must be written before they
+/// are read.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] if it does not fit.

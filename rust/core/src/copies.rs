@@ -34,7 +34,7 @@ impl Copies {
         self.part = Some((buffer, start));
     }
 
-    /// The copy in `dtype`, brought up to date with `values` of that version.
+    /// The copy in `dtype`, brought up to date with `values`, which are those of `version`.
     pub(crate) fn get(&mut self, dtype: DType, values: &Raw, version: &Arc<Version>) -> Result<Raw> {
         if let Some(entry) = self.entries.iter().find(|entry| entry.raw.dtype() == dtype) {
             entry.update(values, version)?;
@@ -65,7 +65,7 @@ impl Copies {
         self.entries.first().map(|entry| entry.raw.clone())
     }
 
-    /// Mark [`first`](Self::first) as written with the values of that version.
+    /// Mark [`first`](Self::first) as written with the values of `version`.
     pub(crate) fn first_is_current(&self, version: &Arc<Version>) {
         if let Some(entry) = self.entries.first() {
             entry.follower.follow(version);

@@ -16,8 +16,8 @@ pub fn is_name(text: &str) -> bool {
     matches!(text.split(':').next(), Some("cpu" | "cuda"))
 }
 
-/// The device with a name: `"cpu"`, `"cuda"` or `"cuda:1"`; every call returns the same one. The first call for CUDA
-/// searches for the CUDA libraries, first in `folders` and then where the system's loader does.
+/// The device with a name: `"cpu"`, `"cuda"` or `"cuda:1"`; every call with one name returns the same device. The first
+/// call for CUDA searches for the CUDA libraries, first in `folders` and then where the system's loader searches.
 ///
 /// # Errors
 /// [`Error::Device`] if the name is unknown or there is no such device, [`Error::CudaUnavailable`] with the reason if
@@ -35,7 +35,7 @@ pub fn parse(text: &str, folders: impl FnOnce() -> Vec<std::path::PathBuf>) -> R
     }
 }
 
-/// The name of a device, as it is given and shown.
+/// The name of a device, as [`parse`] and messages use it.
 pub fn name(device: &Device) -> String {
     match device.location() {
         DeviceLocation::Cpu => "cpu".to_owned(),
@@ -44,7 +44,7 @@ pub fn name(device: &Device) -> String {
     }
 }
 
-/// The CUDA device with a number; every call returns the same one.
+/// The CUDA device with this number; every call with the number returns the same device.
 ///
 /// # Errors
 /// As [`parse`].

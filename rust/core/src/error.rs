@@ -18,7 +18,7 @@ pub enum Error {
         /// What was found, what was expected.
         message: String,
     },
-    /// A dtype that the operation does not take, or operands of different dtypes.
+    /// A dtype that the operation does not support, or operands of different dtypes.
     #[error("{op}: {message}")]
     DType {
         /// The operation.
@@ -59,7 +59,8 @@ pub enum Error {
         /// The operation.
         op: &'static str,
     },
-    /// The graph cannot be differentiated: freed, changed in place, not connected.
+    /// The graph cannot be differentiated. For example, it was freed, a saved value was changed in place, or an input
+    /// is not part of it.
     #[error("{op}: {message}")]
     Autograd {
         /// The operation.
@@ -111,7 +112,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether this ends the recomputation of a checkpoint and must pass through the caller's function.
+    /// Whether this error ends the recomputation of a checkpoint and must pass through the caller's function.
     /// [`backward`](crate::Tensor::backward) never returns such an error.
     #[doc(hidden)]
     pub fn ends_recomputation(&self) -> bool {
@@ -177,7 +178,7 @@ impl Error {
     }
 }
 
-/// Candle attaches backtraces when `RUST_BACKTRACE` is set; a user sees only the reason.
+/// Drops the backtraces that candle attaches when `RUST_BACKTRACE` is set, so that a message has only the reason.
 impl From<candle_core::Error> for Error {
     #[cold]
     fn from(error: candle_core::Error) -> Self {

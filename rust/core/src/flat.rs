@@ -1,4 +1,4 @@
-//! [`FlatBuffer`]: many variables in one piece of memory, their gradients in another.
+//! [`FlatBuffer`]: many variables in one vector, and their gradients in another.
 //!
 //! An optimizer, a gradient norm or an all-reduce then works on one long vector instead of a thousand small ones.
 
@@ -21,10 +21,10 @@ pub struct FlatBuffer {
 }
 
 impl FlatBuffer {
-    /// Copy `values` (of one dtype and device) into consecutive places; each becomes a variable.
+    /// Copy `values` (of one dtype and device) one after the other into a vector; each becomes a variable.
     ///
     /// # Errors
-    /// [`Error::Argument`] without values, [`Error::DType`] or [`Error::Device`] if they disagree,
+    /// [`Error::Argument`] without values, [`Error::DType`] or [`Error::Device`] if their dtypes or devices differ,
     /// [`Error::OutOfMemory`] if the buffers do not fit.
     pub fn new(values: &[Tensor]) -> Result<Self> {
         const OP: &str = "flat buffer";
@@ -73,12 +73,12 @@ impl FlatBuffer {
         &self.ranges
     }
 
-    /// All values, one vector.
+    /// All values as one vector.
     pub const fn data(&self) -> &Raw {
         &self.data
     }
 
-    /// All gradients, one vector; zero where a variable has none.
+    /// All gradients as one vector, with zeros for variables that have no gradient.
     pub const fn grad(&self) -> &Raw {
         &self.grad
     }
@@ -98,7 +98,7 @@ pub struct Gradients {
 }
 
 impl Gradients {
-    /// The gradients of those of `vars` that have one, in their order.
+    /// The gradients of all of `vars` that have a gradient, in the order of `vars`.
     ///
     /// # Errors
     /// Only if an allocation fails.
@@ -136,7 +136,7 @@ pub fn all_gradients(vars: &[Var]) -> Result<Vec<Raw>> {
     joined(vars.iter().filter_map(|var| var.leaf().vector()))
 }
 
-/// Clear the gradients of `vars`; one fill clears all that are adjacent in a flat buffer.
+/// Clear the gradients of `vars`; one fill clears all gradients that are adjacent in a flat buffer.
 ///
 /// # Errors
 /// If a buffer cannot be written.

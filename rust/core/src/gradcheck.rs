@@ -28,7 +28,8 @@ impl Default for Tolerance {
 /// distinct numbers, so that errors cannot cancel.
 ///
 /// # Errors
-/// [`Error::DType`] if an input is not f64; [`Error::Autograd`] naming the worst entry, if one exceeds the tolerance.
+/// [`Error::DType`] if an input is not f64; [`Error::Autograd`] naming the worst entry, if an entry exceeds the
+/// tolerance.
 pub fn gradcheck(
     function: impl Fn(&[Tensor]) -> Result<Tensor>,
     inputs: &[Tensor],

@@ -13,8 +13,8 @@ static CHECK: OnceLock<Check> = OnceLock::new();
 /// The shortest time between two checks: a check may wait for an interpreter's lock.
 const INTERVAL: Duration = Duration::from_millis(100);
 
-/// The number of small steps between two readings of the clock: a reading takes a good part of the time of a small
-/// step.
+/// The number of small steps between two readings of the clock: a reading takes a considerable part of the time of a
+/// small step.
 const STEPS: u32 = 16;
 
 /// A step on this many elements or more is large.
@@ -26,7 +26,7 @@ pub fn set_check(check: Check) {
     let _ = CHECK.set(check);
 }
 
-/// Calls the check at once: for waiting loops, which limit the rate themselves.
+/// Calls the check immediately. For waiting loops, which limit the rate of their calls themselves.
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only waits for a GPU call it"))]
 pub(crate) fn ask() -> Result<()> {
     CHECK.get().map_or(Ok(()), |check| check())

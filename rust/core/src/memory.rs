@@ -27,7 +27,7 @@ pub fn saved_bytes() -> usize {
     ledger().as_ref().map_or(0, |l| l.bytes)
 }
 
-/// Counts one saved tensor's storage for as long as it lives.
+/// Counts the storage of one saved tensor until this object is dropped.
 #[derive(Debug)]
 pub(crate) struct SavedBytes(usize);
 

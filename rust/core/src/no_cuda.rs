@@ -82,7 +82,7 @@ pub(crate) fn download<T: WithDType>(x: &Raw) -> Result<Vec<T>> {
     Ok(x.to_device(&Device::Cpu)?.flatten_all()?.to_vec1()?)
 }
 
-/// The number of elements in a storage, which does not exist.
+/// The number of elements in a CUDA storage, of which there are none in this build.
 pub(crate) const fn storage_len(_storage: &CudaStorage) -> usize {
     0
 }
@@ -110,7 +110,7 @@ pub(crate) mod profile {
     }
 }
 
-/// A function that runs as a CUDA graph: there is none.
+/// A function that runs as a CUDA graph: never exists in this build.
 pub struct Captured(std::convert::Infallible);
 
 impl Captured {
@@ -178,7 +178,7 @@ pub mod streaming {
             match self.0 {}
         }
 
-        /// A part of it.
+        /// A part of shared memory.
         pub fn part(&self, _registered: &Arc<Registered>, _range: Range<usize>) -> Pinned {
             match self.0 {}
         }
@@ -241,7 +241,7 @@ pub mod offload {
             super::no_device("checkpoint", x.device())
         }
 
-        /// The tensor's memory may be used for something else.
+        /// Allow the tensor's memory to be used for something else.
         ///
         /// # Errors
         /// None.
@@ -291,7 +291,7 @@ pub mod exchange {
         unavailable()
     }
 
-    /// The stream of a device, as the driver names it.
+    /// The stream of a device, as the driver's handle.
     ///
     /// # Errors
     /// [`Error::CudaUnavailable`].
@@ -299,7 +299,7 @@ pub mod exchange {
         unavailable()
     }
 
-    /// Have another library's stream wait for what is queued here.
+    /// Make another library's stream wait until all work that this library has queued is done.
     ///
     /// # Safety
     /// None is needed: nothing is done.

@@ -97,8 +97,8 @@ thread_local! {
 }
 
 /// Run `work` with f32 operands split into sums of two bf16 numbers: tensor cores then multiply 16 bits of each factor
-/// and sum in f32. This holds for forward passes of convolutions, linear layers and attention with wide heads that this
-/// thread queues on a CUDA device. Other operations compute in f32 as usual.
+/// and sum in f32. This applies to the forward passes of convolutions, linear layers and attention with wide heads that
+/// this thread queues on a CUDA device. Other operations compute in f32 as usual.
 pub fn with_bf16_pairs<R>(work: impl FnOnce() -> R) -> R {
     struct Restored(bool);
     impl Drop for Restored {

@@ -1,8 +1,8 @@
 //! [`RecyclingAllocator`]: large blocks are kept for the next tensor instead of going back to the system.
 //!
 //! A training step frees and takes the same buffers again and again. The C library returns large freed blocks to the
-//! system, which hands memory out again page by page, zeroed: on small models this costs a quarter of the step. A
-//! program opts in with
+//! system, which then provides memory page by page, zeroed. On small models this takes a quarter of the time of a step.
+//! A program opts in with
 //!
 //! ```
 //! use trainable_candle_core::RecyclingAllocator;
@@ -22,9 +22,10 @@ const SMALLEST: usize = 1 << SMALLEST_LOG2;
 const SMALLEST_LOG2: u32 = 16;
 /// Larger blocks are not kept.
 const LARGEST: usize = 1 << 37;
-/// Larger blocks are kept only if blocks of this size are taken repeatedly: the buffers of a step are, weights are not.
+/// A larger block is kept only if blocks of its size are taken repeatedly, as the buffers of a step are and weights are
+/// not.
 const LARGEST_AT_ONCE: usize = 1 << 27;
-/// Sizes are rounded up to one of four per octave.
+/// Sizes are rounded up to one of four sizes per octave (a factor of two).
 const STEPS: usize = 4;
 const CLASSES: usize = (LARGEST.ilog2() - SMALLEST_LOG2) as usize * STEPS + 1;
 /// The most blocks kept of each size.
@@ -35,8 +36,8 @@ const MOST_BYTES: usize = 256 << 20;
 
 /// The system's allocator with a store of freed blocks of 64 KiB and more.
 ///
-/// The store keeps up to 256 MiB of any blocks of up to 128 MiB each. Blocks of a size that is taken again after it was
-/// freed are kept beyond that, as long as the bytes in use and in the store together are at most 256 MiB more than the
+/// The store keeps up to 256 MiB of any blocks of up to 128 MiB each. Beyond that, it keeps only blocks of sizes that
+/// are taken again after they were freed. The bytes in use and in the store together are at most 256 MiB more than the
 /// maximum ever in use.
 ///
 /// It never waits. While another thread uses the store's list of blocks of one size, or if the process was forked
@@ -91,7 +92,8 @@ impl RecyclingAllocator {
         self.fetch(class)
     }
 
-    /// A block of a class from the system; if that is out of memory, the store is returned to it first.
+    /// A block of a class from the system. If the system is out of memory, the blocks of the store are returned to it
+    /// first.
     fn fetch(&self, class: usize) -> *mut u8 {
         // SAFETY: the layout of a class has a size.
         let mut block = unsafe { System.alloc(layout_of_class(class)) };
@@ -128,8 +130,8 @@ impl Default for RecyclingAllocator {
     }
 }
 
-// SAFETY: a block is on at most one shelf and is handed out by taking it from there. Its layout is a function of the
-// caller's layout, so that it is allocated and freed with the same layout.
+// SAFETY: a block is on at most one shelf, and a caller gets it only after it was removed from there. Its layout is a
+// function of the caller's layout, so that it is allocated and freed with the same layout.
 unsafe impl GlobalAlloc for RecyclingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         match class_of(layout) {

@@ -1,7 +1,7 @@
 //! The library's random numbers: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 //!
-//! A counter-based generator: element `i` of a draw depends on the seed and its position in the stream only, so draws
-//! do not depend on the number of threads, and a checkpoint repeats them by going back to a position.
+//! A counter-based generator: element `i` of a draw depends only on the seed and its position in the stream. So draws
+//! do not depend on the number of threads, and a checkpoint repeats draws by going back to a position.
 //!
 //! Users draw from one generator ([`manual_seed`], [`state`]). A training run draws from streams keyed by its seed, a
 //! [`Purpose`] and a number ([`State::of`]).

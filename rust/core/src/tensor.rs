@@ -16,7 +16,7 @@ use crate::{Error, Result};
 pub struct Tensor {
     pub(crate) raw: Raw,
     pub(crate) node: Option<Arc<Node>>,
-    /// The version of the variable that owns the storage, if one does; views share it.
+    /// The version of the variable that owns the storage, if a variable owns it; views share the version.
     pub(crate) version: Option<Arc<Version>>,
 }
 
@@ -107,7 +107,7 @@ impl Tensor {
         self
     }
 
-    /// The candle tensor with the values. Operations on it leave the tape.
+    /// The candle tensor with the values. The tape does not record operations on it.
     pub const fn raw(&self) -> &Raw {
         &self.raw
     }

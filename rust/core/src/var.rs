@@ -13,8 +13,9 @@ use crate::{Error, Result, compute};
 
 /// A trainable variable: a leaf of the tape with storage of its own.
 ///
-/// Its storage never moves: [`set`](Var::set) and the optimizers write in place. A [`Tensor`] computed from an earlier value
-/// is then stale: its backward pass returns an error instead of a wrong gradient. Clones are the same variable.
+/// Its storage never moves: [`set`](Var::set) and the optimizers write in place. A [`Tensor`] computed from an earlier
+/// value is then stale: its backward pass returns an error instead of a wrong gradient. A clone refers to the same
+/// variable.
 #[derive(Clone)]
 pub struct Var(Tensor);
 

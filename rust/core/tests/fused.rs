@@ -220,7 +220,8 @@ fn rope_keeps_lengths_and_layouts() {
     }
 }
 
-/// Many blocks of rows, heads outside and inside of the positions, both kinds of pairs.
+/// Many blocks of rows, heads one after the other in memory, heads that are adjacent at each position, both kinds of
+/// pairs.
 #[test]
 fn rms_norm_rope_is_rms_norm_and_rope() {
     let angles = draw(&[1100, 32], 1, DType::F64);

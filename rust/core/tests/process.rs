@@ -60,7 +60,7 @@ fn recomputed_results_are_not_saved_and_change_no_gradient() -> Result<()> {
     let _alone = ALONE.lock();
     let scale = ramp(8, &[8]);
     type Function = fn(&Tensor, &Tensor) -> Result<Tensor>;
-    // Each function with the number of values that the squares would save of its result.
+    // Each function, with the number of elements of its result that the squares would save.
     let functions: [(Function, usize); 4] = [
         (|x, _| swiglu(x), 20),
         (|x, scale| rms_norm(x, Some(scale), 1e-6), 40),
@@ -77,7 +77,7 @@ fn recomputed_results_are_not_saved_and_change_no_gradient() -> Result<()> {
             };
             let y = checkpoint_with(policy, squares, &[&x])?.remove(0).sum_all()?;
             let kept = saved_bytes() - before;
-            // A second pass: the node has kept the values from which its result is recomputed.
+            // A second backward pass: the node has kept the values from which its result is recomputed.
             y.backward_with(None, true)?;
             y.backward()?;
             let grad = var.grad().expect("a gradient").to_vec::<f32>()?;

@@ -105,7 +105,8 @@ fn a_change_before_a_recomputation_is_an_error_or_has_no_effect() {
                 Ok(checkpoint_with(policy, run, &[x])?.remove(0))
             };
             check(&format!("{name}, {policy:?}"), &recomputed);
-            // The inner recomputation alone would not notice: what it reads matters only to the outer checkpoint.
+            // The inner checkpoint alone would not detect the change. The outer checkpoint must also check the
+            // variables that an inner function reads.
             let nested = move |x: &Tensor, v: &Tensor| -> Result<Tensor> {
                 let v = v.clone();
                 let outer = move |xs: &[Tensor]| -> Result<Vec<Tensor>> {

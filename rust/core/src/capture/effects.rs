@@ -8,9 +8,9 @@ use crate::{Error, Result};
 /// Identifies the storage of a gradient.
 pub(crate) type Place = usize;
 
-/// The operations of a gradient that captures use.
+/// The operations that captures need from a gradient.
 pub(super) trait Slot: Send + Sync {
-    /// Accumulate the gradient in fixed storage from now on; returns false if it already does.
+    /// Makes the gradient accumulate in fixed storage from now on; returns false if its storage is fixed already.
     fn settle(&self) -> Result<bool>;
     /// The storage of the gradient, if there is one.
     fn place(&self) -> Option<Place>;
@@ -21,7 +21,7 @@ pub(super) trait Slot: Send + Sync {
 /// A change of a state, identified by `key`, which every replay repeats.
 pub(super) trait Repeat: Send + Sync {
     fn key(&self) -> usize;
-    /// Whether, at the end of the function, the state is still as the change has left it.
+    /// Whether no later change in the function has altered the state again.
     fn is_last(&self) -> bool {
         true
     }
@@ -40,19 +40,19 @@ type Before = Box<dyn Fn() -> Result<()> + Send + Sync>;
 type After = Box<dyn Fn() + Send + Sync>;
 type Undo = Box<dyn FnOnce() + Send>;
 
-/// A value that the recorded work depends on, and a check whether it is unchanged.
+/// A value that the recorded work depends on, and a check whether the value is unchanged.
 struct Dependency {
     name: &'static str,
     is_same: Box<dyn Fn() -> bool + Send>,
 }
 
-/// The effects of a run of a function on the host.
+/// The effects that a run of a function has on the host.
 #[derive(Default)]
 pub(crate) struct Effects {
     gradients: Vec<Arc<dyn Slot>>,
-    /// For each of `gradients`, whether it had a value afterwards.
+    /// For each of `gradients`, whether it had a value after the run.
     filled: Vec<bool>,
-    /// Gradients that the run read before it changed them, each with its place at that time if it had a value.
+    /// Gradients that the run read before it changed them, each with its storage at that time, if there was any.
     observed: Vec<(Arc<dyn Slot>, Option<Place>)>,
     /// Changes of variables, one for each variable.
     versions: Vec<Box<dyn Repeat>>,
@@ -63,7 +63,7 @@ pub(crate) struct Effects {
     depends: Vec<Dependency>,
     /// For each changed state, the function that restores it if the recording fails.
     undo: Vec<(usize, Undo)>,
-    /// The states that each call changes for good.
+    /// The states that each call changes permanently.
     advanced: Vec<usize>,
     /// Whether the run has set the random generator; replays would not repeat that.
     pub(crate) has_seeded: bool,
@@ -84,9 +84,9 @@ pub fn is_running() -> bool {
     PHASE.get() != Phase::Off
 }
 
-/// Do `work` before every later call of the captured function that runs on this thread, outside of its graph, because
-/// values that the graph reads may have changed since. If the eager run before a recording calls this function, `work`
-/// is also done before the call that records. Does nothing outside of captured functions.
+/// Runs `work` before every later call of the captured function that is running on this thread. `work` runs outside of
+/// the graph and updates values that the graph reads. If the eager run before a recording calls `before_replay`, `work`
+/// also runs before the call that records. Does nothing outside of captured functions.
 pub fn before_replay(work: impl Fn() -> Result<()> + Send + Sync + 'static) {
     if PHASE.get() != Phase::Off {
         EFFECTS.with_borrow_mut(|effects| effects.before.push(Box::new(work)));
@@ -131,7 +131,7 @@ pub(super) fn has_changed(key: usize) -> bool {
     is_capturing() && EFFECTS.with_borrow(|effects| effects.undo.iter().any(|&(known, _)| known == key))
 }
 
-/// Record that each call changes the state `key` for good.
+/// Record that each call changes the state `key` permanently.
 pub(super) fn note_advance(key: usize) {
     if is_capturing() {
         EFFECTS.with_borrow_mut(|effects| effects.advanced.push(key));
@@ -164,7 +164,7 @@ pub fn refuse(op: &'static str) -> Result<()> {
     ))
 }
 
-/// A run of a function on this thread, whose effects are recorded until this is dropped.
+/// A run of a function on this thread. The effects are recorded until this value is dropped.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "graphs exist on CUDA alone"))]
 pub(crate) struct Run(());
 
@@ -212,7 +212,7 @@ pub(super) fn note_gradient(gradient: impl FnOnce() -> Arc<dyn Slot>) {
     });
 }
 
-/// Record that work depends on whether there is a gradient, and on its place.
+/// Record that work depends on whether there is a gradient, and on where its storage is.
 pub(super) fn note_read(gradient: impl FnOnce() -> Arc<dyn Slot>, place: impl FnOnce() -> Option<Place>) {
     if !is_capturing() {
         return;
@@ -259,8 +259,8 @@ fn push_new(known: &mut Vec<Box<dyn Repeat>>, new: Box<dyn Repeat>) {
 
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "graphs exist on CUDA alone"))]
 impl Effects {
-    /// Give every gradient that the run has changed fixed storage, so that each replay finds it where the capture did.
-    /// Returns whether a gradient had none before.
+    /// Move every gradient that the run has changed to fixed storage, so that its address is the same in the capture
+    /// and in each replay. Returns whether a gradient has moved.
     pub(crate) fn settle_gradients(&mut self) -> Result<bool> {
         let mut has_moved = false;
         for gradient in &self.gradients {
@@ -276,8 +276,8 @@ impl Effects {
         self.gradients.len()
     }
 
-    /// Restore the record of which gradients have values: after a replay, or after a failed capture, which has changed
-    /// no values.
+    /// Set again which gradients have values, as at the end of the run. Called after a replay, and after a failed
+    /// capture, which has changed no values.
     pub(crate) fn restore_gradients(&self) {
         for (gradient, &filled) in self.gradients.iter().zip(&self.filled) {
             gradient.set_filled(filled);

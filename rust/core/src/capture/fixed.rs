@@ -34,7 +34,7 @@ impl<T> Fixed<T> {
         Self { name, value }
     }
 
-    /// The value, to change it.
+    /// A mutable reference to the value.
     ///
     /// # Errors
     /// [`Error::Device`](crate::Error::Device) while a function is recorded, because replays would not repeat it.

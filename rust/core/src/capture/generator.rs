@@ -2,8 +2,8 @@
 
 use super::effects::note_seed;
 
-/// The position of a random generator. Draws advance the position, and replays repeat this. Setting the position is
-/// recorded, because replays cannot repeat it.
+/// The position of a random generator. A draw advances the position, and each replay advances it by as many draws.
+/// Setting the position is recorded, because replays cannot repeat it.
 pub(crate) struct Generator<S>(S);
 
 impl<S: Copy> Generator<S> {

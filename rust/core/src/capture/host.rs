@@ -9,7 +9,7 @@ use super::effects::{
 use crate::Result;
 
 /// Host state that queued work depends on, or that each call of a function changes. A replay of a CUDA graph repeats
-/// the device's work only; this type handles the host's part, so that owners of such state need not know of graphs:
+/// the device's work only; this type handles the host's part, so the owners of such state need no code for graphs:
 ///
 /// - A value that [`read`](Self::read) returns while a function is recorded becomes part of the record. If the value is
 ///   different at a later call, the function runs eagerly and is recorded again. A function that changes a value it has
@@ -17,7 +17,7 @@ use crate::Result;
 /// - [`set`](Self::set) returns an error while a function is recorded.
 /// - [`advance`](Self::advance) is repeated by every replay, and undone if the recording fails.
 ///
-/// Clones are the same state.
+/// Clones share the state.
 pub struct HostState<T>(Arc<Inner<T>>);
 
 struct Inner<T> {
@@ -74,17 +74,18 @@ impl<T: Clone + Send + 'static> HostState<T> {
         after_replay(move || change(&mut state.value()));
     }
 
-    /// Checks that the value has not changed within the call, for work that depends on how often it was advanced.
+    /// Checks that the function that is recorded has not changed the value. Work whose result depends on how often the
+    /// value was advanced needs this check.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device) if the function that is recorded has changed the value; `what` names the
-    /// work in the message.
+    /// [`Error::Device`](crate::Error::Device) if the function has changed the value; `what` names the work in the
+    /// message.
     pub fn refuse_repetition(&self, what: &'static str) -> Result<()> {
         if has_changed(self.key()) { refuse_change(what) } else { Ok(()) }
     }
 
-    /// Changes the value within a call, which must restore it before it ends. Unlike with [`advance`](Self::advance),
-    /// replays do not repeat the change.
+    /// Changes the value within a call; the function must restore the value before the call ends. Unlike with
+    /// [`advance`](Self::advance), replays do not repeat the change.
     pub fn change<R>(&self, change: impl FnOnce(&mut T) -> R) -> R {
         let (state, before) = (self.clone(), self.get());
         note_change(self.key(), move || *state.value() = before);

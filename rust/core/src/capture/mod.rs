@@ -1,9 +1,9 @@
 //! Effects of a captured function on the host, which replays of its graph repeat.
 //!
 //! A CUDA graph repeats the device's work only. A capture records what a call changes on the host, and a replay repeats
-//! that; changes that a replay could not repeat are an error while a function is recorded. Owners of such state do not
-//! have to think of this: each kind of state has a type here, whose methods are the only access to the value and record
-//! what they do.
+//! these changes. A change that a replay could not repeat is an error while a function is recorded. Each kind of host
+//! state has a type here. The methods of the type are the only access to the value, and they record each access, so the
+//! owners of the state need no code for captures.
 //!
 //! | state | type |
 //! |---|---|

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::effects::{Place, Slot, note_gradient, note_read};
 use crate::Result;
 
-/// The operations of a gradient that captures use.
+/// The operations that captures need from a gradient.
 pub(crate) trait Settle: Send + 'static {
     /// Accumulate the gradient in a fixed buffer from now on, starting with its present value; returns false if it
     /// already accumulates in one.
@@ -42,8 +42,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A gradient, accessed through methods that report the access to captures. A replay leaves the gradients that the
-/// function changes as the function did, in the same storage. A graph is stale when a gradient that it reads has moved.
+/// A gradient, accessed through methods that report the access to captures. A replay changes the same gradients as the
+/// function, in the same storage. A graph is stale when a gradient that it reads has moved.
 pub(crate) struct GradientSlot<T>(Arc<Mutex<T>>);
 
 impl<T: Settle> GradientSlot<T> {
@@ -51,7 +51,7 @@ impl<T: Settle> GradientSlot<T> {
         Self(Arc::new(Mutex::new(state)))
     }
 
-    /// Access for queueing work that depends on whether there is a gradient, and on its place.
+    /// Access for queueing work that depends on whether there is a gradient, and on where its storage is.
     pub(crate) fn read(&self) -> impl Deref<Target = T> {
         let state = lock(&self.0);
         note_read(|| self.0.clone(), || state.place());
@@ -64,7 +64,7 @@ impl<T: Settle> GradientSlot<T> {
         lock(&self.0)
     }
 
-    /// Access for purposes on which no queued work depends.
+    /// Access whose result does not influence queued work.
     pub(crate) fn peek(&self) -> impl Deref<Target = T> {
         lock(&self.0)
     }

@@ -34,7 +34,7 @@ impl Repeat for Arc<Version> {
 
 /// The version of a variable from which a value was derived, such as a copy in another dtype or an optimizer's f32
 /// values. If a captured function updates the derived value, so does every replay. [`Var`](crate::Var) compares and
-/// sets it. Clones are the same follower.
+/// sets it. Clones share the version.
 #[derive(Clone, Debug, Default)]
 pub struct Follower(Arc<AtomicU64>);
 

@@ -1,8 +1,9 @@
 //! [`KeptInputs`]: the inputs of a checkpointed function, on their device or in the memory of the host.
 //!
-//! An input that is offloaded is copied to the host while the function runs; the device's memory is free when the
-//! function has returned. Checkpoints are recomputed in the reverse of their order, so the recomputation of one starts
-//! the copies of the one before it, which are done when that one needs them.
+//! An input that is offloaded is copied to the host while the function runs; its memory on the device is freed when the
+//! function has returned. The backward pass recomputes checkpoints in reverse order. The recomputation of a checkpoint
+//! starts the copies to the device for the checkpoint that ran before it, so that these copies run in parallel with the
+//! recomputation.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -36,7 +37,7 @@ impl KeptInputs {
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the host has no more pinned memory.
     pub(super) fn new(inputs: &[&Tensor], policy: Policy) -> Result<Self> {
-        // An inner checkpoint keeps nothing of its own: the outer one recomputes its inputs.
+        // An inner checkpoint keeps no inputs: the outer checkpoint recomputes them.
         let offloads = policy == Policy::Offloaded && !flags().recording();
         let mut parts = Vec::new();
         let mut placed = Vec::with_capacity(inputs.len());
@@ -53,7 +54,8 @@ impl KeptInputs {
         Ok(Self { inputs: placed, offloaded })
     }
 
-    /// The function has returned: have the device finish the copies to the host before it frees the inputs.
+    /// Called when the function has returned: makes the device finish the copies to the host before it frees the
+    /// inputs.
     ///
     /// # Errors
     /// [`Error::Device`](crate::Error::Device) if the driver reports an error.
@@ -86,7 +88,7 @@ fn is_worth_it(tensor: &Tensor, origin: Origin) -> bool {
     matches!(origin, Origin::Computed) && bytes >= LEAST && tensor.raw.is_contiguous() && !tensor.raw.device().is_cpu()
 }
 
-/// Keep an input where it is; an input of an inner checkpoint becomes a slot of the outer one.
+/// Keep an input where it is; an input of an inner checkpoint becomes a slot of the outer checkpoint.
 fn keep(tensor: &Tensor) -> Saved {
     if flags().recording() { save(&tensor.raw).unwrap_or_else(|| Saved::keep(tensor)) } else { Saved::keep(tensor) }
 }
@@ -94,9 +96,9 @@ fn keep(tensor: &Tensor) -> Saved {
 /// The offloaded inputs of one checkpoint.
 struct Offloaded {
     parts: Vec<Away>,
-    /// The copies back that are queued already.
+    /// The copies to the device that are queued already.
     arriving: Mutex<Vec<Arriving>>,
-    /// The inputs of the checkpoint before, which a backward pass needs next.
+    /// The inputs of the checkpoint that ran before this one. A backward pass needs them next.
     before: Weak<Offloaded>,
     is_captured: bool,
 }
@@ -123,7 +125,8 @@ impl Offloaded {
         Ok(())
     }
 
-    /// The inputs on the device; the copies of the checkpoint before begin, in parallel with the work queued next.
+    /// Returns the inputs on the device. Starts the copies for the checkpoint that ran before this one, in parallel
+    /// with the work that is queued next.
     fn arrived(&self) -> Result<Vec<Raw>> {
         let arriving = {
             let mut arriving = self.arriving.lock().unwrap_or_else(PoisonError::into_inner);
@@ -131,7 +134,7 @@ impl Offloaded {
             std::mem::take(&mut *arriving)
         };
         let arrived = arriving.into_iter().map(Arriving::wait).collect::<Result<_>>()?;
-        // A recorded copy cannot wait for one that ran eagerly.
+        // A recorded copy cannot wait for a copy that ran eagerly.
         if let Some(before) = self.before.upgrade().filter(|before| before.is_captured == self.is_captured) {
             before.start(&mut before.arriving.lock().unwrap_or_else(PoisonError::into_inner))?;
         }
@@ -139,8 +142,8 @@ impl Offloaded {
     }
 }
 
-/// The origin of an input. Operations hold variables but save computed values, so the inputs of a recomputation must
-/// have the same origins.
+/// The origin of an input. Operations keep references to variables but save computed values, so the inputs of a
+/// recomputation must have the same origins as those of the first run.
 #[derive(Clone, Copy)]
 enum Origin {
     Constant,
@@ -166,7 +169,8 @@ impl Origin {
     }
 }
 
-/// The backward of an input that was computed outside the function. Gradients flow through the nodes of the first run.
+/// The backward of an input that was computed outside the function. It does nothing, because gradients flow through the
+/// nodes of the first run.
 struct MadeElsewhere;
 
 impl Backward for MadeElsewhere {

@@ -23,7 +23,7 @@ struct Call<F> {
 /// A storage, and the layout of a tensor in it.
 pub(crate) type Operand<'a> = (&'a CpuStorage, &'a Layout);
 
-/// The elements of an operand, from the first one of the tensor on.
+/// The elements of an operand, from the first element of the tensor on.
 pub(crate) fn elements<'a, T: WithDType>((storage, layout): Operand<'a>) -> Result<&'a [T]> {
     // A view without elements may start beyond the end.
     Ok(T::cpu_storage_as_slice(storage)?.get(layout.start_offset()..).unwrap_or_default())
@@ -123,7 +123,7 @@ pub(super) fn read1(
     Ok(x.apply_op1_no_bwd(&Call { op, f })?)
 }
 
-/// Computes a new tensor from the storages of two.
+/// Computes a new tensor from the storages of two tensors.
 pub(super) fn read2(
     op: &'static str,
     a: &Raw,
@@ -134,7 +134,7 @@ pub(super) fn read2(
     Ok(a.apply_op2_no_bwd(b, &Call { op, f })?)
 }
 
-/// Computes a new tensor from the storages of three.
+/// Computes a new tensor from the storages of three tensors.
 pub(super) fn read3(
     op: &'static str,
     [a, b, c]: [&Raw; 3],

@@ -80,14 +80,14 @@ fn bf16_to_f32(x: bf16) -> f32 {
 fn f32_to_bf16(x: f32) -> bf16 {
     let bits = x.to_bits();
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
-    // A NaN keeps its upper bits and becomes quiet; rounding could carry it over into another number.
+    // A NaN keeps its upper bits and becomes quiet; rounding it could carry into the exponent or the sign.
     let nan = (bits >> 16) | 0x40;
     bf16::from_bits(if x.is_nan() { nan } else { rounded } as u16)
 }
 
 #[inline(always)]
 fn f16_to_f32(x: f16) -> f32 {
-    /// The exponent field of 2^-14, the smallest normal f16, less one: the difference of the two exponent biases.
+    /// The difference between the exponent biases of f32 and f16, in the exponent field of f32.
     const BIAS: u32 = (127 - 15) << 23;
     let bits = u32::from(x.to_bits());
     let sign = (bits & 0x8000) << 16;

@@ -15,7 +15,7 @@ use super::strided::{BLOCK, Blocks, Dims, View, broadcast_dims};
 use crate::raw::check_allocation;
 use crate::{Error, Raw, Result, dispatch_float};
 
-/// The name of the operation in errors about operands that the caller has not checked under its own name.
+/// The name of the operation in errors, for callers that do not check their operands under a name of their own.
 const OP: &str = "elementwise operation";
 
 /// A function of one number. `apply` must be `#[inline(always)]` to be vectorised.

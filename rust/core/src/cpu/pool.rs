@@ -22,8 +22,8 @@ static NUM_THREADS: AtomicUsize = AtomicUsize::new(0);
 /// The pool, created at its first use. It is replaced, never resized, so running calls keep the pool they started on.
 static POOL: RwLock<Option<Threads>> = RwLock::new(None);
 
-/// A pool and the process that has its threads. A forked process inherits the pool without the threads, so work given
-/// to that pool would never be done.
+/// A pool, and the process in which its threads run. A forked process inherits the pool without the threads, so work
+/// given to that pool would never be done.
 struct Threads {
     pool: Arc<rayon::ThreadPool>,
     process: u32,
@@ -211,8 +211,8 @@ pub struct SharedMut<'a, T> {
     data: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: parts are handed out only by the unsafe `slice`, whose caller promises that they are disjoint; so a shared
-// reference to the whole gives each thread no more than a `&mut [T]` of its own, which `T: Send` allows.
+// SAFETY: only the unsafe `slice` returns parts, whose caller promises that they are disjoint; so a shared reference to
+// the whole gives each thread no more than a `&mut [T]` of its own, which `T: Send` allows.
 unsafe impl<T: Send> Send for SharedMut<'_, T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Sync for SharedMut<'_, T> {}
@@ -252,8 +252,9 @@ fn default_num_threads() -> usize {
     from_env.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
-/// The pool, or `None` if its threads cannot be started or another thread is changing it; the work is then done on the
-/// calling thread. Never waits, because a lock that another thread held when this process was forked is never released.
+/// The pool, or `None` if its threads cannot be started or another thread is changing the pool; the calling thread then
+/// does the work alone. Never waits for the lock: if another thread held it when this process was forked, it is never
+/// released.
 fn pool() -> Option<Arc<rayon::ThreadPool>> {
     let here = |slot: &Option<Threads>| slot.as_ref().and_then(Threads::here);
     match POOL.try_read() {

@@ -131,7 +131,7 @@ pub(crate) fn reduced_dims(x: &[usize], dims: &[usize], keepdim: bool) -> Dims {
     kept.map(|(i, &d)| if dims.contains(&i) { 1 } else { d }).collect()
 }
 
-/// The products of the sizes before and after a dimension, with its own size between.
+/// Three sizes: the product of the sizes before dimension `dim`, its own size, and the product of the sizes after it.
 pub(crate) fn around(dims: &[usize], dim: usize) -> [usize; 3] {
     [dims[..dim].iter().product(), dims[dim], dims[dim + 1..].iter().product()]
 }

@@ -35,7 +35,7 @@ pub(super) struct Axis {
 }
 
 /// The axes of `layout` broadcast to `dims`, outermost first. Axes of size 1 are left out, and neighbours are merged if
-/// one step of the outer axis is a whole run of the inner.
+/// one step of the outer axis is as long as the whole inner axis.
 pub(super) fn collapse(layout: &Layout, dims: &[usize]) -> SmallVec<[Axis; 6]> {
     let added = dims.len() - layout.dims().len();
     let mut axes = SmallVec::<[Axis; 6]>::new();
@@ -57,8 +57,8 @@ pub(super) fn collapse(layout: &Layout, dims: &[usize]) -> SmallVec<[Axis; 6]> {
     axes
 }
 
-/// Calls `f(position, offset, stride, length)` for each piece of the innermost axis in `range`, which is in row-major
-/// order; `position` counts from the start of `range`.
+/// Calls `f(position, offset, stride, length)` for each run of elements along the innermost axis in `range`. `range`
+/// counts elements in row-major order, and `position` counts them from the start of `range`.
 #[inline(always)]
 pub(super) fn for_each_run(axes: &[Axis], range: Range<usize>, mut f: impl FnMut(usize, usize, usize, usize)) {
     let Some((inner, outer)) = axes.split_last() else {

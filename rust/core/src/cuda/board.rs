@@ -45,7 +45,7 @@ impl Board {
 
     /// Sets all counters to the largest value, which means that nothing is reported.
     fn clear(&self) -> std::result::Result<(), DriverError> {
-        // SAFETY: the counters are as long as this.
+        // SAFETY: the counters have this many bytes.
         unsafe { result::memset_d8_async(self.address(), u8::MAX, PLACES * size_of::<u64>(), self.stream.cu_stream()) }
     }
 
@@ -63,7 +63,7 @@ impl Board {
     /// Synchronize the device if a kernel may have written a counter.
     ///
     /// # Errors
-    /// [`Error::Index`] if one has.
+    /// [`Error::Index`] if a kernel has written a counter.
     pub fn check(&self) -> Result<()> {
         if !self.is_used.change(std::mem::take) {
             return Ok(());
@@ -84,9 +84,9 @@ impl Board {
             Some((op, at)) => Err(Error::index(
                 op,
                 format!(
-                    "the id or bound at position {at} (in row-major order) was out of range in a call since the device was last waited \
-                     for; expected 0 <= id < the size of the dimension, or bounds that ascend from 0 up to the number of rows; call \
-                     synchronize() after each call to find which"
+                    "the id or bound at position {at} (in row-major order) was out of range in a call since the program last waited \
+                     for the device; expected 0 <= id < the size of the dimension, or bounds that ascend from 0 up to the number \
+                     of rows; call synchronize() after each call to find which"
                 ),
             )),
         }

@@ -1,8 +1,8 @@
 //! Sums and copies over the GPUs of several processes, by NCCL.
 //!
 //! Every process has one GPU and one communicator. All calls are queued on the GPU's one stream, so they are in order
-//! with all other work. Nothing blocks inside NCCL or the driver, so a process can still be stopped when another one
-//! has ended.
+//! with all other work. Nothing blocks inside NCCL or the driver, so a process can still be stopped when another
+//! process has ended.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -49,7 +49,8 @@ pub struct Communicator {
 /// The identifier by which the processes find each other. Rank 0 makes it, and the other ranks must receive it.
 ///
 /// # Errors
-/// [`Error::CudaUnavailable`] if NCCL cannot be used, [`Error::Device`] if it cannot listen.
+/// [`Error::CudaUnavailable`] if NCCL cannot be used, [`Error::Device`] if it cannot wait for connections of the other
+/// processes.
 pub fn unique_id(folders: &[&Path]) -> Result<[u8; 128]> {
     let nccl = load(folders)?;
     Ok(nccl.unique_id().map_err(|result| failed(nccl, result))?.0)
@@ -87,12 +88,13 @@ fn number_of(dtype: DType) -> Result<i32> {
 }
 
 impl Communicator {
-    /// Join the `size` processes that were given `id`, as number `rank`; all of them must call this.
+    /// Join a group of `size` processes with the same `id`, as number `rank`. Every process of the group must call this
+    /// function.
     ///
     /// # Errors
     /// [`Error::CudaUnavailable`] if NCCL cannot be used, [`Error::Argument`] if there is no such rank,
     /// [`Error::Device`] if `device` is not a CUDA device, if NCCL fails, or if not all have joined within `limit`; the
-    /// error of the check that [`interrupt::set_check`] has set.
+    /// error of the check that was set with [`interrupt::set_check`].
     pub fn new(
         device: &Device,
         rank: usize,
@@ -129,8 +131,9 @@ impl Communicator {
         self.size
     }
 
-    /// Queue the sum of each tensor over all processes, in place. All must call this with tensors of the same sizes and
-    /// dtypes, in the same order. Read the results, or buffers that contain them, only after [`wait`](Self::wait).
+    /// Queue the sum of each tensor over all processes, in place. All processes must call this function with tensors of
+    /// the same sizes and dtypes, in the same order. Read the results, or buffers that contain them, only after
+    /// [`wait`](Self::wait).
     ///
     /// # Errors
     /// [`Error::Shape`] if a tensor is not dense, [`Error::DType`] if it holds no numbers, [`Error::Device`] if it is
@@ -142,7 +145,7 @@ impl Communicator {
         })
     }
 
-    /// Queue a copy of the tensors of process `root` to those of all others, in place.
+    /// Queue a copy of the tensors of process `root` to the tensors of all other processes, in place.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce), and [`Error::Argument`] if there is no such process.
@@ -195,7 +198,7 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error::Device`] if it is not done within `limit`, [`stop`](Self::stop) was called, or NCCL or the driver
-    /// fails; the communicator is then aborted. The error of the check that [`interrupt::set_check`] has set.
+    /// fails; the communicator is then aborted. The error of the check that was set with [`interrupt::set_check`].
     pub fn wait(&self, limit: Duration) -> Result<()> {
         let what = format!("the GPU is still waiting for the other processes after {} s", limit.as_secs_f64());
         bind(self.gpu)?;
@@ -265,7 +268,7 @@ impl Communicator {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        // Wait for a proper end only for a limited time, because other processes may have ended.
+        // Wait for NCCL to finish only for a limited time, because other processes may have ended.
         const LIMIT: Duration = Duration::from_secs(5);
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         if !std::mem::take(&mut state.is_alive) {

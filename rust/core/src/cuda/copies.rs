@@ -2,9 +2,9 @@
 //! work.
 //!
 //! In a capture the same events fork the stream of copies off the captured stream and join it again, and the copies
-//! become nodes of the graph. Captured work cannot wait for an event of eager work, nor the other way round, so the two
-//! streams are joined ("meet") where a recording or a replay begins and ends. After a meeting, the contents of earlier
-//! copies are unknown; [`Copies::epoch`] counts the meetings.
+//! become nodes of the graph. Captured work cannot wait for an event of eager work, and eager work cannot wait for an
+//! event of captured work. So the two streams are joined (they "meet") where a recording or a replay begins and ends.
+//! After a meeting, the contents of earlier copies are unknown; [`Copies::epoch`] counts the meetings.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};

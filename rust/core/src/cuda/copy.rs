@@ -158,7 +158,7 @@ fn byte_suffix(dtype: DType) -> &'static [&'static str] {
 #[derive(Clone, Copy)]
 enum Change {
     Add,
-    /// With the weight at this address.
+    /// Interpolate, with the weight at this address.
     Lerp(Const),
 }
 

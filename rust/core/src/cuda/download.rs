@@ -10,11 +10,11 @@ use super::launch::address;
 use crate::{Error, Raw, Result};
 
 /// The elements of a tensor in row-major order, on the host. Only these elements are copied, not the whole storage. `T`
-/// is the type of its dtype. Waits for the device.
+/// is the type of the elements. Waits for the device.
 ///
 /// # Errors
-/// [`Error::Device`] if it is not on a CUDA device or the driver reports an error, [`Error::DType`] if `T` is not its
-/// type, [`Error::Index`] if a kernel has found an id out of range.
+/// [`Error::Device`] if the tensor is not on a CUDA device or the driver reports an error, [`Error::DType`] if `T` is
+/// not the type of the elements, [`Error::Index`] if a kernel has found an id out of range.
 pub fn download<T: WithDType>(x: &Raw) -> Result<Vec<T>> {
     const OP: &str = "to_cpu";
     let gpu = Gpu::of(OP, x)?;

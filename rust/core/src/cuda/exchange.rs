@@ -47,7 +47,7 @@ unsafe fn order(first: CUstream, second: CUstream) -> std::result::Result<(), Dr
     }
 }
 
-/// Make another library's stream wait until all work queued here is done.
+/// Make another library's stream wait until all work that this library has queued is done.
 ///
 /// # Safety
 /// `consumer` is a stream of the device, or 1 or 2 for its default streams.
@@ -62,10 +62,12 @@ pub unsafe fn ready_for(device: &Device, consumer: usize) -> Result<()> {
     unsafe { order(gpu.stream().cu_stream(), consumer as CUstream) }.map_err(|error| driver_error(OP, error))
 }
 
-/// Tensors that other libraries released during a capture: a capture cannot wait for a stream.
+/// Tensors that other libraries released during a capture. They are kept until a later release, because a capture
+/// cannot wait for a stream.
 static RETURNED: Mutex<Vec<(Raw, Option<usize>)>> = Mutex::new(Vec::new());
 
-/// Release a tensor that another library no longer uses: our stream waits for the work that the library has queued.
+/// Release a tensor that another library no longer uses: the device's stream waits for the work that the other library
+/// has queued.
 pub fn released(tensor: Raw, consumer: Option<usize>) {
     let mut waiting = std::mem::take(&mut *RETURNED.lock().unwrap_or_else(PoisonError::into_inner));
     waiting.push((tensor, consumer));
@@ -74,7 +76,7 @@ pub fn released(tensor: Raw, consumer: Option<usize>) {
         return;
     }
     for (tensor, consumer) in waiting {
-        // Errors are ignored: a failed device reports on the next call.
+        // Errors are ignored: a device that has failed reports the error on the next call.
         let _ = follow(tensor.device(), consumer);
     }
 }

@@ -141,7 +141,8 @@ impl Joined {
     }
 }
 
-/// The even distance of the products' operands or results, in elements; `None` if it is uneven or backwards.
+/// The distance between the operands or results of consecutive products, in elements; `None` if the distances differ or
+/// are negative.
 fn spacing(products: &[Product], which: usize) -> Option<usize> {
     let place = |product: &Product| product.addresses[which];
     let [first, second, ..] = products else { return Some(0) };

@@ -46,7 +46,7 @@ impl Key {
     fn of(product: &Product) -> Result<Option<Self>> {
         let Product { a, b, alpha, to } = product;
         let plan = Plan::of(OP, a, b)?;
-        // cuBLAS does not know the addresses of a batch when it chooses a kernel, and assumes the widest access that
+        // cuBLAS has no access to the addresses of a batch when it chooses a kernel, and assumes the widest access that
         // the sizes allow. So the addresses must be aligned.
         let is_aligned = |tensor: &Raw| Ok::<_, Error>(address(OP, tensor)?.is_multiple_of(ALIGNMENT));
         let mut aligned = is_aligned(a)? && is_aligned(b)?;

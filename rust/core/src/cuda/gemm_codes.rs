@@ -22,7 +22,7 @@ pub enum Codes {
 /// `x`, `w` and `y` are addresses of matrices of these sizes on the device.
 ///
 /// # Errors
-/// [`Error::Device`](crate::Error::Device) if the device reports one.
+/// [`Error::Device`](crate::Error::Device) if the device reports an error.
 pub unsafe fn product_of_codes(
     op: &'static str,
     gpu: &Gpu,

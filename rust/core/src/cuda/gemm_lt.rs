@@ -151,7 +151,7 @@ fn set_description<T>(
     attribute: sys::cublasLtMatmulDescAttributes_t,
     value: &T,
 ) -> Result<()> {
-    // SAFETY: the description is alive, and the value of the attribute's type.
+    // SAFETY: the description is alive, and `value` has the type of the attribute.
     check(unsafe {
         result::set_matmul_desc_attribute(description.0, attribute, std::ptr::from_ref(value).cast(), size_of::<T>())
     })
@@ -162,7 +162,7 @@ fn set_preference<T>(
     attribute: sys::cublasLtMatmulPreferenceAttributes_t,
     value: &T,
 ) -> Result<()> {
-    // SAFETY: the preference is alive, and the value of the attribute's type.
+    // SAFETY: the preference is alive, and `value` has the type of the attribute.
     check(unsafe {
         result::set_matmul_pref_attribute(preference.0, attribute, std::ptr::from_ref(value).cast(), size_of::<T>())
     })

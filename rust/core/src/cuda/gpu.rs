@@ -45,10 +45,12 @@ fn known(find: impl Fn(&(DeviceId, &'static Gpu)) -> bool) -> Option<&'static Gp
     GPUS.read().unwrap_or_else(PoisonError::into_inner).iter().find(|gpu| find(gpu)).map(|&(_, gpu)| gpu)
 }
 
-/// The device with a number; every call returns the same one. CUDA libraries are searched in `folders` first.
+/// The device with this number; every call with the number returns the same device. CUDA libraries are searched in
+/// `folders` first.
 ///
 /// # Errors
-/// [`Error::CudaUnavailable`] with the reason, [`Error::Device`] if there is no device of this number.
+/// [`Error::CudaUnavailable`] with the reason if CUDA cannot be used, [`Error::Device`] if there is no device of this
+/// number.
 pub fn open(ordinal: usize, folders: &[&Path]) -> Result<Device> {
     if let Some(gpu) = known(|(_, gpu)| gpu.ordinal() == ordinal) {
         return Ok(Device::Cuda(gpu.device.clone()));
@@ -75,10 +77,10 @@ fn check_usable(ordinal: usize) -> Result<()> {
         .map_err(|reason| Error::CudaUnavailable(format!("cuda:{ordinal}: {reason}")))
 }
 
-/// The number of devices that the driver sees, of which at least one can be used.
+/// The number of devices that the driver reports. At least one of them can be used.
 ///
 /// # Errors
-/// [`Error::CudaUnavailable`] with the reason.
+/// [`Error::CudaUnavailable`] with the reason if CUDA cannot be used.
 pub fn devices(folders: &[&Path]) -> Result<usize> {
     trainable_candle_cuda::load(folders).map_err(|reason| Error::CudaUnavailable(reason.to_string()))?;
     Ok(CudaContext::device_count().map_err(|error| driver_error("device", error))? as usize)
@@ -141,7 +143,7 @@ impl Gpu {
         if let Some(gpu) = known(|(id, _)| *id == device.id()) {
             return Ok(gpu);
         }
-        // The device was made with candle.
+        // The device was not made with `open`, but with candle.
         if let DeviceLocation::Cuda { gpu_id } = device.location() {
             check_usable(gpu_id)?;
         }

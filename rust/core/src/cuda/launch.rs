@@ -22,7 +22,7 @@ use crate::{Error, Raw, Result};
 /// The bytes of dynamic shared memory that a kernel may use without a request to the driver.
 const COMMON_SHARED_MEMORY: u32 = 48 << 10;
 
-/// A kernel for some dtypes, loaded, which takes the arguments `A`.
+/// A loaded kernel for some dtypes, with arguments of type `A`.
 pub struct Function<A> {
     loaded: Loaded,
     takes: PhantomData<fn(A)>,
@@ -63,7 +63,8 @@ impl Shape {
         Self::teams(rows, len, 4, dtype)
     }
 
-    /// [`rows`](Self::rows) for a kernel whose threads hold up to `held` packs of a row.
+    /// [`rows`](Self::rows) for a kernel whose threads hold up to `held` packs of a row; a pack is 16 bytes of
+    /// neighbouring elements.
     pub fn teams(rows: usize, len: usize, held: usize, dtype: DType) -> Self {
         const TEAM: usize = 512;
         let threads = (32 * len.div_ceil(32 * held * wide(dtype))).clamp(32, TEAM);
@@ -158,7 +159,7 @@ fn check(op: &'static str, kernel: &str, pointers: &[(&'static str, Element)], e
 /// then; a graph that is being captured keeps the tensor.
 ///
 /// # Errors
-/// [`Error::Device`] if the tensor is not on a CUDA device, [`Error::DType`] if kernels do not know its dtype.
+/// [`Error::Device`] if the tensor is not on a CUDA device, [`Error::DType`] if kernels do not support its dtype.
 pub fn address(op: &'static str, tensor: &Raw) -> Result<Address> {
     let (storage, layout) = tensor.storage_and_layout();
     let Storage::Cuda(storage) = &*storage else {
@@ -259,7 +260,7 @@ pub fn count32(op: &'static str, size: usize) -> Result<u32> {
 /// A new tensor whose values are not set yet.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] with the sizes, [`Error::DType`] if kernels do not know the dtype.
+/// [`Error::OutOfMemory`] with the sizes, [`Error::DType`] if kernels do not support the dtype.
 pub fn empty(op: &'static str, gpu: &Gpu, dims: &[usize], dtype: DType) -> Result<Raw> {
     // One element at least, so that there is an address.
     let count = crate::raw::check_size(op, dims, dtype)?.max(1);

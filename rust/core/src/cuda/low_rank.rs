@@ -21,8 +21,9 @@ const ROWS: usize = 16;
 /// reads the factors less often: on an H200 the kernel is faster at 4096 rows of 640 + 640 elements and slower at 4096
 /// rows of 1280 + 1280.
 const MOST_ELEMENTS: usize = 6 << 20;
-/// Feature sizes, addresses and distances of rows must be multiples of this, in bytes.
+/// `inner` and `outer`, the sizes of features, must be multiples of this, in elements.
 const STEP: usize = 32;
+/// Addresses and distances between rows must be multiples of this, in bytes.
 const ALIGNMENT: usize = 16;
 
 /// The layout of the factors.

@@ -41,8 +41,8 @@ fn out_of_memory(op: &'static str, gpu: &Gpu, bytes: usize, dims: &[usize]) -> E
             let limit = memory::limit(gpu.stream().context().cu_device());
             let limit = limit.map_or_else(String::new, |limit| format!("; the limit is {:.2} GiB", gib(limit)));
             format!(
-                "{limit}; of the GPU's {:.2} GiB, {:.2} hold this process's tensors{graphs}, {:.2} are kept for later in pieces too small, \
-                 {:.2} are free, and the rest is used by CUDA and other processes",
+                "{limit}; of the GPU's {:.2} GiB, {:.2} hold this process's tensors{graphs}, {:.2} are cached in blocks that are too \
+                 small, {:.2} are free, and the rest is used by CUDA and other processes",
                 gib(stats.total),
                 gib(stats.allocated),
                 gib(stats.reserved.saturating_sub(stats.allocated)),

@@ -1,8 +1,9 @@
 //! Tensors that wait in pinned memory of the host while the device uses their memory for something else.
 //!
-//! All copies to and from this memory are queued in one stream (see `copies.rs`), in whose order a buffer can be used
-//! again at once. Buffers stay allocated for the next step; one for each tensor that is away at the same time. Graphs
-//! share buffers of their own: a replay writes what it reads, but would destroy what eager work has put there.
+//! All copies to and from this memory are queued in one stream (see `copies.rs`) and run in its order, so a buffer can
+//! be reused without waiting. Buffers stay allocated for the next step. There are as many as tensors are offloaded at
+//! the same time. Graphs share buffers that eager work does not use: a replay writes each buffer before it reads it,
+//! and so would overwrite values of eager work.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,7 +27,7 @@ struct Buffer {
     gpu: &'static Gpu,
     /// Recorded after the copy to the host.
     left: Event,
-    /// Recorded after the copy back.
+    /// Recorded after the copy to the device.
     arrived: Event,
 }
 
@@ -38,7 +39,7 @@ struct Pools {
 
 static POOLS: Mutex<Pools> = Mutex::new(Pools { eager: Vec::new(), graphs: Vec::new() });
 
-/// The place of the smallest free buffer with at least `bytes`.
+/// The index of the smallest free buffer with at least `bytes`.
 fn free(pool: &[Arc<Buffer>], gpu: &'static Gpu, bytes: usize) -> Option<usize> {
     let size = |buffer: &Arc<Buffer>| buffer.memory.len();
     let fits =
@@ -53,7 +54,8 @@ fn take(gpu: &'static Gpu, bytes: usize) -> Result<Arc<Buffer>> {
         if let Some(place) = free(graphs, gpu, bytes) {
             return Ok(graphs[place].clone());
         }
-        // The driver allocates no pinned memory during a capture. The run before the recording has freed its own.
+        // The driver allocates no pinned memory during a capture. The buffers of the eager run before the recording are
+        // free now, so the recording takes them.
         let Some(place) = free(eager, gpu, bytes) else {
             let message = "a recorded function needs more offloaded memory than the call before the recording has used; \
                            drop the results of that call before";
@@ -108,8 +110,8 @@ impl Away {
         let buffer = take(gpu, bytes)?;
         let from = address(OP, x)?;
         let stream = copies.fork(gpu.stream()).map_err(|error| driver_error(OP, error))?;
-        // SAFETY: both places have these bytes. The buffer stays allocated, and all its copies are queued in this
-        // stream; the caller keeps the tensor until the copy is done.
+        // SAFETY: the buffer and the tensor have this many bytes. The buffer stays allocated, and all its copies are
+        // queued in this stream; the caller keeps the tensor until the copy is done.
         unsafe { download::copy_pinned(buffer.memory.address(), from, bytes, stream.cast()) }
             .map_err(|status| status_error(OP, status))?;
         buffer.left.record(stream).map_err(|error| driver_error(OP, error))?;
@@ -139,8 +141,8 @@ impl Away {
         let to = address(OP, &raw)?;
         let stream = self.copies.fork(gpu.stream()).map_err(|error| driver_error(OP, error))?;
         let bytes = raw.elem_count() * self.dtype.size_in_bytes();
-        // SAFETY: both places have these bytes; the buffer is pinned and stays allocated, and the tensor is not freed
-        // before the device's stream has waited for the copy.
+        // SAFETY: the buffer and the tensor have this many bytes; the buffer is pinned and stays allocated, and the
+        // tensor is not freed before the device's stream has waited for the copy.
         unsafe { upload::copy_pinned(to, self.buffer.memory.address(), bytes, stream.cast()) }
             .map_err(|status| status_error(OP, status))?;
         self.buffer.arrived.record(stream).map_err(|error| driver_error(OP, error))?;
@@ -150,7 +152,8 @@ impl Away {
 
 impl Drop for Away {
     fn drop(&mut self) {
-        // After an error of the function, too, the tensor is freed after the copy. A driver that cannot wait frees nothing.
+        // After an error of the function, too, the tensor must not be freed before the copy is done. If the driver
+        // cannot wait, it cannot free memory either.
         let _ = self.left();
     }
 }
@@ -183,7 +186,8 @@ impl Arriving {
 
 impl Drop for Arriving {
     fn drop(&mut self) {
-        // The tensor's memory is freed in the order of the device's stream. A driver that cannot wait frees nothing.
+        // The tensor's memory is freed in the order of the device's stream. If the driver cannot wait, it cannot free
+        // memory either.
         let _ = self.join();
     }
 }

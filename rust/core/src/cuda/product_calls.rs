@@ -84,7 +84,7 @@ impl<T: Copy> Drop for Owned<T> {
 
 pub(super) type Layout = Owned<sys::cublasLtMatrixLayout_t>;
 
-/// A product that cuBLASLt knows how to compute.
+/// A product that cuBLASLt can compute: its descriptions, and the algorithm.
 pub(super) struct Call {
     pub(super) arithmetic: Arithmetic,
     pub(super) description: Owned<sys::cublasLtMatmulDesc_t>,

@@ -21,8 +21,8 @@ use crate::{Error, Result, capture};
 const OP: &str = "profile";
 /// Launches in a batch: few enough that a stream accepts them and their events without blocking the host.
 const BATCH: usize = 128;
-/// The longest that the GPU pauses for the host. Queueing a batch takes less time. A thread that waits for the GPU
-/// during a pause waits no longer than this.
+/// The longest time that the GPU pauses for the host. Queueing a batch takes less time. A pause delays a thread that
+/// waits for the GPU by no more than this time.
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
 
 /// Whether a profile is in progress; checked at each launch.
@@ -51,7 +51,7 @@ impl Event {
         Ok(event)
     }
 
-    /// Milliseconds from this event to a later one, both of which have happened.
+    /// Milliseconds from this event to a later event; both have completed.
     fn until(&self, end: &Self) -> std::result::Result<f64, DriverError> {
         // SAFETY: both events live, and are on one stream.
         unsafe { result::event::elapsed(self.0, end.0) }.map(f64::from)
@@ -76,17 +76,17 @@ impl Gate {
     /// Make the stream wait at a new gate.
     fn close(gpu: &Gpu) -> std::result::Result<Arc<Self>, DriverError> {
         unsafe extern "C" fn wait(gate: *mut c_void) {
-            // SAFETY: `close` has given this one call a share of the gate.
+            // SAFETY: `close` has given this one call a reference to the gate.
             let gate = unsafe { Arc::from_raw(gate.cast_const().cast::<Gate>()) };
             let is_open = gate.is_open.lock().unwrap_or_else(PoisonError::into_inner);
             drop(gate.opened.wait_timeout_while(is_open, LONGEST_PAUSE, |is_open| !*is_open));
         }
         let gate = Arc::new(Self::default());
         let share = Arc::into_raw(gate.clone()).cast_mut().cast();
-        // SAFETY: the function takes the share when it is called; it does not call CUDA.
+        // SAFETY: the function takes the reference when it is called; it does not call CUDA.
         let queued = unsafe { result::stream::launch_host_function(gpu.stream().cu_stream(), wait, share) };
         if let Err(error) = queued {
-            // SAFETY: the function will not be called, so take the share back.
+            // SAFETY: the function will not be called, so take the reference back.
             drop(unsafe { Arc::from_raw(share.cast_const().cast::<Self>()) });
             return Err(error);
         }

@@ -14,7 +14,7 @@ use crate::raw::storage_identity;
 use crate::rng::state::State;
 use crate::{Error, Raw, Result, capture};
 
-/// A difference of positions below this means that the generator has advanced; otherwise it was set back.
+/// If the difference of two positions is below this number, the generator has advanced; otherwise it was set back.
 pub const FORWARD: u64 = 1 << 63;
 
 /// The state of the capture on this thread.
@@ -70,10 +70,11 @@ pub fn release() {
     CAPTURER.store(0, Ordering::Release);
 }
 
-/// Check that no other thread captures, because work that this thread queued would become a part of the graph.
+/// Check that no other thread captures, because work that this thread queued would become a part of that thread's
+/// graph.
 ///
 /// # Errors
-/// [`Error::Device`] on any other thread.
+/// [`Error::Device`] if another thread captures.
 pub fn check_thread(op: &'static str) -> Result<()> {
     let capturer = CAPTURER.load(Ordering::Acquire);
     if capturer == 0 || capturer == THREAD.with(|id| *id) {
@@ -87,8 +88,8 @@ pub fn is_capturing_anywhere() -> bool {
     CAPTURER.load(Ordering::Acquire) != 0
 }
 
-/// Keep a tensor, whose memory begins at `address`, as long as the graph that is being captured on this thread, if one
-/// is.
+/// Keep a tensor alive as long as the graph that is being captured on this thread. The memory of the tensor begins at
+/// `address`. Does nothing if this thread does not capture.
 pub fn hold(tensor: &Raw, address: Address) {
     if !capture::is_capturing() || memory::is_of_graphs(address) {
         return;
@@ -100,7 +101,8 @@ pub fn hold(tensor: &Raw, address: Address) {
     });
 }
 
-/// Keep the owner of host memory as long as the graph that is being captured on this thread, if one is.
+/// Keep the owner of host memory alive as long as the graph that is being captured on this thread. Does nothing if this
+/// thread does not capture.
 pub fn hold_source(owner: &Arc<impl Any + Send + Sync>) {
     if !capture::is_capturing() {
         return;
@@ -114,8 +116,9 @@ pub fn hold_source(owner: &Arc<impl Any + Send + Sync>) {
     });
 }
 
-/// How kernels find the generator's seed and position for draws from `state` on: in device memory at the returned
-/// address, to which the returned position is relative, or by value if the address is null.
+/// Where kernels find the generator's seed and position for draws from `state` on. If the returned address is null, the
+/// returned state has both. Otherwise the address is that of a state in device memory, and the returned position is
+/// relative to the position there.
 pub fn generator(state: State) -> (Const, State) {
     CURRENT.with_borrow(|current| match current {
         Some(Current { generator, start, .. })

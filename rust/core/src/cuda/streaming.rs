@@ -1,7 +1,7 @@
 //! Copies from pinned host memory on a separate stream, in parallel with the work of the device's stream.
 //!
 //! Events order the two streams (see `copies.rs`): a copy begins when all work queued before it is done, and work that
-//! needs it waits for its end.
+//! reads the copied values waits for the end of the copy.
 
 use std::any::Any;
 use std::ops::Range;
@@ -22,7 +22,7 @@ use crate::{Error, Raw, Result, capture};
 
 const OP: &str = "stream_blocks";
 
-/// Copies to some slots of a device.
+/// Queues copies to slots, which are areas of a device's memory that copies fill again and again.
 pub struct Copier {
     gpu: &'static Gpu,
     copies: &'static Copies,
@@ -148,7 +148,7 @@ impl Drop for Registered {
 }
 
 enum Memory {
-    /// Of this process alone.
+    /// Memory of this process alone.
     Own(Own),
     /// A part of memory that other processes share.
     Shared(Arc<Registered>, Range<usize>),
@@ -170,7 +170,7 @@ impl Pinned {
         }
     }
 
-    /// Set bytes of this process alone from `start` on, before anything is copied.
+    /// Write `bytes` from offset `start` on, before anything is copied. Memory that processes share is not changed.
     pub fn write(&mut self, start: usize, bytes: &[u8]) {
         if let Memory::Own(own) = &mut self.memory {
             own.bytes_mut()[start..start + bytes.len()].copy_from_slice(bytes);

@@ -90,7 +90,7 @@ pub fn strided<const K: usize>(
 }
 
 /// The axes, outermost first, at least one. Axes of size 1 are left out, and neighbours are merged if one step of the
-/// outer axis is a whole run of the inner in every tensor.
+/// outer axis is as long as the whole inner axis in every tensor.
 fn merged<const K: usize>(dims: &[usize], layouts: &[&Layout; K]) -> SmallVec<[Axis<K>; MAX_AXES]> {
     let mut axes = SmallVec::<[Axis<K>; MAX_AXES]>::new();
     for (i, &size) in dims.iter().enumerate().filter(|(_, size)| **size != 1) {

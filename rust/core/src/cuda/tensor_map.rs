@@ -59,7 +59,7 @@ impl Encoder {
     }
 
     /// # Safety
-    /// `status` is that of a call that has filled `map` if it succeeded.
+    /// `status` is the result of a call that fills `map` if it succeeds.
     unsafe fn finish(&self, status: CUresult, map: MaybeUninit<CUtensorMap>) -> Result<TensorMap> {
         if status != CUresult::CUDA_SUCCESS {
             return Err(driver_error(self.op, DriverError(status)));
@@ -121,7 +121,7 @@ impl Encoder {
         let [batch, height, width, channels] = image.map(u64::from);
         let shape = [channels, width, height, batch];
         let distances = self.distances(&shape);
-        // The driver takes (width, height).
+        // The driver expects (width, height).
         let corner = |[y, x]: [i64; 2]| [x as i32, y as i32];
         let (lower, upper) = (corner(windows.lower), corner(windows.upper));
         let mut map = MaybeUninit::<CUtensorMap>::uninit();

@@ -13,7 +13,7 @@ pub struct MemoryStats {
     pub peak_reserved: u64,
     /// The part of the reserved bytes that captured graphs keep.
     pub graphs: u64,
-    /// Blocks handed out since the start.
+    /// Blocks of memory allocated since the start.
     pub allocations: u64,
     /// Times that memory was taken from the device.
     pub growths: u64,

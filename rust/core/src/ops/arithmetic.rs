@@ -63,7 +63,8 @@ pub(super) fn check(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
 /// The arithmetic of an operation on two integer tensors of one shape.
 type Integer = fn(&Raw, &Raw) -> candle_core::Result<Raw>;
 
-/// The result: by `functor`, or of integers by `integer` if the operation takes them.
+/// The result: `functor` computes it for floating-point tensors, and `integer`, if the operation has it, for integer
+/// tensors.
 fn compute(
     op: &'static str,
     a: &Raw,
@@ -105,7 +106,8 @@ impl Backward for SumBackward {
     }
 }
 
-/// `a op b` where the gradient of each operand is the incoming one times a factor of the saved operands.
+/// `a op b`, where the gradient of each operand is the incoming gradient times a factor that depends on the saved
+/// operands.
 struct ProductBackward {
     kind: Product,
     /// The operands that the gradients need.
@@ -238,7 +240,7 @@ binary_methods! {
     sub(SUB) = sum_like(Sub, Raw::sub, true), "The difference.";
     mul(MUL) = product_like(Mul, Some(Raw::mul), Product::Mul), "The elementwise product.";
     div(DIV) = product_like(Div, None, Product::Div), "The elementwise quotient.";
-    pow(POW) = product_like(Pow, None, Product::Pow), "Each element to the power of `other`'s.";
+    pow(POW) = product_like(Pow, None, Product::Pow), "Each element to the power of the element of `other`.";
     maximum(MAXIMUM) = product_like(Maximum, Some(|a, b| a.maximum(b)), Product::Maximum), "The larger of each pair; equal elements share the gradient.";
     minimum(MINIMUM) = product_like(Minimum, Some(|a, b| a.minimum(b)), Product::Minimum), "The smaller of each pair; equal elements share the gradient.";
 }

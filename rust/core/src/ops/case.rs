@@ -24,7 +24,8 @@ pub enum Domain {
     Normal,
     /// In [0.5, 2).
     Positive,
-    /// Of either sign, at least 0.2 from zero and from one another (kinks, maxima, division).
+    /// Of either sign, at least 0.2 from zero and from one another, for functions with kinks, for maxima and for
+    /// division.
     Distinct,
 }
 

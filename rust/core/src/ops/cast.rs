@@ -59,7 +59,7 @@ impl Tensor {
             return Ok(self.clone());
         }
         if !is_float(dtype) {
-            // Integers carry no gradient, in torch as here.
+            // Integers carry no gradient, as in torch.
             checkpoint::reads(&[self]);
             return Ok(Self::constant(self.raw.to_dtype(dtype)?));
         }
@@ -67,10 +67,10 @@ impl Tensor {
         record(&CAST, &[self], || compute::convert(&self.raw, dtype), |_, _| CastBackward(from))
     }
 
-    /// A variable's value in the compute dtype. The variable keeps a copy, which is cast again when the variable has
-    /// changed since the last use, or written by the optimizer that changed it. The result shares storage with later
-    /// copies, as a view of the variable would: a backward pass through it after a change is an error. For other
-    /// tensors this is [`to_dtype`](Self::to_dtype).
+    /// A variable's value in the compute dtype. The variable keeps a copy. If the variable has changed since the last
+    /// use, the copy is cast again, unless the optimizer that changed the variable has also written the copy. The
+    /// result shares storage with later copies, as a view of the variable would. So a backward pass through the result
+    /// is an error after the variable has changed. For other tensors this is [`to_dtype`](Self::to_dtype).
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit.

@@ -26,7 +26,7 @@ impl<F: Pointwise> Backward for PointwiseBackward<F> {
     }
 }
 
-/// Apply `function`; its [`Binary`] side is `(gradient, saved value) -> gradient of the input`.
+/// Apply `function`; its [`Binary`] form is `(gradient, saved value) -> gradient of the input`.
 pub(crate) fn pointwise<F: Pointwise>(info: &'static OpInfo, x: &Tensor, function: F) -> Result<Tensor> {
     if !is_float(x.dtype()) {
         return Err(Error::dtype(
@@ -48,7 +48,7 @@ pub(crate) fn pointwise<F: Pointwise>(info: &'static OpInfo, x: &Tensor, functio
 /// Declares functions: the name, what the backward pass reads, the domain for tests, the value, the derivative times
 /// the gradient `g`, and the doc comment.
 macro_rules! pointwise_ops {
-    // `integers` names the function for integer tensors, which an operation without it rejects.
+    // `integers` names the function for integer tensors; an operation without such a function rejects them.
     ($($name:ident $functor:ident $info:ident reads $reads:ident in $domain:ident $(integers $integers:path)?: |$x:ident| $value:expr, |$g:ident, $s:ident| $derivative:expr, $doc:literal;)*) => {
         $(
             static $info: OpInfo = OpInfo::cheap(stringify!($name));

@@ -87,7 +87,7 @@ impl Grid {
         Err(Error::shape(FAKE_QUANTIZE.name, text))
     }
 
-    /// The sizes under which the elements of the last dimension share a scale.
+    /// The shape of a matrix as (groups, elements), where the elements of a group share a scale.
     fn groups(self, rows: usize, columns: usize) -> [usize; 2] {
         match self {
             Self::Int8 | Self::Fp8 => [rows, columns],
@@ -171,7 +171,7 @@ impl Binary for Int8 {
     }
 }
 
-/// Integers from -8 to 7 times a scale; the gradient is that of clipping.
+/// Integers from -8 to 7 times a scale; values that are clipped get the gradient 0.
 #[derive(Clone, Copy)]
 struct Int4;
 
@@ -287,8 +287,9 @@ impl Backward for Straight {
     }
 }
 
-/// The backward pass with learned factors on the scales. The derivative of a rounded value by its factor is, divided by the factor: the
-/// difference that rounding made, for values within the range; the rounded value, for values out of range.
+/// The backward pass with learned factors on the scales. The derivative of a rounded value with respect to its factor
+/// is d / factor. For a value within the range, d is the difference that rounding made. For a value out of range, d is
+/// the rounded value.
 struct Learned {
     x: Saved,
     scale: Saved,
@@ -407,8 +408,8 @@ pub static ENTRIES: &[Entry] = &[
     Entry {
         info: &FAKE_QUANTIZE_BY,
         cases: || {
-            // Factors of 1.5 and more, so that no value is out of range. The case subtracts the expected gradient of the factors: 0 is
-            // left if theirs is right.
+            // Factors of 1.5 and more, so that no value is out of range. The case subtracts the expected gradient of
+            // the factors, so 0 is left if their gradient is right.
             let passed = |grid: Grid| {
                 move |x: &[Tensor]| {
                     let factors = x[1].exp()?.add_scalar(1.5)?;

@@ -1,4 +1,4 @@
-//! Operations on integer tensors, which the differentiable kernels do not take. No gradient flows through them.
+//! Operations on integer tensors, which the differentiable kernels do not support. No gradient flows through them.
 
 use candle_core::DType;
 

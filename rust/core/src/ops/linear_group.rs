@@ -46,7 +46,7 @@ pub struct LinearGroup<'a> {
 }
 
 impl LinearGroup<'_> {
-    /// Check that the maps take `x`.
+    /// Check that the maps can be applied to `x`.
     pub(super) fn check(&self, op: &'static str, x: &Tensor) -> Result<()> {
         check(op, x, self.weight, self.bias)?;
         check_frozen(op, self.weight, self.bias)?;
@@ -55,8 +55,8 @@ impl LinearGroup<'_> {
             return Err(Error::shape(
                 op,
                 format!(
-                    "found sizes {:?} and {} places for low-rank products for a weight of {rows} rows; expected sizes that add up, and \
-                     one place each",
+                    "found sizes {:?} and {} entries for low-rank products for a weight of {rows} rows; expected sizes that add up to \
+                     the rows, and one entry for each size",
                     self.sizes,
                     self.low_rank.len()
                 ),
@@ -96,7 +96,7 @@ impl LinearGroup<'_> {
 
 /// The results of linear maps of one input side by side: `x (..., in)` → `(..., Σ out)`, columns in the order of the maps.
 ///
-/// Saves x and x Aᵀ where a low-rank product needs them; without one a group saves nothing.
+/// Saves x and x Aᵀ where a low-rank product needs them; without low-rank products a group saves nothing.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base needs a gradient.

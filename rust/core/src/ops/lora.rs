@@ -6,8 +6,8 @@
 //!
 //! The base W, b is frozen: it never gets a gradient, and nothing is saved for it.
 //!
-//! x and W may be f16 or bf16 and the trained tensors f32: products then use copies of the trained tensors in the dtype of x, and the
-//! gradients of A and B are summed and stored in f32.
+//! x and W may be f16 or bf16 while the trained tensors are f32. Products then use copies of the trained tensors in the
+//! dtype of x, and the gradients of A and B are summed and stored in f32.
 
 use candle_core::DType;
 
@@ -56,7 +56,7 @@ pub(super) fn check_factors(
     trainable_kind(op, x, "up matrix", up)
 }
 
-/// A trained tensor must be on the device of `x` and have its dtype, or be f32 where that is f16 or bf16.
+/// A trained tensor must be on the device of `x`. Its dtype must be that of `x`, or f32 if `x` is f16 or bf16.
 fn trainable_kind(op: &'static str, x: &Tensor, name: &str, tensor: &Tensor) -> Result<()> {
     let is_master = tensor.dtype() == DType::F32 && matches!(x.dtype(), DType::F16 | DType::BF16);
     if is_master && tensor.device().same_device(x.device()) {
@@ -150,8 +150,8 @@ pub struct LoraLayer<'a> {
     pub scale: f64,
 }
 
-/// [`lora_backward`] of many layers at once. The results are added to the gradients of the variables: in place if these
-/// are in a flat buffer. On CUDA, products of one size run together, without synchronization.
+/// [`lora_backward`] of many layers at once. The results are added to the gradients of the variables: in place if the
+/// gradients are in a flat buffer. On CUDA, products of one size run together, without synchronization.
 ///
 /// # Errors
 /// As [`lora_backward`]; if an operand does not fit, no gradient changes.
@@ -392,7 +392,8 @@ pub static ENTRIES: &[Entry] = &[
     Entry {
         info: &DORA,
         cases: || {
-            // The norm is a constant in the backward but not in a finite difference, so only x and the magnitude are inputs.
+            // The norm is a constant in the backward pass but not in a finite difference, so only x and the magnitude
+            // are inputs.
             fn fixed(x: &Tensor, dims: &[usize], phase: f64) -> Result<Tensor> {
                 let n = dims.iter().product::<usize>();
                 let values: Vec<f64> = (0..n).map(|i| (i as f64 * 0.7 + phase).sin()).collect();

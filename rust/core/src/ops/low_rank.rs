@@ -1,5 +1,5 @@
-//! LoRA products s (x Aᵀ) Bᵀ (arXiv:2106.09685) of one input, added to column ranges of a frozen linear layer's result. Single
-//! adapted layers and groups of layers share this.
+//! LoRA products s (x Aᵀ) Bᵀ (arXiv:2106.09685) of one input, added to column ranges of a frozen linear layer's result.
+//! Operations on single adapted layers and on groups of layers use this file.
 
 use std::ops::Range;
 
@@ -82,7 +82,7 @@ impl LastProduct<Saved> {
     }
 }
 
-/// The ranges of places with one scale, whose products run together.
+/// The ranges of consecutive places with the same scale. The products of a range run together.
 fn of_one_scale(places: &[Place]) -> impl Iterator<Item = Range<usize>> {
     let mut end = 0;
     places.chunk_by(|a, b| a.scale == b.scale).map(move |alike| {
@@ -220,8 +220,8 @@ impl LowRankBackward {
         2 + 2 * place
     }
 
-    /// Returns s g B, (rows, Σ rank), for each adapted layer whose x or A needs a gradient; other columns stay
-    /// uninitialised. If x needs a gradient, also adds s g B A to the gradient of x.
+    /// Returns s g B, (rows, Σ rank), where g is the gradient of the result, for each adapted layer whose x or A needs
+    /// a gradient; other columns stay uninitialised. If x needs a gradient, also adds s g B A to the gradient of x.
     fn grad_hidden(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<Option<Raw>> {
         let needs_x = context.needs(0);
         let needed: SmallVec<[bool; 4]> =

@@ -9,8 +9,8 @@ use crate::cpu::{Elem, Real};
 /// Elements that one thread takes at a time.
 const GRAIN: usize = 32 * 1024;
 
-/// Partial sums of a row: one vector of the widest instruction set. More would help long rows a little, but cost short
-/// rows, such as the scores of a short sequence, a lot.
+/// Partial sums of a row: one vector of the widest instruction set. More partial sums would make long rows slightly
+/// faster, but short rows, such as the scores of a short sequence, much slower.
 const LANES: usize = 16;
 
 /// How many rows of `len` elements one thread takes at a time. Depends only on sizes, and so do results.
@@ -98,13 +98,13 @@ pub(super) fn sum<X: Copy, R: Real>(x: &[X], f: impl Fn(X) -> R) -> R {
     reduce(x, R::ZERO, f, add)
 }
 
-/// The largest `f` of a row, ignoring NaN; negative infinity if there is no other.
+/// The largest `f` of a row, ignoring NaN; negative infinity if there is no other value.
 #[inline(always)]
 pub(super) fn max_by<X: Copy, R: Real>(x: &[X], f: impl Fn(X) -> R) -> R {
     reduce(x, R::NEG_INFINITY, f, larger)
 }
 
-/// The largest element of a row, ignoring NaN; negative infinity if there is no other.
+/// The largest element of a row, ignoring NaN; negative infinity if there is no other element.
 #[inline(always)]
 pub(super) fn max<T: Elem>(x: &[T]) -> T::Acc {
     max_by(x, |x: T| x.to_acc())

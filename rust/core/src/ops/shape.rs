@@ -194,7 +194,7 @@ impl Tensor {
         record_view(&RESHAPE, self, self.raw.squeeze(dim)?, || ReshapeBackward(shape))
     }
 
-    /// A view in which dimensions of size 1 (and new leading ones) repeat up to `shape`.
+    /// A view in which dimensions of size 1 (and new leading dimensions) repeat up to `shape`.
     ///
     /// # Errors
     /// [`Error::Shape`] if this tensor does not broadcast to `shape`, [`Error::OutOfMemory`] if this many elements

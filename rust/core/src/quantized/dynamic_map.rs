@@ -27,7 +27,8 @@ pub fn create_dynamic_map(signed: bool) -> [f32; 256] {
     map
 }
 
-/// Point `i` of `0..=intervals` between two ends, rounded as torch's `linspace` rounds it: from the nearer end.
+/// Point `i` of `0..=intervals` between two ends, rounded as torch's `linspace` rounds it, because it is computed from
+/// the nearer end.
 fn linspace(start: f32, end: f32, intervals: usize, i: usize) -> f32 {
     let step = (end - start) / intervals as f32;
     if i < intervals.div_ceil(2) { step.mul_add(i as f32, start) } else { (-step).mul_add((intervals - i) as f32, end) }

@@ -137,7 +137,7 @@ impl Ggml {
         is_finite.then(|| from_vec(codes, count))
     }
 
-    /// Writes the values from the block `first` on, as many as `out` has places.
+    /// Writes the values from the block `first` on, as many as fit in `out`.
     pub(super) fn decode<T: Elem>(self, codes: &[u8], first: usize, out: &mut [T]) {
         let (block, bytes) = (self.block(), self.block_bytes());
         par_chunks_mut(out, GRAIN, |piece, out| {
@@ -171,7 +171,7 @@ impl Ggml {
     }
 }
 
-/// The f16 at `at`.
+/// The f16 number at byte `at`.
 fn scale(block: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
 }
@@ -180,7 +180,7 @@ fn word(block: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
 }
 
-/// The codes in the low halves of sixteen bytes, then the high halves, with a fifth bit from `fifth`.
+/// The codes in the low halves of sixteen bytes, then those in the high halves, with a fifth bit from `fifth`.
 fn nibbles(codes: &[u8], fifth: u32, out: &mut [f32], value: impl Fn(f32) -> f32) {
     let (low, high) = out.split_at_mut(16);
     for (i, &code) in codes.iter().take(16).enumerate() {
@@ -201,7 +201,8 @@ fn part_scales(scales: &[u8], part: usize) -> [f32; 2] {
     pair.map(f32::from)
 }
 
-/// The values of eight parts. The halves of 32 bytes are codes of two parts. Bit j of `fifth` belongs to part j.
+/// The values of eight parts. The low and the high halves of 32 bytes are the codes of two parts. Bit j of `fifth`
+/// belongs to part j.
 fn parts_of_32(block: &[u8], fifth: &[u8], codes: &[u8], out: &mut [f32]) {
     let (d, least) = (scale(block, 0), scale(block, 2));
     for (part, out) in out.chunks_exact_mut(32).enumerate() {
@@ -242,7 +243,7 @@ fn encode_q8_0(values: &[f32], codes: &mut [u8]) {
 }
 
 fn encode_q4_0(values: &[f32], codes: &mut [u8]) {
-    // The first element of the largest magnitude gets code 0, which stands for -8: the range is -8 to 7.
+    // The first element of the largest magnitude gets code 0, which represents -8: the range is -8 to 7.
     let largest = values.iter().fold(0f32, |m, &x| if x.abs() > m.abs() { x } else { m });
     let d = largest / -8.0;
     let reciprocal = if d == 0.0 { 0.0 } else { 1.0 / d };

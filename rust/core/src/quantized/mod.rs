@@ -1,7 +1,7 @@
 //! Frozen matrices quantized to eight or four bits, as bases of adapters where memory is short.
 //!
 //! A [`Quantized`] is not a [`Tensor`]: it has codes and scales, and only operations that take a [`WeightRef`] accept
-//! it. They dequantize it right before a product, into memory that is freed after the product.
+//! it. These operations dequantize it right before a product, into memory that is freed after the product.
 
 mod dequantize;
 mod dynamic_map;
@@ -48,8 +48,8 @@ pub struct Quantized {
 #[derive(Clone)]
 struct Part {
     rows: usize,
-    /// u8: a code per element, row by row; NF4 has two codes per byte, the first in the upper half. For ggml's formats,
-    /// the blocks.
+    /// u8: a code per element, row by row; NF4 has two codes per byte, the first in the upper four bits. For ggml's
+    /// formats, the blocks.
     codes: Raw,
     scales: Scales,
 }

@@ -12,7 +12,7 @@ use crate::raw::{Raw, from_vec};
 
 /// Elements that share a scale.
 pub(super) const BLOCK: usize = 64;
-/// Scales that share a scale.
+/// The number of block scales that share a scale of their own.
 pub(super) const NESTED: usize = 256;
 
 /// The values of the codes, quantiles of the normal distribution.
@@ -74,7 +74,8 @@ pub(super) fn quantize(values: &[f32]) -> Option<(Raw, Scales)> {
 
 fn encode(block: &[f32], largest: f32, codes: &mut [u8]) {
     let largest = largest.max(1e-38);
-    // As in bitsandbytes, an incomplete last block is divided, the others are multiplied by the rounded reciprocal.
+    // As in bitsandbytes, the values of an incomplete last block are divided by the scale; those of other blocks are
+    // multiplied by its rounded reciprocal.
     let reciprocal = 1.0 / largest;
     let scaled = |x: f32| if block.len() < BLOCK { x / largest } else { x * reciprocal };
     for (pair, code) in block.chunks(2).zip(codes) {

@@ -6,7 +6,7 @@ use crate::raw::{Raw, from_vec};
 
 /// The largest magnitude of e4m3.
 const LARGEST_E4M3: f32 = 448.0;
-/// The largest code of int8: -128 stays unused, so that no product leaves the range of the weights.
+/// The largest code of int8: -128 stays unused, so that no code times the scale leaves the range of the weights.
 const LARGEST_INT8: f32 = 127.0;
 
 /// The codes and a scale for each row; `None` if a value is non-finite.

@@ -31,8 +31,8 @@ impl Quantized {
         self.has_rows() && self.dims.iter().product::<usize>() > 4 * GPU_PANEL
     }
 
-    /// Call `see` with the values of all rows, a panel of bounded size at a time: the number of its first row, and the
-    /// values.
+    /// Call `see` once for each panel, a group of rows of bounded size, with the number of its first row and its
+    /// values. The panels cover all rows.
     pub(crate) fn panels(&self, dtype: DType, mut see: impl FnMut(usize, &Raw) -> Result<()>) -> Result<()> {
         let [rows, columns] = self.dims;
         let cannot_narrow = !self.device().is_cpu() && !self.has_rows();
@@ -84,8 +84,8 @@ impl Quantized {
         matches!(&*self.parts, [Part { scales: Scales::Int8(_) | Scales::Fp8(_) | Scales::Ggml(_), .. }])
     }
 
-    /// A matrix of `count` of its rows: `pick` takes them from any tensor with a row (or a number) for each. `None` if
-    /// the codes cannot be split by rows.
+    /// A matrix of `count` of its rows: `pick` takes them from a tensor that has one row, or one number, for each row
+    /// of this matrix. `None` if the codes cannot be split by rows.
     fn with_rows(&self, count: usize, pick: impl Fn(&Raw) -> Result<Raw>) -> Result<Option<Self>> {
         let [part] = &*self.parts else { return Ok(None) };
         let of_rows = |scales: &Raw| {

@@ -20,7 +20,7 @@ pub enum Weight {
     Streamed(Streamed),
 }
 
-/// A borrowed [`Weight`], as operations take it.
+/// A borrowed [`Weight`], the argument of operations.
 #[derive(Clone, Copy, Debug)]
 pub enum WeightRef<'a> {
     /// Values.
@@ -87,7 +87,7 @@ impl Weight {
         WeightRef::from(self).device()
     }
 
-    /// The tensor, if it is one.
+    /// The tensor, if the weight is a tensor.
     pub const fn tensor(&self) -> Option<&Tensor> {
         match self {
             Self::Plain(tensor) => Some(tensor),
@@ -95,7 +95,7 @@ impl Weight {
         }
     }
 
-    /// The quantized matrix, if it is one.
+    /// The quantized matrix, if the weight is quantized.
     pub const fn quantized(&self) -> Option<&Quantized> {
         match self {
             Self::Plain(_) | Self::Streamed(_) => None,
@@ -103,7 +103,7 @@ impl Weight {
         }
     }
 
-    /// The streamed weight, if it is one.
+    /// The streamed weight, if the weight is streamed.
     pub const fn streamed(&self) -> Option<&Streamed> {
         match self {
             Self::Plain(_) | Self::Quantized(_) => None,
@@ -145,7 +145,7 @@ impl<'a> WeightRef<'a> {
         }
     }
 
-    /// The tensor, if it is one.
+    /// The tensor, if the weight is a tensor.
     pub const fn tensor(self) -> Option<&'a Tensor> {
         match self {
             Self::Plain(tensor) => Some(tensor),

@@ -16,7 +16,7 @@ pub fn own_copy(raw: &Raw) -> Result<Raw> {
 /// The same values on the CPU. Of a view, only its own elements are copied.
 ///
 /// # Errors
-/// [`Error::Index`] if an operation on the device has met an id out of range since values were last read from the
+/// [`Error::Index`] if an operation on the device has found an id out of range since values were last read from the
 /// device, [`Error::Device`] inside a captured function.
 pub fn to_cpu(raw: &Raw) -> Result<Raw> {
     if raw.device().is_cpu() {
@@ -135,7 +135,7 @@ pub fn filled_in_parts(
         if let Some(error) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
             return Err(error);
         }
-        // SAFETY: every element has been written, at least as zero; any bits are a number.
+        // SAFETY: every element has been written, at least as zero; every bit pattern is a number.
         unsafe { values.set_len(count) };
         Ok(from_vec(values, dims))
     }

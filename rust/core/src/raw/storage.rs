@@ -53,8 +53,8 @@ pub fn is_float(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
 }
 
-/// Reject a shape whose element count overflows or that does not fit in memory, before candle allocates
-/// (its allocation failure aborts the process).
+/// Reject a shape whose element count overflows or that does not fit in memory, before candle allocates: a failed
+/// allocation in candle aborts the process.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] with the requested size and the available memory.

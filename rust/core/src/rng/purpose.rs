@@ -8,7 +8,8 @@ use std::str::FromStr;
 use super::{State, philox_at};
 use crate::{Error, Result};
 
-/// The purpose of a stream. Streams of different purposes are independent. This is the only list of purposes.
+/// The purpose of a stream. Streams of different purposes are independent. The text after "by" says what the number of
+/// a stream of this purpose counts. This is the only list of purposes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum Purpose {
@@ -51,7 +52,7 @@ pub enum Purpose {
 }
 
 impl Purpose {
-    /// All of them.
+    /// All purposes.
     pub const ALL: [Self; 18] = [
         Self::Latents,
         Self::Level,

@@ -98,7 +98,7 @@ pub(crate) fn advance(blocks: u64) -> State {
     })
 }
 
-/// A scope of this thread until it is dropped.
+/// A scope of this thread, which ends when this guard is dropped.
 struct Guard {
     depth: usize,
     /// Makes the guard `!Send`: it belongs to its thread.
@@ -128,7 +128,7 @@ impl Drop for Guard {
     }
 }
 
-/// Until it is dropped, this thread draws from a generator of its own; no other generator advances.
+/// While this object exists, this thread draws from a generator of its own; no other generator advances.
 #[must_use = "draws come from it until it is dropped"]
 pub struct Stream(#[allow(dead_code, reason = "for its end")] Guard);
 
@@ -139,7 +139,7 @@ impl Stream {
     }
 }
 
-/// Records the draws of this thread until it is finished or dropped.
+/// Records the draws of this thread until this object is finished or dropped.
 pub(crate) struct Noting(Guard);
 
 impl Noting {
@@ -155,7 +155,7 @@ impl Noting {
     }
 }
 
-/// Repeats recorded draws in this thread until it is finished or dropped.
+/// Repeats recorded draws in this thread until this object is finished or dropped.
 pub(crate) struct Replay(Guard);
 
 impl Replay {
@@ -168,7 +168,7 @@ impl Replay {
         })))
     }
 
-    /// Whether the draws differed from the recorded ones.
+    /// Whether the draws differed from the recorded draws.
     pub(crate) fn finish(self) -> bool {
         match self.0.leave() {
             Some(Scope::Replay(repeated)) => repeated.has_differed,

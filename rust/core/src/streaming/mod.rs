@@ -3,8 +3,8 @@
 //! A unit is the weights that are used together: those of one block of a model. A [`Ring`] has two slots on the device.
 //! While the device computes with the unit in one slot, a second stream fills the other slot with the unit that is
 //! needed next. All units share the memory of the slots, so a [`Streamed`] weight has values only while its unit is the
-//! one of the last [`Ring::enter`]. Every use checks this and returns an error at any other time. Nothing can keep the
-//! values by mistake: operations get them from [`Streamed::here`], and a backward pass gets them again.
+//! one that [`Ring::enter`] entered last. Every use checks this and returns an error at any other time. Nothing can
+//! keep the values by mistake: operations get them from [`Streamed::here`], and a backward pass gets them again.
 
 mod packing;
 mod pages;
@@ -34,7 +34,7 @@ pub struct Streamed(Arc<Inner>);
 struct Inner {
     dims: Vec<usize>,
     dtype: DType,
-    /// The device that it is used on.
+    /// The device on which the weight is used.
     device: Device,
     unit: Unit,
     state: RwLock<State>,
@@ -48,7 +48,7 @@ enum State {
 }
 
 impl Streamed {
-    /// A weight on the CPU that will be used on `device`, as one of `unit`.
+    /// A weight on the CPU that will be used on `device`, as one of the weights of `unit`.
     ///
     /// # Errors
     /// [`Error::Argument`] if it is not frozen, or streamed already.
@@ -103,13 +103,13 @@ impl Streamed {
         self.0.dtype
     }
 
-    /// The device that it is used on.
+    /// The device on which the weight is used.
     pub fn device(&self) -> &Device {
         &self.0.device
     }
 
     /// The weight on its device, while its unit is there. Only work that is queued before another unit is entered may
-    /// use it: do not keep it.
+    /// use the weight, so do not keep it.
     ///
     /// # Errors
     /// [`Error::Argument`] at any other time.
@@ -179,7 +179,8 @@ impl std::fmt::Debug for Streamed {
 }
 
 impl Weight {
-    /// The same weight over other storage: `of` returns that of each part, always in the same order.
+    /// The same weight over other storage. `of` returns the new storage of each part; the parts are always in the same
+    /// order.
     fn map(&self, mut of: impl FnMut(&Raw) -> Result<Raw>) -> Result<Self> {
         match self {
             Self::Plain(tensor) => Ok(Self::Plain(Tensor::constant(of(&tensor.raw)?))),
@@ -267,7 +268,8 @@ mod tests {
         }
     }
 
-    /// Has `size` threads, as processes of one machine, do `work`, with what connects them.
+    /// Runs `work` in `size` threads, which act as the processes of one machine. Each gets its rank and the exchange
+    /// that connects them.
     fn together<T: Send>(size: usize, work: impl Fn(usize, Box<Exchange>) -> T + Sync) -> Vec<T> {
         let (barrier, messages) = (Arc::new(Barrier::new(size)), Arc::new(Mutex::new(vec![Vec::new(); size])));
         let run = |rank: usize| {
@@ -287,7 +289,8 @@ mod tests {
         })
     }
 
-    /// Three units, each with two joined weights and a quantized one, whose values are those of `first` and following.
+    /// Three units, each with two joined weights and a quantized one, whose values are made from seeds that begin at
+    /// `first`.
     fn shared(first: usize, rank: usize, exchange: Box<Exchange>) -> Result<(Arc<Ring>, Vec<Vec<Streamed>>)> {
         let sharing = Sharing::new(rank, exchange)?;
         let units: Vec<Unit> = (0..3).map(|_| Unit::default()).collect();
@@ -323,7 +326,7 @@ mod tests {
             assert_eq!(values(weights[2][2].host().unwrap().tensor().unwrap()), values(&weight(20)));
             ring.host_bytes()
         });
-        // As much as without others, in each of them: joined weights are there once.
+        // Each process has as many bytes as it would have alone, and joined weights are stored once.
         assert!(found.iter().all(|&bytes| bytes == found[0] && bytes < 3 * 3 * SIDE * SIDE * 4), "{found:?}");
     }
 

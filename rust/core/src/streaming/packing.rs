@@ -13,8 +13,8 @@ use super::OP;
 /// Parts are aligned to this many bytes, with which copies and kernels are fastest.
 const ALIGNMENT: usize = 256;
 
-/// Where parts of weights without values are: by the identity of their storage, that of the whole and the index of the
-/// first element in it.
+/// The places of parts of weights without values. The key is the identity of a part's storage. The value is the
+/// identity of the storage of the whole, and the index of the part's first element there.
 pub(super) type Joined = HashMap<usize, (usize, usize)>;
 
 /// A piece of storage of weights, and its offset in elements of its dtype.

@@ -16,21 +16,21 @@ use crate::{Error, Result};
 const PAGE: usize = 1 << 16;
 
 /// Memory of one process that others of the machine map too. It has no name, and the system frees it when no process
-/// has it any more, however they end. It counts as shared memory, but not against the size of `/dev/shm`.
+/// maps it any more, however the processes end. It counts as shared memory, but not against the size of `/dev/shm`.
 pub struct Pages {
     address: NonNull<u8>,
     len: usize,
-    /// Until all have mapped it.
+    /// The file of the memory, until all processes have mapped it.
     file: Option<File>,
 }
 
 // SAFETY: it is plain memory, which its owner alone changes.
 unsafe impl Send for Pages {}
-// SAFETY: as above; shared references read.
+// SAFETY: as above; shared references only read it.
 unsafe impl Sync for Pages {}
 
 impl Pages {
-    /// Memory of at least `bytes`, which takes none before it is [written](Self::write).
+    /// Memory of at least `bytes`, which uses no memory of the machine before it is [written](Self::write).
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the system gives none.
@@ -78,7 +78,8 @@ impl Pages {
         Ok(Self { address, len, file: Some(file) })
     }
 
-    /// What [`open`](Self::open) needs, while this process has not [closed](Self::close) it.
+    /// The description that [`open`](Self::open) needs. It is valid until this process [closes](Self::close) the
+    /// memory.
     ///
     /// # Errors
     /// [`Error::Argument`] if it is closed.
@@ -95,7 +96,7 @@ impl Pages {
         self.file = None;
     }
 
-    /// Set bytes from `start` on, before other processes read them.
+    /// Write `bytes` from offset `start` on, before other processes read them.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the system gives no memory for them.

@@ -42,7 +42,8 @@ enum Bytes {
 
 #[derive(Default)]
 struct State {
-    /// The copier's epoch of this state. A graph recorded or replayed since may have changed the slots.
+    /// The copier's epoch when this state was set. Recording or replaying a graph starts a new epoch, and may change
+    /// the slots.
     epoch: u64,
     slots: [Option<usize>; SLOTS],
     current: Option<usize>,
@@ -56,9 +57,9 @@ enum Direction {
 }
 
 impl Ring {
-    /// Move the weights of `units` to pinned memory of the host, which `device` can read by itself. Units are used in
-    /// their order, and in reverse order by backward passes. With `sharing`, one copy of them serves all processes of
-    /// a machine; then all processes call this.
+    /// Move the weights of `units` to pinned memory of the host, which `device` can read without the CPU. Units are
+    /// used in their order, and in reverse order by backward passes. With `sharing`, all processes of a machine use one
+    /// copy of the units; then all of them must call this function.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the slots do not fit on the device, or the units in the memory of the host,
@@ -100,8 +101,8 @@ impl Ring {
         Ok(ring)
     }
 
-    /// Move the weights of all units to memory that the processes of the machine share, or use what another process
-    /// has moved there.
+    /// Move the weights of all units to memory that the processes of the machine share, or use the weights that another
+    /// process has moved there.
     fn share(self: &Arc<Self>, units: &[Unit], gathered: Vec<Vec<Streamed>>, sharing: &Sharing) -> Result<()> {
         let mut ranges: Vec<Vec<(DType, Range<usize>)>> = Vec::with_capacity(units.len());
         let mut end = 0;
@@ -145,7 +146,7 @@ impl Ring {
         sharing.pages(end, fill, used)
     }
 
-    /// Let the weights of a unit be views of its slot, and drop the originals.
+    /// Make the weights of a unit views of its slot, and drop the originals.
     fn place(self: &Arc<Self>, unit: usize, weights: &[Streamed], packing: &Packing) -> Result<()> {
         let slot = &self.slots[unit % SLOTS];
         let mut views = Vec::with_capacity(weights.len());
@@ -173,7 +174,7 @@ impl Ring {
         self.go(unit, if checkpoint::is_replaying() { Direction::Down } else { Direction::Up })
     }
 
-    /// Have the backward pass bring `unit` to its slot before it reaches the operations that computed `result`.
+    /// Make the backward pass bring `unit` to its slot before it reaches the operations that computed `result`.
     #[must_use]
     pub fn reenter(self: &Arc<Self>, unit: usize, result: Tensor) -> Tensor {
         let Some(node) = result.node.clone() else { return result };
@@ -306,7 +307,8 @@ impl Bytes {
     }
 }
 
-/// A unit for a comparison between processes: its bytes in each dtype, where its parts are, and the digest of its values.
+/// A text that describes a unit, for a comparison between processes: its bytes in each dtype, where its parts are, and
+/// the digest of its values.
 fn description(packing: &Packing, unit: &Unit) -> String {
     let mut text = String::new();
     let mut places = FxHasher::default();

@@ -1,8 +1,9 @@
 //! [`Sharing`]: the processes of a machine that stream the same weights from one copy.
 //!
 //! The lowest rank of a machine writes the copy, and the others map it. All processes take the same steps: they build
-//! the same model, compare what they would copy, and exchange messages, which also orders writing and reading. Each
-//! process reads every weight once, to compare the digests; all but the writer keep its shape alone.
+//! the same model, compare what they would copy, and exchange messages. The exchange also ensures that the copy is
+//! written before the others read it. Each process reads every weight once, to compare the digests; all but the writer
+//! then keep only the shape of the weight.
 
 use std::cell::RefCell;
 use std::os::unix::fs::MetadataExt;
@@ -27,8 +28,8 @@ thread_local! {
     static CURRENT: RefCell<Option<Arc<Sharing>>> = const { RefCell::new(None) };
 }
 
-/// The name of what processes must have in common to share memory: the system, its process numbers and the user.
-/// `None` if the system does not say.
+/// A name for the processes that can share memory with this one: those with the same boot of the system, the same
+/// namespace of process numbers and the same user. `None` if the system does not report these.
 pub fn machine() -> Option<String> {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let numbers = std::fs::read_link("/proc/self/ns/pid").ok()?;
@@ -37,12 +38,13 @@ pub fn machine() -> Option<String> {
 }
 
 impl Sharing {
-    /// Find out which processes are on one machine; all of them call this. `rank` is that of this process.
+    /// Find out which processes are on one machine; all processes must call this function. `rank` is the rank of this
+    /// process.
     ///
     /// # Errors
     /// Those of `exchange`; [`Error::Argument`] if it returns too few messages.
     pub fn new(rank: usize, exchange: Box<Exchange>) -> Result<Arc<Self>> {
-        // A process that does not know its machine is alone on it.
+        // Without a name, this process counts as alone on its machine.
         let mine = machine().unwrap_or_else(|| format!("rank {rank}"));
         let found = exchange(mine.as_bytes())?;
         let Some(writer) = found.iter().position(|theirs| theirs == mine.as_bytes()).filter(|_| rank < found.len())
@@ -53,7 +55,8 @@ impl Sharing {
         Ok(Arc::new(Self { exchange, rank, writer }))
     }
 
-    /// Let the models that this thread loads from now on share their streamed weights; None ends this.
+    /// Let the models that this thread loads from now on share their streamed weights with other processes; None
+    /// switches this off.
     pub fn set(sharing: Option<Arc<Self>>) {
         CURRENT.set(sharing);
     }
@@ -68,7 +71,7 @@ impl Sharing {
         self.rank == self.writer
     }
 
-    /// Check that all processes have the same units; `mine` describes each of those of this process.
+    /// Check that all processes have the same units; `mine` has the description of each unit of this process.
     pub(super) fn agree(&self, mine: &[String]) -> Result<()> {
         let ((), every) = self.tell(Ok(()), |()| mine.join("\n"))?;
         let first: Vec<&str> = every[0].split('\n').collect();
@@ -89,8 +92,9 @@ impl Sharing {
         Ok(())
     }
 
-    /// The memory of this machine, of at least `bytes`. `fill` is called in every process, in the writer with the
-    /// memory; `used` uses it in this process. When this returns, all processes have done so.
+    /// The memory of this machine, of at least `bytes`. `fill` is called in every process; only the writer's call gets
+    /// the memory, to write it. `used` then gets the memory in every process. When this function returns, `used` has
+    /// returned in all processes.
     pub(super) fn pages<T>(
         &self,
         bytes: usize,
@@ -107,13 +111,14 @@ impl Sharing {
         };
         let ((_, made), every) = self.tell(written, |(description, _)| description.clone())?;
         let opened = made.map_or_else(|| Pages::open(&every[self.writer]), Ok);
-        // The descriptor of the writer must stay open until all have opened it.
+        // The writer's file must stay open until all processes have opened it.
         let (mut pages, _) = self.tell(opened, |_| String::new())?;
         pages.close();
         Ok(self.tell(used(pages), |_| String::new())?.0)
     }
 
-    /// Exchange the texts of what all processes have; if one of them has an error instead, all return an error.
+    /// Exchange the `text` of each process's `mine`; if `mine` is an error in one process, all processes return an
+    /// error.
     fn tell<T>(&self, mine: Result<T>, text: impl FnOnce(&T) -> String) -> Result<(T, Vec<String>)> {
         let message = match &mine {
             Ok(found) => format!("+{}", text(found)),

@@ -12,18 +12,18 @@ use crate::quantized::Weight;
 use crate::raw::{Raw, storage_identity, with_bytes};
 use crate::{Result, Tensor};
 
-/// The weights that are used together, those of a block; collects them while a model is built.
+/// Collects the weights that are used together, those of one block, while a model is built.
 #[derive(Clone, Default)]
 pub struct Unit(Arc<Mutex<Contents>>);
 
 #[derive(Default)]
 struct Contents {
     weights: Vec<Weak<Inner>>,
-    /// Of the values that were shared, in their order.
+    /// The digest of the values that were shared, in the order of the calls.
     digest: u64,
-    /// If the weights have no values.
+    /// The places of joined weights, if the weights have no values.
     hollow: Option<Joined>,
-    /// The storage that `hollow` names, so that no other takes its address.
+    /// The storage that `hollow` names, kept alive so that no other storage gets its address.
     kept: Vec<Raw>,
 }
 
@@ -41,8 +41,9 @@ impl Unit {
         self.contents().weights.iter().filter_map(Weak::upgrade).map(Streamed).collect()
     }
 
-    /// A weight on the CPU for a [`Sharing`](super::Sharing): itself in the process that writes it for the others,
-    /// elsewhere (`is_written` is false) one of the same shape without memory. All weights of a unit are of one kind.
+    /// A weight on the CPU for a [`Sharing`](super::Sharing): the weight itself in the process that writes it for the
+    /// others (`is_written`), and in other processes a weight of the same shape without memory. `is_written` is the
+    /// same for all weights of a unit.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the system gives no memory.

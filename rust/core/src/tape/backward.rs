@@ -72,13 +72,13 @@ impl BackwardContext<'_> {
             .is_some_and(|n| self.wanted.is_none_or(|w| w.contains(&n.id())))
     }
 
-    /// Add `grad` (in the input's shape and dtype) to the gradient of input `index`. The first gradient is
-    /// taken as it is; later ones are added.
+    /// Add `grad` (in the input's shape and dtype) to the gradient of input `index`. The first gradient is kept as it
+    /// is; later gradients are added to it.
     pub fn add(&mut self, index: usize, grad: Raw) -> Result<()> {
         self.add_pending(index, Pending::new(grad, false))
     }
 
-    /// [`add`](Self::add) a gradient; if it is `owned`, no one else uses its storage.
+    /// [`add`](Self::add) a gradient; if it is `owned`, nothing else uses its storage.
     pub(crate) fn add_pending(&mut self, index: usize, grad: Pending) -> Result<()> {
         let Some(id) = self.reach(index) else { return Ok(()) };
         match self.table.get_mut(&id) {
@@ -90,8 +90,8 @@ impl BackwardContext<'_> {
         }
     }
 
-    /// Take out the gradient that input `index` has so far, if it is dense and of `dtype`, for a kernel that computes
-    /// its own gradient and the sum of both at once. The caller then adds this sum.
+    /// Take out the gradient that input `index` has so far, if it is dense and of `dtype`. A kernel can then compute
+    /// another gradient and add it to this gradient in one step, and the caller adds the sum.
     #[cfg(feature = "cuda")]
     pub(crate) fn take_pending(&mut self, index: usize, dtype: DType) -> Option<Pending> {
         let id = self.node.inputs.get(index)?.as_ref()?.id();
@@ -137,11 +137,12 @@ impl BackwardContext<'_> {
         pending.take(dim, &part)
     }
 
-    /// Add the matrix product `alpha` a b to the gradient of input `index`, whose shape is `dims` (any shape of as many
-    /// elements) and whose dtype is that of a and b, or f32 where they are f16 or bf16.
+    /// Add the matrix product `alpha` a b to the gradient of input `index`. `dims` and `dtype` are the shape and the
+    /// dtype of the gradient. The shape has as many elements as the product. The dtype is that of a and b; if they are
+    /// f16 or bf16, it may also be f32.
     ///
     /// The product is added in place to the gradient buffer of a variable, and to a gradient that the input has
-    /// already: neither needs a temporary tensor or a separate addition.
+    /// already, without a temporary tensor or a separate addition.
     pub fn add_product(
         &mut self,
         index: usize,
@@ -174,9 +175,9 @@ impl BackwardContext<'_> {
         }
     }
 
-    /// For each of `terms`, write hidden = s₁ · input · down and add s₂ · hidden · up to the gradient of input `index`,
-    /// whose shape and dtype are as in [`add_product`](Self::add_product). If the input already has a gradient, that
-    /// gradient changes in place.
+    /// For each of `terms`, write hidden = s₁ · input · down and add s₂ · hidden · up to the gradient of input `index`;
+    /// `scales` has s₁ and s₂. The shape and the dtype of the gradient are as in [`add_product`](Self::add_product). If
+    /// the input already has a gradient, that gradient changes in place.
     pub fn add_low_rank(
         &mut self,
         index: usize,
@@ -343,14 +344,14 @@ impl Tensor {
     /// [`Var::grad`]; the tape's saved values are freed as they are used.
     ///
     /// # Errors
-    /// [`Error::Shape`] if there is more than one element, [`Error::Autograd`] if nothing depends on a variable, the graph
-    /// was differentiated before, or a variable was changed in place since.
+    /// [`Error::Shape`] if there is more than one element, [`Error::Autograd`] if the element does not depend on a
+    /// variable, the graph was differentiated before, or a variable was changed in place since it was used.
     pub fn backward(&self) -> Result<GradStore> {
         self.backward_with(None, false)
     }
 
-    /// [`backward`](Tensor::backward) from a given `gradient` of this tensor (its shape), keeping the graph for another pass
-    /// if `retain_graph`.
+    /// [`backward`](Tensor::backward) from a given `gradient` of this tensor, which has the tensor's shape. The graph
+    /// is kept for another backward pass if `retain_graph`.
     ///
     /// # Errors
     /// As [`backward`](Tensor::backward), and [`Error::Shape`] if `gradient` has another shape.
@@ -424,7 +425,7 @@ fn on_the_way(root: &Arc<Node>, targets: &FxHashMap<u64, usize>) -> FxHashSet<u6
     wanted
 }
 
-/// The variables that a backward pass reached. The variables keep their gradients: this only reads them.
+/// The variables that a backward pass reached. The variables keep their gradients; this object only reads them.
 #[derive(Debug)]
 pub struct GradStore {
     reached: FxHashSet<u64>,

@@ -116,7 +116,7 @@ impl Leaf {
     }
 
     /// As [`vector`](Self::vector), for clearing. During a capture, it also returns a vector without a gradient,
-    /// because there may be one before a replay.
+    /// because the vector may have one when the capture is replayed.
     pub(crate) fn vector_to_clear(&self) -> Option<(Raw, Range<usize>)> {
         let gradient = self.gradient.peek();
         gradient.vector().filter(|_| gradient.filled || capture::is_capturing())
@@ -150,7 +150,8 @@ impl Leaf {
         self.copies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether there is neither a gradient nor a buffer, which may have a gradient by the time of a replay.
+    /// Whether there is no gradient, and no buffer either. (A buffer without a gradient may have one by the time of a
+    /// replay.)
     fn is_empty(&self) -> bool {
         let gradient = self.gradient.peek();
         gradient.buffer.is_none() && gradient.own.is_none()
@@ -162,7 +163,7 @@ impl Leaf {
         }
         let mut gradient = self.gradient.change();
         gradient.own = None;
-        // Under capture always: before a replay the buffer may have a gradient.
+        // During a capture, always clear the buffer: it may have a gradient before a replay.
         let is_due = gradient.filled || capture::is_capturing();
         if let Some(buffer) = gradient.buffer.as_ref().filter(|_| is_due) {
             compute::fill(buffer, 0.0)?;

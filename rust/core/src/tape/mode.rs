@@ -44,7 +44,7 @@ pub fn set_grad_enabled(enabled: bool) -> bool {
     was
 }
 
-/// Recording is off on this thread until this is dropped.
+/// Recording is off on this thread until this guard is dropped.
 #[must_use = "recording is on again as soon as the guard is dropped"]
 pub struct NoGrad {
     was: bool,

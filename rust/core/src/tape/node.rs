@@ -119,8 +119,8 @@ thread_local! {
     static DROP_QUEUE: RefCell<DropQueue> = RefCell::default();
 }
 
-/// Drops long graphs in a loop instead of recursively: a node that is dropped while another one is being dropped is
-/// queued. This holds also for nodes that only the closure of a checkpoint refers to.
+/// Drops long graphs in a loop instead of recursively: a node that is dropped while another node is being dropped is
+/// queued. This also applies to nodes that only the closure of a checkpoint refers to.
 impl Drop for Node {
     fn drop(&mut self) {
         let backward = match &mut self.kind {

@@ -12,7 +12,7 @@ use crate::{Result, compute};
 pub struct Pending {
     /// The sum so far.
     pub sum: Raw,
-    /// Whether no one else uses the storage of `sum`, so that it can be added to in place.
+    /// Whether nothing else uses the storage of `sum`, so that a gradient can be added to it in place.
     pub owned: bool,
     /// The parts of `sum` that have not been written yet.
     unset: Unset,
@@ -38,12 +38,12 @@ impl Unset {
 }
 
 impl Pending {
-    /// A gradient that is whole.
+    /// A gradient all of whose parts are written.
     pub fn new(sum: Raw, owned: bool) -> Self {
         Self { sum, owned, unset: Unset::default() }
     }
 
-    /// A gradient in uninitialised storage that no one else uses, to be written in parts along `dim`.
+    /// A gradient in uninitialised storage that nothing else uses, to be written in parts along `dim`.
     pub(super) fn unset(sum: Raw, dim: usize) -> Self {
         let ranges = std::iter::once(0..sum.dims()[dim]).collect();
         Self { sum, owned: true, unset: Unset { dim, ranges } }

@@ -1,4 +1,4 @@
-//! [`Saved`]: a value kept for a backward pass, or the promise of a checkpoint to recompute it.
+//! [`Saved`]: a value kept for a backward pass, or a reference to the checkpoint or the node that recomputes it.
 
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ enum Kind {
     Slot { region: Arc<Region>, index: usize },
     /// Recomputed by its node. The backward pass reaches that node, and frees its values, later.
     Again(Arc<Node>),
-    /// Created while a checkpoint recomputes: its node is thrown away and never used.
+    /// Created while a checkpoint recomputes: its node is dropped and never used.
     Nothing,
 }
 

@@ -25,7 +25,7 @@ fn separate(x: &[Tensor], heads: usize, is_causal: bool) -> Result<Tensor> {
     mixed.transpose(1, 2)?.reshape(x[0].dims())
 }
 
-/// Attention of q, k and v, or of k and v of a context, side by side in one tensor.
+/// Attention of q, k and v side by side in one tensor, or of q with the k and v of a context side by side.
 fn packed(x: &[Tensor], is_of_itself: bool, heads: usize, is_causal: bool) -> Result<Tensor> {
     let first = usize::from(!is_of_itself);
     let joined = Tensor::cat(&x[first..].iter().collect::<Vec<_>>(), 2)?;
@@ -53,7 +53,7 @@ const fn shape(model: &'static str, queries: usize, heads: usize, width: usize) 
 
 /// The attentions of the models for one image. A head's result does not depend on the number of heads, except that the
 /// gradients of keys are computed in parts if few heads would leave the GPU idle. Where the reference would take long
-/// for all heads, a shape has fewer: just enough that the gradients are computed in one part, as with all heads.
+/// for all heads, a shape has fewer heads: just enough that the gradients are computed in one part, as with all heads.
 const SHAPES: [Shape; 9] = [
     shape("SDXL, 64 x 64, of 10 heads", 4096, 4, 64),
     shape("SDXL, 32 x 32", 1024, 20, 64),
@@ -192,8 +192,9 @@ fn attention_over_packed_projections_equals_the_cpu() {
     }
 }
 
-/// Heads outside and inside of the positions and both kinds of pairs, at the models' widths, at widths that are read
-/// one element at a time, and at widths that do not fit into the registers of a warp.
+/// Heads one after the other in memory, heads that are adjacent at each position, and both kinds of pairs: at the
+/// models' widths, at widths that are read one element at a time, and at widths that do not fit into the registers of a
+/// warp.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn norms_and_rotations_of_queries_and_keys_equal_the_cpu() {

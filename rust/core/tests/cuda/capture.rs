@@ -60,7 +60,7 @@ fn a_captured_training_step_equals_the_eager_one_to_the_bit() {
                 Ok(step) => step(&[x.clone(), target.clone()]).unwrap(),
                 Err(captured) => {
                     let outputs = captured.call(&[x, target]).unwrap();
-                    // The second call is eager too: only after the first call do the gradients have buffers.
+                    // The second call is eager too, because the gradients get buffers only after the first call.
                     assert_eq!(captured.is_recorded(), index > 1);
                     outputs
                 }

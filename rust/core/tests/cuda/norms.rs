@@ -11,9 +11,9 @@ use super::walk::value_and_gradients;
 
 const EPS: f64 = 1e-5;
 
-/// Rows and their length: few and many packs per thread, several rows per block and several warps per row, lengths that
-/// are no multiple of a pack, rows too long for the registers of a team. No number of rows is a multiple of seven: over
-/// seven rows, the test's gradients add up to zero.
+/// Rows and their length: few and many packs (accesses of 16 bytes) per thread, several rows per block and several
+/// warps per row, lengths that are no multiple of a pack, rows too long for the registers of a team. No number of rows
+/// is a multiple of seven: over seven rows, the test's gradients add up to zero.
 const SIZES: [[usize; 2]; 8] =
     [[1024, 1280], [4096, 640], [5000, 1280], [79, 768], [3, 12_808], [2, 40_000], [5, 12_301], [300, 33]];
 

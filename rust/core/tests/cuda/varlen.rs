@@ -31,7 +31,7 @@ const MANY: [i64; 41] = {
 
 /// Tiles inside of one segment, tiles with many segments, segments and windows that end inside of tiles, rows of no
 /// segment that begin inside of tiles and fill others, items that several blocks share, blocks with several items, and
-/// widths that the tensor-core kernels do not take: above 128, or no multiple of 8.
+/// widths that the tensor-core kernels do not support: above 128, or no multiple of 8.
 const ROWS: [Row; 19] = [
     Row { heads: [12, 2], width: 128, rows: 1024, bounds: &[0, 1024], window: None },
     Row { heads: [12, 2], width: 128, rows: 1000, bounds: &[0, 257, 320, 321, 700, 1000], window: None },
@@ -143,7 +143,7 @@ fn attention_of_projections_equals_the_cpu_and_repeats() {
     }
 }
 
-/// Keys whose heads share memory are not for the kernels of compute capability 9.0.
+/// With keys whose heads share memory, the general kernels run in place of those of compute capability 9.0.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn kernels_of_one_gpu_equal_the_general_ones() {
@@ -172,7 +172,7 @@ fn kernels_of_one_gpu_equal_the_general_ones() {
     }
 }
 
-/// Only kernels read the bounds, so a recorded graph also serves other bounds of the same number.
+/// Only kernels read the bounds, so a recorded graph can be replayed with other bounds, if their number is the same.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn a_graph_takes_other_segments() {

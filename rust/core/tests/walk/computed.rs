@@ -31,7 +31,7 @@ enum From {
     Inside,
 }
 
-/// Gradients through a checkpoint equal those without one, also if one or all inputs of the operation are not
+/// Gradients through a checkpoint equal those without a checkpoint, also if one or all inputs of the operation are not
 /// variables.
 pub fn checkpoints_take_computed_tensors(
     case: &Case,

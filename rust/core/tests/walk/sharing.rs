@@ -80,8 +80,8 @@ fn text_of<T>(input: usize, result: std::result::Result<T, String>) -> std::resu
     result.map_err(|error| format!("input {input} changed: {error}"))
 }
 
-/// A gradient shares no storage with a variable, neither with an input nor with the one that the backward pass began
-/// with.
+/// A gradient shares no storage with the inputs, and none with the variable that was passed as the gradient of the
+/// result.
 pub fn gradients_do_not_follow_variables(case: &Case, device: &Device) -> Checked {
     for as_view in [false, true] {
         let vars = text(variables(case, device))?;

@@ -23,8 +23,8 @@ pub fn matmul(a: &Raw, b: &Raw) -> Result<Raw> {
     product(a, b, 1.0, a.dtype())
 }
 
-/// `alpha` times the matrix product of `a` and `b`. `dtype` is that of the operands, or f32 for operands in f16 or
-/// bf16, whose f32 sums are then not rounded.
+/// `alpha` times the matrix product of `a` and `b`. `dtype` is the dtype of the operands. For operands in f16 or bf16
+/// it may also be f32; then the f32 sums are not rounded.
 ///
 /// # Errors
 /// As [`matmul`], and [`Error::DType`] if the result cannot have this dtype.
@@ -42,8 +42,8 @@ pub fn product(a: &Raw, b: &Raw, alpha: f64, dtype: DType) -> Result<Raw> {
 /// Adds `alpha` times the matrix product of `a` and `b` to `dst`, in place.
 ///
 /// `a` and `b` are as in [`matmul`]. `dst` has the shape of their product. It is contiguous (it may be part of a larger
-/// buffer) or, if `a` and `b` are matrices, a range of the columns of a contiguous matrix. Its dtype is theirs, or f32
-/// for operands in f16 or bf16, whose f32 sums are then not rounded.
+/// buffer) or, if `a` and `b` are matrices, a range of the columns of a contiguous matrix. Its dtype is that of `a` and
+/// `b`. For operands in f16 or bf16 it may also be f32; then the f32 sums are not rounded.
 ///
 /// # Errors
 /// [`Error::Shape`] and [`Error::DType`] if they do not fit, [`Error::Candle`] if `dst` shares its storage
@@ -52,8 +52,8 @@ pub fn matmul_accumulate(dst: &Raw, a: &Raw, b: &Raw, alpha: f64) -> Result<()> 
     write_product("matmul_accumulate", dst, a, b, alpha, true)
 }
 
-/// Writes `alpha` times the matrix product of `a` and `b` to each `dst` of `terms` (dst, a, b), or adds it; operands as
-/// in [`matmul_accumulate`].
+/// For each of `terms` (dst, a, b), writes `alpha` times the matrix product of `a` and `b` to `dst`, or adds it to
+/// `dst` if `accumulate`. The operands are as in [`matmul_accumulate`].
 ///
 /// # Errors
 /// As [`matmul_accumulate`].
@@ -189,8 +189,8 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Adds the next outer batch dimension. It joins the rows if `b` does not change along it and the rows of `a`
-    /// continue with the same stride, so that a batch of inputs times one weight is a single product.
+    /// Adds the next outer batch dimension. The dimension is merged with the rows if `b` does not change along it and
+    /// the rows of `a` continue with the same stride. So a batch of inputs times one weight is a single product.
     fn push_outer(&mut self, axis: BatchAxis) {
         if axis.size == 1 {
             return;

@@ -52,14 +52,14 @@ where
     /// after those of `self`.
     ///
     /// # Safety
-    /// The operands are readable and the results writable at all their elements, and no element of a result is also one
-    /// of another result or of an operand.
+    /// The operands are readable and the results writable at all their elements. No result shares an element with
+    /// another result or with an operand.
     pub unsafe fn run(self, batch: usize, offsets: impl Fn(usize) -> [usize; 3] + Sync) {
         if self.m == 0 || self.n == 0 || batch == 0 {
             return;
         }
-        // Vectors run along the rows. So rows must run along the large operand of a thin product, or else along the
-        // contiguous direction of the result; if they do not, compute the transposed product.
+        // SIMD vectors hold neighbouring rows. So the rows of a thin product must belong to its large operand, and the
+        // rows of any other product must be contiguous in the result. If they are not, compute the transposed product.
         let thin = self.m.min(self.n) <= thin::max_columns() && self.k >= MIN_THIN_K;
         let method = match thin {
             true if self.n <= self.m => self.a.method(self.n),
@@ -131,8 +131,8 @@ where
         });
     }
 
-    /// The destination of sums: the result if `direct` (it has the accumulator's type), or else `sums`, which [`write`]
-    /// adds to the result at the end.
+    /// The destination of sums. It is the result if `direct`, that is, if the result has the accumulator's type.
+    /// Otherwise it is `sums`, which [`write`] adds to the result at the end.
     ///
     /// [`write`]: Self::write
     fn target(&self, direct: bool, sums: *mut A::Acc) -> Target<A::Acc> {

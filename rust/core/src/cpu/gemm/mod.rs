@@ -5,7 +5,7 @@
 //!
 //! The result is split into blocks that are computed on several threads; each thread packs its operands and runs the
 //! register tiles of [`kernel`] over them (Goto and van de Geijn, "Anatomy of high-performance matrix multiplication",
-//! 2008). Sums are split at multiples of a constant and each element is computed the same way in any block, so the
+//! 2008). Sums are split at multiples of a constant, and each element is computed the same way in any block. So the
 //! result does not depend on the number of threads.
 
 pub(crate) mod batch;

@@ -1,4 +1,5 @@
-//! Products of a matrix of f16 or bf16 with a few columns, such as a language model's layers at one more token.
+//! Products of an f16 or bf16 matrix with a matrix of a few columns, such as those of a language model that generates
+//! one token.
 //!
 //! Such a product takes about as long as reading the matrix once in its own dtype: numbers are converted in registers,
 //! and the matrix is not packed.
@@ -15,7 +16,7 @@ const COLUMNS: usize = 4;
 /// file.
 const RUN: usize = 16;
 
-/// `c (+)= alpha * a * b` with an `a` whose rows, and a `b` whose columns, are contiguous, as dot products.
+/// `c (+)= alpha * a * b` as dot products; the rows of `a` and the columns of `b` are contiguous.
 pub struct Narrow<T: Elem> {
     /// Rows.
     pub m: usize,

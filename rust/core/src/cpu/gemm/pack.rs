@@ -6,7 +6,7 @@ use std::any::TypeId;
 use super::kernel::{LINE, TileShape, prefetch};
 use crate::cpu::{Elem, Real, dispatch};
 
-/// One operand as the tiles see it: `outer` is the stride along the rows or columns of the result, `inner` along `k`.
+/// One operand as the tiles read it: `outer` is the stride along the rows or columns of the result, `inner` along `k`.
 #[derive(Clone, Copy)]
 pub struct Side<T> {
     /// The first element.

@@ -1,3 +1,5 @@
+//! Tests of matrix products against a naive loop in f64: dtypes, strides, sizes, threads.
+
 use half::{bf16, f16};
 
 use super::*;
@@ -41,7 +43,7 @@ fn error_bound<C: Elem>(terms: usize, magnitude: f64) -> f64 {
         candle_core::DType::F16 => unit(11),
         _ => accumulator,
     };
-    // The f64 reference has errors of its own; numbers below the normal ones of f16 are 2^-24 apart.
+    // The f64 reference has errors of its own; subnormal numbers of f16 are 2^-24 apart.
     let smallest = if C::DTYPE == candle_core::DType::F16 { unit(25) } else { 0.0 };
     1.01 * ((terms as f64 + 2.0) * (accumulator + unit(53)) + result) * magnitude + smallest
 }

@@ -1,4 +1,5 @@
-//! Products with a result of a few columns, such as the rank of an adapter or a batch of one row.
+//! Products whose result has few columns or rows, such as those with the factors of an adapter of low rank, or with a
+//! batch of one row.
 //!
 //! They use every element of the large operand for only a few multiply-adds, so it is read in place instead of being
 //! packed.
@@ -9,7 +10,8 @@ use super::kernel::{Broadcast, Run, Target, Tile, lanes};
 use crate::cpu::Real;
 use crate::cpu::simd::arch;
 
-/// Most columns of a thin product on this processor, for which registers hold the accumulators and operands.
+/// The largest number of columns of a thin product for which the registers of this processor hold the accumulators and
+/// operands.
 pub fn max_columns() -> usize {
     struct Detect;
     impl WithSimd for Detect {
@@ -58,7 +60,7 @@ impl<T: Real> WithSimd for Outer<T> {
         let lanes = lanes::<T, S>();
         let columns = self.n.next_multiple_of(4);
         let b = Broadcast::packed(self.b, self.n);
-        // As many registers along the rows as the columns leave.
+        // Use as many registers along the rows as the columns leave.
         let vectors = match (columns, S::REGISTER_COUNT >= 32) {
             (4, true) => 4,
             (4, false) => 3,
@@ -84,7 +86,7 @@ impl<T: Real> WithSimd for Outer<T> {
     }
 }
 
-/// `c (+)= alpha * a * b` with an `a` whose rows and a `b` whose columns are contiguous, as dot products.
+/// `c (+)= alpha * a * b` as dot products; the rows of `a` and the columns of `b` are contiguous.
 pub struct Dot<T> {
     /// Rows.
     pub m: usize,

@@ -3,16 +3,17 @@
 //! The first call of a captured function runs it eagerly, which allocates memory, loads kernels and creates optimizer
 //! states. The second call records the function and replays the record; each later call copies new inputs in and
 //! replays. Every call has its full effect, so training computes the same bits as without a graph. If the function
-//! creates gradients outside flat buffers, these move to fixed storage after the first call, the second call runs
-//! eagerly again, and the third records.
+//! creates gradients outside flat buffers, these gradients move to fixed storage after the first call. Then the second
+//! call runs eagerly again, and the third call records.
 //!
 //! All graphs of a device share one pool of memory for temporaries, because they run one after the other; eager work
 //! between two replays may use the pool. A call returns copies; it is an error if a function keeps any other tensor
 //! that it has created. A graph keeps alive the tensors outside the pool that it reads or writes. Random draws read the
 //! position of the generator from device memory and advance it by the number of draws. Values that the function creates
-//! on the CPU are constants of the graph; it is an error if one changes between calls, or if the function reads a
-//! value. When host state that the work depends on ([`HostState`](crate::capture::HostState)) changes, the graph is
-//! stale: the next call runs eagerly and the one after it records again.
+//! on the CPU are constants of the graph; it is an error if such a value differs between calls. It is also an error if
+//! the function reads a tensor's value. When host state that the work depends on
+//! ([`HostState`](crate::capture::HostState)) changes, the graph is stale: the next call runs eagerly and the one after
+//! it records again.
 
 mod recording;
 
@@ -62,7 +63,7 @@ pub struct Captured {
 enum Stage {
     /// Not called yet, or gradients have moved since the last call.
     New,
-    /// Ran eagerly: its effects on the host, and the values that it copied from the CPU.
+    /// The function ran eagerly: its effects on the host, and the values that it copied from the CPU.
     Ran(Effects, Known),
     Recorded(Graph),
 }
@@ -100,8 +101,9 @@ impl Captured {
     /// # Errors
     /// [`Error::Shape`] or [`Error::DType`] if an input differs from the one that the function was captured with; the
     /// function's errors. In the call that records, [`Error::Device`] if a graph cannot do what the function does: read
-    /// a value, wait, copy a value from the CPU that the previous call did not, keep a tensor that it has created,
-    /// change state that its own work depends on. That call then has no effect, and the next one runs eagerly.
+    /// a tensor's value, wait for the device, copy a value from the CPU that the previous call did not copy, keep a
+    /// tensor that it has created, or change state that its own work depends on. That call then has no effect, and the
+    /// next one runs eagerly.
     pub fn call(&mut self, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         self.check(inputs)?;
         if capture::is_running() {
@@ -213,7 +215,7 @@ fn values(outputs: Vec<Tensor>) -> Result<Vec<Raw>> {
     outputs.into_iter().enumerate().map(value).collect()
 }
 
-/// Until this is dropped, the values that this thread copies from the CPU are recorded.
+/// While this object exists, the values that this thread copies from the CPU are recorded.
 struct Noting;
 
 impl Noting {
@@ -233,7 +235,8 @@ impl Drop for Noting {
     }
 }
 
-/// A recorded function. Fields are dropped in order, so the lease on the memory of graphs comes after everything in it.
+/// A recorded function. Fields are dropped in order, so the lease on the memory of graphs is dropped after all that
+/// uses this memory.
 struct Graph {
     gpu: &'static Gpu,
     executable: Executable,
@@ -244,7 +247,7 @@ struct Graph {
     _constants: Constants,
     /// Seed and position of the generator at the start of a replay.
     generator: Raw,
-    /// The blocks of random numbers that a call draws.
+    /// The number of blocks of random numbers that a call draws.
     draws: u64,
     _lease: Option<Lease>,
 }
@@ -356,7 +359,8 @@ fn check_kept(kept: &[Range<Address>], outputs: &[Raw]) -> Result<()> {
 /// The driver's executable graph.
 struct Executable(CUgraphExec);
 
-// SAFETY: the driver requires calls on one graph one at a time; its owner is used through an exclusive reference.
+// SAFETY: the driver requires that calls on one graph do not overlap; every call goes through an exclusive reference to
+// its owner.
 unsafe impl Send for Executable {}
 // SAFETY: a shared reference gives no access to it.
 unsafe impl Sync for Executable {}

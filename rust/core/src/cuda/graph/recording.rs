@@ -28,7 +28,7 @@ impl Drop for Template {
     }
 }
 
-/// A share in the memory of graphs, which is released with the last share.
+/// Keeps the memory of graphs allocated. The memory is released when the last lease is dropped.
 pub(super) struct Lease(&'static Gpu);
 
 impl Drop for Lease {
@@ -41,7 +41,7 @@ impl Drop for Lease {
     }
 }
 
-/// A capture in progress; it ends when this is dropped, even by a panic.
+/// A capture in progress. The capture ends when this object is dropped, even by a panic.
 pub(super) struct Recording {
     gpu: &'static Gpu,
     run: Option<Run>,

@@ -51,7 +51,7 @@ pub(super) fn attention() -> Vec<Case> {
     ]
 }
 
-/// Packed attention from views and [`scaled_dot_product_attention`].
+/// The plain form of packed attention: views and [`scaled_dot_product_attention`].
 fn plain_packed(x: &[Tensor], heads: usize, is_causal: bool) -> Result<Tensor> {
     let split = |tensor: &Tensor, parts: usize| -> Result<Vec<Tensor>> {
         let (batch, length, width) = (tensor.dims()[0], tensor.dims()[1], tensor.dims()[2] / parts);

@@ -31,16 +31,16 @@ pub struct Stream<'a> {
 pub struct HeadSizes {
     /// Number of heads.
     pub heads: usize,
-    /// Width of each, even.
+    /// Width of each head, an even number.
     pub width: usize,
     /// Added to the mean squares of queries and keys.
     pub eps: f64,
 }
 
-/// Attention of all tokens of `streams` to one another, after RMS norm of queries and keys and rotary position embedding, as
-/// [`rms_norm_rope`](crate::ops::norm::rms_norm_rope) of interleaved pairs → (B, Σ S, heads · width), with the streams
-/// one after the other. `mask` broadcasts to (B, heads, Σ S, Σ S), as in
-/// [`scaled_dot_product_attention`](super::scaled_dot_product_attention).
+/// Attention of all tokens of `streams` to one another → (B, Σ S, heads · width), with the streams one after the other.
+/// RMS norm and rotary position embedding are first applied to queries and keys, as by
+/// [`rms_norm_rope`](crate::ops::norm::rms_norm_rope) with interleaved pairs. `mask` broadcasts to (B, heads, Σ S, Σ
+/// S), as in [`scaled_dot_product_attention`](super::scaled_dot_product_attention).
 ///
 /// Saves the projections, the result and one number per head and token; backward computes queries and keys again.
 ///
@@ -187,7 +187,8 @@ impl Normed {
         }
     }
 
-    /// An uninitialised tensor for queries, keys and perhaps values of all streams, (B, tokens, parts · heads, width).
+    /// An uninitialised tensor for queries, keys and, if there are several streams, values: (B, tokens, parts · heads,
+    /// width).
     fn buffer(&self, like: &Raw) -> Result<Raw> {
         let HeadSizes { heads, width, .. } = self.sizes;
         compute::unset(NORMED.name, like, &[self.batch, self.tokens(), self.parts() * heads, width])
@@ -238,8 +239,8 @@ struct NormedBackward {
 }
 
 impl NormedBackward {
-    /// The tensor to write the gradients of queries, keys and values of a stream to, and whether it is a view of the
-    /// gradient of the input.
+    /// The tensor into which the gradients of a stream's queries, keys and values are written, and whether this tensor
+    /// is a view of the gradient of the input.
     fn place(&self, context: &mut BackwardContext<'_>, index: usize, x: &Raw) -> Result<(Raw, bool)> {
         let columns = 3 * self.normed.columns();
         if let Some(place) = context.part(index, (x, x.dims()), 2, 0..columns)? {
@@ -256,7 +257,8 @@ impl Backward for NormedBackward {
         let xs = self.xs.iter().map(|x| contiguous(&x.get()?)).collect::<Result<Vec<_>>>()?;
         let Heads { qkv, statistics } = normed.heads(&xs, &self.operands)?;
         let buffer = normed.buffer(&xs[0])?;
-        // A single stream gets its place first, so that attention writes the gradient of values there.
+        // For a single stream, the gradient of the projection is allocated first, so that attention writes the gradient
+        // of the values directly into it.
         let mut places: Vec<Option<(Raw, bool)>> = vec![None; xs.len()];
         let mut grads = [normed.part(&buffer, 0)?, normed.part(&buffer, 1)?, qkv[2].clone()];
         if parts == 3 {

@@ -10,8 +10,8 @@ use crate::{Error, Result, Tensor, compute};
 
 pub(super) static PACKED: OpInfo = OpInfo::expensive("packed_attention");
 
-/// Attention of `heads` heads over the last dimension: `x (B, S, 3 D)` with q, k and v of the same tokens, or `x (B, S, D)` with q and
-/// `context (B, L, 2 D)` with k and v of others → `(B, S, D)`.
+/// Attention of `heads` heads over the last dimension → `(B, S, D)`. Without a context, `x (B, S, 3 D)` has q, k and v
+/// of the same tokens. With a context, `x (B, S, D)` has q, and `context (B, L, 2 D)` has k and v of other tokens.
 ///
 /// Each of q, k and v has its heads, D / heads wide, one after the other. With `is_causal` token i sees the tokens up
 /// to i. The scale is 1/√(D / heads). Saves its inputs, the result and one number per head and token.
@@ -126,7 +126,8 @@ impl Packed {
     /// Writes the gradients of q, k and v, side by side, into the gradients of x and of the context, where given.
     fn write(&self, saved: &SavedValues, grad: &Raw, [x, context]: [Option<&Raw>; 2]) -> Result<()> {
         let [own, other] = self.parts;
-        // For each of q, k and v: the tensor that it is part of, which part, and of how many.
+        // For each of q, k and v: the gradient tensor that contains it, its index among the parts of this tensor, and
+        // their number.
         let places = [0, 1, 2].map(|index| match index < own {
             true => x.map(|x| (x, index, own)),
             false => context.map(|context| (context, index - own, other)),

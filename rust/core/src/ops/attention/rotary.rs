@@ -96,8 +96,9 @@ impl Rotary {
             _ => {
                 let found = x.dims();
                 let message = format!(
-                    "found {heads} heads of queries, {key_heads} of keys and a projection of shape {found:?}, expected \
-                     heads in whole groups, and (rows, ({heads} + 2 * {key_heads}) * an even width)"
+                    "found {heads} heads of queries, {key_heads} heads of keys and a projection of shape {found:?}; expected \
+                     a multiple of the heads of keys as heads of queries, and a projection of shape \
+                     (rows, ({heads} + 2 * {key_heads}) * an even width)"
                 );
                 return Err(Error::shape(op, message));
             }

@@ -1,5 +1,6 @@
 //! An activation written beside other columns. Blocks whose attention and feed-forward layer are parallel (Dehghani et
-//! al. 2023, arXiv:2302.05442, section 2.1) give this to the layer that takes the results of both.
+//! al. 2023, arXiv:2302.05442, section 2.1) pass the joined columns to one linear layer, which takes the results of
+//! both.
 
 #[cfg(feature = "testing")]
 mod cases;

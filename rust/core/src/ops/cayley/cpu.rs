@@ -91,7 +91,7 @@ pub(super) fn backward(grad: &Raw, result: &Raw) -> Result<Raw> {
     .map(|upper| from_vec(upper, &[count, triangle][..])))
 }
 
-/// The gradient of one triangle, from the gradient G of D and D.
+/// The gradient of one triangle of Q, from D (`change`) and its gradient G (`grad`).
 #[inline(always)]
 fn gradient<R: Real>(grad: &[R], change: &[R], size: usize) -> Vec<R> {
     let half = R::from_f64(0.5);
@@ -105,7 +105,7 @@ fn gradient<R: Real>(grad: &[R], change: &[R], size: usize) -> Vec<R> {
             }
         }
     }
-    // Its product with Vᵀ = I + Dᵀ / 2.
+    // Elements of the product of `left` with Vᵀ = I + Dᵀ / 2.
     let element = |row: usize, column: usize| {
         let (left, change) = (&left[row * size..(row + 1) * size], &change[column * size..(column + 1) * size]);
         let products: R = left.iter().zip(change).map(|(l, c)| *l * *c).sum();

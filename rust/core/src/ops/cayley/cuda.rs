@@ -10,14 +10,14 @@ use crate::{DType, Error, Raw, Result};
 /// Bytes of shared memory that a block of threads may have on every supported card.
 const SHARED: usize = 96 << 10;
 
-/// A block of threads for each matrix, which holds two matrices of its size.
+/// The launch shape with one block of threads per matrix. The shared memory of a block holds two matrices.
 fn shape(count: usize, size: usize, dtype: DType) -> Result<Shape> {
     let shared = 2 * size * size * if dtype == DType::F64 { 8 } else { 4 };
     if shared > SHARED {
         return Err(Error::shape(
             CAYLEY.name,
             format!(
-                "a matrix of {size} x {size} needs {shared} bytes of shared memory, {SHARED} are there; give smaller ones"
+                "a matrix of {size} x {size} needs {shared} bytes of shared memory, but {SHARED} are available; use smaller matrices"
             ),
         ));
     }

@@ -1,9 +1,9 @@
 //! Two-dimensional convolution (cross-correlation, as in every deep learning library).
 //!
-//! Images are (batch, height, width, channels) and weights (out, kernel height, kernel width, channels / groups). The forward
-//! pass and the gradient of the input are sums over the places of the kernel ([`stencil`](cpu::stencil)), which read copies of parts of
-//! the image; there is no im2col matrix. Kernels of 1 × 1 are matrix products; depthwise convolutions have loops of
-//! their own.
+//! Images are (batch, height, width, channels) and weights (out, kernel height, kernel width, channels / groups). The
+//! forward pass and the gradient of the input are sums over the places (positions) of the kernel
+//! ([`stencil`](cpu::stencil)), which read copies of parts of the image; there is no im2col matrix. Kernels of 1 × 1
+//! are matrix products; depthwise convolutions have loops of their own.
 
 #[cfg(feature = "testing")]
 mod cases;

@@ -1,3 +1,5 @@
+//! Tests of convolutions against plain loops in f64: options, sizes in several parts, layouts, threads, errors.
+
 use super::cpu::{patch, stencil};
 use super::*;
 use crate::cpu::pool::tests::with_1_and_n_threads;

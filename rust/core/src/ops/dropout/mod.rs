@@ -1,5 +1,5 @@
 //! Dropout (Srivastava et al. 2014). The mask is never stored: it is a function of a state of the generator, and the
-//! backward pass computes it again.
+//! backward pass recomputes it.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -23,7 +23,8 @@ const GROUP: usize = 4 * LANES;
 /// Elements that one thread takes at a time, a multiple of the group.
 const GRAIN: usize = 32 * 1024;
 
-/// In training, zero each element with probability `p` and divide the others by 1 - p; otherwise the tensor itself.
+/// In training, zero each element with probability `p` and divide the others by 1 - p. Outside of training, return the
+/// tensor itself.
 ///
 /// The mask comes from the library's generator ([`rng`]) and does not depend on dtype or number of threads.
 ///

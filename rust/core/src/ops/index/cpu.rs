@@ -1,7 +1,7 @@
 //! The CPU form. Ids are checked before they are used.
 //!
-//! A tensor is seen as (outer, size, inner) around the dimension that is indexed. One thread computes each sum over
-//! repeated ids, in the order of the ids.
+//! A tensor is treated as (outer, size, inner), where `size` is the dimension that is indexed. One thread computes each
+//! sum over repeated ids, in the order of the ids.
 
 use super::super::rows::rows_per_block;
 use super::positions;

@@ -34,7 +34,7 @@ fn with_size(dims: &[usize], dim: usize, size: usize) -> Vec<usize> {
     dims
 }
 
-/// Ids as the kernels read them: dense, with the bytes of each.
+/// Ids as the kernels read them: dense; and the number of bytes of an id.
 fn dense_ids(op: &'static str, ids: &Raw) -> Result<(Raw, u32)> {
     let bytes = id_bytes(op, ids)?;
     Ok((contiguous(ids)?, bytes))
@@ -121,7 +121,7 @@ pub fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: u
     if dx.elem_count() == 0 {
         return Ok(dx);
     }
-    // If there are fewer ids than rows, only the rows that they name are written.
+    // If there are fewer ids than rows, only the rows that the ids name are written.
     let scatters = ids.elem_count() < size;
     if scatters || ids.elem_count() == 0 {
         fill(&dx, 0.0)?;

@@ -1,9 +1,9 @@
 //! Picking elements by integer ids: index_select, gather, embedding.
 //!
-//! Ids are i64 or u32 and count from 0. A negative id is an error that names it: it never wraps around. On CUDA the
-//! error is returned by the next read of a value or wait for the device, and results computed from the id until then
-//! are undefined. Where one element is picked several times, its gradients are added in the order of the ids, in at
-//! least f32, so that the sum does not depend on the number of threads.
+//! Ids are i64 or u32 and count from 0. A negative id is an error that names the id: negative ids never wrap around. On
+//! CUDA the next function that reads a value or waits for the device returns the error; results computed from the id
+//! before that are undefined. Where one element is picked several times, its gradients are added in the order of the
+//! ids, in at least f32, so that the sum does not depend on the number of threads.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -52,7 +52,7 @@ fn positions(op: &'static str, ids: &Raw, size: usize) -> Result<Vec<usize>> {
     }
 }
 
-/// `y[o, j, i] = x[o, ids[j], i]`, with `x` seen as (outer, size, inner) around dimension `dim`.
+/// `y[o, j, i] = x[o, ids[j], i]`, with `x` treated as (outer, size, inner), where `size` is dimension `dim`.
 pub(crate) fn select_raw(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Result<Raw> {
     on_device!(x.device(), cuda => cuda::select(op, x, ids, dim), cpu => cpu::select(op, x, ids, dim))
 }
@@ -145,7 +145,7 @@ fn corner(x: &Raw, dims: &[usize]) -> Result<Raw> {
 }
 
 impl Tensor {
-    /// The slices of dimension `dim` that the vector `ids` names, in its order; an id may repeat.
+    /// The slices of dimension `dim` that the vector `ids` names, in the order of the ids; an id may repeat.
     ///
     /// # Errors
     /// [`Error::Index`] if `dim` or an id is out of range (as every negative id is), [`Error::Shape`] if `ids` is not a vector,
@@ -202,8 +202,8 @@ impl Tensor {
     }
 }
 
-/// The rows of `weight` (rows, features) that `ids`, of any shape, name: the result has the shape of `ids` followed by
-/// `features`. Of a quantized weight, only these rows are dequantized.
+/// The rows of `weight` (rows, features) that `ids` name. `ids` has any shape; the result has the shape of `ids`
+/// followed by `features`. Of a quantized weight, only these rows are dequantized.
 ///
 /// # Errors
 /// [`Error::Index`] if an id is out of range (as every negative id is), [`Error::Shape`] if `weight` is not a matrix,

@@ -1,3 +1,5 @@
+//! Tests of operations with ids against plain loops: repeated ids, strides, threads, quantized matrices, errors.
+
 use half::bf16;
 
 use super::*;
@@ -60,7 +62,7 @@ fn assert_close(found: &[f64], expected: &[f64]) {
 
 #[test]
 fn select_and_its_gradient_are_those_of_plain_loops() {
-    // The larger ones are split into several pieces, in the middle of the outer dimension.
+    // The larger tensors are split into several pieces, in the middle of the outer dimension.
     for (dims, dim, count) in
         [([3, 4, 5], 1, 6), ([40, 90, 70], 1, 55), ([2000, 3, 41], 0, 700), ([9, 50, 300], 2, 111)]
     {

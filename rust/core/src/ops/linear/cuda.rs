@@ -1,12 +1,12 @@
-//! The CUDA forms that are more than a plain product: f32 in pairs on tensor cores, and cuBLASLt, which adds the bias
-//! in the product's kernel.
+//! The CUDA forms that are more than a plain product: f32 as pairs of bf16 numbers on tensor cores, and cuBLASLt, which
+//! adds the bias in the product's kernel.
 
 use super::LINEAR;
 use crate::cuda::product_with_bias;
 use crate::ops::conv::cuda::pairs;
 use crate::{Raw, Result};
 
-/// x Wᵀ + b over matrices; `None` if neither form takes the operands.
+/// x Wᵀ + b over matrices; `None` if neither form supports the operands.
 pub(super) fn forward(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
     if let Some(y) = pairs::linear(LINEAR.name, x, weight, bias)? {
         return Ok(Some(y));

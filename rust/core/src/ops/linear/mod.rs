@@ -75,7 +75,8 @@ pub(super) fn forward_plain(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result
     }
     let weight = weight.t()?;
     let Some(bias) = bias else { return compute::matmul(x, &weight) };
-    // The bias is written first and the product added to it: one pass over y less than adding the bias afterwards.
+    // The bias is written first, and the product is added to it. Adding the bias afterwards would take one more pass
+    // over y.
     let y = bias_rows(bias, x.dims()[0])?;
     compute::matmul_accumulate(&y, x, &weight, 1.0)?;
     Ok(y)
@@ -107,7 +108,7 @@ pub(super) fn check(op: &'static str, x: &Tensor, weight: WeightRef<'_>, bias: O
     bias.map_or(Ok(()), |bias| same_kind(op, x, "bias", bias))
 }
 
-/// `weight` must have the device of `x` and, if it is not quantized, its dtype.
+/// `weight` must have the device of `x` and, if it is not quantized, the dtype of `x`.
 pub(super) fn same_weight(op: &'static str, x: &Tensor, weight: WeightRef<'_>) -> Result<()> {
     match weight {
         WeightRef::Plain(weight) => same_kind(op, x, "weight", weight),

@@ -1,7 +1,7 @@
 //! Losses as single operations.
 //!
-//! Sums over elements are in at least f32; a result has the dtype of the input, as in torch. For a loss of bf16 values
-//! with more than three digits, convert the input first.
+//! Sums over elements are in at least f32; a result has the dtype of the input, as in torch. To get the loss of bf16
+//! values with more than three digits, convert the values to f32 first.
 
 #[cfg(feature = "testing")]
 mod cases;

@@ -1,3 +1,5 @@
+//! Tests of losses against their definitions in f64: sizes of several blocks, extreme values, precision, errors.
+
 use half::bf16;
 
 use super::*;

@@ -5,7 +5,7 @@ use super::{group, rms_norm_rope, row};
 use crate::ops::case::{Case, Entry};
 use crate::{Result, Tensor};
 
-/// Both results in one tensor, whose gradient reaches both.
+/// The product of both results, so that both get a gradient.
 fn joined((sum, y): (Tensor, Tensor)) -> Result<Tensor> {
     sum.mul(&y)
 }
@@ -15,7 +15,8 @@ fn plus_input(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Resul
     norm(x)?.add(&x[0])
 }
 
-/// norm(x) + x + x²: as above, but the gradient that x already has is a new tensor, summed in the backward pass.
+/// norm(x) + x + x²: as [`plus_input`], but the gradient that x already has is a new tensor, summed in the backward
+/// pass.
 fn plus_sum(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Tensor> {
     plus_input(x, norm)?.add(&x[0].sqr()?)
 }

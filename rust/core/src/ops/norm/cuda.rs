@@ -11,7 +11,7 @@ use crate::tape::backward::Pending;
 use crate::tape::{BackwardContext, Saved};
 use crate::{Raw, Result};
 
-/// Scale and shift as kernels take them: both in the input's dtype, or both in f32.
+/// Scale and shift as arguments of kernels: both in the input's dtype, or both in f32.
 pub(super) struct Parameters {
     pub weight: Option<Raw>,
     pub bias: Option<Raw>,
@@ -46,7 +46,7 @@ impl<'a> Affine<'a> {
     }
 }
 
-/// The gradients that a backward pass wants. The gradient of the input is added to the dense gradient `before`.
+/// Which gradients a backward pass computes. The gradient of the input is added to the dense gradient `before`.
 pub(super) struct Wanted {
     pub input: bool,
     pub weight: bool,
@@ -61,13 +61,14 @@ impl SavedAffine {
         Ok([get(&self.scale)?, get(&self.shift)?])
     }
 
-    /// The gradients that this pass wants; that of the input is not added to an earlier one.
+    /// The gradients that this pass computes. The gradient of the input is not added to an earlier gradient.
     pub(super) fn wanted(&self, context: &BackwardContext<'_>) -> Wanted {
         let wants = |place: &Option<Place>| place.as_ref().is_some_and(|place| context.needs(place.index));
         Wanted { input: context.needs(0), weight: wants(&self.weight), bias: wants(&self.bias), before: None }
     }
 
-    /// Hand over the computed gradients; the input's includes the one from [`BackwardContext::take_pending`].
+    /// Add the computed gradients to those of the inputs. The gradient of the input already includes the earlier
+    /// gradient from [`BackwardContext::take_pending`].
     pub(super) fn add_gradients(&self, context: &mut BackwardContext<'_>, grads: Gradients) -> Result<()> {
         if let Some(sum) = grads.input {
             context.add_pending(0, Pending::new(sum, true))?;
@@ -81,8 +82,8 @@ impl SavedAffine {
     }
 }
 
-/// The tensor for the gradient of an input: the gradient `before` that it is added to, if no one else uses it, else a
-/// new tensor.
+/// The tensor for the gradient of an input. It is `before`, the earlier gradient to which the new gradient is added, if
+/// nothing else uses that tensor; otherwise it is a new tensor.
 pub(super) fn destination(op: &'static str, gpu: &Gpu, x: &Raw, before: Option<&Pending>) -> Result<Raw> {
     match before {
         Some(Pending { sum, owned: true, .. }) => Ok(sum.clone()),

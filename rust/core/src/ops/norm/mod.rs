@@ -1,8 +1,8 @@
 //! Normalisation: layer norm and RMS norm over trailing dimensions, RMS norm with rotary embedding, and group norm of
 //! channels-last tensors.
 //!
-//! Each is one fused kernel forward and one backward. They save their input and the statistics, never the normalised
-//! values. Scale and shift may be frozen: then no gradient is computed for them.
+//! Each norm is one fused kernel in the forward pass and one in the backward pass. It saves its input and the
+//! statistics, never the normalised values. No gradient is computed for a scale or shift that is frozen.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -36,7 +36,7 @@ struct Affine<'a> {
 }
 
 impl<'a> Affine<'a> {
-    /// Check both against the input and the shape that they must have.
+    /// Check scale and shift against the input and the shape that they must have.
     fn new(
         op: &'static str,
         x: &Tensor,
@@ -170,7 +170,7 @@ struct SavedAffine {
 }
 
 impl SavedAffine {
-    /// Whether this pass wants the gradient of the scale or the shift.
+    /// Whether this backward pass computes the gradient of the scale or the shift.
     fn needs_grad(&self, context: &BackwardContext<'_>) -> bool {
         [&self.weight, &self.bias].into_iter().flatten().any(|place| context.needs(place.index))
     }
@@ -185,7 +185,7 @@ impl SavedAffine {
         numbers(self.shift.as_ref().map(Saved::get).transpose()?.as_ref(), len, R::ZERO)
     }
 
-    /// Hand over the gradients that are wanted.
+    /// Add the gradients that are wanted to those of the operation's inputs.
     fn add<R: WithDType>(&self, context: &mut BackwardContext<'_>, weight: Vec<R>, bias: Vec<R>) -> Result<()> {
         for (place, grad) in [(&self.weight, weight), (&self.bias, bias)] {
             if let Some(place) = place.as_ref().filter(|place| context.needs(place.index)) {

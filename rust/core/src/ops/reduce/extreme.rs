@@ -53,7 +53,7 @@ impl Ternary for Share {
     }
 }
 
-/// All equal extremes share the gradient.
+/// The gradient is divided equally among all equal extremes.
 struct SharedBackward {
     reduction: Reduction,
     x: Saved,
@@ -163,8 +163,8 @@ impl Tensor {
         }
     }
 
-    /// The largest element over `dims`. Over one dimension the first of equal elements gets the gradient; over several they
-    /// share it (torch's `max(dim)` and `amax`). Integers have no gradient.
+    /// The largest element over `dims`. Over one dimension the first of equal elements gets the gradient, as in torch's
+    /// `max(dim)`; over several dimensions equal elements share it, as in `amax`. Integers have no gradient.
     ///
     /// # Errors
     /// [`Error::Shape`] over no elements, [`Error::Index`] if a dimension is out of range, [`Error::Argument`] if one is named
@@ -173,7 +173,7 @@ impl Tensor {
         self.extreme(Extreme::Max, dims, keepdim)
     }
 
-    /// The largest of all elements; equal ones share the gradient.
+    /// The largest of all elements; equal elements share the gradient.
     ///
     /// # Errors
     /// As [`max`](Self::max).
@@ -189,7 +189,7 @@ impl Tensor {
         self.extreme(Extreme::Min, dims, keepdim)
     }
 
-    /// The smallest of all elements; equal ones share the gradient.
+    /// The smallest of all elements; equal elements share the gradient.
     ///
     /// # Errors
     /// As [`max`](Self::max).
@@ -197,7 +197,7 @@ impl Tensor {
         self.extreme_all(Extreme::Min)
     }
 
-    /// The position of the largest element along `dim`, the first of equal ones, as u32. It carries no gradient.
+    /// The position of the largest element along `dim`, the first of equal elements, as u32. It carries no gradient.
     ///
     /// # Errors
     /// As [`max`](Self::max).

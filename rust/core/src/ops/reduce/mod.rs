@@ -1,7 +1,7 @@
 //! Reductions over any set of dimensions.
 //!
 //! `dims` names dimensions in any order, each at most once; without any, each element is reduced by itself. With
-//! `keepdim` they stay, with size 1. Sums are in at least f32 and rounded once.
+//! `keepdim` the reduced dimensions stay, with size 1. Sums are in at least f32 and rounded once.
 
 mod extreme;
 mod logsumexp;
@@ -161,7 +161,7 @@ struct CumsumBackward {
 }
 
 impl Backward for CumsumBackward {
-    /// An element is in the sums from its position on, so its gradient is the sum of theirs.
+    /// An element is a term of the sums from its position on, so its gradient is the sum of their gradients.
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let size = context.grad().dims()[self.dim];
         let backwards: Vec<i64> = (0..size as i64).rev().collect();
@@ -231,7 +231,7 @@ impl Tensor {
     }
 
     /// The variance over `dims`: the sum of squared distances from the mean, divided by the number of elements less
-    /// `correction` (1: the unbiased estimate). NaN or infinite where that is not positive, as in torch.
+    /// `correction` (1: the unbiased estimate). NaN or infinite where this divisor is not positive, as in torch.
     ///
     /// # Errors
     /// As [`sum`](Self::sum).

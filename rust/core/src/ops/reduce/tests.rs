@@ -1,3 +1,5 @@
+//! Tests of reductions: shapes, precision, empty tensors, equal elements, NaN, errors.
+
 use half::bf16;
 
 use super::*;
@@ -60,7 +62,7 @@ fn the_variance_is_the_mean_squared_distance() {
 
 #[test]
 fn the_variance_of_halves_is_computed_in_f32() {
-    // bf16 cannot represent the mean, 100.25: near 100 its numbers are 0.5 apart.
+    // bf16 cannot represent the mean, 100.25: near 100, bf16 numbers are 0.5 apart.
     let data = [99.5, 100.0, 100.5, 101.0].map(bf16::from_f64);
     let x = Tensor::constant(from_vec(data.to_vec(), 4));
     assert_eq!(x.var(&[0], false, 0.0).unwrap().item().unwrap(), bf16::from_f64(0.3125).to_f64());
@@ -126,7 +128,7 @@ fn logsumexp_neither_overflows_nor_makes_nan_of_infinities() {
 
 #[test]
 fn the_gradient_of_logsumexp_of_halves_sums_to_one() {
-    // The result rounded to bf16 would be off by up to 1/4 in the exponent.
+    // A backward pass from the result rounded to bf16 would have exponents that are wrong by up to 1/4.
     let data: Vec<bf16> = (0..64).map(|i| bf16::from_f32(50.0 + (i % 7) as f32)).collect();
     let x = Tensor::constant(from_vec(data, 64));
     let total: f64 = gradient(&x, |x| x.logsumexp(&[0], false)).iter().sum();

@@ -18,9 +18,9 @@ pub use cases::ENTRIES;
 
 static UPSAMPLE_NEAREST2D: OpInfo = OpInfo::cheap("upsample_nearest2d");
 
-/// The image in another size, each pixel a copy of the nearest one: `x (batch, height, width, channels)` →
-/// (batch, `size[0]`, `size[1]`, channels). Pixel i of n copies pixel ⌊i · (m / n)⌋ of m, computed in f32, as torch's
-/// `interpolate(mode="nearest")` does. Saves nothing.
+/// The image in another size, where each pixel is a copy of the nearest pixel of `x`: `x (batch, height, width,
+/// channels)` → (batch, `size[0]`, `size[1]`, channels). Pixel i of n copies pixel ⌊i · (m / n)⌋ of m, computed in f32,
+/// as torch's `interpolate(mode="nearest")` does. Saves nothing.
 ///
 /// # Errors
 /// [`Error::Shape`] if `x` does not have four dimensions, or has no pixels while the result has some, [`Error::DType`] if it is not floating

@@ -21,7 +21,7 @@ const OP: &str = "linear";
 const SUMS: usize = 24 << 20;
 /// The fewest rows of a product at a time, so that it fills a GPU.
 const FEWEST_ROWS: usize = 256;
-/// Side of the tiles of a transposition.
+/// The number of rows and of columns of the tiles of a transposition.
 const TILE: usize = 64;
 const BLOCK: u32 = 256;
 

@@ -1,13 +1,14 @@
 //! W8A8: linear layers over 8-bit codes. The other factor is rounded to codes of the same format, so that a GPU
 //! multiplies 8-bit numbers.
 //!
-//! Each row of the other factor, the input or the gradient of the result, gets one scale: its largest magnitude / 127
+//! Each row of the other factor (the input or the gradient of the result) gets one scale: its largest magnitude / 127
 //! (int8) or / 448 (e4m3), as in torchao's dynamic quantization of activations
 //! (`Int8DynamicActivationInt8WeightConfig`, `Float8DynamicActivationFloat8WeightConfig` by rows). With codes q and
 //! scales s:
 //!
 //! - y = s_x s_w (q_x q_wᵀ) + b,
-//! - dx = s_g (q_g q_w), where g = dy s_w is rounded, since the sum runs along the rows that the weight's scales belong to.
+//! - dx = s_g (q_g q_w), where q_g and s_g are those of g = dy s_w: the sum runs over the rows of the weight, which
+//!   have different scales.
 //!
 //! Sums of int8 are exact, sums of e4m3 are in f32; a result is rounded once. The gradient is that of the product of
 //! values: rounding passes it unchanged (a straight-through estimate).
@@ -25,15 +26,15 @@ use crate::cpu::pool::par_chunks_mut;
 use crate::product::uses_w8a8;
 use crate::raw::{Raw, from_vec, with_bytes};
 
-/// The sides of matrices and of their parts must be multiples of this number, as 8-bit products on tensor cores
-/// require.
+/// The numbers of rows and columns of matrices and of their parts must be multiples of this number, as 8-bit products
+/// on tensor cores require.
 const MULTIPLE: usize = 16;
 /// The most parts of a matrix.
 const MOST_PARTS: usize = 8;
 
 impl Quantized {
     /// Whether its products with a matrix of `dtype` multiply codes: if [`set_w8a8`](compute::set_w8a8) has enabled
-    /// this, all parts are int8 or all are fp8, and the sides are multiples of 16.
+    /// this, all parts are int8 or all are fp8, and the numbers of rows and columns are multiples of 16.
     fn multiplies_codes(&self, dtype: DType, rows: usize) -> bool {
         let format = self.format();
         uses_w8a8()
@@ -45,7 +46,7 @@ impl Quantized {
             && self.parts.iter().all(|part| part.scales.format() == format && part.rows.is_multiple_of(MULTIPLE))
     }
 
-    /// x Wᵀ + b over matrices, as a product of codes; `None` if values are to be multiplied.
+    /// x Wᵀ + b over matrices, as a product of codes; `None` if values are multiplied instead.
     pub(crate) fn product_of_codes(&self, x: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
         if !self.multiplies_codes(x.dtype(), x.dims()[0]) {
             return Ok(None);
@@ -53,7 +54,7 @@ impl Quantized {
         on_device!(x.device(), cuda => cuda::product(self, x, bias), cpu => self.product_on_cpu(x, bias).map(Some))
     }
 
-    /// g W over matrices, as a product of codes; `None` if values are to be multiplied.
+    /// g W over matrices, as a product of codes; `None` if values are multiplied instead.
     pub(crate) fn input_gradient_of_codes(&self, g: &Raw) -> Result<Option<Raw>> {
         if !self.multiplies_codes(g.dtype(), g.dims()[0]) {
             return Ok(None);

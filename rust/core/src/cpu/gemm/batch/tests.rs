@@ -1,3 +1,5 @@
+//! Tests of products of tensors against candle's products in f64: batches, strides, vectors, destinations, errors.
+
 use candle_core::{D, Device};
 
 use super::*;

@@ -109,7 +109,8 @@ struct Scratch<R> {
 impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
     fn run(&self) {
         let attention = self.scores.attention;
-        // Heads of keys, and the blocks of all queries that share one of them, head after head.
+        // `heads` counts the heads of keys. `blocks` counts the blocks of queries of all heads that share one head of
+        // keys, head after head.
         let (heads, keys) = (attention.heads() / attention.group, attention.keys());
         let blocks = attention.group * attention.queries().div_ceil(QUERIES);
         // With few heads, the blocks of a head are split into ranges. Each range sums its own part of the gradients of
@@ -169,8 +170,9 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
         }
     }
 
-    /// Writes the gradients of the queries of some blocks that share a head of keys, and adds their part of the
-    /// gradients of the head's keys and then values to `grads`.
+    /// Writes the gradients of the queries in some blocks that share a head of keys. Adds the contributions of these
+    /// queries to the gradients of the head's keys and values to `grads`: first those of the keys, then those of the
+    /// values.
     fn query_blocks(&self, key_head: usize, blocks: Range<usize>, scratch: &mut Scratch<T::Acc>, grads: &mut [T::Acc]) {
         let attention = self.scores.attention;
         let [width, value_width] = self.widths;
@@ -220,8 +222,9 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
         }
     }
 
-    /// Turns gradients of probabilities into gradients of scores: p (dp - Σ o do). The derivative of softmax has Σ p dp
-    /// over the keys; Σ o do over the width of the values equals it.
+    /// Turns the gradients dp of the probabilities p into gradients of the scores: p (dp - Σ o do), where o is the
+    /// result and do its gradient. The derivative of softmax has Σ p dp over the keys, which equals Σ o do over the
+    /// width of the values.
     fn score_gradients(&self, head: usize, queries: &Range<usize>, p: &[T::Acc], ds: &mut [T::Acc]) {
         let wide = p.len() / queries.len();
         dispatch(

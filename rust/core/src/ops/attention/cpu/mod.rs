@@ -21,7 +21,7 @@ pub(super) use forward::forward;
 const QUERIES: usize = 128;
 /// Keys in a block. The scores of a block stay in the second-level cache.
 const KEYS: usize = 256;
-/// Multiplications worth a task of their own.
+/// The least number of multiplications that are worth a task of their own.
 const TASK: usize = 1 << 19;
 
 /// The shape and the settings of one attention.
@@ -161,8 +161,8 @@ fn add_mask<R: Real>(mask: &[R], keys: &Range<usize>, scores: &mut [R]) {
     }
 }
 
-/// The number to subtract from scores: `x`, their maximum or log-sum, or zero if `x` is negative infinity because no
-/// key is seen.
+/// The number to subtract from scores. It is `x`, the maximum or log-sum of the scores, or zero if `x` is negative
+/// infinity because no key is seen.
 #[inline(always)]
 fn finite_or_zero<R: Real>(x: R) -> R {
     if x == R::NEG_INFINITY { R::ZERO } else { x }

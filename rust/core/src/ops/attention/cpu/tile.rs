@@ -39,7 +39,7 @@ impl<'a, T: Elem> Matrices<'a, T> {
         MatRef::new(&self.data[start..], [rows.len(), self.columns], self.strides)
     }
 
-    /// The elements of a row, which are consecutive; one element if the row repeats it.
+    /// The elements of a row, which are consecutive; one element if the row repeats this element.
     pub fn row(&self, head: usize, row: usize) -> &'a [T] {
         let start = self.offsets[head] + row * self.strides[0];
         let len = if self.strides[1] == 0 { 1 } else { self.columns };

@@ -25,9 +25,9 @@ pub(in crate::ops::attention) const FEWEST: u32 = 256;
 pub(in crate::ops::attention) const KEYS: u32 = 128;
 /// Rows of results that are stored at once.
 pub(in crate::ops::attention) const STORED: u32 = 64;
-/// How many steps the sum of split items costs.
+/// The cost of adding up the parts of split items, in steps of the kernel.
 const SPLIT_COST: u64 = 5;
-/// Threads in a block of the kernels other than those of the two passes.
+/// Threads in a block of all kernels but those of the forward and of the backward pass.
 pub(in crate::ops::attention) const THREADS: u32 = 256;
 
 /// The constants of the kernels of one width: tiles, threads and shared memory.
@@ -74,7 +74,7 @@ impl Width {
 }
 
 /// Distributes `items` of `steps` steps each over `blocks` blocks: the items that would leave blocks idle at the end
-/// are split if that saves more than it costs.
+/// are split if splitting saves more time than it costs.
 fn schedule(blocks: u32, items: u32, steps: u32) -> Schedule {
     let whole = items / blocks * blocks;
     let rounds = u64::from(items.div_ceil(blocks)) * u64::from(steps);
@@ -113,7 +113,7 @@ pub(in crate::ops::attention) fn map(
     encoder.strided(heads.address, shape, &distances, [64, at_once, 1, 1])
 }
 
-/// Where a backward kernel writes the gradient of keys or values, which it does whether the gradient is wanted or not.
+/// Where a backward kernel writes the gradient of keys or values. The kernel writes it even if it is not wanted.
 pub(in crate::ops::attention) fn key_place(
     op: &'static str,
     gpu: &Gpu,
@@ -124,7 +124,8 @@ pub(in crate::ops::attention) fn key_place(
     wanted.map_or_else(|| Heads::new(op, &empty_like(op, gpu, &like.raw, width)?), |wanted| Ok(wanted.clone()))
 }
 
-/// The maps of a backward pass over tiles of `queries` queries; `sizes` are those of queries and those of keys.
+/// The maps of a backward pass over tiles of `queries` queries; `sizes` are the sizes of the queries and the sizes of
+/// the keys.
 pub(in crate::ops::attention) fn backward_maps(
     encoder: &Encoder,
     [q, k, v, grad]: [&Heads; 4],
@@ -145,7 +146,8 @@ pub(in crate::ops::attention) fn backward_maps(
 }
 
 impl Attention<'_> {
-    /// The constants for operands that the general tensor-core kernels take, if these kernels take them too.
+    /// The constants for operands that the general tensor-core kernels support, if the kernels of this file support
+    /// them too.
     fn hopper_form(
         &self,
         gpu: &Gpu,
@@ -164,7 +166,7 @@ impl Attention<'_> {
         fits.then(|| form.hopper())
     }
 
-    /// The result and the logarithms of the sums; false if only the general kernels take the operands.
+    /// Computes the result and the logarithms of the sums; false if only the general kernels support the operands.
     pub(super) fn hopper_forward(
         &self,
         gpu: &Gpu,
@@ -203,7 +205,8 @@ impl Attention<'_> {
         Ok(true)
     }
 
-    /// The gradients of q, k and v for which there is a place; false if only the general kernels take the operands.
+    /// Writes the gradients of q, k and v for which there is a destination; false if only the general kernels support
+    /// the operands.
     pub(super) fn hopper_backward(
         &self,
         gpu: &Gpu,
@@ -269,7 +272,7 @@ impl Attention<'_> {
             shape: *sizes,
             schedule,
         };
-        // SAFETY: as above; what is not wanted is null.
+        // SAFETY: as above; gradients that are not wanted are null.
         unsafe { gpu.function(form.finish, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         Ok(true)
     }
@@ -282,9 +285,9 @@ mod tests {
     #[test]
     fn items_are_split_where_that_saves_more_than_it_costs() {
         let whole = |items, steps| schedule(132, items, steps).whole;
-        // All blocks have as much to do.
+        // All blocks have the same number of items.
         assert_eq!(whole(264, 36), 264);
-        // A few items would keep most blocks waiting.
+        // A few items at the end would leave most blocks idle.
         assert_eq!(whole(1330, 35), 1320);
         assert_eq!(whole(20, 32), 0);
         // The sum would cost more than the wait.

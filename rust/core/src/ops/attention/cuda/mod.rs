@@ -154,7 +154,7 @@ impl Attention<'_> {
         Ok((Mask { numbers: address(self.op, &mask)?, batch, head, query: row, key }, Some(mask)))
     }
 
-    /// The width of the tensor-core kernels that take these operands, if any do.
+    /// The width of the tensor-core kernels that support these operands; `None` if none does.
     pub(super) fn tensor_cores(
         &self,
         sizes: &AttentionShape,
@@ -264,7 +264,8 @@ impl Attention<'_> {
         let heads = sizes.batch * sizes.heads;
         let wanted = grads.map(|grad| grad.is_some());
         if heads == 0 || sizes.queries == 0 || sizes.keys == 0 {
-            // Without queries the gradients of keys and values are zero, and without keys that of queries.
+            // Without queries the gradients of keys and values are zero, and without keys the gradient of the queries
+            // is zero.
             for grad in grads.into_iter().flatten() {
                 fill(grad, 0.0)?;
             }
@@ -322,7 +323,7 @@ impl Attention<'_> {
                 dv_strides,
                 shape: sizes,
             };
-            // SAFETY: as above; what is not wanted is null.
+            // SAFETY: as above; gradients that are not wanted are null.
             unsafe { function.launch(op, gpu, shape, arguments) }?;
             if parts > 1 && others {
                 let parts = [dk_parts.as_ref(), dv_parts.as_ref()];
@@ -404,11 +405,13 @@ impl Attention<'_> {
             dv_strides,
             shape: *sizes,
         };
-        // SAFETY: the strides stay inside of the tensors, which are of these sizes; what is not wanted is null.
+        // SAFETY: the strides stay inside of the tensors, which are of these sizes; gradients that are not wanted are
+        // null.
         unsafe { gpu.function(&ATTENTION_SUM_PARTS, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }
     }
 
-    /// The number of ranges of queries that the gradients of few keys are split into to fill the device.
+    /// The number of ranges into which the queries are split. With few keys, the gradients of the keys are summed in
+    /// parts, one part per range, to fill the device.
     fn parts(&self, sizes: &AttentionShape) -> u32 {
         const BLOCKS: u32 = 396;
         let blocks = sizes.keys.div_ceil(64) * sizes.batch * sizes.heads;
@@ -416,7 +419,7 @@ impl Attention<'_> {
     }
 }
 
-/// The place of a gradient; an error if its strides would need a copy.
+/// The destination of a gradient, as matrices of heads; an error if its strides would require a copy.
 fn result_heads(op: &'static str, grad: Option<&Raw>) -> Result<Option<Heads>> {
     let Some(grad) = grad else { return Ok(None) };
     let heads = Heads::new(op, grad)?;
@@ -429,7 +432,7 @@ fn result_heads(op: &'static str, grad: Option<&Raw>) -> Result<Option<Heads>> {
     Ok(Some(heads))
 }
 
-/// The widest head of a form on tensor cores.
+/// The widest head that a tensor-core kernel supports.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Width {
     W64,

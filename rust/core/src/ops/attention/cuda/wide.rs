@@ -34,7 +34,7 @@ impl Attention<'_> {
         let numbers = accumulator(dtype);
         let function = gpu.function(&LOGSUMEXP_FORWARD, suffix(op, numbers)?)?;
         let sums = output(op, log_sums)?;
-        // Taken as one row, the parts of v come out one below the other.
+        // `pairs` takes all of v as one row, so the three parts of its result are matrices one below the other.
         let in_pairs = uses_pairs(dtype) && keys.is_multiple_of(8) && v.dims()[rank - 1] <= MOST_VALUES / keys;
         for head in 0..heads {
             let [q, k, v, o] =

@@ -1,10 +1,11 @@
-//! Causal attention inside the segments of a packed row: several sequences one after another, of which none sees another (Krell et al.
-//! 2021, arXiv:2107.02027). Heads of queries may share heads of keys and values (Ainslie et al. 2023, arXiv:2305.13245), and a window may
-//! limit how far back a query sees (Beltagy et al. 2020, arXiv:2004.05150).
+//! Causal attention inside the segments of a packed row: several sequences one after another, whose queries see only
+//! keys of their own sequence (Krell et al. 2021, arXiv:2107.02027). Heads of queries may share heads of keys and
+//! values (Ainslie et al. 2023, arXiv:2305.13245), and a window may limit how far back a query sees (Beltagy et al.
+//! 2020, arXiv:2004.05150).
 //!
 //! The bounds of the segments are turned into spans once, in memory of the device: for each position the first key that
-//! its query sees, and the end of the queries that see its key. The kernels read spans alone and know neither segments
-//! nor windows. So the host never waits for the bounds, and a CUDA graph can be replayed with other bounds.
+//! its query sees, and the end of the queries that see its key. The kernels read only the spans, not the bounds or the
+//! window. So the host never waits for the bounds, and a CUDA graph can be replayed with other bounds.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -22,19 +23,20 @@ pub(super) static VARLEN: OpInfo = OpInfo::expensive("varlen_attention");
 /// softmax(scale · q kᵀ) v inside each segment of a packed row: `q (N, heads, D)`, `k (N, key heads, D)`, `v (N, key heads, D)` →
 /// `(N, heads, D)`. A query sees the keys of its segment up to its own position.
 ///
-/// `cu_seqlens (M + 1)`, i64 or u32 on the device of q, are the bounds of M segments: the first is 0, they ascend, and
-/// segment i is the rows from bound i to below bound i + 1. Bounds may repeat, so that a buffer of fixed size can have
-/// fewer segments. Rows from the last bound on belong to no segment: their results and gradients are zero. With
-/// `window` w a query at position i of its row sees only the keys above i - w, at most w keys with its own. Head h of q
-/// sees head h / (heads / key heads) of k and v. `scale` is 1/√D unless given. Scores are in f32 (f64 for f64).
+/// `cu_seqlens (M + 1)`, i64 or u32 on the device of q, are the bounds of M segments: the first bound is 0, the bounds
+/// ascend, and segment i has the rows from bound i up to, but without, bound i + 1. Bounds may repeat, so that a buffer
+/// of fixed size can hold the bounds of fewer segments. Rows from the last bound on belong to no segment: their results
+/// and gradients are zero. With `window` w a query at position i of its row sees only keys at positions above i - w: at
+/// most w keys, including its own. Head h of q sees head h / (heads / key heads) of k and v. `scale` is 1/√D unless
+/// given. Scores are in f32 (f64 for f64).
 ///
 /// Saves q, k, v, the result, one number per query and head, and two numbers per position. On CUDA the host does not
 /// wait for the bounds.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the window is 0 or the scale
-/// not finite, [`Error::Index`] naming a bound that is out of order or range. On CUDA the results are undefined in that
-/// last case, and the error is returned by the next read of a value or wait for the device.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the window
+/// is 0 or the scale not finite, [`Error::Index`] naming a bound that is out of order or range. On CUDA, such a bound
+/// makes the results undefined, and the next function that reads a value or waits for the device returns the error.
 pub fn varlen_attention(
     q: &Tensor,
     k: &Tensor,
@@ -216,8 +218,9 @@ pub(super) fn scale_of(op: &'static str, width: usize, scale: Option<f64>) -> Re
     Err(Error::argument(op, format!("the scale is {scale}, expected a finite number")))
 }
 
-/// The spans (2, rows) of a row of segments, u32: for each position the first key that its query sees, then the end of the queries that
-/// see its key. For a query outside of the segments the first key is the one after its position: it sees none.
+/// The spans (2, rows) of a row of segments, u32: for each position the first key that its query sees, then the end of
+/// the queries that see its key. For a query outside of the segments the first key is the key after its position, so
+/// the query sees no key.
 pub(super) fn spans(cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
     on_device!(
         cu_seqlens.device(),

@@ -10,7 +10,7 @@ use crate::ops::rows::rows_per_block;
 /// Number of channels whose weight gradients one thread sums at a time.
 const CHANNELS: usize = 128;
 
-/// The position of the source that a position of the target reads, unless it is padding.
+/// The position of the source that a position of the target reads; `None` in the padding.
 fn met(axis: &Axis, position: usize, offset: isize) -> Option<usize> {
     usize::try_from((position * axis.step) as isize + offset).ok().filter(|&met| met < axis.source)
 }
@@ -75,7 +75,7 @@ pub(super) fn grad_weight<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> 
     let mut result = vec![T::Acc::ZERO; channels * places];
     let shared = SharedMut::new(&mut result);
     par_ranges(channels, CHANNELS, |range| {
-        // The sums are stored by place, so that vectors run along the channels.
+        // The sums are stored by place (position) of the kernel, so that vectors run along the channels.
         let mut sums = vec![T::Acc::ZERO; places * range.len()];
         for (at, pixel) in grad.chunks_exact(channels).enumerate() {
             let (image, line, column) =

@@ -28,8 +28,8 @@ pub(in crate::ops::conv) struct Axis {
     pub source: usize,
     /// Positions of the source from one position of the target to the next.
     pub step: usize,
-    /// The places of the kernel by rising offset: at a place, position `i` reads position `i · step + offset` of the
-    /// source.
+    /// The places (positions) of the kernel in the order of rising offsets: at a place, position i reads position i ·
+    /// step + offset of the source.
     pub places: SmallVec<[(usize, isize); 8]>,
 }
 
@@ -59,8 +59,8 @@ impl Axis {
         (count - 1) * self.copy_step() + self.span() + 1
     }
 
-    /// For a copy for `range` of the target: the range of the copy's positions that are inside the source, and the
-    /// position in the source of the copy's first position, which may be outside.
+    /// For the copy that `range` of the target reads: the range of the copy's positions that are inside the source, and
+    /// the position in the source of the copy's first position. The latter may be outside of the source.
     fn inside(&self, range: &Range<usize>) -> (Range<usize>, isize) {
         let (jump, first) = (self.jump() as isize, (range.start * self.step) as isize + self.origin());
         let until = |position: isize| ((position - first).max(0) as usize).div_ceil(jump as usize);
@@ -87,7 +87,8 @@ pub(in crate::ops::conv) struct Rect {
     pub columns: Range<usize>,
 }
 
-/// Splits the positions of a phase into parts whose copies of `channels` stay in the cache. Depends on sizes only.
+/// Splits the target positions of a phase (see [`Stencil`](super::stencil::Stencil)) into parts whose copies, with
+/// `channels` channels, stay in the cache. Depends on sizes only.
 pub(in crate::ops::conv) fn rects(axes: &[Axis; 2], channels: usize) -> Vec<Rect> {
     let [lines, columns] = axes;
     if lines.count == 0 || columns.count == 0 {

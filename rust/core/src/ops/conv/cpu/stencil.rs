@@ -72,8 +72,8 @@ impl Stencil {
         }
     }
 
-    /// From the gradient of the result to that of the image: pixel i meets result o at place k if
-    /// o · stride = i + padding - k · dilation. Pixels use the same places if they are a multiple of the stride apart.
+    /// From the gradient of the result to the gradient of the image: pixel i meets result o at place k if o · stride =
+    /// i + padding - k · dilation. Pixels use the same places if they are a multiple of the stride apart.
     pub fn transposed(geometry: &Geometry) -> Self {
         let options = &geometry.options;
         let axis = |i: usize, first: usize| {
@@ -241,7 +241,8 @@ impl Phase<'_> {
     }
 }
 
-/// The number of parts, at most `most`, that each of `tasks` is split into, so that all threads have work to the end.
+/// The number of parts, at most `most`, that each of `tasks` is split into, so that all threads have work until the
+/// end.
 pub(super) fn splits(tasks: usize, most: usize) -> usize {
     let threads = num_threads();
     if tasks >= 4 * threads || tasks.is_multiple_of(threads) {

@@ -18,18 +18,18 @@ use crate::{Error, Raw, Result};
 
 /// Threads of a block: two groups of 128 multiply, one copies.
 const THREADS: u32 = 384;
-/// The most parts of a sum: more gain nothing.
+/// The most parts of a sum: more parts make it no faster.
 const MOST_SPLITS: usize = 32;
-/// Bytes that the kernel that sums the parts moves in a microsecond.
+/// Bytes per microsecond that the kernel for the sum of the parts reads and writes.
 const SUM_RATE: f64 = 3e6;
 
-/// The tiles that the forward pass and the gradient of the input have kernels for.
+/// A tile for which there are kernels of the forward pass and of the gradient of the input.
 struct Tile {
     rows: usize,
     columns: usize,
     /// Microseconds of a step.
     cost: f64,
-    /// A kernel, and the shared memory that it asks for.
+    /// A kernel, and the bytes of shared memory that it needs.
     forward: (&'static Kernel<Forward>, u32),
     grad_input: (&'static Kernel<GradInput>, u32),
 }

@@ -1,6 +1,6 @@
 //! Convolution of channels-last images. It runs on tensor cores for f16 and bf16 where the channels allow it, and in
-//! the forward pass for f32 where products are to be [in pairs](crate::compute::with_bf16_pairs); otherwise on plain
-//! kernels.
+//! the forward pass for f32 where products are computed [in pairs](crate::compute::with_bf16_pairs) of bf16 numbers;
+//! otherwise on plain kernels.
 
 mod hopper;
 pub mod pairs;
@@ -42,8 +42,8 @@ struct Sizes {
     pub groups: u32,
 }
 
-/// The number of blocks that fills a large GPU; sums are split where there are fewer. It is the same on every GPU, so
-/// that results are the same too.
+/// The number of blocks that fills a large GPU; sums are split if a launch would have fewer. It is the same on every
+/// GPU, so that results are the same too.
 const BLOCKS: usize = 132;
 /// The largest grid in its second and third dimension.
 const MOST: u32 = 65_535;
@@ -77,7 +77,7 @@ impl Sizes {
         })
     }
 
-    /// The sizes as the kernels take them.
+    /// The sizes as an argument of the kernels.
     const fn shape(&self) -> Conv2dShape {
         Conv2dShape {
             batch: self.batch,
@@ -132,7 +132,7 @@ impl Sizes {
         self.groups > 1 && self.group_channels().iter().any(|&channels| channels < 8)
     }
 
-    /// Whether the tensor-core kernels take the operands; they need `channels` in multiples of `multiple`.
+    /// Whether the tensor-core kernels support the operands; `channels` must be multiples of `multiple`.
     fn fits(&self, dtype: DType, channels: &[u32], multiple: u32, addresses: &[Address]) -> bool {
         matches!(dtype, DType::F16 | DType::BF16)
             && self.groups == 1
@@ -161,7 +161,7 @@ fn sum_parts(
     let count = y.elem_count();
     let shape = Shape { grid: [count.div_ceil(1024).clamp(1, 1 << 20) as u32, 1, 1], block: [256, 1, 1], shared: 0 };
     let (y, partials) = (output(op, y)?, input(op, partials)?);
-    // SAFETY: each part is as long as the result, of which a row has as many columns as the bias.
+    // SAFETY: each part is as long as the result, whose rows have as many columns as the bias.
     unsafe { function.launch(op, gpu, shape, Conv2dSum { y, partials, bias, count: count as u64, columns, splits }) }
 }
 
@@ -182,7 +182,7 @@ struct Places {
     sums_bias: Const,
 }
 
-/// The tensors that take the sums of a forward pass on tensor cores.
+/// The tensors for the sums of a forward pass on tensor cores.
 struct Sums<'a> {
     y: &'a Raw,
     /// The parts of sums that are split.
@@ -294,7 +294,7 @@ fn run(op: &'static str, sizes: Sizes, dims: [usize; 4], [x, weight]: [&Raw; 2],
     Ok(y)
 }
 
-/// Runs the forward pass on tensor cores; returns false if they cannot take the operands.
+/// Runs the forward pass on tensor cores; returns false if they do not support the operands.
 fn on_tensor_cores(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands: Operands) -> Result<bool> {
     if hopper::forward(op, gpu, sizes, y, operands)? {
         return Ok(true);

@@ -14,12 +14,13 @@ const PARTS: usize = 3;
 /// Channels that a thread takes at a time.
 const GROUP: usize = 8;
 
-/// The kernels for the two factors: `LEFT` stores the parts hi hi lo, `RIGHT` hi lo hi.
+/// The kernels for the two factors, which split a number into hi + lo: `LEFT` stores the parts hi hi lo, `RIGHT` hi lo
+/// hi.
 pub(in crate::ops) const LEFT: &Kernel<PairsLeft> = &PAIRS_LEFT;
 pub(in crate::ops) const RIGHT: &Kernel<PairsLeft> = &PAIRS_RIGHT;
 
-/// The parts of a dense f32 operand with rows of `channels` numbers, by the kernel `side`: (rows, 3 · channels), where
-/// channels are rounded up to a multiple of 8.
+/// The parts of a dense f32 operand with rows of `channels` numbers, as the kernel `side` stores them: (rows, 3 ·
+/// channels), where channels are rounded up to a multiple of 8.
 pub(in crate::ops) fn pairs(op: &'static str, side: &Kernel<PairsLeft>, from: &Raw, channels: usize) -> Result<Raw> {
     let gpu = Gpu::of(op, from)?;
     let (rows, padded) = (from.elem_count() / channels.max(1), channels.next_multiple_of(GROUP));
@@ -39,7 +40,7 @@ pub(in crate::ops) fn pairs(op: &'static str, side: &Kernel<PairsLeft>, from: &R
     Ok(to)
 }
 
-/// Image and weight in parts, and the sizes of their convolution; `None` if tensor cores do not take it.
+/// Image and weight in parts, and the sizes of their convolution; `None` if tensor cores do not support it.
 pub(super) fn operands(op: &'static str, sizes: Sizes, [x, weight]: [&Raw; 2]) -> Result<Option<(Sizes, [Raw; 2])>> {
     let channels = sizes.channels as usize;
     let split = Sizes { channels: count32(op, PARTS * channels.next_multiple_of(GROUP))?, ..sizes };
@@ -50,7 +51,7 @@ pub(super) fn operands(op: &'static str, sizes: Sizes, [x, weight]: [&Raw; 2]) -
 }
 
 /// y (rows, n) = x (rows, k) times the transpose of `weight` (n, k), plus `bias` (n) in each row, as a convolution of
-/// one line of pixels; `None` unless products are to be [in pairs](crate::compute::with_bf16_pairs).
+/// one line of pixels; `None` unless products are computed [in pairs](crate::compute::with_bf16_pairs).
 pub fn linear(op: &'static str, x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
     let (&[rows, inner], &[out, _]) = (x.dims(), weight.dims()) else {
         return Err(Error::shape(

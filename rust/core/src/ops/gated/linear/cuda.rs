@@ -15,7 +15,7 @@ const BLOCK: usize = 256;
 const WARP: usize = 32;
 const ROWS: usize = 128;
 
-/// Whether the kernels take these products, which belong to one or both halves of 2 `width` columns.
+/// Whether the kernels support these products, which belong to one or both halves of 2 `width` columns.
 pub fn takes<'a>(dtype: DType, width: usize, products: impl Iterator<Item = LastProduct<&'a Raw>>) -> bool {
     let mut rank = None;
     let mut count = 0;
@@ -31,7 +31,7 @@ pub fn takes<'a>(dtype: DType, width: usize, products: impl Iterator<Item = Last
     fits && count > 0 && matches!(dtype, DType::F16 | DType::BF16) && width.is_multiple_of(WARP)
 }
 
-/// The unit, (rows, n), of the sum of y (rows, 2 n) and the late products.
+/// The unit, (rows, n), of the sum of y (rows, 2 n) and the late products (see [`Late`]).
 pub fn forward(y: &Raw, late: &Late<Raw>) -> Result<Raw> {
     let op = SWIGLU_LINEAR_GROUP.name;
     let (gpu, rows, columns) = (Gpu::of(op, y)?, y.dims()[0], y.dims()[1]);

@@ -1,5 +1,5 @@
-//! Gated units of adapted linear maps. On CUDA the kernel of the unit computes the maps' second low-rank products while it reads its
-//! input, which saves a pass over this input.
+//! Gated units of adapted linear maps. On CUDA the kernel of the unit computes the maps' second low-rank products while
+//! it reads its input, so the input need not be read and written once more.
 
 #[cfg(feature = "cuda")]
 mod cuda;

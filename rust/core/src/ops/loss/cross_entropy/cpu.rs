@@ -110,7 +110,7 @@ fn row_losses<T: Elem>(x: &Rows<'_, T>, targets: &Targets, smoothing: f64) -> Ve
             let x = x.get(row);
             let (lse, sum) = row_statistics(x);
             let loss = lse - T::Acc::from_f64(1.0 - smoothing) * x[class].to_acc();
-            // Without smoothing an infinite logit elsewhere must not make 0 · ∞.
+            // Without smoothing `share` is 0, and its product with the sum would be NaN if another logit is infinite.
             *result = (if smoothing > 0.0 { loss - share * sum } else { loss }, lse);
         }
     });

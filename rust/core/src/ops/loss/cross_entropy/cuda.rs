@@ -81,8 +81,8 @@ pub(in crate::ops::loss) struct Targets {
 }
 
 impl Targets {
-    /// The host reads nothing: a kernel records a target that is out of range on the device's board, and its loss is
-    /// NaN.
+    /// The host does not read the ids. If a target is out of range, a kernel records it on the device's board of
+    /// counters, and the loss of its row is NaN.
     pub(in crate::ops::loss) fn new(op: &'static str, ids: &Raw, ignore_index: i64) -> Result<Self> {
         id_bytes(op, ids)?;
         Ok(Self { ids: contiguous(ids)?, ignore_index })
@@ -131,7 +131,7 @@ pub(in crate::ops::loss) fn losses(
     Ok((losses, lse))
 }
 
-/// The sum of the losses of rows, or the mean of those that have a target, in `dtype`; and the divisor of the sum.
+/// The sum of the rows' losses, or their mean over the rows that have a target, in `dtype`; and the divisor of the sum.
 fn total(op: &'static str, losses: &Raw, targets: &Targets, mean: bool, dtype: DType) -> Result<(Raw, Raw)> {
     let gpu = Gpu::of(op, losses)?;
     let result = empty(op, gpu, &[], dtype)?;

@@ -23,15 +23,15 @@ pub const IGNORE_INDEX: i64 = -100;
 /// The cross-entropy of `logits (..., classes)` and the class ids `targets (...)`, i64 or u32, as torch's `cross_entropy` but
 /// with the classes in the last dimension.
 ///
-/// Rows whose target is `ignore_index` (usually [`IGNORE_INDEX`]) have loss 0 and no gradient, and the mean is over the
-/// others: NaN if there is none. `label_smoothing`, from 0 to 1, is the share of each target that is spread evenly over all
-/// classes. With [`Reduction::None`] the result has the shape of `targets`, otherwise it is a number.
+/// Rows whose target is `ignore_index` (usually [`IGNORE_INDEX`]) have loss 0 and no gradient. The mean is over the
+/// other rows; it is NaN if there are none. `label_smoothing`, from 0 to 1, is the share of each target that is spread
+/// evenly over all classes. With [`Reduction::None`] the result has the shape of `targets`, otherwise it is a number.
 ///
 /// # Errors
-/// [`Error::Shape`] if `targets` does not have the shape of `logits` without its last dimension, [`Error::Index`] naming a target
-/// that is out of range, [`Error::DType`] if the logits are not floating point or the targets not i64 or u32,
-/// [`Error::Argument`] if `label_smoothing` is out of range. On CUDA a target out of range makes the loss NaN, and the
-/// error is returned by the next read of a value or wait for the device.
+/// [`Error::Shape`] if `targets` does not have the shape of `logits` without its last dimension, [`Error::Index`]
+/// naming a target that is out of range, [`Error::DType`] if the logits are not floating point or the targets not i64
+/// or u32, [`Error::Argument`] if `label_smoothing` is out of range. On CUDA a target out of range makes the loss NaN,
+/// and the next function that reads a value or waits for the device returns the error.
 pub fn cross_entropy(
     logits: &Tensor,
     targets: &Tensor,

@@ -64,7 +64,7 @@ impl Labelled {
     }
 }
 
-/// The logarithm of the probability of each target; 0 where there is none.
+/// The logarithm of the probability of each row's target; 0 for a row without a target.
 pub(super) fn log_probs(op: &'static str, head: &Head<'_>, targets: &Tensor) -> Result<Raw> {
     let labelled = Labelled::new(op, head, targets)?;
     let mut values = vec![0.0; head.h.dims()[0]];

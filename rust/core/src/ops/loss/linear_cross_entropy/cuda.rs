@@ -1,5 +1,5 @@
-//! The CUDA form: cuBLAS and `kernels/cross_entropy.cu`. The host does not read the targets, so rows without one are
-//! computed too.
+//! The CUDA form: cuBLAS and `kernels/cross_entropy.cu`. The host does not read the targets, so rows without a target
+//! are computed too.
 
 use super::super::IGNORE_INDEX;
 use super::super::cross_entropy::cuda::{Targets, Turn, losses, turn};
@@ -19,7 +19,7 @@ pub(super) fn sum(head: &Head<'_>, targets: &Tensor, weights: Option<&Raw>) -> R
     Ok((compute::sum(&weighted, &[0], false)?, gradients))
 }
 
-/// The logarithm of the probability of each target; 0 where there is none.
+/// The logarithm of the probability of each row's target; 0 for a row without a target.
 pub(super) fn log_probs(op: &'static str, head: &Head<'_>, targets: &Tensor) -> Result<Raw> {
     let (parts, _) = run(op, head, targets, None, false)?;
     let losses = joined(head, &parts)?;
@@ -39,7 +39,8 @@ pub(super) fn log_probs_backward(
     Ok(run(op, head, targets, Some(&scales), true)?.1)
 }
 
-/// The losses of each chunk, and the gradients of their sum, weighted by `scales (N)` if given.
+/// The losses of each chunk, and the gradients of the sum of all losses, each weighted by its element of `scales (N)`
+/// if given.
 fn run(
     op: &'static str,
     head: &Head<'_>,

@@ -27,22 +27,23 @@ pub use log_probs::linear_log_probs;
 pub(super) static LINEAR_CROSS_ENTROPY: OpInfo = OpInfo::cheap("linear_cross_entropy");
 const OP: &str = LINEAR_CROSS_ENTROPY.name;
 
-/// Bytes of logits at a time on a GPU: enough to keep it busy and to read the weight only a few times.
+/// Bytes of logits at a time on a GPU: enough to keep the GPU busy and to read the weight only a few times.
 const CHUNK_BYTES: usize = 256 << 20;
 /// Bytes of logits at a time on the CPU.
 const CPU_CHUNK_BYTES: usize = 16 << 20;
 
-/// Σ wᵢ · cross-entropy(h Wᵀ, targets)ᵢ: states `h (N, D)`, `weight (V, D)`, class ids `targets (N)`, i64 or u32, and for each row its
-/// `weights (N)`, f32, which are 1 unless given and get no gradient → a number in f32 (f64 for f64).
+/// Σ wᵢ · cross-entropy(h Wᵀ, targets)ᵢ → a number in f32 (f64 for f64), for states `h (N, D)`, W = `weight (V, D)` and
+/// class ids `targets (N)`, i64 or u32. The factors w of the rows are `weights (N)`, f32; they are 1 unless given and
+/// get no gradient.
 ///
 /// Rows whose target is [`IGNORE_INDEX`](super::IGNORE_INDEX) count as 0. Sums are in f32. Logits are in the dtype of
 /// `h`, and only a chunk of bounded size exists at a time. Gradients are computed in the forward pass, for operands
 /// that need one. A quantized weight is dequantized some rows at a time.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Index`] naming a target that is out of
-/// range, [`Error::NoBackward`] if `weights` needs a gradient. On CUDA a target out of range makes the result NaN, and
-/// the error is returned by the next read of a value or wait for the device.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Index`] naming a target
+/// that is out of range, [`Error::NoBackward`] if `weights` needs a gradient. On CUDA a target out of range makes the
+/// result NaN, and the next function that reads a value or waits for the device returns the error.
 pub fn linear_cross_entropy<'a>(
     h: &Tensor,
     weight: impl Into<WeightRef<'a>>,
@@ -107,7 +108,7 @@ impl Backward for LinearCrossEntropyBackward {
     }
 }
 
-/// The operands on the tape; a quantized weight is not a tensor.
+/// The operands on the tape. A quantized weight is not a tensor, so it is not one of them.
 fn inputs<'a>(h: &'a Tensor, weight: WeightRef<'a>) -> SmallVec<[&'a Tensor; 2]> {
     std::iter::once(h).chain(weight.tensor()).collect()
 }
@@ -175,8 +176,9 @@ struct Head<'a> {
 }
 
 impl Head<'_> {
-    /// Call `turn` with the logits of each chunk and its range of rows; `turn` returns a result and, if gradients are wanted, the
-    /// gradient of the logits. Returns all results and the gradients of states and weight, the latter in f32 (f64 for f64).
+    /// Call `turn` with the logits of each chunk and its range of rows; `turn` returns a result and, if gradients are
+    /// wanted, the gradient of the logits. Returns all results, the gradient of the states, and the gradient of the
+    /// weight in f32 (f64 for f64).
     fn run<R>(
         &self,
         mut turn: impl FnMut(Raw, Range<usize>) -> Result<(R, Option<Raw>)>,
@@ -220,7 +222,7 @@ fn chunk_rows(h: &Tensor, weight: WeightRef<'_>) -> usize {
     let row = weight.dims().first().map_or(1, |classes| classes * h.dtype().size_in_bytes());
     let bytes = if h.device().is_cpu() { CPU_CHUNK_BYTES } else { CHUNK_BYTES };
     let rows = (bytes / row.max(1)).max(1);
-    // Whole tiles of the products.
+    // A number of rows that fills whole tiles of the products.
     if rows > 128 { rows / 128 * 128 } else { rows }
 }
 

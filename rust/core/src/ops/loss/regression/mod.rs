@@ -29,7 +29,7 @@ trait Distance: Copy + Send + Sync + 'static {
     const VALUE: &'static str;
     const SLOPE: &'static str;
 
-    /// The distance at which the loss changes its form, for losses that do.
+    /// The distance at which the loss changes its form, for losses with two forms.
     fn threshold(&self) -> f64 {
         0.0
     }
@@ -155,7 +155,8 @@ impl<F: Distance> Binary for Value<F> {
     }
 }
 
-/// The gradient of the first of each pair, from (gradient of the loss, first, second), times a factor.
+/// The gradient of the first element of each pair times a factor, from (gradient of the loss, first element, second
+/// element).
 #[derive(Clone, Copy)]
 struct Slope<F> {
     function: F,
@@ -279,7 +280,7 @@ fn distance(
 /// The squared distance of `input` and `target`, of the same shape.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the tensors do not agree.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the shapes, dtypes or devices of the tensors differ.
 pub fn mse_loss(input: &Tensor, target: &Tensor, reduction: Reduction) -> Result<Tensor> {
     distance(&MSE, input, target, reduction, Square)
 }
@@ -293,8 +294,8 @@ pub fn l1_loss(input: &Tensor, target: &Tensor, reduction: Reduction) -> Result<
 }
 
 /// The loss of Huber (1964, "Robust estimation of a location parameter") for `input` and `target` of the same shape:
-/// d²/2 up to the distance `delta`, `delta` (|d| - `delta`/2) beyond. Like torch's `huber_loss`, it is not divided by
-/// `delta`.
+/// with d = input - target, d²/2 up to |d| = `delta`, and `delta` (|d| - `delta`/2) beyond. Like torch's `huber_loss`,
+/// it is not divided by `delta`.
 ///
 /// # Errors
 /// As [`mse_loss`], and [`Error::Argument`] if `delta` is not positive.
@@ -305,8 +306,8 @@ pub fn huber_loss(input: &Tensor, target: &Tensor, delta: f64, reduction: Reduct
     distance(&HUBER, input, target, reduction, Huber { delta })
 }
 
-/// [`huber_loss`] divided by its threshold (Girshick 2015, arXiv:1504.08083): d²/(2 `beta`) up to the distance `beta`,
-/// |d| - `beta`/2 beyond. With a `beta` of 0 it is [`l1_loss`].
+/// [`huber_loss`] divided by its threshold (Girshick 2015, arXiv:1504.08083): with d = input - target, d²/(2 `beta`) up to
+/// |d| = `beta`, and |d| - `beta`/2 beyond. With a `beta` of 0 it is [`l1_loss`].
 ///
 /// # Errors
 /// As [`mse_loss`], and [`Error::Argument`] if `beta` is negative.

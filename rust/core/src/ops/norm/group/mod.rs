@@ -12,9 +12,9 @@ use crate::{Error, Result, Tensor};
 pub(super) static GROUP_NORM: OpInfo = OpInfo::cheap("group_norm");
 pub(super) static GROUP_NORM_SILU: OpInfo = OpInfo::cheap("group_norm_silu");
 
-/// (x - mean) / √(var + eps) · weight + bias, where mean and var are those of each of `groups` equal groups of
-/// neighbouring channels of a sample: `x (batch, ..., channels)`, `weight` and `bias` of size channels in the dtype of
-/// `x`, or f32. The variance is biased; statistics are in f32 (f64 for f64).
+/// (x - mean) / √(var + eps) · weight + bias, for `x (batch, ..., channels)`. Each sample has `groups` equal groups of
+/// neighbouring channels, and mean and var are computed for each group. `weight` and `bias` have one element per
+/// channel and the dtype of `x`, or f32. The variance is biased; statistics are in f32 (f64 for f64).
 ///
 /// # Errors
 /// [`Error::Argument`] if `groups` does not divide the channels, [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the

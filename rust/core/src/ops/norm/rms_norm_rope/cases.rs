@@ -18,7 +18,7 @@ pub(in crate::ops::norm) fn cases() -> Vec<Case> {
             plain_rope(&plain_rms_norm(x, EPS)?, [&cos, &sin], interleaved)
         })
     };
-    // Heads inside of the positions, as in the result of a projection.
+    // The heads of a position are adjacent, as in the result of a projection.
     let heads = |x: &Tensor| x.transpose(1, 2);
     let inside = move |x: &[Tensor]| {
         let [cos, sin] = tables(&heads(&x[0])?)?;

@@ -214,8 +214,8 @@ impl<T: Elem> BackwardPass<'_, T> {
         (grad_x, sum)
     }
 
-    /// Writes rows of the input's gradient to `out` and adds the rows' share of the weight's gradient to `partial`,
-    /// unless empty. `rotated` has room for a row.
+    /// Writes rows of the input's gradient to `out` and adds the rows' contribution to the weight's gradient to
+    /// `partial`, unless `partial` is empty. `rotated` has room for a row.
     #[inline(always)]
     fn block(&self, range: Range<usize>, out: &mut [MaybeUninit<T>], partial: &mut [T::Acc], rotated: &mut [T::Acc]) {
         let len = self.rows.len();

@@ -111,8 +111,8 @@ impl<T: Elem> BackwardPass<'_, T> {
         (grad_x, sums)
     }
 
-    /// Writes rows of the input's gradient to `out` and adds the rows' share of the gradients of scale and shift to
-    /// `partial`, unless empty.
+    /// Writes rows of the input's gradient to `out` and adds the rows' contributions to the gradients of scale and
+    /// shift to `partial`, unless `partial` is empty.
     #[inline(always)]
     fn block<const CENTER: bool>(&self, range: Range<usize>, out: &mut [MaybeUninit<T>], partial: &mut [T::Acc]) {
         let len = self.size.len;

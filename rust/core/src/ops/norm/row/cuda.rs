@@ -20,7 +20,7 @@ fn sharing(op: &'static str, kind: Kind, size: Size) -> Result<u32> {
     if kind == Kind::Modulated { count32(op, size.sharing) } else { Ok(1) }
 }
 
-/// Check that there are no more pairs of scale and shift than a launch takes.
+/// Check that there are no more pairs of scale and shift than one launch supports.
 fn check_samples(op: &'static str, Size { samples, .. }: Size) -> Result<()> {
     /// The most blocks in the third dimension of a grid.
     const MOST: usize = 65_535;
@@ -61,7 +61,7 @@ fn run(
     residual: Option<&Raw>,
 ) -> Result<(Option<Raw>, Normalised)> {
     let gpu = Gpu::of(op, x)?;
-    // The limit of the backward pass, checked early.
+    // The backward pass has this limit. Check it here, before the forward pass runs.
     check_samples(op, size)?;
     let parameters = Parameters::new(x.dtype(), affine.parameters())?;
     let y = empty(op, gpu, x.dims(), x.dtype())?;

@@ -70,8 +70,8 @@ impl Kind {
         !matches!(self, Self::Rms)
     }
 
-    /// Whether backward passes may recompute the result instead of saving it. Not for modulated norms, whose scale and shift
-    /// are results themselves and would have to be saved for that.
+    /// Whether backward passes may recompute the result instead of saving it. False for modulated norms: their scale
+    /// and shift are results themselves and would have to be saved for the recomputation.
     const fn is_remade(self) -> bool {
         !matches!(self, Self::Modulated)
     }
@@ -98,7 +98,7 @@ impl Size {
         self.samples * self.sharing
     }
 
-    /// The range of the scale and of the shift of a row.
+    /// The range of the elements for a row in the scale and in the shift of all samples.
     #[inline(always)]
     fn parameters(self, row: usize) -> Range<usize> {
         let start = row / self.sharing.max(1) * self.len;

@@ -18,7 +18,8 @@ use crate::ops::attention::cuda::hopper::{FEWEST, KEYS, STORED, THREADS, backwar
 use crate::ops::attention::cuda::{Heads, Width};
 use crate::{Raw, Result};
 
-/// Whether the kernels take operands, those with heads of queries and those with heads of keys.
+/// Whether the kernels support the operands. `sizes` and `operands` are those with heads of queries, then those with
+/// heads of keys.
 fn fits(gpu: &Gpu, sizes: [&AttentionShape; 2], operands: [&[&Heads]; 2]) -> bool {
     gpu.is_hopper()
         && !MODULE.image.is_empty()
@@ -26,7 +27,7 @@ fn fits(gpu: &Gpu, sizes: [&AttentionShape; 2], operands: [&[&Heads]; 2]) -> boo
         && operands.iter().zip(sizes).all(|(heads, sizes)| heads.iter().all(|heads| is_mapped(heads, sizes)))
 }
 
-/// The result and the logarithms of the sums, on tensor cores; false if only the general kernels take the operands.
+/// The result and the logarithms of the sums, on tensor cores; false if only the general kernels support the operands.
 pub fn forward(
     gpu: &Gpu,
     sizes: &AttentionShape,
@@ -57,13 +58,13 @@ pub fn forward(
     let shape = Shape { grid: [blocks, 1, 1], block: [threads, 1, 1], shared };
     let (spans, taken) = (input(op, spans)?, output(op, &taken)?);
     let arguments = AttentionVarlenHopperForwardW64 { log_sums, spans, taken, maps, shape: *sizes, group };
-    // SAFETY: the maps describe the tensors, there are spans for every row, and the number after them is zero after
-    // every launch.
+    // SAFETY: the maps describe the tensors, there are spans for every row, and the counter after them is zero before
+    // and after every launch.
     unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
     Ok(true)
 }
 
-/// The backward kernels of one width, their queries in a tile, and the shared memory of the pass itself.
+/// The backward kernels of one width, the number of queries in a tile, and the shared memory of `backward` in bytes.
 struct Form {
     columns: u32,
     queries: u32,
@@ -89,7 +90,7 @@ static W128: Form = Form {
 };
 
 impl Pass<'_> {
-    /// Writes the gradients that have a place; false if only the general kernels take the operands.
+    /// Writes the gradients for which there is a destination; false if only the general kernels support the operands.
     pub(super) fn on_hopper(&self, form: Width) -> Result<bool> {
         let (op, gpu, dtype, sizes) = (self.attention.op, self.gpu, self.grad.raw.dtype(), &self.sizes);
         let ([q, k, v], grad, group) = (&self.inputs, &self.grad, self.group);
@@ -168,7 +169,7 @@ impl Pass<'_> {
             group,
             blocks,
         };
-        // SAFETY: as above; what is not wanted is null.
+        // SAFETY: as above; gradients that are not wanted are null.
         unsafe { gpu.function(form.finish, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         Ok(true)
     }

@@ -21,11 +21,13 @@ use crate::ops::attention::cuda::{Attention, Heads, Width, empty_like};
 use crate::ops::index::cuda::id_bytes;
 use crate::{Raw, Result};
 
-/// Blocks that keep the multiprocessors busy with uneven work: the first keys of a segment have the most queries.
+/// The number of blocks that keeps the multiprocessors busy although the work per block is uneven: the first keys of a
+/// segment have the most queries.
 const BLOCKS: u32 = 1056;
 
 /// The spans, as on the CPU: for each position the first key that its query sees, then the end of the queries that see
-/// its key. After them comes a counter, zero, through which blocks share the work of a pass.
+/// its key. After them comes a counter, initially zero, with which the blocks of the forward kernel distribute the work
+/// among themselves.
 pub fn spans(cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
     let op = VARLEN.name;
     let gpu = Gpu::of(op, cu_seqlens)?;
@@ -136,7 +138,7 @@ pub fn backward(
     Ok(grads)
 }
 
-/// Writes the gradients of q, k and v that have a place.
+/// Writes the gradients of q, k and v for which there is a destination.
 pub fn backward_into(
     varlen: &Varlen,
     saved: &SavedValues,
@@ -246,7 +248,8 @@ impl Pass<'_> {
             Width::W128 => &ATTENTION_VARLEN_BACKWARD_W128,
         };
         let shape = Shape { grid, block: [128, 1, 1], shared: form.backward_shared() };
-        // SAFETY: the strides stay inside of the tensors, which are of these sizes; what is not wanted is null.
+        // SAFETY: the strides stay inside of the tensors, which are of these sizes; gradients that are not wanted are
+        // null.
         unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         if parts > 1 && others {
             let sizes = AttentionShape { heads: key_heads, ..sizes };

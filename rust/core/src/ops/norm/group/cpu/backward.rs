@@ -1,4 +1,5 @@
-//! The gradients: first sums over the positions for each channel, then from these sums over groups, then the input's.
+//! The gradients, in three steps: sums over the positions for each channel, sums over groups from these, and the
+//! gradient of the input.
 
 use super::{Size, channel_table};
 use crate::cpu::pool::SharedMut;
@@ -86,7 +87,8 @@ impl<T: Elem> BackwardPass<'_, T> {
         tables
     }
 
-    /// rstd (g w - mean(g w) - x̂ mean(g w x̂)) with the means over a group, from the sums over the channels.
+    /// rstd (g w - mean(g w) - x̂ mean(g w x̂)), where g is the gradient of the norm's result, w the scale and x̂ the
+    /// normalised input. The means over a group come from the sums over the channels.
     fn input_gradient<const SILU: bool>(
         &self,
         means: &[T::Acc],

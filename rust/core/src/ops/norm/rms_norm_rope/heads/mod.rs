@@ -13,7 +13,7 @@ use crate::raw::{Raw, is_float};
 use crate::{Error, Result, Tensor, checkpoint};
 
 /// The computation of an attention's queries and keys from a projection (B, S, ...), whose first columns are queries,
-/// keys and values, each head by head.
+/// keys and values, each with its heads one after the other.
 pub(in crate::ops) struct HeadNorms<'a> {
     /// The name of the operation, for errors.
     pub op: &'static str,
@@ -32,8 +32,8 @@ pub(in crate::ops) struct HeadNorms<'a> {
 /// 1/√(mean(x²) + eps) of each row; empty if nothing is normalised.
 pub(in crate::ops) type HeadStatistics = SmallVec<[Raw; 2]>;
 
-/// Check the scales of queries and of keys, (width), and cos and sin, (S, width / 2) or (B, S, width / 2), of heads in `x` of B samples
-/// of S tokens. All of them must be frozen.
+/// Check the operands of [`HeadNorms`] for `x` with B samples of S tokens: the scales of queries and of keys, (width),
+/// and cos and sin, (S, width / 2) or (B, S, width / 2). All of them must be frozen.
 pub(in crate::ops) fn check_head_norms(
     op: &'static str,
     x: &Tensor,
