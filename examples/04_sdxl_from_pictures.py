@@ -1,4 +1,4 @@
-"""SDXL from a folder of images, in Python: the same as `train-lora` does, with its settings.
+"""Train SDXL from a folder of images in Python, with the settings of `train-lora`.
 
 Trains the tiny SDXL that ships in the package on the photographs beside this script. For your own
 images, give `weights="sd_xl_base_1.0.safetensors"` and a folder with captions in `.txt` files; a

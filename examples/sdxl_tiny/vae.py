@@ -124,7 +124,7 @@ def detail_distance(judge: Classifier, real: torch.Tensor, made: torch.Tensor) -
 def train(
     pixels: torch.Tensor, judge: Classifier, seconds: float, batch: int = 64
 ) -> AutoencoderKL:
-    """L1 + perceptual + KL, then also an adversary whose weight follows the gradients (VQGAN)."""
+    """Train with L1, perceptual and KL losses, and later also an adversary weighted as in VQGAN."""
     device = pixels.device
     model = autoencoder().to(device, memory_format=torch.channels_last).train()
     critic = adversary().to(device, memory_format=torch.channels_last)
