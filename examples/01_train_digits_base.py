@@ -77,7 +77,7 @@ def main() -> None:
     model.save_pretrained(arguments.output)
     weights = Path(arguments.output) / "model.safetensors"
     tc.save_file({name: w.to("f16") for name, w in tc.load_file(weights).items()}, weights)
-    print(f"{len(seen)} pictures -> {arguments.output}")
+    print(f"{len(seen)} images -> {arguments.output}")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def load(folder: Path) -> Photos:
             flowers.append(index)
             colours.append(main_colour(rgb))
     if not pixels:
-        raise SystemExit(f"{folder}: no picture that LICENSE.txt names")
+        raise SystemExit(f"{folder}: no image that LICENSE.txt names")
     return Photos(np.stack(pixels), np.asarray(flowers), colours)
 
 

@@ -95,7 +95,7 @@ def clear_pictures(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> to
             probabilities = model(to_unit(pixels[index])).softmax(-1)
             correct += int((probabilities.argmax(-1) == labels[index]).sum())
             chance[index] = probabilities.gather(1, labels[index, None])[:, 0]
-    print(f"classifier: {correct / len(pixels):.1%} right on held-out pictures", flush=True)
+    print(f"classifier: {correct / len(pixels):.1%} right on held-out images", flush=True)
     return chance > 0.35
 
 

@@ -542,8 +542,8 @@ class CapturedFunction:
 class CausalLM(Model):
     """
     A language model with the results of transformers' `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` or
-    `Qwen3ForCausalLM`: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3. `from_pretrained` loads one; with
-    `layers=` it loads only the first layers, for a text encoder.
+    `Qwen3ForCausalLM`: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3. `from_pretrained` loads one; with `layers=` it loads only
+    the first layers, to serve as a text encoder.
 
     The constructor makes a fresh model with the sizes in a `config.json`. Its parameters are trainable and f32.
 
@@ -647,7 +647,7 @@ class CausalLM(Model):
 
         Args:
             input_ids: token ids, (N), i64 or u32.
-            positions: the place of each token in its text, (N), i64 or u32.
+            positions: the position of each token in its text, (N), i64 or u32.
             cu_seqlens: the bounds of the texts, (M + 1), i64 or u32.
 
         Raises:
@@ -746,7 +746,7 @@ class CausalLM(Model):
             input_ids: token ids, (N), i64 or u32.
             targets: the target of each token, (N), i64: the id of the next token of its text, or -100 for tokens that
                 are ignored.
-            positions: the place of each token in its text, (N), i64 or u32.
+            positions: the position of each token in its text, (N), i64 or u32.
             cu_seqlens: the bounds of the texts, (M + 1), i64 or u32.
             weights: factors of the losses, (N), f32.
 
@@ -763,8 +763,8 @@ class CausalLM(Model):
         layers: SupportsGetItem[int, SupportsIndex],
     ) -> list[Tensor]:
         """
-        The states of one text and the padding that follows it, as in `hidden_states`. Padding attends to every word,
-        but neither to itself nor to other padding, as masked tokens in transformers.
+        The states of one text and the padding that follows it, as in `hidden_states`. Padding tokens attend to every word but not to
+        padding tokens, like masked tokens in transformers.
 
         Args:
             input_ids: token ids, (N), i64 or u32.
@@ -868,7 +868,7 @@ class ChromaTransformer(Model):
         lengths: Tensor | None = None,
     ) -> Tensor:
         """
-        The velocity, noise - latents, at noisy latents.
+        The velocity (noise minus latents) that the model predicts for noisy latents.
 
         Args:
             hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
@@ -1090,7 +1090,7 @@ class DigitsTransformer(Model):
         num_layers: number of blocks.
         num_attention_heads: heads of each attention.
         attention_head_dim: width of each head.
-        mlp_ratio: width of the feed-forward layers' middle, as a multiple of the model's width.
+        mlp_ratio: width between the two feed-forward layers of a block, as a multiple of the model's width.
         num_classes: number of classes.
         device: the device of the parameters.
 
@@ -1321,7 +1321,7 @@ class Flux2Transformer(Model):
         guidance: Tensor | float | int | None = None,
     ) -> Tensor:
         """
-        The velocity, noise - latents, at noisy latents.
+        The velocity (noise minus latents) that the model predicts for noisy latents.
 
         Args:
             hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
@@ -1337,7 +1337,7 @@ class Flux2Transformer(Model):
 
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
-            ArgumentError: if guidance is missing, or the model takes none.
+            ArgumentError: if the model takes guidance and gets none, or gets guidance that it does not take.
         """
 
 @final
@@ -1358,7 +1358,7 @@ class FluxTransformer(Model):
         guidance: Tensor | float | int | None = None,
     ) -> Tensor:
         """
-        The velocity, noise - latents, at noisy latents.
+        The velocity (noise minus latents) that the model predicts for noisy latents.
 
         Args:
             hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
@@ -1376,7 +1376,7 @@ class FluxTransformer(Model):
 
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
-            ArgumentError: if guidance is missing, or the model takes none.
+            ArgumentError: if the model takes guidance and gets none, or gets guidance that it does not take.
         """
 
 @final
@@ -1406,7 +1406,7 @@ class Generation:
 class GradScaler:
     """
     Scales the loss so that f16 gradients do not vanish, and skips steps whose gradients overflowed, as
-    `torch.amp.GradScaler`.
+    `torch.amp.GradScaler` does.
 
     An iteration calls `scaler.scale(loss).backward()`, then optionally `scaler.unscale_(opt)` and clipping, then
     `scaler.step(opt)` and `scaler.update()`.
@@ -1463,7 +1463,8 @@ class GradScaler:
         """
     def step(self, /, optimizer: Optimizer) -> bool | None:
         """
-        Unscale the gradients if `unscale_` has not, then let the optimizer step, unless a gradient is non-finite.
+        Unscale the gradients, unless `unscale_` has done so. Then let the optimizer step, unless a gradient is
+        non-finite.
 
         Returns:
             Whether the step was taken; None on a CUDA device, because the answer would need synchronization.
@@ -2448,7 +2449,7 @@ class SD3Transformer(Model):
         timestep: Tensor | float | int,
     ) -> Tensor:
         """
-        The velocity, noise - latents, at noisy latents.
+        The velocity (noise minus latents) that the model predicts for noisy latents.
 
         Args:
             hidden_states: noisy latents, (B, 16, h, w), shifted and scaled by the autoencoder's factors; h and w are
@@ -2617,8 +2618,8 @@ class Schedule:
 @final
 class T5Encoder(Model):
     """
-    The text encoder of Stable Diffusion 3 and Flux, with the results of transformers' `T5EncoderModel`. It computes in
-    f16 too, although its values exceed the range of f16. `from_pretrained` loads one.
+    The text encoder of Stable Diffusion 3 and Flux, with the results of transformers' `T5EncoderModel`. It also
+    computes in f16 without overflow: it scales values that would exceed the range of f16. `from_pretrained` loads one.
     """
     def __call__(self, /, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """
@@ -3427,7 +3428,7 @@ class ZImageTransformer(Model):
         rows_are_full: bool = False,
     ) -> Tensor:
         """
-        The negative velocity, latents - noise, at noisy latents.
+        The negative velocity (latents minus noise) that the model predicts for noisy latents.
 
         Args:
             hidden_states: noisy latents, (B, in_channels, h, w), shifted and scaled by the autoencoder's factors; h and
@@ -4923,7 +4924,7 @@ def set_resolver(resolve: Callable[..., Any]) -> None:
 
     Args:
         resolve: a function of the name, of the folders of a repository that may contain the model (the most likely
-            first), and of whether half-precision files are preferred. It returns a folder, or None if it does not know
+            first), and of whether half-precision files are preferred. It returns a folder, or None if it cannot resolve
             the name.
     """
 

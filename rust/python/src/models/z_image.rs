@@ -21,7 +21,7 @@ class!(ZImageTransformer);
 
 #[pymethods]
 impl ZImageTransformer {
-    /// The negative velocity, latents - noise, at noisy latents.
+    /// The negative velocity (latents minus noise) that the model predicts for noisy latents.
     ///
     /// Args:
     ///     hidden_states: noisy latents, (B, in_channels, h, w), shifted and scaled by the autoencoder's factors; h and
