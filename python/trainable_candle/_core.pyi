@@ -398,7 +398,7 @@ class AdapterSet:
         Args:
             path: the file.
             format: "kohya", "diffusers", "peft" or "comfyui". Default: the format that most tools load, such as "kohya"
-                for SDXL, or "peft" for a model that no other tool knows.
+                for SDXL, or "peft" for a model that no other tool supports.
             metadata: text entries for the file's header, in addition to those for other tools.
             dtype: the dtype of the parameters, "f32", "f16" or "bf16".
 
