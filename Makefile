@@ -36,7 +36,7 @@ STEPS := format deny clippy doc test-rust wheel stubs-check lint-python test-pyt
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-# The GPU of this machine, if it has one: the demo is built for this GPU alone, which is minutes faster than building for all.
+# The GPU of this machine, if it has one: the demo is built for this GPU alone, which is minutes faster than building for all GPUs.
 GPU_ARCH := $(shell .ci/gpu_arch)
 
 SETUP := $(VENV)/.setup-$(or $(GPU_ARCH),cpu)
@@ -119,7 +119,8 @@ wheel-cuda: $(VENV)/.cuda ## Build the wheel for CPU and CUDA, with machine code
 	$(BUILD_CUDA)
 	.ci/check_wheel.py --max-megabytes 40 $(DIST)/cuda/*.whl
 
-# Compiles the kernels for one architecture: all of them would take minutes more. Uses the packages that `make wheel` has installed.
+# Compiles the kernels for one architecture, because all architectures would take minutes more. Uses the packages that `make wheel` has
+# installed.
 cuda: export TRAINABLE_CANDLE_CUDA_ARCHS ?= 90a
 cuda: $(VENV)/.cuda ## Lint and build for CUDA, and test without a GPU, on a simulated one
 	PATH=$(CUDA_HOME)/bin:$$PATH cargo clippy $(CARGO_SCOPE) $(CUDA) --all-targets -- -D warnings
@@ -148,7 +149,7 @@ release: release-check wheel test-wheel test-python wheel-cuda ## Build and chec
 docs: $(VENV)/.tools $(VENV)/.docs $(GALLERY)/gallery.md ## Build the documentation site in dist/site; a dead link fails
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --config-file .ci/site/mkdocs.yml
 
-# Takes a minute: the gallery is what this version makes.
+# Takes a minute, because it runs the demos.
 $(GALLERY)/gallery.md: .ci/site/gallery.py $(SETUP)
 	python $< $(GALLERY)
 

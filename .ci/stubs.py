@@ -85,7 +85,7 @@ def generate(tree: Path) -> str:
     for number, line in enumerate(source.splitlines(), 1):
         if "Incomplete" in line:
             sys.exit(
-                f"stubs: line {number} gives a type checker nothing to go by; "
+                f"stubs: line {number} gives a type checker no type; "
                 f"give the Rust type an INPUT_TYPE or OUTPUT_TYPE: {line.strip()}"
             )
     source = show_defaults(source, defaults(tree / "rust" / "python" / "src"))

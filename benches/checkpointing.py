@@ -1,4 +1,4 @@
-"""Memory and time of checkpointing on 24 transformer blocks that train LoRA alone.
+"""Memory and time of checkpointing on 24 transformer blocks, of which only LoRAs are trained.
 
 python benches/checkpointing.py
 """

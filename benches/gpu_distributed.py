@@ -6,15 +6,17 @@ Every process trains a full-size model of random weights with `Trainer` as `trai
 1 at 1024 x 1024 px, bf16, CUDA graphs, AdamW8bit, LoRA of rank 16. `sdxl` is the UNet with adapters
 on every transformer layer, `flux` is Flux.1-dev with adapters on its attention and full
 checkpointing. One GPU then trains twice: with one batch a step, to compare times, and with as many
-batches a step as there are GPUs, to compare losses. Sums are timed for f32 vectors, with everything
-that a step waits for.
+batches a step as there are GPUs, to compare losses. Sums are timed for f32 vectors, including
+everything that a step waits for.
 
-`--stream 57` keeps so many blocks of Flux in host memory, in one copy for all processes, with
-`--apart` in one for each: the step, the memory of the GPUs, the memory of each process (Pss, which
-divides what processes share among them) and what the machine has less than before.
+`--stream 57` keeps 57 blocks of Flux in host memory: in one copy for all processes, or with
+`--apart` in one copy for each process. The benchmark then prints the time of a step, the peak
+memory of a GPU, the host memory of each process (Pss, which divides shared memory among the
+processes), and by how much the free memory of the machine fell.
 
-With NCCL_P2P_DISABLE=1 the GPUs do not access each other's memory, as on cards that cannot.
-`--machines` makes NCCL take every GPU for one on another machine, so that sums go through sockets.
+With NCCL_P2P_DISABLE=1 the GPUs do not access each other's memory, as on cards that do not support
+this access. `--machines` makes NCCL treat every GPU as if it were on a machine of its own, so that
+sums go through sockets.
 """
 
 from __future__ import annotations
@@ -121,7 +123,7 @@ NETWORKS = {"sdxl": sdxl, "flux": flux}
 
 
 def host_bytes() -> int:
-    """The memory of this process, with its part of what it shares."""
+    """Host memory of this process, including its part of the memory that processes share."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
@@ -178,7 +180,7 @@ def train(
 
 
 def sums(group: Group, device: str) -> dict[str, tuple[float, float]]:
-    """Milliseconds of one sum that the host waits for, and of each of several queued at once."""
+    """Milliseconds of a sum: alone, waited for by the host; and in a row of sums queued at once."""
     found = {}
     in_a_row = 3 if "NCCL_HOSTID" in os.environ else 20
     for name, count in SIZES.items():
@@ -190,7 +192,7 @@ def sums(group: Group, device: str) -> dict[str, tuple[float, float]]:
 
 def timed(group: Group, vector: dict[str, tc.Var], tail: tc.Tensor, count: int) -> float:
     pauses = []
-    # Sockets are a hundred times slower.
+    # Sums through sockets take a hundred times as long, so fewer of them are timed.
     for _ in range(3 if "NCCL_HOSTID" in os.environ else 20):
         group.barrier()
         started = time.perf_counter()
@@ -226,7 +228,7 @@ def child(options: argparse.Namespace) -> None:
 def start(
     gpus: int, options: argparse.Namespace, steps: int, accumulation: int, *, with_sums: bool
 ) -> list[dict[str, Any]]:
-    """Run one process for each GPU; the results of each."""
+    """Run one process for each GPU; return the results of each."""
 
     def environment(rank: int, folder: Path) -> dict[str, str]:
         if gpus == 1:

@@ -56,7 +56,7 @@ def pixels(batch: int, width: int, height: int) -> npt.NDArray[np.uint8]:
 
 
 def encoded(vae: Any, picture: npt.NDArray[np.uint8], device: str) -> tuple[tc.Tensor, tc.Tensor]:
-    """Encode bytes as training does, into the moments of the latents on the device."""
+    """Encode an image as training does; return mean and log variance of the latents."""
     image = tc.tensor(picture, device=device).permute(0, 3, 1, 2).to("f32")
     height, width = image.shape[2:]
     moments: tuple[tc.Tensor, tc.Tensor] = vae.encode(

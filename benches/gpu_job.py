@@ -1,14 +1,14 @@
-"""Commands for a whole job on a full-size model, and diffusers in the same phases (`job_peer.py`).
+"""Time a whole job on a full-size model, and diffusers in the same phases (`job_peer.py`).
 
 python benches/gpu_job.py [--model sdxl] [--folder DIR] [--only cold,warm,...] [--no-torch]
 
 Makes 24 images and a checkpoint of random weights: SDXL 6.9 GB, SD3.5-medium 15, FLUX.2-klein 16,
-Z-Image 21, Chroma 28, Flux.1 34. `merge` needs as much again; use a folder in /dev/shm if the disk
-is too small. Then it runs the commands that a user would type: train (200 steps of SDXL, 30 of
-others) on cold and on warm caches, resume, train with previews, validation and an average, sample,
-merge, verify. A phase is the time between two lines that a command prints. The peaks of GPU memory
-(nvidia-smi) and of resident host memory are those of the command's process. If diffusers is
-installed, it loads, encodes, draws and saves the same.
+Z-Image 21, Chroma 28, Flux.1 34. `merge` needs the same space again; use a folder in /dev/shm if
+the disk is too small. Then the benchmark runs the commands that a user would type: train (200 steps
+of SDXL, 30 of others) on cold and on warm caches, resume, train with previews, validation and an
+average, sample, merge, verify. A phase is the time between two lines that a command prints. The
+peaks of GPU memory (nvidia-smi) and of resident host memory are those of the command's process. If
+diffusers is installed, it also loads, encodes, draws and saves.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Job:
     model: str
     """The value of `--model`."""
     steps: int
-    """Of training."""
+    """The number of training steps."""
     draw_steps: int
     guidance: float
 
@@ -71,9 +71,9 @@ class Outcome:
     lines: list[tuple[float, str]]
     """Each printed line, with the seconds from the start."""
     gpu: float
-    """Peak on the device, GiB."""
+    """Peak of GPU memory, GiB."""
     host: float
-    """Peak resident, GiB."""
+    """Peak of resident host memory, GiB."""
     code: int = 0
     errors: str = ""
 

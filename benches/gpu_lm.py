@@ -47,7 +47,7 @@ CLASSES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 
 @dataclass(frozen=True)
 class Case:
-    """Names follow the settings of a run."""
+    """What a step trains, and how; fields have the names of settings."""
 
     name: str
     config: dict[str, Any]

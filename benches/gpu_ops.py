@@ -87,7 +87,7 @@ def attention(heads: int, tokens: int, keys: int, dim: int = 64) -> Case:
 
 
 def packed_attention(heads: int, key_heads: int, segments: int, length: int = 2048) -> Case:
-    """Causal attention of segments in one row, heads 128 wide; torch gets a call a segment."""
+    """Causal attention of segments in one row, heads 128 wide; torch gets one call per segment."""
     dim = 128
     rows = segments * length
     bounds: list[tc.Tensor] = []

@@ -49,7 +49,7 @@ def torch_parameters(torch: Any, shapes: list[tuple[int, ...]]) -> list[Any]:
 
 
 def eight_bit(machine: Machine) -> None:
-    """AdamW8bit: reads the gradient; reads and writes the parameter and two one-byte states."""
+    """AdamW8bit: it reads the gradient, and updates the parameter and two one-byte states."""
     device = machine.device
     optimizer = tc.optim.AdamW8bit(our_vars([(LARGE,)], device), lr=1e-4, weight_decay=0.01)
     sides: dict[str, float] = {"ours": gpu_timing.timed(optimizer.step, device, machine.seconds)}
@@ -76,7 +76,7 @@ def eight_bit(machine: Machine) -> None:
 
 
 def clipped(machine: Machine) -> None:
-    """The norm of all gradients, clipping, AdamW: they read gradients twice and the rest once."""
+    """Clipping by the norm of all gradients, and AdamW: gradients are read twice, the rest once."""
     device, shapes = machine.device, adapter_shapes()
     parameters = our_vars([*shapes], device)
     optimizer = tc.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01)
@@ -118,7 +118,7 @@ THEIRS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "adamwschedulefree": ("schedulefree", "AdamWScheduleFree", {}),
     "muon": ("torch.optim", "Muon", {}),
 }
-"""The module, class and options of the optimizer that ours is compared with."""
+"""By kind: module, class and options of the optimizer that ours is compared with."""
 
 
 def every(machine: Machine) -> None:

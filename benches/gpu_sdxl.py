@@ -33,7 +33,7 @@ DENSE, ATTENTION = 5.977e12, 0.784e12
 
 @dataclass(frozen=True)
 class Case:
-    """Names follow the settings of a run."""
+    """What a step trains, and how; fields have the names of settings."""
 
     batch: int
     checkpointing: str

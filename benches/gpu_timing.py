@@ -159,7 +159,7 @@ def milliseconds(**seconds: float | None) -> str:
 
 
 def traced(torch: Any, graph: Callable[[], object], device: str, rows: int = 40) -> None:
-    """Print where the GPU's time goes in a replay of a graph, as torch's profiler sees it."""
+    """Print where the GPU's time goes in a replay of a graph, as torch's profiler measures it."""
     for _ in range(3):
         graph()
     tc.cuda.synchronize(device)

@@ -75,12 +75,12 @@ CLASSES = {"flux": "FluxTransformer", "sd3": "SD3Transformer", "flux2": "Flux2Tr
 
 @dataclass(frozen=True)
 class Case:
-    """Names follow the settings of a run."""
+    """What a step trains, and how; fields have the names of settings."""
 
     name: str
     config: dict[str, Any]
     tokens: int
-    """Of the text."""
+    """The number of tokens of the text."""
     flops: tuple[float, float]
     """Operations of a forward pass at 1024 px: in linear layers, and in attention."""
     checkpointing: str

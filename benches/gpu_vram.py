@@ -6,9 +6,9 @@ Each model has its full size and random weights (see `gpu_job.py` for the space 
 is trained through the command line with each `--vram`: LoRA of rank 16 on the default layers,
 batch 1, images of 1024 x 1024 px or rows of 2,048 tokens. The first run of a model encodes its two
 images and captions; the others find them in the cache. Each run's line says what the plan chose,
-the predicted peak, the peak of tensors, the peak of the device (nvidia-smi, with CUDA's own share,
-which `--vram` counts too), and milliseconds a step, predicted and measured. The measured time is
-the median of the second half.
+the predicted peak, the peak of tensors, the peak of the device (nvidia-smi, including CUDA's own
+memory, which `--vram` counts too), and milliseconds per step, predicted and measured. The measured
+time is the median of the second half of the steps.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 python benches/job_peer.py FOLDER MODEL [--steps 28] [--guidance 3.5] [--device cpu] [--side 1024]
 
-FOLDER has the pipeline `MODEL` and `pictures` of `gpu_job.py`. SDXL is loaded as a pipeline. Of the
-other models, whose folders have no tokenizers, each part is loaded for itself, text encoders get
+FOLDER has the pipeline `MODEL` and `pictures` of `gpu_job.py`. SDXL is loaded as a pipeline.
+Folders of the other models lack tokenizers, so each part is loaded separately, text encoders get
 random tokens of the length that the pipeline pads to, and images are drawn from random features.
 """
 
@@ -28,7 +28,7 @@ from peft import LoraConfig, get_peft_model_state_dict  # noqa: E402
 from PIL import Image  # noqa: E402
 
 PROMPT = "a photo of a sks thing on a table"
-# As `RANK` of `gpu_job.py`.
+# The same rank as in `gpu_job.py`.
 RANK = 16
 CLIP_TOKENS, T5_TOKENS, QWEN_TOKENS = 77, 512, 512
 SDXL_LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "proj", "proj_in", "proj_out", "ff.net.2"]
@@ -93,7 +93,7 @@ def draw(given: argparse.Namespace, pipeline: Any, **inputs: Any) -> None:
 
 
 def save(given: argparse.Namespace, pipeline: Any, part: str, layers: list[str]) -> None:
-    """Merge our adapter and save the result, then save an adapter of theirs."""
+    """Merge our adapter and save the result, then save an adapter that peft has made."""
     adapter = given.folder / "cold" / "adapter.safetensors"
     denoiser = getattr(pipeline, part)
     if adapter.exists():

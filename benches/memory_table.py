@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 DOCUMENT = Path(__file__).parents[1] / "docs" / "memory.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 HOST = 24 * GIB
-# A card for each number of GB; the first stands for the GPUs of laptops.
+# A card for each number of GB; the first card represents the GPUs of laptops.
 CARDS = {
     6: "RTX 3060", 8: "RTX 4060 Ti", 12: "RTX 4070", 16: "RTX 4060 Ti", 24: "RTX 4090",
     32: "RTX 5090",

@@ -64,7 +64,7 @@ class HeldOut:
         return task
 
     def losses(self, adapter: Path) -> dict[str, float]:
-        """Losses of the UNet with the adapter merged in f32, and then rounded to each grid."""
+        """Losses of the UNet with the adapter merged in f32, and then rounded to each format."""
         with tempfile.TemporaryDirectory() as place:
             merged = Path(place, "merged")
             task = self._load()

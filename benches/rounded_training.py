@@ -5,12 +5,13 @@ python benches/rounded_training.py w8a8 MODEL [--steps 2000] [--seeds 3] [--devi
 
 MODEL is a folder in transformers' format, such as benches/pretrain.py writes. A LoRA of rank 16 on
 all linear layers learns this project's Rust and CUDA sources; every tenth file is held out. Seeds
-run side by side.
+run at the same time, each in its own process.
 
-`qat`: the adapter is trained over a bf16 base ("plain"), over a base in a format ("on"), rounded
-together with its base ("qat"), with learned scales too, or from LoftQ's initial values. Losses are
-of the held-out files: for weights merged in f32, for these weights rounded to a format, and for the
-training base with the adapter unmerged ("apart"). The formats were chosen before any seed was run.
+`qat`: the adapter is trained over a bf16 base ("plain"), over a quantized base ("on FORMAT"), with
+quantization-aware training ("qat FORMAT", also with learned scales), and from LoftQ's initial
+values. The script reports losses on the held-out files: for weights merged in f32, for these
+weights rounded to a format, and for the training base with the adapter unmerged ("apart"). The
+formats were chosen before any seed was run.
 
 `w8a8`: the same steps over an 8-bit base, once multiplying its values and once its codes. It
 reports the mean of the last tenth of the training losses, and the held-out loss.
@@ -102,9 +103,9 @@ def rounded(
     is_rounded: Callable[[str], bool],
     adapter: Path,
 ) -> dict[str, tc.Tensor]:
-    """The values; those whose names satisfy `is_rounded` are rounded to the grid, if there is one.
+    """Round the values whose names satisfy `is_rounded` to the format `grid`, unless it is None.
 
-    The scales are those that the adapter's run learned, if it trained for that grid.
+    The scales are those that the adapter's run learned, if it trained for that format.
     """
     if grid is None:
         return dict(values)
@@ -118,7 +119,7 @@ def rounded(
 
 
 def merged_losses(given: argparse.Namespace, adapter: Path) -> dict[str, float]:
-    """Held-out losses with the adapter merged in f32, and with the result rounded to each grid."""
+    """Held-out losses of weights merged in f32, and of these weights rounded to each format."""
     with tempfile.TemporaryDirectory() as place:
         config = settings(given, Path(place) / "none", precision="f32")
         task = families.load("causal-lm", given.model, "f32", "cpu", config)

@@ -1,4 +1,4 @@
-"""Shared code of the benchmarks: implementations take turns, so that noise affects all equally."""
+"""Shared code of the benchmarks: compared implementations ("sides") take turns to share noise."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def race(sides: dict[str, Callable[[], object]], rounds: int, inner: int = 1) ->
     spin for some time after a call and would take a core from the other side.
 
     Args:
-        sides: name -> what to time.
+        sides: the implementations to compare: name -> function to time.
         rounds: timed rounds of each side.
         inner: calls in a round, for calls too short to time one by one.
     """

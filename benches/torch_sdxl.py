@@ -1,4 +1,4 @@
-"""SDXL's UNet in plain torch, with peft's LoRA and diffusers' names, to compare ours with.
+"""SDXL's UNet in plain torch, with peft's LoRA and diffusers' names, for comparison.
 
 It computes what diffusers' `UNet2DConditionModel` computes, in eager mode, with torch's
 `scaled_dot_product_attention`. Each residual block and each transformer block is a checkpoint.
@@ -165,7 +165,7 @@ def sinusoids(numbers: Any, dim: int) -> Any:
 
 
 class UNet(nn.Module):
-    """SDXL's base model; `time_dim` is four times the first width."""
+    """SDXL's base model; embeddings of times are four times as wide as the first level."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Train the demo's image generator from the start, on real handwritten digits of nine classes.
 
-The tenth, 0, is left for the demo's LoRA: its images are never shown, and its row of the class
-embedding keeps its random initial values. Takes some minutes on two cores and writes the two files
-that ship in the package:
+The tenth class, 0, is left for the demo's LoRA: the model never sees images of 0, and the row of 0
+in the class embedding keeps its random initial values. Takes some minutes on two cores and writes
+the two files that ship in the package:
 
     python examples/01_train_digits_base.py
 """
@@ -77,7 +77,7 @@ def main() -> None:
     model.save_pretrained(arguments.output)
     weights = Path(arguments.output) / "model.safetensors"
     tc.save_file({name: w.to("f16") for name, w in tc.load_file(weights).items()}, weights)
-    print(f"{len(seen)} pictures -> {arguments.output}")
+    print(f"{len(seen)} images -> {arguments.output}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Train the built-in language model from the start, on tasks about made-up words.
 
-Its tokens are bytes, and it sees no language: only short chats that name a task and a word. The
-demo's task is not among them, and one word in eight is held out for judging. Takes some minutes on
-two cores and writes the folder that ships in the package:
+Its tokens are bytes, and its training data is no language: only short chats that name a task and a
+word. The demo's task is not among them, and one word in eight is held out for judging. Takes some
+minutes on two cores and writes the folder that ships in the package:
 
     python examples/02_train_tiny_llama.py
 """

@@ -36,7 +36,7 @@ def pixels(pictures: digits.Digits, *, turned: bool) -> tc.Tensor:
 
 
 def fit(model: nn.Module, x: tc.Tensor, labels: tc.Tensor, steps: int, lr: float) -> None:
-    """Train the model's parameters: with adapters, only theirs."""
+    """Train the model's parameters; if it has adapters, these are the adapters' parameters."""
     optimizer = tc.optim.AdamW(model.parameters(), lr=lr)
     for _ in range(steps):
         loss = nn.functional.cross_entropy(model(x), labels)

@@ -1,4 +1,4 @@
-"""SDXL from a folder of images, in Python: the same as `train-lora` does, with its settings.
+"""Train SDXL from a folder of images in Python, with the settings of `train-lora`.
 
 Trains the tiny SDXL that ships in the package on the photographs beside this script. For your own
 images, give `weights="sd_xl_base_1.0.safetensors"` and a folder with captions in `.txt` files; a
@@ -44,7 +44,7 @@ def main(folder: Path, steps: int = STEPS, **settings: object) -> TrainingRun:
     # The model is still in memory, with the adapter on it.
     (picture,) = run.task.draw([PROMPT], SampleOptions(steps=25, seed=0))
     Image.fromarray(picture).save(folder / "coffee.png")
-    print(f"{run.adapter_path}, and a picture drawn with it: {folder / 'coffee.png'}")
+    print(f"{run.adapter_path}, and an image drawn with it: {folder / 'coffee.png'}")
     return run
 
 

@@ -1,4 +1,4 @@
-"""Several adapters at once: a weight for each, a joined file, a smaller file, a merged model.
+"""Use two adapters at once: with a weight for each, as a joined or smaller file, and merged.
 
 Two LoRAs of the tiny SDXL are trained for a few steps, each on photographs of one subject. Takes
 about a minute on two cores:
@@ -61,7 +61,7 @@ def distance(one: Picture, other: Picture) -> float:
 
 
 def main(folder: Path, steps: int = STEPS) -> dict[str, float]:
-    """Train both, and compare the ways to use them together."""
+    """Train both adapters, and compare the ways to use them together."""
     files = [train(name, folder, steps) for name in SUBJECTS]
     together = draw(*zip(files, WEIGHTS, strict=True))
 

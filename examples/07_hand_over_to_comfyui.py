@@ -1,9 +1,9 @@
 """Use an adapter in ComfyUI: train it, check what ComfyUI will apply, put the file in its folder.
 
 ComfyUI finds a LoRA by its file's name in `models/loras` and applies the modules whose names it
-knows; for others it only writes a line in its log. `verify_adapter`, or `trainable-candle verify
-FILE`, knows the names and formulas of ComfyUI, A1111, diffusers, sd-scripts and peft. Takes some
-seconds on two cores:
+recognises; for other modules it only writes a line in its log. `verify_adapter`, or
+`trainable-candle verify FILE`, compares a file with the names and formulas of ComfyUI, A1111,
+diffusers, sd-scripts and peft. Takes some seconds on two cores:
 
     python examples/07_hand_over_to_comfyui.py [FOLDER]
 """

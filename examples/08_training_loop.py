@@ -1,6 +1,6 @@
 """A training loop of your own: batches, schedule, averaged weights, a checkpoint to resume from.
 
-`tc.train.Trainer` does all this; here it is written out, as torch users write it. Takes some
+`tc.train.Trainer` does all this; here the loop is written out, as torch users write it. Takes some
 seconds on a CPU:
 
     python examples/08_training_loop.py [FOLDER]
@@ -97,7 +97,7 @@ def accuracy(model: nn.Module, pictures: digits.Digits) -> float:
 
 
 def main(folder: Path) -> dict[str, tc.Tensor]:
-    """Train half, resume from the checkpoint as a new process would; returns the final weights."""
+    """Train half of the epochs, resume from the checkpoint, and return the final weights."""
     folder.mkdir(parents=True, exist_ok=True)
     train, test = digits.split(digits.load())
     data = TensorDataset(pixels(train), tc.tensor(train.labels, dtype="i64"))

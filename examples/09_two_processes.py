@@ -1,7 +1,7 @@
-"""One model in two processes, each with half of every batch: the result is that of one process.
+"""Train one model in two processes, each on half of every batch, with the result of one process.
 
-On one machine with GPUs, `train-lora --gpus 2` needs nothing of this. A loop of your own needs the
-calls of `tc.distributed` below, and a launcher that gives each process its rank:
+On one machine with GPUs, `train-lora --gpus 2` does all of this itself. A loop of your own needs
+the calls of `tc.distributed` below, and a launcher that gives each process its rank:
 
     torchrun --nproc-per-node 2 examples/09_two_processes.py
 
@@ -25,19 +25,19 @@ BATCH_SIZE = 64
 
 
 def train(device: str) -> tuple[float, int]:
-    """Train as one of the processes; returns the last loss over all, and a checksum of weights."""
+    """Train as one of the processes; return the last mean loss, and a checksum of weights."""
     device = tc.distributed.init(device)
     rank, size = tc.distributed.rank(), tc.distributed.world_size()
 
     pictures, _ = digits.split(digits.load())
-    tc.manual_seed(rank)  # Each starts with other weights, until it gets those of process 0.
+    tc.manual_seed(rank)  # The weights differ between processes until the broadcast.
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
     parameters = model.parameters()
     tc.distributed.broadcast_(parameters)
     optimizer = tc.optim.AdamW(parameters, lr=5e-3)
 
     for step in range(STEPS):
-        # The images of a step are the same for any number of processes; each takes its share.
+        # The images of a step are the same for any number of processes; each takes a part.
         start = step * BATCH_SIZE % (len(pictures) - BATCH_SIZE)
         mine = slice(start + rank * BATCH_SIZE // size, start + (rank + 1) * BATCH_SIZE // size)
         x = tc.tensor(pictures.pixels[mine].reshape(-1, 64) / 16, dtype="f32", device=device)

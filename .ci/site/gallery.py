@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The gallery of the site: runs the three demos, and writes a page with what they made.
+"""Make the gallery of the site: run the three demos, and write a page with their results.
 
 .ci/site/gallery.py FOLDER [--seed N]
 
@@ -21,9 +21,9 @@ from trainable_candle.demo import hearts, language, run
 PAGE = "gallery.md"
 HEAD = """# Gallery
 
-What version {version} makes of its demos: models that ship in the wheel learn what they have never
-seen, and a judge that is independent of the models counts successes. `.ci/site/gallery.py FOLDER`
-makes this page, here on {machine}; `make demo` runs the same demos.
+This page shows what the demos of version {version} make. Models that ship in the wheel learn what
+they have never seen, and a judge that is independent of the models counts successes.
+`.ci/site/gallery.py FOLDER` makes this page, here on {machine}; `make demo` runs the same demos.
 """
 DIGITS = """## A digit it has never seen
 

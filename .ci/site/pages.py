@@ -51,7 +51,7 @@ def on_post_build(config: MkDocsConfig) -> None:
     """Reject a site whose reference lacks a public name.
 
     Raises:
-        PluginError: Names the missing ones.
+        PluginError: If names are missing; the message lists them.
     """
     missing = []
     for path in reference.pages():

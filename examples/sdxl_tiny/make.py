@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--vae-seconds", type=float, default=150)
     parser.add_argument("--unet-seconds", type=float, default=300)
     parser.add_argument("--rate", type=float, default=2e-3, help="the UNet's peak learning rate")
-    parser.add_argument("--variants", type=int, default=8, help="crops of each picture")
+    parser.add_argument("--variants", type=int, default=8, help="crops of each image")
     arguments = parser.parse_args()
 
     torch.manual_seed(SEED)
@@ -101,7 +101,7 @@ def main() -> None:
     reconstructions(vae, pixels[shown]).save(output / "reconstructions.png")
 
     data = data.keep(clear.cpu().numpy())
-    print(f"{len(data)} of {len(pixels)} pictures show their flower clearly", flush=True)
+    print(f"{len(data)} of {len(pixels)} images show their flower clearly", flush=True)
     texts, rows, width = diffusion.caption_table(data)
     if earlier:
         for name in ("tokenizer", "tokenizer_2"):

@@ -22,7 +22,7 @@ HUES = (
 
 @dataclass
 class Photos:
-    """Images, (N, 128, 128, 3) bytes; the index of each one's flower; its colour (or '')."""
+    """Images, (N, 128, 128, 3) bytes; for each the index of its flower, and its colour or ''."""
 
     pixels: np.ndarray
     flowers: np.ndarray
@@ -60,12 +60,12 @@ def load(folder: Path) -> Photos:
             flowers.append(index)
             colours.append(main_colour(rgb))
     if not pixels:
-        raise SystemExit(f"{folder}: no picture that LICENSE.txt names")
+        raise SystemExit(f"{folder}: no image that LICENSE.txt names")
     return Photos(np.stack(pixels), np.asarray(flowers), colours)
 
 
 def main_colour(picture: Image.Image) -> str:
-    """The colour of the petals: the most frequent one in the middle that is no leaf or sky."""
+    """The colour of the petals: the most frequent in the middle, leaves and sky left out."""
     border = RESOLUTION // 8
     middle = picture.crop((border, border, RESOLUTION - border, RESOLUTION - border))
     hue, saturation, value = np.moveaxis(np.asarray(middle.convert("HSV"), np.float32), -1, 0)

@@ -95,7 +95,7 @@ def clear_pictures(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> to
             probabilities = model(to_unit(pixels[index])).softmax(-1)
             correct += int((probabilities.argmax(-1) == labels[index]).sum())
             chance[index] = probabilities.gather(1, labels[index, None])[:, 0]
-    print(f"classifier: {correct / len(pixels):.1%} right on held-out pictures", flush=True)
+    print(f"classifier: {correct / len(pixels):.1%} right on held-out images", flush=True)
     return chance > 0.35
 
 
@@ -124,7 +124,7 @@ def detail_distance(judge: Classifier, real: torch.Tensor, made: torch.Tensor) -
 def train(
     pixels: torch.Tensor, judge: Classifier, seconds: float, batch: int = 64
 ) -> AutoencoderKL:
-    """L1 + perceptual + KL, then also an adversary whose weight follows the gradients (VQGAN)."""
+    """Train with L1, perceptual and KL losses, and later also an adversary weighted as in VQGAN."""
     device = pixels.device
     model = autoencoder().to(device, memory_format=torch.channels_last).train()
     critic = adversary().to(device, memory_format=torch.channels_last)

@@ -177,9 +177,9 @@ class Adapter:
         weight: the layer's frozen weight, (out_features, in_features).
         bias: the layer's frozen bias, (out_features,).
         rank: rank of the low-rank product, at least 1.
-        alpha: numerator of the factor of that product, alpha / rank.
+        alpha: the low-rank product is multiplied by alpha / rank.
         dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
-        rslora: use the factor alpha / sqrt(rank) instead.
+        rslora: whether the factor is alpha / sqrt(rank) instead.
         qat: the format to which every forward pass rounds the adapted weight, as `nn.functional.fake_quantize` does.
 
     Raises:
@@ -208,7 +208,8 @@ class Adapter:
         """
     def merged_weight(self, /, weight: Tensor) -> Tensor:
         """
-        The weight with which a plain linear layer computes the same.
+        The merged weight. A plain linear layer with this weight computes the same results as the layer with the
+        adapter.
         """
     @property
     def scale(self, /) -> float:
@@ -373,7 +374,7 @@ class AdapterSet:
 
         Raises:
             MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
-            ConfigError, ShapeError: if it does not fit. Nothing has changed then.
+            ConfigError, ShapeError: if the file does not fit the model. In this case nothing changes.
         """
     def named_parameters(self, /) -> dict[str, Var]:
         """
@@ -397,7 +398,7 @@ class AdapterSet:
         Args:
             path: the file.
             format: "kohya", "diffusers", "peft" or "comfyui". Default: the format that most tools load, such as "kohya"
-                for SDXL, or "peft" for a model that no other tool knows.
+                for SDXL, or "peft" for a model that no other tool supports.
             metadata: text entries for the file's header, in addition to those for other tools.
             dtype: the dtype of the parameters, "f32", "f16" or "bf16".
 
@@ -411,7 +412,8 @@ class AdapterSet:
         """
     def set_enabled(self, /, enabled: bool) -> None:
         """
-        Enable or disable the adapters. While they are disabled, the model computes exactly the base's results.
+        Enable or disable the adapters. While the adapters are disabled, the model computes exactly the results of the
+        base.
         """
     def set_training(self, /, training: bool) -> None:
         """
@@ -436,7 +438,7 @@ class AutoencoderKL(Model):
         The images of latents.
 
         Args:
-            latent: latents, (B, 4, h, w), not scaled.
+            latent: latents, (B, C, h, w), not scaled, where C is the model's number of latent channels.
             tile_size: decode larger images in tiles of this many pixels along a side (512 is usual), which overlap by a
                 quarter and are blended at their seams. Memory then does not grow with the image.
 
@@ -463,7 +465,8 @@ class AutoencoderKL(Model):
                 quarter. Near seams the result differs a little.
 
         Returns:
-            Mean and logarithm of the variance of the unscaled latents, (B, 4, H / downscale, W / downscale) each.
+            Mean and logarithm of the variance of the unscaled latents, (B, C, H / downscale, W / downscale) each. C is
+            the model's number of latent channels, 4 for SDXL.
 
         Raises:
             ShapeError: if the image does not fit the model.
@@ -476,7 +479,7 @@ class AutoencoderKL(Model):
     @property
     def shift_factor(self, /) -> float:
         """
-        See `scaling_factor`; 0 for SDXL.
+        The shift in the formula of `scaling_factor`; 0 for SDXL.
         """
 
 @final
@@ -539,8 +542,8 @@ class CapturedFunction:
 class CausalLM(Model):
     """
     A language model with the results of transformers' `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` or
-    `Qwen3ForCausalLM`: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3. `from_pretrained` loads one; with
-    `layers=` it loads only the first layers, for a text encoder.
+    `Qwen3ForCausalLM`: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3. `from_pretrained` loads one; with `layers=` it loads only
+    the first layers, to serve as a text encoder.
 
     The constructor makes a fresh model with the sizes in a `config.json`. Its parameters are trainable and f32.
 
@@ -644,7 +647,7 @@ class CausalLM(Model):
 
         Args:
             input_ids: token ids, (N), i64 or u32.
-            positions: the place of each token in its text, (N), i64 or u32.
+            positions: the position of each token in its text, (N), i64 or u32.
             cu_seqlens: the bounds of the texts, (M + 1), i64 or u32.
 
         Raises:
@@ -743,7 +746,7 @@ class CausalLM(Model):
             input_ids: token ids, (N), i64 or u32.
             targets: the target of each token, (N), i64: the id of the next token of its text, or -100 for tokens that
                 are ignored.
-            positions: the place of each token in its text, (N), i64 or u32.
+            positions: the position of each token in its text, (N), i64 or u32.
             cu_seqlens: the bounds of the texts, (M + 1), i64 or u32.
             weights: factors of the losses, (N), f32.
 
@@ -760,8 +763,8 @@ class CausalLM(Model):
         layers: SupportsGetItem[int, SupportsIndex],
     ) -> list[Tensor]:
         """
-        The states of one text and the padding that follows it, as in `hidden_states`. Padding attends to every word,
-        but neither to itself nor to other padding, as masked tokens in transformers.
+        The states of one text and the padding that follows it, as in `hidden_states`. Padding tokens attend to every word but not to
+        padding tokens, like masked tokens in transformers.
 
         Args:
             input_ids: token ids, (N), i64 or u32.
@@ -865,7 +868,7 @@ class ChromaTransformer(Model):
         lengths: Tensor | None = None,
     ) -> Tensor:
         """
-        The velocity, noise - latents, at noisy latents.
+        The velocity (noise minus latents) that the model predicts for noisy latents.
 
         Args:
             hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
@@ -917,7 +920,7 @@ class DType:
     @property
     def is_floating_point(self, /) -> bool:
         """
-        Whether this dtype is floating point; only such values can have gradients.
+        Whether this dtype is floating point; only floating-point values can have gradients.
         """
     @property
     def itemsize(self, /) -> int:
@@ -946,7 +949,7 @@ class DiffusionObjective:
         schedule: the noise schedule of the model's training.
         timesteps: the distribution of timesteps, "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
         logit_mean: mean of the normal distribution of "logit_normal"; positive favours noise.
-        logit_std: its deviation, above 0.
+        logit_std: standard deviation of that normal distribution, above 0.
         shift: shifts timesteps towards noise (above 1) or data (below 1); 1 changes nothing.
         min_timestep: the first timestep that may be drawn.
         max_timestep: the timestep after the last that may be drawn; None is the end of the schedule.
@@ -1044,7 +1047,7 @@ class DiffusionObjective:
             timesteps: (B,), integers.
 
         Raises:
-            ShapeError, DTypeError, DeviceError: if the three do not fit together.
+            ShapeError, DTypeError, DeviceError: if the three tensors do not fit together.
             IndexOutOfRangeError: if there is no such timestep.
         """
     def validation_noise(
@@ -1056,8 +1059,8 @@ class DiffusionObjective:
     ) -> NoisedLatents:
         """
         Add noise to latents for a validation loss. An example has the same noise and timestep every time, in any batch,
-        and the library's generator does not advance. Timesteps are spread evenly, so that any consecutive numbers of
-        examples cover their range.
+        and the library's generator does not advance. Timesteps are spread evenly, so that examples with consecutive numbers cover the whole
+        range.
 
         Args:
             latents: (B, C, ...).
@@ -1087,7 +1090,7 @@ class DigitsTransformer(Model):
         num_layers: number of blocks.
         num_attention_heads: heads of each attention.
         attention_head_dim: width of each head.
-        mlp_ratio: width of the feed-forward layers' middle, as a multiple of the model's width.
+        mlp_ratio: width between the two feed-forward layers of a block, as a multiple of the model's width.
         num_classes: number of classes.
         device: the device of the parameters.
 
@@ -1169,8 +1172,8 @@ class EMA:
         Load a state that was saved for an adapter with the same shapes.
 
         Raises:
-            ConfigError: if an entry is missing or not expected. Nothing has changed then.
-            ShapeError, DTypeError: if an entry has another shape or dtype. Nothing has changed then.
+            ConfigError: if an entry is missing or not expected. In this case nothing changes.
+            ShapeError, DTypeError: if an entry has another shape or dtype. In this case nothing changes.
         """
     def state_dict(self, /) -> dict[str, Tensor]:
         """
@@ -1318,7 +1321,7 @@ class Flux2Transformer(Model):
         guidance: Tensor | float | int | None = None,
     ) -> Tensor:
         """
-        The velocity, noise - latents, at noisy latents.
+        The velocity (noise minus latents) that the model predicts for noisy latents.
 
         Args:
             hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
@@ -1334,7 +1337,7 @@ class Flux2Transformer(Model):
 
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
-            ArgumentError: if guidance is missing, or the model takes none.
+            ArgumentError: if the model takes guidance and gets none, or gets guidance that it does not take.
         """
 
 @final
@@ -1355,7 +1358,7 @@ class FluxTransformer(Model):
         guidance: Tensor | float | int | None = None,
     ) -> Tensor:
         """
-        The velocity, noise - latents, at noisy latents.
+        The velocity (noise minus latents) that the model predicts for noisy latents.
 
         Args:
             hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
@@ -1373,7 +1376,7 @@ class FluxTransformer(Model):
 
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
-            ArgumentError: if guidance is missing, or the model takes none.
+            ArgumentError: if the model takes guidance and gets none, or gets guidance that it does not take.
         """
 
 @final
@@ -1403,7 +1406,7 @@ class Generation:
 class GradScaler:
     """
     Scales the loss so that f16 gradients do not vanish, and skips steps whose gradients overflowed, as
-    `torch.amp.GradScaler`.
+    `torch.amp.GradScaler` does.
 
     An iteration calls `scaler.scale(loss).backward()`, then optionally `scaler.unscale_(opt)` and clipping, then
     `scaler.step(opt)` and `scaler.update()`.
@@ -1460,7 +1463,8 @@ class GradScaler:
         """
     def step(self, /, optimizer: Optimizer) -> bool | None:
         """
-        Unscale the gradients if `unscale_` has not, then let the optimizer step, unless a gradient is non-finite.
+        Unscale the gradients, unless `unscale_` has done so. Then let the optimizer step, unless a gradient is
+        non-finite.
 
         Returns:
             Whether the step was taken; None on a CUDA device, because the answer would need synchronization.
@@ -1539,9 +1543,10 @@ class LoraConfig:
         wd_on_output: whether DoRA has one magnitude for each output, as in the paper, instead of one for each input.
         decompose_both: whether LoKr's smaller factor may be low-rank, too.
         decompose_factor: the size of LoKr's smaller factor; -1 chooses a size near the square root of the layer's size.
-        oft_block_size: the size of the blocks that OFT rotates; where it does not divide, the nearest divisor.
+        oft_block_size: the size of the blocks that OFT rotates. If it does not divide a layer's number of features, OFT uses the nearest
+            divisor.
         oft_side: "input": OFT rotates the inputs of layers, as peft does; "output": their outputs, as LyCORIS and ComfyUI
-            do. By default the side of the programs that load the model's adapters, and inputs of other models.
+            do. The default is the side that other programs read for the model's family, or "input" if there are none.
         use_cayley_neumann: whether OFT of inputs computes a series in place of the Cayley transform (peft's default).
         num_cayley_neumann_terms: the number of terms of that series, at least 2.
         qat: quantization-aware training: the format, "int8", "int4", "fp8" or "nf4", to which every forward pass rounds
@@ -1616,7 +1621,7 @@ class LoraConfig:
     @property
     def num_cayley_neumann_terms(self, /) -> int:
         """
-        The terms of that series.
+        The number of terms of the series that OFT computes in place of the Cayley transform.
         """
     @property
     def oft_block_size(self, /) -> int:
@@ -1626,7 +1631,7 @@ class LoraConfig:
     @property
     def oft_side(self, /) -> str | None:
         """
-        The side of layers that OFT rotates; None for that of the programs that load the model's adapters.
+        The side of layers that OFT rotates: "input" or "output"; None for the default.
         """
     def plan(
         self, /, layers: dict[str, SupportsGetItem[int, SupportsIndex]], optimizer: str
@@ -1661,7 +1666,7 @@ class LoraConfig:
     @property
     def r(self, /) -> int:
         """
-        Rank.
+        The rank.
         """
     @property
     def rank_pattern(self, /) -> dict[str, int]:
@@ -1805,8 +1810,8 @@ class Model:
         stream_modulation: bool = False,
     ) -> Self:
         """
-        Load the frozen model at `path`. It has the class on which this is called; on `Model`, the files determine the
-        class.
+        Load the frozen model at `path`. The result has the class on which `from_pretrained` is called. If that is
+        `Model`, the files determine the class.
 
         ```python
         unet = tc.models.load("sdxl", dtype="bf16")
@@ -1930,7 +1935,7 @@ class NcclCommunicator:
     ) -> NcclCommunicator: ...
     def all_reduce(self, /, tensor: Tensor) -> Tensor:
         """
-        Return the sum of a tensor over all processes. This only queues the work.
+        Return the sum of a tensor over all processes. The call only queues the work.
 
         Raises:
             DTypeError, DeviceError: if the tensor does not fit, or NCCL fails.
@@ -1939,7 +1944,7 @@ class NcclCommunicator:
         self, /, parameters: Iterable[Var] | Mapping[str, Var], tail: Tensor, narrow: bool = False
     ) -> Tensor:
         """
-        Sum the gradients of all processes in place, and a tensor of each process. This only queues the work.
+        Sum the gradients of all processes in place, and sum one tensor of each process. The call only queues the work.
 
         Args:
             parameters: the variables, in the same order in all processes. A missing gradient counts as zeros.
@@ -1955,7 +1960,7 @@ class NcclCommunicator:
         """
     def broadcast_(self, /, var: Var, root: SupportsIndex) -> None:
         """
-        Set a variable to its values on process `root`. This only queues the work.
+        Set a variable to its values on process `root`. The call only queues the work.
 
         Raises:
             ArgumentError: if there is no such process.
@@ -1987,7 +1992,8 @@ class NcclCommunicator:
 @final
 class NoiseSchedule:
     """
-    The noise level of each timestep in a diffusion model's training. Names are diffusers', defaults SDXL's.
+    The noise level of each timestep in a diffusion model's training. Names are those of diffusers, defaults those of
+    SDXL.
 
     ```python
     schedule = tc.train.NoiseSchedule(prediction_type="v_prediction", rescale_betas_zero_snr=True)
@@ -2000,8 +2006,9 @@ class NoiseSchedule:
         beta_end: the variance of the last timestep, in (0, 1).
         num_train_timesteps: the number of timesteps, at least 2.
         prediction_type: what the model predicts: "epsilon" (the noise) or "v_prediction" (the velocity,
-            sqrt(a) * noise - sqrt(1 - a) * data; arXiv:2202.00512).
-        rescale_betas_zero_snr: shift the schedule so that the last timestep is pure noise (arXiv:2305.08891).
+            sqrt(a) * noise - sqrt(1 - a) * data, with a from `alphas_cumprod`; arXiv:2202.00512).
+        rescale_betas_zero_snr: whether the schedule is shifted so that the last timestep is pure noise
+            (arXiv:2305.08891).
         timestep_spacing: how samplers pick timesteps: "leading", "trailing" or "linspace".
         steps_offset: added to the timesteps of the leading spacing.
 
@@ -2024,7 +2031,7 @@ class NoiseSchedule:
     @property
     def alphas_cumprod(self, /) -> list[float]:
         """
-        The data's share `a` of the variance of the noised data, for each timestep.
+        The fraction `a` of the variance of the noised data that comes from the data, for each timestep.
         """
     @staticmethod
     def from_pretrained(path: str | bytes | PathLike[str] | PathLike[bytes]) -> NoiseSchedule:
@@ -2056,7 +2063,7 @@ class NoiseSchedule:
     @property
     def sigmas(self, /) -> list[float]:
         """
-        sqrt((1 - a) / a) for each timestep: the noise-to-data ratio.
+        The noise-to-data ratio of each timestep: sqrt((1 - a) / a), with a from `alphas_cumprod`.
         """
     @property
     def timestep_spacing(self, /) -> str:
@@ -2126,7 +2133,7 @@ class Optimizer:
     def averages(self, /) -> bool:
         """
         Whether the optimizer keeps averages of its variables, as AdamWScheduleFree does. `eval` replaces the variables'
-        values by them.
+        values by the averages.
         """
     def eval(self, /) -> None:
         """
@@ -2150,8 +2157,8 @@ class Optimizer:
 
         Raises:
             ConfigError: if an optimizer of another kind has saved the states, or if states are missing or not expected.
-                Nothing has changed then.
-            ShapeError, DTypeError: if a state has another shape or dtype. Nothing has changed then.
+                In this case nothing changes.
+            ShapeError, DTypeError: if a state has another shape or dtype. In this case nothing changes.
         """
     @property
     def lr(self, /) -> float:
@@ -2276,7 +2283,7 @@ class PartFacts:
     @property
     def path(self, /) -> Path:
         """
-        The pipeline's or the model's own folder or file that it is in.
+        The folder or file that contains the model: the pipeline's, or the model's own.
         """
     def saved_values(
         self,
@@ -2320,7 +2327,7 @@ class PartFacts:
     @property
     def tensors(self, /) -> dict[str, list[int]]:
         """
-        The shapes of its parameters as files have them, by name.
+        The shapes of its parameters by name, as in files.
         """
     def weight_bytes(
         self,
@@ -2442,7 +2449,7 @@ class SD3Transformer(Model):
         timestep: Tensor | float | int,
     ) -> Tensor:
         """
-        The velocity, noise - latents, at noisy latents.
+        The velocity (noise minus latents) that the model predicts for noisy latents.
 
         Args:
             hidden_states: noisy latents, (B, 16, h, w), shifted and scaled by the autoencoder's factors; h and w are
@@ -2517,7 +2524,7 @@ class Sampler:
         steps: the number of calls of the model, at least 1.
         kind: "euler" (diffusers' EulerDiscreteScheduler) or "dpmpp_2m" (DPM-Solver++ of second order, arXiv:2211.01095;
             diffusers' DPMSolverMultistepScheduler).
-        karras_sigmas: space noise levels as in arXiv:2206.00364, equation 5.
+        karras_sigmas: whether noise levels are spaced as in arXiv:2206.00364, equation 5.
 
     Raises:
         ArgumentError: if the kind is unknown, or there are no steps or more than the schedule has timesteps.
@@ -2579,7 +2586,7 @@ class Sampler:
 class Schedule:
     """
     The factor on the learning rate as a function of the step, as in transformers' schedules with warm-up. Over the
-    first `warmup_steps` steps it rises linearly from 0; afterwards `kind` determines it.
+    first `warmup_steps` steps the factor rises linearly from 0; afterwards `kind` determines it.
 
     Args:
         kind: "constant", "linear", "cosine" or "polynomial".
@@ -2611,8 +2618,8 @@ class Schedule:
 @final
 class T5Encoder(Model):
     """
-    The text encoder of Stable Diffusion 3 and Flux, with the results of transformers' `T5EncoderModel`. It computes in
-    f16 too, although its values exceed the range of f16. `from_pretrained` loads one.
+    The text encoder of Stable Diffusion 3 and Flux, with the results of transformers' `T5EncoderModel`. It also
+    computes in f16 without overflow: it scales values that would exceed the range of f16. `from_pretrained` loads one.
     """
     def __call__(self, /, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """
@@ -2648,7 +2655,7 @@ class Tensor(ComposedMethods):
 
     __array_priority__: Final = 1000.0
     """
-    With this, a numpy array leaves operators with a tensor to the tensor.
+    This priority makes numpy call the operator of the tensor in an expression such as `array + tensor`.
     """
     @property
     def T(self, /) -> Tensor:
@@ -2745,7 +2752,7 @@ class Tensor(ComposedMethods):
         Differentiate with respect to every variable that this tensor depends on, and add the gradients to the
         variables' `.grad`.
 
-        The backward pass frees saved tensors on its way, unless `retain_graph` is True.
+        The backward pass frees each saved tensor after its last use, unless `retain_graph` is True.
 
         Args:
             gradient: the gradient of this tensor, in its shape; not needed for a single element.
@@ -2761,7 +2768,7 @@ class Tensor(ComposedMethods):
         A view of shape `shape`, in which dimensions of size 1 and new leading dimensions repeat.
 
         Raises:
-            ShapeError: if the shape is not reached by repeating.
+            ShapeError: if repeating elements does not give the shape.
         """
     def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = 0) -> list[Tensor]:
         """
@@ -2838,7 +2845,7 @@ class Tensor(ComposedMethods):
         As `broadcast_to`, but -1 keeps a dimension's size, as in torch.
 
         Raises:
-            ShapeError: if the shape is not reached by repeating.
+            ShapeError: if repeating elements does not give the shape.
         """
     def flatten(self, /, start_dim: SupportsIndex = 0, end_dim: SupportsIndex = -1) -> Tensor:
         """
@@ -3339,7 +3346,7 @@ class TrainingAdapter:
     """
     def __len__(self, /) -> int:
         """
-        The number of layers that have it.
+        The number of layers that have the adapter.
         """
     def numel(self, /) -> int:
         """
@@ -3351,8 +3358,8 @@ class TrainingAdapter:
         """
     def set_enabled(self, /, enabled: bool) -> None:
         """
-        Set whether the model computes with the adapter. While it is disabled, the model computes exactly what it would
-        without it.
+        Set whether the model computes with the adapter. While the adapter is disabled, the model computes exactly what
+        it would compute without the adapter.
         """
 
 @final
@@ -3387,7 +3394,7 @@ class Var(VarMethods, Tensor):
         The accumulated gradient, or None. Assigning a tensor replaces the gradient; assigning None clears it.
 
         Raises:
-            ShapeError, DTypeError: on assignment, if the gradient differs from the variable.
+            ShapeError, DTypeError: on assignment, if the gradient differs from the variable in shape or dtype.
             OutOfMemoryError: if a copy of a gradient in an adapter's flat buffer does not fit.
         """
     @grad.setter
@@ -3397,7 +3404,7 @@ class Var(VarMethods, Tensor):
         Overwrite the value in place.
 
         Raises:
-            ShapeError, DTypeError, DeviceError: if `value` differs from the variable.
+            ShapeError, DTypeError, DeviceError: if `value` differs from the variable in shape, dtype or device.
         """
     def zero_grad(self, /) -> None:
         """
@@ -3421,7 +3428,7 @@ class ZImageTransformer(Model):
         rows_are_full: bool = False,
     ) -> Tensor:
         """
-        The negative velocity, latents - noise, at noisy latents.
+        The negative velocity (latents minus noise) that the model predicts for noisy latents.
 
         Args:
             hidden_states: noisy latents, (B, in_channels, h, w), shifted and scaled by the autoencoder's factors; h and
@@ -3430,8 +3437,8 @@ class ZImageTransformer(Model):
             timestep: the time from 0 (noise) to 1 (clean), opposite to other flow models: (B,), (1,), or a number.
             lengths: the number of tokens of each text that are words, (B,). Later tokens are not read. By default all
                 tokens are words.
-            rows_are_full: whether every text, padded to a multiple of 32 tokens, is as long as L, padded to a multiple
-                of 32. Attention then needs no mask, which saves time. This is not checked.
+            rows_are_full: whether the length of every text equals L when both are rounded up to a multiple of 32
+                tokens. Then attention needs no mask, which saves time. The model does not check this argument.
 
         Returns:
             A tensor of the shape of `hidden_states`, in the dtype of the weights.
@@ -3462,8 +3469,8 @@ def add_layer_norm(
     eps: SupportsFloat | SupportsIndex = ...,
 ) -> tuple[Tensor, Tensor]:
     """
-    Compute input + residual, and `layer_norm` of that sum, which transformer blocks need between two layers. On CUDA it
-    is one kernel.
+    Compute input + residual and the `layer_norm` of this sum. Transformer blocks need both between two layers. On CUDA one kernel computes
+    both.
 
     ```python
     total, normed = F.add_layer_norm(tc.randn(2, 8), tc.randn(2, 8), 8)
@@ -3623,7 +3630,8 @@ def clip_grad_norm_(
 
     Raises:
         ArgumentError: if a number is out of range, or an item is not a Var.
-        NonFiniteError: if `error_if_nonfinite` is True and the norm is non-finite. The gradients have not changed then.
+        NonFiniteError: if `error_if_nonfinite` is True and the norm is non-finite. In this case the gradients do not
+            change.
     """
 
 def conv2d(
@@ -3705,7 +3713,7 @@ def cuda_device_name(device: str) -> str:
     The name of a CUDA device, as its manufacturer gives it.
 
     Raises:
-        DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
+        DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
     """
 
 def cuda_empty_cache(device: str) -> int:
@@ -3713,7 +3721,7 @@ def cuda_empty_cache(device: str) -> int:
     Release the cached memory of a CUDA device; returns the number of bytes released.
 
     Raises:
-        DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
+        DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
     """
 
 def cuda_finish_profile() -> list[tuple[str, int, float]]:
@@ -3732,7 +3740,7 @@ def cuda_memory_stats(device: str) -> list[int]:
     free on the device and in total.
 
     Raises:
-        DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
+        DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
     """
 
 def cuda_reset_peak_memory_stats(device: str) -> None:
@@ -3740,7 +3748,7 @@ def cuda_reset_peak_memory_stats(device: str) -> None:
     Reset the memory peaks of a CUDA device to the current values.
 
     Raises:
-        DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
+        DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
     """
 
 def cuda_set_memory_limit(device: str, limit: SupportsIndex | None) -> None:
@@ -3748,7 +3756,7 @@ def cuda_set_memory_limit(device: str, limit: SupportsIndex | None) -> None:
     Limit the bytes of a CUDA device's memory that tensors and workspaces may take; None removes the limit.
 
     Raises:
-        DeviceError, CudaUnavailableError: if it is not a CUDA device.
+        DeviceError, CudaUnavailableError: if `device` is not a CUDA device.
     """
 
 def cuda_start_profile(device: str) -> None:
@@ -3756,7 +3764,7 @@ def cuda_start_profile(device: str) -> None:
     Measure every launch on a CUDA device from now on.
 
     Raises:
-        DeviceError, CudaUnavailableError: if it is not a CUDA device.
+        DeviceError, CudaUnavailableError: if `device` is not a CUDA device.
         ArgumentError: if launches are already being measured.
     """
 
@@ -3859,7 +3867,7 @@ def eye(
         device: the device.
 
     Raises:
-        OutOfMemoryError: if it does not fit.
+        OutOfMemoryError: if the tensor does not fit into memory.
     """
 
 def fake_quantize(input: Tensor, format: str, factors: Tensor | None = None) -> Tensor:
@@ -3922,7 +3930,7 @@ def full(
 
     Raises:
         ArgumentError, DTypeError: if an integer dtype cannot represent the value.
-        OutOfMemoryError: if it does not fit.
+        OutOfMemoryError: if the tensor does not fit into memory.
     """
 
 def geglu(input: Tensor) -> Tensor:
@@ -4152,11 +4160,11 @@ def init_linear(
     device: str = "cpu",
 ) -> tuple[Var, Var | None]:
     """
-    Initial parameters of a linear layer: weight (out_features, in_features) and bias (out_features,), uniform in
-    +-1 / sqrt(in_features), as torch initializes it.
+    Initial parameters of a linear layer: weight (out_features, in_features) and bias (out_features,), uniform in +-1 /
+    sqrt(in_features), as torch initializes them.
 
     Raises:
-        OutOfMemoryError: if they do not fit.
+        OutOfMemoryError: if the parameters do not fit into memory.
         DTypeError: if the dtype is not floating point.
     """
 
@@ -4174,7 +4182,7 @@ def inspect(
 
     Args:
         path: a pipeline's folder, an original checkpoint in one file, or a single model.
-        model: a family, such as "sdxl", all of whose models must exist.
+        model: the family, such as "sdxl". If it is given, all models of this family must exist.
         others: folders and files of single text encoders and autoencoders, which replace those of `path`.
 
     Raises:
@@ -4407,8 +4415,8 @@ def manual_seed(seed: SupportsIndex) -> None:
 
 def memory_machine() -> str | None:
     """
-    Return the name of the machine, its process numbers and the user: processes with equal names can share memory. None if the system
-    does not say.
+    Return a name that identifies the machine, the process namespace and the user: processes with equal names can share memory. None if the
+    system does not provide this information.
     """
 
 def modulated_layer_norm(
@@ -4509,7 +4517,7 @@ def ones(
         device: the device.
 
     Raises:
-        OutOfMemoryError: if it does not fit.
+        OutOfMemoryError: if the tensor does not fit into memory.
     """
 
 def ones_like(input: Tensor, dtype: DType | str | None = None, device: str | None = None) -> Tensor:
@@ -4611,7 +4619,7 @@ def rand(
 
     Raises:
         DTypeError: if the dtype is not floating point.
-        OutOfMemoryError: if it does not fit.
+        OutOfMemoryError: if the tensor does not fit into memory.
     """
 
 def randint(
@@ -4631,7 +4639,7 @@ def randint(
 
     Raises:
         ArgumentError: if the range is empty or has more than 2**32 - 1 values.
-        OutOfMemoryError: if it does not fit.
+        OutOfMemoryError: if the tensor does not fit into memory.
     """
 
 def randn(
@@ -4647,7 +4655,7 @@ def randn(
 
     Raises:
         DTypeError: if the dtype is not floating point.
-        OutOfMemoryError: if it does not fit.
+        OutOfMemoryError: if the tensor does not fit into memory.
     """
 
 def rms_norm(
@@ -4916,7 +4924,7 @@ def set_resolver(resolve: Callable[..., Any]) -> None:
 
     Args:
         resolve: a function of the name, of the folders of a repository that may contain the model (the most likely
-            first), and of whether half-precision files are preferred. It returns a folder, or None if it does not know
+            first), and of whether half-precision files are preferred. It returns a folder, or None if it cannot resolve
             the name.
     """
 
@@ -5007,7 +5015,7 @@ def snapshot(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         The copies by name.
 
     Raises:
-        OutOfMemoryError: if they do not fit.
+        OutOfMemoryError: if the copies do not fit into memory.
     """
 
 def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
@@ -5040,7 +5048,7 @@ def stream_seed(seed: SupportsIndex, purpose: str, number: SupportsIndex) -> int
 
 def swiglu(input: Tensor) -> Tensor:
     """
-    `h * silu(gate)` with h and the gate the halves of the last dimension (Shazeer 2020, arXiv:2002.05202).
+    `h * silu(gate)`, where h is the first half of the last dimension and gate the second (Shazeer 2020, arXiv:2002.05202).
 
     ```python
     assert F.swiglu(tc.randn(2, 8)).shape == (2, 4)
@@ -5064,7 +5072,7 @@ def tensor(data: Any, dtype: DType | str | None = None, device: str = "cpu") -> 
     Args:
         data: a number, nested lists of numbers, a numpy array, or anything with `__dlpack__` or `__array__`.
         dtype: the dtype; by default an array keeps its own, Python floats become f32, integers i64, bools u8.
-            Narrower integers of arrays become i64 (u16: u32).
+            Narrower integers of arrays become i64, except u16, which becomes u32.
         device: the device.
 
     Raises:
@@ -5199,7 +5207,7 @@ def zeros(
         device: the device.
 
     Raises:
-        OutOfMemoryError: if it does not fit.
+        OutOfMemoryError: if the tensor does not fit into memory.
     """
 
 def zeros_like(

@@ -22,9 +22,9 @@ use crate::var::Var;
 ///     weight: the layer's frozen weight, (out_features, in_features).
 ///     bias: the layer's frozen bias, (out_features,).
 ///     rank: rank of the low-rank product, at least 1.
-///     alpha: numerator of the factor of that product, alpha / rank.
+///     alpha: the low-rank product is multiplied by alpha / rank.
 ///     dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
-///     rslora: use the factor alpha / sqrt(rank) instead.
+///     rslora: whether the factor is alpha / sqrt(rank) instead.
 ///     qat: the format to which every forward pass rounds the adapted weight, as `nn.functional.fake_quantize` does.
 ///
 /// Raises:
@@ -108,7 +108,8 @@ impl Adapter {
         compute(py, work, || self.inner.forward(&input.0, &base)).map(Tensor)
     }
 
-    /// The weight with which a plain linear layer computes the same.
+    /// The merged weight. A plain linear layer with this weight computes the same results as the layer with the
+    /// adapter.
     fn merged_weight(&self, py: Python<'_>, weight: &Tensor) -> Result<Tensor> {
         let base = Base { weight: (&weight.0).into(), bias: None, operation: Operation::Linear };
         compute(py, weight.0.elem_count(), || self.inner.merged_weight(&base)).map(Tensor)
@@ -120,11 +121,11 @@ impl Adapter {
     }
 }
 
-/// Initial parameters of a linear layer: weight (out_features, in_features) and bias (out_features,), uniform in
-/// +-1 / sqrt(in_features), as torch initializes it.
+/// Initial parameters of a linear layer: weight (out_features, in_features) and bias (out_features,), uniform in +-1 /
+/// sqrt(in_features), as torch initializes them.
 ///
 /// Raises:
-///     OutOfMemoryError: if they do not fit.
+///     OutOfMemoryError: if the parameters do not fit into memory.
 ///     DTypeError: if the dtype is not floating point.
 #[pyfunction]
 #[pyo3(signature = (in_features, out_features, bias=true, dtype=None, device="cpu"))]

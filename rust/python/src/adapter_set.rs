@@ -73,7 +73,8 @@ impl AdapterSet {
         LoraConfig(self.set.config().clone())
     }
 
-    /// Enable or disable the adapters. While they are disabled, the model computes exactly the base's results.
+    /// Enable or disable the adapters. While the adapters are disabled, the model computes exactly the results of the
+    /// base.
     fn set_enabled(&self, enabled: bool) {
         self.set.set_enabled(enabled);
     }
@@ -88,7 +89,7 @@ impl AdapterSet {
     /// Args:
     ///     path: the file.
     ///     format: "kohya", "diffusers", "peft" or "comfyui". Default: the format that most tools load, such as "kohya"
-    ///         for SDXL, or "peft" for a model that no other tool knows.
+    ///         for SDXL, or "peft" for a model that no other tool supports.
     ///     metadata: text entries for the file's header, in addition to those for other tools.
     ///     dtype: the dtype of the parameters, "f32", "f16" or "bf16".
     ///
@@ -119,7 +120,7 @@ impl AdapterSet {
     ///
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
-    ///     ConfigError, ShapeError: if it does not fit. Nothing has changed then.
+    ///     ConfigError, ShapeError: if the file does not fit the model. In this case nothing changes.
     fn load(&self, py: Python<'_>, path: FilePath) -> Result<()> {
         let path = path.get("load")?;
         detached(py, || {
@@ -214,7 +215,7 @@ pub fn prepare_adapters(
     prepared(py, "prepare_adapters", path, &adapters, (format, metadata, dtype))
 }
 
-/// How a file is written: its format, its metadata, the dtype of the parameters.
+/// The options for writing a file: its format, its metadata and the dtype of the parameters.
 type FileOptions<'a> = (Option<&'a str>, Argument<Option<BTreeMap<String, String>>>, Option<DTypeArg>);
 
 fn prepared(
@@ -303,7 +304,7 @@ impl Attached {
         Err(tc::Error::Config(format!("{op}: the model has an adapter already; {cure}")).into())
     }
 
-    /// The set; an error that names the operation `op` if there is none.
+    /// Return the set, or an error that names the operation `op` if there is no set.
     pub fn get(&self, op: &'static str) -> Result<Arc<adapter::AdapterSet>> {
         let missing =
             || tc::Error::argument(op, "the model has no adapter; call add_adapter() or load_adapter() first");

@@ -45,7 +45,7 @@ pub struct Argument<T>(std::result::Result<T, Wrong>);
 enum Wrong {
     /// A value of another type.
     Type(String),
-    /// An integer too large for a float, or a container with one.
+    /// An integer too large for a float, or a container with such an integer.
     TooLarge(String),
 }
 

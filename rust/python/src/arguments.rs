@@ -101,7 +101,7 @@ impl Integer {
         self.ranged(op, name, "an integer from 0 to 2**32 - 1")
     }
 
-    /// The position of a dimension (negative counts from the end) among `rank` dimensions.
+    /// The position of a dimension (a negative number counts from the end) among `rank` dimensions.
     pub fn dim(&self, op: &'static str, rank: usize) -> Result<usize> {
         Ok(resolve_dim(op, self.signed(op, "dim")?, rank)?)
     }
@@ -115,7 +115,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Integer {
         if let Ok(value) = object.extract::<i64>() {
             return Ok(Self(Value::Number(i128::from(value))));
         }
-        // Floats have no `__index__`; that of a tensor may raise.
+        // Floats have no `__index__`, and the `__index__` of a tensor may raise.
         let Ok(integer) = object.py().import("operator")?.call_method1("index", (object,)) else {
             return Ok(Self(Value::Other(found(&object))));
         };
@@ -130,7 +130,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Integer {
     }
 }
 
-/// The position of dimension `dim` (negative counts from the end) among `rank` dimensions.
+/// The position of dimension `dim` (a negative number counts from the end) among `rank` dimensions.
 fn resolve_dim(op: &'static str, dim: i64, rank: usize) -> tc::Result<usize> {
     let resolved = if dim < 0 { dim.saturating_add_unsigned(rank as u64) } else { dim };
     if (0..rank as i64).contains(&resolved) {
@@ -166,7 +166,7 @@ impl Integers {
         if arguments.len() == 1 { Self::read(&arguments.get_item(0)?) } else { Self::read(arguments) }
     }
 
-    /// The values; `value` reads each.
+    /// The values: `value` reads each integer.
     fn get<T>(
         &self,
         op: &'static str,

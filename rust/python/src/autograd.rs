@@ -23,7 +23,7 @@ impl Tensor {
     /// Differentiate with respect to every variable that this tensor depends on, and add the gradients to the
     /// variables' `.grad`.
     ///
-    /// The backward pass frees saved tensors on its way, unless `retain_graph` is True.
+    /// The backward pass frees each saved tensor after its last use, unless `retain_graph` is True.
     ///
     /// Args:
     ///     gradient: the gradient of this tensor, in its shape; not needed for a single element.

@@ -17,7 +17,7 @@ pub fn compute<T: Send>(py: Python<'_>, elements: usize, work: impl FnOnce() -> 
     if elements < RELEASE_FROM { quick(work) } else { detached(py, work) }
 }
 
-/// Run `work`, which copies the values of `tensor` to the host. If they are on a GPU, this waits for it without the GIL.
+/// Run `work`, which copies the values of `tensor` to the host. If the values are on a GPU, the thread waits for the GPU without the GIL.
 #[inline]
 pub fn reading<T: Send>(py: Python<'_>, tensor: &tc::Tensor, work: impl FnOnce() -> tc::Result<T> + Send) -> Result<T> {
     if tensor.device().is_cpu() { compute(py, tensor.elem_count(), work) } else { detached(py, work) }

@@ -13,8 +13,8 @@ use crate::device;
 use crate::error::{Error, Result, from_callback};
 use crate::tensor::Tensor;
 
-/// Holds the Python function during a call. Between calls only [`CapturedFunction`] holds it, so that Python's garbage
-/// collector finds cycles.
+/// Holds the Python function during a call. Between calls the slot is empty: only [`CapturedFunction`] refers to the
+/// function, so that Python's garbage collector finds reference cycles through it.
 type Slot = Arc<Mutex<Option<Py<PyAny>>>>;
 
 /// A function of tensors that returns a list of tensors. After its first calls, it is recorded as a CUDA graph, which

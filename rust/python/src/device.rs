@@ -86,7 +86,7 @@ pub fn cuda_synchronize(py: Python<'_>, device: DeviceArg) -> Result<()> {
 /// free on the device and in total.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
+///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
 #[pyfunction]
 pub fn cuda_memory_stats(device: DeviceArg) -> Result<Vec<u64>> {
     let stats = device::memory_stats(&device.0)?;
@@ -107,7 +107,7 @@ pub fn cuda_memory_stats(device: DeviceArg) -> Result<Vec<u64>> {
 /// Limit the bytes of a CUDA device's memory that tensors and workspaces may take; None removes the limit.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if it is not a CUDA device.
+///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device.
 #[pyfunction]
 pub fn cuda_set_memory_limit(device: DeviceArg, limit: Option<u64>) -> Result<()> {
     Ok(device::set_memory_limit(&device.0, limit)?)
@@ -116,7 +116,7 @@ pub fn cuda_set_memory_limit(device: DeviceArg, limit: Option<u64>) -> Result<()
 /// The name of a CUDA device, as its manufacturer gives it.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
+///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
 #[pyfunction]
 pub fn cuda_device_name(device: DeviceArg) -> Result<String> {
     Ok(device::device_name(&device.0)?)
@@ -125,7 +125,7 @@ pub fn cuda_device_name(device: DeviceArg) -> Result<String> {
 /// Release the cached memory of a CUDA device; returns the number of bytes released.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
+///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
 #[pyfunction]
 pub fn cuda_empty_cache(py: Python<'_>, device: DeviceArg) -> Result<u64> {
     detached(py, || device::empty_cache(&device.0))
@@ -134,7 +134,7 @@ pub fn cuda_empty_cache(py: Python<'_>, device: DeviceArg) -> Result<u64> {
 /// Measure every launch on a CUDA device from now on.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if it is not a CUDA device.
+///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device.
 ///     ArgumentError: if launches are already being measured.
 #[pyfunction]
 pub fn cuda_start_profile(device: DeviceArg) -> Result<()> {
@@ -155,7 +155,7 @@ pub fn cuda_finish_profile(py: Python<'_>) -> Result<Vec<(String, u64, f64)>> {
 /// Reset the memory peaks of a CUDA device to the current values.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
+///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
 #[pyfunction]
 pub fn cuda_reset_peak_memory_stats(device: DeviceArg) -> Result<()> {
     Ok(device::reset_peak_memory_stats(&device.0)?)

@@ -96,7 +96,7 @@ impl NcclCommunicator {
         self.0.size()
     }
 
-    /// Return the sum of a tensor over all processes. This only queues the work.
+    /// Return the sum of a tensor over all processes. The call only queues the work.
     ///
     /// Raises:
     ///     DTypeError, DeviceError: if the tensor does not fit, or NCCL fails.
@@ -109,7 +109,7 @@ impl NcclCommunicator {
         .map(Tensor)
     }
 
-    /// Set a variable to its values on process `root`. This only queues the work.
+    /// Set a variable to its values on process `root`. The call only queues the work.
     ///
     /// Raises:
     ///     ArgumentError: if there is no such process.
@@ -122,7 +122,7 @@ impl NcclCommunicator {
         })
     }
 
-    /// Sum the gradients of all processes in place, and a tensor of each process. This only queues the work.
+    /// Sum the gradients of all processes in place, and sum one tensor of each process. The call only queues the work.
     ///
     /// Args:
     ///     parameters: the variables, in the same order in all processes. A missing gradient counts as zeros.
@@ -211,8 +211,8 @@ pub fn set_gradient_vectors(py: Python<'_>, parameters: Variables, vectors: Vec<
     })
 }
 
-/// Return the name of the machine, its process numbers and the user: processes with equal names can share memory. None if the system
-/// does not say.
+/// Return a name that identifies the machine, the process namespace and the user: processes with equal names can share memory. None if the
+/// system does not provide this information.
 #[pyfunction]
 pub fn memory_machine() -> Option<String> {
     streaming::machine()

@@ -86,7 +86,7 @@ impl DType {
         self.0.size_in_bytes()
     }
 
-    /// Whether this dtype is floating point; only such values can have gradients.
+    /// Whether this dtype is floating point; only floating-point values can have gradients.
     #[getter]
     fn is_floating_point(&self) -> bool {
         tc::raw::is_float(self.0)

@@ -80,7 +80,8 @@ fn raise(error: tc::Error) -> PyErr {
     }
 }
 
-/// `OSError`'s three arguments, so that `errno`, `strerror` and `filename` are set.
+/// The exception for an I/O error. It gets `OSError`'s three arguments, so that `errno`, `strerror` and `filename` are
+/// set.
 fn raise_io(path: &std::path::Path, source: &std::io::Error) -> PyErr {
     let reason = source.to_string();
     // The text of an operating system error ends with its number, which `OSError` takes as a separate argument.

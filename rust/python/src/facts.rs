@@ -93,13 +93,13 @@ impl PartFacts {
         self.0.dtype.map(DType::new)
     }
 
-    /// The pipeline's or the model's own folder or file that it is in.
+    /// The folder or file that contains the model: the pipeline's, or the model's own.
     #[getter]
     fn path(&self) -> PathBuf {
         self.0.path.clone()
     }
 
-    /// The shapes of its parameters as files have them, by name.
+    /// The shapes of its parameters by name, as in files.
     #[getter]
     fn tensors(&self) -> BTreeMap<String, Vec<usize>> {
         self.0.tensors()
@@ -254,7 +254,7 @@ fn sample_size(op: &'static str, [height, width, tokens]: [Integer; 3]) -> Resul
 ///
 /// Args:
 ///     path: a pipeline's folder, an original checkpoint in one file, or a single model.
-///     model: a family, such as "sdxl", all of whose models must exist.
+///     model: the family, such as "sdxl". If it is given, all models of this family must exist.
 ///     others: folders and files of single text encoders and autoencoders, which replace those of `path`.
 ///
 /// Raises:

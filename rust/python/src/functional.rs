@@ -313,7 +313,7 @@ pub fn geglu(py: Python<'_>, input: &Tensor) -> Result<Tensor> {
     compute(py, input.0.elem_count(), || gated::geglu(&input.0)).map(Tensor)
 }
 
-/// `h * silu(gate)` with h and the gate the halves of the last dimension (Shazeer 2020, arXiv:2002.05202).
+/// `h * silu(gate)`, where h is the first half of the last dimension and gate the second (Shazeer 2020, arXiv:2002.05202).
 ///
 /// ```python
 /// assert F.swiglu(tc.randn(2, 8)).shape == (2, 4)

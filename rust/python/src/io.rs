@@ -108,7 +108,7 @@ pub fn load_file<'py>(py: Python<'py>, path: FilePath, device: &str) -> Result<N
 ///     The copies by name.
 ///
 /// Raises:
-///     OutOfMemoryError: if they do not fit.
+///     OutOfMemoryError: if the copies do not fit into memory.
 #[pyfunction]
 pub fn snapshot<'py>(
     py: Python<'py>,

@@ -38,9 +38,10 @@ use crate::error::Result;
 ///     wd_on_output: whether DoRA has one magnitude for each output, as in the paper, instead of one for each input.
 ///     decompose_both: whether LoKr's smaller factor may be low-rank, too.
 ///     decompose_factor: the size of LoKr's smaller factor; -1 chooses a size near the square root of the layer's size.
-///     oft_block_size: the size of the blocks that OFT rotates; where it does not divide, the nearest divisor.
+///     oft_block_size: the size of the blocks that OFT rotates. If it does not divide a layer's number of features, OFT uses the nearest
+///         divisor.
 ///     oft_side: "input": OFT rotates the inputs of layers, as peft does; "output": their outputs, as LyCORIS and ComfyUI
-///         do. By default the side of the programs that load the model's adapters, and inputs of other models.
+///         do. The default is the side that other programs read for the model's family, or "input" if there are none.
 ///     use_cayley_neumann: whether OFT of inputs computes a series in place of the Cayley transform (peft's default).
 ///     num_cayley_neumann_terms: the number of terms of that series, at least 2.
 ///     qat: quantization-aware training: the format, "int8", "int4", "fp8" or "nf4", to which every forward pass rounds
@@ -145,7 +146,7 @@ impl LoraConfig {
         Ok((plan.parameters, plan.state_bytes))
     }
 
-    /// Rank.
+    /// The rank.
     #[getter]
     fn r(&self) -> usize {
         self.0.r
@@ -217,7 +218,7 @@ impl LoraConfig {
         self.0.oft_block_size
     }
 
-    /// The side of layers that OFT rotates; None for that of the programs that load the model's adapters.
+    /// The side of layers that OFT rotates: "input" or "output"; None for the default.
     #[getter]
     fn oft_side(&self) -> Option<&'static str> {
         self.0.oft_side.map(adapter::OftSide::name)
@@ -229,7 +230,7 @@ impl LoraConfig {
         self.0.cayley_neumann_terms.is_some()
     }
 
-    /// The terms of that series.
+    /// The number of terms of the series that OFT computes in place of the Cayley transform.
     #[getter]
     fn num_cayley_neumann_terms(&self) -> usize {
         self.0.cayley_neumann_terms.unwrap_or(5)

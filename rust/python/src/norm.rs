@@ -56,8 +56,8 @@ pub fn layer_norm(
     compute(py, input.0.elem_count(), || norms::layer_norm(&input.0, dims, inner(weight), inner(bias), eps)).map(Tensor)
 }
 
-/// Compute input + residual, and `layer_norm` of that sum, which transformer blocks need between two layers. On CUDA it
-/// is one kernel.
+/// Compute input + residual and the `layer_norm` of this sum. Transformer blocks need both between two layers. On CUDA one kernel computes
+/// both.
 ///
 /// ```python
 /// total, normed = F.add_layer_norm(tc.randn(2, 8), tc.randn(2, 8), 8)

@@ -97,7 +97,7 @@ impl QuantizedTensor {
     /// ggml only have "codes", which contain the scales.
     fn tensors<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         let dict = PyDict::new(py);
-        // Matrices that are made in Python are not joined.
+        // A matrix that is made in Python has one part; only models join matrices.
         for (name, tensor) in self.0.tensors()?.into_iter().flatten() {
             dict.set_item(name, Bound::new(py, Tensor(tensor))?)?;
         }
@@ -164,7 +164,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for WeightArg<'py> {
 }
 
 impl WeightArg<'_> {
-    /// The form that operations take.
+    /// The weight as operations take it.
     pub fn get(&self) -> tc::WeightRef<'_> {
         match self {
             Self::Plain(tensor) => (&tensor.0).into(),

@@ -31,8 +31,8 @@ impl TrainingAdapter {
 
 #[pymethods]
 impl TrainingAdapter {
-    /// Set whether the model computes with the adapter. While it is disabled, the model computes exactly what it would
-    /// without it.
+    /// Set whether the model computes with the adapter. While the adapter is disabled, the model computes exactly what
+    /// it would compute without the adapter.
     fn set_enabled(&self, enabled: bool) -> Result<()> {
         quick(|| {
             self.inner.set_enabled(enabled);
@@ -53,7 +53,7 @@ impl TrainingAdapter {
         self.inner.elements()
     }
 
-    /// The number of layers that have it.
+    /// The number of layers that have the adapter.
     fn __len__(&self) -> usize {
         self.inner.len()
     }

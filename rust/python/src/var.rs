@@ -59,7 +59,7 @@ impl Var {
     /// The accumulated gradient, or None. Assigning a tensor replaces the gradient; assigning None clears it.
     ///
     /// Raises:
-    ///     ShapeError, DTypeError: on assignment, if the gradient differs from the variable.
+    ///     ShapeError, DTypeError: on assignment, if the gradient differs from the variable in shape or dtype.
     ///     OutOfMemoryError: if a copy of a gradient in an adapter's flat buffer does not fit.
     #[getter]
     fn grad(&self) -> Result<Option<Tensor>> {
@@ -79,7 +79,7 @@ impl Var {
     /// Overwrite the value in place.
     ///
     /// Raises:
-    ///     ShapeError, DTypeError, DeviceError: if `value` differs from the variable.
+    ///     ShapeError, DTypeError, DeviceError: if `value` differs from the variable in shape, dtype or device.
     fn set(&self, py: Python<'_>, value: &Tensor) -> Result<()> {
         compute(py, self.0.elem_count(), || self.0.set(&value.0))
     }

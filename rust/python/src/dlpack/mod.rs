@@ -1,8 +1,8 @@
 //! DLPack (data interchange of the Python array API): shares tensors with other libraries without a copy.
 //!
-//! Values are immutable. Export shares memory: consumers of DLPack 1.0 get the flag "read-only"; older consumers know
-//! no such flag and get a copy, unless they request none. Import copies on the device of the data, because other owners
-//! of the memory may change it.
+//! Values are immutable. Export shares memory: consumers of DLPack 1.0 get the flag "read-only"; older consumers do not
+//! support this flag and get a copy, unless they request `copy=False`. Import copies on the device of the data, because
+//! other owners of the memory may change it.
 
 mod cuda;
 
@@ -359,7 +359,7 @@ pub fn import(object: &Bound<'_, PyAny>) -> Result<Raw> {
         }
         options.set_item("max_version", (1, 0))?;
         match object.call_method("__dlpack__", (), Some(&options)) {
-            // Producers that are older than DLPack 1.0 do not know the argument.
+            // Producers that are older than DLPack 1.0 do not accept the argument `max_version`.
             Err(error) if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) => {
                 options.del_item("max_version")?;
                 object.call_method("__dlpack__", (), Some(&options))?

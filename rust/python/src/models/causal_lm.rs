@@ -19,8 +19,8 @@ use crate::tensor::Tensor;
 const OP: &str = "CausalLM";
 
 /// A language model with the results of transformers' `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` or
-/// `Qwen3ForCausalLM`: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3. `from_pretrained` loads one; with
-/// `layers=` it loads only the first layers, for a text encoder.
+/// `Qwen3ForCausalLM`: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3. `from_pretrained` loads one; with `layers=` it loads only
+/// the first layers, to serve as a text encoder.
 ///
 /// The constructor makes a fresh model with the sizes in a `config.json`. Its parameters are trainable and f32.
 ///
@@ -117,7 +117,7 @@ impl CausalLM {
     ///     input_ids: token ids, (N), i64 or u32.
     ///     targets: the target of each token, (N), i64: the id of the next token of its text, or -100 for tokens that
     ///         are ignored.
-    ///     positions: the place of each token in its text, (N), i64 or u32.
+    ///     positions: the position of each token in its text, (N), i64 or u32.
     ///     cu_seqlens: the bounds of the texts, (M + 1), i64 or u32.
     ///     weights: factors of the losses, (N), f32.
     ///
@@ -168,7 +168,7 @@ impl CausalLM {
     ///
     /// Args:
     ///     input_ids: token ids, (N), i64 or u32.
-    ///     positions: the place of each token in its text, (N), i64 or u32.
+    ///     positions: the position of each token in its text, (N), i64 or u32.
     ///     cu_seqlens: the bounds of the texts, (M + 1), i64 or u32.
     ///
     /// Raises:
@@ -340,8 +340,8 @@ impl CausalLM {
         .map(Tensor)
     }
 
-    /// The states of one text and the padding that follows it, as in `hidden_states`. Padding attends to every word,
-    /// but neither to itself nor to other padding, as masked tokens in transformers.
+    /// The states of one text and the padding that follows it, as in `hidden_states`. Padding tokens attend to every word but not to
+    /// padding tokens, like masked tokens in transformers.
     ///
     /// Args:
     ///     input_ids: token ids, (N), i64 or u32.

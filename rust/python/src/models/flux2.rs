@@ -21,7 +21,7 @@ class!(Flux2Transformer);
 
 #[pymethods]
 impl Flux2Transformer {
-    /// The velocity, noise - latents, at noisy latents.
+    /// The velocity (noise minus latents) that the model predicts for noisy latents.
     ///
     /// Args:
     ///     hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
@@ -37,7 +37,7 @@ impl Flux2Transformer {
     ///
     /// Raises:
     ///     ShapeError: if the inputs do not fit the model or one another.
-    ///     ArgumentError: if guidance is missing, or the model takes none.
+    ///     ArgumentError: if the model takes guidance and gets none, or gets guidance that it does not take.
     #[pyo3(signature = (hidden_states, encoder_hidden_states, timestep, img_ids, txt_ids, guidance=None))]
     #[allow(clippy::too_many_arguments)] // each is a name in Python
     fn __call__(

@@ -79,7 +79,7 @@ impl Model {
         Self { model, adapter: Attached::default() }
     }
 
-    /// The object of a model, of the class of its kind.
+    /// The Python object of a model, in the class of the model's kind.
     fn object(py: Python<'_>, model: Loaded) -> Result<Py<Self>> {
         let kind = model.kind().name;
         let Some(class) = CLASSES.iter().find(|class| class.kind.name == kind) else {
@@ -143,8 +143,8 @@ pub(crate) use class;
 
 #[pymethods]
 impl Model {
-    /// Load the frozen model at `path`. It has the class on which this is called; on `Model`, the files determine the
-    /// class.
+    /// Load the frozen model at `path`. The result has the class on which `from_pretrained` is called. If that is
+    /// `Model`, the files determine the class.
     ///
     /// ```python
     /// unet = tc.models.load("sdxl", dtype="bf16")
@@ -437,7 +437,7 @@ pub fn save_checkpoint(
     })
 }
 
-/// An object of the class that a class method was called on.
+/// The result of a class method: an object of the class on which the method was called.
 pub struct Own(pub Py<Model>);
 
 impl<'py> IntoPyObject<'py> for Own {

@@ -38,8 +38,8 @@ pub struct Options {
 }
 
 impl Request {
-    /// Reads the arguments of the function `op`. If the path is a name instead, the function of [`set_resolver`]
-    /// resolves it.
+    /// Reads the arguments of the function `op`. If there is no file at the path, the function of [`set_resolver`] may
+    /// resolve it as a name.
     pub fn new(
         py: Python<'_>,
         op: &'static str,
@@ -91,7 +91,7 @@ static RESOLVER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 ///
 /// Args:
 ///     resolve: a function of the name, of the folders of a repository that may contain the model (the most likely
-///         first), and of whether half-precision files are preferred. It returns a folder, or None if it does not know
+///         first), and of whether half-precision files are preferred. It returns a folder, or None if it cannot resolve
 ///         the name.
 #[pyfunction]
 pub fn set_resolver(py: Python<'_>, resolve: Function) {

@@ -11,8 +11,8 @@ use crate::call::detached;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// The text encoder of Stable Diffusion 3 and Flux, with the results of transformers' `T5EncoderModel`. It computes in
-/// f16 too, although its values exceed the range of f16. `from_pretrained` loads one.
+/// The text encoder of Stable Diffusion 3 and Flux, with the results of transformers' `T5EncoderModel`. It also
+/// computes in f16 without overflow: it scales values that would exceed the range of f16. `from_pretrained` loads one.
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct T5Encoder(Arc<models::T5Encoder>);
 

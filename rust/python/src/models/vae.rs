@@ -34,7 +34,7 @@ impl AutoencoderKL {
         self.0.config().scaling_factor
     }
 
-    /// See `scaling_factor`; 0 for SDXL.
+    /// The shift in the formula of `scaling_factor`; 0 for SDXL.
     #[getter]
     fn shift_factor(&self) -> f64 {
         self.0.config().shift_factor.unwrap_or(0.0)
@@ -54,7 +54,8 @@ impl AutoencoderKL {
     ///         quarter. Near seams the result differs a little.
     ///
     /// Returns:
-    ///     Mean and logarithm of the variance of the unscaled latents, (B, 4, H / downscale, W / downscale) each.
+    ///     Mean and logarithm of the variance of the unscaled latents, (B, C, H / downscale, W / downscale) each. C is
+    ///     the model's number of latent channels, 4 for SDXL.
     ///
     /// Raises:
     ///     ShapeError: if the image does not fit the model.
@@ -75,7 +76,7 @@ impl AutoencoderKL {
     /// The images of latents.
     ///
     /// Args:
-    ///     latent: latents, (B, 4, h, w), not scaled.
+    ///     latent: latents, (B, C, h, w), not scaled, where C is the model's number of latent channels.
     ///     tile_size: decode larger images in tiles of this many pixels along a side (512 is usual), which overlap by a
     ///         quarter and are blended at their seams. Memory then does not grow with the image.
     ///

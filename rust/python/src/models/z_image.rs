@@ -21,7 +21,7 @@ class!(ZImageTransformer);
 
 #[pymethods]
 impl ZImageTransformer {
-    /// The negative velocity, latents - noise, at noisy latents.
+    /// The negative velocity (latents minus noise) that the model predicts for noisy latents.
     ///
     /// Args:
     ///     hidden_states: noisy latents, (B, in_channels, h, w), shifted and scaled by the autoencoder's factors; h and
@@ -30,8 +30,8 @@ impl ZImageTransformer {
     ///     timestep: the time from 0 (noise) to 1 (clean), opposite to other flow models: (B,), (1,), or a number.
     ///     lengths: the number of tokens of each text that are words, (B,). Later tokens are not read. By default all
     ///         tokens are words.
-    ///     rows_are_full: whether every text, padded to a multiple of 32 tokens, is as long as L, padded to a multiple
-    ///         of 32. Attention then needs no mask, which saves time. This is not checked.
+    ///     rows_are_full: whether the length of every text equals L when both are rounded up to a multiple of 32
+    ///         tokens. Then attention needs no mask, which saves time. The model does not check this argument.
     ///
     /// Returns:
     ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.

@@ -31,7 +31,8 @@ use crate::tensor::Tensor;
 ///
 /// Raises:
 ///     ArgumentError: if a number is out of range, or an item is not a Var.
-///     NonFiniteError: if `error_if_nonfinite` is True and the norm is non-finite. The gradients have not changed then.
+///     NonFiniteError: if `error_if_nonfinite` is True and the norm is non-finite. In this case the gradients do not
+///         change.
 #[pyfunction]
 #[pyo3(signature = (parameters, max_norm, norm_type=Argument::of(2.0), error_if_nonfinite=false))]
 pub fn clip_grad_norm_(

@@ -114,8 +114,8 @@ impl EMA {
     /// Load a state that was saved for an adapter with the same shapes.
     ///
     /// Raises:
-    ///     ConfigError: if an entry is missing or not expected. Nothing has changed then.
-    ///     ShapeError, DTypeError: if an entry has another shape or dtype. Nothing has changed then.
+    ///     ConfigError: if an entry is missing or not expected. In this case nothing changes.
+    ///     ShapeError, DTypeError: if an entry has another shape or dtype. In this case nothing changes.
     fn load_state_dict(&self, py: Python<'_>, state: HashMap<String, PyRef<'_, Tensor>>) -> Result<()> {
         let states: StateDict = state.into_iter().map(|(name, tensor)| (name, tensor.0.clone())).collect();
         detached(py, || self.lock().load_state_dict(&states))

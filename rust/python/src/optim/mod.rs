@@ -78,7 +78,7 @@ impl Optimizer {
     }
 
     /// Whether the optimizer keeps averages of its variables, as AdamWScheduleFree does. `eval` replaces the variables'
-    /// values by them.
+    /// values by the averages.
     #[getter]
     fn averages(&self) -> bool {
         self.lock().averages()
@@ -144,8 +144,8 @@ impl Optimizer {
     ///
     /// Raises:
     ///     ConfigError: if an optimizer of another kind has saved the states, or if states are missing or not expected.
-    ///         Nothing has changed then.
-    ///     ShapeError, DTypeError: if a state has another shape or dtype. Nothing has changed then.
+    ///         In this case nothing changes.
+    ///     ShapeError, DTypeError: if a state has another shape or dtype. In this case nothing changes.
     fn load_state_dict(&self, py: Python<'_>, state: HashMap<String, PyRef<'_, Tensor>>) -> Result<()> {
         let states: StateDict = state.into_iter().map(|(name, tensor)| (name, tensor.0.clone())).collect();
         detached(py, || self.lock().load_state_dict(&states))

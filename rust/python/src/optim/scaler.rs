@@ -17,7 +17,7 @@ use crate::tensor::Tensor;
 const OP: &str = "GradScaler";
 
 /// Scales the loss so that f16 gradients do not vanish, and skips steps whose gradients overflowed, as
-/// `torch.amp.GradScaler`.
+/// `torch.amp.GradScaler` does.
 ///
 /// An iteration calls `scaler.scale(loss).backward()`, then optionally `scaler.unscale_(opt)` and clipping, then
 /// `scaler.step(opt)` and `scaler.update()`.
@@ -84,7 +84,8 @@ impl GradScaler {
         detached(py, || self.lock().unscale(&**optimizer.lock()))
     }
 
-    /// Unscale the gradients if `unscale_` has not, then let the optimizer step, unless a gradient is non-finite.
+    /// Unscale the gradients, unless `unscale_` has done so. Then let the optimizer step, unless a gradient is
+    /// non-finite.
     ///
     /// Returns:
     ///     Whether the step was taken; None on a CUDA device, because the answer would need synchronization.

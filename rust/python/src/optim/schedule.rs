@@ -11,7 +11,7 @@ use crate::error::Result;
 const OP: &str = "lr_scheduler";
 
 /// The factor on the learning rate as a function of the step, as in transformers' schedules with warm-up. Over the
-/// first `warmup_steps` steps it rises linearly from 0; afterwards `kind` determines it.
+/// first `warmup_steps` steps the factor rises linearly from 0; afterwards `kind` determines it.
 ///
 /// Args:
 ///     kind: "constant", "linear", "cosine" or "polynomial".

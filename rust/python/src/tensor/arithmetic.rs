@@ -81,7 +81,7 @@ impl Tensor {
         with_scalar(py, "mul", &self.0, &other, |a, b| b.mul(a), tc::Tensor::mul_scalar)
     }
 
-    // Division by a number divides, because multiplication by the reciprocal would round twice.
+    // Division by a number is a true division, because multiplication by the reciprocal would round twice.
     fn __truediv__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
         compute(py, work(&self.0, &other), || for_quotient("div", &self.0, &other, tc::Tensor::div)).map(Self)
     }

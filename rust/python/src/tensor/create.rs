@@ -41,7 +41,7 @@ pub fn from_data(data: &Bound<'_, PyAny>, dtype: Option<DType>, device: &tc::Dev
 /// Args:
 ///     data: a number, nested lists of numbers, a numpy array, or anything with `__dlpack__` or `__array__`.
 ///     dtype: the dtype; by default an array keeps its own, Python floats become f32, integers i64, bools u8.
-///         Narrower integers of arrays become i64 (u16: u32).
+///         Narrower integers of arrays become i64, except u16, which becomes u32.
 ///     device: the device.
 ///
 /// Raises:
@@ -68,7 +68,7 @@ pub fn tensor(data: &Bound<'_, PyAny>, dtype: Option<DTypeArg>, device: &str) ->
 ///     device: the device.
 ///
 /// Raises:
-///     OutOfMemoryError: if it does not fit.
+///     OutOfMemoryError: if the tensor does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]", dtype=None, device="cpu"))]
 pub fn zeros(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>, device: &str) -> Result<Tensor> {
@@ -85,7 +85,7 @@ pub fn zeros(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>
 ///     device: the device.
 ///
 /// Raises:
-///     OutOfMemoryError: if it does not fit.
+///     OutOfMemoryError: if the tensor does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]", dtype=None, device="cpu"))]
 pub fn ones(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>, device: &str) -> Result<Tensor> {
@@ -104,7 +104,7 @@ pub fn ones(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>,
 ///
 /// Raises:
 ///     ArgumentError, DTypeError: if an integer dtype cannot represent the value.
-///     OutOfMemoryError: if it does not fit.
+///     OutOfMemoryError: if the tensor does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (shape, value, dtype=None, device="cpu"))]
 pub fn full(py: Python<'_>, shape: Shape, value: Operand<'_>, dtype: Option<DTypeArg>, device: &str) -> Result<Tensor> {
@@ -254,7 +254,7 @@ pub fn arange(
 ///     device: the device.
 ///
 /// Raises:
-///     OutOfMemoryError: if it does not fit.
+///     OutOfMemoryError: if the tensor does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (n, m=None, dtype=None, device="cpu"))]
 pub fn eye(n: Integer, m: Option<Integer>, dtype: Option<DTypeArg>, device: &str) -> Result<Tensor> {
@@ -276,7 +276,7 @@ pub fn eye(n: Integer, m: Option<Integer>, dtype: Option<DTypeArg>, device: &str
 ///
 /// Raises:
 ///     DTypeError: if the dtype is not floating point.
-///     OutOfMemoryError: if it does not fit.
+///     OutOfMemoryError: if the tensor does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]", dtype=None, device="cpu"))]
 pub fn rand(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>, device: &str) -> Result<Tensor> {
@@ -294,7 +294,7 @@ pub fn rand(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>,
 ///
 /// Raises:
 ///     DTypeError: if the dtype is not floating point.
-///     OutOfMemoryError: if it does not fit.
+///     OutOfMemoryError: if the tensor does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]", dtype=None, device="cpu"))]
 pub fn randn(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>, device: &str) -> Result<Tensor> {
@@ -313,7 +313,7 @@ pub fn randn(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>
 ///
 /// Raises:
 ///     ArgumentError: if the range is empty or has more than 2**32 - 1 values.
-///     OutOfMemoryError: if it does not fit.
+///     OutOfMemoryError: if the tensor does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (low, high, shape, device="cpu"))]
 pub fn randint(py: Python<'_>, low: Integer, high: Integer, shape: Shape, device: &str) -> Result<Tensor> {

@@ -8,7 +8,7 @@ use crate::argument::Argument;
 use crate::call::compute;
 use crate::error::Result;
 
-/// Methods without arguments: Python's name, the core's name, doc.
+/// Defines methods without arguments, by the name in Python, the name in the core, and the docstring.
 macro_rules! unary_methods {
     ($($name:ident = $method:ident, $doc:literal;)*) => {
         #[pymethods]

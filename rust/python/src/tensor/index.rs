@@ -21,7 +21,7 @@ enum Item<'py> {
     Ellipsis,
     /// Positions along one dimension, of any shape.
     Positions(tc::Tensor),
-    /// A mask, which selects over as many dimensions of the tensor as it has itself.
+    /// A mask. It selects over as many dimensions of the tensor as the mask has.
     Mask(tc::Tensor),
 }
 

@@ -193,7 +193,7 @@ impl Tensor {
         }
     }
 
-    /// With this, a numpy array leaves operators with a tensor to the tensor.
+    /// This priority makes numpy call the operator of the tensor in an expression such as `array + tensor`.
     #[classattr]
     #[allow(non_upper_case_globals)]
     const __array_priority__: f64 = 1000.0;

@@ -172,8 +172,8 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Operand<'a> {
         type_hint_identifier!("builtins", "int")
     );
 
-    /// This fails for any other object. Python then tries the other object's operator, and raises a `TypeError` if that
-    /// fails too.
+    /// The extraction fails for any other object. Python then tries the operator of that object, and raises a
+    /// `TypeError` if this operator fails too.
     #[inline]
     fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
         if let Ok(tensor) = object.cast_exact::<Tensor>() {

@@ -24,7 +24,7 @@ fn dims_or_all(op: &'static str, tensor: &tc::Tensor, dim: Option<&Dims>) -> Res
     dim.map_or_else(|| Ok((0..tensor.rank()).collect()), |dims| dims.resolve(op, tensor.rank()))
 }
 
-/// Reductions over one, several or all dimensions: Python's name, the core's name, doc.
+/// Defines reductions over one, several or all dimensions, by name, docstring and further errors.
 macro_rules! reductions {
     ($($name:ident $doc:literal $(raises $raises:literal)?;)*) => {
         #[pymethods]

@@ -106,7 +106,7 @@ impl Tensor {
     /// A view of shape `shape`, in which dimensions of size 1 and new leading dimensions repeat.
     ///
     /// Raises:
-    ///     ShapeError: if the shape is not reached by repeating.
+    ///     ShapeError: if repeating elements does not give the shape.
     #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]"))]
     fn broadcast_to(&self, shape: &Bound<'_, PyTuple>) -> Result<Self> {
         let sizes = Shape::from_arguments(shape)?.sizes("broadcast_to")?;
@@ -116,7 +116,7 @@ impl Tensor {
     /// As `broadcast_to`, but -1 keeps a dimension's size, as in torch.
     ///
     /// Raises:
-    ///     ShapeError: if the shape is not reached by repeating.
+    ///     ShapeError: if repeating elements does not give the shape.
     #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]"))]
     fn expand(&self, shape: &Bound<'_, PyTuple>) -> Result<Self> {
         let mut shape = Shape::from_arguments(shape)?.numbers("expand")?;

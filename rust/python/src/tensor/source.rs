@@ -33,7 +33,7 @@ impl Element {
         }
     }
 
-    /// A dtype that can represent all its values.
+    /// A dtype that can represent all values of this type.
     const fn dtype(self) -> candle_core::DType {
         use candle_core::DType as D;
         match self {

@@ -67,7 +67,7 @@ impl NoisedLatents {
 ///     schedule: the noise schedule of the model's training.
 ///     timesteps: the distribution of timesteps, "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
 ///     logit_mean: mean of the normal distribution of "logit_normal"; positive favours noise.
-///     logit_std: its deviation, above 0.
+///     logit_std: standard deviation of that normal distribution, above 0.
 ///     shift: shifts timesteps towards noise (above 1) or data (below 1); 1 changes nothing.
 ///     min_timestep: the first timestep that may be drawn.
 ///     max_timestep: the timestep after the last that may be drawn; None is the end of the schedule.
@@ -178,15 +178,15 @@ impl DiffusionObjective {
     ///     timesteps: (B,), integers.
     ///
     /// Raises:
-    ///     ShapeError, DTypeError, DeviceError: if the three do not fit together.
+    ///     ShapeError, DTypeError, DeviceError: if the three tensors do not fit together.
     ///     IndexOutOfRangeError: if there is no such timestep.
     fn noise_at(&self, py: Python<'_>, latents: &Tensor, noise: &Tensor, timesteps: &Tensor) -> Result<NoisedLatents> {
         compute(py, latents.0.elem_count(), || self.0.noise_at(&latents.0, &noise.0, &timesteps.0)).map(NoisedLatents)
     }
 
     /// Add noise to latents for a validation loss. An example has the same noise and timestep every time, in any batch,
-    /// and the library's generator does not advance. Timesteps are spread evenly, so that any consecutive numbers of
-    /// examples cover their range.
+    /// and the library's generator does not advance. Timesteps are spread evenly, so that examples with consecutive numbers cover the whole
+    /// range.
     ///
     /// Args:
     ///     latents: (B, C, ...).

@@ -27,7 +27,7 @@ use crate::tensor::Tensor;
 ///     steps: the number of calls of the model, at least 1.
 ///     kind: "euler" (diffusers' EulerDiscreteScheduler) or "dpmpp_2m" (DPM-Solver++ of second order, arXiv:2211.01095;
 ///         diffusers' DPMSolverMultistepScheduler).
-///     karras_sigmas: space noise levels as in arXiv:2206.00364, equation 5.
+///     karras_sigmas: whether noise levels are spaced as in arXiv:2206.00364, equation 5.
 ///
 /// Raises:
 ///     ArgumentError: if the kind is unknown, or there are no steps or more than the schedule has timesteps.

@@ -10,7 +10,8 @@ use crate::arguments::{FilePath, Integer};
 use crate::call::quick;
 use crate::error::Result;
 
-/// The noise level of each timestep in a diffusion model's training. Names are diffusers', defaults SDXL's.
+/// The noise level of each timestep in a diffusion model's training. Names are those of diffusers, defaults those of
+/// SDXL.
 ///
 /// ```python
 /// schedule = tc.train.NoiseSchedule(prediction_type="v_prediction", rescale_betas_zero_snr=True)
@@ -23,8 +24,9 @@ use crate::error::Result;
 ///     beta_end: the variance of the last timestep, in (0, 1).
 ///     num_train_timesteps: the number of timesteps, at least 2.
 ///     prediction_type: what the model predicts: "epsilon" (the noise) or "v_prediction" (the velocity,
-///         sqrt(a) * noise - sqrt(1 - a) * data; arXiv:2202.00512).
-///     rescale_betas_zero_snr: shift the schedule so that the last timestep is pure noise (arXiv:2305.08891).
+///         sqrt(a) * noise - sqrt(1 - a) * data, with a from `alphas_cumprod`; arXiv:2202.00512).
+///     rescale_betas_zero_snr: whether the schedule is shifted so that the last timestep is pure noise
+///         (arXiv:2305.08891).
 ///     timestep_spacing: how samplers pick timesteps: "leading", "trailing" or "linspace".
 ///     steps_offset: added to the timesteps of the leading spacing.
 ///
@@ -102,13 +104,13 @@ impl NoiseSchedule {
         self.0.config().timestep_spacing.name()
     }
 
-    /// The data's share `a` of the variance of the noised data, for each timestep.
+    /// The fraction `a` of the variance of the noised data that comes from the data, for each timestep.
     #[getter]
     fn alphas_cumprod(&self) -> Vec<f64> {
         self.0.alphas_cumprod().to_vec()
     }
 
-    /// sqrt((1 - a) / a) for each timestep: the noise-to-data ratio.
+    /// The noise-to-data ratio of each timestep: sqrt((1 - a) / a), with a from `alphas_cumprod`.
     #[getter]
     fn sigmas(&self) -> Vec<f64> {
         self.0.sigmas()
