@@ -18,7 +18,7 @@ use crate::var::Var;
 /// A trainable adapter of one frozen linear layer.
 ///
 /// Args:
-///     kind: "lora" or "dora".
+///     kind: "lora", "dora", "loha", "lokr" or "oft".
 ///     weight: the layer's frozen weight, (out_features, in_features).
 ///     bias: the layer's frozen bias, (out_features,).
 ///     rank: rank of the low-rank product, at least 1.
