@@ -76,7 +76,7 @@ def value(hint: Any, setting: Setting) -> str:
 
 
 def arguments(own: str, chosen_by: str, kinds: dict[str, Any]) -> str:
-    """The section of the `name=value` arguments that each choice of a setting takes."""
+    """A section of the page: for each choice of a setting, its `name=value` arguments."""
     lines = [
         f"## `{own}`\n",
         f"The arguments that `{own} name=value …` accepts, with their defaults.\n",

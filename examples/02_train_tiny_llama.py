@@ -1,6 +1,6 @@
 """Train the built-in language model from the start, on tasks about made-up words.
 
-Its tokens are bytes, and its training data is no language: only short chats that name a task and a
+Its tokens are bytes. Its training data has no sentences, only short chats that name a task and a
 word. The demo's task is not among them, and one word in eight is held out for judging. Takes some
 minutes on two cores and writes the folder that ships in the package:
 

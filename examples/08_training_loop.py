@@ -116,8 +116,8 @@ def main(folder: Path) -> dict[str, tc.Tensor]:
             averaged = accuracy(state.model, test)
         lr = state.scheduler.get_last_lr()[0]
         print(
-            f"epoch {state.epoch}: learning rate {lr:.5f}, unseen digits read: "
-            f"{accuracy(state.model, test):.1%}, by the averaged weights {averaged:.1%}"
+            f"epoch {state.epoch}: learning rate {lr:.5f}, unseen digits recognised: "
+            f"{accuracy(state.model, test):.1%}, with the averaged weights {averaged:.1%}"
         )
     return state.model.state_dict()
 

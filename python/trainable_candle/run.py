@@ -435,8 +435,8 @@ def _in_steps(
 def _require_steps_left(config: TrainConfig, step: int) -> None:
     if step > config.steps:
         raise ConfigError(
-            f"resume: the checkpoint is of step {step}, and the run has {config.steps}: it is "
-            f"done; give more than {step} --steps, or more --epochs, to train on"
+            f"resume: the checkpoint is of step {step}, and the run has {config.steps} steps: "
+            f"it is done; give more than {step} --steps, or more --epochs, to train on"
         )
 
 

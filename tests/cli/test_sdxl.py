@@ -280,8 +280,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"multires_noise_iterations": 6}, {"color_brightness": 0.5}, {"color_hue": 0.5},
     {"caption_dropout": 1}, {"caption_shuffle": True}, {"trigger": "sks"}, {"flip": True},
     {"crop": "random"}, {"no_bucketing": True}, {"resolution": 32},
-    {"train_text_encoder": True}, {"adapter": "loha"}, {"adapter": "lokr"}, {"adapter": "oft"},
-    {"target_modules": "to_q"},
+    {"train_text_encoder": True}, {"adapter": "loha"}, {"adapter": "lokr"},
+    {"adapter": "oft", "rank": 16}, {"target_modules": "to_q"},
 ]  # fmt: skip
 
 

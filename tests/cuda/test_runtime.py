@@ -99,7 +99,8 @@ def test_two_thousand_replays_take_no_memory() -> None:
     labels = tc.tensor(np.arange(32) // 4, device="cuda")
     inputs = [tc.zeros((32, 64), device="cuda"), labels]
     run = tc.cuda.capture(step, inputs)
-    # The first call makes the gradients, the second finds them in place, the third records.
+    # The first call allocates the gradients. A graph needs their addresses, so the third call
+    # records, when the second has found the gradients allocated.
     for _ in range(3):
         run(*inputs)
     before = tc.cuda.memory_stats()

@@ -1,4 +1,4 @@
-"""Files of texts: examples that are read, counts, rejected lines; packed rows."""
+"""Files of texts: which examples they hold, which lines are rejected, how rows are packed."""
 
 import csv
 import json

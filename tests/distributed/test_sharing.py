@@ -86,7 +86,7 @@ def data(tmp_path: Path) -> Dataset:
 def filled(
     data: Dataset, encoder: Any, group: Group, folder: Path, **more: Any
 ) -> tuple[str, list[float]]:
-    """The report of filling, and the values of the batches after it."""
+    """The report of filling the cache, and the values of the batches that are then read from it."""
     options = more.pop("options", DISK)
     area = 2 * 64 * 64
     cache = LatentCache(data, encoder, options, {}, folder=folder, encode_area=area)
@@ -119,7 +119,7 @@ def test_processes_receive_entries_that_they_cannot_read(
     data: Dataset, tmp_path: Path, kind: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The entries are in the memory of other processes, or in folders of other machines."""
-    monkeypatch.setattr(dealing, "_PIECE", 1000)  # Bytes: fewer than all entries together have.
+    monkeypatch.setattr(dealing, "_PIECE", 1000)  # Bytes, so that entries travel in several pieces.
     encoder = Encoder()
 
     def work(group: Group) -> tuple[str, list[float]]:

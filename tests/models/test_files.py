@@ -59,6 +59,17 @@ def test_without_a_name_the_part_to_fine_tune_is_loaded(single_file: Path) -> No
     assert_same(CLIPTextModel.from_pretrained(single_file), from_folder("text_encoder"))
 
 
+@pytest.mark.parametrize(
+    ("family", "kind"), [("flux", models.FluxTransformer), ("flux2", models.Flux2Transformer)]
+)
+def test_a_pipeline_stands_for_its_transformer_and_not_for_its_autoencoder(
+    family: str, kind: type
+) -> None:
+    folder = GOLDEN.parent / family
+    assert (folder / "vae").is_dir()
+    assert isinstance(models.load(folder), kind)
+
+
 def test_checkpoint_without_configurations_says_what_it_lacks(
     single_file: Path, tmp_path: Path
 ) -> None:
@@ -313,9 +324,10 @@ def test_models_by_name_come_from_the_cache(hub_cache: Path) -> None:
     shutil.rmtree(hub_cache)
     shutil.copytree(GOLDEN / "vae", hub_cache)
     assert_same(AutoencoderKL.from_pretrained("someone/tiny-sdxl"), from_folder("vae"))
-    # The repository has only the fp16 variant.
+    # Of two variants, the one without a suffix is read.
     half = {name: tensor.to("f16") for name, tensor in weights_of("vae").items()}
     tc.save_file(half, hub_cache / "diffusion_pytorch_model.fp16.safetensors")
+    assert AutoencoderKL.from_pretrained("someone/tiny-sdxl", force_upcast=False).dtype == "bf16"
     (hub_cache / "diffusion_pytorch_model.safetensors").unlink()
     assert AutoencoderKL.from_pretrained("someone/tiny-sdxl", force_upcast=False).dtype == "f16"
 

@@ -27,6 +27,8 @@ IDLE: list[tuple[dict[str, Any], str]] = [
         {"adapter": "oft", "rslora": True},
         "--rslora has no effect without an adapter other than oft",
     ),
+    ({"adapter": "oft", "rank": 8}, "--rank and --alpha have no effect on --adapter oft"),
+    ({"adapter": "oft", "alpha": 8.0}, "give --oft-block-size instead"),
     ({"bucketing": False, "min_side": 64}, "--min-side has no effect without --bucketing"),
     ({"cache": "memory", "cache_dir": "c"}, "--cache-dir has no effect without --cache disk"),
     ({"caption_keep_tokens": 5}, "--caption-keep-tokens has no effect without --caption-shuffle"),

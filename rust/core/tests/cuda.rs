@@ -35,7 +35,7 @@ fn gpu() -> Result<Device> {
     device::cuda(0, &folders)
 }
 
-/// Inputs with their strides on another device.
+/// Copies of inputs on `device`, with the same strides.
 fn moved(inputs: &[Tensor], device: &Device) -> Result<Vec<Tensor>> {
     inputs.iter().map(|x| Ok(Tensor::from_raw(&x.raw().to_device(device)?))).collect()
 }
@@ -91,7 +91,8 @@ fn run(case: &Case, device: &Device) -> std::result::Result<(), String> {
     Ok(())
 }
 
-/// Also for a simulated device: the kernels exist under their names, and accept their arguments and launch sizes.
+/// On a simulated device this test checks that the kernels exist under their names and accept their arguments and launch
+/// sizes; the simulation computes no values.
 #[test]
 #[ignore = "needs a CUDA device, real or simulated"]
 fn registry_runs_on_cuda() {
@@ -166,7 +167,8 @@ fn random_numbers_are_those_of_the_cpu() {
     }
 }
 
-/// Shapes on both sides of every limit of the kernels: wide and narrow access, rows and columns, one and two passes.
+/// A kernel has several forms, chosen by the shape: with vector or scalar loads, along rows or columns, with one launch or
+/// two. The shapes here are on both sides of each choice.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn large_and_odd_shapes_equal_the_cpu() {
@@ -233,8 +235,8 @@ fn whole(dims: &[usize], seed: usize, dtype: DType, device: &Device) -> Tensor {
     values.and_then(|values| values.to_dtype(dtype)?.to_device(device)).unwrap()
 }
 
-/// Products of one size run together. Products that add to one tensor must not run together, and transposed, strided,
-/// empty and f64 products run separately.
+/// Products of one size run in one launch, except those that add to the same tensor and those with transposed, strided,
+/// empty or f64 operands.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn many_products_at_once_are_those_of_the_cpu() {
@@ -254,7 +256,8 @@ fn many_products_at_once_are_those_of_the_cpu() {
         }
         let strided = raw(&[5, 66], 3).narrow(1, 1, 64).unwrap();
         add(strided, raw(&[64, 33], 4), 0.5, Destination::New(to));
-        // Columns of rank 4 of a wider matrix, at addresses that are multiples of 8 bytes only.
+        // A factor of rank 4: columns 4 to 7 of a matrix of 8. In the 16-bit dtypes its address is a multiple of 8 bytes
+        // but not of 16.
         for seed in 0..3 {
             let part = raw(&[64, 8], seed).narrow(1, 4, 4).unwrap().t().unwrap();
             add(part, raw(&[64, 33], seed + 4), 0.5, Destination::New(to));
@@ -276,7 +279,7 @@ fn many_products_at_once_are_those_of_the_cpu() {
     }
 }
 
-/// Layers that share a flat buffer of f32 factors, in a model that computes in a short dtype.
+/// Layers that share a flat buffer of f32 factors, in a model that computes in any dtype.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn lora_of_f32_factors_on_cuda_agrees_with_f64() {

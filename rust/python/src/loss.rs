@@ -167,7 +167,7 @@ pub fn cross_entropy(
 ///     input: (N, D) states.
 ///     weight: (classes, D), in the dtype of the states. The gradient of a frozen weight is not computed.
 ///     target: (N) class ids, i64 or u32; rows with -100 are ignored.
-///     weights: (N) f32 factors of the losses of rows, which get no gradient. Default: all 1.
+///     weights: (N) f32, a factor of each row's loss. The factors get no gradient. Default: all 1.
 ///
 /// Raises:
 ///     ShapeError, DTypeError: if the operands do not fit.
@@ -187,8 +187,8 @@ pub fn linear_cross_entropy(
         .map(Tensor)
 }
 
-/// The logarithms of the softmax of `input @ weight.T` at class ids, (N) in f32 (f64 for f64). They are computed some
-/// rows at a time, and again in the backward pass.
+/// For each row, the logarithm of the probability of its class id under the softmax of `input @ weight.T`: (N), in f32
+/// (f64 for f64 input). Some rows are computed at a time, and again in the backward pass.
 ///
 /// ```python
 /// states, head = tc.randn(3, 8), tc.randn(100, 8)

@@ -12,6 +12,8 @@
 
 enum { SUCCESS = 0, UNHANDLED = 1, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE = 6, IN_PROGRESS = 7 };
 enum { MAX_RANKS = 8, MAX_CALLS = 1 << 16, POLLS = 3 };
+// Kinds of a call: NOT_MADE by any rank yet, or a rank is WRITING its properties; others are those of `queue`.
+enum { NOT_MADE = 0, WRITING = 99 };
 
 struct id {
     char name[128];
@@ -24,7 +26,7 @@ struct config {
 };
 
 struct call {
-    atomic_uint kind; // 0: no rank has made the call; 99: a rank is writing its properties.
+    atomic_uint kind;
     atomic_uint type, root;
     atomic_ulong count;
 };
@@ -128,13 +130,13 @@ int ncclCommGetAsyncError(struct comm *comm, int *state) {
 
 // The first rank that makes a call sets its properties; calls of other ranks must have the same.
 static bool agrees(struct call *call, unsigned kind, unsigned type, unsigned root, unsigned long count) {
-    unsigned none = 0;
-    if (atomic_compare_exchange_strong(&call->kind, &none, 99)) {
+    unsigned none = NOT_MADE;
+    if (atomic_compare_exchange_strong(&call->kind, &none, WRITING)) {
         atomic_store(&call->type, type), atomic_store(&call->root, root), atomic_store(&call->count, count);
         atomic_store(&call->kind, kind);
         return true;
     }
-    while (atomic_load(&call->kind) == 99) usleep(10);
+    while (atomic_load(&call->kind) == WRITING) usleep(10);
     return atomic_load(&call->kind) == kind && atomic_load(&call->type) == type && atomic_load(&call->root) == root &&
            atomic_load(&call->count) == count;
 }

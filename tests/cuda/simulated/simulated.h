@@ -79,8 +79,6 @@ HIDDEN unsigned char *simulated_host(CUdeviceptr address);
 HIDDEN bool simulated_covers(CUdeviceptr address, size_t bytes);
 // Whether a range of the host's memory is pinned.
 HIDDEN bool simulated_pinned(const void *address, size_t bytes);
-HIDDEN CUdeviceptr simulated_allocate(size_t bytes, int device);
-HIDDEN bool simulated_release(CUdeviceptr address);
 
 // Whether a call that may wait for the device is allowed while streams are captured. If not, the call invalidates these captures.
 HIDDEN CUresult simulated_unsafe(const char *call);

@@ -21,17 +21,17 @@ const ROWS: usize = 16;
 /// reads the factors less often: on an H200 the kernel is faster at 4096 rows of 640 + 640 elements and slower at 4096
 /// rows of 1280 + 1280.
 const MOST_ELEMENTS: usize = 6 << 20;
-/// `inner` and `outer`, the sizes of features, must be multiples of this, in elements.
+/// `inner` and `outer`, the numbers of input and output features, must be multiples of this.
 const STEP: usize = 32;
 /// Addresses and distances between rows must be multiples of this, in bytes.
 const ALIGNMENT: usize = 16;
 
-/// The layout of the factors.
+/// The layout of the factors `down` and `up` in memory.
 #[derive(Clone, Copy, PartialEq)]
 enum Direction {
-    /// As (rank, inner) and (outer, rank).
+    /// `down` is stored as (rank, inner), `up` as (outer, rank).
     Forward,
-    /// As (inner, rank) and (rank, outer).
+    /// `down` is stored as (inner, rank), `up` as (rank, outer).
     Backward,
 }
 
@@ -59,7 +59,7 @@ pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]
             return Ok(false);
         }
     }
-    // In the forward pass the terms run concurrently, so each needs its own columns. The direction is inferred from the
+    // In the forward pass the terms run concurrently, so each must write to columns of dst of its own. The direction is inferred from the
     // layout of the factors, so a forward pass with transposed factors counts as backward.
     let columns = u64::from(sizes.outer) * first.input.dtype().size_in_bytes() as u64;
     let mut places: Vec<Address> = list[..terms.len()].iter().map(|term| term.dst).collect();

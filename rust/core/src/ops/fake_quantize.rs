@@ -22,7 +22,8 @@ use crate::{Error, Result, Tensor, compute};
 static FAKE_QUANTIZE: OpInfo = OpInfo::cheap("fake_quantize");
 static FAKE_QUANTIZE_BY: OpInfo = OpInfo::cheap("fake_quantize_by");
 
-/// Elements of a row that share a scale in [`Grid::Int4`], the group of torchao's configurations for int4 weights in training.
+/// Elements of a row that share a scale in [`Grid::Int4`]. torchao's configurations for training with int4 weights have groups of
+/// this size, too.
 const GROUP: usize = 32;
 /// Elements that share a scale in [`Grid::Nf4`].
 const BLOCK: usize = 64;
@@ -83,7 +84,7 @@ impl Grid {
             return Ok(());
         }
         let text =
-            format!("found {found} {what}, expected a multiple of {group}, which share a scale in {}", self.name());
+            format!("found {found} {what}, expected a multiple of {group}: so many share a scale in {}", self.name());
         Err(Error::shape(FAKE_QUANTIZE.name, text))
     }
 
@@ -111,8 +112,8 @@ impl Grid {
         }
     }
 
-    /// Whether each value is within the range of the codes (as u8): it exceeds the last code by at most half of the step before that
-    /// code.
+    /// 1 (u8) for each value that rounds to a code without being clipped, otherwise 0. A value beyond the last code still counts if it
+    /// is nearer to that code than half of the last step between codes.
     fn inside(self, x: &Tensor, scale: &Tensor) -> Result<Tensor> {
         let [low, high] = match self {
             Self::Int4 => {
@@ -179,8 +180,8 @@ impl Int4 {
     const LOW: f64 = -8.0;
     const HIGH: f64 = 7.0;
 
-    /// The code before it is clipped. torchao multiplies by the rounded reciprocal of the scale, which decides whether the largest
-    /// magnitude, 7.5 scales, is rounded up or down.
+    /// The code before it is clipped. The largest magnitude is 7.5 times the scale, halfway between two codes. As in torchao, x is
+    /// multiplied by the rounded reciprocal of the scale: this rounding decides between the two.
     #[inline(always)]
     fn code<R: Real>(x: R, scale: R) -> R {
         round_to_even(x * (R::ONE / scale))
@@ -216,7 +217,8 @@ impl Binary for E4m3 {
     #[inline(always)]
     fn apply<R: Real>(&self, x: R, scale: R) -> R {
         let x = clamped(x / scale, -LARGEST_E4M3, LARGEST_E4M3);
-        // The distance between neighbouring e4m3 numbers: of subnormal numbers, or of numbers with the exponent of x.
+        // `unit` is the distance between neighbouring e4m3 numbers at x. It starts as that of subnormal numbers and doubles with each
+        // power of two that x reaches.
         let (mut step, mut power) = (0.001_953_125, 0.015_625);
         let magnitude = x.abs();
         let mut unit = R::from_f64(step);
@@ -249,7 +251,7 @@ impl Binary for Nf4 {
     }
 }
 
-/// The nearest whole number, ties to even: a sum of this size has no bits for a fraction.
+/// The nearest whole number, ties to even. After the addition of a number this large, the sum has no bits for a fraction.
 #[inline(always)]
 fn round_to_even<R: Real>(x: R) -> R {
     let large = R::from_f64(if size_of::<R>() == size_of::<f32>() { 12_582_912.0 } else { 6_755_399_441_055_744.0 });
@@ -311,8 +313,8 @@ impl Backward for Learned {
     }
 }
 
-/// A matrix (rows, columns) rounded to `grid`, in its own dtype; the gradient passes through where codes are in range. It is
-/// computed in f32, or f64 for f64.
+/// A matrix (rows, columns) rounded to `grid`. The rounding is computed in f32 (f64 for f64), and the result has the dtype of the
+/// matrix. The gradient passes unchanged where codes are in range.
 ///
 /// Values are those of [`Quantized::new`](crate::Quantized::new), dequantized, with two exceptions: `Int4`, which is
 /// not a format, and scales of `Nf4`, which are not quantized themselves. `Int8` and `Int4` are torchao's symmetric
@@ -384,8 +386,8 @@ fn clipped(x: &Tensor, scale: &Tensor) -> Result<Tensor> {
     )
 }
 
-/// Registry entry of this operation. The cases return x with the gradient of the rounded x, so finite differences are
-/// those of the straight-through estimator.
+/// Registry entry of this operation. The cases return the value of x with the gradient of the rounded x. The
+/// straight-through estimator gives the rounded x the gradient of x, so it agrees with finite differences of x.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {
@@ -408,8 +410,9 @@ pub static ENTRIES: &[Entry] = &[
     Entry {
         info: &FAKE_QUANTIZE_BY,
         cases: || {
-            // Factors of 1.5 and more, so that no value is out of range. The case subtracts the expected gradient of
-            // the factors, so 0 is left if their gradient is right.
+            // Factors of 1.5 and more, so that no value is out of range. The value of a case is
+            // x, whatever the factors are, so finite differences to the factors are 0. To the gradient of the rounded x
+            // the case adds the negative of the expected gradient of the factors: their sum must be 0, too.
             let passed = |grid: Grid| {
                 move |x: &[Tensor]| {
                     let factors = x[1].exp()?.add_scalar(1.5)?;

@@ -243,11 +243,13 @@ pub fn subfolders(model: &ModelKind) -> Vec<&'static str> {
     unique(places(model).map(|place| place.part.subfolder).filter(|subfolder| !subfolder.is_empty()))
 }
 
-/// All kinds of models, each once, in the order of the table. If a path holds several kinds, the first of them is
-/// loaded.
+/// All kinds of models, each once: denoisers, then the other kinds, both in the order of the table. If a path holds
+/// several kinds, the first of them is loaded: of a pipeline, the model that is fine-tuned.
 pub fn kinds() -> Vec<&'static ModelKind> {
+    let mut parts: Vec<&Part> = PIPELINES.iter().flat_map(|pipeline| pipeline.parts).collect();
+    parts.sort_by_key(|part| part.role != Role::Denoiser);
     let mut kinds: Vec<&ModelKind> = Vec::new();
-    for part in PIPELINES.iter().flat_map(|pipeline| pipeline.parts) {
+    for part in parts {
         if kinds.iter().all(|kind| kind.name != part.model.name) {
             kinds.push(part.model);
         }

@@ -2,7 +2,8 @@
 
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
-/// Cosines and sines of the angles at each token, (S, width of a head / 2), f32; (B, S, width / 2) if samples differ.
+/// Cosines and sines of the angles at each token, f32: (S, head_dim / 2), or (B, S, head_dim / 2) if the samples of a
+/// batch have different positions.
 #[derive(Clone)]
 pub struct Rope {
     /// Cosines.
@@ -32,8 +33,8 @@ impl RopeAxes {
         )))
     }
 
-    /// Axes of the positions. `widths` has the number of a head's features that each axis rotates, an even number. Pair i
-    /// of an axis is rotated by position · `theta`^(−2i / width).
+    /// Axes of the positions. `widths` has, for each axis, how many features of a head it rotates; these numbers are even.
+    /// Pair i of an axis is rotated by position · `theta`^(−2i / width).
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Candle`] if the frequencies cannot be copied to the device.
@@ -46,8 +47,8 @@ impl RopeAxes {
         Ok(Self { frequencies: widths.iter().map(axis).collect::<Result<_>>()? })
     }
 
-    /// The angles of tokens at the positions `ids (S, axes)`, computed in f64. Positions reach hundreds, so the cosines of
-    /// rounded angles would differ from those that the models were trained with.
+    /// The angles of tokens at the positions `ids (S, axes)`, computed in f64. The models were trained with f64
+    /// angles. Positions reach hundreds, so cosines of angles in f32 would differ visibly.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if the number of axes is wrong.

@@ -15,7 +15,7 @@ use crate::{Result, dispatch_float};
 /// The backward pass is split into about this many tasks if it has enough blocks of queries.
 const BACKWARD_TASKS: usize = 16;
 
-/// The saved values of the backward pass.
+/// What the forward pass saves for the backward pass.
 pub(in crate::ops::attention) struct SavedValues {
     pub inputs: [Raw; 3],
     pub mask: Option<Raw>,
@@ -34,7 +34,7 @@ pub(in crate::ops::attention) fn backward(
     let op = ATTENTION.name;
     let [q, k, v] = &saved.inputs;
     let widths = [q, v].map(|raw| raw.dims()[raw.rank() - 1]);
-    // Rows of the result and its gradient are multiplied element by element.
+    // Rows of the result and its gradient are multiplied as slices, so each row must be contiguous.
     let grad = if grad.stride()[grad.rank() - 1] == 1 { grad.clone() } else { crate::cpu::contiguous(grad)? };
     let mask = attention.broadcast(saved.mask.as_ref())?;
     let operands: SmallVec<[&Raw; 8]> =
@@ -95,7 +95,7 @@ struct BackwardPass<'a, T: Elem> {
     log_sums: &'a [T::Acc],
     /// Widths of queries and keys, and of values.
     widths: [usize; 2],
-    /// Which of the gradients of q, k and v are wanted.
+    /// Where the gradients of q, k and v are written; None if a gradient is not wanted.
     rows: &'a [Option<Rows<'a, T>>; 3],
 }
 
@@ -109,12 +109,12 @@ struct Scratch<R> {
 impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
     fn run(&self) {
         let attention = self.scores.attention;
-        // `heads` counts the heads of keys. `blocks` counts the blocks of queries of all heads that share one head of
-        // keys, head after head.
+        // `heads` counts the heads of keys. Several heads of queries share one head of keys: `blocks` is the
+        // number of their blocks of queries. The blocks of one head of queries come before those of the next.
         let (heads, keys) = (attention.heads() / attention.group, attention.keys());
         let blocks = attention.group * attention.queries().div_ceil(QUERIES);
-        // With few heads, the blocks of a head are split into ranges. Each range sums its own part of the gradients of
-        // keys and values.
+        // With few heads, the blocks of a head are split into ranges. Each range sums what its
+        // queries add to the gradients of all keys and values; these sums are added up at the end.
         let parts = BACKWARD_TASKS.div_ceil(heads.max(1)).clamp(1, blocks.max(1));
         let per_part = blocks.div_ceil(parts).max(1);
         let parts = blocks.div_ceil(per_part).max(1);
@@ -170,9 +170,9 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
         }
     }
 
-    /// Writes the gradients of the queries in some blocks that share a head of keys. Adds the contributions of these
-    /// queries to the gradients of the head's keys and values to `grads`: first those of the keys, then those of the
-    /// values.
+    /// Writes the gradients of the queries in `blocks`, whose heads share the head `key_head` of keys. Adds what these
+    /// queries contribute to the gradients of that head's keys and values to `grads`, which holds the gradients of the
+    /// keys and, behind them, those of the values.
     fn query_blocks(&self, key_head: usize, blocks: Range<usize>, scratch: &mut Scratch<T::Acc>, grads: &mut [T::Acc]) {
         let attention = self.scores.attention;
         let [width, value_width] = self.widths;
@@ -222,9 +222,9 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
         }
     }
 
-    /// Turns the gradients dp of the probabilities p into gradients of the scores: p (dp - Σ o do), where o is the
-    /// result and do its gradient. The derivative of softmax has Σ p dp over the keys, which equals Σ o do over the
-    /// width of the values.
+    /// Turns the gradients dp of the probabilities p into gradients of the scores: `p (dp - Σ o·go)`, where `o` is
+    /// the result and `go` its gradient. The derivative of softmax has `Σ p·dp` over the keys, which equals `Σ o·go`
+    /// over the width of the values.
     fn score_gradients(&self, head: usize, queries: &Range<usize>, p: &[T::Acc], ds: &mut [T::Acc]) {
         let wide = p.len() / queries.len();
         dispatch(
