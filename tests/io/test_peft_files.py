@@ -103,6 +103,16 @@ def test_folders_load_with_a_configuration_in_a_file_or_in_the_header(
         unet.remove_adapter()
 
 
+def test_a_dot_in_a_name_makes_no_file_of_a_folder(
+    unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path
+) -> None:
+    adapter = attach(unet, "lora")
+    adapter.save(tmp_path / "x_v1.5", format="peft")
+    assert (tmp_path / "x_v1.5" / "adapter_config.json").is_file()
+    with pytest.raises(tc.ArgumentError, match=r'x_v1\.5 is a folder; .* or the format "peft"'):
+        adapter.save(tmp_path / "x_v1.5")
+
+
 def test_a_path_with_a_suffix_is_one_file(
     unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path
 ) -> None:

@@ -26,6 +26,12 @@ def test_averages_are_the_recursion(warmup: bool) -> None:
     assert v.tolist() == values[-1].tolist()
 
 
+def test_the_average_of_an_adapter_names_the_one_for_other_variables() -> None:
+    v = tc.Var(tc.zeros(3))
+    with pytest.raises(TypeError, match=r"found a list, expected the adapter .* VariableEMA"):
+        tc.optim.EMA([v])  # type: ignore[arg-type]
+
+
 def test_bf16_variables_have_f32_averages_and_a_state() -> None:
     model = {"a": tc.Var(tc.ones(2, dtype="bf16")), "b": tc.Var(tc.zeros(1))}
     ema = VariableEMA(model, decay=0.999, warmup=False)

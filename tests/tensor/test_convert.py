@@ -65,6 +65,8 @@ def test_item():
         tc.ones(2).item()
     with pytest.raises(tc.DTypeError, match="a f32 tensor is not an index"):
         _ = [1, 2][tc.tensor(1.0)]
+    with pytest.raises(tc.DTypeError, match=r"by a list, convert the list with tensor\(\)"):
+        _ = tc.ones(2) * [1.0, 2.0]  # type: ignore[operator]
 
 
 def test_truth():

@@ -21,9 +21,11 @@ const CONFIG: &str = "adapter_config.json";
 /// The full factor of a LoKr that is rescaled in peft's files.
 pub(super) const FOLDED: &str = "lokr_w1";
 
-/// The file to write for `path`: `path` itself, or peft's file in it if `path` is a folder (existing or not).
+/// The file to write for `path`: `path` itself if it ends in `.safetensors` and is no folder, otherwise peft's file in
+/// the folder `path`, which need not exist. A name such as `x_v1.5` is a folder's.
 pub(super) fn file_to_write(path: &Path) -> PathBuf {
-    if path.is_dir() || path.extension().is_none() { path.join(MODEL) } else { path.to_path_buf() }
+    let is_file = path.extension().is_some_and(|extension| extension == "safetensors") && !path.is_dir();
+    if is_file { path.to_path_buf() } else { path.join(MODEL) }
 }
 
 /// The file to read for `path`: `path` itself, or peft's file in it if `path` is a folder.

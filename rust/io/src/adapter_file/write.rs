@@ -43,7 +43,7 @@ pub struct Saved {
 /// - In kohya's format all LoRA layers of a part have the same alpha, and their factors are rescaled to fit it.
 /// - In diffusers' format the factors include the whole scale if `ComfyUI` reads the names too.
 /// - With names of original checkpoints, layers that are one matrix in the original checkpoint are one module.
-/// - In peft's format, a path that is a folder or has no ending becomes a folder with `adapter_model.safetensors` and
+/// - In peft's format, a path that does not end in `.safetensors` becomes a folder with `adapter_model.safetensors` and
 ///   `adapter_config.json`, which `PeftModel.from_pretrained` loads.
 /// - Learned scales of rounded weights are f32 factors under `qat_scales.LAYER`. Folders in peft's format leave them
 ///   out.
@@ -59,7 +59,7 @@ pub fn save_adapters(path: &Path, parts: &[(&PartNames, &AdapterSet)], options: 
 /// Copy everything that [`save_adapters`] writes to the CPU, so that it can be written while training continues.
 ///
 /// # Errors
-/// [`Error::Argument`] if the format cannot represent these adapters.
+/// [`Error::Argument`] if the format cannot represent these adapters, or `path` is a folder and the format is not peft's.
 pub fn prepare_adapters(
     path: &Path,
     parts: &[(&PartNames, &AdapterSet)],
@@ -69,6 +69,15 @@ pub fn prepare_adapters(
         return Err(Error::argument(OP, "there are no adapters to save"));
     };
     let format = options.format.unwrap_or_else(|| first.default_format());
+    if format != AdapterFormat::Peft && path.is_dir() {
+        return Err(Error::argument(
+            OP,
+            format!(
+                "{} is a folder; give the name of a file, or the format \"peft\", which is a folder",
+                path.display()
+            ),
+        ));
+    }
     let dtype = options.dtype.unwrap_or(DType::F32);
     if !is_float(dtype) {
         return Err(Error::argument(OP, format!("dtype is {}, expected f32, f16 or bf16", dtype.as_str())));

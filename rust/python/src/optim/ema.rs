@@ -3,6 +3,9 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use pyo3::PyTypeInfo;
+use pyo3::exceptions::PyTypeError;
+use pyo3::inspect::PyStaticExpr;
 use pyo3::prelude::*;
 use trainable_candle_nn::optim::{self, EMAConfig, StateDict};
 
@@ -37,6 +40,24 @@ use crate::tensor::Tensor;
 #[allow(clippy::upper_case_acronyms)] // the usual name of the average
 pub struct EMA(Mutex<optim::EMA>);
 
+/// The adapter of an average.
+struct Averaged<'a, 'py>(Borrowed<'a, 'py, AdapterSet>);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Averaged<'a, 'py> {
+    type Error = PyErr;
+    const INPUT_TYPE: PyStaticExpr = AdapterSet::TYPE_HINT;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        object.cast::<AdapterSet>().map(Self).map_err(|_| {
+            let kind = object.get_type().name().map_or_else(|_| "object".into(), |name| name.to_string());
+            PyTypeError::new_err(format!(
+                "found a {kind}, expected the adapter from add_adapter; other variables have averages in \
+                 optim.VariableEMA"
+            ))
+        })
+    }
+}
+
 impl EMA {
     fn lock(&self) -> MutexGuard<'_, optim::EMA> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
@@ -47,9 +68,9 @@ impl EMA {
 impl EMA {
     #[new]
     #[pyo3(signature = (adapter, decay=Argument::of(0.999), warmup=true))]
-    fn new(adapter: &AdapterSet, decay: Argument<f64>, warmup: bool) -> Result<Self> {
+    fn new(adapter: Averaged<'_, '_>, decay: Argument<f64>, warmup: bool) -> Result<Self> {
         let config = EMAConfig { decay: decay.get("EMA", "decay")?, warmup };
-        Ok(Self(Mutex::new(quick(|| optim::EMA::new(adapter.inner().buffer(), config))?)))
+        Ok(Self(Mutex::new(quick(|| optim::EMA::new(adapter.0.get().inner().buffer(), config))?)))
     }
 
     /// Update the averages with the parameters.

@@ -231,7 +231,12 @@ impl Tensor {
 
     fn __index__<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
         if tc::raw::is_float(self.0.dtype()) {
-            let message = format!("a {} tensor is not an index, expected an integer dtype", self.0.dtype().as_str());
+            // Python asks for an index, too, if a list is to be repeated.
+            let message = format!(
+                "a {} tensor is not an index, expected an integer dtype; to multiply a tensor by a list, convert the list \
+                 with tensor()",
+                self.0.dtype().as_str()
+            );
             return Err(tc::Error::dtype("index", message).into());
         }
         convert::item(py, &self.0)
