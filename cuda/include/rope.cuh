@@ -19,13 +19,14 @@ template <typename A> struct Angles {
     }
 };
 
-// N neighbouring pairs of a row, as the two packs that contain them. If INTERLEAVED, pair i is the elements 2i and 2i + 1, and the
-// packs are neighbours; otherwise pair i is the elements i and i + half, one of each pack.
+// N neighbouring pairs of a row, as the two packs of N elements that contain them. If INTERLEAVED, pair i of the row is the row's
+// elements 2i and 2i + 1, and the packs are neighbours. Otherwise it is the row's elements i and i + half: the first is in one pack,
+// the second in the other.
 template <typename T, int N, bool INTERLEAVED> struct Pairs {
     using A = Acc<T>;
     A values[2][N];
 
-    // Where the packs of the pairs from `pair` on start in the row.
+    // The offset in the row of pack `pack` (0 or 1) of the N pairs that begin with `pair`.
     static __device__ __forceinline__ uint64_t start(int pack, uint32_t pair, uint32_t half) {
         return INTERLEAVED ? 2ull * pair + pack * N : static_cast<uint64_t>(pair) + pack * half;
     }
@@ -58,7 +59,7 @@ template <typename T, int N, bool INTERLEAVED> struct Pairs {
     }
 };
 
-// Calls f(N, INTERLEAVED), both as types, with as many pairs as a pack holds: WIDE, or one if `is_wide` is false.
+// Calls f(N, INTERLEAVED) with both values as types. N, the number of pairs in `Pairs`, is WIDE<T> if `is_wide`, otherwise 1.
 template <typename T, typename F> __device__ __forceinline__ void choose_pairs(bool is_wide, bool interleaved, F f) {
     using Many = std::integral_constant<int, WIDE<T>>;
     using One = std::integral_constant<int, 1>;

@@ -3335,7 +3335,7 @@ class TextFeatures:
 @final
 class TrainingAdapter:
     """
-    A frozen LoRA beside the adapter that is trained on a model, made by `add_training_adapter`.
+    A frozen LoRA that `add_training_adapter` puts on a model, beside the adapter that is trained.
 
     ```python
     unet = tc.models.load("sdxl")
@@ -5071,8 +5071,8 @@ def tensor(data: Any, dtype: DType | str | None = None, device: str = "cpu") -> 
 
     Args:
         data: a number, nested lists of numbers, a numpy array, or anything with `__dlpack__` or `__array__`.
-        dtype: the dtype; by default an array keeps its own, Python floats become f32, integers i64, bools u8.
-            Narrower integers of arrays become i64, except u16, which becomes u32.
+        dtype: the dtype. By default, an array keeps its dtype, except that int8, int16 and int32 become i64, uint16
+            becomes u32, and bool becomes u8. Python floats become f32, Python integers i64, Python bools u8.
         device: the device.
 
     Raises:

@@ -12,7 +12,8 @@ from trainable_candle.nn import functional as F
 pytestmark = pytest.mark.gpu
 GOLDEN = Path(__file__).parents[1] / "golden"
 FORMATS = ("int8", "fp8", "nf4")
-# Whole chunks; rows that end inside a chunk; odd numbers of elements; more than one grid stride.
+# Together they have whole chunks of the kernels, rows that end inside a chunk, odd numbers of
+# elements, and more elements than one grid stride.
 SHAPES = ((64, 128), (37, 91), (1, 1), (5, 8), (3, 4096), (2050, 4100))
 
 
@@ -113,7 +114,7 @@ def test_a_quantized_linear_layer_equals_one_with_its_dequantized_weight(
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("policy", ["none", "full", "selective"])
 def test_training_a_transformer_equals_the_cpu(gpu: str, format: str, policy: str) -> None:
-    """The losses are equal in eager steps and in graphs."""
+    """Eager steps and graphs have nearly the losses of the CPU."""
     case = tc.load_file(GOLDEN / "flux" / "transformer_forward.safetensors")
     names = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
     names = (*names, "img_ids", "txt_ids", "guidance")
@@ -147,7 +148,7 @@ def test_training_a_transformer_equals_the_cpu(gpu: str, format: str, policy: st
     np.testing.assert_allclose(losses(gpu, graph=True), expected, rtol=2e-4)
 
 
-def test_a_language_model_holds_codes_and_a_scratch(gpu: str) -> None:
+def test_a_quantized_language_model_is_near_to_the_cpus(gpu: str) -> None:
     folder = GOLDEN / "llm" / "llama"
     ids = tc.tensor(np.arange(48).reshape(2, 24) * 7 % 100)
     for format in FORMATS:

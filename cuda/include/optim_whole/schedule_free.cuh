@@ -3,8 +3,8 @@
 
 #include "elements.cuh"
 
-// more: warmup_steps, r, weight_lr_power. States: z, the second moment, and two states of one number each, the sum of the weights
-// and the largest rate.
+// `at.more` has warmup_steps, r and weight_lr_power. There are four states: z, the second moment, and two of one number each, which
+// are the sum of the weights that steps have in the average, and the largest learning rate so far.
 template <typename G, typename C>
 static __device__ __forceinline__ void schedule_free(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
     const Settings &at = by.at;

@@ -43,8 +43,8 @@ def make_parser(program: str) -> Parser:
     """Make the parser of the flags."""
     parser = Parser(
         program,
-        "Write the LoRA of a lower rank that is nearest to a given one, by singular values.",
-        "FILE --rank N --output FILE [options]",
+        "Write the nearest LoRA of a lower rank, found by a singular value decomposition.",
+        "FILE (--rank N | --keep X) --output FILE [options]",
     )
     group = parser.add_argument_group("options")
     group.add_argument("file", metavar="FILE", nargs="?", help="the LoRA, a safetensors file")

@@ -11,7 +11,7 @@ use crate::{Error, Result};
 pub use crate::cuda::communicator;
 pub use stats::{KernelTime, MemoryStats};
 
-/// Whether `text` means a device (known or not), as opposed to a dtype.
+/// Whether `text` is meant as a device and not as a dtype: it begins with `cpu` or `cuda`. The device need not exist.
 pub fn is_name(text: &str) -> bool {
     matches!(text.split(':').next(), Some("cpu" | "cuda"))
 }
@@ -78,8 +78,8 @@ pub fn reset_peak_memory_stats(device: &Device) -> Result<()> {
     crate::cuda::reset_peak_memory_stats(device)
 }
 
-/// Limit the bytes of a CUDA device's memory that tensors and workspaces may take from now on, in addition to what CUDA
-/// itself takes; None: no limit. An allocation above the limit fails as if memory had run out.
+/// Limit the bytes of a CUDA device's memory that tensors and workspaces may take from now on. What CUDA takes for itself
+/// does not count. With None there is no limit. An allocation above the limit fails as if memory had run out.
 ///
 /// # Errors
 /// As [`memory_stats`].
@@ -98,7 +98,7 @@ pub fn device_name(device: &Device) -> Result<String> {
 /// Release the cached memory of a CUDA device to other processes; returns its bytes.
 ///
 /// # Errors
-/// As [`synchronize`].
+/// [`Error::Device`] if it is not a CUDA device, while a graph is captured, or if the driver reports an error.
 pub fn empty_cache(device: &Device) -> Result<u64> {
     crate::cuda::empty_cache(device)
 }

@@ -232,7 +232,8 @@ fn oft_of_outputs_is_on_every_layer_and_of_inputs_on_linear_ones() {
     assert_eq!(dims, [[4, 2, 2], [4, 3, 3], [5, 2, 2]]);
 }
 
-/// A rotation of inputs keeps the products of all pairs of rows of the weight, a rotation of outputs those of columns.
+/// A rotation of the inputs keeps the inner product of every two rows of the weight; a rotation of the outputs keeps the
+/// inner product of every two columns.
 #[test]
 fn merged_weights_are_rotations() {
     let golden = Golden::load();

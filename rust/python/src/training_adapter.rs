@@ -7,7 +7,7 @@ use trainable_candle_nn::adapter;
 use crate::call::quick;
 use crate::error::Result;
 
-/// A frozen LoRA beside the adapter that is trained on a model, made by `add_training_adapter`.
+/// A frozen LoRA that `add_training_adapter` puts on a model, beside the adapter that is trained.
 ///
 /// ```python
 /// unet = tc.models.load("sdxl")

@@ -81,7 +81,7 @@ def test_what_other_tools_ignore_is_reported(check: Check) -> None:
     )
     assert check(adapter="dora", format="diffusers") == []
     (said,) = check(adapter="dora", dora_axis="input")
-    assert said.endswith("diffusers ignores DoRA's magnitude; ComfyUI applies them completely")
+    assert said.endswith("diffusers ignores DoRA's magnitude; ComfyUI applies the whole adapter")
     assert "diffusers loads LoRA only" in check(adapter="loha")[0]
 
 

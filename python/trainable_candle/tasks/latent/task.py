@@ -51,12 +51,14 @@ if TYPE_CHECKING:
 
 
 class LatentTask:
-    """A model of any latent family: a `Task`, with drawing, loading of adapters and merging.
+    """The `Task` of training an image model of any family on latents.
+
+    It can also draw images, load adapters and merge them.
 
     Parts are loaded when they are needed, and freed when they are not needed any more.
 
     Args:
-        family: the model, and the settings.
+        family: the model; its `config` has the settings.
     """
 
     noun: ClassVar[str] = "image"
@@ -111,7 +113,7 @@ class LatentTask:
             instead = "; for diffusers, give --format diffusers" if fits else ""
             report(
                 f"note: in files with kohya's names, diffusers {ignores}{instead}; "
-                "ComfyUI applies them completely"
+                "ComfyUI applies the whole adapter"
             )
 
     @cached_property
@@ -168,10 +170,11 @@ class LatentTask:
         """
         family, config = self.family, self.family.config
         self._side = data.train.options.resolution
-        # Compute this before the text encoders are loaded, with as much free memory as the
-        # estimate.
+        # The text encoders are loaded after this, so that it counts as much free memory as the
+        # estimate does.
         area = family.encode_area()
-        # Only rank 0 draws previews; without them no encoder is loaded if all features are cached.
+        # Only rank 0 draws previews. A rank that draws none loads no encoder if all features are
+        # cached.
         drawn = self.prompts if group.rank == 0 else []
         prompts = {text for p in drawn for text in (p.text, p.options.negative_prompt)}
         texts, self._remembered = prepare_texts(family, data, sorted(prompts), report, group)
@@ -250,8 +253,8 @@ class LatentTask:
     def preview(self, path: Path) -> Path:
         """Write a grid of images for the prompts in the settings; see `Task.preview`.
 
-        If there are several prompts, also writes each image by itself. A page and an image show all
-        previews in the folder.
+        If there are several prompts, also writes each image by itself. `index.html` in the folder
+        and `previews.png` beside it then show the previews of the steps until now.
         """
         drawn = self.draw_prompts(self.prompts)
         whole = path.with_suffix(".png")
@@ -272,7 +275,7 @@ class LatentTask:
     def draw_prompts(self, prompts: Sequence[Prompt]) -> list[tuple[npt.NDArray[np.uint8], str]]:
         """The image (height, width, 3) of each prompt, and its settings in A1111's format.
 
-        Consecutive prompts with equal options are drawn together, with noise as in `draw`.
+        Each run of consecutive prompts with equal options is one call of `draw`.
 
         Raises:
             ConfigError, NonFiniteError: see `draw`.
@@ -356,7 +359,9 @@ class LatentTask:
         return
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:
-        """Attach the adapters in a file to the parts that it is for, their effect times `scale`.
+        """Attach the adapters in a file to the parts that the file is for.
+
+        `scale` multiplies their effect.
 
         Raises:
             MissingFileError, WeightsFormatError, ConfigError: the file is missing, damaged, or of
@@ -390,7 +395,7 @@ class LatentTask:
         Args:
             output: a new or an empty folder, or a new `.safetensors` file.
             to: the format of the linear layers in the denoiser's blocks, "fp8" or "int8", stored
-                as in ComfyUI; then `output` is a file.
+                as in ComfyUI. If it is given, `output` must be a file.
 
         Raises:
             ConfigError: `output` is something else.

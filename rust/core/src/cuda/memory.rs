@@ -115,7 +115,7 @@ pub fn device_name(device: &Device) -> Result<String> {
 /// Release the device's cached memory to other processes; returns its bytes.
 ///
 /// # Errors
-/// As [`synchronize`].
+/// [`Error::Device`] if it is not a CUDA device, while a graph is captured, or if the driver reports an error.
 pub fn empty_cache(device: &Device) -> Result<u64> {
     const OP: &str = "empty_cache";
     let gpu = Gpu::of_device(OP, device)?;

@@ -21,7 +21,7 @@ pub struct Member<'a> {
 }
 
 impl<'a> Member<'a> {
-    /// The layout of a tensor.
+    /// The layout, address and dtype of a tensor.
     ///
     /// # Errors
     /// As [`address`].
@@ -52,8 +52,8 @@ struct Axis<const K: usize> {
     strides: [usize; K],
 }
 
-/// The description of tensors that broadcast to `dims`, and a launch with a thread for each item. The first tensor is
-/// written and has the shape `dims`.
+/// The description of tensors that broadcast to `dims`, and the shape of a launch: a thread computes as many neighbouring
+/// elements as one access can read. The first tensor is written and has the shape `dims`.
 ///
 /// # Errors
 /// [`Error::Shape`] if more dimensions than [`MAX_AXES`] remain after neighbours are merged, and as [`Shape::threads`].

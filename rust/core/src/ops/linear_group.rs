@@ -125,7 +125,7 @@ pub(super) fn frozen(x: &Tensor, dims: &[usize]) -> Result<Tensor> {
     Tensor::from_vec(values, dims, &candle_core::Device::Cpu)?.to_dtype(x.dtype())?.to_device(x.device())
 }
 
-/// Registry entry of this file. The base is an input that gets no gradient, so cases close over it.
+/// Registry entry of this file. The inputs of a case get gradients and the base gets none, so each case makes the base itself.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[Entry {
     info: &LINEAR_GROUP,
@@ -178,7 +178,7 @@ pub static ENTRIES: &[Entry] = &[Entry {
             };
             Case::new(label, shapes, run).plain(plain)
         }
-        /// Two adapted maps whose codes are parts of one matrix.
+        /// Two adapted maps whose weights are rows of one NF4 matrix.
         fn quantized() -> Case {
             const SIZES: &[usize] = &[4, 3];
             let low_rank =

@@ -24,7 +24,7 @@ pub enum Layout {
     /// (1, n) in memory, (1, n, 1, 1) in files.
     Row,
     /// (k, n (n - 1) / 2) in memory, the strict upper triangles of skew-symmetric matrices. Files have matrices (k, n, n)
-    /// that are zero below the triangles; minus their transposes, they are skew-symmetric.
+    /// that are zero outside these triangles; such a matrix minus its transpose is the skew-symmetric matrix.
     UpperTriangle,
 }
 
@@ -92,7 +92,10 @@ fn squares(value: &Tensor) -> Result<Tensor> {
     let (count, elements) = match *value.dims() {
         [count, elements] => (count, elements),
         _ => {
-            return Err(Error::shape("adapter", format!("found triangles {:?}, expected (k, elements)", value.dims())));
+            return Err(Error::shape(
+                "adapter",
+                format!("a parameter of OFT has shape {:?}, expected (k, n (n - 1) / 2)", value.dims()),
+            ));
         }
     };
     let size = size_of(elements).unwrap_or(1);
@@ -105,7 +108,7 @@ fn squares(value: &Tensor) -> Result<Tensor> {
     Tensor::cat(&[value, &zero], 1)?.index_select(&ids, 1)?.reshape((count, size, size))
 }
 
-/// The strict upper triangles, f32, of matrices (k, n, n) minus their transposes.
+/// For each matrix M of `value` (k, n, n), the strict upper triangle of M - Mᵀ, in f32.
 fn triangles(value: &Tensor) -> Result<Tensor> {
     let &[count, size, columns] = value.dims() else {
         let text = format!(

@@ -40,8 +40,8 @@ pub fn from_data(data: &Bound<'_, PyAny>, dtype: Option<DType>, device: &tc::Dev
 ///
 /// Args:
 ///     data: a number, nested lists of numbers, a numpy array, or anything with `__dlpack__` or `__array__`.
-///     dtype: the dtype; by default an array keeps its own, Python floats become f32, integers i64, bools u8.
-///         Narrower integers of arrays become i64, except u16, which becomes u32.
+///     dtype: the dtype. By default, an array keeps its dtype, except that int8, int16 and int32 become i64, uint16
+///         becomes u32, and bool becomes u8. Python floats become f32, Python integers i64, Python bools u8.
 ///     device: the device.
 ///
 /// Raises:

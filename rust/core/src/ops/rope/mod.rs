@@ -17,8 +17,8 @@ pub(super) use cpu::{Angles, rotate as turn_rows};
 
 static ROPE: OpInfo = OpInfo::cheap("rope");
 
-/// Rotate the pair (a, b) of features to (a cos - b sin, a sin + b cos): `x (..., S, D)`, `cos` and `sin` `(S, D/2)` of any
-/// floating-point dtype, which get no gradient.
+/// Rotate each pair (a, b) of features of `x (..., S, D)` to (a cos - b sin, a sin + b cos). `cos` and `sin` have the shape
+/// `(S, D/2)` and any floating-point dtype; they get no gradient.
 ///
 /// Pair i is features 2i and 2i + 1 if `interleaved` (Flux, original LLaMA), else i and i + D/2 (GPT-NeoX, Hugging Face's
 /// LLaMA). The result has the memory order of `x`.

@@ -105,7 +105,8 @@ fn head_strides(layout: &Layout) -> Option<Strides> {
     Some(Strides { batch: batch.unwrap_or(0), head: stride(3), row: stride(2) })
 }
 
-/// A new tensor with the memory order of `like`: heads are adjacent where those of `like` are.
+/// A new tensor with the shape of `like`, except that its last dimension is `width`. If the heads of one position are
+/// adjacent in the memory of `like`, they are adjacent in the new tensor, too.
 pub(super) fn empty_like(op: &'static str, gpu: &Gpu, like: &Raw, width: usize) -> Result<Raw> {
     let mut dims = like.dims().to_vec();
     let rank = dims.len();
@@ -366,7 +367,7 @@ impl Attention<'_> {
         Ok(())
     }
 
-    /// Σ o do over the columns, one number for each query.
+    /// For each query, the sum over the columns of `o · grad`: the result times its gradient.
     pub(super) fn deltas(&self, gpu: &Gpu, sizes: &AttentionShape, o: &Heads, grad: &Heads) -> Result<Raw> {
         let (op, dtype) = (self.op, o.raw.dtype());
         let deltas = empty(op, gpu, &self.scores[..self.scores.len() - 1], accumulator(dtype))?;
@@ -384,7 +385,8 @@ impl Attention<'_> {
         Ok(deltas)
     }
 
-    /// Sums the parts of the gradients of keys and values that are wanted; `sizes` has the heads of the keys.
+    /// Sums the parts of the gradient of the keys and of that of the values, each if its parts are given. `sizes.heads` is the
+    /// number of heads of keys, not of queries.
     pub(super) fn sum_parts(
         &self,
         gpu: &Gpu,
