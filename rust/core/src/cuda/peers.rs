@@ -1,7 +1,7 @@
 //! [`Shards`]: memory on the devices of several processes, which all of them read.
 //!
 //! The driver does not allow a process to free memory that another one has mapped. So all processes count in memory of
-//! the host who has ended its mappings. A shard that others still map waits in [`WAITING`], and is freed when a model is
+//! the host who has ended its mappings. A shard that others still map waits in `WAITING`, and is freed when a model is
 //! dropped or made, or cached memory released, later. If a process ends without counting itself, the shards of the others stay until they end, too.
 
 use std::sync::atomic::{AtomicU32, Ordering};
