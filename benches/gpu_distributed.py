@@ -9,10 +9,10 @@ checkpointing. One GPU then trains twice: with one batch a step, to compare time
 batches a step as there are GPUs, to compare losses. Sums are timed for f32 vectors, including
 everything that a step waits for.
 
-`--stream 57` keeps 57 blocks of Flux in host memory: in one copy for all processes, or with
-`--apart` in one copy for each process. The benchmark then prints the time of a step, the peak
-memory of a GPU, the host memory of each process (Pss, which divides shared memory among the
-processes), and by how much the free memory of the machine fell.
+`--stream 57` keeps so many blocks of Flux in host memory, in one copy for all processes, with
+`--apart` in one for each: the step, the memory of the GPUs, the memory of each process (Pss, which
+divides what processes share among them) and what the machine has less than before. `--peers` runs
+this twice: with the copy in host memory, and in slices on the GPUs.
 
 With NCCL_P2P_DISABLE=1 the GPUs do not access each other's memory, as on cards that do not support
 this access. `--machines` makes NCCL treat every GPU as if it were on a machine of its own, so that
@@ -137,13 +137,14 @@ def train(
     *,
     stream: int = 0,
     apart: bool = False,
+    peers: bool = False,
 ) -> dict[str, Any]:
     tc.manual_seed(0)
     make = functools.partial(flux, stream=stream) if stream else NETWORKS[network]
     free = tc.memory.available_bytes() or 0
     group.barrier()
     started = time.perf_counter()
-    with nullcontext() if apart else shared_streams(group):
+    with nullcontext() if apart else shared_streams(group, peers=peers):
         adapter, inputs, loss = make(device)
     group.barrier()
     loaded = time.perf_counter() - started
@@ -166,6 +167,7 @@ def train(
         seed=0,
     )
     trainer.train()
+    group.barrier()  # The others may still read this GPU's slices.
     pauses = [b - a for a, b in zip(seen.ends, seen.ends[1:], strict=False)][steps // 4 :]
     values = sum(float(var.detach().to("f64").square().sum()) for var in parameters.values())
     return {
@@ -219,6 +221,7 @@ def child(options: argparse.Namespace) -> None:
         options.accumulation,
         stream=options.stream,
         apart=options.apart,
+        peers=options.peers,
     )
     result["version"] = tc.__version__
     group.close()
@@ -241,6 +244,7 @@ def start(
         command += ["--steps", str(steps)]
         command += ["--accumulation", str(accumulation), *(["--sums"] if with_sums else [])]
         command += ["--stream", str(options.stream), *(["--apart"] if options.apart else [])]
+        command += ["--peers"] if options.peers else []
         processes = [
             subprocess.Popen(
                 command,
@@ -257,9 +261,10 @@ def start(
 
 
 def streamed(options: argparse.Namespace) -> None:
-    """Flux with blocks in host memory, on all GPUs."""
+    """Flux with blocks in host memory or on the GPUs, on all GPUs."""
     found = start(options.gpus, options, options.steps, 1, with_sums=False)
-    copies = "one for each process" if options.apart else "one for all"
+    copies = "one copy for each process" if options.apart else "one copy for all"
+    copies = "in slices on the GPUs" if options.peers else copies
     print(
         f"{options.stream} blocks, {copies}: {found[0]['ms']:.1f} ms a step, loaded in "
         f"{found[0]['loaded']:.0f} s, peak {found[0]['peak'] / 2**30:.2f} GiB of a GPU"
@@ -278,6 +283,7 @@ def main() -> None:
     parser.add_argument("--machines", action="store_true")
     parser.add_argument("--stream", type=int, default=0)
     parser.add_argument("--apart", action="store_true")
+    parser.add_argument("--peers", action="store_true")
     parser.add_argument("--child", action="store_true")
     parser.add_argument("--sums", action="store_true")
     options = parser.parse_args()
@@ -285,7 +291,8 @@ def main() -> None:
         child(options)
         return
     if options.stream:
-        streamed(options)
+        for peers in (False, True) if options.peers else (False,):
+            streamed(argparse.Namespace(**{**vars(options), "peers": peers}))
         return
     several = start(options.gpus, options, options.steps, 1, with_sums=True)
     first = several[0]

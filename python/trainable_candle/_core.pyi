@@ -3700,6 +3700,14 @@ def cross_entropy(
         ArgumentError: if the reduction is unknown or `label_smoothing` is out of range.
     """
 
+def cuda_bus_id(device: str) -> str:
+    """
+    The place of a CUDA device on the bus: its name in all processes of a machine.
+
+    Raises:
+        DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
+    """
+
 def cuda_device_count() -> int:
     """
     The number of CUDA devices.
@@ -3731,6 +3739,15 @@ def cuda_finish_profile() -> list[tuple[str, int, float]]:
     Raises:
         ArgumentError: if no launches are being measured.
         DeviceError: if a kernel failed.
+    """
+
+def cuda_link(device: str, bus_id: str) -> str | None:
+    """
+    How a CUDA device reads the memory of the one at a place on the bus: "nvlink", "bus" or "none". None if this process does not see that
+    device, or it is the same.
+
+    Raises:
+        DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
     """
 
 def cuda_memory_stats(device: str) -> list[int]:
@@ -4957,17 +4974,20 @@ def set_w8a8(enabled: bool) -> None:
             Captured graphs keep the choice with which they were recorded.
     """
 
-def share_streamed(rank: SupportsIndex = 0, exchange: Callable[..., Any] | None = None) -> None:
+def share_streamed(
+    rank: SupportsIndex = 0, exchange: Callable[..., Any] | None = None, peers: bool = False
+) -> None:
     """
-    Let the models that this thread loads from now on share the weights that are streamed from host memory: the processes of a machine
-    have one copy of them. All processes must then load the same models in the same order.
+    Let the models that this thread loads from now on share the weights that are streamed: the processes of a machine have one copy of
+    them. All processes must then load the same models in the same order.
 
     Args:
         rank: which of the processes this is, from 0.
         exchange: sends bytes to all processes and returns those of all, by rank; None ends the sharing.
+        peers: have the copy in slices on the devices of the processes, not in host memory.
 
     Raises:
-        ArgumentError: if `exchange` returns too few messages.
+        ArgumentError: if `exchange` returns too few messages, or with `peers` a process is alone on its machine.
     """
 
 def smooth_l1_loss(

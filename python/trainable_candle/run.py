@@ -18,7 +18,7 @@ from trainable_candle.data.folder import counted
 from trainable_candle.distributed import device_of
 from trainable_candle.distributed.agreement import require_same
 from trainable_candle.distributed.group import Group, make_group
-from trainable_candle.distributed.streamed import shared_streams
+from trainable_candle.distributed.streamed import require_peers, require_streams, shared_streams
 from trainable_candle.errors import ConfigError, OutOfMemoryError
 from trainable_candle.files import held, write_atomically
 from trainable_candle.placement import Placement, choose
@@ -108,6 +108,8 @@ def train_adapter(
     config = config.with_(sample_prompts=expanded(config.sample_prompts))
     family = families.find(config.model)
     check_groups(config, family.groups)
+    if config.from_peers:
+        require_peers(1 if world is None else world.local_size)
     config = _with_defaults(config, family)
     placement = choose(device_of(world, config.device), config.precision)
     config = config.with_(device=placement.device, precision=placement.precision)
@@ -294,18 +296,19 @@ def _train(
         report: gets a line at each stage.
         config: the settings.
     """
+    require_streams(config)
     task = family(weights, config.precision, config.device, config).task()
     output = Path(config.output).expanduser()
     if config.threads is not None:
         tc.set_num_threads(config.threads)
-    with shared_streams(group):
+    with shared_streams(group, peers=config.from_peers):
         prepared = task.prepare(data, report, group)
     if config.epochs is not None:
         config = _in_steps(config, prepared.train, task.noun, group.size, report)
         _require_steps_left(config, run_state.read_state(start).step if start else -1)
     # Training must not depend on how many random numbers the preparation drew.
     tc.manual_seed(config.seed)
-    with shared_streams(group):
+    with shared_streams(group, peers=config.from_peers):
         adapters = task.attach(fresh=start is None)
     if config.initial_adapter and start is None:
         adapters.load(config.initial_adapter_path)
@@ -335,6 +338,9 @@ def _train(
         session.conclude(trainer.step, report)
         _draw_curve(output, report)
         report(f"settings and logs: {output / CONFIG}, {LOG}, {JSON_LOG}")
+    if config.from_peers:
+        # No process may take its slices away while another one still uses the model.
+        group.barrier()
     file = adapter_path(config, output).name
     return TrainingRun(task, adapters, output, trainer.step, completed, trainer.stopped_by, file)
 

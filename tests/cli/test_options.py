@@ -59,6 +59,7 @@ SAMPLES: dict[str, Any] = {
     "cuda_graphs": 0,
     "stream_blocks": 2,
     "stream_modulation": True,
+    "stream_from": "peers",
     "caption": "c",
     "trigger": "sks, a dog",
     "caption_dropout": 1.0,

@@ -26,7 +26,7 @@ SOURCES = Path(__file__).parent / "simulated"
 DRIVER = "libcuda.so.1"
 NCCL = "libnccl.so.2"
 LIBRARIES = {
-    DRIVER: ("device.c", "memory.c", "transfer.c", "stream.c", "launch.c"),
+    DRIVER: ("device.c", "memory.c", "ipc.c", "transfer.c", "stream.c", "launch.c"),
     "libcublas.so.13": ("blas.c",),
     "libcublasLt.so.13": ("lt.c",),
     "libcurand.so.10": ("random.c",),

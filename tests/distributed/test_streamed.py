@@ -1,4 +1,7 @@
-"""Processes of a machine stream blocks from one copy in host memory."""
+"""Processes of a machine stream blocks from one copy, in host memory or in slices on their GPUs.
+
+On the CPU, slices are in memory that processes share, one piece for each process.
+"""
 
 import json
 import subprocess
@@ -30,9 +33,9 @@ from trainable_candle.distributed.streamed import shared_streams
 from trainable_candle.models import FluxTransformer
 from trainable_candle.nn.functional import mse_loss
 
-folder, blocks, quantize, device, graph = json.loads(sys.argv[1])
+folder, blocks, quantize, device, graph, peers = json.loads(sys.argv[1])
 device = distributed.init(device)
-with shared_streams(distributed._group):
+with shared_streams(distributed._group, peers=peers):
     model = FluxTransformer.from_pretrained(
         folder + "/transformer", dtype="f32" if device == "cpu" else "bf16", device=device,
         quantize=quantize, stream_blocks=blocks, stream_modulation=blocks > 0,
@@ -74,10 +77,16 @@ distributed.close()
 
 
 def run(
-    size: int, blocks: int, quantize: str | None, *, device: str = "cpu", graph: bool = False
+    size: int,
+    blocks: int,
+    quantize: str | None,
+    *,
+    device: str = "cpu",
+    graph: bool = False,
+    peers: bool = False,
 ) -> list[dict[str, Any]]:
-    """The outputs of `size` processes."""
-    arguments = json.dumps([str(FLUX), blocks, quantize, device, graph])
+    """What `size` processes print."""
+    arguments = json.dumps([str(FLUX), blocks, quantize, device, graph, peers])
     with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
         processes = [
             subprocess.Popen(
@@ -97,8 +106,13 @@ def assert_one_copy(found: list[dict[str, Any]], resident: dict[str, Any]) -> No
     """All processes map the same memory, and compute the same as with resident blocks."""
     # One mapping has the blocks, the other their modulation.
     assert len(found[0]["mapped"]) == 2
+    assert all(one["mapped"] == found[0]["mapped"] for one in found)
+    assert_same_steps(found, resident)
+
+
+def assert_same_steps(found: list[dict[str, Any]], resident: dict[str, Any]) -> None:
+    """All processes compute what resident blocks do."""
     for one in found:
-        assert one["mapped"] == found[0]["mapped"]
         assert (one["losses"], one["digest"]) == (resident["losses"], resident["digest"])
 
 
@@ -107,6 +121,35 @@ def test_processes_compute_with_one_copy(quantize: str | None) -> None:
     (resident,) = run(1, 0, quantize)
     assert resident["mapped"] == {}
     assert_one_copy(run(2, BLOCKS, quantize), resident)
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
+def test_processes_compute_with_slices_of_each_other(quantize: str | None) -> None:
+    (resident,) = run(1, 0, quantize)
+    whole = sum(run(2, BLOCKS, quantize)[0]["mapped"].values())
+    found = run(3, BLOCKS, quantize, peers=True)
+    assert_same_steps(found, resident)
+    for one in found:
+        # A piece of each process, for the blocks and for their modulation.
+        assert len(one["mapped"]) == 2 * 3
+        assert one["mapped"] == found[0]["mapped"]
+        # Together they are one copy, up to the rounding of each piece to 64 KiB.
+        assert whole - 2 * 64 <= sum(one["mapped"].values()) <= whole + 2 * 3 * 64
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_gpus_compute_with_slices_of_each_other(
+    gpu: str, quantize: str | None, *, graph: bool
+) -> None:
+    import trainable_candle as tc
+
+    if tc.cuda.device_count() < 2:
+        pytest.skip(f"{gpu} is the only GPU")
+    (resident,) = run(1, 0, quantize, device="cuda", graph=graph)
+    found = run(2, BLOCKS, quantize, device="cuda", graph=graph, peers=True)
+    assert_same_steps(found, resident)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """The settings that a plan chooses for the available memory."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -178,6 +179,44 @@ def test_the_host_memory_in_messages_is_that_of_the_machine(flux: Model) -> None
 
     # Two copies need twice the memory of one.
     assert need(sharing=1) == pytest.approx(2 * need(sharing=2), abs=0.02)
+
+
+def test_slices_for_peers_take_memory_of_each_gpu(flux: Model) -> None:
+    given = {"gradient_checkpointing": "full", "base_precision": SAME, "stream_blocks": 57}
+    given |= {"stream_modulation": True, "stream_from": "peers"}
+    host = flux.plan(budget(80), **given)
+    work = host.estimate.work
+    assert work is not None
+    streamed = work.streamed + work.modulation
+    for count in (2, 4):
+        there = Budget(
+            80 * GIB, 64 * GIB, GPUS["H200"], processes=count, sharing=count, peers="nvlink"
+        )
+        plan = flux.plan(there, **given)
+        assert plan.estimate.phases["training"][-1].bytes == math.ceil(streamed / count)
+        # Captions and images are encoded before the model is loaded.
+        for phase in ("encoding captions", "encoding images"):
+            assert plan.estimate.phases[phase] == host.estimate.phases[phase]
+        assert plan.estimate.phases["training"][:-1] == host.estimate.phases["training"]
+        assert f"slice of streamed weights{'':<6}" in " ".join(plan.estimate.table())
+        # Only while a model is loaded.
+        assert there.host_need(plan.estimate) == pytest.approx(streamed / count)
+        assert step_seconds(plan, there) < step_seconds(host, budget(80))
+        by_bus = replace(there, peers="bus")
+        assert step_seconds(plan, by_bus) == step_seconds(host, budget(80))
+
+
+def test_a_plan_streams_from_peers_what_does_not_fit(flux: Model) -> None:
+    given = {"gradient_checkpointing": "full", "base_precision": SAME, "stream_from": "peers"}
+    there = Budget(24 * GIB, 64 * GIB, GPUS["H200"], processes=4, sharing=4, peers="nvlink")
+    plan = flux.plan(there, **given)
+    assert plan.config.streams
+    assert plan.estimate.peak <= there.memory
+    (chose, *_) = plan.lines(there)
+    assert re.search(r"--stream-modulation from 4 GPUs by NVLink \(about ", chose)
+    # Two GPUs have half of the streamed weights each, so that more is needed.
+    with pytest.raises(OutOfMemoryError, match="GPU memory: the run needs about"):
+        flux.plan(replace(there, memory=9 * GIB, processes=2, sharing=2), **given)
 
 
 def test_originals_for_loftq_are_not_shared(flux: Model) -> None:

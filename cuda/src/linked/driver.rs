@@ -1,6 +1,6 @@
 //! The driver's functions that this crate itself calls. These calls go through the slots, as candle's calls do.
 
-use std::ffi::{c_int, c_void};
+use std::ffi::{c_char, c_int, c_void};
 
 /// `CUDA_SUCCESS`.
 pub const SUCCESS: c_int = 0;
@@ -48,6 +48,11 @@ pub struct Access {
     pub flags: u32,
 }
 
+/// `CUipcMemHandle`, which another process of the machine opens.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct IpcHandle(pub [u8; 64]);
+
 /// `CU_MEM_ALLOCATION_TYPE_PINNED`.
 pub const PINNED: u32 = 1;
 /// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`.
@@ -55,11 +60,24 @@ pub const READ_WRITE: u32 = 3;
 /// `CU_EVENT_DISABLE_TIMING`.
 pub const NO_TIMING: u32 = 2;
 
+/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`.
+pub const LAZY_PEER_ACCESS: u32 = 1;
+/// `CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED`.
+pub const PEER_ACCESS: c_int = 2;
+/// `CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED`.
+pub const PEER_ATOMICS: c_int = 3;
+
 unsafe extern "C" {
     pub fn cuCtxGetDevice(device: *mut c_int) -> c_int;
+    pub fn cuDeviceGetByPCIBusId(device: *mut c_int, id: *const c_char) -> c_int;
+    pub fn cuDeviceGetP2PAttribute(value: *mut c_int, attribute: c_int, from: c_int, to: c_int) -> c_int;
+    pub fn cuDeviceGetPCIBusId(id: *mut c_char, length: c_int, device: c_int) -> c_int;
     pub fn cuEventCreate(event: *mut *mut c_void, flags: u32) -> c_int;
     pub fn cuEventRecord(event: *mut c_void, stream: Stream) -> c_int;
     pub fn cuEventSynchronize(event: *mut c_void) -> c_int;
+    pub fn cuIpcCloseMemHandle(address: u64) -> c_int;
+    pub fn cuIpcGetMemHandle(handle: *mut IpcHandle, address: u64) -> c_int;
+    pub fn cuIpcOpenMemHandle_v2(address: *mut u64, handle: IpcHandle, flags: u32) -> c_int;
     pub fn cuMemAddressReserve(address: *mut u64, size: usize, alignment: usize, wanted: u64, flags: u64) -> c_int;
     pub fn cuMemAlloc_v2(address: *mut u64, size: usize) -> c_int;
     pub fn cuMemCreate(handle: *mut u64, size: usize, properties: *const AllocationProperties, flags: u64) -> c_int;

@@ -30,10 +30,11 @@ struct Driver {
     stream: usize,
 }
 
-/// The mapped memory of a device and its limit, in bytes.
+/// How much of a device's memory is mapped, how much of that is outside of the allocators, and how much may be mapped, in bytes.
 #[derive(Clone, Copy, Default)]
 struct Share {
     mapped: u64,
+    outside: u64,
     limit: Option<u64>,
 }
 
@@ -44,22 +45,54 @@ fn with_share<T>(device: c_int, work: impl FnOnce(&mut Share) -> T) -> T {
     work(SHARES.lock().unwrap_or_else(PoisonError::into_inner).entry(device).or_default())
 }
 
-impl Driver {
-    /// Count memory that is about to be mapped.
-    fn take(&self, size: u64) -> Result<(), Status> {
-        with_share(self.device, |share| {
-            if share.limit.is_some_and(|limit| share.mapped + size > limit) {
-                return Err(Self::full());
-            }
-            share.mapped += size;
-            Ok(())
-        })
-    }
+/// Count memory of a device that is about to be mapped.
+fn take(device: c_int, size: u64) -> Result<(), Status> {
+    with_share(device, |share| {
+        if share.limit.is_some_and(|limit| share.mapped + size > limit) {
+            return Err(Status(driver::OUT_OF_MEMORY));
+        }
+        share.mapped += size;
+        Ok(())
+    })
+}
 
-    /// Count memory that is no longer mapped.
-    fn give(&self, size: u64) {
-        with_share(self.device, |share| share.mapped -= size);
-    }
+/// Count memory that is no longer mapped.
+fn give(device: c_int, size: u64) {
+    with_share(device, |share| share.mapped -= size);
+}
+
+/// Allocate memory of the current device, outside of the allocators, which release what they cache if the device is full. Returns the
+/// address and the device.
+pub(crate) fn allocate_outside(size: u64) -> Result<(u64, c_int), Status> {
+    let mut device = 0;
+    // SAFETY: the signature is the driver's.
+    check(unsafe { driver::cuCtxGetDevice(&raw mut device) })?;
+    let attempt = || -> Result<u64, Status> {
+        take(device, size)?;
+        let mut address = 0;
+        // SAFETY: as above.
+        check(unsafe { driver::cuMemAlloc_v2(&raw mut address, size as usize) }).inspect_err(|_| give(device, size))?;
+        Ok(address)
+    };
+    let address = match attempt() {
+        Err(status) if status.is_out_of_memory() => {
+            trim(device)?;
+            attempt()?
+        }
+        other => other?,
+    };
+    with_share(device, |share| share.outside += size);
+    Ok((address, device))
+}
+
+/// Free the memory of [`allocate_outside`]; the driver waits for the device's work.
+pub(crate) fn free_outside(address: u64, size: u64, device: c_int) {
+    // SAFETY: the address is that of an allocation. An error of the driver cannot be handled here; it leaks the memory.
+    unsafe { driver::cuMemFree_v2(address) };
+    with_share(device, |share| {
+        share.mapped -= size;
+        share.outside -= size;
+    });
 }
 
 impl Backend for Driver {
@@ -74,8 +107,8 @@ impl Backend for Driver {
     }
 
     fn map(&mut self, address: u64, size: u64) -> Result<u64, Status> {
-        self.take(size)?;
-        self.create(address, size as usize).inspect_err(|_| self.give(size))
+        take(self.device, size)?;
+        self.create(address, size as usize).inspect_err(|_| give(self.device, size))
     }
 
     fn unmap(&mut self, address: u64, size: u64, handle: u64) {
@@ -85,7 +118,7 @@ impl Backend for Driver {
             driver::cuMemUnmap(address, size as usize);
             driver::cuMemRelease(handle);
         }
-        self.give(size);
+        give(self.device, size);
     }
 
     fn wait(&mut self) -> Result<(), Status> {
@@ -206,9 +239,17 @@ pub(crate) extern "C" fn free(address: u64, _stream: Stream) -> c_int {
     }
 }
 
-/// The sums of the statistics of a device's allocators.
+/// The sums of the statistics of a device's allocators, with the memory outside of them.
 pub fn stats(device: i32) -> Stats {
-    allocators().iter().filter(|known| known.backend().device == device).fold(Stats::default(), |sum, known| {
+    let outside = with_share(device, |share| share.outside);
+    let start = Stats {
+        allocated: outside,
+        peak_allocated: outside,
+        reserved: outside,
+        peak_reserved: outside,
+        ..Stats::default()
+    };
+    allocators().iter().filter(|known| known.backend().device == device).fold(start, |sum, known| {
         let stats = known.stats();
         Stats {
             allocated: sum.allocated + stats.allocated,

@@ -7,6 +7,7 @@ pub mod kernels;
 mod library;
 pub mod memory;
 pub mod nccl;
+pub mod peers;
 mod pinned;
 mod symbols;
 pub mod upload;

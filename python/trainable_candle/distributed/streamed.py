@@ -1,16 +1,27 @@
-"""One copy of the weights in host memory for the processes of a machine."""
+"""One copy of streamed weights for the processes of a machine, in host memory or on their GPUs."""
 
 from __future__ import annotations
 
+import json
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from trainable_candle import _core
+from trainable_candle.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from trainable_candle.distributed.group import Group
+    from trainable_candle.settings import TrainConfig
+
+
+NVLINK: Final = "nvlink"
+BUS: Final = "bus"
+_NONE: Final = "none"
+_ORDER: Final = (_NONE, BUS, NVLINK)
+"""The links between GPUs, from slow to fast."""
+_CURE: Final = "or leave out --stream-from peers"
 
 
 def machine() -> str:
@@ -23,19 +34,81 @@ def least_sharing(machines: Sequence[str]) -> int:
     return min(machines.count(name) if name else 1 for name in machines)
 
 
-@contextmanager
-def shared_streams(group: Group) -> Iterator[None]:
-    """A context in which models share what they stream from host memory.
+def require_peers(local_size: int) -> None:
+    """Check that there are GPUs to stream from.
 
-    All processes of the group enter it, and load the same models in it, in the same order.
+    Args:
+        local_size: the number of processes on each machine.
 
     Raises:
+        ConfigError: there is one process alone.
+    """
+    if local_size < 2:
+        raise ConfigError(
+            "stream_from: a GPU has peers only if several train on its machine, and this one is "
+            f"alone; give --gpus 2 or more, {_CURE}"
+        )
+
+
+def require_streams(config: TrainConfig) -> None:
+    """Check that a complete configuration streams something if it is to stream from peers.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if config.from_peers and not config.streams:
+        raise ConfigError(
+            f"stream_from: all of the model is on each GPU; give --stream-blocks N, {_CURE}"
+        )
+
+
+def slowest_link(group: Group, device: str) -> str:
+    """The slowest link between two GPUs of a machine, over all machines: `NVLINK` or `BUS`.
+
+    All processes of the group call this. A link to a GPU that a process does not see counts as
+    `BUS`; whether it exists turns out when a model is loaded.
+
+    Raises:
+        ConfigError: a GPU does not reach another one, or a process shares no memory with another.
         DistributedError: another process has failed.
     """
-    if group.size == 1:
+    mine = {"machine": machine(), "bus": _core.cuda_bus_id(device)}
+    found = [json.loads(facts) for facts in group.exchange(json.dumps(mine).encode())]
+    if least_sharing([facts["machine"] for facts in found]) < 2:
+        raise ConfigError(
+            "stream_from: a process has no peer with which it can share memory; start at least two "
+            f"on each machine, as one user and in one container, {_CURE}"
+        )
+    others = [facts["bus"] for facts in found if facts["machine"] == mine["machine"]]
+    links = {bus: _core.cuda_link(device, bus) or BUS for bus in others if bus != mine["bus"]}
+    slowest = min(links, key=lambda bus: _ORDER.index(links[bus]), default="")
+    worst = [links.get(slowest, BUS), mine["bus"], slowest]
+    every = [json.loads(facts) for facts in group.exchange(json.dumps(worst).encode())]
+    link, near, far = min(every, key=lambda one: _ORDER.index(one[0]))
+    if link == _NONE:
+        raise ConfigError(
+            f"stream_from: the GPU at {near} cannot read the memory of the one at {far}; choose "
+            f"GPUs that reach each other (nvidia-smi topo -p2p r), {_CURE}"
+        )
+    return str(link)
+
+
+@contextmanager
+def shared_streams(group: Group, *, peers: bool = False) -> Iterator[None]:
+    """A context in which models share what they stream: one copy for the processes of a machine.
+
+    All processes of the group enter it, and load the same models in it, in the same order. With
+    `peers`, the copy is in slices on the GPUs, and models can be used only as long as all processes
+    exist: let all of them meet before the first one ends.
+
+    Raises:
+        ArgumentError: with `peers`, a process is alone on its machine.
+        DistributedError: another process has failed.
+    """
+    if group.size == 1 and not peers:
         yield
         return
-    _core.share_streamed(group.rank, group.exchange)
+    _core.share_streamed(group.rank, group.exchange, peers)
     try:
         yield
     finally:

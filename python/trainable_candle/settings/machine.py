@@ -27,11 +27,13 @@ FORMATS: Final = ("int8", "fp8", "nf4")
 """The formats to which the weights of linear layers may be quantized."""
 EIGHT_BITS: Final = ("int8", "fp8")
 """The formats whose codes can be multiplied directly."""
+HOST: Final = "host"
+PEERS: Final = "peers"
 CHECKPOINTING: Final = ("none", "full", "selective", "offload")
 
 
 class Streaming(TypedDict):
-    """The arguments of `from_pretrained` for weights in host memory."""
+    """The arguments of `from_pretrained` for streamed weights."""
 
     stream_blocks: int
     stream_modulation: bool
@@ -44,9 +46,14 @@ class Machine(Group):
     section: ClassVar[str] = sections.MACHINE
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(
-            ("cuda_graphs", "stream_blocks", "stream_modulation"),
+            ("cuda_graphs", "stream_blocks", "stream_modulation", "stream_from"),
             lambda c: c.on_gpu,
             "--device cuda",
+        ),
+        Condition(
+            ("stream_from",),
+            lambda c: c.stream_blocks != 0 or c.stream_modulation is not False,
+            "--stream-blocks or --stream-modulation",
         ),
         Condition(
             ("w8a8",),
@@ -118,6 +125,15 @@ class Machine(Group):
             free=True,
         ),
     ] = None
+    stream_from: Annotated[
+        str,
+        Setting(
+            "where streamed weights are: in host memory, or in slices on all GPUs of the machine",
+            choices=(HOST, PEERS),
+            rare=True,
+            free=True,
+        ),
+    ] = HOST
     cuda_graphs: Annotated[
         int,
         Setting(
@@ -145,11 +161,21 @@ class Machine(Group):
 
     @property
     def streaming(self) -> Streaming:
-        """The weights that stay in host memory; none by default."""
+        """The weights that are streamed; none by default."""
         return {
             "stream_blocks": self.stream_blocks or 0,
             "stream_modulation": bool(self.stream_modulation),
         }
+
+    @property
+    def streams(self) -> bool:
+        """Whether any weights are streamed."""
+        return any(self.streaming.values())
+
+    @property
+    def from_peers(self) -> bool:
+        """Whether streamed weights are on the GPUs of the machine."""
+        return self.stream_from == PEERS
 
     @property
     def on_gpu(self) -> bool:

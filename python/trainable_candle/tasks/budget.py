@@ -10,14 +10,20 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
-from trainable_candle.distributed.streamed import least_sharing, machine
+from trainable_candle.distributed.streamed import (
+    BUS,
+    NVLINK,
+    least_sharing,
+    machine,
+    slowest_link,
+)
 from trainable_candle.errors import OutOfMemoryError
 from trainable_candle.placement import AUTO
 from trainable_candle.settings.config import group_of
 from trainable_candle.settings.machine import SAME
-from trainable_candle.tasks.estimate import RUNTIME_BYTES, memory_limit, size
+from trainable_candle.tasks.estimate import RUNTIME_BYTES, Item, memory_limit, size
 from trainable_candle.tasks.refusal import as_flag, refuse, refuse_for_the_host
-from trainable_candle.tasks.speed import ANY_GPU, rates_of, seconds
+from trainable_candle.tasks.speed import ANY_GPU, rates_of, seconds, with_peers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -50,7 +56,8 @@ _SHARES: Final = 8
 _BATCHES: Final = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Batch sizes that `auto` tries after 1."""
 _GAIN: Final = 0.97
-"""A batch is doubled if the time per sample falls to at most this fraction."""
+"""A batch is doubled if this reduces the time per sample to at most this share."""
+_LINKS: Final = {NVLINK: "NVLink", BUS: "the bus"}
 _MARGIN: Final = 0.05
 """The share of a GPU's memory that a plan leaves free."""
 _LESS: Final = 0.9
@@ -74,7 +81,9 @@ class Budget:
     processes: int = 1
     """The processes of a machine, among which its host memory is divided."""
     sharing: int = 1
-    """How many of these processes share one copy of the streamed weights."""
+    """How many of them share one copy of the streamed weights."""
+    peers: str | None = None
+    """The slowest link between their GPUs, if these have the copy; None if host memory has it."""
 
     @property
     def planned(self) -> float:
@@ -82,9 +91,31 @@ class Budget:
         return self.memory * (1 - self.margin)
 
     def host_need(self, found: Estimate) -> float:
-        """Bytes of host memory for each process, with its share of what the processes share."""
-        streamed = found.work.streamed + found.work.modulation if found.host and found.work else 0
+        """Bytes of host memory for each process, with its share of what the processes share.
+
+        Weights that are streamed from peers are there only while a model is loaded.
+        """
+        streamed = _streamed(found) if found.host else 0
         return found.host - streamed + streamed / self.sharing
+
+    def sliced(
+        self, estimate: Callable[[TrainConfig], Estimate]
+    ) -> Callable[[TrainConfig], Estimate]:
+        """The function, with the slice of streamed weights that a GPU has for its peers."""
+        if self.peers is None:
+            return estimate
+
+        def with_slice(config: TrainConfig) -> Estimate:
+            found = estimate(config)
+            item = Item("slice of streamed", "weights", math.ceil(_streamed(found) / self.sharing))
+            # The phases in which the model is in memory.
+            phases = {
+                phase: [*items, item] if any(one.what == "adapter" for one in items) else items
+                for phase, items in found.phases.items()
+            }
+            return replace(found, phases=phases)
+
+        return with_slice
 
     def below(self, bytes_held: float) -> Budget:
         """A budget smaller than `bytes_held`, the need of a plan that did not fit."""
@@ -113,6 +144,7 @@ def find_budget(group: Group, config: TrainConfig) -> Budget:
         _MARGIN if config.on_gpu else 0.0,
         group.local_size,
         min(group.local_size, least_sharing([facts["machine"] for facts in found])),
+        slowest_link(group, config.device) if config.from_peers and config.on_gpu else None,
     )
 
 
@@ -152,6 +184,8 @@ class Plan:
     def described(self, budget: Budget) -> str:
         """The flags that were chosen, the memory and, if known, the time of a step."""
         flags = " ".join(as_flag(name, value) for name, value in self.chosen.items())
+        if budget.peers is not None and self.config.streams:
+            flags = f"{flags} from {budget.sharing} GPUs by {_LINKS[budget.peers]}".lstrip()
         pace = ""
         if budget.rates is not None and self.estimate.work is not None:
             pace = f", {step_seconds(self, budget):.2g} s a step"
@@ -188,6 +222,7 @@ def make_plan(
     Raises:
         OutOfMemoryError: nothing fits; the message names settings that would.
     """
+    estimate = budget.sliced(estimate)
     if not is_open(config, _BATCH):
         return _plan_batch(config, groups, budget, estimate)
     best = _plan_batch(config.with_(batch_size=1), groups, budget, estimate)
@@ -283,6 +318,11 @@ def _ladders(
     ]
 
 
+def _streamed(found: Estimate) -> float:
+    """Bytes of all streamed weights."""
+    return found.work.streamed + found.work.modulation if found.work else 0
+
+
 def _fits(plan: Plan, budget: Budget) -> bool:
     found = plan.estimate
     return found.peak <= budget.planned and budget.host_need(found) <= budget.host
@@ -297,5 +337,8 @@ def step_seconds(plan: Plan, budget: Budget) -> float:
     """The approximate time of a step; 0 if the estimate has no `work`."""
     if plan.estimate.work is None:
         return 0.0
-    pace = seconds(plan.estimate.work, budget.rates or ANY_GPU)
+    rates = budget.rates or ANY_GPU
+    if budget.peers is not None:
+        rates = with_peers(rates, budget.peers)
+    pace = seconds(plan.estimate.work, rates)
     return pace * plan.config.gradient_accumulation

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
+
+from trainable_candle.distributed.streamed import NVLINK
 
 if TYPE_CHECKING:
     from trainable_candle import LoraConfig, PartFacts
@@ -41,9 +43,9 @@ class Work:
     decoded: float
     """The number of quantized weights; every pass dequantizes them."""
     streamed: float
-    """Bytes of blocks' weights in host memory, copied in the forward and in the backward pass."""
+    """Bytes of blocks' streamed weights, copied in the forward and in the backward pass."""
     modulation: float
-    """Bytes of modulation weights in host memory, copied once a step."""
+    """Bytes of streamed modulation weights, copied once a step."""
     offloaded: float
     """Bytes of blocks' inputs, copied to host memory in the forward pass and back in the backward
     pass."""
@@ -65,6 +67,8 @@ class Rates:
     """Bytes read from or written to its memory."""
     link: float
     """Bytes copied from host memory."""
+    streams: float | None = None
+    """Bytes of streamed weights copied to the GPU, if they do not come from host memory."""
 
 
 def _rates(tera: float, memory: float, link: float) -> Rates:
@@ -87,6 +91,9 @@ products and the constants above are fitted to the steps in docs/benchmarks.md t
 tests/tasks/test_speed.py lists. The products of the other GPUs are taken from published
 measurements; nothing was run on these GPUs.
 """
+_NVLINK: Final = 450e9
+"""Bytes that a GPU receives by NVLink in a second: NVIDIA's figure for an H100 or H200, 900 GB/s in
+both directions together. Copies of streamed weights by NVLink have not been measured."""
 ANY_GPU: Final = GPUS["RTX 3060"]
 """The rates with which settings are compared on a GPU that is not in the table."""
 
@@ -95,6 +102,14 @@ def rates_of(name: str) -> Rates | None:
     """The rates of a GPU by the driver's name for it; None if they are not known."""
     fits = [known for known in GPUS if known in name]
     return GPUS[max(fits, key=len)] if fits else None
+
+
+def with_peers(rates: Rates, link: str) -> Rates:
+    """The rates of a GPU that copies streamed weights from GPUs over a link.
+
+    Without NVLink the copies cross the same bus as those from host memory.
+    """
+    return replace(rates, streams=_NVLINK) if link == NVLINK else rates
 
 
 def work_of(
@@ -141,5 +156,6 @@ def seconds(work: Work, rates: Rates) -> float:
     traffic = (1 + _AGAIN * again) * _TRAFFIC * work.kept / rates.memory
     decoding = (2 + again) * _DECODED * work.decoded / rates.memory
     computing = products + attention + traffic + decoding + _STEP
-    copying = (2 * (work.streamed + work.offloaded) + work.modulation) / rates.link
+    copying = (2 * work.streamed + work.modulation) / (rates.streams or rates.link)
+    copying += 2 * work.offloaded / rates.link
     return float((computing**_BESIDE + copying**_BESIDE) ** (1 / _BESIDE))

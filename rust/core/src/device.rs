@@ -95,6 +95,34 @@ pub fn device_name(device: &Device) -> Result<String> {
     crate::cuda::device_name(device)
 }
 
+/// How a device reads the memory of another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Link {
+    /// By NVLink.
+    NvLink,
+    /// By the bus.
+    Bus,
+    /// Not at all.
+    None,
+}
+
+/// The place of a CUDA device on the bus, such as `0000:3B:00.0`: its name in all processes of a machine.
+///
+/// # Errors
+/// As [`memory_stats`].
+pub fn bus_id(device: &Device) -> Result<String> {
+    crate::cuda::peers::bus_id(device)
+}
+
+/// How a CUDA device reads the memory of the one at a place on the bus. `None` if this process does not see that one, or
+/// it is the same.
+///
+/// # Errors
+/// As [`memory_stats`].
+pub fn link(device: &Device, bus_id: &str) -> Result<Option<Link>> {
+    crate::cuda::peers::link(device, bus_id)
+}
+
 /// Release the cached memory of a CUDA device to other processes; returns its bytes.
 ///
 /// # Errors

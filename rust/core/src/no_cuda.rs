@@ -144,8 +144,17 @@ pub mod streaming {
 
     use candle_core::Device;
 
+    use super::peers::Shards;
     use crate::streaming::Pages;
     use crate::{Raw, Result};
+
+    /// What a copy reads.
+    pub enum Source<'a> {
+        /// Memory of the host.
+        Host(&'a Pinned),
+        /// The shard of a process.
+        Peer(&'a Shards, usize, Range<usize>),
+    }
 
     /// Copies to slots of a device.
     pub struct Copier(Infallible);
@@ -190,7 +199,7 @@ pub mod streaming {
         pub fn copy(
             &self,
             _slot: usize,
-            _parts: &[(&Pinned, &Raw)],
+            _parts: &[(Source<'_>, Raw)],
             _owner: &Arc<impl Any + Send + Sync>,
         ) -> Result<()> {
             match self.0 {}
@@ -219,6 +228,73 @@ pub mod streaming {
 
         /// Write `bytes` from offset `start` on.
         pub const fn write(&mut self, _start: usize, _bytes: &[u8]) {
+            match self.0 {}
+        }
+    }
+}
+
+pub mod peers {
+    //! Slices of streamed units on several devices: unavailable in this build.
+
+    use std::convert::Infallible;
+
+    use candle_core::Device;
+
+    use crate::device::Link;
+    use crate::{Raw, Result};
+
+    /// The place of a device on the bus.
+    ///
+    /// # Errors
+    /// [`Error::Device`](crate::Error::Device): this build has no CUDA device.
+    pub fn bus_id(device: &Device) -> Result<String> {
+        super::no_device("bus_id", device)
+    }
+
+    /// How a device reads the memory of another one.
+    ///
+    /// # Errors
+    /// As [`bus_id`].
+    pub fn link(device: &Device, _bus_id: &str) -> Result<Option<Link>> {
+        super::no_device("link", device)
+    }
+
+    /// The shards of all processes of a machine.
+    pub struct Shards(Infallible);
+
+    impl Shards {
+        /// # Errors
+        /// As [`bus_id`].
+        pub fn new(device: &Device, _bytes: usize, _number: usize, _processes: usize) -> Result<(Self, String)> {
+            super::no_device("stream_blocks", device)
+        }
+
+        /// # Errors
+        /// None.
+        pub const fn open(&mut self, _texts: &[&str]) -> Result<()> {
+            match self.0 {}
+        }
+
+        /// The number of this process.
+        pub const fn number(&self) -> usize {
+            match self.0 {}
+        }
+
+        /// # Errors
+        /// None.
+        pub fn write(&self, _bytes: &[u8], _pieces: impl Iterator<Item = (usize, usize, usize)>) -> Result<()> {
+            match self.0 {}
+        }
+
+        /// # Errors
+        /// None.
+        pub fn read(&self, _to: &Raw, _pieces: impl Iterator<Item = (usize, usize, usize)>) -> Result<()> {
+            match self.0 {}
+        }
+
+        /// # Errors
+        /// None.
+        pub const fn close(&mut self) -> Result<()> {
             match self.0 {}
         }
     }

@@ -47,7 +47,7 @@ struct Units {
 impl Units {
     fn new(blocks: impl Iterator<Item = String>) -> Self {
         let blocks: HashMap<String, usize> = blocks.enumerate().map(|(unit, name)| (name, unit)).collect();
-        Self { units: blocks.iter().map(|_| Unit::default()).collect(), blocks }
+        Self { units: (0..blocks.len()).map(Unit::new).collect(), blocks }
     }
 
     /// The units of the blocks below `name`, each with the block's number.
@@ -124,7 +124,7 @@ impl Streaming {
     /// Turns a weight on the CPU into a streamed weight of `unit`.
     pub(crate) fn weight(&self, unit: &Unit, weight: Weight) -> Result<Weight> {
         let weight = match &self.sharing {
-            Some(sharing) => unit.share(weight, sharing.is_writer())?,
+            Some(sharing) => unit.share(weight, sharing)?,
             None => weight,
         };
         Ok(Weight::Streamed(Streamed::new(weight, &self.device, unit)?))

@@ -122,6 +122,30 @@ pub fn cuda_device_name(device: DeviceArg) -> Result<String> {
     Ok(device::device_name(&device.0)?)
 }
 
+/// The place of a CUDA device on the bus: its name in all processes of a machine.
+///
+/// Raises:
+///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
+#[pyfunction]
+pub fn cuda_bus_id(device: DeviceArg) -> Result<String> {
+    Ok(device::bus_id(&device.0)?)
+}
+
+/// How a CUDA device reads the memory of the one at a place on the bus: "nvlink", "bus" or "none". None if this process does not see that
+/// device, or it is the same.
+///
+/// Raises:
+///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
+#[pyfunction]
+pub fn cuda_link(device: DeviceArg, bus_id: &str) -> Result<Option<&'static str>> {
+    let name = |link| match link {
+        device::Link::NvLink => "nvlink",
+        device::Link::Bus => "bus",
+        device::Link::None => "none",
+    };
+    Ok(device::link(&device.0, bus_id)?.map(name))
+}
+
 /// Release the cached memory of a CUDA device; returns the number of bytes released.
 ///
 /// Raises:

@@ -8,7 +8,7 @@ use pyo3::types::PyBytes;
 use tc::compute;
 use tc::device::communicator::{self, Communicator};
 use tc::raw::own_copy;
-use tc::streaming::{self, Sharing};
+use tc::streaming::{self, Origin, Sharing};
 use trainable_candle_core as tc;
 
 use crate::autograd::Function;
@@ -218,18 +218,19 @@ pub fn memory_machine() -> Option<String> {
     streaming::machine()
 }
 
-/// Let the models that this thread loads from now on share the weights that are streamed from host memory: the processes of a machine
-/// have one copy of them. All processes must then load the same models in the same order.
+/// Let the models that this thread loads from now on share the weights that are streamed: the processes of a machine have one copy of
+/// them. All processes must then load the same models in the same order.
 ///
 /// Args:
 ///     rank: which of the processes this is, from 0.
 ///     exchange: sends bytes to all processes and returns those of all, by rank; None ends the sharing.
+///     peers: have the copy in slices on the devices of the processes, not in host memory.
 ///
 /// Raises:
-///     ArgumentError: if `exchange` returns too few messages.
+///     ArgumentError: if `exchange` returns too few messages, or with `peers` a process is alone on its machine.
 #[pyfunction]
-#[pyo3(signature = (rank=0, exchange=None))]
-pub fn share_streamed(py: Python<'_>, rank: usize, exchange: Option<Function>) -> Result<()> {
+#[pyo3(signature = (rank=0, exchange=None, peers=false))]
+pub fn share_streamed(py: Python<'_>, rank: usize, exchange: Option<Function>, peers: bool) -> Result<()> {
     let Some(exchange) = exchange else {
         Sharing::set(None);
         return Ok(());
@@ -241,7 +242,8 @@ pub fn share_streamed(py: Python<'_>, rank: usize, exchange: Option<Function>) -
         })
         .map_err(from_callback)
     };
-    let sharing = detached(py, || Sharing::new(rank, Box::new(exchange)))?;
+    let origin = if peers { Origin::Peers } else { Origin::Host };
+    let sharing = detached(py, || Sharing::new(rank, origin, Box::new(exchange)))?;
     Sharing::set(Some(sharing));
     Ok(())
 }

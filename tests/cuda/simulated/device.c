@@ -26,6 +26,11 @@ int simulated_capability(int device) {
 
 size_t simulated_total_memory(void) { return (size_t)setting("SIMULATED_CUDA_MEMORY", 80LL << 30); }
 
+int simulated_peers(void) {
+    const char *text = getenv("SIMULATED_CUDA_PEERS");
+    return !text || !strcmp(text, "nvlink") ? 2 : !strcmp(text, "bus");
+}
+
 void simulated_log(const char *format, ...) {
     static int file = -2;
     if (file == -2) {
@@ -133,6 +138,30 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
     default: *value = 0; break;
     }
     return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetPCIBusId(char *id, int length, CUdevice device) {
+    TRY(known(device));
+    snprintf(id, length, "0000:%02X:00.0", 16 + device);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetByPCIBusId(CUdevice *device, const char *id) {
+    unsigned bus;
+    if (sscanf(id, "0000:%X:00.0", &bus) != 1) return CUDA_ERROR_INVALID_VALUE;
+    *device = (CUdevice)bus - 16;
+    return known(*device);
+}
+
+CUresult cuDeviceGetP2PAttribute(int *value, CUdevice_P2PAttribute attribute, CUdevice from, CUdevice to) {
+    TRY(known(from));
+    TRY(known(to));
+    if (from == to) return CUDA_ERROR_INVALID_DEVICE;
+    switch (attribute) {
+    case CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED: *value = simulated_peers() > 0; return CUDA_SUCCESS;
+    case CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED: *value = simulated_peers() > 1; return CUDA_SUCCESS;
+    default: return CUDA_ERROR_INVALID_VALUE;
+    }
 }
 
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {

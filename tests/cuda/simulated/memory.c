@@ -1,5 +1,6 @@
 // Memory of devices, by cuMemAlloc, by the stream-ordered pool and by mapping; pinned memory of the host.
 #include <fcntl.h>
+#include <stdatomic.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -16,8 +17,11 @@ struct ranges {
         uintptr_t start;
         size_t bytes;
         int device;
-        enum { DIRECT, POOLED, CLOSED, MAPPED } kind; // CLOSED: mapped, but not yet accessible
+        // CLOSED: mapped, but not to be read or written yet. OPENED: of another process.
+        enum { DIRECT, POOLED, CLOSED, MAPPED, OPENED } kind;
         struct chunk *chunk;
+        int file; // of a direct allocation, which other processes can map
+        atomic_int *users; // how many of them do
     } *items;
     size_t count, capacity;
 };
@@ -28,7 +32,7 @@ static uintptr_t lowest = UINTPTR_MAX, highest;
 static size_t taken[MAX_DEVICES];
 
 static struct CUmemPoolHandle_st {
-    cuuint64_t used, used_high, reserved, reserved_high, threshold;
+    cuuint64_t used, reserved;
 } pools[MAX_DEVICES];
 
 static size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
@@ -96,6 +100,11 @@ bool simulated_covers(CUdeviceptr address, size_t bytes) {
     return bytes == 0 || (simulated_is_device(address) && covers(&device_ranges, address - BIAS, bytes));
 }
 
+int simulated_owner(CUdeviceptr address) {
+    const struct range *range = simulated_is_device(address) ? find(&device_ranges, address - BIAS) : NULL;
+    return range ? range->device : -1;
+}
+
 bool simulated_pinned(const void *address, size_t bytes) { return covers(&pinned_ranges, (uintptr_t)address, bytes); }
 
 static size_t reserved(int device) { return taken[device] + pools[device].reserved; }
@@ -105,7 +114,20 @@ static uintptr_t map(size_t bytes, int protection) {
     return start == MAP_FAILED ? 0 : (uintptr_t)start;
 }
 
-// Whether the device has this many free bytes; bytes that the pool keeps are not free.
+// The count of the processes that map a file, in its last page.
+#define PAGE ((size_t)4096)
+static atomic_int *count_of(int file, size_t bytes) {
+    void *page = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, file, (off_t)bytes);
+    return page == MAP_FAILED ? NULL : page;
+}
+
+// Memory that other processes can map.
+static uintptr_t map_shared(int file, size_t bytes) {
+    void *start = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
+    return start == MAP_FAILED ? 0 : (uintptr_t)start;
+}
+
+// Whether the device has so many free bytes; bytes that the pool keeps are not free.
 static bool fits(int device, size_t bytes) { return bytes <= simulated_total_memory() - reserved(device); }
 
 static CUresult allocate(CUdeviceptr *address, size_t bytes, bool pooled) {
@@ -114,7 +136,7 @@ static CUresult allocate(CUdeviceptr *address, size_t bytes, bool pooled) {
     if (!bytes && !pooled) return simulated_fail("cuMemAlloc", CUDA_ERROR_INVALID_VALUE, "no-bytes");
     *address = 0;
     if (!bytes) return CUDA_SUCCESS;
-    size_t size = round_up(bytes, 512);
+    size_t size = round_up(bytes, pooled ? 512 : PAGE);
     if (!pooled && !fits(device, size)) return simulated_fail("cuMemAlloc", CUDA_ERROR_OUT_OF_MEMORY, "full");
     if (pooled && pool->used + size > pool->reserved) {
         size_t more = round_up(pool->used + size - pool->reserved, POOL_BLOCK);
@@ -122,13 +144,15 @@ static CUresult allocate(CUdeviceptr *address, size_t bytes, bool pooled) {
         pool->reserved += more;
         simulated_log("grow bytes=%zu", more);
     }
-    uintptr_t start = map(size, PROT_READ | PROT_WRITE);
+    int file = pooled ? -1 : memfd_create("simulated-direct", MFD_CLOEXEC);
+    if (!pooled && (file < 0 || ftruncate(file, (off_t)(size + PAGE))))
+        return simulated_fail("cuMemAlloc", CUDA_ERROR_OUT_OF_MEMORY, "the-machine's-memory-is-full");
+    uintptr_t start = pooled ? map(size, PROT_READ | PROT_WRITE) : map_shared(file, size);
     if (!start) return simulated_fail("any", CUDA_ERROR_OUT_OF_MEMORY, "the-machine's-memory-is-full");
-    insert(&device_ranges, (struct range){start, size, device, pooled ? POOLED : DIRECT, NULL});
+    atomic_int *users = pooled ? NULL : count_of(file, size);
+    insert(&device_ranges, (struct range){start, size, device, pooled ? POOLED : DIRECT, NULL, file, users});
     if (pooled) pool->used += size;
     else taken[device] += size;
-    if (pool->used > pool->used_high) pool->used_high = pool->used;
-    if (pool->reserved > pool->reserved_high) pool->reserved_high = pool->reserved;
     *address = start + BIAS;
     return CUDA_SUCCESS;
 }
@@ -137,8 +161,10 @@ static CUresult release(const char *call, CUdeviceptr address) {
     struct range *range = simulated_is_device(address) ? find(&device_ranges, address - BIAS) : NULL;
     if (!range || range->start != address - BIAS || range->kind >= CLOSED)
         return simulated_fail(call, CUDA_ERROR_INVALID_VALUE, "not-an-allocation");
+    if (range->users && atomic_load(range->users)) return simulated_fail(call, CUDA_ERROR_INVALID_VALUE, "another-process-maps-it");
     if (range->kind == POOLED) pools[range->device].used -= range->bytes;
     else taken[range->device] -= range->bytes;
+    if (range->users) munmap((void *)range->users, PAGE), close(range->file);
     munmap((void *)range->start, range->bytes);
     take_out(&device_ranges, range);
     return CUDA_SUCCESS;
@@ -186,47 +212,7 @@ CUresult cuMemGetInfo(size_t *free, size_t *total) {
     return CUDA_SUCCESS;
 }
 
-CUresult cuDeviceGetDefaultMemPool(CUmemoryPool *pool, CUdevice device) {
-    *pool = &pools[device];
-    return CUDA_SUCCESS;
-}
-
-static cuuint64_t *pool_value(CUmemoryPool pool, CUmemPool_attribute attribute) {
-    switch (attribute) {
-    case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD: return &pool->threshold;
-    case CU_MEMPOOL_ATTR_USED_MEM_CURRENT: return &pool->used;
-    case CU_MEMPOOL_ATTR_USED_MEM_HIGH: return &pool->used_high;
-    case CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT: return &pool->reserved;
-    case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH: return &pool->reserved_high;
-    default: return NULL;
-    }
-}
-
-CUresult cuMemPoolGetAttribute(CUmemoryPool pool, CUmemPool_attribute attribute, void *value) {
-    const cuuint64_t *from = pool_value(pool, attribute);
-    if (!from) return CUDA_ERROR_INVALID_VALUE;
-    memcpy(value, from, sizeof *from);
-    return CUDA_SUCCESS;
-}
-
-CUresult cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute attribute, void *value) {
-    cuuint64_t *to = pool_value(pool, attribute), given;
-    if (!to) return CUDA_ERROR_INVALID_VALUE;
-    memcpy(&given, value, sizeof given);
-    bool high = attribute == CU_MEMPOOL_ATTR_USED_MEM_HIGH || attribute == CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH;
-    if (attribute != CU_MEMPOOL_ATTR_RELEASE_THRESHOLD && !(high && given == 0)) return CUDA_ERROR_INVALID_VALUE;
-    *to = high ? (attribute == CU_MEMPOOL_ATTR_USED_MEM_HIGH ? pool->used : pool->reserved) : given;
-    return CUDA_SUCCESS;
-}
-
-CUresult cuMemPoolTrimTo(CUmemoryPool pool, size_t keep) {
-    cuuint64_t least = round_up(pool->used, POOL_BLOCK);
-    if (keep > least) least = round_up(keep, POOL_BLOCK);
-    if (pool->reserved > least) pool->reserved = least;
-    return CUDA_SUCCESS;
-}
-
-// All mapped memory is in one memory file, where each chunk has its own offset. A chunk is freed when its handle is released and no range
+// All mapped memory is in one memory file, where each chunk has its own place. A chunk is freed when its handle is released and no range
 // maps it.
 struct chunk {
     size_t offset, bytes;
@@ -323,7 +309,7 @@ static CUresult map_chunk(CUdeviceptr address, size_t bytes, size_t offset, CUme
         return simulated_fail("cuMemMap", CUDA_ERROR_INVALID_VALUE, "arguments");
     if (mmap((void *)start, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, chunks_file, (off_t)chunk->offset) == MAP_FAILED)
         return simulated_fail("cuMemMap", CUDA_ERROR_OUT_OF_MEMORY, "the-machine's-memory-is-full");
-    insert(&device_ranges, (struct range){start, bytes, chunk->device, CLOSED, chunk});
+    insert(&device_ranges, (struct range){start, bytes, chunk->device, CLOSED, chunk, -1, NULL});
     chunk->users++;
     return CUDA_SUCCESS;
 }
@@ -336,7 +322,7 @@ CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGeneric
 static bool whole_mappings(uintptr_t start, size_t bytes) {
     for (uintptr_t at = start; at < start + bytes;) {
         struct range *range = find(&device_ranges, at);
-        if (!range || range->start != at || range->kind < CLOSED || range->bytes > start + bytes - at) return false;
+        if (!range || range->start != at || (range->kind != CLOSED && range->kind != MAPPED) || range->bytes > start + bytes - at) return false;
         at += range->bytes;
     }
     return bytes != 0;
@@ -373,6 +359,32 @@ static CUresult unmap(CUdeviceptr address, size_t bytes) {
     return CUDA_SUCCESS;
 }
 CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) { LOCKED(unmap(address, bytes)); }
+
+bool simulated_find_direct(CUdeviceptr address, struct simulated_direct *found) {
+    const struct range *range = simulated_is_device(address) ? find(&device_ranges, address - BIAS) : NULL;
+    if (!range || range->kind != DIRECT || range->start != address - BIAS) return false;
+    *found = (struct simulated_direct){range->file, range->device, range->bytes};
+    return true;
+}
+
+CUdeviceptr simulated_map_direct(struct simulated_direct of) {
+    uintptr_t start = map_shared(of.file, of.bytes);
+    atomic_int *users = count_of(of.file, of.bytes);
+    if (!start || !users) return 0;
+    atomic_fetch_add(users, 1);
+    insert(&device_ranges, (struct range){start, of.bytes, of.device, OPENED, NULL, -1, users});
+    return start + BIAS;
+}
+
+bool simulated_unmap_direct(CUdeviceptr address) {
+    struct range *range = simulated_is_device(address) ? find(&device_ranges, address - BIAS) : NULL;
+    if (!range || range->kind != OPENED || range->start != address - BIAS) return false;
+    atomic_fetch_sub(range->users, 1);
+    munmap((void *)range->users, PAGE);
+    munmap((void *)range->start, range->bytes);
+    take_out(&device_ranges, range);
+    return true;
+}
 
 static size_t pinned_bytes;
 

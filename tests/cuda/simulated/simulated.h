@@ -2,8 +2,8 @@
 // matrix products do not compute. The simulation checks every call that does work as the real driver does, and writes it to a log.
 //
 // Environment: SIMULATED_CUDA_INIT (status of cuInit), _VERSION (of the driver), _DEVICES (how many), _CAPABILITY (such as 9.0, or a
-// list with commas: the last entry is for all further devices), _MEMORY (bytes of each device), _PINNED (the most bytes of pinned memory),
-// _KERNELS (a table of the kernels of modules), _LOG (the file of the log).
+// list with commas, one for each device, the last for all that follow), _MEMORY (bytes of each device), _KERNELS (a table of the kernels
+// of modules), _LOG (the file of the log), _PEERS (how devices reach each other: nvlink, bus or none).
 #pragma once
 
 #include <pthread.h>
@@ -79,6 +79,20 @@ HIDDEN unsigned char *simulated_host(CUdeviceptr address);
 HIDDEN bool simulated_covers(CUdeviceptr address, size_t bytes);
 // Whether a range of the host's memory is pinned.
 HIDDEN bool simulated_pinned(const void *address, size_t bytes);
+// The device whose memory an address is in; -1 for the host's.
+HIDDEN int simulated_owner(CUdeviceptr address);
+// An allocation of cuMemAlloc, which other processes can map, and a mapping of one of another process.
+struct simulated_direct {
+    int file, device;
+    size_t bytes;
+};
+HIDDEN bool simulated_find_direct(CUdeviceptr address, struct simulated_direct *found);
+HIDDEN CUdeviceptr simulated_map_direct(struct simulated_direct of);
+HIDDEN bool simulated_unmap_direct(CUdeviceptr address);
+// How devices reach each other: 2 by NVLink, 1 by the bus, 0 not at all.
+HIDDEN int simulated_peers(void);
+HIDDEN CUdeviceptr simulated_allocate(size_t bytes, int device);
+HIDDEN bool simulated_release(CUdeviceptr address);
 
 // Whether a call that may wait for the device is allowed while streams are captured. If not, the call invalidates these captures.
 HIDDEN CUresult simulated_unsafe(const char *call);

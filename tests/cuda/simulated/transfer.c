@@ -1,16 +1,16 @@
 // Copies and fills.
 #include "simulated.h"
 
-// `host` is the address on the host's side, or NULL if both sides are on devices.
-static CUresult transfer(const char *call, CUstream stream, struct CUgraphNode_st node, const void *host) {
+// `host` is the address on the host's side, or NULL if both sides are on devices; `source` and `target` are devices, -1 for the host.
+static CUresult transfer(const char *call, CUstream stream, struct CUgraphNode_st node, const void *host, int source, int target) {
     TRY(simulated_stream(call, stream));
     bool pageable = host && !simulated_pinned(host, node.bytes);
     if (pageable && simulated_capturing(stream)) {
         stream->status = CU_STREAM_CAPTURE_STATUS_INVALIDATED;
         return simulated_fail(call, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "pageable-memory");
     }
-    simulated_log("%s kind=%s bytes=%zu pageable=%d captured=%d stream=%d", node.kind == FILL ? "fill" : "copy", call, node.bytes, pageable,
-                  simulated_capturing(stream), simulated_number(stream));
+    simulated_log("%s kind=%s bytes=%zu pageable=%d captured=%d stream=%d from=%d to=%d", node.kind == FILL ? "fill" : "copy", call,
+                  node.bytes, pageable, simulated_capturing(stream), simulated_number(stream), source, target);
     simulated_queue(stream, node);
     return CUDA_SUCCESS;
 }
@@ -22,22 +22,24 @@ static CUresult check(const char *call, CUdeviceptr address, size_t bytes) {
 
 static CUresult to_device(const char *call, CUdeviceptr to, const void *from, size_t bytes, CUstream stream) {
     TRY(check(call, to, bytes));
-    return transfer(call, stream, (struct CUgraphNode_st){.kind = COPY, .to = simulated_host(to), .from = from, .bytes = bytes}, from);
+    struct CUgraphNode_st node = {.kind = COPY, .to = simulated_host(to), .from = from, .bytes = bytes};
+    return transfer(call, stream, node, from, -1, simulated_owner(to));
 }
 static CUresult to_host(const char *call, void *to, CUdeviceptr from, size_t bytes, CUstream stream) {
     TRY(check(call, from, bytes));
-    return transfer(call, stream, (struct CUgraphNode_st){.kind = COPY, .to = to, .from = simulated_host(from), .bytes = bytes}, to);
+    struct CUgraphNode_st node = {.kind = COPY, .to = to, .from = simulated_host(from), .bytes = bytes};
+    return transfer(call, stream, node, to, simulated_owner(from), -1);
 }
 static CUresult within(const char *call, CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
     TRY(check(call, to, bytes));
     TRY(check(call, from, bytes));
     struct CUgraphNode_st node = {.kind = COPY, .to = simulated_host(to), .from = simulated_host(from), .bytes = bytes};
-    return transfer(call, stream, node, NULL);
+    return transfer(call, stream, node, NULL, simulated_owner(from), simulated_owner(to));
 }
 static CUresult fill(const char *call, CUdeviceptr to, unsigned value, unsigned width, size_t count, CUstream stream) {
     TRY(check(call, to, count * width));
     struct CUgraphNode_st node = {.kind = FILL, .to = simulated_host(to), .bytes = count * width, .value = value, .width = width};
-    return transfer(call, stream, node, NULL);
+    return transfer(call, stream, node, NULL, -1, simulated_owner(to));
 }
 
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t bytes, CUstream stream) {

@@ -7,6 +7,7 @@ use trainable_candle_cuda::memory;
 
 use super::error::{driver_error, status_error};
 use super::gpu::Gpu;
+use super::peers;
 use crate::device::stats::MemoryStats;
 use crate::{Error, Result, capture};
 
@@ -121,6 +122,7 @@ pub fn empty_cache(device: &Device) -> Result<u64> {
     let gpu = Gpu::of_device(OP, device)?;
     capture::refuse(OP)?;
     let context = gpu.stream().context();
+    peers::sweep();
     context.bind_to_thread().map_err(|error| driver_error(OP, error))?;
     memory::trim(context.cu_device()).map_err(|status| status_error(OP, status))
 }

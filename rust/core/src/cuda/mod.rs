@@ -27,6 +27,7 @@ mod loader;
 mod low_rank;
 mod memory;
 pub mod offload;
+pub mod peers;
 mod product_calls;
 pub(crate) mod profile;
 mod random;

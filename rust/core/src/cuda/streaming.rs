@@ -1,4 +1,5 @@
-//! Copies from pinned host memory on a separate stream, in parallel with the work of the device's stream.
+//! Copies from pinned host memory, or from other devices, on a separate stream, in parallel with the work of the
+//! device's stream.
 //!
 //! Events order the two streams (see `copies.rs`): a copy begins when all work queued before it is done, and work that
 //! reads the copied values waits for the end of the copy.
@@ -10,19 +11,28 @@ use std::sync::Arc;
 use candle_core::Device;
 use candle_core::cuda_backend::cudarc::driver::result;
 use trainable_candle_cuda::host::{self, Pinned as Own};
-use trainable_candle_cuda::upload;
+use trainable_candle_cuda::{peers, upload};
 
 use super::copies::{Copies, Event};
 use super::error::{driver_error, status_error};
 use super::gpu::Gpu;
 use super::launch::address;
+use super::peers::Shards;
 use super::recorder;
 use crate::streaming::Pages;
 use crate::{Error, Raw, Result, capture};
 
 const OP: &str = "stream_blocks";
 
-/// Queues copies to slots, which are areas of a device's memory that copies fill again and again.
+/// What a copy reads.
+pub enum Source<'a> {
+    /// Memory of the host.
+    Host(&'a Pinned),
+    /// Some bytes of the shard of a process of the machine.
+    Peer(&'a Shards, usize, Range<usize>),
+}
+
+/// Copies to some slots of a device.
 pub struct Copier {
     gpu: &'static Gpu,
     copies: &'static Copies,
@@ -102,20 +112,30 @@ impl Copier {
     ///
     /// # Errors
     /// [`Error::Device`] if the driver reports an error, or another thread captures.
-    pub fn copy(&self, slot: usize, parts: &[(&Pinned, &Raw)], owner: &Arc<impl Any + Send + Sync>) -> Result<()> {
+    pub fn copy(&self, slot: usize, parts: &[(Source<'_>, Raw)], owner: &Arc<impl Any + Send + Sync>) -> Result<()> {
         recorder::check_thread(OP)?;
         let copies = self.copies.fork(self.gpu.stream()).map_err(|error| driver_error(OP, error))?;
         for (from, to) in parts {
             let size = to.elem_count() * to.dtype().size_in_bytes();
-            let bytes = from.bytes();
-            if bytes.len() > size {
+            let needed = match from {
+                Source::Host(pinned) => pinned.bytes().len(),
+                Source::Peer(_, _, range) => range.len(),
+            };
+            if needed > size {
                 return Err(Error::argument(OP, "a unit is larger than its slot"));
             }
             let to = address(OP, to)?;
-            // SAFETY: the slot is large enough. The source is pinned, and lives until the copy is done, because its
-            // owner waits for the stream.
-            unsafe { upload::copy_pinned(to, bytes.as_ptr(), bytes.len(), copies.cast()) }
-                .map_err(|status| status_error(OP, status))?;
+            // SAFETY: the slot is large enough. The source is pinned or a device's, and lives until the copy is done,
+            // because its owner waits for the stream.
+            let queued = unsafe {
+                match from {
+                    Source::Host(pinned) => upload::copy_pinned(to, pinned.bytes().as_ptr(), needed, copies.cast()),
+                    Source::Peer(shards, process, range) => {
+                        peers::copy(to, shards.address(*process)? + range.start as u64, needed, copies.cast())
+                    }
+                }
+            };
+            queued.map_err(|status| status_error(OP, status))?;
         }
         recorder::hold_source(owner);
         self.filled[slot].record(copies).map_err(|error| driver_error(OP, error))
@@ -178,17 +198,23 @@ impl Pinned {
     }
 }
 
+/// Wait until no copy of a device runs any more. Returns false if a copy may still read its source: during a capture it
+/// is not possible to wait.
+pub(super) fn is_over(gpu: &Gpu, copies: &Copies) -> bool {
+    let wait = || {
+        gpu.stream().context().bind_to_thread()?;
+        // SAFETY: the streams live as long as the process.
+        unsafe { result::stream::synchronize(copies.stream()) }?;
+        // SAFETY: as above. Graphs copy in the device's stream.
+        unsafe { result::stream::synchronize(gpu.stream().cu_stream()) }
+    };
+    !recorder::is_capturing_anywhere() && wait().is_ok()
+}
+
 impl Drop for Pinned {
     fn drop(&mut self) {
-        let wait = || {
-            self.gpu.stream().context().bind_to_thread()?;
-            // SAFETY: the streams live as long as the process.
-            unsafe { result::stream::synchronize(self.copies.stream()) }?;
-            // SAFETY: as above. Graphs copy in the device's stream.
-            unsafe { result::stream::synchronize(self.gpu.stream().cu_stream()) }
-        };
-        // Leak the memory if a copy may still read it; during a capture it is not possible to wait.
-        if recorder::is_capturing_anywhere() || wait().is_err() {
+        if !is_over(self.gpu, self.copies) {
+            // Leak the memory.
             match &mut self.memory {
                 Memory::Own(own) => own.leak(),
                 Memory::Shared(registered, _) => std::mem::forget(registered.clone()),

@@ -1,4 +1,4 @@
-//! Frozen weights in the memory of the host, which are copied to the device ahead of their use.
+//! Frozen weights in the memory of the host, or of other devices, which are copied to the device ahead of their use.
 //!
 //! A unit is the weights that are used together: those of one block of a model. A [`Ring`] has two slots on the device.
 //! While the device computes with the unit in one slot, a second stream fills the other slot with the unit that is
@@ -6,9 +6,11 @@
 //! one that [`Ring::enter`] entered last. Every use checks this and returns an error at any other time. Nothing can
 //! keep the values by mistake: operations get them from [`Streamed::here`], and a backward pass gets them again.
 
+mod held;
 mod packing;
 mod pages;
 mod ring;
+mod shards;
 mod sharing;
 mod unit;
 
@@ -18,7 +20,7 @@ use candle_core::{DType, Device};
 
 pub(crate) use pages::Pages;
 pub use ring::Ring;
-pub use sharing::{Exchange, Sharing, machine};
+pub use sharing::{Exchange, Origin, Sharing, machine};
 pub use unit::Unit;
 
 use crate::quantized::Weight;
@@ -289,28 +291,31 @@ mod tests {
         })
     }
 
-    /// Three units, each with two joined weights and a quantized one, whose values are made from seeds that begin at
-    /// `first`.
-    fn shared(first: usize, rank: usize, exchange: Box<Exchange>) -> Result<(Arc<Ring>, Vec<Vec<Streamed>>)> {
-        let sharing = Sharing::new(rank, exchange)?;
-        let units: Vec<Unit> = (0..3).map(|_| Unit::default()).collect();
+    /// Three units, each with two joined weights and a quantized one, whose values are those of `first` and following.
+    fn shared(
+        first: usize,
+        rank: usize,
+        origin: Origin,
+        exchange: Box<Exchange>,
+    ) -> Result<(Arc<Ring>, Vec<Vec<Streamed>>)> {
+        let sharing = Sharing::new(rank, origin, exchange)?;
+        let units: Vec<Unit> = (0..3).map(Unit::new).collect();
         let mut weights = Vec::new();
         for (number, unit) in units.iter().enumerate() {
-            let new = |weight: Weight| Streamed::new(unit.share(weight, sharing.is_writer())?, &Device::Cpu, unit);
+            let new = |weight: Weight| Streamed::new(unit.share(weight, &sharing)?, &Device::Cpu, unit);
             let seed = first + 10 * number;
             let parts = [new(weight(seed).into())?, new(weight(seed + 1).into())?];
             let (all, parts) = Streamed::join(&[&parts[0], &parts[1]])?.unwrap();
             let codes = new(Quantized::new(&weight(seed + 2), Format::Nf4)?.into())?;
-            assert_eq!(all.host().is_ok(), rank == 0);
+            assert_eq!(all.host().is_ok(), rank == if origin == Origin::Host { 0 } else { number % 3 });
             weights.push([vec![all, codes], parts].concat());
         }
         Ok((Ring::new(&Device::Cpu, &units, Some(&sharing))?, weights))
     }
 
-    #[test]
-    fn processes_use_one_copy() {
+    fn check_one_copy(origin: Origin) {
         let found = together(3, |rank, exchange| {
-            let (ring, weights) = shared(0, rank, exchange).unwrap();
+            let (ring, weights) = shared(0, rank, origin, exchange).unwrap();
             let x = weight(50);
             for unit in [0, 1, 2, 1, 0] {
                 ring.enter(unit).unwrap();
@@ -331,17 +336,38 @@ mod tests {
     }
 
     #[test]
+    fn processes_use_one_copy() {
+        check_one_copy(Origin::Host);
+    }
+
+    #[test]
+    fn processes_use_slices_of_each_other() {
+        check_one_copy(Origin::Peers);
+    }
+
+    #[test]
     fn other_weights_in_one_process_are_an_error_in_all() {
-        let found = together(2, |rank, exchange| shared(7 * rank, rank, exchange).err().unwrap().to_string());
-        for error in &found {
-            assert!(error.contains("rank 1 has other weights than rank 0 in streamed block 0"), "{error}");
+        for origin in [Origin::Host, Origin::Peers] {
+            let error = |rank, exchange| shared(7 * rank, rank, origin, exchange).err().unwrap().to_string();
+            for error in &together(3, error) {
+                assert!(error.contains("rank 1 has other weights than rank 0 in streamed block 0"), "{error}");
+            }
         }
+    }
+
+    #[test]
+    fn a_process_without_peers_is_an_error_in_all() {
+        let alone = Sharing::new(0, Origin::Peers, Box::new(|message: &[u8]| Ok(vec![message.to_vec()])));
+        assert!(alone.err().unwrap().to_string().contains("rank 0 has no other process on its machine"));
+        let elsewhere = |message: &[u8]| Ok(vec![message.to_vec(), message.to_vec(), b"elsewhere".to_vec()]);
+        let error = Sharing::new(0, Origin::Peers, Box::new(elsewhere)).err().unwrap().to_string();
+        assert!(error.contains("rank 2 has no other process on its machine"), "{error}");
     }
 
     #[test]
     fn an_error_of_one_process_ends_all() {
         let found = together(2, |rank, exchange| {
-            let sharing = Sharing::new(rank, exchange).unwrap();
+            let sharing = Sharing::new(rank, Origin::Host, exchange).unwrap();
             let used = |_| if rank == 1 { Err(Error::argument(OP, "no room")) } else { Ok(()) };
             sharing.pages(1, |_| Ok(()), used).unwrap_err().to_string()
         });

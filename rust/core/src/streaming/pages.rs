@@ -34,7 +34,7 @@ impl Pages {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the system gives none.
-    pub(super) fn create(bytes: usize) -> Result<Self> {
+    pub(crate) fn create(bytes: usize) -> Result<Self> {
         let len = bytes.max(1).next_multiple_of(PAGE);
         let file = memfd_create("trainable-candle", MemfdFlags::CLOEXEC).map_err(|error| no_memory(bytes, error))?;
         ftruncate(&file, len as u64).map_err(|error| no_memory(bytes, error))?;
@@ -45,7 +45,7 @@ impl Pages {
     ///
     /// # Errors
     /// [`Error::Argument`] if this process cannot open it.
-    pub(super) fn open(description: &str) -> Result<Self> {
+    pub(crate) fn open(description: &str) -> Result<Self> {
         let refuse = |why: String| {
             let message = format!(
                 "the memory of another process of this machine cannot be opened ({why}); start all processes of a machine as one user, in \
@@ -83,7 +83,7 @@ impl Pages {
     ///
     /// # Errors
     /// [`Error::Argument`] if it is closed.
-    pub(super) fn description(&self) -> Result<String> {
+    pub(crate) fn description(&self) -> Result<String> {
         use std::os::fd::AsRawFd;
         let Some(file) = &self.file else { return Err(Error::argument(OP, "the memory is closed already")) };
         let found = file.metadata().map_err(|error| Error::io("/proc/self/fd", error))?;
@@ -92,7 +92,7 @@ impl Pages {
     }
 
     /// Let no further process open it.
-    pub(super) fn close(&mut self) {
+    pub(crate) fn close(&mut self) {
         self.file = None;
     }
 
@@ -100,7 +100,7 @@ impl Pages {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the system gives no memory for them.
-    pub(super) fn write(&mut self, start: usize, bytes: &[u8]) -> Result<()> {
+    pub(crate) fn write(&mut self, start: usize, bytes: &[u8]) -> Result<()> {
         if bytes.is_empty() {
             return Ok(());
         }
@@ -122,7 +122,7 @@ impl Pages {
     }
 
     /// The address and the size of the mapping, both multiples of a page.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only CUDA pins memory"))]
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only CUDA pins memory and counts in it"))]
     pub(crate) const fn mapping(&self) -> (NonNull<u8>, usize) {
         (self.address, self.len)
     }

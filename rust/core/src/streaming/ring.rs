@@ -1,19 +1,18 @@
 //! [`Ring`]: the slots on the device, and the units in them.
 
-use std::fmt::Write as _;
-use std::hash::{Hash, Hasher};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use candle_core::{DType, Device};
-use rustc_hash::FxHasher;
 
+use super::held::{Bytes, Held, description};
 use super::packing::Packing;
 use super::pages::Pages;
-use super::sharing::Sharing;
+use super::shards::{Place, Shards};
+use super::sharing::{Origin, Sharing};
 use super::{OP, Streamed, Unit};
-use crate::cuda::streaming::{Copier, Pinned};
-use crate::raw::{Raw, own_copy, with_bytes};
+use crate::cuda::streaming::Copier;
+use crate::raw::{Raw, with_bytes};
 use crate::tape::{Backward, BackwardContext, Inputs, Node};
 use crate::{Error, Result, Tensor, checkpoint, compute};
 
@@ -27,17 +26,6 @@ pub struct Ring {
     slots: [Vec<Raw>; SLOTS],
     units: Vec<OnceLock<Arc<Held>>>,
     state: Mutex<State>,
-}
-
-/// The bytes of a unit in the memory of the host, one part for each dtype.
-struct Held(Vec<(DType, Bytes)>);
-
-enum Bytes {
-    /// The bytes of a unit of a ring on the CPU.
-    Plain(Raw),
-    /// The same, in memory that processes share.
-    Shared(Arc<Pages>, Range<usize>),
-    Pinned(Pinned),
 }
 
 #[derive(Default)]
@@ -57,9 +45,9 @@ enum Direction {
 }
 
 impl Ring {
-    /// Move the weights of `units` to pinned memory of the host, which `device` can read without the CPU. Units are
-    /// used in their order, and in reverse order by backward passes. With `sharing`, all processes of a machine use one
-    /// copy of the units; then all of them must call this function.
+    /// Move the weights of `units` to pinned memory of the host, which `device` can read by itself. Units are used in
+    /// their order, and in reverse order by backward passes. With `sharing`, one copy of them serves all processes of
+    /// a machine, in the memory of the host or in slices on their devices; then all processes call this.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the slots do not fit on the device, or the units in the memory of the host,
@@ -88,7 +76,10 @@ impl Ring {
         let ring = Arc::new(Self { units: empty, slots, copier, state: Mutex::default() });
         if let Some(sharing) = sharing {
             sharing.agree(&described)?;
-            ring.share(units, gathered, sharing)?;
+            match sharing.origin() {
+                Origin::Host => ring.share(units, gathered, sharing)?,
+                Origin::Peers => ring.slice(units, gathered, sharing, device)?,
+            }
             return Ok(ring);
         }
         // The originals of a unit are freed before the next unit is moved.
@@ -146,7 +137,48 @@ impl Ring {
         sharing.pages(end, fill, used)
     }
 
-    /// Make the weights of a unit views of its slot, and drop the originals.
+    /// Move a slice of every unit to each device of the machine. Unit i is read by process i mod N of its N processes,
+    /// which writes all slices of it.
+    fn slice(
+        self: &Arc<Self>,
+        units: &[Unit],
+        gathered: Vec<Vec<Streamed>>,
+        sharing: &Sharing,
+        device: &Device,
+    ) -> Result<()> {
+        let mut places: Vec<Vec<(DType, Place)>> = Vec::with_capacity(units.len());
+        let mut end = 0;
+        for (weights, unit) in gathered.iter().zip(units) {
+            let packing = unit.packing(weights)?;
+            let place = |dtype: DType| {
+                let place = Place::new(end, packing.count(dtype) * dtype.size_in_bytes(), sharing.processes());
+                end = place.end();
+                (dtype, place)
+            };
+            places.push(packing.dtypes().into_iter().map(place).collect());
+        }
+        let fill = |shards: &mut Shards| {
+            for (index, (weights, unit)) in gathered.into_iter().zip(units).enumerate() {
+                let packing = unit.packing(&weights)?;
+                for (dtype, place) in places[index].iter().filter(|_| sharing.keeps(unit.number())) {
+                    for (offset, raw) in packing.parts(*dtype) {
+                        let start = offset * dtype.size_in_bytes();
+                        with_bytes(raw, |bytes| shards.write(*place, start, bytes))??;
+                    }
+                }
+                self.place(index, &weights, &packing)?;
+            }
+            Ok(())
+        };
+        let shards = Arc::new(Shards::new(sharing, device, end, fill)?);
+        for (unit, places) in self.units.iter().zip(&places) {
+            let parts = places.iter().map(|(dtype, place)| (*dtype, Bytes::Sliced(shards.clone(), *place)));
+            drop(unit.set(Arc::new(Held(parts.collect()))));
+        }
+        Ok(())
+    }
+
+    /// Let the weights of a unit be views of its slot, and drop the originals.
     fn place(self: &Arc<Self>, unit: usize, weights: &[Streamed], packing: &Packing) -> Result<()> {
         let slot = &self.slots[unit % SLOTS];
         let mut views = Vec::with_capacity(weights.len());
@@ -210,21 +242,14 @@ impl Ring {
         }
         state.slots[slot] = None;
         let Some(held) = self.units[unit].get() else { return Err(Error::argument(OP, "a unit is not complete")) };
-        let mut pinned = Vec::with_capacity(held.0.len());
+        let mut copies = Vec::with_capacity(held.0.len());
         for (dtype, bytes) in &held.0 {
-            let Some(to) = self.slots[slot].iter().find(|part| part.dtype() == *dtype) else { continue };
-            match bytes {
-                Bytes::Plain(raw) => compute::copy_into(&to.narrow(0, 0, raw.elem_count())?, raw)?,
-                Bytes::Shared(pages, range) => {
-                    let count = range.len() / dtype.size_in_bytes();
-                    let raw = Raw::from_raw_buffer(pages.bytes(range.clone()), *dtype, &[count], &Device::Cpu)?;
-                    compute::copy_into(&to.narrow(0, 0, count)?, &raw)?;
-                }
-                Bytes::Pinned(bytes) => pinned.push((bytes, to)),
+            if let Some(to) = self.slots[slot].iter().find(|part| part.dtype() == *dtype) {
+                bytes.bring(to, &mut copies)?;
             }
         }
         if let Some(copier) = &self.copier {
-            copier.copy(slot, &pinned, held)?;
+            copier.copy(slot, &copies, held)?;
         }
         state.slots[slot] = Some(unit);
         Ok(())
@@ -239,14 +264,7 @@ impl Ring {
     pub(super) fn read(&self, unit: usize, view: &Raw) -> Result<Raw> {
         let held = self.units[unit].get().and_then(|held| held.0.iter().find(|(dtype, _)| *dtype == view.dtype()));
         let Some((_, bytes)) = held else { return Err(Error::argument(OP, "a unit is not complete")) };
-        let (start, count) = (view.layout().start_offset(), view.elem_count());
-        let size = view.dtype().size_in_bytes();
-        let all = match bytes {
-            Bytes::Plain(raw) => return Ok(own_copy(&raw.narrow(0, start, count)?)?.reshape(view.shape())?),
-            Bytes::Shared(pages, range) => pages.bytes(range.clone()),
-            Bytes::Pinned(pinned) => pinned.bytes(),
-        };
-        Ok(Raw::from_raw_buffer(&all[start * size..][..count * size], view.dtype(), view.dims(), &Device::Cpu)?)
+        Ok(bytes.read(view)?.reshape(view.shape())?)
     }
 
     /// Bytes of the slots on the device.
@@ -254,7 +272,7 @@ impl Ring {
         self.slots.iter().flatten().map(|part| part.elem_count() * part.dtype().size_in_bytes()).sum()
     }
 
-    /// Bytes of all units in the memory of the host.
+    /// Bytes of all units outside of the slots.
     pub fn host_bytes(&self) -> usize {
         self.units.iter().filter_map(OnceLock::get).flat_map(|held| &held.0).map(|(_, bytes)| bytes.len()).sum()
     }
@@ -268,58 +286,6 @@ impl Ring {
         }
         state
     }
-}
-
-impl Held {
-    fn new(packing: &Packing, copier: Option<&Copier>) -> Result<Self> {
-        let mut held = Vec::new();
-        for dtype in packing.dtypes() {
-            let (count, size) = (packing.count(dtype), dtype.size_in_bytes());
-            let bytes = match copier {
-                None => {
-                    let all = compute::zeros(&[count], dtype, &Device::Cpu)?;
-                    for (offset, raw) in packing.parts(dtype) {
-                        compute::copy_into(&all.narrow(0, offset, raw.elem_count())?, &raw.flatten_all()?)?;
-                    }
-                    Bytes::Plain(all)
-                }
-                Some(copier) => {
-                    let mut pinned = copier.pinned(count * size)?;
-                    for (offset, raw) in packing.parts(dtype) {
-                        with_bytes(raw, |bytes| pinned.write(offset * size, bytes))?;
-                    }
-                    Bytes::Pinned(pinned)
-                }
-            };
-            held.push((dtype, bytes));
-        }
-        Ok(Self(held))
-    }
-}
-
-impl Bytes {
-    fn len(&self) -> usize {
-        match self {
-            Self::Plain(raw) => raw.elem_count() * raw.dtype().size_in_bytes(),
-            Self::Shared(_, range) => range.len(),
-            Self::Pinned(pinned) => pinned.bytes().len(),
-        }
-    }
-}
-
-/// A text that describes a unit, for a comparison between processes: its bytes in each dtype, where its parts are, and
-/// the digest of its values.
-fn description(packing: &Packing, unit: &Unit) -> String {
-    let mut text = String::new();
-    let mut places = FxHasher::default();
-    for dtype in packing.dtypes() {
-        for (offset, raw) in packing.parts(dtype) {
-            (offset, raw.dims()).hash(&mut places);
-        }
-        // Writing to a string does not fail.
-        let _ = write!(text, "{} bytes of {}, ", packing.count(dtype) * dtype.size_in_bytes(), dtype.as_str());
-    }
-    format!("{text}digest {:016x}{:016x}", places.finish(), unit.digest())
 }
 
 /// Brings the unit to its slot for the backward pass; the gradient passes unchanged.

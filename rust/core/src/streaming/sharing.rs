@@ -1,9 +1,9 @@
 //! [`Sharing`]: the processes of a machine that stream the same weights from one copy.
 //!
-//! The lowest rank of a machine writes the copy, and the others map it. All processes take the same steps: they build
-//! the same model, compare what they would copy, and exchange messages. The exchange also ensures that the copy is
-//! written before the others read it. Each process reads every weight once, to compare the digests; all but the writer
-//! then keep only the shape of the weight.
+//! In the memory of the host, the lowest rank of a machine writes the copy, and the others map it. In slices on the
+//! devices, each process writes some of the units for all. All processes take the same steps: they build the same model,
+//! compare what they would copy, and exchange messages, which also orders writing and reading. Each process reads every
+//! weight once, to compare the digests; all but its writer keep its shape alone.
 
 use std::cell::RefCell;
 use std::os::unix::fs::MetadataExt;
@@ -16,12 +16,22 @@ use crate::{Error, Result};
 /// Sends a message to all processes and returns the messages of all, by rank.
 pub type Exchange = dyn Fn(&[u8]) -> Result<Vec<Vec<u8>>> + Send + Sync;
 
+/// Where the one copy of a machine is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// In the memory of the host.
+    Host,
+    /// On the devices of the processes, a slice of each unit on each device.
+    Peers,
+}
+
 /// The processes that load the same model at the same time.
 pub struct Sharing {
     exchange: Box<Exchange>,
     rank: usize,
-    /// The rank that writes the copy of this machine.
-    writer: usize,
+    origin: Origin,
+    /// The ranks of this machine, in order. The first writes a copy in the memory of the host.
+    machine: Vec<usize>,
 }
 
 thread_local! {
@@ -42,17 +52,31 @@ impl Sharing {
     /// process.
     ///
     /// # Errors
-    /// Those of `exchange`; [`Error::Argument`] if it returns too few messages.
-    pub fn new(rank: usize, exchange: Box<Exchange>) -> Result<Arc<Self>> {
-        // Without a name, this process counts as alone on its machine.
+    /// Those of `exchange`; [`Error::Argument`] if it returns too few messages, or a process is alone on its machine and
+    /// has no peers.
+    pub fn new(rank: usize, origin: Origin, exchange: Box<Exchange>) -> Result<Arc<Self>> {
+        // A process that does not know its machine is alone on it.
         let mine = machine().unwrap_or_else(|| format!("rank {rank}"));
         let found = exchange(mine.as_bytes())?;
-        let Some(writer) = found.iter().position(|theirs| theirs == mine.as_bytes()).filter(|_| rank < found.len())
-        else {
+        if rank >= found.len() {
             let count = found.len();
             return Err(Error::argument(OP, format!("found {count} messages of processes, expected more than {rank}")));
-        };
-        Ok(Arc::new(Self { exchange, rank, writer }))
+        }
+        let with = |name: &[u8]| (0..found.len()).filter(|&rank| found[rank] == name).collect::<Vec<_>>();
+        if let Some(alone) =
+            found.iter().map(|name| with(name)).find(|ranks| ranks.len() == 1 && origin == Origin::Peers)
+        {
+            return Err(Error::argument(
+                OP,
+                format!(
+                    "rank {} has no other process on its machine, or in another container or of another user, from which it could stream; \
+                     start several processes there, or stream from the host",
+                    alone[0]
+                ),
+            ));
+        }
+        let machine = with(mine.as_bytes());
+        Ok(Arc::new(Self { exchange, rank, origin, machine }))
     }
 
     /// Let the models that this thread loads from now on share their streamed weights with other processes; None
@@ -66,9 +90,32 @@ impl Sharing {
         CURRENT.with_borrow(Clone::clone)
     }
 
-    /// Whether this process writes the copy of its machine.
-    pub const fn is_writer(&self) -> bool {
-        self.rank == self.writer
+    /// Where the copy of a machine is.
+    pub(super) const fn origin(&self) -> Origin {
+        self.origin
+    }
+
+    /// The ranks of this machine, in order.
+    pub(super) fn machine(&self) -> &[usize] {
+        &self.machine
+    }
+
+    /// The number of processes of this machine.
+    pub(super) fn processes(&self) -> usize {
+        self.machine.len()
+    }
+
+    /// The number of this process among those of its machine.
+    pub(super) fn number(&self) -> usize {
+        self.machine.iter().position(|&rank| rank == self.rank).unwrap_or(0)
+    }
+
+    /// Whether this process writes the unit with a number for its machine.
+    pub(super) fn keeps(&self, unit: usize) -> bool {
+        match self.origin {
+            Origin::Host => self.number() == 0,
+            Origin::Peers => self.number() == unit % self.processes(),
+        }
     }
 
     /// Check that all processes have the same units; `mine` has the description of each unit of this process.
@@ -101,7 +148,7 @@ impl Sharing {
         fill: impl FnOnce(Option<&mut Pages>) -> Result<()>,
         used: impl FnOnce(Pages) -> Result<T>,
     ) -> Result<T> {
-        let written = if self.is_writer() {
+        let written = if self.number() == 0 {
             Pages::create(bytes).and_then(|mut pages| {
                 fill(Some(&mut pages))?;
                 Ok((pages.description()?, Some(pages)))
@@ -110,16 +157,15 @@ impl Sharing {
             fill(None).map(|()| (String::new(), None))
         };
         let ((_, made), every) = self.tell(written, |(description, _)| description.clone())?;
-        let opened = made.map_or_else(|| Pages::open(&every[self.writer]), Ok);
-        // The writer's file must stay open until all processes have opened it.
+        let opened = made.map_or_else(|| Pages::open(&every[self.machine[0]]), Ok);
+        // The descriptor of the writer must stay open until all have opened it.
         let (mut pages, _) = self.tell(opened, |_| String::new())?;
         pages.close();
         Ok(self.tell(used(pages), |_| String::new())?.0)
     }
 
-    /// Exchange the `text` of each process's `mine`; if `mine` is an error in one process, all processes return an
-    /// error.
-    fn tell<T>(&self, mine: Result<T>, text: impl FnOnce(&T) -> String) -> Result<(T, Vec<String>)> {
+    /// Exchange the texts of what all processes have; if one of them has an error instead, all return an error.
+    pub(super) fn tell<T>(&self, mine: Result<T>, text: impl FnOnce(&T) -> String) -> Result<(T, Vec<String>)> {
         let message = match &mine {
             Ok(found) => format!("+{}", text(found)),
             Err(error) => format!("-{error}"),

@@ -7,7 +7,7 @@ use candle_core::Device;
 use rustc_hash::FxHasher;
 
 use super::packing::{Joined, Packing};
-use super::{Inner, Streamed};
+use super::{Inner, Sharing, Streamed};
 use crate::quantized::Weight;
 use crate::raw::{Raw, storage_identity, with_bytes};
 use crate::{Result, Tensor};
@@ -18,6 +18,7 @@ pub struct Unit(Arc<Mutex<Contents>>);
 
 #[derive(Default)]
 struct Contents {
+    number: usize,
     weights: Vec<Weak<Inner>>,
     /// The digest of the values that were shared, in the order of the calls.
     digest: u64,
@@ -28,6 +29,17 @@ struct Contents {
 }
 
 impl Unit {
+    /// The unit with a number, from 0, among those of a ring. By default 0, which is of no importance unless processes
+    /// [share](Self::share) units.
+    pub fn new(number: usize) -> Self {
+        Self(Arc::new(Mutex::new(Contents { number, ..Contents::default() })))
+    }
+
+    /// Its number.
+    pub(super) fn number(&self) -> usize {
+        self.contents().number
+    }
+
     pub(super) fn add(&self, weight: &Streamed) {
         self.contents().weights.push(Arc::downgrade(&weight.0));
     }
@@ -41,13 +53,12 @@ impl Unit {
         self.contents().weights.iter().filter_map(Weak::upgrade).map(Streamed).collect()
     }
 
-    /// A weight on the CPU for a [`Sharing`](super::Sharing): the weight itself in the process that writes it for the
-    /// others (`is_written`), and in other processes a weight of the same shape without memory. `is_written` is the
-    /// same for all weights of a unit.
+    /// A weight on the CPU for processes that share units: itself in the process that writes the unit for the others,
+    /// elsewhere one of the same shape without memory.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the system gives no memory.
-    pub fn share(&self, weight: Weight, is_written: bool) -> Result<Weight> {
+    pub fn share(&self, weight: Weight, sharing: &Sharing) -> Result<Weight> {
         let mut digest = FxHasher::default();
         digest.write_u64(self.contents().digest);
         weight.map(|raw| {
@@ -56,7 +67,7 @@ impl Unit {
         })?;
         let mut contents = self.contents();
         contents.digest = digest.finish();
-        if is_written {
+        if sharing.keeps(contents.number) {
             return Ok(weight);
         }
         contents.hollow.get_or_insert_default();

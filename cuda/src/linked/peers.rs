@@ -1,0 +1,142 @@
+//! Device memory that other processes of the machine access, through CUDA's handles for processes
+//! (<https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html>).
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+
+use super::driver::{self, IpcHandle};
+use super::memory::{Status, allocate_outside, check, free_outside};
+
+/// Bytes of a [`Handle`].
+pub const HANDLE: usize = 64;
+
+/// What another process needs to open an [`Exported`].
+pub type Handle = [u8; HANDLE];
+
+/// Memory of a device for other processes. It does not come from the allocators, whose memory has no handles.
+pub struct Exported {
+    address: u64,
+    size: u64,
+    device: c_int,
+}
+
+impl Exported {
+    /// At least `size` bytes of the device that is current on this thread.
+    ///
+    /// # Errors
+    /// The driver's error; out of memory also if the limit of the device is reached.
+    pub fn new(size: usize) -> Result<Self, Status> {
+        let size = size.max(1) as u64;
+        let (address, device) = allocate_outside(size)?;
+        Ok(Self { address, size, device })
+    }
+
+    /// Its address.
+    pub const fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// What other processes need to open it.
+    ///
+    /// # Errors
+    /// The driver's error, such as where the system does not support this.
+    pub fn handle(&self) -> Result<Handle, Status> {
+        let mut handle = IpcHandle([0; HANDLE]);
+        // SAFETY: the signature is the driver's, and the address that of an allocation of `cuMemAlloc`.
+        check(unsafe { driver::cuIpcGetMemHandle(&raw mut handle, self.address) })?;
+        Ok(handle.0)
+    }
+}
+
+impl Drop for Exported {
+    fn drop(&mut self) {
+        free_outside(self.address, self.size, self.device);
+    }
+}
+
+/// Memory of another process.
+pub struct Opened {
+    address: u64,
+}
+
+impl Opened {
+    /// Map the memory for the device that is current on this thread.
+    ///
+    /// # Errors
+    /// The driver's error, such as where the devices do not access each other.
+    pub fn new(handle: Handle) -> Result<Self, Status> {
+        let mut address = 0;
+        // SAFETY: the signature is the driver's, which checks the handle.
+        check(unsafe { driver::cuIpcOpenMemHandle_v2(&raw mut address, IpcHandle(handle), driver::LAZY_PEER_ACCESS) })?;
+        Ok(Self { address })
+    }
+
+    /// Its address in this process.
+    pub const fn address(&self) -> u64 {
+        self.address
+    }
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        // SAFETY: the driver has mapped the memory, and the owner says that nothing uses it. The other process may have ended, so that
+        // an error says nothing.
+        unsafe { driver::cuIpcCloseMemHandle(self.address) };
+    }
+}
+
+/// Queue a copy between device memory of any processes; in a capture it becomes a node of the graph.
+///
+/// # Errors
+/// The driver's error.
+///
+/// # Safety
+/// Both places have `size` bytes, which live until the copy is done, and as long as a graph that contains it.
+pub unsafe fn copy(to: u64, from: u64, size: usize, stream: *mut c_void) -> Result<(), Status> {
+    if size == 0 {
+        return Ok(());
+    }
+    // SAFETY: the caller's promise.
+    check(unsafe { driver::cuMemcpyDtoDAsync_v2(to, from, size, stream) })
+}
+
+/// What a device can do with the memory of another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Access {
+    /// Read and write it.
+    pub is_direct: bool,
+    /// Change it by atomic operations.
+    pub has_atomics: bool,
+}
+
+/// The place of a device on the bus, which is its name in all processes of the machine.
+///
+/// # Errors
+/// The driver's error.
+pub fn bus_id(device: c_int) -> Result<String, Status> {
+    let mut text = [0 as c_char; 32];
+    // SAFETY: the signature is the driver's, which writes at most `length` bytes and ends the text.
+    check(unsafe { driver::cuDeviceGetPCIBusId(text.as_mut_ptr(), text.len() as c_int - 1, device) })?;
+    // SAFETY: the last byte is zero.
+    Ok(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
+}
+
+/// What `device` can do with the memory of the device at a place on the bus. `None` if this process does not see that device, or they are
+/// one.
+///
+/// # Errors
+/// The driver's error.
+pub fn access(device: c_int, bus_id: &str) -> Result<Option<Access>, Status> {
+    let mut other = 0;
+    let Ok(bus_id) = CString::new(bus_id) else { return Ok(None) };
+    // SAFETY: the signature is the driver's; the text ends with a zero.
+    if check(unsafe { driver::cuDeviceGetByPCIBusId(&raw mut other, bus_id.as_ptr()) }).is_err() || other == device {
+        return Ok(None);
+    }
+    let has = |attribute| {
+        let mut value = 0;
+        // SAFETY: as above.
+        check(unsafe { driver::cuDeviceGetP2PAttribute(&raw mut value, attribute, device, other) })?;
+        Ok(value != 0)
+    };
+    Ok(Some(Access { is_direct: has(driver::PEER_ACCESS)?, has_atomics: has(driver::PEER_ATOMICS)? }))
+}

@@ -1,0 +1,285 @@
+//! [`Shards`]: memory on the devices of several processes, which all of them read.
+//!
+//! The driver does not allow a process to free memory that another one has mapped. So all processes count in memory of
+//! the host who has ended its mappings. A shard that others still map waits in `WAITING`, and is freed when a model is
+//! dropped or made, or cached memory released, later. If a process ends without counting itself, the shards of the others stay until they end, too.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use candle_core::{DType, Device};
+use trainable_candle_cuda::memory::Status;
+use trainable_candle_cuda::peers::{self, Exported, HANDLE, Handle, Opened};
+
+use super::copies::Copies;
+use super::error::{driver_error, status_error};
+use super::gpu::Gpu;
+use super::launch::address;
+use super::streaming::is_over;
+use crate::device::Link;
+use crate::streaming::Pages;
+use crate::{Error, Raw, Result, capture};
+
+const OP: &str = "stream_blocks";
+const CURE: &str = "stream from the host (stream_from: host)";
+
+/// The place of a device on the bus, which is its name in all processes of the machine.
+///
+/// # Errors
+/// [`Error::Device`] if it is not a CUDA device, or the driver reports an error.
+pub fn bus_id(device: &Device) -> Result<String> {
+    const OP: &str = "bus_id";
+    peers::bus_id(current(OP, device)?).map_err(|status| status_error(OP, status))
+}
+
+/// How a device reads the memory of the one at a place on the bus; see [`crate::device::link`].
+///
+/// # Errors
+/// As [`bus_id`].
+pub fn link(device: &Device, bus_id: &str) -> Result<Option<Link>> {
+    const OP: &str = "link";
+    let found = peers::access(current(OP, device)?, bus_id).map_err(|status| status_error(OP, status))?;
+    // Devices on NVLink have atomic operations on each other's memory; those on the bus do not.
+    Ok(found.map(|access| match (access.is_direct, access.has_atomics) {
+        (false, _) => Link::None,
+        (true, true) => Link::NvLink,
+        (true, false) => Link::Bus,
+    }))
+}
+
+/// Make a device current on this thread; returns its number.
+fn current(op: &'static str, device: &Device) -> Result<i32> {
+    let context = Gpu::of_device(op, device)?.stream().context();
+    context.bind_to_thread().map_err(|error| driver_error(op, error))?;
+    Ok(context.cu_device())
+}
+
+/// Counts, in memory of the host that all processes share, who has ended its mappings.
+struct Ledger {
+    pages: Pages,
+    processes: usize,
+}
+
+impl Ledger {
+    fn entry(&self, process: usize) -> &AtomicU32 {
+        assert!(process < self.processes, "process {process} of {}", self.processes);
+        let entries = self.pages.mapping().0.cast::<u32>();
+        // SAFETY: the mapping begins at a page and has an entry for each process; entries are used as atomics alone.
+        unsafe { AtomicU32::from_ptr(entries.as_ptr().add(process)) }
+    }
+
+    fn leave(&self, process: usize) {
+        self.entry(process).store(1, Ordering::Release);
+    }
+
+    fn have_all_left(&self) -> bool {
+        (0..self.processes).all(|process| self.entry(process).load(Ordering::Acquire) != 0)
+    }
+}
+
+/// A shard of this process that others may still map.
+struct Waiting {
+    shard: Exported,
+    ledger: Ledger,
+    gpu: &'static Gpu,
+}
+
+static WAITING: Mutex<Vec<Waiting>> = Mutex::new(Vec::new());
+
+/// Free the shards that no process maps any more.
+pub(super) fn sweep() {
+    let mut waiting = WAITING.lock().unwrap_or_else(PoisonError::into_inner);
+    for one in waiting.extract_if(.., |one| one.ledger.have_all_left()) {
+        if one.gpu.stream().context().bind_to_thread().is_ok() {
+            drop(one.shard);
+        } else {
+            std::mem::forget(one.shard);
+        }
+    }
+}
+
+/// The shards of all processes of a machine, by their numbers on it.
+pub struct Shards {
+    gpu: &'static Gpu,
+    copies: &'static Copies,
+    number: usize,
+    own: Option<Exported>,
+    /// Those of the others, None at the place of this process.
+    opened: Vec<Option<Opened>>,
+    processes: usize,
+    /// None until it is open; process 0 creates it.
+    ledger: Option<Ledger>,
+}
+
+impl Shards {
+    /// The shard of process `number` of several, and the text by which the others open it.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if it does not fit, [`Error::Device`] if the system does not share memory of devices.
+    pub fn new(device: &Device, bytes: usize, number: usize, processes: usize) -> Result<(Self, String)> {
+        let gpu = Gpu::of_device(OP, device)?;
+        capture::refuse(OP)?;
+        let copies = gpu.copies()?;
+        sweep();
+        current(OP, device)?;
+        let own = Exported::new(bytes).map_err(|status| no_memory(bytes, status))?;
+        let handle = own.handle().map_err(|status| {
+            let message = format!(
+                "the memory of this GPU has no handle for other processes (error {} of the driver); {CURE}",
+                status.0
+            );
+            Error::device(OP, message)
+        })?;
+        let mut text: String = handle.iter().map(|byte| format!("{byte:02x}")).collect();
+        let mut ledger = None;
+        if number == 0 {
+            let size = processes * size_of::<u32>();
+            let mut pages = Pages::create(size)?;
+            pages.write(0, &vec![0; size])?;
+            text = format!("{text} {}", pages.description()?);
+            ledger = Some(Ledger { pages, processes });
+        }
+        Ok((Self { gpu, copies, number, own: Some(own), opened: Vec::new(), processes, ledger }, text))
+    }
+
+    /// Open the shards of the others, given the texts of all processes.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device does not reach one of the others.
+    pub fn open(&mut self, texts: &[&str]) -> Result<()> {
+        self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
+        let (_, ledger) = texts.first().and_then(|text| text.split_once(' ')).unwrap_or_default();
+        if self.ledger.is_none() {
+            self.ledger = Some(Ledger { pages: Pages::open(ledger)?, processes: self.processes });
+        }
+        for (process, text) in texts.iter().enumerate() {
+            let open = || {
+                let Some(handle) = parsed(text) else {
+                    return Err(Error::argument(OP, format!("process {process} describes its memory as {text:?}")));
+                };
+                Opened::new(handle).map_err(|status| unreachable_peer(process, self.number, status))
+            };
+            let opened = if process == self.number { None } else { Some(open()?) };
+            self.opened.push(opened);
+        }
+        Ok(())
+    }
+
+    /// The number of this process.
+    pub const fn number(&self) -> usize {
+        self.number
+    }
+
+    /// The address of the shard of a process.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if it is not open.
+    pub(super) fn address(&self, process: usize) -> Result<u64> {
+        let own = self.own.as_ref().filter(|_| process == self.number).map(Exported::address);
+        let other = || self.opened.get(process)?.as_ref().map(Opened::address);
+        own.or_else(other).ok_or_else(|| Error::argument(OP, format!("the memory of process {process} is not open")))
+    }
+
+    /// Write bytes to shards, one piece after the other: the process of each, the place in its shard, and the number of
+    /// bytes.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if a copy of the bytes does not fit, [`Error::Device`] if the driver reports an error.
+    pub fn write(&self, bytes: &[u8], pieces: impl Iterator<Item = (usize, usize, usize)>) -> Result<()> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let device = Device::Cuda(self.gpu.device().clone());
+        // Copies from the host to another device's memory would depend on more than copies between devices.
+        let staged = Raw::from_raw_buffer(bytes, DType::U8, &[bytes.len()], &device)?;
+        let mut from = address(OP, &staged)?;
+        for (process, start, size) in pieces {
+            self.copy(self.address(process)? + start as u64, from, size)?;
+            from += size as u64;
+        }
+        Ok(())
+    }
+
+    /// Read pieces, as for [`write`](Self::write), to a tensor.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the driver reports an error.
+    pub fn read(&self, to: &Raw, pieces: impl Iterator<Item = (usize, usize, usize)>) -> Result<()> {
+        let mut to = address(OP, to)?;
+        for (process, start, size) in pieces {
+            self.copy(to, self.address(process)? + start as u64, size)?;
+            to += size as u64;
+        }
+        Ok(())
+    }
+
+    fn copy(&self, to: u64, from: u64, size: usize) -> Result<()> {
+        self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
+        // SAFETY: the callers' pieces are within shards and tensors, which are freed in the order of the stream or after
+        // it was waited for.
+        unsafe { peers::copy(to, from, size, self.gpu.stream().cu_stream().cast()) }
+            .map_err(|status| status_error(OP, status))
+    }
+
+    /// Wait until everything is written, and let no further process open the ledger.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the driver reports an error.
+    pub fn close(&mut self) -> Result<()> {
+        if let Some(ledger) = &mut self.ledger {
+            ledger.pages.close();
+        }
+        self.gpu.stream().synchronize().map_err(|error| driver_error(OP, error))
+    }
+}
+
+impl Drop for Shards {
+    fn drop(&mut self) {
+        let Some(shard) = self.own.take() else { return };
+        if !is_over(self.gpu, self.copies) {
+            // Leak the memory, which a copy may still read.
+            std::mem::forget((std::mem::take(&mut self.opened), shard));
+            return;
+        }
+        self.opened.clear();
+        let Some(ledger) = self.ledger.take() else {
+            // Others may have mapped the shard, and cannot say when they end that.
+            std::mem::forget(shard);
+            return;
+        };
+        ledger.leave(self.number);
+        WAITING.lock().unwrap_or_else(PoisonError::into_inner).push(Waiting { shard, ledger, gpu: self.gpu });
+        sweep();
+    }
+}
+
+fn parsed(text: &str) -> Option<Handle> {
+    let digits = text.split(' ').next()?.as_bytes();
+    let mut handle = [0; HANDLE];
+    if digits.len() != 2 * HANDLE {
+        return None;
+    }
+    for (byte, pair) in handle.iter_mut().zip(digits.chunks_exact(2)) {
+        *byte = u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()?;
+    }
+    Some(handle)
+}
+
+fn no_memory(bytes: usize, status: Status) -> Error {
+    if !status.is_out_of_memory() {
+        return status_error(OP, status);
+    }
+    let gib = bytes as f64 / (1u64 << 30) as f64;
+    let message = format!(
+        "the GPU has no {gib:.2} GiB left for its slice of the streamed blocks; stream from the host, use more GPUs, or quantize the base"
+    );
+    Error::OutOfMemory { op: OP, message }
+}
+
+fn unreachable_peer(process: usize, number: usize, status: Status) -> Error {
+    let message = format!(
+        "GPU {number} of this machine cannot read the memory of GPU {process} (error {} of the driver); {CURE}",
+        status.0
+    );
+    Error::device(OP, message)
+}

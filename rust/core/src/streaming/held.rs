@@ -1,0 +1,126 @@
+//! [`Held`]: the bytes of a unit while it is not in a slot.
+
+use std::fmt::Write as _;
+use std::hash::{Hash, Hasher};
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::{DType, Device};
+use rustc_hash::FxHasher;
+
+use super::Unit;
+use super::packing::Packing;
+use super::pages::Pages;
+use super::shards::{Place, Shards};
+use crate::cuda::streaming::{Copier, Pinned, Source};
+use crate::raw::{Raw, own_copy, with_bytes};
+use crate::{Result, compute};
+
+/// The bytes of a unit, one part for each dtype.
+pub(super) struct Held(pub(super) Vec<(DType, Bytes)>);
+
+pub(super) enum Bytes {
+    /// The bytes of a unit of a ring on the CPU.
+    Plain(Raw),
+    /// The same, in memory that processes share.
+    Shared(Arc<Pages>, Range<usize>),
+    /// In pinned memory of the host.
+    Pinned(Pinned),
+    /// In slices that the processes of the machine have.
+    Sliced(Arc<Shards>, Place),
+}
+
+impl Held {
+    pub(super) fn new(packing: &Packing, copier: Option<&Copier>) -> Result<Self> {
+        let mut held = Vec::new();
+        for dtype in packing.dtypes() {
+            let (count, size) = (packing.count(dtype), dtype.size_in_bytes());
+            let bytes = match copier {
+                None => {
+                    let all = compute::zeros(&[count], dtype, &Device::Cpu)?;
+                    for (offset, raw) in packing.parts(dtype) {
+                        compute::copy_into(&all.narrow(0, offset, raw.elem_count())?, &raw.flatten_all()?)?;
+                    }
+                    Bytes::Plain(all)
+                }
+                Some(copier) => {
+                    let mut pinned = copier.pinned(count * size)?;
+                    for (offset, raw) in packing.parts(dtype) {
+                        with_bytes(raw, |bytes| pinned.write(offset * size, bytes))?;
+                    }
+                    Bytes::Pinned(pinned)
+                }
+            };
+            held.push((dtype, bytes));
+        }
+        Ok(Self(held))
+    }
+}
+
+impl Bytes {
+    pub(super) fn len(&self) -> usize {
+        match self {
+            Self::Plain(raw) => raw.elem_count() * raw.dtype().size_in_bytes(),
+            Self::Shared(_, range) => range.len(),
+            Self::Pinned(pinned) => pinned.bytes().len(),
+            Self::Sliced(_, place) => place.len(),
+        }
+    }
+
+    /// Copy them to a part of a slot at once, or add what a [`Copier`] must copy to `copies`.
+    pub(super) fn bring<'a>(&'a self, to: &Raw, copies: &mut Vec<(Source<'a>, Raw)>) -> Result<()> {
+        match self {
+            Self::Plain(raw) => compute::copy_into(&to.narrow(0, 0, raw.elem_count())?, raw),
+            Self::Shared(pages, range) => copy_bytes(to, pages.bytes(range.clone())),
+            Self::Pinned(pinned) => {
+                copies.push((Source::Host(pinned), to.clone()));
+                Ok(())
+            }
+            Self::Sliced(shards, place) => match shards.gathered(*place, 0..place.len()) {
+                Some(bytes) => copy_bytes(to, &bytes),
+                None => {
+                    copies.extend(shards.copies(*place, to)?);
+                    Ok(())
+                }
+            },
+        }
+    }
+
+    /// A copy on the CPU of the values that `view`, a part of a slot, has while the unit is there.
+    pub(super) fn read(&self, view: &Raw) -> Result<Raw> {
+        let (start, count) = (view.layout().start_offset(), view.elem_count());
+        let size = view.dtype().size_in_bytes();
+        let range = start * size..(start + count) * size;
+        let raw = |bytes: &[u8]| Ok(Raw::from_raw_buffer(bytes, view.dtype(), &[count], &Device::Cpu)?);
+        match self {
+            Self::Plain(raw) => own_copy(&raw.narrow(0, start, count)?),
+            Self::Shared(pages, all) => raw(&pages.bytes(all.clone())[range]),
+            Self::Pinned(pinned) => raw(&pinned.bytes()[range]),
+            Self::Sliced(shards, place) => match shards.gathered(*place, range.clone()) {
+                Some(bytes) => raw(&bytes),
+                None => shards.downloaded(*place, range, view),
+            },
+        }
+    }
+}
+
+/// Set the first elements of a part of a slot on the CPU.
+fn copy_bytes(to: &Raw, bytes: &[u8]) -> Result<()> {
+    let count = bytes.len() / to.dtype().size_in_bytes();
+    let raw = Raw::from_raw_buffer(bytes, to.dtype(), &[count], &Device::Cpu)?;
+    compute::copy_into(&to.narrow(0, 0, count)?, &raw)
+}
+
+/// A unit for a comparison between processes: its bytes in each dtype, where its parts are, and the digest of its values.
+pub(super) fn description(packing: &Packing, unit: &Unit) -> String {
+    let mut text = String::new();
+    let mut places = FxHasher::default();
+    for dtype in packing.dtypes() {
+        for (offset, raw) in packing.parts(dtype) {
+            (offset, raw.dims()).hash(&mut places);
+        }
+        // Writing to a string does not fail.
+        let _ = write!(text, "{} bytes of {}, ", packing.count(dtype) * dtype.size_in_bytes(), dtype.as_str());
+    }
+    format!("{text}digest {:016x}{:016x}", places.finish(), unit.digest())
+}

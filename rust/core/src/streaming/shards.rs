@@ -1,0 +1,216 @@
+//! [`Shards`]: streamed units in slices, one of every unit in each process of a machine.
+//!
+//! Processes that train together need the same unit at the same time. If one process had all of a unit, all others
+//! would read it through that one device's link; with slices, every device sends and receives equally much.
+
+use std::ops::Range;
+
+use candle_core::Device;
+
+use super::pages::Pages;
+use super::sharing::Sharing;
+use crate::cuda::peers;
+use crate::cuda::streaming::Source;
+use crate::raw::{Raw, to_cpu};
+use crate::{Result, compute};
+
+/// Slices begin at multiples of this many bytes, with which copies are fastest.
+const ALIGNMENT: usize = 256;
+
+/// Where the bytes of a part of a unit are: each process has a slice of them, all at the same place in their shards.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place {
+    start: usize,
+    slice: usize,
+    len: usize,
+}
+
+/// Bytes that one process has.
+#[derive(Debug, PartialEq, Eq)]
+struct Piece {
+    /// The number of the process among those of its machine.
+    process: usize,
+    /// The place in its shard.
+    start: usize,
+    /// Which bytes of the part of the unit these are.
+    range: Range<usize>,
+}
+
+impl Place {
+    /// The place of `len` bytes in the shards of `processes` processes, from `start` on.
+    pub(super) fn new(start: usize, len: usize, processes: usize) -> Self {
+        Self { start, slice: len.div_ceil(processes).next_multiple_of(ALIGNMENT), len }
+    }
+
+    /// The end of the slice in a shard.
+    pub(super) const fn end(self) -> usize {
+        self.start + self.slice
+    }
+
+    /// The number of bytes in all slices.
+    pub(super) const fn len(self) -> usize {
+        self.len
+    }
+
+    /// The pieces of some of the bytes, in their order.
+    fn pieces(self, range: Range<usize>) -> impl Iterator<Item = Piece> {
+        let processes = if range.is_empty() { 0..0 } else { range.start / self.slice..range.end.div_ceil(self.slice) };
+        processes.map(move |process| {
+            let first = process * self.slice;
+            let range = range.start.max(first)..range.end.min(first + self.slice);
+            Piece { process, start: self.start + range.start - first, range }
+        })
+    }
+}
+
+/// The shards of all processes of a machine, by their numbers on it.
+pub(super) enum Shards {
+    /// In memory of the host that they share, for models on the CPU.
+    Host(Vec<Pages>),
+    /// On their devices.
+    Device(peers::Shards),
+}
+
+impl Shards {
+    /// Shards of `bytes` each. All processes call this; `fill` writes what this process has to write, after which all
+    /// processes may read.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if a shard does not fit,
+    /// [`Error::Device`](crate::Error::Device) if the devices do not reach each other, those of `fill`, and
+    /// [`Error::Argument`](crate::Error::Argument) if another process has failed.
+    pub(super) fn new(
+        sharing: &Sharing,
+        device: &Device,
+        bytes: usize,
+        fill: impl FnOnce(&mut Self) -> Result<()>,
+    ) -> Result<Self> {
+        let ((own, _), every) = sharing.tell(Self::own(sharing, device, bytes), |(_, text)| text.clone())?;
+        let texts: Vec<&str> = sharing.machine().iter().map(|&rank| every[rank].as_str()).collect();
+        let (mut shards, _) = sharing.tell(own.open(&texts, sharing.number()), |_| String::new())?;
+        let filled = fill(&mut shards).and_then(|()| shards.close());
+        sharing.tell(filled, |()| String::new())?;
+        Ok(shards)
+    }
+
+    /// The shard of this process, and the text by which the others open it.
+    fn own(sharing: &Sharing, device: &Device, bytes: usize) -> Result<(Self, String)> {
+        if device.is_cpu() {
+            let pages = Pages::create(bytes)?;
+            let text = pages.description()?;
+            return Ok((Self::Host(vec![pages]), text));
+        }
+        let (shards, text) = peers::Shards::new(device, bytes, sharing.number(), sharing.processes())?;
+        Ok((Self::Device(shards), text))
+    }
+
+    /// Open the shards of the others; `number` is that of this process.
+    fn open(self, texts: &[&str], number: usize) -> Result<Self> {
+        match self {
+            Self::Host(mut own) => {
+                let each = texts.iter().enumerate();
+                let open = |(process, text): (usize, &&str)| match own.pop_if(|_| process == number) {
+                    Some(pages) => Ok(pages),
+                    None => Pages::open(text),
+                };
+                each.map(open).collect::<Result<_>>().map(Self::Host)
+            }
+            Self::Device(mut shards) => {
+                shards.open(texts)?;
+                Ok(Self::Device(shards))
+            }
+        }
+    }
+
+    /// Set the bytes of a place from `start` on, in the shards of all processes, before they are closed.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the system gives no memory,
+    /// [`Error::Device`](crate::Error::Device) if the driver reports an error.
+    pub(super) fn write(&mut self, place: Place, start: usize, bytes: &[u8]) -> Result<()> {
+        let pieces = place.pieces(start..start + bytes.len());
+        match self {
+            Self::Host(pages) => {
+                for Piece { process, start: at, range } in pieces {
+                    pages[process].write(at, &bytes[range.start - start..range.end - start])?;
+                }
+                Ok(())
+            }
+            Self::Device(shards) => {
+                let pieces = pieces.map(|piece| (piece.process, piece.start, piece.range.len()));
+                shards.write(bytes, pieces)
+            }
+        }
+    }
+
+    /// Wait until everything is written, and let no further process open the shards.
+    fn close(&mut self) -> Result<()> {
+        match self {
+            Self::Host(pages) => {
+                pages.iter_mut().for_each(Pages::close);
+                Ok(())
+            }
+            Self::Device(shards) => shards.close(),
+        }
+    }
+
+    /// Some bytes of a place, if the shards are in the memory of the host.
+    pub(super) fn gathered(&self, place: Place, range: Range<usize>) -> Option<Vec<u8>> {
+        let Self::Host(pages) = self else { return None };
+        let mut all = Vec::with_capacity(range.len());
+        for Piece { process, start, range } in place.pieces(range) {
+            all.extend_from_slice(pages[process].bytes(start..start + range.len()));
+        }
+        Some(all)
+    }
+
+    /// The copies that bring a place on devices to a part of a slot. Each process begins with the slice of the process
+    /// after it, so that no two read from one device at a time while all of them copy.
+    pub(super) fn copies<'a>(&'a self, place: Place, to: &Raw) -> Result<Vec<(Source<'a>, Raw)>> {
+        let Self::Device(shards) = self else { return Ok(Vec::new()) };
+        let size = to.dtype().size_in_bytes();
+        let copy = |Piece { process, start, range }: Piece| {
+            let part = to.narrow(0, range.start / size, range.len() / size)?;
+            Ok((Source::Peer(shards, process, start..start + range.len()), part))
+        };
+        let mut all = place.pieces(0..place.len).map(copy).collect::<Result<Vec<_>>>()?;
+        let first = (shards.number() + 1).min(all.len());
+        all.rotate_left(first);
+        Ok(all)
+    }
+
+    /// Some bytes of a place on devices, on the CPU, in the dtype of `like`.
+    pub(super) fn downloaded(&self, place: Place, range: Range<usize>, like: &Raw) -> Result<Raw> {
+        let all = compute::zeros(&[like.elem_count()], like.dtype(), like.device())?;
+        if let Self::Device(shards) = self {
+            let pieces = place.pieces(range).map(|piece| (piece.process, piece.start, piece.range.len()));
+            shards.read(&all, pieces)?;
+        }
+        to_cpu(&all)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_are_equal_and_cover_all_bytes_in_their_order() {
+        for (len, processes) in [(0, 2), (1, 3), (1024, 2), (5000, 3), (256 * 7, 4)] {
+            let place = Place::new(512, len, processes);
+            assert_eq!(place.slice % ALIGNMENT, 0);
+            assert!(place.slice * processes >= len && place.slice * processes < len + processes * ALIGNMENT);
+            for range in [0..len, len / 3..len, len / 3..len / 2, len..len] {
+                let mut at = range.start;
+                for piece in place.pieces(range.clone()) {
+                    assert_eq!(piece.range.start, at);
+                    assert!(piece.process < processes && !piece.range.is_empty());
+                    assert_eq!(piece.start, 512 + at - piece.process * place.slice);
+                    assert!(piece.start + piece.range.len() <= place.end());
+                    at = piece.range.end;
+                }
+                assert_eq!(at, range.end);
+            }
+        }
+    }
+}

@@ -1,0 +1,242 @@
+"""Blocks in slices on several simulated devices, each of a process of its own.
+
+The kernels do not compute, but copies are real: weights that are read back have crossed them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .test_streaming import COUNT, FLUX
+
+# One of two processes, which train on devices of their own and exchange messages on the CPU.
+CHILD = f"""
+import gc
+import os
+
+import trainable_candle as tc
+from trainable_candle.distributed.group import make_group
+from trainable_candle.distributed.streamed import shared_streams, slowest_link
+from trainable_candle.distributed.world import from_environment
+from trainable_candle.models import FluxTransformer
+from trainable_candle.nn.functional import mse_loss
+
+folder = {str(FLUX)!r}
+world = from_environment()
+group = make_group(world, "cpu", {{}})
+device = f"cuda:{{world.local_rank}}"
+tc.zeros((1,), device=device)
+
+def mark(name):
+    group.barrier()
+    if group.rank == 0:
+        with open(os.environ["SIMULATED_CUDA_LOG"], "a") as file:
+            file.write(f"mark name={{name}}\\n")
+    group.barrier()
+
+def load(peers, quantize=None):
+    with shared_streams(group, peers=peers):
+        return FluxTransformer.from_pretrained(
+            folder + "/transformer", dtype="bf16", device=device, quantize=quantize,
+            stream_blocks={COUNT}, stream_modulation=True,
+        )
+
+names = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids",
+         "txt_ids", "guidance")
+case = tc.load_file(folder + "/transformer_forward.safetensors")
+inputs = [case[name].to(device) for name in names]
+
+def forward(model):
+    with tc.no_grad():
+        model(**dict(zip(names, inputs)))
+
+def stepper(model):
+    model.enable_gradient_checkpointing("full")
+    model.add_adapter(tc.LoraConfig(r=4, target_modules=["to_q", "ff.net.2"]))
+
+    def step(*inputs):
+        y = model(**dict(zip(names, inputs)))
+        loss = mse_loss(y, y.detach() * 0.5)
+        loss.backward()
+        return loss
+
+    return step
+
+"""
+
+# Starts the program in the file {path} twice, and prints what both print.
+START = """
+    import subprocess
+    import sys
+    import tempfile
+    from pathlib import Path
+    from trainable_candle.distributed.launch import gpu_environment
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
+        children = [
+            subprocess.Popen(
+                [sys.executable, PATH], env=gpu_environment(Path(meeting), rank, 2), text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )
+            for rank in range(2)
+        ]
+        said = [child.communicate(timeout=100) for child in children]
+    assert [child.returncode for child in children] == [0, 0], said
+    print("".join(text for text, _ in said))
+"""
+
+
+def together(cuda: Any, folder: Path, code: str, **settings: str) -> Any:
+    """What two processes do on two devices; one log has the calls of both."""
+    path = folder / "child.py"
+    path.write_text(CHILD + code)
+    start = START.replace("PATH", repr(str(path)))
+    return cuda.run(start, settings={"DEVICES": "2", **settings})
+
+
+def side_copies(run: Any, kind: str, rank: int) -> list[Any]:
+    """The copies of a kind to a device, on its stream for copies."""
+    found = [call for call in run.of("copy") if call["to"] == str(rank)]
+    side = max((call["stream"] for call in found), key=int)
+    return [call for call in found if call["stream"] == side and call["kind"] == kind]
+
+
+def halves(size: int) -> tuple[int, int]:
+    """The slices of both processes, in bytes; the first is a multiple of 256."""
+    first = min(size, -(-size // 512) * 256)
+    return first, size - first
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_each_process_copies_slices_of_both(
+    cuda: Any, tmp_path: Path, quantize: str | None
+) -> None:
+    run = together(
+        cuda,
+        tmp_path,
+        f"""
+model = load(False, {quantize!r})
+mark("host")
+forward(model)
+mark("loading")
+model = load(True, {quantize!r})
+mark("peers")
+forward(model)
+mark("end")
+""",
+    )
+    assert run.of("refused") == []
+    for rank in (0, 1):
+        host = side_copies(run.after("host"), "cuMemcpyHtoDAsync", rank)
+        peers = side_copies(run.after("peers"), "cuMemcpyDtoDAsync", rank)
+        # The bytes of each copy from the host: first the slice of the other process, then the own.
+        expected = []
+        for call in host:
+            first, second = halves(int(call["bytes"]))
+            mine, other = ((0, first), (1, second)) if rank == 0 else ((1, second), (0, first))
+            expected += [(str(owner), size) for owner, size in (other, mine) if size]
+        assert [(call["from"], int(call["bytes"])) for call in peers] == expected
+        assert len(peers) > len(host) > 0
+        assert not side_copies(run.after("peers"), "cuMemcpyHtoDAsync", rank)
+    # Nothing is pinned for slices.
+    assert run.after("loading").of("register", "alloc-pinned") == []
+
+
+def test_a_graph_has_the_copies_of_its_step(cuda: Any, tmp_path: Path) -> None:
+    run = together(
+        cuda,
+        tmp_path,
+        """
+step = tc.cuda.capture(stepper(load(True)), inputs)
+for call in range(5):
+    mark(f"call-{call}")
+    step(*inputs)
+assert step.is_recorded
+mark("end")
+""",
+    )
+    assert run.of("refused") == []
+    assert {end["valid"] for end in run.of("capture-end")} == {"1"}
+    for call in (3, 4):
+        replays = run.after(f"call-{call}").of("replay")
+        assert len(replays) == 2
+        # Two slices of each unit; blocks and modulation.
+        assert all(int(replay["copies"]) >= 2 * (3 * COUNT - 2) for replay in replays)
+
+
+def test_values_cross_the_slices_and_all_memory_is_freed(cuda: Any, tmp_path: Path) -> None:
+    run = together(
+        cuda,
+        tmp_path,
+        """
+free = tc.cuda.memory_stats(device)["allocated"]
+model = load(True)
+kept = tc.cuda.memory_stats(device)["allocated"] - free
+saved = os.path.join(os.path.dirname(__file__), str(group.rank))
+model.save_pretrained(saved)
+file = "diffusion_pytorch_model.safetensors"
+found = tc.load_file(f"{saved}/{file}")
+expected = tc.load_file(f"{folder}/transformer/{file}")
+assert found.keys() == expected.keys()
+# Kernels make other tensors.
+streamed = [name for name in found if "_blocks." in name and len(found[name].shape) == 2]
+assert len(streamed) > 5 * COUNT
+for name in streamed:
+    values = expected[name]
+    rounded = values.to("bf16").to("f32").numpy()
+    assert (found[name].to("f32").numpy() == rounded).all(), name
+parts = next(iter(tc.inspect(folder + "/transformer").parts.values()))
+print(kept, sum(parts.streamed_bytes("bf16", stream_blocks=COUNT, stream_modulation=True)))
+mark("dropped")
+del model
+gc.collect()
+group.barrier()
+tc.cuda.empty_cache(device)
+assert tc.cuda.memory_stats(device)["allocated"] <= free
+mark("end")
+""".replace("COUNT", str(COUNT)),
+    )
+    assert run.of("refused") == []
+    # A slice for the blocks and one for their modulation, in each of two processes.
+    assert [len(run.of(kind)) for kind in ("ipc-export", "ipc-open", "ipc-close")] == [4, 4, 4]
+    assert sorted(call["device"] for call in run.of("ipc-open")) == ["0", "0", "1", "1"]
+    assert len(run.after("dropped").of("ipc-close")) == 4
+    assert len(run.after("dropped").of("free")) == 4
+    exported = sum(int(call["bytes"]) for call in run.of("ipc-export"))
+    for line in filter(None, run.output.splitlines()):
+        kept, streamed = map(int, line.split())
+        # The device has half of the weights, besides what is not streamed.
+        assert kept >= exported / 2 >= streamed / 2
+
+
+def test_devices_that_do_not_reach_each_other(cuda: Any, tmp_path: Path) -> None:
+    run = together(
+        cuda,
+        tmp_path,
+        """
+for work in (lambda: slowest_link(group, device), lambda: load(True)):
+    try:
+        work()
+    except tc.errors.Error as error:
+        print(f"{group.rank}: {error}")
+""",
+        PEERS="none",
+    )
+    lines = run.output.splitlines()
+    said = [line for line in lines if "leave out --stream-from peers" in line]
+    assert len(said) == 2
+    assert all("the GPU at 0000:10:00.0 cannot read the memory of the one at" in s for s in said)
+    assert any(
+        "0: stream_blocks: GPU 0 of this machine cannot read the memory of GPU 1" in line
+        for line in lines
+    ), lines
+    assert any("1: " in line and "stream from the host" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("link", ["nvlink", "bus"])
+def test_the_driver_tells_how_devices_reach_each_other(
+    cuda: Any, tmp_path: Path, link: str
+) -> None:
+    run = together(cuda, tmp_path, "print(slowest_link(group, device))\n", PEERS=link)
+    assert run.output.split() == [link, link]
