@@ -2,8 +2,9 @@
 // matrix products do not compute. The simulation checks every call that does work as the real driver does, and writes it to a log.
 //
 // Environment: SIMULATED_CUDA_INIT (status of cuInit), _VERSION (of the driver), _DEVICES (how many), _CAPABILITY (such as 9.0, or a
-// list with commas, one for each device, the last for all that follow), _MEMORY (bytes of each device), _KERNELS (a table of the kernels
-// of modules), _LOG (the file of the log), _PEERS (how devices reach each other: nvlink, bus or none).
+// list with commas, one for each device, the last for all that follow), _MEMORY (bytes of each device), _PINNED (the most bytes of
+// pinned memory), _KERNELS (a table of the kernels of modules), _LOG (the file of the log), _PEERS (how devices reach each other: nvlink, bus
+// or none).
 #pragma once
 
 #include <pthread.h>
@@ -91,8 +92,6 @@ HIDDEN CUdeviceptr simulated_map_direct(struct simulated_direct of);
 HIDDEN bool simulated_unmap_direct(CUdeviceptr address);
 // How devices reach each other: 2 by NVLink, 1 by the bus, 0 not at all.
 HIDDEN int simulated_peers(void);
-HIDDEN CUdeviceptr simulated_allocate(size_t bytes, int device);
-HIDDEN bool simulated_release(CUdeviceptr address);
 
 // Whether a call that may wait for the device is allowed while streams are captured. If not, the call invalidates these captures.
 HIDDEN CUresult simulated_unsafe(const char *call);
