@@ -52,8 +52,8 @@ FLUX2 = {
     "guidance_embeds": False,
 }  # fmt: skip
 Z_IMAGE = {
-    "in_channels": 16, "dim": 64, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 4,
-    "n_kv_heads": 4, "cap_feat_dim": 40, "axes_dims": [4, 6, 6], "axes_lens": [256, 64, 64],
+    "in_channels": 16, "dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2,
+    "n_kv_heads": 2, "cap_feat_dim": 40, "axes_dims": [4, 6, 6], "axes_lens": [256, 64, 64],
 }  # fmt: skip
 SD35 = {"sample_size": 128, "in_channels": 16, "out_channels": 16, "attention_head_dim": 64,
         "joint_attention_dim": 4096, "pooled_projection_dim": 2048,

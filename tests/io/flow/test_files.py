@@ -117,14 +117,15 @@ TO_OUT = {
 def test_names_of_other_tools_are_read(tmp_path: Path, name: str, tool: str) -> None:
     module, (down, up) = TO_OUT[name, tool]
     has_alpha = (down, up) == KOHYA
-    a, b = drawn(RANK, 64), drawn(64, RANK)
-    arrays = {f"{module}.{down}.weight": a, f"{module}.{up}.weight": b}
-    if has_alpha:
-        arrays[f"{module}.alpha"] = np.float32(2.0)
     model = FAMILIES[name].load()
     layer = "layers.1.attention.to_out.0" if name == "zimage" else BLOCK
     layer = f"{layer}.weight"
-    expected = model.named_tensors()[layer].numpy() + (0.5 if has_alpha else 1.0) * b @ a
+    base = model.named_tensors()[layer].numpy()
+    a, b = drawn(RANK, len(base)), drawn(len(base), RANK)
+    arrays = {f"{module}.{down}.weight": a, f"{module}.{up}.weight": b}
+    if has_alpha:
+        arrays[f"{module}.alpha"] = np.float32(2.0)
+    expected = base + (0.5 if has_alpha else 1.0) * b @ a
     model.load_adapter(save_arrays(tmp_path / "a.safetensors", arrays))
     np.testing.assert_allclose(merged(model)[layer], expected, atol=1e-6)
 
@@ -132,7 +133,7 @@ def test_names_of_other_tools_are_read(tmp_path: Path, name: str, tool: str) -> 
 def test_verify_says_who_reads_musubis_files_of_z_image(tmp_path: Path) -> None:
     """diffusers reads the whole file, ComfyUI only layers whose original names are the same."""
     arrays = {}
-    for layer, rows, columns in (("attention_to_q", 64, 64), ("feed_forward_w2", 64, 170)):
+    for layer, rows, columns in (("attention_to_q", 32, 32), ("feed_forward_w2", 32, 85)):
         module = f"lora_unet_layers_0_{layer}"
         arrays[f"{module}.lora_down.weight"] = drawn(RANK, columns)
         arrays[f"{module}.lora_up.weight"] = drawn(rows, RANK)
