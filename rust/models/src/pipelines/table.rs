@@ -11,6 +11,8 @@ use crate::digits::{self, DigitsConfig};
 use crate::flux::{self, FluxConfig};
 use crate::flux2::{self, Flux2Config};
 use crate::pretrained::{Configuration, Naming};
+use crate::qwen_image::{self, QwenImageConfig};
+use crate::qwen_vae::{self, QwenVaeConfig};
 use crate::registry::ModelKind;
 use crate::sd3::{self, SD3Config};
 use crate::sdxl::{self, UNetConfig};
@@ -20,7 +22,7 @@ use crate::z_image::{self, ZImageConfig};
 
 /// All pipelines. If several have the same part and a file does not say to which of them it belongs, it belongs to the
 /// first.
-pub static PIPELINES: &[&Pipeline] = &[&SDXL, &FLUX, &SD3, &DIGITS, &CAUSAL_LM, &Z_IMAGE, &FLUX2, &CHROMA];
+pub static PIPELINES: &[&Pipeline] = &[&SDXL, &FLUX, &SD3, &DIGITS, &CAUSAL_LM, &Z_IMAGE, &FLUX2, &CHROMA, &QWEN_IMAGE];
 
 /// Accepts any configuration of the architecture.
 const fn any(_: &Map<String, Value>) -> bool {
@@ -135,6 +137,41 @@ const QWEN3_ENCODER: Part = Part {
     published: qwen3_4b,
     adapter: None,
 };
+
+/// Qwen2.5-VL's language model as a text encoder, on which adapters are not supported.
+const QWEN25_VL_ENCODER: Part = Part {
+    role: Role::TextEncoder,
+    model: &causal_lm::KIND,
+    subfolder: "text_encoder",
+    sections: &[Section {
+        prefixes: &["text_encoders.qwen25_7b.transformer.", ""],
+        naming: Naming::Own,
+        probe: "model.layers.0.self_attn.k_proj.bias",
+    }],
+    fits: |config| config.get("model_type").and_then(Value::as_str) == Some("qwen2_5_vl"),
+    published: qwen25_vl_7b,
+    adapter: None,
+};
+
+/// The configuration of Qwen2.5-VL 7B.
+fn qwen25_vl_7b() -> Map<String, Value> {
+    let json = json!({
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128_000,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": false,
+        "use_sliding_window": false,
+    });
+    if let Value::Object(map) = json { map } else { Map::new() }
+}
 
 /// The configuration of Qwen3 4B.
 fn qwen3_4b() -> Map<String, Value> {
@@ -446,6 +483,37 @@ static FLUX2: Pipeline = Pipeline {
             adapter: None,
         },
         QWEN3_ENCODER,
+    ],
+};
+
+/// Qwen-Image (Qwen 2025, arXiv:2508.02324).
+static QWEN_IMAGE: Pipeline = Pipeline {
+    name: "qwen-image",
+    title: "Qwen-Image",
+    class_names: &["QwenImagePipeline", "QwenImageImg2ImgPipeline"],
+    base: Some(BaseModel { version: "qwen-image", architecture: "Qwen-Image", resolution: 1024 }),
+    pixels: 8,
+    parts: &[
+        transformer(
+            &qwen_image::KIND,
+            &[Section { prefixes: PREFIXES, naming: Naming::Own, probe: "transformer_blocks.0.img_mod.1.weight" }],
+            || QwenImageConfig::default().to_json(),
+            readers::QWEN_IMAGE,
+        ),
+        Part {
+            role: Role::Autoencoder,
+            model: &qwen_vae::KIND,
+            subfolder: "vae",
+            sections: &[Section {
+                prefixes: &["first_stage_model.", "vae.", ""],
+                naming: Naming::Original,
+                probe: "decoder.middle.0.residual.0.gamma",
+            }],
+            fits: any,
+            published: || QwenVaeConfig::default().to_json(),
+            adapter: None,
+        },
+        QWEN25_VL_ENCODER,
     ],
 };
 
