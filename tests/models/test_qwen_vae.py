@@ -57,7 +57,8 @@ def test_moments_and_images_equal_those_of_diffusers(device: str) -> None:
 
 def test_tiles_equal_those_of_diffusers() -> None:
     model = load()
-    assert_near(model.decode(CASE["latent"], tile_size=16), CASE["tiled_decoded"])
+    tiled = model.decode(CASE["latent"], tile_size=16)
+    assert relative_error(tiled, CASE["tiled_decoded"]) < 1e-4
     assert relative_error(CASE["tiled_decoded"], CASE["decoded"]) > 1e-3
     with pytest.raises(tc.ArgumentError, match="tile_size is 4, expected at least 8 pixels"):
         model.decode(CASE["latent"], tile_size=4)
