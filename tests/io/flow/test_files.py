@@ -35,7 +35,11 @@ def test_saved_adapters_load_unchanged(
     path = tmp_path / "adapter.safetensors"
     model = family.load()
     adapter = attach(model, kind)
-    if message := CANNOT.get((format, kind)):
+    message = CANNOT.get((format, kind))
+    if format == "kohya" and kind != "oft_inputs" and family.name not in LAYERS:
+        # None of its matrices under these names is of several layers.
+        message = None
+    if message:
         with pytest.raises(tc.ArgumentError, match=message):
             adapter.save(path, format=format)
         assert not path.exists()
@@ -109,6 +113,11 @@ TO_OUT = {
     ("zimage", "ComfyUI's own"): ("lora_unet_layers_1_attention_out", KOHYA),
     ("zimage", "ai-toolkit"): ("diffusion_model.layers.1.attention.to_out.0", PEFT),
     ("zimage", "OneTrainer"): ("transformer.layers.1.attention.to_out.0", KOHYA),
+    ("qwen-image", "musubi-tuner"): (f"lora_unet_{FLAT}", KOHYA),
+    ("qwen-image", "ai-toolkit"): (f"diffusion_model.{BLOCK}", PEFT),
+    ("qwen-image", "OneTrainer"): (f"transformer.{BLOCK}", KOHYA),
+    ("qwen-image", "SimpleTuner, LyCORIS"): (f"lycoris_{FLAT}", KOHYA),
+    ("qwen-image", "DiffSynth"): (BLOCK, ("lora_A.default", "lora_B.default")),
     ("zimage", "DiffSynth"): ("layers.1.attention.to_out.0", ("lora_A.default", "lora_B.default")),
 }
 
@@ -176,6 +185,8 @@ def test_a_matrix_of_several_layers_is_split(
     family: Family, tmp_path: Path, style: str, kind: str
 ) -> None:
     """sd-scripts and LyCORIS train such an adapter: its layers share their factors."""
+    if family.name not in LAYERS:
+        pytest.skip("its original matrices are those of diffusers")
     model = family.load()
     base = {name: tensor.numpy() for name, tensor in model.named_tensors().items()}
     names = [f"{layer}.weight" for layer in LAYERS[family.name]]
