@@ -12,7 +12,7 @@ const RESAMPLE: &str = "resample.1";
 
 /// A layer of the encoder, which numbers all of them in one list.
 enum Down {
-    Block(ResidualBlock),
+    Block(Box<ResidualBlock>),
     Halve(Downsample),
 }
 
@@ -74,7 +74,7 @@ impl Encoder {
         for (level, &width) in widths.iter().enumerate() {
             for _ in 0..config.num_res_blocks {
                 let weights = &mut weights.pp(&format!("down_blocks.{}", layers.len()));
-                layers.push(Down::Block(ResidualBlock::new(channels, width, weights)?));
+                layers.push(Down::Block(Box::new(ResidualBlock::new(channels, width, weights)?)));
                 channels = width;
             }
             if level + 1 < levels {
