@@ -51,6 +51,7 @@ MODELS = {
     "FLUX.2-klein-4B": ("flux2", lambda: _pipeline("flux2")),
     "FLUX.2-klein-9B": ("flux2", _klein_9b),
     "Z-Image": ("zimage", lambda: _pipeline("zimage")),
+    "Qwen-Image": ("qwen-image", lambda: _pipeline("qwen-image")),
     "Qwen2-1.5B": ("causal-lm", lambda: _text(QWEN2)),
     "Llama-3-8B": ("causal-lm", lambda: _text(LLAMA3)),
 }

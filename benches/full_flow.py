@@ -69,6 +69,21 @@ QWEN3: Config = {
     "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
     "tie_word_embeddings": True, "hidden_act": "silu",
 }  # fmt: skip
+QWEN_IMAGE: Config = {
+    "in_channels": 64, "out_channels": 16, "num_layers": 60, "num_attention_heads": 24,
+    "attention_head_dim": 128, "joint_attention_dim": 3584, "axes_dims_rope": [16, 56, 56],
+}  # fmt: skip
+QWEN_VAE: Config = {
+    "_class_name": "AutoencoderKLQwenImage", "base_dim": 96, "z_dim": 16,
+    "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2,
+}  # fmt: skip
+QWEN25_VL: Config = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",
+    "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
+    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+    "max_position_embeddings": 128000, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
 DYNAMIC = {"use_dynamic_shifting": True, "shift": 3.0}
 
 Parts = dict[str, tuple[str, Config]]
@@ -80,7 +95,7 @@ def _parts(transformer: str, config: Config, vae: Config, *encoders: tuple[str, 
     diffusers = {"_class_name": f"{transformer}2DModel"}
     return {
         "transformer": (transformer, config | diffusers),
-        "vae": ("AutoencoderKL", vae),
+        "vae": (vae["_class_name"].removesuffix("Flux2"), vae),
         **dict(zip(names, encoders, strict=False)),
     }
 
@@ -115,13 +130,19 @@ PIPELINES: Mapping[str, tuple[str, Config, Parts]] = {
         DYNAMIC,
         _parts("Flux2Transformer", KLEIN, OF_FLUX2, ("CausalLM", QWEN3)),
     ),
+    "qwen-image": (
+        "QwenImagePipeline",
+        DYNAMIC | {"max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02},
+        _parts("QwenImageTransformer", QWEN_IMAGE, QWEN_VAE, ("CausalLM", QWEN25_VL)),
+    ),
 }  # fmt: skip
 
 
 def write_pipeline(folder: Path, model: str, device: str = "cpu") -> None:
     """Write a folder as diffusers would.
 
-    The folder takes 15 GB (sd3), 34 (flux), 28 (chroma), 21 (zimage) or 16 (flux2).
+    The folder takes 15 GB (sd3), 34 (flux), 28 (chroma), 21 (zimage), 16 (flux2) or 54
+    (qwen-image).
     """
     class_name, scheduler, parts = PIPELINES[model]
     tc.manual_seed(0)

@@ -25,6 +25,7 @@ __all__ = [
     "AdapterReport",
     "AdapterSet",
     "AutoencoderKL",
+    "AutoencoderKLQwenImage",
     "CLIPTextModel",
     "CapturedFunction",
     "CausalLM",
@@ -48,6 +49,7 @@ __all__ = [
     "Optimizer",
     "PartFacts",
     "QuantizedTensor",
+    "QwenImageTransformer",
     "SD3Transformer",
     "SDXLUNet",
     "Sampler",
@@ -480,6 +482,61 @@ class AutoencoderKL(Model):
     def shift_factor(self, /) -> float:
         """
         The shift in the formula of `scaling_factor`; 0 for SDXL.
+        """
+
+@final
+class AutoencoderKLQwenImage(Model):
+    """
+    Qwen-Image's autoencoder between images and latents, with the results of diffusers' `AutoencoderKLQwenImage` for one
+    frame and its parameter names. `from_pretrained` loads one. Layers that change the number of frames are not loaded,
+    and files that it writes have no such layers.
+    """
+    def decode(self, /, latent: Tensor, *, tile_size: SupportsIndex | None = None) -> Tensor:
+        """
+        The images of latents.
+
+        Args:
+            latent: latents, (B, 16, h, w), not normalised.
+            tile_size: decode larger images in tiles of this many pixels along a side (512 is usual), which overlap by a
+                quarter and are blended at their seams. Memory then does not grow with the image.
+
+        Returns:
+            Images, (B, 3, h * downscale, w * downscale), values -1 to 1.
+
+        Raises:
+            ShapeError: if the latents do not fit the model.
+        """
+    @property
+    def downscale(self, /) -> int:
+        """
+        Pixels per latent along one side of an image.
+        """
+    def encode(
+        self, /, image: Tensor, *, tile_size: SupportsIndex | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """
+        The distribution of an image's latents.
+
+        Args:
+            image: images, (B, 3, H, W), values -1 to 1.
+            tile_size: encode larger images in tiles of this many pixels along a side (512 is usual), which overlap by a
+                quarter. Near seams the result differs a little.
+
+        Returns:
+            Mean and logarithm of the variance of the latents, which are not normalised, (B, 16, H / downscale, W / downscale) each.
+
+        Raises:
+            ShapeError: if the image does not fit the model.
+        """
+    @property
+    def latents_mean(self, /) -> list[float]:
+        """
+        For each channel, the mean of latents. The input of a diffusion model is (latent - mean) / std.
+        """
+    @property
+    def latents_std(self, /) -> list[float]:
+        """
+        For each channel, the standard deviation of latents.
         """
 
 @final
@@ -2432,6 +2489,44 @@ class QuantizedTensor:
 
         Raises:
             DeviceError: if the device is unknown.
+        """
+
+@final
+class QwenImageTransformer(Model):
+    """
+    The transformer of Qwen-Image, with the results and the parameter names of diffusers' `QwenImageTransformer2DModel`.
+    `from_pretrained` loads one.
+    """
+    def __call__(
+        self,
+        /,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        timestep: Tensor | float | int,
+        img_ids: Tensor,
+        txt_ids: Tensor,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """
+        The velocity, noise - latents, at noisy latents.
+
+        Args:
+            hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
+                channels first.
+            encoder_hidden_states: the text's features from Qwen2.5-VL, (B, L, joint_attention_dim).
+            timestep: the time from 0 (clean) to 1 (noise): (B,), (1,), or a number.
+            img_ids: positions of the image's tokens, (S, 3): 0, row, column. Of n rows, the first is at n // 2 - n and the
+                last at n // 2 - 1; columns likewise.
+            txt_ids: positions of the text's tokens, (L, 3): token i of the text of an image of h rows and w columns is at
+                max(h // 2, w // 2) + i on all axes.
+            lengths: the number of tokens of each text that attention reads, (B,), f32, at least 1. By default attention
+                reads all tokens and needs no mask, which saves time.
+
+        Returns:
+            A tensor of the shape of `hidden_states`, in the dtype of the weights.
+
+        Raises:
+            ShapeError: if the inputs do not fit the model or one another.
         """
 
 @final

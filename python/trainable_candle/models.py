@@ -2,6 +2,7 @@
 
 from trainable_candle._core import (
     AutoencoderKL,
+    AutoencoderKLQwenImage,
     CausalLM,
     ChromaTransformer,
     CLIPTextModel,
@@ -11,6 +12,7 @@ from trainable_candle._core import (
     Generation,
     KVCache,
     Model,
+    QwenImageTransformer,
     SD3Transformer,
     SDXLUNet,
     T5Encoder,
@@ -26,6 +28,7 @@ set_resolver(resolve)
 
 __all__ = [
     "AutoencoderKL",
+    "AutoencoderKLQwenImage",
     "CLIPTextModel",
     "CausalLM",
     "ChromaTransformer",
@@ -35,6 +38,7 @@ __all__ = [
     "Generation",
     "KVCache",
     "Model",
+    "QwenImageTransformer",
     "SD3Transformer",
     "SDXLUNet",
     "T5Encoder",

@@ -64,6 +64,24 @@ def write_qwen3(folder: Path, width: int = TEXT_WIDTH, layers: int = 3) -> None:
     write_model(CausalLM, folder, config)
 
 
+def write_qwen25_vl(folder: Path) -> None:
+    """An encoder of 300 tokens, whose configuration is that of transformers 5."""
+    text = {
+        "model_type": "qwen2_5_vl_text", "vocab_size": 300, "hidden_size": TEXT_WIDTH,
+        "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 5,
+        "num_key_value_heads": 1, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2],
+        },
+    }  # fmt: skip
+    config = {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",
+        "text_config": text, "tie_word_embeddings": False,
+    }  # fmt: skip
+    write_model(CausalLM, folder, config)
+
+
 def write_chat_tokenizer(folder: Path) -> None:
     """Write a tokenizer of bytes and of the special tokens of Qwen's template."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -175,4 +193,17 @@ def flux2_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_chat_tokenizer(folder / "tokenizer")
     # FLUX.2 reads the states of three layers of the text encoder, up to the 27th.
     write_qwen3(folder / "text_encoder", 16, 28)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def qwen_image_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline's folder."""
+    folder = tmp_path_factory.mktemp("qwen model") / "base"
+    scheduler = SCHEDULER_OF_FLUX | {
+        "max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02,
+    }  # fmt: skip
+    write_pipeline(folder, "qwen-image", "QwenImagePipeline", scheduler, {}, "qwen-image")
+    write_chat_tokenizer(folder / "tokenizer")
+    write_qwen25_vl(folder / "text_encoder")
     return folder

@@ -13,6 +13,7 @@ from trainable_candle.models import (
     Flux2Transformer,
     FluxTransformer,
     Model,
+    QwenImageTransformer,
     SD3Transformer,
     ZImageTransformer,
 )
@@ -59,6 +60,9 @@ FAMILIES = {
     "chroma": Family("chroma", ChromaTransformer, (*UNPOOLED, "img_ids", "txt_ids", "lengths")),
     "flux2": Family("flux2", Flux2Transformer, (*UNPOOLED, "img_ids", "txt_ids")),
     "zimage": Family("zimage", ZImageTransformer, (*UNPOOLED, "lengths")),
+    "qwen-image": Family(
+        "qwen-image", QwenImageTransformer, (*UNPOOLED, "img_ids", "txt_ids", "lengths")
+    ),
 }
 
 
@@ -169,7 +173,7 @@ def test_an_original_file_is_the_same_model(family: Family, tmp_path: Path) -> N
     path = tmp_path / "original.safetensors"
     tc.models.save_checkpoint(path, {"transformer": model})
     written = tc.load_file(path)
-    if family.name != "zimage":  # most of Z-Image's original names are also diffusers'
+    if family.name not in {"zimage", "qwen-image"}:  # whose original names are the same
         assert not any(name in written for name in family.stored)
     found = family.kind.from_pretrained(path)
     for name, tensor in family.stored.items():
@@ -203,9 +207,10 @@ def test_the_padding_of_a_text_is_not_read() -> None:
         assert relative_error(found, expected) < ROUNDING, length
 
 
-def test_texts_of_chroma_are_read_to_their_length() -> None:
-    """A sample does not depend on the padding, or on the lengths of other texts in the batch."""
-    family = FAMILIES["chroma"]
+@pytest.mark.parametrize("name", ["chroma", "qwen-image"])
+def test_texts_are_read_to_their_length(name: str) -> None:
+    """Neither the padding nor the lengths of other texts in the batch change a sample."""
+    family = FAMILIES[name]
     model, case = family.load(), family.case
     x, text, times = (case[name][1:] for name in UNPOOLED)
     image, words = case["img_ids"], case["txt_ids"]
@@ -213,12 +218,45 @@ def test_texts_of_chroma_are_read_to_their_length() -> None:
     expected = model(x, text[:, :read], times, image, words[:read])
     assert relative_error(expected, case["output"][1:]) < ROUNDING
     longer = tc.cat([text[:, :read], 100.0 * tc.ones((1, 9, 40))], 1)
-    positions = tc.zeros((read + 9, 3))
+    positions = tc.cat([words[:read], tc.zeros((9, 3))], 0)
     found = model(x, longer, times, image, positions, case["lengths"][1:])
     assert relative_error(found, expected) < ROUNDING
     assert relative_error(model(x, longer, times, image, positions), expected) > 0.01
     with pytest.raises(tc.ShapeError, match=r"lengths has shape \[2\], expected \(1,\)"):
         model(x, longer, times, image, positions, case["lengths"])
+
+
+@pytest.mark.parametrize(
+    ("key", "title"),
+    [
+        ("__index_timestep_zero__", "Qwen-Image-Edit-2511"),
+        ("time_text_embed.addition_t_embedding.weight", "Qwen-Image-Layered"),
+        ("transformer_blocks.0.img_mlp.gate_layer.weight", "Qwen-Image 2.1"),
+        ("transformer_blocks.0.img_mlp.gate_up.weight", "Qwen-Image 2.1"),
+    ],
+)
+def test_relatives_of_qwen_image_are_rejected(tmp_path: Path, key: str, title: str) -> None:
+    path = tmp_path / "other.safetensors"
+    tc.save_file(FAMILIES["qwen-image"].stored | {key: tc.ones((4,))}, path)
+    with pytest.raises(tc.ConfigError, match=f"the transformer is {title}.*expected Qwen-Image"):
+        QwenImageTransformer.from_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "title"),
+    [("zero_cond_t", "Edit-2511"), ("use_additional_t_cond", "Layered"),
+     ("use_layer3d_rope", "Layered")],
+)  # fmt: skip
+def test_configurations_of_relatives_of_qwen_image_are_rejected(
+    tmp_path: Path, field: str, title: str
+) -> None:
+    path = FAMILIES["qwen-image"].folder / "transformer" / "config.json"
+    config = json.loads(path.read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {field: True}))
+    with pytest.raises(tc.ConfigError, match=f"{field} is true: the transformer is .*{title}"):
+        QwenImageTransformer.from_config(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text(json.dumps(config | {field: False}))
+    QwenImageTransformer.from_config(tmp_path / "config.json")
 
 
 def test_relatives_of_chroma_are_rejected(tmp_path: Path) -> None:
@@ -247,7 +285,7 @@ def test_fused_projections_are_read_from_files_of_comfyui(tmp_path: Path) -> Non
     config = (family.folder / "transformer" / "config.json").read_bytes()
     (tmp_path / "transformer" / "config.json").write_bytes(config)
     bare = {name.removeprefix(prefix): tensor for name, tensor in written.items()}
-    tc.save_file(bare | {"norm_final.weight": tc.ones((64,))}, tmp_path / "bare.safetensors")
+    tc.save_file(bare | {"norm_final.weight": tc.ones((32,))}, tmp_path / "bare.safetensors")
     found = ZImageTransformer.from_pretrained(tmp_path / "bare.safetensors").named_tensors()
     for name, tensor in own.items():
         np.testing.assert_array_equal(found[name].to("f32").numpy(), tensor.to("f32").numpy())

@@ -39,11 +39,13 @@ WITHOUT = {
     ),
     **dict.fromkeys(
         (
+            "models.AutoencoderKLQwenImage",
             "models.ChromaTransformer",
             "models.Flux2Transformer",
             "models.FluxTransformer",
             "models.SD3Transformer",
             "models.T5Encoder",
+            "models.QwenImageTransformer",
             "models.ZImageTransformer",
         ),
         WEIGHTS,

@@ -26,6 +26,7 @@ NAMES: Final = {
     "chroma": "trainable_candle.families.chroma:Chroma",
     "zimage": "trainable_candle.families.z_image:ZImage",
     "flux2": "trainable_candle.families.flux2:Flux2",
+    "qwen-image": "trainable_candle.families.qwen_image:QwenImage",
     "causal-lm": "trainable_candle.families.causal_lm:CausalLM",
     "digits": "trainable_candle.families.digits:Digits",
 }

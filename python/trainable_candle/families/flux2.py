@@ -13,9 +13,9 @@ from trainable_candle.families.flow import FlowFamily
 from trainable_candle.families.flow.coder import NormedKLCoder
 from trainable_candle.families.flow.patches import as_tokens, from_tokens, positions
 from trainable_candle.families.flow.schedule import FlowSchedule, KleinSchedule
+from trainable_candle.families.pipeline.facts import index_of
 from trainable_candle.families.pipeline.identity import parts_identity
-from trainable_candle.families.pipeline.qwen3 import MOST_TOKENS, Qwen3, tokenizer_folder
-from trainable_candle.files import parse_json
+from trainable_candle.families.pipeline.qwen import MOST_TOKENS, Qwen3, tokenizer_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,14 +89,9 @@ class Flux2(FlowFamily[Flux2Texts]):
         Raises:
             ConfigError: the folder's index is damaged.
         """
-        index = self.weights / "model_index.json"
-        if index.is_file():
-            try:
-                fields = parse_json(index.read_bytes())
-            except ValueError as error:
-                raise ConfigError(f"{index}: {error}") from error
-            if isinstance(fields, dict) and isinstance(fields.get("is_distilled"), bool):
-                return bool(fields["is_distilled"])
+        stated = index_of(self.weights).get("is_distilled")
+        if isinstance(stated, bool):
+            return stated
         name = self.weights.resolve().name.lower()
         return "klein" in name and "base" not in name
 

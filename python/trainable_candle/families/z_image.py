@@ -10,7 +10,7 @@ from trainable_candle.families.flow import FlowFamily
 from trainable_candle.families.flow.rows import in_rows
 from trainable_candle.families.flow.schedule import FlowSchedule
 from trainable_candle.families.pipeline.identity import parts_identity
-from trainable_candle.families.pipeline.qwen3 import MOST_TOKENS, Qwen3, tokenizer_folder
+from trainable_candle.families.pipeline.qwen import MOST_TOKENS, Qwen3, tokenizer_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -96,7 +96,8 @@ def _built(given: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
     return tokenizer, named
 
 
-def _byte_level(given: Mapping[str, Any]) -> Tokenizer:
+def byte_level(given: Mapping[str, Any]) -> Tokenizer:
+    """A tokenizer of bytes: `tokens` in order, `merges` of pairs, and how it splits text, `pre`."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers  # noqa: PLC0415
 
     name = given.get("pre", "default")
@@ -169,6 +170,6 @@ def _begin(tokenizer: Tokenizer, given: Mapping[str, Any], first: str | None) ->
 
 
 _MAKERS: Final[dict[str, Callable[[Mapping[str, Any]], Tokenizer]]] = {
-    "gpt2": _byte_level,
+    "gpt2": byte_level,
     "llama": _pieces,
 }

@@ -1,21 +1,27 @@
-"""The tokenizer of image models with a Qwen3 text encoder, which wraps prompts in a chat turn."""
+"""The tokenizer of image models with a Qwen text encoder, which wraps prompts in a chat turn."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from trainable_candle.errors import MissingFileError, WeightsFormatError
+from trainable_candle.files import parse_json
+from trainable_candle.text.gguf_tokenizer import byte_level
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from typing_extensions import Self
 
 FILE: Final = "tokenizer.json"
+VOCABULARY: Final = "vocab.json"
+"""The file with the tokens' numbers, beside `merges.txt`, in folders without `tokenizer.json`."""
 _PAD: Final = "<|endoftext|>"
 _TOKENS: Final = ("<|im_start|>", "<|im_end|>", _PAD)
 _TURN: Final = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 """A user's turn in Qwen3's template, up to where the answer begins."""
+_SYSTEM: Final = "<|im_start|>system\n{}<|im_end|>\n"
+"""The turn before it that says what the model is to do."""
 _NO_THOUGHTS: Final = "<think>\n\n</think>\n\n"
 """The text that the template adds for an answer without thoughts."""
 
@@ -26,29 +32,38 @@ class PromptTokenizer:
     Args:
         tokenizer: splits text and numbers tokens, including those of the template.
         thinks: whether the answer may begin with thoughts, as `enable_thinking` of a pipeline.
+        system: the text of a system's turn before the user's; None for no such turn.
 
     Raises:
         WeightsFormatError: a token of the template is missing.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, thinks: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, thinks: bool = True, system: str | None = None
+    ) -> None:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
-        self._form = _TURN if thinks else _TURN + _NO_THOUGHTS
+        start, end = _TURN.split("{}")
+        self._start = start if system is None else _SYSTEM.format(system) + start
+        self._end = end if thinks else end + _NO_THOUGHTS
+        of = "Qwen3" if system is None else "Qwen2"
         for token in _TOKENS:
             if tokenizer.token_to_id(token) is None:
                 raise WeightsFormatError(
-                    f"tokenizer: it has no token {token}; expected the tokenizer of Qwen3"
+                    f"tokenizer: it has no token {token}; expected the tokenizer of {of}"
                 )
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, *, thinks: bool) -> Self:
+    def from_pretrained(
+        cls, folder: str | Path, *, thinks: bool = True, system: str | None = None
+    ) -> Self:
         """The tokenizer in a folder.
 
         Args:
-            folder: a folder with `tokenizer.json`.
-            thinks: see the class.
+            folder: a folder with `tokenizer.json`, or `vocab.json` and `merges.txt`.
+            thinks: as for the class.
+            system: as for the class.
 
         Raises:
             MissingFileError: there is no such file.
@@ -57,14 +72,19 @@ class PromptTokenizer:
         from tokenizers import Tokenizer  # noqa: PLC0415 - imported when first needed
 
         path = Path(folder).expanduser() / FILE
-        if not path.is_file():
-            raise MissingFileError(f"tokenizer: there is no file {path}")
+        vocabulary = path.with_name(VOCABULARY)
+        if not path.is_file() and not vocabulary.is_file():
+            raise MissingFileError(f"tokenizer: there is no file {path}, and no {VOCABULARY}")
         try:
-            tokenizer = Tokenizer.from_file(str(path))
+            if path.is_file():
+                tokenizer = Tokenizer.from_file(str(path))
+            else:
+                path = vocabulary
+                tokenizer = _from_merges(path.parent)
         except Exception as error:
             # The library raises no narrower exception.
             raise WeightsFormatError(f"tokenizer: {path} cannot be read: {error}") from error
-        return cls(tokenizer, thinks=thinks)
+        return cls(tokenizer, thinks=thinks, system=system)
 
     @property
     def size(self) -> int:
@@ -79,6 +99,35 @@ class PromptTokenizer:
     def encode(self, prompt: str, most: int) -> list[int]:
         """The token ids of a prompt in the template, truncated to at most `most`."""
         tokens: list[int] = self._tokenizer.encode(
-            self._form.replace("{}", prompt), add_special_tokens=False
+            self._start + prompt + self._end, add_special_tokens=False
         ).ids
         return tokens[:most]
+
+
+def _from_merges(folder: Path) -> Tokenizer:
+    """Qwen2's tokenizer from `vocab.json`, `merges.txt` and the added tokens of other files."""
+    from tokenizers import AddedToken  # noqa: PLC0415 - imported when first needed
+
+    numbers = _read(folder / VOCABULARY)
+    lines = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    tokens = sorted(numbers, key=lambda token: int(numbers[token]))
+    tokenizer = byte_level({"pre": "qwen2", "tokens": tokens, "merges": merges})
+    added = {int(number): token for token, number in _read(folder / "added_tokens.json").items()}
+    listed = _read(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+    added |= {int(number): fields["content"] for number, fields in listed.items()}
+    for number, token in sorted(added.items()):
+        tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        if tokenizer.token_to_id(token) != number:
+            raise ValueError(f"the added token {token} has the number {number}, which is taken")
+    return tokenizer
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The object in a file of JSON; empty if there is no file."""
+    if not path.is_file():
+        return {}
+    found = parse_json(path.read_bytes())
+    if not isinstance(found, dict):
+        raise TypeError(f"{path.name}: expected an object, found {type(found).__name__}")
+    return found

@@ -55,6 +55,8 @@ class Guided:
         scale: the guidance scale; 1 uses the prompt alone, at half the cost.
         batched: call the model once for both, negative first, with x repeated; if not, call it
             twice, which needs less memory.
+        rescale: makes the result from the guided prediction and that for the prompt; by default it
+            is the guided prediction.
 
     Raises:
         ArgumentError: the two prompts name different tensors, or the scale is not finite.
@@ -69,6 +71,7 @@ class Guided:
         scale: float,
         *,
         batched: bool = True,
+        rescale: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         if positive.keys() != negative.keys():
             raise ArgumentError(
@@ -79,6 +82,7 @@ class Guided:
             raise ArgumentError(f"guidance: found scale {scale}, expected a number")
         self._model = model
         self._scale = scale
+        self._rescale = rescale
         if scale == 1.0:
             self._calls = [dict(positive)]
         elif batched:
@@ -95,7 +99,8 @@ class Guided:
             negative, positive = outputs.chunk(2)
         else:
             negative, positive = (self._model(x, timestep, **call) for call in self._calls)
-        return classifier_free_guidance(negative, positive, self._scale)
+        guided = classifier_free_guidance(negative, positive, self._scale)
+        return guided if self._rescale is None else self._rescale(guided, positive)
 
 
 @tc.no_grad()

@@ -38,6 +38,17 @@ pub enum Form {
         /// The number of heads.
         heads: usize,
     },
+    /// The vector with further dimensions of 1, (size, 1, …).
+    Vector {
+        /// The number of the tensor's dimensions.
+        rank: usize,
+    },
+    /// The parameter is the last slice in time of a causal convolution's kernel, (out, in, time, height, width), the
+    /// only one that a single image meets. Written tensors have zeros in the other slices.
+    LastFrame {
+        /// The number of slices.
+        frames: usize,
+    },
 }
 
 impl Key {
@@ -68,6 +79,14 @@ impl Form {
             (Self::Rows { count, of, .. }, &[rows, ref rest @ ..]) if rows % of == 0 => {
                 Some(std::iter::once(rows / of * count).chain(rest.iter().copied()).collect())
             }
+            (Self::Vector { rank }, &[size, ref ones @ ..])
+                if ones.len() + 1 == rank && ones.iter().all(|&n| n == 1) =>
+            {
+                Some(vec![size])
+            }
+            (Self::LastFrame { frames }, &[out, input, time, height, width]) if time == frames => {
+                Some(vec![out, input, height, width])
+            }
             (Self::Swapped, dims @ &[rows, ..]) if rows % 2 == 0 => Some(dims.to_vec()),
             (Self::Interleaved { heads }, dims @ &[rows, ..]) if rows % (2 * heads) == 0 => Some(dims.to_vec()),
             _ => None,
@@ -81,6 +100,8 @@ impl Form {
             (Self::Transposed, &[rows, columns]) => vec![columns, rows],
             (Self::Pointwise, dims) => [dims, &[1, 1]].concat(),
             (Self::Rows { count, of, .. }, &[rows, ref rest @ ..]) => [&[rows / count * of], rest].concat(),
+            (Self::Vector { rank }, &[size]) => std::iter::once(size).chain(vec![1; rank - 1]).collect(),
+            (Self::LastFrame { frames }, &[out, input, height, width]) => vec![out, input, frames, height, width],
             _ => dims.to_vec(),
         }
     }
@@ -98,6 +119,11 @@ impl Form {
                 let share = stored.dims()[0] / of;
                 // A copy: a view would keep the whole tensor.
                 Ok(Tensor::from_raw(&stored.narrow(0, first * share, count * share)?.raw().force_contiguous()?))
+            }
+            Self::Vector { .. } => stored.reshape(stored.elem_count()),
+            Self::LastFrame { frames } => {
+                let last = stored.narrow(2, frames - 1, 1)?.squeeze(2)?;
+                Ok(Tensor::from_raw(&last.raw().force_contiguous()?))
             }
             Self::Swapped => swapped(stored),
             Self::Interleaved { heads } => turned(stored, |half| [heads, half, 2]),
@@ -128,6 +154,13 @@ impl Form {
                     .collect();
                 parts.sort_by_key(|&(first, _)| first);
                 Tensor::cat(&parts.into_iter().map(|(_, tensor)| tensor).collect::<Vec<_>>(), 0)
+            }
+            Self::Vector { .. } => parameter.reshape(form.stored_shape(parameter.dims())),
+            Self::LastFrame { frames } => {
+                let mut dims = form.stored_shape(parameter.dims());
+                dims[2] = frames - 1;
+                let others = Tensor::zeros(dims, parameter.dtype(), parameter.device())?;
+                Tensor::cat(&[&others, &parameter.unsqueeze(2)?], 2)
             }
             Self::Swapped => swapped(parameter),
             Self::Interleaved { heads } => turned(parameter, |half| [*heads, 2, half]),

@@ -66,7 +66,10 @@ impl Facts {
 
     /// Pixels per latent along one side of an image, if there is an autoencoder.
     pub fn factor(&self) -> Option<usize> {
-        let levels = |part: &PartFacts| part.config().get("block_out_channels")?.as_array().map(Vec::len);
+        let levels = |part: &PartFacts| {
+            let config = part.config();
+            config.get("block_out_channels").or_else(|| config.get("dim_mult"))?.as_array().map(Vec::len)
+        };
         let coder =
             self.parts.values().find(|part| part.place.is_some_and(|place| place.part.role == Role::Autoencoder));
         coder.and_then(levels).map(|levels| 1 << levels.saturating_sub(1))

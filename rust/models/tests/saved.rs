@@ -13,6 +13,7 @@ use trainable_candle_models::clip::{CLIPTextConfig, CLIPTextModel};
 use trainable_candle_models::digits::{DigitsConfig, DigitsTransformer};
 use trainable_candle_models::flux::{FluxConditions, FluxConfig, FluxTransformer};
 use trainable_candle_models::flux2::{Flux2Conditions, Flux2Config, Flux2Transformer};
+use trainable_candle_models::qwen_image::{QwenImageConditions, QwenImageConfig, QwenImageTransformer};
 use trainable_candle_models::saved::{SampleSize, Saved};
 use trainable_candle_models::sdxl::{SDXLUNet, UNetConditions};
 use trainable_candle_models::z_image::{ZImageConditions, ZImageConfig, ZImageTransformer};
@@ -229,6 +230,30 @@ fn of_flux() {
             img_ids: &zeros(&[96, 3]),
             txt_ids: &zeros(&[40, 3]),
             guidance: None,
+        };
+        model.forward(&zeros(&[1, 96, 64]), conditions)
+    });
+}
+
+#[test]
+fn of_qwen_image() {
+    let config = QwenImageConfig {
+        num_layers: 8,
+        num_attention_heads: 4,
+        attention_head_dim: 24,
+        joint_attention_dim: 40,
+        axes_dims_rope: vec![8, 8, 8],
+        ..QwenImageConfig::default()
+    };
+    let model = QwenImageTransformer::new(config, &mut Source::random(DType::F32, &CPU).root()).unwrap();
+    let size = SampleSize { height: 24, width: 16, tokens: 40 };
+    check(&model, &["all-attention", r".*transformer_blocks\..*", "all-linear"], size, 1, || {
+        let conditions = QwenImageConditions {
+            encoder_hidden_states: &zeros(&[1, 40, 40]),
+            timestep: &zeros(&[1]),
+            img_ids: &zeros(&[96, 3]),
+            txt_ids: &zeros(&[40, 3]),
+            lengths: None,
         };
         model.forward(&zeros(&[1, 96, 64]), conditions)
     });

@@ -7,6 +7,7 @@ use trainable_candle_core::DType;
 use trainable_candle_models::chroma::{ChromaConfig, ChromaTransformer};
 use trainable_candle_models::flux::{FluxConfig, FluxTransformer};
 use trainable_candle_models::flux2::{Flux2Config, Flux2Transformer};
+use trainable_candle_models::qwen_image::{QwenImageConfig, QwenImageTransformer};
 use trainable_candle_models::sd3::{SD3Config, SD3Transformer};
 use trainable_candle_models::z_image::{ZImageConfig, ZImageTransformer};
 use trainable_candle_nn::{Module, Source};
@@ -78,4 +79,10 @@ fn flux2_at_full_size_has_the_published_names_and_shapes() {
         ..Flux2Config::default()
     };
     assert_eq!(flux2(large), published("full_size/flux2_klein_9b.json"));
+}
+
+#[test]
+fn qwen_image_at_full_size_has_the_published_names_and_shapes() {
+    let model = QwenImageTransformer::new(QwenImageConfig::default(), &mut Source::shapes(DType::F16).root()).unwrap();
+    assert_eq!(shapes(&model), published("full_size/qwen_image.json"));
 }

@@ -81,9 +81,9 @@ mod _core {
     };
     #[pymodule_export]
     use crate::models::{
-        AutoencoderKL, CLIPTextModel, CausalLM, ChromaTransformer, DigitsTransformer, Flux2Transformer,
-        FluxTransformer, Generation, KVCache, Model, SD3Transformer, SDXLUNet, T5Encoder, TextFeatures,
-        ZImageTransformer, save_checkpoint, set_resolver,
+        AutoencoderKL, AutoencoderKLQwenImage, CLIPTextModel, CausalLM, ChromaTransformer, DigitsTransformer,
+        Flux2Transformer, FluxTransformer, Generation, KVCache, Model, QwenImageTransformer, SD3Transformer, SDXLUNet,
+        T5Encoder, TextFeatures, ZImageTransformer, save_checkpoint, set_resolver,
     };
     #[pymodule_export]
     use crate::norm::{

@@ -29,12 +29,12 @@ def test_padding_sees_the_words_alone(gpu: str, flux2_base: Path) -> None:
             np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["chroma", "zimage", "flux2"])
+@pytest.mark.parametrize("name", ["chroma", "zimage", "flux2", "qwen-image"])
 def test_a_run_over_a_training_adapter(
     gpu: str, name: str, request: pytest.FixtureRequest, sdxl_folder: Path, tmp_path: Path
 ) -> None:
-    """Previews between the steps turn the training adapter off; steps are recorded as graphs."""
-    base = request.getfixturevalue(f"{name}_base")
+    """Previews between the steps turn the adapter off; steps are recorded as graphs."""
+    base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
 
     def run(output: str, device: str, **given: Any) -> list[float]:
         settings = {

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import pre_tokenizers
 
 import trainable_candle as tc
 from trainable_candle import families
 from trainable_candle.draws import draw_from
 from trainable_candle.tasks.latent import SampleOptions
+from trainable_candle.text.prompt_tokenizer import PromptTokenizer
 from trainable_candle.text.t5_tokenizer import SHIPPED
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -247,3 +249,74 @@ def test_flux2(flux2_base: Path, tmp_path: Path, is_distilled: bool) -> None:
         width=SIZE[0], latents=noise(128, 4), output_type="np",
     ).images  # fmt: skip
     np.testing.assert_allclose(ours("flux2", base, 4.0, ""), theirs, atol=1e-3 + 0.5 / 255)
+
+
+def qwen_image(base: Path) -> "diffusers.QwenImagePipeline":
+    config = transformers.AutoConfig.from_pretrained(base / "text_encoder")
+    sizes = {"depth": 1, "hidden_size": 16, "num_heads": 1, "intermediate_size": 16}
+    for name, size in (sizes | {"out_hidden_size": 40}).items():
+        setattr(config.vision_config, name, size)
+    torch.manual_seed(0)
+    # The reference reads images too, with any weights, and has a head.
+    encoder = transformers.Qwen2_5_VLForConditionalGeneration(config).float().eval()
+    stored = {
+        name.removeprefix("model."): torch.from_numpy(tensor.to("f32").numpy())
+        for name, tensor in tc.load_file(base / "text_encoder" / "model.safetensors").items()
+    }
+    encoder.model.language_model.load_state_dict(stored)
+    return diffusers.QwenImagePipeline(
+        transformer=load(diffusers.QwenImageTransformer2DModel, base / "transformer"),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(base / "scheduler"),
+        vae=load(diffusers.AutoencoderKLQwenImage, base / "vae"),
+        text_encoder=encoder,
+        tokenizer=chat_tokenizer(base / "tokenizer"),
+    )
+
+
+def test_qwen_image_reads_text_after_the_start_of_its_template(qwen_image_base: Path) -> None:
+    """Captions without words, with some words, and with so many that they are truncated."""
+    captions = ["", PROMPT, "a blur " * 200]
+    with torch.no_grad():
+        theirs, mask = qwen_image(qwen_image_base).encode_prompt(captions)
+    found = families.load("qwen-image", qwen_image_base, "f32", "cpu").family.features(captions)
+    lengths = found["lengths"].numpy().astype(int)
+    np.testing.assert_array_equal(lengths, mask.sum(1).numpy())
+    assert lengths[2] == 1024
+    scale = np.abs(theirs.numpy()).max()
+    np.testing.assert_allclose(
+        found["encoder_hidden_states"].numpy() / scale, theirs.numpy() / scale, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_qwen_image(qwen_image_base: Path, guidance: float) -> None:
+    """The prompts differ in length; guidance keeps the norm of each token."""
+    pipeline, latents = qwen_image(qwen_image_base), noise()
+    packed = pipeline._pack_latents(latents, *latents.shape)
+    theirs = pipeline(
+        PROMPT, negative_prompt=" ", num_inference_steps=STEPS, true_cfg_scale=guidance,
+        height=SIZE[1], width=SIZE[0], latents=packed, output_type="np",
+    ).images  # fmt: skip
+    found = ours("qwen-image", qwen_image_base, guidance, "")
+    np.testing.assert_allclose(found, theirs, atol=1e-3 + 0.5 / 255)
+
+
+def test_tokens_of_qwen2_from_vocabulary_and_merges(tmp_path: Path) -> None:
+    """The published folder of Qwen-Image has no `tokenizer.json`."""
+    merges = ["h e", "l l", "he ll", "\u0120 w"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*letters, *(merge.replace(" ", "") for merge in merges)]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    added = {name: len(tokens) + i for i, name in enumerate(names)}
+    (tmp_path / "added_tokens.json").write_text(json.dumps(added))
+    pairs = [tuple(merge.split()) for merge in merges]
+    theirs = transformers.Qwen2Tokenizer(vocab=vocabulary, merges=pairs)
+    theirs.add_special_tokens({"additional_special_tokens": list(names[1:])})
+    made = PromptTokenizer.from_pretrained(tmp_path, system="Look: {}")
+    for text in ("", "hello w\u00f6rld, it's 2026!\n\n  we'LL", "e\u0301 \u4f60\u597d <|im_end|>"):
+        turn = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        whole = "<|im_start|>system\nLook: {}<|im_end|>\n" + turn
+        assert made.encode(text, 1000) == theirs(whole).input_ids

@@ -38,11 +38,11 @@ def losses(output: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("adapter", ["lora", "dora", "lokr"])
-@pytest.mark.parametrize("name", ["flux", "chroma", "zimage", "flux2"])
+@pytest.mark.parametrize("name", ["flux", "chroma", "zimage", "flux2", "qwen-image"])
 def test_a_training_adapter_counts_in_training_alone(
     name: str, adapter: str, made: Callable[..., TrainConfig], request: pytest.FixtureRequest
 ) -> None:
-    base = request.getfixturevalue(f"{name}_base")
+    base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
     over = train_adapter(made(name, base, "over", rank=3, alpha=6.0)).adapter_path
     form = {} if adapter != "lokr" else {"format": "comfyui"}
     given = {"adapter": adapter, "alpha": 2.0, "sample_prompts": ["a"], "sample_steps": 1, **form}

@@ -1,10 +1,10 @@
-"""Tiny models of SD3.5, Flux, Chroma, FLUX.2 and Z-Image, and results of diffusers and peft.
+"""Tiny models of flow families, and results of diffusers and peft.
 
     python make_diffusers.py FOLDER
 
-Needs torch 2.11, diffusers 0.42 and peft 0.21. Writes `sd3`, `flux`, `chroma`, `flux2` and
-`zimage` as the folders beside this one, and the names and shapes of the published sizes into
-`full_size`. Weights are bf16 numbers, stored as bf16; everything else is f32.
+Needs torch 2.11, diffusers 0.42 and peft 0.21. Writes `sd3`, `flux`, `chroma`, `flux2`, `zimage`
+and `qwen-image` as the folders beside this one, and the names and shapes of the published sizes
+into `full_size`. Weights are bf16 numbers, stored as bf16; everything else is f32.
 """
 
 import copy
@@ -17,9 +17,11 @@ from pathlib import Path
 import torch
 from diffusers import (
     AutoencoderKLFlux2,
+    AutoencoderKLQwenImage,
     ChromaTransformer2DModel,
     Flux2Transformer2DModel,
     FluxTransformer2DModel,
+    QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     ZImageTransformer2DModel,
 )
@@ -52,8 +54,12 @@ FLUX2 = {
     "guidance_embeds": False,
 }  # fmt: skip
 Z_IMAGE = {
-    "in_channels": 16, "dim": 64, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 4,
-    "n_kv_heads": 4, "cap_feat_dim": 40, "axes_dims": [4, 6, 6], "axes_lens": [256, 64, 64],
+    "in_channels": 16, "dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2,
+    "n_kv_heads": 2, "cap_feat_dim": 40, "axes_dims": [4, 6, 6], "axes_lens": [256, 64, 64],
+}  # fmt: skip
+QWEN_IMAGE = {
+    "in_channels": 64, "out_channels": 16, "num_layers": 2, "attention_head_dim": 8,
+    "num_attention_heads": 2, "joint_attention_dim": 40, "axes_dims_rope": (2, 2, 4),
 }  # fmt: skip
 SD35 = {"sample_size": 128, "in_channels": 16, "out_channels": 16, "attention_head_dim": 64,
         "joint_attention_dim": 4096, "pooled_projection_dim": 2048,
@@ -250,6 +256,60 @@ def flux2():
     family("flux2", lambda: Flux2Transformer2DModel(**FLUX2), inputs, call, linear, attention)
 
 
+def qwen_image():
+    """An image of odd numbers of rows and columns, and texts of 9 and 4 tokens."""
+    height, width, length = 5, 3, 9
+    x = torch.randn(2, height * width, 64).requires_grad_()
+    inputs = {"hidden_states": x} | texts(length)
+    inputs.pop("pooled_projections")
+    lengths = torch.tensor([9, 4])
+    mask = torch.arange(length) < lengths[:, None]
+
+    def call(model):
+        shapes = [[(1, height, width)]] * 2
+        return model(**inputs, encoder_hidden_states_mask=mask, img_shapes=shapes,
+                     return_dict=False)[0]  # fmt: skip
+
+    # Rows -3 to 1, columns -2 to 0; the text begins at half of the larger side.
+    rows, columns = torch.arange(-3.0, 2), torch.arange(-2.0, 1)
+    image = torch.zeros(height, width, 3)
+    image[..., 1], image[..., 2] = rows[:, None], columns
+    words = 2.0 + torch.arange(length)
+    stored = inputs | {"img_ids": image.reshape(-1, 3), "txt_ids": words[:, None].repeat(1, 3),
+                       "lengths": lengths.float()}  # fmt: skip
+    # Nothing reads the results of the last block's text.
+    texts_of_first = [
+        f"transformer_blocks.0.{name}" for name in ("attn.to_add_out", "txt_mlp.net.2")
+    ]
+    linear = ["add_q_proj", "img_mlp.net.0.proj", "img_mod.1", "txt_mod.1", *texts_of_first]
+    make = lambda: QwenImageTransformer2DModel(**QWEN_IMAGE)  # noqa: E731
+    family("qwen-image", make, stored, call, linear, ["to_q", "to_out.0", "add_k_proj"])
+
+
+def qwen_autoencoder():
+    """The autoencoder of Qwen-Image on one frame, decoded whole and in tiles."""
+    means, deviations = torch.randn(16).tolist(), (0.5 + torch.rand(16)).tolist()
+    sizes = {"base_dim": 2, "z_dim": 16, "dim_mult": [1, 2], "num_res_blocks": 1,
+             "temperal_downsample": [True], "latents_mean": means,
+             "latents_std": deviations}  # fmt: skip
+    model = randomize(AutoencoderKLQwenImage(**sizes)).eval()
+    # Some values are beyond 1 and are clipped.
+    model.decoder.norm_out.gamma.data.mul_(8)
+    folder = OUTPUT / "qwen-image"
+    copy.deepcopy(model).bfloat16().save_pretrained(folder / "vae")
+    image, latent = torch.randn(1, 3, 18, 12).clamp(-1, 1), torch.randn(1, 16, 9, 6)
+    with torch.no_grad():
+        found = model.encode(image[:, :, None]).latent_dist
+        decoded = model.decode(latent[:, :, None], return_dict=False)[0]
+        model.enable_tiling(16, 16, 12, 12)
+        # diffusers clips whole images, but not those of tiles.
+        tiled = model.decode(latent[:, :, None], return_dict=False)[0].clamp(-1, 1)
+    stored = {"image": image, "mean": found.mean[:, :, 0], "logvar": found.logvar[:, :, 0],
+              "latent": latent, "decoded": decoded[:, :, 0],
+              "tiled_decoded": tiled[:, :, 0]}  # fmt: skip
+    save(folder / "vae_forward.safetensors", stored)
+
+
 def autoencoder():
     """The autoencoder of FLUX.2, with statistics of latents other than the initial 0 and 1."""
     kinds = {"down_block_types": ("DownEncoderBlock2D",) * 2,
@@ -300,6 +360,8 @@ def full_size():
             "flux2_klein_4b": Flux2Transformer2DModel(**KLEIN_4B),
             "flux2_klein_9b": Flux2Transformer2DModel(**KLEIN_9B),
         }
+    with torch.device("meta"):
+        models["qwen_image"] = QwenImageTransformer2DModel()
     folder = OUTPUT / "full_size"
     folder.mkdir(exist_ok=True)
     # Chroma has Flux's parameters without the modulation: store only those that Flux lacks.
@@ -319,7 +381,7 @@ def full_size():
 
 if __name__ == "__main__":
     torch.set_num_threads(2)
-    for make in (sd3, flux, chroma, z_image, flux2, autoencoder):
+    for make in (sd3, flux, chroma, z_image, flux2, autoencoder, qwen_image, qwen_autoencoder):
         torch.manual_seed(20261122)
         make()
     full_size()

@@ -13,6 +13,7 @@ from trainable_candle.models import (
     Flux2Transformer,
     FluxTransformer,
     Model,
+    QwenImageTransformer,
     SD3Transformer,
     ZImageTransformer,
 )
@@ -97,6 +98,9 @@ FAMILIES = {
         Flux2Transformer,
         (*UNPOOLED, "img_ids", "txt_ids"),
         native=(r".*_modulation.*\.linear", r"time_guidance_embed\..*"),
+    ),
+    "qwen-image": Family(
+        "qwen-image", QwenImageTransformer, (*UNPOOLED, "img_ids", "txt_ids", "lengths")
     ),
 }
 

@@ -21,6 +21,10 @@ def slices(family: Family) -> Slices:
     config = json.loads((family.folder / "config.json").read_text())
     if family.name == "sd3":
         return comfyui.sd3_slices(config["num_layers"], len(config["dual_attention_layers"]))
+    if family.name == "qwen-image":
+        weights = family.load().named_tensors()
+        layers = [name.removesuffix(".weight") for name, w in weights.items() if w.ndim == 2]
+        return {layer: comfyui.Slice(layer) for layer in layers}
     if family.name == "zimage":
         return comfyui.z_image_slices(config["n_layers"], config["n_refiner_layers"])
     made = comfyui.flux2_slices if family.name == "flux2" else comfyui.flux_slices

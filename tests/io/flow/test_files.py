@@ -35,7 +35,11 @@ def test_saved_adapters_load_unchanged(
     path = tmp_path / "adapter.safetensors"
     model = family.load()
     adapter = attach(model, kind)
-    if message := CANNOT.get((format, kind)):
+    message = CANNOT.get((format, kind))
+    if format == "kohya" and kind != "oft_inputs" and family.name not in LAYERS:
+        # None of its matrices under these names is of several layers.
+        message = None
+    if message:
         with pytest.raises(tc.ArgumentError, match=message):
             adapter.save(path, format=format)
         assert not path.exists()
@@ -109,6 +113,11 @@ TO_OUT = {
     ("zimage", "ComfyUI's own"): ("lora_unet_layers_1_attention_out", KOHYA),
     ("zimage", "ai-toolkit"): ("diffusion_model.layers.1.attention.to_out.0", PEFT),
     ("zimage", "OneTrainer"): ("transformer.layers.1.attention.to_out.0", KOHYA),
+    ("qwen-image", "musubi-tuner"): (f"lora_unet_{FLAT}", KOHYA),
+    ("qwen-image", "ai-toolkit"): (f"diffusion_model.{BLOCK}", PEFT),
+    ("qwen-image", "OneTrainer"): (f"transformer.{BLOCK}", KOHYA),
+    ("qwen-image", "SimpleTuner, LyCORIS"): (f"lycoris_{FLAT}", KOHYA),
+    ("qwen-image", "DiffSynth"): (BLOCK, ("lora_A.default", "lora_B.default")),
     ("zimage", "DiffSynth"): ("layers.1.attention.to_out.0", ("lora_A.default", "lora_B.default")),
 }
 
@@ -117,14 +126,15 @@ TO_OUT = {
 def test_names_of_other_tools_are_read(tmp_path: Path, name: str, tool: str) -> None:
     module, (down, up) = TO_OUT[name, tool]
     has_alpha = (down, up) == KOHYA
-    a, b = drawn(RANK, 64), drawn(64, RANK)
-    arrays = {f"{module}.{down}.weight": a, f"{module}.{up}.weight": b}
-    if has_alpha:
-        arrays[f"{module}.alpha"] = np.float32(2.0)
     model = FAMILIES[name].load()
     layer = "layers.1.attention.to_out.0" if name == "zimage" else BLOCK
     layer = f"{layer}.weight"
-    expected = model.named_tensors()[layer].numpy() + (0.5 if has_alpha else 1.0) * b @ a
+    base = model.named_tensors()[layer].numpy()
+    a, b = drawn(RANK, len(base)), drawn(len(base), RANK)
+    arrays = {f"{module}.{down}.weight": a, f"{module}.{up}.weight": b}
+    if has_alpha:
+        arrays[f"{module}.alpha"] = np.float32(2.0)
+    expected = base + (0.5 if has_alpha else 1.0) * b @ a
     model.load_adapter(save_arrays(tmp_path / "a.safetensors", arrays))
     np.testing.assert_allclose(merged(model)[layer], expected, atol=1e-6)
 
@@ -132,7 +142,7 @@ def test_names_of_other_tools_are_read(tmp_path: Path, name: str, tool: str) -> 
 def test_verify_says_who_reads_musubis_files_of_z_image(tmp_path: Path) -> None:
     """diffusers reads the whole file, ComfyUI only layers whose original names are the same."""
     arrays = {}
-    for layer, rows, columns in (("attention_to_q", 64, 64), ("feed_forward_w2", 64, 170)):
+    for layer, rows, columns in (("attention_to_q", 32, 32), ("feed_forward_w2", 32, 85)):
         module = f"lora_unet_layers_0_{layer}"
         arrays[f"{module}.lora_down.weight"] = drawn(RANK, columns)
         arrays[f"{module}.lora_up.weight"] = drawn(rows, RANK)
@@ -174,7 +184,9 @@ MODULE = {
 def test_a_matrix_of_several_layers_is_split(
     family: Family, tmp_path: Path, style: str, kind: str
 ) -> None:
-    """sd-scripts and LyCORIS train one adapter for the matrix, so the layers share its factors."""
+    """sd-scripts and LyCORIS train such an adapter: its layers share their factors."""
+    if family.name not in LAYERS:
+        pytest.skip("its original matrices are those of diffusers")
     model = family.load()
     base = {name: tensor.numpy() for name, tensor in model.named_tensors().items()}
     names = [f"{layer}.weight" for layer in LAYERS[family.name]]

@@ -20,13 +20,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:Fut
 LINEAR1 = [r"single_transformer_blocks\.\d+\.(attn\.to_.|proj_mlp)"]
 OUTSIDE = ["x_embedder", "context_embedder", r"time_text_embed\..*", "norm_out.linear"]
 OUTSIDE += ["^proj_out", "all_.*", ".*_stream_modulation.*", r"time_guidance_embed\..*"]
-ENDS = {"zimage": ["all_x_embedder.2-1"], "flux2": [r"time_guidance_embed\..*"]}
+OUTSIDE += ["img_in", "txt_in"]
+ENDS = {
+    "qwen-image": ["img_in", "^proj_out"],
+    "zimage": ["all_x_embedder.2-1"],
+    "flux2": [r"time_guidance_embed\..*"],
+}
 CLASSES = {
     "sd3": ("SD3Transformer2DModel", "StableDiffusion3Pipeline"),
     "flux": ("FluxTransformer2DModel", "FluxPipeline"),
     "chroma": ("ChromaTransformer2DModel", "ChromaPipeline"),
     "zimage": ("ZImageTransformer2DModel", "ZImagePipeline"),
     "flux2": ("Flux2Transformer2DModel", "Flux2KleinPipeline"),
+    "qwen-image": ("QwenImageTransformer2DModel", "QwenImagePipeline"),
 }
 
 
@@ -53,6 +59,12 @@ def prediction(family: Family, model: Any) -> np.ndarray:
             read = torch.arange(given["txt_ids"].shape[0]) < given.pop("lengths")[:, None]
             image = torch.ones(given["hidden_states"].shape[:2], dtype=torch.bool)
             given["attention_mask"] = torch.cat([read, image], dim=1)
+        if family.name == "qwen-image":
+            read = torch.arange(len(given.pop("txt_ids"))) < given.pop("lengths")[:, None]
+            given["encoder_hidden_states_mask"] = read
+            rows, columns = (len(set(given["img_ids"][:, i].tolist())) for i in (1, 2))
+            given["img_shapes"] = [[(1, rows, columns)]] * len(read)
+            del given["img_ids"]
         if family.name != "zimage":
             return model(**given).sample.numpy()
         # Predict each sample alone, without the padding of its text.

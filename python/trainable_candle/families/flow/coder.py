@@ -1,12 +1,15 @@
-"""Latents normalised by statistics that the autoencoder stores."""
+"""Latents normalised by statistics of the autoencoder."""
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+import numpy as np
+
+import trainable_candle as tc
 from trainable_candle.families.flow.patches import from_squares, squares
-from trainable_candle.models import AutoencoderKL
+from trainable_candle.models import AutoencoderKL, AutoencoderKLQwenImage
 from trainable_candle.tasks.latent.coders import KLCoder
 
 if TYPE_CHECKING:
@@ -62,3 +65,43 @@ class NormedKLCoder(KLCoder):
         """Images (n, 3, h, w), -1 to 1."""
         mean, deviation = (statistic.to(str(latents.device)) for statistic in self._statistics)
         return super().decode(from_squares(latents.to("f32") * deviation + mean))
+
+
+class QwenImageCoder(KLCoder):
+    """Qwen-Image's autoencoder, whose configuration has a mean and a deviation for each channel.
+
+    Follows the end of `__call__` of diffusers' pipeline, whose variable `latents_std` has the
+    inverse of the configuration's field of that name:
+    https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/qwenimage/pipeline_qwenimage.py
+
+    Args:
+        source, config, factor, device, identity: as for `KLCoder`.
+    """
+
+    kind: ClassVar[type[AutoencoderKL | AutoencoderKLQwenImage]] = AutoencoderKLQwenImage
+
+    def __init__(
+        self,
+        source: Mapping[str, Any],
+        config: Mapping[str, Any],
+        factor: int,
+        device: str,
+        identity: Callable[[], Mapping[str, str]],
+    ) -> None:
+        super().__init__(source, config, factor, device, identity)
+        mean, deviation = (
+            tc.tensor(np.array(config[name], np.float32)).reshape(-1, 1, 1)
+            for name in ("latents_mean", "latents_std")
+        )
+        self._statistics = mean, deviation
+
+    def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
+        """Latents drawn from the distributions `kept`, normalised."""
+        drawn = self.drawn(kept, normal)
+        mean, deviation = (statistic.to(str(drawn.device)) for statistic in self._statistics)
+        return (drawn - mean) / deviation
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images (n, 3, h, w), -1 to 1."""
+        mean, deviation = (statistic.to(str(latents.device)) for statistic in self._statistics)
+        return super().decode(latents.to("f32") * deviation + mean)

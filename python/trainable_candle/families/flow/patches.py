@@ -55,7 +55,13 @@ def from_tokens(tokens: Tensor, size: tuple[int, int]) -> Tensor:
 # Cached, because a recorded CUDA graph must not copy from the host.
 @lru_cache(maxsize=64)
 def positions(
-    rows: int, columns: int, length: int, device: str, *, counts_words: bool = False
+    rows: int,
+    columns: int,
+    length: int,
+    device: str,
+    *,
+    counts_words: bool = False,
+    centred: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The positions of an image's tokens, row by row, and of a text's tokens.
 
@@ -66,6 +72,8 @@ def positions(
         device: the device of the results.
         counts_words: whether there is a fourth axis, on which the text's tokens are numbered;
             without it, all of them are at zero.
+        centred: whether rows and columns are counted from the image's centre, and the text's tokens
+            on all axes from half of its larger side, as in Qwen-Image.
 
     Returns:
         (rows columns, axes) of (0, row, column) or (0, row, column, 0), and (length, axes), f32.
@@ -77,18 +85,26 @@ def positions(
     words = np.zeros((length, axes), np.float32)
     if counts_words:
         words[:, 3] = np.arange(length)
+    if centred:
+        image[..., 1] -= rows - rows // 2
+        image[..., 2] -= columns - columns // 2
+        words += max(rows // 2, columns // 2) + np.arange(length, dtype=np.float32)[:, None]
     return tc.tensor(image.reshape(-1, axes), device=device), tc.tensor(words, device=device)
 
 
-def over_tokens(latents: Tensor, length: int, transformer: Transformer) -> Tensor:
+def over_tokens(
+    latents: Tensor, length: int, transformer: Transformer, *, centred: bool = False
+) -> Tensor:
     """The prediction of a transformer whose tokens are 2x2 squares of latents (B, C, H, W).
 
     Args:
-        latents: the latents, with even height and width.
-        length: tokens of the text, whose positions are zeros.
+        latents: with even height and width.
+        length: tokens of the text.
         transformer: returns tokens of the same shape as its input.
+        centred: as for `positions`; without it the positions of the text are zeros.
     """
     packed = squares(latents)
     rows, columns = packed.shape[2:]
-    found = transformer(as_tokens(packed), *positions(rows, columns, length, str(latents.device)))
+    places = positions(rows, columns, length, str(latents.device), centred=centred)
+    found = transformer(as_tokens(packed), *places)
     return from_squares(from_tokens(found, (rows, columns)))

@@ -48,6 +48,9 @@ class FlowSchedule:
     """Two numbers of tokens that define the line."""
     mu: tuple[float, float] = (0.5, 1.15)
     """mu for these numbers of tokens."""
+    terminal: float | None = None
+    """The last level above 0, to which the levels are stretched after the shift; None: they are not
+    stretched."""
 
     def at(self, tokens: int) -> float:
         """The shift k of an image of this many tokens."""
@@ -81,7 +84,11 @@ class FlowSchedule:
         last = 1 / steps if self.last is None else self.last
         k = self.drawing(steps, tokens)
         equal = [1 - (1 - last) * i / max(1, steps - 1) for i in range(steps)]
-        return [k * level / (1 + (k - 1) * level) for level in equal] + [0.0]
+        levels = [k * level / (1 + (k - 1) * level) for level in equal]
+        if self.terminal is not None and steps > 1:
+            stretch = (1 - self.terminal) / (1 - levels[-1])
+            levels = [1 - (1 - level) * stretch for level in levels]
+        return [*levels, 0.0]
 
     @classmethod
     def of(cls, weights: Path, default: FlowSchedule) -> FlowSchedule:
@@ -114,12 +121,14 @@ class FlowSchedule:
 
         (first, last), (low, high) = default.tokens, default.mu
         shift = number("shift", 1.0)
+        terminal = found.get("shift_terminal") and number("shift_terminal", 0.0)
         return cls(
             shift=shift,
             last=default.last and shifted_last(shift),
             grows=found.get("use_dynamic_shifting") is True,
             tokens=(number("base_image_seq_len", first), number("max_image_seq_len", last)),
             mu=(number("base_shift", low), number("max_shift", high)),
+            terminal=terminal or None,
         )
 
 

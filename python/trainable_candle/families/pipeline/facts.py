@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from trainable_candle import inspect
-from trainable_candle.errors import MissingFileError
+from trainable_candle.errors import ConfigError, MissingFileError
+from trainable_candle.files import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -63,12 +64,14 @@ class Facts:
     @property
     def vae_width(self) -> int:
         """Channels of the autoencoder's first level."""
-        return int(self.parts["vae"].config["block_out_channels"][0])
+        config = self.parts["vae"].config
+        return int(config.get("base_dim") or config["block_out_channels"][0])
 
     @property
     def latent_channels(self) -> int:
         """Channels of a latent."""
-        return int(self.parts["vae"].config["latent_channels"])
+        config = self.parts["vae"].config
+        return int(config.get("z_dim") or config["latent_channels"])
 
     @property
     def factor(self) -> int:
@@ -83,6 +86,22 @@ class Facts:
     def bytes(self, dtype: str, *parts: str, quantize: str | None = None) -> int:
         """The bytes of the weights of parts, in a dtype or quantized."""
         return sum(self.parts[part].weight_bytes(dtype, quantize) for part in parts)
+
+
+def index_of(weights: Path) -> Mapping[str, Any]:
+    """The fields of `model_index.json` in a pipeline's folder; none without such a file.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    index = weights / "model_index.json"
+    if not index.is_file():
+        return {}
+    try:
+        fields = parse_json(index.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{index}: {error}") from error
+    return fields if isinstance(fields, dict) else {}
 
 
 def facts(weights: Path, model: str, others: Sequence[Path] = ()) -> Facts:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import trainable_candle as tc
-from trainable_candle.models import AutoencoderKL
+from trainable_candle.models import AutoencoderKL, AutoencoderKLQwenImage
 from trainable_candle.tasks.latent.tiles import TILE, WHOLE, tile_size
 
 if TYPE_CHECKING:
@@ -59,15 +59,18 @@ class Coder(Protocol):
 
 
 class KLCoder:
-    """An `AutoencoderKL`, in f32, because its values overflow in f16.
+    """An autoencoder, in f32, because its values overflow in f16.
 
     Args:
-        source: the arguments of `AutoencoderKL.from_pretrained`.
-        config: the autoencoder's configuration.
+        source: the arguments of `from_pretrained` of its class.
+        config: of the autoencoder.
         factor: pixels of an image per element of its latents, in width and in height.
         device: the device that it computes on.
         identity: returns the identity of its weights and its configuration.
     """
+
+    kind: ClassVar[type[AutoencoderKL | AutoencoderKLQwenImage]] = AutoencoderKL
+    """The class of the autoencoder."""
 
     def __init__(
         self,
@@ -77,7 +80,7 @@ class KLCoder:
         device: str,
         identity: Callable[[], Mapping[str, str]],
     ) -> None:
-        self.channels = int(config["latent_channels"])
+        self.channels = int(config.get("z_dim") or config["latent_channels"])
         self.factor = factor
         self._downscale = factor
         self._scaling_factor = float(config.get("scaling_factor", 1.0))
@@ -87,9 +90,9 @@ class KLCoder:
         self._identity = identity
 
     @cached_property
-    def model(self) -> AutoencoderKL:
+    def model(self) -> AutoencoderKL | AutoencoderKLQwenImage:
         """The autoencoder."""
-        return AutoencoderKL.from_pretrained(**self._source, dtype="f32", device=self._device)
+        return self.kind.from_pretrained(**self._source, dtype="f32", device=self._device)
 
     def identity(self) -> dict[str, str]:
         """The autoencoder's files, and how it encodes.

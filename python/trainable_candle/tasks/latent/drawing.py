@@ -38,7 +38,7 @@ class SampleOptions:
     guidance: float | None = None
     """Scale of classifier-free guidance; 1 is none."""
     negative_prompt: str = ""
-    """The negative prompt, away from which guidance leads."""
+    """The negative prompt, away from which guidance leads; empty: the model's own default."""
     size: tuple[int, int] | None = None
     """Width and height, px."""
     sampler: str | None = None
@@ -94,7 +94,8 @@ def draw(
         group = prompts[start : start + family.at_once]
         noise = _noise((options.seed + start) % 2**64, (len(group), *shape), family.device)
         positive = features(group)
-        negative = positive if scale == 1 else features([options.negative_prompt] * len(group))
+        other = options.negative_prompt or family.no_prompt
+        negative = positive if scale == 1 else features([other] * len(group))
         if not family.reads_texts_apart:
             positive, negative = paired(positive, negative)
         frames = [Frame.whole(width, height)] * len(group)
@@ -108,6 +109,7 @@ def draw(
             {**negative, **conditions},
             scale,
             batched=not family.reads_texts_apart,
+            rescale=family.rescaled,
         )
         stepper = family.stepper(options.steps, options.sampler, (width, height))
         latents = stepper.init_noise(noise)

@@ -54,6 +54,8 @@ class LatentModel(ABC):
     """The layers of the text encoders that get adapters, if the encoders are trained too."""
     guidance: ClassVar[float] = 1.0
     """The default scale of classifier-free guidance; 1 means none."""
+    no_prompt: ClassVar[str] = ""
+    """The negative prompt if none is given."""
     reads_texts_apart: ClassVar[bool] = False
     """Whether drawing calls the model separately for the prompt and the negative prompt, because
     texts of different length in one call need a mask, and attention with a mask is slow on a GPU.
@@ -262,6 +264,10 @@ class LatentModel(ABC):
     def distilled_guidance(self) -> bool:
         """Whether the model takes the guidance scale as input, or no scale, and is called once."""
         return False
+
+    def rescaled(self, guided: Tensor, positive: Tensor) -> Tensor:  # noqa: ARG002
+        """The result of guidance, from the guided prediction and that for the prompt."""
+        return guided
 
     def conditions(
         self,

@@ -176,7 +176,8 @@ class LatentTask:
         # Only rank 0 draws previews. A rank that draws none loads no encoder if all features are
         # cached.
         drawn = self.prompts if group.rank == 0 else []
-        prompts = {text for p in drawn for text in (p.text, p.options.negative_prompt)}
+        others = {p.options.negative_prompt or family.no_prompt for p in drawn}
+        prompts = {p.text for p in drawn} | others
         texts, self._remembered = prepare_texts(family, data, sorted(prompts), report, group)
         parts = [data.train] if data.validation is None else [data.train, data.validation]
         latents = [self._latents(part, area, report, group) for part in parts]

@@ -17,19 +17,26 @@ pub enum Family {
     Mistral,
     /// Qwen2 and 2.5: biases of queries, keys and values.
     Qwen2,
+    /// The language model of Qwen2.5-VL, without the part that reads images and without its head: a text encoder. A
+    /// text has the same position on all three axes of its angles, which are then those of Qwen2.
+    Qwen25Vl,
     /// Qwen3: norms of queries and keys.
     Qwen3,
 }
 
 /// Each family with its `model_type` and its class in `architectures`.
-const FAMILIES: [(Family, &str, &str); 4] = [
+const FAMILIES: [(Family, &str, &str); 5] = [
     (Family::Llama, "llama", "LlamaForCausalLM"),
     (Family::Mistral, "mistral", "MistralForCausalLM"),
     (Family::Qwen2, "qwen2", "Qwen2ForCausalLM"),
     (Family::Qwen3, "qwen3", "Qwen3ForCausalLM"),
+    (Family::Qwen25Vl, VL, "Qwen2_5_VLForConditionalGeneration"),
 ];
 
-pub(super) static CLASS_NAMES: [&str; 4] = [FAMILIES[0].2, FAMILIES[1].2, FAMILIES[2].2, FAMILIES[3].2];
+/// The `model_type` of Qwen2.5-VL.
+const VL: &str = "qwen2_5_vl";
+
+pub(super) static CLASS_NAMES: [&str; 5] = [FAMILIES[0].2, FAMILIES[1].2, FAMILIES[2].2, FAMILIES[3].2, FAMILIES[4].2];
 
 /// `config.json` of a decoder as transformers writes it, in its old form (`rope_theta`, `rope_scaling`) or its new one
 /// (`rope_parameters`). The default is Qwen2.5 0.5B.
@@ -106,6 +113,8 @@ impl Configuration for CausalLMConfig {
     // Fields about initial values, dropout in training from scratch and generation are ignored. Missing fields have the
     // defaults of transformers.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
+        let (whole, text) = (map, text_part(map));
+        let map = text.as_ref().unwrap_or(map);
         let mut fields = Fields::new(OP, map);
         let family = family(&mut fields, map)?;
         let activation = ["silu", "swish"];
@@ -119,14 +128,14 @@ impl Configuration for CausalLMConfig {
             _ if fields.is_null("num_key_value_heads") => num_attention_heads,
             Family::Llama => num_attention_heads,
             Family::Mistral => 8,
-            Family::Qwen2 | Family::Qwen3 => 32,
+            Family::Qwen2 | Family::Qwen25Vl | Family::Qwen3 => 32,
         };
         let default_width = if family == Family::Qwen3 { 128 } else { hidden_size / num_attention_heads };
         let head_dim = fields.size("head_dim", Some(default_width))?;
         let default_length = match family {
             Family::Llama => 2048,
             Family::Mistral => 131_072,
-            Family::Qwen2 | Family::Qwen3 => 32_768,
+            Family::Qwen2 | Family::Qwen25Vl | Family::Qwen3 => 32_768,
         };
         let max_position_embeddings = fields.size("max_position_embeddings", Some(default_length))?;
         let attention_bias = matches!(family, Family::Llama | Family::Qwen3) && fields.flag("attention_bias", false)?;
@@ -140,7 +149,7 @@ impl Configuration for CausalLMConfig {
             num_key_value_heads: fields.size("num_key_value_heads", Some(default_heads))?,
             head_dim,
             rms_norm_eps: fields.number("rms_norm_eps", Some(1e-6))?,
-            qkv_bias: family == Family::Qwen2 || attention_bias,
+            qkv_bias: matches!(family, Family::Qwen2 | Family::Qwen25Vl) || attention_bias,
             out_bias: attention_bias,
             mlp_bias: family == Family::Llama && fields.flag("mlp_bias", false)?,
             tie_word_embeddings: fields.flag("tie_word_embeddings", false)?,
@@ -149,7 +158,7 @@ impl Configuration for CausalLMConfig {
             windows: windows(&mut fields, family, num_hidden_layers)?,
             eos_token_ids: tokens(map.get("eos_token_id")),
             stored_layers: num_hidden_layers,
-            json: map.clone(),
+            json: whole.clone(),
         };
         config.validate()?;
         Ok(config)
@@ -162,7 +171,36 @@ impl Configuration for CausalLMConfig {
     }
 }
 
+/// The fields of the language model in a configuration of Qwen2.5-VL, which may have them inside `text_config`; None
+/// for other models.
+fn text_part(map: &Map<String, Value>) -> Option<Map<String, Value>> {
+    let is_vl = match map.get("model_type") {
+        Some(kind) => kind.as_str() == Some(VL),
+        None => class_of(map).as_deref() == Some(FAMILIES[4].2),
+    };
+    let inside = map.get("text_config").and_then(Value::as_object).filter(|_| is_vl)?;
+    let mut fields = map.clone();
+    let named = |name: &str| matches!(name, "model_type" | "architectures");
+    fields.extend(inside.iter().filter(|(name, _)| !named(name)).map(|(name, value)| (name.clone(), value.clone())));
+    Some(fields)
+}
+
 impl CausalLMConfig {
+    /// Whether the head is a matrix of its own.
+    pub(super) fn has_own_head(&self) -> bool {
+        !self.tie_word_embeddings && self.has_head()
+    }
+
+    /// Whether the model scores the next token.
+    pub(super) fn has_head(&self) -> bool {
+        self.family != Family::Qwen25Vl && !self.is_part()
+    }
+
+    /// Whether the files have the names of Qwen2.5-VL.
+    pub(super) fn is_vl(&self) -> bool {
+        self.family == Family::Qwen25Vl
+    }
+
     /// Whether the files have more layers than are built. Such a model computes states and has no head.
     pub const fn is_part(&self) -> bool {
         self.num_hidden_layers < self.stored_layers
@@ -224,7 +262,7 @@ fn windows(fields: &mut Fields<'_>, family: Family, layers: usize) -> Result<Vec
     match family {
         Family::Llama => Ok(vec![None; layers]),
         Family::Mistral => Ok(vec![window(fields)?; layers]),
-        Family::Qwen2 | Family::Qwen3 => {
+        Family::Qwen2 | Family::Qwen25Vl | Family::Qwen3 => {
             let window = if fields.flag("use_sliding_window", false)? { window(fields)? } else { None };
             let slides = if fields.is_given("layer_types") {
                 fields.names("layer_types", layers, &[("full_attention", false), ("sliding_attention", true)])?

@@ -51,7 +51,7 @@ pub(super) fn layout(config: &CausalLMConfig) -> Box<dyn Layout> {
         // Rotary embedding rotates pairs of features. llama.cpp pairs neighbours; this library pairs features that are
         // half a head apart.
         Family::Llama | Family::Mistral => Some([config.num_attention_heads, config.num_key_value_heads]),
-        Family::Qwen2 | Family::Qwen3 => None,
+        Family::Qwen2 | Family::Qwen25Vl | Family::Qwen3 => None,
     };
     let layers = config.num_hidden_layers;
     Box::new(LlamaCpp {

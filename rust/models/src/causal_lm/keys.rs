@@ -12,6 +12,10 @@ pub(super) const NORM: &str = "model.norm";
 pub(super) const HEAD: &str = "lm_head";
 /// The prefix of all names except the head's. Files of a model without its head omit the prefix.
 const BODY: &str = "model.";
+/// The prefix of these names in files of Qwen2.5-VL that transformers 5 wrote.
+const VL_BODY: &str = "model.language_model.";
+/// What keys of the part of Qwen2.5-VL that reads images begin with, after the prefix.
+const VISUAL: &str = "visual.";
 
 /// The name of the parameter that holds the matrix `name`.
 pub(super) fn weight_of(name: &str) -> String {
@@ -24,7 +28,8 @@ pub(super) fn layout(config: &CausalLMConfig, original: Option<Original>) -> Box
         prefix: original.map_or("", |original| original.prefix),
         layers: config.num_hidden_layers,
         is_part: config.is_part(),
-        has_head: !config.tie_word_embeddings && !config.is_part(),
+        has_head: config.has_own_head(),
+        is_vl: config.is_vl(),
     })
 }
 
@@ -33,6 +38,7 @@ struct Transformers {
     layers: usize,
     is_part: bool,
     has_head: bool,
+    is_vl: bool,
 }
 
 impl Layout for Transformers {
@@ -41,16 +47,19 @@ impl Layout for Transformers {
     }
 
     fn places(&self, name: &str) -> Vec<Key> {
-        std::iter::once(name).chain(name.strip_prefix(BODY)).map(Key::plain).collect()
+        let inside = name.strip_prefix(BODY);
+        let nested = inside.filter(|_| self.is_vl).map(|inside| Key::plain(format!("{VL_BODY}{inside}")));
+        std::iter::once(name).chain(inside).map(Key::plain).chain(nested).collect()
     }
 
-    /// Readers skip angles, because they are computed; the head, if it is tied to the embedding; and parameters of layers
-    /// that are not built.
+    /// Ignored are angles, because they are computed, the head if it is tied to the embedding or not used, parameters of
+    /// layers that are not built, and the part of Qwen2.5-VL that reads images.
     fn ignores(&self, key: &str) -> bool {
         let key = key.strip_prefix(BODY).unwrap_or(key);
         let layer = key.strip_prefix("layers.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
         key.ends_with("rotary_emb.inv_freq")
             || (key.strip_suffix(".weight") == Some(HEAD) && !self.has_head)
+            || (self.is_vl && key.starts_with(VISUAL))
             || (self.is_part && (key == "norm.weight" || layer.is_some_and(|layer| layer >= self.layers)))
     }
 }
@@ -62,7 +71,9 @@ impl Layout for Transformers {
 /// [`Error::Config`] if none of `known` fits.
 pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CausalLMConfig>) -> Result<CausalLMConfig> {
     let shape = |name: &str| {
-        let places = std::iter::once(name).chain(name.strip_prefix(BODY));
+        let inside = name.strip_prefix(BODY);
+        let nested = inside.map(|inside| format!("{VL_BODY}{inside}"));
+        let places = std::iter::once(name).chain(inside).map(str::to_owned).chain(nested);
         places.into_iter().find_map(|name| files.shape(&format!("{}{name}", original.prefix)))
     };
     let layers = (0..).take_while(|i| shape(&format!("{LAYERS}.{i}.mlp.down_proj.weight")).is_some()).count();

@@ -51,7 +51,7 @@ impl DecoderLayer {
                 Family::Qwen3 => {
                     Some([weights.rms_norm(QUERY_NORM, head_dim, eps)?, weights.rms_norm(KEY_NORM, head_dim, eps)?])
                 }
-                Family::Llama | Family::Mistral | Family::Qwen2 => None,
+                Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen25Vl => None,
             },
             out: weights.linear(OUT, heads * head_dim, dim, config.out_bias)?,
             heads,

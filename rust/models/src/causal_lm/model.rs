@@ -52,7 +52,7 @@ impl CausalLM {
             None
         } else {
             let norm = weights.rms_norm(keys::NORM, dim, config.rms_norm_eps)?;
-            let head = (!config.tie_word_embeddings).then(|| weights.matrix(keys::HEAD, (vocab, dim), start));
+            let head = config.has_own_head().then(|| weights.matrix(keys::HEAD, (vocab, dim), start));
             Some(Top { norm, head: head.transpose()? })
         };
         Ok(Self { config, embedding, layers, top })
@@ -87,8 +87,12 @@ impl CausalLM {
     /// The matrix of the head, (vocab, D), which may be the matrix of the embedding.
     ///
     /// # Errors
-    /// [`Error::Argument`] if only a part of the layers was loaded.
+    /// [`Error::Argument`] if only a part of the layers was loaded, or the model is a text encoder.
     pub fn head(&self) -> Result<&Weight> {
+        if self.config.is_vl() {
+            let text = "Qwen2.5-VL is loaded as a text encoder, without its head, so it cannot compute scores";
+            return Err(Error::argument(OP, text));
+        }
         Ok(self.top()?.head.as_ref().unwrap_or(&self.embedding))
     }
 

@@ -95,7 +95,8 @@ impl Rope {
         let factor = |inner: &mut Fields<'_>| inner.number("factor", None);
         let name = inner.text("rope_type").or_else(|| inner.text("type")).unwrap_or("default");
         let scaling = match name {
-            "default" => Scaling::Plain,
+            // "mrope" splits the angles among three axes, on which the tokens of texts have the same position.
+            "default" | "mrope" => Scaling::Plain,
             "linear" => Scaling::Linear { factor: factor(&mut inner)? },
             "dynamic" => Scaling::Dynamic { factor: factor(&mut inner)? },
             "llama3" => Scaling::Llama3 {

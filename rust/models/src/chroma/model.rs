@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use serde_json::{Map, Value};
-use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_io::WeightFiles;
 use trainable_candle_io::adapter_file::Original as OriginalNames;
 use trainable_candle_nn::{Blocks, Linear, Module, Quantizable, Visitor, Weights};
@@ -11,8 +11,8 @@ use trainable_candle_nn::{Blocks, Linear, Module, Quantizable, Visitor, Weights}
 use super::approximator::Approximator;
 use super::{ChromaConfig, keys};
 use crate::layers::joint::{
-    DoubleBlock, DoubleBlockKind, ModulatedOutput, RopeAxes, Sight, SingleBlock, TokenInputs, TokenSizes, run_double,
-    run_single,
+    DoubleBlock, DoubleBlockKind, ModulatedOutput, RopeAxes, Sight, SingleBlock, TextLengths, TokenInputs, TokenSizes,
+    run_double, run_single,
 };
 use crate::pretrained::{Architecture, Configuration, Layout, Original};
 use crate::registry::{Model, ModelKind};
@@ -25,9 +25,6 @@ const TIME_SCALE: f64 = 1000.0;
 /// Latents along one side of the square that becomes a token.
 const PATCH: usize = 2;
 
-/// The largest number of tokens of a text if [`ChromaConditions::lengths`] is given.
-const MOST_TOKENS: usize = 4096;
-
 /// Chroma's transformer, with the results and the parameter names of diffusers' `ChromaTransformer2DModel`. It predicts
 /// the velocity noise − latents of flow matching.
 pub struct ChromaTransformer {
@@ -39,8 +36,7 @@ pub struct ChromaTransformer {
     double_blocks: Blocks<DoubleBlock>,
     single_blocks: Blocks<SingleBlock>,
     output: ModulatedOutput,
-    /// The indices of up to [`MOST_TOKENS`] tokens, (1, `MOST_TOKENS`) in f32, which masks are computed from.
-    numbers: Tensor,
+    lengths: TextLengths,
 }
 
 /// The inputs of one call except the noisy latents.
@@ -73,10 +69,9 @@ impl ChromaTransformer {
         let kind = DoubleBlockKind { told_modulation: true, ..DoubleBlockKind::default() };
         let x_embedder = weights.linear("x_embedder", config.in_channels, dim, true)?;
         let device = x_embedder.weight.device();
-        let numbers: Vec<f32> = (0..MOST_TOKENS).map(|number| number as f32).collect();
         Ok(Self {
             axes: RopeAxes::new(&config.axes_dims_rope, THETA, device)?,
-            numbers: Tensor::from_vec(numbers, (1, MOST_TOKENS), &Device::Cpu)?.to_device(device)?,
+            lengths: TextLengths::new(Self::CLASS_NAME, device)?,
             x_embedder,
             context_embedder: weights.linear("context_embedder", config.joint_attention_dim, dim, true)?,
             approximator: Approximator::new(config.approximator(), &mut weights.pp(APPROXIMATOR))?,
@@ -109,7 +104,8 @@ impl ChromaTransformer {
         let image = self.x_embedder.forward(&hidden_states.to_dtype(dtype)?)?;
         let text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let angles = self.axes.at(&Tensor::cat(&[conditions.txt_ids, conditions.img_ids], 0)?)?;
-        let mask = conditions.lengths.map(|lengths| self.mask(lengths, length, area)).transpose()?;
+        // The original code also masks the queries of the other tokens, whose results nothing reads.
+        let mask = conditions.lengths.map(|lengths| self.lengths.mask(lengths, length, area)).transpose()?;
         let sight = Sight { angles: Some(&angles), mask: mask.as_ref() };
         let [image, text] = run_double(&self.double_blocks, [image, text], sight, |i, _| table.double(i))?;
         let x = Tensor::cat(&[&text, &image], 1)?;
@@ -118,17 +114,7 @@ impl ChromaTransformer {
         self.output.modulated(&x.narrow(1, length, area)?, [&shift, &scale])
     }
 
-    /// The mask of keys, (B, 1, 1, L + S), u8: 1 for the text's keys below its length and for all keys of the image.
-    /// The original code also masks the queries of the text's other tokens, but nothing reads the results of these.
-    fn mask(&self, lengths: &Tensor, length: usize, area: usize) -> Result<Tensor> {
-        let lengths = lengths.detach().to_dtype(DType::F32)?.unsqueeze(1)?;
-        let text = self.numbers.narrow(1, 0, length)?.lt(&lengths)?;
-        // The mask of a text's first token is always 1, so this value is repeated for the image.
-        let image = text.narrow(1, 0, 1)?.broadcast_as((lengths.dims()[0], area))?;
-        Tensor::cat(&[&text, &image], 1)?.unsqueeze(1)?.unsqueeze(1)
-    }
-
-    /// Check the inputs; returns the numbers of tokens of the image and of the text.
+    /// The tokens of the image and of the text, if everything fits.
     fn check(&self, hidden_states: &Tensor, conditions: ChromaConditions<'_>) -> Result<[usize; 2]> {
         let ChromaConditions { encoder_hidden_states, timestep, img_ids, txt_ids, lengths } = conditions;
         let sizes = TokenSizes {
@@ -148,15 +134,7 @@ impl ChromaTransformer {
             img_ids,
             txt_ids,
         })?;
-        let batch = hidden_states.dims()[0];
-        if let Some(lengths) = lengths.filter(|lengths| lengths.dims() != [batch]) {
-            let message = format!("lengths has shape {:?}, expected ({batch},)", lengths.dims());
-            return Err(Error::shape(Self::CLASS_NAME, message));
-        }
-        if lengths.is_some() && length > MOST_TOKENS {
-            let message = format!("the text has {length} tokens, expected up to {MOST_TOKENS} with lengths");
-            return Err(Error::shape(Self::CLASS_NAME, message));
-        }
+        self.lengths.check(lengths, hidden_states.dims()[0], length)?;
         Ok([area, length])
     }
 }

@@ -134,10 +134,14 @@ impl Module for ResnetBlock {
     }
 }
 
+/// The usual name of the convolution that changes the size.
+const CONV: &str = "conv";
+
 /// Halves the size of an image with a convolution.
 pub struct Downsample {
     conv: Conv2d<Tensor>,
-    /// Whether zeros are added only at the lower and right edge, as in the autoencoder.
+    name: &'static str,
+    /// Whether zeros are added only below and to the right, as in the autoencoder.
     asymmetric: bool,
 }
 
@@ -148,9 +152,17 @@ impl Downsample {
     /// # Errors
     /// As [`Weights::get`].
     pub fn new(channels: usize, asymmetric: bool, weights: &mut Weights<'_>) -> Result<Self> {
+        Self::named(CONV, channels, asymmetric, weights)
+    }
+
+    /// As [`new`](Self::new), with the convolution's name.
+    ///
+    /// # Errors
+    /// As [`Weights::get`].
+    pub fn named(name: &'static str, channels: usize, asymmetric: bool, weights: &mut Weights<'_>) -> Result<Self> {
         let padding = if asymmetric { [0, 0] } else { [1, 1] };
         let options = Conv2dOptions { stride: [2, 2], padding, ..Conv2dOptions::default() };
-        Ok(Self { conv: weights.conv2d("conv", channels, channels, [3, 3], options, true)?, asymmetric })
+        Ok(Self { conv: weights.conv2d(name, channels, channels, [3, 3], options, true)?, name, asymmetric })
     }
 
     /// `x (B, H, W, C)` → `(B, ⌈H / 2⌉, ⌈W / 2⌉, C)`, rounded down if asymmetric.
@@ -183,13 +195,14 @@ impl Downsample {
 
 impl Module for Downsample {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
-        visitor.conv("conv", &self.conv)
+        visitor.conv(self.name, &self.conv)
     }
 }
 
 /// Enlarges an image by repeating pixels, then convolves it.
 pub struct Upsample {
     conv: Conv2d<Tensor>,
+    name: &'static str,
 }
 
 impl Upsample {
@@ -198,10 +211,18 @@ impl Upsample {
     /// # Errors
     /// As [`Weights::get`].
     pub fn new(channels: usize, weights: &mut Weights<'_>) -> Result<Self> {
-        Ok(Self { conv: conv3x3("conv", channels, channels, weights)? })
+        Self::named(CONV, channels, channels, weights)
     }
 
-    /// `x (B, H, W, C)` → `(B, size[0], size[1], C)`, twice the size if none is given.
+    /// As [`new`](Self::new), with the convolution's name and the channels of the result.
+    ///
+    /// # Errors
+    /// As [`Weights::get`].
+    pub fn named(name: &'static str, channels: usize, out_channels: usize, weights: &mut Weights<'_>) -> Result<Self> {
+        Ok(Self { conv: conv3x3(name, channels, out_channels, weights)?, name })
+    }
+
+    /// `x (B, H, W, C)` → `(B, size[0], size[1], out_channels)`, twice the size if none is given.
     ///
     /// # Errors
     /// [`Error::Shape`] if the input does not fit.
@@ -223,6 +244,6 @@ impl Upsample {
 
 impl Module for Upsample {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
-        visitor.conv("conv", &self.conv)
+        visitor.conv(self.name, &self.conv)
     }
 }

@@ -4,6 +4,7 @@
 //! the names in adapter files follow from it. The module of a model ([`crate::clip`], [`crate::vae`], ...) only
 //! describes its architecture.
 
+mod encoders;
 mod readers;
 mod recognise;
 mod table;

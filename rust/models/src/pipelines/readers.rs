@@ -206,7 +206,26 @@ pub(super) static Z_IMAGE: &[Reader] = &[
     PEFT,
 ];
 
-/// Whether a layer is outside of the networks that embed the time and the text.
+/// Qwen-Image, whose layers have one name in all tools. musubi-tuner, kohya's trainer for this model, reads kohya's
+/// names alone.
+pub(super) static QWEN_IMAGE: &[Reader] = &[
+    comfyui(&[
+        Known::all(Style::KohyaOriginal),
+        Known::all(Style::ComfyUi),
+        Known::all(Style::Diffusers),
+        Known::all(Style::Lycoris),
+        Known::all(Style::Bare),
+    ]),
+    diffusers(&[
+        Known::all(Style::Diffusers).configured().alpha(Alpha::Refused),
+        Known::all(Style::ComfyUi).configured(),
+        Known::all(Style::KohyaOriginal),
+    ]),
+    KOHYA,
+    PEFT,
+];
+
+/// Whether a layer is in a block, the first or the last layer, instead of in one of the networks over time and text.
 fn no_embedder(layer: &str) -> bool {
     !layer.starts_with("cap_embedder.") && !layer.starts_with("t_embedder.")
 }

@@ -1,8 +1,9 @@
 //! The table of pipelines: one entry for each family.
 
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 use trainable_candle_io::adapter_file::{BaseModel, Reader, readers as tools};
 
+use super::encoders::{LLAMA_CPP, QWEN3_ENCODER, QWEN25_VL_ENCODER, t5_part};
 use super::{AdapterNames, Part, Pipeline, Role, Section, readers};
 use crate::causal_lm::{self, CausalLMConfig};
 use crate::chroma::{self, ChromaConfig};
@@ -11,16 +12,17 @@ use crate::digits::{self, DigitsConfig};
 use crate::flux::{self, FluxConfig};
 use crate::flux2::{self, Flux2Config};
 use crate::pretrained::{Configuration, Naming};
+use crate::qwen_image::{self, QwenImageConfig};
+use crate::qwen_vae::{self, QwenVaeConfig};
 use crate::registry::ModelKind;
 use crate::sd3::{self, SD3Config};
 use crate::sdxl::{self, UNetConfig};
-use crate::t5::{self, T5Config};
 use crate::vae::{self, VaeConfig};
 use crate::z_image::{self, ZImageConfig};
 
-/// All pipelines. If several pipelines have the same part and a file does not state its pipeline, the first of them
-/// applies.
-pub static PIPELINES: &[&Pipeline] = &[&SDXL, &FLUX, &SD3, &DIGITS, &CAUSAL_LM, &Z_IMAGE, &FLUX2, &CHROMA];
+/// All pipelines. If several have the same part and a file does not say to which of them it belongs, it belongs to the
+/// first.
+pub static PIPELINES: &[&Pipeline] = &[&SDXL, &FLUX, &SD3, &DIGITS, &CAUSAL_LM, &Z_IMAGE, &FLUX2, &CHROMA, &QWEN_IMAGE];
 
 /// Accepts any configuration of the architecture.
 const fn any(_: &Map<String, Value>) -> bool {
@@ -69,26 +71,6 @@ const fn transformer(
     }
 }
 
-/// T5's encoder, on which adapters are not supported.
-const fn t5_part(subfolder: &'static str) -> Part {
-    Part {
-        role: Role::TextEncoder,
-        model: &t5::KIND,
-        subfolder,
-        sections: &[
-            Section {
-                prefixes: &["text_encoders.t5xxl.transformer.", ""],
-                naming: Naming::Own,
-                probe: "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
-            },
-            Section { prefixes: &[""], naming: Naming::LlamaCpp, probe: "enc.blk.0.attn_rel_b.weight" },
-        ],
-        fits: any,
-        published: || T5Config::default().to_json(),
-        adapter: None,
-    }
-}
-
 /// The sections of checkpoints in one file that contain an autoencoder.
 const AUTOENCODER: &[Section] = &[Section {
     prefixes: &["first_stage_model.", "vae.", ""],
@@ -113,47 +95,6 @@ fn latents_of(scaling_factor: f64, shift_factor: f64) -> Map<String, Value> {
         ..VaeConfig::default()
     }
     .to_json()
-}
-
-/// A language model in a GGUF file.
-const LLAMA_CPP: Section = Section { prefixes: &[""], naming: Naming::LlamaCpp, probe: "blk.0.attn_q.weight" };
-
-/// Qwen3 as a text encoder, on which adapters are not supported. It is the 4B model unless the files have another size.
-const QWEN3_ENCODER: Part = Part {
-    role: Role::TextEncoder,
-    model: &causal_lm::KIND,
-    subfolder: "text_encoder",
-    sections: &[
-        Section {
-            prefixes: &["text_encoders.qwen3_4b.transformer.", "text_encoders.qwen3_8b.transformer.", ""],
-            naming: Naming::Own,
-            probe: "model.layers.0.self_attn.q_norm.weight",
-        },
-        LLAMA_CPP,
-    ],
-    fits: |config| config.get("model_type").and_then(Value::as_str) == Some("qwen3"),
-    published: qwen3_4b,
-    adapter: None,
-};
-
-/// The configuration of Qwen3 4B.
-fn qwen3_4b() -> Map<String, Value> {
-    let json = json!({
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": 151_936,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40_960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": true,
-    });
-    if let Value::Object(map) = json { map } else { Map::new() }
 }
 
 /// The autoencoder of Flux.1, which Chroma and Z-Image use too.
@@ -446,6 +387,37 @@ static FLUX2: Pipeline = Pipeline {
             adapter: None,
         },
         QWEN3_ENCODER,
+    ],
+};
+
+/// Qwen-Image (Qwen 2025, arXiv:2508.02324).
+static QWEN_IMAGE: Pipeline = Pipeline {
+    name: "qwen-image",
+    title: "Qwen-Image",
+    class_names: &["QwenImagePipeline", "QwenImageImg2ImgPipeline"],
+    base: Some(BaseModel { version: "qwen-image", architecture: "Qwen-Image", resolution: 1024 }),
+    pixels: 8,
+    parts: &[
+        transformer(
+            &qwen_image::KIND,
+            &[Section { prefixes: PREFIXES, naming: Naming::Own, probe: "transformer_blocks.0.img_mod.1.weight" }],
+            || QwenImageConfig::default().to_json(),
+            readers::QWEN_IMAGE,
+        ),
+        Part {
+            role: Role::Autoencoder,
+            model: &qwen_vae::KIND,
+            subfolder: "vae",
+            sections: &[Section {
+                prefixes: &["first_stage_model.", "vae.", ""],
+                naming: Naming::Original,
+                probe: "decoder.middle.0.residual.0.gamma",
+            }],
+            fits: any,
+            published: || QwenVaeConfig::default().to_json(),
+            adapter: None,
+        },
+        QWEN25_VL_ENCODER,
     ],
 };
 

@@ -3,11 +3,13 @@
 
 mod blocks;
 mod coders;
+mod coding;
 mod config;
 pub mod keys;
 mod model;
 mod tiling;
 
+pub use coding::Coding;
 pub use config::VaeConfig;
 pub use model::AutoencoderKL;
 

@@ -1,13 +1,12 @@
 //! The autoencoder, which converts images to the distribution of their latents, and latents to images.
 
 use serde_json::{Map, Value};
-use trainable_candle_core::compute::with_bf16_pairs;
-use trainable_candle_core::{DType, Error, Result, Tensor};
+use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_io::WeightFiles;
 use trainable_candle_nn::{Conv2d, Init, Module, Visitor, Weights};
 
 use super::coders::{Decoder, Encoder};
-use super::tiling::Tiling;
+use super::coding::Coding;
 use super::{VaeConfig, keys};
 use crate::layers::conv1x1;
 use crate::pretrained::{Architecture, Configuration, Layout, Original};
@@ -28,9 +27,6 @@ pub struct AutoencoderKL {
 /// The names of the statistics.
 const STATISTICS: [&str; 2] = ["bn.running_mean", "bn.running_var"];
 
-/// The range to which the logarithm of the variance is clamped.
-const LOGVAR: (f64, f64) = (-30.0, 20.0);
-
 impl AutoencoderKL {
     /// The `_class_name` in its `config.json`.
     pub const CLASS_NAME: &'static str = "AutoencoderKL";
@@ -40,7 +36,7 @@ impl AutoencoderKL {
     /// A model over `weights`.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is wrong or the weights belong to another model.
+    /// [`trainable_candle_core::Error::Config`] if the configuration is wrong or the weights belong to another model.
     pub fn new(config: VaeConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
         let latent = config.latent_channels;
@@ -74,26 +70,13 @@ impl AutoencoderKL {
     /// tiles the result differs a little from that of the whole image.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the image does not fit the model, [`Error::Argument`] if tiles are too small.
+    /// As [`Coding::encode`].
     pub fn encode(&self, image: &Tensor, tile_size: Option<usize>) -> Result<(Tensor, Tensor)> {
-        let x = self.to_channels_last("image", image, self.config.in_channels, self.config.downscale())?;
-        let encode = |x: &Tensor| {
-            with_bf16_pairs(|| {
-                let moments = self.encoder.forward(x)?;
-                self.quant_conv.as_ref().map_or(Ok(moments.clone()), |conv| conv.forward(&moments))
-            })
-        };
-        let moments = match self.tiling(tile_size)? {
-            Some((pixels, latents)) if x.dims()[1].max(x.dims()[2]) > pixels => {
-                Tiling::new(pixels, latents).run(&x, encode)?
-            }
-            _ => encode(&x)?,
-        };
-        let moments = moments.permute(&[0, 3, 1, 2])?;
-        let channels = self.config.latent_channels;
-        let mean = moments.narrow(1, 0, channels)?.contiguous()?;
-        let logvar = moments.narrow(1, channels, channels)?.contiguous()?;
-        Ok((mean, logvar.clamp(Some(LOGVAR.0), Some(LOGVAR.1))?))
+        let channels = [self.config.in_channels, self.config.latent_channels];
+        self.coding().encode(image, channels, tile_size, |x| {
+            let moments = self.encoder.forward(x)?;
+            self.quant_conv.as_ref().map_or(Ok(moments.clone()), |conv| conv.forward(&moments))
+        })
     }
 
     /// The image of `latent (B, C, h, w)`, without scale and shift: (B, 3, h · downscale, w · downscale), values about
@@ -101,49 +84,17 @@ impl AutoencoderKL {
     /// which overlap by a quarter and are blended at their seams. Memory then does not grow with the image.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the latent does not fit the model, [`Error::Argument`] if tiles are too small.
+    /// As [`Coding::decode`].
     pub fn decode(&self, latent: &Tensor, tile_size: Option<usize>) -> Result<Tensor> {
-        let z = self.to_channels_last("latent", latent, self.config.latent_channels, 1)?;
-        let decode = |z: &Tensor| {
-            with_bf16_pairs(|| {
-                let z = self.post_quant_conv.as_ref().map_or(Ok(z.clone()), |conv| conv.forward(z))?;
-                self.decoder.forward(&z)
-            })
-        };
-        let picture = match self.tiling(tile_size)? {
-            Some((pixels, latents)) if z.dims()[1].max(z.dims()[2]) > latents => {
-                Tiling::new(latents, pixels).run(&z, decode)?
-            }
-            _ => decode(&z)?,
-        };
-        picture.permute(&[0, 3, 1, 2])?.contiguous()
+        self.coding().decode(latent, self.config.latent_channels, tile_size, |z| {
+            let z = self.post_quant_conv.as_ref().map_or(Ok(z.clone()), |conv| conv.forward(z))?;
+            self.decoder.forward(&z)
+        })
     }
 
-    /// The size of tiles in pixels and in latents.
-    fn tiling(&self, tile_size: Option<usize>) -> Result<Option<(usize, usize)>> {
-        /// The smallest tile in latents. Tiles overlap by a quarter, which must be at least 1 latent.
-        const FEWEST: usize = 4;
-        let Some(pixels) = tile_size else { return Ok(None) };
-        let latents = pixels / self.config.downscale();
-        if latents < FEWEST {
-            let least = FEWEST * self.config.downscale();
-            let message = format!("tile_size is {pixels}, expected at least {least} pixels; 512 is usual");
-            return Err(Error::argument(Self::CLASS_NAME, message));
-        }
-        Ok(Some((latents * self.config.downscale(), latents)))
-    }
-
-    /// (B, C, H, W) → (B, H, W, C) in the dtype of the weights.
-    fn to_channels_last(&self, name: &str, x: &Tensor, channels: usize, least: usize) -> Result<Tensor> {
-        match *x.dims() {
-            [_, c, height, width] if c == channels && height.min(width) >= least => {
-                x.to_dtype(self.dtype())?.permute(&[0, 2, 3, 1])?.contiguous()
-            }
-            _ => Err(Error::shape(
-                Self::CLASS_NAME,
-                format!("{name} has shape {:?}, expected (B, {channels}, H, W), H and W at least {least}", x.dims()),
-            )),
-        }
+    /// How images and latents are passed through the coders.
+    fn coding(&self) -> Coding {
+        Coding { op: Self::CLASS_NAME, downscale: self.config.downscale(), dtype: self.dtype() }
     }
 }
 

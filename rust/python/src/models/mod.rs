@@ -7,6 +7,8 @@ mod digits;
 mod flux;
 mod flux2;
 mod generation;
+mod qwen_image;
+mod qwen_vae;
 mod request;
 mod sd3;
 mod sdxl;
@@ -49,6 +51,8 @@ pub use digits::DigitsTransformer;
 pub use flux::FluxTransformer;
 pub use flux2::Flux2Transformer;
 pub use generation::{Generation, KVCache};
+pub use qwen_image::QwenImageTransformer;
+pub use qwen_vae::AutoencoderKLQwenImage;
 pub use request::set_resolver;
 use request::{Options, Request};
 pub use sd3::SD3Transformer;
@@ -104,7 +108,9 @@ static CLASSES: &[Class] = &[
     Flux2Transformer::CLASS,
     ChromaTransformer::CLASS,
     ZImageTransformer::CLASS,
+    QwenImageTransformer::CLASS,
     AutoencoderKL::CLASS,
+    AutoencoderKLQwenImage::CLASS,
     CLIPTextModel::CLASS,
     T5Encoder::CLASS,
     DigitsTransformer::CLASS,

@@ -8,8 +8,20 @@ use super::modulation::{gated_add, modulated};
 use super::{BlockSizes, FeedForward, FeedForwardKind, Sight};
 use crate::saved::Saved;
 
-/// The layers that modulate the image and the text.
-const NORMS: [&str; 2] = ["norm1.linear", "norm1_context.linear"];
+/// Names of layers that differ between models, the image's and the text's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DoubleBlockNames {
+    /// The layers that compute the modulation.
+    pub norms: [&'static str; 2],
+    /// The feed-forward layers.
+    pub feed_forward: [&'static str; 2],
+}
+
+impl Default for DoubleBlockNames {
+    fn default() -> Self {
+        Self { norms: ["norm1.linear", "norm1_context.linear"], feed_forward: ["ff", "ff_context"] }
+    }
+}
 
 /// Properties in which the blocks of models differ.
 #[derive(Clone, Copy, Debug, Default)]
@@ -22,6 +34,8 @@ pub struct DoubleBlockKind {
     pub told_modulation: bool,
     /// Its feed-forward layers.
     pub feed_forward: FeedForwardKind,
+    /// The names of its layers.
+    pub names: DoubleBlockNames,
 }
 
 /// Attention of an image's and a text's tokens to the tokens of both, then a feed-forward layer for each stream. For each
@@ -29,6 +43,7 @@ pub struct DoubleBlockKind {
 pub struct DoubleBlock {
     /// The layers that modulate the image and the text, unless the model passes the modulation.
     norms: Option<[Linear<Tensor>; 2]>,
+    names: DoubleBlockNames,
     dim: usize,
     attn: JointAttention,
     attn2: Option<SelfAttention>,
@@ -46,16 +61,21 @@ impl DoubleBlock {
         let image_parts = if kind.dual { 9 } else { 6 };
         let text_parts = if kind.image_only { 2 } else { 6 };
         let mut norm = |name, parts: usize| weights.linear(name, dim, parts * dim, sizes.bias);
-        let norms =
-            if kind.told_modulation { None } else { Some([norm(NORMS[0], image_parts)?, norm(NORMS[1], text_parts)?]) };
+        let names = kind.names;
+        let norms = if kind.told_modulation {
+            None
+        } else {
+            Some([norm(names.norms[0], image_parts)?, norm(names.norms[1], text_parts)?])
+        };
         let feed_forward = |weights: &mut Weights<'_>| FeedForward::new(sizes, kind.feed_forward, weights);
         Ok(Self {
             norms,
+            names,
             dim,
             attn: JointAttention::new(sizes, kind.image_only, &mut weights.pp("attn"))?,
             attn2: kind.dual.then(|| SelfAttention::new(sizes, &mut weights.pp("attn2"))).transpose()?,
-            ff: feed_forward(&mut weights.pp("ff"))?,
-            ff_context: (!kind.image_only).then(|| feed_forward(&mut weights.pp("ff_context"))).transpose()?,
+            ff: feed_forward(&mut weights.pp(names.feed_forward[0]))?,
+            ff_context: (!kind.image_only).then(|| feed_forward(&mut weights.pp(names.feed_forward[1]))).transpose()?,
         })
     }
 
@@ -141,11 +161,12 @@ impl DoubleBlock {
 
 impl Module for DoubleBlock {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
-        let norms = NORMS.iter().zip(self.norms.iter().flatten());
+        let norms = self.names.norms.iter().zip(self.norms.iter().flatten());
         norms.into_iter().try_for_each(|(name, norm)| visitor.linear(name, norm))?;
         visitor.module("attn", &self.attn)?;
         self.attn2.iter().try_for_each(|attn| visitor.module("attn2", attn))?;
-        visitor.module("ff", &self.ff)?;
-        self.ff_context.iter().try_for_each(|ff| visitor.module("ff_context", ff))
+        let [image, text] = self.names.feed_forward;
+        visitor.module(image, &self.ff)?;
+        self.ff_context.iter().try_for_each(|ff| visitor.module(text, ff))
     }
 }

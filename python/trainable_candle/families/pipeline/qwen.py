@@ -1,0 +1,148 @@
+"""Qwen's language models as text encoders of pipelines, with their tokenizers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+
+import numpy as np
+
+import trainable_candle as tc
+from trainable_candle.errors import WeightsFormatError
+from trainable_candle.models import CausalLM
+from trainable_candle.text.prompt_tokenizer import FILE, VOCABULARY, PromptTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from typing_extensions import Unpack
+
+    from trainable_candle import Tensor
+    from trainable_candle.families.pipeline.family import PipelineFamily
+
+MOST_TOKENS = 512
+"""The most tokens of a caption in its template, as in diffusers' pipelines."""
+
+
+class Template(TypedDict, total=False):
+    """The arguments of `PromptTokenizer` that determine its template."""
+
+    thinks: bool
+    system: str | None
+
+
+class QwenEncoder:
+    """An encoder and its tokenizer.
+
+    Args:
+        family: the family with the weights.
+        layers: how many layers are loaded; None: all.
+        template: the arguments of `PromptTokenizer`.
+
+    Raises:
+        MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of another
+            model.
+    """
+
+    of: ClassVar[str]
+    """The model's name in messages."""
+
+    def __init__(
+        self, family: PipelineFamily[Any], layers: int | None, **template: Unpack[Template]
+    ) -> None:
+        folder = tokenizer_folder(family, self.of)
+        self.tokenizer = PromptTokenizer.from_pretrained(folder, **template)
+        self._model = CausalLM.from_pretrained(
+            **family.source("text_encoder"),
+            dtype=family.dtype,
+            device=family.device,
+            layers=layers,
+        )
+        if self.tokenizer.size > self._model.vocab_size:
+            raise WeightsFormatError(
+                f"tokenizer: {folder} has {self.tokenizer.size} tokens, where the text encoder "
+                f"knows {self._model.vocab_size}; give the folder of the pipeline with its own"
+            )
+        self._device = family.device
+
+
+class Qwen25VL(QwenEncoder):
+    """The language model of Qwen2.5-VL.
+
+    Args:
+        family: the family with the weights.
+        system: as for `PromptTokenizer`.
+
+    Raises:
+        MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of another
+            model.
+    """
+
+    of: ClassVar[str] = "Qwen2.5-VL"
+
+    def __init__(self, family: PipelineFamily[Any], system: str) -> None:
+        super().__init__(family, None, system=system)
+
+    def states(self, tokens: Sequence[int]) -> Tensor:
+        """The states of a row of tokens after the final norm, (1, L, width)."""
+        count = len(tokens)
+        ids, places, bounds = (
+            tc.tensor(np.array(row, np.int64), device=self._device)
+            for row in (tokens, range(count), [0, count])
+        )
+        return self._model.hidden(ids, places, bounds).unsqueeze(0)
+
+
+class Qwen3(QwenEncoder):
+    """Qwen3; layers after the last that is used are not loaded.
+
+    Args:
+        family: the family with the weights.
+        layers: the layers whose hidden states are used, counted from 1.
+        thinks: see `PromptTokenizer`.
+
+    Raises:
+        MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of another
+            model.
+    """
+
+    of: ClassVar[str] = "Qwen3"
+
+    def __init__(self, family: PipelineFamily[Any], layers: Sequence[int], *, thinks: bool) -> None:
+        super().__init__(family, max(layers), thinks=thinks)
+        self._layers = list(layers)
+
+    def states(self, tokens: Sequence[int]) -> list[Tensor]:
+        """The states of a row of tokens, (1, L, width) for each layer."""
+        ids = tc.tensor(np.array([tokens], np.int64), device=self._device)
+        states: list[Tensor] = self._model.hidden_states(ids, layers=self._layers)
+        return states
+
+    def padded_states(self, tokens: Sequence[int], length: int) -> list[Tensor]:
+        """The states of a row of tokens, padded to `length`; (length, width) for each layer."""
+        row = [*tokens, *[self.tokenizer.pad] * (length - len(tokens))]
+        ids = tc.tensor(np.array(row, np.int64), device=self._device)
+        states: list[Tensor] = self._model.padded_states(ids, len(tokens), self._layers)
+        return states
+
+
+def tokenizer_folder(family: PipelineFamily[Any], of: str = Qwen3.of) -> Path:
+    """The folder of the tokenizer, in the pipeline's folder or beside the text encoder.
+
+    Args:
+        family: the family with the weights.
+        of: the text encoder's name in messages.
+
+    Raises:
+        WeightsFormatError: there is none.
+    """
+    encoder = family.facts.parts["text_encoder"].path
+    near = encoder if encoder.is_dir() else encoder.parent
+    places = [family.weights / "tokenizer", near / "tokenizer", near.parent / "tokenizer", near]
+    for place in places:
+        if (place / FILE).is_file() or (place / VOCABULARY).is_file():
+            return place
+    raise WeightsFormatError(
+        f"tokenizer: there is no {FILE} of {of} with {family.weights}; give the folder of the "
+        f"pipeline, or put its folder tokenizer beside {encoder}"
+    )

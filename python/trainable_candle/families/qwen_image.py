@@ -1,0 +1,158 @@
+"""What sets Qwen-Image apart from other flow models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from trainable_candle._core import pipeline_parts
+from trainable_candle.data import file_identity
+from trainable_candle.errors import ConfigError
+from trainable_candle.families.flow import FlowFamily
+from trainable_candle.families.flow.coder import QwenImageCoder
+from trainable_candle.families.flow.patches import from_squares, over_tokens, squares
+from trainable_candle.families.flow.rows import in_rows
+from trainable_candle.families.flow.schedule import FlowSchedule
+from trainable_candle.families.pipeline.facts import index_of
+from trainable_candle.families.pipeline.identity import parts_identity
+from trainable_candle.families.pipeline.qwen import Qwen25VL, tokenizer_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainable_candle import Tensor
+    from trainable_candle.models import QwenImageTransformer
+    from trainable_candle.tasks.latent.coders import KLCoder
+    from trainable_candle.train.trainer import Inputs
+
+_SYSTEM: Final = (
+    "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+    "relationships of the objects and background:"
+)
+"""The system's turn of the template that the model was trained with."""
+_DROPPED: Final = 34
+"""The first tokens of the template, whose states are not used."""
+_MOST_TOKENS: Final = 1024
+"""The most tokens of a caption and the rest of the template."""
+_USUAL_TOKENS: Final = 128
+"""The number of tokens of a caption that memory estimates assume."""
+_PIPELINES: Final = ("QwenImagePipeline", "QwenImageImg2ImgPipeline")
+
+
+class QwenImageTexts:
+    """Qwen2.5-VL with its tokenizer; the features are its last states after the template's start.
+
+    Follows `_get_qwen_prompt_embeds` of diffusers' pipeline:
+    https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/qwenimage/pipeline_qwenimage.py
+
+    Args:
+        family: the family with the weights.
+
+    Raises:
+        MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of another
+            model.
+    """
+
+    def __init__(self, family: QwenImage) -> None:
+        self._encoder = Qwen25VL(family, _SYSTEM)
+
+    def _tokens(self, caption: str) -> list[int]:
+        return self._encoder.tokenizer.encode(caption, _DROPPED + _MOST_TOKENS)
+
+    def chunks(self, caption: str) -> int:
+        """The number of tokens, because only captions of equal length are encoded together."""
+        return len(self._tokens(caption)) - _DROPPED
+
+    def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Captions to `encoder_hidden_states` (B, L, 3584) and their `lengths` (B,) in tokens."""
+        rows = [self._encoder.states(self._tokens(caption)) for caption in captions]
+        return in_rows([row.narrow(1, _DROPPED, row.shape[1] - _DROPPED) for row in rows])
+
+
+class QwenImage(FlowFamily[QwenImageTexts]):
+    """Qwen-Image, also in its version 2512."""
+
+    name: ClassVar[str] = "qwen-image"
+    summary: ClassVar[str] = "Qwen-Image or Qwen-Image-2512"
+    download: ClassVar[str] = (
+        "Qwen/Qwen-Image or Qwen/Qwen-Image-2512 on the Hugging Face hub (about 58 GB each, "
+        "Apache-2.0)"
+    )
+    parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("qwen-image"))
+    # All linear layers of the blocks but the modulation, like musubi-tuner and OneTrainer.
+    targets: ClassVar[tuple[str, ...]] = (
+        r"transformer_blocks\.\d+\.attn\.(to_(q|k|v|out\.0|add_out)|add_(q|k|v)_proj)",
+        r"transformer_blocks\.\d+\.(img|txt)_mlp\.net\.(0\.proj|2)",
+    )
+    guidance: ClassVar[float] = 4.0
+    no_prompt: ClassVar[str] = " "
+    reads_texts_apart: ClassVar[bool] = True
+    schedule: ClassVar[FlowSchedule] = FlowSchedule(
+        grows=True, tokens=(256, 8192), mu=(0.5, 0.9), terminal=0.02
+    )
+    coder_kind: ClassVar[type[KLCoder]] = QwenImageCoder
+    text_tokens: ClassVar[int] = _USUAL_TOKENS
+    model: QwenImageTransformer
+
+    def require_own(self) -> None:
+        """As `PipelineFamily.require_own`; also checks that the folder is not of a relative.
+
+        Raises:
+            ConfigError: it is of Qwen-Image-Edit, for example, or the parts do not fit together.
+        """
+        kind = index_of(self.weights).get("_class_name", _PIPELINES[0])
+        if kind not in _PIPELINES:
+            raise ConfigError(
+                f"weights: {self.weights} is a {kind}, which is not supported; expected Qwen-Image "
+                f"({_PIPELINES[0]})"
+            )
+        super().require_own()
+        read = self.facts.config["joint_attention_dim"]
+        found = self.facts.parts["text_encoder"].layers["model.layers.0.self_attn.q_proj"][1]
+        if found != read:
+            raise ConfigError(
+                f"text_encoder: it makes {found} features of a token, but the transformer reads "
+                f"{read}; Qwen-Image goes with Qwen2.5-VL 7B"
+            )
+
+    def load_encoders(self) -> QwenImageTexts:
+        """Qwen2.5-VL without the part that reads images."""
+        return QwenImageTexts(self)
+
+    @property
+    def text_values(self) -> int:
+        """The features of all tokens."""
+        return int(self.text_tokens * self.facts.config["joint_attention_dim"])
+
+    @property
+    def text_working_values(self) -> int:
+        """The widest layer of Qwen2.5-VL, and the result."""
+        layers = self.facts.parts["text_encoder"].layers
+        middle, width = layers["model.layers.0.mlp.up_proj"]
+        return int((_DROPPED + _MOST_TOKENS) * (2 * middle + 4 * width)) + self.text_values
+
+    def rescaled(self, guided: Tensor, positive: Tensor) -> Tensor:
+        """The guided prediction, each token with the norm of that for the prompt."""
+        tokens, others = squares(guided.to("f32")), squares(positive.to("f32"))
+        norm, other = (((x * x).sum(1, keepdim=True)).sqrt() for x in (tokens, others))
+        return from_squares(tokens * (other / norm))
+
+    def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
+        """The prediction of the transformer."""
+        text = conditions["encoder_hidden_states"]
+        # A single text has no padding; of several, some have.
+        lengths = conditions["lengths"] if sample.shape[0] > 1 else None
+        return over_tokens(
+            sample,
+            text.shape[1],
+            lambda x, image, words: self.model(x, text, times / 1000.0, image, words, lengths),
+            centred=True,
+        )
+
+    def text_identity(self) -> dict[str, str]:
+        """The text encoder's files, and how it encodes."""
+        return {
+            **parts_identity(self.facts, self.facts.text_encoders),
+            "tokenizer": file_identity(tokenizer_folder(self, Qwen25VL.of)),
+            "dtype": self.text_precision,
+            "tokens": f"{_MOST_TOKENS} after {_DROPPED}",
+        }

@@ -1,0 +1,54 @@
+//! The names of the transformer's parameters in files. `ComfyUI`'s files and adapter files of all tools have diffusers'
+//! names, which are the model's own.
+
+use trainable_candle_core::Result;
+use trainable_candle_io::WeightFiles;
+
+use super::QwenImageConfig;
+use super::config::PATCH;
+use crate::pretrained::{Layout, Original, OwnNames, PrefixedNames, StoredSizes};
+
+/// The layout of a folder, or of a checkpoint in one file.
+pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
+    match original {
+        Some(Original { prefix, .. }) => Box::new(PrefixedNames(prefix)),
+        None => Box::new(OwnNames),
+    }
+}
+
+/// Parameters that only relatives of the model have, with the names of the relatives.
+const RELATIVES: [(&str, &str); 4] = [
+    ("__index_timestep_zero__", "Qwen-Image-Edit-2511, which reads images besides the text"),
+    ("time_text_embed.addition_t_embedding.weight", "Qwen-Image-Layered, which draws several layers"),
+    ("transformer_blocks.0.img_mlp.gate_layer.weight", "Qwen-Image 2.1, whose feed-forward layers have gates"),
+    ("transformer_blocks.0.img_mlp.gate_up.weight", "Qwen-Image 2.1, whose feed-forward layers have gates"),
+];
+
+/// The configuration of the transformer in a file, from the shapes of its tensors. Fields that shapes do not determine
+/// come from the first of the `known` configurations with the same sizes, or else from the published model.
+///
+/// # Errors
+/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is a relative of Qwen-Image.
+pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<QwenImageConfig>) -> Result<QwenImageConfig> {
+    let sizes = StoredSizes::new(files, layout(Some(naming)));
+    let size = |name: &str, dim: usize| sizes.size(name, dim);
+    if let Some((_, what)) = RELATIVES.iter().find(|(name, _)| sizes.has(name)) {
+        return Err(sizes.wrong(&format!("the transformer is {what}; it is not supported, expected Qwen-Image")));
+    }
+    let head_dim = size("transformer_blocks.0.attn.norm_q.weight", 0)?;
+    let deduced = QwenImageConfig {
+        in_channels: size("img_in.weight", 1)?,
+        out_channels: size("proj_out.weight", 0)? / (PATCH * PATCH),
+        num_layers: sizes.count("transformer_blocks", "attn.to_out.0"),
+        num_attention_heads: size("img_in.weight", 0)? / head_dim.max(1),
+        attention_head_dim: head_dim,
+        joint_attention_dim: size("txt_in.weight", 1)?,
+        ..QwenImageConfig::default()
+    };
+    let agrees = |known: &QwenImageConfig| {
+        QwenImageConfig { axes_dims_rope: known.axes_dims_rope.clone(), ..deduced.clone() } == *known
+    };
+    let config = known.into_iter().find(agrees).unwrap_or(deduced);
+    config.validate()?;
+    Ok(config)
+}

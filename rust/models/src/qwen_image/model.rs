@@ -1,0 +1,205 @@
+//! The transformer, which predicts the velocity from noisy latents (as tokens), time and text.
+
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+use trainable_candle_core::{DType, Result, Tensor};
+use trainable_candle_io::WeightFiles;
+use trainable_candle_io::adapter_file::Original as OriginalNames;
+use trainable_candle_nn::{Blocks, Linear, Module, Quantizable, RmsNorm, Visitor, Weights};
+
+use super::config::PATCH;
+use super::{QwenImageConfig, keys};
+use crate::layers::joint::{
+    ConditionSizes, DoubleBlock, DoubleBlockKind, DoubleBlockNames, EPS, ModulatedOutput, RopeAxes, Sight, TextLengths,
+    TimeTextEmbedding, TokenInputs, TokenSizes, run_double,
+};
+use crate::pretrained::{Architecture, Configuration, Key, Layout, Original};
+use crate::registry::{Model, ModelKind};
+use crate::saved::{SampleSize, Saved};
+
+/// The longest period of the positions' angles, divided by 2π; fixed in diffusers.
+const THETA: f64 = 10_000.0;
+/// The time is multiplied by this before its sinusoids are computed.
+const TIME_SCALE: f64 = 1000.0;
+
+/// Qwen-Image's transformer, with the results and the parameter names of diffusers' `QwenImageTransformer2DModel`. It
+/// predicts the velocity noise − latents of flow matching.
+pub struct QwenImageTransformer {
+    config: QwenImageConfig,
+    img_in: Linear<Tensor>,
+    txt_norm: RmsNorm,
+    txt_in: Linear<Tensor>,
+    time_text_embed: TimeTextEmbedding,
+    axes: RopeAxes,
+    blocks: Blocks<DoubleBlock>,
+    output: ModulatedOutput,
+    lengths: TextLengths,
+}
+
+/// The inputs of one call except the noisy latents.
+#[derive(Clone, Copy)]
+pub struct QwenImageConditions<'a> {
+    /// The text's tokens, (B, L, joint_attention_dim).
+    pub encoder_hidden_states: &'a Tensor,
+    /// The time from 0 (clean) to 1 (noise), (B), (1) or without dimensions.
+    pub timestep: &'a Tensor,
+    /// Positions of the image's tokens, (S, axes): 0, row, column, with row and column 0 in the image's centre.
+    pub img_ids: &'a Tensor,
+    /// Positions of the text's tokens, (L, axes): on all axes the same number, which follows those of the image.
+    pub txt_ids: &'a Tensor,
+    /// The number of tokens of each text that attention reads, (B), at least 1. With `None`, attention reads all tokens
+    /// and needs no mask, which saves time.
+    pub lengths: Option<&'a Tensor>,
+}
+
+impl QwenImageTransformer {
+    /// The `_class_name` in its `config.json`.
+    pub const CLASS_NAME: &'static str = "QwenImageTransformer2DModel";
+
+    /// A model over `weights`.
+    ///
+    /// # Errors
+    /// [`trainable_candle_core::Error::Config`] if the configuration is wrong or the weights belong to another model.
+    pub fn new(config: QwenImageConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        config.validate()?;
+        let (dim, text) = (config.inner_dim(), config.joint_attention_dim);
+        let kind = DoubleBlockKind {
+            names: DoubleBlockNames { norms: MODULATION, feed_forward: ["img_mlp", "txt_mlp"] },
+            ..DoubleBlockKind::default()
+        };
+        let img_in = weights.linear("img_in", config.in_channels, dim, true)?;
+        let condition = ConditionSizes { dim, pooled: None, guidance: false, bias: true };
+        let block = |i| DoubleBlock::new(config.block(), kind, &mut weights.pp(&format!("transformer_blocks.{i}")));
+        Ok(Self {
+            blocks: (0..config.num_layers).map(block).collect::<Result<_>>()?,
+            axes: RopeAxes::new(&config.axes_dims_rope, THETA, img_in.weight.device())?,
+            lengths: TextLengths::new(Self::CLASS_NAME, img_in.weight.device())?,
+            img_in,
+            txt_norm: weights.rms_norm("txt_norm", text, EPS)?,
+            txt_in: weights.linear("txt_in", text, dim, true)?,
+            time_text_embed: TimeTextEmbedding::new(condition, &mut weights.pp("time_text_embed"))?,
+            output: ModulatedOutput::new([dim, PATCH * PATCH * config.out_channels], true, weights)?,
+            config,
+        })
+    }
+
+    /// The configuration.
+    pub const fn config(&self) -> &QwenImageConfig {
+        &self.config
+    }
+
+    /// The velocity at noisy latents `hidden_states (B, S, in_channels)`, whose tokens are squares of latents. The
+    /// result is (B, S, 4 out_channels), in the dtype of the weights.
+    ///
+    /// # Errors
+    /// As [`TokenSizes::check`] and [`TextLengths::check`].
+    pub fn forward(&self, hidden_states: &Tensor, conditions: QwenImageConditions<'_>) -> Result<Tensor> {
+        let [area, length] = self.check(hidden_states, conditions)?;
+        let (dtype, batch) = (self.dtype(), hidden_states.dims()[0]);
+        // `timestep` may be one time for all samples, but the modulation needs a row for each sample.
+        let times = conditions.timestep.reshape(conditions.timestep.elem_count())?.to_dtype(DType::F32)?;
+        let times = times.mul_scalar(TIME_SCALE)?.broadcast_as(batch)?;
+        let condition = self.time_text_embed.forward(&times, None, None)?;
+        let image = self.img_in.forward(&hidden_states.to_dtype(dtype)?)?;
+        let text = self.txt_norm.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
+        let text = self.txt_in.forward(&text)?;
+        let angles = self.axes.at(&Tensor::cat(&[conditions.txt_ids, conditions.img_ids], 0)?)?;
+        let mask = conditions.lengths.map(|lengths| self.lengths.mask(lengths, length, area)).transpose()?;
+        let sight = Sight { angles: Some(&angles), mask: mask.as_ref() };
+        let [image, _] = run_double(&self.blocks, [image, text], sight, |_, block| block.modulation(&condition))?;
+        self.output.forward(&image, &condition)
+    }
+
+    /// Check the inputs; returns the numbers of tokens of the image and of the text.
+    fn check(&self, hidden_states: &Tensor, conditions: QwenImageConditions<'_>) -> Result<[usize; 2]> {
+        let QwenImageConditions { encoder_hidden_states, timestep, img_ids, txt_ids, lengths } = conditions;
+        let sizes = TokenSizes {
+            op: Self::CLASS_NAME,
+            channels: self.config.in_channels,
+            text: self.config.joint_attention_dim,
+            pooled: None,
+            axes: self.config.axes_dims_rope.len(),
+            guidance: false,
+        };
+        let [area, length] = sizes.check(TokenInputs {
+            hidden_states,
+            encoder_hidden_states,
+            pooled_projections: None,
+            timestep,
+            guidance: None,
+            img_ids,
+            txt_ids,
+        })?;
+        self.lengths.check(lengths, hidden_states.dims()[0], length)?;
+        Ok([area, length])
+    }
+}
+
+/// The layers of a block that modulate the image and the text.
+const MODULATION: [&str; 2] = ["img_mod.1", "txt_mod.1"];
+
+impl Module for QwenImageTransformer {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.module("time_text_embed", &self.time_text_embed)?;
+        visitor.module("txt_norm", &self.txt_norm)?;
+        visitor.linear("img_in", &self.img_in)?;
+        visitor.linear("txt_in", &self.txt_in)?;
+        visitor.blocks("transformer_blocks", &self.blocks)?;
+        self.output.visit(visitor)
+    }
+}
+
+impl Architecture for QwenImageTransformer {
+    type Config = QwenImageConfig;
+
+    const KIND: &'static ModelKind = &super::KIND;
+
+    const QUANTIZABLE: Quantizable =
+        Quantizable { blocks: &["transformer_blocks."], kept: &[], modulation: &MODULATION, rows: &[] };
+
+    fn build(config: QwenImageConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        Self::new(config, weights)
+    }
+
+    fn deduce(files: &WeightFiles, original: Original, known: Vec<QwenImageConfig>) -> Result<QwenImageConfig> {
+        keys::deduce(files, original, known)
+    }
+
+    fn names(_config: &QwenImageConfig, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        keys::layout(original)
+    }
+}
+
+impl Model for QwenImageTransformer {
+    fn kind(&self) -> &'static ModelKind {
+        Self::KIND
+    }
+
+    fn configuration(&self) -> Map<String, Value> {
+        self.config.to_json()
+    }
+
+    fn dtype(&self) -> DType {
+        self.output.dtype()
+    }
+
+    fn saved(&self, size: SampleSize, saved: &mut Saved) {
+        let area = size.height.div_ceil(PATCH) * size.width.div_ceil(PATCH);
+        saved.outside(|saved| {
+            self.time_text_embed.saved(saved);
+            saved.linear(&self.img_in, (area * self.config.in_channels, area));
+            saved.linear(&self.txt_in, (size.tokens * self.config.joint_attention_dim, size.tokens));
+        });
+        self.blocks.iter().for_each(|block| block.saved(area, size.tokens, saved));
+        self.output.saved(area, saved);
+    }
+
+    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        Self::names(&self.config, original, files)
+    }
+
+    fn original_names(&self) -> OriginalNames {
+        Arc::new(|layer| Some(Key::plain(layer)))
+    }
+}

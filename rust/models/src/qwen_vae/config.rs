@@ -1,0 +1,124 @@
+//! The sizes of an autoencoder.
+
+use serde_json::{Map, Value, json};
+use trainable_candle_core::Result;
+
+use super::AutoencoderKLQwenImage;
+use crate::fields::Fields;
+use crate::pretrained::Configuration;
+
+/// `config.json` of an autoencoder as diffusers writes it (`AutoencoderKLQwenImage`). The default is the published
+/// model's.
+#[derive(Clone, Debug, PartialEq)]
+pub struct QwenVaeConfig {
+    /// Channels of the largest images inside.
+    pub base_dim: usize,
+    /// Channels of the latents.
+    pub z_dim: usize,
+    /// Channels of each level as multiples of `base_dim`, from the largest image to the smallest. Each level but the
+    /// last halves the size.
+    pub dim_mult: Vec<usize>,
+    /// Residual blocks of each level of the encoder; those of the decoder have one more.
+    pub num_res_blocks: usize,
+    /// The input of a diffusion model is (latent − mean) / std, with one mean and one std for each channel.
+    pub latents_mean: Vec<f64>,
+    /// See `latents_mean`.
+    pub latents_std: Vec<f64>,
+    /// For each level but the last, whether it halves the number of frames, which does not concern images.
+    temporal: Value,
+}
+
+impl Default for QwenVaeConfig {
+    fn default() -> Self {
+        Self {
+            base_dim: 96,
+            z_dim: 16,
+            dim_mult: vec![1, 2, 4, 4],
+            num_res_blocks: 2,
+            latents_mean: vec![
+                -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508, 0.4134, -0.0715, 0.5517, -0.3632,
+                -0.1922, -0.9497, 0.2503, -0.2921,
+            ],
+            latents_std: vec![
+                2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743, 3.2687, 2.1526, 2.8652, 1.5579, 1.6382,
+                1.1253, 2.8251, 1.9160,
+            ],
+            temporal: json!([false, true, true]),
+        }
+    }
+}
+
+/// The field's name has a typing error in diffusers.
+const TEMPORAL: &str = "temperal_downsample";
+
+impl Configuration for QwenVaeConfig {
+    fn from_json(map: &Map<String, Value>) -> Result<Self> {
+        let mut fields = Fields::new(AutoencoderKLQwenImage::CLASS_NAME, map);
+        fields.only(&[("attn_scales", json!([])), ("input_channels", json!(3))])?;
+        fields.ignore(&["dropout", TEMPORAL]);
+        let standard = Self::default();
+        let dim_mult = if map.contains_key("dim_mult") { fields.list("dim_mult")? } else { standard.dim_mult };
+        let z_dim = fields.size("z_dim", Some(standard.z_dim))?;
+        let mut numbers = |name, otherwise| {
+            if map.contains_key(name) { fields.numbers(name, z_dim) } else { Ok(otherwise) }
+        };
+        let latents_mean = numbers("latents_mean", standard.latents_mean)?;
+        let latents_std = numbers("latents_std", standard.latents_std)?;
+        let config = Self {
+            base_dim: fields.size("base_dim", Some(standard.base_dim))?,
+            num_res_blocks: fields.size("num_res_blocks", Some(standard.num_res_blocks))?,
+            temporal: map.get(TEMPORAL).cloned().unwrap_or(standard.temporal),
+            z_dim,
+            dim_mult,
+            latents_mean,
+            latents_std,
+        };
+        config.validate(&fields)?;
+        fields.finish()?;
+        Ok(config)
+    }
+
+    fn to_json(&self) -> Map<String, Value> {
+        let json = json!({
+            "_class_name": AutoencoderKLQwenImage::CLASS_NAME,
+            "attn_scales": [],
+            "base_dim": self.base_dim,
+            "dim_mult": self.dim_mult,
+            "dropout": 0.0,
+            "latents_mean": self.latents_mean,
+            "latents_std": self.latents_std,
+            "num_res_blocks": self.num_res_blocks,
+            TEMPORAL: self.temporal,
+            "z_dim": self.z_dim,
+        });
+        if let Value::Object(map) = json { map } else { Map::new() }
+    }
+}
+
+impl QwenVaeConfig {
+    fn validate(&self, fields: &Fields<'_>) -> Result<()> {
+        if self.latents_mean.len() != self.z_dim || self.latents_std.len() != self.z_dim {
+            return Err(
+                fields.wrong("latents_mean", &format!("{} numbers, as many as latents_std and z_dim", self.z_dim))
+            );
+        }
+        if self.latents_std.iter().any(|&std| std <= 0.0) {
+            return Err(fields.wrong("latents_std", "numbers above 0"));
+        }
+        let halved = self.dim_mult.iter().skip(1).any(|factor| !(factor * self.base_dim).is_multiple_of(2));
+        if halved {
+            return Err(fields.wrong("base_dim", "an even number, because the decoder halves channels"));
+        }
+        Ok(())
+    }
+
+    /// Channels of each level of the encoder.
+    pub(super) fn widths(&self) -> Vec<usize> {
+        self.dim_mult.iter().map(|factor| factor * self.base_dim).collect()
+    }
+
+    /// Pixels per latent along one side of an image.
+    pub fn downscale(&self) -> usize {
+        1 << (self.dim_mult.len() - 1)
+    }
+}

@@ -1,0 +1,120 @@
+//! The autoencoder, which converts images to the distribution of their latents, and latents to images.
+
+use serde_json::{Map, Value};
+use trainable_candle_core::{DType, Result, Tensor};
+use trainable_candle_io::WeightFiles;
+use trainable_candle_nn::{Conv2d, Module, Visitor, Weights};
+
+use super::coders::{Decoder, Encoder};
+use super::{QwenVaeConfig, keys};
+use crate::layers::conv1x1;
+use crate::pretrained::{Architecture, Configuration, Layout, Original};
+use crate::registry::{Model, ModelKind};
+use crate::vae::Coding;
+
+/// Qwen-Image's autoencoder for images, with the results of diffusers' `AutoencoderKLQwenImage` for one frame and its
+/// parameter names. Layers that change the number of frames are not loaded.
+pub struct AutoencoderKLQwenImage {
+    config: QwenVaeConfig,
+    encoder: Encoder,
+    decoder: Decoder,
+    quant_conv: Conv2d<Tensor>,
+    post_quant_conv: Conv2d<Tensor>,
+}
+
+impl AutoencoderKLQwenImage {
+    /// The `_class_name` in its `config.json`.
+    pub const CLASS_NAME: &'static str = "AutoencoderKLQwenImage";
+
+    /// A model over `weights`.
+    ///
+    /// # Errors
+    /// [`trainable_candle_core::Error::Config`] if the weights belong to another model.
+    pub fn new(config: QwenVaeConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        let latent = config.z_dim;
+        Ok(Self {
+            encoder: Encoder::new(&config, &mut weights.pp("encoder"))?,
+            decoder: Decoder::new(&config, &mut weights.pp("decoder"))?,
+            quant_conv: conv1x1("quant_conv", 2 * latent, 2 * latent, weights)?,
+            post_quant_conv: conv1x1("post_quant_conv", latent, latent, weights)?,
+            config,
+        })
+    }
+
+    /// The configuration.
+    pub const fn config(&self) -> &QwenVaeConfig {
+        &self.config
+    }
+
+    /// The distribution of the latents of `image (B, 3, H, W)` (values -1 to 1), without normalisation: mean and
+    /// logarithm of the variance, (B, z_dim, H / downscale, W / downscale) each, sizes rounded down. With `tile_size`,
+    /// an image with more pixels than that along a side is encoded in tiles of that size, which overlap by a quarter.
+    /// Near their seams the result differs a little.
+    ///
+    /// # Errors
+    /// As [`Coding::encode`].
+    pub fn encode(&self, image: &Tensor, tile_size: Option<usize>) -> Result<(Tensor, Tensor)> {
+        self.coding()
+            .encode(image, [3, self.config.z_dim], tile_size, |x| self.quant_conv.forward(&self.encoder.forward(x)?))
+    }
+
+    /// The image of `latent (B, z_dim, h, w)`, which is not normalised: (B, 3, h · downscale, w · downscale), values -1
+    /// to 1. With `tile_size`, an image with more pixels than that along a side is decoded in tiles of that size, which
+    /// overlap by a quarter and are blended at their seams. Memory then does not grow with the image.
+    ///
+    /// # Errors
+    /// As [`Coding::decode`].
+    pub fn decode(&self, latent: &Tensor, tile_size: Option<usize>) -> Result<Tensor> {
+        let decode = |z: &Tensor| self.decoder.forward(&self.post_quant_conv.forward(z)?);
+        self.coding().decode(latent, self.config.z_dim, tile_size, decode)?.clamp(Some(-1.0), Some(1.0))
+    }
+
+    fn coding(&self) -> Coding {
+        Coding { op: Self::CLASS_NAME, downscale: self.config.downscale(), dtype: self.dtype() }
+    }
+}
+
+impl Module for AutoencoderKLQwenImage {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.module("encoder", &self.encoder)?;
+        visitor.module("decoder", &self.decoder)?;
+        visitor.conv("quant_conv", &self.quant_conv)?;
+        visitor.conv("post_quant_conv", &self.post_quant_conv)
+    }
+}
+
+impl Architecture for AutoencoderKLQwenImage {
+    type Config = QwenVaeConfig;
+
+    const KIND: &'static ModelKind = &super::KIND;
+
+    fn build(config: QwenVaeConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        Self::new(config, weights)
+    }
+
+    fn deduce(files: &WeightFiles, original: Original, known: Vec<QwenVaeConfig>) -> Result<QwenVaeConfig> {
+        keys::deduce(files, original.prefix, known)
+    }
+
+    fn names(config: &QwenVaeConfig, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        keys::layout(original, config)
+    }
+}
+
+impl Model for AutoencoderKLQwenImage {
+    fn kind(&self) -> &'static ModelKind {
+        Self::KIND
+    }
+
+    fn configuration(&self) -> Map<String, Value> {
+        self.config.to_json()
+    }
+
+    fn dtype(&self) -> DType {
+        self.encoder.dtype()
+    }
+
+    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        Self::names(&self.config, original, files)
+    }
+}

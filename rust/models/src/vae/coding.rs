@@ -1,0 +1,99 @@
+//! How autoencoders take images and latents: checks, channels-last tensors, and tiles.
+
+use trainable_candle_core::compute::with_bf16_pairs;
+use trainable_candle_core::{DType, Error, Result, Tensor};
+
+use super::tiling::Tiling;
+
+/// The range to which the logarithm of the variance is clamped.
+const LOGVAR: (f64, f64) = (-30.0, 20.0);
+
+/// What passing images and latents through an encoder and a decoder depends on.
+pub struct Coding {
+    /// The model's name in messages.
+    pub op: &'static str,
+    /// Pixels per latent along one side of an image.
+    pub downscale: usize,
+    /// The dtype of the weights.
+    pub dtype: DType,
+}
+
+impl Coding {
+    /// The distribution of the latents of `image (B, C, H, W)`: mean and logarithm of the variance, (B, latent
+    /// channels, h, w) each. `run` computes the moments (B, h, w, 2 · latent channels) of channels-last images.
+    /// `channels` are those of images and of latents. With `tile_size`, an image with more pixels than that along a
+    /// side is encoded in tiles.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the image does not fit, [`Error::Argument`] if tiles are too small.
+    pub fn encode(
+        &self,
+        image: &Tensor,
+        [of_image, of_latents]: [usize; 2],
+        tile_size: Option<usize>,
+        run: impl Fn(&Tensor) -> Result<Tensor>,
+    ) -> Result<(Tensor, Tensor)> {
+        let x = self.to_channels_last("image", image, of_image, self.downscale)?;
+        let encode = |x: &Tensor| with_bf16_pairs(|| run(x));
+        let moments = match self.tiling(tile_size)? {
+            Some((pixels, latents)) if x.dims()[1].max(x.dims()[2]) > pixels => {
+                Tiling::new(pixels, latents).run(&x, encode)?
+            }
+            _ => encode(&x)?,
+        };
+        let moments = moments.permute(&[0, 3, 1, 2])?;
+        let mean = moments.narrow(1, 0, of_latents)?.contiguous()?;
+        let logvar = moments.narrow(1, of_latents, of_latents)?.contiguous()?;
+        Ok((mean, logvar.clamp(Some(LOGVAR.0), Some(LOGVAR.1))?))
+    }
+
+    /// The image of `latent (B, channels, h, w)`; `run` decodes channels-last latents. With `tile_size`, an image with
+    /// more pixels than that along a side is decoded in tiles.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the latent does not fit, [`Error::Argument`] if tiles are too small.
+    pub fn decode(
+        &self,
+        latent: &Tensor,
+        channels: usize,
+        tile_size: Option<usize>,
+        run: impl Fn(&Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let z = self.to_channels_last("latent", latent, channels, 1)?;
+        let decode = |z: &Tensor| with_bf16_pairs(|| run(z));
+        let image = match self.tiling(tile_size)? {
+            Some((pixels, latents)) if z.dims()[1].max(z.dims()[2]) > latents => {
+                Tiling::new(latents, pixels).run(&z, decode)?
+            }
+            _ => decode(&z)?,
+        };
+        image.permute(&[0, 3, 1, 2])?.contiguous()
+    }
+
+    /// The size of tiles in pixels and in latents.
+    fn tiling(&self, tile_size: Option<usize>) -> Result<Option<(usize, usize)>> {
+        /// A quarter of this many latents is 1, the smallest overlap.
+        const FEWEST: usize = 4;
+        let Some(pixels) = tile_size else { return Ok(None) };
+        let latents = pixels / self.downscale;
+        if latents < FEWEST {
+            let least = FEWEST * self.downscale;
+            let message = format!("tile_size is {pixels}, expected at least {least} pixels; 512 is usual");
+            return Err(Error::argument(self.op, message));
+        }
+        Ok(Some((latents * self.downscale, latents)))
+    }
+
+    /// (B, C, H, W) → (B, H, W, C) in the dtype of the weights.
+    fn to_channels_last(&self, name: &str, x: &Tensor, channels: usize, least: usize) -> Result<Tensor> {
+        match *x.dims() {
+            [_, c, height, width] if c == channels && height.min(width) >= least => {
+                x.to_dtype(self.dtype)?.permute(&[0, 2, 3, 1])?.contiguous()
+            }
+            _ => Err(Error::shape(
+                self.op,
+                format!("{name} has shape {:?}, expected (B, {channels}, H, W), H and W at least {least}", x.dims()),
+            )),
+        }
+    }
+}

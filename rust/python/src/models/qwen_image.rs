@@ -1,0 +1,67 @@
+//! The transformer of Qwen-Image.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use trainable_candle_models as models;
+use trainable_candle_models::qwen_image::QwenImageConditions;
+
+use super::{Model, class};
+use crate::argument::Argument;
+use crate::call::detached;
+use crate::error::Result;
+use crate::tensor::{Operand, Tensor};
+
+/// The transformer of Qwen-Image, with the results and the parameter names of diffusers' `QwenImageTransformer2DModel`.
+/// `from_pretrained` loads one.
+#[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
+pub struct QwenImageTransformer(Arc<models::QwenImageTransformer>);
+
+class!(QwenImageTransformer);
+
+#[pymethods]
+impl QwenImageTransformer {
+    /// The velocity, noise - latents, at noisy latents.
+    ///
+    /// Args:
+    ///     hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
+    ///         channels first.
+    ///     encoder_hidden_states: the text's features from Qwen2.5-VL, (B, L, joint_attention_dim).
+    ///     timestep: the time from 0 (clean) to 1 (noise): (B,), (1,), or a number.
+    ///     img_ids: positions of the image's tokens, (S, 3): 0, row, column. Of n rows, the first is at n // 2 - n and the
+    ///         last at n // 2 - 1; columns likewise.
+    ///     txt_ids: positions of the text's tokens, (L, 3): token i of the text of an image of h rows and w columns is at
+    ///         max(h // 2, w // 2) + i on all axes.
+    ///     lengths: the number of tokens of each text that attention reads, (B,), f32, at least 1. By default attention
+    ///         reads all tokens and needs no mask, which saves time.
+    ///
+    /// Returns:
+    ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.
+    ///
+    /// Raises:
+    ///     ShapeError: if the inputs do not fit the model or one another.
+    #[pyo3(signature = (hidden_states, encoder_hidden_states, timestep, img_ids, txt_ids, lengths=None))]
+    #[allow(clippy::too_many_arguments)] // each is a name in Python
+    fn __call__(
+        &self,
+        py: Python<'_>,
+        hidden_states: Argument<PyRef<'_, Tensor>>,
+        encoder_hidden_states: Argument<PyRef<'_, Tensor>>,
+        timestep: Operand<'_>,
+        img_ids: Argument<PyRef<'_, Tensor>>,
+        txt_ids: Argument<PyRef<'_, Tensor>>,
+        lengths: Option<Argument<PyRef<'_, Tensor>>>,
+    ) -> Result<Tensor> {
+        const OP: &str = "QwenImageTransformer";
+        let hidden_states = hidden_states.get(OP, "hidden_states")?;
+        let encoder_hidden_states = encoder_hidden_states.get(OP, "encoder_hidden_states")?;
+        let (img_ids, txt_ids) = (img_ids.get(OP, "img_ids")?, txt_ids.get(OP, "txt_ids")?);
+        let lengths = lengths.map(|lengths| lengths.get(OP, "lengths")).transpose()?;
+        let (x, text, lengths) = (&hidden_states.0, &encoder_hidden_states.0, lengths.as_ref().map(|given| &given.0));
+        let (img_ids, txt_ids) = (&img_ids.0, &txt_ids.0);
+        let forward = |timestep: &_| {
+            self.0.forward(x, QwenImageConditions { encoder_hidden_states: text, timestep, img_ids, txt_ids, lengths })
+        };
+        detached(py, || timestep.in_f32(x.device(), forward)).map(Tensor)
+    }
+}

@@ -1,0 +1,93 @@
+//! The autoencoder of Qwen-Image.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use trainable_candle_models as models;
+
+use super::{Model, class};
+use crate::argument::Argument;
+use crate::arguments::Integer;
+use crate::call::detached;
+use crate::error::Result;
+use crate::tensor::Tensor;
+
+/// Qwen-Image's autoencoder between images and latents, with the results of diffusers' `AutoencoderKLQwenImage` for one
+/// frame and its parameter names. `from_pretrained` loads one. Layers that change the number of frames are not loaded,
+/// and files that it writes have no such layers.
+#[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
+pub struct AutoencoderKLQwenImage(Arc<models::AutoencoderKLQwenImage>);
+
+class!(AutoencoderKLQwenImage);
+
+#[pymethods]
+impl AutoencoderKLQwenImage {
+    /// For each channel, the mean of latents. The input of a diffusion model is (latent - mean) / std.
+    #[getter]
+    fn latents_mean(&self) -> Vec<f64> {
+        self.0.config().latents_mean.clone()
+    }
+
+    /// For each channel, the standard deviation of latents.
+    #[getter]
+    fn latents_std(&self) -> Vec<f64> {
+        self.0.config().latents_std.clone()
+    }
+
+    /// Pixels per latent along one side of an image.
+    #[getter]
+    fn downscale(&self) -> usize {
+        self.0.config().downscale()
+    }
+
+    /// The distribution of an image's latents.
+    ///
+    /// Args:
+    ///     image: images, (B, 3, H, W), values -1 to 1.
+    ///     tile_size: encode larger images in tiles of this many pixels along a side (512 is usual), which overlap by a
+    ///         quarter. Near seams the result differs a little.
+    ///
+    /// Returns:
+    ///     Mean and logarithm of the variance of the latents, which are not normalised, (B, 16, H / downscale, W / downscale) each.
+    ///
+    /// Raises:
+    ///     ShapeError: if the image does not fit the model.
+    #[pyo3(signature = (image, *, tile_size=None))]
+    fn encode(
+        &self,
+        py: Python<'_>,
+        image: Argument<PyRef<'_, Tensor>>,
+        tile_size: Option<Integer>,
+    ) -> Result<(Tensor, Tensor)> {
+        let image = image.get("encode", "image")?;
+        let image = &image.0;
+        let tile_size = tile_size.map(|size| size.count("encode", "tile_size")).transpose()?;
+        let (mean, logvar) = detached(py, || self.0.encode(image, tile_size))?;
+        Ok((Tensor(mean), Tensor(logvar)))
+    }
+
+    /// The images of latents.
+    ///
+    /// Args:
+    ///     latent: latents, (B, 16, h, w), not normalised.
+    ///     tile_size: decode larger images in tiles of this many pixels along a side (512 is usual), which overlap by a
+    ///         quarter and are blended at their seams. Memory then does not grow with the image.
+    ///
+    /// Returns:
+    ///     Images, (B, 3, h * downscale, w * downscale), values -1 to 1.
+    ///
+    /// Raises:
+    ///     ShapeError: if the latents do not fit the model.
+    #[pyo3(signature = (latent, *, tile_size=None))]
+    fn decode(
+        &self,
+        py: Python<'_>,
+        latent: Argument<PyRef<'_, Tensor>>,
+        tile_size: Option<Integer>,
+    ) -> Result<Tensor> {
+        let latent = latent.get("decode", "latent")?;
+        let latent = &latent.0;
+        let tile_size = tile_size.map(|size| size.count("decode", "tile_size")).transpose()?;
+        detached(py, || self.0.decode(latent, tile_size)).map(Tensor)
+    }
+}
