@@ -238,6 +238,21 @@ def test_a_preset_fills_in_what_is_not_given(tmp_path: Path) -> None:
         parse(*model, "--preset", "quik")
 
 
+def test_a_flag_for_the_length_replaces_the_one_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(parse("--model", "digits", "--steps", "7").to_yaml())
+    config = parse("--config", str(path), "--epochs", "3")
+    assert (config.epochs, config.steps) == (3, TrainConfig().steps)
+    path.write_text("model: digits\nepochs: 3\n")
+    config = parse("--config", str(path), "--steps", "5")
+    assert (config.epochs, config.steps) == (None, 5)
+
+
+def test_lists_of_repeated_flags_add_up() -> None:
+    config = parse("--target-modules", "to_q,to_k", "--target-modules", "to_v")
+    assert config.target_modules == ["to_q", "to_k", "to_v"]
+
+
 def test_of_a_preset_what_has_an_effect_is_taken() -> None:
     for model in ("sdxl", "causal-lm"):
         config = parse("--model", model, "--preset", "quality", "--adapter", "oft")

@@ -109,6 +109,14 @@ class _CompactHelp(argparse.HelpFormatter):
         return f"{', '.join(action.option_strings)} {shown}"
 
 
+class _AddToList(argparse.Action):
+    """Adds a flag's comma-separated values to those of the same flag before it."""
+
+    def __call__(self, _: Any, namespace: Any, values: Any, __: str | None = None) -> None:
+        earlier = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, values if earlier is None else f"{earlier},{values}")
+
+
 def add_settings(parser: Parser, *, rare: bool) -> None:
     """Add a flag for every setting of `TrainConfig`.
 
@@ -130,6 +138,8 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
                 facts |= {"action": "extend", "nargs": "+"}
             elif setting.texts:
                 facts["action"] = "append"
+            elif get_origin(hint) is list:
+                facts["action"] = _AddToList
             facts["type"] = _reader(setting, _kind(hint))
             facts["metavar"] = _metavar(setting, _kind(hint))
             if setting.bare is not None:

@@ -14,7 +14,7 @@ from trainable_candle.errors import ConfigError
 from trainable_candle.settings import TrainConfig
 from trainable_candle.settings.checks import settings_without_effect
 from trainable_candle.settings.config import read_settings
-from trainable_candle.settings.presets import IMAGES, PRESET, TEXTS, completed, described
+from trainable_candle.settings.presets import IMAGES, LENGTHS, PRESET, TEXTS, completed, described
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +86,11 @@ def read_config(given: dict[str, Any]) -> TrainConfig:
     values = flags
     if path is not None:
         source = f"{path} with the flags given" if flags else str(path)
-        values = {**read_settings(path), **flags}
+        stored = read_settings(path)
+        if LENGTHS & flags.keys():
+            # The file of a run has its steps, even if its length was given in epochs.
+            stored = {name: value for name, value in stored.items() if name not in LENGTHS}
+        values = {**stored, **flags}
     preset = values.pop(PRESET, None)
     if preset is not None:
         from trainable_candle import families  # noqa: PLC0415 - only a preset needs them

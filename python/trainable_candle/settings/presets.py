@@ -52,7 +52,8 @@ TEXTS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 """For language models."""
 NAMES: Final = tuple(IMAGES)
-_LENGTHS: Final = frozenset({"steps", "epochs"})
+LENGTHS: Final = frozenset({"steps", "epochs"})
+"""The settings that say how long a run takes; only one of them is given."""
 
 
 def completed(
@@ -66,7 +67,7 @@ def completed(
     if name not in presets:
         raise ConfigError(f"preset: `{name}` is not known{nearest(str(name), presets)}")
     # If `steps` or `epochs` is given, neither comes from the preset.
-    taken = values.keys() | (_LENGTHS if _LENGTHS & values.keys() else set())
+    taken = values.keys() | (LENGTHS if LENGTHS & values.keys() else set())
     missing = {key: value for key, value in presets[name].items() if key not in taken}
     if not missing:
         raise ConfigError(

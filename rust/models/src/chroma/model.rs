@@ -62,7 +62,7 @@ impl ChromaTransformer {
     /// A model over `weights`.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is wrong or the weights belong to another model.
+    /// [`trainable_candle_core::Error::Config`] if the configuration is wrong or the weights belong to another model.
     pub fn new(config: ChromaConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
         let (dim, sizes) = (config.inner_dim(), config.block());
@@ -95,7 +95,7 @@ impl ChromaTransformer {
     /// result is (B, S, out_channels), in the dtype of the weights.
     ///
     /// # Errors
-    /// As [`TokenSizes::check`]; [`Error::Shape`] if the lengths do not fit.
+    /// As [`TokenSizes::check`]; [`trainable_candle_core::Error::Shape`] if the lengths do not fit.
     pub fn forward(&self, hidden_states: &Tensor, conditions: ChromaConditions<'_>) -> Result<Tensor> {
         let [area, length] = self.check(hidden_states, conditions)?;
         let (dtype, batch) = (self.dtype(), hidden_states.dims()[0]);
