@@ -10,7 +10,7 @@ import trainable_candle as tc
 from trainable_candle.models import CausalLM, Model, SDXLUNet
 from trainable_candle.nn.functional import mse_loss
 
-from .test_transformers import FAMILIES, GOLDEN, Family
+from .test_transformers import FAMILIES, GOLDEN, Family, gradient
 
 ALL_LINEAR = {"r": 4, "lora_alpha": 4.0, "target_modules": ["all-linear"]}
 ATTENTION = {"r": 4, "lora_alpha": 4.0, "target_modules": ["to_q", "to_k", "to_v"]}
@@ -49,7 +49,7 @@ def step(family: Family, model: Model, policy: str, config: dict[str, object]) -
     for _ in range(2):
         y = family.predict(model)
         mse_loss(y, tc.ones(y.shape)).backward()
-        found += [y.numpy(), *(var.grad.numpy() for var in adapter.parameters())]
+        found += [y.numpy(), *(gradient(var) for var in adapter.parameters())]
         optimizer.step()
         optimizer.zero_grad()
     with tc.no_grad():
@@ -170,7 +170,7 @@ def test_the_estimate_counts_two_blocks_of_those_streamed() -> None:
             # One or two streamed blocks save nothing, as there are two slots.
             assert found[0] == facts.weight_bytes("bf16", quantize)
             assert found[1] == found[2] == found[0]
-            assert found[-1] < found[0]
+            assert (found[-1] < found[0]) == (blocks(family) > 2)
 
 
 @pytest.mark.parametrize("policy", ["full", "selective", "none"])

@@ -27,6 +27,11 @@ ROUNDING = 1e-5
 CASES = ("lora_attention", "dora_attention", "lora_all_linear")
 
 
+def gradient(var: tc.Var) -> np.ndarray:
+    """A variable's gradient; empty if it has none, as layers of Qwen-Image's last text."""
+    return np.empty(0) if var.grad is None else var.grad.numpy()
+
+
 class Family(NamedTuple):
     name: str
     kind: type[Model]

@@ -28,7 +28,9 @@ def test_averages_are_the_recursion(warmup: bool) -> None:
 
 def test_the_average_of_an_adapter_names_the_one_for_other_variables() -> None:
     v = tc.Var(tc.zeros(3))
-    with pytest.raises(TypeError, match=r"found a list, expected the adapter .* VariableEMA"):
+    with pytest.raises(
+        TypeError, match=r"found a list, expected the adapter .* optim\.VariableEMA"
+    ):
         tc.optim.EMA([v])  # type: ignore[arg-type]
 
 

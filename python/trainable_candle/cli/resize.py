@@ -44,7 +44,7 @@ def make_parser(program: str) -> Parser:
     parser = Parser(
         program,
         "Write the nearest LoRA of a lower rank, found by a singular value decomposition.",
-        "FILE (--rank N | --keep X) --output FILE [options]",
+        "FILE --output FILE [options]",
     )
     group = parser.add_argument_group("options")
     group.add_argument("file", metavar="FILE", nargs="?", help="the LoRA, a safetensors file")

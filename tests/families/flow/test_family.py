@@ -69,9 +69,11 @@ def test_a_model_without_a_size_takes_that_of_its_family(name: str, base: Path) 
 def test_a_merged_model_draws_as_with_the_adapter(
     name: str, base: Path, configure: Callable[..., TrainConfig], tmp_path: Path, adapter: str
 ) -> None:
-    form = {} if adapter in {"lora", "dora"} else {"format": "peft"}
+    given: dict[str, Any] = {} if adapter in {"lora", "dora"} else {"format": "peft"}
+    if adapter == "oft":
+        given["rank"] = TrainConfig.rank
     result = train_adapter(
-        configure(steps=2, learning_rate=1e-2, adapter=adapter, max_grad_norm=0.0, **form)
+        configure(steps=2, learning_rate=1e-2, adapter=adapter, max_grad_norm=0.0, **given)
     )
     options = SampleOptions(steps=2, size=(32, 16))
     task = families.load(name, base, "f32", "cpu")
