@@ -19,6 +19,7 @@ from trainable_candle._in_place import VarMethods
 from trainable_candle._parts import (
     is_mask,
     is_tensor,
+    mask,
     no_tape,
     order_of,
     own,
@@ -138,20 +139,36 @@ class ComposedMethods:
     # Logic.
 
     def __and__(self, other: Any) -> Tensor:
-        """Return where both are not zero, as u8."""
-        return true(self) * true(other, self)
+        """Return where both masks are true, as u8.
+
+        Raises:
+            DTypeError: If one is not u8 or bool.
+        """
+        return mask("and", self) * mask("and", other, self)
 
     def __or__(self, other: Any) -> Tensor:
-        """Return where at least one is not zero, as u8."""
-        return true(self).maximum(true(other, self))
+        """Return where at least one of two masks is true, as u8.
+
+        Raises:
+            DTypeError: If one is not u8 or bool.
+        """
+        return mask("or", self).maximum(mask("or", other, self))
 
     def __xor__(self, other: Any) -> Tensor:
-        """Return where exactly one is not zero, as u8."""
-        return true(self) != true(other, self)
+        """Return where exactly one of two masks is true, as u8.
+
+        Raises:
+            DTypeError: If one is not u8 or bool.
+        """
+        return mask("xor", self) != mask("xor", other, self)
 
     def __invert__(self) -> Tensor:
-        """Return where the tensor is zero, as u8."""
-        return own(self) == 0
+        """Return where a mask is false, as u8.
+
+        Raises:
+            DTypeError: If the tensor is not u8.
+        """
+        return mask("invert", self) == 0
 
     def all(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """Return whether every element is not zero, as u8."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from trainable_candle import _core
-from trainable_candle.errors import ArgumentError, ShapeError
+from trainable_candle.errors import ArgumentError, DTypeError, ShapeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +38,21 @@ def no_tape() -> Any:
     from trainable_candle._grad_mode import no_grad  # noqa: PLC0415 - imported when first needed
 
     return no_grad()
+
+
+def mask(op: str, value: Any, like: Any = None) -> Tensor:
+    """Zeros and ones (u8) of a mask, which is a u8 tensor or a bool.
+
+    Raises:
+        DTypeError: It is of another dtype; torch's operators would work on bits there.
+    """
+    kind = value.dtype.name if is_tensor(value) else type(value).__name__
+    if kind not in {"u8", "bool", "bool_"}:
+        raise DTypeError(
+            f"{op}: found {kind}, expected a mask (u8 or bool), as comparisons return; "
+            "write `x != 0` for where a tensor is not zero"
+        )
+    return true(value, like)
 
 
 def true(value: Any, like: Any = None) -> Tensor:

@@ -243,7 +243,8 @@ def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, Train
     user sets them now.
 
     Raises:
-        ConfigError: there is no such checkpoint, no step is left, or the folder has later ones.
+        ConfigError: there is no such checkpoint, no step is left, or the folder has later ones, or
+            the adapter of a run that this one does not continue.
     """
     start = run_state.find(output, config.resume) if config.resume else None
     state = run_state.read_state(start) if start else None
@@ -251,6 +252,12 @@ def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, Train
     if config.epochs is None:
         _require_steps_left(config, step)
     run_state.refuse_later(output, step)
+    finished = adapter_path(config, output)
+    if start is None and finished.exists():
+        raise ConfigError(
+            f"output: {output} holds {finished.name} of an earlier run; choose another --output or "
+            "--name, or move the file"
+        )
     earlier = state.settings if state else {}
     planned = {name: earlier[name] for name in KEPT if earlier.get(name) is not None}
     known = {name: value for name, value in planned.items() if is_open(config, name)}
@@ -468,6 +475,8 @@ def _make_writable(folder: Path) -> None:
 
 def _draw_curve(output: Path, report: Callable[[str], None]) -> None:
     rows = read_log(output / LOG)
+    if not rows:
+        return  # A finished run that is resumed into a new folder has no step to draw.
     steps, losses = [int(row["step"]) for row in rows], [float(row["loss"]) for row in rows]
     validation = [
         (row["step"], row["validation_loss"])

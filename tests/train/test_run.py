@@ -1,6 +1,7 @@
 """A whole training run: its files, the effect of every setting, new plans when memory is short."""
 
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,7 @@ from trainable_candle.run import ADAPTER, CONFIG, CURVE, JSON_LOG, LOG, train_ad
 from trainable_candle.train import Callback, StepReport, TrainConfig, Trainer
 from trainable_candle.train.evaluation import step_adapter_path
 from trainable_candle.train.logs import read_log
-from trainable_candle.train.state import checkpoint_path
+from trainable_candle.train.state import checkpoint_path, checkpoints
 
 Train = Callable[..., dict[str, bytes]]
 
@@ -95,6 +96,33 @@ def test_an_output_folder_with_checkpoints_is_not_reused(config: TrainConfig, tr
     ):
         train(config)
     assert (Path(config.output) / LOG).read_bytes() == before
+
+
+def test_a_finished_adapter_is_not_overwritten(config: TrainConfig, train: Train) -> None:
+    train(config)
+    adapter = Path(config.output) / ADAPTER
+    for checkpoint in checkpoints(adapter.parent):
+        shutil.rmtree(checkpoint)
+    before = adapter.read_bytes()
+    with pytest.raises(ConfigError, match=r"holds adapter\.safetensors of an earlier run"):
+        train(config.with_(seed=9))
+    assert adapter.read_bytes() == before
+    train(config.with_(name="other"))
+    assert adapter.read_bytes() == before
+
+
+def test_a_finished_checkpoint_is_resumed_into_a_new_folder(
+    config: TrainConfig, train: Train, tmp_path: Path
+) -> None:
+    train(config)
+    last = checkpoints(Path(config.output))[-1]
+    train(config.with_(output=str(tmp_path / "again"), resume=str(last)))
+    first, again = (
+        tc.load_file(folder / ADAPTER) for folder in (Path(config.output), tmp_path / "again")
+    )
+    assert first.keys() == again.keys()
+    for name, tensor in first.items():
+        np.testing.assert_array_equal(again[name].numpy(), tensor.numpy(), err_msg=name)
 
 
 SETTINGS = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -14,7 +13,7 @@ import trainable_candle as tc
 from trainable_candle.demo import shapes
 from trainable_candle.files import write_atomically
 from trainable_candle.plot import save_png
-from trainable_candle.run import train_adapter
+from trainable_candle.run import ADAPTER, train_adapter
 from trainable_candle.settings import TrainConfig
 from trainable_candle.tasks.latent import LatentTask, SampleOptions
 from trainable_candle.train import state as run_state
@@ -94,8 +93,7 @@ def run_demo(
         OSError: the folder cannot be written.
     """
     if (output / VERDICT).exists():
-        for checkpoint in run_state.checkpoints(output):
-            shutil.rmtree(checkpoint)
+        run_state.remove_run(output, ADAPTER)
     if threads is not None:
         tc.set_num_threads(threads)
     write_dataset(output / DATASET, seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -13,7 +12,7 @@ from trainable_candle.draws import generator
 from trainable_candle.errors import InternalError
 from trainable_candle.families.causal_lm import CausalLM
 from trainable_candle.files import write_atomically
-from trainable_candle.run import train_adapter
+from trainable_candle.run import ADAPTER, train_adapter
 from trainable_candle.settings import TrainConfig
 from trainable_candle.tasks.text import TextTask
 from trainable_candle.tasks.text.writing import WritingOptions
@@ -98,8 +97,7 @@ def run_demo(
         OSError: the folder cannot be written.
     """
     if (output / VERDICT).exists():
-        for checkpoint in run_state.checkpoints(output):
-            shutil.rmtree(checkpoint)
+        run_state.remove_run(output, ADAPTER)
     write_dataset(output / DATASET, seed)
     if threads is not None:
         tc.set_num_threads(threads)

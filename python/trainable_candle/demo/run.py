@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -17,7 +16,7 @@ from trainable_candle.errors import InternalError
 from trainable_candle.families.digits import BASE, SIDE, Digits
 from trainable_candle.files import write_atomically
 from trainable_candle.plot import image_grid, save_png
-from trainable_candle.run import train_adapter
+from trainable_candle.run import ADAPTER, train_adapter
 from trainable_candle.settings import TrainConfig
 from trainable_candle.tasks.latent import LatentTask, SampleOptions
 from trainable_candle.tasks.latent.objectives import FLOW_TIMES
@@ -163,10 +162,9 @@ def caption(digit: int) -> str:
 
 
 def _clear(output: Path) -> None:
-    """Remove the checkpoints of an earlier demo, because training does not overwrite them."""
+    """Remove what an earlier demo has trained, because training does not overwrite it."""
     if (output / BEFORE).exists():
-        for checkpoint in run_state.checkpoints(output):
-            shutil.rmtree(checkpoint)
+        run_state.remove_run(output, ADAPTER)
 
 
 def _sample(task: LatentTask, seed: int) -> npt.NDArray[np.uint8]:

@@ -102,6 +102,17 @@ def refuse_later(output: Path, step: int) -> None:
         )
 
 
+def remove_run(output: Path, adapter: str) -> None:
+    """Remove the checkpoints and the finished adapter of the run in a folder.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    for checkpoint in checkpoints(output):
+        shutil.rmtree(checkpoint)
+    (output / adapter).unlink(missing_ok=True)
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """A copy of everything in a checkpoint, on the CPU, so that training does not change it."""
