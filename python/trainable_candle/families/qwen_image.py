@@ -59,7 +59,7 @@ class QwenImageTexts:
         return self._encoder.tokenizer.encode(caption, _DROPPED + _MOST_TOKENS)
 
     def chunks(self, caption: str) -> int:
-        """The number of tokens, because only captions of equal length are encoded together."""
+        """The number of tokens: captions of equal length make features of one shape."""
         return len(self._tokens(caption)) - _DROPPED
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
