@@ -60,7 +60,8 @@ class ModuleAdapter:
         config: The layers to adapt, and the kind (LoRA or DoRA) and size of the adapters.
 
     Raises:
-        ConfigError: If the configuration matches no layer, or its adapter does not suit the layers.
+        ConfigError: If the configuration or one of its `target_modules` matches no layer, or its
+            adapter does not suit the layers.
     """
 
     def __init__(self, module: Module, config: LoraConfig) -> None:
@@ -74,7 +75,10 @@ class ModuleAdapter:
         self.config = config
         self._module = module
         places = _places(module)
-        ranks = config.select({name: list(p.layer.weight.shape) for name, p in places.items()})
+        shapes: dict[str, Any] = {name: p.layer.weight.shape for name, p in places.items()}
+        ranks = config.select(shapes)
+        for target in config.target_modules:
+            _require_layer(module, shapes, target)
         if not ranks:
             raise ConfigError("add_adapter: no layer has a name that the configuration targets")
         made = {
@@ -277,6 +281,23 @@ def _places(module: Module) -> dict[str, _Place]:
                 raise ArgumentError(f"{name} is in a tuple, which cannot change; use a list")
             found[name] = _Place(owner, key, layer)
     return found
+
+
+def _require_layer(module: Module, shapes: dict[str, Any], target: str) -> None:
+    """Check that one entry of `target_modules` selects a layer.
+
+    Raises:
+        ConfigError: It selects none; the message names what has this name instead.
+    """
+    if LoraConfig(target_modules=[target]).select(shapes):
+        return
+    for name, _, _, layer in module.named_children():
+        if name == target or name.endswith(f".{target}"):
+            raise ConfigError(
+                f"add_adapter: {name} is of the kind {type(layer).__name__}, which has no adapter; "
+                "expected Linear or Conv2d layers"
+            )
+    raise ConfigError(f"add_adapter: no layer has a name that `{target}` targets")
 
 
 def _put(owner: Any, key: Any, layer: Module) -> None:

@@ -135,3 +135,8 @@ def test_every_reader_of_a_family_is_named(
     text = capsys.readouterr().out
     assert "1 modules with the adapters of 3 layers\n" in text
     assert "kohya applies 0; 3 in part: it ignores DoRA's magnitude\n" in text
+
+
+def test_a_missing_file_is_named_as_in_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify"]) == 2
+    assert "missing FILE (see" in capsys.readouterr().err

@@ -147,6 +147,15 @@ def test_a_folder_with_images_of_its_own_is_one_source(tmp_path: Path, extra: st
     assert [source.repeats for source in parse_sources(repeated)] == [3]
 
 
+def test_images_beside_folders_with_repeats_are_not_hidden(
+    tmp_path: Path, pictures: Callable[..., list[Path]]
+) -> None:
+    pictures("both", (8, 8))
+    pictures("both/10_cup", (8, 8))
+    with pytest.raises(ConfigError, match="holds images, and so do its folders 10_cup; move"):
+        parse_sources(tmp_path / "both")
+
+
 def test_zero_repeats_in_a_name_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "0_cup").mkdir()
     with pytest.raises(ConfigError, match=r"repeats is 0, .* above 0, in the names 0_cup"):

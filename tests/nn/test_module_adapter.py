@@ -139,3 +139,17 @@ def test_adapters_that_do_not_fit_are_rejected(net: Net, tmp_path: Path) -> None
     wrong = net.add_adapter(tc.LoraConfig(r=2, target_modules=["0"]))
     with pytest.raises(WeightsFormatError, match="holds other adapters than the model has"):
         wrong.load(tmp_path / "a")
+
+
+def test_every_target_selects_a_layer() -> None:
+    def model() -> tc.nn.Sequential:
+        return tc.nn.Sequential(tc.nn.Embedding(5, 4), tc.nn.Linear(4, 2))
+
+    for targets in (["0", "1"], ["0"]):
+        with pytest.raises(
+            tc.ConfigError, match="0 is of the kind Embedding, which has no adapter"
+        ):
+            model().add_adapter(tc.LoraConfig(target_modules=targets))
+    with pytest.raises(tc.ConfigError, match="no layer has a name that `nope` targets"):
+        model().add_adapter(tc.LoraConfig(target_modules=["1", "nope"]))
+    assert list(model().add_adapter(tc.LoraConfig(target_modules=["1"])).layers) == ["1"]

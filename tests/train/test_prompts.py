@@ -48,6 +48,14 @@ def test_wrong_settings_of_a_prompt_are_named(text: str, message: str) -> None:
         parse_prompt("a --w 8", SampleOptions())
 
 
+def test_files_of_another_kind_are_not_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.JSON"
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match=r"prompts\.JSON is a file that is not read"):
+        expanded([str(path)])
+    assert expanded(["a cup on data.json"]) == ["a cup on data.json"]
+
+
 def test_a_file_of_prompts_stands_for_its_lines(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("# for tests\na cat --d 1\n\n  a dog\n", encoding="utf-8")

@@ -91,7 +91,8 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: a flag is missing; the message names all missing flags.
         """
-        missing = [flag(name) for name in names if name not in given]
+        own = {action.dest: action.metavar for action in self._actions if not action.option_strings}
+        missing = [str(own.get(name) or flag(name)) for name in names if name not in given]
         if missing:
             raise ConfigError(f"missing {', '.join(missing)} (see {self.prog} --help)")
 

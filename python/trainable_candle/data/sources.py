@@ -65,17 +65,25 @@ def _repeated(source: Source, where: str) -> tuple[Source, ...]:
     """Replace a source by the folders inside it whose names give repeats and class, if any.
 
     Raises:
-        ConfigError: repeats are 0.
+        ConfigError: repeats are 0, or there are images beside folders with repeats in their names.
     """
     if source.recursive or source.repeats is not None or not source.path.is_dir():
         return (source,)
     with os.scandir(source.path) as entries:
         inside = sorted(entries, key=lambda entry: entry.name)
     names = [Path(entry.name) for entry in inside]
-    if any(name.suffix.lower() in SUFFIXES or name.name == METADATA for name in names):
-        return (source,)
     found = [(entry, match) for entry in inside if (match := _REPEATED.fullmatch(entry.name))]
     folders = [(entry, match) for entry, match in found if entry.is_dir()]
+    if any(name.name == METADATA for name in names):
+        return (source,)  # The file names images, also in folders below.
+    if any(name.suffix.lower() in SUFFIXES for name in names):
+        hidden = [entry.name for entry, _ in folders if _has_images(source.path / entry.name)]
+        if hidden:
+            raise ConfigError(
+                f"{where}: {source.path} holds images, and so do its folders {', '.join(hidden)}; "
+                "move all images into such folders, or list the folders in a YAML file"
+            )
+        return (source,)
     try:
         return tuple(
             replace(
@@ -90,6 +98,11 @@ def _repeated(source: Source, where: str) -> tuple[Source, ...]:
         reason = str(error).removeprefix("dataset: ")
         given = ", ".join(entry.name for entry, _ in folders)
         raise ConfigError(f"{where}: {source.path}: {reason}, in the names {given}") from None
+
+
+def _has_images(folder: Path) -> bool:
+    with os.scandir(folder) as entries:
+        return any(Path(entry.name).suffix.lower() in SUFFIXES for entry in entries)
 
 
 def _read_entries(path: Path) -> list[Any]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from trainable_candle.errors import ConfigError, MissingFileError
 from trainable_candle.settings.paths import is_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_OTHERS: Final = (".toml", ".json")
+"""Endings of files of prompts that kohya's scripts read and this library does not."""
 
 
 def expanded(prompts: Sequence[str], setting: str = "--sample-prompts") -> list[str]:
@@ -19,11 +22,16 @@ def expanded(prompts: Sequence[str], setting: str = "--sample-prompts") -> list[
 
     Raises:
         MissingFileError: there is no such file.
-        ConfigError: a file has no prompt, or cannot be read as text.
+        ConfigError: a file has no prompt, cannot be read as text, or is of another kind.
     """
     found: list[str] = []
     for prompt in prompts:
         if not is_prompts(prompt):
+            if prompt.lower().endswith(_OTHERS) and Path(prompt).expanduser().is_file():
+                raise ConfigError(
+                    f"{setting}: {prompt} is a file that is not read; write a .txt file with one "
+                    "prompt on each line"
+                )
             found.append(prompt)
             continue
         path = Path(prompt).expanduser()
