@@ -3,12 +3,12 @@
 python benches/gpu_job.py [--model sdxl] [--folder DIR] [--only cold,warm,...] [--no-torch]
 
 Makes 24 images and a checkpoint of random weights: SDXL 6.9 GB, SD3.5-medium 15, FLUX.2-klein 16,
-Z-Image 21, Chroma 28, Flux.1 34. `merge` needs the same space again; use a folder in /dev/shm if
-the disk is too small. Then the benchmark runs the commands that a user would type: train (200 steps
-of SDXL, 30 of others) on cold and on warm caches, resume, train with previews, validation and an
-average, sample, merge, verify. A phase is the time between two lines that a command prints. The
-peaks of GPU memory (nvidia-smi) and of resident host memory are those of the command's process. If
-diffusers is installed, it also loads, encodes, draws and saves.
+Z-Image 21, Chroma 28, Flux.1 34, Qwen-Image 54. `merge` needs the same space again; use a folder in
+/dev/shm if the disk is too small. Then the benchmark runs the commands that a user would type:
+train (200 steps of SDXL, 30 of others) on cold and on warm caches, resume, train with previews,
+validation and an average, sample, merge, verify. A phase is the time between two lines that a
+command prints. The peaks of GPU memory (nvidia-smi) and of resident host memory are those of the
+command's process. If diffusers is installed, it also loads, encodes, draws and saves.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ JOBS = {
     "chroma": Job("chroma", 30, 35, 5.0),
     "zimage": Job("zimage", 30, 30, 5.0),
     "flux2": Job("flux2", 30, 30, 4.0),
+    "qwen-image": Job("qwen-image", 30, 30, 4.0),
 }
 
 
@@ -79,8 +80,10 @@ class Outcome:
 
 
 def gpu_used() -> float:
-    """GiB in use on the first GPU, by all processes."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    """GiB in use on the first visible GPU, by all processes."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    query = ["nvidia-smi", f"--id={first}", "--query-gpu=memory.used"]
+    query.append("--format=csv,noheader,nounits")
     used = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     return int(used.split()[0]) / 1024
 
