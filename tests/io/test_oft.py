@@ -83,7 +83,8 @@ def test_lycoris_files_turn_outputs(
 def test_peft_folders_turn_inputs(
     tmp_path: Path, settings: dict[str, Any], rotation: Callable[..., np.ndarray], shared: bool
 ) -> None:
-    """https://github.com/huggingface/peft/blob/5d602fdb/src/peft/tuners/oft/layer.py#L116"""
+    """peft's formula for rotations:
+    https://github.com/huggingface/peft/blob/5d602fdb/src/peft/tuners/oft/layer.py#L116"""
     model = language_model()
     before = weights(model)
     layer = next(name for name in before if name.endswith("q_proj.weight")).removesuffix(".weight")
@@ -114,7 +115,8 @@ def test_peft_folders_turn_inputs(
 
 
 def test_the_limit_of_coft_is_applied(tmp_path: Path) -> None:
-    """https://github.com/huggingface/peft/blob/5d602fdb/src/peft/tuners/oft/layer.py#L158"""
+    """peft's formula for the limit of the norm:
+    https://github.com/huggingface/peft/blob/5d602fdb/src/peft/tuners/oft/layer.py#L158"""
     model = language_model()
     names = [name for name in weights(model) if name.endswith("q_proj.weight")]
     layer, columns = names[0].removesuffix(".weight"), weights(model)[names[0]].shape[1]
