@@ -71,7 +71,7 @@ def test_a_command_fails_only_for_missing_files(
         Path(path).write_text("model: digits\ndataset: images\noutput: run\n")
     command, *arguments = FOUND[name]
     if command == "ray" or "--gpus" in arguments:
-        # These commands start with GPUs or Ray, which this machine may lack.
+        # These commands need GPUs or Ray, which this machine may lack: check only their settings.
         _, settings = make_ray_parser("ray").parse_own(arguments)
         config = train.read_config(train.make_parser("train", rare=True).parse(settings))
         config.require("model", "dataset", "output")

@@ -105,7 +105,8 @@ def test_a_killed_run_loses_only_the_steps_since_its_last_checkpoint(
     output, whole = tmp_path / "killed", tmp_path / "whole"
     killed_at = [sys.executable, "-c", KILLED, str(tmp_path)]
     said = done(training(whole, 16, **settings), [*killed_at, "0"])
-    # Resumed runs find a cache and do fewer operations than this run.
+    # Resumed runs find a cache and do fewer operations than this run, so kills come in the first
+    # half.
     operations = int(said.rpartition("operations: ")[2])
     settings["cache_dir"] = tmp_path / "cache of the killed"
     generator = random.Random(0)

@@ -156,7 +156,7 @@ def test_a_recording_that_is_rejected_changes_nothing(cuda: Any) -> None:
     mark("end")
     """
     )
-    # The variable that steps gets its settings now; the recording's settings took no effect.
+    # The rejected recording wrote no settings, so the eager step writes those of its variable.
     assert run.after("eager").launches.count("optim_configure") == 1
 
 

@@ -9,7 +9,7 @@ import pytest
 import trainable_candle as tc
 
 MIB = 1 << 20
-# The simulated device's memory is memory of the process, and counts as soon as it is written.
+# The simulated device's memory is the process's: VmRSS and VmHWM include what is written to it.
 LOAD = """
     from trainable_candle.models import SDXLUNet
 

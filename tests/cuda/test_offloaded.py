@@ -63,7 +63,8 @@ def test_copies_to_the_device_are_queued_before_the_work_they_run_beside(cuda: A
     calls, copied = second.calls, to_device(second)
     back = [i for i, call in enumerate(calls) if call in copied]
     work = [i for i, call in enumerate(calls) if call.kind in {"launch", "product"}]
-    # The backward pass starts with the last layer, which needs its input at once.
+    # The backward pass starts with the last layer, which needs its input at once: no work runs
+    # beside the first copy.
     for earlier, later in pairwise(back[1:]):
         assert any(earlier < i < later for i in work)
     side = calls[back[0]]["stream"]

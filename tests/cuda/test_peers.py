@@ -1,6 +1,6 @@
-"""Blocks in slices on several simulated devices, each of a process of its own.
+"""Streamed blocks in slices on several simulated devices, each used by a process of its own.
 
-The kernels do not compute, but copies are real: weights that are read back have crossed them.
+The kernels do not compute, but copies are real: weights that are read back were copied to slices.
 """
 
 from pathlib import Path
@@ -65,7 +65,7 @@ def stepper(model):
 
 """
 
-# Starts the program in the file {path} twice, and prints what both print.
+# Starts the program in the file PATH twice, and prints what both print.
 START = """
     import subprocess
     import sys
@@ -130,7 +130,7 @@ mark("end")
     for rank in (0, 1):
         host = side_copies(run.after("host"), "cuMemcpyHtoDAsync", rank)
         peers = side_copies(run.after("peers"), "cuMemcpyDtoDAsync", rank)
-        # The bytes of each copy from the host: first the slice of the other process, then the own.
+        # Each copy from the host becomes two: the slice of the other process, then its own slice.
         expected = []
         for call in host:
             first, second = halves(int(call["bytes"]))
@@ -161,7 +161,7 @@ mark("end")
     for call in (3, 4):
         replays = run.after(f"call-{call}").of("replay")
         assert len(replays) == 2
-        # Two slices of each unit; blocks and modulation.
+        # Each block and the modulation of each block are copied as two slices.
         assert all(int(replay["copies"]) >= 2 * (3 * COUNT - 2) for replay in replays)
 
 
@@ -179,7 +179,7 @@ file = "diffusion_pytorch_model.safetensors"
 found = tc.load_file(f"{saved}/{file}")
 expected = tc.load_file(f"{folder}/transformer/{file}")
 assert found.keys() == expected.keys()
-# Kernels make other tensors.
+# Other tensors come from kernels, which do not compute here.
 streamed = [name for name in found if "_blocks." in name and len(found[name].shape) == 2]
 assert len(streamed) > 5 * COUNT
 for name in streamed:

@@ -12,7 +12,7 @@ from trainable_candle.nn import functional as F
 pytestmark = pytest.mark.gpu
 GOLDEN = Path(__file__).parents[1] / "golden"
 FORMATS = ("int8", "fp8", "nf4")
-# Together they have whole chunks of the kernels, rows that end inside a chunk, odd numbers of
+# The shapes cover whole chunks of the kernels, rows that end inside a chunk, odd numbers of
 # elements, and more elements than one grid stride.
 SHAPES = ((64, 128), (37, 91), (1, 1), (5, 8), (3, 4096), (2050, 4100))
 

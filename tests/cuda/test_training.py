@@ -143,8 +143,8 @@ def texts(folder: Path, **settings: Any) -> str:
 def test_steps_of_texts_are_replayed(cuda: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
     run = cuda.run(texts(tmp_path, **settings))
     assert run.of("refused") == []
-    # A step has the tokens of all rows. Validation has the tokens of its own texts alone, and uses
-    # no graph.
+    # A step of training is padded to the 256 tokens of two rows, so that it can be replayed.
+    # Validation has the tokens of its own texts alone, and uses no graph.
     assert "256" in run.output.split()
     for step in RECORDED:
         done = run.after(f"step-{step}")

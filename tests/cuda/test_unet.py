@@ -64,8 +64,8 @@ def test_projections_are_read_in_place(cuda: Any) -> None:
     backward = Counter(step.after("backward-2").launches)
     assert forward["attention_forward_w64_bf16"] == 2 * BLOCKS
     assert backward["attention_backward_w64_bf16"] == 2 * BLOCKS
-    # The input and output have channels first, joins copy two feature maps into one, and their
-    # gradients are slices; nothing is copied for attention, for a bias or for a dtype.
+    # Copies remain for the input and the output, whose channels come first, for both feature maps
+    # of each join, and for their gradients, which are slices; none for attention, biases or dtypes.
     assert forward["copy_bytes_2"] <= 2 + 2 * JOINS, forward
     assert backward["copy_bytes_2"] <= 10, backward
     assert not any(name.startswith("ucopy") for name in forward | backward), backward

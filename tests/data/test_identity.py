@@ -12,7 +12,7 @@ from trainable_candle.data import file_identity, identity
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of remembered hashes; in these tests it also gets hashes of just changed files."""
+    """The file of remembered hashes, which here include those of files that have just changed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(identity, "SETTLED", -(10**12))
     monkeypatch.setattr(identity, "_CHUNK", 4096)

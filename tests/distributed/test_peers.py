@@ -1,7 +1,7 @@
 """Runs that stream blocks from peers: values, failures, resume, wrong settings.
 
-A run streams only on a GPU. For the CPU, where slices are in shared memory, the check of that is
-left out here.
+`check_settings` allows streaming only on a GPU. These runs leave it out, so that they can stream on
+the CPU, too, where slices are in shared memory.
 """
 
 import json

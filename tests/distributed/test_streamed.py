@@ -21,7 +21,7 @@ BLOCKS = sum(
     for name in ("num_layers", "num_single_layers")
 )
 
-# Prints the losses and gradients of two steps, and the shared memory of the process.
+# Prints the losses of some steps, a hash of the trained adapter, and the process's shared memory.
 STEPS = """
 import hashlib
 import json
@@ -130,7 +130,7 @@ def test_processes_compute_with_slices_of_each_other(quantize: str | None) -> No
     found = run(3, BLOCKS, quantize, peers=True)
     assert_same_steps(found, resident)
     for one in found:
-        # A piece of each process, for the blocks and for their modulation.
+        # Each process maps the pieces of all three, for the blocks and for their modulation.
         assert len(one["mapped"]) == 2 * 3
         assert one["mapped"] == found[0]["mapped"]
         # Together they are one copy, up to the rounding of each piece to 64 KiB.

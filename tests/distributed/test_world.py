@@ -38,7 +38,7 @@ def test_without_a_launcher_there_is_no_world() -> None:
     ids=["torchrun", "Open MPI", "MPICH", "srun"],
 )
 def test_each_launcher_is_understood(variables: dict[str, str]) -> None:
-    # torchrun listens at MASTER_PORT itself.
+    # torchrun listens at MASTER_PORT itself, so the ranks meet at the next port.
     expected = World(3, 4, 1, 2, ("node1", 29501), "")
     assert from_environment({**variables, **ADDRESS}) == expected
 

@@ -63,5 +63,5 @@ def test_a_magnitude_for_each_input_is_applied_as_trained(
     if right:
         assert max(errors) < 1e-4
     else:
-        # The error is nearly as large as the trained change: hence `--dora-axis input`.
+        # Errors above half of the trained change are the reason for `--dora-axis input`.
         assert np.median(errors) > 0.5

@@ -140,7 +140,8 @@ def test_diffusers_applies_the_adapters_of_both_encoders(
 
 
 @pytest.mark.parametrize("own_configuration", [True, False])
-# peft does not swap LoKr's factors if the first is the larger one; LyCORIS does.
+# `lokr_both` is left out: if LoKr's first factor is the larger one, LyCORIS swaps the factors, and
+# peft does not.
 @pytest.mark.parametrize("kind", ["lora", "locon", "dora", "loha", "lokr"])
 def test_peft_computes_the_same(
     unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path, kind: str, own_configuration: bool

@@ -43,7 +43,7 @@ def single_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             tensors[key] = parts[0].reshape((*parts[0].shape, 1, 1))
         else:
             tensors[key] = parts[0]
-    # Other tensors of the published file.
+    # The published file also has these tensors.
     tensors["conditioner.embedders.0.transformer.text_model.embeddings.position_ids"] = tc.tensor(
         np.arange(17)[None]
     )

@@ -107,7 +107,7 @@ def test_shards_are_one_model(unet: Path) -> None:
 
     index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
     (unet / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
-    # A file that the index does not list is from another download.
+    # The loader ignores a file that the index does not list, such as one of another download.
     tc.save_file(tensors, unet / "diffusion_pytorch_model-00001-of-00001.safetensors")
     assert_same(SDXLUNet.from_pretrained(unet), from_folder("unet"))
     missing = unet / next(iter(shards))

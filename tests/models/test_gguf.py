@@ -79,7 +79,7 @@ def test_a_file_computes_the_same_as_its_values(family: str, kind: str, tmp_path
 
 
 def test_adapters_train_over_a_file(tmp_path: Path) -> None:
-    """All matrices stay in blocks, and losses equal those of the dequantized values."""
+    """The loss and the gradients equal those of a model with the dequantized values."""
     base = folder("qwen3", tmp_path)
     write_model(base, TextAdapter({}), tmp_path / "model.gguf", "q8_0")
     found = []

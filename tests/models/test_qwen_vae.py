@@ -21,7 +21,7 @@ def load(device: str = "cpu") -> AutoencoderKLQwenImage:
 
 
 def of_an_image(tensor: tc.Tensor) -> np.ndarray:
-    """A parameter of a file as an image meets it."""
+    """The part of a file's parameter that applies to an image, which is one frame."""
     values = tensor.to("f32").numpy()
     if values.ndim == 5:
         return values[:, :, -1]

@@ -28,7 +28,7 @@ CASES = ("lora_attention", "dora_attention", "lora_all_linear")
 
 
 def gradient(var: tc.Var) -> np.ndarray:
-    """A variable's gradient; empty if it has none, as layers of Qwen-Image's last text."""
+    """A variable's gradient; empty for layers of Qwen-Image's last text, which no loss uses."""
     return np.empty(0) if var.grad is None else var.grad.numpy()
 
 

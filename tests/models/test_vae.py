@@ -24,7 +24,7 @@ def on(sdxl: Path, device: str) -> tuple[AutoencoderKL, dict[str, tc.Tensor]]:
 
 
 def assert_close(found: tc.Tensor, expected: tc.Tensor) -> None:
-    """On a GPU, products use 16 bits of each factor (docs/decisions.md); TF32 errs by 1e-3."""
+    """On a GPU, products keep 16 bits of each factor (docs/decisions.md). TF32 would fail here."""
     if found.device == "cpu":
         assert_near(found, expected)
     else:

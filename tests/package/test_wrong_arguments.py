@@ -256,7 +256,7 @@ def test_a_wrong_argument_gives_an_error_of_ours(
 def check_type_error(name: str, parameter: str, what: str, error: TypeError) -> None:
     assert "failed to extract" not in str(error), f"{name}({parameter}={what}): {error}"
     if sys.version_info < (3, 11):
-        # Python 3.10 has no notes on exceptions, which name the parameter.
+        # The parameter is in a note on the exception, and Python 3.10 has no such notes.
         return
     text = " ".join([str(error), *getattr(error, "__notes__", [])])
     operation = name.rsplit(".", 1)[-1]

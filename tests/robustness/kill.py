@@ -2,8 +2,8 @@
 
 python tests/robustness/kill.py [--kills 50] [--seed 0]
 
-A run is killed at a random file event, which opens, makes, renames or removes a file in the run's
-folder. Such files are logs, cache entries, checkpoints and previews.
+A run is killed at a random one of its file events: when it opens, makes, renames or removes a file
+in its folder, such as a log, a cache entry, a checkpoint or a preview.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def test_slices_for_peers_take_memory_of_each_gpu(flux: Model) -> None:
             assert plan.estimate.phases[phase] == host.estimate.phases[phase]
         assert plan.estimate.phases["training"][:-1] == host.estimate.phases["training"]
         assert f"slice of streamed weights{'':<6}" in " ".join(plan.estimate.table())
-        # Only while a model is loaded.
+        # Host memory holds a process's slice only while the model is loaded.
         assert there.host_need(plan.estimate) == pytest.approx(streamed / count)
         assert step_seconds(plan, there) < step_seconds(host, budget(80))
         by_bus = replace(there, peers="bus")
@@ -214,7 +214,7 @@ def test_a_plan_streams_from_peers_what_does_not_fit(flux: Model) -> None:
     assert plan.estimate.peak <= there.memory
     (chose, *_) = plan.lines(there)
     assert re.search(r"--stream-modulation from 4 GPUs by NVLink \(about ", chose)
-    # Two GPUs have half of the streamed weights each, so that more is needed.
+    # With two GPUs, each has half of the streamed weights, which is too much for 9 GiB.
     with pytest.raises(OutOfMemoryError, match="GPU memory: the run needs about"):
         flux.plan(replace(there, memory=9 * GIB, processes=2, sharing=2), **given)
 

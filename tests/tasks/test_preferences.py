@@ -98,7 +98,7 @@ def test_the_loss_is_that_of_the_definition(weights: Path) -> None:
 
 
 def test_the_gradient_is_that_of_the_definition(weights: Path) -> None:
-    """The gradients are compared with an effective adapter and with one that has no effect yet."""
+    """The gradient of a second factor that has an effect, and of one that is still zero."""
     task, dataset, data, named = prepared(config_of(weights, ROWS[:3]))
     name = next(name for name in named if "lora_B" in name or "up" in name)
     var = named[name]

@@ -5,7 +5,7 @@
 
 #include "simulated.h"
 
-// Memory of another process, by the number of its file there.
+// A handle names the process that exports memory, and the file of this memory: its descriptor there and its inode.
 struct handle {
     char kind[8];
     int process;

@@ -263,8 +263,8 @@ static unsigned element_bytes(CUtensorMapDataType type) {
     }
 }
 
-// The first requirement of both kinds of tensor map that is not met, or NULL. `strides` has the strides of all dimensions but the first, in
-// bytes.
+// The first unmet requirement of those that both kinds of tensor map share, or NULL. `strides` has the strides of all dimensions but the
+// first, in bytes.
 static const char *bad_tensor(unsigned bytes, unsigned rank, const void *address, const cuuint64_t *sizes, const cuuint64_t *strides,
                               const cuuint32_t *steps) {
     if (rank < 1 || rank > 5) return "rank";

@@ -17,11 +17,11 @@ struct ranges {
         uintptr_t start;
         size_t bytes;
         int device;
-        // CLOSED: mapped, but not to be read or written yet. OPENED: of another process.
+        // CLOSED: mapped, but not accessible yet. OPENED: an allocation of another process.
         enum { DIRECT, POOLED, CLOSED, MAPPED, OPENED } kind;
         struct chunk *chunk;
         int file; // of a direct allocation, which other processes can map
-        atomic_int *users; // how many of them do
+        atomic_int *users; // how many other processes map it
     } *items;
     size_t count, capacity;
 };
@@ -127,7 +127,7 @@ static uintptr_t map_shared(int file, size_t bytes) {
     return start == MAP_FAILED ? 0 : (uintptr_t)start;
 }
 
-// Whether the device has so many free bytes; bytes that the pool keeps are not free.
+// Whether the device has this many free bytes; bytes that the pool keeps are not free.
 static bool fits(int device, size_t bytes) { return bytes <= simulated_total_memory() - reserved(device); }
 
 static CUresult allocate(CUdeviceptr *address, size_t bytes, bool pooled) {

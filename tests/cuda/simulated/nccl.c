@@ -12,7 +12,7 @@
 
 enum { SUCCESS = 0, UNHANDLED = 1, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE = 6, IN_PROGRESS = 7 };
 enum { MAX_RANKS = 8, MAX_CALLS = 1 << 16, POLLS = 3 };
-// Kinds of a call: NOT_MADE by any rank yet, or a rank is WRITING its properties; others are those of `queue`.
+// The kind of a call is NOT_MADE before any rank makes it, WRITING while the first rank sets its properties, then the argument of `queue`.
 enum { NOT_MADE = 0, WRITING = 99 };
 
 struct id {

@@ -90,7 +90,8 @@ def test_a_merged_model_draws_as_with_the_adapter(
             drawn = merged.draw(["a blur"], options).astype(int)
             assert np.abs(drawn - adapted).max() <= 1
         else:
-            # The tiny encoders have fewer tokens than the package's tokenizers.
+            # A file has no tokenizers, and the package's have more tokens than the tiny encoders:
+            # the model in the file cannot sample images.
             assert tc.inspect(output, name).parts.keys() == tc.inspect(base, name).parts.keys()
 
 
@@ -134,7 +135,7 @@ def test_formats_that_cannot_hold_the_adapters_are_rejected_before_training(
     name: str, configure: Callable[..., TrainConfig]
 ) -> None:
     formats = families.find(name).formats
-    # No names of Qwen-Image's layers stand for several of them.
+    # Qwen-Image's original layers are those of diffusers: none combines several of them.
     if "kohya" in formats and name != "qwen-image":
         with pytest.raises(ConfigError, match=r"apply to all rows.* format .comfyui"):
             train_adapter(configure(format="kohya", adapter="lokr"))

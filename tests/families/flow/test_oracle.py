@@ -200,8 +200,8 @@ def test_z_image(zimage_base: Path, guidance: float) -> None:
         text_encoder=load(transformers.Qwen3ForCausalLM, zimage_base / "text_encoder"),
         tokenizer=chat_tokenizer(zimage_base / "tokenizer"),
     )
-    # The pipeline's guidance scale is this library's minus 1. One prompt has more than 32 tokens,
-    # the other fewer.
+    # The pipeline's guidance scale is this library's minus 1. The prompts have 29 and 19 tokens,
+    # which are padded to 32.
     theirs = pipeline(
         PROMPT, negative_prompt="", num_inference_steps=STEPS, guidance_scale=guidance - 1,
         height=SIZE[1], width=SIZE[0], latents=noise(), output_type="np",
@@ -257,7 +257,7 @@ def qwen_image(base: Path) -> "diffusers.QwenImagePipeline":
     for name, size in (sizes | {"out_hidden_size": 40}).items():
         setattr(config.vision_config, name, size)
     torch.manual_seed(0)
-    # The reference reads images too, with any weights, and has a head.
+    # The reference also has a vision encoder and a head, whose random weights have no effect.
     encoder = transformers.Qwen2_5_VLForConditionalGeneration(config).float().eval()
     stored = {
         name.removeprefix("model."): torch.from_numpy(tensor.to("f32").numpy())

@@ -19,7 +19,7 @@ ENCODERS = {"sd3": ("text_encoder", "text_encoder_2", "text_encoder_3"),
 
 
 def write(base: Path, part: str, path: Path) -> Path:
-    """Copy a part's weights to `path`, and its configuration to a folder of its name beside."""
+    """Copy a part's weights to `path`, and its configuration to the folder `part` beside it."""
     (weights,) = (base / part).glob("*.safetensors")
     shutil.copy(weights, path)
     (path.parent / part).mkdir()

@@ -1,4 +1,4 @@
-"""What is particular to Qwen-Image: texts, guidance, levels, files of ComfyUI, its relatives."""
+"""Features of Qwen-Image alone: texts, guidance, levels, files of ComfyUI, related models."""
 
 import json
 import shutil
@@ -126,7 +126,7 @@ def test_fp8_files_hold_nearly_the_same(
 
 
 def test_the_encoder_of_the_published_folder_is_read(qwen_image_base: Path, tmp_path: Path) -> None:
-    """transformers 4 wrote the configuration in one object, transformers 5 nests names."""
+    """Its settings are in one object, and its parameters under `model.language_model`."""
     config = json.loads((qwen_image_base / "text_encoder" / "config.json").read_text())
     flat = config.pop("text_config")
     rope = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}

@@ -1,4 +1,4 @@
-"""Features of Z-Image alone: lengths of captions, times from noise to data, the tokenizer."""
+"""Features of Z-Image alone: the template and lengths of captions, the tokenizer, distillation."""
 
 import shutil
 from pathlib import Path

@@ -4,11 +4,12 @@ diffusers, transformers and peft.
 Run with torch 2.11, diffusers 0.42.1, transformers 5.23, peft 0.21 and safetensors installed:
 python make_diffusers.py
 
-`original_names.json.gz` maps each key of an original checkpoint to a folder, a parameter and a form
-("plain", "transposed", "pointwise", or a third of its rows), for models with these numbers of
-layers. It was found by comparing a model with the output of diffusers'
-convert_diffusers_to_original_sdxl.py. `unet_shapes.json` has the names and shapes of diffusers'
-model of SDXL's UNet, in the format of `folded` in transformers/make_diffusers.py.
+`original_names.json.gz` maps each key of an original checkpoint to its sources: a folder, a
+parameter and a form ("plain", "transposed", "pointwise", or "rows N" for third N of the key's
+rows). It is for models with as many layers as these, and was found by comparing a model with the
+output of diffusers' convert_diffusers_to_original_sdxl.py. `unet_shapes.json` has the names and
+shapes of diffusers' model of SDXL's UNet, in the format of `folded` in
+transformers/make_diffusers.py.
 """
 
 import copy

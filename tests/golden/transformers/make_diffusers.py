@@ -277,7 +277,7 @@ def qwen_image():
     words = 2.0 + torch.arange(length)
     stored = inputs | {"img_ids": image.reshape(-1, 3), "txt_ids": words[:, None].repeat(1, 3),
                        "lengths": lengths.float()}  # fmt: skip
-    # Nothing reads the results of the last block's text.
+    # Nothing reads the text that the last block computes.
     texts_of_first = [
         f"transformer_blocks.0.{name}" for name in ("attn.to_add_out", "txt_mlp.net.2")
     ]
@@ -302,7 +302,7 @@ def qwen_autoencoder():
         found = model.encode(image[:, :, None]).latent_dist
         decoded = model.decode(latent[:, :, None], return_dict=False)[0]
         model.enable_tiling(16, 16, 12, 12)
-        # diffusers clips whole images, but not those of tiles.
+        # diffusers clips images that it decodes whole, but not those that it decodes in tiles.
         tiled = model.decode(latent[:, :, None], return_dict=False)[0].clamp(-1, 1)
     stored = {"image": image, "mean": found.mean[:, :, 0], "logvar": found.logvar[:, :, 0],
               "latent": latent, "decoded": decoded[:, :, 0],

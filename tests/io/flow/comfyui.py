@@ -16,7 +16,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class Slice(NamedTuple):
-    """Rows of an original matrix: `count` of its `of` equal parts, from part `first` on.
+    """Rows of an original matrix, which has `of` equal parts: `count` parts from number `first` on.
 
     If `swapped`, the original matrix has the two halves of the rows in reverse order.
     """
@@ -44,7 +44,7 @@ ADDED = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
 
 def flux_slices(blocks: int, singles: int) -> dict[str, Slice]:
-    """diffusers' linear layers of Flux in the original matrices."""
+    """The place of each of diffusers' linear layers of Flux in the original matrices."""
     found = {
         "x_embedder": Slice("img_in"),
         "context_embedder": Slice("txt_in"),

@@ -37,7 +37,7 @@ def test_saved_adapters_load_unchanged(
     adapter = attach(model, kind)
     message = CANNOT.get((format, kind))
     if format == "kohya" and kind != "oft_inputs" and family.name not in LAYERS:
-        # None of its matrices under these names is of several layers.
+        # The family's original matrices are those of diffusers: none combines several layers.
         message = None
     if message:
         with pytest.raises(tc.ArgumentError, match=message):

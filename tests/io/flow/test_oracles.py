@@ -1,4 +1,4 @@
-"""Adapter files of SD3.5 and Flux as diffusers and peft read them; needs torch."""
+"""Adapter files of flow models as diffusers and peft read them; needs torch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_diffusers_computes_the_same_of_the_default_form(
     assert_same(family.predict(model), prediction(family, theirs), base)
 
 
-# peft warns of inputs that the given block size does not divide.
+# peft warns of layers whose number of inputs the block size does not divide.
 @pytest.mark.filterwarnings("ignore:Invalid `oft_block_size`")
 @pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr", "oft_inputs"])
 def test_peft_computes_the_same(
