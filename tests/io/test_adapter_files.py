@@ -204,7 +204,7 @@ def test_untrained_layers_are_reported(unet: tc.models.SDXLUNet, tmp_path: Path)
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"weight": (2, 2)}, "no adapter file"),
+        ({"weight": (2, 2)}, "not an adapter file"),
         ({"lora_unet_blocks_0_to_x.lora_down.weight": (2, 4)}, "another model"),
         ({"lora_te1_text_model_x.lora_down.weight": (2, 4)}, "no adapter for the unet"),
         ({"unet.conv_in.lora_A.weight": (2, 4, 3, 3)}, "unet.conv_in|conv_in"),

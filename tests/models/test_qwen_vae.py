@@ -106,7 +106,9 @@ def test_files_of_comfyui_hold_the_same_model(tmp_path: Path) -> None:
     bare = tmp_path / "bare.safetensors"
     in_time = {"encoder.downsamples.1.time_conv.weight": tc.ones((4, 4, 3, 1, 1))}
     tc.save_file({name.removeprefix(prefix): t for name, t in written.items()} | in_time, bare)
-    with pytest.raises(tc.ConfigError, match="16 channels of latents and 2 of its largest images"):
+    with pytest.raises(
+        tc.ConfigError, match="16 channels in its latents and 2 in its largest images"
+    ):
         AutoencoderKLQwenImage.from_pretrained(bare)
     for found in (
         AutoencoderKLQwenImage.from_pretrained(path),

@@ -43,8 +43,8 @@ pub enum Form {
         /// The number of the tensor's dimensions.
         rank: usize,
     },
-    /// The parameter is the last slice in time of a causal convolution's kernel, (out, in, time, height, width), the
-    /// only one that a single image meets. Written tensors have zeros in the other slices.
+    /// The parameter is the last slice in time of a causal convolution's kernel, (out, in, time, height, width). For a
+    /// single image the other slices multiply only padding. Written tensors have zeros in them.
     LastFrame {
         /// The number of slices.
         frames: usize,
@@ -106,7 +106,7 @@ impl Form {
         }
     }
 
-    /// The parameter in the tensor `stored`, whose shape must fit: [`shape`](Self::shape) is not `None`.
+    /// The parameter in the tensor `stored`, whose shape [`shape`](Self::shape) must accept.
     ///
     /// # Errors
     /// Those of the copy.

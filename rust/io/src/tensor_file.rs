@@ -45,7 +45,7 @@ impl TensorFile {
         // The length of the header, and the brace that every header begins with.
         let mut start = [0u8; 9];
         if length < start.len() as u64 {
-            return Err(Error::weights(&path, format!("no safetensors file: only {length} bytes long")));
+            return Err(Error::weights(&path, format!("not a safetensors file: only {length} bytes long")));
         }
         file.read_exact(&mut start).map_err(io)?;
         let [length_bytes @ .., brace] = start;
@@ -61,7 +61,7 @@ impl TensorFile {
             return Err(Error::weights(
                 &path,
                 format!(
-                    "no safetensors file, or an incomplete one: {length} bytes long with a header of {header_length}"
+                    "not a safetensors file, or an incomplete one: {length} bytes long with a header of {header_length}"
                 ),
             ));
         }

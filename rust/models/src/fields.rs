@@ -90,7 +90,7 @@ impl<'a> Fields<'a> {
         })
         .ok_or_else(|| {
             let known: Vec<&str> = known.iter().map(|&(text, _)| text).collect();
-            self.wrong(name, &format!("{count} of {}", known.join(", ")))
+            self.wrong(name, &format!("a list of {count} names, each one of {}", known.join(", ")))
         })
     }
 

@@ -43,7 +43,11 @@ impl LinearGroup {
         if let Some(other) = members.iter().find(|member| member.in_features() != members[0].in_features()) {
             return Err(Error::shape(
                 "LinearGroup",
-                format!("the layers have {} and {} input features", members[0].in_features(), other.in_features()),
+                format!(
+                    "the layers have {} and {} input features, expected the same number",
+                    members[0].in_features(),
+                    other.in_features()
+                ),
             ));
         }
         let sizes: Vec<usize> = members.iter().map(Linear::out_features).collect();

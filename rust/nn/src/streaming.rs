@@ -37,7 +37,7 @@ pub struct StreamedBytes {
     pub slots: usize,
 }
 
-/// The units of one ring, one for each streamed block. Names such as `blocks.3` identify the blocks.
+/// The units of one [`Ring`], one for each streamed block. Names such as `blocks.3` identify the blocks.
 #[derive(Default)]
 struct Units {
     blocks: HashMap<String, usize>,

@@ -116,5 +116,5 @@ def test_missing_parts_and_wrong_files_are_named(
     with pytest.raises(MissingFileError, match="--vae"):
         families.load(name, weights, "f32", "cpu", config.with_(vae=str(tmp_path / "none")))
     twice = config.with_(text_encoder=[config.text_encoder[0]] * 2)
-    with pytest.raises(WeightsFormatError, match="that is still missing"):
+    with pytest.raises(WeightsFormatError, match="that are still missing"):
         families.load(name, weights, "f32", "cpu", twice)

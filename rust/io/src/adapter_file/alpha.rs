@@ -17,7 +17,7 @@ use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_nn::adapter::{AdaptedLayer, LayerValues};
 
 /// The metadata entry with the alphas that layers were trained with, by diffusers' names. A file has this
-/// entry if other alphas are beside its parameters.
+/// entry if the alphas beside its parameters differ from the trained ones.
 pub(super) const TRAINED: &str = "trainable_candle.alphas";
 
 /// The factors that [`rescale`] multiplies; each kind of adapter has at most one of them.

@@ -22,8 +22,8 @@ pub(super) type Parameters = BTreeMap<&'static str, Tensor>;
 const UPS: [&str; 3] = ["lora_B.weight", "hada_w1_a", "hada_w2_a"];
 /// Down factors (r, in).
 const DOWNS: [&str; 3] = ["lora_A.weight", "hada_w1_b", "hada_w2_b"];
-/// DoRA's magnitude. There is one for each output if it has as many elements as there are outputs, otherwise one for
-/// each input.
+/// DoRA's magnitude: one element for each output if its first dimension is the number of outputs, otherwise one for each
+/// input.
 const MAGNITUDES: [&str; 2] = ["lora_magnitude_vector.weight", "dora_scale"];
 /// The factors of LoKr whose row index is the slower part of the output index.
 const SLOW_ROWS: [&str; 2] = ["lokr_w1", "lokr_w1_a"];
@@ -136,8 +136,8 @@ fn stacked(parts: &[(Form, &Tensor)], unit: usize, of: usize) -> Result<Tensor> 
     Tensor::cat(&blocks.iter().collect::<Vec<_>>(), 0)
 }
 
-/// The parameters of the layer with the rows `form` of a module of `rows` rows; `None` if the module does not change
-/// the layer.
+/// The parameters of one layer of a module with `rows` rows, of which those in `form` belong to the layer; `None` if the
+/// module does not change the layer.
 ///
 /// # Errors
 /// [`Error::Config`] if a parameter of the module applies to all rows together, [`Error::Shape`] if the rows of a
@@ -194,7 +194,8 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
 }
 
 /// The columns of up factors that only this layer uses, as runs (start, length). [`join`] and kohya's trainers write
-/// modules in which every column belongs to one layer. `None` if the layer has columns in common with other layers.
+/// modules in which every column belongs to one layer. `None` if the layer needs all columns: it has columns in common
+/// with other layers, no column belongs to a layer, or the layer has only a magnitude.
 fn kept(module: &Parameters, (first, count, of): (usize, usize, usize)) -> Result<Option<Vec<(usize, usize)>>> {
     let Some(up) = UPS.iter().find_map(|name| module.get(name)).filter(|up| up.rank() == 2) else { return Ok(None) };
     let (rows, rank) = (up.dims()[0], up.dims()[1]);
@@ -240,7 +241,7 @@ fn is_zero(value: &Tensor) -> Result<bool> {
     Ok(value.to_dtype(DType::F32)?.contiguous()?.to_vec::<f32>()?.iter().all(|x| *x == 0.0))
 }
 
-/// Exchanges the two halves of the rows of all parameters.
+/// Exchanges the two halves of the rows of every parameter whose rows belong to outputs.
 fn swap(values: &Parameters) -> Result<Parameters> {
     let slow = SLOW_ROWS.iter().find_map(|name| values.get(name)).map(|value| value.dims()[0]);
     values

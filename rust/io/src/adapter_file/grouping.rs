@@ -46,8 +46,8 @@ impl<'a> Adapted<'a> {
     }
 }
 
-/// Check that a format can represent adapters of a kind on some layers of a part. DoRA is assumed to have magnitudes of
-/// outputs.
+/// Check that a format can represent adapters of a kind on some layers of a part. DoRA is assumed to have one magnitude
+/// for each output.
 ///
 /// # Errors
 /// [`Error::Argument`] if the format cannot represent them; the message names a format that can.
@@ -62,8 +62,8 @@ pub fn check_format(
     modules(format.unwrap_or_else(|| names.default_format()), names, &layers).map(drop)
 }
 
-/// The modules of a part in a format. In kohya's format all layers of a part have names of the same one of kohya's two
-/// styles, because diffusers ignores the names of one style in a file that mixes both.
+/// The modules of a part in a format. kohya's format has two styles of names. All layers of a part have names of one
+/// style, because diffusers ignores the names of one style in a file that mixes both.
 ///
 /// # Errors
 /// As [`check_format`].

@@ -14,7 +14,7 @@ use crate::tensor_file::TensorFile;
 pub(super) struct Stored {
     /// Parameters under peft's names, laid out as in files.
     pub parameters: BTreeMap<&'static str, Tensor>,
-    /// The numerator of the scale.
+    /// The numerator of the scale. For OFT of outputs, the limit of its rotations (see [`oft`]).
     pub alpha: Option<f64>,
 }
 
@@ -60,8 +60,8 @@ fn split(key: &str) -> Option<(&str, &'static str)> {
     alias.or_else(|| parameters.find_map(|(name, _)| Some((key.strip_suffix(name)?.strip_suffix('.')?, *name))))
 }
 
-/// The prefix of the keys of learned scales; the layer's name follows it. Learned scales do not change the adapter: they
-/// round the sum of base and adapter.
+/// The prefix of the keys of the scales that quantization-aware training learns; the layer's name follows it. They do not
+/// change the adapter: the sum of base and adapter is rounded with them.
 pub(super) const SCALES: &str = "qat_scales.";
 
 /// Endings of parameters that are not supported, and the form of adapters that they belong to.
@@ -93,7 +93,7 @@ impl Contents {
         let mut contents = Self { modules: BTreeMap::new(), others: Vec::new(), metadata, config };
         let names = file.names();
         if names.is_empty() {
-            return Err(Error::weights(path, "no adapter file: it has no tensors"));
+            return Err(Error::weights(path, "not an adapter file: it has no tensors"));
         }
         for key in names.into_iter().filter(|key| !key.starts_with(SCALES)) {
             if let Some((ending, form)) = UNSUPPORTED.iter().find(|(ending, _)| key.ends_with(ending)) {

@@ -60,8 +60,8 @@ impl Common {
         if has_rank(layer) {
             return (layer.settings.rank, alpha::of(layer));
         }
-        // A file does not store the rank for which LoKr chose full matrices. With a rank as large as the largest
-        // dimension of the factors, they are certainly full.
+        // LoKr uses full matrices if the rank is large, but a file does not store this rank. A rank as large as the
+        // largest dimension of the factors certainly gives full matrices.
         let largest = || layer.parameters.iter().flat_map(|(_, value)| value.dims()).copied().max().unwrap_or(1);
         (if layer.settings.rank > 0 { layer.settings.rank } else { largest() }, self.alpha)
     }

@@ -84,7 +84,7 @@ fn mismatch(contents: &Contents, asked: &[&PartNames], wrong: &[&String]) -> Str
     let list = |keys: &[&String]| keys.iter().take(3).map(|key| key.as_str()).collect::<Vec<_>>().join(", ");
     let modules = contents.modules.len();
     if modules == 0 {
-        return format!("no adapter file: none of its tensors is a parameter of an adapter ({})", list(wrong));
+        return format!("not an adapter file: none of its tensors is a parameter of an adapter ({})", list(wrong));
     }
     let lost = wrong.iter().filter(|key| contents.modules.contains_key(**key)).count();
     let prefix_of = |key: &String| asked.first().and_then(|names| names.prefix_of(key));

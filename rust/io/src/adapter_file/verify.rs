@@ -73,10 +73,12 @@ impl Report {
     }
 }
 
-/// Match the file at `path` with the parts of a model, as the tools in the parts' tables of readers would.
+/// Report how the tools in the parts' tables of readers would apply the file at `path` to the parts of a model.
 ///
 /// # Errors
-/// [`Error::WeightsFormat`](trainable_candle_core::Error::WeightsFormat) if it is not a safetensors file.
+/// [`Error::WeightsFormat`](trainable_candle_core::Error::WeightsFormat) if the file is not a safetensors file, has no
+/// tensors, has an alpha that is not a number, or has a module of an unsupported form;
+/// [`Error::Config`](trainable_candle_core::Error::Config) if peft's configuration beside the file is not JSON.
 pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (&p.names, p.layers.keys().map(String::as_str).collect())));
@@ -185,7 +187,7 @@ fn mixes_kohya_names(styles: impl Iterator<Item = Style>) -> bool {
     original && own
 }
 
-/// The reason why a low-rank pair or OFT's blocks do not fit a weight of `shape`; `None` if it fits.
+/// The reason why a low-rank pair or OFT's blocks do not fit a weight of `shape`; `None` if they fit.
 fn misfit(values: &LayerValues, shape: &[usize]) -> Option<String> {
     for (name, features) in [(oft::TRIANGLES, shape.get(1)), (oft::BLOCKS, shape.first())] {
         let Some(value) = values.parameters.get(name) else { continue };
@@ -194,7 +196,7 @@ fn misfit(values: &LayerValues, shape: &[usize]) -> Option<String> {
             [_, size, columns] if size == columns => Some(size),
             _ => None,
         };
-        // One triangle may be for all blocks of inputs.
+        // OFT of inputs may share one triangle among all blocks.
         let count = value.dims().first().copied().unwrap_or(0);
         let is_shared = name == oft::TRIANGLES && count == 1;
         let fits = size.zip(features).is_some_and(|(size, features)| {

@@ -12,7 +12,7 @@ use trainable_candle_core::quantized::Ggml;
 
 /// The first bytes of a file.
 pub(crate) const MAGIC: [u8; 4] = *b"GGUF";
-/// The largest number of elements of an array in the facts. Vocabularies have some hundred thousand.
+/// The largest number of elements of an array in the facts. Vocabularies have a few hundred thousand.
 const LONGEST_ARRAY: u64 = 1 << 23;
 /// The largest number of dimensions of a tensor.
 const MOST_DIMENSIONS: u32 = 4;
@@ -193,7 +193,7 @@ impl<R: Read> Reader<R> {
             }
         };
         let bytes = bytes.ok_or_else(overflow)?;
-        // A tensor whose rows are not whole blocks is stored in another shape, and this fact is its own shape.
+        // A tensor whose rows are not whole blocks is stored in another shape, and this fact has its original shape.
         let original = facts.get(&format!("comfy.gguf.orig_shape.{name}")).and_then(Value::as_array);
         if let Some(shape) = original {
             let shape: Option<Vec<usize>> = shape.iter().map(|size| usize::try_from(size.as_u64()?).ok()).collect();

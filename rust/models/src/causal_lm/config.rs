@@ -17,8 +17,9 @@ pub enum Family {
     Mistral,
     /// Qwen2 and 2.5: biases of queries, keys and values.
     Qwen2,
-    /// The language model of Qwen2.5-VL, without the part that reads images and without its head: a text encoder. A
-    /// text has the same position on all three axes of its angles, which are then those of Qwen2.
+    /// The language model of Qwen2.5-VL as a text encoder: without the part that reads images and without its head. Its
+    /// rotary embedding has three axes of positions. A token of text has the same position on all of them, so the angles
+    /// equal those of Qwen2.
     Qwen25Vl,
     /// Qwen3: norms of queries and keys.
     Qwen3,

@@ -18,8 +18,8 @@ impl CausalLM {
     /// other texts.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the numbers of texts differ, no text gets a token, or the model has no head; [`Error::Index`] naming an
-    /// id that is not a token.
+    /// [`Error::Argument`] if `new` has another number of texts than `cache`, no text gets a token, or the model has no head;
+    /// [`Error::Index`] naming an id that is not a token.
     pub fn extend(&self, cache: &mut KvCache, new: &[&[u32]]) -> Result<Tensor> {
         let _no_grad = no_grad();
         self.check(cache, new)?;
@@ -72,7 +72,10 @@ impl CausalLM {
         let vocab = self.config().vocab_size;
         let wrong = new.iter().flat_map(|tokens| tokens.iter()).find(|&&id| id as usize >= vocab);
         wrong.map_or(Ok(()), |id| {
-            Err(Error::index(OP, format!("the id {id} is not a token; the model has {vocab} tokens, from 0 on")))
+            Err(Error::index(
+                OP,
+                format!("the id {id} is not a token; expected less than {vocab}, the number of tokens"),
+            ))
         })
     }
 

@@ -48,8 +48,8 @@ const FACTORS: &str = "rope_freqs.weight";
 /// The names in a GGUF file.
 pub(super) fn layout(config: &CausalLMConfig) -> Box<dyn Layout> {
     let heads = match config.family {
-        // Rotary embedding rotates pairs of features. llama.cpp pairs neighbours; this library pairs features that are
-        // half a head apart.
+        // Rotary embedding rotates pairs of features. For these models llama.cpp pairs neighbours, but this library
+        // pairs features that are half a head apart, so the rows of queries and keys are in another order.
         Family::Llama | Family::Mistral => Some([config.num_attention_heads, config.num_key_value_heads]),
         Family::Qwen2 | Family::Qwen25Vl | Family::Qwen3 => None,
     };

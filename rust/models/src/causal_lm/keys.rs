@@ -12,9 +12,9 @@ pub(super) const NORM: &str = "model.norm";
 pub(super) const HEAD: &str = "lm_head";
 /// The prefix of all names except the head's. Files of a model without its head omit the prefix.
 const BODY: &str = "model.";
-/// The prefix of these names in files of Qwen2.5-VL that transformers 5 wrote.
+/// The same prefix in files of Qwen2.5-VL that transformers 5 wrote.
 const VL_BODY: &str = "model.language_model.";
-/// What keys of the part of Qwen2.5-VL that reads images begin with, after the prefix.
+/// The beginning, after the prefix, of the keys of the part of Qwen2.5-VL that reads images.
 const VISUAL: &str = "visual.";
 
 /// The name of the parameter that holds the matrix `name`.
@@ -52,8 +52,8 @@ impl Layout for Transformers {
         std::iter::once(name).chain(inside).map(Key::plain).chain(nested).collect()
     }
 
-    /// Ignored are angles, because they are computed, the head if it is tied to the embedding or not used, parameters of
-    /// layers that are not built, and the part of Qwen2.5-VL that reads images.
+    /// Readers skip angles, which are computed; the head, if it is tied to the embedding or not used; parameters of layers
+    /// that are not built; and the part of Qwen2.5-VL that reads images.
     fn ignores(&self, key: &str) -> bool {
         let key = key.strip_prefix(BODY).unwrap_or(key);
         let layer = key.strip_prefix("layers.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());

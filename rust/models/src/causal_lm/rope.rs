@@ -28,7 +28,7 @@ pub enum Scaling {
         /// The divisor of frequencies.
         factor: f64,
     },
-    /// θ grows with the text's length if this exceeds `longest` (NTK-aware).
+    /// θ grows with the text's length beyond `longest` (NTK-aware).
     Dynamic {
         /// How fast θ grows.
         factor: f64,
@@ -56,8 +56,8 @@ pub enum Scaling {
         /// If a frequency makes at most this many rotations in a text of the original length, it is divided by the
         /// whole factor.
         slow: f64,
-        /// Pairs between `fast` and `slow` are divided by a part of the factor. This says whether the numbers of the first
-        /// and the last such pair are rounded.
+        /// The frequencies of pairs between `fast` and `slow` are divided by a part of the factor. `truncate` says whether
+        /// the indices of the first and the last such pair are rounded.
         truncate: bool,
         /// Cosines and sines are multiplied by this.
         attention: f64,

@@ -11,7 +11,7 @@ use crate::saved::Saved;
 /// The epsilon added to the mean square in the norms, as in the original code. diffusers adds the machine epsilon of
 /// the dtype, which makes no difference in f32.
 const EPS: f64 = 1e-6;
-/// Row numbers are multiplied by this before their sinusoids are computed.
+/// Row numbers of the table of modulation are multiplied by this before their sinusoids are computed.
 const ROW_SCALE: f32 = 1000.0;
 /// The number of rows of the table for a block of one stream.
 const SINGLE: usize = 3;

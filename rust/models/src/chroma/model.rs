@@ -104,7 +104,7 @@ impl ChromaTransformer {
         let image = self.x_embedder.forward(&hidden_states.to_dtype(dtype)?)?;
         let text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let angles = self.axes.at(&Tensor::cat(&[conditions.txt_ids, conditions.img_ids], 0)?)?;
-        // The original code also masks the queries of the other tokens, whose results nothing reads.
+        // The original code also masks the queries of the tokens beyond the lengths. Nothing reads their results.
         let mask = conditions.lengths.map(|lengths| self.lengths.mask(lengths, length, area)).transpose()?;
         let sight = Sight { angles: Some(&angles), mask: mask.as_ref() };
         let [image, text] = run_double(&self.double_blocks, [image, text], sight, |i, _| table.double(i))?;

@@ -18,8 +18,8 @@ pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     }
 }
 
-/// Whether a key is not a parameter of the text encoder: its tensor is computed instead of learned, or belongs to the
-/// image encoder.
+/// Whether a key is not a parameter of the text encoder: its tensor is computed instead of learned, or scales CLIP's
+/// similarities of texts and images.
 fn unused(key: &str) -> bool {
     key.ends_with("position_ids") || key == "logit_scale"
 }

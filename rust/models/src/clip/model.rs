@@ -52,7 +52,7 @@ impl TextFeatures {
         self.skipped(0)
     }
 
-    /// The states `clip_skip` layers before [`penultimate`](Self::penultimate); diffusers' SDXL pipelines count the same.
+    /// The states `clip_skip` layers before [`penultimate`](Self::penultimate), as diffusers' SDXL pipelines count.
     ///
     /// # Errors
     /// [`Error::Argument`] if there are fewer layers.
@@ -222,7 +222,7 @@ impl Model for CLIPTextModel {
         Self::names(&self.config, original, files)
     }
 
-    /// Other tools use transformers' names of its layers.
+    /// Other tools use transformers' names of the layers, which are also this library's.
     fn original_names(&self) -> OriginalNames {
         Arc::new(|layer| Some(Key::plain(layer)))
     }

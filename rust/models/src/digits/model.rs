@@ -156,7 +156,7 @@ impl Architecture for DigitsTransformer {
     }
 
     fn deduce(_files: &WeightFiles, _original: Original, _known: Vec<DigitsConfig>) -> Result<DigitsConfig> {
-        Err(Error::Config("DigitsTransformer: no configuration".into()))
+        Err(Error::Config("DigitsTransformer: the file has no configuration; give config=".into()))
     }
 
     fn names(_config: &DigitsConfig, _original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {

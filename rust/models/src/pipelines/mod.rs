@@ -71,7 +71,7 @@ pub struct Part {
     /// Its architecture.
     pub model: &'static ModelKind,
     /// The name of its folder in a pipeline's folder, which is also diffusers' name for it in adapter files; empty for
-    /// a model without a pipeline.
+    /// a model that stands alone.
     pub subfolder: &'static str,
     /// The sections of checkpoints in one file that may contain the part. Files are written with the first.
     pub sections: &'static [Section],
@@ -207,7 +207,7 @@ impl Place {
         let is_published =
             |place: &Self| (place.part.published)().iter().all(|(field, value)| config.get(field) == Some(value));
         let fits = |place: &Self| (place.part.fits)(config);
-        // A model that can exist without a pipeline has no pipeline, unless a file says that it is a part of one.
+        // A model that can stand alone does, unless a file says that it is a part of a pipeline.
         let alone = places(model).find(|place| place.part.subfolder.is_empty() && fits(place));
         alone.or_else(|| places(model).find(is_published)).or_else(|| places(model).find(fits))
     }

@@ -53,7 +53,7 @@ pub fn not_found(names: &[String], wanted: &ModelKind) -> String {
     let pipeline = PIPELINES.iter().find(|pipeline| has_denoiser(pipeline, |key| names.iter().any(|name| name == key)));
     let of_pipeline = || pipeline.map(|pipeline| format!("a checkpoint of {} without this model", pipeline.title));
     let what = recognised(names).or_else(of_pipeline).unwrap_or_else(|| {
-        let what = if other { "a checkpoint without this model" } else { "no original checkpoint with this model" };
+        let what = if other { "a checkpoint without this model" } else { "not an original checkpoint with this model" };
         what.to_owned()
     });
     let wanted = wanted.class_names.join(" or ");
@@ -78,5 +78,5 @@ pub fn recognised(names: &[String]) -> Option<String> {
 /// The text for a checkpoint of a family that is not supported.
 fn foreign(title: &str) -> String {
     let known = PIPELINES.iter().filter(|pipeline| pipeline.base.is_some()).map(|pipeline| pipeline.title);
-    format!("a checkpoint of {title}, which is not supported; {}'s are", unique(known).join("'s, "))
+    format!("a checkpoint of {title}, which is not supported; supported are {}", unique(known).join(", "))
 }

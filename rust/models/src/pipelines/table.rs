@@ -421,7 +421,7 @@ static QWEN_IMAGE: Pipeline = Pipeline {
     ],
 };
 
-/// The demo's generator of digits, a model without a pipeline.
+/// The demo's generator of digits, which stands alone.
 static DIGITS: Pipeline = Pipeline {
     name: "digits",
     title: "the digits",
@@ -439,7 +439,7 @@ static DIGITS: Pipeline = Pipeline {
     }],
 };
 
-/// Language models, which have no pipeline.
+/// Language models, which stand alone.
 static CAUSAL_LM: Pipeline = Pipeline {
     name: "causal-lm",
     title: "a language model",

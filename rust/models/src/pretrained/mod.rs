@@ -119,7 +119,7 @@ impl Pretrained {
             let nor = if subfolders.is_empty() { String::new() } else { format!(" or in {}", subfolders.join(", ")) };
             return Err(Error::weights(
                 path,
-                format!("there is no {CONFIG} in this folder{nor}, which says what model the weights belong to"),
+                format!("there is no {CONFIG} in this folder{nor}; {CONFIG} says what model the weights belong to"),
             ));
         };
         let weights = weights_in(&folder, choice.half)?;
@@ -131,8 +131,8 @@ impl Pretrained {
         let beside = Some(path.with_file_name(CONFIG)).filter(|beside| beside.is_file());
         let file = WeightFile::open(path)?;
         let original = pipelines::of_file(model, choice, |name| file.shape(name).is_some())
-            // Some names of original checkpoints also occur in files of folders. A file beside a configuration belongs to
-            // a folder, unless it is GGUF.
+            // Some names of original checkpoints also occur in the weight files of folders. A file beside a configuration
+            // belongs to a folder, unless it is GGUF.
             .filter(|(_, _, prefix)| !prefix.is_empty() || beside.is_none() || file.gguf().is_some())
             .map(|(place, section, prefix)| (place, Original { prefix, naming: section.naming }));
         if original.is_none() && beside.is_none() && choice.config.is_none() {
@@ -212,8 +212,8 @@ impl Pretrained {
     }
 
     /// The configuration in `config.json`. For an original checkpoint, `deduce` determines it from the shapes and the
-    /// known configurations. The first known configuration is that of the file's header or, if there is none, that of a
-    /// folder beside the file with the part's name in pipelines. The configurations of published models follow.
+    /// known configurations. The first known configuration is that in the file's header or, if there is none, that in the
+    /// folder beside the file that has the part's name in pipelines. The configurations of published models follow.
     ///
     /// # Errors
     /// [`Error::Io`] if a file cannot be read, [`Error::Config`] naming what is wrong with the configuration.

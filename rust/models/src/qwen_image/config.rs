@@ -20,7 +20,7 @@ pub struct QwenImageConfig {
     pub num_layers: usize,
     /// Heads of each attention.
     pub num_attention_heads: usize,
-    /// Width of each head; the model's width is the product of both.
+    /// Width of each head. The width of the tokens is the number of heads times this width.
     pub attention_head_dim: usize,
     /// Width of the text's tokens.
     pub joint_attention_dim: usize,

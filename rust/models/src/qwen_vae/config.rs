@@ -48,7 +48,7 @@ impl Default for QwenVaeConfig {
     }
 }
 
-/// The field's name has a typing error in diffusers.
+/// diffusers misspells the field's name.
 const TEMPORAL: &str = "temperal_downsample";
 
 impl Configuration for QwenVaeConfig {

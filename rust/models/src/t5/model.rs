@@ -144,7 +144,7 @@ impl Model for T5Encoder {
         Self::names(&self.config, original, files)
     }
 
-    /// Other tools use transformers' names of its layers.
+    /// Other tools use transformers' names of the layers, which are also this library's.
     fn original_names(&self) -> OriginalNames {
         Arc::new(|layer| Some(Key::plain(layer)))
     }

@@ -66,8 +66,8 @@ impl Positions {
         Err(Error::shape(
             ZImageTransformer::CLASS_NAME,
             format!(
-                "{height} x {width} tokens and a text of {text} need positions {needed:?}, but the model has {:?} \
-                 (axes_lens)",
+                "{height} x {width} tokens and a text of {text} need {needed:?} positions along the axes, but the model \
+                 has {:?} (axes_lens)",
                 self.lengths
             ),
         ))

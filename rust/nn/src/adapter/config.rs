@@ -32,7 +32,7 @@ pub struct LoraConfig {
     pub wd_on_output: bool,
     /// LoKr: whether the smaller factor may be low-rank, too (peft's name).
     pub decompose_both: bool,
-    /// LoKr: the size of the smaller factor (peft's name); `None` for one near the root of the layer's size.
+    /// LoKr: the size of the smaller factor (peft's name); `None` for one near the square root of the layer's size.
     pub decompose_factor: Option<usize>,
     /// OFT: the size of blocks (peft's name). If it does not divide the number of features, the nearest divisor is used.
     pub oft_block_size: usize,
@@ -129,7 +129,8 @@ impl LoraConfig {
         self.validate_oft()?;
         if self.decompose_factor == Some(0) {
             return Err(Error::Config(
-                "LoraConfig: decompose_factor is 0, expected at least 1, or -1 for a factor near the root".into(),
+                "LoraConfig: decompose_factor is 0, expected at least 1, or -1 for a factor near the square root"
+                    .into(),
             ));
         }
         if self.target_modules.is_empty() {

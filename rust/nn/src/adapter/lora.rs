@@ -79,7 +79,7 @@ impl Lora {
             return Err(Error::shape(
                 OP,
                 format!(
-                    "down has shape {:?} and up {:?} (channels last), the layer's weight {:?}",
+                    "down {:?} and up {:?} do not fit the layer's weight {:?} (shapes are channels last)",
                     down.dims(),
                     up.dims(),
                     base.weight.dims()

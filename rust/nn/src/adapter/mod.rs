@@ -98,8 +98,8 @@ pub struct AdapterSettings {
     pub wd_on_output: bool,
     /// LoKr: whether the smaller factor may be low-rank, too.
     pub decompose_both: bool,
-    /// LoKr: the size of the smaller factor. If it does not divide the layer's size, the next smaller divisor is used.
-    /// `None` means a divisor near the root of the layer's size.
+    /// LoKr: the size of the smaller factor. If it does not divide the layer's size, the largest divisor up to it and up to
+    /// the square root of the layer's size is used. `None` means the largest divisor up to the square root.
     pub decompose_factor: Option<usize>,
     /// OFT: the size of blocks. If it does not divide the number of features, the nearest divisor is used.
     pub oft_block_size: usize,

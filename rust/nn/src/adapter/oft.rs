@@ -130,7 +130,7 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
     };
     if base.operation != Operation::Linear && side == OftSide::Input {
         return Err(Error::Config(
-            "OFT: it is a convolution, and only the outputs of convolutions are rotated; give oft_side=\"output\" (--oft-side output), \
+            "OFT: it is a convolution, of which only the outputs can be rotated; give oft_side=\"output\" (--oft-side output), \
              or leave the layer out with exclude_modules"
                 .into(),
         ));

@@ -163,7 +163,7 @@ impl Coefficients {
         }
     }
 
-    /// The parameter after a move along `ratio`, the first moment over the root of the second, and decay.
+    /// The parameter after a move along `ratio` (the first moment divided by the root of the second) and weight decay.
     #[inline(always)]
     fn updated(&self, param: f32, ratio: f32) -> f32 {
         self.step_size.mul_add(ratio, param) * self.decay

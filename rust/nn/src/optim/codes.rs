@@ -1,9 +1,9 @@
 //! Computes the 8-bit codes of a block of values by arithmetic in registers, without look-ups in memory.
 //!
-//! Within a decade (the magnitudes between two powers of ten), the values of the dynamic map are evenly spaced. The values
-//! have numbers, counted from zero. So the number of the value nearest to a magnitude is a linear function of the magnitude,
-//! rounded. The rounding may be wrong for magnitudes near the border of two codes. These are few, and their codes are
-//! looked up.
+//! Within a decade (the magnitudes between two powers of ten), the values of the dynamic map, which the codes represent,
+//! are evenly spaced. If the values are numbered from zero, the number of the value nearest to a magnitude is therefore a
+//! linear function of the magnitude, rounded. The rounding may be wrong for magnitudes near the border of two codes. These
+//! are few, and their codes are looked up.
 
 use super::lanes::Lanes;
 use super::quant::{BLOCK_SIZE, Codebook};
@@ -68,7 +68,7 @@ const fn base(signed: bool) -> f32 {
 /// The dynamic map as lines.
 pub(super) struct Lines {
     signed: bool,
-    /// The largest magnitude of a decade: borders of codes, exact.
+    /// The largest magnitude of each decade, which is exactly a border of two codes.
     ends: Table,
     /// The number of a magnitude x is the whole part of `slope * x + offset` minus [`base`], but at most the decade's last
     /// number. Offsets include half of [`UNCERTAIN`].

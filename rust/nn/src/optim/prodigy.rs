@@ -21,8 +21,8 @@ const ESTIMATE: &str = "estimate";
 hyper_parameters! {
     /// Hyper-parameters of [`Prodigy`]; names, meaning and defaults are those of `prodigyopt`.
     pub struct ProdigyConfig {
-        /// Factor on the estimated step size, at least 0; 1 unless a schedule changes it. Groups may differ only by a
-        /// factor of 0, with which a group's variables do not change.
+        /// Factor on the estimated step size, at least 0; 1 unless a schedule changes it. It is the same in all groups, or
+        /// 0 in some, whose variables then do not change.
         pub lr: f64,
         /// Decay rates of the first and the second moment, each in [0, 1); a first rate of 0 keeps no first moment.
         pub betas: (f64, f64),

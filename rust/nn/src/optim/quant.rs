@@ -270,7 +270,8 @@ mod tests {
         nearest as u8
     }
 
-    /// Every upper half of an f32 with the lower halves at its ends, and every border between codes with its neighbours.
+    /// Every upper half of an f32 with lower halves at both ends and in the middle of their range, and every border
+    /// between codes with its neighbours.
     fn probes(codebook: &Codebook) -> impl Iterator<Item = f32> {
         let grid = (0..=0xffffu32).flat_map(|upper| [0, 1, 0x7fff, 0x8000, 0xffff].map(|lower| upper << 16 | lower));
         let borders = (0..255).flat_map(|code| {
