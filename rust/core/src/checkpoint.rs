@@ -6,7 +6,7 @@
 //! run, so captured variables, several inputs and several outputs need no special treatment.
 //!
 //! [`Policy::Full`] keeps the function's inputs only (Chen et al. 2016, arXiv:1604.06174). [`Policy::Selective`] also
-//! keeps the results of expensive operations before the last saved value, so that no matrix product runs twice
+//! keeps the results of the expensive operations that a recomputation reaches, so that no matrix product runs twice
 //! (Korthikanti et al. 2022, arXiv:2205.05198). [`Policy::Offloaded`] is the full policy with large inputs in the
 //! memory of the host (see `checkpoint/inputs.rs`).
 
@@ -39,8 +39,8 @@ pub enum Policy {
     /// recomputed.
     Selective,
     /// As [`Full`](Self::Full), but large inputs wait for the backward pass in the memory of the host. They are copied
-    /// to the host while the function runs, and back while the next checkpoint is recomputed. On the CPU the policy is
-    /// the same as [`Full`](Self::Full).
+    /// to the host while the function runs, and back while the backward pass recomputes the checkpoint that ran after
+    /// this one. On the CPU the policy is the same as [`Full`](Self::Full).
     Offloaded,
 }
 

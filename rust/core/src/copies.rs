@@ -23,13 +23,13 @@ pub(crate) struct Copies {
 
 struct Entry {
     raw: Raw,
-    /// The version of the variable whose values the copy has.
+    /// The version of the variable from which the copy was made.
     follower: Follower,
 }
 
 impl Copies {
-    /// Place the copies in the copies of a flat buffer; the variable is the part of this buffer that begins at element
-    /// `start`.
+    /// From now on, place new copies in the vectors that hold the copies of a flat buffer's variables. This variable
+    /// begins at element `start` of the buffer.
     pub(crate) fn lie_in(&mut self, buffer: Arc<FlatCopies>, start: usize) {
         self.part = Some((buffer, start));
     }

@@ -114,8 +114,8 @@ pub fn bus_id(device: &Device) -> Result<String> {
     crate::cuda::peers::bus_id(device)
 }
 
-/// How a CUDA device reads the memory of the one at a place on the bus. `None` if this process does not see that one, or
-/// it is the same.
+/// How a CUDA device reads the memory of the device at the place `bus_id` (see [`bus_id()`]). `None` if this
+/// process does not see that device, or if both are the same device.
 ///
 /// # Errors
 /// As [`memory_stats`].

@@ -10,7 +10,7 @@ pub type Check = fn() -> Result<()>;
 
 static CHECK: OnceLock<Check> = OnceLock::new();
 
-/// The shortest time between two checks: a check may wait for an interpreter's lock.
+/// The shortest time between two checks. Checks are rare because a check may wait for an interpreter's lock.
 const INTERVAL: Duration = Duration::from_millis(100);
 
 /// The number of small steps between two readings of the clock: a reading takes a considerable part of the time of a

@@ -22,23 +22,23 @@ const SMALLEST: usize = 1 << SMALLEST_LOG2;
 const SMALLEST_LOG2: u32 = 16;
 /// Larger blocks are not kept.
 const LARGEST: usize = 1 << 37;
-/// A larger block is kept only if blocks of its size are taken repeatedly, as the buffers of a step are and weights are
-/// not.
+/// A larger block is kept only if blocks of its size are taken repeatedly. The buffers of a training step are, weights
+/// are not.
 const LARGEST_AT_ONCE: usize = 1 << 27;
 /// Sizes are rounded up to one of four sizes per octave (a factor of two).
 const STEPS: usize = 4;
 const CLASSES: usize = (LARGEST.ilog2() - SMALLEST_LOG2) as usize * STEPS + 1;
 /// The most blocks kept of each size.
 const KEPT: usize = 128;
-/// Up to this many bytes, freed blocks of any size are kept; beyond that, only blocks of sizes that are taken
-/// repeatedly.
+/// Up to this many bytes, freed blocks of any size up to [`LARGEST_AT_ONCE`] are kept; beyond that, only blocks of sizes
+/// that are taken repeatedly.
 const MOST_BYTES: usize = 256 << 20;
 
 /// The system's allocator with a store of freed blocks of 64 KiB and more.
 ///
-/// The store keeps up to 256 MiB of any blocks of up to 128 MiB each. Beyond that, it keeps only blocks of sizes that
-/// are taken again after they were freed. The bytes in use and in the store together are at most 256 MiB more than the
-/// maximum ever in use.
+/// The store keeps up to 256 MiB of freed blocks of any size up to 128 MiB. Beyond that, it keeps only blocks of sizes
+/// that are taken again after they were freed. The bytes in use and in the store together are at most 256 MiB more than
+/// the maximum ever in use.
 ///
 /// It never waits. While another thread uses the store's list of blocks of one size, or if the process was forked
 /// during such use, blocks of this size come from the system and go back to it.
@@ -87,7 +87,7 @@ impl RecyclingAllocator {
             self.bytes.fetch_sub(size, Ordering::Relaxed);
             return block;
         }
-        // Blocks of other sizes make room.
+        // The new block adds to the total, so blocks of other sizes are returned to the system.
         self.shrink(most - used + MOST_BYTES);
         self.fetch(class)
     }
@@ -253,7 +253,7 @@ const fn class_of(layout: Layout) -> Option<usize> {
     if size < SMALLEST || size > LARGEST || layout.align() > ALIGN {
         return None;
     }
-    // The octave k of the largest smaller size, and the step s in it: 2^k (1 + s / 4) < size <= 2^k (1 + (s + 1) / 4).
+    // The octave k and the step s in it, such that 2^k (1 + s / 4) < size <= 2^k (1 + (s + 1) / 4).
     let octave = (size - 1).ilog2();
     if octave < SMALLEST_LOG2 {
         return Some(0);

@@ -138,7 +138,8 @@ pub(super) fn note_advance(key: usize) {
     }
 }
 
-/// Whether the function that is being captured on this thread has set the state `key`, to the same value in every call.
+/// Whether the function that is being captured on this thread has set the state `key`, but not advanced it: the value is
+/// then the same in every call.
 pub(super) fn is_changed(key: usize) -> bool {
     has_changed(key) && !EFFECTS.with_borrow(|effects| effects.advanced.contains(&key))
 }
@@ -276,8 +277,8 @@ impl Effects {
         self.gradients.len()
     }
 
-    /// Set again which gradients have values, as at the end of the run. Called after a replay, and after a failed
-    /// capture, which has changed no values.
+    /// Mark each gradient as filled or empty, as it was at the end of the run. A replay changes gradients but not
+    /// these marks; a failed capture changes the marks but not the gradients.
     pub(crate) fn restore_gradients(&self) {
         for (gradient, &filled) in self.gradients.iter().zip(&self.filled) {
             gradient.set_filled(filled);

@@ -1,8 +1,8 @@
 //! Counters with which kernels report ids out of range.
 //!
-//! A kernel cannot return an error, and waiting for its result would stall the queue. So it lowers the counter of its
-//! operation to the position of the id; the next synchronization of the device reads the counters and returns the
-//! error.
+//! A kernel cannot return an error, and waiting for its result would stall the queue. So it writes the position
+//! of the id to the counter of its operation, which keeps the smallest position. The next synchronization of the device
+//! reads the counters and returns the error.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

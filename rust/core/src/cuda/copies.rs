@@ -1,5 +1,5 @@
-//! The stream of a device's copies from pinned memory, and the events that order it with the stream of the device's
-//! work.
+//! The stream of a device's copies from and to pinned memory, and from other devices; and the events that order this
+//! stream with the stream of the device's work.
 //!
 //! In a capture the same events fork the stream of copies off the captured stream and join it again, and the copies
 //! become nodes of the graph. Captured work cannot wait for an event of eager work, and eager work cannot wait for an

@@ -162,7 +162,7 @@ enum Change {
     Lerp(Const),
 }
 
-/// Copies `src` to `dst`, or changes `dst` by it; both have the same shape and device.
+/// Copies `src` to `dst`, or combines them in `dst` as `change` says; both have the same shape and device.
 fn write(op: &'static str, dst: &Raw, src: &Raw, change: Option<Change>) -> Result<()> {
     if dst.elem_count() == 0 {
         return Ok(());

@@ -1,8 +1,9 @@
 //! [`Shards`]: memory on the devices of several processes, which all of them read.
 //!
-//! The driver does not allow a process to free memory that another one has mapped. So all processes count in memory of
-//! the host who has ended its mappings. A shard that others still map waits in `WAITING`, and is freed when a model is
-//! dropped or made, or cached memory released, later. If a process ends without counting itself, the shards of the others stay until they end, too.
+//! The driver does not allow a process to free memory that another one has mapped. So the processes share a ledger in the
+//! memory of the host, in which each records that it has ended its mappings. A shard that others still map waits in
+//! `WAITING`. It is freed at a later time, when a model is made or dropped, or cached memory is released. If a process
+//! ends without a record in the ledger, the shards of the others stay until those end, too.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -32,7 +33,7 @@ pub fn bus_id(device: &Device) -> Result<String> {
     peers::bus_id(current(OP, device)?).map_err(|status| status_error(OP, status))
 }
 
-/// How a device reads the memory of the one at a place on the bus; see [`crate::device::link`].
+/// How a device reads the memory of the device at a place on the bus; see [`crate::device::link`].
 ///
 /// # Errors
 /// As [`bus_id`].
@@ -54,7 +55,7 @@ fn current(op: &'static str, device: &Device) -> Result<i32> {
     Ok(context.cu_device())
 }
 
-/// Counts, in memory of the host that all processes share, who has ended its mappings.
+/// For each process, whether it has ended its mappings: in memory of the host that all processes share.
 struct Ledger {
     pages: Pages,
     processes: usize,
@@ -98,13 +99,13 @@ pub(super) fn sweep() {
     }
 }
 
-/// The shards of all processes of a machine, by their numbers on it.
+/// The shards of all processes of a machine, by the number of the process on the machine.
 pub struct Shards {
     gpu: &'static Gpu,
     copies: &'static Copies,
     number: usize,
     own: Option<Exported>,
-    /// Those of the others, None at the place of this process.
+    /// The shards of the other processes, None at the place of this process.
     opened: Vec<Option<Opened>>,
     processes: usize,
     /// None until it is open; process 0 creates it.
@@ -180,8 +181,8 @@ impl Shards {
         own.or_else(other).ok_or_else(|| Error::argument(OP, format!("the memory of process {process} is not open")))
     }
 
-    /// Write bytes to shards, one piece after the other: the process of each, the place in its shard, and the number of
-    /// bytes.
+    /// Write consecutive pieces of `bytes` to shards. Each of `pieces` has the process, the place in its shard, and the
+    /// number of bytes.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if a copy of the bytes does not fit, [`Error::Device`] if the driver reports an error.
@@ -190,7 +191,8 @@ impl Shards {
             return Ok(());
         }
         let device = Device::Cuda(self.gpu.device().clone());
-        // Copies from the host to another device's memory would depend on more than copies between devices.
+        // The bytes go to this device first: a copy from the host straight to another device's memory would depend on
+        // more features of the driver than a copy between devices.
         let staged = Raw::from_raw_buffer(bytes, DType::U8, &[bytes.len()], &device)?;
         let mut from = address(OP, &staged)?;
         for (process, start, size) in pieces {
@@ -243,7 +245,7 @@ impl Drop for Shards {
         }
         self.opened.clear();
         let Some(ledger) = self.ledger.take() else {
-            // Others may have mapped the shard, and cannot say when they end that.
+            // Others may have mapped the shard, and there is no ledger in which they record that they have ended that.
             std::mem::forget(shard);
             return;
         };

@@ -71,7 +71,7 @@ pub(super) struct Key {
     pub(super) alignments: [u32; 3],
 }
 
-/// A description that cuBLASLt has allocated, and how it is freed.
+/// A description that cuBLASLt has allocated, and the function that frees it.
 pub(super) struct Owned<T: Copy>(pub(super) T, pub(super) unsafe fn(T) -> Result<(), result::CublasError>);
 
 impl<T: Copy> Drop for Owned<T> {

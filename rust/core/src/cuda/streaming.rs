@@ -53,7 +53,8 @@ impl Copier {
         Ok(Self { gpu, copies, filled: filled.map_err(|error| driver_error(OP, error))? })
     }
 
-    /// A number; while it does not change, the contents of the slots are known.
+    /// A number that changes when the contents of the slots are no longer known: where the recording or a replay of a
+    /// graph begins or ends.
     pub fn epoch(&self) -> u64 {
         self.copies.epoch()
     }

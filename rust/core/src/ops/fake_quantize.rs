@@ -84,7 +84,7 @@ impl Grid {
             return Ok(());
         }
         let text =
-            format!("found {found} {what}, expected a multiple of {group}: so many share a scale in {}", self.name());
+            format!("found {found} {what}, expected a multiple of {group}: {group} share a scale in {}", self.name());
         Err(Error::shape(FAKE_QUANTIZE.name, text))
     }
 
@@ -112,8 +112,8 @@ impl Grid {
         }
     }
 
-    /// 1 (u8) for each value that rounds to a code without being clipped, otherwise 0. A value beyond the last code still counts if it
-    /// is nearer to that code than half of the last step between codes.
+    /// 1 (u8) for each value that rounds to a code without being clipped, otherwise 0. A value beyond the last code still counts if its
+    /// distance from that code is at most half of the last step between codes.
     fn inside(self, x: &Tensor, scale: &Tensor) -> Result<Tensor> {
         let [low, high] = match self {
             Self::Int4 => {

@@ -24,7 +24,8 @@ pub(super) fn operand(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     }
 }
 
-/// Keeps `operand`, the result of [`operand`] for `tensor`: parameters are held, results of operations are saved.
+/// Keeps `operand`, which [`operand()`] has made of `tensor`, for the backward pass. It is held if `tensor` is a
+/// parameter, and saved if `tensor` is the result of an operation.
 pub(super) fn keep(saver: &mut Saver<'_>, tensor: &Tensor, operand: &Tensor) -> Saved {
     if tensor.is_leaf() { saver.hold(operand) } else { saver.save(operand) }
 }
@@ -42,7 +43,7 @@ struct Place {
 }
 
 impl Place {
-    /// The map's columns of a matrix of all results.
+    /// The layer's columns of a matrix of all results.
     fn of_result(&self, matrix: &Raw) -> Result<Raw> {
         Ok(matrix.narrow(1, self.columns[0], self.columns[1])?)
     }
@@ -51,7 +52,7 @@ impl Place {
         LastProduct { up, columns: self.columns, ranks: self.ranks, scale: self.scale }
     }
 
-    /// The map's columns of a matrix of all x Aᵀ.
+    /// The layer's columns of a matrix of all x Aᵀ.
     fn of_hidden(&self, matrix: &Raw) -> Result<Raw> {
         Ok(matrix.narrow(1, self.ranks[0], self.ranks[1])?)
     }

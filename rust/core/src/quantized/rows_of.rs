@@ -31,8 +31,9 @@ impl Quantized {
         self.has_rows() && self.dims.iter().product::<usize>() > 4 * GPU_PANEL
     }
 
-    /// Call `see` once for each panel, a group of rows of bounded size, with the number of its first row and its
-    /// values. The panels cover all rows.
+    /// Call `see` once for each panel, a group of consecutive rows, with the number of its first row and its values. The
+    /// panels cover all rows. Their size is bounded, except on a GPU if the codes cannot be split by rows: then one
+    /// panel has all rows.
     pub(crate) fn panels(&self, dtype: DType, mut see: impl FnMut(usize, &Raw) -> Result<()>) -> Result<()> {
         let [rows, columns] = self.dims;
         let cannot_narrow = !self.device().is_cpu() && !self.has_rows();

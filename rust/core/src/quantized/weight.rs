@@ -8,8 +8,8 @@ use crate::tape::backward::Pending;
 use crate::tape::{BackwardContext, Saved, Saver};
 use crate::{Raw, Result, Tensor, checkpoint};
 
-/// The weight of a linear layer: a tensor, a frozen quantized matrix, or a frozen weight of either kind in the memory of the host, which is
-/// copied to the device for each use.
+/// The weight of a linear layer: a tensor, a frozen quantized matrix, or a frozen weight of either kind that is streamed: it is in the
+/// memory of the host, or in that of other devices, and is copied to the device for each use.
 #[derive(Clone, Debug)]
 pub enum Weight {
     /// Values.

@@ -26,7 +26,7 @@ pub(super) enum Bytes {
     Shared(Arc<Pages>, Range<usize>),
     /// In pinned memory of the host.
     Pinned(Pinned),
-    /// In slices that the processes of the machine have.
+    /// In slices, of which each process of the machine has one.
     Sliced(Arc<Shards>, Place),
 }
 
@@ -111,7 +111,8 @@ fn copy_bytes(to: &Raw, bytes: &[u8]) -> Result<()> {
     compute::copy_into(&to.narrow(0, 0, count)?, &raw)
 }
 
-/// A unit for a comparison between processes: its bytes in each dtype, where its parts are, and the digest of its values.
+/// A text by which processes compare a unit: its bytes in each dtype, a hash of the places and shapes of its parts, and
+/// the digest of its values.
 pub(super) fn description(packing: &Packing, unit: &Unit) -> String {
     let mut text = String::new();
     let mut places = FxHasher::default();

@@ -63,7 +63,7 @@ impl Place {
     }
 }
 
-/// The shards of all processes of a machine, by their numbers on it.
+/// The shards of all processes of a machine, by the number of the process on the machine.
 pub(super) enum Shards {
     /// In memory of the host that they share, for models on the CPU.
     Host(Vec<Pages>),
@@ -179,7 +179,7 @@ impl Shards {
         Ok(all)
     }
 
-    /// Some bytes of a place on devices, on the CPU, in the dtype of `like`.
+    /// Some bytes of a place in shards on devices, as a vector on the CPU with the dtype and the element count of `like`.
     pub(super) fn downloaded(&self, place: Place, range: Range<usize>, like: &Raw) -> Result<Raw> {
         let all = compute::zeros(&[like.elem_count()], like.dtype(), like.device())?;
         if let Self::Device(shards) = self {

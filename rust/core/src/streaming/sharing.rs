@@ -69,8 +69,8 @@ impl Sharing {
             return Err(Error::argument(
                 OP,
                 format!(
-                    "rank {} has no other process on its machine, or in another container or of another user, from which it could stream; \
-                     start several processes there, or stream from the host",
+                    "rank {} has no other process on its machine to stream from (processes in another container or of another user do \
+                     not count); start several processes there, or stream from the host",
                     alone[0]
                 ),
             ));
@@ -110,7 +110,7 @@ impl Sharing {
         self.machine.iter().position(|&rank| rank == self.rank).unwrap_or(0)
     }
 
-    /// Whether this process writes the unit with a number for its machine.
+    /// Whether this process writes the unit with this number for all processes of its machine.
     pub(super) fn keeps(&self, unit: usize) -> bool {
         match self.origin {
             Origin::Host => self.number() == 0,
@@ -164,7 +164,8 @@ impl Sharing {
         Ok(self.tell(used(pages), |_| String::new())?.0)
     }
 
-    /// Exchange the texts of what all processes have; if one of them has an error instead, all return an error.
+    /// Send the `text` of what this process has to all processes; returns the texts of all, by rank. If one process has an
+    /// error instead, all return an error.
     pub(super) fn tell<T>(&self, mine: Result<T>, text: impl FnOnce(&T) -> String) -> Result<(T, Vec<String>)> {
         let message = match &mine {
             Ok(found) => format!("+{}", text(found)),

@@ -172,7 +172,7 @@ impl Leaf {
         Ok(())
     }
 
-    /// Note that the gradient is cleared; the caller has zeroed its part of the vector.
+    /// Mark the gradient as cleared; the caller has zeroed its part of the vector.
     pub(crate) fn is_cleared(&self) {
         if !self.is_empty() {
             let mut gradient = self.gradient.change();
@@ -181,7 +181,7 @@ impl Leaf {
         }
     }
 
-    /// Note that there is a gradient: the values of the buffer, maybe zeros.
+    /// Mark the gradient as present, if there is a buffer: it has the values of the buffer, maybe zeros.
     pub(crate) fn is_present(&self) {
         let mut gradient = self.gradient.change();
         gradient.filled = gradient.buffer.is_some();

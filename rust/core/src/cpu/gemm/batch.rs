@@ -23,8 +23,8 @@ pub fn matmul(a: &Raw, b: &Raw) -> Result<Raw> {
     product(a, b, 1.0, a.dtype())
 }
 
-/// `alpha` times the matrix product of `a` and `b`. `dtype` is the dtype of the operands. For operands in f16 or bf16
-/// it may also be f32; then the f32 sums are not rounded.
+/// `alpha` times the matrix product of `a` and `b`. `dtype`, the dtype of the result, is that of the operands. For
+/// operands in f16 or bf16 it may also be f32; then the f32 sums are not rounded.
 ///
 /// # Errors
 /// As [`matmul`], and [`Error::DType`] if the result cannot have this dtype.

@@ -19,7 +19,7 @@ const MAX_COLUMNS: usize = 4096;
 const MIN_THIN_K: usize = 64;
 /// Longest stretch of `k` in [`Method::Outer`], chosen so that the pages of `a` stay in the translation buffer (TLB).
 const OUTER_K: usize = 64;
-/// Most bytes that `b` may extend over to be read in place instead of packed.
+/// `b` is read in place, instead of being packed, if it extends over fewer bytes than this.
 const MAX_IN_PLACE: usize = 32 << 10;
 /// The least number of multiply-adds that is worth another thread.
 const MIN_WORK: usize = 1 << 18;

@@ -12,8 +12,8 @@ use crate::cpu::{Elem, Real, dispatch};
 pub const MAX_COLUMNS: usize = 8;
 /// Columns whose sums are kept at a time.
 const COLUMNS: usize = 4;
-/// Numbers of a row that are processed at a time; the sums of four columns then fill half of the smallest register
-/// file.
+/// Numbers of a row that are processed at a time; the f32 sums of four columns then fill half of the registers of AVX2
+/// and of NEON.
 const RUN: usize = 16;
 
 /// `c (+)= alpha * a * b` as dot products; the rows of `a` and the columns of `b` are contiguous.

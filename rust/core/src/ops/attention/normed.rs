@@ -115,10 +115,10 @@ impl Normed {
         let Some(first) = streams.first() else {
             return Err(Error::argument(op, "expected at least one stream of tokens, found none"));
         };
-        // The numbers that describe views of columns must be exact in f32.
+        // Candle's `unfold`, which makes the views of heads, computes sizes in f32; below this limit they are exact.
         if heads == 0 || width == 0 || width % 2 != 0 || heads.saturating_mul(width) >= 1 << 24 {
             let message =
-                format!("found {heads} heads of width {width}, expected an even width and at most 2^24 columns");
+                format!("found {heads} heads of width {width}, expected an even width and fewer than 2^24 columns");
             return Err(Error::argument(op, message));
         }
         let batch = first.x.dims().first().copied().unwrap_or(0);

@@ -48,7 +48,7 @@ fn fill<T: Elem>(upper: &[T], size: usize, system: &mut [T::Acc]) {
     }
 }
 
-/// Gauss-Jordan elimination, after which the right half has the solution. It needs no exchange of rows.
+/// Gauss-Jordan elimination, after which the right half has the solution. All pivots are at least 1, so rows are not exchanged.
 #[inline(always)]
 fn eliminate<R: Real>(system: &mut [R], size: usize) {
     let width = 2 * size;

@@ -109,8 +109,8 @@ struct Scratch<R> {
 impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
     fn run(&self) {
         let attention = self.scores.attention;
-        // `heads` counts the heads of keys. Several heads of queries share one head of keys: `blocks` is the
-        // number of their blocks of queries. The blocks of one head of queries come before those of the next.
+        // `heads` is the number of heads of keys, each of which a group of heads of queries shares. `blocks` is the number
+        // of blocks of queries of a group; the blocks of one head of queries come before those of the next.
         let (heads, keys) = (attention.heads() / attention.group, attention.keys());
         let blocks = attention.group * attention.queries().div_ceil(QUERIES);
         // With few heads, the blocks of a head are split into ranges. Each range sums what its

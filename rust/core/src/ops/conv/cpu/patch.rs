@@ -156,7 +156,8 @@ impl Patch {
         line * self.line_step() + column * self.column_step()
     }
 
-    /// The stretches of the copy that the first position reads at all places, and the length of each.
+    /// The stretches of the copy that the first position reads, for all places of the kernel, and the length of each
+    /// stretch.
     pub fn runs(&self, axes: &[Axis; 2]) -> (Vec<Run>, usize) {
         let width = axes[1].places.len();
         let dense = axes[1].is_dense();

@@ -174,7 +174,8 @@ struct Operands {
     bias: Const,
 }
 
-/// The arguments of a kernel for its results: y in the operands' dtype with its bias, or f32 sums with their bias.
+/// Where a kernel writes its results: as f32 sums with `sums_bias` to `partials`, unless it is null; otherwise to `y`, in
+/// the operands' dtype, with `bias`.
 struct Places {
     y: Mut,
     bias: Const,
@@ -197,7 +198,7 @@ impl<'a> Sums<'a> {
         Ok(Self { y, partials, splits })
     }
 
-    /// The kernel's arguments. If the operands are narrower than the result, the sums are the result.
+    /// The kernel's arguments. If the operands have a narrower dtype than the result, the f32 sums are the result.
     fn places(&self, op: &'static str, operands: &Operands) -> Result<Places> {
         let y = if self.y.dtype() == operands.dtype { output(op, self.y)? } else { Mut::NULL };
         let none = Places { y, bias: Const::NULL, partials: Mut::NULL, sums_bias: Const::NULL };

@@ -122,7 +122,7 @@ enum Matrix<'a> {
 
 /// The error for a streamed weight: a head is never streamed.
 fn is_streamed(op: &'static str) -> Error {
-    Error::argument(op, "the weight is streamed from the memory of the host, expected one on the device of the states")
+    Error::argument(op, "the weight is streamed, expected one that stays on the device of the states")
 }
 
 impl<'a> Matrix<'a> {
