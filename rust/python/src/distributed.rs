@@ -224,7 +224,7 @@ pub fn memory_machine() -> Option<String> {
 /// Args:
 ///     rank: which of the processes this is, from 0.
 ///     exchange: sends bytes to all processes and returns those of all, by rank; None ends the sharing.
-///     peers: have the copy in slices on the devices of the processes, not in host memory.
+///     peers: keep the copy in slices on the devices of the processes instead of in host memory.
 ///
 /// Raises:
 ///     ArgumentError: if `exchange` returns too few messages, or with `peers` a process is alone on its machine.
