@@ -126,7 +126,7 @@ impl NcclCommunicator {
     ///
     /// Args:
     ///     parameters: the variables, in the same order in all processes. A missing gradient counts as zeros.
-    ///     tail: the tensor, which holds numbers about the step.
+    ///     tail: the tensor of this process for the second sum, such as numbers about the step.
     ///     narrow: send the gradients as bf16, which halves the bytes and rounds every sum.
     ///
     /// Returns:

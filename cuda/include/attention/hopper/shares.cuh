@@ -181,7 +181,8 @@ template <int M> struct Shares {
         }
     };
 
-    // The item in which the share of block `index` + 1 begins, if that share is the first that begins after the item's first step.
+    // Describes the item in which the share of block `index` + 1 begins. False unless the share of block `index` has the item's first
+    // step: so each split item is found for one `index` alone.
     __device__ __forceinline__ bool split(uint32_t index, SplitItem &split) const {
         const uint32_t share = this->share(), start = index * share, place = start + share;
         if (place >= all_places()) return false;
