@@ -65,7 +65,7 @@ def with_composed_methods(source: str) -> str:
         if source.count(old) != 1:
             sys.exit(f"stubs: there is no `{old}`")
         source = source.replace(old, new)
-    # `_arguments.attach` makes `Tensor.device` return a name with `type` and `index`.
+    # `_arguments.attach` makes `Tensor.device` return a `Device`, a `str` with `type` and `index`.
     start = source.index("class Tensor(")
     place = source.index("def device(self, /) -> str:", start)
     source = source[:place] + source[place:].replace("-> str:", "-> Device:", 1)

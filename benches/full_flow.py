@@ -3,7 +3,8 @@
 python benches/full_flow.py FOLDER MODEL [--device cuda]
 
 Parts are made on the device and saved from there, one after another. The package ships the
-tokenizers of CLIP and T5. For Qwen3, the script writes a tokenizer whose tokens are bytes.
+tokenizers of CLIP and T5. For Qwen's text encoders, the script writes a tokenizer whose tokens are
+bytes.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ ENCODERS: dict[str, tuple[int, int, int, int, str, int | None]] = {
     "text_encoder": (768, 3072, 12, 12, "quick_gelu", None),
     "text_encoder_2": (1280, 5120, 32, 20, "gelu", 1280),
 }
-# 1 MP in the three usual shapes, and 1.5 MP.
+# Square, landscape and portrait of 1.0 to 1.2 MP, and a larger one of 1.6 MP.
 SIZES = ((1024, 1024), (1280, 960), (960, 1280), (1536, 1024))
 
 Shapes = dict[str, tuple[int, ...]]

@@ -9,10 +9,11 @@ checkpointing. One GPU then trains twice: with one batch a step, to compare time
 batches a step as there are GPUs, to compare losses. Sums are timed for f32 vectors, including
 everything that a step waits for.
 
-`--stream 57` keeps so many blocks of Flux in host memory, in one copy for all processes, with
-`--apart` in one for each: the step, the memory of the GPUs, the memory of each process (Pss, which
-divides what processes share among them) and what the machine has less than before. `--peers` runs
-this twice: with the copy in host memory, and in slices on the GPUs.
+`--stream 57` trains Flux alone, on all GPUs, with this number of blocks in host memory: in one copy
+for all processes or, with `--apart`, in one copy for each. It prints the time of a step, the peak
+memory of a GPU, the host memory of each process (Pss, which divides shared memory among the
+processes that share it), and by how much loading reduced the free memory of the machine. `--peers`
+runs this twice: with the blocks in host memory, and with the blocks in slices on the GPUs.
 
 With NCCL_P2P_DISABLE=1 the GPUs do not access each other's memory, as on cards that do not support
 this access. `--machines` makes NCCL treat every GPU as if it were on a machine of its own, so that
@@ -182,7 +183,7 @@ def train(
 
 
 def sums(group: Group, device: str) -> dict[str, tuple[float, float]]:
-    """Milliseconds of a sum: alone, waited for by the host; and in a row of sums queued at once."""
+    """By size, milliseconds of a sum that the host waits for, and of each of several in a row."""
     found = {}
     in_a_row = 3 if "NCCL_HOSTID" in os.environ else 20
     for name, count in SIZES.items():
@@ -194,7 +195,7 @@ def sums(group: Group, device: str) -> dict[str, tuple[float, float]]:
 
 def timed(group: Group, vector: dict[str, tc.Var], tail: tc.Tensor, count: int) -> float:
     pauses = []
-    # Sums through sockets take a hundred times as long, so fewer of them are timed.
+    # Sums between machines (sockets) take a hundred times as long, so fewer of them are timed.
     for _ in range(3 if "NCCL_HOSTID" in os.environ else 20):
         group.barrier()
         started = time.perf_counter()

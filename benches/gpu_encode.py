@@ -2,8 +2,8 @@
 
 python benches/gpu_encode.py [--only decode] [--profile] [--no-torch]
 
-Weights are random, with the shapes of SDXL's base model; images are noise. `--profile` adds our
-time by kernel. diffusers is measured too, if it is installed.
+Weights are random, with the shapes of SDXL's base model; images are noise. `--profile` adds the
+time of each of our kernels. diffusers is measured too, if it is installed.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ Makes 24 images and a checkpoint of random weights: SDXL 6.9 GB, SD3.5-medium 15
 Z-Image 21, Chroma 28, Flux.1 34, Qwen-Image 54. `merge` needs the same space again; use a folder in
 /dev/shm if the disk is too small. Then the benchmark runs the commands that a user would type:
 train (200 steps of SDXL, 30 of others) on cold and on warm caches, resume, train with previews,
-validation and an average, sample, merge, verify. A phase is the time between two lines that a
-command prints. The peaks of GPU memory (nvidia-smi) and of resident host memory are those of the
-command's process. If diffusers is installed, it also loads, encodes, draws and saves.
+validation and an average of the weights, sample, merge, verify. A phase is the time between two
+lines that a command prints. The peaks of GPU memory (nvidia-smi) and of resident host memory are
+those of the command's process. If diffusers is installed, the benchmark also times how it loads,
+encodes, draws and saves.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Case:
     """An operation on inputs; the first `trained` get gradients.
 
     `ours` takes images with the channels last; torch gets them as (B, C, H, W) in its memory
-    format of channels last.
+    format `channels_last`.
     """
 
     title: str

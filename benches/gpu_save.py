@@ -99,7 +99,7 @@ class Clock(Callback):
 
 
 class Same:
-    """A source that returns the same batch every time."""
+    """A source whose batches are their indices; the inputs of the loss are the same for all."""
 
     def batch(self, index: int) -> int:
         return index

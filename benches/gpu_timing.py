@@ -55,7 +55,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--no-torch", action="store_true", help="leave torch out")
     parser.add_argument("--base-precision", choices=FORMATS, help="format of our frozen layers")
     parser.add_argument("--w8a8", action="store_true", help="multiply the codes of an 8-bit base")
-    parser.add_argument("--profile", action="store_true", help="where our time goes, by kernel")
+    parser.add_argument("--profile", action="store_true", help="print our time by kernel")
     return parser
 
 

@@ -2,9 +2,10 @@
 
 python benches/job_peer.py FOLDER MODEL [--steps 28] [--guidance 3.5] [--device cpu] [--side 1024]
 
-FOLDER has the pipeline `MODEL` and `pictures` of `gpu_job.py`. SDXL is loaded as a pipeline.
-Folders of the other models lack tokenizers, so each part is loaded separately, text encoders get
-random tokens of the length that the pipeline pads to, and images are drawn from random features.
+FOLDER is where `gpu_job.py` has put the pipeline, named MODEL, and the images, `pictures`. SDXL is
+loaded as a pipeline. The other pipelines lack tokenizers, so each part is loaded separately, text
+encoders get random tokens of the length that the pipeline pads to, and images are drawn from random
+features.
 """
 
 from __future__ import annotations

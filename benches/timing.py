@@ -1,4 +1,7 @@
-"""Shared code of the benchmarks: compared implementations ("sides") take turns to share noise."""
+"""Shared code of the benchmarks.
+
+The compared implementations ("sides") take turns, so that noise of the machine affects all alike.
+"""
 
 from __future__ import annotations
 

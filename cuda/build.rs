@@ -1,5 +1,5 @@
-//! Compiles the kernels and generates Rust code from their signatures. Makes files with the names of the CUDA libraries for the
-//! linker, so that the result loads on machines without these libraries.
+//! Compiles the kernels and generates Rust code from their signatures. Gives the linker files that stand in for the CUDA libraries,
+//! so that the result loads on machines without these libraries.
 
 #[path = "build/bindings.rs"]
 mod bindings;

@@ -15,7 +15,8 @@ pub struct Source {
 /// Suffixes of kernel names: dtypes, or the element size in bytes for kernels of any dtype.
 const SUFFIXES: [&str; 11] = ["f32", "f64", "f16", "bf16", "u8", "u32", "i64", "1", "2", "4", "8"];
 
-/// Each type in CUDA, in Rust (empty if only pointers to it occur), and the element kind of pointers to it.
+/// For each type of a parameter: its name in CUDA, its name in Rust (empty if kernels take only pointers to it), and the `Element` of
+/// these pointers.
 const TYPES: [(&str, &str, &str); 14] = [
     ("uint8_t", "u8", "U8"),
     ("uint16_t", "u16", "U16"),

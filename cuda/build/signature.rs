@@ -103,7 +103,7 @@ fn without_attributes(code: &str) -> String {
     kept
 }
 
-/// Split at the commas that are outside brackets.
+/// Splits a list at the commas that are outside brackets.
 fn split(list: &str) -> Vec<&str> {
     let mut depth = 0;
     let is_between = |c: char| {

@@ -22,10 +22,11 @@ constexpr uint32_t FIRST_ENTRY = (127 - OCTAVES) << 7;
 // Rounded up to 16 bytes.
 constexpr int PADDED_ENTRIES = (ENTRIES + 3) / 4 * 4;
 
-// `values` has the 256 values by code. `to_rank` has an entry for each upper half of a quotient's bits. The sum of the entry and the
-// bits has the quotient's rank among the magnitudes of the map in its upper half. An entry replaces the upper half by the rank of
-// the smallest quotient with that upper half. If the next rank begins within the entry, the lower half of the sum carries over into
-// the upper half from the first quotient of that rank on. No two ranks begin in one entry.
+// `values` has the 256 values by code. `to_rank` gives a quotient's rank among the magnitudes of the map: it has an entry for each
+// upper half of a quotient's bits, and the upper half of the sum of all bits and the entry (modulo 2^32) is the rank. For this, an
+// entry subtracts the upper half and adds the rank of the smallest quotient with this upper half. If the next rank begins at a larger
+// one of these quotients, the entry's lower half makes the sum carry over into the upper half from that quotient on. No two ranks
+// begin in one entry.
 struct alignas(16) Table {
     float values[256];
     uint32_t to_rank[PADDED_ENTRIES];

@@ -2,8 +2,9 @@
 // of queries and values, which are a multiple of 8 up to 64 (w64) or 128 (w128); pointers and strides that are multiples of 16 bytes; a
 // scale above 0; at least one query and one key; no mask, and no causal mask. Tensors, strides and log_sums are as in attention.cu.
 //
-// `Schedule` (include/attention/hopper/schedule.cuh) divides the work: `blocks` is the number of multiprocessors; `whole` is either the
-// number of items or the largest multiple of `blocks` below it, and then the remaining items are split. Items and steps:
+// `Schedule` (include/attention/hopper/schedule.cuh) divides the work. `blocks` is the number of multiprocessors. `whole` is the number of
+// items if none is split; otherwise it is the largest multiple of `blocks` below that number, and the items beyond are split. Items and
+// steps:
 //   forward: ceil(queries / R) batch heads items of ceil(keys / 128) steps, with R = 192 (w64) or 128 (w128);
 //   backward: ceil(keys / 128) batch heads items of ceil(queries / M) steps, with M = 128 (w64) or 64 (w128).
 // Splitting costs about as much as five steps. steps * blocks * blocks is below 2^32.

@@ -3,8 +3,8 @@
 // q, o, d_o, dq (heads, rows, width), k, v, dk, dv (heads / group, rows, width): each with its `Strides`, in the order of the pointers;
 // head h of q sees head h / group of k and v. log_sums and delta (heads, rows), dense. `shape` has one batch, `heads` heads, as many keys as
 // queries, and is causal. spans (2, rows): for each position the first key that its query sees, then the end of the queries that see its
-// key; the counter of the forward kernel follows. Only these values depend on the segments, so grids depend on sizes alone and a graph can
-// be replayed with other segments.
+// key. One more number follows them: `taken`, the counter of attention_varlen_hopper.cu's forward kernel. Only these values depend on the
+// segments, so grids depend on sizes alone and a graph can be replayed with other segments.
 // `attention_delta` of attention.cu computes delta, and `attention_sum_parts` of attention.cu adds parts.
 #include "../include/attention/forms.cuh"
 #include "../include/ids.cuh"
@@ -13,7 +13,7 @@
 #define ENTRY(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 
 // attention_varlen_spans: the spans of the segments between ascending bounds (count), which are ids of include/ids.cuh from 0 to `rows`;
-// also zeroes the counter of the forward kernel, which follows the spans. A query sees `window` keys at most. A query after the last
+// also zeroes `taken`, which follows the spans. A query sees `window` keys at most. A query after the last
 // bound gets the next position as its first key, and so sees no key. If bounds do not ascend, the spans are undefined, but within the row.
 // Grid (ceil(max(rows, count) / 256)), 256 threads. No dynamic shared memory.
 ENTRY(256, 1)

@@ -1,4 +1,4 @@
-// The values of quantized matrices, the parts, for a product that follows. `out` is dense and has the values of all parts.
+// Dequantizes one or several matrices, the parts, for a product that follows. `out` is dense and gets the values of all parts.
 //
 // - int8 is two's complement, with a scale for each row.
 // - e4m3 has a scale for each row, or one for the part.

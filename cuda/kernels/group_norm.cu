@@ -15,8 +15,8 @@
 
 namespace {
 
-// The mean and the sum of squared deviations of each group of the piece. A thread sums differences from its first element. The
-// difference between this element and the mean is one of the deviations, so no digits cancel.
+// The mean and the sum of squared deviations of each group of the piece. A thread sums differences from its first element. This
+// element deviates from the mean like any other, so the differences are no larger than deviations usually are, and no digits cancel.
 template <typename T, bool ALIGNED>
 __device__ __forceinline__ void statistics(const T *x, Acc<T> *partials, ChannelSize size, Slots<T> &slots) {
     using A = Acc<T>;

@@ -7,7 +7,7 @@
 // result and its gradient (batch, heads, queries, value_width). Query i sees the keys up to i if `is_causal`. Passed by value.
 struct AttentionShape {
     uint32_t batch, heads, queries, keys, width, value_width, is_causal;
-    // The number of ranges of queries over which gradients of keys and values are split.
+    // The number of parts into which the sums of gradients of keys and values are split: by queries or, with spans, by heads of queries.
     uint32_t parts;
     double scale;
 };

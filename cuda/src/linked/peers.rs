@@ -90,7 +90,7 @@ impl Drop for Opened {
 /// The driver's error.
 ///
 /// # Safety
-/// Both places have `size` bytes, which live until the copy is done, and as long as a graph that contains it.
+/// Both addresses have `size` bytes, which stay allocated until the copy is done and, in a capture, as long as the graph exists.
 pub unsafe fn copy(to: u64, from: u64, size: usize, stream: *mut c_void) -> Result<(), Status> {
     if size == 0 {
         return Ok(());
@@ -108,7 +108,7 @@ pub struct Access {
     pub has_atomics: bool,
 }
 
-/// The place of a device on the bus, which is its name in all processes of the machine.
+/// The address of a device on the PCI bus, which names the device in all processes of the machine.
 ///
 /// # Errors
 /// The driver's error.
@@ -120,8 +120,8 @@ pub fn bus_id(device: c_int) -> Result<String, Status> {
     Ok(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
 }
 
-/// What `device` can do with the memory of the device at a place on the bus. `None` if this process does not see that device, or they are
-/// one.
+/// What `device` can do with the memory of the device whose address on the bus is `bus_id`. `None` if this process does not see that
+/// device, or if it is `device` itself.
 ///
 /// # Errors
 /// The driver's error.

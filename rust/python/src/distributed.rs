@@ -126,7 +126,7 @@ impl NcclCommunicator {
     ///
     /// Args:
     ///     parameters: the variables, in the same order in all processes. A missing gradient counts as zeros.
-    ///     tail: the tensor, which holds numbers about the step.
+    ///     tail: the tensor of this process for the second sum, such as numbers about the step.
     ///     narrow: send the gradients as bf16, which halves the bytes and rounds every sum.
     ///
     /// Returns:
@@ -224,7 +224,7 @@ pub fn memory_machine() -> Option<String> {
 /// Args:
 ///     rank: which of the processes this is, from 0.
 ///     exchange: sends bytes to all processes and returns those of all, by rank; None ends the sharing.
-///     peers: have the copy in slices on the devices of the processes, not in host memory.
+///     peers: keep the copy in slices on the devices of the processes instead of in host memory.
 ///
 /// Raises:
 ///     ArgumentError: if `exchange` returns too few messages, or with `peers` a process is alone on its machine.

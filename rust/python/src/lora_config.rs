@@ -42,7 +42,7 @@ use crate::error::Result;
 ///         divisor.
 ///     oft_side: "input": OFT rotates the inputs of layers, as peft does; "output": their outputs, as LyCORIS and ComfyUI
 ///         do. The default is the side that other programs read for the model's family, or "input" if there are none.
-///     use_cayley_neumann: whether OFT of inputs computes a series in place of the Cayley transform (peft's default).
+///     use_cayley_neumann: whether OFT of inputs computes a series in place of the Cayley transform, as peft does by default.
 ///     num_cayley_neumann_terms: the number of terms of that series, at least 2.
 ///     qat: quantization-aware training: the format, "int8", "int4", "fp8" or "nf4", to which every forward pass rounds
 ///         the adapted weights of linear layers, as `nn.functional.fake_quantize` does.

@@ -3,8 +3,8 @@
 //
 // The gradients of a tile of queries are sums over the tiles of keys that the queries see. Blocks add to these sums, which are f32 in
 // memory, in an order that is known in advance: the order in which the blocks would reach the tile of queries if all steps took equally
-// long. So waits are short. Because blocks wait for each other, all must run at the same time: one on each multiprocessor, in one
-// stream.
+// long. So a block waits only briefly for its turn. Because blocks wait for each other, all must run at the same time: one on each
+// multiprocessor, in one stream.
 #pragma once
 
 #include "copies.cuh"
