@@ -68,7 +68,7 @@ def concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 @explained
 def allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
-    """Return whether all elements differ by at most atol + rtol * |other|; False with any NaN.
+    """Return whether all elements differ by at most atol + rtol * |other|; NaN gives False.
 
         assert tc.allclose(tc.ones(2), tc.ones(2) + 1e-9)
 
@@ -135,7 +135,7 @@ def normal(
     *,
     generator: Generator | None = None,
 ) -> Tensor:
-    """Return normal random numbers of a mean and a standard deviation.
+    """Return random numbers of the normal distribution with a mean and a standard deviation.
 
         assert tc.normal(5.0, 0.1, (2, 3)).shape == (2, 3)
 

@@ -440,7 +440,7 @@ class ComposedMethods:
     # In-place operations of torch.
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Set a part of a variable; a tensor that is not a variable never changes.
+        """Set a part of a variable, on the host; a tensor that is not a variable never changes.
 
         Raises:
             TypeError: If this tensor is not a variable.

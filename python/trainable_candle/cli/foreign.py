@@ -21,7 +21,7 @@ INSTEAD: Final = {
     "--no-half-vae": "has no effect here, where the VAE is always f32: leave it out",
     "--save-model-as": "is always safetensors here: leave it out",
     "--caption-extension": "is not needed: .txt and .caption are both read; leave it out",
-    "--max-token-length": "is not needed: captions of any length are read; leave it out",
+    "--max-token-length": "is not needed: each model has its own limit; leave it out",
     "--lowram": _NOT_NEEDED,
     "--highvram": _NOT_NEEDED,
     "--max-data-loader-n-workers": _NOT_NEEDED,

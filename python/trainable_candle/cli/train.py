@@ -97,7 +97,7 @@ def read_config(given: dict[str, Any]) -> TrainConfig:
 
         by_hand = frozenset(values)
         values = completed(values, preset, families.presets(values.get("model", "")))
-        # What the user gives must have an effect; of a preset, what has one is taken.
+        # A setting without effect is an error if the user gave it, and dropped if the preset did.
         idle = settings_without_effect(TrainConfig.from_mapping(values, source))
         for name in {name for _, names in idle for name in names} - by_hand:
             del values[name]

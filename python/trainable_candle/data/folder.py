@@ -199,6 +199,7 @@ def _check(path: Path, listed: str | None, default: str | None, *, masks: bool) 
     if caption is None:
         text = path.with_suffix(".txt")
         return (
-            f"{path}: no caption; write {text.name} beside it, or give --caption for images without"
+            f"{path}: no caption; write {text.name} beside it, or give --caption for all images "
+            "without one"
         )
     return Picture(path, caption, facts.width, facts.height, facts.digest, mask, facts.transparent)

@@ -27,7 +27,7 @@ _Given = TypeVar("_Given")
 DEVICE_LIMIT: Final = 512 * 1024**2
 """Bytes of entries that stay on the device; other entries are copied there with their batch."""
 MEMORY_LIMIT: Final = 2 * 1024**3
-"""Bytes of the entries on disk that are also kept in memory, the device's included."""
+"""Bytes of the entries on disk that are also kept in memory, on the host and the device."""
 PENDING: Final = 1
 """The most encoded batches that wait while another is moved to the host and written."""
 

@@ -66,7 +66,7 @@ def slowest_link(group: Group, device: str) -> str:
     """The slowest link between two GPUs of a machine, over all machines: `NVLINK` or `BUS`.
 
     All processes of the group call this. A link to a GPU that a process does not see counts as
-    `BUS`; whether it exists turns out when a model is loaded.
+    `BUS`; if there is no link, loading a model fails.
 
     Raises:
         ConfigError: a GPU does not reach another one, or a process shares no memory with another.
@@ -99,7 +99,7 @@ def shared_streams(group: Group, *, peers: bool = False) -> Iterator[None]:
 
     All processes of the group enter it, and load the same models in it, in the same order. With
     `peers`, the copy is in slices on the GPUs, and models can be used only as long as all processes
-    exist: let all of them meet before the first one ends.
+    exist: call `group.barrier()` in all of them before the first one ends.
 
     Raises:
         ArgumentError: with `peers`, a process is alone on its machine.

@@ -131,7 +131,7 @@ class QwenImage(FlowFamily[QwenImageTexts]):
         return int((_DROPPED + _MOST_TOKENS) * (2 * middle + 4 * width)) + self.text_values
 
     def rescaled(self, guided: Tensor, positive: Tensor) -> Tensor:
-        """The guided prediction, each token with the norm of that for the prompt."""
+        """The guided prediction, each token scaled to its norm in the prediction for the prompt."""
         tokens, others = squares(guided.to("f32")), squares(positive.to("f32"))
         norm, other = (((x * x).sum(1, keepdim=True)).sqrt() for x in (tokens, others))
         return from_squares(tokens * (other / norm))
@@ -139,7 +139,7 @@ class QwenImage(FlowFamily[QwenImageTexts]):
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
         """The prediction of the transformer."""
         text = conditions["encoder_hidden_states"]
-        # A single text has no padding; of several, some have.
+        # A single text has no padding; in a batch, the shorter texts have.
         lengths = conditions["lengths"] if sample.shape[0] > 1 else None
         return over_tokens(
             sample,

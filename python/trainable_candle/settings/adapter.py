@@ -122,7 +122,7 @@ class Adapter(Group):
     oft_block_size: Annotated[
         int,
         Setting(
-            "size of the blocks that oft rotates; else the nearest divisor of a layer's size",
+            "size of the blocks that oft rotates, or the nearest divisor of a layer's size",
             low=2,
             rare=True,
         ),
@@ -268,7 +268,7 @@ class ClipSkip(Group):
     clip_skip: Annotated[
         int | None,
         Setting(
-            "text encoder layers to skip before its last but one (default: model's)",
+            "text encoder layers to leave out besides the last (default: model's)",
             low=0,
             rare=True,
         ),

@@ -113,13 +113,13 @@ class Validation(Callback):
         return loss
 
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
-        """Save the number of the best step."""
+        """Save the number and the loss of the best step."""
         if self.best_step:
             best = json.dumps({"step": self.best_step, "loss": self.best_loss})
             trainer.write_later(partial(write_atomically, folder / _BEST_STATE, best))
 
     def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
-        """Restore the number of the best step."""
+        """Restore the number and the loss of the best step."""
         path = folder / _BEST_STATE
         if not path.exists():
             return

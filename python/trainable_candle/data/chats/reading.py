@@ -42,7 +42,7 @@ def find_files(path: Path) -> tuple[list[Path], list[Path]]:
     """The files for training and those for validation that a path names.
 
     Args:
-        path: a file, or a folder. In a folder and its folder `data`, files with one of `SUFFIXES`
+        path: a file, or a folder. In a folder and in `data` inside it, files with one of `SUFFIXES`
             are sorted by the first word of their names, such as `train` in
             `train-00000-of-00002.parquet`. If no name begins with `train`, all files that are not
             for validation or tests are for training.

@@ -127,7 +127,7 @@ class Qwen3(QwenEncoder):
 
 
 def tokenizer_folder(family: PipelineFamily[Any], of: str = Qwen3.of) -> Path:
-    """The folder of the tokenizer, in the pipeline's folder or beside the text encoder.
+    """The folder of the tokenizer: in the pipeline, beside the text encoder, or the encoder's own.
 
     Args:
         family: the family with the weights.
