@@ -60,15 +60,16 @@ pub struct Report {
 }
 
 impl Report {
-    /// Whether `ComfyUI` applies every module, and each has an effect.
+    /// Whether the first of the tools, if there is one, applies every module as it was trained, and each has an effect.
     pub fn is_good(&self) -> bool {
+        let first = self.tools.first();
         self.others.is_empty()
             && !self.modules.is_empty()
             && self.modules.iter().all(|m| {
                 m.layer.is_some()
                     && m.fault.is_none()
                     && !m.zero
-                    && !m.ignored_by.iter().chain(&m.changed_by).any(|(tool, _)| *tool == Tool::ComfyUi)
+                    && !m.ignored_by.iter().chain(&m.changed_by).any(|(tool, _)| Some(tool) == first)
             })
     }
 }

@@ -435,7 +435,8 @@ static DIGITS: Pipeline = Pipeline {
         sections: &[],
         fits: any,
         published: || DigitsConfig::default().to_json(),
-        adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: None, readers: tools::UNKNOWN }),
+        // No other program has this model.
+        adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: None, readers: &[] }),
     }],
 };
 
