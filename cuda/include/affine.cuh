@@ -1,12 +1,12 @@
 // Scale and shift of the norms: loads of their values, and stores of their gradients.
 //
-// Both have the dtype of the input, or both are f32 (`affine_f32` = 1). A null pointer means a scale of ones, a shift of zeros, or
-// a gradient that is not needed.
+// Scale and shift have the dtype of the input, or both are f32 (`affine_f32` = 1). A null pointer means a scale of ones, a shift
+// of zeros, or a gradient that is not needed.
 #pragma once
 
 #include "rows.cuh"
 
-// Parameters of f64 inputs are f64.
+// Whether parameters may be f32 beside inputs of type T: if inputs are f64, parameters are f64 too.
 template <typename T> constexpr bool IS_F32_ALLOWED = sizeof(T) < 8;
 
 struct Affine {
