@@ -145,7 +145,7 @@ def main() -> None:
     ):
         images = rng.standard_normal((batch, 1, 8, 8), dtype=np.float32)
         labels = rng.integers(0, 10, batch)
-        model = tc.models.load(BASE) if lora else tc.models.DigitsTransformer()
+        model = tc.models.load(BASE, dtype="f32") if lora else tc.models.DigitsTransformer()
         source = (
             model.add_adapter(tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(TARGETS)))
             if lora
