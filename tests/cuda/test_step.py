@@ -1,4 +1,4 @@
-"""The CUDA calls that a training step makes; the device is simulated and computes no values."""
+"""What a training step calls in CUDA. The simulated device logs calls and computes no values."""
 
 from collections import Counter
 from typing import Any
@@ -49,7 +49,7 @@ def test_a_warm_step_neither_waits_nor_allocates(cuda: Any) -> None:
 
 
 def test_every_architecture_has_the_kernels(cuda: Any) -> None:
-    """PTX serves GPUs without machine code of their own, such as one of capability 13.0."""
+    """A GPU uses the machine code for its capability; a GPU without any, here 13.0, uses PTX."""
     kernels = [line.split() for line in cuda.kernels.read_text().splitlines()]
     architectures = sorted(
         architecture for _, architecture, name, *_ in kernels if name == "fill_f32"
@@ -62,4 +62,4 @@ def test_every_architecture_has_the_kernels(cuda: Any) -> None:
         assert run.of("refused") == []
         used = {call["architecture"] for call in run.of("module")}
         assert architecture in used
-        assert used <= {architecture, "any"}  # "any": PTX, from candle
+        assert used <= {architecture, "any"}  # "any": candle's kernels, in PTX

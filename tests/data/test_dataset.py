@@ -110,8 +110,8 @@ def test_repeats_and_regularisation(pictures: MakePictures, tmp_path: Path) -> N
     batches = data.batches(1)
     drawn = [batches.batch(index) for index in range(batches.first_batch(36))]
     count = Counter(data.items[batch.views[0].item].picture.path.parent.name for batch in drawn)
-    # An epoch has each of the 3 images of "own" twice, a quarter of the 4 images of "rare", and as
-    # many images of "class" as of the other two together: 6 + 1 + 7 images.
+    # An epoch has the 3 images of `own` twice, a quarter of the 4 images of `rare`, and as many of
+    # `class` as both give together: 6 + 1 + 7 images.
     assert count == {"own": 6 * 36, "rare": 36, "class": 7 * 36}
     for batch in drawn:
         folder = data.items[batch.views[0].item].picture.path.parent.name
@@ -208,7 +208,7 @@ def test_masks_from_files_follow_the_crop(pictures: MakePictures, tmp_path: Path
         if batch.views[0].item != 2:
             expected[:, :4] = 0
             expected = expected[:, ::-1] if batch.views[0].flipped else expected
-        # The second mask is enlarged, which blurs its edge: columns 3 and 4 are not compared.
+        # The second mask is smaller, and scaling it blurs its edge: columns 3 and 4 are left out.
         np.testing.assert_allclose(
             masks[0][:, [0, 1, 2, 5, 6, 7]], expected[:, [0, 1, 2, 5, 6, 7]], atol=0.02
         )

@@ -1,4 +1,4 @@
-"""Layers other than linear ones, with torch's constructors, initial values and names."""
+"""Layers other than linear ones, with torch's names, initial values and main arguments."""
 
 from __future__ import annotations
 
@@ -86,11 +86,13 @@ class Conv2d(Module):
     Args:
         in_channels: Channels of the input.
         out_channels: Channels of the result.
-        kernel_size: Height and width, or one number for both, as for the three arguments below.
+        kernel_size: Height and width, or one number for both. `stride`, `padding` and `dilation`
+            also take two numbers or one.
         stride: Step of the kernel.
         padding: Zeros on each side; "valid" for none, "same" for as many as preserve the size.
         dilation: Distance between the kernel's elements.
-        groups: Groups of channels that do not mix; divides both numbers of channels.
+        groups: The number of groups of channels that do not mix; it divides `in_channels` and
+            `out_channels`.
         bias: Whether there is a bias.
         dtype: A floating point dtype; default f32.
         device: The device.
@@ -141,8 +143,9 @@ class Conv2d(Module):
         lost = [step * (size - 1) for step, size in zip(self.dilation, kernel, strict=True)]
         if any(zeros % 2 for zeros in lost):
             raise ArgumentError(
-                f'Conv2d: padding "same" of kernel_size {kernel} needs {lost} zeros, expected an '
-                "even number of zeros; take an odd kernel_size"
+                f'Conv2d: padding is "same" and kernel_size is {kernel}, which needs {lost} zeros '
+                "in height and width, expected an even number of zeros in each; take an odd "
+                "kernel_size"
             )
         return lost[0] // 2, lost[1] // 2
 
@@ -174,7 +177,7 @@ class LayerNorm(Module):
         normalized_shape: The sizes of the trailing dimensions, or the size of the last one.
         eps: Added to the variance.
         elementwise_affine: Whether there is a scale, initially ones.
-        bias: Whether there is also a shift, initially zeros; only with a scale.
+        bias: Whether there is also a shift, initially zeros. Without a scale there is no shift.
         dtype: A floating point dtype; default f32.
         device: The device.
     """
@@ -294,7 +297,7 @@ class GroupNorm(Module):
 
 
 class Dropout(Module):
-    """Zeros elements in training with a probability, and scales the others by 1 / (1 - p).
+    """In training, zeros each element with probability `p` and scales the others by 1 / (1 - p).
 
         layer = tc.nn.Dropout(0.1).eval()
         assert tc.allclose(layer(x), x)
@@ -361,7 +364,7 @@ class ReLU(Module):
     """
 
     def __init__(self, inplace: bool = False) -> None:
-        del inplace  # the result is the same
+        del inplace  # taken as in torch; it does not change the result
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the function to each element."""
@@ -377,7 +380,7 @@ class SiLU(Module):
     """
 
     def __init__(self, inplace: bool = False) -> None:
-        del inplace  # the result is the same
+        del inplace  # taken as in torch; it does not change the result
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the function to each element."""

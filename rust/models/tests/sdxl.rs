@@ -1,4 +1,4 @@
-//! Tests of SDXL's models that need no weights: names and shapes at full size, configurations, and errors.
+//! Tests of SDXL's models without their weights: names and shapes at full size, configurations, and errors.
 
 mod published;
 
