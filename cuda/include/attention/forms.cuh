@@ -1,4 +1,5 @@
-// Compile-time parameters of attention over whole heads (kernels/attention.cu) and over segments (kernels/attention_varlen.cu).
+// Compile-time parameters of dense attention (kernels/attention.cu) and of attention inside the segments of packed rows
+// (kernels/attention_varlen.cu).
 #pragma once
 
 #include <type_traits>
@@ -7,8 +8,9 @@
 #include "forward.cuh"
 #include "plain.cuh"
 
-// These parameters differ between products of warpgroups and of single warps: whether a block's own rows are held in registers;
-// how many keys a tile has, how many blocks a multiprocessor runs, and how many queries a block works on at a time.
+// These parameters have one value where warpgroups multiply tiles (warpgroup.cuh) and another where single warps do. `OwnRows`: whether
+// a block reads its own rows from shared memory or holds them in registers. `FORWARD_*`: how many keys a tile has, and how many blocks a
+// multiprocessor must be able to run. `QUERY_STEP_64`: how many keys a block works on at a time for the gradients of its queries.
 template <int D, int M, int ROWS> using OwnRows = std::conditional_t<BY_WARPGROUP<M>, SharedRows<D, M, ROWS>, HeldRows<D, M, ROWS>>;
 constexpr int FORWARD_KEYS_64 = WARPGROUP_PRODUCTS ? 128 : 64, FORWARD_BLOCKS_64 = WARPGROUP_PRODUCTS ? 3 : 4;
 constexpr int QUERY_STEP_64 = WARPGROUP_PRODUCTS ? 64 : 32;

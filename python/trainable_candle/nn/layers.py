@@ -86,7 +86,8 @@ class Conv2d(Module):
     Args:
         in_channels: Channels of the input.
         out_channels: Channels of the result.
-        kernel_size: Height and width, or one number for both, as for the three arguments below.
+        kernel_size: Height and width, or one number for both. `stride`, `padding` and `dilation`
+            take the same forms.
         stride: Step of the kernel.
         padding: Zeros on each side; "valid" for none, "same" for as many as preserve the size.
         dilation: Distance between the kernel's elements.
@@ -131,7 +132,7 @@ class Conv2d(Module):
         self.bias: Tensor | None = shift
 
     def _padding(self, name: str, kernel: tuple[int, int]) -> tuple[int, int]:
-        """The number of zeros for a padding given by name."""
+        """The zeros on each side, in height and in width, for a padding given by name."""
         if name not in {"same", "valid"}:
             raise ArgumentError(f'Conv2d: padding is {name!r}, expected numbers, "same" or "valid"')
         if name == "valid":
@@ -141,8 +142,8 @@ class Conv2d(Module):
         lost = [step * (size - 1) for step, size in zip(self.dilation, kernel, strict=True)]
         if any(zeros % 2 for zeros in lost):
             raise ArgumentError(
-                f'Conv2d: padding "same" of kernel_size {kernel} needs {lost} zeros, expected an '
-                "even number of zeros; take an odd kernel_size"
+                f'Conv2d: padding "same" needs {lost} zeros in height and width for kernel_size '
+                f"{kernel}, expected an even number of zeros; take an odd kernel_size"
             )
         return lost[0] // 2, lost[1] // 2
 
@@ -294,7 +295,7 @@ class GroupNorm(Module):
 
 
 class Dropout(Module):
-    """Zeros elements in training with a probability, and scales the others by 1 / (1 - p).
+    """Sets each element to 0 with probability p in training, and scales the others by 1 / (1 - p).
 
         layer = tc.nn.Dropout(0.1).eval()
         assert tc.allclose(layer(x), x)
@@ -314,7 +315,7 @@ class Dropout(Module):
         self.p = p
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the input itself unless the module is in training mode."""
+        """Apply dropout in training mode; otherwise return the input itself."""
         return functional.dropout(input, self.p, self.training)
 
     def _facts(self) -> str:
