@@ -5,9 +5,8 @@ python benches/gpu_save.py [--device cpu] [--folder /tmp] [--rounds 5]
 The adapter has rank 16 on all transformer layers of SDXL's UNet: 1,444 tensors, 42.6 M parameters,
 trained with AdamW8bit. On the CPU the adapter is for the small UNet that the package ships. A plain
 write puts the same bytes from memory into files of the same sizes and syncs them; saving and plain
-writing take turns. Training pauses while values are copied to the host. To measure this pause, a
-training run saves checkpoints, and the time of a step after a checkpoint is compared with the
-others.
+writing take turns. Training waits while values are copied to the host. The script also measures
+this pause in a training run: the step after a checkpoint takes longer than the others.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def timed(work: Callable[[], object]) -> float:
 def compare(
     title: str, copy: Callable[[], Any], write: Callable[[Any], Path], rounds: int, folder: Path
 ) -> None:
-    """Time `copy`, `write` and a plain write of the same bytes, one after the other, in rounds."""
+    """Time three things in turns: a copy to the host, its write, and a plain write of its files."""
     copies, writes, plains = [], [], []
     size = 0
     for number in range(rounds + 1):
@@ -100,14 +99,14 @@ class Clock(Callback):
 
 
 class Same:
-    """A source whose batches are only numbers, because every step has the same inputs."""
+    """A source without data: a batch is its index. The loss gets the same inputs in every step."""
 
     def batch(self, index: int) -> int:
         return index
 
 
 def trainer(device: str, folder: Path) -> tuple[Trainer[int], Any, Clock]:
-    """A training run, its adapter and its clock. On a GPU the base has random weights."""
+    """A training run, its adapter, and its clock. On a GPU the base has random weights."""
     on_gpu = device != "cpu"
     if on_gpu:
         model = tc.models.SDXLUNet.from_config(dtype="bf16", device=device)
@@ -121,7 +120,7 @@ def trainer(device: str, folder: Path) -> tuple[Trainer[int], Any, Clock]:
     print(f"{device}: {count / 1e6:.1f} M parameters in {len(parameters)} tensors", flush=True)
     optimizer = tc.optim.AdamW8bit(list(parameters.values()), lr=1e-4)
     dtype, side = ("bf16", 128) if on_gpu else ("f32", 8)
-    # The widths of the text features: of each token, and pooled.
+    # Widths of the embeddings of tokens and of the pooled embedding.
     width, pooled = (2048, 1280) if on_gpu else (128, 64)
     values = {
         "sample": tc.randn((1, 4, side, side), device=device).to(dtype),
@@ -157,7 +156,7 @@ def trainer(device: str, folder: Path) -> tuple[Trainer[int], Any, Clock]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
-    parser.add_argument("--folder", help="a folder on the disk to measure; default: TMPDIR or /tmp")
+    parser.add_argument("--folder", help="an existing folder on the disk to measure")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
@@ -165,8 +164,8 @@ def main() -> None:
         run, adapter, clock = trainer(options.device, folder)
         run.train()
         gaps = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
-        # gaps[i] is the time between the ends of steps i + 1 and i + 2; `saving` has those after a
-        # checkpoint. `others` leaves out the first steps, which record graphs.
+        # gaps[n - 1] is the time from the end of step n to the end of the next. The first EVERY
+        # steps are left out, because some of them record graphs.
         saving = gaps[EVERY - 1 :: EVERY]
         others = [gap for n, gap in enumerate(gaps) if n >= EVERY and (n + 1) % EVERY]
         step = statistics.median(others)

@@ -25,7 +25,7 @@ pub enum Pointer {
     Mut,
 }
 
-/// For each kernel, the text between `extern "C"` and the body, on one line.
+/// For each kernel, the text from after `extern "C"` to its body, as one line.
 pub fn heads(preprocessed: &str) -> Vec<String> {
     const LINKAGE: &str = "extern \"C\"";
     let code: String =
@@ -35,13 +35,13 @@ pub fn heads(preprocessed: &str) -> Vec<String> {
     kernels.map(|head| head.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
 }
 
-/// The distinct names after `struct`, without those that start with `__`.
+/// The distinct names after `struct`, except those that start with `__`.
 pub fn structures(preprocessed: &str) -> BTreeSet<&str> {
     let starts = preprocessed.match_indices("struct ").map(|(at, word)| &preprocessed[at + word.len()..]);
     starts.map(first_name).filter(|name| !name.is_empty() && !name.starts_with("__")).collect()
 }
 
-/// The name that `code` starts with; an `alignas(...)` before it is skipped.
+/// The name that `code` starts with, after an optional `alignas(...)`.
 fn first_name(code: &str) -> &str {
     let aligned = code.strip_prefix("alignas(").and_then(|aligned| aligned.split_once(") "));
     let name = aligned.map_or(code, |(_, name)| name);
@@ -51,9 +51,9 @@ fn first_name(code: &str) -> &str {
 /// Parses a line of [`heads`].
 pub fn parse(head: &str) -> Result<Signature, String> {
     let code = without_attributes(head);
-    let (name, parameters) = code.split_once('(').ok_or_else(|| format!("no parameter list in: {head}"))?;
-    let name = name.trim().strip_prefix("void ").ok_or_else(|| format!("expected void in: {head}"))?.trim().to_owned();
-    let parameters = parameters.trim().strip_suffix(')').ok_or_else(|| format!("no `)` at the end of: {head}"))?;
+    let (name, parameters) = code.split_once('(').ok_or_else(|| format!("no parameters in: {head}"))?;
+    let name = name.trim().strip_prefix("void ").ok_or_else(|| format!("not a void kernel: {head}"))?.trim().to_owned();
+    let parameters = parameters.trim().strip_suffix(')').ok_or_else(|| format!("no closing parenthesis in: {head}"))?;
     let parameters =
         split(parameters).into_iter().map(|parameter| self::parameter(&name, parameter)).collect::<Result<_, _>>()?;
     Ok(Signature { name, parameters })
@@ -72,14 +72,14 @@ fn parameter(kernel: &str, text: &str) -> Result<Parameter, String> {
             let is_const = class.split_whitespace().any(|word| word == "const");
             (class, Some(if is_const { Pointer::Const } else { Pointer::Mut }))
         }
-        Some(_) => return Err(format!("a parameter of {kernel} is not a plain pointer: {text}; write `T *name`")),
+        Some(_) => return Err(format!("{kernel}: expected a plain pointer, such as `const T *x`, found: {text}")),
         None => (class, None),
     };
     let class = class.split_whitespace().filter(|&word| word != "const").collect::<Vec<_>>().join(" ");
     Ok(Parameter { name: name.to_owned(), class: arithmetic(&class), pointer })
 }
 
-/// The type with each `Acc<T>` replaced by the type that arithmetic on `T` uses.
+/// A type with each `Acc<T>` replaced by the type in which kernels compute with values of `T`.
 fn arithmetic(class: &str) -> String {
     let mut class = class.to_owned();
     for (narrow, wide) in [("float", "float"), ("double", "double"), ("__half", "float"), ("__nv_bfloat16", "float")] {

@@ -1,4 +1,4 @@
-"""What a training step calls in CUDA. The simulated device logs calls and computes no values."""
+"""The CUDA calls of a training step on the simulated device, which computes no values."""
 
 from collections import Counter
 from typing import Any
@@ -49,7 +49,7 @@ def test_a_warm_step_neither_waits_nor_allocates(cuda: Any) -> None:
 
 
 def test_every_architecture_has_the_kernels(cuda: Any) -> None:
-    """A GPU uses the machine code for its capability; a GPU without any, here 13.0, uses PTX."""
+    """A GPU newer than every architecture with machine code, here of capability 13.0, uses PTX."""
     kernels = [line.split() for line in cuda.kernels.read_text().splitlines()]
     architectures = sorted(
         architecture for _, architecture, name, *_ in kernels if name == "fill_f32"

@@ -1,4 +1,5 @@
-// Compile-time parameters of the attention kernels: kernels/attention.cu and, for packed rows, kernels/attention_varlen.cu.
+// Compile-time parameters of dense attention (kernels/attention.cu) and of attention inside the segments of packed rows
+// (kernels/attention_varlen.cu).
 #pragma once
 
 #include <type_traits>
@@ -7,9 +8,9 @@
 #include "forward.cuh"
 #include "plain.cuh"
 
-// They depend on whether a warpgroup or a single warp multiplies matrices (warpgroup.cuh). A block holds its own rows in shared memory
-// for warpgroups, in registers for single warps. For widths up to 64 the forward kernel has tiles of FORWARD_KEYS_64 keys, and
-// FORWARD_BLOCKS_64 blocks of it fit on a multiprocessor; the gradient of the queries works on QUERY_STEP_64 keys at a time.
+// These parameters have one value where warpgroups multiply tiles (warpgroup.cuh) and another where single warps do. `OwnRows`: whether
+// a block reads its own rows from shared memory or holds them in registers. `FORWARD_*`: how many keys a tile has, and how many blocks a
+// multiprocessor must be able to run. `QUERY_STEP_64`: how many keys a block works on at a time for the gradients of its queries.
 template <int D, int M, int ROWS> using OwnRows = std::conditional_t<BY_WARPGROUP<M>, SharedRows<D, M, ROWS>, HeldRows<D, M, ROWS>>;
 // The forward pass for widths up to 64: the keys of a tile, and the blocks per multiprocessor.
 constexpr int FORWARD_KEYS_64 = WARPGROUP_PRODUCTS ? 128 : 64, FORWARD_BLOCKS_64 = WARPGROUP_PRODUCTS ? 3 : 4;

@@ -87,7 +87,7 @@ class Conv2d(Module):
         in_channels: Channels of the input.
         out_channels: Channels of the result.
         kernel_size: Height and width, or one number for both. `stride`, `padding` and `dilation`
-            also take two numbers or one.
+            take the same forms.
         stride: Step of the kernel.
         padding: Zeros on each side; "valid" for none, "same" for as many as preserve the size.
         dilation: Distance between the kernel's elements.
@@ -133,7 +133,7 @@ class Conv2d(Module):
         self.bias: Tensor | None = shift
 
     def _padding(self, name: str, kernel: tuple[int, int]) -> tuple[int, int]:
-        """The number of zeros for a padding given by name."""
+        """The zeros on each side, in height and in width, for a padding given by name."""
         if name not in {"same", "valid"}:
             raise ArgumentError(f'Conv2d: padding is {name!r}, expected numbers, "same" or "valid"')
         if name == "valid":
@@ -143,9 +143,8 @@ class Conv2d(Module):
         lost = [step * (size - 1) for step, size in zip(self.dilation, kernel, strict=True)]
         if any(zeros % 2 for zeros in lost):
             raise ArgumentError(
-                f'Conv2d: padding is "same" and kernel_size is {kernel}, which needs {lost} zeros '
-                "in height and width, expected an even number of zeros in each; take an odd "
-                "kernel_size"
+                f'Conv2d: padding "same" needs {lost} zeros in height and width for kernel_size '
+                f"{kernel}, expected an even number of zeros; take an odd kernel_size"
             )
         return lost[0] // 2, lost[1] // 2
 
@@ -297,7 +296,7 @@ class GroupNorm(Module):
 
 
 class Dropout(Module):
-    """In training, zeros each element with probability `p` and scales the others by 1 / (1 - p).
+    """Sets each element to 0 with probability p in training, and scales the others by 1 / (1 - p).
 
         layer = tc.nn.Dropout(0.1).eval()
         assert tc.allclose(layer(x), x)
@@ -317,7 +316,7 @@ class Dropout(Module):
         self.p = p
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the input itself unless the module is in training mode."""
+        """Apply dropout in training mode; otherwise return the input itself."""
         return functional.dropout(input, self.p, self.training)
 
     def _facts(self) -> str:
