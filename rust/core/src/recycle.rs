@@ -46,8 +46,9 @@ pub struct RecyclingAllocator {
     shelves: [Shelf; CLASSES],
     /// Bytes of the kept blocks.
     bytes: AtomicUsize,
-    /// Bytes in use, counting only sizes that may be kept, and their maximum so far.
+    /// Bytes in use in blocks of sizes that may be kept.
     used: AtomicUsize,
+    /// The maximum of `used` so far.
     most_used: AtomicUsize,
 }
 
@@ -95,7 +96,7 @@ impl RecyclingAllocator {
     /// A block of a class from the system. If the system is out of memory, the blocks of the store are returned to it
     /// first.
     fn fetch(&self, class: usize) -> *mut u8 {
-        // SAFETY: the layout of a class has a size.
+        // SAFETY: the size of a class is not zero.
         let mut block = unsafe { System.alloc(layout_of_class(class)) };
         if block.is_null() {
             self.shrink(0);
@@ -190,7 +191,7 @@ struct Shelf {
     busy: AtomicBool,
     /// Whether a block of this size has been freed.
     freed: AtomicBool,
-    /// Whether a block has been taken after that.
+    /// Whether a block of this size has been taken after one was freed.
     taken_again: AtomicBool,
     blocks: UnsafeCell<Blocks>,
 }

@@ -64,7 +64,7 @@ impl Var {
         Ok(Self(Tensor { raw: storage, node: Some(Arc::new(node)), version: Some(Arc::new(Version::default())) }))
     }
 
-    /// The variable whose value is `tensor`; `None` if it is not the value of a variable itself.
+    /// The variable whose value is `tensor`; `None` if `tensor` is not itself the value of a variable.
     pub fn of(tensor: &Tensor) -> Option<Self> {
         let is_leaf = tensor.node.as_ref().is_some_and(|node| node.leaf().is_some());
         (is_leaf && tensor.version.is_some()).then(|| Self(tensor.clone()))

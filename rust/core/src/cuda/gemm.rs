@@ -58,7 +58,7 @@ fn check_apart(op: &'static str, dst: &Raw, a: &Raw, b: &Raw) -> Result<()> {
     Ok(())
 }
 
-/// As [`cpu::write_products`](crate::cpu::write_products). Adjacent matrices are joined to one product, and evenly
+/// As [`cpu::write_products`](crate::cpu::write_products). Adjacent matrices are joined into one product, and evenly
 /// spaced products of one shape are one batch.
 pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Result<()> {
     const OP: &str = "write_products";
@@ -90,7 +90,7 @@ struct Product {
     plan: Plan,
     /// Addresses of the operands and of the result.
     addresses: [Address; 3],
-    /// Bytes of an element of each.
+    /// Bytes of an element of each operand and of the result.
     sizes: [usize; 3],
 }
 
@@ -192,7 +192,7 @@ fn run(op: &'static str, y: &Raw, a: &Raw, b: &Raw, alpha: f64, beta: f64) -> Re
     let (Some(left), Some(right)) =
         (Matrix::transpose_of([plan.m, plan.k], plan.a), Matrix::transpose_of([plan.k, plan.n], plan.b))
     else {
-        // cuBLAS cannot read a matrix without a dense dimension, such as every other column of another.
+        // cuBLAS cannot read a matrix without a dense dimension, such as a view of every other column of a matrix.
         let (a, b) = (dense(a, [plan.m, plan.k], plan.a)?, dense(b, [plan.k, plan.n], plan.b)?);
         return run(op, y, &a, &b, alpha, beta);
     };
@@ -201,7 +201,7 @@ fn run(op: &'static str, y: &Raw, a: &Raw, b: &Raw, alpha: f64, beta: f64) -> Re
     let call =
         Call { op, gpu, plan: &plan, left, right, types: [data_type(op, a.dtype())?, data_type(op, y.dtype())?] };
     let sizes = [a.dtype().size_in_bytes(), b.dtype().size_in_bytes(), y.dtype().size_in_bytes()];
-    // One call handles the innermost batch dimension; make one for each index of the others.
+    // One call computes the innermost batch dimension; make a call for each index of the other batch dimensions.
     let (inner, outer) = match plan.batch.split_last() {
         Some((inner, outer)) => (Some(inner), outer),
         None => (None, plan.batch.as_slice()),

@@ -142,7 +142,7 @@ impl Loaded {
     }
 }
 
-/// Checks that memory has the elements that a kernel expects.
+/// Checks that the arguments point to the kinds of elements that a kernel expects.
 fn check(op: &'static str, kernel: &str, pointers: &[(&'static str, Element)], elements: &[Element]) -> Result<()> {
     match pointers.iter().zip(elements).find(|((_, expected), found)| !found.fits(*expected)) {
         None => Ok(()),
@@ -184,7 +184,7 @@ pub fn address(op: &'static str, tensor: &Raw) -> Result<Address> {
     Ok(address)
 }
 
-/// The kind of element by which signatures of kernels denote a dtype.
+/// The [`Element`] that stands for a dtype in the signatures of kernels.
 pub const fn element(dtype: DType) -> Element {
     match dtype {
         DType::U8 => Element::U8,
@@ -243,7 +243,7 @@ pub fn wide(dtype: DType) -> usize {
     16 / dtype.size_in_bytes()
 }
 
-/// The dtype of arithmetic and of statistics.
+/// The dtype in which kernels compute with tensors of `dtype`, and of the statistics that they store.
 pub const fn accumulator(dtype: DType) -> DType {
     if matches!(dtype, DType::F64) { DType::F64 } else { DType::F32 }
 }

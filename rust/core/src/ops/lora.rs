@@ -187,7 +187,7 @@ pub fn lora_backward_(layers: &[LoraLayer<'_>]) -> Result<()> {
     Ok(())
 }
 
-/// All operands of a LoRA-like operation except its input.
+/// The operands that LoRA and DoRA have in common, except for the input.
 #[derive(Clone, Copy)]
 pub struct LoraWeights<'a> {
     /// Frozen base, (out, in).
@@ -346,7 +346,7 @@ fn master(x: &Tensor) -> Result<Tensor> {
     if matches!(x.dtype(), DType::F16 | DType::BF16) { x.to_dtype(DType::F32) } else { Ok(x.clone()) }
 }
 
-/// Registry entries of this file. The base is an input that gets no gradient, so cases close over it.
+/// Registry entries of this file. The inputs of a case get gradients and the base gets none, so each case makes the base itself.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {

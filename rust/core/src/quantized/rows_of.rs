@@ -26,7 +26,8 @@ impl Quantized {
         })
     }
 
-    /// Whether its values take too much memory to be dequantized as a whole for a product.
+    /// Whether its values take too much memory to be dequantized as a whole for a product. False if the codes cannot be
+    /// split by rows.
     pub(crate) fn is_large(&self) -> bool {
         self.has_rows() && self.dims.iter().product::<usize>() > 4 * GPU_PANEL
     }

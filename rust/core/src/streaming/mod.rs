@@ -289,7 +289,7 @@ mod tests {
         })
     }
 
-    /// Three units, each with two joined weights and a quantized one, whose values are those of `first` and following.
+    /// Three units, each with two joined weights and a quantized one. The seeds of their values start at `first`.
     fn shared(
         first: usize,
         rank: usize,

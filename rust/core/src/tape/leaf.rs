@@ -25,7 +25,7 @@ struct Gradient {
     device: Device,
     /// The gradient, if there is no buffer.
     own: Option<Raw>,
-    /// A view of a flat gradient buffer: gradients are then added in place, never moved.
+    /// Fixed storage, in most cases a view of a flat gradient buffer: gradients are then added in place, never moved.
     buffer: Option<Raw>,
     /// The flat buffer, and the range of the view in it.
     flat: Option<(Raw, Range<usize>)>,
@@ -92,7 +92,7 @@ impl Leaf {
         Self { shape, dtype, gradient: GradientSlot::new(gradient), copies: Mutex::default() }
     }
 
-    /// The gradient: the tensor itself, or a copy of the buffer's part.
+    /// The gradient: the tensor itself, or a copy of the buffer.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if there is no memory for the copy.

@@ -32,7 +32,7 @@ pub(super) fn forward(upper: &Raw, [count, size, _]: [usize; 3]) -> Result<Raw> 
     .map(|change| from_vec(change, &[count, size, size][..])))
 }
 
-/// Rows (I + Q | -2 Q) of 2 `size` elements.
+/// Fills `system` with the rows of (I + Q | -2 Q), which have 2 `size` elements, for Q with the triangle `upper`.
 fn fill<T: Elem>(upper: &[T], size: usize, system: &mut [T::Acc]) {
     system.fill(Real::ZERO);
     let mut upper = upper.iter();
@@ -91,7 +91,7 @@ pub(super) fn backward(grad: &Raw, result: &Raw) -> Result<Raw> {
     .map(|upper| from_vec(upper, &[count, triangle][..])))
 }
 
-/// The gradient of one triangle of Q, from D (`change`) and its gradient G (`grad`).
+/// The gradient of one triangle of Q, from D (`change`) and its gradient G (`grad`), with V = (I + Q)⁻¹ = I + D / 2.
 #[inline(always)]
 fn gradient<R: Real>(grad: &[R], change: &[R], size: usize) -> Vec<R> {
     let half = R::from_f64(0.5);

@@ -30,8 +30,8 @@ pub static ENTRIES: &[Entry] = &[
     Entry { info: &SWIGLU_LINEAR_GROUP, cases: of_linear_groups },
 ];
 
-/// Units of two maps of one input, each with a low-rank product of its own scale; the plain form applies the unit to
-/// the maps' results.
+/// Gated units of two maps of one input; a map may have a low-rank product, with a scale of its own. The plain form
+/// applies the unit to the maps' results.
 fn of_linear_groups() -> Vec<Case> {
     type Unit = fn(&Tensor, LinearGroup<'_>) -> Result<Tensor>;
     fn run(x: &[Tensor], width: usize, adapted: [bool; 2], unit: Unit) -> Result<Tensor> {
@@ -53,7 +53,7 @@ fn of_linear_groups() -> Vec<Case> {
         case("both", &[&[2, 3, 5], &[2, 5], &[4, 2], &[2, 5], &[4, 2]], 4, [true; 2]),
         case("the gate alone", &[&[3, 5], &[2, 5], &[4, 2]], 4, [false, true]),
         case("none", &[&[3, 5]], 4, [false; 2]),
-        // Sizes for the CUDA kernel, with rows that are not a multiple of its sixteen.
+        // Sizes that the CUDA kernel supports. 19 and 130 rows are not multiples of the 16 rows of its tiles.
         case("rank 16", &[&[19, 8], &[16, 8], &[64, 16], &[16, 8], &[64, 16]], 64, [true; 2]),
         case("rank 16 of features", &[&[130, 8], &[16, 8], &[32, 16]], 32, [true, false]),
         case("no rows", &[&[0, 8], &[16, 8], &[32, 16]], 32, [true, false]),

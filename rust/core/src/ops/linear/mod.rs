@@ -45,7 +45,7 @@ pub(super) fn forward(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>) -> Res
     match weight {
         WeightRef::Plain(weight) => forward_plain(x, &weight.raw, bias),
         // On a GPU all values are dequantized into scratch memory for one product. On the CPU, and for a large weight
-        // such as the head of a language model, the last arm dequantizes them in parts.
+        // such as the head of a language model, the next arm dequantizes them in parts.
         WeightRef::Quantized(weight) if !x.device().is_cpu() && !weight.is_large() => {
             forward_plain(x, &weight.values(x.dtype())?, bias)
         }

@@ -36,7 +36,7 @@ pub fn swiglu_linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor>
     if !features.is_multiple_of(2) {
         return Err(Error::shape(
             op,
-            format!("the maps have {features} results, expected an even number: features, gate"),
+            format!("the maps have {features} results, expected an even number: features and gate"),
         ));
     }
     let low_ranks = group.low_ranks(x.dtype())?;
@@ -102,7 +102,7 @@ impl Late<Raw> {
     }
 }
 
-/// The unit of the sum of y (rows, 2 n) and the late products.
+/// Applies the gated unit to the sum of y (rows, 2 n) and the late products.
 fn unit(y: &Raw, late: Option<&Late<Raw>>) -> Result<Raw> {
     let width = y.dims()[1] / 2;
     match late {
