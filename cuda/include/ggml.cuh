@@ -1,5 +1,5 @@
-// Reads the block formats of ggml, eight codes at a time. A block of a row holds its scales (f16, little endian) beside its codes; the
-// layouts are those in `ggml-common.h` and `ggml-quants.c` of llama.cpp at 0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c.
+// Reads the block formats of ggml, eight codes at a time. A block of a row holds its scales beside its codes; f16 numbers are little
+// endian. The layouts are those in `ggml-common.h` and `ggml-quants.c` of llama.cpp at 0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c.
 #pragma once
 
 #include <cstdint>

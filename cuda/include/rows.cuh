@@ -141,7 +141,7 @@ template <typename A> __device__ __forceinline__ A team_max(A value, A *shared) 
     return value;
 }
 
-// Keeps the compiler from moving the loads of several steps of an unrolled loop together, which would take registers for all.
+// Keeps the compiler from doing the loads of several steps of an unrolled loop together, which would take registers for all of them.
 __device__ __forceinline__ void one_at_a_time() { asm volatile("" ::: "memory"); }
 
 // A row of `packs` packs of `N` values; the first `COUNT` packs of each thread are in its registers.

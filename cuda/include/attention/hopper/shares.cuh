@@ -40,7 +40,7 @@ template <int M> struct Shares {
         return min(max(ceil_divide(seen, M), first(tile) + EACH), all);
     }
 
-    // `places` is the number of places that the items of one head have before a tile of keys, `all_places` that of all items.
+    // `places`: how many places the items of one head have before tile `tile` of keys. `all_places`: how many places all items have.
     __device__ __forceinline__ uint32_t places(uint32_t tile) const { return spans.group() * plan[tile] + ITEM_PLACES * tile; }
     __device__ __forceinline__ uint32_t all_places() const { return heads * places(tiles); }
     // How many places a block has.
@@ -181,8 +181,8 @@ template <int M> struct Shares {
         }
     };
 
-    // Describes the item in which the share of block `index` + 1 begins. False unless the share of block `index` has the item's first
-    // step: so each split item is found for one `index` alone.
+    // Describes the item in which the share of block `index` + 1 begins. Returns false unless the share of block `index` has the item's
+    // first step, so each split item is found for one `index` alone.
     __device__ __forceinline__ bool split(uint32_t index, SplitItem &split) const {
         const uint32_t share = this->share(), start = index * share, place = start + share;
         if (place >= all_places()) return false;
