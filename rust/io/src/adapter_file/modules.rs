@@ -99,7 +99,7 @@ impl Contents {
             if let Some((ending, form)) = UNSUPPORTED.iter().find(|(ending, _)| key.ends_with(ending)) {
                 return Err(Error::weights(
                     path,
-                    format!("\"{key}\": {form} (\"{ending}\") is not supported; train without it"),
+                    format!("\"{key}\": {form} (\"{ending}\") is not supported; train the adapter without it"),
                 ));
             }
             let Some((module, parameter)) = split(&key) else {
@@ -111,7 +111,7 @@ impl Contents {
             if parameter == ALPHA {
                 let alpha = tensor.item().ok().filter(|alpha| alpha.is_finite());
                 stored.alpha = Some(alpha.ok_or_else(|| {
-                    Error::weights(path, format!("\"{key}\" has shape {:?}, expected one number", tensor.dims()))
+                    Error::weights(path, format!("\"{key}\" has shape {:?}, expected one finite number", tensor.dims()))
                 })?);
             } else {
                 stored.parameters.insert(parameter, tensor);

@@ -79,7 +79,7 @@ impl PartNames {
         self.is_denoiser && readers::knows_usual(self.readers, Tool::ComfyUi, Style::Diffusers)
     }
 
-    /// The prefix of `key`, if `key` begins with the prefix of a known part.
+    /// The prefix of a known part with which `key` begins, if there is one.
     pub(super) fn prefix_of<'a>(&'a self, key: &str) -> Option<&'a str> {
         self.prefixes.iter().map(String::as_str).chain([LYCORIS]).find(|prefix| key.starts_with(prefix))
     }
