@@ -58,7 +58,7 @@ enum Kind {
         taken: BTreeSet<String>,
         missing: Vec<String>,
     },
-    /// Draws variables from the library's generator.
+    /// Draws trainable variables from the library's generator.
     Fresh {
         device: Device,
     },
@@ -137,7 +137,7 @@ impl Source {
         Self { streaming, ..self }
     }
 
-    /// The root of the names.
+    /// Access to the parameters by their full names.
     pub const fn root(&mut self) -> Weights<'_> {
         Weights::root(self)
     }
@@ -241,7 +241,7 @@ fn check_shape(name: &str, found: &[usize], expected: &Shape) -> Result<()> {
         return Ok(());
     }
     Err(Error::Config(format!(
-        "{name} has shape {found:?}, the model's configuration expects {:?}; are the weights of another model?",
+        "{name} has shape {found:?}, the model's configuration expects {:?}; are these the weights of another model?",
         expected.dims()
     )))
 }

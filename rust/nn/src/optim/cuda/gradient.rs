@@ -71,8 +71,8 @@ impl Clip {
     }
 }
 
-/// Multiplies gradients in place by the factor of `clip` divided by `loss_scale`. If the product is 1, the kernel reads
-/// and writes nothing.
+/// Multiplies gradients in place by the factor of `clip`, divided by `loss_scale`. If this quotient is 1, the kernel reads
+/// and writes no gradients.
 ///
 /// # Errors
 /// [`Error::Argument`] if the gradients are not contiguous, [`Error::DType`] if they are not floating point.
