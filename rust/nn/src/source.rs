@@ -30,8 +30,8 @@ pub trait Stored {
     /// [`Error::Io`] if reading fails, [`Error::OutOfMemory`] if the values do not fit.
     fn read(&mut self, name: &str) -> Result<Tensor>;
 
-    /// The weight of a linear layer that may be quantized. It has `format` if that is given; otherwise it stays
-    /// quantized if the whole layer is stored in one quantized form.
+    /// The weight of a linear layer. It is quantized to `format` if that is given. Otherwise it is quantized only if the
+    /// whole layer is stored in one quantized form.
     ///
     /// # Errors
     /// As [`read`](Self::read); as [`Quantized::new`].

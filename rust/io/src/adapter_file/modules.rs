@@ -60,8 +60,8 @@ fn split(key: &str) -> Option<(&str, &'static str)> {
     alias.or_else(|| parameters.find_map(|(name, _)| Some((key.strip_suffix(name)?.strip_suffix('.')?, *name))))
 }
 
-/// The prefix of the keys of the scales that quantization-aware training learns; the layer's name follows it. They do not
-/// change the adapter: the sum of base and adapter is rounded with them.
+/// The prefix of the keys of the scales that quantization-aware training learns; the layer's name follows it. The scales do
+/// not change the adapter: they serve to round the sum of base and adapter.
 pub(super) const SCALES: &str = "qat_scales.";
 
 /// Endings of parameters that are not supported, and the form of adapters that they belong to.

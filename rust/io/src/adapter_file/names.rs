@@ -13,7 +13,8 @@ pub struct BaseModel {
     pub version: &'static str,
     /// `modelspec.architecture` without `/lora`: `stable-diffusion-xl-v1-base`.
     pub architecture: &'static str,
-    /// Height and width in pixels of the images that it was trained for: 1024 is `modelspec.resolution` `1024x1024`.
+    /// Height and width in pixels of the images that the base model was trained for: for 1024, `modelspec.resolution` is
+    /// `1024x1024`.
     pub resolution: usize,
 }
 

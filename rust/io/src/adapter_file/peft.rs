@@ -46,7 +46,7 @@ pub(super) struct Common {
 }
 
 impl Common {
-    /// Rank and alpha of the first layer that has a rank, or of the configuration.
+    /// Rank and alpha of the first layer that has a rank; if there is none, those of the adapter's configuration.
     pub(super) fn of(set: &AdapterSet, layers: &[AdaptedLayer<'_>]) -> Self {
         let ranked = layers.iter().find(|layer| has_rank(layer));
         ranked.map_or(Self { rank: set.config().r, alpha: set.config().lora_alpha }, |layer| Self {

@@ -78,13 +78,13 @@ impl Known {
         Self { style, only: None, alpha: Alpha::Applied, configured: false }
     }
 
-    /// Restrict the layers to those for which `only` is true.
+    /// Say that the tool reads only the names of layers for which `only` is true.
     #[must_use]
     pub const fn only(self, only: fn(&str) -> bool) -> Self {
         Self { only: Some(only), ..self }
     }
 
-    /// The tool applies alphas in the configuration.
+    /// Say that the tool applies alphas in the configuration.
     #[must_use]
     pub const fn configured(self) -> Self {
         Self { configured: true, ..self }
@@ -127,7 +127,7 @@ pub(super) struct Found<'a> {
     pub layer: &'a str,
     pub style: Style,
     pub kind: &'a str,
-    /// The file's name of DoRA's magnitude.
+    /// The name of DoRA's magnitude in the file, if there is one.
     pub magnitude: Option<&'a str>,
     /// Whether there is one magnitude for each input, or OFT rotates inputs.
     pub per_input: bool,

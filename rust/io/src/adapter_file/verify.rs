@@ -26,7 +26,7 @@ pub struct Outline {
 pub struct ModuleReport {
     /// The name in the file, without the parameter's name.
     pub module: String,
-    /// The layer that it is for, with diffusers' name of the part; `None` if the model has no such layer.
+    /// The name of the layer, after diffusers' name of the part; `None` if the model has no such layer.
     pub layer: Option<String>,
     /// The kind of adapter.
     pub kind: Option<&'static str>,
@@ -280,7 +280,7 @@ fn unread_scales(contents: &Contents, modules: &[ModuleReport]) -> Option<String
     }
 }
 
-/// The metadata entry with the name of the training adapter that a distilled model had during training.
+/// The metadata entry with the name of the training adapter that was active on a distilled model during training.
 const TRAINED_OVER: &str = "ss_training_adapter";
 
 fn remarks(contents: &Contents, parts: &[Outline]) -> Vec<String> {

@@ -97,7 +97,7 @@ pub fn scale_gradients(
         clip: optional_input(op, clip.map(|clip| &clip.0))?,
         loss_scale: optional_input(op, loss_scale.map(|scale| &scale.0))?,
     };
-    // A small number of blocks makes a launch with nothing to scale cheap.
+    // With few blocks, a launch that has nothing to scale is cheap.
     let each = count.div_ceil(256 * 2048).max(4);
     // SAFETY: there are this many gradients.
     unsafe { function.launch(op, gpu, Shape::flat(count, each), arguments) }
