@@ -80,7 +80,7 @@ template <bool SIGNED> constexpr Table make_table() {
         uint32_t sum = static_cast<uint32_t>(rank) << 16;
         if (rank < LAST) {
             const float middle = static_cast<float>(static_cast<double>(magnitudes.values[rank]) + magnitudes.values[rank + 1]) / 2;
-            // The first quotient of the next rank: halfway, or just above if ties go down.
+            // The first quotient of the next rank is halfway between the two magnitudes, or just above that if a tie goes down.
             const bool goes_down = (ZERO_CODE<SIGNED> + rank) % 2 == 0;
             const double k = (middle - smallest) / spacing + (goes_down ? 1 : 0);
             if (k < 0x10000) {

@@ -77,7 +77,7 @@ __device__ __forceinline__ void transpose(uint32_t (&words)[4]) {
     words[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// A sum as f32. Sums are f32 or, for int8 codes, 32-bit integers, in the same memory.
+// Converts a sum to f32. Its 32 bits are an integer for int8 codes, and an f32 for e4m3.
 __device__ __forceinline__ float number(uint32_t sum, bool is_integer) {
     return is_integer ? static_cast<float>(static_cast<int32_t>(sum)) : __uint_as_float(sum);
 }

@@ -4,8 +4,8 @@
 #include "optim_whole/prodigy.cuh"
 #include "optim_whole/schedule_free.cuh"
 
-// Begins a kernel over whole variables: defines `elements` and `step` for this block's variable. If the step is skipped, clears the
-// gradients and returns. Bit 0 of `flags` is set if gradients are to be cleared.
+// Begins a kernel over whole variables: defines `elements` and `step` for this block's variable. Returns if the step is skipped. Before
+// that, clears the gradients if bit 0 of `flags` is set.
 #define WHOLE_VARIABLE(G, C)                                                                                           \
     const Whole &variable = variables[blockIdx.x];                                                                     \
     const WholeStep step{settings[variable.group], coefficients[variable.group], shared};                              \

@@ -142,8 +142,8 @@ template <int M> struct Shares {
     };
 
     // The turn of the tile `keys` to add to the gradients of the tile of queries at `way`: how many other tiles of keys add to them first.
-    // The block of `keys` reaches these queries at `time`. All lanes of the warp take part and get the result. For any spans, at least this
-    // number of steps come earlier, so no block waits forever.
+    // The block of `keys` reaches these queries at `time`. All lanes of the warp take part and get the result. Whatever the spans
+    // are, at least this many steps come earlier, so no block waits forever.
     __device__ __forceinline__ uint32_t turn(const Task &keys, const Way &way, uint32_t time) const {
         const uint32_t own = way.tile / EACH, share = this->share(), before_head = keys.index * places(tiles) + ITEM_PLACES;
         const uint32_t lowest = min(spans.first_key(way.tile * M) / KEYS_AT_ONCE, own);
