@@ -161,8 +161,8 @@ DEFINE_FORWARD(i64, int64_t)
 //
 // index_select_scatter, for few ids of many rows (embeddings): dx must hold zeros, and only the rows that ids name are written.
 // A block has one id and 128 packs of (outer, inner). It looks through all ids, and stops if an earlier id is the same. This costs
-// count² ceil(outer inner / (128 WIDE)) loads of an id in total. With 4096 ids and 128 k rows, they take half as long as zeroing dx. If an id
-// occurs thousands of times, few blocks add the rows of this id one after another, which is slow.
+// count² ceil(outer inner / (128 WIDE)) loads of an id in total. With 4096 ids and 128 k rows, they take half as long as zeroing dx. If an
+// id occurs thousands of times, few blocks add the rows of this id one after another, which is slow.
 // Launch: block 128, grid clamp(count ceil(outer inner / (128 WIDE)), 1, 2^31 - 1), no dynamic shared memory.
 //
 // index_select_backward, for many ids of few rows: every element of dx is written. The ids are divided into pieces. A block has one
