@@ -51,8 +51,8 @@ fn first_name(code: &str) -> &str {
 /// Parses a line of [`heads`].
 pub fn parse(head: &str) -> Result<Signature, String> {
     let code = without_attributes(head);
-    let (name, parameters) = code.split_once('(').ok_or_else(|| format!("no parameters in: {head}"))?;
-    let name = name.trim().strip_prefix("void ").ok_or_else(|| format!("not a void kernel: {head}"))?.trim().to_owned();
+    let (name, parameters) = code.split_once('(').ok_or_else(|| format!("no parameter list in: {head}"))?;
+    let name = name.trim().strip_prefix("void ").ok_or_else(|| format!("must return void: {head}"))?.trim().to_owned();
     let parameters = parameters.trim().strip_suffix(')').ok_or_else(|| format!("no closing parenthesis in: {head}"))?;
     let parameters =
         split(parameters).into_iter().map(|parameter| self::parameter(&name, parameter)).collect::<Result<_, _>>()?;

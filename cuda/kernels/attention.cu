@@ -2,8 +2,8 @@
 //
 // The form on tensor cores, `attention_*_w64_*` for widths up to 64 and `attention_*_w128_*` up to 128, takes f16 and bf16; a
 // width equal to the width of values and a multiple of 8; pointers and strides that are multiples of 16 bytes; a scale above 0;
-// no mask. The plain form takes everything else. Both forms take any number of queries and keys, also 0, if no dimension in the formula
-// of the kernel's grid is 0.
+// no mask. The plain form takes everything else. Both forms take any number of queries and keys. The number may be 0 where the formula
+// for the kernel's grid gives no 0.
 //
 // q, dq (batch, heads, queries, width); k, dk (batch, heads, keys, width); v, dv (batch, heads, keys, value_width); o, d_o
 // (batch, heads, queries, value_width): each with its `Strides`, in the order of the pointers. log_sums and delta (batch, heads,

@@ -1,10 +1,12 @@
-// Causal attention inside the segments of a packed row, forward and backward, in the two forms of attention.cu and for the same operands.
+// Causal attention inside the segments of a packed row, forward and backward, in the two forms of attention.cu. Each form takes the
+// operands that it takes there.
 //
 // q, o, d_o, dq (heads, rows, width), k, v, dk, dv (heads / group, rows, width): each with its `Strides`, in the order of the pointers;
 // head h of q sees head h / group of k and v. log_sums and delta (heads, rows), dense. `shape` has one batch, `heads` heads, as many keys as
 // queries, and is causal. spans (2, rows): for each position the first key that its query sees, then the end of the queries that see its
-// key. One more number follows them: `taken`, the counter of attention_varlen_hopper.cu's forward kernel. Only these values depend on the
-// segments, so grids depend on sizes alone and a graph can be replayed with other segments.
+// key. One more number follows them: `taken`, the counter of attention_varlen_hopper.cu's forward kernel. Of all
+// arguments, only the contents of `spans` depend on the segments: grids depend on sizes alone, so a graph can be replayed with other
+// segments.
 // `attention_delta` of attention.cu computes delta, and `attention_sum_parts` of attention.cu adds parts.
 #include "../include/attention/forms.cuh"
 #include "../include/ids.cuh"
@@ -12,9 +14,9 @@
 #define BY_VALUE const __grid_constant__
 #define ENTRY(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 
-// attention_varlen_spans: the spans of the segments between ascending bounds (count), which are ids of include/ids.cuh from 0 to `rows`;
-// also zeroes `taken`, which follows the spans. A query sees `window` keys at most. A query after the last
-// bound gets the next position as its first key, and so sees no key. If bounds do not ascend, the spans are undefined, but within the row.
+// attention_varlen_spans: computes the spans of the segments and sets `taken` to zero. The `count` bounds of the segments (ids, see
+// include/ids.cuh) ascend from 0 to at most `rows`. A query sees at most `window` keys. A query at or after the last bound gets the next
+// position as its first key, so it sees no key. If the bounds do not ascend, the spans are undefined but stay within the row.
 // Grid (ceil(max(rows, count) / 256)), 256 threads. No dynamic shared memory.
 ENTRY(256, 1)
 attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_range, uint32_t id_bytes, uint32_t count, uint32_t rows,

@@ -2,14 +2,14 @@
 // kernel_width, channels / groups), bias (out_channels), y (batch, out_height, out_width, out_channels); sizes in
 // `Conv2dShape`, by value.
 //
-// Which function:
+// Which function to use:
 // - f16 and bf16 with groups = 1 and a kernel of at most 16 x 16 use the tensor cores. Where the conditions of conv_hopper.cu
-//   hold, take its functions, otherwise those of this file: `m128n128` for large results, `m64n64` where `m128n128` has fewer
+//   hold, use its functions, otherwise those of this file: `m128n128` for large results, `m64n64` where `m128n128` has fewer
 //   tiles than the device has multiprocessors, `m128n16` for at most 16 result channels. These functions copy 16 bytes at a
 //   time: pointers must be multiples of 16 bytes, and input channels multiples of 8; for the gradient of the input, output
-//   channels too. `v4` needs pointers in multiples of 8 bytes and channels in multiples of 4.
-// - everything else (f32, f64, larger kernels, odd numbers of channels, groups) uses `plain`, or `direct` for groups with
-//   fewer than 8 input or output channels (depthwise).
+//   channels too. `m64n64v4` needs pointers in multiples of 8 bytes and channels in multiples of 4.
+// - everything else (f32, f64, larger kernels, other numbers of channels, more than one group) uses `plain`, or `direct` for
+//   groups with fewer than 8 input or output channels, such as those of depthwise convolutions.
 //
 // A sum can be split among gridDim.z blocks if there are too few tiles for the device. Each block then writes its slice of
 // `partials`, f32 (splits, elements of the result), and `conv2d_sum` adds the slices in order. With gridDim.z = 1,
@@ -62,9 +62,9 @@ FOR_EACH_HALF(DEFINE_GRAD_INPUT, m128n16, 128, 16, 4, 1, 8, 4, 2)
 FOR_EACH_HALF(DEFINE_GRAD_INPUT, m64n64v4, 64, 64, 2, 2, 4, 4, 3)
 
 // grad_weight[o, a, b, c] = sum over the pixels p of grad_y[p, o] * x[window of p at (a, b), c].
-// For f16 and bf16 with groups = 1: `m16` for at most 16 output channels (adapters), `m64`, `m128` for more than 64;
-// channels of both sides in multiples of 8. `m16v1` takes any number of output channels, and input channels in multiples
-// of 4.
+// For f16 and bf16 with groups = 1: `m16` for at most 16 output channels (adapters), `m64` for at most 64, `m128` for
+// more. Input and output channels are multiples of 8. `m16v1` takes any number of output channels, and input channels in
+// multiples of 4.
 // Grid: ceil(out_channels / M) * ceil(kernel_height * kernel_width * channels / 128), 1, splits; block: 128. A step
 // takes 64 pixels; there should not be more splits than steps.
 // Dynamic shared memory: STAGES * (ceil(M / 64) + 2) * 8192 bytes: 98304 for each.
@@ -97,7 +97,7 @@ sum_partials(T *y, const Acc<T> *partials, const T *bias, uint64_t count, uint32
         for (uint32_t split = 0; split < splits; ++split) {
             const Acc<T> *from = partials + split * count + first;
             if (wide) {
-                // Two accesses for f64.
+                // For f64, four values take two accesses.
                 using Part = Pack<Acc<T>, 16 / sizeof(Acc<T>)>;
 #pragma unroll
                 for (int i = 0; i < GROUP; i += 16 / sizeof(Acc<T>)) {

@@ -30,8 +30,9 @@ struct Targets {
 
 namespace {
 
-// Calls f(first element, number of elements as a constant) over a row for the threads of its team: for packs between the first
-// and the last 16-byte boundary, and for single elements outside. Without `wide`, all calls are for single elements.
+// Divides a row among the threads of its team, and calls f(first element, number of elements as a constant) for each part: for
+// packs between the first and the last 16-byte boundary, and for the single elements before and after them. Without `wide`, all
+// parts are single elements.
 template <typename T, typename F> __device__ __forceinline__ void for_each_pack(const T *row, uint32_t len, bool wide, F f) {
     const auto one = std::integral_constant<int, 1>();
     const uint32_t before = wide ? min(static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T)), len) : len;
@@ -130,9 +131,9 @@ __device__ __forceinline__ void backward(const T *x, const Acc<T> *lse, Targets 
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_FORWARD)
 
-// The gradient of the logits, dense, times the gradient of the row's loss. The gradient of the row's loss is grad (rows) if
-// of_rows = 1, the number *grad if of_rows = 0, and 1 if grad is null. It is divided by *divisor and multiplied by weights
-// (rows), unless these are null.
+// dx = the gradient of each row's loss, times the gradient that arrives for this loss; dx is dense. The gradient that arrives is
+// grad (rows) if of_rows = 1, the number *grad if of_rows = 0, and 1 if grad is null. It is divided by *divisor and multiplied
+// by weights (rows), unless these are null.
 // dx may be x if x is dense. Launch: as forward.
 #define DEFINE_BACKWARD(SUFFIX, T)                                                                                     \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \

@@ -15,8 +15,8 @@
 
 namespace {
 
-// The mean and the sum of squared deviations of each group of the piece. A thread sums differences from its first element. This
-// element deviates from the mean like any other, so the differences are no larger than deviations usually are, and no digits cancel.
+// The mean and the sum of squared deviations of each group of the piece. A thread sums differences from its first element. They are
+// about as large as the deviations from the mean, so few digits cancel when sum² / count is subtracted from the sum of squares.
 template <typename T, bool ALIGNED>
 __device__ __forceinline__ void statistics(const T *x, Acc<T> *partials, ChannelSize size, Slots<T> &slots) {
     using A = Acc<T>;
@@ -83,8 +83,8 @@ __device__ __forceinline__ void statistics(const T *x, Acc<T> *partials, Channel
     });
 }
 
-// The scale and the offset that map x to the norm's result, for each channel of a thread. f16 and bf16 use x · scale + offset, which is
-// exact enough for these types.
+// Maps x to the norm's result, with a center, a scale and an offset for each channel of a thread: (x - center) · scale + offset. f16 and
+// bf16 use x · scale + offset with the center in the offset, which is exact enough for these types.
 template <typename T, bool ALIGNED> struct Normalize {
     static constexpr int N = WIDE<T>;
     static constexpr bool FUSED = IS_HALF<T>;
@@ -135,7 +135,7 @@ __device__ __forceinline__ void forward(const T *x, Affine affine, const Acc<T> 
     });
 }
 
-// The gradient of the norm's result from the gradient of the operation's result.
+// The gradient of the norm's result, from `g`, the gradient of the operation's result (after SiLU, if there is one).
 template <typename T, bool SILU, typename N> __device__ __forceinline__ Acc<T> of_norm(const N &normalize, int i, T g, T x) {
     return SILU ? widen(g) * Silu::slope<T>(normalize(i, widen(x))) : widen(g);
 }

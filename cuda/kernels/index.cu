@@ -161,12 +161,12 @@ DEFINE_FORWARD(i64, int64_t)
 //
 // index_select_scatter, for few ids of many rows (embeddings): dx must hold zeros, and only the rows that ids name are written.
 // A block has one id and 128 packs of (outer, inner). It looks through all ids, and stops if an earlier id is the same. This costs
-// count² ceil(outer inner / (128 WIDE)) loads of an id in total: with 4096 ids and 128 k rows, half the time of zeroing dx. If an id
-// occurs thousands of times, few blocks add the rows of this id one after another, which is slow.
+// count² ceil(outer inner / (128 WIDE)) loads of an id in total. With 4096 ids and 128 k rows, they take half as long as zeroing dx. If an
+// id occurs thousands of times, few blocks add the rows of this id one after another, which is slow.
 // Launch: block 128, grid clamp(count ceil(outer inner / (128 WIDE)), 1, 2^31 - 1), no dynamic shared memory.
 //
-// index_select_backward, for many ids of few rows: every element of dx is written. A block has one s, and looks through all ids
-// of a piece of the ids: size count ceil(outer inner / (128 WIDE)) loads of an id in total.
+// index_select_backward, for many ids of few rows: every element of dx is written. The ids are divided into pieces. A block has one
+// s and one piece, and looks through all ids of the piece: size count ceil(outer inner / (128 WIDE)) loads of an id in total.
 // Launch: block 128, grid (clamp(size ceil(outer inner / (128 WIDE)), 1, 2^31 - 1), pieces), no dynamic shared memory. With one
 // piece, partials is null. The caller may choose up to 65535 pieces, depending on sizes alone, for instance ceil(count / 4096) if
 // the grid would otherwise have fewer than 1024 blocks. partials is then (pieces, outer, size, inner) of f32 (f64 for f64), dx is

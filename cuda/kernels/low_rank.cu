@@ -61,8 +61,8 @@ __device__ __forceinline__ void load_down(uint32_t (&b)[2][2][2], const T *down,
     }
 }
 
-// Computes one term's hidden for the block's rows, and writes it to global memory and dense to shared memory. `parts` has room for the
-// sums of each warp.
+// Computes one term's hidden for the block's rows. Writes it to global memory and, without gaps between rows, to shared memory. `parts`
+// has room for the sums of each warp.
 template <typename T, int TILES, bool is_backward>
 __device__ __forceinline__ void compute_hidden(const LowRankTerm &term, const LowRankSizes &sizes, float *parts, T *hidden) {
     constexpr int COUNT = TILES * RANKS;

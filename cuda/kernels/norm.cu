@@ -20,7 +20,7 @@ template <Kind KIND> constexpr bool CENTERS = KIND != Kind::RMS;
 
 template <typename T, int N> using NormRow = Row<T, N, NORM_HELD>;
 
-// Adds another row to `row`, rounds to T and writes the sum.
+// Adds the row `other` to `row`, rounds the sum to T and writes it to `sum`.
 template <typename T, int N> __device__ __forceinline__ void add_row(NormRow<T, N> &row, const T *other, T *sum) {
     const NormRow<T, N> others(other, row.packs * N);
     row.for_each_place([&](int place, uint64_t at) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
     }
 }
 
-// Adds `before` to the gradient, in the type of the arithmetic, unless it is null.
+// Unless `before` is null, adds it to the gradient in the type of the arithmetic.
 template <typename T, int N, Kind KIND>
 __device__ __forceinline__ void backward(const T *x, const T *grad, const T *before, Affine affine, const Acc<T> *mean,
                                          const Acc<T> *rstd, T *dx, uint64_t rows, uint32_t len, uint32_t sharing,

@@ -31,8 +31,8 @@ struct Task {
         : tile(block % tiles), index(block / tiles), batch(index / heads), head(index % heads) {}
 };
 
-// Which keys queries see, in addition to the limits of the shape. `Dense`: each head of queries has its own keys, and no spans hide
-// keys.
+// `Dense` and `Spans` tell which keys queries see within the limits of the shape. With `Dense`, each head of queries has its own keys, and
+// no spans hide keys.
 struct Dense {
     static constexpr bool HAS_SPANS = false;
 
@@ -43,8 +43,8 @@ struct Dense {
     static __device__ __forceinline__ uint32_t query_end(uint32_t, const AttentionShape &shape) { return shape.queries; }
 };
 
-// `Spans`: queries see the keys of their segment of a packed row. The shape is causal, with as many keys as queries and one batch. Both
-// rows of `spans` ascend.
+// With `Spans`, queries see the keys of their segment of a packed row. The shape is causal, with as many keys as queries and one batch.
+// Both rows of `spans` ascend.
 struct Spans {
     static constexpr bool HAS_SPANS = true;
     // (2, rows): for each position the first key that its query sees, or the next position if it sees none; then the end of the queries

@@ -1,7 +1,7 @@
 //! The functions of the CUDA libraries that candle and this crate call. Each of them is defined here as a jump through a
 //! slot.
 //!
-//! A function that is missing in the list becomes an undefined symbol of the extension, which the check of the wheel rejects.
+//! A function that is missing in the lists below becomes an undefined symbol of the extension, which the check of the wheel rejects.
 
 use std::arch::global_asm;
 use std::sync::atomic::AtomicPtr;

@@ -121,9 +121,9 @@ impl TensorFile {
         self.read_as(name, None, device)
     }
 
-    /// Read one tensor to `device`, with floating-point values converted to `dtype` if one is given. The CPU converts
-    /// small parts while it reads, and needs memory for the result and a few megabytes. Another device converts the
-    /// values itself.
+    /// Read one tensor to `device`, with floating-point values converted to `dtype` if one is given. For the CPU, small parts
+    /// are converted one after another, so that this needs memory for the result and a few megabytes. Another device
+    /// converts the values after they were copied to it.
     ///
     /// # Errors
     /// As [`read`](Self::read); [`Error::DType`] if `dtype` is not floating-point.

@@ -138,7 +138,7 @@ impl Weights<'_> {
         Conv2d::from_parameters(weight, bias, options)
     }
 
-    /// A layer norm `name` over `features`, starting as the identity.
+    /// A layer norm `name` over `features`, starting with a scale of 1 and a shift of 0.
     ///
     /// # Errors
     /// As [`get`](Weights::get).
@@ -155,7 +155,7 @@ impl Weights<'_> {
         Ok(RmsNorm { weight: Some(self.pp(name).get("weight", features, Init::Constant(1.0))?), eps })
     }
 
-    /// A group norm `name` over `channels`, starting as the identity.
+    /// A group norm `name` over `channels`, starting with a scale of 1 and a shift of 0.
     ///
     /// # Errors
     /// As [`get`](Weights::get).

@@ -40,7 +40,7 @@ template <int M> struct Shares {
         return min(max(ceil_divide(seen, M), first(tile) + EACH), all);
     }
 
-    // `places` is the number of places that the items of one head have before a tile of keys, `all_places` that of all items.
+    // `places`: how many places the items of one head have before tile `tile` of keys. `all_places`: how many places all items have.
     __device__ __forceinline__ uint32_t places(uint32_t tile) const { return spans.group() * plan[tile] + ITEM_PLACES * tile; }
     __device__ __forceinline__ uint32_t all_places() const { return heads * places(tiles); }
     // How many places a block has.
@@ -142,8 +142,8 @@ template <int M> struct Shares {
     };
 
     // The turn of the tile `keys` to add to the gradients of the tile of queries at `way`: how many other tiles of keys add to them first.
-    // The block of `keys` reaches these queries at `time`. All lanes of the warp take part and get the result. For any spans, at least this
-    // number of steps come earlier, so no block waits forever.
+    // The block of `keys` reaches these queries at `time`. All lanes of the warp take part and get the result. Whatever the spans
+    // are, at least this many steps come earlier, so no block waits forever.
     __device__ __forceinline__ uint32_t turn(const Task &keys, const Way &way, uint32_t time) const {
         const uint32_t own = way.tile / EACH, share = this->share(), before_head = keys.index * places(tiles) + ITEM_PLACES;
         const uint32_t lowest = min(spans.first_key(way.tile * M) / KEYS_AT_ONCE, own);
@@ -181,8 +181,8 @@ template <int M> struct Shares {
         }
     };
 
-    // Describes the item in which the share of block `index` + 1 begins. False unless the share of block `index` has the item's first
-    // step: so each split item is found for one `index` alone.
+    // Describes the item in which the share of block `index` + 1 begins. Returns false unless the share of block `index` has the item's
+    // first step, so each split item is found for one `index` alone.
     __device__ __forceinline__ bool split(uint32_t index, SplitItem &split) const {
         const uint32_t share = this->share(), start = index * share, place = start + share;
         if (place >= all_places()) return false;

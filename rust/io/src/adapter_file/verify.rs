@@ -1,4 +1,4 @@
-//! Reports how other tools would apply an adapter file, judged by its keys and shapes.
+//! Reports how other tools would apply an adapter file. The tools do not run: the report follows from the file's contents.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -26,7 +26,7 @@ pub struct Outline {
 pub struct ModuleReport {
     /// The name in the file, without the parameter's name.
     pub module: String,
-    /// The layer that it is for, with diffusers' name of the part; `None` if the model has no such layer.
+    /// The name of the layer, after diffusers' name of the part; `None` if the model has no such layer.
     pub layer: Option<String>,
     /// The kind of adapter.
     pub kind: Option<&'static str>,
@@ -60,7 +60,8 @@ pub struct Report {
 }
 
 impl Report {
-    /// Whether the first of the tools, if there is one, applies every module as it was trained, and each has an effect.
+    /// Whether the file has modules and no other keys, every module fits a layer and has an effect, and the first of the tools, if there
+    /// is one, applies every module as it was trained.
     pub fn is_good(&self) -> bool {
         let first = self.tools.first();
         self.others.is_empty()
@@ -222,7 +223,7 @@ fn read_by(names: &PartNames, found: &Found<'_>, mixes: bool, report: &mut Modul
     for reader in names.readers {
         let mut outcome = reader.outcome(found);
         if mixes && reader.tool == Tool::Diffusers && found.style == Style::KohyaOriginal {
-            let why = "the file mixes kohya's two kinds of names, and it ignores one of them";
+            let why = "the file mixes kohya's two kinds of names, and it ignores this kind";
             outcome = if outcome == Outcome::Whole { Outcome::Not(why) } else { outcome };
         }
         match outcome {
@@ -256,7 +257,7 @@ fn misread_alphas(
     let others = alphas.iter().filter(|(layer, alpha)| layer.contains("attn") && !alpha::same(*alpha, common)).count();
     let remark = || {
         format!(
-            "diffusers uses the alpha {common} for {others} projections of attention whose alpha differs; load the \
+            "diffusers uses the alpha {common} for {others} attention projections that have another alpha; load the \
              file and save it again"
         )
     };
@@ -279,15 +280,15 @@ fn unread_scales(contents: &Contents, modules: &[ModuleReport]) -> Option<String
     }
 }
 
-/// The metadata entry with the name of the training adapter that a distilled model had during training.
+/// The metadata entry with the name of the training adapter that was active on a distilled model during training.
 const TRAINED_OVER: &str = "ss_training_adapter";
 
 fn remarks(contents: &Contents, parts: &[Outline]) -> Vec<String> {
     let mut remarks = Vec::new();
     if let Some(name) = contents.metadata.get(TRAINED_OVER) {
         remarks.push(format!(
-            "it was trained together with the training adapter {name}, which the file does not \
-             include: use it without that adapter"
+            "the adapter was trained together with the training adapter {name}, which the file does not \
+             include: use the adapter without {name}"
         ));
     }
     let shows = |part: &&Outline| part.names.readers.iter().any(|reader| reader.tool == Tool::A1111);
@@ -296,7 +297,7 @@ fn remarks(contents: &Contents, parts: &[Outline]) -> Vec<String> {
     {
         match contents.metadata.get("ss_base_model_version") {
             None => remarks.push(format!(
-                "the header has no ss_base_model_version (\"{}\"): A1111 assumes another base model",
+                "the header has no ss_base_model_version, expected \"{}\": A1111 assumes another base model",
                 base.version
             )),
             Some(found) if found.split('_').next() != base.version.split('_').next() => remarks.push(format!(

@@ -103,7 +103,7 @@ impl ProdigyConfig {
 /// Its state dict has, besides each variable's states, `estimate` (4), f64: the estimate d, its maximum, its numerator and
 /// the number of steps.
 pub struct Prodigy {
-    /// Its `shared` numbers are the fields of [`Estimate`], in the order that kernels read.
+    /// Its `shared` numbers begin with the fields of [`Estimate`], in the order that kernels read.
     stepper: Stepper<Observe>,
 }
 
@@ -214,7 +214,7 @@ impl Prodigy {
             numerator += now.d / config.d0 * dlr * parameter.sums[0];
             denominator += parameter.sums[1];
         }
-        // There is no gradient, or all gradients are zero, so there is nothing to learn from.
+        // If there is no gradient, or all gradients are zero, there is nothing to estimate from.
         if denominator == 0.0 {
             return Ok(());
         }
