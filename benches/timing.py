@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BLOCKS, REST, WARM_UP = 3, 0.3, 2
-"""`BLOCKS`: turns of each side; `REST`: seconds of rest before a turn; `WARM_UP`: untimed rounds in a
-turn."""
+"""Turns of each side (`BLOCKS`), seconds of rest before a turn (`REST`), and untimed rounds at the
+start of a turn (`WARM_UP`)."""
 
 
 def parser(description: str) -> argparse.ArgumentParser:
