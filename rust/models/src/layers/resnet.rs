@@ -222,7 +222,7 @@ impl Upsample {
         Ok(Self { conv: conv3x3(name, channels, out_channels, weights)?, name })
     }
 
-    /// `x (B, H, W, C)` → `(B, size[0], size[1], out_channels)`, twice the size if none is given.
+    /// `x (B, H, W, C)` → `(B, size[0], size[1], out_channels)`. Without `size`, height and width double.
     ///
     /// # Errors
     /// [`Error::Shape`] if the input does not fit.

@@ -212,8 +212,9 @@ impl Pretrained {
     }
 
     /// The configuration in `config.json`. For an original checkpoint, `deduce` determines it from the shapes and the
-    /// known configurations. The first known configuration is that in the file's header or, if there is none, that in the
-    /// folder beside the file that has the part's name in pipelines. The configurations of published models follow.
+    /// known configurations. The first known configuration is that of the file's header. If the header has none, it is
+    /// that of a folder beside the file that has the part's name in a pipeline, such as `unet`. The configurations of
+    /// published models follow.
     ///
     /// # Errors
     /// [`Error::Io`] if a file cannot be read, [`Error::Config`] naming what is wrong with the configuration.
@@ -276,7 +277,7 @@ impl Pretrained {
         if let Some(dtype) = dtype.filter(|&d| !is_float(d)) {
             return Err(Error::dtype(
                 "from_pretrained",
-                format!("a model computes in floating point, found {}", dtype.as_str()),
+                format!("dtype is {}, expected a floating-point dtype", dtype.as_str()),
             ));
         }
         let files = WeightFiles::open(&self.weights)?;

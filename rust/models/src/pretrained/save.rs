@@ -141,7 +141,7 @@ fn entries(
         Some(Format::Fp8) => Some(EightBits::Fp8),
         Some(Format::Int8) => Some(EightBits::Int8),
         Some(other) => {
-            let text = format!("found the format {}, expected fp8 or int8 for such a file", other.name());
+            let text = format!("the format is {}, expected fp8 or int8 in a checkpoint", other.name());
             return Err(Error::argument("save_checkpoint", text));
         }
     };
