@@ -42,7 +42,7 @@ pub struct Integer(Value);
 #[derive(Clone)]
 enum Value {
     Number(i128),
-    /// An integer of more than 64 bits, described by its size.
+    /// An integer that fits neither i64 nor u64, described by its size.
     Huge(String),
     /// Not an integer.
     Other(String),
