@@ -105,7 +105,7 @@ impl PartFacts {
         self.0.tensors()
     }
 
-    /// The shapes of the weights of layers that adapters can be on, (out, in) or (out, in, height, width), by the layer's name.
+    /// The layers that can have adapters, by name, with the shapes of their weights: (out, in) or (out, in, height, width).
     #[getter]
     fn layers(&self) -> BTreeMap<String, Vec<usize>> {
         self.0.layers()
