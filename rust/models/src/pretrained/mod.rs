@@ -36,7 +36,8 @@ pub(crate) const INDEX: &str = "model_index.json";
 /// Selects the model to load from a path, and how to load it.
 #[derive(Clone, Debug, Default)]
 pub struct Choice {
-    /// The kind of model. None means the kind that the files name or, if they name none, the kind that is fine-tuned.
+    /// The kind of model. None means the kind that the files name. If they name none, it means the kind that is
+    /// fine-tuned.
     pub kind: Option<&'static ModelKind>,
     /// The name of the model's folder in the pipeline's folder. In an original checkpoint it selects the model that
     /// this folder would hold.
@@ -255,8 +256,8 @@ impl Pretrained {
         }
     }
 
-    /// Whether weights are converted to f32 instead of `dtype` (or, if that is None, of their stored dtype). `default`
-    /// applies unless the choice overrides it.
+    /// Whether weights are converted to f32 although `dtype` is half precision or None. `default` applies unless the
+    /// choice overrides it.
     pub(crate) fn upcasts(&self, dtype: Option<DType>, default: bool) -> bool {
         matches!(dtype, None | Some(DType::F16 | DType::BF16)) && self.force_upcast.unwrap_or(default)
     }

@@ -41,8 +41,8 @@ pub struct Written {
 }
 
 /// Write `models` to one file under the names of the original checkpoints, with the options `written`. Each model is
-/// given with the name of its folder in a pipeline. If there is a checkpoint `base`, all its other tensors are copied
-/// unchanged. The header stores the models' configurations, because names and shapes do not determine them.
+/// given with the name of its folder in a pipeline. All other tensors of the checkpoint `base`, if it is given, are
+/// copied unchanged. The header stores the models' configurations, because names and shapes do not determine them.
 ///
 /// # Errors
 /// [`Error::Argument`] if a model has no place in such a file, if a model with a format has no layers that may be
