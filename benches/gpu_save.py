@@ -57,7 +57,7 @@ def timed(work: Callable[[], object]) -> float:
 def compare(
     title: str, copy: Callable[[], Any], write: Callable[[Any], Path], rounds: int, folder: Path
 ) -> None:
-    """Time three things in turns: a copy to the host, its write, and a plain write of its files."""
+    """Time a copy to the host, writing that copy, and a plain write of the same files, in turns."""
     copies, writes, plains = [], [], []
     size = 0
     for number in range(rounds + 1):

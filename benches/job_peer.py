@@ -2,10 +2,10 @@
 
 python benches/job_peer.py FOLDER MODEL [--steps 28] [--guidance 3.5] [--device cpu] [--side 1024]
 
-FOLDER is where `gpu_job.py` has put the pipeline, named MODEL, and the images, `pictures`. SDXL is
-loaded as a pipeline. The other pipelines lack tokenizers, so each part is loaded separately, text
-encoders get random tokens of the length that the pipeline pads to, and images are drawn from random
-features.
+FOLDER is the folder of `gpu_job.py`: its subfolder MODEL has the pipeline, and `pictures` the
+images. SDXL is loaded as a pipeline. The other pipelines lack tokenizers, so each part is loaded
+separately, text encoders get random tokens of the length that the pipeline pads to, and images are
+drawn from random features.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def flow(given: argparse.Namespace) -> None:
 
 
 def features(pipeline: str, config: Any, encoders: dict[str, Any], device: str) -> dict[str, Any]:
-    """Random features of a prompt and of an empty one, as a pipeline takes them."""
+    """Random features of a prompt and, for pipelines that take it, of a negative prompt."""
 
     def random(*shape: int) -> Any:
         return torch.randn(shape, device=device, dtype=torch.bfloat16)

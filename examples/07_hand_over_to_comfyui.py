@@ -34,8 +34,9 @@ def main(folder: Path, steps: int = STEPS, comfyui: Path | None = None) -> tc.Ad
             model="sdxl",
             dataset=str(PHOTOS),
             output=str(folder),
-            # The file's name, which ComfyUI shows, and the text that activates it.
+            # ComfyUI shows the adapter by the file's name.
             name="my-photos",
+            # The text in a prompt that activates the adapter.
             trigger="myphotos",
             rank=8,
             steps=steps,

@@ -47,7 +47,7 @@ pub struct PartFacts {
     pub dtype: Option<DType>,
     /// The model without its weights.
     model: Arc<dyn Model>,
-    /// For each parameter that its file stores quantized in blocks, the format.
+    /// The format of each parameter that its file stores quantized in blocks.
     stored: BTreeMap<String, Format>,
 }
 
@@ -298,7 +298,7 @@ fn placed(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<Str
     Ok(found)
 }
 
-/// Whether a checkpoint in one file may hold the part beside other parts.
+/// Whether the part can be in one file together with other parts, as in an original checkpoint.
 fn has_originals(place: Place) -> bool {
     place.part.sections.iter().any(|section| section.is_written())
 }

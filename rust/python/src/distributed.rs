@@ -29,8 +29,7 @@ fn with_folders<T: Send>(py: Python<'_>, work: impl FnOnce(&[&Path]) -> tc::Resu
 }
 
 fn seconds(name: &'static str, value: f64) -> Result<Duration> {
-    let wrong =
-        |_| tc::Error::argument(OP, format!("found {name} {value}, expected a number of seconds of at least 0"));
+    let wrong = |_| tc::Error::argument(OP, format!("{name} is {value}, expected a number of seconds, at least 0"));
     Ok(Duration::try_from_secs_f64(value).map_err(wrong)?)
 }
 
@@ -218,11 +217,11 @@ pub fn memory_machine() -> Option<String> {
     streaming::machine()
 }
 
-/// Let the models that this thread loads from now on share the weights that are streamed: the processes of a machine have one copy of
-/// them. All processes must then load the same models in the same order.
+/// Share the streamed weights of the models that this thread loads from now on: the processes of a machine keep one
+/// copy of these weights. All processes must then load the same models in the same order.
 ///
 /// Args:
-///     rank: which of the processes this is, from 0.
+///     rank: the number of this process, from 0.
 ///     exchange: sends bytes to all processes and returns those of all, by rank; None ends the sharing.
 ///     peers: keep the copy in slices on the devices of the processes instead of in host memory.
 ///

@@ -112,8 +112,8 @@ impl CausalLM {
                 let kept = &mut text.layers[index];
                 kept.append(&k.narrow(0, end - new, *new)?, &v.narrow(0, end - new, *new)?)?;
                 if !whole {
-                    // All queries of a token that share a head of keys attend to the same keys, so they are rows of one
-                    // attention.
+                    // The queries of a token that share a head of keys attend to the same keys. So these queries become
+                    // the rows of one attention.
                     let [keys, values] = kept.seen()?;
                     let queries = q.narrow(0, end - 1, 1)?.reshape((heads, groups, width))?;
                     let seen = scaled_dot_product_attention(&queries, &keys, &values, None, false, None)?;

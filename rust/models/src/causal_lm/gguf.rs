@@ -11,8 +11,8 @@ use super::config::Family;
 use super::{CausalLMConfig, keys};
 use crate::pretrained::{Configuration, Form, Key, Layout};
 
-/// Architectures of llama.cpp: their names, and transformers' `model_type` and class. Files of Mistral name Llama's
-/// architecture, which computes the same.
+/// Architectures of llama.cpp: their names, and transformers' `model_type` and class. Files of Mistral have the name of
+/// Llama's architecture, because both compute the same.
 const ARCHITECTURES: [(&str, &str, &str); 3] = [
     ("llama", "llama", "LlamaForCausalLM"),
     ("qwen2", "qwen2", "Qwen2ForCausalLM"),
@@ -42,7 +42,7 @@ const INSIDE: [(&str, &str); 11] = [
     ("mlp.down_proj", "ffn_down"),
 ];
 
-/// The tensor with the divisors of the rotary frequencies, which become part of the configuration.
+/// The tensor with the divisors of the rotary frequencies. The divisors become part of the configuration.
 const FACTORS: &str = "rope_freqs.weight";
 
 /// The names in a GGUF file.
@@ -76,7 +76,7 @@ impl Layout for LlamaCpp {
     }
 
     /// Readers skip the divisors of frequencies, which are in the configuration; the head, if it is tied to the
-    /// embedding; and layers that are not built.
+    /// embedding or not built; and the final norm and layers that are not built.
     fn ignores(&self, key: &str) -> bool {
         let layer = key.strip_prefix("blk.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
         key == FACTORS

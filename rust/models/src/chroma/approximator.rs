@@ -1,5 +1,5 @@
 //! The network that computes the modulation of all blocks. In Flux, each block has its own layers for this. The network
-//! was distilled from these layers of Flux.1-schnell; files call it `distilled_guidance_layer`.
+//! was distilled from these layers of Flux.1-schnell. Its name in files is `distilled_guidance_layer`.
 
 use trainable_candle_core::{DType, Device, Result, Tensor};
 use trainable_candle_nn::{Linear, Module, RmsNorm, Visitor, Weights};

@@ -225,7 +225,7 @@ pub(super) static QWEN_IMAGE: &[Reader] = &[
     PEFT,
 ];
 
-/// Whether a layer is in a block, the first or the last layer, instead of in one of the networks over time and text.
+/// Whether a layer is outside the networks that embed time and text: in a block, or the first or the last layer.
 fn no_embedder(layer: &str) -> bool {
     !layer.starts_with("cap_embedder.") && !layer.starts_with("t_embedder.")
 }

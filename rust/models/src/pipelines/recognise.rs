@@ -60,7 +60,7 @@ pub fn not_found(names: &[String], wanted: &ModelKind) -> String {
     format!("there is no {wanted} in this file and no {CONFIG} beside it: the file is {what}")
 }
 
-/// Describes a file with these keys, if it is recognisably something other than a checkpoint of a supported pipeline.
+/// Says what a file with these keys is, if the keys show that it is not a checkpoint of a supported pipeline.
 pub fn recognised(names: &[String]) -> Option<String> {
     let there = |prefix: &str| names.iter().any(|name| name.starts_with(prefix));
     let unsupported = UNSUPPORTED.iter().find(|(prefix, _)| there(prefix)).map(|(_, title)| foreign(title));

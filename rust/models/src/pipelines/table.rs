@@ -20,8 +20,8 @@ use crate::sdxl::{self, UNetConfig};
 use crate::vae::{self, VaeConfig};
 use crate::z_image::{self, ZImageConfig};
 
-/// All pipelines. If several have the same part and a file does not say to which of them it belongs, it belongs to the
-/// first.
+/// All pipelines. If several pipelines have the same part, and a file does not show to which of them the part belongs,
+/// it belongs to the first of them.
 pub static PIPELINES: &[&Pipeline] = &[&SDXL, &FLUX, &SD3, &DIGITS, &CAUSAL_LM, &Z_IMAGE, &FLUX2, &CHROMA, &QWEN_IMAGE];
 
 /// Accepts any configuration of the architecture.
