@@ -93,7 +93,7 @@ def test_a_graph_has_the_copies(cuda: Any) -> None:
     assert all(end["valid"] == "1" for end in run.of("capture-end"))
     replay = run.after("call-3").of("replay")
     assert int(replay[0]["copies"]) >= 2 * (LAYERS - 1)
-    # Eager work does not use the memory of graphs.
+    # Eager work does not use the pinned buffers of graphs.
     assert len(run.after("eager").of("alloc-pinned")) == LAYERS - 1
 
 
@@ -114,7 +114,7 @@ def test_without_pinned_memory_the_error_names_the_cure(cuda: Any) -> None:
 def gradients(
     policy: str, device: str, layers: int, rows: int, *, recorded: bool = False
 ) -> tuple[list[np.ndarray], int]:
-    """The loss and the gradients of a step, and the peak of memory on the device."""
+    """The loss and the gradients of a step, and the peak of device memory in bytes."""
     tc.manual_seed(0)
     weights = [tc.Var(tc.randn((WIDTH, WIDTH)) * 0.05, device=device) for _ in range(layers)]
     x = tc.randn((rows, WIDTH)).to(device)

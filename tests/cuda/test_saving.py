@@ -123,8 +123,9 @@ def test_a_save_moves_what_it_writes_once(
     assert moved(run.after("adapter")) - parameters in {0, norms}
     average = sum(size for n, size in written("average").items() if n != "updates")
     assert moved(run.after("average")) == average
-    # The file has no states, because a kernel counts the steps, and kernels do not compute here. So
-    # compute the bytes: two codes for each element, two f32 scales for each block of up to 256.
+    # The optimizer's file has no states, because kernels do not compute here, and a kernel counts
+    # the steps. The states would have two codes for each element and two f32 scales for each block
+    # of up to 256.
     counts = [size // 4 for size in written("parameters").values()]
     states = sum(2 * count + 8 * math.ceil(count / 256) for count in counts)
     surplus = moved(run.after("optimizer")) - states
