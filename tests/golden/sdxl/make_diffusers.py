@@ -6,9 +6,9 @@ python make_diffusers.py
 
 `original_names.json.gz` maps each key of an original checkpoint to its sources: a folder, a
 parameter and a form ("plain", "transposed", "pointwise", or "rows N" for third N of the key's
-rows). It is for models with as many layers as these, and was found by comparing a model with the
-output of diffusers' convert_diffusers_to_original_sdxl.py. `unet_shapes.json` has the names and
-shapes of diffusers' model of SDXL's UNet, in the format of `folded` in
+rows). The map fits models with as many layers as these. It comes from a comparison of a model with
+the output of diffusers' convert_diffusers_to_original_sdxl.py. `unet_shapes.json` has the names and
+shapes of the parameters of SDXL's UNet in diffusers, in the format of `folded` in
 transformers/make_diffusers.py.
 """
 
