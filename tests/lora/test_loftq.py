@@ -136,7 +136,7 @@ def test_wrong_arguments_are_named() -> None:
 
 
 def test_layers_without_an_error_and_ranks_above_a_side_are_exact() -> None:
-    """A rank above a layer's smaller side leaves no error; a head without error is not changed."""
+    """A rank above a layer's smaller side leaves no error; the head gets no adapter."""
     original = CausalLM.from_pretrained(LLAMA, dtype="f32")
     base = CausalLM.from_pretrained(LLAMA, dtype="f32", quantize="nf4")
     adapter = base.add_adapter(tc.LoraConfig(r=100, target_modules=["k_proj", "up_proj"]))

@@ -70,7 +70,7 @@ def relative_error(found: tc.Tensor, expected: tc.Tensor) -> float:
 
 
 def distance(found: tc.Tensor, expected: tc.Tensor) -> float:
-    """Root of the sum of squared differences, relative to that of the expected values."""
+    """The norm of the differences, relative to the norm of the expected values."""
     values, wanted = found.detach().to("cpu").to("f32").numpy(), expected.numpy()
     return float(np.linalg.norm(values - wanted) / np.linalg.norm(wanted))
 
