@@ -20,7 +20,7 @@ FORMATS = {"fp8": ("F8_E4M3", "float8_e4m3fn"), "int8": ("I8", "int8_tensorwise"
 
 
 def make_adapter(transformer: Path, path: Path) -> Path:
-    """Write a LoRA that has an effect, for the transformer in a folder of diffusers."""
+    """Write a LoRA that has an effect, for a transformer in diffusers' format."""
     model = tc.models.load(transformer, dtype="f32")
     adapter = model.add_adapter(tc.LoraConfig(r=2, target_modules=["to_q", "to_v"]))
     tc.manual_seed(3)

@@ -102,7 +102,7 @@ def test_latents_and_velocities_are_those_of_the_pipeline(
         # Chroma's only text encoder is T5, and the tiny one has all tokens of T5's tokenizer.
         np.testing.assert_array_equal(one.draw(["a"], options), other.draw(["a"], options))
         return
-    # The package's tokenizers have more tokens than the tiny encoders.
+    # Prompts cannot be encoded: the package's tokenizers have more tokens than the tiny encoders.
     with pytest.raises(WeightsFormatError, match="tokenizer"):
         one.draw(["a"], options)
 
