@@ -53,7 +53,7 @@ def test_each_input_is_copied_once_in_each_direction(cuda: Any) -> None:
     assert [int(call["bytes"]) for call in to_host(second)] == [BYTES] * (LAYERS - 1)
     assert [int(call["bytes"]) for call in to_device(second)] == [BYTES] * (LAYERS - 1)
     assert {call["pageable"] for call in to_host(second) + to_device(second)} == {"0"}
-    # The buffers are those of the first step, and nothing waits for the GPU.
+    # The step reuses the pinned buffers of the first step, and the host does not wait for the GPU.
     assert second.of("alloc-pinned") == []
     assert second.waits == []
 

@@ -142,7 +142,7 @@ mark("end")
         assert [(call["from"], int(call["bytes"])) for call in peers] == expected
         assert len(peers) > len(host) > 0
         assert not side_copies(run.after("peers"), "cuMemcpyHtoDAsync", rank)
-    # Nothing is pinned for slices.
+    # Slices need no pinned memory.
     assert run.after("loading").of("register", "alloc-pinned") == []
 
 

@@ -19,7 +19,7 @@ def moved(run: Any) -> int:
 
 
 def tensors(path: Path) -> dict[str, int]:
-    """The bytes of each tensor in a file."""
+    """The size in bytes of each tensor in a file."""
     with path.open("rb") as file:
         header = loads(file.read(struct.unpack("<Q", file.read(8))[0]))
     header.pop("__metadata__", None)
@@ -115,7 +115,8 @@ def test_a_save_moves_what_it_writes_once(
 
     parameters = sum(written("parameters").values())
     assert moved(run.after("parameters")) == parameters
-    # Alphas are on the host; DoRA's files also need an f32 norm for each output.
+    # Alphas are on the host, so they are not copied. DoRA's files also need an f32 norm for each
+    # output.
     file = {n: size for n, size in written("adapter").items() if not n.endswith("alpha")}
     assert parameters == sum(file.values()) * (2 if dtype else 1)
     norms = sum(size for n, size in file.items() if "dora_scale" in n or "magnitude" in n)

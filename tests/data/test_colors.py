@@ -36,7 +36,7 @@ def luma(pixel: npt.NDArray[Any]) -> float:
 
 
 def defined(colors: Colors, pixels: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """The definition, computed for one pixel at a time in f64; values are from 0 to 255."""
+    """Change pixels by the definition, one at a time and in f64; values are from 0 to 255."""
     x = np.clip(pixels.astype(np.float64) * colors.brightness, 0, 255)
     mean = np.mean([luma(pixel) for pixel in x.reshape(-1, 3)])
     x = np.clip(mean + (x - mean) * colors.contrast, 0, 255)

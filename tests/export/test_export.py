@@ -151,7 +151,7 @@ def test_gguf_holds_what_llama_cpp_expects(weights: Path, tmp_path: Path) -> Non
 
 
 def test_rows_of_llama_turn_with_their_neighbours() -> None:
-    """Rotary embedding: rotating row pairs after the permutation is rotating halves before it."""
+    """Rotating halves and then permuting rows equals permuting and then rotating row pairs."""
     heads, width = 2, 6
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(heads * width, 1)).astype(np.float32)

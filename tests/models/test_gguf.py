@@ -23,7 +23,7 @@ FAMILIES = ["llama", "qwen2", "qwen3"]
 
 
 def write_tokenizer(folder: Path, split: str | None) -> None:
-    """Write a tokenizer of bytes, a few merges and three special tokens."""
+    """Write a byte-level tokenizer with a few merges and three special tokens."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -82,8 +82,8 @@ def test_the_file_has_comfyuis_format(
         np.testing.assert_allclose(scale, largest / LARGEST[to], rtol=1e-6)
         codes = found[key][1]
         steps = e4m3(codes) if to == "fp8" else codes.astype(np.float64)
-        # Half a unit in the last place: for FP8, of a number with three fraction bits; for int8, of
-        # an integer.
+        # Rounding errs by up to half a unit in the last place. FP8 has three fraction bits; int8
+        # codes are integers.
         within = np.maximum(np.abs(values) / 16, scale * 2**-10) if to == "fp8" else scale / 2
         assert (np.abs(steps * scale - values) <= within * (1 + 1e-5)).all(), key
         assert json.loads(found[f"{layer}comfy_quant"][1].tobytes()) == {"format": format}

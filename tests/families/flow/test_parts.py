@@ -29,9 +29,9 @@ def write(base: Path, part: str, path: Path) -> Path:
 
 @pytest.fixture(params=["sd3", "flux", "chroma"])
 def files(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Path, TrainConfig]:
-    """A family, its pipeline, the transformer in a file with the original names, and settings.
+    """A family, its pipeline's folder, a file with the transformer, and settings.
 
-    The settings name the files of the other parts.
+    The file has the original names. The settings give the files of the other parts.
     """
     name = request.param
     base = request.getfixturevalue(f"{name}_base")

@@ -104,7 +104,7 @@ def adapter_case(
 
 
 def unet() -> None:
-    """The UNet on latents of an odd size, which up-sampling must restore, and adapters on it."""
+    """The UNet and adapters on it; up-sampling must restore the odd size of the latents."""
     sizes = {
         "block_out_channels": (8, 8, 24),
         "norm_num_groups": 4,

@@ -72,7 +72,7 @@ def test_the_default_form_has_the_scale_in_its_factors(
     tensors = tc.load_file(tmp_path / "adapter.safetensors")
     layer = family.layer
     up = adapter.named_parameters()[f"{layer}.lora_B.weight"].numpy()
-    # The scale is 6 divided by the root of 4.
+    # rsLoRA's scale is alpha 6 divided by the square root of the rank 4.
     found = tensors[f"transformer.{layer}.lora_B.weight"].numpy()
     np.testing.assert_allclose(found, 3 * up, rtol=1e-6)
     assert not any(name.endswith(".alpha") for name in tensors)
