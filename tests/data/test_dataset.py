@@ -110,8 +110,8 @@ def test_repeats_and_regularisation(pictures: MakePictures, tmp_path: Path) -> N
     batches = data.batches(1)
     drawn = [batches.batch(index) for index in range(batches.first_batch(36))]
     count = Counter(data.items[batch.views[0].item].picture.path.parent.name for batch in drawn)
-    # An epoch has the 3 images of `own` twice, a quarter of the 4 images of `rare`, and as many of
-    # `class` as both give together: 6 + 1 + 7 images.
+    # An epoch has the 3 images of `own` twice, a quarter of the 4 images of `rare`, and as many
+    # images of `class` as of the other two together: 6 + 1 + 7 images.
     assert count == {"own": 6 * 36, "rare": 36, "class": 7 * 36}
     for batch in drawn:
         folder = data.items[batch.views[0].item].picture.path.parent.name

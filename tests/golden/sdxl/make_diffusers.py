@@ -6,9 +6,9 @@ python make_diffusers.py
 
 `original_names.json.gz` maps each key of an original checkpoint to its sources: a folder, a
 parameter and a form ("plain", "transposed", "pointwise", or "rows N" for third N of the key's
-rows). It is for models with as many layers as these, and was found by comparing a model with the
-output of diffusers' convert_diffusers_to_original_sdxl.py. `unet_shapes.json` has the names and
-shapes of diffusers' model of SDXL's UNet, in the format of `folded` in
+rows). The map fits models with as many layers as these. It comes from a comparison of a model with
+the output of diffusers' convert_diffusers_to_original_sdxl.py. `unet_shapes.json` has the names and
+shapes of the parameters of SDXL's UNet in diffusers, in the format of `folded` in
 transformers/make_diffusers.py.
 """
 
@@ -104,7 +104,7 @@ def adapter_case(
 
 
 def unet() -> None:
-    """The UNet on latents of an odd size, which up-sampling must restore, and adapters on it."""
+    """The UNet and adapters on it; up-sampling must restore the odd size of the latents."""
     sizes = {
         "block_out_channels": (8, 8, 24),
         "norm_num_groups": 4,
