@@ -1,4 +1,4 @@
-//! Descriptions of tensors for the copy engine of compute capability 9.0.
+//! Tensor maps: descriptions of tensors for the copy engine (TMA) of compute capability 9.0.
 
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
