@@ -8,12 +8,12 @@ use crate::{Result, Tensor};
 /// A function of tensors.
 pub type TensorFn = Arc<dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync>;
 
-/// One line of the registry.
+/// An operation in the registry.
 pub struct Entry {
     /// Name and cost class.
     pub info: &'static OpInfo,
-    /// Cases that the tests run. Each has at least one input; an operation has at least one case with an
-    /// odd size, and one with an empty input where that has a meaning.
+    /// Cases that the tests run, each with at least one input. An operation has at least one case with an odd size, and
+    /// one with an empty input where that has a meaning.
     pub cases: fn() -> Vec<Case>,
 }
 
