@@ -1,4 +1,4 @@
-//! Frozen matrices quantized to eight or four bits, as bases of adapters where memory is short.
+//! Frozen matrices quantized to four to eight bits, as bases of adapters where memory is short.
 //!
 //! A [`Quantized`] is not a [`Tensor`]: it has codes and scales, and only operations that take a [`WeightRef`] accept
 //! it. These operations dequantize it right before a product, into memory that is freed after the product.
@@ -306,8 +306,8 @@ impl Quantized {
         self.parts.iter().map(|part| size(&part.codes) + part.scales.storages().map(size).sum::<usize>()).sum()
     }
 
-    /// Its tensors, part by part: `codes` and `scales`; a part of NF4 with quantized scales also has `scale_codes` and
-    /// `offset`.
+    /// Its tensors, part by part: `codes` and `scales`. A part of NF4 with quantized scales also has `scale_codes` and
+    /// `offset`; a part in a format of ggml has `codes` alone.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the offset does not fit on the device.
@@ -351,7 +351,7 @@ impl Quantized {
         Ok(Self { dims: self.dims, dtype: self.dtype, parts })
     }
 
-    /// The values in `dtype`: code times scale in f32, rounded once.
+    /// The values that the codes represent, computed in f32 and rounded once to `dtype`.
     ///
     /// # Errors
     /// [`Error::DType`] if `dtype` is not floating point, [`Error::OutOfMemory`] if the values do not fit.
