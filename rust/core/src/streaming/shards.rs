@@ -17,7 +17,7 @@ use crate::{Result, compute};
 /// Slices begin at multiples of this many bytes, with which copies are fastest.
 const ALIGNMENT: usize = 256;
 
-/// Where the bytes of a part of a unit are: each process has a slice of them, all at the same place in their shards.
+/// Where the bytes of a part of a unit are: each process has a slice of them, at the same place in its shard.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
     start: usize,
@@ -65,9 +65,9 @@ impl Place {
 
 /// The shards of all processes of a machine, by the number of the process on the machine.
 pub(super) enum Shards {
-    /// In memory of the host that they share, for models on the CPU.
+    /// In memory of the host that the processes share, for models on the CPU.
     Host(Vec<Pages>),
-    /// On their devices.
+    /// On the devices of the processes.
     Device(peers::Shards),
 }
 
@@ -104,7 +104,7 @@ impl Shards {
         Ok((Self::Device(shards), text))
     }
 
-    /// Open the shards of the others; `number` is that of this process.
+    /// Open the shards of the others; `number` is the number of this process.
     fn open(self, texts: &[&str], number: usize) -> Result<Self> {
         match self {
             Self::Host(mut own) => {
