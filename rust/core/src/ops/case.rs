@@ -24,8 +24,8 @@ pub enum Domain {
     Normal,
     /// In [0.5, 2).
     Positive,
-    /// Of either sign, at least 0.2 from zero and from one another, for functions with kinks, for maxima and for
-    /// division.
+    /// For functions with kinks, maxima and division: of either sign, at least 0.25 from zero, and at least 0.125 from the
+    /// values of another input.
     Distinct,
 }
 

@@ -4,7 +4,8 @@ use trainable_candle_core::ops::{Case, Domain, REGISTRY};
 use trainable_candle_core::raw::{from_vec, to_f64_vec};
 use trainable_candle_core::{DType, Raw, Result, Tensor, Var, grad};
 
-/// The largest difference between a result in a dtype and the f64 result, relative to the largest value.
+/// The largest difference between a result in a dtype and the f64 result, relative to the largest value or to 1, whichever
+/// is larger.
 pub const TOLERANCE: [(DType, f64); 4] =
     [(DType::F64, 1e-12), (DType::F32, 2e-5), (DType::F16, 1e-2), (DType::BF16, 6e-2)];
 
