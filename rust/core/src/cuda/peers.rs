@@ -55,7 +55,7 @@ fn current(op: &'static str, device: &Device) -> Result<i32> {
     Ok(context.cu_device())
 }
 
-/// For each process, whether it has ended its mappings: in memory of the host that all processes share.
+/// Memory of the host that all processes share. Each process has an entry: whether it has ended its mappings.
 struct Ledger {
     pages: Pages,
     processes: usize,
@@ -116,7 +116,8 @@ impl Shards {
     /// Allocates the shard of process `number`. Returns it with the text by which the other processes open it.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the shard does not fit, [`Error::Device`] if the system does not share memory of devices.
+    /// [`Error::OutOfMemory`] if the shard does not fit, [`Error::Device`] if the system does not let processes share
+    /// memory of devices.
     pub fn new(device: &Device, bytes: usize, number: usize, processes: usize) -> Result<(Self, String)> {
         let gpu = Gpu::of_device(OP, device)?;
         capture::refuse(OP)?;
@@ -217,8 +218,8 @@ impl Shards {
 
     fn copy(&self, to: u64, from: u64, size: usize) -> Result<()> {
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
-        // SAFETY: the callers' pieces are within shards and tensors, which are freed in the order of the stream or after
-        // it was waited for.
+        // SAFETY: the callers' pieces are within shards and tensors. These are freed in the order of the stream, or after
+        // the host has waited for the stream.
         unsafe { peers::copy(to, from, size, self.gpu.stream().cu_stream().cast()) }
             .map_err(|status| status_error(OP, status))
     }

@@ -67,7 +67,8 @@ pub(super) struct Key {
     pub(super) sizes: [usize; 3],
     /// For each operand, in cuBLAS' order: whether it is transposed, and the distance between its columns.
     pub(super) operands: [(bool, i64); 2],
-    /// The largest powers of two up to 256 that divide addresses: of each operand, and of both result and bias.
+    /// For each operand, the largest power of two up to 256 that divides its address; then the one that divides the
+    /// addresses of both result and bias.
     pub(super) alignments: [u32; 3],
 }
 

@@ -53,8 +53,8 @@ impl Copier {
         Ok(Self { gpu, copies, filled: filled.map_err(|error| driver_error(OP, error))? })
     }
 
-    /// A number that changes when the contents of the slots are no longer known: where the recording or a replay of a
-    /// graph begins or ends.
+    /// A number that changes whenever the recording or a replay of a graph begins or ends. After such a change, the contents
+    /// of the slots are not known.
     pub fn epoch(&self) -> u64 {
         self.copies.epoch()
     }
@@ -112,7 +112,7 @@ impl Copier {
     /// copies keeps the owner alive.
     ///
     /// # Errors
-    /// [`Error::Device`] if the driver reports an error, or another thread captures.
+    /// [`Error::Device`] if the driver reports an error, or another thread records a graph.
     pub fn copy(&self, slot: usize, parts: &[(Source<'_>, Raw)], owner: &Arc<impl Any + Send + Sync>) -> Result<()> {
         recorder::check_thread(OP)?;
         let copies = self.copies.fork(self.gpu.stream()).map_err(|error| driver_error(OP, error))?;
@@ -126,8 +126,8 @@ impl Copier {
                 return Err(Error::argument(OP, "a unit is larger than its slot"));
             }
             let to = address(OP, to)?;
-            // SAFETY: the slot is large enough. The source is pinned or a device's, and lives until the copy is done,
-            // because its owner waits for the stream.
+            // SAFETY: the slot is large enough. The source is in pinned memory or on a device. It lives until the copy is
+            // done, because its owner waits for the stream.
             let queued = unsafe {
                 match from {
                     Source::Host(pinned) => upload::copy_pinned(to, pinned.bytes().as_ptr(), needed, copies.cast()),
