@@ -78,7 +78,7 @@ pub fn check_allocation(op: &'static str, dims: &[usize], dtype: DType) -> Resul
     Ok(count)
 }
 
-/// [`check_allocation`] on the CPU. An allocation on a CUDA device reports missing memory itself.
+/// [`check_allocation`] on the CPU. On a CUDA device, [`check_size`] alone: the allocation itself reports missing memory.
 ///
 /// # Errors
 /// As [`check_allocation`].

@@ -1,7 +1,7 @@
-//! [`Shards`]: streamed units in slices, one of every unit in each process of a machine.
+//! [`Shards`]: streamed units in slices. Each process of a machine has one slice of every unit.
 //!
 //! Processes that train together need the same unit at the same time. If one process had all of a unit, all others
-//! would read it through that one device's link; with slices, every device sends and receives equally much.
+//! would read it through that one device's link. With slices, every device sends and receives as much as the others.
 
 use std::ops::Range;
 
@@ -164,7 +164,7 @@ impl Shards {
         Some(all)
     }
 
-    /// The copies that bring a place on devices to a part of a slot. Each process begins with the slice of the process
+    /// The copies from a place on the devices to a part of a slot. Each process begins with the slice of the process
     /// after it, so that no two read from one device at a time while all of them copy.
     pub(super) fn copies<'a>(&'a self, place: Place, to: &Raw) -> Result<Vec<(Source<'a>, Raw)>> {
         let Self::Device(shards) = self else { return Ok(Vec::new()) };

@@ -1,7 +1,7 @@
 //! [`Sharing`]: the processes of a machine that stream the same weights from one copy.
 //!
-//! In the memory of the host, the lowest rank of a machine writes the copy, and the others map it. In slices on the
-//! devices, each process writes some of the units for all. All processes take the same steps: they build the same model,
+//! If the copy is in the memory of the host, the lowest rank of the machine writes it, and the others map it. If it is in
+//! slices on the devices, each process writes some of the units for all. All processes take the same steps: they build the same model,
 //! compare what they would copy, and exchange messages, which also orders writing and reading. Each process reads every
 //! weight once, to compare the digests; after that, only the writer of a weight keeps its values.
 
@@ -52,8 +52,8 @@ impl Sharing {
     /// process.
     ///
     /// # Errors
-    /// Those of `exchange`; [`Error::Argument`] if it returns too few messages, or a process is alone on its machine and
-    /// has no peers.
+    /// Those of `exchange`; [`Error::Argument`] if it returns too few messages or, with [`Origin::Peers`], if a process is
+    /// alone on its machine.
     pub fn new(rank: usize, origin: Origin, exchange: Box<Exchange>) -> Result<Arc<Self>> {
         // A process that does not know its machine is alone on it.
         let mine = machine().unwrap_or_else(|| format!("rank {rank}"));

@@ -103,7 +103,7 @@ impl<T: Elem> Narrow<T> {
     }
 }
 
-/// Adds the products of a run of a row with the same runs of `N` columns to `sums`.
+/// Adds to `sums` the elementwise products of a run of a row with the same run of each of `N` columns.
 ///
 /// # Safety
 /// `a` and all of `b` point to at least [`RUN`] readable elements.

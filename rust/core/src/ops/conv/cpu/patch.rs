@@ -130,7 +130,7 @@ impl Patch {
         }
     }
 
-    /// Elements of the copy, and some beyond its end, which tiles larger than the part may read.
+    /// Elements of the copy, and some beyond its end. Tiles that are larger than the part may read those.
     pub fn len(&self) -> usize {
         const SLACK: usize = 64;
         self.size[0] * self.line_len() + 3 * self.column_step() + SLACK
