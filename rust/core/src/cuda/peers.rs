@@ -157,7 +157,7 @@ impl Shards {
         for (process, text) in texts.iter().enumerate() {
             let open = || {
                 let Some(handle) = parsed(text) else {
-                    return Err(Error::argument(OP, format!("process {process} describes its memory as {text:?}")));
+                    return Err(Error::argument(OP, format!("process {process} sent {text:?}, not a handle")));
                 };
                 Opened::new(handle).map_err(|status| unreachable_peer(process, self.number, status))
             };

@@ -178,7 +178,7 @@ impl Quantized {
         let scales = match format {
             Format::Int8 => Scales::Int8(scales),
             Format::Fp8 if with_bytes(codes, |codes| codes.iter().any(|code| code & 0x7f == 0x7f))? => {
-                return Err(Error::argument(OP, "the codes have NaN among them; is the file damaged?"));
+                return Err(Error::argument(OP, "some codes are NaN; is the file damaged?"));
             }
             Format::Fp8 => Scales::Fp8(scales),
             other => {
@@ -264,7 +264,7 @@ impl Quantized {
         let columns = first.dims[1];
         if let Some(other) = matrices.iter().find(|other| other.dims[1] != columns) {
             let found = [columns, other.dims[1]];
-            return Err(Error::shape(OP, format!("found matrices of {found:?} columns, expected as many in each")));
+            return Err(Error::shape(OP, format!("found matrices of {found:?} columns, expected the same number")));
         }
         if matrices.iter().any(|other| !other.device().same_device(first.device())) {
             return Err(Error::device(OP, "the matrices are on different devices; move one with to()"));
