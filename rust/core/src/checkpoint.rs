@@ -78,7 +78,7 @@ type Function = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync>;
 
 /// Run `function` on `inputs`, keeping the inputs only; its inner values are recomputed in the backward pass.
 ///
-/// The function must compute the same when it is called again; random numbers are repeated (dropout draws the same
+/// The function must compute the same values when it is called again; random numbers are repeated (dropout draws the same
 /// mask). The function is kept until the backward pass, so it must own what it uses (use `move`; clones of tensors and
 /// layers are cheap).
 ///
@@ -242,7 +242,7 @@ impl Region {
         let Some(Recorder::Replay(replaying)) = scope.leave() else { return Err(nondeterministic()) };
         match outcome {
             _ if draws_differ => return Err(nondeterministic()),
-            // The recomputation is complete even if the function has wrapped the error.
+            // All values are recomputed, even if the function has wrapped the error [`Complete`] in another one.
             _ if replaying.values.len() == expected => {}
             Ok(_) => return Err(nondeterministic()),
             Err(error) => return Err(error),
@@ -279,7 +279,7 @@ struct Recording {
     saved: usize,
     /// The last operation that saved a value, at which a recomputation ends.
     last_saved: usize,
-    /// The values that the last operation saved.
+    /// The values that this operation saved.
     saved_by_last: Vec<TensorId>,
     kept: Vec<(usize, Kept)>,
     versions: Vec<(Arc<Version>, u64)>,
@@ -316,7 +316,7 @@ struct Replaying {
 }
 
 thread_local! {
-    /// The recorders of nested checkpoints; the innermost, last one records.
+    /// The recorders of nested checkpoints. The last one belongs to the innermost checkpoint, and only it records.
     static RECORDERS: RefCell<Vec<Recorder>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -415,8 +415,8 @@ where
 }
 
 /// Record the tensors that an operation reads, in its checkpointed function and in the functions around it. Variables
-/// among these tensors must not change before the recomputation. [`run`] records inputs; this is for masks, tables,
-/// frozen weights and compared values.
+/// among these tensors must not change before the recomputation. [`run`] records the inputs of an operation; operations
+/// call this function for all else that they read, such as masks, tables, frozen weights and the operands of comparisons.
 pub(crate) fn reads(tensors: &[&Tensor]) {
     if !flags().recording() || tensors.iter().all(|tensor| tensor.version.is_none()) {
         return;
@@ -430,7 +430,7 @@ pub(crate) fn reads(tensors: &[&Tensor]) {
     });
 }
 
-/// Whether the innermost checkpoint recomputes.
+/// Whether the innermost checkpoint is being recomputed.
 pub(crate) fn is_replaying() -> bool {
     flags().recording() && RECORDERS.with_borrow(|recorders| matches!(recorders.last(), Some(Recorder::Replay(_))))
 }

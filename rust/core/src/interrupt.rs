@@ -20,7 +20,7 @@ const STEPS: u32 = 16;
 /// A step on this many elements or more is large.
 const LARGE: usize = 8192;
 
-/// Call `check` from time to time in long computations. The first call in a process counts; later calls change nothing.
+/// Let long computations call `check` from time to time. Only the first `set_check` of a process has an effect.
 pub fn set_check(check: Check) {
     // A second embedding program in one process would install the same check.
     let _ = CHECK.set(check);

@@ -82,7 +82,8 @@ impl KeptInputs {
     }
 }
 
-/// Whether an input is large, and needed for nothing else: constants and variables stay on the device anyway.
+/// Whether offloading an input frees enough memory: the input is large, on a GPU, and the result of an operation.
+/// Constants and variables stay on the device anyway.
 fn is_worth_it(tensor: &Tensor, origin: Origin) -> bool {
     let bytes = tensor.raw.elem_count() * tensor.raw.dtype().size_in_bytes();
     matches!(origin, Origin::Computed) && bytes >= LEAST && tensor.raw.is_contiguous() && !tensor.raw.device().is_cpu()
@@ -169,7 +170,7 @@ impl Origin {
     }
 }
 
-/// The backward of an input that was computed outside the function. It does nothing, because gradients flow through the
+/// The backward function of an input that was computed outside the function. It does nothing, because gradients flow through the
 /// nodes of the first run.
 struct MadeElsewhere;
 

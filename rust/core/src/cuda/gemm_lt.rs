@@ -56,7 +56,7 @@ fn failed(error: result::CublasError) -> Error {
     Error::device(OP, format!("cuBLASLt reports {:?}", error.0))
 }
 
-/// The algorithm that cuBLASLt recommends. None if it has none.
+/// The call for a product, with the algorithm that cuBLASLt recommends. None if cuBLASLt does not support the product.
 fn find(gpu: &Gpu, key: &Key) -> Result<Option<Call>> {
     let [operand, outcome] = key.arithmetic.types();
     let [m, n, k] = key.sizes.map(|size| size as u64);

@@ -66,8 +66,8 @@ pub fn open(ordinal: usize, folders: &[&Path]) -> Result<Device> {
         return Ok(Device::Cuda(gpu.device.clone()));
     }
     let device = CudaDevice::new_with_stream(ordinal)?;
-    // SAFETY: all work goes to the device's one stream or is ordered with it (see `copies.rs`), and memory is freed in its
-    // order.
+    // SAFETY: all work goes to the device's one stream or is ordered with it (see `copies.rs`), and memory is freed in the
+    // order of this stream.
     unsafe { device.disable_event_tracking() };
     gpus.push((device.id(), Gpu::leak(device.clone())?));
     Ok(Device::Cuda(device))
@@ -187,7 +187,7 @@ impl Gpu {
         self.copies.get().map_or(Ok(()), |copies| copies.meet(&self.stream))
     }
 
-    /// The loader of its kernels.
+    /// The loader of the device's kernels.
     pub(super) const fn loader(&self) -> &Loader {
         &self.loader
     }

@@ -17,7 +17,7 @@ const OP: &str = "low_rank";
 const MOST_TERMS: usize = 4;
 /// Rows of a block.
 const ROWS: usize = 16;
-/// The most elements of input and dst of one term. Above that, memory bandwidth matters more than launches, and cuBLAS
+/// The most elements that input and dst of one term have together. Above that, memory bandwidth matters more than launches, and cuBLAS
 /// reads the factors less often: on an H200 the kernel is faster at 4096 rows of 640 + 640 elements and slower at 4096
 /// rows of 1280 + 1280.
 const MOST_ELEMENTS: usize = 6 << 20;
@@ -38,7 +38,7 @@ enum Direction {
 /// Compute all terms in one launch. Returns false, without an effect, if the kernel does not support them.
 ///
 /// # Errors
-/// [`Error::Device`](crate::Error::Device) if they are on different devices.
+/// [`Error::Device`](crate::Error::Device) if the tensors of a term are on different devices.
 pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]: [f64; 2]) -> Result<bool> {
     let Some((first, shared)) = terms.first().filter(|_| terms.len() <= MOST_TERMS) else { return Ok(false) };
     let Some((direction, mut sizes)) = sizes(first, shared) else { return Ok(false) };

@@ -49,7 +49,7 @@ impl Arithmetic {
         }
     }
 
-    /// The arithmetic of sums, and the type of the factor on a product.
+    /// The arithmetic of sums, and the type of the factor by which a product is multiplied.
     pub(super) const fn sums(self) -> (Compute, DataType) {
         match self {
             Self::Bias { is_tf32: true, .. } => (Compute::CUBLAS_COMPUTE_32F_FAST_TF32, DataType::CUDA_R_32F),
@@ -67,7 +67,8 @@ pub(super) struct Key {
     pub(super) sizes: [usize; 3],
     /// For each operand, in cuBLAS' order: whether it is transposed, and the distance between its columns.
     pub(super) operands: [(bool, i64); 2],
-    /// Largest powers of two up to 256 that divide the addresses of the operands, and of result and bias.
+    /// For each operand, the largest power of two up to 256 that divides its address; then the one that divides the
+    /// addresses of both result and bias.
     pub(super) alignments: [u32; 3],
 }
 

@@ -76,7 +76,7 @@ impl Gate {
     /// Make the stream wait at a new gate.
     fn close(gpu: &Gpu) -> std::result::Result<Arc<Self>, DriverError> {
         unsafe extern "C" fn wait(gate: *mut c_void) {
-            // SAFETY: `close` has given this one call a reference to the gate.
+            // SAFETY: `close` has passed on one reference to the gate, for this one call.
             let gate = unsafe { Arc::from_raw(gate.cast_const().cast::<Gate>()) };
             let is_open = gate.is_open.lock().unwrap_or_else(PoisonError::into_inner);
             drop(gate.opened.wait_timeout_while(is_open, LONGEST_PAUSE, |is_open| !*is_open));
@@ -152,10 +152,10 @@ impl Profile {
     }
 }
 
-/// Queue a launch of this name, measured if a profile is in progress and no graph is recorded.
+/// Queue a launch. Measure it under the name `name` if a profile is in progress and no graph is recorded.
 ///
 /// # Errors
-/// Those of `queue`, [`Error::Device`] if the driver reports an error.
+/// The errors of `queue`, and [`Error::Device`] if the driver reports an error.
 pub fn measured<T>(gpu: &Gpu, name: impl FnOnce() -> String, queue: impl FnOnce() -> Result<T>) -> Result<T> {
     if !IS_ON.load(Ordering::Relaxed) || capture::is_capturing() {
         return queue();

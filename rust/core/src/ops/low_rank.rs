@@ -96,7 +96,7 @@ fn of_one_scale(places: &[Place]) -> impl Iterator<Item = Range<usize>> {
 #[derive(Default)]
 pub(super) struct LowRanks<'a> {
     places: SmallVec<[Place; 1]>,
-    /// A (rank, in) and B (out, rank) of each, inputs of the operation.
+    /// A (rank, in) and B (out, rank) of each product; they are inputs of the operation.
     factors: SmallVec<[[&'a Tensor; 2]; 1]>,
     /// The factors in the compute dtype, off the tape.
     operands: SmallVec<[[Tensor; 2]; 1]>,
@@ -170,7 +170,7 @@ impl<'a> LowRanks<'a> {
         all.map(|(place, ([_, up], [_, operand]))| place.last_product(keep(saver, up, operand))).collect()
     }
 
-    /// Of `x`, the frozen `weight` (Σ out, in), the factors and x Aᵀ (`hidden`), saves those that the backward pass reads.
+    /// Saves what the backward pass reads of `x`, the frozen `weight` (Σ out, in), the factors and x Aᵀ (`hidden`).
     pub fn save(
         &self,
         saver: &mut Saver<'_>,
@@ -201,7 +201,7 @@ impl<'a> LowRanks<'a> {
     }
 }
 
-/// The backward pass of a frozen linear map with low-rank products: the inputs of the node are x, then A and B of each product.
+/// The backward pass of a frozen linear map with low-rank products. The inputs of the node are x, then A and B of each product.
 pub(super) struct LowRankBackward {
     x: Option<Saved>,
     /// x Aᵀ of all adapters, (rows, Σ rank).

@@ -8,15 +8,15 @@ use crate::tape::backward::Pending;
 use crate::tape::{BackwardContext, Saved, Saver};
 use crate::{Raw, Result, Tensor, checkpoint};
 
-/// The weight of a linear layer: a tensor, a frozen quantized matrix, or a frozen weight of either kind that is streamed: it is in the
-/// memory of the host, or in that of other devices, and is copied to the device for each use.
+/// The weight of a linear layer: a tensor, a frozen quantized matrix, or a frozen weight of either kind that is streamed. A streamed weight
+/// is in the memory of the host or of other devices, and is copied to the device for each use.
 #[derive(Clone, Debug)]
 pub enum Weight {
     /// Values.
     Plain(Tensor),
     /// Codes.
     Quantized(Quantized),
-    /// Values or codes in the memory of the host.
+    /// Values or codes that are copied to the device for each use.
     Streamed(Streamed),
 }
 
@@ -27,7 +27,7 @@ pub enum WeightRef<'a> {
     Plain(&'a Tensor),
     /// Codes.
     Quantized(&'a Quantized),
-    /// Values or codes in the memory of the host.
+    /// Values or codes that are copied to the device for each use.
     Streamed(&'a Streamed),
 }
 
