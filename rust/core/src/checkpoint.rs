@@ -454,7 +454,10 @@ fn begin_operation() {
 /// Whether a recomputation ends with the operation that is running: nothing will read its result, unless the operation
 /// itself saves it.
 pub(crate) fn ends_here() -> bool {
-    let is_last = |recorders: &Vec<Recorder>| matches!(recorders.last(), Some(Recorder::Replay(replaying)) if replaying.sequence == replaying.last_saved);
+    let is_last = |recorders: &Vec<Recorder>| match recorders.last() {
+        Some(Recorder::Replay(replaying)) => replaying.sequence == replaying.last_saved,
+        _ => false,
+    };
     flags().recording() && RECORDERS.with_borrow(is_last)
 }
 

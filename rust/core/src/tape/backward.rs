@@ -175,6 +175,18 @@ impl BackwardContext<'_> {
         }
     }
 
+    /// The gradient buffer of input `index`, a variable; the caller must add a gradient to it. `None` if the input has no
+    /// buffer, or one of another dtype: then [`add`](Self::add) takes the gradient.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn buffer(&mut self, index: usize, dtype: DType) -> Option<Raw> {
+        let (true, Some(buffered)) = (self.needs(index), self.buffered.as_deref_mut()) else { return None };
+        let node = self.node.inputs.get(index)?.as_ref()?;
+        let leaf = node.leaf().filter(|leaf| leaf.dtype() == dtype)?;
+        let buffer = leaf.buffer()?;
+        buffered.variables.insert(node.id());
+        Some(buffer)
+    }
+
     /// For each of `terms`, write hidden = s₁ · input · down and add s₂ · hidden · up to the gradient of input `index`;
     /// `scales` has s₁ and s₂. The shape and the dtype of the gradient are as in [`add_product`](Self::add_product). If
     /// the input already has a gradient, that gradient changes in place.
