@@ -363,9 +363,7 @@ impl LowRankBackward {
         if let Some(weight) = &self.weight {
             weight.add_input_gradient(context, &self.x_shape, grad)?;
         }
-        for [hidden, down] in &products {
-            context.add_product(0, &self.x_shape, grad.dtype(), [hidden, down], 1.0)?;
-        }
+        context.add_products(0, &self.x_shape, &products)?;
         self.add_down_gradients(context, grad_hidden)
     }
 
