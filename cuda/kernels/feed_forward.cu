@@ -143,6 +143,7 @@ __device__ __forceinline__ void forward(Warp<T> warp, float *parts, uint32_t row
     extern "C" __global__ void __launch_bounds__(WARPS *WARP, 2) swiglu_feed_forward_unit_##SUFFIX(                    \
         const T *x, const T *hidden, const T *up_h, const T *up_gate, const T *down, T *unit, float *parts,            \
         float scale_h, float scale_gate, uint32_t rows, uint32_t width, uint32_t columns) {                            \
+        follow();                                                                                                      \
         forward<T>({x, hidden, {up_h, up_gate}, down, unit, {scale_h, scale_gate}, width}, parts, rows, columns);      \
     }
 DEFINE_FORWARD(f16, __half)
@@ -153,6 +154,7 @@ DEFINE_FORWARD(bf16, __nv_bfloat16)
 #define DEFINE_HIDDEN(SUFFIX, T)                                                                                       \
     extern "C" __global__ void swiglu_feed_forward_hidden_##SUFFIX(const float *parts, T *hidden, uint64_t count,      \
                                                                    uint32_t number) {                                 \
+        follow();                                                                                                     \
         for (uint64_t i = flat_index(); i < count / 4; i += flat_stride()) {                                           \
             float4 sum = {};                                                                                           \
             for (uint32_t part = 0; part < number; part++) {                                                           \

@@ -325,6 +325,7 @@ __device__ __forceinline__ float4 sum_of(const float *parts, uint32_t count, uin
         const T *x, const T *grad, T *dx, const T *hidden, const T *last_hidden, const T *up_h, const T *up_gate,      \
         const T *last_down, float *factor_parts, float *hidden_parts, float scale_h, float scale_gate, uint32_t rows,  \
         uint32_t width) {                                                                                              \
+        follow();                                                                                                      \
         backward<T>({x, grad, dx, hidden, last_hidden, {up_h, up_gate}, last_down, factor_parts, hidden_parts,         \
                      {scale_h, scale_gate}, rows, width});                                                             \
     }
@@ -337,6 +338,7 @@ DEFINE_BACKWARD(bf16, __nv_bfloat16)
     extern "C" __global__ void swiglu_feed_forward_sums_##SUFFIX(                                                      \
         const float *factor_parts, const float *hidden_parts, float *up_h, float *up_gate, float *last_down,           \
         T *grad_hidden, float scale_h, float scale_gate, uint32_t rows, uint32_t width) {                              \
+        follow();                                                                                                      \
         const uint64_t of_factor = RANKS / 4 * width, of_factors = MATRICES * of_factor;                               \
         const uint32_t row_blocks = (rows + ROWS - 1) / ROWS, column_blocks = (width + 255) / 256;                     \
         for (uint64_t i = flat_index(); i < of_factors + 2 * RANKS / 4 * static_cast<uint64_t>(rows);                  \

@@ -108,6 +108,7 @@ __device__ __forceinline__ void low_rank_add(const LowRankTiles &tiles, const Lo
 #define DEFINE_ADD(NAME, IS_BACKWARD, TILES, SUFFIX, T)                                                                \
     extern "C" __global__ void __launch_bounds__(WARPS *WARP, 2) low_rank_add_##NAME##TILES##_##SUFFIX(                \
         const __grid_constant__ LowRankTiles tiles, const __grid_constant__ LowRankAddSizes sizes, T *dst) {           \
+        follow();                                                                                                      \
         low_rank_add<T, TILES, IS_BACKWARD>(tiles, sizes, dst);                                                        \
     }
 #define DEFINE_TILES(NAME, IS_BACKWARD, SUFFIX, T)                                                                     \
