@@ -58,7 +58,8 @@ fn check_apart(op: &'static str, dst: &Raw, a: &Raw, b: &Raw) -> Result<()> {
     Ok(())
 }
 
-/// As [`cpu::write_products`](crate::cpu::write_products). Adjacent matrices are joined into one product, and evenly
+/// As [`cpu::write_products`](crate::cpu::write_products). Large low-rank products that are added have kernels of their
+/// own. Of the others, adjacent matrices are joined into one product, and evenly
 /// spaced products of one shape are one batch.
 pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Result<()> {
     const OP: &str = "write_products";
@@ -70,6 +71,9 @@ pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Resu
         check_apart(OP, dst, a, b)?;
         let addresses = [address(OP, a)?, address(OP, b)?, address(OP, dst)?];
         products.push(Product { plan, addresses, sizes: [a, b, dst].map(|x| x.dtype().size_in_bytes()) });
+    }
+    if accumulate && super::low_rank::add(terms, alpha)? {
+        return Ok(());
     }
     let ([first, ..], Some([dst, a, _])) = (products.as_slice(), terms.first()) else { return Ok(()) };
     let Some(joined) = Joined::of(&products).filter(|_| first.plan.k > 0 && dst.elem_count() > 0) else {
