@@ -10,12 +10,12 @@ use trainable_candle_core::{Result, Tensor};
 use crate::streaming::Turn;
 use crate::{Module, Visitor};
 
-/// The number of stretches (runs of consecutive blocks) in which nested blocks are recomputed. With this number, the
-/// blocks of one stretch keep less memory than the layers around the blocks.
+/// The number of stretches (runs of consecutive blocks) in which nested blocks are recomputed. With this number, what the
+/// blocks of one stretch keep takes less memory than what the layers around all blocks keep.
 const STRETCHES: usize = 3;
 
-/// Blocks of one kind. They run one after another, or the model runs each separately. They keep everything between forward
-/// and backward pass until [`Module::set_checkpointing`] sets another policy. The model's code does not depend on the
+/// Blocks of one kind. They run one after another, or the model runs each separately. They keep all results between forward
+/// and backward pass until [`Module::set_checkpointing`] sets another policy. The code of the model is the same for every
 /// policy.
 pub struct Blocks<B> {
     blocks: Vec<Arc<B>>,
@@ -30,6 +30,7 @@ pub struct Kept {
     turns: RwLock<Turns>,
 }
 
+/// The streamed blocks, by index: where their weights are in a ring.
 #[derive(Default)]
 struct Turns {
     runs: HashMap<usize, Turn>,

@@ -17,8 +17,8 @@ pub struct LinearGroup {
     joined: Option<Joined>,
 }
 
-/// The parameters of all members, one after another. The members' parameters are views of these, or hold the same
-/// quantized rows.
+/// The parameters of all members, one after another. The parameters of a member are views of these, or hold the same
+/// quantized or streamed rows.
 struct Joined {
     weight: Weight,
     bias: Option<Tensor>,
@@ -95,7 +95,8 @@ impl LinearGroup {
         features.forward(x)?.mul(&gate.forward(x)?.silu()?)
     }
 
-    /// Apply one operation to all members together; None if their parameters or adapters do not allow it.
+    /// Apply `op` to all members together. None if their parameters are not joined, or if an adapter is not a low-rank
+    /// product.
     fn as_one(&self, x: &Tensor, op: impl Fn(&Tensor, Group<'_>) -> Result<Tensor>) -> Result<Option<Tensor>> {
         let Some(Joined { weight, bias }) = &self.joined else { return Ok(None) };
         let mut low_rank = Vec::with_capacity(self.members.len());
@@ -126,8 +127,8 @@ impl LinearGroup {
     }
 }
 
-/// Join the parameters of frozen layers. None if a layer is trainable or has shapes alone, or if the layers' parameters
-/// are not of the same kind.
+/// Join the parameters of frozen layers. None if there are fewer than two layers, if a layer is trainable or has shapes but
+/// no values, or if the layers differ in dtype, device, presence of a bias or kind of weight.
 fn join(members: &mut [Linear<Tensor>]) -> Result<Option<Joined>> {
     let Some(first) = members.first() else { return Ok(None) };
     let (dtype, has_bias) = (first.weight.dtype(), first.bias.is_some());
