@@ -5,9 +5,9 @@
 //! [`Allocator::trim`] left. Free neighbours can therefore always be joined, so a large block can reuse memory that was freed in
 //! small blocks.
 //!
-//! While a graph is captured, blocks come from a separate space, whose addresses eager work never gets: each replay of a graph
-//! writes to the addresses of its capture, including those that the capture has freed. Graphs are replayed one after another, so
-//! they share this space. Between replays, addresses that a capture has freed hold no data. Eager work that needs more memory
+//! While a graph is captured, blocks come from a separate space. Each replay of a graph writes to the addresses of its capture,
+//! including those that the capture has freed, so eager work never gets addresses of this space. Graphs are replayed one after
+//! another, so they share the space. Between replays, addresses that a capture has freed hold no data. Eager work that needs more memory
 //! therefore takes the memory mapped at these addresses, and memory is mapped there again before the next replay. So a run needs
 //! the larger of the memory of graphs and the memory of the eager work between replays, not their sum.
 

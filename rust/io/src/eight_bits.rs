@@ -63,8 +63,8 @@ pub const fn comfy_format(bits: EightBits) -> &'static str {
     }
 }
 
-/// The format that `ComfyUI`'s JSON names, if it is not supported. Supported is only [`comfy_format`] of `bits` without the
-/// rotation `convrot`.
+/// The format that `ComfyUI`'s JSON names, if it is not supported. The only supported format is [`comfy_format`] of `bits`,
+/// without the rotation `convrot`.
 pub(crate) fn other_format(json: &[u8], bits: EightBits) -> Option<String> {
     let found: Value = serde_json::from_slice(json).unwrap_or_default();
     let format = found.get("format").and_then(Value::as_str).unwrap_or("unknown");
