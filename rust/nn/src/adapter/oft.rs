@@ -24,7 +24,7 @@ use crate::base::{Base, Operation};
 
 /// The parameter that rotates inputs: the strict upper triangles of its blocks, (blocks, n (n - 1) / 2).
 const INPUT: &str = "oft_R.weight";
-/// The parameter that rotates outputs: the same triangles. In files it has square matrices; such a matrix minus its transpose is Q.
+/// The parameter that rotates outputs: the same triangles. Files have a square matrix M for each block, and Q is M - Mᵀ.
 const OUTPUT: &str = "oft_blocks";
 
 /// The numbers of terms that a series may have.
@@ -180,7 +180,7 @@ pub(super) fn upper_places(size: usize) -> impl Iterator<Item = (usize, usize)> 
 struct Series {
     /// The number of terms, at least 2.
     terms: usize,
-    /// Of each element of Q: its index in a list of the triangle's elements, then their negatives, then one 0.
+    /// For each element of Q, its index in a list that has the triangle's elements, then their negatives, then one 0.
     ids: Tensor,
 }
 

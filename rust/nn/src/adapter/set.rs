@@ -482,7 +482,7 @@ fn in_memory(
         .collect()
 }
 
-/// Round a number for a message. A number from a file was stored in f32, so as f64 it has digits that nobody wrote.
+/// Round a number for a message. Files store f32, so a number from a file has more digits in f64 than the user gave.
 fn rounded(number: f64) -> f64 {
     (number * 1e5).round() / 1e5
 }

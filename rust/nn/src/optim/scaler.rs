@@ -148,7 +148,7 @@ impl GradScaler {
             return Ok(loss.clone());
         }
         if loss.device().is_cuda() {
-            // The backward pass reads the factor, and `update` may change the state before, so the factor is a copy.
+            // The factor is a copy, because the backward pass reads it, and `update` may write the state before that.
             let scale = Tensor::from_raw(&own_copy(&self.on_device(loss.device())?.scale()?)?);
             return loss.mul(&scale.to_dtype(loss.dtype())?);
         }

@@ -28,7 +28,7 @@ pub struct WholeTable {
     known: Known,
     variables: Raw,
     count: usize,
-    /// The scratch memory of all variables, which `variables` has addresses in.
+    /// The scratch memory of all variables; `variables` contains addresses in it.
     _scratch: Raw,
 }
 
