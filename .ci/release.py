@@ -24,7 +24,7 @@ def version(manifest: str) -> str:
     """
     found = re.search(r'^version = "([^"]+)"$', manifest, re.MULTILINE)
     if found is None:
-        sys.exit("Cargo.toml: there is no version of the workspace")
+        sys.exit("Cargo.toml: the workspace has no version")
     return found[1]
 
 

@@ -32,7 +32,7 @@ def run(*command: str, folder: Path = ROOT) -> None:
 
 
 def hidden_builtins(tree: ast.Module) -> list[ast.Name]:
-    """Uses of a builtin type in a class with a method of the same name, which would hide it."""
+    """Names that mean a builtin type, in classes where a method of the same name hides the type."""
     names = []
     for scope in ast.walk(tree):
         if isinstance(scope, ast.ClassDef):
@@ -43,7 +43,7 @@ def hidden_builtins(tree: ast.Module) -> list[ast.Name]:
 
 
 def qualify_hidden_builtins(source: str) -> str:
-    """Write `float` as `builtins.float` where a method `float` hides it."""
+    """Put `builtins.` before each name that `hidden_builtins` finds."""
     lines = source.encode().split(b"\n")  # ast counts columns in bytes
     tree = ast.parse(source)
     names = hidden_builtins(tree)

@@ -17,8 +17,8 @@ pub struct LinearGroup {
     joined: Option<Joined>,
 }
 
-/// The parameters of all members, one after another. The members' parameters are views of these, or hold the same
-/// quantized rows.
+/// The parameters of all members, one after another. The parameters of a member are views of these, or hold the same
+/// quantized or streamed rows.
 struct Joined {
     weight: Weight,
     bias: Option<Tensor>,
@@ -79,7 +79,7 @@ impl LinearGroup {
 
     /// Apply two members, features and gate, to `x (..., in_features)`, and
     /// [`swiglu`](trainable_candle_core::ops::gated::swiglu) to their results, in one operation. The result is
-    /// `(..., out_features)`. Where possible, it is [`remade`](Tensor::remade).
+    /// `(..., out_features)`. If one operation computed it, it is [`remade`](Tensor::remade).
     ///
     /// # Errors
     /// As [`forward`](Self::forward); [`Error::Shape`] if there are not two members with the same number of output
@@ -112,7 +112,8 @@ impl LinearGroup {
         last.forward(&self.forward_swiglu(x)?)
     }
 
-    /// Apply one operation to all members together; None if their parameters or adapters do not allow it.
+    /// Apply `op` to all members together. None if their parameters are not joined, or if an adapter is not a low-rank
+    /// product.
     fn as_one(&self, x: &Tensor, op: impl Fn(&Tensor, Group<'_>) -> Result<Tensor>) -> Result<Option<Tensor>> {
         let Some(Joined { weight, bias }) = &self.joined else { return Ok(None) };
         let mut low_rank = Vec::with_capacity(self.members.len());
@@ -143,8 +144,8 @@ impl LinearGroup {
     }
 }
 
-/// Join the parameters of frozen layers. None if a layer is trainable or has shapes alone, or if the layers' parameters
-/// are not of the same kind.
+/// Join the parameters of frozen layers. None if there are fewer than two layers, if a layer is trainable or has shapes but
+/// no values, or if the layers differ in dtype, device, presence of a bias or kind of weight.
 fn join(members: &mut [Linear<Tensor>]) -> Result<Option<Joined>> {
     let Some(first) = members.first() else { return Ok(None) };
     let (dtype, has_bias) = (first.weight.dtype(), first.bias.is_some());

@@ -239,7 +239,7 @@ def test_a_matrix_of_several_layers_is_split(
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("lokr_w1", (4, 8), "is one parameter of 3 layers together"),
+        ("lokr_w1", (4, 8), "applies to several layers together"),
         ("lora_up.weight", (191, 3), "expected rows in 3 equal shares"),
     ],
 )

@@ -22,8 +22,8 @@ pub struct SaveOptions {
     pub format: Option<AdapterFormat>,
     /// The dtype of the parameters; f32 by default.
     pub dtype: Option<DType>,
-    /// Text entries of the header, in addition to the entries for other tools. An entry replaces an entry for other
-    /// tools of the same name.
+    /// Text entries of the header, in addition to those that are written for other tools. An entry given here replaces
+    /// one of the same name for other tools.
     pub metadata: BTreeMap<String, String>,
 }
 
@@ -38,8 +38,8 @@ pub struct Saved {
 
 /// Write the adapters of one or several parts to `path`, atomically, with the metadata that tools look for.
 ///
-/// - In the file, alpha / rank is the scale of training, for rsLoRA too. Each layer has its alpha beside its
-///   parameters; in the formats of diffusers and peft, alphas are in the header instead.
+/// - The alphas in the file are such that alpha / rank is the scale of training, for rsLoRA too. Each layer has its alpha
+///   beside its parameters. In the formats of diffusers and peft, alphas are in the header instead.
 /// - In kohya's format all LoRA layers of a part have the same alpha, and their factors are rescaled to fit it.
 /// - In diffusers' format the factors include the whole scale if `ComfyUI` reads the names too.
 /// - With names of original checkpoints, layers that are one matrix in the original checkpoint are one module.
@@ -193,8 +193,8 @@ impl AdapterFile {
     }
 }
 
-/// Copies a layer's parameters to the CPU. Besides them, writing copies only learned scales and, for DoRA, norms from
-/// the device.
+/// Copies a layer's parameters to the CPU. The only other values that writing copies from the device are learned scales
+/// and, for DoRA, norms.
 fn on_host<'a>(layer: &AdaptedLayer<'a>) -> Result<Vec<(&'static str, Tensor)>> {
     layer.parameters.iter().map(|(name, value)| Ok((*name, Tensor::from_raw(&host_copy(value.raw())?)))).collect()
 }
@@ -271,7 +271,7 @@ fn file_parameters(
     let fold = match format {
         _ if peft::has_rank(layer) => 1.0,
         AdapterFormat::Peft => common.fold(layer),
-        // If no parameter has a rank, other readers use the scale 1.
+        // If no parameter has a rank, other readers use the scale 1, so a parameter includes the scale.
         _ => layer.settings.scale,
     };
     let mut found = Parameters::new();

@@ -154,7 +154,7 @@ macro_rules! registered {
 }
 pub(super) use registered;
 
-/// Variables, with the hyper-parameters that differ from the defaults.
+/// Variables, and their hyper-parameters other than the defaults.
 pub type NamedGroup<'a> = (Vec<Var>, Vec<(&'a str, Value)>);
 
 /// An optimizer in the registry.
