@@ -220,7 +220,7 @@ impl DiffusionObjective {
     ///     mask: the weights of the positions of an example, (B, 1, ...) in the size of the latents, at least 0. The
     ///         mask is divided by its mean over the example, so that its area does not change the example's weight. An
     ///         example whose mask is 0 everywhere has loss 0.
-    ///     weights: (B,), the weights of the examples (the prior's weight for regularisation images).
+    ///     weights: (B,), the weights of the examples, such as the prior's weight for regularisation images.
     ///
     /// Returns:
     ///     One element, f32.
