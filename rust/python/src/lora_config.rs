@@ -41,8 +41,8 @@ use crate::error::Result;
 ///     oft_block_size: the size of the blocks that OFT rotates. If it does not divide a layer's number of features, OFT uses the nearest
 ///         divisor.
 ///     oft_side: "input" if OFT rotates the inputs of layers, as in peft; "output" if it rotates their outputs, as in
-///         LyCORIS and ComfyUI. The default is the side that programs read which load adapters of the model's family,
-///         or "input" if there are no such programs.
+///         LyCORIS and ComfyUI. The default depends on the default file format of the model's adapters: "input" for
+///         peft's format, "output" for the others.
 ///     use_cayley_neumann: whether OFT of inputs computes a Neumann series in place of the Cayley transform, as peft
 ///         does by default.
 ///     num_cayley_neumann_terms: the number of terms of that series, at least 2.
