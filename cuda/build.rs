@@ -109,7 +109,8 @@ fn read_signatures(nvcc: &Path, source: &Path, out: &Path) -> io::Result<()> {
     let preprocessed = run_nvcc(nvcc, source, ["-E".as_ref(), source.as_os_str()])?;
     let preprocessed = String::from_utf8_lossy(&preprocessed);
     let mut lines = vec![signature::structures(&preprocessed).into_iter().collect::<Vec<_>>().join(" ")];
-    lines.extend(signature::heads(&preprocessed));
+    let invalid = |reason: String| io::Error::other(format!("{}: {reason}", source.display()));
+    lines.extend(signature::heads(&preprocessed).map_err(invalid)?);
     fs::write(made(out, source, "signatures"), lines.join("\n"))
 }
 

@@ -26,13 +26,27 @@ pub enum Pointer {
 }
 
 /// For each kernel, the text from after `extern "C"` to its body, as one line.
-pub fn heads(preprocessed: &str) -> Vec<String> {
+///
+/// # Errors
+/// Names a kernel that does not begin with `follow();`: it would run before its operands are written.
+pub fn heads(preprocessed: &str) -> Result<Vec<String>, String> {
     const LINKAGE: &str = "extern \"C\"";
+    const FIRST: &str = "follow();";
     let code: String =
         preprocessed.lines().filter(|line| !line.starts_with('#')).flat_map(|line| [line, " "]).collect();
-    let declarations = code.split(LINKAGE).skip(1).map(|after| &after[..after.find(['{', ';']).unwrap_or(after.len())]);
-    let kernels = declarations.filter(|head| head.contains("__attribute__((global))"));
-    kernels.map(|head| head.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
+    let mut heads = Vec::new();
+    for after in code.split(LINKAGE).skip(1) {
+        let (head, body) = after.split_at(after.find(['{', ';']).unwrap_or(after.len()));
+        if !head.contains("__attribute__((global))") {
+            continue;
+        }
+        let head = head.split_whitespace().collect::<Vec<_>>().join(" ");
+        if body.strip_prefix('{').is_some_and(|body| !body.trim_start().starts_with(FIRST)) {
+            return Err(format!("the first statement is not {FIRST} (include/follow.cuh says why) in: {head}"));
+        }
+        heads.push(head);
+    }
+    Ok(heads)
 }
 
 /// The distinct names after `struct`, except those that start with `__`.
@@ -130,8 +144,8 @@ mod tests {
         let code = "# 1 \"a.cu\"\nextern \"C\" int puts(const char *);\nextern \"C\" __attribute__((global)) void\n\
                     __attribute__((launch_bounds((128), 2))) __attribute__((cluster_dims(2, 1, 1)))\n\
                     pair_f16(const __half *__restrict__ x, Acc<__half> *sum, void const *ids, int64_t last,\n\
-                    const __attribute__((grid_constant)) Pair<Acc<__half>, 2> pair) { if (x) return; }";
-        let heads = heads(code);
+                    const __attribute__((grid_constant)) Pair<Acc<__half>, 2> pair) { follow(); if (x) return; }";
+        let heads = heads(code).expect("heads");
         assert_eq!(heads.len(), 1);
         let parameters = vec![
             of("x", "__half", Some(Pointer::Const)),
@@ -141,6 +155,12 @@ mod tests {
             of("pair", "Pair<float, 2>", None),
         ];
         assert_eq!(parse(&heads[0]), Ok(Signature { name: "pair_f16".to_owned(), parameters }));
+    }
+
+    #[test]
+    fn kernels_that_do_not_wait_for_those_before_them_are_rejected() {
+        let error = heads("extern \"C\" __attribute__((global)) void early(int *x) { *x = 0; follow(); }").unwrap_err();
+        assert!(error.contains("early"), "{error}");
     }
 
     #[test]

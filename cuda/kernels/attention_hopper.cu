@@ -23,6 +23,7 @@
     ENTRY((groups + 1) * WARPGROUP)                                                                                                \
     attention_hopper_forward_w##w##_##dtype(float *log_sums, float *parts, BY_VALUE AttentionForwardMaps maps,                     \
                                             BY_VALUE AttentionShape shape, BY_VALUE Schedule schedule) {                           \
+        follow();                                                                                                                  \
         extern __shared__ __align__(1024) unsigned char shared[];                                                                  \
         HopperForward<type, w, 128, groups, Schedule>{maps, shape, schedule, shared_address(shared)}.run(log_sums, parts);         \
     }
@@ -33,6 +34,7 @@
     ENTRY(FINISH_THREADS)                                                                                                          \
     attention_hopper_sum_w##w##_##dtype(type *o, float *log_sums, const float *parts, BY_VALUE Strides o_strides,                  \
                                         BY_VALUE AttentionShape shape, BY_VALUE Schedule schedule) {                               \
+        follow();                                                                                                                  \
         sum_results<type, w, 64 * groups>(o, log_sums, parts, o_strides, shape, schedule);                                         \
     }
 
@@ -44,6 +46,7 @@
     attention_hopper_statistics_w##w##_##dtype(const type *o, const type *d_o, const float *log_sums, float *statistics,           \
                                                uint32_t *turns, BY_VALUE Strides o_strides, BY_VALUE Strides do_strides,           \
                                                BY_VALUE AttentionShape shape) {                                                    \
+        follow();                                                                                                                  \
         backward_statistics<type, w, m>(blockIdx.x, o, d_o, log_sums, statistics, turns, o_strides, do_strides, shape);            \
     }
 
@@ -56,6 +59,7 @@
     attention_hopper_backward_w##w##_##dtype(const float *statistics, float *sums, uint32_t *turns, float *parts,                  \
                                              BY_VALUE AttentionBackwardMaps maps, BY_VALUE AttentionShape shape,                   \
                                              BY_VALUE Schedule schedule) {                                                         \
+        follow();                                                                                                                  \
         extern __shared__ __align__(1024) unsigned char shared[];                                                                  \
         const Order<m> order(schedule, shape);                                                                                     \
         HopperBackward<type, w, m, Order<m>>{maps, shape, order, shared_address(shared)}.run(statistics, sums, turns, parts);      \
@@ -68,6 +72,7 @@
     attention_hopper_finish_w##w##_##dtype(const float *sums, const float *parts, type *dq, type *dk, type *dv,                    \
                                            BY_VALUE Strides dq_strides, BY_VALUE Strides dk_strides, BY_VALUE Strides dv_strides,  \
                                            BY_VALUE AttentionShape shape, BY_VALUE Schedule schedule) {                            \
+        follow();                                                                                                                  \
         backward_finish<type, w, m>(sums, parts, dq, dk, dv, dq_strides, dk_strides, dv_strides, shape,                            \
                                     Order<m>(schedule, shape));                                                                    \
     }

@@ -21,6 +21,7 @@
 ENTRY(256, 1)
 attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_range, uint32_t id_bytes, uint32_t count, uint32_t rows,
                        uint32_t window) {
+    follow();
     const uint32_t position = blockIdx.x * blockDim.x + threadIdx.x;
     if (position < count) {
         const int64_t bound = load_id(bounds, id_bytes, position), before = position == 0 ? 0 : load_id(bounds, id_bytes, position - 1);
@@ -55,6 +56,7 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
                                             const uint32_t *spans, BY_VALUE Strides q_strides, BY_VALUE Strides k_strides,         \
                                             BY_VALUE Strides v_strides, BY_VALUE Strides o_strides, BY_VALUE AttentionShape shape, \
                                             uint32_t group) {                                                                      \
+        follow();                                                                                                                  \
         attention_forward<type, w, 4, 1, keys, OwnRows>(q, k, v, o, log_sums, q_strides, k_strides, v_strides, o_strides, shape,   \
                                                         Spans{spans, shape.queries, group});                                       \
     }
@@ -71,6 +73,7 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
         type *dv, float *dk_parts, float *dv_parts, const uint32_t *spans, BY_VALUE Strides q_strides, BY_VALUE Strides k_strides, \
         BY_VALUE Strides v_strides, BY_VALUE Strides do_strides, BY_VALUE Strides dq_strides, BY_VALUE Strides dk_strides,         \
         BY_VALUE Strides dv_strides, BY_VALUE AttentionShape shape, uint32_t group) {                                              \
+        follow();                                                                                                                  \
         const Spans sight{spans, shape.queries, group};                                                                            \
         const bool others = dk != nullptr || dv != nullptr;                                                                        \
         const uint32_t key_blocks = others ? shape.parts * ceil_divide(shape.keys, 64) * (shape.heads / group) : 0;                \
@@ -101,6 +104,7 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
                                            const uint32_t *spans, BY_VALUE Strides q_strides, BY_VALUE Strides k_strides,          \
                                            BY_VALUE Strides v_strides, BY_VALUE Strides o_strides, BY_VALUE AttentionShape shape,  \
                                            uint32_t group) {                                                                       \
+        follow();                                                                                                                  \
         attention_plain_forward<type>(q, k, v, o, log_sums, q_strides, k_strides, v_strides, o_strides, Mask<Acc<type>>{}, shape,  \
                                       Spans{spans, shape.queries, group});                                                         \
     }
@@ -113,6 +117,7 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
         const type *q, const type *k, const type *v, const type *d_o, const Acc<type> *log_sums, const Acc<type> *delta, type *grad,\
         const uint32_t *spans, BY_VALUE Strides q_strides, BY_VALUE Strides k_strides, BY_VALUE Strides v_strides,                 \
         BY_VALUE Strides do_strides, BY_VALUE Strides grad_strides, BY_VALUE AttentionShape shape, uint32_t group) {               \
+        follow();                                                                                                                  \
         attention_plain_backward<type, GradientOf::part>(q, k, v, d_o, log_sums, delta, grad, q_strides, k_strides, v_strides,     \
                                                          do_strides, grad_strides, Mask<Acc<type>>{}, shape,                       \
                                                          Spans{spans, shape.queries, group});                                      \

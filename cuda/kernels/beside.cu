@@ -95,6 +95,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, T *dx, uint6
 #define DEFINE_BESIDE(NAME, F, SUFFIX, T)                                                                              \
     extern "C" __global__ void NAME##_forward_##SUFFIX(const T *before, const T *x, T *y, uint64_t rows,               \
                                                        uint64_t x_row, uint32_t kept, uint32_t width) {                \
+        follow();                                                                                                      \
         if ((x_row | kept | width) % WIDE<T> == 0 && are_wide(before, x, y))                                           \
             forward<T, WIDE<T>, F>(before, x, y, rows, x_row, kept, width);                                            \
         else forward<T, 1, F>(before, x, y, rows, x_row, kept, width);                                                 \
@@ -102,6 +103,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, T *dx, uint6
     extern "C" __global__ void NAME##_backward_##SUFFIX(const T *x, const T *grad, T *dx, uint64_t rows,               \
                                                         uint64_t x_row, uint64_t grad_row, uint64_t dx_row,            \
                                                         uint32_t width) {                                              \
+        follow();                                                                                                      \
         if ((x_row | grad_row | dx_row | width) % WIDE<T> == 0 && are_wide(x, grad, dx))                               \
             backward<T, WIDE<T>, F>(x, grad, dx, rows, x_row, grad_row, dx_row, width);                                \
         else backward<T, 1, F>(x, grad, dx, rows, x_row, grad_row, dx_row, width);                                     \

@@ -103,10 +103,12 @@ __device__ __forceinline__ void backward(const T *__restrict__ grad, const T *__
 
 #define DEFINE_CAYLEY(SUFFIX, T)                                                                                       \
     extern "C" __global__ void cayley_forward_##SUFFIX(const T *upper, T *change, uint64_t count, uint32_t size) {     \
+        follow();                                                                                                      \
         forward(upper, change, count, size);                                                                           \
     }                                                                                                                  \
     extern "C" __global__ void cayley_backward_##SUFFIX(const T *grad, const T *change, T *grad_upper, uint64_t count, \
                                                         uint32_t size) {                                               \
+        follow();                                                                                                      \
         backward(grad, change, grad_upper, count, size);                                                               \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_CAYLEY)

@@ -122,6 +122,7 @@ __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *ro
 // `columns` are multiples of 16.
 // Launch: block 256, grid (ceil(columns / 64), ceil(R / 64), number of parts), where R is the number of rows of the largest part.
 extern "C" __global__ void transpose_codes(const __grid_constant__ CodeParts parts, uint32_t rows, uint32_t columns, uint8_t *out) {
+    follow();
     constexpr int TILE = 64, WORDS = TILE / 4;
     __shared__ uint32_t read[TILE][WORDS + 1], turned[TILE][WORDS + 1];
     const CodePart &part = parts.list[blockIdx.z];
@@ -154,11 +155,13 @@ extern "C" __global__ void transpose_codes(const __grid_constant__ CodeParts par
     extern "C" __global__ void quantize_rows_##SUFFIX(const T *x, const __grid_constant__ CodeParts column_scales, uint32_t parts,    \
                                                       uint32_t rows, uint32_t columns, uint32_t is_int8, uint8_t *codes,              \
                                                       float *scales) {                                                                 \
+        follow();                                                                                                                      \
         quantize_rows<T>(x, column_scales, parts, rows, columns, is_int8, codes, scales);                                              \
     }                                                                                                                                  \
     extern "C" __global__ void scale_sums_##SUFFIX(const uint32_t *sums, const float *row_scales, const float *column_scales,         \
                                                    const T *bias, uint32_t rows, uint32_t columns, uint32_t scale_count,              \
                                                    uint32_t stride, uint32_t is_integer, T *out) {                                    \
+        follow();                                                                                                                     \
         scale_sums<T>(sums, row_scales, column_scales, bias, rows, columns, scale_count, stride, is_integer, out);                     \
     }
 FOR_EACH_FLOAT(DEFINE_CODES)

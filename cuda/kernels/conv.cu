@@ -34,6 +34,7 @@
     extern "C" __global__ void __launch_bounds__(128, BLOCKS) conv2d_forward_##TILE##_##DTYPE(                         \
         TYPE *y, const TYPE *x, const TYPE *weight, const TYPE *bias, float *partials, const float *sums_bias,         \
         Conv2dShape shape) {                                                                                           \
+        follow();                                                                                                      \
         conv2d_tensor<TYPE, Direction::FORWARD, M, N, WARPS_M, WARPS_N, VEC, STAGES>(                                  \
             {y, x, weight, bias, partials, sums_bias}, shape);                                                         \
     }
@@ -53,6 +54,7 @@ FOR_EACH_HALF(DEFINE_FORWARD, m64n64v4, 64, 64, 2, 2, 4, 4, 3)
 #define DEFINE_GRAD_INPUT(DTYPE, TYPE, TILE, M, N, WARPS_M, WARPS_N, VEC, STAGES, BLOCKS)                              \
     extern "C" __global__ void __launch_bounds__(128, BLOCKS) conv2d_grad_input_##TILE##_##DTYPE(                      \
         TYPE *grad_x, const TYPE *grad_y, const TYPE *weight, float *partials, Conv2dShape shape) {                    \
+        follow();                                                                                                      \
         conv2d_tensor<TYPE, Direction::GRAD_INPUT, M, N, WARPS_M, WARPS_N, VEC, STAGES>(                               \
             {grad_x, grad_y, weight, nullptr, partials, nullptr}, shape);                                              \
     }
@@ -73,6 +75,7 @@ FOR_EACH_HALF(DEFINE_GRAD_INPUT, m64n64v4, 64, 64, 2, 2, 4, 4, 3)
 #define DEFINE_GRAD_WEIGHT(DTYPE, TYPE, TILE, M, WARPS_M, WARPS_N, LEFT_VEC, RIGHT_VEC, STAGES)                        \
     extern "C" __global__ void __launch_bounds__(128, 2) conv2d_grad_weight_##TILE##_##DTYPE(                          \
         TYPE *grad_weight, const TYPE *grad_y, const TYPE *x, float *partials, Conv2dShape shape) {                    \
+        follow();                                                                                                      \
         conv2d_grad_weight<TYPE, M, 128, WARPS_M, WARPS_N, LEFT_VEC, RIGHT_VEC, STAGES>(grad_weight, grad_y, x,        \
                                                                                         partials, shape);              \
     }
@@ -131,6 +134,7 @@ sum_partials(T *y, const Acc<T> *partials, const T *bias, uint64_t count, uint32
 #define DEFINE_PAIRS(NAME, LOW)                                                                                        \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         pairs_##NAME##_f32(__nv_bfloat16 *to, const float *from, uint64_t rows, uint32_t channels, uint32_t padded) {  \
+        follow();                                                                                                      \
         write_pairs<LOW>(to, from, rows, channels, padded);                                                            \
     }
 DEFINE_PAIRS(left, 2)
@@ -139,6 +143,7 @@ DEFINE_PAIRS(right, 1)
 #define DEFINE_SUM(DTYPE, TYPE)                                                                                        \
     extern "C" __global__ void __launch_bounds__(256, 4) conv2d_sum_##DTYPE(                                           \
         TYPE *y, const Acc<TYPE> *partials, const TYPE *bias, uint64_t count, uint32_t columns, uint32_t splits) {     \
+        follow();                                                                                                      \
         sum_partials<TYPE, false>(y, partials, bias, count, columns, splits);                                          \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SUM)
@@ -147,6 +152,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SUM)
 extern "C" __global__ void __launch_bounds__(256, 4)
     conv2d_sum_accumulate_f32(float *y, const float *partials, const float *bias, uint64_t count, uint32_t columns,
                               uint32_t splits) {
+    follow();
     sum_partials<float, true>(y, partials, bias, count, columns, splits);
 }
 
@@ -156,18 +162,22 @@ extern "C" __global__ void __launch_bounds__(256, 4)
 #define DEFINE_PLAIN(DTYPE, TYPE)                                                                                      \
     extern "C" __global__ void __launch_bounds__(256, 2) conv2d_forward_plain_##DTYPE(                                 \
         TYPE *y, const TYPE *x, const TYPE *weight, const TYPE *bias, Conv2dShape shape) {                             \
+        follow();                                                                                                      \
         conv2d_plain<TYPE, Direction::FORWARD>(y, x, weight, bias, shape);                                             \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256) conv2d_forward_direct_##DTYPE(                                   \
         TYPE *y, const TYPE *x, const TYPE *weight, const TYPE *bias, Conv2dShape shape) {                             \
+        follow();                                                                                                      \
         conv2d_direct<TYPE, Direction::FORWARD>(y, x, weight, bias, shape);                                            \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256, 2)                                                               \
         conv2d_grad_input_plain_##DTYPE(TYPE *grad_x, const TYPE *grad_y, const TYPE *weight, Conv2dShape shape) {     \
+        follow();                                                                                                      \
         conv2d_plain<TYPE, Direction::GRAD_INPUT>(grad_x, grad_y, weight, nullptr, shape);                             \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         conv2d_grad_input_direct_##DTYPE(TYPE *grad_x, const TYPE *grad_y, const TYPE *weight, Conv2dShape shape) {    \
+        follow();                                                                                                      \
         conv2d_direct<TYPE, Direction::GRAD_INPUT>(grad_x, grad_y, weight, nullptr, shape);                            \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_PLAIN)
@@ -180,10 +190,12 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_PLAIN)
 #define DEFINE_GRAD_WEIGHT_PLAIN(DTYPE, TYPE)                                                                          \
     extern "C" __global__ void __launch_bounds__(256, 2)                                                               \
         conv2d_grad_weight_plain_##DTYPE(Acc<TYPE> *partials, const TYPE *grad_y, const TYPE *x, Conv2dShape shape) {  \
+        follow();                                                                                                      \
         conv2d_grad_weight_plain<TYPE>(partials, grad_y, x, shape);                                                    \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         conv2d_grad_weight_direct_##DTYPE(Acc<TYPE> *partials, const TYPE *grad_y, const TYPE *x, Conv2dShape shape) { \
+        follow();                                                                                                      \
         conv2d_grad_weight_direct<TYPE>(partials, grad_y, x, shape);                                                   \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_GRAD_WEIGHT_PLAIN)

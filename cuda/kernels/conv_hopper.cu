@@ -39,6 +39,7 @@
     extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)                                     \
         conv2d_forward_hopper_##TILE##_##DTYPE(TYPE *y, const TYPE *bias, float *partials, const float *sums_bias,     \
                                                Conv2dShape shape, const __grid_constant__ Conv2dMaps maps) {           \
+        follow();                                                                                                      \
         conv2d_hopper<TYPE, Direction::FORWARD, M, N, STAGES>({y, nullptr, nullptr, bias, partials, sums_bias}, shape, \
                                                               maps);                                                   \
     }
@@ -51,6 +52,7 @@ FOR_EACH_HALF(DEFINE_FORWARD, m256n160, 256, 160, 4)
     extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)                                     \
         conv2d_grad_input_hopper_##TILE##_##DTYPE(TYPE *grad_x, float *partials, Conv2dShape shape,                    \
                                                   const __grid_constant__ Conv2dMaps maps) {                           \
+        follow();                                                                                                      \
         conv2d_hopper<TYPE, Direction::GRAD_INPUT, M, N, STAGES>(                                                      \
             {grad_x, nullptr, nullptr, nullptr, partials, nullptr}, shape, maps);                                      \
     }
@@ -68,6 +70,7 @@ FOR_EACH_HALF(DEFINE_GRAD_INPUT, m256n160, 256, 160, 4)
 #define DEFINE_GRAD_WEIGHT(DTYPE, TYPE, TILE, M, STAGES, PAIRED, CLUSTER)                                              \
     extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) conv2d_grad_weight_hopper_##TILE##_##DTYPE(           \
         TYPE *grad_weight, float *partials, Conv2dShape shape, const __grid_constant__ Conv2dMaps maps) {              \
+        follow();                                                                                                      \
         WeightGrad<TYPE, M, STAGES, PAIRED>(shape).run(grad_weight, partials, shape, maps);                            \
     }
 FOR_EACH_HALF(DEFINE_GRAD_WEIGHT, m64, 64, 5, false, )

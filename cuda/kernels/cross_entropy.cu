@@ -124,6 +124,7 @@ __device__ __forceinline__ void backward(const T *x, const Acc<T> *lse, Targets 
                                        Counter *out_of_range, uint64_t rows, uint64_t inner, uint64_t outer_stride,    \
                                        uint64_t inner_stride, uint32_t classes, int64_t ignore_index,                  \
                                        uint32_t id_bytes, double smoothing) {                                          \
+        follow();                                                                                                      \
         __shared__ Acc<T> shared[WARP];                                                                                \
         const Logits logits{rows, inner, outer_stride, inner_stride, classes};                                         \
         const Targets of_rows{targets, ignore_index, id_bytes};                                                        \
@@ -142,6 +143,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_FORWARD)
                                         uint64_t inner, uint64_t outer_stride, uint64_t inner_stride,                  \
                                         uint32_t classes, int64_t ignore_index, uint32_t id_bytes, double smoothing,   \
                                         uint32_t of_rows) {                                                            \
+        follow();                                                                                                      \
         const Logits logits{rows, inner, outer_stride, inner_stride, classes};                                         \
         const Targets ids{targets, ignore_index, id_bytes};                                                            \
         backward<T>(x, lse, ids, grad, of_rows != 0, divisor, weights, dx, logits, smoothing);                         \
@@ -155,6 +157,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_BACKWARD)
     extern "C" __global__ void __launch_bounds__(1024)                                                                 \
         cross_entropy_total_##SUFFIX(const Acc<T> *losses, const void *targets, T *result, Acc<T> *divisor,            \
                                      uint64_t rows, int64_t ignore_index, uint32_t id_bytes, uint32_t mean) {          \
+        follow();                                                                                                      \
         __shared__ double shared[WARP];                                                                                \
         const Targets ids{targets, ignore_index, id_bytes};                                                            \
         double sum = 0, count = 0;                                                                                     \

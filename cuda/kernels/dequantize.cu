@@ -183,6 +183,7 @@ template <typename T> __device__ __forceinline__ void dequantize(const Quantized
 
 #define DEFINE_DEQUANTIZE(SUFFIX, T)                                                                                   \
     extern "C" __global__ void dequantize_##SUFFIX(const __grid_constant__ QuantizedParts parts, T *out) {             \
+        follow();                                                                                                      \
         dequantize<T>(parts, out);                                                                                     \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_DEQUANTIZE)

@@ -60,6 +60,7 @@ __device__ __forceinline__ void dropout(const T *x, T *y, uint64_t len, Generato
     extern "C" __global__ void                                                                                         \
         dropout_##SUFFIX(const T *x, T *y, const uint64_t *state, uint64_t seed, uint64_t offset, uint64_t len,        \
                          uint32_t threshold, double kept) {                                                            \
+        follow();                                                                                                      \
         dropout<T>(x, y, len, Generator(state, seed, offset), threshold, static_cast<Acc<T>>(kept));                   \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_DROPOUT)

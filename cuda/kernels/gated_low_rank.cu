@@ -166,12 +166,14 @@ __device__ __forceinline__ void gated(const T *x, const T *grad, T *out, const L
     extern "C" __global__ void __launch_bounds__(WARPS *WARP, RANK < 32 ? 2 : 1)                                       \
         NAME##_low_rank##RANK##_forward_##SUFFIX(const T *x, T *y, const __grid_constant__ LowRankHalves halves,       \
                                                  uint32_t rows, uint32_t width) {                                      \
+        follow();                                                                                                      \
         gated<T, RANK / RANKS, F, false>(x, nullptr, y, halves, rows, width);                                          \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(WARPS *WARP, RANK < 32 ? 2 : 1)                                       \
         NAME##_low_rank##RANK##_backward_##SUFFIX(const T *x, const T *grad, T *dx,                                    \
                                                   const __grid_constant__ LowRankHalves halves, uint32_t rows,         \
                                                   uint32_t width) {                                                    \
+        follow();                                                                                                      \
         gated<T, RANK / RANKS, F, true>(x, grad, dx, halves, rows, width);                                             \
     }
 #define DEFINE_RANKS(SUFFIX, T)                                                                                        \

@@ -249,6 +249,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const T *bef
     extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2)                                                       \
         group_norm_statistics_##SUFFIX(const T *x, Acc<T> *partials, uint32_t positions, uint32_t channels,            \
                                        uint32_t groups, uint32_t pieces) {                                             \
+        follow();                                                                                                      \
         __shared__ Slots<T> slots;                                                                                     \
         const ChannelSize size{positions, channels, groups, pieces};                                                   \
         if (channels % WIDE<T> == 0 && are_wide(x)) statistics<T, true>(x, partials, size, slots);                     \
@@ -261,6 +262,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_STATISTICS)
     extern "C" __global__ void group_norm_moments_##SUFFIX(Acc<T> *partials, Acc<T> *mean, Acc<T> *rstd,               \
                                                            uint32_t positions, uint32_t channels, uint32_t groups,     \
                                                            uint32_t pieces, uint32_t tiles, double eps) {              \
+        follow();                                                                                                      \
         const ChannelSize size{positions, channels, groups, pieces};                                                   \
         const Partials<Acc<T>> all{partials, tiles};                                                                   \
         const Acc<T> total = static_cast<Acc<T>>(positions) * size.width();                                            \
@@ -287,6 +289,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
         NAME##_forward_##SUFFIX(const T *x, const void *weight, const void *bias, const Acc<T> *mean,                  \
                                 const Acc<T> *rstd, T *y, uint32_t positions, uint32_t channels, uint32_t groups,      \
                                 uint32_t pieces, uint32_t affine_f32) {                                                \
+        follow();                                                                                                      \
         const ChannelSize size{positions, channels, groups, pieces};                                                   \
         const Affine affine{weight, bias, affine_f32 != 0};                                                            \
         if (channels % WIDE<T> == 0 && are_wide(x, y) && are_wide(weight, bias))                                       \
@@ -302,6 +305,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
         NAME##_sums_##SUFFIX(const T *x, const T *grad, const void *weight, const void *bias, const Acc<T> *mean,      \
                              const Acc<T> *rstd, Acc<T> *partials, Acc<T> *affine_partials, uint32_t positions,        \
                              uint32_t channels, uint32_t groups, uint32_t pieces, uint32_t affine_f32) {               \
+        follow();                                                                                                      \
         __shared__ Slots<T> slots;                                                                                     \
         const ChannelSize size{positions, channels, groups, pieces};                                                   \
         const Affine affine{weight, bias, affine_f32 != 0};                                                            \
@@ -316,6 +320,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
     extern "C" __global__ void group_norm_slopes_##SUFFIX(Acc<T> *partials, const Acc<T> *rstd, Acc<T> *slopes,        \
                                                           uint32_t positions, uint32_t channels, uint32_t groups,      \
                                                           uint32_t pieces, uint32_t tiles) {                           \
+        follow();                                                                                                      \
         const ChannelSize size{positions, channels, groups, pieces};                                                   \
         const Partials<Acc<T>> all{partials, tiles};                                                                   \
         const Acc<T> total = static_cast<Acc<T>>(positions) * size.width();                                            \
@@ -343,6 +348,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SLOPES)
                                  const Acc<T> *mean, const Acc<T> *rstd, const Acc<T> *slopes, T *dx,                  \
                                  uint32_t positions, uint32_t channels, uint32_t groups, uint32_t pieces,              \
                                  uint32_t affine_f32) {                                                                \
+        follow();                                                                                                      \
         const ChannelSize size{positions, channels, groups, pieces};                                                   \
         const Affine affine{weight, bias, affine_f32 != 0};                                                            \
         if (channels % WIDE<T> == 0 && are_wide(x, grad, before, dx) && are_wide(weight, bias))                        \

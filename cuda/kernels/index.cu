@@ -143,6 +143,7 @@ __device__ __forceinline__ void select_scatter(const T *grad, const void *ids, T
     extern "C" __global__ void index_select_forward_##SUFFIX(const T *x, const void *ids, T *y, Counter *out_of_range, \
                                                              uint64_t outer, uint32_t size, uint32_t count,            \
                                                              uint32_t inner, uint32_t id_bytes) {                      \
+        follow();                                                                                                      \
         if (inner % WIDE<T> == 0 && are_wide(x, y))                                                                    \
             select<T, WIDE<T>>(x, ids, y, out_of_range, outer, size, count, inner, id_bytes);                          \
         else select<T, 1>(x, ids, y, out_of_range, outer, size, count, inner, id_bytes);                               \
@@ -150,6 +151,7 @@ __device__ __forceinline__ void select_scatter(const T *grad, const void *ids, T
     extern "C" __global__ void gather_forward_##SUFFIX(const T *x, const void *ids, T *y, Counter *out_of_range,       \
                                                        uint64_t outer, uint32_t size, uint32_t count, uint32_t inner,  \
                                                        uint32_t id_bytes) {                                            \
+        follow();                                                                                                      \
         gather<T>(x, ids, y, out_of_range, outer, size, count, inner, id_bytes);                                       \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_FORWARD)
@@ -175,6 +177,7 @@ DEFINE_FORWARD(i64, int64_t)
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         index_select_scatter_##SUFFIX(const T *grad, const void *ids, T *dx, uint64_t outer, uint32_t size,            \
                                       uint32_t count, uint32_t inner, uint32_t id_bytes) {                             \
+        follow();                                                                                                      \
         __shared__ Matches matches;                                                                                    \
         if (inner % WIDE<T> == 0 && are_wide(grad, dx))                                                                \
             select_scatter<T, WIDE<T>>(grad, ids, dx, outer, size, count, inner, id_bytes, matches);                   \
@@ -186,6 +189,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_SCATTER)
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         index_select_backward_##SUFFIX(const T *grad, const void *ids, T *dx, Acc<T> *partials, uint64_t outer,        \
                                        uint32_t size, uint32_t count, uint32_t inner, uint32_t id_bytes) {             \
+        follow();                                                                                                      \
         __shared__ Matches matches;                                                                                    \
         if (inner % WIDE<T> == 0 && are_wide(grad, dx))                                                                \
             select_backward<T, WIDE<T>>(grad, ids, dx, partials, outer, size, count, inner, id_bytes, matches);        \
@@ -198,6 +202,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_BACKWARD)
 #define DEFINE_SELECT_SUM(SUFFIX, T)                                                                                   \
     extern "C" __global__ void index_select_sum_##SUFFIX(const Acc<T> *partials, T *dx, uint32_t pieces,               \
                                                          uint64_t len) {                                               \
+        follow();                                                                                                      \
         for (uint64_t index = flat_index(); index < len; index += flat_stride()) {                                     \
             Acc<T> sum = 0;                                                                                            \
             for (uint32_t piece = 0; piece < pieces; piece++) sum += partials[piece * len + index];                    \
@@ -215,6 +220,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_SUM)
     extern "C" __global__ void gather_backward_##SUFFIX(const T *grad, const void *ids, T *dx, uint64_t outer,         \
                                                         uint32_t size, uint32_t count, uint32_t inner,                 \
                                                         uint32_t id_bytes) {                                           \
+        follow();                                                                                                      \
         for (uint64_t index = flat_index(); index < outer * size * inner; index += flat_stride()) {                    \
             const auto [row, i] = divide(index, inner);                                                                \
             const auto [o, s] = divide(row, size);                                                                     \

@@ -251,6 +251,7 @@ __device__ __forceinline__ void low_rank(const LowRankTerms &terms, const LowRan
     extern "C" __global__ void __launch_bounds__(WARPS<RANK / RANKS> *WARP, 1)                                         \
         low_rank_##NAME##RANK##_##SUFFIX(const __grid_constant__ LowRankTerms terms,                                   \
                                          const __grid_constant__ LowRankSizes sizes) {                                 \
+        follow();                                                                                                      \
         low_rank<T, RANK / RANKS, IS_BACKWARD>(terms, sizes);                                                          \
     }
 

@@ -27,6 +27,7 @@
         uint32_t flags, float *state1, float *state2, float *state3, float *state4, float *state5
 #define DEFINE_WHOLE(NAME, BODY, suffix, G, C)                                                                         \
     extern "C" __global__ void __launch_bounds__(WHOLE_THREADS) NAME##_##suffix(WHOLE_ARGUMENTS) {                     \
+        follow();                                                                                                      \
         WHOLE_VARIABLE(G, C)                                                                                           \
         float *const states[5] = {state1, state2, state3, state4, state5};                                             \
         BODY(elements, step, states);                                                                                  \
@@ -45,6 +46,7 @@ FOR_EACH_GRADIENT_AND_COPY(DEFINE_STEPS)
 //   The arguments are those of WHOLE_ARGUMENTS; shared f64 [7].
 // Grid: 1; block: 512; no dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(WHOLE_THREADS) prodigy_estimate(WHOLE_ARGUMENTS) {
+    follow();
     if (coefficients[variables[0].group].skip) return;
     const auto sums = [&](uint64_t k) { return reinterpret_cast<const double *>(variables[k].scratch); };
     const double progress = sum_over(count, [&](uint64_t k) { return sums(k)[0]; });

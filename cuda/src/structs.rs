@@ -99,6 +99,16 @@ structs! {
     /// Declared in kernels/low_rank.cu.
     LowRankTerms { list: [LowRankTerm; 4], }
 
+    /// Declared in kernels/low_rank_add.cu.
+    #[derive(Default)]
+    LowRankTile { hidden: Address, up: Address, }
+
+    /// Declared in kernels/low_rank_add.cu.
+    LowRankTiles { list: [LowRankTile; 4], }
+
+    /// Declared in kernels/low_rank_add.cu.
+    LowRankAddSizes { rows: u32, outer: u32, hidden_row: u32, up_row: u32, dst_row: u32, scale: f32, }
+
     /// Declared in kernels/gated_low_rank.cu.
     #[derive(Default)]
     LowRankHalf { hidden: Address, up: Address, hidden_row: u32, up_row: u32, scale: f32, unused: u32, }
@@ -184,6 +194,9 @@ pub const LAYOUTS: &[Layout] = &[
     LowRankSizes::layout("LowRankSizes"),
     LowRankTerm::layout("LowRankTerm"),
     LowRankTerms::layout("LowRankTerms"),
+    LowRankTile::layout("LowRankTile"),
+    LowRankTiles::layout("LowRankTiles"),
+    LowRankAddSizes::layout("LowRankAddSizes"),
     LowRankHalf::layout("LowRankHalf"),
     LowRankHalves::layout("LowRankHalves"),
     CodePart::layout("CodePart"),

@@ -152,7 +152,7 @@ def test_nothing_left_is_an_error(pictures: MakePictures, tmp_path: Path) -> Non
         load(tmp_path / "a", skip_bad=True)
     message = str(caught.value)
     assert "nothing to train on in" in message
-    assert "1 image smaller than the smallest bucket, 16 px per side (--upscale" in message
+    assert "1 image smaller than the smallest bucket, 16 px per side (give --upscale" in message
     assert "1 image that cannot be used" in message
     assert "00.png: 15x15" in message
     assert "01.png: cannot be decoded" in message
@@ -234,7 +234,7 @@ def test_masks_from_alpha_and_without_masks(pictures: MakePictures, tmp_path: Pa
 def test_a_mask_of_another_shape_is_named(pictures: MakePictures, tmp_path: Path) -> None:
     (path,) = pictures("a", (64, 64))
     Image.new("L", (64, 32)).save(path.with_name("00-masklabel.png"))
-    with pytest.raises(DatasetError, match=r"00-masklabel\.png: is 64x32 .*expected the shape"):
+    with pytest.raises(DatasetError, match=r"00-masklabel\.png: is 64x32 .*expected the aspect"):
         load(tmp_path / "a", mask="file")
     assert len(load(tmp_path / "a")) == 1
 

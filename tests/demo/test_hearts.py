@@ -68,7 +68,7 @@ def test_the_data_has_no_heart_in_the_unseen_colour(tmp_path: Path) -> None:
 )
 def test_which_verdicts_pass(verdict: Verdict, passed: bool) -> None:
     assert verdict.passed == passed
-    assert "orange ones" in str(verdict)
+    assert "orange hearts" in str(verdict)
 
 
 @pytest.mark.slow

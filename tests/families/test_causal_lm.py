@@ -285,7 +285,7 @@ def test_another_models_tokenizer_is_rejected(weights: Path, chats: Path, tmp_pa
     vocabulary = content["model"]["vocab"]
     vocabulary["n"] = 1000
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(DatasetError, match=r"token n \(1000\), and the model knows 320"):
+    with pytest.raises(DatasetError, match=r"token n \(1000\), and the model has 320 tokens"):
         train(config_of(folder, chats, tmp_path / "run"))
 
 

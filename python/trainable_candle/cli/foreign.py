@@ -5,7 +5,7 @@ from typing import Final
 _NOT_NEEDED: Final = "is not needed here: leave it out"
 _CACHED: Final = "is what --cache disk, the default, does: leave it out"
 _ATTENTION: Final = "is not needed here, because attention never stores all scores: leave it out"
-_LISTED: Final = "has no counterpart: list the folders in a YAML file and give that as --dataset"
+_LISTED: Final = "has no counterpart: list the folders in a YAML file, which --dataset takes"
 
 INSTEAD: Final = {
     "--xformers": _ATTENTION,

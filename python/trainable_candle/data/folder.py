@@ -34,7 +34,7 @@ class Picture:
     path: Path
     caption: str
     width: int
-    """Upright, px."""
+    """In pixels, after the rotation that EXIF prescribes."""
     height: int
     digest: str
     """A hash of the file's bytes, 32 hexadecimal digits."""

@@ -421,7 +421,7 @@ class GELU(Module):
         approximate: "none" for the exact function, "tanh" for its approximation.
 
     Raises:
-        ArgumentError: If `approximate` is something else.
+        ArgumentError: If `approximate` is neither.
     """
 
     def __init__(self, approximate: str = "none") -> None:

@@ -34,9 +34,7 @@ def _qat_contradiction(config: Any) -> str | None:
     if config.qat is None:
         return None
     if config.lora_dropout:
-        return (
-            "--qat rounds weight + adapter, which does not exist with --lora-dropout; leave one out"
-        )
+        return "--qat rounds weight + adapter, but --lora-dropout keeps them apart; leave one out"
     base = config.base_format
     if base not in {None, config.qat}:
         return (
@@ -72,7 +70,7 @@ class Adapter(Group):
         Condition(
             ("rslora", "lora_dropout"),
             lambda c: c.adapter != OFT,
-            "an adapter other than oft, which adds no product",
+            "an adapter other than oft (oft adds no product)",
         ),
         Condition(
             ("rank", "alpha"),

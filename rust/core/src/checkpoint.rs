@@ -11,6 +11,8 @@
 //! memory of the host (see `checkpoint/inputs.rs`).
 
 mod inputs;
+#[cfg(test)]
+mod tests;
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -133,6 +135,8 @@ pub(crate) struct Region {
 struct RegionState {
     slots: Vec<Slot>,
     kept: Vec<Kept>,
+    /// The last operation that saved a value, at which a recomputation ends.
+    last_saved: usize,
     versions: Vec<(Arc<Version>, u64)>,
     draws: Vec<rng::Draw>,
 }
@@ -183,6 +187,7 @@ impl Region {
         state.slots.resize_with(recording.saved, || Slot::Waiting);
         state.versions = recording.versions;
         state.draws = draws;
+        state.last_saved = recording.last_saved;
         for (sequence, mut kept) in recording.kept {
             if sequence == recording.last_saved {
                 kept.forget_all_but(&recording.saved_by_last);
@@ -216,7 +221,7 @@ impl Region {
     }
 
     fn replay(&self) -> Result<()> {
-        let (expected, kept, draws) = {
+        let (expected, last_saved, kept, draws) = {
             let state = self.state();
             for (version, then) in &state.versions {
                 if version.get() != *then {
@@ -226,11 +231,14 @@ impl Region {
                     ));
                 }
             }
-            (state.slots.len(), state.kept.iter().cloned().collect::<VecDeque<_>>(), state.draws.clone())
+            let kept = state.kept.iter().cloned().collect::<VecDeque<_>>();
+            (state.slots.len(), state.last_saved, kept, state.draws.clone())
         };
         let inputs = self.inputs.get()?;
         let selective = self.policy == Policy::Selective;
         let scope = Scope::enter(Recorder::Replay(Replaying {
+            sequence: 0,
+            last_saved,
             expected,
             values: Vec::with_capacity(expected),
             kept,
@@ -309,6 +317,10 @@ impl Recording {
 
 /// A later run of a function.
 struct Replaying {
+    /// Operations run so far.
+    sequence: usize,
+    /// The operation at which the recomputation ends.
+    last_saved: usize,
     expected: usize,
     values: Vec<Raw>,
     kept: VecDeque<Kept>,
@@ -378,9 +390,9 @@ where
         Take(Kept),
     }
     reads(inputs);
+    begin_operation();
     let plan = RECORDERS.with_borrow_mut(|recorders| match recorders.last_mut() {
         Some(Recorder::Record(recording)) => {
-            recording.sequence += 1;
             let keep = recording.region.policy == Policy::Selective && op.cost == Cost::Expensive;
             Ok(if keep { Plan::ComputeAndKeep } else { Plan::Compute })
         }
@@ -428,6 +440,25 @@ pub(crate) fn reads(tensors: &[&Tensor]) {
             }
         }
     });
+}
+
+/// Count one more operation of the innermost checkpoint.
+fn begin_operation() {
+    RECORDERS.with_borrow_mut(|recorders| match recorders.last_mut() {
+        Some(Recorder::Record(recording)) => recording.sequence += 1,
+        Some(Recorder::Replay(replaying)) => replaying.sequence += 1,
+        None => {}
+    });
+}
+
+/// Whether a recomputation ends with the operation that is running: nothing will read its result, unless the operation
+/// itself saves it.
+pub(crate) fn ends_here() -> bool {
+    let is_last = |recorders: &Vec<Recorder>| match recorders.last() {
+        Some(Recorder::Replay(replaying)) => replaying.sequence == replaying.last_saved,
+        _ => false,
+    };
+    flags().recording() && RECORDERS.with_borrow(is_last)
 }
 
 /// Whether the innermost checkpoint is being recomputed.

@@ -17,6 +17,8 @@ mod attention;
 mod capture;
 #[path = "walk/computed.rs"]
 mod computed;
+#[path = "cuda/feed_forward.rs"]
+mod feed_forward;
 #[path = "walk/nan.rs"]
 mod nan;
 #[path = "cuda/norms.rs"]

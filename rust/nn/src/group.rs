@@ -1,6 +1,6 @@
 //! [`LinearGroup`]: linear layers that share their input.
 
-use trainable_candle_core::ops::gated::swiglu_linear_group;
+use trainable_candle_core::ops::gated::{swiglu_feed_forward, swiglu_linear_group};
 use trainable_candle_core::ops::linear_group::{LinearGroup as Group, linear_group};
 use trainable_candle_core::streaming::Streamed;
 use trainable_candle_core::{Error, Quantized, Result, Tensor, Var, Weight};
@@ -93,6 +93,23 @@ impl LinearGroup {
             return Err(Error::shape("LinearGroup", format!("found {found} layers, expected features and a gate")));
         };
         features.forward(x)?.mul(&gate.forward(x)?.silu()?)
+    }
+
+    /// `last`, a layer of `out_features` inputs, applied to the result of [`forward_swiglu`](Self::forward_swiglu), in one
+    /// operation where possible.
+    ///
+    /// # Errors
+    /// As [`forward_swiglu`](Self::forward_swiglu) and [`Linear::forward`].
+    pub fn feed_forward(&self, x: &Tensor, last: &Linear<Tensor>) -> Result<Tensor> {
+        let adapter = last.slot().get();
+        if let Some(product) = adapter.map(|adapter| adapter.as_low_rank(x.dtype())).transpose()?.flatten() {
+            let (base, sizes, low_rank) = (last.base(), [last.out_features()], [Some(product)]);
+            let last = Group { weight: base.weight, bias: base.bias, sizes: &sizes, low_rank: &low_rank };
+            if let Some(result) = self.as_one(x, |x, group| swiglu_feed_forward(x, group, last))? {
+                return Ok(result);
+            }
+        }
+        last.forward(&self.forward_swiglu(x)?)
     }
 
     /// Apply one operation to all members together; None if their parameters or adapters do not allow it.

@@ -167,6 +167,12 @@ CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute,
     return CUDA_SUCCESS;
 }
 
+// 90 for sm_90a and for compute_90; 0 if nothing is known of the module.
+static int compiled_for(const char *architecture) {
+    const char *number = strchr(architecture, '_');
+    return number ? atoi(number + 1) : 0;
+}
+
 CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function) {
     const struct kernel *kernel = function->kernel;
     switch (attribute) {
@@ -174,6 +180,7 @@ CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfuncti
     case CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES: *value = kernel ? (int)kernel->shared : 0; break;
     case CU_FUNC_ATTRIBUTE_NUM_REGS: *value = kernel ? (int)kernel->registers : 0; break;
     case CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: *value = (int)function->dynamic; break;
+    case CU_FUNC_ATTRIBUTE_PTX_VERSION: *value = compiled_for(function->module->architecture); break;
     default: *value = 0; break;
     }
     return CUDA_SUCCESS;
@@ -209,8 +216,9 @@ static CUresult check_parameters(const struct kernel *kernel, void **parameters,
     return CUDA_SUCCESS;
 }
 
+// `early`: while the kernel before it runs, for which only code for 9.0 and later waits.
 static CUresult launch(CUfunction function, const unsigned grid[3], const unsigned block[3], unsigned shared, CUstream stream,
-                       void **parameters) {
+                       void **parameters, bool early) {
     TRY(simulated_stream("cuLaunchKernel", stream));
     const struct kernel *kernel = function->kernel;
     if (stream && stream->context != function->module->context)
@@ -225,10 +233,12 @@ static CUresult launch(CUfunction function, const unsigned grid[3], const unsign
         return simulated_fail(function->name, CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, "launch-bounds");
     if (kernel && warps * 32 * ((kernel->registers + 7) / 8 * 8) > 65536)
         return simulated_fail(function->name, CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, "registers");
+    if (early && compiled_for(function->module->architecture) < 90)
+        return simulated_fail(function->name, CUDA_ERROR_INVALID_VALUE, "launched-early");
     char text[512] = "";
     TRY(check_parameters(kernel, parameters, text, sizeof text));
-    simulated_log("launch name=%s grid=%u,%u,%u block=%u,%u,%u shared=%u captured=%d arguments=%s", function->name, grid[0], grid[1],
-                  grid[2], block[0], block[1], block[2], shared, simulated_capturing(stream), text);
+    simulated_log("launch name=%s grid=%u,%u,%u block=%u,%u,%u shared=%u early=%d captured=%d arguments=%s", function->name, grid[0], grid[1],
+                  grid[2], block[0], block[1], block[2], shared, early, simulated_capturing(stream), text);
     simulated_queue(stream, (struct CUgraphNode_st){.kind = LAUNCH});
     return CUDA_SUCCESS;
 }
@@ -237,21 +247,24 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, u
                         unsigned block_z, unsigned shared, CUstream stream, void **parameters, void **extra) {
     (void)extra;
     const unsigned grid[3] = {grid_x, grid_y, grid_z}, block[3] = {block_x, block_y, block_z};
-    LOCKED(launch(function, grid, block, shared, stream, parameters));
+    LOCKED(launch(function, grid, block, shared, stream, parameters, false));
 }
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra) {
     (void)extra;
     const unsigned grid[3] = {config->gridDimX, config->gridDimY, config->gridDimZ};
     const unsigned block[3] = {config->blockDimX, config->blockDimY, config->blockDimZ};
+    bool early = false;
     for (unsigned i = 0; i < config->numAttrs; i++) {
+        if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+            early = config->attrs[i].value.programmaticStreamSerializationAllowed;
         if (config->attrs[i].id != CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) continue;
         const unsigned cluster[3] = {config->attrs[i].value.clusterDim.x, config->attrs[i].value.clusterDim.y,
                                      config->attrs[i].value.clusterDim.z};
         for (int axis = 0; axis < 3; axis++)
             if (!cluster[axis] || grid[axis] % cluster[axis]) return CUDA_ERROR_INVALID_CLUSTER_SIZE;
     }
-    LOCKED(launch(function, grid, block, config->sharedMemBytes, config->hStream, parameters));
+    LOCKED(launch(function, grid, block, config->sharedMemBytes, config->hStream, parameters, early));
 }
 
 static unsigned element_bytes(CUtensorMapDataType type) {

@@ -8,7 +8,7 @@
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use super::{Policy, save};
+use super::{Policy, begin_operation, save};
 use crate::Result;
 use crate::capture;
 use crate::cuda::offload::{Arriving, Away};
@@ -39,6 +39,9 @@ impl KeptInputs {
     pub(super) fn new(inputs: &[&Tensor], policy: Policy) -> Result<Self> {
         // An inner checkpoint keeps no inputs: the outer checkpoint recomputes them.
         let offloads = policy == Policy::Offloaded && !flags().recording();
+        // The outer checkpoint saves these inputs. Its operation that made the last of them is then not the one that ends
+        // its recomputation.
+        begin_operation();
         let mut parts = Vec::new();
         let mut placed = Vec::with_capacity(inputs.len());
         for &tensor in inputs {

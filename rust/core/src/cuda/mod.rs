@@ -18,6 +18,7 @@ pub mod exchange;
 mod gemm;
 mod gemm_batch;
 mod gemm_bias;
+mod gemm_choice;
 mod gemm_codes;
 mod gemm_lt;
 mod gpu;

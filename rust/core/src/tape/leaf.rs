@@ -122,6 +122,12 @@ impl Leaf {
         gradient.vector().filter(|_| gradient.filled || capture::is_capturing())
     }
 
+    /// The dtype of the variable and of its gradient.
+    #[cfg(feature = "cuda")]
+    pub(crate) const fn dtype(&self) -> DType {
+        self.dtype
+    }
+
     /// Whether gradients are accumulated in a buffer.
     pub(crate) fn is_bound(&self) -> bool {
         self.gradient.peek().buffer.is_some()
@@ -215,7 +221,12 @@ impl Leaf {
         let short = matches!(a.dtype(), DType::F16 | DType::BF16);
         let is_product = self.shape.dims() == [a.dims()[0], b.dims()[1]]
             && (self.dtype == a.dtype() || (short && self.dtype == DType::F32));
-        if !is_product || !self.is_bound() {
+        if is_product { self.buffer() } else { None }
+    }
+
+    /// The gradient buffer, if there is one; the caller must add a gradient to it.
+    pub(crate) fn buffer(&self) -> Option<Raw> {
+        if !self.is_bound() {
             return None;
         }
         let mut gradient = self.gradient.change();

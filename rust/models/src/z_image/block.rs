@@ -40,7 +40,7 @@ impl FeedForward {
     }
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.w2.forward(&self.inner.forward_swiglu(x)?)
+        self.inner.feed_forward(x, &self.w2)
     }
 
     fn saved(&self, tokens: usize, saved: &mut Saved) {

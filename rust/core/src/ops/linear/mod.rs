@@ -15,7 +15,7 @@ use crate::quantized::weight::{HeldWeight, WeightRef};
 use crate::quantized::{Format, example};
 use crate::raw::Raw;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
-use crate::{Error, Result, Tensor, compute};
+use crate::{Error, Result, Tensor, checkpoint, compute};
 
 static LINEAR: OpInfo = OpInfo::expensive("linear");
 
@@ -59,6 +59,15 @@ pub(super) fn forward(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>) -> Res
         }
         WeightRef::Streamed(weight) => forward(x, (&weight.here()?).into(), bias),
     }
+}
+
+/// [`forward`] for an operation that saves other values, but not y. If a checkpoint's recomputation ends with the
+/// operation, nothing reads y, and zeros take its place.
+pub(super) fn forward_unless_unread(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>) -> Result<Raw> {
+    if checkpoint::ends_here() {
+        return compute::zeros(&[x.dims()[0], weight.dims()[0]], x.dtype(), x.device());
+    }
+    forward(x, weight, bias)
 }
 
 /// The bias in each of `rows` rows, in storage of its own.
