@@ -68,7 +68,7 @@ pub(super) struct Kept {
     window: Option<usize>,
 }
 
-/// The smallest spare room of a text's buffers, in tokens.
+/// New buffers have room for at least this many tokens more than they receive.
 const ROOM: usize = 64;
 
 impl Kept {

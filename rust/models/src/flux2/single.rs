@@ -11,8 +11,8 @@ use crate::saved::Saved;
 
 /// Width of the feed-forward layer's middle, as a multiple of the tokens' width.
 const RATIO: usize = 3;
-/// Width of the first layer's result, as a multiple of the tokens' width: queries, keys, values, and gate and value of
-/// the middle.
+/// Width of the first layer's result, as a multiple of the tokens' width. The result has queries, keys and values, and
+/// the gate and the value of the middle.
 const PROJECTED: usize = 3 + 2 * RATIO;
 
 /// Attention and a `SwiGLU` side by side, modulated, gated and added to the input.

@@ -45,7 +45,7 @@ impl Default for QwenImageConfig {
 /// Latents along one side of the square that becomes a token.
 pub(super) const PATCH: usize = 2;
 
-/// Fields that are true in relatives of the model, with the names of the relatives.
+/// Fields that are true in the configurations of related models, with the names of these models.
 const RELATIVES: [(&str, &str); 3] = [
     ("zero_cond_t", "Qwen-Image-Edit-2511, which reads images besides the text"),
     ("use_additional_t_cond", "Qwen-Image-Layered, which draws several layers"),

@@ -9,7 +9,7 @@ use crate::layers::{attend, conv1x1, conv3x3};
 /// instead. The results differ only where all channels are nearly 0.
 const EPS: f64 = 1e-24;
 
-/// A norm over the channels under the name of its scale.
+/// An RMS norm over the channels. `name` is the name of its scale in files.
 pub(super) struct Norm {
     norm: RmsNorm,
     name: &'static str,
