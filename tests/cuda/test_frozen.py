@@ -373,7 +373,7 @@ RECORDS = {
 def test_a_recording_does_not_depend_on_the_number_of_steps_before(
     cuda: Any, digits_base: Any, optimizer: str
 ) -> None:
-    """No recorded kernel may take a number that the host counts, such as the step, as an argument."""
+    """A recorded kernel may not take a number that the host counts, such as the step."""
     run = cuda.run(
         TRAIN.replace("OPTIMIZER", optimizer)
         + AVERAGE.replace("BASE", repr(str(digits_base)))

@@ -118,7 +118,7 @@ def test_lora_gradients_are_products_in_batches(cuda: Any) -> None:
     # The gradients of the six `down` are one batch, and those of the six `up` another.
     assert calls["cublasGemmBatchedEx", "6"] == 2, calls
     # A layer has three products in the forward pass. In the backward pass it has one for the hidden
-    # gradient, and two for the gradient of its input, which only the first layer does not need.
+    # gradient and two for the gradient of its input. The first layer's input needs no gradient.
     assert sum(calls.values()) == 2 + 6 * 3 + 6 + 5 * 2, calls
     launches = Counter(step.launches)
     assert launches["write_addresses"] == 2
