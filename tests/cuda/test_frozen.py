@@ -1,4 +1,4 @@
-"""A change of state that a graph depends on reaches the graph, or is rejected.
+"""If state on which a CUDA graph depends changes, the graph uses the new state or raises an error.
 
 The simulated device's kernels do not compute; test_frozen_gpu.py compares the values.
 """
@@ -123,7 +123,7 @@ def test_a_step_without_gradients_is_not_replayed(cuda: Any) -> None:
     mark("end")
     """
     )
-    # Without gradients the optimizer takes no step, so the graph would be wrong.
+    # Without gradients the optimizer takes no step, so a graph that has one is not replayed.
     assert run.after("none").of("replay") == []
     assert not any(name.startswith("adam_step") for name in run.after("none").launches)
 

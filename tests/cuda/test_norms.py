@@ -37,7 +37,7 @@ def test_a_norm_adds_the_gradient_of_its_residual(cuda: Any) -> None:
     ):
         _, backward = launches(cuda, f"y = {norm}")
         assert backward[f"{name}_backward_bf16"] == 1
-        # Accumulation into the variable's gradient adds too, with and without the residual.
+        # A norm without a residual has the same additions, such as that into `x.grad`.
         _, without = launches(cuda, f"y = {norm.partition(' + ')[2]}")
         assert additions(backward) == additions(without), (backward, without)
 

@@ -108,7 +108,7 @@ def test_a_process_that_is_alone_names_the_missing_ranks(port: int) -> None:
 
 
 def test_rank_0_at_localhost_is_found_by_its_name(port: int) -> None:
-    """Some launchers give rank 0 the address localhost, the others its address in the network."""
+    """Some launchers give rank 0 the address localhost, and the other ranks its network address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward:
         try:
             outward.connect(("203.0.113.7", 9))  # With UDP, this sends nothing.

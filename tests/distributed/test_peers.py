@@ -1,7 +1,7 @@
 """Runs that stream blocks from peers: values, failures, resume, wrong settings.
 
-Each process keeps a slice of the streamed weights for all. `check_settings` allows this only on
-GPUs. These runs skip that check, so that they can also use the CPU, where slices are shared memory.
+Each process keeps a slice of the streamed weights, which all processes read. `check_settings`
+allows this only on GPUs. These runs skip it, to also use the CPU, where slices are shared memory.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Feed damaged files to the readers in Python.
 
-A reader may raise only the library's errors or OSError, must end, and may take bounded memory.
+A reader may raise only the library's errors or OSError. It must end, and use little memory.
 
 python tests/fuzz/run.py [--cases 100000] [--seed 0] [--first 0] [READER ...]
 
@@ -353,7 +353,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=1000, help="cases of each reader")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("readers", nargs="*", metavar="READER", help="(default: all)")
+    parser.add_argument("readers", nargs="*", metavar="READER", help="a reader (default: all)")
     options = parser.parse_args()
     Image.MAX_IMAGE_PIXELS = MOST_PIXELS
     warnings.simplefilter("ignore")
