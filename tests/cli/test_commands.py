@@ -21,7 +21,10 @@ FILES = ("run.yaml", "run/config.yaml")
 
 
 def lines(text: str) -> Iterator[str]:
-    """Yield the lines of fenced blocks, with continued lines joined, and commands in backquotes."""
+    """Yield the lines of shell blocks, then the commands in backquotes of the other text.
+
+    A line that continues on the next one is joined with it.
+    """
     for block in re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         yield from block.replace("\\\n", " ").splitlines()
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -32,7 +35,7 @@ def lines(text: str) -> Iterator[str]:
 
 
 def commands(document: str) -> Iterator[list[str]]:
-    """The commands of a document, without the words before the program, such as `srun`."""
+    """Yield a document's commands, without the words before the program, such as `srun`."""
     for line in lines((ROOT / document).read_text()):
         words = shlex.split(line, comments=True)
         place = next((n for n, word in enumerate(words) if word in PROGRAMS), len(words))
@@ -83,6 +86,6 @@ def test_a_command_fails_only_for_missing_files(
     try:
         status = module.run(arguments, command)
     except Error as error:
-        assert "there is no" in str(error), error  # noqa: PT017 - some need no file
+        assert "there is no" in str(error), error  # noqa: PT017 - some commands need no file
     else:
         assert status == 0

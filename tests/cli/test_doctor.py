@@ -1,4 +1,4 @@
-"""`doctor` names faults and their cures; a script takes the place of `nvidia-smi`."""
+"""`doctor` names faults and their cures. The tests replace `nvidia-smi` by a script."""
 
 import os
 import shutil

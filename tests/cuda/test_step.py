@@ -36,7 +36,7 @@ def test_forward_and_backward_launch_what_they_need(cuda: Any) -> None:
         # gradient of its weight. The fifth is for the gradient of the second layer's input.
         assert len(step.of("product")) == 5
         launches = Counter(step.launches)
-        assert launches[f"dropout_{dtype}"] == 2  # backward draws the same mask again
+        assert launches[f"dropout_{dtype}"] == 2  # the backward pass draws the same mask again
         assert launches == Counter(run.after("step-2").launches)
         assert sum(launches.values()) <= 20, launches
 
@@ -49,7 +49,7 @@ def test_a_warm_step_neither_waits_nor_allocates(cuda: Any) -> None:
 
 
 def test_every_architecture_has_the_kernels(cuda: Any) -> None:
-    """A GPU newer than every architecture with machine code, here of capability 13.0, uses PTX."""
+    """A GPU without machine code of its own uses PTX. Here it has compute capability 13.0."""
     kernels = [line.split() for line in cuda.kernels.read_text().splitlines()]
     architectures = sorted(
         architecture for _, architecture, name, *_ in kernels if name == "fill_f32"

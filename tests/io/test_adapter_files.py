@@ -1,4 +1,4 @@
-"""Adapter files: the same adapters under the names of all tools, written and read."""
+"""Files of adapters, written and read with the names of each tool."""
 
 import json
 from collections.abc import Callable
@@ -71,7 +71,7 @@ def test_kohya_is_the_default_for_sdxl_with_alphas_and_metadata(
         f"{module}.{end}" for end in ("lora_down.weight", "lora_up.weight", "alpha")
     }
     assert tensors[f"{module}.lora_down.weight"].dtype == "bf16"
-    # alpha / rank is the scale of training: 6 / sqrt(4).
+    # In the file, alpha / rank is the scale of training: 6 / sqrt(4) = 12 / 4.
     assert tensors[f"{module}.alpha"].item() == pytest.approx(12.0)
     header = path.read_bytes()
     length = int.from_bytes(header[:8], "little")

@@ -1,4 +1,4 @@
-"""Files of OFT by the formulas of the programs that write and read them, in numpy."""
+"""Files of OFT against the formulas of the programs that write and read them, in numpy."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def skew(upper: np.ndarray) -> np.ndarray:
 
 
 def turned_inputs(weight: np.ndarray, rotation: np.ndarray) -> np.ndarray:
-    """The weight W' with x W' = (x R) W, where R rotates each block of inputs by `rotation`."""
+    """The weight W' with x W'ᵀ = (x R) Wᵀ, where R rotates each block of inputs by `rotation`."""
     blocks = weight.reshape(len(weight), *rotation.shape[:2])
     return np.einsum("oki,kji->okj", blocks, rotation).reshape(weight.shape)
 
@@ -104,7 +104,7 @@ def test_peft_folders_turn_inputs(
     adapter.save(saved)
     model.merge_adapter()
     np.testing.assert_allclose(weights(model)[f"{layer}.weight"], expected, rtol=1e-5, atol=1e-6)
-    # The folder `saved` has the same rotation.
+    # The adapter in the folder `saved` has the same rotation.
     again = language_model()
     again.load_adapter(saved)
     again.merge_adapter()
@@ -148,7 +148,7 @@ def test_written_files_have_the_form_that_comfyui_reads(
     np.testing.assert_array_equal(
         blocks - blocks.transpose(0, 2, 1), skew(upper).astype(np.float32)
     )
-    # A1111 takes a limit of 0 for no rotation, so the file has a limit that no rotation reaches.
+    # In A1111, an alpha of 0 allows no rotation. The file has a limit that no rotation reaches.
     assert tensors[f"{KEY}.alpha"].item() == 1e4
     assert all(name.endswith((".oft_blocks", ".alpha")) for name in tensors)
 

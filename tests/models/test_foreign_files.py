@@ -1,4 +1,4 @@
-"""Files of other models, and of one part of a model: each is named in the error."""
+"""Errors name the model or part whose file is given instead of the expected one."""
 
 from pathlib import Path
 

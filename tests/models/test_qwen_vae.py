@@ -1,4 +1,4 @@
-"""Qwen-Image's autoencoder against diffusers', on one frame, and in files of ComfyUI."""
+"""Qwen-Image's autoencoder against that of diffusers on one frame, and in files of ComfyUI."""
 
 import json
 from pathlib import Path
@@ -21,11 +21,11 @@ def load(device: str = "cpu") -> AutoencoderKLQwenImage:
 
 
 def of_an_image(tensor: tc.Tensor) -> np.ndarray:
-    """The part of a file's parameter that applies to an image, which is one frame."""
+    """The part of a stored parameter that applies to an image, which is a video of one frame."""
     values = tensor.to("f32").numpy()
     if values.ndim == 5:
         return values[:, :, -1]
-    # Scales of norms, and the attention's projections, which are convolutions of one pixel.
+    # Scales of norms and projections of attention, which are 1x1 convolutions, have sizes of 1.
     return values.squeeze() if values.ndim > 1 and values.shape[-1] == 1 else values
 
 
@@ -47,7 +47,7 @@ def test_moments_and_images_equal_those_of_diffusers(device: str) -> None:
         if device == "cpu":
             assert_near(found, CASE[name])
         assert relative_error(found, CASE[name]) < 1e-4
-    # diffusers clips images.
+    # diffusers clips images to -1 to 1.
     assert np.abs(CASE["decoded"].numpy()).max() == 1.0
     assert model.downscale == 2
     config = json.loads((FOLDER / "vae" / "config.json").read_text())
@@ -78,7 +78,7 @@ def test_checkpointed_gradient_is_the_same_bit_for_bit(policy: str) -> None:
     assert gradient() == plain
 
 
-# Names in Wan's files, as `convert_wan_vae_to_diffusers` of diffusers 0.42 reads them.
+# ComfyUI's files have Wan's names. These are as in diffusers 0.42, `convert_wan_vae_to_diffusers`.
 WAN = {
     "encoder.conv1.weight": "encoder.conv_in.weight",
     "encoder.downsamples.0.residual.0.gamma": "encoder.down_blocks.0.norm1.gamma",

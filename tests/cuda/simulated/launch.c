@@ -1,8 +1,8 @@
-// Modules, functions and launches; tensor maps.
+// Modules, functions, launches and tensor maps.
 //
-// The table of kernels has a line for each function of each image: the CRC-32 of the module's bytes, the architecture (sm_90a, or
-// compute_120 for PTX), the function's name, registers, threads of its launch bounds (0: none), static shared memory, and the sizes of
-// its parameters with commas between (- for none). Without a table, modules have functions of any name.
+// The table of kernels has a line for each function of each image: the CRC-32 of the module's bytes, the architecture (such as sm_90a, or
+// compute_120 for PTX), the function's name, its registers, the threads of its launch bounds (0: it has none), its static shared memory in
+// bytes, and the sizes of its parameters, separated by commas (-: it has none). Without a table, a module has functions of every name.
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -57,7 +57,7 @@ static void read_table(void) {
     fclose(file);
 }
 
-// How well code for an architecture suits the device; 0 if it does not run there.
+// A rank of code for an architecture: the driver loads the code of the highest rank. 0: the code does not run on the device.
 static int suits(const char *architecture) {
     int capability = simulated_capability(simulated_context->device), number = 0;
     char letter = 0;
@@ -120,7 +120,7 @@ CUresult cuModuleUnload(CUmodule module) {
     return CUDA_SUCCESS;
 }
 
-// Whether PTX has the function.
+// Whether the PTX `text` defines the function `name`.
 static bool has_entry(const char *text, const char *name) {
     size_t length = strlen(name);
     for (const char *at = text; (at = strstr(at, ".entry "));) {
@@ -149,7 +149,7 @@ static CUresult get_function(CUfunction *function, CUmodule module, const char *
 }
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) { LOCKED(get_function(function, module, name)); }
 
-// Shared memory that a block may ask for.
+// The most shared memory of a block, in bytes.
 unsigned simulated_most_shared(int device) {
     switch (simulated_capability(device)) {
     case 80: case 87: return 163u << 10;
@@ -193,8 +193,9 @@ CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction fun
     return CUDA_SUCCESS;
 }
 
-// Write the parameters as text. An eight-byte number in the range of device addresses must be an allocated address. The range is BIAS
-// (memory.c) above host addresses near the end of the 47-bit address space: seeds and offsets are below it, floating-point numbers above.
+// Check the parameters, and write them as text. An eight-byte number that looks like a device address must be an allocated address. Device
+// addresses are host addresses near the end of the 47-bit address space plus BIAS (memory.c): integers such as seeds and offsets are lower,
+// and f64 numbers are higher.
 static CUresult check_parameters(const struct kernel *kernel, void **parameters, char *text, size_t room) {
     size_t used = 0;
     for (unsigned i = 0; kernel && i < kernel->parameters; i++) {
@@ -276,8 +277,8 @@ static unsigned element_bytes(CUtensorMapDataType type) {
     }
 }
 
-// The first unmet requirement of those that both kinds of tensor map share, or NULL. `strides` has the strides of all dimensions but the
-// first, in bytes.
+// The first common requirement of both kinds of tensor map that the arguments violate, or NULL. `strides` has the strides of all dimensions
+// but the first, in bytes.
 static const char *bad_tensor(unsigned bytes, unsigned rank, const void *address, const cuuint64_t *sizes, const cuuint64_t *strides,
                               const cuuint32_t *steps) {
     if (rank < 1 || rank > 5) return "rank";
