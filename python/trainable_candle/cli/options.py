@@ -42,6 +42,8 @@ class Parser(argparse.ArgumentParser):
             argument_default=argparse.SUPPRESS,
             formatter_class=_CompactHelp,
         )
+        for action in (None, "store"):
+            self.register("action", action, _Once)
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and exiting.
@@ -110,6 +112,34 @@ class _CompactHelp(argparse.HelpFormatter):
         return f"{', '.join(action.option_strings)} {shown}"
 
 
+class _Once(argparse.Action):
+    """Stores the value of a flag that may be given once, under one of its names."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, name: str | None = None
+    ) -> None:
+        if name is not None and hasattr(namespace, self.dest):
+            earlier = getattr(namespace, self.dest)
+            shown = flag(self.dest)
+            if name == shown:
+                parser.error(f"{name} is given twice, as {earlier} and as {values}; give it once")
+            parser.error(f"{name} {values}: {shown} is already given, as {earlier}; give one value")
+        setattr(namespace, self.dest, values)
+
+
+class _OnOrOff(argparse.BooleanOptionalAction):
+    """Stores whether a flag or its `--no-` form is given; both together are an error."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, _: Any, name: str | None = None
+    ) -> None:
+        on = not str(name).startswith("--no-")
+        if getattr(namespace, self.dest, on) != on:
+            own = flag(self.dest)
+            parser.error(f"{own} and --no-{own[2:]} are both given; give one of them")
+        setattr(namespace, self.dest, on)
+
+
 class _AddToList(argparse.Action):
     """Adds a flag's comma-separated values to those of the same flag before it."""
 
@@ -133,7 +163,7 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
         text = _help(setting, defaults[name]) if shown else argparse.SUPPRESS
         facts: dict[str, Any] = {"dest": name, "help": text}
         if _kind(hint) is bool:
-            facts["action"] = argparse.BooleanOptionalAction
+            facts["action"] = _OnOrOff
         else:
             if setting.several:
                 facts |= {"action": "extend", "nargs": "+"}
