@@ -231,6 +231,21 @@ def test_masks_from_alpha_and_without_masks(pictures: MakePictures, tmp_path: Pa
     assert plain.masks(plain.fixed_batches(1)[0]) is None
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("file", r"no image has a mask file, such as masks/00\.png or 00-masklabel\.png for .*00"),
+     ("alpha", "no image has transparency")],
+)  # fmt: skip
+def test_a_folder_whose_masks_are_missing_is_named(
+    pictures: MakePictures, tmp_path: Path, kind: str, reason: str
+) -> None:
+    pictures("a", (64, 64))
+    pictures("b", (64, 64))
+    with pytest.raises(ConfigError, match=f"/b: mask: {kind} has no effect: {reason}"):
+        load(tmp_path / "a", {"path": tmp_path / "b", "mask": kind})
+    load(tmp_path / "a", {"path": tmp_path / "b", "mask": "off"})
+
+
 def test_a_mask_of_another_shape_is_named(pictures: MakePictures, tmp_path: Path) -> None:
     (path,) = pictures("a", (64, 64))
     Image.new("L", (64, 32)).save(path.with_name("00-masklabel.png"))

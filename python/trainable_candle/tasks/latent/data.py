@@ -15,6 +15,7 @@ from trainable_candle.data import (
     load_dataset,
     parse_sources,
 )
+from trainable_candle.data.masks import none_found
 from trainable_candle.errors import ConfigError
 from trainable_candle.tasks.task import Split, held_out_items
 
@@ -115,8 +116,8 @@ def read_datasets(config: TrainConfig, load: Callable[[str], Dataset]) -> Split[
             "--prior-loss-weight has no effect: no folder of the dataset is for regularization"
         )
     if config.mask != "off" and not any(item.has_mask for item in dataset.items):
-        what = "a mask file" if config.mask == "file" else "transparency"
-        raise ConfigError(f"--mask {config.mask} has no effect: no image has {what}")
+        reason = none_found(config.mask, dataset.items[0].picture.path)
+        raise ConfigError(f"--mask {config.mask} {reason}")
     if config.validation_dataset:
         return Split(dataset, load(config.validation_dataset).fixed())
     if not config.validation_split:
