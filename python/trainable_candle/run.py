@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
 from trainable_candle import families, plot
+from trainable_candle.data.captions import CAPTION_SUFFIXES
 from trainable_candle.data.folder import counted
+from trainable_candle.data.pixels import SUFFIXES
 from trainable_candle.distributed import device_of
 from trainable_candle.distributed.agreement import require_same
 from trainable_candle.distributed.group import Group, make_group
 from trainable_candle.distributed.streamed import require_peers, require_streams, shared_streams
 from trainable_candle.errors import ConfigError, OutOfMemoryError
 from trainable_candle.files import held, write_atomically
+from trainable_candle.outputs import CONFIG, CURVE, JSON_LOG, LOG
 from trainable_candle.placement import Placement, choose
 from trainable_candle.session import Session, adapter_path
 from trainable_candle.settings.checks import check_groups, check_settings, differences
@@ -45,11 +48,7 @@ if TYPE_CHECKING:
 
 ADAPTER: Final = "adapter.safetensors"
 """The finished adapter, without `--name`."""
-CONFIG: Final = "config.yaml"
-LOG: Final = "train.csv"
-JSON_LOG: Final = "train.jsonl"
 TENSORBOARD: Final = "tensorboard"
-CURVE: Final = "loss.png"
 LOCK: Final = ".lock"
 _FIRST_STEPS: Final = 20
 """If memory runs out within this many steps, the run is planned again, once."""
@@ -224,16 +223,27 @@ def _held_output(output: Path, step: int) -> Iterator[None]:
 
 
 def _require_apart(config: TrainConfig, output: Path) -> None:
-    """Check that the run does not write over what it reads.
+    """Check that the run does not write over what it reads, or into another data set.
 
     Raises:
-        ConfigError: a data set is the output folder, or a log in it.
+        ConfigError: a data set is the output folder, or a log in it; or the output folder has an
+            image with a caption.
     """
     written = {path.resolve() for path in (output, output / LOG, output / JSON_LOG)}
     for name in ("dataset", "validation_dataset"):
         path = getattr(config, name)
         if path and Path(path).expanduser().resolve() in written:
             raise ConfigError(f"{name}: the run would write into {path}; choose another --output")
+    if not output.is_dir():
+        return
+    names = {path.name for path in output.iterdir()}
+    captions = {Path(name).stem for name in names if Path(name).suffix in CAPTION_SUFFIXES}
+    for name in sorted(names):
+        if Path(name).suffix.lower() in SUFFIXES and Path(name).stem in captions:
+            raise ConfigError(
+                f"output: {output} is the folder of a data set: it has {name} and its caption; "
+                "choose another --output, so that no later run trains on what this one draws"
+            )
 
 
 def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, TrainConfig]:

@@ -246,6 +246,18 @@ def test_a_folder_whose_masks_are_missing_is_named(
     load(tmp_path / "a", {"path": tmp_path / "b", "mask": "off"})
 
 
+def test_a_run_does_not_write_where_it_reads(pictures: MakePictures, tmp_path: Path) -> None:
+    pictures("a", (64, 64))
+    listed = tmp_path / "list.yaml"
+    for entry, output in (("path: a", "a"), ("{path: a, recursive: true}", "a/new/run")):
+        listed.write_text(f"- {entry}\n")
+        config = TrainConfig(output=str(tmp_path / output))
+        with pytest.raises(ConfigError, match=r"the run would write into .*/a, whose images it"):
+            load_images(config, str(listed), 64)
+    listed.write_text("- path: a\n")
+    assert len(load_images(config, str(listed), 64)) == 1
+
+
 def test_a_mask_of_another_shape_is_named(pictures: MakePictures, tmp_path: Path) -> None:
     (path,) = pictures("a", (64, 64))
     Image.new("L", (64, 32)).save(path.with_name("00-masklabel.png"))

@@ -1,5 +1,6 @@
 """The output folder belongs to one run at a time, and a run that is done stays as it is."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -7,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from trainable_candle.errors import ConfigError
+from trainable_candle.data import DatasetOptions, load_dataset, parse_sources
+from trainable_candle.data.chats.reading import find_files
+from trainable_candle.errors import ConfigError, DatasetError
 from trainable_candle.files import held
 from trainable_candle.run import JSON_LOG, LOCK, train_adapter
 from trainable_candle.train import Callback, TrainConfig
@@ -53,6 +56,24 @@ def test_a_run_does_not_write_over_its_data(config: TrainConfig, tmp_path: Path)
         with pytest.raises(ConfigError, match=rf"^{name}: the run would write into .*--output"):
             train_adapter(refused, progress=False, report=lambda _: None)
     assert log.read_text() == "a user's own\n"
+
+
+def test_a_run_does_not_write_into_another_data_set(config: TrainConfig, tmp_path: Path) -> None:
+    other = tmp_path / "others"
+    shutil.copytree(config.dataset, other)
+    with pytest.raises(ConfigError, match=r"output: .*/others is the folder of a data set: it has"):
+        train_adapter(config.with_(output=str(other)), progress=False, report=lambda _: None)
+    assert len(list(other.iterdir())) == len(list(Path(config.dataset).iterdir()))
+
+
+def test_what_a_run_writes_is_no_data(config: TrainConfig, train: Train) -> None:
+    train(config)
+    output = Path(config.output)
+    for dataset in (str(output), [{"path": output.parent, "recursive": True}]):
+        with pytest.raises(DatasetError, match=f"{output} is the output of a run"):
+            load_dataset(DatasetOptions(parse_sources(dataset), resolution=64))
+    with pytest.raises(DatasetError, match=f"{output} is the output of a run"):
+        find_files(output)
 
 
 def test_a_lock_names_its_process_and_ends_with_it(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from trainable_candle.cli.options import Parser, add_settings
 from trainable_candle.distributed.launch import chosen_gpus, follow_launcher, launch
 from trainable_candle.distributed.world import from_environment
 from trainable_candle.errors import ConfigError
+from trainable_candle.outputs import CONFIG
 from trainable_candle.settings import TrainConfig
 from trainable_candle.settings.checks import settings_without_effect
 from trainable_candle.settings.config import read_settings
@@ -36,7 +37,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     follow_launcher()
 
     # Imported after the arguments are checked.
-    from trainable_candle.run import CONFIG, train_adapter  # noqa: PLC0415
+    from trainable_candle.run import train_adapter  # noqa: PLC0415
 
     result = train_adapter(config, world=world, report=lambda line: print(line, flush=True))
     if world is not None and world.rank > 0:

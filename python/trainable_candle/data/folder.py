@@ -13,6 +13,7 @@ from trainable_candle.data.masks import FOLDER, is_mask, mask_of, mask_problem
 from trainable_candle.data.options import Source
 from trainable_candle.data.pixels import SUFFIXES, in_parallel, probe
 from trainable_candle.errors import DatasetError
+from trainable_candle.outputs import require_no_output
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -95,7 +96,8 @@ def read_folder(source: Source, *, masks: bool = False) -> Folder:
         masks: whether to look for mask files.
 
     Raises:
-        DatasetError: the folder is missing, has no images, or its `metadata.jsonl` is wrong.
+        DatasetError: the folder is missing, has no images, its `metadata.jsonl` is wrong, or it, or
+            a folder that is read with it, is the output of a run.
         OSError: the folder cannot be listed.
     """
     folder = source.path
@@ -156,6 +158,7 @@ def _files(folder: Path, *, recursive: bool) -> Iterator[Path]:
         raise error
 
     for place, folders, names in os.walk(folder, onerror=refuse):
+        require_no_output(Path(place))
         folders[:] = [n for n in folders if recursive and not n.startswith(".") and n != FOLDER]
         yield from (Path(place, name) for name in names if not name.startswith("."))
 

@@ -16,6 +16,7 @@ from trainable_candle.data.options import Source
 from trainable_candle.data.pixels import SUFFIXES
 from trainable_candle.errors import ConfigError, DatasetError
 from trainable_candle.files import load_yaml
+from trainable_candle.outputs import require_no_output
 from trainable_candle.settings.data import YAML_SUFFIXES
 
 _REPEATED: Final = re.compile(r"(\d+)_(.+)", re.DOTALL)
@@ -40,7 +41,7 @@ def parse_sources(
 
     Raises:
         ConfigError: an entry is wrong; the message says which, and why.
-        DatasetError: the YAML file cannot be read.
+        DatasetError: the YAML file cannot be read, or a folder is the output of a run.
     """
     base, where = Path(), "dataset"
     if isinstance(dataset, (str, Path)):
@@ -65,8 +66,10 @@ def _repeated(source: Source, where: str) -> tuple[Source, ...]:
     """Replace a source by the folders inside it whose names give repeats and class, if any.
 
     Raises:
+        DatasetError: the folder is the output of a run.
         ConfigError: repeats are 0, or there are images beside folders with repeats in their names.
     """
+    require_no_output(source.path)
     if source.recursive or source.repeats is not None or not source.path.is_dir():
         return (source,)
     with os.scandir(source.path) as entries:

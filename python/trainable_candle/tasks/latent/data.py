@@ -31,11 +31,21 @@ def dataset_options(config: TrainConfig, dataset: str, resolution: int) -> Datas
     """The options for images in the settings.
 
     Raises:
-        ConfigError: two settings contradict each other.
+        ConfigError: two settings contradict each other, or the run would write into a folder that
+            it reads.
     """
+    sources = parse_sources(dataset, config.caption)
+    output = Path(config.output).expanduser().resolve()
+    for source in sources if config.output else ():
+        folder = source.path.resolve()
+        if output == folder or (source.recursive and folder in output.parents):
+            raise ConfigError(
+                f"dataset: the run would write into {source.path}, whose images it reads; choose "
+                "another --output"
+            )
     step = config.bucket_step or default_bucket_step(resolution)
     return DatasetOptions(
-        parse_sources(dataset, config.caption),
+        sources,
         resolution=resolution,
         bucketing=config.bucketing,
         bucket_step=step,
