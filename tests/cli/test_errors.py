@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from trainable_candle import cli
-from trainable_candle.cli.foreign import INSTEAD
 from trainable_candle.errors import ConfigError, DatasetError, InternalError
 from trainable_candle.settings import flag, settings
+from trainable_candle.settings.foreign import INSTEAD
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -157,7 +157,7 @@ def test_a_pickle_is_rejected(ending: str, tmp_path: Path) -> None:
 
 def test_flags_and_their_synonyms_are_all_different() -> None:
     synonyms = [flag(name) for _, setting in settings().values() for name in setting.synonyms]
-    flags = [*synonyms, *INSTEAD, *(flag(name) for name in settings())]
+    flags = [*synonyms, *map(flag, INSTEAD), *(flag(name) for name in settings())]
     assert len(set(flags)) == len(flags)
 
 

@@ -7,9 +7,9 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, NoReturn, get_args, get_origin
 
-from trainable_candle.cli.foreign import INSTEAD
 from trainable_candle.errors import ConfigError
 from trainable_candle.settings import TrainConfig, flag, group_of, nearest, settings
+from trainable_candle.settings.foreign import instead
 from trainable_candle.settings.presets import NAMES as PRESETS
 from trainable_candle.settings.presets import PRESET
 from trainable_candle.settings.sections import FILES, SECTIONS, TRAINING
@@ -64,8 +64,9 @@ class Parser(argparse.ArgumentParser):
             name = unknown[0].partition("=")[0]
             if not name.startswith("-"):
                 raise ConfigError(f"unexpected argument `{name}` (see {self.prog} --help)")
-            if name in INSTEAD:
-                raise ConfigError(f"{name} {INSTEAD[name]}")
+            advice = instead(name.lstrip("-"))
+            if advice is not None:
+                raise ConfigError(f"{name} {advice}")
             flags = [
                 option
                 for action in self._actions
@@ -176,7 +177,7 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
             if setting.bare is not None:
                 facts |= {"nargs": "?", "const": setting.bare}
         group.add_argument(flag(name), **facts)
-        for synonym in setting.synonyms:
+        for synonym in (text for text in setting.synonyms if "." not in text):
             parser.add_argument(flag(synonym), **{**facts, "help": argparse.SUPPRESS})
     groups[TRAINING].add_argument(
         flag(PRESET), metavar="NAME", help=f"{', '.join(PRESETS)}: default values"
@@ -244,6 +245,8 @@ def _kind(hint: Any) -> type:
 
 def _reader(setting: Setting, kind: type) -> Callable[[str], Any]:
     """The function that converts a flag's text to its value."""
+    if setting.read is not None:
+        return str  # `TrainConfig` reads it.
     if not setting.words:
         return kind
 

@@ -83,13 +83,15 @@ class Adapter(Group):
     )
     contradictions: ClassVar = (_quantization_contradiction,)
 
-    adapter: Annotated[str, Setting("kind of adapter", choices=ADAPTERS)] = "lora"
+    adapter: Annotated[
+        str, Setting("kind of adapter", choices=ADAPTERS, synonyms=("network.type",))
+    ] = "lora"
     rank: Annotated[
         int,
         Setting(
             "rank of the adapter",
             low=1,
-            synonyms=("network-dim", "lora-rank", "dim", "r"),
+            synonyms=("network-dim", "lora-rank", "dim", "r", "network.linear"),
         ),
     ] = 16
     alpha: Annotated[
@@ -99,7 +101,7 @@ class Adapter(Group):
             rare=True,
             low=0,
             above=True,
-            synonyms=("network-alpha", "lora-alpha"),
+            synonyms=("network-alpha", "lora-alpha", "network.linear-alpha"),
         ),
     ] = None
     target_modules: Annotated[
@@ -173,7 +175,7 @@ class Adapter(Group):
             choices=PRECISIONS,
             rare=True,
             free=True,
-            synonyms=("save-precision", "output-dtype"),
+            synonyms=("save-precision", "output-dtype", "save.dtype"),
             spellings=PRECISION_SPELLINGS,
         ),
     ] = "f32"
@@ -219,7 +221,7 @@ class TrainingAdapters(Group):
         Setting(
             "file of an adapter for a distilled model, applied only in training",
             rare=True,
-            synonyms=("assistant-lora-path", "assistant-adapter"),
+            synonyms=("assistant-lora-path", "assistant-adapter", "model.assistant-lora-path"),
             path=True,
         ),
     ] = None
@@ -244,7 +246,15 @@ class TextEncoders(Group):
     )
 
     train_text_encoder: Annotated[
-        bool, Setting("train adapters on the text encoders, too", rare=True)
+        bool,
+        Setting(
+            "train adapters on the text encoders, too",
+            rare=True,
+            synonyms=(
+                "text-encoder.train",
+                "train.train-text-encoder",
+            ),
+        ),
     ] = False
     text_encoder_learning_rate: Annotated[
         float | None,
@@ -254,7 +264,7 @@ class TextEncoders(Group):
             above=True,
             rare=True,
             section=sections.TRAINING,
-            synonyms=("text-encoder-lr",),
+            synonyms=("text-encoder-lr", "text-encoder.learning-rate"),
         ),
     ] = None
 

@@ -45,7 +45,7 @@ class Files(Group):
             "save every N steps; 0: at end",
             low=0,
             free=True,
-            synonyms=("save-every-n-steps", "checkpointing-steps", "save-steps"),
+            synonyms=("save-every-n-steps", "checkpointing-steps", "save-steps", "save.save-every"),
         ),
     ] = 250
     save_every_epochs: Annotated[
@@ -62,7 +62,14 @@ class Files(Group):
         int, Setting("how many checkpoints to keep", low=1, rare=True, free=True)
     ] = 3
     keep_adapters: Annotated[
-        int, Setting("how many adapters of earlier steps to keep", low=1, rare=True, free=True)
+        int,
+        Setting(
+            "how many adapters of earlier steps to keep",
+            low=1,
+            rare=True,
+            free=True,
+            synonyms=("save.max-step-saves-to-keep",),
+        ),
     ] = 10
     log_every: Annotated[int, Setting("steps between log lines", low=1, rare=True, free=True)] = 1
     tensorboard: Annotated[bool, Setting("log for TensorBoard too", rare=True, free=True)] = False

@@ -41,7 +41,7 @@ class NoisePrediction(Group):
             "strength of extra noise that is constant in each channel",
             low=0,
             rare=True,
-            synonyms=("offset-noise-weight",),
+            synonyms=("offset-noise-weight", "train.noise-offset"),
         ),
     ] = 0.0
     multires_noise_iterations: Annotated[
@@ -78,7 +78,7 @@ class Loss(Group):
             "loss function",
             choices=LOSSES,
             rare=True,
-            synonyms=("loss-type",),
+            synonyms=("loss-type", "train.loss-type"),
             spellings={"l2": "mse"},
         ),
     ] = "mse"
@@ -98,6 +98,7 @@ class Loss(Group):
             low=0,
             above=True,
             rare=True,
+            synonyms=("train.min-snr-gamma",),
         ),
     ] = None
 

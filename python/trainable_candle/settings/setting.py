@@ -48,11 +48,13 @@ class Setting:
     """The section of the help, if it differs from the group's."""
     synonyms: tuple[str, ...] = ()
     """Names of the same setting in other tools, spelled like flags; flags and YAML files may use
-    them, too."""
+    them, too. One with dots is of nested lines in YAML files, and no flag."""
     spellings: Mapping[str, str] = field(default_factory=dict)
     """Maps other tools' names of choices, in lower case, to the choices."""
     words: Mapping[str, int] = field(default_factory=dict)
     """Words that stand for numbers, in lower case."""
+    read: Callable[[str], Any] | None = None
+    """Reads other tools' spellings of the value; returns a text unchanged that is none."""
     bare: str | None = None
     """The value of a flag that is given without a value."""
     path: bool = False
@@ -97,6 +99,13 @@ def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
     """
     if isinstance(value, str):
         value = setting.words.get(value.lower(), value)
+    if isinstance(value, str) and setting.read is not None:
+        value = setting.read(value)
+    if isinstance(value, bool) and setting.choices:
+        # YAML 1.1 reads on, off, yes and no as true and false.
+        words = ("on", "yes") if value else ("off", "no")
+        known = {*setting.choices, *setting.spellings}
+        value = next((word for word in words if word in known), value)
     value = _typed(name, value, hint, setting)
     if setting.choices and isinstance(value, str) and value not in setting.choices:
         value = setting.spellings.get(value.lower(), value)
@@ -149,7 +158,8 @@ def _typed(name: str, value: Any, hint: Any, setting: Setting) -> Any:
     if target is str and isinstance(value, Path):
         return str(value)
     if type(value) is not target:
-        raise ConfigError(f"{name} is {described(value)}, expected {_EXPECTED[target]}")
+        expected = f"one of {', '.join(setting.choices)}" if setting.choices else _EXPECTED[target]
+        raise ConfigError(f"{name} is {described(value)}, expected {expected}")
     return value
 
 
