@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
 from trainable_candle import families, plot
-from trainable_candle.data.captions import CAPTION_SUFFIXES
 from trainable_candle.data.folder import counted
-from trainable_candle.data.pixels import SUFFIXES
 from trainable_candle.distributed import device_of
 from trainable_candle.distributed.agreement import require_same
 from trainable_candle.distributed.group import Group, make_group
@@ -30,6 +28,7 @@ from trainable_candle.settings.checks import check_groups, check_settings, diffe
 from trainable_candle.settings.config import settings as known_settings
 from trainable_candle.settings.prompts import expanded
 from trainable_candle.tasks.budget import KEPT, find_budget, is_open, kept_within, make_plan
+from trainable_candle.tasks.checks import require_apart
 from trainable_candle.train import state as run_state
 from trainable_candle.train.callbacks import Callback, ProgressBar
 from trainable_candle.train.logs import CsvLog, JsonLog, TensorBoardLog, read_json_log, read_log
@@ -114,7 +113,7 @@ def train_adapter(
     config = config.with_(device=placement.device, precision=placement.precision)
     config = _shared_out(config, world)
     check_settings(config)
-    _require_apart(config, Path(config.output).expanduser())
+    require_apart(config, Path(config.output).expanduser())
     group = make_group(
         world,
         config.device,
@@ -220,30 +219,6 @@ def _held_output(output: Path, step: int) -> Iterator[None]:
         run_state.refuse_later(output, step)
         run_state.remove_leftovers(output)
         yield
-
-
-def _require_apart(config: TrainConfig, output: Path) -> None:
-    """Check that the run does not write over what it reads, or into another data set.
-
-    Raises:
-        ConfigError: a data set is the output folder, or a log in it; or the output folder has an
-            image with a caption.
-    """
-    written = {path.resolve() for path in (output, output / LOG, output / JSON_LOG)}
-    for name in ("dataset", "validation_dataset"):
-        path = getattr(config, name)
-        if path and Path(path).expanduser().resolve() in written:
-            raise ConfigError(f"{name}: the run would write into {path}; choose another --output")
-    if not output.is_dir():
-        return
-    names = {path.name for path in output.iterdir()}
-    captions = {Path(name).stem for name in names if Path(name).suffix in CAPTION_SUFFIXES}
-    for name in sorted(names):
-        if Path(name).suffix.lower() in SUFFIXES and Path(name).stem in captions:
-            raise ConfigError(
-                f"output: {output} is the folder of a data set: it has {name} and its caption; "
-                "choose another --output, so that no later run trains on what this one draws"
-            )
 
 
 def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, TrainConfig]:
