@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from trainable_candle._core import Adapter, Tensor, Var, init_linear
+from trainable_candle._core import Adapter, Tensor, Var, draw_from, init_linear
 from trainable_candle._core import linear as _linear
 from trainable_candle.errors import ShapeError
 from trainable_candle.nn.module import Module
@@ -127,11 +127,32 @@ class _AdaptedLinear(Module):
         _check_tensors(type(self).__name__, base_weight, bias)
         self.weight = base_weight.detach()
         self.bias = None if bias is None else bias.detach()
-        self._adapter = Adapter(
-            self._kind, self.weight, self.bias, rank, alpha, dropout, rslora, qat
-        )
+        self._how = (rank, alpha, dropout, rslora, qat)
+        self._adapter = Adapter(self._kind, self.weight, self.bias, *self._how)
         self.enabled = True
         for name, var in zip(self._names, self._adapter.vars(), strict=True):
+            setattr(self, name, var)
+
+    def __copy__(self) -> Self:
+        """A layer with the same parameters."""
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes for `pickle` and `copy.deepcopy`, without the extension's adapter."""
+        state = {name: value for name, value in self.__dict__.items() if name != "_adapter"}
+        return state | dict(zip(self._names, self._adapter.vars(), strict=True))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the attributes, and make an adapter with these parameters."""
+        self.__dict__.update(state)
+        # The library's generator must not change.
+        self._adapter = draw_from(
+            0, lambda: Adapter(self._kind, self.weight, self.bias, *self._how)
+        )
+        for name, var in zip(self._names, self._adapter.vars(), strict=True):
+            var.set(state[name].detach())
             setattr(self, name, var)
 
     @property
