@@ -307,6 +307,21 @@ def test_a_preset_fills_in_what_is_not_given(tmp_path: Path) -> None:
         parse(*model, "--preset", "quik")
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--preset balanced --steps 10",
+         "more than the 10 steps of the run; --warmup-steps comes from --preset balanced: give it"),
+        ("--preset quality --optimizer adamwschedulefree",
+         r"set --ema-decay to 0; --ema-decay comes from --preset quality"),
+        ("--preset fast --learning-rate -1", r"learning_rate is -1\.0, expected above 0$"),
+    ],
+)  # fmt: skip
+def test_a_value_of_a_preset_is_named_as_such(given: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse("--model", "sdxl", *given.split())
+
+
 def test_a_flag_for_the_length_replaces_the_one_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(parse("--model", "digits", "--steps", "7").to_yaml())

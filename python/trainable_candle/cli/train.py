@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -12,13 +13,13 @@ from trainable_candle.distributed.launch import chosen_gpus, follow_launcher, la
 from trainable_candle.distributed.world import from_environment
 from trainable_candle.errors import ConfigError
 from trainable_candle.outputs import CONFIG
-from trainable_candle.settings import TrainConfig
+from trainable_candle.settings import TrainConfig, flag
 from trainable_candle.settings.checks import settings_without_effect
 from trainable_candle.settings.config import read_settings
 from trainable_candle.settings.presets import IMAGES, LENGTHS, PRESET, TEXTS, completed, described
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 
 def run(arguments: Sequence[str], program: str) -> int:
@@ -99,7 +100,22 @@ def read_config(given: dict[str, Any]) -> TrainConfig:
         by_hand = frozenset(values)
         values = completed(values, preset, families.presets(values.get("model", "")))
         # What the user gives must have an effect; of a preset, what has one is taken.
-        idle = settings_without_effect(TrainConfig.from_mapping(values, source))
+        try:
+            idle = settings_without_effect(TrainConfig.from_mapping(values, source))
+        except ConfigError as error:
+            raise _of_preset(error, preset, values.keys() - by_hand) from None
         for name in {name for _, names in idle for name in names} - by_hand:
             del values[name]
     return TrainConfig.from_mapping(values, source)
+
+
+def _of_preset(error: ConfigError, preset: str, taken: Collection[str]) -> ConfigError:
+    """The error, with a remark which of the settings that it names come from the preset."""
+    words = re.findall(r"[a-z]\w+", str(error).replace("-", "_"))
+    named = [flag(name) for name in sorted(taken) if name in words or f"__{name}" in words]
+    if not named:
+        return error
+    verb, them = ("comes", "it") if len(named) == 1 else ("come", "them")
+    return ConfigError(
+        f"{error}; {', '.join(named)} {verb} from --preset {preset}: give {them} another value"
+    )
