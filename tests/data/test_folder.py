@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from PIL import Image, features
 
-from trainable_candle.data import Source, check_folder, read_folder, read_pixels
+from trainable_candle.data import (
+    DatasetOptions,
+    Source,
+    check_folder,
+    load_dataset,
+    read_folder,
+    read_pixels,
+)
+from trainable_candle.data.folder import KOHYA_HINT, RECURSIVE_HINT
 from trainable_candle.errors import DatasetError
 
 RED = (200, 10, 30)
@@ -24,6 +32,19 @@ def write(
     if caption is not None:
         path.with_suffix(".txt").write_text(caption, encoding="utf-8")
     return path
+
+
+def test_a_hint_about_folders_inside_is_about_what_is_read(tmp_path: Path) -> None:
+    for entry, hint in (
+        (Source(tmp_path), KOHYA_HINT),
+        (Source(tmp_path, repeats=2), RECURSIVE_HINT),
+        (Source(tmp_path, recursive=True), ""),
+    ):
+        with pytest.raises(DatasetError) as caught:
+            load_dataset(DatasetOptions((entry,)))
+        assert str(caught.value).endswith(f".webp{hint}")
+    with pytest.raises(DatasetError, match=r"holds no images; expected .*\.webp$"):
+        check_folder(tmp_path)
 
 
 def test_images_come_sorted_with_captions_and_sizes(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from trainable_candle.outputs import require_no_output
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+RECURSIVE_HINT: Final = "; folders inside it are read with `recursive: true` in a YAML file"
 KOHYA_HINT: Final = (
-    "; folders inside it are read if their names are like `10_a cup` (10: how often each image "
-    "is seen), or with `recursive: true` in a YAML file"
+    f"{RECURSIVE_HINT}, or if their names are like `10_a cup` (10: how often each image is seen)"
 )
 SKIP_HINT: Final = " (--skip-bad leaves such images out)"
 _SHOWN: Final = 10
@@ -84,7 +84,7 @@ def check_folder(folder: str | Path, caption: str | None = None) -> list[Picture
     return list(found.pictures)
 
 
-def read_folder(source: Source, *, masks: bool = False) -> Folder:
+def read_folder(source: Source, *, masks: bool = False, hint: str = "") -> Folder:
     """Check every image of a folder, each decoded once, in parallel.
 
     Captions are in `.txt` or `.caption` files (UTF-8) named like the images, or in a
@@ -94,6 +94,7 @@ def read_folder(source: Source, *, masks: bool = False) -> Folder:
     Args:
         source: the folder.
         masks: whether to look for mask files.
+        hint: what the message says about a folder without images.
 
     Raises:
         DatasetError: the folder is missing, has no images, its `metadata.jsonl` is wrong, or it, or
@@ -109,10 +110,9 @@ def read_folder(source: Source, *, masks: bool = False) -> Folder:
     listed = _listed(files, folder)
     paths = sorted({*(path for path in files if _is_picture(path)), *listed})
     if not paths:
-        deeper = "" if source.recursive else KOHYA_HINT
         raise DatasetError(
             f"dataset: {folder} holds no images; expected files ending in {', '.join(SUFFIXES)}"
-            f"{deeper}"
+            f"{hint}"
         )
 
     def check(path: Path) -> Picture | str:

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 from trainable_candle.data.buckets import Buckets
 from trainable_candle.data.dataset import Dataset
-from trainable_candle.data.folder import SKIP_HINT, read_folder, unusable
+from trainable_candle.data.folder import (
+    KOHYA_HINT,
+    RECURSIVE_HINT,
+    SKIP_HINT,
+    read_folder,
+    unusable,
+)
 from trainable_candle.data.item import Item
 from trainable_candle.data.masks import none_found
 from trainable_candle.data.options import CaptionOptions
@@ -45,7 +51,9 @@ def load_dataset(
     small: list[str] = []
     for source in options.sources:
         mask = source.mask or options.mask
-        folder = read_folder(source, masks=mask == "file")
+        hint = KOHYA_HINT if source.repeats is None else RECURSIVE_HINT
+        hint = "" if source.recursive else hint
+        folder = read_folder(source, masks=mask == "file", hint=hint)
         if folder.problems and not options.skip_bad:
             raise unusable(folder.path, folder.count, folder.problems, SKIP_HINT)
         folders.append(folder)
