@@ -21,6 +21,7 @@ from trainable_candle.distributed.group import Group, make_group
 from trainable_candle.distributed.streamed import require_peers, require_streams, shared_streams
 from trainable_candle.errors import ConfigError, OutOfMemoryError
 from trainable_candle.files import held, write_atomically
+from trainable_candle.outputs import ADAPTER as STEM
 from trainable_candle.outputs import CONFIG, CURVE, JSON_LOG, LOG
 from trainable_candle.placement import Placement, choose
 from trainable_candle.session import Session, adapter_path
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from trainable_candle.train.adapters import Adapters
     from trainable_candle.train.trainer import StepReport, Trainer
 
-ADAPTER: Final = "adapter.safetensors"
+ADAPTER: Final = f"{STEM}.safetensors"
 """The finished adapter, without `--name`."""
 TENSORBOARD: Final = "tensorboard"
 LOCK: Final = ".lock"

@@ -115,7 +115,7 @@ def test_a_file_of_something_else_is_rejected(tmp_path: Path, text: str, message
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match="there is no such configuration file"):
         TrainConfig.from_yaml(tmp_path / "none.yaml")
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match="is a folder, expected a YAML file"):
         TrainConfig.from_yaml(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"caption: caf\xe9")
     with pytest.raises(ConfigError, match="is not text in UTF-8"):

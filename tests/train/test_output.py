@@ -10,9 +10,11 @@ import pytest
 
 from trainable_candle.data import DatasetOptions, load_dataset, parse_sources
 from trainable_candle.data.chats.reading import find_files
-from trainable_candle.errors import ConfigError, DatasetError
+from trainable_candle.errors import ConfigError, DatasetError, MissingFileError
 from trainable_candle.files import held
+from trainable_candle.outputs import adapter_in
 from trainable_candle.run import JSON_LOG, LOCK, train_adapter
+from trainable_candle.settings.checks import existing_adapter
 from trainable_candle.train import Callback, TrainConfig
 
 Train = Callable[..., dict[str, bytes]]
@@ -74,6 +76,28 @@ def test_what_a_run_writes_is_no_data(config: TrainConfig, train: Train) -> None
             load_dataset(DatasetOptions(parse_sources(dataset), resolution=64))
     with pytest.raises(DatasetError, match=f"{output} is the output of a run"):
         find_files(output)
+
+
+def test_the_output_of_a_run_names_its_adapter(config: TrainConfig, train: Train) -> None:
+    train(config.with_(name="mine", save_every=6))
+    output = Path(config.output)
+    finished = output / "mine.safetensors"
+    assert adapter_in(output) == adapter_in(finished) == finished
+    assert config.with_(initial_adapter=str(output)).initial_adapter_path == finished
+    for folder, message in (
+        (output / "checkpoint-000012", f"is a checkpoint, .*; give an adapter in {output}"),
+        (Path(config.dataset), "is a folder without adapters; give a file, or the output folder"),
+        (output.parent / "none", "there is no file or folder"),
+    ):
+        with pytest.raises(MissingFileError, match=f"^--adapter: .*{message}"):
+            existing_adapter("adapter", folder)
+    finished.unlink()
+    with pytest.raises(MissingFileError, match=r"give one of its files: mine-step000006\.safe"):
+        adapter_in(output)
+    with pytest.raises(ConfigError, match=r"--weights: .* is the output of a run, whose adapter"):
+        train(config.with_(weights=str(output), output=str(output.parent / "other")))
+    with pytest.raises(ConfigError, match=rf"is a folder, .*, such as {output / 'config.yaml'}"):
+        TrainConfig.from_yaml(output)
 
 
 def test_a_lock_names_its_process_and_ends_with_it(tmp_path: Path) -> None:

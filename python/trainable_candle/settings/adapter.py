@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final
 
 from trainable_candle._core import choices
+from trainable_candle.outputs import adapter_in
 from trainable_candle.settings import sections
 from trainable_candle.settings.machine import PRECISION_SPELLINGS, PRECISIONS
 from trainable_candle.settings.setting import Condition, Group, Setting
@@ -182,8 +183,8 @@ class Adapter(Group):
 
     @property
     def initial_adapter_path(self) -> Path:
-        """The file that `initial_adapter` names."""
-        return Path(self.initial_adapter or "").expanduser()
+        """The file that `initial_adapter` names; of a run's output folder, its adapter."""
+        return adapter_in(Path(self.initial_adapter or "").expanduser())
 
 
 def _scales_contradiction(config: Any) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+from trainable_candle.outputs import ADAPTER
 from trainable_candle.settings import sections
 from trainable_candle.settings.setting import Condition, Group, Setting
 
@@ -85,4 +86,4 @@ class Files(Group):
     @property
     def stem(self) -> str:
         """The beginning of the names of the adapter's files."""
-        return self.name or "adapter"
+        return self.name or ADAPTER
