@@ -125,6 +125,11 @@ def test_no_command_shows_the_commands() -> None:
         ("train --model digits --dataset . --output o --sample-prompts \udcff", "text in UTF-8"),
         ("merge --model digits --adapter a", "missing --output"),
         ("info --x", "unknown flag `--x`"),
+        (
+            "sample --model digits --prompt 1 --output /dev/null/a.png",
+            "/dev/null is a file, expected",
+        ),
+        ("sample --seed 18446744073709551616", "expected a whole number below 2**64"),
         ("demo --seed -1", "argument --seed: expected a whole number from 0, found -1"),
     ],
 )

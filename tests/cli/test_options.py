@@ -322,6 +322,20 @@ def test_a_value_of_a_preset_is_named_as_such(given: str, message: str) -> None:
         parse("--model", "sdxl", *given.split())
 
 
+def test_a_preset_of_a_file_is_checked(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("preset: fast\n")
+    with pytest.raises(ConfigError, match="--preset fast depends on the model: give --model"):
+        parse("--config", str(path))
+    path.write_text("model: digits\npreset: [fast]\n")
+    with pytest.raises(ConfigError, match=r"preset: `\['fast'\]` is not known"):
+        parse("--config", str(path))
+    path.write_text("gpus: [0, 2]\n")
+    assert parse("--config", str(path)).gpus == "0,2"
+    path.write_text("gpus: 2\n")
+    assert parse("--config", str(path)).gpus == "2"
+
+
 def test_a_flag_for_the_length_replaces_the_one_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(parse("--model", "digits", "--steps", "7").to_yaml())

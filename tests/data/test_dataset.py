@@ -258,6 +258,13 @@ def test_a_run_does_not_write_where_it_reads(pictures: MakePictures, tmp_path: P
     assert len(load_images(config, str(listed), 64)) == 1
 
 
+def test_an_error_about_validation_names_it(pictures: MakePictures, tmp_path: Path) -> None:
+    pictures("a", (64, 64))
+    config = TrainConfig(dataset=str(tmp_path / "a"), validation_dataset=str(tmp_path / "none"))
+    with pytest.raises(DatasetError, match=r"^validation_dataset: there is no folder .*none"):
+        read_datasets(config, lambda folder: load_images(config, folder, 64))
+
+
 def test_a_mask_of_another_shape_is_named(pictures: MakePictures, tmp_path: Path) -> None:
     (path,) = pictures("a", (64, 64))
     Image.new("L", (64, 32)).save(path.with_name("00-masklabel.png"))

@@ -60,6 +60,12 @@ def test_files_of_another_kind_are_not_prompts(tmp_path: Path) -> None:
     assert expanded(["a cup on data.json"]) == ["a cup on data.json"]
 
 
+def test_a_folder_is_no_file_of_prompts(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").mkdir()
+    with pytest.raises(ConfigError, match=r"p\.txt is a folder, expected a file"):
+        expanded([str(tmp_path / "p.txt")])
+
+
 def test_a_file_of_prompts_stands_for_its_lines(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("# for tests\na cat --d 1\n\n  a dog\n", encoding="utf-8")

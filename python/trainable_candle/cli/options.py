@@ -204,12 +204,14 @@ def add_help(group: argparse._ArgumentGroup) -> None:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """The `type=` of a flag that takes a whole number of at least `least`."""
+    """The `type=` of a flag that takes a whole number of at least `least`, and below 2**64."""
 
     def convert(text: str) -> int:
         value = int(text) if text.lstrip("+-").isascii() else None
         if value is None or value < least:
             raise argparse.ArgumentTypeError(f"expected a whole number from {least}, found {text}")
+        if value >= 2**64:
+            raise argparse.ArgumentTypeError(f"expected a whole number below 2**64, found {text}")
         return value
 
     convert.__name__ = "whole number"

@@ -97,6 +97,8 @@ def read_config(given: dict[str, Any]) -> TrainConfig:
     if preset is not None:
         from trainable_candle import families  # noqa: PLC0415 - only a preset needs them
 
+        if not values.get("model"):
+            raise ConfigError(f"--preset {preset} depends on the model: give --model, too")
         by_hand = frozenset(values)
         values = completed(values, preset, families.presets(values.get("model", "")))
         # What the user gives must have an effect; of a preset, what has one is taken.

@@ -22,12 +22,28 @@ YAML_SUFFIXES: Final = (".yaml", ".yml")
 """Endings of files that list the folders of a dataset."""
 
 
-def _side(text: str) -> int | str:
+def _folders(value: Any) -> Any:
+    """A data set.
+
+    Raises:
+        ConfigError: the value is a list or a mapping, which belongs in a file of its own.
+    """
+    if isinstance(value, (list, dict)):
+        raise ConfigError(
+            f"dataset is {value!r}, expected one path; several folders are listed in a YAML file "
+            "of their own, whose path is given here"
+        )
+    return value
+
+
+def _side(text: Any) -> Any:
     """A resolution; kohya's scripts also write it as two equal sides, such as 1024,1024.
 
     Raises:
         ConfigError: the sides differ.
     """
+    if not isinstance(text, str):
+        return text
     sides = [side.strip() for side in text.lower().replace("x", ",").split(",")]
     if not all(side.isdecimal() for side in sides):
         return text
@@ -66,6 +82,7 @@ class Data(Group):
             "images with .txt captions, or texts",
             synonyms=("train-data-dir", "instance-data-dir", "data"),
             path=True,
+            read=_folders,
         ),
     ] = ""
     output: Annotated[

@@ -7,6 +7,7 @@ import difflib
 import math
 from collections.abc import Callable, Mapping  # noqa: TC003 - get_type_hints reads them
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, get_args, get_origin
 
@@ -53,8 +54,8 @@ class Setting:
     """Maps other tools' names of choices, in lower case, to the choices."""
     words: Mapping[str, int] = field(default_factory=dict)
     """Words that stand for numbers, in lower case."""
-    read: Callable[[str], Any] | None = None
-    """Reads other tools' spellings of the value; returns a text unchanged that is none."""
+    read: Callable[[Any], Any] | None = None
+    """Reads other spellings of the value, such as other tools'; returns other values unchanged."""
     bare: str | None = None
     """The value of a flag that is given without a value."""
     path: bool = False
@@ -99,7 +100,7 @@ def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
     """
     if isinstance(value, str):
         value = setting.words.get(value.lower(), value)
-    if isinstance(value, str) and setting.read is not None:
+    if setting.read is not None:
         value = setting.read(value)
     if isinstance(value, bool) and setting.choices:
         # YAML 1.1 reads on, off, yes and no as true and false.
@@ -159,6 +160,8 @@ def _typed(name: str, value: Any, hint: Any, setting: Setting) -> Any:
         return str(value)
     if type(value) is not target:
         expected = f"one of {', '.join(setting.choices)}" if setting.choices else _EXPECTED[target]
+        if target is str and isinstance(value, (bool, int, float, date)) and not setting.choices:
+            expected += "; put it in quotes"
         raise ConfigError(f"{name} is {described(value)}, expected {expected}")
     return value
 

@@ -17,7 +17,7 @@ from trainable_candle.data import (
 )
 from trainable_candle.data.masks import none_found
 from trainable_candle.errors import ConfigError
-from trainable_candle.tasks.task import Split, held_out_items
+from trainable_candle.tasks.task import Split, held_out_items, naming_validation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,7 +129,8 @@ def read_datasets(config: TrainConfig, load: Callable[[str], Dataset]) -> Split[
         reason = none_found(config.mask, dataset.items[0].picture.path)
         raise ConfigError(f"--mask {config.mask} {reason}")
     if config.validation_dataset:
-        return Split(dataset, load(config.validation_dataset).fixed())
+        with naming_validation():
+            return Split(dataset, load(config.validation_dataset).fixed())
     if not config.validation_split:
         return Split(dataset)
     held_out = set(held_out_items(len(dataset), config.validation_split, config.seed))
