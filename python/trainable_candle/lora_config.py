@@ -83,6 +83,9 @@ class LoraConfig(metaclass=_Made):  # noqa: D101 - the extension's docstring
     __module__ = _core.LoraConfig.__module__
     __signature__ = signature(_core.LoraConfig)
 
+    def __init_subclass__(cls) -> None:
+        raise TypeError("LoraConfig has no subclasses; make one by a function that calls it")
+
 
 def _restored(values: dict[str, Any]) -> _core.LoraConfig:
     return _core.LoraConfig(**values)

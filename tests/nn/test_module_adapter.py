@@ -188,6 +188,31 @@ def test_a_copy_computes_the_same_and_is_trained_apart(
     assert not net[0].get_vars()[0].numpy().any()
 
 
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_follow_the_module_to_another_dtype(kind: str) -> None:
+    tc.manual_seed(0)
+    net = tc.nn.Sequential(tc.nn.Linear(4, 2))
+    model = tc.get_peft_model(net, tc.LoraConfig(r=2, target_modules=["0"], adapter=kind))
+    for var in model.parameters():
+        var.set(tc.randn(*var.shape))
+    x, state = tc.randn(3, 4), tc.get_rng_state()
+    before = model(x).numpy()
+    model.to("bf16")
+    assert tc.get_rng_state() == state
+    found = model(x.to("bf16"))
+    np.testing.assert_allclose(found.to("f32").numpy(), before, rtol=0.05, atol=0.2)
+    assert {str(var.dtype) for var in model.parameters()} == {"f32"}
+    found.sum().backward()
+    assert [var.grad is not None for var in model.parameters()].count(True) >= 2
+    tc.optim.SGD(model.parameters(), lr=1.0).step()
+    assert (model(x.to("bf16")).to("f32").numpy() != found.to("f32").numpy()).all()
+    model.eval()
+    model.to("bf16").to("cpu")
+    frozen = model.requires_grad_(requires_grad=False)(x.to("bf16")).to("f32").numpy()
+    assert model.parameters() == []
+    np.testing.assert_array_equal(model(x.to("bf16")).to("f32").numpy(), frozen)
+
+
 def test_a_configuration_is_copied() -> None:
     config = tc.LoraConfig(
         r=3, target_modules=["a", "b"], rank_pattern={"a": 2}, qat="nf4", oft_side="output"
@@ -195,6 +220,8 @@ def test_a_configuration_is_copied() -> None:
     for other in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert repr(other) == repr(config)
         assert isinstance(other, tc.LoraConfig)
+    with pytest.raises(TypeError, match="LoraConfig has no subclasses"):
+        type("Mine", (tc.LoraConfig,), {})
 
 
 def test_arguments_of_peft_that_mean_the_same_are_taken() -> None:
