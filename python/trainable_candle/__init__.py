@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from trainable_candle import _functions, _methods
+from trainable_candle import _copies, _functions, _methods  # noqa: F401 - _copies registers
 from trainable_candle._core import (
     AdapterFile,
     AdapterModule,
