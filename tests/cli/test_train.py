@@ -155,7 +155,11 @@ def test_a_folder_that_cannot_be_written_is_named(
 ) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    refused(run(*training(digits_base, digits_folder, file, 2)), str(file), "exists")
+    refused(
+        run(*training(digits_base, digits_folder, file, 2)),
+        str(file),
+        "exists and is a file, expected a folder",
+    )
     refused(run(*training(digits_base, digits_folder, file / "x", 2)), str(file), "Not a directory")
     read_only = Path("/proc/self")  # not even root can create a folder in it
     refused(run(*training(digits_base, digits_folder, read_only / "x", 2)), "/proc/self/x: No such")

@@ -144,7 +144,11 @@ class _OnOrOff(argparse.BooleanOptionalAction):
 class _AddToList(argparse.Action):
     """Adds a flag's comma-separated values to those of the same flag before it."""
 
-    def __call__(self, _: Any, namespace: Any, values: Any, __: str | None = None) -> None:
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, name: str | None = None
+    ) -> None:
+        if not values.strip(" ,"):
+            parser.error(f"{name} is empty; give names, or leave it out")
         earlier = getattr(namespace, self.dest, None)
         setattr(namespace, self.dest, values if earlier is None else f"{earlier},{values}")
 

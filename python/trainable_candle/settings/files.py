@@ -11,7 +11,8 @@ from trainable_candle.settings.setting import Condition, Group, Setting
 
 
 def _no_file_name(config: Any) -> str | None:
-    if "/" in config.name or config.name.startswith(".") or "\0" in config.name:
+    name = config.name
+    if "/" in name or name.startswith(".") or "\0" in name or name.endswith(".safetensors"):
         return f"name is `{config.name}`, expected the name of a file without its ending"
     return None
 

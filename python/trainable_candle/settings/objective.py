@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 from trainable_candle.settings import sections
 from trainable_candle.settings.setting import Condition, Group, Setting
@@ -14,11 +14,21 @@ TIMESTEPS: Final = ("uniform", "logit_normal", "mode")
 PREDICTIONS: Final = ("epsilon", "v_prediction")
 
 
+def _no_timesteps(config: Any) -> str | None:
+    if config.max_timestep is not None and config.min_timestep >= config.max_timestep:
+        return (
+            f"--min-timestep is {config.min_timestep}, and --max-timestep is "
+            f"{config.max_timestep}: no timestep is between them"
+        )
+    return None
+
+
 @dataclass(frozen=True)
 class NoisePrediction(Group):
     """The objective of models that predict noise or velocity at discrete timesteps."""
 
     section: ClassVar[str] = sections.OBJECTIVE
+    contradictions: ClassVar = (_no_timesteps,)
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(
             ("multires_noise_discount",),

@@ -122,8 +122,10 @@ def require_apart(config: TrainConfig, output: Path) -> None:
         path = getattr(config, name)
         if path and Path(path).expanduser().resolve() in written:
             raise ConfigError(f"{name}: the run would write into {path}; choose another --output")
-    if not output.is_dir():
+    if not output.exists():
         return
+    if not output.is_dir():
+        raise ConfigError(f"output: {output} exists and is a file, expected a folder")
     names = {path.name for path in output.iterdir()}
     captions = {Path(name).stem for name in names if Path(name).suffix in CAPTION_SUFFIXES}
     for name in sorted(names):
