@@ -25,6 +25,7 @@ from trainable_candle.outputs import ADAPTER as STEM
 from trainable_candle.outputs import CONFIG, CURVE, JSON_LOG, LOG
 from trainable_candle.placement import Placement, choose
 from trainable_candle.session import Session, adapter_path
+from trainable_candle.settings import TrainConfig
 from trainable_candle.settings.checks import check_groups, check_settings, differences
 from trainable_candle.settings.config import settings as known_settings
 from trainable_candle.settings.prompts import expanded
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from trainable_candle.distributed.world import World
-    from trainable_candle.settings import TrainConfig
     from trainable_candle.tasks.budget import Budget, Plan
     from trainable_candle.tasks.task import Family, Prepared, Split, Task
     from trainable_candle.train.adapters import Adapters
@@ -100,9 +100,15 @@ def train_adapter(
         ConfigError, DatasetError, WeightsFormatError, OutOfMemoryError, OSError: settings, data or
             weights cannot be used, or memory is too small; raised before the first step.
         CudaUnavailableError, DeviceError: there is no such device; raised before anything is read.
+        TypeError: `config` is no `TrainConfig`.
         NonFiniteError: the loss or the gradient is NaN or infinite.
         DistributedError: another process of the run is missing, differs, or has failed.
     """
+    if not isinstance(config, TrainConfig):
+        raise TypeError(
+            f"train_adapter: config is {type(config).__name__}, expected a TrainConfig; "
+            "TrainConfig.from_mapping makes one of a dict"
+        )
     config.require("model", "dataset", "output")
     config = config.with_(sample_prompts=expanded(config.sample_prompts))
     family = families.find(config.model)

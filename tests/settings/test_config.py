@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import yaml
 
+import trainable_candle as tc
 from trainable_candle.errors import ConfigError, MissingFileError
+from trainable_candle.run import train_adapter
 from trainable_candle.settings import GROUPS, TrainConfig, group_of, settings
 
 
@@ -228,6 +230,24 @@ def test_a_path_may_be_bytes(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("rank: 4\n")
     assert TrainConfig.from_yaml(bytes(path)).rank == 4
+
+
+def test_wrong_calls_are_explained() -> None:
+    with pytest.raises(TypeError, match="from_mapping: values is list, expected a mapping"):
+        TrainConfig.from_mapping([1])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="unknown setting `stpes`; did you mean `steps`"):
+        TrainConfig().with_(stpes=1)
+    with pytest.raises(TypeError, match=r"config is dict, .*TrainConfig\.from_mapping makes one"):
+        train_adapter({"model": "digits"})  # type: ignore[arg-type]
+
+
+def test_devices_and_dtypes_are_names() -> None:
+    config = TrainConfig(
+        device=tc.device("cpu"),
+        precision=tc.bfloat16,  # type: ignore[arg-type]
+    )
+    assert (config.device, config.precision) == ("cpu", "bf16")
+    assert type(config.device) is str
 
 
 def test_defaults_are_not_shared() -> None:

@@ -98,5 +98,8 @@ def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Task
         elif isinstance(task, LatentTask):
             task.load_adapters(list(zip(adapters, scales, strict=True)))
         else:
-            raise ConfigError(f"--adapter: {given['model']} takes one adapter at a time")
+            raise ConfigError(
+                f"--adapter: {given['model']} takes one adapter at a time; merge one into the "
+                "model, and give the merged model as --weights"
+            )
     return task

@@ -26,9 +26,9 @@ def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> ty
                 raise TypeError(f"{name}: {flag} is {value!r}, expected True, False or None")
         try:
             settings = signature.bind(*args, **kwargs).arguments
+            params = listed(settings.pop("params"))
         except TypeError as error:
             raise TypeError(f"{name}: {error}") from None
-        params = listed(settings.pop("params"))
         optimizer = GroupedOptimizer.__new__(cls, name, params, settings)
         set_groups(optimizer, params, {**defaults, **settings})
         return optimizer

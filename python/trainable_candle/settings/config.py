@@ -105,7 +105,12 @@ class TrainConfig(
 
         Raises:
             ConfigError: a name is unknown (the nearest one is suggested), or a value is wrong.
+            TypeError: the values are no mapping.
         """
+        if not isinstance(values, Mapping):
+            raise TypeError(
+                f"from_mapping: values is {type(values).__name__}, expected a mapping of names"
+            )
         try:
             return cls(**canonical(values))
         except ConfigError as error:
@@ -154,8 +159,11 @@ class TrainConfig(
         """A copy with other values.
 
         Raises:
-            ConfigError: as for the class.
+            ConfigError: as for the class; or a name is unknown.
         """
+        for name in changes:
+            if name not in settings():
+                raise ConfigError(f"unknown setting `{name}`{nearest(name, settings())}")
         return replace(self, **changes)
 
     def changed(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, get_args, ge
 
 import numpy as np
 
+from trainable_candle._core import DType
 from trainable_candle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -156,7 +157,8 @@ def _typed(name: str, value: Any, hint: Any, setting: Setting) -> Any:
         # YAML 1.1 reads 1e-4 as text.
         with contextlib.suppress(ValueError):
             return float(value)
-    if target is str and isinstance(value, Path):
+    # `tc.device` is a text; a `DType` has its name as text.
+    if target is str and isinstance(value, (str, Path, DType)):
         return str(value)
     if type(value) is not target:
         expected = f"one of {', '.join(setting.choices)}" if setting.choices else _EXPECTED[target]
