@@ -129,6 +129,7 @@ def test_no_command_shows_the_commands() -> None:
             "sample --model digits --prompt 1 --output /dev/null/a.png",
             "/dev/null is a file, expected",
         ),
+        ("extract --model digits --tuned m --output a.safetensors", "--tuned: there is no file or"),
         ("sample --seed 18446744073709551616", "expected a whole number below 2**64"),
         ("demo --seed -1", "argument --seed: expected a whole number from 0, found -1"),
     ],
