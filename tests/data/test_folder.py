@@ -345,3 +345,14 @@ def test_messages_about_one_image_are_singular(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"")
     with pytest.raises(DatasetError, match="1 of 1 image in"):
         check_folder(tmp_path)
+
+
+def test_captions_of_a_table_or_of_two_lines_are_answered(tmp_path: Path) -> None:
+    write(tmp_path, "a.png", None)
+    (tmp_path / "metadata.csv").write_text("file_name,text\na.png,x\n")
+    with pytest.raises(DatasetError, match=r"metadata\.csv is not read, write metadata\.jsonl or"):
+        check_folder(tmp_path)
+    lines = [{"file_name": "a.png", "text": text} for text in ("x", "x", "y")]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(DatasetError, match=r"line 3: a\.png has another caption in an earlier"):
+        check_folder(tmp_path)

@@ -24,6 +24,8 @@ KOHYA_HINT: Final = (
 )
 SKIP_HINT: Final = " (--skip-bad leaves such images out)"
 _SHOWN: Final = 10
+_TABLE: Final = "metadata.csv"
+"""A file of captions that Hugging Face's `imagefolder` reads."""
 _EXPECTED: Final = frozenset({*CAPTION_SUFFIXES, ".json", ".jsonl", ".yaml", ".yml", ".md"})
 """Suffixes of files that the summary does not list."""
 
@@ -201,6 +203,8 @@ def _check(path: Path, listed: str | None, default: str | None, *, masks: bool) 
         caption = default if listed is None else listed
     if caption is None:
         text = path.with_suffix(".txt")
+        if (path.parent / _TABLE).exists():
+            return f"{path}: no caption; {_TABLE} is not read, write {METADATA} or {text.name}"
         return (
             f"{path}: no caption; write {text.name} beside it, or give --caption for images without"
         )
