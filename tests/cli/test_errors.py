@@ -124,6 +124,7 @@ def test_no_command_shows_the_commands() -> None:
         ("sample --model sdxl --prompt \udcff --output a.png", "expected text in UTF-8"),
         ("train --model digits --dataset . --output o --sample-prompts \udcff", "text in UTF-8"),
         ("merge --model digits --adapter a", "missing --output"),
+        ("train --model digits --dataset . --output . --gpus 1 --device cpu", "would write into ."),
         ("info --x", "unknown flag `--x`"),
         (
             "sample --model digits --prompt 1 --output /dev/null/a.png",

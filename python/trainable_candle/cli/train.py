@@ -62,6 +62,10 @@ def _launch(config: TrainConfig, arguments: Sequence[str]) -> int:
         raise ConfigError(f"gpus: --device {config.device} is one GPU; leave it out")
     numbers = chosen_gpus(gpus) if on_gpu else list(range(int(gpus.split(",", maxsplit=1)[0])))
     output = Path(config.output).expanduser()
+    # Before the processes' logs are written there; an expensive import.
+    from trainable_candle.tasks.checks import require_apart  # noqa: PLC0415
+
+    require_apart(config, output)
     return launch(arguments, numbers, on_gpu=on_gpu, output=output)
 
 
