@@ -91,6 +91,8 @@ def test_the_output_of_a_run_names_its_adapter(config: TrainConfig, train: Train
     ):
         with pytest.raises(MissingFileError, match=f"^--adapter: .*{message}"):
             existing_adapter("adapter", folder)
+    with pytest.raises(MissingFileError, match=r"^--initial-adapter: .* without adapters; give"):
+        train(config.with_(initial_adapter=config.dataset, output=str(output.parent / "other")))
     finished.unlink()
     with pytest.raises(MissingFileError, match=r"give one of its files: mine-step000006\.safe"):
         adapter_in(output)

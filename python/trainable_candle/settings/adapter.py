@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final
 
 from trainable_candle._core import choices
+from trainable_candle.errors import MissingFileError
 from trainable_candle.outputs import adapter_in
 from trainable_candle.settings import sections
 from trainable_candle.settings.machine import PRECISION_SPELLINGS, PRECISIONS
@@ -183,8 +184,15 @@ class Adapter(Group):
 
     @property
     def initial_adapter_path(self) -> Path:
-        """The file that `initial_adapter` names; of a run's output folder, its adapter."""
-        return adapter_in(Path(self.initial_adapter or "").expanduser())
+        """The file that `initial_adapter` names; of a run's output folder, its adapter.
+
+        Raises:
+            MissingFileError: it is a folder without a finished adapter.
+        """
+        try:
+            return adapter_in(Path(self.initial_adapter or "").expanduser())
+        except MissingFileError as error:
+            raise MissingFileError(f"--initial-adapter: {error}") from None
 
 
 def _scales_contradiction(config: Any) -> str | None:
