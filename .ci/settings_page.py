@@ -51,7 +51,9 @@ def page() -> str:
 def row(name: str, hint: Any, setting: Setting, default: Any) -> str:
     """The table row of a setting."""
     shown = "" if default is None or default in ("", []) else code(text(default))
-    also = ", ".join(code(flag(synonym)) for synonym in setting.synonyms)
+    also = ", ".join(
+        code(synonym if "." in synonym else flag(synonym)) for synonym in setting.synonyms
+    )
     cells = (code(flag(name)), value(hint, setting), shown, setting.help, also)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 

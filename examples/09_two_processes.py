@@ -75,7 +75,8 @@ def main() -> int:
     if "RANK" not in os.environ:
         return launch(2)
     loss, weights = train(sys.argv[1] if len(sys.argv) > 1 else "auto")
-    print(f"process {os.environ['RANK']}: loss {loss:.4f}, checksum of the weights {weights:08x}")
+    line = f"process {os.environ['RANK']}: loss {loss:.4f}, checksum of the weights {weights:08x}"
+    print(f"{line}\n", end="")  # one write, so that the lines of the processes do not mix
     return 0
 
 

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from trainable_candle import _functions, _methods
+from trainable_candle import _copies, _functions, _methods  # noqa: F401 - _copies registers
 from trainable_candle._core import (
     AdapterFile,
     AdapterModule,
@@ -13,7 +13,6 @@ from trainable_candle._core import (
     AdapterSet,
     CheckpointFacts,
     DType,
-    LoraConfig,
     PartFacts,
     QuantizedTensor,
     Tensor,
@@ -105,7 +104,10 @@ if TYPE_CHECKING:
         testing,
         train,
     )
+    from trainable_candle._core import LoraConfig
     from trainable_candle.peft import PeftModel, get_peft_model
+else:
+    from trainable_candle.lora_config import LoraConfig
 
 _methods.attach()
 

@@ -164,7 +164,7 @@ def default_collate(items: Sequence[Any]) -> Any:
 
     Raises:
         TypeError: If an item is something else.
-        ArgumentError: If there is no item.
+        ArgumentError: If there is no item, or the items have other names or numbers of entries.
     """
     if not items:
         raise ArgumentError("default_collate: found no items, expected at least one")
@@ -178,8 +178,10 @@ def default_collate(items: Sequence[Any]) -> Any:
     if isinstance(first, (str, bytes)):
         return list(items)
     if isinstance(first, Mapping):
+        _require_alike([tuple(item) for item in items], "names")
         return {name: default_collate([item[name] for item in items]) for name in first}
     if isinstance(first, Sequence):
+        _require_alike([len(item) for item in items], "number of entries")
         columns = [default_collate(column) for column in zip(*items, strict=True)]
         if hasattr(first, "_fields"):
             return type(first)(*columns)
@@ -188,6 +190,20 @@ def default_collate(items: Sequence[Any]) -> Any:
         f"default_collate: found {type(first).__name__}, expected tensors, arrays, numbers, texts, "
         "or tuples or mappings of them; give a collate_fn"
     )
+
+
+def _require_alike(found: Sequence[Any], what: str) -> None:
+    """Check that items have the same names, in any order, or the same number of entries."""
+    other = next((item for item in found if _sorted(item) != _sorted(found[0])), None)
+    if other is not None:
+        raise ArgumentError(
+            f"default_collate: the items differ in their {what}, {found[0]} and {other}; give a "
+            "collate_fn that makes them alike"
+        )
+
+
+def _sorted(value: Any) -> Any:
+    return set(value) if isinstance(value, tuple) else value
 
 
 class DataLoader:

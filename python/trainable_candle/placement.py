@@ -34,6 +34,8 @@ def choose(device: str, precision: str) -> Placement:
     bf16 on a GPU (every supported GPU has it), and f32 on the CPU. A named device is not checked.
     """
     reason = None
+    if device == "cpu:0":  # torch's other name of the CPU
+        device = "cpu"
     if device == AUTO:
         reason = cuda.unavailable_reason()
         device = "cpu" if reason else "cuda"

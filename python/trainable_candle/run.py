@@ -21,12 +21,16 @@ from trainable_candle.distributed.group import Group, make_group
 from trainable_candle.distributed.streamed import require_peers, require_streams, shared_streams
 from trainable_candle.errors import ConfigError, OutOfMemoryError
 from trainable_candle.files import held, write_atomically
+from trainable_candle.outputs import ADAPTER as STEM
+from trainable_candle.outputs import CONFIG, CURVE, JSON_LOG, LOG
 from trainable_candle.placement import Placement, choose
 from trainable_candle.session import Session, adapter_path
+from trainable_candle.settings import TrainConfig
 from trainable_candle.settings.checks import check_groups, check_settings, differences
 from trainable_candle.settings.config import settings as known_settings
 from trainable_candle.settings.prompts import expanded
 from trainable_candle.tasks.budget import KEPT, find_budget, is_open, kept_within, make_plan
+from trainable_candle.tasks.checks import require_apart
 from trainable_candle.train import state as run_state
 from trainable_candle.train.callbacks import Callback, ProgressBar
 from trainable_candle.train.logs import CsvLog, JsonLog, TensorBoardLog, read_json_log, read_log
@@ -37,19 +41,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from trainable_candle.distributed.world import World
-    from trainable_candle.settings import TrainConfig
     from trainable_candle.tasks.budget import Budget, Plan
     from trainable_candle.tasks.task import Family, Prepared, Split, Task
     from trainable_candle.train.adapters import Adapters
     from trainable_candle.train.trainer import StepReport, Trainer
 
-ADAPTER: Final = "adapter.safetensors"
+ADAPTER: Final = f"{STEM}.safetensors"
 """The file of the finished adapter if `--name` is not given."""
-CONFIG: Final = "config.yaml"
-LOG: Final = "train.csv"
-JSON_LOG: Final = "train.jsonl"
 TENSORBOARD: Final = "tensorboard"
-CURVE: Final = "loss.png"
 LOCK: Final = ".lock"
 _FIRST_STEPS: Final = 20
 """If memory runs out within this many steps, the run is planned again, once."""
@@ -102,9 +101,15 @@ def train_adapter(
             weights cannot be used, or memory is too small. All are checked before the first step;
             memory can also run out later, and files can become unusable.
         CudaUnavailableError, DeviceError: there is no such device; raised before anything is read.
+        TypeError: `config` is no `TrainConfig`.
         NonFiniteError: the loss or the gradient is NaN or infinite.
         DistributedError: another process of the run is missing, differs, or has failed.
     """
+    if not isinstance(config, TrainConfig):
+        raise TypeError(
+            f"train_adapter: config is {type(config).__name__}, expected a TrainConfig; "
+            "TrainConfig.from_mapping makes one of a dict"
+        )
     config.require("model", "dataset", "output")
     config = config.with_(sample_prompts=expanded(config.sample_prompts))
     family = families.find(config.model)
@@ -116,7 +121,7 @@ def train_adapter(
     config = config.with_(device=placement.device, precision=placement.precision)
     config = _shared_out(config, world)
     check_settings(config)
-    _require_apart(config, Path(config.output).expanduser())
+    require_apart(config, Path(config.output).expanduser())
     group = make_group(
         world,
         config.device,
@@ -222,19 +227,6 @@ def _held_output(output: Path, step: int) -> Iterator[None]:
         run_state.refuse_later(output, step)
         run_state.remove_leftovers(output)
         yield
-
-
-def _require_apart(config: TrainConfig, output: Path) -> None:
-    """Check that the run does not write over what it reads.
-
-    Raises:
-        ConfigError: a data set is the output folder, or a log in it.
-    """
-    written = {path.resolve() for path in (output, output / LOG, output / JSON_LOG)}
-    for name in ("dataset", "validation_dataset"):
-        path = getattr(config, name)
-        if path and Path(path).expanduser().resolve() in written:
-            raise ConfigError(f"{name}: the run would write into {path}; choose another --output")
 
 
 def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, TrainConfig]:

@@ -10,6 +10,7 @@ import pytest
 
 from trainable_candle import hub
 from trainable_candle.cli import COMMANDS, demo, train
+from trainable_candle.cli.ray import continuation
 from trainable_candle.cli.ray import make_parser as make_ray_parser
 from trainable_candle.errors import Error, MissingFileError
 
@@ -89,3 +90,9 @@ def test_a_command_fails_only_for_missing_files(
         assert "there is no" in str(error), error  # noqa: PT017 - some commands need no file
     else:
         assert status == 0
+
+
+@pytest.mark.parametrize("given", [[], ["--resume", "/a/step-3"], ["--resume=auto"]])
+def test_the_command_that_continues_a_ray_run_resumes_once(given: list[str]) -> None:
+    again = continuation("t ray", ["--output", "a run", *given, "--steps", "3"])
+    assert again == "t ray --output 'a run' --steps 3 --resume latest"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from trainable_candle import cli
-from trainable_candle.cli.foreign import INSTEAD
 from trainable_candle.errors import ConfigError, DatasetError, InternalError
 from trainable_candle.settings import flag, settings
+from trainable_candle.settings.foreign import INSTEAD
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -124,7 +124,14 @@ def test_no_command_shows_the_commands() -> None:
         ("sample --model sdxl --prompt \udcff --output a.png", "expected text in UTF-8"),
         ("train --model digits --dataset . --output o --sample-prompts \udcff", "text in UTF-8"),
         ("merge --model digits --adapter a", "missing --output"),
+        ("train --model digits --dataset . --output . --gpus 1 --device cpu", "would write into ."),
         ("info --x", "unknown flag `--x`"),
+        (
+            "sample --model digits --prompt 1 --output /dev/null/a.png",
+            "/dev/null is a file, expected",
+        ),
+        ("extract --model digits --tuned m --output a.safetensors", "--tuned: there is no file or"),
+        ("sample --seed 18446744073709551616", "expected a whole number below 2**64"),
         ("demo --seed -1", "argument --seed: expected a whole number from 0, found -1"),
     ],
 )
@@ -157,7 +164,7 @@ def test_a_pickle_is_rejected(ending: str, tmp_path: Path) -> None:
 
 def test_flags_and_their_synonyms_are_all_different() -> None:
     synonyms = [flag(name) for _, setting in settings().values() for name in setting.synonyms]
-    flags = [*synonyms, *INSTEAD, *(flag(name) for name in settings())]
+    flags = [*synonyms, *map(flag, INSTEAD), *(flag(name) for name in settings())]
     assert len(set(flags)) == len(flags)
 
 

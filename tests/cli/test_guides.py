@@ -15,6 +15,14 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "trainable_candle"]
 
 
+def give(arguments: list[str], flag: str, value: str) -> None:
+    """Give a flag a value, in place of the one that it has."""
+    if flag in arguments:
+        arguments[arguments.index(flag) + 1] = value
+    else:
+        arguments += [flag, value]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("document", ["README.md", "docs/sdxl.md"])
 def test_the_commands_of_the_guides_work(document: str, tmp_path: Path) -> None:
@@ -39,14 +47,15 @@ def test_the_commands_of_the_guides_work(document: str, tmp_path: Path) -> None:
             del arguments[place : place + 2]
             arguments = [a if a != "merged.safetensors" else "merged" for a in arguments]
         if arguments[0] == "train-lora":
-            arguments += ["--steps", "3" if "--rank" in arguments else "5", "--save-every", "2"]
+            give(arguments, "--steps", "3" if "--rank" in arguments else "5")
+            give(arguments, "--save-every", "2")
             if "--rank" in arguments:
                 output = arguments[arguments.index("--output") + 1]
                 shutil.rmtree(tmp_path / output, ignore_errors=True)
         if "--prompt" in arguments:
-            arguments += ["--steps", "2"]
+            give(arguments, "--steps", "2")
             if "--size" in arguments:
-                arguments[arguments.index("--size") + 1] = "128x96"
+                give(arguments, "--size", "128x96")
         result = subprocess.run(
             [*scripts[arguments[0]], *arguments[1:]],
             cwd=tmp_path,

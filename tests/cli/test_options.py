@@ -22,11 +22,12 @@ from trainable_candle.cli import (
     sample,
     verify,
 )
-from trainable_candle.cli.foreign import INSTEAD
 from trainable_candle.cli.train import make_parser, read_config
 from trainable_candle.errors import ConfigError
 from trainable_candle.settings import TrainConfig, flag, settings
 from trainable_candle.settings.checks import check_groups, check_settings
+from trainable_candle.settings.config import canonical
+from trainable_candle.settings.foreign import instead
 
 DOCS = Path(__file__).parents[2] / "docs"
 SAMPLES: dict[str, Any] = {
@@ -205,18 +206,86 @@ def test_flags_of_other_tools_mean_the_same(text: str, expected: dict[str, Any])
 
 
 def test_the_migration_guide_names_flags_that_work() -> None:
-    table = re.findall(
-        r"^\| ([^|]*)\| ([^|]*)\|", (DOCS / "migrating.md").read_text(), re.MULTILINE
-    )
-    rows = [[set(re.findall(r"`--([a-z_-]+)", cell)) for cell in row] for row in table]
-    assert len([ours for ours, _ in rows if ours]) > 30
-    unknown = []
-    for ours, theirs in rows:
-        names = [name.replace("-", "_") for name in ours]
-        synonyms = {s for n in names if n in settings() for s in settings()[n][1].synonyms}
-        named = {text.replace("_", "-") for text in theirs}
-        unknown += sorted(named - synonyms - ours - {text[2:] for text in INSTEAD})
-    assert unknown == []
+    rows = [line.split("|")[1:5] for line in (DOCS / "migrating.md").read_text().splitlines()
+            if line.startswith("| `--")]  # fmt: skip
+    assert len(rows) > 30
+    parser = make_parser("train-lora", rare=False)
+    checked = 0
+    for row in rows:
+        own, *theirs = (re.findall(r"`(?:--)?([a-z_.-]+)", cell) for cell in row)
+        for name in (name for names in theirs for name in names):
+            checked += 1
+            if instead(name):
+                assert canonical_error(name).startswith(f"`{name}` ")
+                continue
+            (key,) = canonical({name: 1})
+            assert {flag(key)[2:], f"no-{flag(key)[2:]}"} & set(own), name
+            if "." in name:
+                first, _, last = name.partition(".")
+                assert canonical({first: {last: 1}}) == canonical({name: 1})
+            else:
+                assert flag(name) in parser._option_string_actions
+    assert checked > 100
+
+
+def canonical_error(name: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        canonical({name: 1})
+    return str(caught.value)
+
+
+def test_values_of_other_tools_mean_the_same(tmp_path: Path) -> None:
+    ai_toolkit = """
+        network: {type: lora, linear: 16, linear_alpha: 8}
+        save: {dtype: float16, save_every: 250, max_step_saves_to_keep: 4}
+        train: {batch_size: 1, steps: 2000, gradient_checkpointing: true, optimizer: adamw8bit,
+                lr: 1e-4, dtype: bf16, train_text_encoder: false, noise_offset: 0.1}
+        model: {name_or_path: flux}
+        sample: {sample_every: 250, prompts: [a cat], seed: 42, guidance_scale: 4, sample_steps: 20}
+        trigger_word: sks
+    """
+    onetrainer = """{"optimizer": {"optimizer": "ADAMW_8BIT"}, "lora_rank": 16, "lora_alpha": 8,
+        "train_dtype": "BFLOAT_16", "output_dtype": "FLOAT_16", "learning_rate": 0.0001,
+        "gradient_checkpointing": "ON", "learning_rate_scheduler": "CONSTANT",
+        "text_encoder": {"train": false}, "base_model_name": "flux"}"""
+    path = tmp_path / "run.yaml"
+    for text in (ai_toolkit, onetrainer):
+        path.write_text(text)
+        config = TrainConfig.from_yaml(path)
+        assert (config.rank, config.alpha, config.learning_rate) == (16, 8.0, 1e-4)
+        assert (config.optimizer, config.precision) == ("adamw8bit", "bf16")
+        assert (config.adapter_precision, config.weights) == ("f16", str(tmp_path / "flux"))
+        assert config.gradient_checkpointing == "full"
+    for value, expected in (("CPU_OFFLOADED", "offload"), ("off", "none"), ("true", "full")):
+        path.write_text(f"gradient_checkpointing: {value}\nmask: off\nmixed_precision: no\n")
+        config = TrainConfig.from_yaml(path)
+        assert config.gradient_checkpointing == expected
+        assert (config.mask, config.precision) == ("off", "f32")
+    assert parse("--resolution", "1024,1024").resolution == 1024
+    with pytest.raises(ConfigError, match="resolution is 832,1216, expected one number N"):
+        parse("--resolution", "832,1216")
+    path.write_text("train: {lr: 1, ema_config: {use_ema: true}}\n")
+    with pytest.raises(ConfigError, match=r"`train.ema_config.use_ema` .*give --ema-decay alone"):
+        TrainConfig.from_yaml(path)
+    path.write_text("train: {lrr: 1}\n")
+    with pytest.raises(ConfigError, match=r"unknown setting `train.lrr`"):
+        TrainConfig.from_yaml(path)
+
+
+def test_flags_that_users_of_kohya_give_are_answered() -> None:
+    flags = """--fp8_base --t5xxl --clip_l --clip_g --guidance_scale --lr_scheduler_power
+        --lr_scheduler_num_cycles --discrete_flow_shift --model_prediction_type --timestep_sampling
+        --cache_text_encoder_outputs --network_module --save_model_as --sdpa --full_bf16
+        --persistent_data_loader_workers --max_data_loader_n_workers --highvram --xformers
+        --weighting_scheme --network_args --network_dropout --apply_t5_attn_mask --torch_compile
+        --t5xxl_max_token_length --lowvram --config_file --save_state --zero_terminal_snr"""
+    for name in flags.split():
+        with pytest.raises(
+            ConfigError, match=f"^{name.replace('_', '-')} .*(leave it out|give|--)"
+        ):
+            parse(name, "raw")
+    config = parse("--blocks_to_swap", "8", "--ae", "ae.safetensors", "--loss_type", "l2")
+    assert (config.stream_blocks, config.vae, config.loss) == (8, "ae.safetensors", "mse")
 
 
 def test_a_preset_fills_in_what_is_not_given(tmp_path: Path) -> None:
@@ -237,6 +306,35 @@ def test_a_preset_fills_in_what_is_not_given(tmp_path: Path) -> None:
         parse("--config", str(path), "--preset", "fast")
     with pytest.raises(ConfigError, match="preset: `quik` is not known"):
         parse(*model, "--preset", "quik")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--preset balanced --steps 10",
+         "more than the 10 steps of the run; --warmup-steps comes from --preset balanced: give it"),
+        ("--preset quality --optimizer adamwschedulefree",
+         r"set --ema-decay to 0; --ema-decay comes from --preset quality"),
+        ("--preset fast --learning-rate -1", r"learning_rate is -1\.0, expected above 0$"),
+    ],
+)  # fmt: skip
+def test_a_value_of_a_preset_is_named_as_such(given: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse("--model", "sdxl", *given.split())
+
+
+def test_a_preset_of_a_file_is_checked(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("preset: fast\n")
+    with pytest.raises(ConfigError, match="--preset fast depends on the model: give --model"):
+        parse("--config", str(path))
+    path.write_text("model: digits\npreset: [fast]\n")
+    with pytest.raises(ConfigError, match=r"preset: `\['fast'\]` is not known"):
+        parse("--config", str(path))
+    path.write_text("gpus: [0, 2]\n")
+    assert parse("--config", str(path)).gpus == "0,2"
+    path.write_text("gpus: 2\n")
+    assert parse("--config", str(path)).gpus == "2"
 
 
 def test_a_flag_for_the_length_replaces_the_one_in_a_file(tmp_path: Path) -> None:
@@ -300,6 +398,13 @@ def test_a_flag_can_mend_a_wrong_line_of_the_file(tmp_path: Path) -> None:
         (["digits"], "unexpected argument `digits`"),
         (["--rank"], "argument --rank: expected one argument"),
         (["--rank", "many"], "argument --rank: invalid int value: 'many'"),
+        (["--rank", "4", "--rank", "8"], "--rank is given twice, as 4 and as 8; give it once"),
+        (["--rank", "4", "--network_dim=8"], "--network-dim 8: --rank is already given, as 4"),
+        (["--target-modules", " ,"], "--target-modules is empty; give names, or leave it out"),
+        (["--name", "a.safetensors"], "expected the name of a file without its ending"),
+        (["--min-timestep", "9", "--max-timestep", "9"], "no timestep is between them"),
+        (["--flip", "--no-flip"], "--flip and --no-flip are both given; give one of them"),
+        (["--config", "a", "--config", "b"], "--config is given twice, as a and as b"),
         (["--rank", "0"], "command line: rank is 0, expected at least 1"),
         (["--optimizer", "adam8b"], r"optimizer is `adam8b`, .* did you mean `adam8bit`"),
         (["--learning-rate", "nan"], "learning_rate is nan, expected a finite number"),

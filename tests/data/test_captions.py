@@ -118,3 +118,10 @@ def test_captions_may_end_in_caption(tmp_path: Path) -> None:
     assert read_caption(picture) == "a cat"
     (tmp_path / "a.b.txt").write_text("a dog", encoding="utf-8")
     assert read_caption(picture) == "a dog"
+
+
+def test_a_word_that_begins_like_the_trigger_is_no_trigger() -> None:
+    maker = CaptionMaker(CaptionOptions(), seed=0)
+    assert maker.plain("catwalk at night", "cat") == "cat, catwalk at night"
+    assert maker.plain("cat, at night", "cat") == "cat, at night"
+    assert maker.plain("cat", "cat") == "cat"

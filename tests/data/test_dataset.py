@@ -231,6 +231,40 @@ def test_masks_from_alpha_and_without_masks(pictures: MakePictures, tmp_path: Pa
     assert plain.masks(plain.fixed_batches(1)[0]) is None
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("file", r"no image has a mask file, such as masks/00\.png or 00-masklabel\.png for .*00"),
+     ("alpha", "no image has transparency")],
+)  # fmt: skip
+def test_a_folder_whose_masks_are_missing_is_named(
+    pictures: MakePictures, tmp_path: Path, kind: str, reason: str
+) -> None:
+    pictures("a", (64, 64))
+    pictures("b", (64, 64))
+    with pytest.raises(ConfigError, match=f"/b: mask: {kind} has no effect: {reason}"):
+        load(tmp_path / "a", {"path": tmp_path / "b", "mask": kind})
+    load(tmp_path / "a", {"path": tmp_path / "b", "mask": "off"})
+
+
+def test_a_run_does_not_write_where_it_reads(pictures: MakePictures, tmp_path: Path) -> None:
+    pictures("a", (64, 64))
+    listed = tmp_path / "list.yaml"
+    for entry, output in (("path: a", "a"), ("{path: a, recursive: true}", "a/new/run")):
+        listed.write_text(f"- {entry}\n")
+        config = TrainConfig(output=str(tmp_path / output))
+        with pytest.raises(ConfigError, match=r"the run would write into .*/a, whose images it"):
+            load_images(config, str(listed), 64)
+    listed.write_text("- path: a\n")
+    assert len(load_images(config, str(listed), 64)) == 1
+
+
+def test_an_error_about_validation_names_it(pictures: MakePictures, tmp_path: Path) -> None:
+    pictures("a", (64, 64))
+    config = TrainConfig(dataset=str(tmp_path / "a"), validation_dataset=str(tmp_path / "none"))
+    with pytest.raises(DatasetError, match=r"^validation_dataset: there is no folder .*none"):
+        read_datasets(config, lambda folder: load_images(config, folder, 64))
+
+
 def test_a_mask_of_another_shape_is_named(pictures: MakePictures, tmp_path: Path) -> None:
     (path,) = pictures("a", (64, 64))
     Image.new("L", (64, 32)).save(path.with_name("00-masklabel.png"))

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from PIL import Image, features
 
-from trainable_candle.data import Source, check_folder, read_folder, read_pixels
+from trainable_candle.data import (
+    DatasetOptions,
+    Source,
+    check_folder,
+    load_dataset,
+    read_folder,
+    read_pixels,
+)
+from trainable_candle.data.folder import KOHYA_HINT, RECURSIVE_HINT
 from trainable_candle.errors import DatasetError
 
 RED = (200, 10, 30)
@@ -24,6 +32,19 @@ def write(
     if caption is not None:
         path.with_suffix(".txt").write_text(caption, encoding="utf-8")
     return path
+
+
+def test_a_hint_about_folders_inside_is_about_what_is_read(tmp_path: Path) -> None:
+    for entry, hint in (
+        (Source(tmp_path), KOHYA_HINT),
+        (Source(tmp_path, repeats=2), RECURSIVE_HINT),
+        (Source(tmp_path, recursive=True), ""),
+    ):
+        with pytest.raises(DatasetError) as caught:
+            load_dataset(DatasetOptions((entry,)))
+        assert str(caught.value).endswith(f".webp{hint}")
+    with pytest.raises(DatasetError, match=r"holds no images; expected .*\.webp$"):
+        check_folder(tmp_path)
 
 
 def test_images_come_sorted_with_captions_and_sizes(tmp_path: Path) -> None:
@@ -323,4 +344,15 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
 def test_messages_about_one_image_are_singular(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"")
     with pytest.raises(DatasetError, match="1 of 1 image in"):
+        check_folder(tmp_path)
+
+
+def test_captions_of_a_table_or_of_two_lines_are_answered(tmp_path: Path) -> None:
+    write(tmp_path, "a.png", None)
+    (tmp_path / "metadata.csv").write_text("file_name,text\na.png,x\n")
+    with pytest.raises(DatasetError, match=r"metadata\.csv is not read, write metadata\.jsonl or"):
+        check_folder(tmp_path)
+    lines = [{"file_name": "a.png", "text": text} for text in ("x", "x", "y")]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(DatasetError, match=r"line 3: a\.png has another caption in an earlier"):
         check_folder(tmp_path)

@@ -164,6 +164,11 @@ def test_worker_init_fn_is_called_in_workers() -> None:
         (lambda: random_split(ROWS, [12, -2]), r"lengths are \[12, -2\], expected none below 0"),
         (lambda: random_split(ROWS, [1.5, -0.5]), "expected none below 0"),
         (lambda: default_collate([]), "default_collate: found no items"),
+        (
+            lambda: default_collate([{"a": 1}, {"b": 1}]),
+            r"differ in their names, \('a',\) and \('b',\); give",
+        ),
+        (lambda: default_collate([[1], [1, 2]]), "their number of entries, 1 and 2; give a"),
         (lambda: TensorDataset(tc.ones(2), tc.tensor(1.0)), "a tensor has no dimension"),
     ],
 )

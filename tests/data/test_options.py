@@ -76,6 +76,26 @@ def test_a_file_without_a_list_is_rejected(tmp_path: Path, text: str) -> None:
         parse_sources(tmp_path / "d.yaml")
 
 
+def test_lists_of_other_tools_and_repeated_folders(tmp_path: Path) -> None:
+    file = tmp_path / "d.yaml"
+    file.write_text(
+        "datasets:\n- {image_dir: a, num_repeats: 2, class_tokens: cup, is_reg: true}\n"
+        "- {folder_path: b, mask: off}\n"
+    )
+    assert parse_sources(file) == (
+        Source(tmp_path / "a", "cup", 2, regularization=True),
+        Source(tmp_path / "b", mask="off"),
+    )
+    with pytest.raises(ConfigError, match="`folder_path` is another name of `path`, which is"):
+        parse_sources([{"path": "a", "folder_path": "b"}])
+    with pytest.raises(ConfigError, match="entry 2 is a again; give `repeats: 2`"):
+        parse_sources(["a", "./a/"])
+    assert len(parse_sources(["a", {"path": "a", "caption": "x"}])) == 2
+    (tmp_path / "k.toml").touch()
+    with pytest.raises(DatasetError, match="a folder of images, or a YAML file that lists folders"):
+        parse_sources(tmp_path / "k.toml")
+
+
 def test_an_empty_list_and_a_missing_file_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no folder is given"):
         parse_sources([])

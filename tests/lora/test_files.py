@@ -119,3 +119,16 @@ def test_files_that_are_no_lora_are_rejected(tmp_path: Path) -> None:
     tc.save_file({"x.lora_A.weight": tc.ones(2, 3), "x.lora_B.weight": tc.ones(4, 3)}, peft)
     with pytest.raises(WeightsFormatError, match="have no rank in common"):
         LoraFile.read(peft)
+
+
+def test_what_cannot_be_combined_is_answered(tmp_path: Path) -> None:
+    for name, ends in (("a", ("lora_down", "lora_up")), ("b", ("lora_A", "lora_B"))):
+        tensors = {f"x.{end}.weight": tc.ones(2, 2) for end in ends}
+        tc.save_file(tensors, tmp_path / f"{name}.safetensors")
+    a, b = (LoraFile.read(tmp_path / f"{name}.safetensors") for name in "ab")
+    with pytest.raises(
+        ArgumentError, match=r"different styles .*give them to `trainable-candle sam"
+    ):
+        combine([a, b], [1, 1])
+    with pytest.raises(WeightsFormatError, match=r"is a folder, expected the \.safetensors file"):
+        LoraFile.read(tmp_path)

@@ -1,7 +1,11 @@
 """Adapters on models written in Python."""
 
+import copy
 import json
+import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -153,3 +157,102 @@ def test_every_target_selects_a_layer() -> None:
     with pytest.raises(tc.ConfigError, match="no layer has a name that `nope` targets"):
         model().add_adapter(tc.LoraConfig(target_modules=["1", "nope"]))
     assert list(model().add_adapter(tc.LoraConfig(target_modules=["1"])).layers) == ["1"]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_copy_computes_the_same_and_is_trained_apart(
+    kind: str, copied: Callable[[Any], Any]
+) -> None:
+    tc.manual_seed(0)
+    net = tc.nn.Sequential(tc.nn.Linear(4, 8), tc.nn.ReLU(), tc.nn.Linear(8, 2))
+    model = tc.get_peft_model(net, tc.LoraConfig(r=2, target_modules=["0", "2"], adapter=kind))
+    for var in model.parameters():
+        var.set(tc.randn(*var.shape))
+    x, state = tc.randn(3, 4), tc.get_rng_state()
+    expected = model(x).numpy()
+    other = copied(model)
+    assert tc.get_rng_state() == state
+    np.testing.assert_array_equal(other(x).numpy(), expected)
+    assert list(other.adapter.named_parameters()) == list(model.adapter.named_parameters())
+    other(x).sum().backward()
+    assert all(var.grad is not None for var in other.parameters())
+    assert all(var.grad is None for var in model.parameters())
+    for var in other.parameters():
+        var.set(var.detach() * 2)
+    np.testing.assert_array_equal(model(x).numpy(), expected)
+    plain = other.merge_and_unload()
+    np.testing.assert_allclose(plain(x).numpy(), other(x).numpy(), rtol=1e-5, atol=1e-6)
+    shallow = copy.copy(net[0])
+    shallow.get_vars()[0].set(tc.zeros(2, 4))
+    assert not net[0].get_vars()[0].numpy().any()
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_follow_the_module_to_another_dtype(kind: str) -> None:
+    tc.manual_seed(0)
+    net = tc.nn.Sequential(tc.nn.Linear(4, 2))
+    model = tc.get_peft_model(net, tc.LoraConfig(r=2, target_modules=["0"], adapter=kind))
+    for var in model.parameters():
+        var.set(tc.randn(*var.shape))
+    x, state = tc.randn(3, 4), tc.get_rng_state()
+    before = model(x).numpy()
+    model.to("bf16")
+    assert tc.get_rng_state() == state
+    found = model(x.to("bf16"))
+    np.testing.assert_allclose(found.to("f32").numpy(), before, rtol=0.05, atol=0.2)
+    assert {str(var.dtype) for var in model.parameters()} == {"f32"}
+    found.sum().backward()
+    assert [var.grad is not None for var in model.parameters()].count(True) >= 2
+    tc.optim.SGD(model.parameters(), lr=1.0).step()
+    assert (model(x.to("bf16")).to("f32").numpy() != found.to("f32").numpy()).all()
+    model.eval()
+    model.to("bf16").to("cpu")
+    frozen = model.requires_grad_(requires_grad=False)(x.to("bf16")).to("f32").numpy()
+    assert model.parameters() == []
+    np.testing.assert_array_equal(model(x.to("bf16")).to("f32").numpy(), frozen)
+
+
+def test_a_configuration_is_copied() -> None:
+    config = tc.LoraConfig(
+        r=3, target_modules=["a", "b"], rank_pattern={"a": 2}, qat="nf4", oft_side="output"
+    )
+    for other in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert repr(other) == repr(config)
+        assert isinstance(other, tc.LoraConfig)
+    with pytest.raises(TypeError, match="LoraConfig has no subclasses"):
+        type("Mine", (tc.LoraConfig,), {})
+
+
+def test_arguments_of_peft_that_mean_the_same_are_taken() -> None:
+    # The defaults of peft 0.18.
+    config = tc.LoraConfig(
+        task_type="CAUSAL_LM", peft_type="LORA", auto_mapping=None, base_model_name_or_path=None,
+        revision=None, inference_mode=False, r=8, target_modules=["q"], exclude_modules=None,
+        lora_alpha=8, lora_dropout=0.0, fan_in_fan_out=False, bias="none", use_rslora=False,
+        modules_to_save=None, init_lora_weights=True, layers_to_transform=None,
+        layers_pattern=None, rank_pattern={}, alpha_pattern={}, megatron_config=None,
+        megatron_core="megatron.core", trainable_token_indices=None, loftq_config={},
+        eva_config=None, corda_config=None, use_dora=False, layer_replication=None,
+        lora_bias=False, target_parameters=None,
+    )  # fmt: skip
+    assert repr(config) == repr(tc.LoraConfig(target_modules=["q"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("bias", "all", "adapters do not change biases"),
+        ("modules_to_save", ["head"], "`requires_grad_.*` makes a module trainable"),
+        ("init_lora_weights", "pissa", "trainable_candle.lora.loftq"),
+        ("init_lora_weights", 1, "start without an effect"),
+        ("fan_in_fan_out", True, "transpose"),
+        ("layers_to_transform", [0], "give target_modules a regular expression"),
+        ("inference_mode", True, "made to be trained"),
+    ],
+)
+def test_other_arguments_of_peft_are_answered(name: str, value: Any, advice: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=.* of peft has no counterpart: .*{advice}"):
+        tc.LoraConfig(target_modules=["q"], **{name: value})
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        tc.LoraConfig(rnak=3)

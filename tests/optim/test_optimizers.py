@@ -357,3 +357,8 @@ def test_schedule_errors():
     with pytest.raises(tc.ArgumentError, match="lr_scheduler: step is -1"):
         optim.lr_scheduler.constant(opt).set_step(-1)
     assert opt.lr == 0.1
+
+
+def test_a_module_in_place_of_its_variables_is_explained() -> None:
+    with pytest.raises(TypeError, match=r"AdamW: params is a Linear, .*pass its parameters\(\)"):
+        tc.optim.AdamW(tc.nn.Linear(2, 2))

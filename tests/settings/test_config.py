@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import yaml
 
+import trainable_candle as tc
 from trainable_candle.errors import ConfigError, MissingFileError
+from trainable_candle.run import train_adapter
 from trainable_candle.settings import GROUPS, TrainConfig, group_of, settings
 
 
@@ -64,7 +66,11 @@ def test_a_name_like_no_other_gets_the_list(tmp_path: Path) -> None:
         (f"steps: 1{'0' * 5000}", "is not valid YAML"),
         ("caption: 2026-13-41", "is not valid YAML"),
         ("rslora: 1", r"rslora is 1 \(int\), expected true or false"),
-        ("model: 3", r"model is 3 \(int\), expected text"),
+        ("model: 3", r"model is 3 \(int\), expected text; put it in quotes"),
+        ("name: 2026-01-01", r"name is .*\(date\), expected text; put it in quotes"),
+        ("caption: yes", r"caption is True \(bool\), expected text; put it in quotes"),
+        ("precision: 16", r"precision is 16 \(int\), expected one of auto, f32, bf16, f16$"),
+        ("dataset: [a, b]", r"expected one path; several folders are listed in a YAML file"),
         ("target_modules: 3", r"target_modules is 3 \(int\), expected a list of names"),
         ("target_modules: [to_q, 3]", "expected a list of names"),
         ("optimizer: adamw8bits", r"expected one of .*; did you mean `adamw8bit`"),
@@ -115,7 +121,7 @@ def test_a_file_of_something_else_is_rejected(tmp_path: Path, text: str, message
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match="there is no such configuration file"):
         TrainConfig.from_yaml(tmp_path / "none.yaml")
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match="is a folder, expected a YAML file"):
         TrainConfig.from_yaml(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"caption: caf\xe9")
     with pytest.raises(ConfigError, match="is not text in UTF-8"):
@@ -224,6 +230,24 @@ def test_a_path_may_be_bytes(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("rank: 4\n")
     assert TrainConfig.from_yaml(bytes(path)).rank == 4
+
+
+def test_wrong_calls_are_explained() -> None:
+    with pytest.raises(TypeError, match="from_mapping: values is list, expected a mapping"):
+        TrainConfig.from_mapping([1])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="unknown setting `stpes`; did you mean `steps`"):
+        TrainConfig().with_(stpes=1)
+    with pytest.raises(TypeError, match=r"config is dict, .*TrainConfig\.from_mapping makes one"):
+        train_adapter({"model": "digits"})  # type: ignore[arg-type]
+
+
+def test_devices_and_dtypes_are_names() -> None:
+    config = TrainConfig(
+        device=tc.device("cpu"),
+        precision=tc.bfloat16,  # type: ignore[arg-type]
+    )
+    assert (config.device, config.precision) == ("cpu", "bf16")
+    assert type(config.device) is str
 
 
 def test_defaults_are_not_shared() -> None:

@@ -1,5 +1,6 @@
 """The output folder belongs to one run at a time, and a run that is done stays as it is."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -7,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from trainable_candle.errors import ConfigError
+from trainable_candle.data import DatasetOptions, load_dataset, parse_sources
+from trainable_candle.data.chats.reading import find_files
+from trainable_candle.errors import ConfigError, DatasetError, MissingFileError
 from trainable_candle.files import held
+from trainable_candle.outputs import adapter_in
 from trainable_candle.run import JSON_LOG, LOCK, train_adapter
+from trainable_candle.settings.checks import existing_adapter
 from trainable_candle.train import Callback, TrainConfig
 
 Train = Callable[..., dict[str, bytes]]
@@ -53,6 +58,48 @@ def test_a_run_does_not_write_over_its_data(config: TrainConfig, tmp_path: Path)
         with pytest.raises(ConfigError, match=rf"^{name}: the run would write into .*--output"):
             train_adapter(refused, progress=False, report=lambda _: None)
     assert log.read_text() == "a user's own\n"
+
+
+def test_a_run_does_not_write_into_another_data_set(config: TrainConfig, tmp_path: Path) -> None:
+    other = tmp_path / "others"
+    shutil.copytree(config.dataset, other)
+    with pytest.raises(ConfigError, match=r"output: .*/others is the folder of a data set: it has"):
+        train_adapter(config.with_(output=str(other)), progress=False, report=lambda _: None)
+    assert len(list(other.iterdir())) == len(list(Path(config.dataset).iterdir()))
+
+
+def test_what_a_run_writes_is_no_data(config: TrainConfig, train: Train) -> None:
+    train(config)
+    output = Path(config.output)
+    for dataset in (str(output), [{"path": output.parent, "recursive": True}]):
+        with pytest.raises(DatasetError, match=f"{output} is the output of a run"):
+            load_dataset(DatasetOptions(parse_sources(dataset), resolution=64))
+    with pytest.raises(DatasetError, match=f"{output} is the output of a run"):
+        find_files(output)
+
+
+def test_the_output_of_a_run_names_its_adapter(config: TrainConfig, train: Train) -> None:
+    train(config.with_(name="mine", save_every=6))
+    output = Path(config.output)
+    finished = output / "mine.safetensors"
+    assert adapter_in(output) == adapter_in(finished) == finished
+    assert config.with_(initial_adapter=str(output)).initial_adapter_path == finished
+    for folder, message in (
+        (output / "checkpoint-000012", f"is a checkpoint, .*; give an adapter in {output}"),
+        (Path(config.dataset), "is a folder without adapters; give a file, or the output folder"),
+        (output.parent / "none", "there is no file or folder"),
+    ):
+        with pytest.raises(MissingFileError, match=f"^--adapter: .*{message}"):
+            existing_adapter("adapter", folder)
+    with pytest.raises(MissingFileError, match=r"^--initial-adapter: .* without adapters; give"):
+        train(config.with_(initial_adapter=config.dataset, output=str(output.parent / "other")))
+    finished.unlink()
+    with pytest.raises(MissingFileError, match=r"give one of its files: mine-step000006\.safe"):
+        adapter_in(output)
+    with pytest.raises(ConfigError, match=r"--weights: .* is the output of a run, whose adapter"):
+        train(config.with_(weights=str(output), output=str(output.parent / "other")))
+    with pytest.raises(ConfigError, match=rf"is a folder, .*, such as {output / 'config.yaml'}"):
+        TrainConfig.from_yaml(output)
 
 
 def test_a_lock_names_its_process_and_ends_with_it(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def test_kohyas_settings_follow_a_prompt() -> None:
     )
     assert parse_prompt("a cat", DEFAULT) == Prompt("a cat", DEFAULT)
     assert parse_prompt("a cat --w 128", DEFAULT).options.size == (128, 64)
+    assert parse_prompt(text.replace("--w", "--W").replace("--n", "--N"), DEFAULT) == prompt
     assert parse_prompt("--d 5", DEFAULT) == Prompt("", SampleOptions(25, 5, size=(64, 64)))
 
 
@@ -38,6 +39,9 @@ def test_kohyas_settings_follow_a_prompt() -> None:
         ("a --l nan", "--l is 'nan'"),
         ("a --d", "--d is '', expected a number"),
         ("a --l 3 --g 4", "--g sets guidance a second time"),
+        ("a --w 64 --W 128", "--w is given a second time"),
+        ("a --w=64", "--w=64 is not known, .* with a space before the value"),
+        ("a --AR 16:9", "--AR is not known"),
         ("a --ss ddim", "--ss is 'ddim', expected one of euler, dpmpp_2m"),
     ],
 )
@@ -54,6 +58,12 @@ def test_files_of_another_kind_are_not_prompts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"prompts\.JSON is a file that is not read"):
         expanded([str(path)])
     assert expanded(["a cup on data.json"]) == ["a cup on data.json"]
+
+
+def test_a_folder_is_no_file_of_prompts(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").mkdir()
+    with pytest.raises(ConfigError, match=r"p\.txt is a folder, expected a file"):
+        expanded([str(tmp_path / "p.txt")])
 
 
 def test_a_file_of_prompts_stands_for_its_lines(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def test_a_device_of_auto_is_chosen_and_reported(
     assert str(choose("auto", "f32")) == "device: cuda, f32"
     assert str(choose("cuda:1", "auto")) == "device: cuda:1, bf16"
     assert str(choose("cpu", "bf16")) == "device: cpu, bf16"
+    assert str(choose("cpu:0", "auto")) == "device: cpu, f32"
 
 
 def test_an_output_folder_with_checkpoints_is_not_reused(config: TrainConfig, train: Train) -> None:

@@ -95,7 +95,7 @@ def _given(arguments: Sequence[str] | None) -> list[str]:
 
 
 def _dispatch(given: list[str]) -> int:
-    if not given or given[0] in {"-h", "--help"}:
+    if not given or given[0] in {"-h", "--help", "help"}:
         lines = (f"  {name:<12}  {command.summary}" for name, command in COMMANDS.items())
         print(_HELP.format(commands="\n".join(lines)))
         return 0 if given else REFUSED

@@ -17,13 +17,17 @@ def new_file(text: str, *, overwrite: bool, suffix: str = ".safetensors") -> Pat
     """The path of a file to write.
 
     Raises:
-        ConfigError: the path has another suffix, or the file exists already.
+        ConfigError: the path has another suffix, the file exists already, or it is to be below
+            another file.
     """
     path = Path(text).expanduser()
     if path.suffix.lower() != suffix:
         raise ConfigError(f"--output is {path}, expected the name of a {suffix} file")
     if path.exists() and not overwrite:
         raise ConfigError(f"--output is {path}, which exists; give another name, or --overwrite")
+    above = next(parent for parent in path.parents if parent.exists())
+    if not above.is_dir():
+        raise ConfigError(f"--output is {path}, and {above} is a file, expected a folder")
     return path
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from trainable_candle.cli.adapter_files import add_output, new_file, scales_of
 from trainable_candle.cli.options import Parser, add_help, factor, whole
 from trainable_candle.errors import ConfigError
+from trainable_candle.settings.checks import existing_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +19,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     parser = make_parser(program)
     given = parser.parse(arguments)
     parser.require(given, "adapter", "output")
-    paths = [Path(text).expanduser() for text in given["adapter"]]
+    paths = [existing_adapter("adapter", Path(text).expanduser()) for text in given["adapter"]]
     if len(paths) < 2:
         raise ConfigError("give --adapter at least twice")
     scales = scales_of(given, len(paths))

@@ -24,7 +24,7 @@ def run(arguments: Sequence[str], program: str) -> int:
 
     # Expensive imports, after the flags are parsed.
     from trainable_candle import export, families  # noqa: PLC0415
-    from trainable_candle.settings.checks import existing  # noqa: PLC0415
+    from trainable_candle.settings.checks import existing_adapter  # noqa: PLC0415
     from trainable_candle.tasks.text import TextTask  # noqa: PLC0415
 
     reader, output = given["for"], Path(given["output"]).expanduser()
@@ -38,7 +38,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output is {output}, which exists; expected a new or an empty folder")
     model = given.get("model", "causal-lm")
-    path = existing("adapter", Path(given["adapter"]).expanduser())
+    path = existing_adapter("adapter", Path(given["adapter"]).expanduser())
     task = families.load(model, given.get("weights"), None, "cpu")
     if not isinstance(task, TextTask):
         raise ConfigError(

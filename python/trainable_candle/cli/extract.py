@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainable_candle.cli.adapter_files import add_output, new_file, share
@@ -21,12 +22,15 @@ def run(arguments: Sequence[str], program: str) -> int:
 
     from tqdm import tqdm  # noqa: PLC0415 - after the flags are parsed
 
-    from trainable_candle import families  # noqa: PLC0415
+    from trainable_candle import families, hub  # noqa: PLC0415
     from trainable_candle.lora import extract  # noqa: PLC0415
     from trainable_candle.settings import TrainConfig  # noqa: PLC0415
+    from trainable_candle.settings.checks import existing  # noqa: PLC0415
     from trainable_candle.tasks.latent import LatentTask  # noqa: PLC0415
     from trainable_candle.train.adapters import Adapters, adapter_config  # noqa: PLC0415
 
+    if not hub.is_name(given["tuned"]):
+        existing("tuned", Path(given["tuned"]).expanduser())
     rank = given.get("rank", 32)
     config = TrainConfig(
         model=given["model"],

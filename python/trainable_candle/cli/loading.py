@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainable_candle.cli.adapter_files import scales_of
 from trainable_candle.cli.options import factor
 from trainable_candle.errors import ConfigError
-from trainable_candle.settings.checks import existing
+from trainable_candle.settings.checks import existing_adapter
 from trainable_candle.settings.machine import FORMATS, SAME
 
 if TYPE_CHECKING:
@@ -86,7 +86,9 @@ def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Task
     )
     task = families.load(given["model"], given.get("weights"), dtype, device, parts)
     if "adapter" in given:
-        adapters = [existing("adapter", Path(text).expanduser()) for text in given["adapter"]]
+        adapters = [
+            existing_adapter("adapter", Path(text).expanduser()) for text in given["adapter"]
+        ]
         scales = scales_of(given, len(adapters))
         for path in adapters:
             for note in notes(path, parts.base_format, given.get("to")):
@@ -96,5 +98,8 @@ def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Task
         elif isinstance(task, LatentTask):
             task.load_adapters(list(zip(adapters, scales, strict=True)))
         else:
-            raise ConfigError(f"--adapter: {given['model']} takes one adapter at a time")
+            raise ConfigError(
+                f"--adapter: {given['model']} takes one adapter at a time; merge one into the "
+                "model, and give the merged model as --weights"
+            )
     return task

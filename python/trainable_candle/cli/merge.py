@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from trainable_candle.cli.loading import add_model, load_model
 from trainable_candle.cli.options import Parser, add_help, whole
 from trainable_candle.errors import ConfigError
+from trainable_candle.outputs import adapter_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -106,7 +107,7 @@ def _quantized_text(task: TextTask, adapter: str, output: Path, to: str) -> None
 
     family = task.family
     layers = [name for name in family.layers() if name.split(".")[-1] in family.targets]
-    factors = learned_scales(Path(adapter).expanduser(), to)
+    factors = learned_scales(adapter_in(Path(adapter).expanduser()), to)
     task.save_merged(output)
     error = quantize_folder(output, layers, to, factors)
     print(f"{len(layers)} layers in {to}: relative error of their weights {error:.2%}")

@@ -7,9 +7,9 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, NoReturn, get_args, get_origin
 
-from trainable_candle.cli.foreign import INSTEAD
 from trainable_candle.errors import ConfigError
 from trainable_candle.settings import TrainConfig, flag, group_of, nearest, settings
+from trainable_candle.settings.foreign import instead
 from trainable_candle.settings.presets import NAMES as PRESETS
 from trainable_candle.settings.presets import PRESET
 from trainable_candle.settings.sections import FILES, SECTIONS, TRAINING
@@ -42,6 +42,8 @@ class Parser(argparse.ArgumentParser):
             argument_default=argparse.SUPPRESS,
             formatter_class=_CompactHelp,
         )
+        for action in (None, "store"):
+            self.register("action", action, _Once)
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and exiting.
@@ -62,8 +64,9 @@ class Parser(argparse.ArgumentParser):
             name = unknown[0].partition("=")[0]
             if not name.startswith("-"):
                 raise ConfigError(f"unexpected argument `{name}` (see {self.prog} --help)")
-            if name in INSTEAD:
-                raise ConfigError(f"{name} {INSTEAD[name]}")
+            advice = instead(name.lstrip("-"))
+            if advice is not None:
+                raise ConfigError(f"{name} {advice}")
             flags = [
                 option
                 for action in self._actions
@@ -110,10 +113,42 @@ class _CompactHelp(argparse.HelpFormatter):
         return f"{', '.join(action.option_strings)} {shown}"
 
 
+class _Once(argparse.Action):
+    """Stores the value of a flag that may be given once, under one of its names."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, name: str | None = None
+    ) -> None:
+        if name is not None and hasattr(namespace, self.dest):
+            earlier = getattr(namespace, self.dest)
+            shown = flag(self.dest)
+            if name == shown:
+                parser.error(f"{name} is given twice, as {earlier} and as {values}; give it once")
+            parser.error(f"{name} {values}: {shown} is already given, as {earlier}; give one value")
+        setattr(namespace, self.dest, values)
+
+
+class _OnOrOff(argparse.BooleanOptionalAction):
+    """Stores whether a flag or its `--no-` form is given; both together are an error."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, _: Any, name: str | None = None
+    ) -> None:
+        on = not str(name).startswith("--no-")
+        if getattr(namespace, self.dest, on) != on:
+            own = flag(self.dest)
+            parser.error(f"{own} and --no-{own[2:]} are both given; give one of them")
+        setattr(namespace, self.dest, on)
+
+
 class _AddToList(argparse.Action):
     """Adds a flag's comma-separated values to those of the same flag before it."""
 
-    def __call__(self, _: Any, namespace: Any, values: Any, __: str | None = None) -> None:
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, name: str | None = None
+    ) -> None:
+        if not values.strip(" ,"):
+            parser.error(f"{name} is empty; give names, or leave it out")
         earlier = getattr(namespace, self.dest, None)
         setattr(namespace, self.dest, values if earlier is None else f"{earlier},{values}")
 
@@ -133,7 +168,7 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
         text = _help(setting, defaults[name]) if shown else argparse.SUPPRESS
         facts: dict[str, Any] = {"dest": name, "help": text}
         if _kind(hint) is bool:
-            facts["action"] = argparse.BooleanOptionalAction
+            facts["action"] = _OnOrOff
         else:
             if setting.several:
                 facts |= {"action": "extend", "nargs": "+"}
@@ -146,7 +181,7 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
             if setting.bare is not None:
                 facts |= {"nargs": "?", "const": setting.bare}
         group.add_argument(flag(name), **facts)
-        for synonym in setting.synonyms:
+        for synonym in (text for text in setting.synonyms if "." not in text):
             parser.add_argument(flag(synonym), **{**facts, "help": argparse.SUPPRESS})
     groups[TRAINING].add_argument(
         flag(PRESET), metavar="NAME", help=f"{', '.join(PRESETS)}: default values"
@@ -173,12 +208,14 @@ def add_help(group: argparse._ArgumentGroup) -> None:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """The `type=` of a flag that takes a whole number of at least `least`."""
+    """The `type=` of a flag that takes a whole number of at least `least`, and below 2**64."""
 
     def convert(text: str) -> int:
         value = int(text) if text.lstrip("+-").isascii() else None
         if value is None or value < least:
             raise argparse.ArgumentTypeError(f"expected a whole number from {least}, found {text}")
+        if value >= 2**64:
+            raise argparse.ArgumentTypeError(f"expected a whole number below 2**64, found {text}")
         return value
 
     convert.__name__ = "whole number"
@@ -214,6 +251,8 @@ def _kind(hint: Any) -> type:
 
 def _reader(setting: Setting, kind: type) -> Callable[[str], Any]:
     """The function that converts a flag's text to its value."""
+    if setting.read is not None:
+        return str  # `TrainConfig` reads it.
     if not setting.words:
         return kind
 

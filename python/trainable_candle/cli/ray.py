@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from trainable_candle.cli.options import Parser, add_help, whole
 from trainable_candle.cli.train import make_parser as make_train_parser
 from trainable_candle.cli.train import read_config
+from trainable_candle.settings.paths import LATEST
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_RESUME: Final = "--resume"
 
 
 def run(arguments: Sequence[str], program: str) -> int:
@@ -25,12 +28,21 @@ def run(arguments: Sequence[str], program: str) -> int:
     done = train(config, **placing, report=lambda line: print(line, flush=True))
     if done.completed:
         return 0
-    again = shlex.join([*program.split(), *arguments, "--resume", "latest"])
+    again = continuation(program, arguments)
     print(
         f"stopped after step {done.step} of {config.steps}; continue with:\n  {again}",
         file=sys.stderr,
     )
     return 128 + done.stopped_by if done.stopped_by else 0
+
+
+def continuation(program: str, arguments: Sequence[str]) -> str:
+    """The command that continues a run from its last checkpoint."""
+    kept = list(arguments)
+    for place, text in enumerate(arguments):
+        if text.partition("=")[0] == _RESUME:
+            del kept[place : place + (1 if "=" in text else 2)]
+    return shlex.join([*program.split(), *kept, _RESUME, LATEST])
 
 
 def make_parser(program: str) -> Parser:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from trainable_candle.cli.adapter_files import add_output, new_file, share
 from trainable_candle.cli.options import Parser, add_help, whole
 from trainable_candle.errors import ConfigError
+from trainable_candle.outputs import adapter_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +25,7 @@ def run(arguments: Sequence[str], program: str) -> int:
 
     from trainable_candle.lora import LoraFile, resize  # noqa: PLC0415 - after the arguments
 
-    file = LoraFile.read(Path(given["file"]).expanduser())
+    file = LoraFile.read(adapter_in(Path(given["file"]).expanduser()))
     before = [module.factors.rank for module in file.modules.values()]
     rank = given.get("rank", max(before))
     resized = resize(file, rank, given.get("keep", 1.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -11,13 +12,14 @@ from trainable_candle.cli.options import Parser, add_settings
 from trainable_candle.distributed.launch import chosen_gpus, follow_launcher, launch
 from trainable_candle.distributed.world import from_environment
 from trainable_candle.errors import ConfigError
-from trainable_candle.settings import TrainConfig
+from trainable_candle.outputs import CONFIG
+from trainable_candle.settings import TrainConfig, flag
 from trainable_candle.settings.checks import settings_without_effect
 from trainable_candle.settings.config import read_settings
 from trainable_candle.settings.presets import IMAGES, LENGTHS, PRESET, TEXTS, completed, described
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 
 def run(arguments: Sequence[str], program: str) -> int:
@@ -36,7 +38,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     follow_launcher()
 
     # Imported after the arguments are checked.
-    from trainable_candle.run import CONFIG, train_adapter  # noqa: PLC0415
+    from trainable_candle.run import train_adapter  # noqa: PLC0415
 
     result = train_adapter(config, world=world, report=lambda line: print(line, flush=True))
     if world is not None and world.rank > 0:
@@ -60,6 +62,10 @@ def _launch(config: TrainConfig, arguments: Sequence[str]) -> int:
         raise ConfigError(f"gpus: --device {config.device} is one GPU; leave it out")
     numbers = chosen_gpus(gpus) if on_gpu else list(range(int(gpus.split(",", maxsplit=1)[0])))
     output = Path(config.output).expanduser()
+    # Before the processes' logs are written there; an expensive import.
+    from trainable_candle.tasks.checks import require_apart  # noqa: PLC0415
+
+    require_apart(config, output)
     return launch(arguments, numbers, on_gpu=on_gpu, output=output)
 
 
@@ -95,10 +101,27 @@ def read_config(given: dict[str, Any]) -> TrainConfig:
     if preset is not None:
         from trainable_candle import families  # noqa: PLC0415 - only a preset needs them
 
+        if not values.get("model"):
+            raise ConfigError(f"--preset {preset} depends on the model: give --model, too")
         by_hand = frozenset(values)
         values = completed(values, preset, families.presets(values.get("model", "")))
         # A setting without effect is an error if the user gave it, and dropped if the preset did.
-        idle = settings_without_effect(TrainConfig.from_mapping(values, source))
+        try:
+            idle = settings_without_effect(TrainConfig.from_mapping(values, source))
+        except ConfigError as error:
+            raise _of_preset(error, preset, values.keys() - by_hand) from None
         for name in {name for _, names in idle for name in names} - by_hand:
             del values[name]
     return TrainConfig.from_mapping(values, source)
+
+
+def _of_preset(error: ConfigError, preset: str, taken: Collection[str]) -> ConfigError:
+    """The error, with a remark which of the settings that it names come from the preset."""
+    words = re.findall(r"[a-z]\w+", str(error).replace("-", "_"))
+    named = [flag(name) for name in sorted(taken) if name in words or f"__{name}" in words]
+    if not named:
+        return error
+    verb, them = ("comes", "it") if len(named) == 1 else ("come", "them")
+    return ConfigError(
+        f"{error}; {', '.join(named)} {verb} from --preset {preset}: give {them} another value"
+    )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from trainable_candle.cli.options import Parser, add_help
 from trainable_candle.errors import Error
+from trainable_candle.outputs import adapter_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +30,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     from trainable_candle import families, verify_adapter  # noqa: PLC0415 - after the flags are parsed
     from trainable_candle.settings.texts import Texts  # noqa: PLC0415
 
-    path = Path(given["file"]).expanduser()
+    path = adapter_in(Path(given["file"]).expanduser())
     weights = Path(given["weights"]).expanduser() if "weights" in given else None
     model = given.get("model", "sdxl")
     report = verify_adapter(path, model, weights)

@@ -62,7 +62,9 @@ def read_metadata(folder: Path) -> dict[Path, str]:
             continue
         try:
             name, caption = _entry(line)
-            found[_inside(folder, name)] = caption
+            image = _inside(folder, name)
+            if found.setdefault(image, caption) != caption:
+                raise ValueError(f"{name} has another caption in an earlier line")  # noqa: TRY301 - with the line's number
         except (ValueError, OSError) as error:
             raise DatasetError(f"dataset: {path}, line {number}: {error}") from error
     return found
@@ -119,7 +121,8 @@ class CaptionMaker:
     def plain(self, caption: str, trigger: str) -> str:
         """The caption with its trigger, not shuffled; also for validation and previews."""
         caption = " ".join(caption.split())
-        if not trigger or caption.startswith(trigger):
+        after = caption[len(trigger) : len(trigger) + 1]
+        if not trigger or (caption.startswith(trigger) and not after.isalnum()):
             return caption
         joint = f"{self.options.separator.strip()} "
         return f"{trigger}{joint}{caption}" if caption else trigger

@@ -13,16 +13,19 @@ from trainable_candle.data.masks import FOLDER, is_mask, mask_of, mask_problem
 from trainable_candle.data.options import Source
 from trainable_candle.data.pixels import SUFFIXES, in_parallel, probe
 from trainable_candle.errors import DatasetError
+from trainable_candle.outputs import require_no_output
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+RECURSIVE_HINT: Final = "; folders inside it are read with `recursive: true` in a YAML file"
 KOHYA_HINT: Final = (
-    "; folders inside it are read if their names are like `10_a cup` (10: how often each image "
-    "is seen), or with `recursive: true` in a YAML file"
+    f"{RECURSIVE_HINT}, or if their names are like `10_a cup` (10: how often each image is seen)"
 )
 SKIP_HINT: Final = " (--skip-bad leaves such images out)"
 _SHOWN: Final = 10
+_TABLE: Final = "metadata.csv"
+"""A file of captions that Hugging Face's `imagefolder` reads."""
 _EXPECTED: Final = frozenset({*CAPTION_SUFFIXES, ".json", ".jsonl", ".yaml", ".yml", ".md"})
 """Suffixes of files that the summary does not list."""
 
@@ -83,7 +86,7 @@ def check_folder(folder: str | Path, caption: str | None = None) -> list[Picture
     return list(found.pictures)
 
 
-def read_folder(source: Source, *, masks: bool = False) -> Folder:
+def read_folder(source: Source, *, masks: bool = False, hint: str = "") -> Folder:
     """Check every image of a folder, each decoded once, in parallel.
 
     Captions are in `.txt` or `.caption` files (UTF-8) named like the images, or in a
@@ -93,9 +96,11 @@ def read_folder(source: Source, *, masks: bool = False) -> Folder:
     Args:
         source: the folder.
         masks: whether to look for mask files.
+        hint: what the message says about a folder without images.
 
     Raises:
-        DatasetError: the folder is missing, has no images, or its `metadata.jsonl` is wrong.
+        DatasetError: the folder is missing, has no images, its `metadata.jsonl` is wrong, or it, or
+            a folder that is read with it, is the output of a run.
         OSError: the folder cannot be listed.
     """
     folder = source.path
@@ -107,10 +112,9 @@ def read_folder(source: Source, *, masks: bool = False) -> Folder:
     listed = _listed(files, folder)
     paths = sorted({*(path for path in files if _is_picture(path)), *listed})
     if not paths:
-        deeper = "" if source.recursive else KOHYA_HINT
         raise DatasetError(
             f"dataset: {folder} holds no images; expected files ending in {', '.join(SUFFIXES)}"
-            f"{deeper}"
+            f"{hint}"
         )
 
     def check(path: Path) -> Picture | str:
@@ -156,6 +160,7 @@ def _files(folder: Path, *, recursive: bool) -> Iterator[Path]:
         raise error
 
     for place, folders, names in os.walk(folder, onerror=refuse):
+        require_no_output(Path(place))
         folders[:] = [n for n in folders if recursive and not n.startswith(".") and n != FOLDER]
         yield from (Path(place, name) for name in names if not name.startswith("."))
 
@@ -198,6 +203,8 @@ def _check(path: Path, listed: str | None, default: str | None, *, masks: bool) 
         caption = default if listed is None else listed
     if caption is None:
         text = path.with_suffix(".txt")
+        if (path.parent / _TABLE).exists():
+            return f"{path}: no caption; {_TABLE} is not read, write {METADATA} or {text.name}"
         return (
             f"{path}: no caption; write {text.name} beside it, or give --caption for all images "
             "without one"

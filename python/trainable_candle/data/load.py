@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING
 
 from trainable_candle.data.buckets import Buckets
 from trainable_candle.data.dataset import Dataset
-from trainable_candle.data.folder import SKIP_HINT, read_folder, unusable
+from trainable_candle.data.folder import (
+    KOHYA_HINT,
+    RECURSIVE_HINT,
+    SKIP_HINT,
+    read_folder,
+    unusable,
+)
 from trainable_candle.data.item import Item
+from trainable_candle.data.masks import none_found
 from trainable_candle.data.options import CaptionOptions
 from trainable_candle.data.summary import describe, nothing_left
 from trainable_candle.errors import ConfigError
@@ -33,7 +40,8 @@ def load_dataset(
     Raises:
         DatasetError: a folder is missing or has no usable images, or some images cannot be used
             and `skip_bad` is off; the message names the first ten images.
-        ConfigError: there are only regularisation images.
+        ConfigError: there are only regularisation images, or no image of a folder has a mask of
+            the kind that the folder's own `mask` names.
         OSError: a folder cannot be listed.
     """
     captions = captions or CaptionOptions()
@@ -43,7 +51,9 @@ def load_dataset(
     small: list[str] = []
     for source in options.sources:
         mask = source.mask or options.mask
-        folder = read_folder(source, masks=mask == "file")
+        hint = KOHYA_HINT if source.repeats is None else RECURSIVE_HINT
+        hint = "" if source.recursive else hint
+        folder = read_folder(source, masks=mask == "file", hint=hint)
         if folder.problems and not options.skip_bad:
             raise unusable(folder.path, folder.count, folder.problems, SKIP_HINT)
         folders.append(folder)
@@ -56,6 +66,9 @@ def load_dataset(
                 small.append(f"{picture.path}: {picture.width}x{picture.height}")
             else:
                 items.append(Item(picture, fit, trigger, weight, 1.0, mask))
+        if source.mask not in {None, "off"} and items and not any(i.has_mask for i in items):
+            reason = none_found(mask, items[0].picture.path)
+            raise ConfigError(f"dataset: {source.path}: mask: {mask} {reason}")
         found.append(items)
     if not any(found):
         raise nothing_left(options, folders, small)

@@ -28,6 +28,14 @@ def mask_of(picture: Path) -> Path | None:
     return next((path for path in (beside, *inside) if path.is_file()), None)
 
 
+def none_found(kind: str, picture: Path) -> str:
+    """The end of a message: no image has a mask of a kind, `file` or `alpha`, such as this one."""
+    if kind == "alpha":
+        return "has no effect: no image has transparency"
+    names = f"{FOLDER}/{picture.name} or {picture.stem}{SUFFIX}.png"
+    return f"has no effect: no image has a mask file, such as {names} for {picture}"
+
+
 def mask_problem(mask: Path, picture: Facts) -> str | None:
     """Why a mask does not fit an image, or None; only aspect ratios must agree, not sizes.
 

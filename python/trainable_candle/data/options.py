@@ -58,6 +58,9 @@ class Source:
         if self.repeats is not None:
             _in_range("repeats", self.repeats, above=0)
         _in_range("loss_weight", self.loss_weight, least=0)
+        mask: Any = self.mask
+        if mask is False:
+            object.__setattr__(self, "mask", "off")  # YAML 1.1 reads off as false.
         if self.mask is not None:
             _one_of("mask", self.mask, MASKS)
 

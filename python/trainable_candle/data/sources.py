@@ -16,8 +16,17 @@ from trainable_candle.data.options import Source
 from trainable_candle.data.pixels import SUFFIXES
 from trainable_candle.errors import ConfigError, DatasetError
 from trainable_candle.files import load_yaml
+from trainable_candle.outputs import require_no_output
 from trainable_candle.settings.data import YAML_SUFFIXES
 
+_SYNONYMS: Final = {
+    "image_dir": "path",
+    "folder_path": "path",
+    "num_repeats": "repeats",
+    "is_reg": "regularization",
+    "class_tokens": "caption",
+}
+"""Names of the same fields in kohya's and ai-toolkit's lists of folders."""
 _REPEATED: Final = re.compile(r"(\d+)_(.+)", re.DOTALL)
 """Folder names of kohya's scripts: repeats and class."""
 
@@ -40,24 +49,34 @@ def parse_sources(
 
     Raises:
         ConfigError: an entry is wrong; the message says which, and why.
-        DatasetError: the YAML file cannot be read.
+        DatasetError: the YAML file cannot be read, or a folder is the output of a run.
     """
     base, where = Path(), "dataset"
     if isinstance(dataset, (str, Path)):
         path = Path(dataset).expanduser()
         if path.suffix.lower() not in YAML_SUFFIXES or path.is_dir():
+            if path.is_file():
+                raise DatasetError(
+                    f"dataset: {path} is a file, expected a folder of images, or a YAML file that "
+                    "lists folders"
+                )
             return _repeated(Source(path, caption), where)
         base, where, entries = path.parent, f"dataset: {path}", _read_entries(path)
     else:
         entries = list(dataset)
     if not entries:
         raise ConfigError(f"{where}: no folder is given")
+    found: list[Source] = []
+    for number, entry in enumerate(entries, 1):
+        place = f"{where}: entry {number}"
+        source = _source(entry, caption, base, place)
+        if source in found:
+            raise ConfigError(f"{place} is {source.path} again; give `repeats: 2` to see it twice")
+        found.append(source)
     return tuple(
-        source
-        for number, entry in enumerate(entries, 1)
-        for source in _repeated(
-            _source(entry, caption, base, f"{where}: entry {number}"), f"{where}: entry {number}"
-        )
+        part
+        for number, source in enumerate(found, 1)
+        for part in _repeated(source, f"{where}: entry {number}")
     )
 
 
@@ -65,8 +84,10 @@ def _repeated(source: Source, where: str) -> tuple[Source, ...]:
     """Replace a source by the folders inside it whose names give repeats and class, if any.
 
     Raises:
+        DatasetError: the folder is the output of a run.
         ConfigError: repeats are 0, or there are images beside folders with repeats in their names.
     """
+    require_no_output(source.path)
     if source.recursive or source.repeats is not None or not source.path.is_dir():
         return (source,)
     with os.scandir(source.path) as entries:
@@ -112,8 +133,8 @@ def _read_entries(path: Path) -> list[Any]:
         raise DatasetError(f"dataset: {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or an impossible date
         raise DatasetError(f"dataset: {path} is not valid YAML: {error}") from error
-    if isinstance(entries, dict) and set(entries) == {"dataset"}:
-        entries = entries["dataset"]
+    if isinstance(entries, dict) and set(entries) in ({"dataset"}, {"datasets"}):
+        (entries,) = entries.values()
     if not isinstance(entries, list):
         raise DatasetError(f"dataset: {path} holds no list; expected `- path: FOLDER` entries")
     return entries
@@ -121,6 +142,8 @@ def _read_entries(path: Path) -> list[Any]:
 
 def _source(entry: Any, caption: str | None, base: Path, where: str) -> Source:
     values = {"path": entry} if isinstance(entry, (str, Path)) else entry
+    if isinstance(values, Mapping):
+        values = _renamed(values, where)
     if not isinstance(values, Mapping) or "path" not in values:
         raise ConfigError(f"{where} is {entry!r}, expected a folder or `path: FOLDER` and settings")
     known = [field.name for field in fields(Source)]
@@ -132,3 +155,18 @@ def _source(entry: Any, caption: str | None, base: Path, where: str) -> Source:
     except ConfigError as error:
         raise ConfigError(f"{where}: {str(error).removeprefix('dataset: ')}") from None
     return replace(source, path=base / source.path)
+
+
+def _renamed(values: Mapping[Any, Any], where: str) -> dict[Any, Any]:
+    """The fields of an entry under their own names.
+
+    Raises:
+        ConfigError: two names mean the same field.
+    """
+    renamed: dict[Any, Any] = {}
+    for key, value in values.items():
+        name = _SYNONYMS.get(key, key)
+        if name in renamed:
+            raise ConfigError(f"{where}: `{key}` is another name of `{name}`, which is given too")
+        renamed[name] = value
+    return renamed

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from trainable_candle import hub
 from trainable_candle.errors import ConfigError
+from trainable_candle.outputs import is_output
 from trainable_candle.settings import group_of, nearest
 from trainable_candle.settings.checks import existing
 from trainable_candle.settings.presets import IMAGES, TEXTS
@@ -93,7 +94,13 @@ def weights_of(name: str, given: str | Path | None) -> Path:
         return hub.download_pipeline(str(weights), family.parts)
     if Texts in family.groups and hub.is_name(str(weights)):
         return hub.download_language_model(str(weights))
-    return existing("weights", Path(weights).expanduser())
+    path = existing("weights", Path(weights).expanduser())
+    if is_output(path):
+        raise ConfigError(
+            f"--weights: {path} is the output of a run, whose adapter is no model; give --adapter, "
+            "or to train it further, --initial-adapter"
+        )
+    return path
 
 
 def load(

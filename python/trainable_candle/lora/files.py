@@ -56,6 +56,10 @@ class LoraFile:
             MissingFileError: there is no such file.
             WeightsFormatError: the file is damaged, or has tensors that are not factors of a LoRA.
         """
+        if path.is_dir():
+            raise WeightsFormatError(
+                f"{path}: is a folder, expected the .safetensors file of a LoRA"
+            )
         tensors = tc.load_file(path)
         metadata = safetensors_metadata(path)
         config = _configuration(metadata)
@@ -85,10 +89,13 @@ class LoraFile:
         if others:
             raise WeightsFormatError(
                 f"{path}: {others[0]} is not a factor of a LoRA ({len(others)} such tensors); "
-                "DoRA, LoHa and LoKr cannot be combined or resized: merge them into a model"
+                "DoRA, LoHa, LoKr and OFT cannot be combined or resized: give them to "
+                "`trainable-candle merge`, which adds them to a model"
             )
         if not modules:
-            raise WeightsFormatError(f"{path}: holds no LoRA")
+            raise WeightsFormatError(
+                f"{path}: holds no LoRA; give an adapter that train-lora wrote"
+            )
         return cls(modules, metadata)
 
     def changed(self, change: Callable[[Factors], Factors]) -> LoraFile:
@@ -154,7 +161,8 @@ def combine(files: Sequence[LoraFile], scales: Sequence[float]) -> LoraFile:
     if len(styles) > 1:
         raise ArgumentError(
             "combine: the files have names of different styles "
-            f"({', '.join(sorted(down for down, _ in styles))}); save them in one --format first"
+            f"({', '.join(sorted(down for down, _ in styles))}); give them to "
+            "`trainable-candle sample` or `merge`, each with its own --adapter"
         )
     for file, scale in zip(files, scales, strict=True):
         for name, module in file.modules.items():
@@ -165,7 +173,10 @@ def combine(files: Sequence[LoraFile], scales: Sequence[float]) -> LoraFile:
                 continue
             sizes = [(m.up_shape[0], m.down_shape[1:]) for m in (known, scaled)]
             if sizes[0] != sizes[1]:
-                raise ArgumentError(f"combine: {name} has sizes {sizes[0]} and {sizes[1]}")
+                raise ArgumentError(
+                    f"combine: {name} has sizes {sizes[0]} and {sizes[1]}; the files are for "
+                    "different models"
+                )
             modules[name] = replace(known, factors=joined([known.factors, scaled.factors]))
     return LoraFile(modules, files[0].metadata)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from trainable_candle._core import Adapter, Tensor, Var, init_linear
+from trainable_candle._core import Adapter, Tensor, Var, draw_from, init_linear
 from trainable_candle._core import linear as _linear
 from trainable_candle.errors import ShapeError
 from trainable_candle.nn.module import Module
@@ -127,12 +127,47 @@ class _AdaptedLinear(Module):
         _check_tensors(type(self).__name__, base_weight, bias)
         self.weight = base_weight.detach()
         self.bias = None if bias is None else bias.detach()
-        self._adapter = Adapter(
-            self._kind, self.weight, self.bias, rank, alpha, dropout, rslora, qat
-        )
+        self._how: tuple[Any, ...] = (rank, alpha, dropout, rslora, qat)
+        self._adapter = Adapter(self._kind, self.weight, self.bias, *self._how)
         self.enabled = True
+        self._joined: dict[str, Tensor] = {}
+        self._joined.update(zip(self._names, self._adapter.vars(), strict=True))
+        self.__dict__.update(self._joined)
+
+    def __copy__(self) -> Self:
+        """A layer with the same parameters."""
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes for `pickle` and `copy.deepcopy`, without the extension's adapter."""
+        return {k: v for k, v in self.__dict__.items() if k not in {"_adapter", "_joined"}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the attributes, and make an adapter with these parameters."""
+        self.__dict__.update(state)
+        self._join()
+
+    def _tensors_replaced(self) -> None:
+        """See `Module`: the adapter would compute with the old parameters."""
+        if any(getattr(self, name) is not value for name, value in self._joined.items()):
+            self._join()
+
+    def _join(self) -> None:
+        """Make an adapter with the values of the attributes, which become its parameters.
+
+        Like those of a new layer they are f32, and on the device of the weight.
+        """
+        base = self.weight.detach(), None if self.bias is None else self.bias.detach()
+        # The library's generator must not change.
+        self._adapter = draw_from(0, lambda: Adapter(self._kind, *base, *self._how))
+        self._joined = {}
         for name, var in zip(self._names, self._adapter.vars(), strict=True):
-            setattr(self, name, var)
+            value = getattr(self, name)
+            var.set(value.detach().to(var.dtype).to(var.device))
+            self._joined[name] = var if isinstance(value, Var) else var.detach()
+        self.__dict__.update(self._joined)
 
     @property
     def scale(self) -> float:

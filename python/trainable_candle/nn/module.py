@@ -236,6 +236,7 @@ class Module:
         """Move all tensors to a device, and floating point ones to a dtype.
 
         Variables are replaced by new ones without gradients, so do this before making an optimizer.
+        Adapters of linear layers stay f32.
 
         Args:
             target: A device or a dtype.
@@ -300,7 +301,12 @@ class Module:
                 new[id(slot.tensor)] = change(slot.tensor)
         for slot in slots:
             _put(slot, new[id(slot.tensor)])
+        for module in self.modules():
+            module._tensors_replaced()  # noqa: SLF001 - a module's own
         return self
+
+    def _tensors_replaced(self) -> None:
+        """Follow a change of the attributes by `to` or `requires_grad_`."""
 
     def _facts(self) -> str:
         """The text between the parentheses of `repr`."""

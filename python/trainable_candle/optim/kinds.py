@@ -4,6 +4,7 @@ from inspect import Parameter, Signature
 from types import NoneType
 from typing import Any
 
+from trainable_candle._copies import reject
 from trainable_candle._core import Optimizer, optimizer_kinds
 from trainable_candle.optim.groups import GroupedOptimizer, listed, set_groups
 
@@ -25,9 +26,9 @@ def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> ty
                 raise TypeError(f"{name}: {flag} is {value!r}, expected True, False or None")
         try:
             settings = signature.bind(*args, **kwargs).arguments
+            params = listed(settings.pop("params"))
         except TypeError as error:
             raise TypeError(f"{name}: {error}") from None
-        params = listed(settings.pop("params"))
         optimizer = GroupedOptimizer.__new__(cls, name, params, settings)
         set_groups(optimizer, params, {**defaults, **settings})
         return optimizer
@@ -38,4 +39,6 @@ def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> ty
 
 _CLASSES = {kind[0]: _class(*kind) for kind in optimizer_kinds()}
 globals().update(_CLASSES)
+for _kind in _CLASSES.values():
+    reject(_kind)
 __all__ = list(_CLASSES)

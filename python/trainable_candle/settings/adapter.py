@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final
 
 from trainable_candle._core import choices
+from trainable_candle.errors import MissingFileError
+from trainable_candle.outputs import adapter_in
 from trainable_candle.settings import sections
 from trainable_candle.settings.machine import PRECISION_SPELLINGS, PRECISIONS
 from trainable_candle.settings.setting import Condition, Group, Setting
@@ -81,13 +83,15 @@ class Adapter(Group):
     )
     contradictions: ClassVar = (_quantization_contradiction,)
 
-    adapter: Annotated[str, Setting("kind of adapter", choices=ADAPTERS)] = "lora"
+    adapter: Annotated[
+        str, Setting("kind of adapter", choices=ADAPTERS, synonyms=("network.type",))
+    ] = "lora"
     rank: Annotated[
         int,
         Setting(
             "rank of the adapter",
             low=1,
-            synonyms=("network-dim", "lora-rank", "dim", "r"),
+            synonyms=("network-dim", "lora-rank", "dim", "r", "network.linear"),
         ),
     ] = 16
     alpha: Annotated[
@@ -97,7 +101,7 @@ class Adapter(Group):
             rare=True,
             low=0,
             above=True,
-            synonyms=("network-alpha", "lora-alpha"),
+            synonyms=("network-alpha", "lora-alpha", "network.linear-alpha"),
         ),
     ] = None
     target_modules: Annotated[
@@ -171,15 +175,22 @@ class Adapter(Group):
             choices=PRECISIONS,
             rare=True,
             free=True,
-            synonyms=("save-precision", "output-dtype"),
+            synonyms=("save-precision", "output-dtype", "save.dtype"),
             spellings=PRECISION_SPELLINGS,
         ),
     ] = "f32"
 
     @property
     def initial_adapter_path(self) -> Path:
-        """The file that `initial_adapter` names."""
-        return Path(self.initial_adapter or "").expanduser()
+        """The file that `initial_adapter` names; of a run's output folder, its adapter.
+
+        Raises:
+            MissingFileError: it is a folder without a finished adapter.
+        """
+        try:
+            return adapter_in(Path(self.initial_adapter or "").expanduser())
+        except MissingFileError as error:
+            raise MissingFileError(f"--initial-adapter: {error}") from None
 
 
 def _scales_contradiction(config: Any) -> str | None:
@@ -217,7 +228,7 @@ class TrainingAdapters(Group):
         Setting(
             "file of an adapter for a distilled model, applied only in training",
             rare=True,
-            synonyms=("assistant-lora-path", "assistant-adapter"),
+            synonyms=("assistant-lora-path", "assistant-adapter", "model.assistant-lora-path"),
             path=True,
         ),
     ] = None
@@ -242,7 +253,15 @@ class TextEncoders(Group):
     )
 
     train_text_encoder: Annotated[
-        bool, Setting("train adapters on the text encoders, too", rare=True)
+        bool,
+        Setting(
+            "train adapters on the text encoders, too",
+            rare=True,
+            synonyms=(
+                "text-encoder.train",
+                "train.train-text-encoder",
+            ),
+        ),
     ] = False
     text_encoder_learning_rate: Annotated[
         float | None,
@@ -252,7 +271,7 @@ class TextEncoders(Group):
             above=True,
             rare=True,
             section=sections.TRAINING,
-            synonyms=("text-encoder-lr",),
+            synonyms=("text-encoder-lr", "text-encoder.learning-rate"),
         ),
     ] = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainable_candle.errors import ConfigError, MissingFileError
+from trainable_candle.outputs import adapter_in
 from trainable_candle.settings.config import GROUPS, group_of, settings
 from trainable_candle.settings.setting import flag
 
@@ -97,6 +98,21 @@ def existing(setting: str, path: Path) -> Path:
     if not path.exists():
         raise MissingFileError(f"{flag(setting)}: there is no file or folder {path}")
     return path
+
+
+def existing_adapter(setting: str, path: Path) -> Path:
+    """The adapter that a path names; of a run's output folder, the finished one.
+
+    Raises:
+        MissingFileError: the path does not exist, or is a folder without a finished adapter.
+    """
+    try:
+        return adapter_in(existing(setting, path))
+    except MissingFileError as error:
+        text = str(error)
+        raise MissingFileError(
+            text if text.startswith(flag(setting)) else f"{flag(setting)}: {text}"
+        ) from None
 
 
 def differences(earlier: Mapping[str, object], now: Mapping[str, object]) -> list[str]:

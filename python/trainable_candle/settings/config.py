@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from trainable_candle.settings.adapter import (
 )
 from trainable_candle.settings.data import Captions, Data, DefaultCaption, Images, Parts, Unusable
 from trainable_candle.settings.files import Files
+from trainable_candle.settings.foreign import instead
 from trainable_candle.settings.machine import Machine
 from trainable_candle.settings.objective import (
     DistilledGuidance,
@@ -39,7 +41,7 @@ from trainable_candle.settings.texts import Texts, Writing
 from trainable_candle.settings.training import Training
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator
 
 GROUPS: Final[tuple[type[Group], ...]] = (
     Data, Parts, Unusable, Images, DefaultCaption, Captions, Texts, Adapter, LearnedScales,
@@ -103,7 +105,12 @@ class TrainConfig(
 
         Raises:
             ConfigError: a name is unknown (the nearest one is suggested), or a value is wrong.
+            TypeError: the values are no mapping.
         """
+        if not isinstance(values, Mapping):
+            raise TypeError(
+                f"from_mapping: values is {type(values).__name__}, expected a mapping of names"
+            )
         try:
             return cls(**canonical(values))
         except ConfigError as error:
@@ -155,8 +162,11 @@ class TrainConfig(
         """A copy with other values.
 
         Raises:
-            ConfigError: as for the class.
+            ConfigError: as for the class; or a name is unknown.
         """
+        for name in changes:
+            if name not in settings():
+                raise ConfigError(f"unknown setting `{name}`{nearest(name, settings())}")
         return replace(self, **changes)
 
     def changed(self) -> dict[str, Any]:
@@ -191,18 +201,32 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values, with synonyms replaced by the settings' own names.
 
     Raises:
-        ConfigError: a name is unknown, or two names mean the same setting.
+        ConfigError: a name is unknown (of another tool's, the message says what to do), or two
+            names mean the same setting.
     """
     found: dict[str, Any] = {}
-    for key, value in values.items():
-        text = str(key).replace("-", "_")
+    for key, value in _flat(values):
+        text = key.replace("-", "_")
         name = _synonyms().get(text, text)
         if name not in settings():
+            advice = instead(text)
+            if advice is not None:
+                raise ConfigError(f"`{key}` {advice}")
             raise ConfigError(f"unknown setting `{key}`{nearest(text, settings())}")
         if name in found:
             raise ConfigError(f"`{key}` is another name of `{name}`, which is given too")
         found[name] = value
     return found
+
+
+def _flat(values: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """The values, with the names of nested ones joined by dots, as in `network.linear`."""
+    for key, value in values.items():
+        name = f"{before}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, value
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Final
 
+from trainable_candle.errors import ConfigError
 from trainable_candle.placement import AUTO
 from trainable_candle.settings import sections
 from trainable_candle.settings.machine import FORMATS, SAME
@@ -21,6 +22,39 @@ YAML_SUFFIXES: Final = (".yaml", ".yml")
 """Endings of files that list the folders of a dataset."""
 
 
+def _folders(value: Any) -> Any:
+    """A data set.
+
+    Raises:
+        ConfigError: the value is a list or a mapping, which belongs in a file of its own.
+    """
+    if isinstance(value, (list, dict)):
+        raise ConfigError(
+            f"dataset is {value!r}, expected one path; several folders are listed in a YAML file "
+            "of their own, whose path is given here"
+        )
+    return value
+
+
+def _side(text: Any) -> Any:
+    """A resolution; kohya's scripts also write it as two equal sides, such as 1024,1024.
+
+    Raises:
+        ConfigError: the sides differ.
+    """
+    if not isinstance(text, str):
+        return text
+    sides = [side.strip() for side in text.lower().replace("x", ",").split(",")]
+    if not all(side.isdecimal() for side in sides):
+        return text
+    if len(set(sides)) > 1:
+        raise ConfigError(
+            f"resolution is {text}, expected one number N: images have N x N px of area, in the "
+            "aspect ratio that is theirs"
+        )
+    return int(sides[0])
+
+
 @dataclass(frozen=True)
 class Data(Group):
     """The model, its data and the folder for results, which every task needs."""
@@ -32,7 +66,13 @@ class Data(Group):
         str,
         Setting(
             "weights of the model: a folder or a file",
-            synonyms=("pretrained-model-name-or-path", "base-model-name", "checkpoint", "ckpt"),
+            synonyms=(
+                "pretrained-model-name-or-path",
+                "base-model-name",
+                "checkpoint",
+                "ckpt",
+                "model.name-or-path",
+            ),
             path=True,
         ),
     ] = ""
@@ -42,6 +82,7 @@ class Data(Group):
             "images with .txt captions, or texts",
             synonyms=("train-data-dir", "instance-data-dir", "data"),
             path=True,
+            read=_folders,
         ),
     ] = ""
     output: Annotated[
@@ -92,7 +133,12 @@ class Parts(Group):
     ] = field(default_factory=list)
     vae: Annotated[
         str | None,
-        Setting("path of the autoencoder if it is outside --weights", rare=True, path=True),
+        Setting(
+            "path of the autoencoder if it is outside --weights",
+            rare=True,
+            path=True,
+            synonyms=("ae",),
+        ),
     ] = None
     text_encoder_precision: Annotated[
         str,
@@ -127,9 +173,19 @@ class Images(Group):
 
     resolution: Annotated[
         int | None,
-        Setting("images have N x N px of area (default: model's)", low=8, section=sections.MODEL),
+        Setting(
+            "images have N x N px of area (default: model's)",
+            low=8,
+            section=sections.MODEL,
+            read=_side,
+        ),
     ] = None
-    bucketing: Annotated[bool, Setting("keep the aspect ratios of images", rare=True)] = True
+    bucketing: Annotated[
+        bool,
+        Setting(
+            "keep the aspect ratios of images", rare=True, synonyms=("aspect-ratio-bucketing",)
+        ),
+    ] = True
     bucket_step: Annotated[
         int | None,
         Setting(
@@ -165,7 +221,12 @@ class Images(Group):
         int, Setting("cached crops per image", low=1, high=MOST_VIEWS, rare=True)
     ] = 4
     flip: Annotated[
-        bool, Setting("mirror half of the images, at random", rare=True, synonyms=("flip-aug",))
+        bool,
+        Setting(
+            "mirror half of the images, at random",
+            rare=True,
+            synonyms=("flip-aug", "enable-random-flip"),
+        ),
     ] = False
     color_brightness: Annotated[
         float,
@@ -270,12 +331,18 @@ class Captions(Group):
         ),
     ] = 0.0
     caption_shuffle: Annotated[
-        bool, Setting("shuffle the tags", rare=True, synonyms=("shuffle-caption",))
+        bool,
+        Setting(
+            "shuffle the tags", rare=True, synonyms=("shuffle-caption", "enable-tag-shuffling")
+        ),
     ] = False
     caption_keep_tokens: Annotated[
         int,
         Setting(
-            "number of first tags that stay in place", low=0, rare=True, synonyms=("keep-tokens",)
+            "number of first tags that stay in place",
+            low=0,
+            rare=True,
+            synonyms=("keep-tokens", "keep-tags-count"),
         ),
     ] = 0
     caption_tag_dropout: Annotated[

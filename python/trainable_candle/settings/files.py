@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+from trainable_candle.outputs import ADAPTER
 from trainable_candle.settings import sections
 from trainable_candle.settings.setting import Condition, Group, Setting
 
 
 def _no_file_name(config: Any) -> str | None:
-    if "/" in config.name or config.name.startswith(".") or "\0" in config.name:
+    name = config.name
+    if "/" in name or name.startswith(".") or "\0" in name or name.endswith(".safetensors"):
         return f"name is `{config.name}`, expected the name of a file without its ending"
     return None
 
@@ -45,7 +47,7 @@ class Files(Group):
             "save every N steps; 0: at end",
             low=0,
             free=True,
-            synonyms=("save-every-n-steps", "checkpointing-steps", "save-steps"),
+            synonyms=("save-every-n-steps", "checkpointing-steps", "save-steps", "save.save-every"),
         ),
     ] = 250
     save_every_epochs: Annotated[
@@ -62,7 +64,14 @@ class Files(Group):
         int, Setting("how many checkpoints to keep", low=1, rare=True, free=True)
     ] = 3
     keep_adapters: Annotated[
-        int, Setting("how many adapters of earlier steps to keep", low=1, rare=True, free=True)
+        int,
+        Setting(
+            "how many adapters of earlier steps to keep",
+            low=1,
+            rare=True,
+            free=True,
+            synonyms=("save.max-step-saves-to-keep",),
+        ),
     ] = 10
     log_every: Annotated[int, Setting("steps between log lines", low=1, rare=True, free=True)] = 1
     tensorboard: Annotated[bool, Setting("log for TensorBoard too", rare=True, free=True)] = False
@@ -78,4 +87,4 @@ class Files(Group):
     @property
     def stem(self) -> str:
         """The beginning of the names of the adapter's files."""
-        return self.name or "adapter"
+        return self.name or ADAPTER

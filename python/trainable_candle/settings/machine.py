@@ -19,6 +19,9 @@ PRECISION_SPELLINGS: Final = {
     "float16": "f16",
     "half": "f16",
     "bfloat16": "bf16",
+    "float_32": "f32",
+    "float_16": "f16",
+    "bfloat_16": "bf16",
 }
 """The names of precisions in other tools."""
 SAME: Final = "same"
@@ -68,7 +71,7 @@ class Machine(Group):
         Setting(
             "dtype of computation; auto: bf16 on a GPU",
             choices=(AUTO, *PRECISIONS),
-            synonyms=("mixed-precision", "train-dtype", "dtype"),
+            synonyms=("mixed-precision", "train-dtype", "dtype", "train.dtype"),
             spellings=PRECISION_SPELLINGS,
         ),
     ] = AUTO
@@ -104,6 +107,14 @@ class Machine(Group):
             choices=(AUTO, *CHECKPOINTING),
             free=True,
             bare="full",
+            spellings={
+                "on": "full",
+                "true": "full",
+                "off": "none",
+                "false": "none",
+                "cpu_offloaded": "offload",
+            },
+            synonyms=("train.gradient-checkpointing",),
         ),
     ] = AUTO
     stream_blocks: Annotated[

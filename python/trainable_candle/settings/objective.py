@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 from trainable_candle.settings import sections
 from trainable_candle.settings.setting import Condition, Group, Setting
@@ -14,11 +14,21 @@ TIMESTEPS: Final = ("uniform", "logit_normal", "mode")
 PREDICTIONS: Final = ("epsilon", "v_prediction")
 
 
+def _no_timesteps(config: Any) -> str | None:
+    if config.max_timestep is not None and config.min_timestep >= config.max_timestep:
+        return (
+            f"--min-timestep is {config.min_timestep}, and --max-timestep is "
+            f"{config.max_timestep}: no timestep is between them"
+        )
+    return None
+
+
 @dataclass(frozen=True)
 class NoisePrediction(Group):
     """The objective of models that predict noise or velocity at discrete timesteps."""
 
     section: ClassVar[str] = sections.OBJECTIVE
+    contradictions: ClassVar = (_no_timesteps,)
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(
             ("multires_noise_discount",),
@@ -41,7 +51,7 @@ class NoisePrediction(Group):
             "strength of extra noise that is constant in each channel",
             low=0,
             rare=True,
-            synonyms=("offset-noise-weight",),
+            synonyms=("offset-noise-weight", "train.noise-offset"),
         ),
     ] = 0.0
     multires_noise_iterations: Annotated[
@@ -78,7 +88,7 @@ class Loss(Group):
             "loss function",
             choices=LOSSES,
             rare=True,
-            synonyms=("loss-type",),
+            synonyms=("loss-type", "train.loss-type"),
             spellings={"l2": "mse"},
         ),
     ] = "mse"
@@ -98,6 +108,7 @@ class Loss(Group):
             low=0,
             above=True,
             rare=True,
+            synonyms=("train.min-snr-gamma",),
         ),
     ] = None
 

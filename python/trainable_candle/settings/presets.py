@@ -64,7 +64,7 @@ def completed(
     Raises:
         ConfigError: there is no such preset, or the values give all settings of the preset.
     """
-    if name not in presets:
+    if str(name) not in presets:
         raise ConfigError(f"preset: `{name}` is not known{nearest(str(name), presets)}")
     # If `steps` or `epochs` is given, neither comes from the preset.
     taken = values.keys() | (LENGTHS if LENGTHS & values.keys() else set())

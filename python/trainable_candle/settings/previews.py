@@ -67,7 +67,11 @@ class Previews(Group):
     sample_prompts: Annotated[
         list[str],
         Setting(
-            "prompts of previews, or a .txt file of prompts", texts=True, tokenized=True, free=True
+            "prompts of previews, or a .txt file of prompts",
+            texts=True,
+            tokenized=True,
+            free=True,
+            synonyms=("sample.prompts",),
         ),
     ] = field(default_factory=list)
     sample_every: Annotated[
@@ -77,7 +81,7 @@ class Previews(Group):
             low=1,
             rare=True,
             free=True,
-            synonyms=("sample-every-n-steps",),
+            synonyms=("sample-every-n-steps", "sample.sample-every"),
         ),
     ] = 250
     sample_every_epochs: Annotated[
@@ -91,7 +95,15 @@ class Previews(Group):
         ),
     ] = None
     sample_seed: Annotated[
-        int, Setting("seed of the previews", low=0, below=2**64, rare=True, free=True)
+        int,
+        Setting(
+            "seed of the previews",
+            low=0,
+            below=2**64,
+            rare=True,
+            free=True,
+            synonyms=("sample.seed",),
+        ),
     ] = 0
 
 
@@ -103,7 +115,14 @@ class Denoising(Group):
     conditions: ClassVar[tuple[Condition, ...]] = (_previews("sample_steps"),)
 
     sample_steps: Annotated[
-        int, Setting("sampling steps per preview", low=1, rare=True, free=True)
+        int,
+        Setting(
+            "sampling steps per preview",
+            low=1,
+            rare=True,
+            free=True,
+            synonyms=("sample.sample-steps",),
+        ),
     ] = 25
 
 
@@ -118,11 +137,24 @@ class Drawing(Group):
     )
 
     negative_prompt: Annotated[
-        str, Setting("prompt that guidance leads away from", rare=True, tokenized=True, free=True)
+        str,
+        Setting(
+            "prompt that guidance leads away from",
+            rare=True,
+            tokenized=True,
+            free=True,
+            synonyms=("sample.neg",),
+        ),
     ] = ""
     guidance: Annotated[
         float | None,
-        Setting("guidance scale of previews (default: model's)", low=0, rare=True, free=True),
+        Setting(
+            "guidance scale of previews (default: model's)",
+            low=0,
+            rare=True,
+            free=True,
+            synonyms=("sample.guidance-scale",),
+        ),
     ] = None
     sampler: Annotated[
         str | None,

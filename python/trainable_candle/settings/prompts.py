@@ -39,6 +39,8 @@ def expanded(prompts: Sequence[str], setting: str = "--sample-prompts") -> list[
             lines = path.read_text(encoding="utf-8-sig").splitlines()
         except FileNotFoundError:
             raise MissingFileError(f"{setting}: there is no file {path}") from None
+        except IsADirectoryError:
+            raise ConfigError(f"{setting}: {path} is a folder, expected a file") from None
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{setting}: {path} cannot be read as text: {error}") from None
         prompts = [

@@ -10,6 +10,7 @@ import yaml
 
 from trainable_candle.errors import ConfigError, MissingFileError
 from trainable_candle.files import load_yaml
+from trainable_candle.outputs import CONFIG
 from trainable_candle.settings.setting import described
 
 
@@ -25,6 +26,9 @@ def read_yaml(path: str | bytes | Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise MissingFileError(f"{path}: there is no such configuration file") from None
+    except IsADirectoryError:
+        inside = f", such as {path / CONFIG}" if (path / CONFIG).exists() else ""
+        raise ConfigError(f"{path}: is a folder, expected a YAML file{inside}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

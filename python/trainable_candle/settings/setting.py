@@ -7,11 +7,13 @@ import difflib
 import math
 from collections.abc import Callable, Mapping  # noqa: TC003 - get_type_hints reads them
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, get_args, get_origin
 
 import numpy as np
 
+from trainable_candle._core import DType
 from trainable_candle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,11 +50,13 @@ class Setting:
     """The section of the help, if it differs from the group's."""
     synonyms: tuple[str, ...] = ()
     """Names of the same setting in other tools, spelled like flags; flags and YAML files may use
-    them, too."""
+    them, too. One with dots is of nested lines in YAML files, and no flag."""
     spellings: Mapping[str, str] = field(default_factory=dict)
     """Maps other tools' names of choices, in lower case, to the choices."""
     words: Mapping[str, int] = field(default_factory=dict)
     """Words that stand for numbers, in lower case."""
+    read: Callable[[Any], Any] | None = None
+    """Reads other spellings of the value, such as other tools'; returns other values unchanged."""
     bare: str | None = None
     """The value of a flag that is given without a value."""
     path: bool = False
@@ -97,6 +101,13 @@ def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
     """
     if isinstance(value, str):
         value = setting.words.get(value.lower(), value)
+    if setting.read is not None:
+        value = setting.read(value)
+    if isinstance(value, bool) and setting.choices:
+        # YAML 1.1 reads on, off, yes and no as true and false.
+        words = ("on", "yes") if value else ("off", "no")
+        known = {*setting.choices, *setting.spellings}
+        value = next((word for word in words if word in known), value)
     value = _typed(name, value, hint, setting)
     if setting.choices and isinstance(value, str) and value not in setting.choices:
         value = setting.spellings.get(value.lower(), value)
@@ -146,10 +157,14 @@ def _typed(name: str, value: Any, hint: Any, setting: Setting) -> Any:
         # YAML 1.1 reads 1e-4 as text.
         with contextlib.suppress(ValueError):
             return float(value)
-    if target is str and isinstance(value, Path):
+    # `tc.device` is a text; a `DType` has its name as text.
+    if target is str and isinstance(value, (str, Path, DType)):
         return str(value)
     if type(value) is not target:
-        raise ConfigError(f"{name} is {described(value)}, expected {_EXPECTED[target]}")
+        expected = f"one of {', '.join(setting.choices)}" if setting.choices else _EXPECTED[target]
+        if target is str and isinstance(value, (bool, int, float, date)) and not setting.choices:
+            expected += "; put it in quotes"
+        raise ConfigError(f"{name} is {described(value)}, expected {expected}")
     return value
 
 

@@ -25,6 +25,15 @@ def _names_gpus(config: Any) -> str | None:
     return None
 
 
+def _numbers(value: Any) -> Any:
+    """A number of GPUs, or a list of the indices of several, as a text."""
+    if type(value) is int:
+        return str(value)
+    if isinstance(value, list) and len(value) > 1 and all(type(v) is int for v in value):
+        return ",".join(map(str, value))
+    return value
+
+
 @dataclass(frozen=True)
 class Several(Group):
     """The GPUs that train together, and how they exchange gradients."""
@@ -39,6 +48,7 @@ class Several(Group):
             rare=True,
             free=True,
             synonyms=("devices", "num-processes", "gpu-ids"),
+            read=_numbers,
         ),
     ] = None
     effective_batch: Annotated[

@@ -94,7 +94,7 @@ class Training(Group):
             low=1,
             # The constant schedule does not depend on the number of steps.
             free=lambda values: values["lr_scheduler"] == "constant",
-            synonyms=("max-train-steps", "num-steps"),
+            synonyms=("max-train-steps", "num-steps", "train.steps"),
         ),
     ] = 1000
     epochs: Annotated[
@@ -111,7 +111,7 @@ class Training(Group):
             "samples per batch; auto: fastest",
             low=0,
             words={AUTO: 0},
-            synonyms=("train-batch-size", "batch", "bs"),
+            synonyms=("train-batch-size", "batch", "bs", "train.batch-size"),
         ),
     ] = 1
     gradient_accumulation: Annotated[
@@ -120,11 +120,22 @@ class Training(Group):
             "batches per optimizer step",
             low=1,
             rare=True,
-            synonyms=("gradient-accumulation-steps",),
+            synonyms=("gradient-accumulation-steps", "train.gradient-accumulation"),
         ),
     ] = 1
     optimizer: Annotated[
-        str, Setting("update rule", choices=OPTIMIZERS, synonyms=("optimizer-type", "optim"))
+        str,
+        Setting(
+            "update rule",
+            choices=OPTIMIZERS,
+            synonyms=("optimizer-type", "optim", "optimizer.optimizer", "train.optimizer"),
+            spellings={
+                "adamw_8bit": "adamw8bit",
+                "adam_8bit": "adam8bit",
+                "lion_8bit": "lion8bit",
+                "schedule_free_adamw": "adamwschedulefree",
+            },
+        ),
     ] = "adamw8bit"
     optimizer_args: Annotated[
         list[str],
@@ -138,7 +149,10 @@ class Training(Group):
     learning_rate: Annotated[
         float | None,
         Setting(
-            "learning rate (default: model's; prodigy: 1)", low=0, above=True, synonyms=("lr",)
+            "learning rate (default: model's; prodigy: 1)",
+            low=0,
+            above=True,
+            synonyms=("lr", "train.lr"),
         ),
     ] = None
     lr_scheduler: Annotated[
@@ -147,7 +161,7 @@ class Training(Group):
             "schedule of the learning rate",
             choices=SCHEDULERS,
             rare=True,
-            synonyms=("learning-rate-scheduler", "scheduler"),
+            synonyms=("learning-rate-scheduler", "scheduler", "train.lr-scheduler"),
             spellings={"constant_with_warmup": "constant"},
         ),
     ] = "constant"
@@ -173,7 +187,7 @@ class Training(Group):
             "norm to which larger gradients are clipped; 0: no limit",
             low=0,
             rare=True,
-            synonyms=("clip-grad-norm",),
+            synonyms=("clip-grad-norm", "train.max-grad-norm"),
         ),
     ] = 1.0
     ema_decay: Annotated[

@@ -1,10 +1,14 @@
-"""Checks of the adapter's settings against the layers of the model."""
+"""Checks of settings against the layers of the model, and against the contents of folders."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainable_candle.data.captions import CAPTION_SUFFIXES
+from trainable_candle.data.pixels import SUFFIXES
 from trainable_candle.errors import ConfigError
+from trainable_candle.outputs import JSON_LOG, LOG
 from trainable_candle.settings.adapter import OFT
 from trainable_candle.tasks.estimate import adapted_layers
 from trainable_candle.train.adapters import oft_side
@@ -104,3 +108,29 @@ def _some(layers: Mapping[str, Shape]) -> str:
     )
     shown = sorted(end for end in ends if not end[0].isdigit())[:12]
     return f"(layers are called {', '.join(shown)}, for example)"
+
+
+def require_apart(config: TrainConfig, output: Path) -> None:
+    """Check that the run does not write over what it reads, or into another data set.
+
+    Raises:
+        ConfigError: a data set is the output folder, or a log in it; or the output folder has an
+            image with a caption.
+    """
+    written = {path.resolve() for path in (output, output / LOG, output / JSON_LOG)}
+    for name in ("dataset", "validation_dataset"):
+        path = getattr(config, name)
+        if path and Path(path).expanduser().resolve() in written:
+            raise ConfigError(f"{name}: the run would write into {path}; choose another --output")
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise ConfigError(f"output: {output} exists and is a file, expected a folder")
+    names = {path.name for path in output.iterdir()}
+    captions = {Path(name).stem for name in names if Path(name).suffix in CAPTION_SUFFIXES}
+    for name in sorted(names):
+        if Path(name).suffix.lower() in SUFFIXES and Path(name).stem in captions:
+            raise ConfigError(
+                f"output: {output} is the folder of a data set: it has {name} and its caption; "
+                "choose another --output, so that no later run trains on what this one draws"
+            )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from trainable_candle.distributed.group import ALONE
 from trainable_candle.draws import generator
-from trainable_candle.errors import DatasetError
+from trainable_candle.errors import ConfigError, DatasetError
 from trainable_candle.train.source import BatchSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from trainable_candle import AdapterFile, Tensor
@@ -32,6 +33,18 @@ class Split(Generic[PartT]):
 
     train: PartT
     validation: PartT | None = None
+
+
+@contextmanager
+def naming_validation() -> Iterator[None]:
+    """Let errors about a data set name the setting `validation_dataset`."""
+    try:
+        yield
+    except (ConfigError, DatasetError) as error:
+        text = str(error)
+        if not text.startswith("dataset: "):
+            raise
+        raise type(error)(f"validation_{text}") from None
 
 
 def held_out_items(count: int, share: float, seed: int, noun: str = "image") -> list[int]:

@@ -84,7 +84,10 @@ def find(output: Path, resume: str) -> Path | None:
         return existing[-1] if existing else None
     path = Path(resume).expanduser()
     if not (path / _STATE).is_file():
-        raise ConfigError(f"resume: {path} is not a checkpoint folder (it has no {_STATE})")
+        raise ConfigError(
+            f"resume: {path} is not a checkpoint folder (it has no {_STATE}); give such a folder, "
+            "or `latest` for the last one in --output"
+        )
     return path
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from trainable_candle.errors import DatasetError
 from trainable_candle.files import parse_json
+from trainable_candle.outputs import require_no_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,7 +50,8 @@ def find_files(path: Path) -> tuple[list[Path], list[Path]]:
             word of `VALIDATION`. If there are only such files, all of them are for training.
 
     Raises:
-        DatasetError: the path does not exist, or has no file with one of `SUFFIXES`.
+        DatasetError: the path does not exist, has no file with one of `SUFFIXES`, or is the output
+            folder of a run.
     """
     if not path.exists():
         raise DatasetError(f"dataset: there is no file or folder {path}")
@@ -58,6 +60,8 @@ def find_files(path: Path) -> tuple[list[Path], list[Path]]:
             raise DatasetError(f"dataset: {path} has none of the suffixes {', '.join(SUFFIXES)}")
         return [path], []
     inside = [path, path / "data"] if (path / "data").is_dir() else [path]
+    for folder in inside:
+        require_no_output(folder)
     files = sorted(
         file for folder in inside for file in folder.iterdir() if file.suffix.lower() in SUFFIXES
     )

@@ -15,8 +15,9 @@ from trainable_candle.data import (
     load_dataset,
     parse_sources,
 )
+from trainable_candle.data.masks import none_found
 from trainable_candle.errors import ConfigError
-from trainable_candle.tasks.task import Split, held_out_items
+from trainable_candle.tasks.task import Split, held_out_items, naming_validation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,11 +31,21 @@ def dataset_options(config: TrainConfig, dataset: str, resolution: int) -> Datas
     """The options for images in the settings.
 
     Raises:
-        ConfigError: two settings contradict each other.
+        ConfigError: two settings contradict each other, or the run would write into a folder that
+            it reads.
     """
+    sources = parse_sources(dataset, config.caption)
+    output = Path(config.output).expanduser().resolve()
+    for source in sources if config.output else ():
+        folder = source.path.resolve()
+        if output == folder or (source.recursive and folder in output.parents):
+            raise ConfigError(
+                f"dataset: the run would write into {source.path}, whose images it reads; choose "
+                "another --output"
+            )
     step = config.bucket_step or default_bucket_step(resolution)
     return DatasetOptions(
-        parse_sources(dataset, config.caption),
+        sources,
         resolution=resolution,
         bucketing=config.bucketing,
         bucket_step=step,
@@ -118,10 +129,11 @@ def read_datasets(config: TrainConfig, load: Callable[[str], Dataset]) -> Split[
             "--prior-loss-weight has no effect: no folder of the dataset is for regularization"
         )
     if config.mask != "off" and not any(item.has_mask for item in dataset.items):
-        what = "a mask file" if config.mask == "file" else "transparency"
-        raise ConfigError(f"--mask {config.mask} has no effect: no image has {what}")
+        reason = none_found(config.mask, dataset.items[0].picture.path)
+        raise ConfigError(f"--mask {config.mask} {reason}")
     if config.validation_dataset:
-        return Split(dataset, load(config.validation_dataset).fixed())
+        with naming_validation():
+            return Split(dataset, load(config.validation_dataset).fixed())
     if not config.validation_split:
         return Split(dataset)
     held_out = set(held_out_items(len(dataset), config.validation_split, config.seed))

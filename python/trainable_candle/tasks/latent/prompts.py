@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from trainable_candle.tasks.latent.drawing import SampleOptions
 
-_OPTION: Final = re.compile(r"(?:^|\s)--([a-z]+)(?=\s|$)")
+_OPTION: Final = re.compile(r"(?:^|\s)--([a-zA-Z]\S*)")
 _LABELS: Final = {"euler": "Euler", "dpmpp_2m": "DPM++ 2M"}
 
 
@@ -40,7 +40,7 @@ def parse_prompt(text: str, options: SampleOptions) -> Prompt:
     Args:
         text: the prompt, followed by width and height (`--w`, `--h`), seed (`--d`), negative prompt
             (`--n`), guidance (`--l`, or `--g` as in kohya's scripts for Flux), steps (`--s`) and
-            sampler (`--ss`), all optional and in any order.
+            sampler (`--ss`), all optional, in any order and in either case.
         options: the defaults.
 
     Raises:
@@ -53,7 +53,9 @@ def parse_prompt(text: str, options: SampleOptions) -> Prompt:
     changes: dict[str, Any] = {}
     sides: dict[str, int] = {}
     for mark, end in zip(marks, ends, strict=True):
-        key, value = mark[1], text[mark.end() : end].strip()
+        key, value = mark[1].lower(), text[mark.end() : end].strip()
+        if key in sides:
+            raise ConfigError(f"prompt {text!r}: --{key} is given a second time")
         if key in {"w", "h"}:
             sides[key] = _number(text, key, value, int, 1)
         elif key in _READ:
@@ -63,7 +65,10 @@ def parse_prompt(text: str, options: SampleOptions) -> Prompt:
             changes[name] = read(text, key, value)
         else:
             known = ", ".join(f"--{name}" for name in ("w", "h", *_READ))
-            raise ConfigError(f"prompt {text!r}: --{key} is not known, expected one of {known}")
+            raise ConfigError(
+                f"prompt {text!r}: --{mark[1]} is not known, expected one of {known}, with a space "
+                "before the value"
+            )
     if sides:
         width, height = options.size or (None, None)
         width, height = sides.get("w", width), sides.get("h", height)

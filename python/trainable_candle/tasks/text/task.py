@@ -20,7 +20,7 @@ from trainable_candle.files import parse_json, write_atomically
 from trainable_candle.settings.checks import existing
 from trainable_candle.tasks.checks import check_format, check_targets
 from trainable_candle.tasks.estimate import adapted_layers
-from trainable_candle.tasks.task import Split, held_out_items
+from trainable_candle.tasks.task import Split, held_out_items, naming_validation
 from trainable_candle.tasks.text.preferences import PreparedPreferences
 from trainable_candle.tasks.text.prepared import PreparedTexts
 from trainable_candle.tasks.text.writing import WritingOptions, streamed
@@ -93,7 +93,8 @@ class TextTask:
         config = self.family.config
         train, validation = self._load(config.dataset)
         if config.validation_dataset:
-            validation, _ = self._load(config.validation_dataset)
+            with naming_validation():
+                validation, _ = self._load(config.validation_dataset)
         elif config.validation_split:
             count, share = len(train), config.validation_split
             held_out = held_out_items(count, share, config.seed, self.noun)

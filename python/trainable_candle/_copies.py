@@ -1,0 +1,30 @@
+"""Errors about copies and pickles of objects whose state is in the extension."""
+
+from __future__ import annotations
+
+import copyreg
+from typing import Any, Final, NoReturn
+
+from trainable_candle import _core
+
+_STATE: Final = "load its state_dict() into a new one"
+_CURES: Final = {
+    _core.AdapterSet: "save() it, and load() the file into the adapter of another model",
+    _core.QuantizedTensor: "quantize the tensor again; it is never changed, so it can be shared",
+    _core.EMA: _STATE,
+    _core.GradScaler: _STATE,
+    **dict.fromkeys(_core.Model.__subclasses__(), "load the model again from its files"),
+}
+
+
+def reject(kind: type, cure: str = _STATE) -> None:
+    """Let `copy` and `pickle` raise a TypeError for objects of a class, which says what to do."""
+
+    def reduce(_: Any) -> NoReturn:
+        raise TypeError(f"{kind.__name__} cannot be copied or pickled: {cure}")
+
+    copyreg.pickle(kind, reduce)
+
+
+for _kind, _cure in _CURES.items():
+    reject(_kind, _cure)

@@ -1,0 +1,72 @@
+"""The files in a run's output folder: how to recognise one, and which adapter is its result."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import yaml
+
+from trainable_candle.errors import DatasetError, MissingFileError
+from trainable_candle.files import load_yaml
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CONFIG: Final = "config.yaml"
+LOG: Final = "train.csv"
+JSON_LOG: Final = "train.jsonl"
+CURVE: Final = "loss.png"
+ADAPTER: Final = "adapter"
+"""The stem of the finished adapter, without `--name`."""
+_PEFT: Final = "adapter_config.json"
+_STATE: Final = "state.json"
+"""A file of every checkpoint."""
+
+
+def is_output(folder: Path) -> bool:
+    """Whether a run has written to a folder; every run writes these three files."""
+    return all((folder / name).is_file() for name in (CONFIG, LOG, JSON_LOG))
+
+
+def require_no_output(folder: Path) -> None:
+    """Check that a folder of a data set is not the output of a run.
+
+    Raises:
+        DatasetError: a run has written to the folder.
+    """
+    if is_output(folder):
+        raise DatasetError(
+            f"dataset: {folder} is the output of a run (it has {CONFIG}, {LOG} and {JSON_LOG}), "
+            "whose logs and images would be trained on; move the data to a folder of its own"
+        )
+
+
+def adapter_in(path: Path) -> Path:
+    """The adapter that a path names: of a run's output folder, the finished one; else the path.
+
+    Raises:
+        MissingFileError: the path is another folder than peft's; the message says what to give.
+    """
+    if not path.is_dir() or (path / _PEFT).exists():
+        return path
+    if is_output(path):
+        finished = path / f"{_name(path) or ADAPTER}.safetensors"
+        if finished.is_file():
+            return finished
+    if (path / _STATE).exists():
+        cure = f"a checkpoint, from which --resume continues; give an adapter in {path.parent}"
+    elif files := sorted(file.name for file in path.glob("*.safetensors")):
+        cure = f"a folder without a finished adapter; give one of its files: {', '.join(files)}"
+    else:
+        cure = "a folder without adapters; give a file, or the output folder of a run"
+    raise MissingFileError(f"{path} is {cure}")
+
+
+def _name(folder: Path) -> str | None:
+    """The setting `name` of the run whose output folder this is."""
+    try:
+        values = load_yaml((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    name = values.get("name") if isinstance(values, dict) else None
+    return name if isinstance(name, str) else None

@@ -1,0 +1,28 @@
+"""Objects that cannot be copied or pickled say what to do instead."""
+
+import copy
+import pickle
+
+import pytest
+
+import trainable_candle as tc
+
+
+def test_what_the_extension_holds_is_not_copied() -> None:
+    model = tc.models.DigitsTransformer()
+    adapter = model.add_adapter(tc.LoraConfig(r=1, target_modules="all-linear"))
+    cases = [
+        (tc.optim.AdamW(adapter.parameters()), r"load its state_dict\(\) into a new one"),
+        (tc.optim.EMA(adapter), r"load its state_dict\(\) into a new one"),
+        (tc.optim.GradScaler(), r"load its state_dict\(\) into a new one"),
+        (adapter, r"save\(\) it, and load\(\) the file into the adapter of another model"),
+        (model, "load the model again from its files"),
+        (tc.quantize(tc.ones(64, 64), "nf4"), "quantize the tensor again"),
+    ]
+    for value, cure in cases:
+        expected = f"{type(value).__name__} cannot be copied or pickled: {cure}"
+        for function in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=expected):
+                function(value)
+        if "state_dict" in cure:
+            value.load_state_dict(value.state_dict())
