@@ -63,7 +63,7 @@ macro_rules! library {
 library!(driver, "libcuda.so.1", [
     cuCtxDestroy_v2 cuCtxGetCurrent cuCtxGetDevice cuCtxSetCurrent cuCtxSynchronize cuDeviceGet cuDeviceGetAttribute
     cuDeviceGetByPCIBusId cuDeviceGetCount cuDeviceGetName cuDeviceGetP2PAttribute cuDeviceGetPCIBusId cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuDriverGetVersion cuEventCreate
-    cuEventDestroy_v2 cuEventElapsedTime_v2 cuEventRecord cuEventSynchronize cuFuncSetAttribute
+    cuEventDestroy_v2 cuEventElapsedTime_v2 cuEventRecord cuEventSynchronize cuFuncGetAttribute cuFuncSetAttribute
     cuGetErrorName cuGetErrorString cuGraphDestroy cuGraphExecDestroy cuGraphInstantiateWithFlags cuGraphLaunch cuGraphUpload cuInit
     cuIpcCloseMemHandle cuIpcGetMemHandle cuIpcOpenMemHandle_v2 cuLaunchHostFunc cuLaunchKernel cuLaunchKernelEx cuMemAddressReserve cuMemAllocAsync cuMemAlloc_v2 cuMemCreate cuMemFreeAsync
     cuMemFreeHost cuMemFree_v2 cuMemGetInfo_v2 cuMemHostAlloc cuMemHostRegister_v2 cuMemHostUnregister cuMemMap cuMemRelease cuMemSetAccess cuMemUnmap cuMemcpyDtoDAsync_v2
