@@ -24,7 +24,8 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml)
 # code, and dependencies compile once.
 CARGO_SCOPE := --release --workspace --locked
 CUDA := --features trainable-candle-python/cuda
-# zig links only the extension itself, so the wheel shares everything compiled with the tests. Generating the stubs needs its symbols.
+# zig links only the extension itself, so the wheel and the tests share everything that was compiled. Generating the stubs needs the
+# extension's symbols.
 STRIP := none
 LINK = -- -C linker=$(CURDIR)/.ci/zig-cc -C strip=$(STRIP)
 PACKAGE := Cargo.toml Cargo.lock pyproject.toml $(shell find cuda rust python -type f -not -name '*.pyc')
@@ -43,7 +44,7 @@ SETUP := $(VENV)/.setup-$(or $(GPU_ARCH),cpu)
 
 setup: $(SETUP) ## Build the package, for the GPU if there is one, and install it for the demo into .venv
 
-demo: setup ## Set everything up and fine-tune the built-in models: the main job
+demo: setup ## Set everything up and run the demos, which fine-tune the built-in models
 	trainable-candle demo --output demo-output/digits
 	trainable-candle demo --model causal-lm --output demo-output/words
 	trainable-candle demo --model sdxl --output demo-output/hearts
@@ -99,7 +100,8 @@ test-python: $(VENV)/.tools ## Run the Python tests against the wheel
 test-wheel: $(VENV)/.tools ## Check the wheel's size, contents and import time in a clean environment
 	.ci/check_wheel.py $(DIST)/*.whl
 
-# CUDA has its own target directory, because the feature changes candle. candle's few kernels are PTX, which every newer GPU can compile.
+# CUDA has its own target directory, because the feature changes candle. candle's few kernels are PTX for compute capability 8.0, which
+# the driver compiles for every newer GPU.
 cuda wheel-cuda: export CARGO_TARGET_DIR := $(CARGO_TARGET_DIR)/cuda
 cuda wheel-cuda: export CUDA_COMPUTE_CAP := 80
 cuda wheel-cuda: export NVCC_APPEND_FLAGS := --compress-mode=size
@@ -145,7 +147,7 @@ release-notes: ## Print the changes of this version
 release: release-check wheel test-wheel test-python wheel-cuda ## Build and check all packages of a release for this architecture
 	@ls -l $(DIST)/*.whl $(DIST)/*.tar.gz $(DIST)/cuda/*.whl
 
-# Without --quiet, which would hide warnings from --strict as well.
+# Not with --quiet: it would hide warnings from --strict too, which must fail on them.
 docs: $(VENV)/.tools $(VENV)/.docs $(GALLERY)/gallery.md ## Build the documentation site in dist/site; a dead link fails
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --config-file .ci/site/mkdocs.yml
 

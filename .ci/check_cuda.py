@@ -28,12 +28,12 @@ if reason:
     except tc.CudaUnavailableError as error:
         assert reason in str(error), error
     else:
-        raise AssertionError("a tensor on a device that is not there")
+        raise AssertionError("tc.zeros made a tensor on an unavailable device")
 """
 
 
 def main(wheel: str) -> None:
-    """Run the checks on the wheel's own files, not on the installed package."""
+    """Run the checks on the files of the wheel, not on an installed package."""
     with tempfile.TemporaryDirectory() as folder:
         zipfile.ZipFile(wheel).extractall(folder)
         environment = {**os.environ, "PYTHONPATH": folder}

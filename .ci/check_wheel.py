@@ -34,12 +34,12 @@ print((time.perf_counter() - start) * 1e3)
 
 
 def check_contents(wheel: Path, max_megabytes: float) -> None:
-    """Check the tag, the size, and that files for the importer and type checkers are inside."""
+    """Check the tag, the size, and that the module, its type stubs and the licences are inside."""
     if "-abi3-manylinux" not in wheel.name:
         sys.exit(f"{wheel.name}: expected an abi3 wheel with a manylinux tag")
     megabytes = wheel.stat().st_size / 1e6
     if megabytes > max_megabytes:
-        sys.exit(f"{wheel.name}: {megabytes:.1f} MB, allowed are {max_megabytes:.0f} MB")
+        sys.exit(f"{wheel.name}: {megabytes:.1f} MB, expected at most {max_megabytes:.0f} MB")
     names = zipfile.ZipFile(wheel).namelist()
     for required in REQUIRED:
         if required not in names:
@@ -61,7 +61,7 @@ def import_times(python: Path, folder: Path) -> list[float]:
 
 
 def check_import(wheel: Path) -> None:
-    """Install the wheel into a new environment and check the entry points and the import time."""
+    """Install the wheel into a new environment; check commands, version and import time."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         venv.create(folder / "venv", with_pip=True)
@@ -77,9 +77,9 @@ def check_import(wheel: Path) -> None:
         ).stdout.strip()
         # pip replaces a CPU build by a CUDA build only if their versions differ.
         if found != wheel.name.split("-")[1]:
-            sys.exit(f"{wheel.name}: the package says that it is {found}")
+            sys.exit(f"{wheel.name}: the installed package has the version {found}")
         times = import_times(python, folder)
-    # Other work on the machine only ever adds time: the fastest run is the measurement.
+    # Other work on the machine can only slow a run down, so the fastest run is the measurement.
     print(
         f"import after numpy: {min(times):.1f} ms, median {statistics.median(times):.1f} ms "
         f"(allowed {MAX_IMPORT_MS:.0f})"

@@ -24,7 +24,7 @@ def version(manifest: str) -> str:
     """
     found = re.search(r'^version = "([^"]+)"$', manifest, re.MULTILINE)
     if found is None:
-        sys.exit("Cargo.toml: there is no version of the workspace")
+        sys.exit("Cargo.toml: the workspace has no version")
     return found[1]
 
 
@@ -49,7 +49,7 @@ def complaints(manifest: str, changelog: str, tag: str) -> list[str]:
     if crates - {known}:
         others = ", ".join(sorted(crates - {known}))
         found.append(
-            f"Cargo.toml: crates of the workspace are required as {others}, expected {known}"
+            f"Cargo.toml: the workspace requires its crates in version {others}, expected {known}"
         )
     if not text:
         found.append(f"CHANGELOG.md: there is no section `## [{known}] - YYYY-MM-DD` with changes")

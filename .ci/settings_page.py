@@ -3,7 +3,7 @@
 
 .ci/settings_page.py [--write]
 
-Prints the page, or writes it.
+Prints the page, or writes it to docs/settings.md with `--write`.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from trainable_candle.settings.sections import SECTIONS
 from trainable_candle.settings.training import OF_RUNS
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "settings.md"
-# Arguments that are settings of their own.
+# Arguments that have their own rows in the tables of settings.
 ELSEWHERE = {"params", "lr", "weight_decay", "optimizer", "total_steps", "warmup_steps"}
 HEAD = """# Every setting
 

@@ -31,7 +31,7 @@ def defaults(folder: Path) -> Defaults:
 
 
 def hidden(tree: ast.Module) -> Iterator[tuple[str, str, ast.expr]]:
-    """For each default `...`: names of the function or class and of the parameter, and its node."""
+    """Yield for each default `...`: the function or class, the parameter, and the syntax node."""
     for scope in ast.walk(tree):
         for node in getattr(scope, "body", []):
             if not isinstance(node, ast.FunctionDef):

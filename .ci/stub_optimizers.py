@@ -16,7 +16,7 @@ from trainable_candle.optim.groups import GroupedOptimizer
 
 
 def type_of(default: Any) -> str:
-    """The type of a hyper-parameter."""
+    """The type annotation of a hyper-parameter with this default."""
     if default is None:
         return f"{NUMBER} | None"
     if isinstance(default, tuple):
@@ -25,7 +25,7 @@ def type_of(default: Any) -> str:
 
 
 def text_of(default: Any) -> str:
-    """The default of a hyper-parameter, where it is a literal."""
+    """The default of a hyper-parameter as code; `...` for infinity, which has no literal."""
     return "..." if default == float("inf") else repr(default)
 
 

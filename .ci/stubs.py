@@ -32,7 +32,7 @@ def run(*command: str, folder: Path = ROOT) -> None:
 
 
 def hidden_builtins(tree: ast.Module) -> list[ast.Name]:
-    """Uses of a builtin type in a class with a method of the same name, which would hide it."""
+    """Names that mean a builtin type, in classes where a method of the same name hides the type."""
     names = []
     for scope in ast.walk(tree):
         if isinstance(scope, ast.ClassDef):
@@ -43,7 +43,7 @@ def hidden_builtins(tree: ast.Module) -> list[ast.Name]:
 
 
 def qualify_hidden_builtins(source: str) -> str:
-    """Write `float` as `builtins.float` where a method `float` hides it."""
+    """Put `builtins.` before each name that `hidden_builtins` finds."""
     lines = source.encode().split(b"\n")  # ast counts columns in bytes
     tree = ast.parse(source)
     names = hidden_builtins(tree)
@@ -65,7 +65,7 @@ def with_composed_methods(source: str) -> str:
         if source.count(old) != 1:
             sys.exit(f"stubs: there is no `{old}`")
         source = source.replace(old, new)
-    # `_arguments.attach` makes `Tensor.device` return a name with `type` and `index`.
+    # `_arguments.attach` makes `Tensor.device` return a `Device`, a `str` with `type` and `index`.
     start = source.index("class Tensor(")
     place = source.index("def device(self, /) -> str:", start)
     source = source[:place] + source[place:].replace("-> str:", "-> Device:", 1)

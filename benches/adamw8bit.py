@@ -32,7 +32,7 @@ def main() -> None:
     if torch:
         fused = torch.from_numpy(values.copy()).requires_grad_()
         fused.grad = torch.from_numpy(grads)
-        # timing.report computes the ratio to the side with this name.
+        # timing.report divides our time by the time of the side named "torch".
         sides["torch"] = torch.optim.AdamW([fused], lr=1e-4, weight_decay=0.01, fused=True).step
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,7 @@
-"""A training step of the demo's model, from noise to AdamW. `python benches/demo_step.py`."""
+"""A whole training step of the demo's digit generator: noise, forward, backward and AdamW.
+
+python benches/demo_step.py
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def our_step(
 
 
 class TorchDigits:
-    """The same model in torch, as torch users write it, with the tensors of our model."""
+    """The same model in usual torch code; its tensors are copies of our model's."""
 
     def __init__(self, torch: Any, weights: dict[str, Any], adapter: dict[str, Any]) -> None:
         self.torch, self.weights, self.adapter = torch, weights, adapter
@@ -61,11 +64,11 @@ class TorchDigits:
         return y + linear(linear(x, down), up)
 
     def norm(self, x: Any, shift: Any, scale: Any) -> Any:
-        """Layer norm, modulated."""
+        """Layer norm, modulated by `shift` and `scale`."""
         return self.torch.nn.functional.layer_norm(x, (DIM,), eps=1e-6) * (1 + scale) + shift
 
     def __call__(self, x: Any, timestep: Any, labels: Any) -> Any:
-        """The velocity."""
+        """The predicted velocity."""
         torch, functional, batch = self.torch, self.torch.nn.functional, len(x)
         grid = 8 // PATCH
         h = (
@@ -87,7 +90,7 @@ class TorchDigits:
         return h.reshape(batch, grid, grid, PATCH, PATCH).transpose(2, 3).reshape(x.shape)
 
     def block(self, name: str, h: Any, e: Any) -> Any:
-        """Attention and feed-forward layers under the condition `e`."""
+        """Attention and feed-forward layers, modulated by the embedding `e`."""
         functional = self.torch.nn.functional
         parts = self.linear(name + "norm1.linear", e)[:, None].chunk(6, dim=2)
         shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = parts
@@ -142,7 +145,7 @@ def main() -> None:
     ):
         images = rng.standard_normal((batch, 1, 8, 8), dtype=np.float32)
         labels = rng.integers(0, 10, batch)
-        model = tc.models.load(BASE) if lora else tc.models.DigitsTransformer()
+        model = tc.models.load(BASE, dtype="f32") if lora else tc.models.DigitsTransformer()
         source = (
             model.add_adapter(tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(TARGETS)))
             if lora

@@ -59,7 +59,7 @@ MODELS = {
 
 
 def write_model(folder: Path, name: str) -> Path:
-    """Write each configuration beside a file of weights that has one number."""
+    """Write each configuration, and beside it a weight file with a single number."""
     for part, config in MODELS[name][1]().items():
         where = folder / part
         where.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,8 @@
 python benches/full_flow.py FOLDER MODEL [--device cuda]
 
 Parts are made on the device and saved from there, one after another. The package ships the
-tokenizers of CLIP and T5. For Qwen3, the script writes a tokenizer whose tokens are bytes.
+tokenizers of CLIP and T5. For Qwen's text encoders, the script writes a tokenizer whose tokens are
+bytes.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ QWEN25_VL: Config = {
 DYNAMIC = {"use_dynamic_shifting": True, "shift": 3.0}
 
 Parts = dict[str, tuple[str, Config]]
-"""The class and the configuration of each folder."""
+"""For each folder, the class of its model in `tc.models`, and its configuration."""
 
 
 def _parts(transformer: str, config: Config, vae: Config, *encoders: tuple[str, Config]) -> Parts:
@@ -156,12 +157,12 @@ def write_pipeline(folder: Path, model: str, device: str = "cpu") -> None:
 
 
 def write_part(folder: Path, kind: str, config: Config, device: str) -> None:
-    """Write one model of a class of `tc.models`, its weights drawn on the device."""
+    """Write a model of the class `kind` of `tc.models`, with weights drawn on the device."""
     path = folder / "config.json"
     _write(path, config)
     made = getattr(tc.models, kind).from_config(path, dtype="bf16", device=device)
     made.save_pretrained(folder)
-    # save_pretrained may have left out fields of the configuration that only other programs read.
+    # Write the file again: save_pretrained leaves out fields that only other programs read.
     _write(path, config)
     del made
     if device.startswith("cuda"):

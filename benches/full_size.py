@@ -2,7 +2,7 @@
 
 python benches/full_size.py FOLDER [--device cuda]
 
-Weights are drawn on the device and written one tensor at a time. The tokenizers are those of the
+The weights of each part are drawn on the device and then saved. The tokenizers are those of the
 tiny SDXL that ships in the wheel; names and shapes are those of diffusers and transformers.
 """
 
@@ -34,14 +34,14 @@ ENCODERS: dict[str, tuple[int, int, int, int, str, int | None]] = {
     "text_encoder": (768, 3072, 12, 12, "quick_gelu", None),
     "text_encoder_2": (1280, 5120, 32, 20, "gelu", 1280),
 }
-# 1 MP in the three usual shapes, and 1.5 MP.
+# Square, landscape and portrait of 1.0 to 1.2 MP, and a landscape of 1.6 MP.
 SIZES = ((1024, 1024), (1280, 960), (960, 1280), (1536, 1024))
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def write_pipeline(folder: Path, device: str = "cpu") -> None:
-    """Write a folder as diffusers would, 6.9 GB."""
+    """Write a pipeline's folder as diffusers would. It takes 6.9 GB."""
     shipped = Path(str(files("trainable_candle") / "assets" / "sdxl_tiny"))
     for name in ("scheduler", "tokenizer", "tokenizer_2", "model_index.json"):
         source = shipped / name
@@ -104,7 +104,7 @@ def configurations(shipped: Path) -> dict[str, dict[str, Any]]:
 def write_pictures(
     folder: Path, count: int = 24, sizes: tuple[tuple[int, int], ...] = SIZES
 ) -> None:
-    """Write smooth random images of these sizes in turn as PNG, with captions beside them."""
+    """Write smooth random PNG images with captions; image n has `sizes[n % len(sizes)]`."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
     for number in range(count):
@@ -206,7 +206,7 @@ def _drawn(shapes: Shapes, device: str) -> dict[str, tc.Tensor]:
 
 
 def _draws(shapes: Shapes, device: str) -> Iterator[tuple[str, tc.Tensor]]:
-    """Weights that keep the size of activations; norms have scale 1 and shift 0."""
+    """Random weights that keep the magnitude of activations; norms have scale 1, biases are 0."""
     for name, shape in shapes.items():
         if len(shape) == 1:
             scale = name.endswith("weight") and "norm" in name

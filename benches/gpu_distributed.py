@@ -6,13 +6,14 @@ Every process trains a full-size model of random weights with `Trainer` as `trai
 1 at 1024 x 1024 px, bf16, CUDA graphs, AdamW8bit, LoRA of rank 16. `sdxl` is the UNet with adapters
 on every transformer layer, `flux` is Flux.1-dev with adapters on its attention and full
 checkpointing. One GPU then trains twice: with one batch a step, to compare times, and with as many
-batches a step as there are GPUs, to compare losses. Sums are timed for f32 vectors, including
+batches a step as there are GPUs, to compare losses. The time of a sum of f32 vectors includes
 everything that a step waits for.
 
-`--stream 57` keeps so many blocks of Flux in host memory, in one copy for all processes, with
-`--apart` in one for each: the step, the memory of the GPUs, the memory of each process (Pss, which
-divides what processes share among them) and what the machine has less than before. `--peers` runs
-this twice: with the copy in host memory, and in slices on the GPUs.
+`--stream 57` trains Flux alone, on all GPUs, with this number of blocks in host memory: in one copy
+for all processes or, with `--apart`, in one copy for each. It prints the time of a step, the peak
+memory of a GPU, the host memory of each process (Pss, which divides shared memory among the
+processes that share it), and by how much loading reduced the free memory of the machine. `--peers`
+runs this twice: with the blocks in host memory, and with the blocks in slices on the GPUs.
 
 With NCCL_P2P_DISABLE=1 the GPUs do not access each other's memory, as on cards that do not support
 this access. `--machines` makes NCCL treat every GPU as if it were on a machine of its own, so that
@@ -52,7 +53,7 @@ SIZES = {"1 kB": 256, "47 MB": 11_750_000, "93 MB": 23_250_000, "170 MB": 42_600
 
 
 class Numbers:
-    """A source whose batches are their indices."""
+    """A source without data: a batch is its index."""
 
     def batch(self, index: int) -> int:
         return index
@@ -182,7 +183,7 @@ def train(
 
 
 def sums(group: Group, device: str) -> dict[str, tuple[float, float]]:
-    """Milliseconds of a sum: alone, waited for by the host; and in a row of sums queued at once."""
+    """By size, milliseconds of a single sum, and of each sum in a series that is queued at once."""
     found = {}
     in_a_row = 3 if "NCCL_HOSTID" in os.environ else 20
     for name, count in SIZES.items():
@@ -194,7 +195,7 @@ def sums(group: Group, device: str) -> dict[str, tuple[float, float]]:
 
 def timed(group: Group, vector: dict[str, tc.Var], tail: tc.Tensor, count: int) -> float:
     pauses = []
-    # Sums through sockets take a hundred times as long, so fewer of them are timed.
+    # Sums between machines (sockets) take a hundred times as long, so fewer of them are timed.
     for _ in range(3 if "NCCL_HOSTID" in os.environ else 20):
         group.barrier()
         started = time.perf_counter()
@@ -267,10 +268,13 @@ def streamed(options: argparse.Namespace) -> None:
     copies = "in slices on the GPUs" if options.peers else copies
     print(
         f"{options.stream} blocks, {copies}: {found[0]['ms']:.1f} ms a step, loaded in "
-        f"{found[0]['loaded']:.0f} s, peak {found[0]['peak'] / 2**30:.2f} GiB of a GPU"
+        f"{found[0]['loaded']:.0f} s, peak {found[0]['peak'] / 2**30:.2f} GiB a GPU"
     )
     each = ", ".join(f"{one['host'] / 2**30:.2f}" for one in found)
-    print(f"host memory of each process: {each} GiB; taken: {found[0]['taken'] / 2**30:.2f} GiB")
+    print(
+        f"host memory of each process: {each} GiB; loading took "
+        f"{found[0]['taken'] / 2**30:.2f} GiB of the machine"
+    )
     print(f"losses: {found[0]['losses'][:3]}")
 
 
@@ -300,7 +304,7 @@ def main() -> None:
         f"trainable-candle {first['version']}, {options.gpus} GPUs, joined in {first['join']:.1f} s"
     )
     for name, (alone, in_a_row) in first["sums"].items():
-        print(f"sum of {name}: {alone:.3f} ms waited for, {in_a_row:.3f} ms in a row")
+        print(f"sum of {name}: {alone:.3f} ms alone, {in_a_row:.3f} ms in a row")
     one = start(1, options, options.steps, 1, with_sums=False)[0]
     ratio = options.gpus * one["ms"] / first["ms"]
     print(
@@ -313,7 +317,10 @@ def main() -> None:
     accumulated = start(1, options, steps, options.gpus, with_sums=False)[0]["losses"]
     pairs = zip(accumulated, first["losses"], strict=False)
     far = max(abs(a - b) / abs(a) for a, b in pairs)
-    print(f"losses of {steps} steps: {far:.1e} from one GPU with {options.gpus} batches a step")
+    print(
+        f"losses of {steps} steps: at most {far:.1e} from those of one GPU with {options.gpus} "
+        "batches a step (relative)"
+    )
 
 
 if __name__ == "__main__":

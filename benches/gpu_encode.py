@@ -2,8 +2,8 @@
 
 python benches/gpu_encode.py [--only decode] [--profile] [--no-torch]
 
-Weights are random, with the shapes of SDXL's base model; images are noise. `--profile` adds our
-time by kernel. diffusers is measured too, if it is installed.
+Weights are random, with the shapes of SDXL's base model; images are noise. `--profile` adds the
+time of each of our kernels. diffusers is measured too, if it is installed.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def autoencoder(machine: Machine, vae: Any, only: str, *, profile: bool) -> None
             to_host = gpu_timing.timed(
                 partial(on_host, vae, picture, device), device, machine.seconds
             )
-            print(f"  with the latents on the host {to_host * 1e3 / batch:.1f} ms an image")
+            print(f"  with the copy to the host {to_host * 1e3 / batch:.1f} ms an image")
     title = "decode 1024 x 1024"
     if only in title:
         latent = tc.randn((1, 4, 128, 128), device=device)

@@ -2,13 +2,14 @@
 
 python benches/gpu_job.py [--model sdxl] [--folder DIR] [--only cold,warm,...] [--no-torch]
 
-Makes 24 images and a checkpoint of random weights: SDXL 6.9 GB, SD3.5-medium 15, FLUX.2-klein 16,
-Z-Image 21, Chroma 28, Flux.1 34. `merge` needs the same space again; use a folder in /dev/shm if
-the disk is too small. Then the benchmark runs the commands that a user would type: train (200 steps
-of SDXL, 30 of others) on cold and on warm caches, resume, train with previews, validation and an
-average, sample, merge, verify. A phase is the time between two lines that a command prints. The
+The benchmark first makes 24 images and a checkpoint of random weights. The checkpoint takes 6.9 GB
+for SDXL, 15 for SD3.5-medium, 16 for FLUX.2-klein, 21 for Z-Image, 28 for Chroma, 34 for Flux.1 and
+54 for Qwen-Image. `merge` needs the same space again; use a folder in /dev/shm if the disk is too
+small. Then the benchmark runs the commands that a user would type: train (200 steps of SDXL, 30 of
+others) on cold and on warm caches, resume, train with previews, validation and an average of the
+weights, sample, merge, verify. A phase is the time between two lines that a command prints. The
 peaks of GPU memory (nvidia-smi) and of resident host memory are those of the command's process. If
-diffusers is installed, it also loads, encodes, draws and saves.
+diffusers is installed, the benchmark also times how it loads, encodes, draws and saves.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PROMPT = "a photo of a sks thing on a table"
-# Rank of the adapters, which are on every linear layer of the transformers, as in `train-lora`.
+# The rank of the adapters. They are on the layers that `train-lora` adapts by default.
 RANK = 16
 
 
 @dataclass(frozen=True)
 class Job:
-    """What differs between models."""
+    """The settings of a job that differ between models."""
 
     model: str
     """The value of `--model`."""
@@ -60,6 +61,7 @@ JOBS = {
     "chroma": Job("chroma", 30, 35, 5.0),
     "zimage": Job("zimage", 30, 30, 5.0),
     "flux2": Job("flux2", 30, 30, 4.0),
+    "qwen-image": Job("qwen-image", 30, 30, 4.0),
 }
 
 
@@ -79,8 +81,10 @@ class Outcome:
 
 
 def gpu_used() -> float:
-    """GiB in use on the first GPU, by all processes."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    """GiB in use on the first visible GPU, by all processes."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    query = ["nvidia-smi", f"--id={first}", "--query-gpu=memory.used"]
+    query.append("--format=csv,noheader,nounits")
     used = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     return int(used.split()[0]) / 1024
 
@@ -197,8 +201,8 @@ def verify(job: Job, work: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=sorted(JOBS), default="sdxl")
-    parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
-    parser.add_argument("--only", default="", help="parts, comma-separated")
+    parser.add_argument("--folder", type=Path, help="for all files (default: a temporary folder)")
+    parser.add_argument("--only", default="", help="commands, comma-separated (default: all)")
     parser.add_argument("--no-torch", action="store_true", help="leave diffusers out")
     given = parser.parse_args()
     reason = tc.cuda.unavailable_reason()

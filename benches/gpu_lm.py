@@ -1,11 +1,12 @@
-"""A LoRA step of full-size language models on a GPU: packed rows, bf16 base of random weights.
+"""A LoRA training step of full-size language models on a GPU, over a bf16 base of random weights.
 
 python benches/gpu_lm.py [--only qwen2] [--profile] [--liger]
 
 A step is forward, cross-entropy, backward and the optimizer, with f32 LoRA of rank 16 on the seven
 linear layers of every block and 8-bit AdamW. Our step is timed without and with a CUDA graph, and
 compared with transformers and peft under torch's autocast, if they are installed; `--liger` adds
-Liger's kernels. Each sequence of a row is an example of its own; every token has a loss.
+Liger's kernels. The sequences of a step are separate examples, which our step packs into one row.
+Every token except the first of a sequence is a target of the loss.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ CLASSES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 
 @dataclass(frozen=True)
 class Case:
-    """What a step trains, and how; fields have the names of settings."""
+    """The model, the batch and the kind of checkpointing of a measured step."""
 
     name: str
     config: dict[str, Any]
@@ -69,7 +70,11 @@ class Case:
 
     @property
     def step_flops(self) -> float:
-        """Backward costs as much as forward in frozen layers, 2.5 times as much in attention."""
+        """The operations of a step, without those of LoRA.
+
+        The backward pass costs as much as the forward pass in frozen layers, and 2.5 times as much
+        in attention.
+        """
         c = self.config
         width, heads = c["hidden_size"], c["num_attention_heads"]
         keys = width * c["num_key_value_heads"] // heads
@@ -210,8 +215,9 @@ def run(case: Case, machine: Machine, *, profile: bool, liger: bool) -> None:
 def main() -> None:
     parser = gpu_timing.parser(__doc__)
     parser.set_defaults(seconds=2.0)
-    # Liger replaces functions of transformers for the whole process.
-    parser.add_argument("--liger", action="store_true", help="torch with Liger's kernels")
+    # Liger replaces functions of transformers for the whole process, so a run times torch either
+    # with its kernels or without them.
+    parser.add_argument("--liger", action="store_true", help="run torch with Liger's kernels")
     options = parser.parse_args()
     machine = gpu_timing.start(options)
     for case in CASES:

@@ -36,14 +36,14 @@ class Case:
 
     @property
     def layer(self) -> tuple[float, float]:
-        """Operations and bytes of forward (x, W, y) and backward (g, W, dx, and x again)."""
+        """Operations and bytes. Forward moves x, W and y; backward moves g, W, dx, and x again."""
         m, h, r = self.rows, self.width, self.rank
         operations = 2 * (2 * m * h * h) + 6 * (2 * m * h * r)
         return operations, self.itemsize * (5 * m * h + 2 * h * h)
 
     @property
     def backward(self) -> tuple[float, float]:
-        """Operations and bytes of the two factors' gradients, which read g and x once."""
+        """Operations and bytes of the gradients of the two factors; g and x are read once."""
         m, h, r = self.rows, self.width, self.rank
         return 4 * (2 * m * h * r), self.itemsize * 2 * m * h
 
@@ -60,7 +60,7 @@ CASES = [
 
 
 def ours(case: Case, device: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """The layer's step, and the LoRA backward alone."""
+    """The forward and backward pass of the layer, and the LoRA backward alone."""
 
     def random(*shape: int) -> tc.Tensor:
         return tc.randn(shape, device=device).to(case.dtype)

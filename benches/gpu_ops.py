@@ -31,10 +31,10 @@ BYTES = 2
 
 @dataclass(frozen=True)
 class Case:
-    """An operation on inputs; the first `trained` get gradients.
+    """An operation whose first `trained` inputs get gradients.
 
     `ours` takes images with the channels last; torch gets them as (B, C, H, W) in its memory
-    format of channels last.
+    format `channels_last`.
     """
 
     title: str
@@ -44,7 +44,7 @@ class Case:
     flops: float
     """Floating-point operations of forward and backward."""
     passes: float
-    """The least number of times that all bytes of the first input are read or written."""
+    """The bytes that must be read and written, as a multiple of the bytes of the first input."""
     trained: int = 1
     images: bool = False
 
@@ -87,7 +87,7 @@ def attention(heads: int, tokens: int, keys: int, dim: int = 64) -> Case:
 
 
 def packed_attention(heads: int, key_heads: int, segments: int, length: int = 2048) -> Case:
-    """Causal attention of segments in one row, heads 128 wide; torch gets one call per segment."""
+    """Causal attention within the segments of a row. torch gets one call per segment."""
     dim = 128
     rows = segments * length
     bounds: list[tc.Tensor] = []

@@ -2,7 +2,7 @@
 
 python benches/gpu_optim.py
 
-The 23 M parameters are those of a LoRA of rank 16 on SDXL's attention, in as many tensors. Where
+The 23 M parameters are the factors of a LoRA of rank 16 on SDXL's attention, each a tensor. Where
 torch lacks an optimizer, ours is compared with prodigyopt, schedulefree or came-pytorch, if these
 are installed.
 """
@@ -76,7 +76,10 @@ def eight_bit(machine: Machine) -> None:
 
 
 def clipped(machine: Machine) -> None:
-    """Clipping by the norm of all gradients, and AdamW: gradients are read twice, the rest once."""
+    """Clipping by the norm of all gradients, then AdamW.
+
+    Gradients are read twice; parameters and both moments are read and written once.
+    """
     device, shapes = machine.device, adapter_shapes()
     parameters = our_vars([*shapes], device)
     optimizer = tc.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01)

@@ -5,8 +5,8 @@ python benches/gpu_save.py [--device cpu] [--folder /tmp] [--rounds 5]
 The adapter has rank 16 on all transformer layers of SDXL's UNet: 1,444 tensors, 42.6 M parameters,
 trained with AdamW8bit. On the CPU the adapter is for the small UNet that the package ships. A plain
 write puts the same bytes from memory into files of the same sizes and syncs them; saving and plain
-writing take turns. Training stops while values are copied to the host; a training run measures this
-pause too, as the extra time of the step after a checkpoint.
+writing take turns. Training waits while values are copied to the host. The script also measures
+this pause in a training run: the step after a checkpoint takes longer than the others.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def timed(work: Callable[[], object]) -> float:
 def compare(
     title: str, copy: Callable[[], Any], write: Callable[[Any], Path], rounds: int, folder: Path
 ) -> None:
-    """Time copying and writing, and a plain write of the same bytes, in turns."""
+    """Time a copy to the host, writing that copy, and a plain write of the same files, in turns."""
     copies, writes, plains = [], [], []
     size = 0
     for number in range(rounds + 1):
@@ -68,11 +68,11 @@ def compare(
         files = sorted(path.iterdir()) if path.is_dir() else [path]
         contents = {file.name: file.read_bytes() for file in files}
         size = sum(map(len, contents.values()))
-        # Removing files takes time too: it is outside both measurements.
+        # Removing files takes time too, so it is outside both measurements.
         shutil.rmtree(path) if path.is_dir() else path.unlink()
         alone = timed(lambda contents=contents: plain(contents, folder / "plain"))
         shutil.rmtree(folder / "plain")
-        # The first round allocates pinned memory and loads kernels.
+        # The first round allocates pinned memory and loads kernels, so the medians leave it out.
         if number == 0:
             print(f"{title}: first copy {1e3 * copied:.0f} ms")
             continue
@@ -83,7 +83,7 @@ def compare(
     print(
         f"{title}: {size / MIB:.0f} MiB; copy to the host {1e3 * copied:.0f} ms, "
         f"write {1e3 * written:.0f} ms, plain write {1e3 * alone:.0f} ms; "
-        f"beyond the plain write {1e3 * (copied + written - alone):+.0f} ms",
+        f"copy and write minus plain write {1e3 * (copied + written - alone):+.0f} ms",
         flush=True,
     )
 
@@ -99,14 +99,14 @@ class Clock(Callback):
 
 
 class Same:
-    """A source that returns the same batch every time."""
+    """A source without data: a batch is its index. The loss gets the same inputs in every step."""
 
     def batch(self, index: int) -> int:
         return index
 
 
 def trainer(device: str, folder: Path) -> tuple[Trainer[int], Any, Clock]:
-    """A training run of random weights, and its adapter."""
+    """A training run, its adapter, and its clock. On a GPU the base has random weights."""
     on_gpu = device != "cpu"
     if on_gpu:
         model = tc.models.SDXLUNet.from_config(dtype="bf16", device=device)
@@ -120,7 +120,7 @@ def trainer(device: str, folder: Path) -> tuple[Trainer[int], Any, Clock]:
     print(f"{device}: {count / 1e6:.1f} M parameters in {len(parameters)} tensors", flush=True)
     optimizer = tc.optim.AdamW8bit(list(parameters.values()), lr=1e-4)
     dtype, side = ("bf16", 128) if on_gpu else ("f32", 8)
-    # Widths of the text's tokens and of the pooled text.
+    # Widths of the embeddings of tokens and of the pooled embedding.
     width, pooled = (2048, 1280) if on_gpu else (128, 64)
     values = {
         "sample": tc.randn((1, 4, side, side), device=device).to(dtype),
@@ -156,7 +156,7 @@ def trainer(device: str, folder: Path) -> tuple[Trainer[int], Any, Clock]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
-    parser.add_argument("--folder", help="where to write: on the disk to measure")
+    parser.add_argument("--folder", help="an existing folder on the disk to measure")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
@@ -164,12 +164,13 @@ def main() -> None:
         run, adapter, clock = trainer(options.device, folder)
         run.train()
         gaps = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
-        # gaps[n - 1] follows step n; the first steps, which record graphs, are left out.
+        # gaps[n - 1] is the time from the end of step n to the end of the next. The first EVERY
+        # steps are left out, because some of them record graphs.
         saving = gaps[EVERY - 1 :: EVERY]
         others = [gap for n, gap in enumerate(gaps) if n >= EVERY and (n + 1) % EVERY]
         step = statistics.median(others)
         print(
-            f"training: a step {1e3 * step:.1f} ms, with a checkpoint before it "
+            f"training: a step {1e3 * step:.1f} ms; a step after a checkpoint "
             f"{1e3 * statistics.median(saving):.1f} ms, at most {1e3 * max(saving):.1f} ms",
             flush=True,
         )

@@ -2,9 +2,10 @@
 
 python benches/gpu_sdxl.py [--only "batch 1"] [--profile] [--steps 2000]
 
-A step is forward, mean squared error, backward, AdamW, with f32 LoRA of rank 16 on the attention.
-Our step is timed without and with a CUDA graph; torch runs in eager mode under autocast. With
-`--steps N`, N of our steps run, and the first and the last tenth are compared in time and memory.
+A step is forward, mean squared error, backward and the optimizer, with f32 LoRA of rank 16 on the
+attention or on all layers of the transformers. Our step is timed without and with a CUDA graph;
+torch runs in eager mode under autocast. With `--steps N`, N of our steps run, and the first and the
+last tenth are compared in time and memory.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
 RANK, LATENT, TOKENS = 16, 128, 77
 ATTENTION_LAYERS = ["to_q", "to_k", "to_v", "to_out.0"]
 """Only the attention: peft's usual choice for SDXL."""
-# Operations of one image's forward pass: linear layers and convolutions, attention.
+# Operations of one image's forward pass: in linear layers and convolutions, and in attention.
 DENSE, ATTENTION = 5.977e12, 0.784e12
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a step trains, and how; fields have the names of settings."""
+    """The batch, the kind of checkpointing and the optimizer of a measured step."""
 
     batch: int
     checkpointing: str
@@ -196,7 +197,7 @@ def run_long(case: Case, device: str, steps: int) -> None:
         times.append(time.perf_counter() - started)
         stats = tc.cuda.memory_stats(device)
         held.append((stats["allocated"], stats["reserved"]))
-    # The first tenth of the steps records graphs and warms up.
+    # The steps before these record the graph and warm up.
     first, last = (statistics.median(part) for part in (times[tenth : 2 * tenth], times[-tenth:]))
     change = [end - begin for begin, end in zip(held[tenth], held[-1], strict=True)]
     tenths = gpu_timing.milliseconds(first_tenth=first, last_tenth=last)
@@ -211,7 +212,7 @@ def main() -> None:
     parser = gpu_timing.parser(__doc__)
     parser.set_defaults(seconds=2.0)
     parser.add_argument("--steps", type=int, default=0, help="run this many steps, without torch")
-    parser.add_argument("--trace", action="store_true", help="kernels of a replay; needs torch")
+    parser.add_argument("--trace", action="store_true", help="list a replay's kernels; needs torch")
     options = parser.parse_args()
     machine = gpu_timing.start(options)
     for case in CASES:

@@ -2,9 +2,10 @@
 
 python benches/gpu_start.py [--folder /tmp]
 
-The first step is that of `gpu_sdxl.py` at batch 1, in two new processes: the first has an empty
-driver cache of compiled kernels, the second the cache that the first filled. The model is SDXL's
-full-size UNet with random weights, in bf16; host memory while loading is read from Linux's /proc.
+The step is that of `gpu_sdxl.py` at batch 1. Two new processes run it in turn: the first starts
+with an empty driver cache of compiled kernels, the second with the cache that the first has filled.
+The model is SDXL's full-size UNet with random weights, in bf16; host memory while loading is read
+from Linux's /proc.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ def first_step(started: float) -> None:
     built = time.time()
     step().item()
     done = time.time()
-    parts = f"{imported - started:.2f} s to Python's imports, {built - imported:.2f} s to the model"
+    parts = f"{imported - started:.2f} s to import, {built - imported:.2f} s to build the model"
     print(f"{done - started:.2f} s to the end of the first step: {parts}", flush=True)
 
 
 def host_bytes(key: str) -> int:
-    """A line of /proc/self/status: VmRSS is the resident memory, VmHWM its peak."""
+    """Bytes in a line of /proc/self/status: VmRSS is the resident memory, VmHWM its peak."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
 
@@ -54,7 +55,10 @@ def load(folder: str) -> None:
     taken = time.time() - started
     there = (tc.cuda.memory_stats("cuda")["allocated"] - held) / gpu_timing.GIB
     more = (host_bytes("VmHWM") - before) / MIB
-    print(f"{there:.2f} GiB loaded in {taken:.2f} s, {more:.0f} MiB of the host", flush=True)
+    print(
+        f"{there:.2f} GiB loaded in {taken:.2f} s; host memory grew by up to {more:.0f} MiB",
+        flush=True,
+    )
     del model
 
 
@@ -66,7 +70,7 @@ def child(*arguments: str, **environment: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", help="where to write 5 GiB, for a while")
+    parser.add_argument("--folder", help="an existing folder with 5 GiB free, for temporary files")
     parser.add_argument("--first-step", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--load", help=argparse.SUPPRESS)
     options = parser.parse_args()

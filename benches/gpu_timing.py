@@ -42,7 +42,7 @@ class Machine:
     """The format of the quantized frozen model, if it is quantized."""
 
     def floor(self, dtype: str, flops: float, moved: float) -> float:
-        """The least seconds for this many operations, and bytes of memory read or written."""
+        """The least seconds for `flops` operations, and for `moved` bytes read or written."""
         return max(flops / self.flops[dtype], moved / self.bandwidth)
 
 
@@ -55,7 +55,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--no-torch", action="store_true", help="leave torch out")
     parser.add_argument("--base-precision", choices=FORMATS, help="format of our frozen layers")
     parser.add_argument("--w8a8", action="store_true", help="multiply the codes of an 8-bit base")
-    parser.add_argument("--profile", action="store_true", help="where our time goes, by kernel")
+    parser.add_argument("--profile", action="store_true", help="print our time by kernel")
     return parser
 
 
@@ -80,7 +80,7 @@ def start(options: argparse.Namespace) -> Machine:
 
 
 def on(machine: Machine) -> str:
-    """The format of the base, as a suffix of a case's title."""
+    """The format of the base, as a suffix of a case's title; with W8A8 also "products"."""
     products = " and products" if tc.get_w8a8() else ""
     return f", {machine.base} base{products}" if machine.base else ""
 
@@ -112,7 +112,8 @@ def fresh(device: str) -> None:
 def timed(call: Callable[[], object], device: str, seconds: float) -> float:
     """Median seconds of a call until the device has done its work, after three untimed calls.
 
-    Calls too short to wait after each are timed in groups.
+    Short calls are timed in groups of about 2 ms, because waiting after each call would add to its
+    time.
     """
     return _median(call, lambda: tc.cuda.synchronize(device), seconds)
 
@@ -139,7 +140,7 @@ def _median(call: Callable[[], object], wait: Callable[[], object], seconds: flo
 
 
 def captured(call: Callable[[], object], device: str) -> Callable[[], object]:
-    """The call as a CUDA graph that returns nothing, because a graph copies its results."""
+    """The call as a CUDA graph. The graph returns nothing, because a replay copies results."""
 
     def run(_: tc.Tensor) -> None:
         call()
@@ -150,7 +151,7 @@ def captured(call: Callable[[], object], device: str) -> Callable[[], object]:
 
 
 def milliseconds(**seconds: float | None) -> str:
-    """`name 1.234 ms` for each that is not None."""
+    """`name 1.234 ms` for each time that is not None."""
     return ", ".join(
         f"{name.replace('_', ' ')} {value * 1e3:.3f} ms"
         for name, value in seconds.items()

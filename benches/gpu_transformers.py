@@ -75,7 +75,7 @@ CLASSES = {"flux": "FluxTransformer", "sd3": "SD3Transformer", "flux2": "Flux2Tr
 
 @dataclass(frozen=True)
 class Case:
-    """What a step trains, and how; fields have the names of settings."""
+    """The model, the kind of checkpointing and the optimizer of a measured step."""
 
     name: str
     config: dict[str, Any]
@@ -249,7 +249,7 @@ def theirs(torch: Any, case: Case) -> Callable[[], object]:
         torch.set_default_dtype(torch.bfloat16)
         model = getattr(diffusers, f"{CLASSES[case.kind]}2DModel")(**case.config)
         torch.set_default_dtype(torch.float32)
-    # The model makes its table of positions in f32.
+    # diffusers makes the table of positions in f32, so the whole model is converted.
     model = model.to(torch.bfloat16).requires_grad_(False)
     config = LoraConfig(
         r=RANK, lora_alpha=RANK, target_modules=case.layers, init_lora_weights="gaussian"

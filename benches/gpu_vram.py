@@ -5,10 +5,10 @@ python benches/gpu_vram.py [--models flux,llama] [--vram 8,12,24] [--folder DIR]
 Each model has its full size and random weights (see `gpu_job.py` for the space that they take), and
 is trained through the command line with each `--vram`: LoRA of rank 16 on the default layers,
 batch 1, images of 1024 x 1024 px or rows of 2,048 tokens. The first run of a model encodes its two
-images and captions; the others find them in the cache. Each run's line says what the plan chose,
-the predicted peak, the peak of tensors, the peak of the device (nvidia-smi, including CUDA's own
-memory, which `--vram` counts too), and milliseconds per step, predicted and measured. The measured
-time is the median of the second half of the steps.
+images and captions; the others find them in the cache. Each run's line has the choice of the plan,
+the predicted peak, the peak of tensors, the peak of the device, and the predicted and the measured
+milliseconds of a step. The peak of the device is that of nvidia-smi: it includes CUDA's own memory,
+which `--vram` counts too. The measured time is the median of the second half of the steps.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", default="sdxl,flux,llama", help=", ".join(MODELS))
     parser.add_argument("--vram", default="8,12,24", help="GiB, comma-separated")
-    parser.add_argument("--folder", type=Path, help="where to make a temporary folder")
+    parser.add_argument("--folder", type=Path, help="an existing folder for temporary folders")
     parser.add_argument("--steps", type=int, default=16)
     given = parser.parse_args()
     reason = tc.cuda.unavailable_reason()

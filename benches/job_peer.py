@@ -2,9 +2,10 @@
 
 python benches/job_peer.py FOLDER MODEL [--steps 28] [--guidance 3.5] [--device cpu] [--side 1024]
 
-FOLDER has the pipeline `MODEL` and `pictures` of `gpu_job.py`. SDXL is loaded as a pipeline.
-Folders of the other models lack tokenizers, so each part is loaded separately, text encoders get
-random tokens of the length that the pipeline pads to, and images are drawn from random features.
+FOLDER is the folder of `gpu_job.py`: its subfolder MODEL has the pipeline, and `pictures` the
+images. SDXL is loaded as a pipeline. The other pipelines lack tokenizers, so each part is loaded
+separately, text encoders get random tokens of the length that the pipeline pads to, and images are
+drawn from random features.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ def encode_images(given: argparse.Namespace, autoencoder: Any) -> None:
         for path in pictures(given):
             image = Image.open(path).convert("RGB").resize((given.side, given.side))
             values = torch.tensor(np.asarray(image)).permute(2, 0, 1)[None].float()
+            if isinstance(autoencoder, diffusers.AutoencoderKLQwenImage):
+                values = values[:, :, None]  # an axis of frames
             autoencoder.encode(values.to(given.device) / 127.5 - 1).latent_dist.mean.cpu()
 
     count = len(pictures(given))
@@ -87,8 +90,10 @@ def draw(given: argparse.Namespace, pipeline: Any, **inputs: Any) -> None:
     """Draw two images; the first call also prepares kernels."""
     pipeline.set_progress_bar_config(disable=True)
     sizes = {"height": given.side, "width": given.side, "num_inference_steps": given.steps}
+    qwen = isinstance(pipeline, diffusers.QwenImagePipeline)
+    sizes["true_cfg_scale" if qwen else "guidance_scale"] = given.guidance
     for number in ("first", "second"):
-        call = lambda: pipeline(guidance_scale=given.guidance, **sizes, **inputs)  # noqa: E731
+        call = lambda: pipeline(**sizes, **inputs)  # noqa: E731
         phase(given, f"draw {given.side} px in {given.steps} steps, {number}", call)
 
 
@@ -172,7 +177,7 @@ def flow(given: argparse.Namespace) -> None:
 
 
 def features(pipeline: str, config: Any, encoders: dict[str, Any], device: str) -> dict[str, Any]:
-    """Random features of a prompt and of an empty one, as a pipeline takes them."""
+    """Random features of a prompt and, for pipelines that take it, of a negative prompt."""
 
     def random(*shape: int) -> Any:
         return torch.randn(shape, device=device, dtype=torch.bfloat16)
@@ -190,11 +195,14 @@ def features(pipeline: str, config: Any, encoders: dict[str, Any], device: str) 
         return pair("prompt_embeds", lambda: random(1, 333, width)) | pair(
             "pooled_prompt_embeds", pooled
         )
-    if pipeline == "ChromaPipeline":
-        mask = lambda: torch.ones((1, T5_TOKENS), device=device, dtype=torch.bfloat16)  # noqa: E731
-        return pair("prompt_embeds", lambda: random(1, T5_TOKENS, width)) | pair(
-            "prompt_attention_mask", mask
+    if pipeline in {"ChromaPipeline", "QwenImagePipeline"}:
+        kind, name = (
+            (torch.bfloat16, "prompt_attention_mask")
+            if pipeline == "ChromaPipeline"
+            else (torch.bool, "prompt_embeds_mask")
         )
+        mask = lambda: torch.ones((1, T5_TOKENS), device=device, dtype=kind)  # noqa: E731
+        return pair("prompt_embeds", lambda: random(1, T5_TOKENS, width)) | pair(name, mask)
     pooled = random(1, encoders["text_encoder"].projection_dim)
     return {"prompt_embeds": random(1, T5_TOKENS, width), "pooled_prompt_embeds": pooled}
 

@@ -54,7 +54,7 @@ def case(rows: int, width: int, rank: int, rounds: int, *, by_row: bool = False)
 
 def main() -> None:
     parser = timing.parser(__doc__)
-    parser.add_argument("--rows", action="store_true", help="how the cost grows with the rows")
+    parser.add_argument("--rows", action="store_true", help="time growing numbers of rows")
     options = timing.start(parser)
     if options.rows:
         for power in range(12, 21, 2):

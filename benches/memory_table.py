@@ -126,7 +126,7 @@ def _chosen(plan: Plan) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help=f"into {DOCUMENT.name}")
+    parser.add_argument("--write", action="store_true", help=f"write the table to {DOCUMENT.name}")
     given = parser.parse_args()
     lines = table()
     print("\n".join(lines))

@@ -1,4 +1,4 @@
-"""The overhead of an operation that Python calls, on one element and with gradients on.
+"""The overhead of calling an operation from Python: tensors of one element, gradients on.
 
 python benches/op_overhead.py
 """

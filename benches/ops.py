@@ -28,10 +28,10 @@ RNG = np.random.default_rng(0)
 
 @dataclass
 class Case:
-    """An operation on inputs; all but the last `frozen` of them get gradients.
+    """An operation and its inputs. All inputs but the last `frozen` get gradients.
 
     `ours` takes images with the channels last; `theirs` gets them as (B, C, H, W), once contiguous
-    and once in torch's memory format of channels last.
+    and once in torch's memory format `channels_last`.
     """
 
     title: str

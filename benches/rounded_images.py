@@ -2,10 +2,11 @@
 
 python benches/rounded_images.py [--steps 300] [--seeds 3] [--rate 3e-3]
 
-The small SDXL that ships with the package learns the hearts of its demo with a LoRA of rank 16 on
-the linear layers of its blocks, the layers that inference servers quantize. Losses are measured on
-hearts drawn with another seed, for three forms of the trained model: the adapter beside the base
-that it was trained on, weights merged in f32, and merged weights rounded to a format.
+The small SDXL that ships with the package learns the hearts of the package's demo, with a LoRA of
+rank 16 on the linear layers of its blocks. These are the layers that inference servers quantize.
+Losses are measured on hearts drawn with another seed, for three forms of the trained model: the
+training base with the adapter unmerged, weights merged in f32, and these weights rounded to a
+format.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
 
 NAME = "sdxl"
 OUTSIDE = ("linear_1", "linear_2")
-"""Linear layers outside of the blocks, which embed times and sizes."""
+"""The linear layers outside the blocks: they embed the time, the sizes and the pooled text."""
 HELD_OUT = 7_000
-"""Added to a run's seed to draw its held-out images."""
+"""A run's held-out images are drawn with the seed of the run plus this number."""
 UNET = Path("unet", "diffusion_pytorch_model.safetensors")
 
 
@@ -64,7 +65,7 @@ class HeldOut:
         return task
 
     def losses(self, adapter: Path) -> dict[str, float]:
-        """Losses of the UNet with the adapter merged in f32, and then rounded to each format."""
+        """Losses of the UNet with the adapter merged in f32: not rounded, and in each format."""
         with tempfile.TemporaryDirectory() as place:
             merged = Path(place, "merged")
             task = self._load()
@@ -81,7 +82,7 @@ class HeldOut:
 
 
 def trained(given: argparse.Namespace, seed: int, work: Path) -> dict[str, dict[str, float]]:
-    """For each way of training, the held-out losses by form of the trained model."""
+    """Train in each way, and return the held-out losses: `{way: {form of the model: loss}}`."""
     dataset, other = work / hearts.DATASET, work / "held_out"
     hearts.write_dataset(dataset, seed)
     hearts.write_dataset(other, seed + HELD_OUT)

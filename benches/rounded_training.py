@@ -13,8 +13,9 @@ values. The script reports losses on the held-out files: for weights merged in f
 weights rounded to a format, and for the training base with the adapter unmerged ("apart"). The
 formats were chosen before any seed was run.
 
-`w8a8`: the same steps over an 8-bit base, once multiplying its values and once its codes. It
-reports the mean of the last tenth of the training losses, and the held-out loss.
+`w8a8`: the adapter is trained over a bf16 base and over each 8-bit base, once with products of the
+base's values and once with products of its codes. The script reports the mean of the last tenth of
+the training losses, and the held-out loss.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ ROOT = Path(__file__).parents[1]
 GRIDS = ("int8", "fp8", "int4", "nf4")
 BASES = ("int8", "fp8", "nf4")
 CHUNK = 2000
-"""Characters of a text: less than a row of tokens."""
+"""Characters of a text, few enough that its tokens fit into a row."""
 
 
 def write_texts(folder: Path) -> tuple[Path, Path]:

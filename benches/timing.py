@@ -1,4 +1,7 @@
-"""Shared code of the benchmarks: compared implementations ("sides") take turns to share noise."""
+"""Shared code of the benchmarks.
+
+The compared implementations ("sides") take turns, so that noise of the machine affects all alike.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BLOCKS, REST, WARM_UP = 3, 0.3, 2
-"""Turns of each side, seconds of rest before a turn, untimed rounds in a turn."""
+"""Turns of each side (`BLOCKS`), seconds of rest before a turn (`REST`), and untimed rounds at the
+start of a turn (`WARM_UP`)."""
 
 
 def parser(description: str) -> argparse.ArgumentParser:
     """A parser of `--threads` and `--rounds`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of both libraries")
-    parser.add_argument(
-        "--rounds", type=int, default=30, help="timed rounds, the sides taking turns"
-    )
+    parser.add_argument("--rounds", type=int, default=30, help="timed rounds of each side")
     return parser
 
 
@@ -51,7 +53,7 @@ def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def find_torch() -> Any:
-    """The torch module, or None: every benchmark runs without it."""
+    """The torch module, or None if it is not installed. Every benchmark runs without torch too."""
     try:
         return importlib.import_module("torch")
     except ImportError:

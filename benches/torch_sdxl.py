@@ -1,7 +1,8 @@
 """SDXL's UNet in plain torch, with peft's LoRA and diffusers' names, for comparison.
 
 It computes what diffusers' `UNet2DConditionModel` computes, in eager mode, with torch's
-`scaled_dot_product_attention`. Each residual block and each transformer block is a checkpoint.
+`scaled_dot_product_attention`. With checkpointing, each residual block and each transformer block
+is a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ CONTEXT, POOLED, SIZES, GROUPS = 2048, 1280, 256, 32
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer with f32 factors, like peft's."""
+    """A frozen linear layer with LoRA factors in f32, as in peft."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -165,7 +166,7 @@ def sinusoids(numbers: Any, dim: int) -> Any:
 
 
 class UNet(nn.Module):
-    """SDXL's base model; embeddings of times are four times as wide as the first level."""
+    """SDXL's base model. The width of the time embedding is that of the first level times 4."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +236,7 @@ class UNet(nn.Module):
 
 
 def with_lora(model: UNet, rank: int, *, every_layer: bool) -> list[Any]:
-    """Freeze the model; put LoRA on all linear layers of its transformers, or of their attention.
+    """Freeze the model; put LoRA on all linear layers of its transformers or of attention alone.
 
     Returns the factors.
     """

@@ -1,5 +1,5 @@
-//! Compiles the kernels and generates Rust code from their signatures. Makes files with the names of the CUDA libraries for the
-//! linker, so that the result loads on machines without these libraries.
+//! Compiles the kernels and generates Rust code from their signatures. Also writes files that the linker takes for the CUDA libraries,
+//! so that the result loads on machines without these libraries.
 
 #[path = "build/bindings.rs"]
 mod bindings;
@@ -21,7 +21,8 @@ mod architectures;
 
 use architectures::{ARCHITECTURES, Architecture};
 
-/// Libraries whose functions `src/linked/symbols.rs` replaces. The linker needs a file of each name, which may be empty.
+/// Libraries that candle asks the linker for. `src/linked/symbols.rs` defines those of their functions that are called, so the linker
+/// needs only an empty file for each library.
 const STOOD_IN: [&str; 5] = ["cuda", "cublas", "cublasLt", "curand", "nvrtc"];
 /// An `ar` archive without members.
 const EMPTY_ARCHIVE: &[u8] = b"!<arch>\n";
@@ -53,7 +54,7 @@ fn prepare_libraries(out: &Path) -> io::Result<()> {
     for name in STOOD_IN {
         fs::write(out.join(format!("lib{name}.a")), EMPTY_ARCHIVE)?;
     }
-    // The linker finds the static runtime, which opens the driver at its first use, under the name of the shared runtime.
+    // The linker looks for `libcudart`. This copy gives it the static runtime, which opens the driver only at its first use.
     let runtime = find(&["lib/libcudart_static.a", "lib64/libcudart_static.a"])?;
     fs::copy(runtime, out.join("libcudart.a"))?;
     println!("cargo::rustc-link-search=native={}", out.display());
@@ -75,7 +76,7 @@ fn compile_kernels(out: &Path) -> io::Result<()> {
     });
     in_parallel(unread, |source| read_signatures(&nvcc, source, out))?;
     write_host_side(out, &sources)?;
-    // A change of the targets makes everything stale.
+    // If the targets have changed, every kernel file is compiled again.
     let record = out.join("targets");
     let wanted = targets.join(" ");
     let same = fs::read_to_string(&record).is_ok_and(|found| found == wanted);
@@ -108,7 +109,8 @@ fn read_signatures(nvcc: &Path, source: &Path, out: &Path) -> io::Result<()> {
     let preprocessed = run_nvcc(nvcc, source, ["-E".as_ref(), source.as_os_str()])?;
     let preprocessed = String::from_utf8_lossy(&preprocessed);
     let mut lines = vec![signature::structures(&preprocessed).into_iter().collect::<Vec<_>>().join(" ")];
-    lines.extend(signature::heads(&preprocessed));
+    let invalid = |reason: String| io::Error::other(format!("{}: {reason}", source.display()));
+    lines.extend(signature::heads(&preprocessed).map_err(invalid)?);
     fs::write(made(out, source, "signatures"), lines.join("\n"))
 }
 
@@ -173,7 +175,8 @@ fn made(out: &Path, source: &Path, extension: &str) -> PathBuf {
     out.join(source.with_extension(extension).file_name().expect("a source has a name"))
 }
 
-/// Writes a file unless it already has these contents, so that cargo rebuilds nothing that depends on it.
+/// Writes a file unless it already has these contents: an unchanged file keeps its modification time, so nothing that depends on it is
+/// built again.
 fn write_changed(path: &Path, text: &str) -> io::Result<()> {
     if fs::read_to_string(path).is_ok_and(|found| found == text) { Ok(()) } else { fs::write(path, text) }
 }

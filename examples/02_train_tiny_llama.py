@@ -26,7 +26,7 @@ from trainable_candle.train import ProgressBar, Trainer
 
 STEPS = 3000
 EXAMPLES = 96
-"""Examples in a batch: about 2000 tokens."""
+"""Examples in a batch; together they have about 2000 tokens."""
 SEED = 0
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
@@ -109,7 +109,7 @@ class Chats:
     """Batches of chats, never the same twice.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
     """
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:

@@ -85,7 +85,7 @@ def main(folder: Path, steps: int = STEPS) -> dict[str, float]:
         "merged": distance(together, merged),
     }
     for name, value in distances.items():
-        print(f"{name}: {value:.2f} of 255 from both adapters at once")
+        print(f"{name}: {value:.2f} of 255 from the image drawn with both adapters")
     return distances
 
 

@@ -34,8 +34,9 @@ def main(folder: Path, steps: int = STEPS, comfyui: Path | None = None) -> tc.Ad
             model="sdxl",
             dataset=str(PHOTOS),
             output=str(folder),
-            # The file's name, which ComfyUI shows, and the text that activates it.
+            # ComfyUI shows the adapter by the file's name.
             name="my-photos",
+            # The text in a prompt that activates the adapter.
             trigger="myphotos",
             rank=8,
             steps=steps,
@@ -49,7 +50,10 @@ def main(folder: Path, steps: int = STEPS, comfyui: Path | None = None) -> tc.Ad
         applied = sum(tool not in {*m.ignored_by, *m.changed_by} for m in report.modules)
         print(f"{tool}: {applied} of {len(report.modules)} modules as they were trained")
     if not report.good:
-        raise SystemExit("ComfyUI would leave modules out; `trainable-candle verify` says which")
+        raise SystemExit(
+            "ComfyUI would leave modules out, or some have no effect; "
+            "`trainable-candle verify` says which"
+        )
 
     # Metadata that programs show: title, trigger, size, resolution, hashes.
     for key, value in sorted(safetensors_metadata(run.adapter_path).items()):

@@ -1,7 +1,7 @@
-"""Train one model in two processes, each on half of every batch, with the result of one process.
+"""Train one model in two processes, each on half of every batch, as one process would train it.
 
-On one machine with GPUs, `train-lora --gpus 2` does all of this itself. A loop of your own needs
-the calls of `tc.distributed` below, and a launcher that gives each process its rank:
+On one machine with GPUs, `train-lora --gpus 2` does all of this itself. A training loop of your own
+needs the calls of `tc.distributed` below, and a launcher that gives each process its rank:
 
     torchrun --nproc-per-node 2 examples/09_two_processes.py
 

@@ -98,7 +98,7 @@ def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sdxl_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The golden SDXL with random weights as a pipeline's folder, with tokenizers of 200 tokens."""
+    """A pipeline's folder: the golden SDXL, with random weights and tokenizers of 200 tokens."""
     folder = tmp_path_factory.mktemp("sdxl model") / "base"
     for name in SDXL_PARTS:
         shutil.copytree(GOLDEN_SDXL / name, folder / name)
@@ -109,9 +109,10 @@ def sdxl_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sdxl_file(sdxl_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The weights of `sdxl_base` under the original names, in a folder with their configurations.
+    """A single file with the weights of `sdxl_base` under the names of the original SDXL.
 
-    Its tokenizer is the published one, which has more tokens than the model.
+    The configurations are beside the file, but no tokenizer is. The published tokenizer, which is
+    used then, has more tokens than the model.
     """
     folder = tmp_path_factory.mktemp("sdxl file")
     path = folder / "single_file.safetensors"
@@ -130,7 +131,7 @@ def write_tokenizer() -> Callable[[Path, str], None]:
 
 
 def _write_tokenizer(folder: Path, pad: str) -> None:
-    """Write a CLIP tokenizer of 200 tokens: each letter, within a word and at a word's end."""
+    """Write a CLIP tokenizer of 200 tokens, with two for each letter: in a word and at its end."""
     letters = "abcdefghijklmnopqrstuvwxyz0123456789!#$%&'()*+,-./:;<=>?@[]_"
     tokens = [*letters, *(f"{letter}</w>" for letter in letters)]
     tokens += [f"unused{n}</w>" for n in range(198 - len(tokens))]

@@ -61,7 +61,7 @@ def test_a_failure_is_raised_once(way: str) -> None:
     failed.wait()
 
     def look() -> None:
-        while True:  # the error exists once the job has returned
+        while True:  # the writer gets the error after `failed` is set
             writer.check() if way == "check" else writer.submit(lambda: None)
 
     with pytest.raises(OSError, match="No space left"):

@@ -3,8 +3,8 @@
 
 .ci/site/gallery.py FOLDER [--seed N]
 
-Leaves `gallery.md` and its images in FOLDER, from where `pages.py` takes them. Two cores need about
-a minute.
+Writes `gallery.md` and its images to FOLDER, where `pages.py` finds them. This takes about a minute
+on two cores.
 """
 
 import argparse

@@ -1,4 +1,8 @@
-"""Hooks of mkdocs: add front page, gallery and reference, and check that no name is missing."""
+"""Hooks of mkdocs.
+
+`on_files` adds the front page, the examples, the gallery and the reference. `on_post_build` checks
+that the reference has every public name.
+"""
 
 import re
 from pathlib import Path
@@ -14,7 +18,11 @@ SOURCES = "https://github.com/trainable-candle/trainable-candle/blob/main/"
 
 
 def page(path: str) -> str:
-    """A README whose links point to pages of the site, or else to the source repository."""
+    """The text of a README, with links that work on the site.
+
+    Links to files in `docs/` become links to pages of the site. Links to other files become links
+    to the source repository.
+    """
 
     def link(match: re.Match[str]) -> str:
         if match[1].startswith(("http", "#")):

@@ -1,5 +1,5 @@
-//! Generates code from the signatures of kernels: structures of their arguments in Rust, and assertions in CUDA that shared
-//! structures have the same memory layout as in Rust.
+//! Generates code from the signatures of kernels: Rust structures that hold a kernel's arguments, and CUDA assertions that structures
+//! which both languages use have the same memory layout in both.
 
 use std::fmt::Write;
 
@@ -15,7 +15,8 @@ pub struct Source {
 /// Suffixes of kernel names: dtypes, or the element size in bytes for kernels of any dtype.
 const SUFFIXES: [&str; 11] = ["f32", "f64", "f16", "bf16", "u8", "u32", "i64", "1", "2", "4", "8"];
 
-/// Each type in CUDA, in Rust (empty if only pointers to it occur), and the element kind of pointers to it.
+/// The types of parameters. Each entry has the type's name in CUDA, its name in Rust (empty if kernels take only pointers to the type),
+/// and the `Element` of pointers to it.
 const TYPES: [(&str, &str, &str); 14] = [
     ("uint8_t", "u8", "U8"),
     ("uint16_t", "u16", "U16"),
@@ -63,7 +64,7 @@ pub fn module(source: &Source) -> Result<String, String> {
          #[allow(missing_docs, reason = \"the fields are those of CUDA\")]\n\
          pub mod {file} {{\n\
          use super::*;\n\
-         /// Their machine code.\n\
+         /// The machine code of these kernels.\n\
          pub static MODULE: Module =\n\
          Module {{ name: \"{file}\", image: include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{file}.fatbin\")) }};\n"
     );
@@ -123,7 +124,7 @@ fn alias(code: &mut String, kernel: &Kernel<'_>, other: &Kernel<'_>) {
     let _ = writeln!(code, "/// The arguments of `{}`.\npub type {class} = {target};", kernel.name);
 }
 
-/// The structure of arguments for a kernel and for all others with the same arguments.
+/// The structure of a kernel's arguments. All kernels with the same arguments share it.
 fn arguments(code: &mut String, kernel: &Kernel<'_>, kernels: &[Kernel<'_>]) {
     let class = camel(kernel.name);
     let _ =
@@ -183,7 +184,7 @@ pub fn unit(name: &str, structures: &[&str]) -> String {
             continue;
         }
         let (size, alignment) = (layout.size, layout.alignment);
-        let reason = format!("{class} differs from that of src/structs.rs");
+        let reason = format!("{class} differs from the structure in src/structs.rs");
         let _ = writeln!(
             code,
             "static_assert(sizeof({class}) == {size} && alignof({class}) == {alignment}, \"{reason}\");"

@@ -13,7 +13,7 @@ pub struct Signature {
 #[derive(Debug, PartialEq)]
 pub struct Parameter {
     pub name: String,
-    /// A type, or the target type of a pointer, without `const`.
+    /// The type of a value, or the type that a pointer points to, without `const`.
     pub class: String,
     pub pointer: Option<Pointer>,
 }
@@ -25,23 +25,37 @@ pub enum Pointer {
     Mut,
 }
 
-/// For each kernel, the text between its linkage and its body, in one line.
-pub fn heads(preprocessed: &str) -> Vec<String> {
+/// For each kernel, the text from after `extern "C"` to its body, as one line.
+///
+/// # Errors
+/// Names a kernel that does not begin with `follow();`: it would run before its operands are written.
+pub fn heads(preprocessed: &str) -> Result<Vec<String>, String> {
     const LINKAGE: &str = "extern \"C\"";
+    const FIRST: &str = "follow();";
     let code: String =
         preprocessed.lines().filter(|line| !line.starts_with('#')).flat_map(|line| [line, " "]).collect();
-    let declarations = code.split(LINKAGE).skip(1).map(|after| &after[..after.find(['{', ';']).unwrap_or(after.len())]);
-    let kernels = declarations.filter(|head| head.contains("__attribute__((global))"));
-    kernels.map(|head| head.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
+    let mut heads = Vec::new();
+    for after in code.split(LINKAGE).skip(1) {
+        let (head, body) = after.split_at(after.find(['{', ';']).unwrap_or(after.len()));
+        if !head.contains("__attribute__((global))") {
+            continue;
+        }
+        let head = head.split_whitespace().collect::<Vec<_>>().join(" ");
+        if body.strip_prefix('{').is_some_and(|body| !body.trim_start().starts_with(FIRST)) {
+            return Err(format!("the first statement is not {FIRST} (include/follow.cuh says why) in: {head}"));
+        }
+        heads.push(head);
+    }
+    Ok(heads)
 }
 
-/// The distinct names after `struct`.
+/// The distinct names after `struct`, except those that start with `__`.
 pub fn structures(preprocessed: &str) -> BTreeSet<&str> {
     let starts = preprocessed.match_indices("struct ").map(|(at, word)| &preprocessed[at + word.len()..]);
     starts.map(first_name).filter(|name| !name.is_empty() && !name.starts_with("__")).collect()
 }
 
-/// The name at the start, after an optional alignment.
+/// The name that `code` starts with, after an optional `alignas(...)`.
 fn first_name(code: &str) -> &str {
     let aligned = code.strip_prefix("alignas(").and_then(|aligned| aligned.split_once(") "));
     let name = aligned.map_or(code, |(_, name)| name);
@@ -51,9 +65,9 @@ fn first_name(code: &str) -> &str {
 /// Parses a line of [`heads`].
 pub fn parse(head: &str) -> Result<Signature, String> {
     let code = without_attributes(head);
-    let (name, parameters) = code.split_once('(').ok_or_else(|| format!("no parameters in: {head}"))?;
-    let name = name.trim().strip_prefix("void ").ok_or_else(|| format!("no void in: {head}"))?.trim().to_owned();
-    let parameters = parameters.trim().strip_suffix(')').ok_or_else(|| format!("no end in: {head}"))?;
+    let (name, parameters) = code.split_once('(').ok_or_else(|| format!("no parameter list in: {head}"))?;
+    let name = name.trim().strip_prefix("void ").ok_or_else(|| format!("must return void: {head}"))?.trim().to_owned();
+    let parameters = parameters.trim().strip_suffix(')').ok_or_else(|| format!("no closing parenthesis in: {head}"))?;
     let parameters =
         split(parameters).into_iter().map(|parameter| self::parameter(&name, parameter)).collect::<Result<_, _>>()?;
     Ok(Signature { name, parameters })
@@ -72,14 +86,14 @@ fn parameter(kernel: &str, text: &str) -> Result<Parameter, String> {
             let is_const = class.split_whitespace().any(|word| word == "const");
             (class, Some(if is_const { Pointer::Const } else { Pointer::Mut }))
         }
-        Some(_) => return Err(format!("{kernel} takes a pointer that is not a plain one: {text}")),
+        Some(_) => return Err(format!("{kernel}: expected a plain pointer, such as `const T *x`, found: {text}")),
         None => (class, None),
     };
     let class = class.split_whitespace().filter(|&word| word != "const").collect::<Vec<_>>().join(" ");
     Ok(Parameter { name: name.to_owned(), class: arithmetic(&class), pointer })
 }
 
-/// A type with `Acc<T>` replaced by the type of arithmetic on `T`.
+/// A type with each `Acc<T>` replaced by the type in which kernels compute with values of `T`.
 fn arithmetic(class: &str) -> String {
     let mut class = class.to_owned();
     for (narrow, wide) in [("float", "float"), ("double", "double"), ("__half", "float"), ("__nv_bfloat16", "float")] {
@@ -103,7 +117,7 @@ fn without_attributes(code: &str) -> String {
     kept
 }
 
-/// Split at the commas that are outside brackets.
+/// Splits a list at the commas that are outside brackets.
 fn split(list: &str) -> Vec<&str> {
     let mut depth = 0;
     let is_between = |c: char| {
@@ -130,8 +144,8 @@ mod tests {
         let code = "# 1 \"a.cu\"\nextern \"C\" int puts(const char *);\nextern \"C\" __attribute__((global)) void\n\
                     __attribute__((launch_bounds((128), 2))) __attribute__((cluster_dims(2, 1, 1)))\n\
                     pair_f16(const __half *__restrict__ x, Acc<__half> *sum, void const *ids, int64_t last,\n\
-                    const __attribute__((grid_constant)) Pair<Acc<__half>, 2> pair) { if (x) return; }";
-        let heads = heads(code);
+                    const __attribute__((grid_constant)) Pair<Acc<__half>, 2> pair) { follow(); if (x) return; }";
+        let heads = heads(code).expect("heads");
         assert_eq!(heads.len(), 1);
         let parameters = vec![
             of("x", "__half", Some(Pointer::Const)),
@@ -141,6 +155,12 @@ mod tests {
             of("pair", "Pair<float, 2>", None),
         ];
         assert_eq!(parse(&heads[0]), Ok(Signature { name: "pair_f16".to_owned(), parameters }));
+    }
+
+    #[test]
+    fn kernels_that_do_not_wait_for_those_before_them_are_rejected() {
+        let error = heads("extern \"C\" __attribute__((global)) void early(int *x) { *x = 0; follow(); }").unwrap_err();
+        assert!(error.contains("early"), "{error}");
     }
 
     #[test]

@@ -1,12 +1,12 @@
-// Scale and shift of the norms: loads of their values, and stores of their gradients.
+// Scale and shift of the norms: functions that load their values and store their gradients.
 //
-// Both have the dtype of the input, or both are f32 (`affine_f32` = 1). A null pointer means a scale of ones, a shift of zeros, or
-// a gradient that is not needed.
+// Scale and shift have the dtype of the input, or both are f32: then the kernel's argument `affine_f32` is 1. The same holds for their
+// gradients. A null pointer means a scale of ones, a shift of zeros, or a gradient that is not needed and must not be stored.
 #pragma once
 
 #include "rows.cuh"
 
-// Parameters of f64 inputs are f64.
+// Whether parameters may be f32 beside inputs of type T: if inputs are f64, parameters are f64 too.
 template <typename T> constexpr bool IS_F32_ALLOWED = sizeof(T) < 8;
 
 struct Affine {
@@ -15,7 +15,7 @@ struct Affine {
     bool is_f32;
 };
 
-// `N` values of a parameter from element `at`, or `neutral` for each if the pointer is null.
+// Loads `N` values of a parameter from element `at`. If the pointer is null, each value is `neutral`.
 template <typename T, int N>
 __device__ __forceinline__ void load_parameter(const void *parameter, bool is_f32, uint64_t at, Acc<T> neutral,
                                                Acc<T> (&values)[N]) {

@@ -2,13 +2,14 @@
 //
 // A block of 256 states is divided by its largest magnitude, and each quotient is rounded to the nearest of 256 values. Each decade
 // i of the seven from 1e-7 to 1 holds 2^i magnitudes (2^(i+1) in the map without signs), evenly spaced; 0 and 1 complete the map.
-// Codes number the values in ascending order. Map, ties (to the even code) and signs are treated as in bitsandbytes 0.50.
+// Codes number the values in ascending order. The map, the rounding of ties (to the even code) and the rules for signs are those of
+// bitsandbytes 0.50.
 // Dettmers et al., "8-bit Optimizers via Block-wise Quantization", https://arxiv.org/abs/2110.02861.
 #pragma once
 
 #include <cstdint>
 
-// States that share a scale.
+// The number of states that share a scale.
 constexpr int STATE_BLOCK = 256;
 
 namespace dynamic_map {
@@ -19,13 +20,13 @@ constexpr int OCTAVES = 23;
 // An entry for each upper half (exponent and 7 bits of the fraction) of the f32 numbers from 2^-23 to 1.
 constexpr int ENTRIES = OCTAVES * 128 + 1;
 constexpr uint32_t FIRST_ENTRY = (127 - OCTAVES) << 7;
-// Rounded up to 16 bytes.
+// `ENTRIES`, rounded up to a multiple of 16 bytes.
 constexpr int PADDED_ENTRIES = (ENTRIES + 3) / 4 * 4;
 
-// `values` has the 256 values by code. `to_rank` has an entry for each upper half of a quotient's bits. The sum of the entry and the
-// bits has the quotient's rank among the magnitudes of the map in its upper half. An entry replaces the upper half by the rank of
-// the smallest quotient with that upper half. If the next rank begins within the entry, the lower half of the sum carries over into
-// the upper half from the first quotient of that rank on. No two ranks begin in one entry.
+// `values` has the 256 values by code. `to_rank` gives the rank of a quotient among the magnitudes of the map. It has an entry for each
+// upper half of a quotient's bits. The rank is the upper half of bits + entry, modulo 2^32. So the upper half of an entry is the rank of
+// its smallest quotient, minus the upper half of the bits. If a larger quotient of the entry has the next rank, the entry's lower half
+// makes the sum carry into the upper half from that quotient on. No two ranks begin in one entry.
 struct alignas(16) Table {
     float values[256];
     uint32_t to_rank[PADDED_ENTRIES];
@@ -59,7 +60,7 @@ template <bool SIGNED> struct Magnitudes {
     }
 };
 
-// The code of 0. The parity of this code plus the rank decides ties.
+// The code of 0. A tie goes to the rank for which this code plus the rank is even.
 template <bool SIGNED> constexpr int ZERO_CODE = SIGNED ? 127 : 0;
 
 template <bool SIGNED> constexpr Table make_table() {
@@ -79,7 +80,7 @@ template <bool SIGNED> constexpr Table make_table() {
         uint32_t sum = static_cast<uint32_t>(rank) << 16;
         if (rank < LAST) {
             const float middle = static_cast<float>(static_cast<double>(magnitudes.values[rank]) + magnitudes.values[rank + 1]) / 2;
-            // The first quotient of the next rank: halfway, or just above if ties go down.
+            // The first quotient of the next rank is halfway between the two magnitudes, or just above that if a tie goes down.
             const bool goes_down = (ZERO_CODE<SIGNED> + rank) % 2 == 0;
             const double k = (middle - smallest) / spacing + (goes_down ? 1 : 0);
             if (k < 0x10000) {

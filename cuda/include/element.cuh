@@ -1,16 +1,19 @@
 // Shared code of all kernels: element types with their arithmetic type, wide loads and stores, sums over a warp and a block.
 //
 // Conventions of this folder:
-// - a function is `extern "C"` and named `<operation>_<part>_<dtype>` with dtype one of f32, f64, f16, bf16;
+// - a kernel begins with `follow()`;
+// - a kernel is `extern "C"` and named `<operation>_<part>_<dtype>`, with one or several dtypes such as f32, f64, f16 and bf16;
 // - f16 and bf16 are storage formats: arithmetic and accumulation are in f32 (f64 for f64);
 // - tensors are dense and row-major unless a function takes strides; sizes of one dimension are `uint32_t`, counts of elements
-//   `uint64_t`; a result overwrites its destination, unless the function's name says `accumulate`;
+//   `uint64_t`; a result overwrites its destination, unless the kernel's name or comment says otherwise;
 // - only sizes decide how sums are split, and parts are added in a fixed order without floating-point atomics: a run is reproducible.
 #pragma once
 
 #include <cstdint>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include "follow.cuh"
 
 constexpr int WARP = 32;
 constexpr unsigned ALL_LANES = 0xffffffffu;
@@ -58,8 +61,8 @@ template <typename T> __device__ __forceinline__ T warp_max(T value) {
     return value;
 }
 
-// The sum over the block, returned to every thread. `shared` has room for one value of each warp. The caller may use it again at
-// once.
+// The sum over the block, returned to every thread. `shared` has room for one value of each warp. The caller may use `shared` again
+// at once.
 template <typename T> __device__ __forceinline__ T block_sum(T value, T *shared) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = (blockDim.x + WARP - 1) / WARP;
     value = warp_sum(value);

@@ -1,5 +1,5 @@
-// Reads the block formats of ggml, eight codes at a time. A block of a row holds its scales (f16, little endian) beside its codes; the
-// layouts are those in `ggml-common.h` and `ggml-quants.c` of llama.cpp at 0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c.
+// Reads the block formats of ggml, eight codes at a time. A block of a row holds its scales beside its codes; f16 numbers are little
+// endian. The layouts are those in `ggml-common.h` and `ggml-quants.c` of llama.cpp at 0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,7 @@ __device__ __forceinline__ float scale(const uint8_t *at) {
     return __half2float(__ushort_as_half(static_cast<uint16_t>(half_word(at))));
 }
 
-// The four bits from bit `shift` (0 or 4) on of each of eight bytes.
+// Of each of eight bytes, the four bits from bit `shift` (0 or 4) on.
 __device__ __forceinline__ uint2 nibbles(uint2 bytes, uint32_t shift) {
     return {bytes.x >> shift & 0x0f0f0f0f, bytes.y >> shift & 0x0f0f0f0f};
 }

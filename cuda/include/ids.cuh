@@ -1,8 +1,9 @@
 // Integer ids in device memory: u32 if `id_bytes` is 4, i64 if it is 8.
 //
 // A kernel cannot raise an error for an id out of range. It reads nothing for such an id, writes the value that the kernel's
-// comment names, and lowers *out_of_range, unless out_of_range is null, to the position of the id. The caller first sets
-// *out_of_range to 2^64 - 1; the next synchronization of the device reports a lower value as the position of an error.
+// comment names, and sets *out_of_range to the position of the id if that is lower, unless out_of_range is null. The caller
+// first sets *out_of_range to 2^64 - 1. At the next synchronization of the device, a lower value is reported as the position
+// of an error.
 #pragma once
 
 #include <cstdint>

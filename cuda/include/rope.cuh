@@ -19,9 +19,9 @@ template <typename A> struct Angles {
     }
 };
 
-// N neighbouring pairs of a row, as the two packs of N elements that contain them. If INTERLEAVED, pair i of the row is the row's
-// elements 2i and 2i + 1, and the packs are neighbours. Otherwise it is the row's elements i and i + half: the first is in one pack,
-// the second in the other.
+// N neighbouring pairs of a row, as the two packs of N elements that contain them. If INTERLEAVED, pair i consists of the row's
+// elements 2i and 2i + 1, and the packs are neighbours. Otherwise pair i consists of the elements i and i + half: the first element is
+// in one pack, the second in the other.
 template <typename T, int N, bool INTERLEAVED> struct Pairs {
     using A = Acc<T>;
     A values[2][N];

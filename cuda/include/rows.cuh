@@ -96,7 +96,7 @@ __device__ __forceinline__ uint64_t flat_index() { return static_cast<uint64_t>(
 __device__ __forceinline__ uint64_t flat_stride() { return static_cast<uint64_t>(gridDim.x) * blockDim.x; }
 
 // A row belongs to a team of blockDim.x threads: either one of the block's blockDim.y warps, or a whole block of several warps with
-// blockDim.y = 1. For rows of `len` elements, of which each thread is to hold up to HELD packs, a team has
+// blockDim.y = 1. If each thread is to hold up to HELD packs of a row of `len` elements, a team has
 //     threads = clamp(32 ceil(len / (32 HELD WIDE)), 32, TEAM)    with WIDE = 8 (f16, bf16), 4 (f32), 2 (f64)
 // and the launch of a kernel over rows is, unless it says otherwise,
 //     block (threads, threads == 32 ? 4 : 1), grid min(ceil(rows / blockDim.y), 2^31 - 1), no dynamic shared memory.
@@ -141,7 +141,7 @@ template <typename A> __device__ __forceinline__ A team_max(A value, A *shared) 
     return value;
 }
 
-// Keeps the compiler from moving the loads of several steps of an unrolled loop together, which would take registers for all.
+// Keeps the compiler from doing the loads of several steps of an unrolled loop together, which would take registers for all of them.
 __device__ __forceinline__ void one_at_a_time() { asm volatile("" ::: "memory"); }
 
 // A row of `packs` packs of `N` values; the first `COUNT` packs of each thread are in its registers.

@@ -2,6 +2,8 @@
 // captured graph keeps its own addresses.
 #include <cstdint>
 
+#include "follow.cuh"
+
 // The number of addresses of a launch. They take 3840 of the 4096 bytes that all arguments of a launch may have.
 constexpr uint32_t ADDRESSES = 480;
 
@@ -14,5 +16,6 @@ struct Addresses {
 // Grid: 1; block: 480; no dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(ADDRESSES)
     write_addresses(uint64_t *table, uint32_t count, const __grid_constant__ Addresses addresses) {
+    follow();
     if (threadIdx.x < count) table[threadIdx.x] = addresses.values[threadIdx.x];
 }

@@ -2,8 +2,8 @@
 //
 // The form on tensor cores, `attention_*_w64_*` for widths up to 64 and `attention_*_w128_*` up to 128, takes f16 and bf16; a
 // width equal to the width of values and a multiple of 8; pointers and strides that are multiples of 16 bytes; a scale above 0;
-// no mask. The plain form takes everything else. Both forms take any number of queries and keys; only the dimensions in the formula
-// of a grid must not be 0.
+// no mask. The plain form takes everything else. Both forms take any number of queries and keys. The number may be 0 where the formula
+// for the kernel's grid gives no 0.
 //
 // q, dq (batch, heads, queries, width); k, dk (batch, heads, keys, width); v, dv (batch, heads, keys, value_width); o, d_o
 // (batch, heads, queries, value_width): each with its `Strides`, in the order of the pointers. log_sums and delta (batch, heads,
@@ -21,6 +21,7 @@
     attention_forward_w##w##_##dtype(const type *q, const type *k, const type *v, type *o, float *log_sums,                        \
                                      BY_VALUE Strides q_strides, BY_VALUE Strides k_strides, BY_VALUE Strides v_strides,           \
                                      BY_VALUE Strides o_strides, BY_VALUE AttentionShape shape) {                                  \
+        follow();                                                                                                                  \
         attention_forward<type, w, 4, 1, keys, OwnRows>(q, k, v, o, log_sums, q_strides, k_strides, v_strides, o_strides, shape,   \
                                                               Dense());                                                            \
     }
@@ -38,6 +39,7 @@
                                       BY_VALUE Strides q_strides, BY_VALUE Strides k_strides, BY_VALUE Strides v_strides,          \
                                       BY_VALUE Strides do_strides, BY_VALUE Strides dq_strides, BY_VALUE Strides dk_strides,       \
                                       BY_VALUE Strides dv_strides, BY_VALUE AttentionShape shape) {                                \
+        follow();                                                                                                                  \
         const bool others = dk != nullptr || dv != nullptr;                                                                        \
         const uint32_t key_blocks = others ? shape.parts * ceil_divide(shape.keys, 64) * shape.batch * shape.heads : 0;            \
         if (blockIdx.x < key_blocks)                                                                                               \
@@ -56,6 +58,7 @@
     ENTRY(256, 1)                                                                                                                  \
     attention_sum_parts_##dtype(const float *dk_parts, const float *dv_parts, type *dk, type *dv, BY_VALUE Strides dk_strides,     \
                                 BY_VALUE Strides dv_strides, BY_VALUE AttentionShape shape) {                                      \
+        follow();                                                                                                                  \
         if (blockIdx.y == 0)                                                                                                       \
             attention_sum_parts<type>(dk_parts, dk, dk_strides, shape);                                                            \
         else                                                                                                                       \
@@ -78,6 +81,7 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
     ENTRY(256, 1)                                                                                                                  \
     attention_delta_##dtype(const type *o, const type *d_o, Acc<type> *delta, BY_VALUE Strides o_strides,                          \
                             BY_VALUE Strides do_strides, BY_VALUE AttentionShape shape) {                                          \
+        follow();                                                                                                                  \
         attention_delta<type>(o, d_o, delta, o_strides, do_strides, shape);                                                        \
     }
 
@@ -89,6 +93,7 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
     attention_plain_forward_##dtype(const type *q, const type *k, const type *v, type *o, Acc<type> *log_sums,                     \
                                     BY_VALUE Strides q_strides, BY_VALUE Strides k_strides, BY_VALUE Strides v_strides,            \
                                     BY_VALUE Strides o_strides, BY_VALUE Mask<Acc<type>> mask, BY_VALUE AttentionShape shape) {    \
+        follow();                                                                                                                  \
         attention_plain_forward<type>(q, k, v, o, log_sums, q_strides, k_strides, v_strides, o_strides, mask, shape, Dense());              \
     }
 
@@ -102,6 +107,7 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
                                               BY_VALUE Strides q_strides, BY_VALUE Strides k_strides, BY_VALUE Strides v_strides,  \
                                               BY_VALUE Strides do_strides, BY_VALUE Strides grad_strides,                          \
                                               BY_VALUE Mask<Acc<type>> mask, BY_VALUE AttentionShape shape) {                      \
+        follow();                                                                                                                  \
         attention_plain_backward<type, GradientOf::part>(q, k, v, d_o, log_sums, delta, grad, q_strides, k_strides, v_strides,     \
                                                          do_strides, grad_strides, mask, shape, Dense());                                   \
     }

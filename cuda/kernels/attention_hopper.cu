@@ -2,8 +2,9 @@
 // of queries and values, which are a multiple of 8 up to 64 (w64) or 128 (w128); pointers and strides that are multiples of 16 bytes; a
 // scale above 0; at least one query and one key; no mask, and no causal mask. Tensors, strides and log_sums are as in attention.cu.
 //
-// `Schedule` (include/attention/hopper/schedule.cuh) divides the work: `blocks` is the number of multiprocessors; `whole` is either the
-// number of items or the largest multiple of `blocks` below it, and then the remaining items are split. Items and steps:
+// `Schedule` (include/attention/hopper/schedule.cuh) divides the work. `blocks` is the number of multiprocessors. `whole` is the number of
+// items if none is split; otherwise it is the largest multiple of `blocks` below that number, and the items beyond are split. Items and
+// steps:
 //   forward: ceil(queries / R) batch heads items of ceil(keys / 128) steps, with R = 192 (w64) or 128 (w128);
 //   backward: ceil(keys / 128) batch heads items of ceil(queries / M) steps, with M = 128 (w64) or 64 (w128).
 // Splitting costs about as much as five steps. steps * blocks * blocks is below 2^32.
@@ -22,6 +23,7 @@
     ENTRY((groups + 1) * WARPGROUP)                                                                                                \
     attention_hopper_forward_w##w##_##dtype(float *log_sums, float *parts, BY_VALUE AttentionForwardMaps maps,                     \
                                             BY_VALUE AttentionShape shape, BY_VALUE Schedule schedule) {                           \
+        follow();                                                                                                                  \
         extern __shared__ __align__(1024) unsigned char shared[];                                                                  \
         HopperForward<type, w, 128, groups, Schedule>{maps, shape, schedule, shared_address(shared)}.run(log_sums, parts);         \
     }
@@ -32,6 +34,7 @@
     ENTRY(FINISH_THREADS)                                                                                                          \
     attention_hopper_sum_w##w##_##dtype(type *o, float *log_sums, const float *parts, BY_VALUE Strides o_strides,                  \
                                         BY_VALUE AttentionShape shape, BY_VALUE Schedule schedule) {                               \
+        follow();                                                                                                                  \
         sum_results<type, w, 64 * groups>(o, log_sums, parts, o_strides, shape, schedule);                                         \
     }
 
@@ -43,6 +46,7 @@
     attention_hopper_statistics_w##w##_##dtype(const type *o, const type *d_o, const float *log_sums, float *statistics,           \
                                                uint32_t *turns, BY_VALUE Strides o_strides, BY_VALUE Strides do_strides,           \
                                                BY_VALUE AttentionShape shape) {                                                    \
+        follow();                                                                                                                  \
         backward_statistics<type, w, m>(blockIdx.x, o, d_o, log_sums, statistics, turns, o_strides, do_strides, shape);            \
     }
 
@@ -55,6 +59,7 @@
     attention_hopper_backward_w##w##_##dtype(const float *statistics, float *sums, uint32_t *turns, float *parts,                  \
                                              BY_VALUE AttentionBackwardMaps maps, BY_VALUE AttentionShape shape,                   \
                                              BY_VALUE Schedule schedule) {                                                         \
+        follow();                                                                                                                  \
         extern __shared__ __align__(1024) unsigned char shared[];                                                                  \
         const Order<m> order(schedule, shape);                                                                                     \
         HopperBackward<type, w, m, Order<m>>{maps, shape, order, shared_address(shared)}.run(statistics, sums, turns, parts);      \
@@ -67,6 +72,7 @@
     attention_hopper_finish_w##w##_##dtype(const float *sums, const float *parts, type *dq, type *dk, type *dv,                    \
                                            BY_VALUE Strides dq_strides, BY_VALUE Strides dk_strides, BY_VALUE Strides dv_strides,  \
                                            BY_VALUE AttentionShape shape, BY_VALUE Schedule schedule) {                            \
+        follow();                                                                                                                  \
         backward_finish<type, w, m>(sums, parts, dq, dk, dv, dq_strides, dk_strides, dv_strides, shape,                            \
                                     Order<m>(schedule, shape));                                                                    \
     }

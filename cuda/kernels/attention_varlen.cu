@@ -1,10 +1,12 @@
-// Causal attention inside the segments of a packed row, forward and backward, in the two forms of attention.cu and for the same operands.
+// Causal attention inside the segments of a packed row, forward and backward, in the two forms of attention.cu. Each form takes the
+// operands that it takes there.
 //
 // q, o, d_o, dq (heads, rows, width), k, v, dk, dv (heads / group, rows, width): each with its `Strides`, in the order of the pointers;
 // head h of q sees head h / group of k and v. log_sums and delta (heads, rows), dense. `shape` has one batch, `heads` heads, as many keys as
 // queries, and is causal. spans (2, rows): for each position the first key that its query sees, then the end of the queries that see its
-// key; the counter of the forward kernel follows. Only these values depend on the segments, so grids depend on sizes alone and a graph can
-// be replayed with other segments.
+// key. One more number follows them: `taken`, the counter of attention_varlen_hopper.cu's forward kernel. Of all
+// arguments, only the contents of `spans` depend on the segments: grids depend on sizes alone, so a graph can be replayed with other
+// segments.
 // `attention_delta` of attention.cu computes delta, and `attention_sum_parts` of attention.cu adds parts.
 #include "../include/attention/forms.cuh"
 #include "../include/ids.cuh"
@@ -12,13 +14,14 @@
 #define BY_VALUE const __grid_constant__
 #define ENTRY(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 
-// attention_varlen_spans: the spans of the segments between ascending bounds (count), which are ids of include/ids.cuh from 0 to `rows`;
-// also zeroes the counter of the forward kernel, which follows the spans. A query sees `window` keys at most. A query after the last
-// bound gets the next position as its first key, and so sees no key. If bounds do not ascend, the spans are undefined, but within the row.
+// attention_varlen_spans: computes the spans of the segments and sets `taken` to zero. The `count` bounds of the segments (ids, see
+// include/ids.cuh) ascend from 0 to at most `rows`. A query sees at most `window` keys. A query at or after the last bound gets the next
+// position as its first key, so it sees no key. If the bounds do not ascend, the spans are undefined but stay within the row.
 // Grid (ceil(max(rows, count) / 256)), 256 threads. No dynamic shared memory.
 ENTRY(256, 1)
 attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_range, uint32_t id_bytes, uint32_t count, uint32_t rows,
                        uint32_t window) {
+    follow();
     const uint32_t position = blockIdx.x * blockDim.x + threadIdx.x;
     if (position < count) {
         const int64_t bound = load_id(bounds, id_bytes, position), before = position == 0 ? 0 : load_id(bounds, id_bytes, position - 1);
@@ -53,6 +56,7 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
                                             const uint32_t *spans, BY_VALUE Strides q_strides, BY_VALUE Strides k_strides,         \
                                             BY_VALUE Strides v_strides, BY_VALUE Strides o_strides, BY_VALUE AttentionShape shape, \
                                             uint32_t group) {                                                                      \
+        follow();                                                                                                                  \
         attention_forward<type, w, 4, 1, keys, OwnRows>(q, k, v, o, log_sums, q_strides, k_strides, v_strides, o_strides, shape,   \
                                                         Spans{spans, shape.queries, group});                                       \
     }
@@ -69,6 +73,7 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
         type *dv, float *dk_parts, float *dv_parts, const uint32_t *spans, BY_VALUE Strides q_strides, BY_VALUE Strides k_strides, \
         BY_VALUE Strides v_strides, BY_VALUE Strides do_strides, BY_VALUE Strides dq_strides, BY_VALUE Strides dk_strides,         \
         BY_VALUE Strides dv_strides, BY_VALUE AttentionShape shape, uint32_t group) {                                              \
+        follow();                                                                                                                  \
         const Spans sight{spans, shape.queries, group};                                                                            \
         const bool others = dk != nullptr || dv != nullptr;                                                                        \
         const uint32_t key_blocks = others ? shape.parts * ceil_divide(shape.keys, 64) * (shape.heads / group) : 0;                \
@@ -99,6 +104,7 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
                                            const uint32_t *spans, BY_VALUE Strides q_strides, BY_VALUE Strides k_strides,          \
                                            BY_VALUE Strides v_strides, BY_VALUE Strides o_strides, BY_VALUE AttentionShape shape,  \
                                            uint32_t group) {                                                                       \
+        follow();                                                                                                                  \
         attention_plain_forward<type>(q, k, v, o, log_sums, q_strides, k_strides, v_strides, o_strides, Mask<Acc<type>>{}, shape,  \
                                       Spans{spans, shape.queries, group});                                                         \
     }
@@ -111,6 +117,7 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
         const type *q, const type *k, const type *v, const type *d_o, const Acc<type> *log_sums, const Acc<type> *delta, type *grad,\
         const uint32_t *spans, BY_VALUE Strides q_strides, BY_VALUE Strides k_strides, BY_VALUE Strides v_strides,                 \
         BY_VALUE Strides do_strides, BY_VALUE Strides grad_strides, BY_VALUE AttentionShape shape, uint32_t group) {               \
+        follow();                                                                                                                  \
         attention_plain_backward<type, GradientOf::part>(q, k, v, d_o, log_sums, delta, grad, q_strides, k_strides, v_strides,     \
                                                          do_strides, grad_strides, Mask<Acc<type>>{}, shape,                       \
                                                          Spans{spans, shape.queries, group});                                      \

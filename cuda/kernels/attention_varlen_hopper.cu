@@ -22,6 +22,7 @@
     attention_varlen_hopper_forward_w##w##_##dtype(float *log_sums, const uint32_t *spans, uint32_t *taken,                        \
                                                    BY_VALUE AttentionForwardMaps maps, BY_VALUE AttentionShape shape,              \
                                                    uint32_t group) {                                                               \
+        follow();                                                                                                                  \
         extern __shared__ __align__(1024) unsigned char shared[];                                                                  \
         const Queue queue{Spans{spans, shape.queries, group}, taken, shape.heads, 64 * groups, 128};                               \
         HopperForward<type, w, 128, groups, Queue>{maps, shape, queue, shared_address(shared)}.run(log_sums, nullptr);             \
@@ -36,6 +37,7 @@
         const type *o, const type *d_o, const float *log_sums, const uint32_t *spans, uint32_t *plan, float *statistics,           \
         uint32_t *turns, BY_VALUE Strides o_strides, BY_VALUE Strides do_strides, BY_VALUE AttentionShape shape, uint32_t group,   \
         uint32_t blocks) {                                                                                                         \
+        follow();                                                                                                                  \
         SHARES(m);                                                                                                                 \
         if (blockIdx.x == 0)                                                                                                       \
             shares.template make_plan<FINISH_THREADS>(plan);                                                                       \
@@ -53,6 +55,7 @@
                                                     float *sums, uint32_t *turns, float *parts,                                    \
                                                     BY_VALUE AttentionBackwardMaps maps, BY_VALUE AttentionShape shape,            \
                                                     uint32_t group, uint32_t blocks) {                                             \
+        follow();                                                                                                                  \
         extern __shared__ __align__(1024) unsigned char shared[];                                                                  \
         SHARES(m);                                                                                                                 \
         HopperBackward<type, w, m, Shares<m>>{maps, shape, shares, shared_address(shared)}.run(statistics, sums, turns, parts);    \
@@ -68,6 +71,7 @@
                                                   BY_VALUE Strides dq_strides, BY_VALUE Strides dk_strides,                        \
                                                   BY_VALUE Strides dv_strides, BY_VALUE AttentionShape shape, uint32_t group,      \
                                                   uint32_t blocks) {                                                               \
+        follow();                                                                                                                  \
         SHARES(m);                                                                                                                 \
         backward_finish<type, w, m>(sums, parts, dq, dk, dv, dq_strides, dk_strides, dv_strides, shape, shares);                   \
     }

@@ -3,8 +3,8 @@
 // For the gated unit, x = [gate | h].
 //
 // before is (rows, kept); x is (rows, width) or (rows, 2 width), with rows x_row elements apart; y is (rows, kept + width). grad is
-// the gradient of f(x) in y, with rows grad_row elements apart; dx has the shape of x, with rows dx_row elements apart. kept may be
-// 0, and before null.
+// the gradient of f(x) in y, with rows grad_row elements apart; dx has the shape of x, with rows dx_row elements apart. If kept
+// is 0, before may be null.
 // Launch: block 256, grid clamp(ceil(rows (kept + width) / (256 WIDE)), 1, 2^31 - 1), no dynamic shared memory; kept is 0 in
 // this formula for the backward kernels. Any grid gives the same results.
 
@@ -21,7 +21,7 @@ struct GeluTanh {
         const A scale = A(0.79788456080286535588), cube = A(0.044715);
         const A inner = scale * (x + cube * x * x * x);
         A t;
-        // tanh as 1 - 2 / (1 + exp(2 inner)) is exact enough for half types, whose results are rounded to 8 or 11 bits.
+        // tanh as 1 - 2 / (1 + exp(2 inner)) is exact enough for bf16 and f16, whose results are rounded to 8 or 11 significant bits.
         if constexpr (IS_HALF<T>) t = A(1) - A(2) * sigmoid<T>(A(-2) * inner);
         else t = tanh(inner);
         value = A(0.5) * x * (A(1) + t);
@@ -95,6 +95,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, T *dx, uint6
 #define DEFINE_BESIDE(NAME, F, SUFFIX, T)                                                                              \
     extern "C" __global__ void NAME##_forward_##SUFFIX(const T *before, const T *x, T *y, uint64_t rows,               \
                                                        uint64_t x_row, uint32_t kept, uint32_t width) {                \
+        follow();                                                                                                      \
         if ((x_row | kept | width) % WIDE<T> == 0 && are_wide(before, x, y))                                           \
             forward<T, WIDE<T>, F>(before, x, y, rows, x_row, kept, width);                                            \
         else forward<T, 1, F>(before, x, y, rows, x_row, kept, width);                                                 \
@@ -102,6 +103,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, T *dx, uint6
     extern "C" __global__ void NAME##_backward_##SUFFIX(const T *x, const T *grad, T *dx, uint64_t rows,               \
                                                         uint64_t x_row, uint64_t grad_row, uint64_t dx_row,            \
                                                         uint32_t width) {                                              \
+        follow();                                                                                                      \
         if ((x_row | grad_row | dx_row | width) % WIDE<T> == 0 && are_wide(x, grad, dx))                               \
             backward<T, WIDE<T>, F>(x, grad, dx, rows, x_row, grad_row, dx_row, width);                                \
         else backward<T, 1, F>(x, grad, dx, rows, x_row, grad_row, dx_row, width);                                     \

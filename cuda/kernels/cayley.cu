@@ -1,11 +1,11 @@
-// The Cayley transform of skew-symmetric matrices Q minus the identity: D = (I - Q) (I + Q)^-1 - I, the solution of
-// (I + Q) D = -2 Q by Gauss-Jordan elimination. The symmetric part of I + Q is I, so each pivot is at least 1, and no rows need to be
-// exchanged.
+// For skew-symmetric matrices Q, the difference D of the Cayley transform of Q and the identity: D = (I - Q) (I + Q)^-1 - I. D is the
+// solution of (I + Q) D = -2 Q, which is found by Gauss-Jordan elimination. The symmetric part of I + Q is I, so each pivot is at least
+// 1, and no rows need to be exchanged.
 //
 // upper and grad_upper are (count, size (size - 1) / 2), the strict upper triangles of Q row by row; change and its gradient grad are
 // (count, size, size).
-// Launch: block (32, 8), grid min(count, 2^31 - 1); any grid gives the correct result. Dynamic shared memory: 2 size² elements, f32
-// or, for f64, f64.
+// Launch: block (32, 8), grid min(count, 2^31 - 1); any grid gives the correct result. Dynamic shared memory: 2 size² f32 (f64 for
+// f64).
 
 #include "element.cuh"
 
@@ -44,7 +44,7 @@ __device__ __forceinline__ void forward(const T *__restrict__ upper, T *__restri
         });
         __syncthreads();
         for (uint32_t pivot = 0; pivot < size; pivot++) {
-            // The pivot's row is scaled where it is read, and stored afterwards.
+            // This loop scales the pivot's row where it reads it. The loop after it stores the scaled row.
             const A inverse = A(1) / system[pivot * width + pivot];
             for_each(size, pivot + 1, width, [&](uint32_t row, uint32_t column) {
                 if (row == pivot) return;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void forward(const T *__restrict__ upper, T *__restri
 }
 
 // With V = (I + Q)^-1 = I + D / 2 and G for grad, the gradient of Q is -2 V^T G V^T. An element above the diagonal occurs in Q a second
-// time, negated.
+// time, negated, below it, so its gradient is the difference of two elements.
 template <typename T>
 __device__ __forceinline__ void backward(const T *__restrict__ grad, const T *__restrict__ change, T *__restrict__ grad_upper,
                                          uint64_t count, uint32_t size) {
@@ -103,10 +103,12 @@ __device__ __forceinline__ void backward(const T *__restrict__ grad, const T *__
 
 #define DEFINE_CAYLEY(SUFFIX, T)                                                                                       \
     extern "C" __global__ void cayley_forward_##SUFFIX(const T *upper, T *change, uint64_t count, uint32_t size) {     \
+        follow();                                                                                                      \
         forward(upper, change, count, size);                                                                           \
     }                                                                                                                  \
     extern "C" __global__ void cayley_backward_##SUFFIX(const T *grad, const T *change, T *grad_upper, uint64_t count, \
                                                         uint32_t size) {                                               \
+        follow();                                                                                                      \
         backward(grad, change, grad_upper, count, size);                                                               \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_CAYLEY)

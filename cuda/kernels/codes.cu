@@ -12,7 +12,7 @@ namespace {
 constexpr int CHUNK = 16;
 constexpr float LARGEST_INT8 = 127.0f, LARGEST_E4M3 = 448.0f;
 
-// Loads a chunk of a row of x in f32. Each column is multiplied by its scale if there are `parts`.
+// Loads a chunk of a row of x in f32, and multiplies each column by its scale unless `parts` is 0.
 template <typename T> __device__ __forceinline__ void load_chunk(const T *row, uint32_t column, uint32_t parts, const CodeParts &scales, float (&values)[CHUNK]) {
     load_values(row + column, values);
     if (parts == 0) return;
@@ -77,13 +77,13 @@ __device__ __forceinline__ void transpose(uint32_t (&words)[4]) {
     words[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// A sum as f32. Sums are f32 or, for int8 codes, 32-bit integers, in the same memory.
+// Converts a sum to f32. Its 32 bits are an integer for int8 codes, and an f32 for e4m3.
 __device__ __forceinline__ float number(uint32_t sum, bool is_integer) {
     return is_integer ? static_cast<float>(static_cast<int32_t>(sum)) : __uint_as_float(sum);
 }
 
-// out[i, j] = sums[i, j] row_scales[i] column_scales[j] + bias[j]; `column_scales` and `bias` may be null, and there may be one
-// column scale for all columns. Rows of `sums` have `columns` elements, rows of out are `stride` apart. Launch: block 256, any grid.
+// out[i, j] = sums[i, j] row_scales[i] column_scales[j] + bias[j]; `column_scales` and `bias` may be null. If `scale_count` is 1, all
+// columns have the same scale. Rows of `sums` have `columns` elements, rows of out are `stride` apart. Launch: block 256, any grid.
 template <typename T>
 __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *row_scales, const float *column_scales, const T *bias, uint32_t rows, uint32_t columns, uint32_t scale_count, uint32_t stride, uint32_t is_integer, T *out) {
     constexpr int PACK = 8, STEP = PACK < WIDE<T> ? PACK : WIDE<T>;
@@ -118,9 +118,11 @@ __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *ro
 
 } // namespace
 
-// out (columns, Σ rows) = the codes (Σ rows, columns) of all parts, transposed. The parts' rows and `columns` are multiples of 16.
-// Launch: block 256, grid (ceil(columns / 64), ceil(rows / 64) with the rows of the largest part, parts).
+// out (columns, rows) = the codes (rows, columns) of all parts, transposed; `rows` is the sum of the parts' rows. The rows of each part and
+// `columns` are multiples of 16.
+// Launch: block 256, grid (ceil(columns / 64), ceil(R / 64), number of parts), where R is the number of rows of the largest part.
 extern "C" __global__ void transpose_codes(const __grid_constant__ CodeParts parts, uint32_t rows, uint32_t columns, uint8_t *out) {
+    follow();
     constexpr int TILE = 64, WORDS = TILE / 4;
     __shared__ uint32_t read[TILE][WORDS + 1], turned[TILE][WORDS + 1];
     const CodePart &part = parts.list[blockIdx.z];
@@ -153,11 +155,13 @@ extern "C" __global__ void transpose_codes(const __grid_constant__ CodeParts par
     extern "C" __global__ void quantize_rows_##SUFFIX(const T *x, const __grid_constant__ CodeParts column_scales, uint32_t parts,    \
                                                       uint32_t rows, uint32_t columns, uint32_t is_int8, uint8_t *codes,              \
                                                       float *scales) {                                                                 \
+        follow();                                                                                                                      \
         quantize_rows<T>(x, column_scales, parts, rows, columns, is_int8, codes, scales);                                              \
     }                                                                                                                                  \
     extern "C" __global__ void scale_sums_##SUFFIX(const uint32_t *sums, const float *row_scales, const float *column_scales,         \
                                                    const T *bias, uint32_t rows, uint32_t columns, uint32_t scale_count,              \
                                                    uint32_t stride, uint32_t is_integer, T *out) {                                    \
+        follow();                                                                                                                     \
         scale_sums<T>(sums, row_scales, column_scales, bias, rows, columns, scale_count, stride, is_integer, out);                     \
     }
 FOR_EACH_FLOAT(DEFINE_CODES)

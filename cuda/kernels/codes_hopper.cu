@@ -11,6 +11,7 @@
     extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) product_of_codes_int8_##dtype(                      \
         type *out, const type *bias, const float *row_scales, const __grid_constant__ CodeMaps maps,                                   \
         const __grid_constant__ CodeParts parts, uint32_t rows, uint32_t inner, uint32_t stride, uint32_t count) {                     \
+        follow();                                                                                                                      \
         extern __shared__ __align__(1024) unsigned char shared[];                                                                      \
         CodesProduct<type>{out, bias, row_scales, maps, parts, rows, inner, stride, count}.run(                                        \
             static_cast<uint32_t>(__cvta_generic_to_shared(shared)));                                                                  \

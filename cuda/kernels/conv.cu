@@ -2,14 +2,14 @@
 // kernel_width, channels / groups), bias (out_channels), y (batch, out_height, out_width, out_channels); sizes in
 // `Conv2dShape`, by value.
 //
-// Which function:
+// Which function to use:
 // - f16 and bf16 with groups = 1 and a kernel of at most 16 x 16 use the tensor cores. Where the conditions of conv_hopper.cu
-//   hold, take its functions, otherwise those of this file: `m128n128` for large results, `m64n64` where `m128n128` has fewer
+//   hold, use its functions, otherwise those of this file: `m128n128` for large results, `m64n64` where `m128n128` has fewer
 //   tiles than the device has multiprocessors, `m128n16` for at most 16 result channels. These functions copy 16 bytes at a
 //   time: pointers must be multiples of 16 bytes, and input channels multiples of 8; for the gradient of the input, output
-//   channels too. `v4` needs pointers in multiples of 8 bytes and channels in multiples of 4.
-// - everything else (f32, f64, larger kernels, odd numbers of channels, groups) uses `plain`, or `direct` for groups with
-//   fewer than 8 input or output channels (depthwise).
+//   channels too. `m64n64v4` needs pointers in multiples of 8 bytes and channels in multiples of 4.
+// - everything else (f32, f64, larger kernels, other numbers of channels, more than one group) uses `plain`, or `direct` for
+//   groups with fewer than 8 input or output channels, such as those of depthwise convolutions.
 //
 // A sum can be split among gridDim.z blocks if there are too few tiles for the device. Each block then writes its slice of
 // `partials`, f32 (splits, elements of the result), and `conv2d_sum` adds the slices in order. With gridDim.z = 1,
@@ -34,6 +34,7 @@
     extern "C" __global__ void __launch_bounds__(128, BLOCKS) conv2d_forward_##TILE##_##DTYPE(                         \
         TYPE *y, const TYPE *x, const TYPE *weight, const TYPE *bias, float *partials, const float *sums_bias,         \
         Conv2dShape shape) {                                                                                           \
+        follow();                                                                                                      \
         conv2d_tensor<TYPE, Direction::FORWARD, M, N, WARPS_M, WARPS_N, VEC, STAGES>(                                  \
             {y, x, weight, bias, partials, sums_bias}, shape);                                                         \
     }
@@ -53,6 +54,7 @@ FOR_EACH_HALF(DEFINE_FORWARD, m64n64v4, 64, 64, 2, 2, 4, 4, 3)
 #define DEFINE_GRAD_INPUT(DTYPE, TYPE, TILE, M, N, WARPS_M, WARPS_N, VEC, STAGES, BLOCKS)                              \
     extern "C" __global__ void __launch_bounds__(128, BLOCKS) conv2d_grad_input_##TILE##_##DTYPE(                      \
         TYPE *grad_x, const TYPE *grad_y, const TYPE *weight, float *partials, Conv2dShape shape) {                    \
+        follow();                                                                                                      \
         conv2d_tensor<TYPE, Direction::GRAD_INPUT, M, N, WARPS_M, WARPS_N, VEC, STAGES>(                               \
             {grad_x, grad_y, weight, nullptr, partials, nullptr}, shape);                                              \
     }
@@ -62,9 +64,9 @@ FOR_EACH_HALF(DEFINE_GRAD_INPUT, m128n16, 128, 16, 4, 1, 8, 4, 2)
 FOR_EACH_HALF(DEFINE_GRAD_INPUT, m64n64v4, 64, 64, 2, 2, 4, 4, 3)
 
 // grad_weight[o, a, b, c] = sum over the pixels p of grad_y[p, o] * x[window of p at (a, b), c].
-// For f16 and bf16 with groups = 1: `m16` for at most 16 output channels (adapters), `m64`, `m128` for more than 64;
-// channels of both sides in multiples of 8. `m16v1` takes any number of output channels, and input channels in multiples
-// of 4.
+// For f16 and bf16 with groups = 1: `m16` for at most 16 output channels (adapters), `m64` for at most 64, `m128` for
+// more. Input and output channels are multiples of 8. `m16v1` takes any number of output channels, and input channels in
+// multiples of 4.
 // Grid: ceil(out_channels / M) * ceil(kernel_height * kernel_width * channels / 128), 1, splits; block: 128. A step
 // takes 64 pixels; there should not be more splits than steps.
 // Dynamic shared memory: STAGES * (ceil(M / 64) + 2) * 8192 bytes: 98304 for each.
@@ -73,6 +75,7 @@ FOR_EACH_HALF(DEFINE_GRAD_INPUT, m64n64v4, 64, 64, 2, 2, 4, 4, 3)
 #define DEFINE_GRAD_WEIGHT(DTYPE, TYPE, TILE, M, WARPS_M, WARPS_N, LEFT_VEC, RIGHT_VEC, STAGES)                        \
     extern "C" __global__ void __launch_bounds__(128, 2) conv2d_grad_weight_##TILE##_##DTYPE(                          \
         TYPE *grad_weight, const TYPE *grad_y, const TYPE *x, float *partials, Conv2dShape shape) {                    \
+        follow();                                                                                                      \
         conv2d_grad_weight<TYPE, M, 128, WARPS_M, WARPS_N, LEFT_VEC, RIGHT_VEC, STAGES>(grad_weight, grad_y, x,        \
                                                                                         partials, shape);              \
     }
@@ -97,7 +100,7 @@ sum_partials(T *y, const Acc<T> *partials, const T *bias, uint64_t count, uint32
         for (uint32_t split = 0; split < splits; ++split) {
             const Acc<T> *from = partials + split * count + first;
             if (wide) {
-                // Two accesses for f64.
+                // For f64, four values take two accesses.
                 using Part = Pack<Acc<T>, 16 / sizeof(Acc<T>)>;
 #pragma unroll
                 for (int i = 0; i < GROUP; i += 16 / sizeof(Acc<T>)) {
@@ -131,6 +134,7 @@ sum_partials(T *y, const Acc<T> *partials, const T *bias, uint64_t count, uint32
 #define DEFINE_PAIRS(NAME, LOW)                                                                                        \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         pairs_##NAME##_f32(__nv_bfloat16 *to, const float *from, uint64_t rows, uint32_t channels, uint32_t padded) {  \
+        follow();                                                                                                      \
         write_pairs<LOW>(to, from, rows, channels, padded);                                                            \
     }
 DEFINE_PAIRS(left, 2)
@@ -139,6 +143,7 @@ DEFINE_PAIRS(right, 1)
 #define DEFINE_SUM(DTYPE, TYPE)                                                                                        \
     extern "C" __global__ void __launch_bounds__(256, 4) conv2d_sum_##DTYPE(                                           \
         TYPE *y, const Acc<TYPE> *partials, const TYPE *bias, uint64_t count, uint32_t columns, uint32_t splits) {     \
+        follow();                                                                                                      \
         sum_partials<TYPE, false>(y, partials, bias, count, columns, splits);                                          \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SUM)
@@ -147,6 +152,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SUM)
 extern "C" __global__ void __launch_bounds__(256, 4)
     conv2d_sum_accumulate_f32(float *y, const float *partials, const float *bias, uint64_t count, uint32_t columns,
                               uint32_t splits) {
+    follow();
     sum_partials<float, true>(y, partials, bias, count, columns, splits);
 }
 
@@ -156,18 +162,22 @@ extern "C" __global__ void __launch_bounds__(256, 4)
 #define DEFINE_PLAIN(DTYPE, TYPE)                                                                                      \
     extern "C" __global__ void __launch_bounds__(256, 2) conv2d_forward_plain_##DTYPE(                                 \
         TYPE *y, const TYPE *x, const TYPE *weight, const TYPE *bias, Conv2dShape shape) {                             \
+        follow();                                                                                                      \
         conv2d_plain<TYPE, Direction::FORWARD>(y, x, weight, bias, shape);                                             \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256) conv2d_forward_direct_##DTYPE(                                   \
         TYPE *y, const TYPE *x, const TYPE *weight, const TYPE *bias, Conv2dShape shape) {                             \
+        follow();                                                                                                      \
         conv2d_direct<TYPE, Direction::FORWARD>(y, x, weight, bias, shape);                                            \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256, 2)                                                               \
         conv2d_grad_input_plain_##DTYPE(TYPE *grad_x, const TYPE *grad_y, const TYPE *weight, Conv2dShape shape) {     \
+        follow();                                                                                                      \
         conv2d_plain<TYPE, Direction::GRAD_INPUT>(grad_x, grad_y, weight, nullptr, shape);                             \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         conv2d_grad_input_direct_##DTYPE(TYPE *grad_x, const TYPE *grad_y, const TYPE *weight, Conv2dShape shape) {    \
+        follow();                                                                                                      \
         conv2d_direct<TYPE, Direction::GRAD_INPUT>(grad_x, grad_y, weight, nullptr, shape);                            \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_PLAIN)
@@ -180,10 +190,12 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_PLAIN)
 #define DEFINE_GRAD_WEIGHT_PLAIN(DTYPE, TYPE)                                                                          \
     extern "C" __global__ void __launch_bounds__(256, 2)                                                               \
         conv2d_grad_weight_plain_##DTYPE(Acc<TYPE> *partials, const TYPE *grad_y, const TYPE *x, Conv2dShape shape) {  \
+        follow();                                                                                                      \
         conv2d_grad_weight_plain<TYPE>(partials, grad_y, x, shape);                                                    \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         conv2d_grad_weight_direct_##DTYPE(Acc<TYPE> *partials, const TYPE *grad_y, const TYPE *x, Conv2dShape shape) { \
+        follow();                                                                                                      \
         conv2d_grad_weight_direct<TYPE>(partials, grad_y, x, shape);                                                   \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_GRAD_WEIGHT_PLAIN)

@@ -1,8 +1,8 @@
 // Forward pass and gradient of the input of conv.cu's convolution on compute capability 9.0 (for sm_90a alone).
 //
 // The functions take f16 and bf16; groups = 1; a kernel of at most 16 x 16; pointers that are multiples of 16 bytes;
-// input channels in multiples of 8, for the gradient of the input output channels too; strides up to 8, for the gradient
-// of the input up to 2.
+// input channels in multiples of 8; and strides up to 8. For the gradient of the input, output channels are multiples of
+// 8, too, and strides are at most 2.
 //
 // Choose the tile and the number of splits that take the least time:
 //   ceil(blocks * splits / multiprocessors) * ceil(steps / splits) * cost, plus the time of the sum if splits > 1,
@@ -25,12 +25,12 @@
 //   Gradient of the weight: grad_y, dimensions (out_channels, 1, pixels of y), box (64, 1, 64).
 // - windows: cuTensorMapEncodeIm2col, dimensions (channels, width, height, batch) of the image, 64 channels per pixel;
 //   corners as (width, height).
-//   Forward pass and gradient of the weight: x, with M and 64 pixels per column, element strides (1, stride_width,
-//   stride_height, 1), lower corner -padding, upper corner padding - dilation * (kernel - 1).
+//   Forward pass and gradient of the weight: x, with M pixels per column (forward) or 64 (gradient), element strides
+//   (1, stride_width, stride_height, 1), lower corner -padding, upper corner padding - dilation * (kernel - 1).
 //   Gradient of the input: grad_y for each phase, M pixels per column, element strides 1, lower corner
 //   origin + (taps - 1) * move, upper corner lower + pixels - out, in each direction the values of `grad_input_axis`;
 //   a phase without pixels or taps needs no map.
-//   Corners must be in -128..127, and taps within 255 of each other. For other sizes take conv.cu's functions.
+//   Corners must be in -128..127, and taps within 255 of each other. For other sizes use conv.cu's functions.
 #include "conv/hopper_weight.cuh"
 
 #define FOR_EACH_HALF(DEFINE, ...) DEFINE(f16, __half, __VA_ARGS__) DEFINE(bf16, __nv_bfloat16, __VA_ARGS__)
@@ -39,6 +39,7 @@
     extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)                                     \
         conv2d_forward_hopper_##TILE##_##DTYPE(TYPE *y, const TYPE *bias, float *partials, const float *sums_bias,     \
                                                Conv2dShape shape, const __grid_constant__ Conv2dMaps maps) {           \
+        follow();                                                                                                      \
         conv2d_hopper<TYPE, Direction::FORWARD, M, N, STAGES>({y, nullptr, nullptr, bias, partials, sums_bias}, shape, \
                                                               maps);                                                   \
     }
@@ -51,6 +52,7 @@ FOR_EACH_HALF(DEFINE_FORWARD, m256n160, 256, 160, 4)
     extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)                                     \
         conv2d_grad_input_hopper_##TILE##_##DTYPE(TYPE *grad_x, float *partials, Conv2dShape shape,                    \
                                                   const __grid_constant__ Conv2dMaps maps) {                           \
+        follow();                                                                                                      \
         conv2d_hopper<TYPE, Direction::GRAD_INPUT, M, N, STAGES>(                                                      \
             {grad_x, nullptr, nullptr, nullptr, partials, nullptr}, shape, maps);                                      \
     }
@@ -59,15 +61,16 @@ FOR_EACH_HALF(DEFINE_GRAD_INPUT, m128n160, 128, 160, 5)
 FOR_EACH_HALF(DEFINE_GRAD_INPUT, m256n128, 256, 128, 4)
 FOR_EACH_HALF(DEFINE_GRAD_INPUT, m256n160, 256, 160, 4)
 
-// Input channels are multiples of 64, output channels of 8. `m192` is for full weights, `m128` for 128 and 256 output
-// channels, `m64` for up to 64; for up to 16 (adapters) conv.cu's `m16` is faster. Choose as many splits as fill the
-// multiprocessors once.
+// Gradient of the weight: input channels are multiples of 64, output channels of 8. `m192` is for full weights, `m128`
+// for 128 and 256 output channels, `m64` for up to 64; for up to 16 (adapters) conv.cu's `m16` is faster. Choose as many
+// splits as fill the multiprocessors once.
 // Grid, with values = kernel_height * kernel_width * channels: m64: ceil(out_channels / 64) * ceil(values / 256), 1,
 // splits; m128, m192: ceil(out_channels / (2 M)) * 2 * ceil(values / 256), 1, splits, in clusters of two; block: 384.
 // Dynamic shared memory: m64 204928, m128 196736, m192 229504 bytes. partials as in conv.cu.
 #define DEFINE_GRAD_WEIGHT(DTYPE, TYPE, TILE, M, STAGES, PAIRED, CLUSTER)                                              \
     extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) conv2d_grad_weight_hopper_##TILE##_##DTYPE(           \
         TYPE *grad_weight, float *partials, Conv2dShape shape, const __grid_constant__ Conv2dMaps maps) {              \
+        follow();                                                                                                      \
         WeightGrad<TYPE, M, STAGES, PAIRED>(shape).run(grad_weight, partials, shape, maps);                            \
     }
 FOR_EACH_HALF(DEFINE_GRAD_WEIGHT, m64, 64, 5, false, )

@@ -45,12 +45,15 @@ template <typename D, typename S> constexpr int BOTH = 16 / (sizeof(D) > sizeof(
 // `lerp_<from>_<to>(y, x, tensors, weight)`: y += *weight * (x - y).
 #define UPDATES(FROM, S, TO, D)                                                                                        \
     extern "C" __global__ void copy_##FROM##_##TO(D *y, const S *x, Strided<2> tensors) {                              \
+        follow();                                                                                                      \
         for_each<BOTH<D, S>>(tensors, Update<Copy, D, S>{y, x, 0});                                                    \
     }                                                                                                                  \
     extern "C" __global__ void accumulate_##FROM##_##TO(D *y, const S *x, Strided<2> tensors) {                        \
+        follow();                                                                                                      \
         for_each<BOTH<D, S>>(tensors, Update<Accumulate, D, S>{y, x, 0});                                              \
     }                                                                                                                  \
     extern "C" __global__ void lerp_##FROM##_##TO(D *y, const S *x, Strided<2> tensors, const double *weight) {        \
+        follow();                                                                                                      \
         for_each<BOTH<D, S>>(tensors, Update<Lerp, D, S>{y, x, *weight});                                              \
     }
 #define UPDATES_FROM(FROM, S)                                                                                          \
@@ -67,6 +70,7 @@ struct Bits {
 // `copy_bytes_<size>(y, x, tensors)`: y = x for elements of 1, 2, 4 or 8 bytes of any kind.
 #define COPY_BYTES(SIZE, T)                                                                                            \
     extern "C" __global__ void copy_bytes_##SIZE(T *y, const T *x, Strided<2> tensors) {                               \
+        follow();                                                                                                      \
         for_each<BOTH<T, T>>(tensors, Update<Bits, T, T>{y, x, 0});                                                    \
     }
 COPY_BYTES(1, uint8_t)
@@ -100,9 +104,11 @@ template <typename T> struct Scale {
 // `scale_in_place_<dtype>(y, tensors, number)`: y *= number.
 #define IN_PLACE(DTYPE, T)                                                                                             \
     extern "C" __global__ void fill_##DTYPE(T *y, Strided<1> tensors, double number) {                                 \
+        follow();                                                                                                      \
         for_each<WIDE<T>>(tensors, Fill<T>{y, narrow<T>(Acc<T>(number))});                                             \
     }                                                                                                                  \
     extern "C" __global__ void scale_in_place_##DTYPE(T *y, Strided<1> tensors, double number) {                       \
+        follow();                                                                                                      \
         for_each<WIDE<T>>(tensors, Scale<T>{y, Acc<T>(number)});                                                       \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(IN_PLACE)

@@ -30,8 +30,9 @@ struct Targets {
 
 namespace {
 
-// Calls f(first element, number of elements as a constant) over a row for the threads of its team: for packs between the first
-// and the last 16-byte boundary, and for single elements outside. Without `wide`, all calls are for single elements.
+// Divides a row among the threads of its team, and calls f(first element, number of elements as a constant) for each part: for
+// packs between the first and the last 16-byte boundary, and for the single elements before and after them. Without `wide`, all
+// parts are single elements.
 template <typename T, typename F> __device__ __forceinline__ void for_each_pack(const T *row, uint32_t len, bool wide, F f) {
     const auto one = std::integral_constant<int, 1>();
     const uint32_t before = wide ? min(static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T)), len) : len;
@@ -123,6 +124,7 @@ __device__ __forceinline__ void backward(const T *x, const Acc<T> *lse, Targets 
                                        Counter *out_of_range, uint64_t rows, uint64_t inner, uint64_t outer_stride,    \
                                        uint64_t inner_stride, uint32_t classes, int64_t ignore_index,                  \
                                        uint32_t id_bytes, double smoothing) {                                          \
+        follow();                                                                                                      \
         __shared__ Acc<T> shared[WARP];                                                                                \
         const Logits logits{rows, inner, outer_stride, inner_stride, classes};                                         \
         const Targets of_rows{targets, ignore_index, id_bytes};                                                        \
@@ -130,9 +132,9 @@ __device__ __forceinline__ void backward(const T *x, const Acc<T> *lse, Targets 
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_FORWARD)
 
-// The gradient of the logits, dense, times the gradient of the row's loss. The gradient of the row's loss is grad (rows) if
-// of_rows = 1, the number *grad if of_rows = 0, and 1 if grad is null. It is divided by *divisor and multiplied by weights
-// (rows), unless these are null.
+// dx = the gradient of each row's loss, times the gradient that arrives for this loss; dx is dense. The gradient that arrives is
+// grad (rows) if of_rows = 1, the number *grad if of_rows = 0, and 1 if grad is null. It is divided by *divisor and multiplied
+// by weights (rows), unless these are null.
 // dx may be x if x is dense. Launch: as forward.
 #define DEFINE_BACKWARD(SUFFIX, T)                                                                                     \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
@@ -141,6 +143,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_FORWARD)
                                         uint64_t inner, uint64_t outer_stride, uint64_t inner_stride,                  \
                                         uint32_t classes, int64_t ignore_index, uint32_t id_bytes, double smoothing,   \
                                         uint32_t of_rows) {                                                            \
+        follow();                                                                                                      \
         const Logits logits{rows, inner, outer_stride, inner_stride, classes};                                         \
         const Targets ids{targets, ignore_index, id_bytes};                                                            \
         backward<T>(x, lse, ids, grad, of_rows != 0, divisor, weights, dx, logits, smoothing);                         \
@@ -154,6 +157,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_BACKWARD)
     extern "C" __global__ void __launch_bounds__(1024)                                                                 \
         cross_entropy_total_##SUFFIX(const Acc<T> *losses, const void *targets, T *result, Acc<T> *divisor,            \
                                      uint64_t rows, int64_t ignore_index, uint32_t id_bytes, uint32_t mean) {          \
+        follow();                                                                                                      \
         __shared__ double shared[WARP];                                                                                \
         const Targets ids{targets, ignore_index, id_bytes};                                                            \
         double sum = 0, count = 0;                                                                                     \

@@ -1,13 +1,13 @@
-// The values of quantized matrices, the parts, for a product that follows. `out` is dense and has the values of all parts.
+// Dequantizes one or several matrices, the parts, for a matrix product. `out` is dense and gets the values of all parts.
 //
 // - int8 is two's complement, with a scale for each row.
 // - e4m3 has a scale for each row, or one for the part.
 // - NF4 (Dettmers et al. 2023, arXiv:2305.14314; bitsandbytes) has two codes per byte, the first in the upper half, and a scale for each
 //   64 elements. Scales are f32 or quantized again: a code in the signed dynamic map, a scale for each 256 codes, and an offset.
-// - The block formats of ggml (ggml.cuh) have blocks of a row, with their scales among the codes.
+// - The block formats of ggml (ggml.cuh) divide a row into blocks. Each block holds its scales and its codes.
 //
-// A value is its code's number times the scale, both f32, rounded once (some formats of ggml add a minimum). Values equal those of the
-// CPU bit for bit.
+// A value is its code's number times the scale, in f32; some formats of ggml add a minimum. The value is then rounded to the dtype of
+// `out`. Values equal those of the CPU bit for bit.
 // Launch: block 256, any grid (blocks, parts). No dynamic shared memory.
 #include "rows.cuh"
 
@@ -24,11 +24,11 @@ constexpr int BATCH = 4;
 constexpr int NF4_BLOCK = 64;
 constexpr int NESTED = 256;
 
-// The formats of ggml follow from FIRST_GGML on.
+// A format of ggml is FIRST_GGML plus its `ggml::Type`.
 enum Format : uint32_t { INT8, E4M3, NF4, NESTED_NF4, FIRST_GGML };
 
-// `start` is the index in `out` of the first of the part's `count` elements. Rows have `columns` elements. `inner` has the codes of
-// NF4's scales.
+// The part has `count` elements; `start` is the index in `out` of the first of them. Rows have `columns` elements. `inner` has the codes
+// of NF4's scales if these are quantized.
 struct QuantizedPart {
     const void *codes, *scales, *inner;
     uint64_t start, count;
@@ -183,6 +183,7 @@ template <typename T> __device__ __forceinline__ void dequantize(const Quantized
 
 #define DEFINE_DEQUANTIZE(SUFFIX, T)                                                                                   \
     extern "C" __global__ void dequantize_##SUFFIX(const __grid_constant__ QuantizedParts parts, T *out) {             \
+        follow();                                                                                                      \
         dequantize<T>(parts, out);                                                                                     \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_DEQUANTIZE)

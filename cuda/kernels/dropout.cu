@@ -24,8 +24,9 @@ __device__ __forceinline__ void dropout(const T *x, T *y, uint64_t len, Generato
         const uint64_t group = index / THREADS, block = group * BLOCKS + index % THREADS * N;
         const uint64_t start = group * GROUP + index % THREADS * N;
         const bool wide = aligned && start + (WORDS - 1) * BLOCKS + N <= len;
-        // Bits for whether element i of quarter w stays: from the highest bit down, the four quarters of each i in turn. The loop
-        // is unrolled only twice, because words of several blocks at a time take many registers.
+        // A bit for each element i of each quarter w, which is 1 if the element stays. From the highest bit down, there are the
+        // bits of the four quarters for i = 0, then for i = 1, and so on. The loop is unrolled only twice, because words of several
+        // blocks at a time take many registers.
         uint32_t stays = 0;
 #pragma unroll 2
         for (int i = 0; i < N; i++) {
@@ -59,6 +60,7 @@ __device__ __forceinline__ void dropout(const T *x, T *y, uint64_t len, Generato
     extern "C" __global__ void                                                                                         \
         dropout_##SUFFIX(const T *x, T *y, const uint64_t *state, uint64_t seed, uint64_t offset, uint64_t len,        \
                          uint32_t threshold, double kept) {                                                            \
+        follow();                                                                                                      \
         dropout<T>(x, y, len, Generator(state, seed, offset), threshold, static_cast<Acc<T>>(kept));                   \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_DROPOUT)

@@ -51,15 +51,18 @@ template <typename F, typename T> struct Apply3 {
 
 #define KERNEL1(NAME, DTYPE, T)                                                                                        \
     extern "C" __global__ void NAME##_##DTYPE(T *y, const T *a, Strided<2> tensors, double p, double q) {              \
+        follow();                                                                                                      \
         for_each<WIDE<T>>(tensors, Apply1<NAME##_function, T>{y, a, Acc<T>(p), Acc<T>(q)});                            \
     }
 #define KERNEL2(NAME, DTYPE, T)                                                                                        \
     extern "C" __global__ void NAME##_##DTYPE(T *y, const T *a, const T *b, Strided<3> tensors, double p, double q) {  \
+        follow();                                                                                                      \
         for_each<WIDE<T>>(tensors, Apply2<NAME##_function, T>{y, a, b, Acc<T>(p), Acc<T>(q)});                         \
     }
 #define KERNEL3(NAME, DTYPE, T)                                                                                        \
     extern "C" __global__ void NAME##_##DTYPE(T *y, const T *a, const T *b, const T *c, Strided<4> tensors, double p,  \
                                               double q) {                                                              \
+        follow();                                                                                                      \
         for_each<WIDE<T>>(tensors, Apply3<NAME##_function, T>{y, a, b, c, Acc<T>(p), Acc<T>(q)});                      \
     }
 #define EVERY_DTYPE(KERNEL, NAME)                                                                                      \

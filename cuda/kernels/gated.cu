@@ -48,11 +48,13 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, T *dx, uint6
 
 #define DEFINE_GATED(NAME, F, SUFFIX, T)                                                                               \
     extern "C" __global__ void NAME##_forward_##SUFFIX(const T *x, T *y, uint64_t rows, uint32_t width) {              \
+        follow();                                                                                                      \
         if (width % WIDE<T> == 0 && are_wide(x, y)) forward<T, WIDE<T>, F>(x, y, rows, width);                         \
         else forward<T, 1, F>(x, y, rows, width);                                                                      \
     }                                                                                                                  \
     extern "C" __global__ void NAME##_backward_##SUFFIX(const T *x, const T *grad, T *dx, uint64_t rows,               \
                                                         uint32_t width) {                                              \
+        follow();                                                                                                      \
         if (width % WIDE<T> == 0 && are_wide(x, grad, dx)) backward<T, WIDE<T>, F>(x, grad, dx, rows, width);          \
         else backward<T, 1, F>(x, grad, dx, rows, width);                                                              \
     }

@@ -1,5 +1,5 @@
-// Gated linear units (kernels/gated.cu) of x + s hidden up. The low-rank products (include/low_rank.cuh) of both halves of a row are
-// computed in registers. Adding the products to x in memory would read and write x once more, which takes most of the time at
+// Gated linear units (kernels/gated.cu) of x + s hidden up. Each half of a row has its own low-rank product (include/low_rank.cuh). The
+// products are computed in registers: adding them to x in memory would read and write x once more, which takes most of the time at
 // thousands of rows.
 //
 // A row of x (rows, 2 width) has two halves: h, then the gate. y and its gradient grad are (rows, width); dx, the gradient of the sum,
@@ -59,7 +59,7 @@ template <typename T, int TILES> struct Half {
             values.hidden[tile][i] = words<uint2>(hidden + static_cast<uint64_t>(at) * row + tile * RANKS + 4 * (threadIdx.x % 4));
     }
 
-    // Adds hidden up to `products`: column k of row i is at [k % 4][2 i + k / 4].
+    // Adds the product of hidden and up to `products`: column k of row i is at [k % 4][2 i + k / 4].
     __device__ __forceinline__ void multiply(float (&products)[4][4], const Values &values) const {
         if (hidden == nullptr) return;
 #pragma unroll
@@ -166,12 +166,14 @@ __device__ __forceinline__ void gated(const T *x, const T *grad, T *out, const L
     extern "C" __global__ void __launch_bounds__(WARPS *WARP, RANK < 32 ? 2 : 1)                                       \
         NAME##_low_rank##RANK##_forward_##SUFFIX(const T *x, T *y, const __grid_constant__ LowRankHalves halves,       \
                                                  uint32_t rows, uint32_t width) {                                      \
+        follow();                                                                                                      \
         gated<T, RANK / RANKS, F, false>(x, nullptr, y, halves, rows, width);                                          \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(WARPS *WARP, RANK < 32 ? 2 : 1)                                       \
         NAME##_low_rank##RANK##_backward_##SUFFIX(const T *x, const T *grad, T *dx,                                    \
                                                   const __grid_constant__ LowRankHalves halves, uint32_t rows,         \
                                                   uint32_t width) {                                                    \
+        follow();                                                                                                      \
         gated<T, RANK / RANKS, F, true>(x, grad, dx, halves, rows, width);                                             \
     }
 #define DEFINE_RANKS(SUFFIX, T)                                                                                        \

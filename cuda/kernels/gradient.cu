@@ -51,10 +51,12 @@ static __device__ __forceinline__ void norm_part(const T *grads, uint64_t count,
 #define DEFINE_NORM(suffix, T)                                                                                         \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         gradient_norm_l2_##suffix(const T *grads, uint64_t count, double *parts) {                                     \
+        follow();                                                                                                      \
         norm_part<T, false>(grads, count, parts);                                                                      \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         gradient_norm_max_##suffix(const T *grads, uint64_t count, double *parts) {                                    \
+        follow();                                                                                                      \
         norm_part<T, true>(grads, count, parts);                                                                       \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_NORM)
@@ -66,6 +68,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_NORM)
 // Grid: 1; block: 256; no dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(256)
     gradient_clip(const double *parts, uint32_t count, uint32_t is_max, double max_norm, const LossScale *loss_scale, Clip *clip) {
+    follow();
     double value = 0.0;
     for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) value = is_max ? larger(value, parts[i]) : value + parts[i];
     value = is_max ? combine_block<true>(value) : combine_block<false>(value);
@@ -94,6 +97,7 @@ static __device__ __forceinline__ void scale_gradients(T *grads, uint64_t count,
 #define DEFINE_SCALE(suffix, T)                                                                                        \
     extern "C" __global__ void gradient_scale_##suffix(T *grads, uint64_t count, const Clip *clip,                     \
                                                        const LossScale *loss_scale) {                                  \
+        follow();                                                                                                      \
         scale_gradients<T>(grads, count, clip, loss_scale);                                                            \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SCALE)
@@ -105,6 +109,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SCALE)
 // Grid: 1; block: 1; no dynamic shared memory.
 extern "C" __global__ void
 loss_scale_update(LossScale *loss_scale, const double *norm, double growth, double backoff, uint64_t interval) {
+    follow();
     LossScale next = *loss_scale;
     if (!isfinite(*norm)) {
         next = {next.scale * backoff, 0};

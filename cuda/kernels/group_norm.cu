@@ -15,8 +15,8 @@
 
 namespace {
 
-// The mean and the sum of squared deviations of each group of the piece. A thread sums differences from its first element. The
-// difference between this element and the mean is one of the deviations, so no digits cancel.
+// The mean and the sum of squared deviations of each group of the piece. A thread sums differences from its first element. They are
+// about as large as the deviations from the mean, so few digits cancel when sum² / count is subtracted from the sum of squares.
 template <typename T, bool ALIGNED>
 __device__ __forceinline__ void statistics(const T *x, Acc<T> *partials, ChannelSize size, Slots<T> &slots) {
     using A = Acc<T>;
@@ -83,8 +83,8 @@ __device__ __forceinline__ void statistics(const T *x, Acc<T> *partials, Channel
     });
 }
 
-// The scale and the offset that map x to the norm's result, for each channel of a thread. f16 and bf16 use x · scale + offset, which is
-// exact enough for these types.
+// Maps x to the norm's result, with a center, a scale and an offset for each channel of a thread: (x - center) · scale + offset. f16 and
+// bf16 use x · scale + offset with the center in the offset, which is exact enough for these types.
 template <typename T, bool ALIGNED> struct Normalize {
     static constexpr int N = WIDE<T>;
     static constexpr bool FUSED = IS_HALF<T>;
@@ -135,7 +135,7 @@ __device__ __forceinline__ void forward(const T *x, Affine affine, const Acc<T> 
     });
 }
 
-// The gradient of the norm's result from the gradient of the operation's result.
+// The gradient of the norm's result, from `g`, the gradient of the operation's result (after SiLU, if there is one).
 template <typename T, bool SILU, typename N> __device__ __forceinline__ Acc<T> of_norm(const N &normalize, int i, T g, T x) {
     return SILU ? widen(g) * Silu::slope<T>(normalize(i, widen(x))) : widen(g);
 }
@@ -249,6 +249,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const T *bef
     extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2)                                                       \
         group_norm_statistics_##SUFFIX(const T *x, Acc<T> *partials, uint32_t positions, uint32_t channels,            \
                                        uint32_t groups, uint32_t pieces) {                                             \
+        follow();                                                                                                      \
         __shared__ Slots<T> slots;                                                                                     \
         const ChannelSize size{positions, channels, groups, pieces};                                                   \
         if (channels % WIDE<T> == 0 && are_wide(x)) statistics<T, true>(x, partials, size, slots);                     \
@@ -261,6 +262,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_STATISTICS)
     extern "C" __global__ void group_norm_moments_##SUFFIX(Acc<T> *partials, Acc<T> *mean, Acc<T> *rstd,               \
                                                            uint32_t positions, uint32_t channels, uint32_t groups,     \
                                                            uint32_t pieces, uint32_t tiles, double eps) {              \
+        follow();                                                                                                      \
         const ChannelSize size{positions, channels, groups, pieces};                                                   \
         const Partials<Acc<T>> all{partials, tiles};                                                                   \
         const Acc<T> total = static_cast<Acc<T>>(positions) * size.width();                                            \
@@ -287,6 +289,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
         NAME##_forward_##SUFFIX(const T *x, const void *weight, const void *bias, const Acc<T> *mean,                  \
                                 const Acc<T> *rstd, T *y, uint32_t positions, uint32_t channels, uint32_t groups,      \
                                 uint32_t pieces, uint32_t affine_f32) {                                                \
+        follow();                                                                                                      \
         const ChannelSize size{positions, channels, groups, pieces};                                                   \
         const Affine affine{weight, bias, affine_f32 != 0};                                                            \
         if (channels % WIDE<T> == 0 && are_wide(x, y) && are_wide(weight, bias))                                       \
@@ -302,6 +305,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
         NAME##_sums_##SUFFIX(const T *x, const T *grad, const void *weight, const void *bias, const Acc<T> *mean,      \
                              const Acc<T> *rstd, Acc<T> *partials, Acc<T> *affine_partials, uint32_t positions,        \
                              uint32_t channels, uint32_t groups, uint32_t pieces, uint32_t affine_f32) {               \
+        follow();                                                                                                      \
         __shared__ Slots<T> slots;                                                                                     \
         const ChannelSize size{positions, channels, groups, pieces};                                                   \
         const Affine affine{weight, bias, affine_f32 != 0};                                                            \
@@ -316,6 +320,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
     extern "C" __global__ void group_norm_slopes_##SUFFIX(Acc<T> *partials, const Acc<T> *rstd, Acc<T> *slopes,        \
                                                           uint32_t positions, uint32_t channels, uint32_t groups,      \
                                                           uint32_t pieces, uint32_t tiles) {                           \
+        follow();                                                                                                      \
         const ChannelSize size{positions, channels, groups, pieces};                                                   \
         const Partials<Acc<T>> all{partials, tiles};                                                                   \
         const Acc<T> total = static_cast<Acc<T>>(positions) * size.width();                                            \
@@ -343,6 +348,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SLOPES)
                                  const Acc<T> *mean, const Acc<T> *rstd, const Acc<T> *slopes, T *dx,                  \
                                  uint32_t positions, uint32_t channels, uint32_t groups, uint32_t pieces,              \
                                  uint32_t affine_f32) {                                                                \
+        follow();                                                                                                      \
         const ChannelSize size{positions, channels, groups, pieces};                                                   \
         const Affine affine{weight, bias, affine_f32 != 0};                                                            \
         if (channels % WIDE<T> == 0 && are_wide(x, grad, before, dx) && are_wide(weight, bias))                        \

@@ -143,6 +143,7 @@ __device__ __forceinline__ void select_scatter(const T *grad, const void *ids, T
     extern "C" __global__ void index_select_forward_##SUFFIX(const T *x, const void *ids, T *y, Counter *out_of_range, \
                                                              uint64_t outer, uint32_t size, uint32_t count,            \
                                                              uint32_t inner, uint32_t id_bytes) {                      \
+        follow();                                                                                                      \
         if (inner % WIDE<T> == 0 && are_wide(x, y))                                                                    \
             select<T, WIDE<T>>(x, ids, y, out_of_range, outer, size, count, inner, id_bytes);                          \
         else select<T, 1>(x, ids, y, out_of_range, outer, size, count, inner, id_bytes);                               \
@@ -150,6 +151,7 @@ __device__ __forceinline__ void select_scatter(const T *grad, const void *ids, T
     extern "C" __global__ void gather_forward_##SUFFIX(const T *x, const void *ids, T *y, Counter *out_of_range,       \
                                                        uint64_t outer, uint32_t size, uint32_t count, uint32_t inner,  \
                                                        uint32_t id_bytes) {                                            \
+        follow();                                                                                                      \
         gather<T>(x, ids, y, out_of_range, outer, size, count, inner, id_bytes);                                       \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_FORWARD)
@@ -161,12 +163,12 @@ DEFINE_FORWARD(i64, int64_t)
 //
 // index_select_scatter, for few ids of many rows (embeddings): dx must hold zeros, and only the rows that ids name are written.
 // A block has one id and 128 packs of (outer, inner). It looks through all ids, and stops if an earlier id is the same. This costs
-// count² ceil(outer inner / (128 WIDE)) loads of an id in total: with 4096 ids and 128 k rows, half the time of zeroing dx. If an id
-// occurs thousands of times, few blocks add the rows of this id one after another, which is slow.
+// count² ceil(outer inner / (128 WIDE)) loads of an id in total. With 4096 ids and 128 k rows, they take half as long as zeroing dx. If an
+// id occurs thousands of times, few blocks add the rows of this id one after another, which is slow.
 // Launch: block 128, grid clamp(count ceil(outer inner / (128 WIDE)), 1, 2^31 - 1), no dynamic shared memory.
 //
-// index_select_backward, for many ids of few rows: every element of dx is written. A block has one s, and looks through all ids
-// of a piece of the ids: size count ceil(outer inner / (128 WIDE)) loads of an id in total.
+// index_select_backward, for many ids of few rows: every element of dx is written. The ids are divided into pieces. A block has one
+// s and one piece, and looks through all ids of the piece: size count ceil(outer inner / (128 WIDE)) loads of an id in total.
 // Launch: block 128, grid (clamp(size ceil(outer inner / (128 WIDE)), 1, 2^31 - 1), pieces), no dynamic shared memory. With one
 // piece, partials is null. The caller may choose up to 65535 pieces, depending on sizes alone, for instance ceil(count / 4096) if
 // the grid would otherwise have fewer than 1024 blocks. partials is then (pieces, outer, size, inner) of f32 (f64 for f64), dx is
@@ -175,6 +177,7 @@ DEFINE_FORWARD(i64, int64_t)
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         index_select_scatter_##SUFFIX(const T *grad, const void *ids, T *dx, uint64_t outer, uint32_t size,            \
                                       uint32_t count, uint32_t inner, uint32_t id_bytes) {                             \
+        follow();                                                                                                      \
         __shared__ Matches matches;                                                                                    \
         if (inner % WIDE<T> == 0 && are_wide(grad, dx))                                                                \
             select_scatter<T, WIDE<T>>(grad, ids, dx, outer, size, count, inner, id_bytes, matches);                   \
@@ -186,6 +189,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_SCATTER)
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         index_select_backward_##SUFFIX(const T *grad, const void *ids, T *dx, Acc<T> *partials, uint64_t outer,        \
                                        uint32_t size, uint32_t count, uint32_t inner, uint32_t id_bytes) {             \
+        follow();                                                                                                      \
         __shared__ Matches matches;                                                                                    \
         if (inner % WIDE<T> == 0 && are_wide(grad, dx))                                                                \
             select_backward<T, WIDE<T>>(grad, ids, dx, partials, outer, size, count, inner, id_bytes, matches);        \
@@ -198,6 +202,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_BACKWARD)
 #define DEFINE_SELECT_SUM(SUFFIX, T)                                                                                   \
     extern "C" __global__ void index_select_sum_##SUFFIX(const Acc<T> *partials, T *dx, uint32_t pieces,               \
                                                          uint64_t len) {                                               \
+        follow();                                                                                                      \
         for (uint64_t index = flat_index(); index < len; index += flat_stride()) {                                     \
             Acc<T> sum = 0;                                                                                            \
             for (uint32_t piece = 0; piece < pieces; piece++) sum += partials[piece * len + index];                    \
@@ -215,6 +220,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_SUM)
     extern "C" __global__ void gather_backward_##SUFFIX(const T *grad, const void *ids, T *dx, uint64_t outer,         \
                                                         uint32_t size, uint32_t count, uint32_t inner,                 \
                                                         uint32_t id_bytes) {                                           \
+        follow();                                                                                                      \
         for (uint64_t index = flat_index(); index < outer * size * inner; index += flat_stride()) {                    \
             const auto [row, i] = divide(index, inner);                                                                \
             const auto [o, s] = divide(row, size);                                                                     \

@@ -61,8 +61,8 @@ __device__ __forceinline__ void load_down(uint32_t (&b)[2][2][2], const T *down,
     }
 }
 
-// Computes one term's hidden for the block's rows, and writes it to global memory and dense to shared memory. `parts` has room for the
-// sums of each warp.
+// Computes one term's hidden for the block's rows. Writes it to global memory and, without gaps between rows, to shared memory. `parts`
+// has room for the sums of each warp.
 template <typename T, int TILES, bool is_backward>
 __device__ __forceinline__ void compute_hidden(const LowRankTerm &term, const LowRankSizes &sizes, float *parts, T *hidden) {
     constexpr int COUNT = TILES * RANKS;
@@ -251,6 +251,7 @@ __device__ __forceinline__ void low_rank(const LowRankTerms &terms, const LowRan
     extern "C" __global__ void __launch_bounds__(WARPS<RANK / RANKS> *WARP, 1)                                         \
         low_rank_##NAME##RANK##_##SUFFIX(const __grid_constant__ LowRankTerms terms,                                   \
                                          const __grid_constant__ LowRankSizes sizes) {                                 \
+        follow();                                                                                                      \
         low_rank<T, RANK / RANKS, IS_BACKWARD>(terms, sizes);                                                          \
     }
 

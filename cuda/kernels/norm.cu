@@ -20,7 +20,7 @@ template <Kind KIND> constexpr bool CENTERS = KIND != Kind::RMS;
 
 template <typename T, int N> using NormRow = Row<T, N, NORM_HELD>;
 
-// Adds another row to `row`, rounds to T and writes the sum.
+// Adds the row `other` to `row`, rounds the sum to T and writes it to `sum`.
 template <typename T, int N> __device__ __forceinline__ void add_row(NormRow<T, N> &row, const T *other, T *sum) {
     const NormRow<T, N> others(other, row.packs * N);
     row.for_each_place([&](int place, uint64_t at) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
     }
 }
 
-// Adds `before` to the gradient, in the type of the arithmetic, unless it is null.
+// Unless `before` is null, adds it to the gradient in the type of the arithmetic.
 template <typename T, int N, Kind KIND>
 __device__ __forceinline__ void backward(const T *x, const T *grad, const T *before, Affine affine, const Acc<T> *mean,
                                          const Acc<T> *rstd, T *dx, uint64_t rows, uint32_t len, uint32_t sharing,
@@ -208,6 +208,7 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
         NAME##_forward_##SUFFIX(const T *x, const T *residual, T *sum, const void *weight, const void *bias, T *y,     \
                                 Acc<T> *mean, Acc<T> *rstd, uint64_t rows, uint32_t len, uint32_t sharing, double eps, \
                                 uint32_t affine_f32) {                                                                 \
+        follow();                                                                                                      \
         __shared__ Acc<T> shared[WARP];                                                                                \
         const Affine affine{weight, KIND == Kind::RMS ? nullptr : bias, affine_f32 != 0};                              \
         const Acc<T> added = static_cast<Acc<T>>(eps);                                                                 \
@@ -223,6 +224,7 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
         NAME##_backward_##SUFFIX(const T *x, const T *grad, const T *before, const void *weight, const Acc<T> *mean,   \
                                  const Acc<T> *rstd, T *dx, uint64_t rows, uint32_t len, uint32_t sharing,             \
                                  uint32_t affine_f32) {                                                                \
+        follow();                                                                                                      \
         __shared__ Acc<T> shared[2 * WARP];                                                                            \
         const Affine affine{weight, nullptr, affine_f32 != 0};                                                         \
         if (len % WIDE<T> == 0 && are_wide(x, grad, before, dx) && are_wide(weight))                                   \
@@ -237,6 +239,7 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
     extern "C" __global__ void __launch_bounds__(WARP *LINES)                                                          \
         NAME##_affine_##SUFFIX(const T *x, const T *grad, const Acc<T> *mean, const Acc<T> *rstd, Acc<T> *partials,    \
                                uint64_t rows, uint32_t len) {                                                          \
+        follow();                                                                                                      \
         __shared__ Acc<T> dots[LINES * WARP * WIDE<T>], sums[LINES * WARP * WIDE<T>];                                  \
         if (len % WIDE<T> == 0 && are_wide(x, grad))                                                                   \
             affine_sums<T, WIDE<T>, CENTER>(x, grad, mean, rstd, partials, rows, len, dots, sums);                     \
@@ -260,6 +263,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_NORMS)
 #define DEFINE_SUM(SUFFIX, T)                                                                                          \
     extern "C" __global__ void norm_affine_sum_##SUFFIX(const Acc<T> *partials, void *dweight, void *dbias,            \
                                                         uint32_t pieces, uint32_t len, uint32_t affine_f32) {          \
+        follow();                                                                                                      \
         __shared__ Acc<T> shared[16][WARP];                                                                            \
         void *out = blockIdx.y == 0 ? dweight : dbias;                                                                 \
         if (out == nullptr) return;                                                                                    \

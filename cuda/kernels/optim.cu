@@ -76,6 +76,7 @@ static __device__ Coefficients whole_coefficients(const Settings &, double) { re
 //   settings: long enough for the indices `group` and `like`.
 // Grid: 1; block: 1; no dynamic shared memory.
 extern "C" __global__ void optim_configure(Settings *settings, uint32_t group, uint32_t like, Settings value) {
+    follow();
     if (like != 0xffffffffu) value.step = settings[like].step;
     settings[group] = value;
 }
@@ -103,6 +104,7 @@ static __device__ __forceinline__ void prepare(Settings *settings, uint32_t grou
 #define DEFINE_PREPARE(NAME)                                                                                           \
     extern "C" __global__ void NAME##_prepare(Settings *settings, uint32_t groups, const double *norm,                 \
                                               const LossScale *loss_scale, Coefficients *coefficients) {               \
+        follow();                                                                                                      \
         prepare<NAME##_coefficients>(settings, groups, norm, loss_scale, coefficients);                                \
     }
 DEFINE_PREPARE(adam)
@@ -253,6 +255,7 @@ step(const Piece *pieces, const Segment *segments, const Coefficients *coefficie
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
     NAME##_step_##suffix(const Piece *pieces, const Segment *segments, const Coefficients *coefficients,               \
                          uint32_t zero_grads, float *state1, float *state2, float *state3) {                           \
+        follow();                                                                                                      \
         step<RULE, G, C>(pieces, segments, coefficients, zero_grads, {state1, state2, state3});                        \
     }
 #define DEFINE_STEPS(suffix, G, C)                                                                                     \

@@ -225,6 +225,7 @@ static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count,
     NAME##_8bit_step_##suffix(const Piece *pieces, uint32_t count, const Segment *segments,                            \
                               const Coefficients *coefficients, uint32_t zero_grads, uint8_t *codes1, float *scales1,  \
                               uint8_t *codes2, float *scales2) {                                                       \
+        follow();                                                                                                      \
         step<RULE, G, C>(pieces, count, segments, coefficients, zero_grads, {codes1, scales1, codes2, scales2});       \
     }
 #define DEFINE_STEPS(suffix, G, C)                                                                                     \

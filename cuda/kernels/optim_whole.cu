@@ -4,8 +4,8 @@
 #include "optim_whole/prodigy.cuh"
 #include "optim_whole/schedule_free.cuh"
 
-// Begins a kernel over whole variables: defines `elements` and `step` for this block's variable. If the step is skipped, clears the
-// gradients and returns. Bit 0 of `flags` is set if gradients are to be cleared.
+// Begins a kernel over whole variables: defines `elements` and `step` for this block's variable. Returns if the step is skipped. Before
+// that, clears the gradients if bit 0 of `flags` is set.
 #define WHOLE_VARIABLE(G, C)                                                                                           \
     const Whole &variable = variables[blockIdx.x];                                                                     \
     const WholeStep step{settings[variable.group], coefficients[variable.group], shared};                              \
@@ -17,15 +17,17 @@
 
 // <optimizer>_<part>_<dtype of the gradients>_<dtype of the copy>, for f32_bf16, f32_f16, bf16_bf16, f16_f16. All kernels have the same
 // arguments and call BODY(elements, step, states).
-//   variables [count]; settings, coefficients: as the variables say; shared: see the kernel, or null;
+//   variables [count]; settings, coefficients: an entry for each `group` of the variables; shared: see the kernel, or null;
 //   flags: bit 0 if gradients are to be cleared, bit 1 in the first launch of a step, bit 2 in the last;
-//   states f32: as the variables say, zeros before the first step; null for states that the optimizer does not have.
+//   states f32: a variable's part begins where its `states` say; zeros before the first step; null for a state that the optimizer
+//   does not have.
 // Grid: the number of variables; block: 512; no dynamic shared memory.
 #define WHOLE_ARGUMENTS                                                                                                \
     const Whole *variables, uint32_t count, const Settings *settings, const Coefficients *coefficients, double *shared,   \
         uint32_t flags, float *state1, float *state2, float *state3, float *state4, float *state5
 #define DEFINE_WHOLE(NAME, BODY, suffix, G, C)                                                                         \
     extern "C" __global__ void __launch_bounds__(WHOLE_THREADS) NAME##_##suffix(WHOLE_ARGUMENTS) {                     \
+        follow();                                                                                                      \
         WHOLE_VARIABLE(G, C)                                                                                           \
         float *const states[5] = {state1, state2, state3, state4, state5};                                             \
         BODY(elements, step, states);                                                                                  \
@@ -39,11 +41,12 @@
     DEFINE_WHOLE(prodigy_step, prodigy_apply, suffix, G, C)
 FOR_EACH_GRADIENT_AND_COPY(DEFINE_STEPS)
 
-// Adds the sums of `count` variables to those of earlier launches in the same step; the last launch of a step sets the estimate from these
-// sums.
+// Adds the sums of `count` variables to those of earlier launches in the same step. The last launch of a step computes Prodigy's estimate
+// from these sums.
 //   The arguments are those of WHOLE_ARGUMENTS; shared f64 [7].
 // Grid: 1; block: 512; no dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(WHOLE_THREADS) prodigy_estimate(WHOLE_ARGUMENTS) {
+    follow();
     if (coefficients[variables[0].group].skip) return;
     const auto sums = [&](uint64_t k) { return reinterpret_cast<const double *>(variables[k].scratch); };
     const double progress = sum_over(count, [&](uint64_t k) { return sums(k)[0]; });

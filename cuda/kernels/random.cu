@@ -17,6 +17,7 @@ __device__ __forceinline__ void write(float *y, uint64_t n, uint64_t first, cons
 
 // `uniform(y, n, state, seed, offset, low, high)`: y = low + (high - low) u, where u is uniform in [0, 1).
 extern "C" __global__ void uniform(float *y, uint64_t n, const uint64_t *state, uint64_t seed, uint64_t offset, double low, double high) {
+    follow();
     const uint64_t block = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (block * 4 >= n) return;
     const uint4 bits = Generator(state, seed, offset)(block);
@@ -30,6 +31,7 @@ extern "C" __global__ void uniform(float *y, uint64_t n, const uint64_t *state, 
 // `normal(y, n, state, seed, offset, mean, std)`: y = mean + std z, where z is standard normal by the method of Box and
 // Muller, computed in f64 as on the CPU.
 extern "C" __global__ void normal(float *y, uint64_t n, const uint64_t *state, uint64_t seed, uint64_t offset, double mean, double std) {
+    follow();
     const uint64_t block = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (block * 4 >= n) return;
     const uint4 bits = Generator(state, seed, offset)(block);
@@ -49,6 +51,7 @@ extern "C" __global__ void normal(float *y, uint64_t n, const uint64_t *state, u
 
 // `set_generator(state, seed, offset)` sets the position from which the draws of a graph start. Launch: one thread.
 extern "C" __global__ void set_generator(uint64_t *state, uint64_t seed, uint64_t offset) {
+    follow();
     state[0] = seed;
     state[1] = offset;
 }

@@ -92,10 +92,12 @@ __device__ __forceinline__ void reduce_columns(D *y, const S *x, uint64_t outer,
 #define REDUCTION(NAME, F, FROM, S, TO, D)                                                                             \
     extern "C" __global__ void NAME##_rows_##FROM##_##TO(D *y, const S *x, uint64_t outer, uint64_t n, uint64_t inner,      \
                                                          uint64_t chunk, double divisor) {                             \
+        follow();                                                                                                      \
         reduce_rows<F>(y, x, outer, n, chunk, divisor);                                                                \
     }                                                                                                                  \
     extern "C" __global__ void NAME##_columns_##FROM##_##TO(D *y, const S *x, uint64_t outer, uint64_t n,               \
                                                             uint64_t inner, uint64_t chunk, double divisor) {          \
+        follow();                                                                                                      \
         reduce_columns<F>(y, x, outer, n, inner, chunk, divisor);                                                      \
     }
 #define REDUCTIONS(FROM, S, TO, D)                                                                                     \
@@ -165,9 +167,11 @@ __device__ __forceinline__ void add_up(T *y, const T *x, uint64_t outer, uint64_
 
 #define ALONG(DTYPE, T)                                                                                                \
     extern "C" __global__ void argmax_##DTYPE(uint32_t *y, const T *x, uint64_t outer, uint64_t n, uint64_t inner) {   \
+        follow();                                                                                                      \
         find_largest(y, x, outer, n, inner);                                                                           \
     }                                                                                                                  \
     extern "C" __global__ void cumsum_##DTYPE(T *y, const T *x, uint64_t outer, uint64_t n, uint64_t inner) {          \
+        follow();                                                                                                      \
         add_up(y, x, outer, n, inner);                                                                                 \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(ALONG)

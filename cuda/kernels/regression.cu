@@ -70,6 +70,7 @@ __device__ __forceinline__ void sum(const T *a, const T *b, double *partials, ui
 #define DEFINE_SUM(NAME, FUNCTION, SUFFIX, T)                                                                          \
     extern "C" __global__ void NAME##_sum_##SUFFIX(const T *a, const T *b, double *partials, uint64_t len,             \
                                                    double parameter) {                                                 \
+        follow();                                                                                                      \
         sum(a, b, partials, len, FUNCTION<Acc<T>>(parameter));                                                         \
     }
 #define DEFINE_SUMS(SUFFIX, T)                                                                                         \
@@ -82,6 +83,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SUMS)
 // *result = factor Σ partials (count). Launch: block 256, grid 1, no dynamic shared memory.
 #define DEFINE_TOTAL(SUFFIX, T)                                                                                        \
     extern "C" __global__ void loss_total_##SUFFIX(const double *partials, T *result, uint32_t count, double factor) { \
+        follow();                                                                                                      \
         __shared__ double shared[WARP];                                                                                \
         double total = 0;                                                                                              \
         for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) total += partials[i];                               \

@@ -251,6 +251,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
     extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_forward_##SUFFIX(                              \
         const T *x, const void *weight, const Acc<T> *cos, const Acc<T> *sin, T *y, Acc<T> *rstd, uint64_t rows,       \
         uint32_t positions, uint32_t repeats, uint32_t width, double eps, uint32_t weight_f32, uint32_t interleaved) { \
+        follow();                                                                                                      \
         const DenseRows places{weight, width};                                                                         \
         const Angles<Acc<T>> angles{cos, sin, positions, repeats, width / 2};                                          \
         const bool is_wide = angles.half % WIDE<T> == 0 && are_wide(x, y) && are_wide(cos, sin) && are_wide(weight);   \
@@ -267,6 +268,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         const T *x, const T *grad, const void *weight, const Acc<T> *cos, const Acc<T> *sin, const Acc<T> *rstd, T *dx,\
         uint64_t rows, uint32_t positions, uint32_t repeats, uint32_t width, uint32_t weight_f32,                      \
         uint32_t interleaved) {                                                                                        \
+        follow();                                                                                                      \
         const DenseRows places{weight, width};                                                                         \
         const Angles<Acc<T>> angles{cos, sin, positions, repeats, width / 2};                                          \
         const bool is_wide =                                                                                           \
@@ -285,6 +287,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
     extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_weight_##SUFFIX(                               \
         const T *x, const T *grad, const Acc<T> *cos, const Acc<T> *sin, const Acc<T> *rstd, Acc<T> *partials,         \
         uint64_t rows, uint32_t positions, uint32_t repeats, uint32_t width, uint32_t interleaved) {                   \
+        follow();                                                                                                      \
         __shared__ Acc<T> shared[2 * WIDE<T> * THREADS];                                                               \
         const Angles<Acc<T>> angles{cos, sin, positions, repeats, width / 2};                                          \
         const bool is_wide = angles.half % WIDE<T> == 0 && are_wide(x, grad) && are_wide(cos, sin);                    \
@@ -308,6 +311,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         uint32_t tokens, uint32_t heads, uint32_t key_heads, uint32_t all_heads, uint32_t positions, uint32_t width,   \
         double eps,                                                                                                    \
         uint32_t weight_f32, uint32_t interleaved) {                                                                   \
+        follow();                                                                                                      \
         HEAD_ROWS(T, x_token, x_sample);                                                                                               \
         const Angles<Acc<T>> angles{cos, sin, positions, all_heads, width / 2};                                        \
         const bool is_wide = are_aligned && angles.half % WIDE<T> == 0 && are_wide(x, y) && are_wide(cos, sin);        \
@@ -324,6 +328,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         uint64_t dx_sample, uint64_t y_token, uint64_t y_sample, uint32_t tokens, uint32_t heads, uint32_t key_heads,  \
         uint32_t all_heads, uint32_t positions, uint32_t width,                                                        \
         uint32_t weight_f32, uint32_t interleaved) {                                                                   \
+        follow();                                                                                                      \
         HEAD_ROWS(T, dx_token, dx_sample);                                                                                               \
         const Angles<Acc<T>> angles{cos, sin, positions, all_heads, width / 2};                                        \
         const bool is_wide = are_aligned && angles.half % WIDE<T> == 0 && are_wide(x, grad, dx) && are_wide(cos, sin); \

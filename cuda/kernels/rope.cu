@@ -31,6 +31,7 @@ __device__ __forceinline__ void rotate(const T *x, Angles<Acc<T>> angles, T *y, 
     extern "C" __global__ void rope_##SUFFIX(const T *x, const Acc<T> *cos, const Acc<T> *sin, T *y, uint64_t rows,    \
                                              uint32_t positions, uint32_t repeats, uint32_t width,                     \
                                              uint32_t interleaved, uint32_t back) {                                    \
+        follow();                                                                                                      \
         const Angles<Acc<T>> angles{cos, sin, positions, repeats, width / 2};                                          \
         const bool is_wide = angles.half % WIDE<T> == 0 && are_wide(x, y) && are_wide(cos, sin);                       \
         choose_pairs<T>(is_wide, interleaved != 0, [&](auto n, auto is_interleaved) {                                  \

@@ -94,6 +94,7 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
 #define DEFINE_FORWARD(NAME, LOG, SUFFIX, T)                                                                           \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         NAME##_forward_##SUFFIX(const T *x, T *y, uint64_t rows, uint32_t len) {                                       \
+        follow();                                                                                                      \
         __shared__ Acc<T> shared[WARP];                                                                                \
         if (len % WIDE<T> == 0 && are_wide(x, y)) forward<T, WIDE<T>, LOG>(x, y, rows, len, shared);                   \
         else forward<T, 1, LOG>(x, y, rows, len, shared);                                                              \
@@ -103,6 +104,7 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
 #define DEFINE_BACKWARD(NAME, LOG, SUFFIX, T)                                                                          \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         NAME##_backward_##SUFFIX(const T *y, const T *grad, T *dx, uint64_t rows, uint32_t len) {                      \
+        follow();                                                                                                      \
         __shared__ Acc<T> shared[WARP];                                                                                \
         if (len % WIDE<T> == 0 && are_wide(y, grad, dx)) backward<T, WIDE<T>, LOG>(y, grad, dx, rows, len, shared);    \
         else backward<T, 1, LOG>(y, grad, dx, rows, len, shared);                                                      \
@@ -113,6 +115,7 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
 #define DEFINE_LOGSUMEXP(SUFFIX, T)                                                                                    \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         logsumexp_forward_##SUFFIX(const T *x, T *y, Acc<T> *exact, uint64_t rows, uint32_t len) {                     \
+        follow();                                                                                                      \
         __shared__ Acc<T> shared[WARP];                                                                                \
         if (len % WIDE<T> == 0 && are_wide(x)) logsumexp<T, WIDE<T>>(x, y, exact, rows, len, shared);                  \
         else logsumexp<T, 1>(x, y, exact, rows, len, shared);                                                          \
@@ -123,6 +126,7 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         logsumexp_backward_##SUFFIX(const T *x, const Acc<T> *exact, const T *grad, T *dx, uint64_t rows,              \
                                     uint32_t len) {                                                                    \
+        follow();                                                                                                      \
         if (len % WIDE<T> == 0 && are_wide(x, dx)) logsumexp_backward<T, WIDE<T>>(x, exact, grad, dx, rows, len);      \
         else logsumexp_backward<T, 1>(x, exact, grad, dx, rows, len);                                                  \
     }

@@ -95,6 +95,7 @@ __device__ __forceinline__ void backward(const T *__restrict__ grad, T *__restri
     extern "C" __global__ void upsample_nearest2d_forward_##SUFFIX(const T *x, T *y, uint64_t batch, uint32_t height,  \
                                                                    uint32_t width, uint32_t out_height,                \
                                                                    uint32_t out_width, uint32_t channels) {            \
+        follow();                                                                                                      \
         const Axis lines{height, out_height}, columns{width, out_width};                                               \
         if (channels % WIDE<T> == 0 && are_wide(x, y)) forward<T, WIDE<T>>(x, y, batch, lines, columns, channels);     \
         else forward<T, 1>(x, y, batch, lines, columns, channels);                                                     \
@@ -103,6 +104,7 @@ __device__ __forceinline__ void backward(const T *__restrict__ grad, T *__restri
                                                                     uint32_t height, uint32_t width,                   \
                                                                     uint32_t out_height, uint32_t out_width,           \
                                                                     uint32_t channels) {                               \
+        follow();                                                                                                      \
         const Axis lines{height, out_height}, columns{width, out_width};                                               \
         if (channels % WIDE<T> == 0 && are_wide(grad, dx))                                                             \
             backward<T, WIDE<T>>(grad, dx, batch, lines, columns, channels);                                           \

@@ -5,9 +5,9 @@
 //! [`Allocator::trim`] left. Free neighbours can therefore always be joined, so a large block can reuse memory that was freed in
 //! small blocks.
 //!
-//! While a graph is captured, blocks come from a separate space, whose addresses eager work never gets: each replay of a graph
-//! writes to the addresses of its capture, including those that the capture has freed. Graphs are replayed one after another, so
-//! they share this space. Between replays, addresses that a capture has freed hold no data. Eager work that needs more memory
+//! While a graph is captured, blocks come from a separate space. Each replay of a graph writes to the addresses of its capture,
+//! including those that the capture has freed, so eager work never gets addresses of this space. Graphs are replayed one after
+//! another, so they share the space. Between replays, addresses that a capture has freed hold no data. Eager work that needs more memory
 //! therefore takes the memory mapped at these addresses, and memory is mapped there again before the next replay. So a run needs
 //! the larger of the memory of graphs and the memory of the eager work between replays, not their sum.
 
@@ -25,7 +25,7 @@ const GROWTH: u64 = 32 << 20;
 
 /// Reserves addresses and maps memory.
 pub trait Backend {
-    /// Mapped memory.
+    /// A handle of mapped memory.
     type Chunk;
     /// The error of a failed reservation or mapping.
     type Error;
@@ -276,7 +276,7 @@ pub struct Allocator<B: Backend> {
     eager: Space<B::Chunk>,
     graph: Space<B::Chunk>,
     capturing: bool,
-    /// The blocks in use of the current or last capture, with their sizes.
+    /// The addresses and sizes of blocks that the current or last capture has allocated and not freed.
     captured: BTreeMap<u64, u64>,
     /// Addresses and sizes of graph memory that was unmapped for eager work.
     lent: Vec<(u64, u64)>,
@@ -364,7 +364,7 @@ impl<B: Backend> Allocator<B> {
         }
     }
 
-    /// Map memory again at the addresses whose memory graphs have lent to eager work. Call this before each replay.
+    /// Map memory again at the addresses of graphs that were unmapped for eager work. Call this before each replay.
     ///
     /// # Errors
     /// The backend's error, if the device is full even after cached blocks are released.
@@ -394,7 +394,7 @@ impl<B: Backend> Allocator<B> {
         true
     }
 
-    /// The blocks in use of the current or last capture.
+    /// The blocks that the current or last capture has allocated and that are still in use.
     pub fn captured(&self) -> impl Iterator<Item = Range<u64>> {
         self.captured.iter().map(|(&address, &size)| address..address + size)
     }
@@ -470,7 +470,8 @@ impl<B: Backend> Allocator<B> {
     }
 }
 
-/// Unmap at least `wanted` bytes of graph memory without blocks in use, or all of it. Returns the number of bytes.
+/// Unmap at least `wanted` bytes of graph memory that has no block in use, or all such memory if there is less. Returns the number of
+/// unmapped bytes.
 fn lend<B: Backend>(
     backend: &mut B,
     graph: &mut Space<B::Chunk>,

@@ -1,8 +1,8 @@
 //! The architectures that the kernels are compiled for, and the GPUs that they serve. The build script reads this file too.
 //!
 //! Machine code for a compute capability runs on GPUs with the same major version and at least the same minor version. Code for a
-//! capability with `a` may use the features of exactly this capability, and runs only there. The driver compiles PTX for GPUs of its
-//! capability and of every later one, except PTX with `a`.
+//! capability with `a` may use the features of exactly this capability, and runs only there. PTX runs on GPUs of its own capability and
+//! of every later one, because the driver compiles it for the GPU. PTX with `a` runs only on GPUs of its own capability.
 
 use std::fmt;
 
@@ -11,7 +11,7 @@ pub type Capability = (i32, i32);
 
 /// The architectures that the kernels are compiled for unless `TRAINABLE_CANDLE_CUDA_ARCHS` lists others. There is machine code for
 /// Ampere (8.0, 8.6), Ada (8.9), Hopper (9.0) and the consumer Blackwells (12.0, which GPUs of 12.1 run too). For other GPUs, such as
-/// those of 10.0, 10.3 and 11.0, the driver compiles the PTX at its first use. The PTX is for the lowest capability, so it serves all
+/// those of 10.0, 10.3 and 11.0, the driver compiles the PTX when it is first used. The PTX is for the lowest capability, so it serves all
 /// GPUs; PTX for 12.0 would leave 10.0, 10.3 and 11.0 without code.
 pub const ARCHITECTURES: &str = "80+ptx,86,89,90a,120";
 
@@ -38,7 +38,7 @@ impl Architecture {
         Some(Self { capability: (number / 10, number % 10), is_exact, has_ptx })
     }
 
-    /// Whether a GPU runs the code or can compile its PTX.
+    /// Whether a GPU can run the machine code, or code that the driver compiles from the PTX.
     pub fn runs_on(self, gpu: Capability) -> bool {
         if self.is_exact {
             return gpu == self.capability;

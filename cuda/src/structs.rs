@@ -99,6 +99,16 @@ structs! {
     /// Declared in kernels/low_rank.cu.
     LowRankTerms { list: [LowRankTerm; 4], }
 
+    /// Declared in kernels/low_rank_add.cu.
+    #[derive(Default)]
+    LowRankTile { hidden: Address, up: Address, }
+
+    /// Declared in kernels/low_rank_add.cu.
+    LowRankTiles { list: [LowRankTile; 4], }
+
+    /// Declared in kernels/low_rank_add.cu.
+    LowRankAddSizes { rows: u32, outer: u32, hidden_row: u32, up_row: u32, dst_row: u32, scale: f32, }
+
     /// Declared in kernels/gated_low_rank.cu.
     #[derive(Default)]
     LowRankHalf { hidden: Address, up: Address, hidden_row: u32, up_row: u32, scale: f32, unused: u32, }
@@ -132,8 +142,9 @@ structs! {
     Strided<const K: usize> { count: u64, axes: u32, width: u32, sizes: [u64; 8], strides: [[u64; 8]; K], }
 
     /// Declared in include/optim.cuh: the hyper-parameters of a group, and the number of steps that it has taken. `lr` is the learning
-    /// rate; `beta1` and `beta2` are SGD's momentum and dampening; `eps` is added to the root of the second moment; `maximize` and
-    /// `nesterov` are 1 or 0; `more` has the further values of an optimizer, in the order in which its kernels read them.
+    /// rate; `beta1` and `beta2` are the decay rates of the moments, or momentum and dampening for SGD; `eps` is added to the root of
+    /// the second moment; `maximize` and `nesterov` are 1 or 0; `more` has the further values of an optimizer, in the order in which its
+    /// kernels read them.
     #[derive(Default)]
     Settings {
         lr: f64, beta1: f64, beta2: f64, eps: f64, weight_decay: f64, step: u64, maximize: u32, nesterov: u32,
@@ -183,6 +194,9 @@ pub const LAYOUTS: &[Layout] = &[
     LowRankSizes::layout("LowRankSizes"),
     LowRankTerm::layout("LowRankTerm"),
     LowRankTerms::layout("LowRankTerms"),
+    LowRankTile::layout("LowRankTile"),
+    LowRankTiles::layout("LowRankTiles"),
+    LowRankAddSizes::layout("LowRankAddSizes"),
     LowRankHalf::layout("LowRankHalf"),
     LowRankHalves::layout("LowRankHalves"),
     CodePart::layout("CodePart"),

@@ -25,7 +25,7 @@ GAMMA = 5.0
 
 @dataclass
 class Latents:
-    """Latents (N, 4, 16, 16), time ids (N, 6) and the latents' rows in the table of captions."""
+    """Latents (N, 4, 16, 16), time ids (N, 6) and the row of each one's first caption (N,)."""
 
     values: torch.Tensor
     time_ids: torch.Tensor
@@ -44,7 +44,7 @@ def scheduler() -> EulerDiscreteScheduler:
 
 
 def caption_table(data: photos.Photos) -> tuple[list[str], dict[tuple[int, str], int], int]:
-    """All captions in one list, the first row of each (flower, colour), and rows per group."""
+    """All captions, the first row of each (flower, colour), and the number of rows of each."""
     groups = sorted(set(zip(data.flowers.tolist(), data.colours, strict=True)))
     worded = [photos.captions(photos.FLOWERS[flower], colour) for flower, colour in groups]
     width = len(worded[0])
@@ -67,7 +67,7 @@ def tokenise(folder: Path, texts: list[str], device: torch.device) -> list[torch
 def encode_texts(
     networks: nn.ModuleDict, ids: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The concatenated states before both encoders' last layers (N, 77, 128); the pooled vector."""
+    """The states before each encoder's last layer, joined (N, 77, 128); the pooled vector."""
     first = networks["text_encoder"](ids[0], output_hidden_states=True)
     second = networks["text_encoder_2"](ids[1], output_hidden_states=True)
     hidden = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
@@ -148,7 +148,7 @@ def train(
 
 
 def captured(take_step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Record a step as a CUDA graph: launching kernels takes most time in a model this small."""
+    """Record a step as a CUDA graph: in so small a model, launches take most of the time."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

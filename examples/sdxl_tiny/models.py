@@ -55,7 +55,7 @@ def text_encoders(
 
 
 def unet() -> UNet2DConditionModel:
-    """Text, time, image-size and crop conditioning, exactly as SDXL's UNet wires them."""
+    """A UNet with text, time, image-size and crop conditioning, wired exactly as in SDXL."""
     return UNet2DConditionModel(
         sample_size=RESOLUTION // 8,
         block_out_channels=(48, 64, 64),

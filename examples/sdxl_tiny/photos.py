@@ -65,7 +65,7 @@ def load(folder: Path) -> Photos:
 
 
 def main_colour(picture: Image.Image) -> str:
-    """The colour of the petals: the most frequent in the middle, leaves and sky left out."""
+    """The most frequent colour of petals in the middle of the image; '' if none is frequent."""
     border = RESOLUTION // 8
     middle = picture.crop((border, border, RESOLUTION - border, RESOLUTION - border))
     hue, saturation, value = np.moveaxis(np.asarray(middle.convert("HSV"), np.float32), -1, 0)

@@ -9,7 +9,7 @@ START, END, PAD_SECOND = "<|startoftext|>", "<|endoftext|>", "!"
 WORD_END = "</w>"
 MERGES = 640
 
-# Words of prompts, which thus become one or two tokens instead of letters.
+# Words that prompts often have: they become one or two tokens each, not a token per letter.
 COMMON = (Path(__file__).parent / "words.txt").read_text("utf-8").split()
 
 

@@ -18,7 +18,7 @@ ADVERSARY_START = 0.4
 
 
 class Classifier(nn.Module):
-    """Which flower an image shows; its hidden layers serve as the perceptual distance."""
+    """Tells which flower an image shows. The perceptual loss compares its hidden states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def train_classifier(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> 
 
 @torch.no_grad()
 def clear_pictures(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> torch.Tensor:
-    """Which images show their flower, by classifiers that were not trained on them (4 folds)."""
+    """Whether each image shows its flower, as judged by a classifier that was not trained on it."""
     fold = torch.arange(len(pixels), device=pixels.device) % 4
     chance = torch.zeros(len(pixels), device=pixels.device)
     correct = 0

@@ -231,7 +231,7 @@ __all__ = [
     "zeros_like",
 ]
 
-# Imported at first use, so that `import trainable_candle` stays fast.
+# Submodules that are imported at first use, so that `import trainable_candle` stays fast.
 _LAZY = frozenset(
     {
         "distributed",

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _RENAMED: Final = ("argmax", "softmax", "cumsum")
-"""Methods to which `attach` adds `axis` as another name of `dim`; reductions accept it already."""
+"""Methods to which `attach` adds `axis` as another name of `dim`; reductions already have it."""
 _MISSING: Final = {
-    "register_hook": "use tc.grad(loss, [v]) and change the gradients it returns, or v.grad "
-    "between backward() and the optimizer's step",
+    "register_hook": "use tc.grad(loss, [v]) and change the gradients that it returns, or "
+    "change v.grad between backward() and the optimizer's step",
     "retain_grad": "use tc.grad(loss, [tensor]), which needs no preparation",
     "is_leaf": "a leaf is a tc.Var: isinstance(tensor, tc.Var)",
     "grad_fn": "tensor.requires_grad says whether there is a graph",
@@ -31,7 +31,7 @@ def attach() -> None:
     """Add the alternative arguments and the advice to `Tensor`."""
     for name in _RENAMED:
         setattr(_core.Tensor, name, _renamed(getattr(_core.Tensor, name)))
-    # `ComposedMethods` has no `__getattr__`: type checkers would accept every name as an attribute.
+    # Not a method of `ComposedMethods`: type checkers would accept every name as an attribute.
     _core.Tensor.__getattr__ = _missing  # type: ignore[attr-defined]
     where, known = vars(_core.Tensor)["device"], lru_cache(device)
     _core.Tensor.device = property(  # type: ignore[method-assign,assignment]
@@ -47,7 +47,7 @@ def _refused(tensor: object, value: object) -> None:
     raise AttributeError(
         f"requires_grad of a {type(tensor).__name__} is fixed; "
         f"use x = x.requires_grad_({value!r}), "
-        f"or module.requires_grad_({value!r}) for all of a module"
+        f"or module.requires_grad_({value!r}) for all parameters of a module"
     )
 
 

@@ -68,7 +68,7 @@ def concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 @explained
 def allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
-    """Return whether all elements differ by at most atol + rtol * |other|; False with any NaN.
+    """Return whether all elements differ by at most atol + rtol * |other|; NaN gives False.
 
         assert tc.allclose(tc.ones(2), tc.ones(2) + 1e-9)
 
@@ -135,7 +135,7 @@ def normal(
     *,
     generator: Generator | None = None,
 ) -> Tensor:
-    """Return normal random numbers of a mean and a standard deviation.
+    """Return random numbers of the normal distribution with a mean and a standard deviation.
 
         assert tc.normal(5.0, 0.1, (2, 3)).shape == (2, 3)
 
@@ -192,7 +192,7 @@ def multinomial(
     rows = np.atleast_2d(input.detach().to("f64").numpy())
     if not np.isfinite(rows).all() or (rows < 0).any() or (rows.sum(1) <= 0).any():
         raise ArgumentError(
-            "multinomial: expected rows of weights of at least 0 with a sum above 0"
+            "multinomial: expected finite weights of at least 0, one above 0 in each row"
         )
     if not replacement and ((rows > 0).sum(1) < count).any():
         raise ArgumentError(f"multinomial: fewer than {count} weights of a row are above 0")
@@ -249,7 +249,7 @@ def _check_einsum(
 ) -> None:
     wrong = f"einsum: {equation!r}"
     if len(terms) != len(operands) or not operands:
-        raise ArgumentError(f"{wrong} has {len(terms)} operands, found {len(operands)}")
+        raise ArgumentError(f"{wrong} has {len(terms)} operands, {len(operands)} are given")
     sizes: dict[str, int] = {}
     for term, operand in zip(terms, operands, strict=True):
         if not isinstance(operand, _core.Tensor):
@@ -262,7 +262,7 @@ def _check_einsum(
             raise ArgumentError(f"{wrong}: `{term}` does not fit the shape {operand.shape}")
         for label, size in zip(term, operand.shape, strict=True):
             if sizes.setdefault(label, size) != size:
-                raise ArgumentError(f"{wrong}: `{label}` is {sizes[label]} and {size}")
+                raise ArgumentError(f"{wrong}: `{label}` has sizes {sizes[label]} and {size}")
     if len(set(output)) != len(output) or not set(output) <= sizes.keys():
         raise ArgumentError(f"{wrong}: `{output}` has a label twice, or one that no operand has")
 

@@ -74,7 +74,7 @@ class Generator:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Restore the generator of the outer context, which may also be this generator's."""
+        """Restore the outer context's generator (perhaps this same one), or else the library's."""
         self._leave()
         self._entered.pop()
         outside = self._entered[-1]._state if self._entered else Generator._library  # noqa: SLF001

@@ -31,12 +31,12 @@ class VarMethods:
         return _changed(self, value.detach().to(own(self).dtype).to(own(self).device))
 
     def fill_(self, value: float) -> Var:
-        """Make every element this number."""
+        """Set every element to a number."""
         var = own(self)
         return _changed(self, _core.full(var.shape, value, dtype=var.dtype, device=var.device))
 
     def zero_(self) -> Var:
-        """Make every element zero."""
+        """Set every element to zero."""
         return _changed(self, _core.zeros_like(own(self).detach()))
 
     def add_(self, other: Any, alpha: float = 1) -> Var:
@@ -61,7 +61,7 @@ class VarMethods:
         return _changed(self, start + (end.detach() - start) * weight)
 
     def clamp_(self, min: Any = None, max: Any = None) -> Var:
-        """Limit to a range."""
+        """Limit every element to the range from `min` to `max`."""
         return _changed(self, own(self).detach().clamp(min, max))
 
     def normal_(

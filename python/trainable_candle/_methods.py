@@ -38,8 +38,11 @@ if TYPE_CHECKING:
 __all__ = ["ComposedMethods", "Sorted"]
 
 _FLOATS = ("f32", "f16", "bf16", "f64")
-_WHOLE = 2.0**23
-"""From this number on, every f32 is a whole number."""
+
+
+def _whole(tensor: Tensor) -> float:
+    """The size from which every number of this dtype is a whole number, and no less than 2^23."""
+    return 2.0**52 if tensor.dtype == "f64" else 2.0**23
 
 
 class Sorted(NamedTuple):
@@ -205,7 +208,7 @@ class ComposedMethods:
         tensor = own(self).detach()
         if tensor.dtype not in _FLOATS:
             return tensor
-        small = (tensor.abs() < _WHOLE).to(tensor.dtype)
+        small = (tensor.abs() < _whole(tensor)).to(tensor.dtype)
         cut = (tensor * small).to("i64").to(tensor.dtype)
         down = cut - (cut > tensor).to(tensor.dtype)
         return _core.where(small > 0, down, tensor)
@@ -219,10 +222,11 @@ class ComposedMethods:
         tensor = own(self).detach()
         if tensor.dtype not in _FLOATS:
             return tensor
-        up = (tensor + 0.5).floor()
-        odd = up - (up * 0.5).floor() * 2
-        tie = ((up - tensor) == 0.5).to(tensor.dtype)
-        return _core.where(tensor.abs() < _WHOLE, up - tie * odd, tensor)
+        down = tensor.floor()
+        odd = down - (down * 0.5).floor() * 2
+        rest = tensor - down
+        more = (rest > 0.5).to(tensor.dtype) + (rest == 0.5).to(tensor.dtype) * odd
+        return _core.where(tensor.abs() < _whole(tensor), down + more, tensor)
 
     def __floordiv__(self, other: Any) -> Tensor:
         """Divide and round down, on the host.
@@ -440,7 +444,7 @@ class ComposedMethods:
     # In-place operations of torch.
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Set a part of a variable; a tensor that is not a variable never changes.
+        """Set a part of a variable, on the host; a tensor that is not a variable never changes.
 
         Raises:
             TypeError: If this tensor is not a variable.

@@ -44,7 +44,7 @@ def mask(op: str, value: Any, like: Any = None) -> Tensor:
     """Zeros and ones (u8) of a mask, which is a u8 tensor or a bool.
 
     Raises:
-        DTypeError: It is of another dtype; torch's operators would work on bits there.
+        DTypeError: It has another dtype, for which torch's operators would work on bits.
     """
     kind = value.dtype.name if is_tensor(value) else type(value).__name__
     if kind not in {"u8", "bool", "bool_"}:

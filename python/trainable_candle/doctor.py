@@ -57,7 +57,7 @@ class Finding:
 def examine(folder: Path) -> Iterator[Finding]:
     """Run all checks; `folder` is where runs will be written.
 
-    The last test trains a small layer, for less than ten seconds.
+    The last tests train a small layer on each device, for less than ten seconds each.
     """
     yield _version()
     yield from _extras()

@@ -26,7 +26,7 @@ def generator(seed: int, purpose: str, number: int = 0) -> np.random.Generator:
 
 
 def drawn(seed: int, purpose: str, number: int, function: Callable[[], T]) -> T:
-    """Call a function, for which this stream replaces the library's random generator."""
+    """Call a function whose draws come from this stream, not the library's random generator."""
     result: T = draw_from(stream_seed(seed, purpose, number), function)
     return result
 

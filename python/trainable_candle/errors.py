@@ -60,7 +60,7 @@ class NoBackwardError(Error, RuntimeError):
 
 
 class AutogradError(Error, RuntimeError):
-    """There is no gradient: the graph was freed, changed in place, or is not connected."""
+    """No gradient exists: the graph was freed, a saved value changed, or an input is not in it."""
 
 
 class OutOfMemoryError(Error, MemoryError):

@@ -117,7 +117,7 @@ def held(path: Path, refusal: str) -> Iterator[None]:
         yield
     finally:
         # Remove the file before unlocking: otherwise another process could lock it in between, and
-        # hold a file that has no name.
+        # would hold the lock on a file that is removed then.
         path.unlink(missing_ok=True)
         os.close(handle)
 
@@ -135,7 +135,7 @@ def _lock(path: Path, refusal: str) -> int:
             holder = os.pread(handle, 32, 0).decode(errors="replace").strip() or "another"
             os.close(handle)
             raise ConfigError(
-                f"{refusal} by process {holder}; wait for it, or choose another"
+                f"{refusal} by process {holder}; wait for it, or choose another folder"
             ) from None
         except BaseException:
             os.close(handle)

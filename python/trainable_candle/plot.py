@@ -61,7 +61,7 @@ def loss_curve(
     if not losses or len(steps) != len(losses):
         raise ArgumentError(
             f"loss_curve: found {len(steps)} steps and {len(losses)} losses, "
-            "expected as many of each and at least one"
+            "expected equal numbers of at least 1"
         )
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - optional, and slow to import

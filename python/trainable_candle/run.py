@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import StepReport, Trainer
 
 ADAPTER: Final = f"{STEM}.safetensors"
-"""The finished adapter, without `--name`."""
+"""The file of the finished adapter if `--name` is not given."""
 TENSORBOARD: Final = "tensorboard"
 LOCK: Final = ".lock"
 _FIRST_STEPS: Final = 20
@@ -98,7 +98,8 @@ def train_adapter(
 
     Raises:
         ConfigError, DatasetError, WeightsFormatError, OutOfMemoryError, OSError: settings, data or
-            weights cannot be used, or memory is too small; raised before the first step.
+            weights cannot be used, or memory is too small. All are checked before the first step;
+            memory can also run out later, and files can become unusable.
         CudaUnavailableError, DeviceError: there is no such device; raised before anything is read.
         TypeError: `config` is no `TrainConfig`.
         NonFiniteError: the loss or the gradient is NaN or infinite.
@@ -159,7 +160,7 @@ def _train_in(
     is_first = group.rank == 0
     if not is_first:
         callbacks, progress, report = (), False, _silent
-    # Before anything is read, so that a missing device is reported at once.
+    # Query the device before anything is read, so that a missing device is reported at once.
     budget = find_budget(group, config)
     weights = families.weights_of(config.model, config.weights)
     output = Path(config.output).expanduser()
@@ -199,7 +200,7 @@ def _train_in(
         try:
             return run(tried.config)
         except OutOfMemoryError as error:
-            # A checkpoint of this attempt would look newer than those of the next attempt.
+            # Do not try again after a checkpoint: it would look newer than the next attempt's.
             saved = any(run_state.step_of(kept) > step for kept in run_state.checkpoints(output))
             if group.size > 1 or taken.steps >= _FIRST_STEPS or saved:
                 raise
@@ -222,7 +223,7 @@ def _held_output(output: Path, step: int) -> Iterator[None]:
     """Reserve the output folder for this run, which continues from `step`."""
     _make_writable(output)
     with held(output / LOCK, f"output: {output} is in use"):
-        # Another run may have used the folder in the meantime.
+        # Another run may have used the folder since `_resumed` checked it.
         run_state.refuse_later(output, step)
         run_state.remove_leftovers(output)
         yield
@@ -235,8 +236,8 @@ def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, Train
     user sets them now.
 
     Raises:
-        ConfigError: there is no such checkpoint, no step is left, or the folder has later ones, or
-            the adapter of a run that this one does not continue.
+        ConfigError: there is no such checkpoint; no step is left; or the folder has checkpoints of
+            later steps, or the finished adapter of another run.
     """
     start = run_state.find(output, config.resume) if config.resume else None
     state = run_state.read_state(start) if start else None
@@ -311,7 +312,7 @@ def _train(
         adapters = task.attach(fresh=start is None)
     if config.initial_adapter and start is None:
         adapters.load(config.initial_adapter_path)
-        report(f"adapter: starts as {config.initial_adapter}")
+        report(f"adapter: starts from {config.initial_adapter}")
     parameters = adapters.named_parameters()
     count = sum(var.numel() for var in parameters.values())
     report(f"adapter: {count} parameters in {len(parameters)} tensors")
@@ -338,7 +339,7 @@ def _train(
         _draw_curve(output, report)
         report(f"settings and logs: {output / CONFIG}, {LOG}, {JSON_LOG}")
     if config.from_peers:
-        # No process may take its slices away while another one still uses the model.
+        # No process may free its slices while another one still uses the model.
         group.barrier()
     file = adapter_path(config, output).name
     return TrainingRun(task, adapters, output, trainer.step, completed, trainer.stopped_by, file)
@@ -356,7 +357,7 @@ def _multiplying_codes(config: TrainConfig) -> Iterator[None]:
 
 
 def _with_defaults(config: TrainConfig, family: type[Family]) -> TrainConfig:
-    """The settings with the model's values for those that have none."""
+    """The settings, with the model's defaults for those that have no value."""
     defaults = {**family.defaults(config)}
     if config.finds_rate:
         defaults["learning_rate"] = 1.0
@@ -378,8 +379,8 @@ def _shared_out(config: TrainConfig, world: World | None) -> TrainConfig:
         at_once = config.batch_size * size
         if whole % at_once:
             raise ConfigError(
-                f"effective_batch: {whole} samples a step cannot be dealt out to {size} processes "
-                f"of batch size {config.batch_size}; give a multiple of {at_once}"
+                f"effective_batch: {whole} samples a step cannot be divided among {size} "
+                f"processes of batch size {config.batch_size}; give a multiple of {at_once}"
             )
         config = config.with_(gradient_accumulation=whole // at_once)
     if world is not None and config.threads is None:

@@ -70,7 +70,8 @@ class Session:
         self._optimizer = make_optimizer(config, adapters.groups(config))
         self._average: Average | None = None
         self.callbacks: list[Callback] = []
-        # All processes validate; the first one writes and draws as well.
+        # The average is needed for validation, in all processes, and for files and previews, in the
+        # first one.
         if config.ema_decay and (group.rank == 0 or prepared.validation is not None):
             running = AdapterAverage(adapters, config.ema_decay)
             self._average = running
@@ -106,7 +107,7 @@ class Session:
             self.callbacks.append(SameParameters(group, self._is_compared))
 
     def _is_compared(self, step: int) -> bool:
-        """Whether the processes compare their parameters at a step; also before a checkpoint."""
+        """Whether processes compare their parameters after a step: also before checkpoints."""
         config = self._config
         every = self._moments(config.save_every, config.save_every_epochs)
         return is_due(config.compare_every, step) or is_due(every, step) or step == config.steps
@@ -187,7 +188,7 @@ class Session:
             report(f"previews: {page if page.exists() else page.parent}")
 
     def finish(self) -> None:
-        """Leave the model with the parameters of its adapter files."""
+        """Give the model the parameters that its adapter files have."""
         self._adapters.set_training(False)
         if self._average is not None:
             self._average.keep()

@@ -22,13 +22,13 @@ _NAME: Final = re.compile(r"step-(\d+)(?:-(\d+))?\.png")
 _SIDE: Final = 192
 """The greatest width and height of a thumbnail, px."""
 _COLUMNS: Final = 12
-"""The most steps on the image; the page has all."""
+"""The most steps on the image; the page shows all steps."""
 _LINE: Final = 14
 """Height of a line of text, px."""
 
 
 def preview_path(folder: Path, step: int, number: int | None = None) -> Path:
-    """The file of the preview after `step` steps, or of its image `number` from 1."""
+    """The file of the preview after `step` steps, or of its image `number`, counted from 1."""
     name = f"step-{step:06d}"
     return folder / (f"{name}.png" if number is None else f"images/{name}-{number}.png")
 

@@ -22,7 +22,10 @@ FILES = ("run.yaml", "run/config.yaml")
 
 
 def lines(text: str) -> Iterator[str]:
-    """Yield the lines of fenced blocks, with continued lines joined, and commands in backquotes."""
+    """Yield the lines of shell blocks, then the commands in backquotes of the other text.
+
+    A line that continues on the next one is joined with it.
+    """
     for block in re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         yield from block.replace("\\\n", " ").splitlines()
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -33,7 +36,7 @@ def lines(text: str) -> Iterator[str]:
 
 
 def commands(document: str) -> Iterator[list[str]]:
-    """The commands of a document, without the words before the program, such as `srun`."""
+    """Yield a document's commands, without the words before the program, such as `srun`."""
     for line in lines((ROOT / document).read_text()):
         words = shlex.split(line, comments=True)
         place = next((n for n, word in enumerate(words) if word in PROGRAMS), len(words))
@@ -72,7 +75,7 @@ def test_a_command_fails_only_for_missing_files(
         Path(path).write_text("model: digits\ndataset: images\noutput: run\n")
     command, *arguments = FOUND[name]
     if command == "ray" or "--gpus" in arguments:
-        # These commands start with GPUs or Ray, which this machine may lack.
+        # These commands need GPUs or Ray, which this machine may lack: check only their settings.
         _, settings = make_ray_parser("ray").parse_own(arguments)
         config = train.read_config(train.make_parser("train", rare=True).parse(settings))
         config.require("model", "dataset", "output")
@@ -84,7 +87,7 @@ def test_a_command_fails_only_for_missing_files(
     try:
         status = module.run(arguments, command)
     except Error as error:
-        assert "there is no" in str(error), error  # noqa: PT017 - some need no file
+        assert "there is no" in str(error), error  # noqa: PT017 - some commands need no file
     else:
         assert status == 0
 

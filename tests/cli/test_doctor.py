@@ -1,4 +1,4 @@
-"""`doctor` names faults and their cures; a script takes the place of `nvidia-smi`."""
+"""`doctor` names faults and their cures. The tests replace `nvidia-smi` by a script."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from trainable_candle.doctor import FAULT, GOOD, NOTE, Finding, examine
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The output of a fake `nvidia-smi`. The fake fails if `said.fails` is beside this file."""
+    """The file that a fake `nvidia-smi` prints; the fake fails if `said.fails` is beside it."""
     said = tmp_path / "said"
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()

@@ -1,4 +1,4 @@
-"""What a user sees when something goes wrong: a line, an exit status, no traceback."""
+"""Errors of commands: the user sees one line and an exit status, but no traceback."""
 
 import os
 import subprocess

@@ -26,7 +26,7 @@ def give(arguments: list[str], flag: str, value: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("document", ["README.md", "docs/sdxl.md"])
 def test_the_commands_of_the_guides_work(document: str, tmp_path: Path) -> None:
-    """The test reduces the steps, and puts the user's images where the guide expects them."""
+    """The test reduces the numbers of steps, and copies images to the folders of the guide."""
     text = (ROOT / document).read_text()
     blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
     commands = [
@@ -42,7 +42,7 @@ def test_the_commands_of_the_guides_work(document: str, tmp_path: Path) -> None:
     for command in commands:
         arguments = shlex.split(command)
         if "sd_xl_base_1.0.safetensors" in arguments:
-            # The built-in checkpoint replaces the one that is downloaded.
+            # Without --weights, the command uses the built-in checkpoint instead of a download.
             place = arguments.index("--weights")
             del arguments[place : place + 2]
             arguments = [a if a != "merged.safetensors" else "merged" for a in arguments]

@@ -169,7 +169,7 @@ def as_arguments(name: str, value: Any) -> list[str]:
 
 
 def test_every_setting_has_a_flag() -> None:
-    # Settings that contradict some of SAMPLES.
+    # These settings contradict some of SAMPLES, so they are not in it.
     exclusive = {"validation_dataset", "objective", "qat", "init", "qat_learned_scales"}
     assert SAMPLES.keys() | exclusive == settings().keys()
     default = TrainConfig()
@@ -299,7 +299,8 @@ def test_a_preset_fills_in_what_is_not_given(tmp_path: Path) -> None:
     model = ("--model", "sdxl")
     config = parse(*model, "--preset", "quality", "--rank", "4")
     assert (config.rank, config.steps, config.batch_size) == (4, 3000, 4)
-    # A given value counts even if it is the default, and `epochs` replaces the preset's `steps`.
+    # A given value overrides the preset even if it equals the default. `epochs` replaces the
+    # preset's `steps`.
     assert parse(*model, "--preset", "quality", "--rank", "16").rank == 16
     assert parse(*model, "--preset", "fast", "--epochs", "3").steps == TrainConfig().steps
     path = tmp_path / "run.yaml"

@@ -1,4 +1,4 @@
-"""Real photographs on the built-in SDXL, as `examples/04_sdxl_from_pictures.py` trains on them."""
+"""Training of the built-in SDXL on photographs, as in `examples/04_sdxl_from_pictures.py`."""
 
 import random
 import signal
@@ -39,8 +39,9 @@ def training(output: Path, steps: int, **settings: Any) -> list[str]:
 
 
 PROGRAM = [sys.executable, "-m", "trainable_candle"]
-# Runs the command line, and kills it before its n-th file operation below a folder. If n is 0, the
-# command runs to its end, and its number of operations is printed.
+# A program with the arguments FOLDER, N and a command line. It runs the command and kills itself
+# before the N-th operation on a file or folder below FOLDER. If it runs to its end, as with N = 0,
+# it prints the number of these operations.
 KILLED = """
 import atexit, os, signal, sys
 from trainable_candle.cli import main
@@ -105,7 +106,8 @@ def test_a_killed_run_loses_only_the_steps_since_its_last_checkpoint(
     output, whole = tmp_path / "killed", tmp_path / "whole"
     killed_at = [sys.executable, "-c", KILLED, str(tmp_path)]
     said = done(training(whole, 16, **settings), [*killed_at, "0"])
-    # Resumed runs find a cache and do fewer operations than this run.
+    # A resumed run finds a cache, so it does fewer operations than this run. A kill in the first
+    # half of this run's operations still comes before the end of most resumed runs.
     operations = int(said.rpartition("operations: ")[2])
     settings["cache_dir"] = tmp_path / "cache of the killed"
     generator = random.Random(0)
@@ -138,5 +140,5 @@ def test_a_killed_run_loses_only_the_steps_since_its_last_checkpoint(
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """The tensors of an adapter file, without the header, which names the run."""
+    """The bytes of an adapter file's tensors; the header is left out, because it names the run."""
     return {name: tensor.numpy().tobytes() for name, tensor in tc.load_file(path).items()}

@@ -46,7 +46,7 @@ def refused(result: Result, *texts: str) -> None:
 
 @pytest.fixture(scope="module")
 def flags(sdxl_base: Path, sdxl_folder: Path) -> Callable[..., list[str]]:
-    """A function that returns the arguments of a short run, with `settings` added or replaced."""
+    """A function that returns the arguments of a short run. `settings` override its defaults."""
 
     def flags(output: Path, steps: int = 6, **settings: Any) -> list[str]:
         given: dict[str, Any] = {
@@ -59,7 +59,7 @@ def flags(sdxl_base: Path, sdxl_folder: Path) -> Callable[..., list[str]]:
             "steps": steps,
             "cache": "memory",
             "learning_rate": 1e-2,
-            # With this seed, random crops change one of the first two images; `flip` does, too.
+            # With this seed, random crops change one of the first two images, and so do flips.
             "seed": 2,
             "optimizer": "adamw",
             **settings,
@@ -76,7 +76,7 @@ def flags(sdxl_base: Path, sdxl_folder: Path) -> Callable[..., list[str]]:
 
 @pytest.fixture(scope="module")
 def trained(flags: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with all features switched on."""
+    """A run with checkpoints, validation, previews, averaged weights and TensorBoard logs."""
     output = tmp_path_factory.mktemp("trained") / "run"
     result = done(
         *flags(
@@ -198,7 +198,7 @@ def test_merging_an_adapter_of_all_parts_draws_the_same(
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """The tensors of an adapter file, without the header, which names the run."""
+    """The tensors of an adapter file. Its header is left out, because it names the run."""
     return {name: tensor.numpy().tobytes() for name, tensor in tc.load_file(path).items()}
 
 
@@ -448,7 +448,7 @@ def test_a_run_that_cannot_fit_is_rejected_with_settings_that_fit(
 def test_weights_may_be_a_pipeline_on_the_hub(
     flags: Callable[..., list[str]], sdxl_base: Path, tmp_path: Path, plain: dict[str, bytes]
 ) -> None:
-    """The model is in the cache of the hub's client, and there is no connection."""
+    """The client of the hub has no connection, but has the model in its cache."""
     revision = "0" * 40
     repository = tmp_path / "hub" / "models--someone--tiny-sdxl"
     (repository / "refs").mkdir(parents=True)

@@ -6,6 +6,7 @@ import pytest
 
 import trainable_candle as tc
 from trainable_candle.cli import main
+from trainable_candle.families import find
 from trainable_candle.families.sdxl import SDXL
 
 MODULE = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
@@ -140,3 +141,22 @@ def test_every_reader_of_a_family_is_named(
 def test_a_missing_file_is_named_as_in_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify"]) == 2
     assert "missing FILE (see" in capsys.readouterr().err
+
+
+def test_language_models_are_judged_by_peft(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer = "model.layers.0.self_attn.o_proj"
+    model = tc.models.CausalLM.from_pretrained(find("causal-lm").default_weights())
+    width, _ = dict(model.named_tensors())[f"{layer}.weight"].shape
+    down, up = tc.ones((2, width)), tc.ones((width, 2))
+    kohya = "lora_lm_" + layer.replace(".", "_")
+    file = tmp_path / "a.safetensors"
+    tensors = {f"{kohya}.lora_down.weight": down, f"{kohya}.lora_up.weight": up}
+    assert verified(file, tensors, "--model", "causal-lm") == 1
+    text = capsys.readouterr().out
+    assert "peft applies 0; 1 not: it only knows its own names\n" in text
+    assert text.endswith("not good\n")
+    own = {f"base_model.model.{layer}.lora_{f}.weight": t for f, t in (("A", down), ("B", up))}
+    assert verified(file, own, "--model", "causal-lm") == 0
+    assert capsys.readouterr().out.endswith("good: peft applies all of it\n")

@@ -1,6 +1,6 @@
-"""Fixtures that run snippets on a simulated CUDA device, whose kernels do not compute.
+"""Fixtures that run Python snippets on a simulated CUDA device.
 
-simulate.py builds the simulated libraries.
+simulate.py builds the simulated libraries. Their kernels do not compute.
 """
 
 import importlib.util
@@ -52,7 +52,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Run:
-    """The output of a snippet, and its calls to CUDA."""
+    """The output of a snippet, and the calls of the simulation's log."""
 
     output: str
     calls: list[Call]
@@ -86,7 +86,7 @@ def parse(line: str) -> Call:
 
 
 class Simulation:
-    """Builds each set of simulated libraries once, and runs snippets with them."""
+    """Runs snippets with simulated libraries. Each set of libraries is built once."""
 
     def __init__(self, folder: Path) -> None:
         self.simulate = load_simulate()
@@ -110,8 +110,9 @@ class Simulation:
     ) -> Run:
         """Run a snippet in a process of its own, and assert that it succeeds.
 
-        `libraries` names the libraries that exist (default: all), and `missing` the functions that
-        they lack. `settings` are those of the simulation, such as {"DEVICES": "2"}.
+        `libraries` are the names of the libraries that exist (default: all). `missing` are the
+        names of functions that these libraries lack. `settings` set variables of the simulation:
+        {"DEVICES": "2"} sets SIMULATED_CUDA_DEVICES.
         """
         available = tuple(self.simulate.LIBRARIES) if libraries is None else tuple(libraries)
         folder = self.build(available, tuple(missing))
@@ -120,8 +121,8 @@ class Simulation:
         package = Path(tc.__file__).parents[1]
         environment = {**os.environ, **self.simulate.environment(folder)}
         environment["PYTHONPATH"] += os.pathsep + str(package)
-        # Only the driver is on this path: the package finds the other libraries where pip puts
-        # them.
+        # Only the driver is on this path. The package finds the other libraries in the folders into
+        # which pip puts them.
         environment["LD_LIBRARY_PATH"] = str(folder / self.simulate.DRIVER_FOLDER)
         environment["SIMULATED_CUDA_KERNELS"] = str(self.kernels)
         for name, value in (settings or {}).items():

@@ -3,9 +3,9 @@
 
     eval $(tests/cuda/simulate.py FOLDER python/trainable_candle/_core.abi3.so)
 
-After this command, a shell's commands find the simulated libraries, which log to FOLDER/log. The
-script needs CUDA's headers (CUDA_HOME, or PyPI's nvidia-cuda-runtime) and a C compiler, such as
-zig.
+Commands that the shell then runs find the simulated libraries, which log their calls to FOLDER/log.
+The script needs CUDA's headers (from CUDA_HOME or PyPI's nvidia-cuda-runtime) and a C compiler,
+such as zig.
 """
 
 import io
@@ -32,8 +32,8 @@ LIBRARIES = {
     "libcurand.so.10": ("random.c",),
     NCCL: ("nccl.c",),
 }
-# Where pip puts CUDA's libraries, below a folder that Python imports from; the driver comes with
-# the system.
+# The folders into which pip puts CUDA's libraries, below a folder of `sys.path`. The driver belongs
+# to the system, so it has a folder of its own.
 PIP_FOLDER = Path("nvidia") / "cu13"
 NCCL_FOLDER = Path("nvidia") / "nccl"
 DRIVER_FOLDER = "driver"
@@ -58,10 +58,10 @@ def headers() -> Path | None:
 def build(
     folder: Path, libraries: Sequence[str] = tuple(LIBRARIES), missing: Sequence[str] = ()
 ) -> None:
-    """Compile some of the libraries, without the functions in `missing`."""
+    """Compile `libraries` into `folder`, without the functions in `missing`."""
     command, include = compiler(), headers()
     if not command or not include:
-        raise FileNotFoundError("needs a C compiler and CUDA's headers; see simulate.py")
+        raise FileNotFoundError("a build needs a C compiler and CUDA's headers; see simulate.py")
     flags = ["-std=gnu11", "-D_GNU_SOURCE", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC"]
     flags += [
         "-fno-sanitize=all",
@@ -97,7 +97,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def unpack(payload: bytes, size: int) -> bytes:
-    """One image of a fatbin, decompressed if it is compressed."""
+    """The bytes of a fatbin's image, decompressed if zstd compressed them."""
     if not payload.startswith(b"\x28\xb5\x2f\xfd"):
         return payload
     if sys.version_info >= (3, 14):
@@ -138,11 +138,11 @@ def attributes(section: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def machine_code(image: bytes) -> Iterator[str]:
-    """The properties of each kernel that the driver reads from its machine code."""
+    """Yield a line of the table for each kernel in machine code."""
     max_threads, parameter = 0x05, 0x17
     found = re.search(rb"-arch (sm_(\d+)a?)", image)
     if not found:
-        raise ValueError("machine code that does not name its architecture")
+        raise ValueError("the machine code does not name its architecture")
     architecture, number = found[1].decode(), int(found[2])
     file = ELFFile(io.BytesIO(image))
     for text in file.iter_sections():
@@ -160,7 +160,7 @@ def machine_code(image: bytes) -> Iterator[str]:
                 threads = x * y * z
         shared = file.get_section_by_name(f".nv.shared.{name}")
         fixed = shared["sh_size"] if shared else 0
-        # From compute capability 9.0 on, the size includes 1 KiB that the system reserves.
+        # From compute capability 9.0 on, the size includes 1 KiB that CUDA reserves.
         fixed -= 1024 if number >= 90 and fixed >= 1024 else 0
         registers = text["sh_info"] >> 24 or resources(file, name)
         yield describe(architecture, name, registers, threads, fixed, sizes)
@@ -186,7 +186,7 @@ def describe(
 
 
 def portable_code(number: int, image: bytes) -> Iterator[str]:
-    """The kernels in PTX: only their names, since PTX has none of the other properties."""
+    """Yield a line of the table for each kernel in PTX, which contains only the name."""
     for name in re.findall(rb"\.entry\s+(\w+)", image):
         yield describe(f"compute_{number}", name.decode(), 0, 0, 0, {})
 

@@ -1,4 +1,4 @@
-"""The calls to CUDA of an autoencoder and of sampling images, on the simulated device."""
+"""The CUDA calls of an autoencoder and of drawing images, on the simulated device."""
 
 from typing import Any
 
@@ -42,7 +42,8 @@ def test_an_autoencoder_in_f32_multiplies_on_tensor_cores(cuda: Any) -> None:
         convolutions = [name for name in names if name.startswith("conv2d_forward")]
         assert len(convolutions) > 8
         assert all(name.endswith("_bf16") for name in convolutions)
-        # Each convolution splits its operands into pairs; so does the attention of each image.
+        # Each convolution splits its operands into pairs of bf16 numbers. So do the two products of
+        # the attention of each of the two images.
         assert names.count("pairs_left_f32") == len(convolutions) + 2 * 2
         assert names.count("pairs_right_f32") == len(convolutions) + 2 * 2
 
@@ -69,7 +70,7 @@ def test_images_are_copied_as_bytes(cuda: Any) -> None:
     """)
     copies = [c for c in run.after("picture").of("copy") if "HtoD" in c["kind"]]
     sizes = sorted(int(copy["bytes"]) for copy in copies)
-    # The other copies carry the two numbers of the expression.
+    # The other copies carry the numbers 127.5 and 1.0 of the expression.
     assert sizes[-1] == 2 * 32 * 48 * 3
     assert sum(sizes[:-1]) < 128
 
@@ -104,7 +105,8 @@ def test_drawing_replays_a_graph_and_waits_for_no_step(cuda: Any) -> None:
         draw(family, ["a", "b"], SampleOptions(steps=6), features, (64, 64))
     """)
     assert run.of("refused") == []
-    # Each image calls `features` twice; its steps follow the second call.
+    # `draw` calls `features` twice for each image: for the prompt and for the negative prompt. The
+    # steps of the image follow the second call.
     marks = [i for i, call in enumerate(run.calls) if call.kind == "mark"]
     parts = [
         type(run)("", run.calls[start + 1 : end])
@@ -112,7 +114,8 @@ def test_drawing_replays_a_graph_and_waits_for_no_step(cuda: Any) -> None:
         if run.calls[start]["name"] == "features"
     ]
     first, second = parts[1], parts[3]
-    # For the first image, step 1 is eager and step 2 is recorded; for the second, all are replayed.
+    # Step 1 of the first image is eager and step 2 is recorded. All steps of the second image are
+    # replayed.
     assert len(first.of("capture-end")) == 1
     assert len(first.of("replay")) == 5
     assert len(second.of("replay")) == 6

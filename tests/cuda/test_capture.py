@@ -31,7 +31,8 @@ def test_a_step_becomes_one_launch(cuda: Any) -> None:
     for call in range(6):
         mark(f"call-{call}")
         result = step(*batch(call))
-        # The second call is eager too: the gradients get their storage in the first call.
+        # A graph needs gradients at fixed addresses. The first call allocates the gradients, so the
+        # second call is eager, too.
         assert step.is_recorded == (call > 1)
         assert list(result) == ["loss", "rest"]
         assert result["loss"].shape == () and not result["loss"].requires_grad

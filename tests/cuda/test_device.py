@@ -1,4 +1,4 @@
-"""Devices and their memory, without a GPU: the simulated device really copies and fills."""
+"""Devices and their memory, without a GPU. The simulated device does copy and fill memory."""
 
 from typing import Any
 
@@ -111,7 +111,7 @@ def test_full_memory_is_an_out_of_memory_error(cuda: Any) -> None:
                 assert isinstance(error, MemoryError)
             else:
                 raise AssertionError(name)
-        # The process continues.
+        # The process can go on.
         assert kept.tolist() == [1.0, 2.0]
         half = [tc.zeros((1024, 1024, 128), device="cuda") for _ in range(2)]
         assert tc.cuda.memory_stats()["allocated"] > GIB
@@ -123,11 +123,11 @@ def test_full_memory_is_an_out_of_memory_error(cuda: Any) -> None:
     for name, message in zip(("zeros", "full", "matmul"), messages, strict=True):
         assert message.startswith(f"{name}: ")
         assert "needs 3.00 GiB" in message or "needs 16.00 GiB" in message
-        assert "2.00" in message  # GiB of the GPU
+        assert "2.00" in message  # the GPU's memory in GiB
 
 
 def test_a_gradient_without_memory_for_its_copy_is_an_error(cuda: Any) -> None:
-    # The gradient is in the optimizer's flat buffer; `var.grad` returns a copy.
+    # The gradient is a part of the optimizer's flat buffer, and `var.grad` returns a copy of it.
     cuda.run("""
         import pytest
         var = tc.Var(tc.zeros((256, 1024, 1024), device="cuda"))

@@ -1,4 +1,4 @@
-"""Calls to NCCL on simulated GPUs: two ranks are two threads here, each with a GPU."""
+"""Calls to NCCL on simulated GPUs. The ranks are threads of one process, each with a GPU."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ def test_a_step_is_one_call_and_the_end_is_in_order(cuda: Any) -> None:
             "destroy",
         ]
         sums = [call for call in calls if call["op"] == "all_reduce"]
-        # The gradients are one vector; the tail is in the same group of calls.
+        # One call sums all gradients. The call for the tail is in the same group.
         assert [(call["count"], call["type"]) for call in sums] == [("127", "7"), ("3", "8")] * 3
         assert all(call["in_place"] == "1" and call["group"] == "1" for call in sums)
     assert [copy for copy in run.of("copy") if copy["kind"].startswith("cuMemcpyDtoH")] == []
@@ -154,7 +154,7 @@ def test_a_stop_from_another_thread_ends_a_wait(cuda: Any) -> None:
 
     errors = together(work)
     assert errors[1] is None
-    # Rank 0 checks whether the call is done before it checks for the stop.
+    # Rank 0 first checks whether the call is done, so the call can succeed in spite of the stop.
     assert errors[0] is None or "another process has ended" in str(errors[0]), errors
     """,
         settings={"DEVICES": "2"},

@@ -1,4 +1,4 @@
-"""A change of state that a graph depends on reaches the graph, or is rejected.
+"""If state on which a CUDA graph depends changes, the graph uses the new state or raises an error.
 
 The simulated device's kernels do not compute; test_frozen_gpu.py compares the values.
 """
@@ -65,7 +65,7 @@ def test_loaded_states_reach_the_graph(cuda: Any) -> None:
     mark("replay")
     step(x)
     mark("other")
-    # Variables that have taken different numbers of steps need another recording.
+    # If variables have taken different numbers of steps, the step must be recorded again.
     states["step"] = tc.tensor([2, 1], dtype="i64")
     opt.load_state_dict(states)
     for call in range(3):
@@ -74,7 +74,7 @@ def test_loaded_states_reach_the_graph(cuda: Any) -> None:
     """
     )
     assert run.of("refused") == []
-    # Both moments are copied into the graph's storage; the step counts come with the settings.
+    # Both moments are copied into the graph's storage. `optim_configure` writes the step counts.
     loaded = run.after("load").launches
     assert loaded.count("copy_bytes_4") == 2
     assert loaded.count("optim_configure") == 1
@@ -93,7 +93,7 @@ def test_variables_that_step_apart_are_recorded_anew(cuda: Any) -> None:
         + """
     step = captured()
     step(x)
-    # A step of one variable alone.
+    # This step changes the first variable alone.
     (parameters[0] * 2).sum().backward()
     opt.step()
     opt.zero_grad()
@@ -123,7 +123,7 @@ def test_a_step_without_gradients_is_not_replayed(cuda: Any) -> None:
     mark("end")
     """
     )
-    # Without gradients there is no step.
+    # Without gradients the optimizer takes no step, so a graph that has one is not replayed.
     assert run.after("none").of("replay") == []
     assert not any(name.startswith("adam_step") for name in run.after("none").launches)
 
@@ -156,7 +156,7 @@ def test_a_recording_that_is_rejected_changes_nothing(cuda: Any) -> None:
     mark("end")
     """
     )
-    # The variable that steps gets its settings now; the recording's settings took no effect.
+    # The rejected recording wrote no settings, so the eager step writes those of its one variable.
     assert run.after("eager").launches.count("optim_configure") == 1
 
 
@@ -188,7 +188,7 @@ def test_master_values_are_not_rounded_by_replays(cuda: Any) -> None:
     for name in ("recorded", "replayed"):
         done = run.after(name)
         copies = [c["captured"] for c in done.of("launch") if c["name"] == "copy_bf16_f32"]
-        # The master values are refreshed once, before the graph and outside of it.
+        # One launch refreshes the master values. It runs before the graph and is no part of it.
         assert copies == ["0"], name
         assert len(done.of("replay")) == 1
     assert "copy_bf16_f32" not in run.after("as-it-was").launches
@@ -202,7 +202,7 @@ AVERAGE = """
 
 
 def weights(calls: list[Any]) -> list[float]:
-    """The f64 numbers with which the calls fill memory."""
+    """The f64 numbers that the launches of `fill_f64` write."""
     filled = [c["arguments"].split(",")[-1] for c in calls if c["name"] == "fill_f64"]
     return [struct.unpack("<d", struct.pack("<Q", int(number, 16)))[0] for number in filled]
 
@@ -350,7 +350,7 @@ def test_a_failure_leaves_the_loss_scaler_as_it_was(cuda: Any) -> None:
     part = tc.cuda.capture(divided, [x])
     part(x)
     scaler.update()
-    # The result that scaler.step() needs would exist in the graph alone.
+    # scaler.step() needs a result of unscale_(), which would exist in the graph alone.
     with refused(tc.DeviceError, "the function keeps 1 tensors"):
         part(x)
     """
@@ -373,7 +373,7 @@ RECORDS = {
 def test_a_recording_does_not_depend_on_the_number_of_steps_before(
     cuda: Any, digits_base: Any, optimizer: str
 ) -> None:
-    """A number that the host counts must not be an argument of a recorded kernel."""
+    """A recorded kernel may not take a number that the host counts, such as the step."""
     run = cuda.run(
         TRAIN.replace("OPTIMIZER", optimizer)
         + AVERAGE.replace("BASE", repr(str(digits_base)))

@@ -1,4 +1,4 @@
-"""Captured steps equal eager steps bit by bit, also if their state is changed between replays."""
+"""Captured steps equal eager steps bit by bit, also after changes of state between replays."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_other_threads_run_while_values_are_awaited(read: Callable[[tc.Tensor], 
 
 
 def test_a_scaled_loss_keeps_its_scale() -> None:
-    # The graph of the loss has saved the scale before `update` writes a new scale in place.
+    # The graph of the loss saves the scale. Later, `update` writes a new scale in place.
     x = tc.Var(np.array([3.0]), device="cuda")
     other = tc.Var([1.0], device="cuda")
     optimizer = tc.optim.SGD([other], lr=0.1)

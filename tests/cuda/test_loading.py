@@ -1,4 +1,4 @@
-"""Loading weights to a GPU: how much memory the host needs."""
+"""Loading weights to a GPU: how much memory the host needs, and which kernels are loaded."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,8 @@ import pytest
 import trainable_candle as tc
 
 MIB = 1 << 20
-# The simulated device's memory is memory of the process, and counts as soon as it is written.
+# The simulated device allocates its memory in this process, so VmRSS and VmHWM include it once
+# it is written.
 LOAD = """
     from trainable_candle.models import SDXLUNet
 
@@ -18,7 +19,7 @@ LOAD = """
             line = next(line for line in file if line.startswith(key))
         return int(line.split()[1]) * 1024
 
-    # The first calls start threads, load kernels and make the ring for copies.
+    # The first calls start threads, load kernels and allocate the ring of copy buffers.
     tc.ones((1024, 1024), device="cuda").to("cpu")
     held = tc.cuda.memory_stats()["allocated"]
     before = status("VmRSS")

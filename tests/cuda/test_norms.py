@@ -1,4 +1,4 @@
-"""Norms with residual sums on the simulated device: the kernels that they launch."""
+"""The kernels that norms with residual sums launch on the simulated device."""
 
 from collections import Counter
 from typing import Any
@@ -37,7 +37,7 @@ def test_a_norm_adds_the_gradient_of_its_residual(cuda: Any) -> None:
     ):
         _, backward = launches(cuda, f"y = {norm}")
         assert backward[f"{name}_backward_bf16"] == 1
-        # Accumulating into the variable's gradient is another addition, which `without` has too.
+        # A norm without a residual has the same additions, such as that into `x.grad`.
         _, without = launches(cuda, f"y = {norm.partition(' + ')[2]}")
         assert additions(backward) == additions(without), (backward, without)
 

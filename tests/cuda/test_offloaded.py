@@ -53,7 +53,7 @@ def test_each_input_is_copied_once_in_each_direction(cuda: Any) -> None:
     assert [int(call["bytes"]) for call in to_host(second)] == [BYTES] * (LAYERS - 1)
     assert [int(call["bytes"]) for call in to_device(second)] == [BYTES] * (LAYERS - 1)
     assert {call["pageable"] for call in to_host(second) + to_device(second)} == {"0"}
-    # The buffers are those of the first step, and nothing waits for the GPU.
+    # The step reuses the pinned buffers of the first step, and the host does not wait for the GPU.
     assert second.of("alloc-pinned") == []
     assert second.waits == []
 
@@ -63,7 +63,8 @@ def test_copies_to_the_device_are_queued_before_the_work_they_run_beside(cuda: A
     calls, copied = second.calls, to_device(second)
     back = [i for i, call in enumerate(calls) if call in copied]
     work = [i for i, call in enumerate(calls) if call.kind in {"launch", "product"}]
-    # The backward pass starts with the last layer, which needs its input at once.
+    # The backward pass starts with the last layer, which needs its input at once: no work runs
+    # beside the first copy.
     for earlier, later in pairwise(back[1:]):
         assert any(earlier < i < later for i in work)
     side = calls[back[0]]["stream"]
@@ -92,7 +93,7 @@ def test_a_graph_has_the_copies(cuda: Any) -> None:
     assert all(end["valid"] == "1" for end in run.of("capture-end"))
     replay = run.after("call-3").of("replay")
     assert int(replay[0]["copies"]) >= 2 * (LAYERS - 1)
-    # Eager work does not use the memory of graphs.
+    # Eager work does not use the pinned buffers of graphs.
     assert len(run.after("eager").of("alloc-pinned")) == LAYERS - 1
 
 
@@ -113,7 +114,7 @@ def test_without_pinned_memory_the_error_names_the_cure(cuda: Any) -> None:
 def gradients(
     policy: str, device: str, layers: int, rows: int, *, recorded: bool = False
 ) -> tuple[list[np.ndarray], int]:
-    """The loss and the gradients of a step, and the peak of memory on the device."""
+    """The loss and the gradients of a step, and the peak of device memory in bytes."""
     tc.manual_seed(0)
     weights = [tc.Var(tc.randn((WIDTH, WIDTH)) * 0.05, device=device) for _ in range(layers)]
     x = tc.randn((rows, WIDTH)).to(device)

@@ -1,6 +1,6 @@
-"""CUDA calls of optimizers and LoRA gradients, on a simulated GPU that does not compute.
+"""CUDA calls of optimizers and of LoRA's gradients, on a simulated GPU that does not compute.
 
-Tests with the marker `gpu` compare values on a real one.
+Tests with the marker `gpu` compare values on a real GPU.
 """
 
 from collections import Counter
@@ -66,7 +66,7 @@ OPTIMIZERS = {
         "lion_prepare": 1,
         "lion_8bit_step_f32_bf16": 1,
     },
-    # The kernels of these optimizers take a block of threads for each variable.
+    # In the kernels of these optimizers, one block of threads updates a whole variable.
     "Adafactor(parameters, lr=0.1)": {"whole_prepare": 1, "adafactor_step_f32_bf16": 1},
     "CAME(parameters, lr=0.1)": {"whole_prepare": 1, "came_step_f32_bf16": 1},
     "Muon(parameters, lr=0.1)": {"whole_prepare": 1, "muon_step_f32_bf16": 1},
@@ -98,7 +98,7 @@ def test_a_step_has_the_same_few_launches_for_any_number_of_variables(
             assert step.of("grow", "shrink", "alloc", "alloc-pinned", "module") == []
             launches = Counter(step.launches)
             expected = {"gradient_clip": 1, **OPTIMIZERS[optimizer]}
-            # All gradients are in one vector, which one fill sets to 0.
+            # All gradients are in one vector: one launch sets them to 0.
             expected |= {"fill_f32": 1}
             if update == CLIPPED:
                 groups = 2 if "params" in optimizer else 1
@@ -115,10 +115,10 @@ def test_lora_gradients_are_products_in_batches(cuda: Any) -> None:
     code = TRAIN.replace("OPTIMIZER", "tc.optim.AdamW(parameters, lr=0.1)")
     step = cuda.run(code.replace("UPDATE", CLIPPED)).after("step-3")
     calls = Counter((call["call"], call.fields.get("count")) for call in step.of("product"))
-    # Six layers: the gradients of all `down` and of all `up` are one batch each.
+    # The gradients of the six `down` are one batch, and those of the six `up` another.
     assert calls["cublasGemmBatchedEx", "6"] == 2, calls
-    # Three products per layer in the forward pass; in the backward pass one for the hidden gradient
-    # and two for the gradient of the input, which the first layer does not need.
+    # A layer has three products in the forward pass. In the backward pass it has one for the hidden
+    # gradient and two for the gradient of its input. The first layer's input needs no gradient.
     assert sum(calls.values()) == 2 + 6 * 3 + 6 + 5 * 2, calls
     launches = Counter(step.launches)
     assert launches["write_addresses"] == 2
@@ -178,7 +178,7 @@ def test_captured_steps(cuda: Any) -> None:
 def train_adapter(
     device: str, dtype: str, *, adaptive: bool, captured: bool = False
 ) -> list[np.ndarray]:
-    """The parameters after eight steps on a layer with LoRA and a decreasing learning rate."""
+    """The parameters of a LoRA layer after eight steps with a decreasing learning rate."""
     rng = np.random.default_rng(0)
     base, down, up = (rng.standard_normal(s) / 8 for s in ((96, 64), (8, 64), (96, 8)))
     layer = tc.nn.LoRALinear(tc.tensor(base, dtype=dtype, device=device), 8, 8.0)

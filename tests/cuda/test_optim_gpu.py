@@ -73,7 +73,7 @@ def test_it_trains_as_on_the_cpu(kind: str, options: dict[str, Any], dtype: str)
         made.append((optimizer, parameters))
     (here, expected), (there, found) = made
     compare(values(found), values(expected), dtype)
-    # Each optimizer continues with the states of the other.
+    # Each optimizer loads the states of the other one and continues.
     states = here.state_dict(), there.state_dict()
     # On a GPU, the states also count the steps of variables whose learning rate is 0.
     assert states[0].keys() <= states[1].keys()

@@ -1,6 +1,6 @@
-"""Attention inside packed texts, and the loss that stores no scores, on a GPU against the CPU.
+"""Packed texts on a GPU: attention inside each text, and the loss that stores no scores.
 
-The CPU computes in f64.
+The expected values are computed on the CPU in f64, or by attention over each text alone.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ pytestmark = pytest.mark.gpu
 
 F = tc.nn.functional
 TOLERANCE = {"f32": 2e-5, "bf16": 2e-2, "f16": 3e-3}
-"""Relative to the largest value."""
+"""The largest errors, relative to the largest value."""
 
 
 def gradients(
     function: Callable[..., tc.Tensor], arrays: list[np.ndarray], dtype: str, device: str
 ) -> list[np.ndarray]:
-    """The result of a function and the gradients of its arguments, in f64."""
+    """The result of a function and the gradients of its arguments, computed in `dtype`.
+
+    The gradients are those of a weighted sum of the result. All arrays are converted to f64.
+    """
     variables = [tc.Var(tc.tensor(a).to(dtype).to(device)) for a in arrays]
     result = function(*variables)
     weights = np.random.default_rng(1).standard_normal(result.shape)
@@ -57,7 +60,7 @@ def test_attention_inside_texts(
     rng = np.random.default_rng(0)
     rows = bounds[-1] + 12
     arrays = [rng.standard_normal((rows, n, width)) for n in (heads, key_heads, key_heads)]
-    # Round the inputs first, so that only the computation differs.
+    # Round the inputs first, so that both devices compute from the same values.
     arrays = [tc.tensor(a).to(dtype).to("f64").numpy() for a in arrays]
 
     def attend(device: str) -> Callable[..., tc.Tensor]:

@@ -1,6 +1,7 @@
-"""Blocks in slices on several simulated devices, each of a process of its own.
+"""Two processes stream the weights of blocks from slices on two simulated devices.
 
-The kernels do not compute, but copies are real: weights that are read back have crossed them.
+Each process uses one device, which holds one slice of the weights. The kernels do not compute, but
+copies are real, so weights that are read back show what the slices hold.
 """
 
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 
 from .test_streaming import COUNT, FLUX
 
-# One of two processes, which train on devices of their own and exchange messages on the CPU.
+# The program of each of two processes. Each trains on its own device; they exchange messages on the
+# CPU.
 CHILD = f"""
 import gc
 import os
@@ -65,7 +67,7 @@ def stepper(model):
 
 """
 
-# Starts the program in the file {path} twice, and prints what both print.
+# Starts the program in the file PATH twice, and prints the output of both processes.
 START = """
     import subprocess
     import sys
@@ -88,7 +90,7 @@ START = """
 
 
 def together(cuda: Any, folder: Path, code: str, **settings: str) -> Any:
-    """What two processes do on two devices; one log has the calls of both."""
+    """Run code in two processes on two devices; one log has the calls of both."""
     path = folder / "child.py"
     path.write_text(CHILD + code)
     start = START.replace("PATH", repr(str(path)))
@@ -96,14 +98,14 @@ def together(cuda: Any, folder: Path, code: str, **settings: str) -> Any:
 
 
 def side_copies(run: Any, kind: str, rank: int) -> list[Any]:
-    """The copies of a kind to a device, on its stream for copies."""
+    """The copies of one kind to the device of a rank, on the device's stream for copies."""
     found = [call for call in run.of("copy") if call["to"] == str(rank)]
     side = max((call["stream"] for call in found), key=int)
     return [call for call in found if call["stream"] == side and call["kind"] == kind]
 
 
 def halves(size: int) -> tuple[int, int]:
-    """The slices of both processes, in bytes; the first is a multiple of 256."""
+    """The slices of both processes in bytes; the first is a multiple of 256, or the whole size."""
     first = min(size, -(-size // 512) * 256)
     return first, size - first
 
@@ -130,7 +132,8 @@ mark("end")
     for rank in (0, 1):
         host = side_copies(run.after("host"), "cuMemcpyHtoDAsync", rank)
         peers = side_copies(run.after("peers"), "cuMemcpyDtoDAsync", rank)
-        # The bytes of each copy from the host: first the slice of the other process, then the own.
+        # Each copy from the host becomes two copies: first the slice of the other process, then the
+        # slice of this process.
         expected = []
         for call in host:
             first, second = halves(int(call["bytes"]))
@@ -139,7 +142,7 @@ mark("end")
         assert [(call["from"], int(call["bytes"])) for call in peers] == expected
         assert len(peers) > len(host) > 0
         assert not side_copies(run.after("peers"), "cuMemcpyHtoDAsync", rank)
-    # Nothing is pinned for slices.
+    # Slices need no pinned memory.
     assert run.after("loading").of("register", "alloc-pinned") == []
 
 
@@ -161,7 +164,7 @@ mark("end")
     for call in (3, 4):
         replays = run.after(f"call-{call}").of("replay")
         assert len(replays) == 2
-        # Two slices of each unit; blocks and modulation.
+        # Each block and the modulation of each block are copied as two slices.
         assert all(int(replay["copies"]) >= 2 * (3 * COUNT - 2) for replay in replays)
 
 
@@ -179,7 +182,7 @@ file = "diffusion_pytorch_model.safetensors"
 found = tc.load_file(f"{saved}/{file}")
 expected = tc.load_file(f"{folder}/transformer/{file}")
 assert found.keys() == expected.keys()
-# Kernels make other tensors.
+# Other tensors come from kernels, which do not compute here.
 streamed = [name for name in found if "_blocks." in name and len(found[name].shape) == 2]
 assert len(streamed) > 5 * COUNT
 for name in streamed:
@@ -206,7 +209,7 @@ mark("end")
     exported = sum(int(call["bytes"]) for call in run.of("ipc-export"))
     for line in filter(None, run.output.splitlines()):
         kept, streamed = map(int, line.split())
-        # The device has half of the weights, besides what is not streamed.
+        # Each device has half of the streamed weights, besides all weights that are not streamed.
         assert kept >= exported / 2 >= streamed / 2
 
 

@@ -12,7 +12,7 @@ from trainable_candle.nn import functional as F
 pytestmark = pytest.mark.gpu
 GOLDEN = Path(__file__).parents[1] / "golden"
 FORMATS = ("int8", "fp8", "nf4")
-# Together they have whole chunks of the kernels, rows that end inside a chunk, odd numbers of
+# The shapes cover whole chunks of the kernels, rows that end inside a chunk, odd numbers of
 # elements, and more elements than one grid stride.
 SHAPES = ((64, 128), (37, 91), (1, 1), (5, 8), (3, 4096), (2050, 4100))
 
@@ -114,7 +114,7 @@ def test_a_quantized_linear_layer_equals_one_with_its_dequantized_weight(
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("policy", ["none", "full", "selective"])
 def test_training_a_transformer_equals_the_cpu(gpu: str, format: str, policy: str) -> None:
-    """Eager steps and graphs have nearly the losses of the CPU."""
+    """The losses of eager steps and of graphs are near the losses on the CPU."""
     case = tc.load_file(GOLDEN / "flux" / "transformer_forward.safetensors")
     names = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
     names = (*names, "img_ids", "txt_ids", "guidance")

@@ -1,4 +1,4 @@
-"""Graphs, and memory that is shared with torch, on a real GPU."""
+"""CUDA graphs, memory shared with torch, and ids out of range, on a real GPU."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def test_two_thousand_replays_take_no_memory() -> None:
     labels = tc.tensor(np.arange(32) // 4, device="cuda")
     inputs = [tc.zeros((32, 64), device="cuda"), labels]
     run = tc.cuda.capture(step, inputs)
-    # The first call allocates the gradients. A graph needs their addresses, so the third call
-    # records, when the second has found the gradients allocated.
+    # A graph needs the addresses of the gradients. The first call allocates them, the second finds
+    # them allocated, and the third records.
     for _ in range(3):
         run(*inputs)
     before = tc.cuda.memory_stats()
@@ -142,7 +142,7 @@ def test_streams_of_torch_wait_for_ours_and_ours_for_torch() -> None:
         y = x
         for _ in range(50):
             y = y @ x
-        # The products are queued, not done; torch reads the result on its own stream.
+        # The products are queued, not done. torch reads the result on a stream of its own.
         with torch.cuda.stream(stream):
             total = torch.from_dlpack(y).double().sum().item()
         assert total == pytest.approx(float(y.to("f64").sum().item()), rel=1e-9, abs=1e-12)

@@ -19,7 +19,7 @@ def moved(run: Any) -> int:
 
 
 def tensors(path: Path) -> dict[str, int]:
-    """The bytes of each tensor in a file."""
+    """The size in bytes of each tensor in a file."""
     with path.open("rb") as file:
         header = loads(file.read(struct.unpack("<Q", file.read(8))[0]))
     header.pop("__metadata__", None)
@@ -115,7 +115,8 @@ def test_a_save_moves_what_it_writes_once(
 
     parameters = sum(written("parameters").values())
     assert moved(run.after("parameters")) == parameters
-    # Alphas are on the host; DoRA's files also need an f32 norm for each output.
+    # Alphas are on the host, so they are not copied. DoRA's files also need an f32 norm for each
+    # output.
     file = {n: size for n, size in written("adapter").items() if not n.endswith("alpha")}
     assert parameters == sum(file.values()) * (2 if dtype else 1)
     norms = sum(size for n, size in file.items() if "dora_scale" in n or "magnitude" in n)
@@ -123,8 +124,9 @@ def test_a_save_moves_what_it_writes_once(
     assert moved(run.after("adapter")) - parameters in {0, norms}
     average = sum(size for n, size in written("average").items() if n != "updates")
     assert moved(run.after("average")) == average
-    # Two codes per element and two scales per block of 256, in whole blocks. The sizes are computed
-    # here, since the file has no states: a kernel counts the steps, and kernels do not compute.
+    # The optimizer's file has no states, because kernels do not compute here, and a kernel counts
+    # the steps. The states would have two codes for each element and two f32 scales for each block
+    # of up to 256.
     counts = [size // 4 for size in written("parameters").values()]
     states = sum(2 * count + 8 * math.ceil(count / 256) for count in counts)
     surplus = moved(run.after("optimizer")) - states

@@ -1,4 +1,4 @@
-"""The simulated driver rejects the same calls as the real driver, so tests that use it can fail."""
+"""The simulated driver rejects calls that the real driver rejects, so it finds wrong calls."""
 
 from typing import Any
 
@@ -107,7 +107,7 @@ def test_mapped_memory(cuda: Any) -> None:
                   none)
     assert fill(start, 1) == 1  # nothing is mapped
     assert call("cuMemMap", pointer(start), size(chunk), size(0), handle, none) == 0
-    assert fill(start, 1) == 1  # not to be written yet
+    assert fill(start, 1) == 1  # mapped, but not accessible yet
     access = Access(Location(1, 0), 3)
     assert call("cuMemSetAccess", pointer(start), size(chunk), ctypes.byref(access), size(1)) == 0
     assert fill(start, chunk) == 0

@@ -1,4 +1,4 @@
-"""The calls to CUDA of a training step, on the simulated device, which computes no values."""
+"""The CUDA calls of a training step on the simulated device, which computes no values."""
 
 from collections import Counter
 from typing import Any
@@ -32,11 +32,11 @@ def test_forward_and_backward_launch_what_they_need(cuda: Any) -> None:
         run = cuda.run(TRAIN.replace("DTYPE", dtype))
         assert run.of("refused") == []
         step = run.after("step-3")
-        # Two linear layers: each has one product in the forward pass and one for its weight's
-        # gradient; another product computes the gradient that reaches the first layer.
+        # Each of the two linear layers has one product in the forward pass and one for the
+        # gradient of its weight. The fifth is for the gradient of the second layer's input.
         assert len(step.of("product")) == 5
         launches = Counter(step.launches)
-        assert launches[f"dropout_{dtype}"] == 2  # backward draws the same mask again
+        assert launches[f"dropout_{dtype}"] == 2  # the backward pass draws the same mask again
         assert launches == Counter(run.after("step-2").launches)
         assert sum(launches.values()) <= 20, launches
 
@@ -49,7 +49,7 @@ def test_a_warm_step_neither_waits_nor_allocates(cuda: Any) -> None:
 
 
 def test_every_architecture_has_the_kernels(cuda: Any) -> None:
-    """PTX serves GPUs that are newer than all machine code."""
+    """A GPU without machine code of its own uses PTX. Here it has compute capability 13.0."""
     kernels = [line.split() for line in cuda.kernels.read_text().splitlines()]
     architectures = sorted(
         architecture for _, architecture, name, *_ in kernels if name == "fill_f32"
@@ -62,4 +62,4 @@ def test_every_architecture_has_the_kernels(cuda: Any) -> None:
         assert run.of("refused") == []
         used = {call["architecture"] for call in run.of("module")}
         assert architecture in used
-        assert used <= {architecture, "any"}  # "any": candle's PTX
+        assert used <= {architecture, "any"}  # "any": candle's kernels, in PTX

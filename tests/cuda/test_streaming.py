@@ -1,7 +1,7 @@
 """Streamed blocks: weights stay in host memory, and are copied to the simulated device when needed.
 
-These tests check the copies, their order, graphs and sharing between processes. The kernels do not
-compute: `tests/models/test_streaming.py` compares values.
+These tests check the copies, their order, graphs, and the sharing of one copy by two ranks. The
+kernels do not compute: `tests/models/test_streaming.py` compares values.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 FLUX = Path(__file__).parents[1] / "golden" / "flux"
-# The number of blocks of the model.
+# The number of blocks in the model.
 COUNT = sum(
     json.loads((FLUX / "transformer" / "config.json").read_text())[name]
     for name in ("num_layers", "num_single_layers")
@@ -48,7 +48,7 @@ STEP = f"""
 
 
 def copies(run: Any) -> list[Any]:
-    """The copies from pinned memory, on the stream for copies."""
+    """The copies from pinned memory on the stream that only copies."""
     found = [call for call in run.of("copy") if call["kind"] == "cuMemcpyHtoDAsync"]
     side = max((call["stream"] for call in found), key=int)
     return [call for call in found if call["stream"] == side]
@@ -69,8 +69,8 @@ def test_a_step_copies_blocks_ahead_of_their_use(cuda: Any, quantize: str | None
     assert run.of("refused") == []
     second = run.after("second")
     found = copies(second)
-    # The forward pass finds the first two blocks in the slots, where the last backward pass left
-    # them, and the backward pass finds the last two. Each block's modulation is copied once.
+    # The last backward pass left the first two blocks in the slots, and the forward pass leaves the
+    # last two there: each pass copies all blocks but two. Each block's modulation is copied once.
     parts = 1 if quantize is None else 2
     units = 2 * (COUNT - 2) + COUNT
     assert len(found) == parts * units
@@ -100,7 +100,7 @@ def test_a_copy_is_queued_while_the_block_before_computes(cuda: Any) -> None:
     forward = run.after("forward")
     calls, found = forward.calls, copies(forward)
     starts = [i for i, call in enumerate(calls) if call in found]
-    # The last copy is for the last block; the block before it computes meanwhile.
+    # The last copy is that of the last block. The block before it computes meanwhile.
     work = [call.kind in {"launch", "product"} for call in calls]
     waits = [i for i, call in enumerate(calls) if call.kind == "wait"]
     used = next(i for i in reversed(waits) if calls[i]["stream"] != found[0]["stream"])
@@ -130,8 +130,8 @@ def test_a_graph_has_the_copies_of_its_step(cuda: Any) -> None:
     for call in (3, 4):
         replay = run.after(f"call-{call}")
         assert len(replay.of("replay")) == 2
-        # A graph cannot rely on the contents of slots at its start: it copies the first two blocks
-        # again.
+        # A graph cannot rely on what the slots contain at its start, so it copies the first two
+        # blocks again.
         assert int(replay.of("replay")[0]["copies"]) >= 3 * COUNT - 2
         assert replay.waits == []
 
@@ -258,11 +258,11 @@ def test_ranks_pin_one_copy(cuda: Any, quantize: str | None) -> None:
     )
     assert run.of("refused") == []
     pinned = [int(call["bytes"]) for call in run.of("register")]
-    # Both ranks pin the one copy of the blocks, and the one copy of their modulation.
+    # Both ranks pin the same copy of the blocks, and the same copy of their modulation.
     assert len(pinned) == 4
     assert sum(pinned) == 2 * int(run.output)
     assert len(run.of("unregister")) == 4
-    # The other pinned memory is the buffers for copies of values, which hold no weights.
+    # The rest of the pinned memory is buffers of 8 MiB for copying values. They hold no weights.
     assert {call["bytes"] for call in run.of("alloc-pinned")} == {str(8 << 20)}
     found = copies(run)
     assert found

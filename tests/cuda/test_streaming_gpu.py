@@ -1,4 +1,4 @@
-"""Streamed blocks on a GPU equal resident ones bit by bit, in eager steps and in graphs."""
+"""On a GPU, streamed blocks compute the same bits as resident ones, eagerly and in graphs."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def losses(
     for index in range(6):
         found.append(run(*inputs).to("cpu").numpy())
         if index == 3:
-            # The eager call changes the slots' contents between replays.
+            # This eager call changes the contents of the slots between two replays.
             with tc.no_grad():
                 found.append(model(**dict(zip(names, inputs, strict=True))).to("f32").numpy())
     return found

@@ -30,7 +30,7 @@ QUEUED = {"launch", "replay", "product"}
 
 
 def waits_at_its_end(step: Any) -> bool:
-    """Whether the host waits once, after the whole step is queued, and reads values only then."""
+    """Whether the host first queues the whole step, then waits once, and only then reads values."""
     waits = [step.calls.index(call) for call in step.waits]
     after = step.calls[min(waits) :]
     return len(step.of("synchronize")) <= 1 and not QUEUED & {call.kind for call in after}
@@ -123,7 +123,7 @@ TEXTS = """
 
 
 def texts(folder: Path, **settings: Any) -> str:
-    """A run of the built-in language model over texts that fill all rows equally."""
+    """The code of a run of the built-in language model, on texts that fill all rows equally."""
     dataset = folder / "texts.jsonl"
     lines = ["".join(chr(97 + (n * k) % 26) for k in range(29)) for n in range(60)]
     dataset.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
@@ -143,8 +143,8 @@ def texts(folder: Path, **settings: Any) -> str:
 def test_steps_of_texts_are_replayed(cuda: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
     run = cuda.run(texts(tmp_path, **settings))
     assert run.of("refused") == []
-    # A step has the tokens of all rows. Validation has the tokens of its own texts alone, and uses
-    # no graph.
+    # A training batch is padded to the 256 tokens of two rows, so that its step can be replayed. A
+    # validation batch has no padding, and its step uses no graph.
     assert "256" in run.output.split()
     for step in RECORDED:
         done = run.after(f"step-{step}")

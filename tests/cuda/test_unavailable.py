@@ -23,7 +23,7 @@ REPORT = """
 DRIVER = "libcuda.so.1"
 
 
-# The settings of the simulation, and the text that the reason must contain.
+# Arguments of `Simulation.run`, and a text that the reason must contain.
 CASES = {
     "no driver": ({"libraries": ()}, "there is no NVIDIA driver on this machine (libcuda.so.1: "),
     "driver fails": (
@@ -75,10 +75,10 @@ def test_reason_reaches_the_user(cuda: Any, simulation: dict[str, Any], reason: 
 
 
 def test_a_gpu_without_machine_code_is_rejected_at_its_first_use(cuda: Any) -> None:
-    """Machine code for one major compute capability does not run on a GPU of another."""
+    """A GPU does not run machine code for another major compute capability."""
     built = {line.split()[1] for line in cuda.kernels.read_text().splitlines()}
     if any(name.startswith("compute_") for name in built):
-        pytest.skip("this build has PTX, which every card compiles")
+        pytest.skip("this build has PTX, which the driver compiles for every GPU")
     reason = "the GPU Simulated GPU has compute capability 13.0, and this build has code for "
     reason += r"[0-9a,]+ alone; build it with TRAINABLE_CANDLE_CUDA_ARCHS=130"
     run = cuda.run(REPORT, settings={"CAPABILITY": "13.0"})
@@ -124,7 +124,7 @@ def test_a_device_that_does_not_exist(cuda: Any) -> None:
 
 
 def test_libraries_are_found_where_pip_puts_them(cuda: Any) -> None:
-    """The system's loader finds only the driver; the others are below a folder of `sys.path`."""
+    """The system's loader finds only the driver. The other libraries are below `sys.path`."""
     run = cuda.run("""
         import sys
         from pathlib import Path

@@ -38,7 +38,7 @@ ATTENTION = '["to_q", "to_k", "to_v", "to_out.0"]'
 # Transformer blocks in the small model: three in the down path, two in the middle, six in the up
 # path; each has a self-attention and a cross-attention to the text.
 BLOCKS = 11
-# Concatenations of a feature map of the down path to one of the up path.
+# Concatenations of a feature map of the down path with one of the up path.
 JOINS = 6
 
 
@@ -64,8 +64,9 @@ def test_projections_are_read_in_place(cuda: Any) -> None:
     backward = Counter(step.after("backward-2").launches)
     assert forward["attention_forward_w64_bf16"] == 2 * BLOCKS
     assert backward["attention_backward_w64_bf16"] == 2 * BLOCKS
-    # The input and output have channels first, joins copy two feature maps into one, and their
-    # gradients are slices; nothing is copied for attention, for a bias or for a dtype.
+    # The forward pass copies the input and the output, whose channels come first, and both feature
+    # maps of each join. The backward pass copies gradients that are slices of a join's gradient.
+    # Nothing is copied for attention, biases or conversions of dtypes.
     assert forward["copy_bytes_2"] <= 2 + 2 * JOINS, forward
     assert backward["copy_bytes_2"] <= 10, backward
     assert not any(name.startswith("ucopy") for name in forward | backward), backward
@@ -74,7 +75,7 @@ def test_projections_are_read_in_place(cuda: Any) -> None:
 def test_gradients_of_residuals_are_added_by_the_norms(cuda: Any) -> None:
     backward = Counter(run(cuda).after("backward-2").launches)
     assert backward["layer_norm_backward_bf16"] >= 2 * BLOCKS
-    # A joined feature map has a second gradient that no norm adds.
+    # A feature map that is joined has a second gradient, which no kernel of a norm adds.
     assert backward["add_bf16"] <= JOINS, backward
 
 

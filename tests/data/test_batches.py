@@ -1,4 +1,4 @@
-"""Batches by number."""
+"""`ShuffledBatches`: the items of a batch follow from its number."""
 
 from collections import Counter
 from itertools import pairwise
@@ -47,7 +47,7 @@ def test_a_batch_has_one_group_and_epochs_are_fair(size: int) -> None:
     drawn = [batches.batch(index).tolist() for index in range(batches.first_batch(10 * size))]
     assert all(len(batch) == size for batch in drawn)
     assert all(len({GROUPS[item] for item in batch}) == 1 for batch in drawn)
-    # The items of `size` epochs fill whole batches.
+    # `size` epochs fill whole batches, so each item occurs equally often.
     assert Counter(item for batch in drawn for item in batch) == dict.fromkeys(
         range(len(GROUPS)), 10 * size
     )

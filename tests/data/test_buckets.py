@@ -1,4 +1,4 @@
-"""Buckets: their sizes, the bucket of each image, and the size conditions that SDXL gets."""
+"""Sizes of buckets, the bucket of each image, and the frame that SDXL gets as conditions."""
 
 import itertools
 from pathlib import Path
@@ -16,7 +16,7 @@ def buckets(**settings: Any) -> Buckets:
 
 
 def test_the_buckets_of_sdxl() -> None:
-    # The aspect-ratio sizes that the SDXL report lists (arXiv 2307.01952, appendix I), down to 512.
+    # Sizes that the SDXL report lists (arXiv 2307.01952, appendix I): those with sides from 512 on.
     listed = [
         (512, 2048), (512, 1984), (512, 1920), (512, 1856), (576, 1792), (576, 1728), (576, 1664),
         (640, 1600), (640, 1536), (704, 1472), (704, 1408), (768, 1344), (832, 1216),
@@ -61,7 +61,7 @@ def test_every_image_covers_its_bucket_and_loses_little(upscale: bool) -> None:
         assert wide >= fit.bucket.width
         assert high >= fit.bucket.height
         assert wide == fit.bucket.width or high == fit.bucket.height
-        # Both sides are scaled by the same factor, except for rounding.
+        # The factors of both sides are equal, except for rounding to whole pixels.
         assert abs(wide / width - high / height) <= 0.5 / min(width, height) + 1e-9
         if not upscale:
             assert wide <= width

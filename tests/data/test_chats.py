@@ -1,4 +1,4 @@
-"""Conversations as tokens: texts, ids and masks equal to those of transformers, and errors."""
+"""Conversations become tokens: their texts, ids and masks equal those of transformers."""
 
 import gzip
 import json
@@ -49,7 +49,8 @@ def test_tokens_and_masks_are_those_of_transformers(case: dict[str, Any]) -> Non
     tokens = tokens_of(chat, text)
     assert tokens.ids.tolist() == case["input_ids"]
     expected = list(case["mask"])
-    # In `tagged`, the answer includes a line break after the stop token.
+    # In `tagged`, the `generation` block also has the line break after the stop token. This library
+    # does not train on this line break.
     for place in tokens.stops:
         if case["template"] == "tagged":
             expected[place + 1] = 0
@@ -92,7 +93,7 @@ def test_the_learnt_messages_can_be_chosen() -> None:
 
 
 def test_a_template_that_edits_history_is_rejected() -> None:
-    # Like Qwen3's, which keeps the thoughts of only the last answer.
+    # As in Qwen3's template, only the last answer has a block for thoughts.
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"

@@ -24,7 +24,7 @@ ALL = ColorOptions(brightness=0.5, contrast=0.4, saturation=0.3, hue=0.2, varian
 
 @pytest.fixture
 def image() -> Pixels:
-    """Noise, and every corner of the cube of colours."""
+    """Noise, every corner of the RGB cube, and three more colours."""
     pixels = np.random.default_rng(3).integers(0, 256, (9, 16, 3), dtype=np.uint8)
     pixels[0, :8] = [[255 * (n >> c & 1) for c in range(3)] for n in range(8)]
     pixels[1, :3] = [[90, 90, 90], [200, 200, 10], [7, 30, 30]]
@@ -36,7 +36,7 @@ def luma(pixel: npt.NDArray[Any]) -> float:
 
 
 def defined(colors: Colors, pixels: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """The definition, computed for one pixel at a time in f64; values are from 0 to 255."""
+    """Change pixels by the definition, one at a time and in f64; values are from 0 to 255."""
     x = np.clip(pixels.astype(np.float64) * colors.brightness, 0, 255)
     mean = np.mean([luma(pixel) for pixel in x.reshape(-1, 3)])
     x = np.clip(mean + (x - mean) * colors.contrast, 0, 255)
@@ -65,7 +65,7 @@ def test_pixels_follow_the_definition(image: Pixels, changes: dict[str, float]) 
     found = colors.apply(image)
     assert found.dtype == np.uint8
     assert found.shape == image.shape
-    # Half a level from rounding, and the error of f32.
+    # Rounding to whole levels errs by up to half a level; the rest is the error of f32.
     assert np.abs(found - defined(colors, image)).max() < 0.5 + 1e-3
     np.testing.assert_array_equal(SAME.apply(image), image)
 
@@ -89,7 +89,8 @@ def test_white_behind_transparent_pixels_stays(image: Pixels) -> None:
     np.testing.assert_array_equal(colors.apply(image, full), colors.apply(image))
     white = np.full_like(image, 255)
     np.testing.assert_array_equal(colors.apply(white, 0 * full), white)
-    # The left half is opaque, the right half transparent: the mean is that of the left half.
+    # The left half is opaque, the right half transparent: the contrast changes around the mean of
+    # the left half.
     half = full.copy()
     half[:, 8:] = 0
     over = np.where(half[..., None] > 0, image, 255).astype(np.uint8)

@@ -110,8 +110,8 @@ def test_repeats_and_regularisation(pictures: MakePictures, tmp_path: Path) -> N
     batches = data.batches(1)
     drawn = [batches.batch(index) for index in range(batches.first_batch(36))]
     count = Counter(data.items[batch.views[0].item].picture.path.parent.name for batch in drawn)
-    # An epoch has 3 images twice, a quarter of 4 images, and as many class images as these two
-    # folders together: 6 + 1 + 7 images.
+    # An epoch has the 3 images of `own` twice, a quarter of the 4 images of `rare`, and as many
+    # images of `class` as of the other two together: 6 + 1 + 7 images.
     assert count == {"own": 6 * 36, "rare": 36, "class": 7 * 36}
     for batch in drawn:
         folder = data.items[batch.views[0].item].picture.path.parent.name
@@ -152,7 +152,7 @@ def test_nothing_left_is_an_error(pictures: MakePictures, tmp_path: Path) -> Non
         load(tmp_path / "a", skip_bad=True)
     message = str(caught.value)
     assert "nothing to train on in" in message
-    assert "1 image smaller than the smallest bucket, 16 px per side (--upscale" in message
+    assert "1 image smaller than the smallest bucket, 16 px per side (give --upscale" in message
     assert "1 image that cannot be used" in message
     assert "00.png: 15x15" in message
     assert "01.png: cannot be decoded" in message
@@ -208,7 +208,7 @@ def test_masks_from_files_follow_the_crop(pictures: MakePictures, tmp_path: Path
         if batch.views[0].item != 2:
             expected[:, :4] = 0
             expected = expected[:, ::-1] if batch.views[0].flipped else expected
-        # Scaling a smaller mask blurs its edge.
+        # Scaling up a smaller mask blurs its edge, so the columns at the edge are not compared.
         np.testing.assert_allclose(
             masks[0][:, [0, 1, 2, 5, 6, 7]], expected[:, [0, 1, 2, 5, 6, 7]], atol=0.02
         )
@@ -268,7 +268,7 @@ def test_an_error_about_validation_names_it(pictures: MakePictures, tmp_path: Pa
 def test_a_mask_of_another_shape_is_named(pictures: MakePictures, tmp_path: Path) -> None:
     (path,) = pictures("a", (64, 64))
     Image.new("L", (64, 32)).save(path.with_name("00-masklabel.png"))
-    with pytest.raises(DatasetError, match=r"00-masklabel\.png: is 64x32 .*expected the shape"):
+    with pytest.raises(DatasetError, match=r"00-masklabel\.png: is 64x32 .*expected the aspect"):
         load(tmp_path / "a", mask="file")
     assert len(load(tmp_path / "a")) == 1
 

@@ -1,4 +1,4 @@
-"""Caches after images vanish or disks fill up: the entries are whole, and the error is clear."""
+"""Caches when images vanish or a disk fills up: entries stay whole, and the error is clear."""
 
 import resource
 import shutil
@@ -32,13 +32,13 @@ def load(folder: Path) -> Dataset:
 
 
 def encode(pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
-    """Features of 128 KiB for each image of 64x64 px, made of its pixels."""
+    """Make features of 128 KiB from the pixels of each image, which has 64x64 px."""
     large = np.repeat(pixels.reshape(len(pixels), 1, -1).astype(np.float32), 3, 1)[:, :, :10922]
     return {"x": tc.tensor(np.ascontiguousarray(large))}
 
 
 def expect_whole(folder: Path, data: Dataset, found: int) -> None:
-    """Assert that there are only `found` whole entries, and that another run makes the rest."""
+    """Assert that the cache has `found` whole entries and no others. Another run makes the rest."""
     assert len(list(folder.rglob("*.safetensors"))) == found
     assert list(folder.rglob("*.partial")) == []
     cache = LatentCache(data, encode, DISK, {}, folder=folder)
@@ -58,7 +58,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         not shutil.which("mount")
         or subprocess.run(command, check=False, capture_output=True).returncode
     ):
-        pytest.skip("needs to mount a file system")
+        pytest.skip("this test mounts a file system, which needs root")
     try:
         yield place
     finally:

@@ -1,4 +1,4 @@
-"""Caches of latents and text features: entries found, made, outdated or damaged; batches."""
+"""Caches of latents and text features: which entries a run finds or makes, and their batches."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ DISK = CacheOptions("disk")
 
 
 class Encoder:
-    """Takes the place of a VAE: means over squares of 8x8 px; records the size of each batch."""
+    """Replaces a VAE: computes means over squares of 8x8 px, and records the size of each batch."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -120,7 +120,7 @@ def test_other_settings_make_other_entries(
     cached(load(tmp_path / "a"), tmp_path / "c")[0].fill()
     options = {"resolution": 64, "bucket_step": 16, **settings}
     data = load_dataset(DatasetOptions(parse_sources(tmp_path / "a"), **options))
-    # Only the wide image has other random crops.
+    # The three square images have one crop, whose entry exists. The wide image has new crops.
     expected = len(data.views()) - 3 if made is None else made
     assert expected > 0
     assert cached(data, tmp_path / "c", identity=identity)[0].fill().made == expected
@@ -151,7 +151,7 @@ def test_damaged_entries_are_made_again(pictures: MakePictures, tmp_path: Path) 
     entries[2].write_bytes(entries[3].read_bytes())
     assert cached(data, tmp_path / "c")[0].fill().made == 3
 
-    # A folder replaces an entry.
+    # A folder with the name of an entry is replaced by the entry.
     entries[2].unlink()
     entries[2].mkdir()
     (entries[2] / "file").touch()
@@ -257,7 +257,7 @@ def test_a_killed_run_leaves_only_whole_entries(pictures: MakePictures, tmp_path
 
 
 def encode_texts(captions: Sequence[str]) -> dict[str, tc.Tensor]:
-    """Two numbers for each word of a caption; all captions of a call have equally many words."""
+    """Two numbers for each word of a caption. Captions of a call must have equally many words."""
     parts = [max(1, len(caption.split())) for caption in captions]
     assert len(set(parts)) == 1
     values = [[[len(caption), part] for part in range(parts[0])] for caption in captions]
@@ -353,7 +353,8 @@ def test_entries_beyond_the_memory_limits_are_read_again(
 ) -> None:
     pictures("a", *SIZES)
     data = load(tmp_path / "a")
-    # An entry has 8 * 8 * 3 values of 4 bytes, or a few less, and 2 of 2 bytes.
+    # An entry has at most 8 * 8 * 3 values of 4 bytes and 2 values of 2 bytes, 772 bytes in all.
+    # The device has room for one entry, and the host for another.
     monkeypatch.setattr(kept, "DEVICE_LIMIT", 800)
     monkeypatch.setattr(kept, "MEMORY_LIMIT", 1600)
     cache, _ = cached(data, tmp_path / "c")

@@ -1,4 +1,4 @@
-"""Filling caches: the memory that it takes, its batches, and what remains after failures."""
+"""The filling of caches: the memory and the batches that it takes, and what failures leave."""
 
 import threading
 import weakref
@@ -36,7 +36,7 @@ DISK = CacheOptions("disk")
 
 
 class Counter:
-    """Counts the objects that are alive, and the most that were alive at once."""
+    """Counts the objects that are alive, and keeps the largest count."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class Counter:
 
 
 class Drawn(Dataset):
-    """Images that are generated on request, and counted."""
+    """A dataset that generates its images on request, and counts those in memory."""
 
     def __init__(self, count: int) -> None:
         options = DatasetOptions(parse_sources("none"), resolution=SIDE, bucket_step=8)
@@ -100,7 +100,7 @@ def test_ten_thousand_images_take_the_memory_of_a_few(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FeatureStore, "write", counted)
         assert str(cache.fill()) == f"0 found, {count} made"
-    # Memory holds the images decoded ahead, and the batch that is assembled from them.
+    # Memory holds the images that are decoded ahead, and the batch that they become.
     assert data.decoded.most <= AHEAD + batch + 1
     assert data.decoded.alive == 0
     # Memory holds the batch being encoded, the batch being written, and the queued batches.

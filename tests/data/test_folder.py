@@ -261,7 +261,7 @@ def test_metadata_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
         metadata(folder, name)
         with pytest.raises(DatasetError, match=r"metadata\.jsonl, line 2: .* not in this folder"):
             check_folder(folder)
-    # As in Hugging Face's cache, where every file is a link to a file elsewhere.
+    # An image may itself be a link, as in Hugging Face's cache, where all files are links.
     (folder / "blob.png").symlink_to(outside / "a.png")
     for name in ("blob.png", "near/a.png", "below/a.png", "./a.png"):
         metadata(folder, name)

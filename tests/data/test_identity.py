@@ -12,7 +12,7 @@ from trainable_candle.data import file_identity, identity
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of remembered hashes; in these tests it also gets hashes of just changed files."""
+    """The file of remembered hashes. Here it also keeps the hashes of files that just changed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(identity, "SETTLED", -(10**12))
     monkeypatch.setattr(identity, "_CHUNK", 4096)
@@ -22,7 +22,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of files that are hashed, once for each chunk."""
+    """The names of the hashed files: each comes once for each of its chunks."""
     chunk, names = identity._chunk, []
 
     def counted(name: str, start: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The loader of batches."""
+"""`DataLoader`, and the datasets and functions beside it."""
 
 import threading
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""The settings of a data set: valid ones, and errors for the others."""
+"""The settings of a data set: what valid ones mean, and the errors of invalid ones."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The digits in the wheel against scikit-learn's copy of the data set, and their split."""
+"""The digits in the package equal scikit-learn's copy of the data set; how they are split."""
 
 import numpy as np
 import pytest

@@ -68,7 +68,7 @@ def test_the_data_has_no_heart_in_the_unseen_colour(tmp_path: Path) -> None:
 )
 def test_which_verdicts_pass(verdict: Verdict, passed: bool) -> None:
     assert verdict.passed == passed
-    assert "orange ones" in str(verdict)
+    assert "orange hearts" in str(verdict)
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_a_lora_teaches_hearts(tmp_path: Path) -> None:
     for name in ("loss.png", "before.png", "after.png"):
         with Image.open(tmp_path / name) as image:
             assert min(image.size) > 300
-    # The file has the adapter that was judged.
+    # The file contains the adapter that was judged.
     task = load("sdxl", None, "f32", "cpu")
     assert isinstance(task, LatentTask)
     task.load_adapter(tmp_path / "adapter.safetensors", 1.0)

@@ -1,4 +1,4 @@
-"""The judge on real images, and its measures against scipy."""
+"""The judge of the digits demo on real images, and its measures against scipy."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The demo's LoRA, trained and judged."""
+"""The run of the digits demo, and the base model that it starts from."""
 
 import hashlib
 import json
@@ -69,7 +69,7 @@ def test_samples_are_no_copies_of_the_training_images(demo: DemoResult) -> None:
     train, held_out = digits.split(digits.load())
 
     def to_nearest(pixels: digits.Pixels) -> float:
-        """Mean distance to the nearest training image."""
+        """The mean of the distances of images to their nearest training image."""
         a, b = (p.reshape(len(p), -1).astype(float) for p in (pixels, train.only(UNSEEN).pixels))
         return float(np.sqrt(((a[:, None] - b[None]) ** 2).sum(-1)).min(axis=1).mean())
 

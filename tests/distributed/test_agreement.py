@@ -1,4 +1,4 @@
-"""Processes with different settings end at the start; different parameters end the training."""
+"""Different settings, versions or files end a run at its start, different parameters later."""
 
 import shutil
 import subprocess
@@ -13,11 +13,11 @@ from trainable_candle.distributed.agreement import differing
 from trainable_candle.distributed.launch import gpu_environment
 
 START_SECONDS = 30.0
-"""Every process must end within this time."""
+"""All processes must end within this time."""
 
 
 def started(arguments: list[list[str]]) -> list[tuple[int, str, str]]:
-    """Start Python once for each rank; returns exit statuses, outputs and errors."""
+    """Start Python with the arguments of each rank; returns exit statuses, outputs and errors."""
     size = len(arguments)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir="/tmp") as meeting:

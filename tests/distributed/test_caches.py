@@ -1,4 +1,4 @@
-"""Two processes encode each image and caption once, and have the losses of one process."""
+"""Two processes together encode each image and caption once; losses equal those of one process."""
 
 import subprocess
 import sys

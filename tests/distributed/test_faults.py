@@ -11,7 +11,7 @@ from pathlib import Path
 from trainable_candle.distributed.launch import gpu_environment
 from trainable_candle.train.state import checkpoints, read_state
 
-# After the first checkpoint, every write of a process fails, as on a full disk.
+# After the first checkpoint, every write to a file fails, as on a full disk.
 FULL_DISK = """
 import resource
 import sys

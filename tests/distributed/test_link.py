@@ -1,6 +1,6 @@
-"""Messages between processes, and errors in all processes when one fails.
+"""Messages between processes, and the errors in all processes if one fails.
 
-Threads take the place of processes, since a link has no global state.
+Threads replace the processes: a link has no global state.
 """
 
 import socket
@@ -24,7 +24,7 @@ def world(rank: int, size: int, address: Address, job: str = "job", seconds: flo
 
 
 def together(size: int, work: Callable[[Link], Any], address: Address) -> list[Any]:
-    """The value that `work` returns, or the error that it raises, in each process."""
+    """What `work` returns or raises for each rank, in the order of the ranks."""
 
     def run(rank: int) -> Any:
         try:
@@ -38,7 +38,7 @@ def together(size: int, work: Callable[[Link], Any], address: Address) -> list[A
 
 @pytest.fixture
 def place() -> Address:
-    """A free port."""
+    """An address with a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return "127.0.0.1", free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""A user's own loop and weighted batches on the CPU: several processes compute the same as one."""
+"""Several processes compute the same as one, in a user's own loop and with weighted batches."""
 
 import json
 import subprocess

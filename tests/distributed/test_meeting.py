@@ -27,7 +27,7 @@ def port() -> int:
 def started(
     host: str, port: int, *, ranks: tuple[int, ...] = (0, 1), seconds: int = 2
 ) -> list[tuple[int, str]]:
-    """Start these ranks of a run of two processes; returns their exit statuses and errors."""
+    """Start some ranks of a run of two processes; return the exit status and errors of each."""
     place = {"MASTER_ADDR": host, "TRAINABLE_CANDLE_PORT": str(port), JOIN: str(seconds)}
     # The environment variables of two machines with one process each.
     sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -43,7 +43,7 @@ def started(
         for rank in ranks
     ]
     errors = [process.communicate(timeout=60)[1] for process in processes]
-    # The interpreter needs time to start before the limit begins.
+    # The limit begins when the interpreter has started, which takes time.
     assert time.monotonic() - began < seconds + 10
     return [(p.returncode, text) for p, text in zip(processes, errors, strict=True)]
 
@@ -108,10 +108,10 @@ def test_a_process_that_is_alone_names_the_missing_ranks(port: int) -> None:
 
 
 def test_rank_0_at_localhost_is_found_by_its_name(port: int) -> None:
-    """Some launchers give rank 0 the address localhost, and the other ranks rank 0's host name."""
+    """Some launchers give rank 0 the address localhost, and the other ranks its network address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward:
         try:
-            outward.connect(("203.0.113.7", 9))  # UDP: this sends nothing.
+            outward.connect(("203.0.113.7", 9))  # With UDP, this sends nothing.
         except OSError:
             pytest.skip("this machine has no network")
         name = outward.getsockname()[0]

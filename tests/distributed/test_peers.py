@@ -1,7 +1,7 @@
 """Runs that stream blocks from peers: values, failures, resume, wrong settings.
 
-A run streams only on a GPU. For the CPU, where slices are in shared memory, the check of that is
-left out here.
+Each process keeps a slice of the streamed weights, which all processes read. `check_settings`
+allows this only on GPUs. These runs skip it, to also use the CPU, where slices are shared memory.
 """
 
 import json
@@ -79,7 +79,7 @@ def start(meeting: str, settings: dict[str, object]) -> list[subprocess.Popen[st
 
 
 def train(base: Path, pictures: Path, output: Path, **more: object) -> tuple[list[str], Any]:
-    """The losses and the values of the adapter of a run of two processes."""
+    """Train with two processes; return the losses and the values of the adapter."""
     places = {"weights": str(base), "dataset": str(pictures), "output": str(output)}
     with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
         processes = start(meeting, {**places, "steps": 6, **more})
@@ -101,7 +101,7 @@ def test_runs_from_peers_equal_those_from_the_host(
     peers = {**place, "stream_blocks": 3, "stream_from": "peers"}
     assert train(base, digits_folder, tmp_path / "peers", **peers) == expected
     assert "stream_from: peers" in (tmp_path / "peers" / "config.yaml").read_text()
-    # A run continues from peers as if it had not been interrupted.
+    # An interrupted run that streams from peers continues as if it had not been interrupted.
     resumed = tmp_path / "resumed"
     train(base, digits_folder, resumed, **peers, steps=3)
     assert train(base, digits_folder, resumed, **peers, resume="auto") == expected

@@ -1,6 +1,6 @@
-"""Processes fill caches and measure validation together: each item is computed once.
+"""Processes share the work of filling caches and of validation: each item is computed once.
 
-Threads take the place of processes.
+Threads replace the processes.
 """
 
 import json
@@ -39,7 +39,7 @@ DISK = CacheOptions("disk")
 
 
 def together(size: int, work: Callable[[Group], Found]) -> list[Found]:
-    """The value that `work` returns in each of `size` processes."""
+    """What `work` returns for each of `size` ranks, in the order of the ranks."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
 
         def run(rank: int) -> Found:
@@ -58,7 +58,7 @@ def together(size: int, work: Callable[[Group], Found]) -> list[Found]:
 
 
 class Encoder:
-    """Computes the mean of every image's channels; records which images it was given."""
+    """Computes the mean of each channel of each image, and records the images that it gets."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -86,7 +86,7 @@ def data(tmp_path: Path) -> Dataset:
 def filled(
     data: Dataset, encoder: Any, group: Group, folder: Path, **more: Any
 ) -> tuple[str, list[float]]:
-    """The report of filling the cache, and the values of the batches that are then read from it."""
+    """Fill a cache; return the report, and the values of all batches that are then read from it."""
     options = more.pop("options", DISK)
     area = 2 * 64 * 64
     cache = LatentCache(data, encoder, options, {}, folder=folder, encode_area=area)
@@ -119,7 +119,7 @@ def test_processes_receive_entries_that_they_cannot_read(
     data: Dataset, tmp_path: Path, kind: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The entries are in the memory of other processes, or in folders of other machines."""
-    monkeypatch.setattr(dealing, "_PIECE", 1000)  # Bytes, so that entries travel in several pieces.
+    monkeypatch.setattr(dealing, "_PIECE", 1000)  # In bytes: entries are sent in several pieces.
     encoder = Encoder()
 
     def work(group: Group) -> tuple[str, list[float]]:

@@ -1,6 +1,7 @@
-"""Processes of a machine stream blocks from one copy, in host memory or in slices on their GPUs.
+"""The processes of a machine stream blocks from one copy of the weights.
 
-On the CPU, slices are in memory that processes share, one piece for each process.
+The copy is in host memory, or each process keeps a slice of it on its GPU. On the CPU, each slice
+is a piece of memory that all processes map.
 """
 
 import json
@@ -21,7 +22,7 @@ BLOCKS = sum(
     for name in ("num_layers", "num_single_layers")
 )
 
-# Prints the losses and gradients of two steps, and the shared memory of the process.
+# Prints the losses of some steps, a hash of the trained adapter, and the sizes of shared memory.
 STEPS = """
 import hashlib
 import json
@@ -85,7 +86,7 @@ def run(
     graph: bool = False,
     peers: bool = False,
 ) -> list[dict[str, Any]]:
-    """What `size` processes print."""
+    """The output of each of `size` processes."""
     arguments = json.dumps([str(FLUX), blocks, quantize, device, graph, peers])
     with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
         processes = [
@@ -103,7 +104,7 @@ def run(
 
 
 def assert_one_copy(found: list[dict[str, Any]], resident: dict[str, Any]) -> None:
-    """All processes map the same memory, and compute the same as with resident blocks."""
+    """Assert that all processes map the same memory, and compute the same as resident blocks."""
     # One mapping has the blocks, the other their modulation.
     assert len(found[0]["mapped"]) == 2
     assert all(one["mapped"] == found[0]["mapped"] for one in found)
@@ -111,7 +112,7 @@ def assert_one_copy(found: list[dict[str, Any]], resident: dict[str, Any]) -> No
 
 
 def assert_same_steps(found: list[dict[str, Any]], resident: dict[str, Any]) -> None:
-    """All processes compute what resident blocks do."""
+    """Assert that all processes have the losses and the adapter of a run with resident blocks."""
     for one in found:
         assert (one["losses"], one["digest"]) == (resident["losses"], resident["digest"])
 
@@ -130,10 +131,10 @@ def test_processes_compute_with_slices_of_each_other(quantize: str | None) -> No
     found = run(3, BLOCKS, quantize, peers=True)
     assert_same_steps(found, resident)
     for one in found:
-        # A piece of each process, for the blocks and for their modulation.
+        # Each process maps three slices of the blocks, and three of their modulation.
         assert len(one["mapped"]) == 2 * 3
         assert one["mapped"] == found[0]["mapped"]
-        # Together they are one copy, up to the rounding of each piece to 64 KiB.
+        # Together the slices are one copy, except that the size of each is rounded to 64 KiB.
         assert whole - 2 * 64 <= sum(one["mapped"].values()) <= whole + 2 * 3 * 64
 
 

@@ -1,4 +1,4 @@
-"""Several processes compute the same as one process that computes all their batches in a step."""
+"""Several processes compute the same as one process that has all their batches in each step."""
 
 import os
 import signal
@@ -76,7 +76,7 @@ def test_two_processes_equal_one_with_twice_the_accumulation(
     np.testing.assert_allclose(
         losses(output), losses(alone), rtol=1e-6 if device == "cpu" else 1e-4
     )
-    if device != "cpu":  # Adam's first steps are signs, so a small gradient's last bit matters.
+    if device != "cpu":  # Adam's first steps are signs: the last bit of a small gradient counts.
         return
     found = tc.load_file(output / "adapter.safetensors")
     for name, expected in tc.load_file(alone / "adapter.safetensors").items():
@@ -163,7 +163,7 @@ def test_validation_is_shared_out(
         assert (tmp_path / name / "adapter-best.safetensors").exists()
     one, two = found
     assert list(two) == list(one) == [0, 3, 6]
-    assert two[0] == one[0]  # Later, the gradients' sums differ in their last bits.
+    assert two[0] == one[0]  # At later steps, sums of gradients differ in their last bits.
     np.testing.assert_allclose([*two.values()], [*one.values()], rtol=1e-5)
 
 
@@ -205,7 +205,7 @@ def test_a_signal_lets_all_end_after_the_same_step(
         while len(read_log(output / "train.csv")) < 3 and time.monotonic() < deadline:
             time.sleep(0.05)
         if number == signal.SIGINT:
-            os.killpg(process.pid, number)  # As a terminal does.
+            os.killpg(process.pid, number)  # As a terminal does on Ctrl-C.
         else:
             process.send_signal(number)
         _, errors = process.communicate(timeout=30)

@@ -38,7 +38,7 @@ def test_without_a_launcher_there_is_no_world() -> None:
     ids=["torchrun", "Open MPI", "MPICH", "srun"],
 )
 def test_each_launcher_is_understood(variables: dict[str, str]) -> None:
-    # torchrun listens at MASTER_PORT itself.
+    # torchrun listens at MASTER_PORT itself, so the ranks meet at the next port.
     expected = World(3, 4, 1, 2, ("node1", 29501), "")
     assert from_environment({**variables, **ADDRESS}) == expected
 
@@ -58,7 +58,7 @@ def test_port_and_job_may_be_given() -> None:
     [
         ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x', expected a number"),
-        ({"RANK": "2", "WORLD_SIZE": "2", **ADDRESS}, "RANK is 2 of WORLD_SIZE 2"),
+        ({"RANK": "2", "WORLD_SIZE": "2", **ADDRESS}, "RANK is 2, expected below WORLD_SIZE, 2"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
         (
             {"RANK": "0", "WORLD_SIZE": "2", **ADDRESS, "TRAINABLE_CANDLE_JOIN_SECONDS": "1m"},
@@ -94,7 +94,7 @@ def test_machines_of_our_own_launcher() -> None:
         ({"NODE_RANK": "1"}, "NNODES is None, expected a number"),
         ({"NNODES": "2"}, "NODE_RANK is None, expected a number"),
         ({"NNODES": "two", "NODE_RANK": "1"}, "NNODES is 'two', expected a number"),
-        ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK is 2 of NNODES 2"),
+        ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK is 2, expected below NNODES, 2"),
     ],
 )
 def test_incomplete_machines_are_an_error(variables: dict[str, str], message: str) -> None:

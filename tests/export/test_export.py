@@ -1,4 +1,4 @@
-"""Adapter files of language models for other programs, which compute the same with these files."""
+"""Adapters of language models, exported for other programs: those compute the same results."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ IDS = [[3, 5, 7, 11, 13, 17]]
 
 @pytest.fixture(params=["llama", "qwen2"])
 def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A tiny model with a tokenizer and the files beside it."""
+    """A tiny model with a tokenizer, a chat template and a generation configuration."""
     folder = tmp_path / "base"
     shutil.copytree(GOLDEN / "llm" / request.param, folder)
     for file in folder.iterdir():
@@ -151,7 +151,7 @@ def test_gguf_holds_what_llama_cpp_expects(weights: Path, tmp_path: Path) -> Non
 
 
 def test_rows_of_llama_turn_with_their_neighbours() -> None:
-    """Rotating neighbouring rows after the permutation equals rotating the halves before it."""
+    """Rotating halves and then permuting rows equals permuting and then rotating row pairs."""
     heads, width = 2, 6
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(heads * width, 1)).astype(np.float32)
@@ -282,7 +282,7 @@ def test_verify_reports_what_each_program_cannot_load(
     assert "good: peft applies all of it" in told
     assert "transformers and peft: loads it as it is" in told
     assert "vLLM: it does not load DoRA; use export --for merged" in told
-    # Without the configuration in its folder, the file has no scale that a program could read.
+    # Given the file instead of the folder, verify reads the configuration beside the file.
     alone = folder / "adapter_model.safetensors"
     assert main(["verify", str(alone), "--model", "causal-lm", "--weights", str(weights)]) == 0
 

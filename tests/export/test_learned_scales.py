@@ -1,4 +1,4 @@
-"""Models that learn the scales of their rounded weights, and their files."""
+"""Models that learn the scales of their rounded weights, and adapter files with these scales."""
 
 from pathlib import Path
 
@@ -107,7 +107,7 @@ def test_merging_stores_the_weights_that_were_trained(tmp_path: Path, qat: str) 
     for key, value in wanted.items():
         if "_proj" in key:
             np.testing.assert_allclose(found[key].numpy(), value.numpy(), rtol=2e-6, atol=1e-9)
-    # Another format ignores the scales.
+    # Merging to another format ignores the scales.
     other = "int8" if qat == "nf4" else "nf4"
     flags = ("--to", other, "--dtype", "f32")
     assert merged(BUILT_IN, tmp_path / "a.safetensors", tmp_path / "p", *flags) == 0

@@ -48,7 +48,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=CONFIGS)
 def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A model of random weights with a tokenizer, or the model of the package."""
+    """A model of random weights with a tokenizer, or the built-in model of the package."""
     folder = tmp_path / "base"
     if request.param == "built in":
         shutil.copytree(BUILT_IN, folder)
@@ -94,7 +94,7 @@ def loaded(path: Path) -> Iterator[Any]:
     settings = llama.llama_model_default_params()
     settings.n_gpu_layers = 0
     model = llama.llama_model_load_from_file(str(path).encode(), settings)
-    assert model, f"llama.cpp refuses {path.name}"
+    assert model, f"llama.cpp does not load {path.name}"
     try:
         yield model
     finally:
@@ -102,7 +102,7 @@ def loaded(path: Path) -> Iterator[Any]:
 
 
 def their_scores(path: Path, adapter: Path | None = None) -> npt.NDArray[np.float32]:
-    """Scores for each token of IDS, without flash attention, which rounds keys and values."""
+    """Scores for each token of IDS; flash attention is off, as it rounds keys and values."""
     with loaded(path) as model:
         settings = llama.llama_context_default_params()
         settings.n_ctx = settings.n_batch = 64
@@ -110,7 +110,7 @@ def their_scores(path: Path, adapter: Path | None = None) -> npt.NDArray[np.floa
         context = llama.llama_init_from_model(model, settings)
         if adapter is not None:
             lora = llama.llama_adapter_lora_init(model, str(adapter).encode())
-            assert lora, f"llama.cpp refuses {adapter.name}"
+            assert lora, f"llama.cpp does not load {adapter.name}"
             several, scales = (llama.llama_adapter_lora_p_ctypes * 1)(lora), (ctypes.c_float * 1)(1)
             assert llama.llama_set_adapters_lora(context, several, 1, scales) == 0
         batch = llama.llama_batch_init(len(IDS), 0, 1)

@@ -1,4 +1,4 @@
-"""Exported adapters as vLLM's loader reads them; needs vllm 0.33 or newer, but no GPU."""
+"""Exported adapters in vLLM's loader. The tests need vllm 0.33 or newer, but no GPU."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ FAMILIES = ["llama", "qwen2", "qwen3"]
 
 
 def make_adapter(weights: Path, folder: Path, **config: Any) -> dict[str, np.ndarray]:
-    """Save an adapter of random values in peft's format; returns its change of each weight."""
+    """Save an adapter of random values in peft's format; return its changes of the weights."""
     model = CausalLM.from_pretrained(weights, dtype="f32")
     before = {name: tensor.numpy() for name, tensor in model.named_tensors().items()}
     settings = {"r": 3, "lora_alpha": 7.0, "target_modules": LAYERS} | config

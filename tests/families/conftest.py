@@ -1,4 +1,4 @@
-"""Tiny pipelines of flow models: golden transformers, and random encoders whose widths fit them."""
+"""Tiny pipelines of flow models: golden transformers, and random text encoders that fit them."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ import trainable_candle as tc
 from trainable_candle.models import CausalLM, CLIPTextModel, T5Encoder
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# The width of text tokens in the golden transformers; the size of T5's usual vocabulary.
+# The width of text features in the golden transformers, and the size of T5's usual vocabulary.
 TEXT_WIDTH, T5_TOKENS = 40, 32_128
 
 
@@ -23,7 +23,7 @@ def write_model(kind: type[tc.models.Model], folder: Path, config: dict[str, Any
     folder.mkdir()
     path = folder / "config.json"
     path.write_text(json.dumps(config))
-    # The weights of a model do not depend on the tests that ran before.
+    # With this seed, the weights do not depend on the tests that ran before.
     tc.manual_seed(0)
     kind.from_config(path).save_pretrained(folder)
 
@@ -65,7 +65,7 @@ def write_qwen3(folder: Path, width: int = TEXT_WIDTH, layers: int = 3) -> None:
 
 
 def write_qwen25_vl(folder: Path) -> None:
-    """An encoder of 300 tokens, whose configuration is that of transformers 5."""
+    """Write a text encoder of Qwen2.5-VL with 300 tokens, configured as by transformers 5."""
     text = {
         "model_type": "qwen2_5_vl_text", "vocab_size": 300, "hidden_size": TEXT_WIDTH,
         "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 5,
@@ -83,7 +83,7 @@ def write_qwen25_vl(folder: Path) -> None:
 
 
 def write_chat_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of bytes and of the special tokens of Qwen's template."""
+    """Write a tokenizer whose tokens are bytes and the special tokens of Qwen's template."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -118,7 +118,7 @@ def write_pipeline(
 def sd3_base(
     tmp_path_factory: pytest.TempPathFactory, write_tokenizer: Callable[[Path, str], None]
 ) -> Path:
-    """A pipeline's folder."""
+    """The folder of a tiny pipeline of SD3."""
     folder = tmp_path_factory.mktemp("sd3 model") / "base"
     latents = {"scaling_factor": 1.5305, "shift_factor": 0.0609}
     write_pipeline(folder, "sd3", "StableDiffusion3Pipeline", {"shift": 3.0}, latents)
@@ -141,7 +141,7 @@ SCHEDULER_OF_FLUX = {
 def flux_base(
     tmp_path_factory: pytest.TempPathFactory, write_tokenizer: Callable[[Path, str], None]
 ) -> Path:
-    """A pipeline's folder."""
+    """The folder of a tiny pipeline of Flux."""
     folder = tmp_path_factory.mktemp("flux model") / "base"
     write_pipeline(folder, "flux", "FluxPipeline", SCHEDULER_OF_FLUX, LATENTS_OF_FLUX)
     write_tokenizer(folder / "tokenizer", "<|endoftext|>")
@@ -152,7 +152,7 @@ def flux_base(
 
 @pytest.fixture(scope="session")
 def chroma_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pipeline's folder."""
+    """The folder of a tiny pipeline of Chroma."""
     folder = tmp_path_factory.mktemp("chroma model") / "base"
     write_pipeline(folder, "chroma", "ChromaPipeline", SCHEDULER_OF_FLUX, LATENTS_OF_FLUX)
     write_t5(folder / "text_encoder")
@@ -161,7 +161,7 @@ def chroma_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def zimage_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pipeline's folder."""
+    """The folder of a tiny pipeline of Z-Image."""
     folder = tmp_path_factory.mktemp("z-image model") / "base"
     write_pipeline(folder, "zimage", "ZImagePipeline", {"shift": 3.0}, LATENTS_OF_FLUX)
     write_chat_tokenizer(folder / "tokenizer")
@@ -170,7 +170,7 @@ def zimage_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def widen(folder: Path, sizes: dict[str, int]) -> None:
-    """Give a golden transformer of FLUX.2 wider tokens by repeating its weights."""
+    """Widen the image and text tokens of a golden transformer of FLUX.2: repeat its weights."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
     path = folder / "diffusion_pytorch_model.safetensors"
@@ -185,7 +185,7 @@ def widen(folder: Path, sizes: dict[str, int]) -> None:
 
 @pytest.fixture(scope="session")
 def flux2_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pipeline's folder."""
+    """The folder of a tiny pipeline of FLUX.2 klein."""
     folder = tmp_path_factory.mktemp("flux2 model") / "klein-base"
     scheduler = {"use_dynamic_shifting": True, "shift": 3.0}
     write_pipeline(folder, "flux2", "Flux2KleinPipeline", scheduler, {}, "flux2")
@@ -198,7 +198,7 @@ def flux2_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def qwen_image_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pipeline's folder."""
+    """The folder of a tiny pipeline of Qwen-Image."""
     folder = tmp_path_factory.mktemp("qwen model") / "base"
     scheduler = SCHEDULER_OF_FLUX | {
         "max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02,

@@ -203,7 +203,7 @@ def test_padding_a_batch_changes_nothing(weights: Path, chats: Path, tmp_path: P
         ({"rope_type": "llama3"}, True),
         ({"type": "dynamic", "factor": 2.0}, False),
         ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}, False),
-        # GGUF files have this in place of Llama 3's scaling.
+        # Models from GGUF files have this scaling in place of Llama 3's.
         ({"rope_type": "longrope", "short_factor": [2.0], "long_factor": [2.0]}, True),
     ],
 )
@@ -227,7 +227,7 @@ def test_losses_on_a_quantized_base_are_near_those_on_the_whole_base(
     weights: Path, chats: Path, tmp_path: Path, base: str, near: float
 ) -> None:
     def losses(name: str, **settings: Any) -> list[float]:
-        # With a higher learning rate, the losses are sensitive to any change.
+        # With a higher learning rate, small changes of the weights change the losses too much.
         given = {"steps": 30, "learning_rate": 2e-3, **settings}
         run = train(config_of(weights, chats, tmp_path / name, **given))
         return [row["loss"] for row in read_json_log(run.output / "train.jsonl") if "loss" in row]
@@ -285,7 +285,7 @@ def test_another_models_tokenizer_is_rejected(weights: Path, chats: Path, tmp_pa
     vocabulary = content["model"]["vocab"]
     vocabulary["n"] = 1000
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(DatasetError, match=r"token n \(1000\), and the model knows 320"):
+    with pytest.raises(DatasetError, match=r"token n \(1000\), and the model has 320 tokens"):
         train(config_of(folder, chats, tmp_path / "run"))
 
 
@@ -311,7 +311,7 @@ def test_checkpointing_changes_nothing(
 def test_settings_of_image_runs_work_for_texts(
     weights: Path, chats: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    # Every step trains on all examples.
+    # The batch of every step has all examples.
     given = {"sequence_length": 256, "batch_size": 2, "steps": 8, **settings}
     run = train(config_of(weights, chats, tmp_path / "run", **given))
     rows = [row["loss"] for row in read_json_log(run.output / "train.jsonl")]
@@ -321,7 +321,7 @@ def test_settings_of_image_runs_work_for_texts(
 def test_model_and_data_can_be_names_on_the_hub(
     weights: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run asks the hub's client for the files that it needs."""
+    """The run requests the files that it needs from the client of the hub."""
     asked: dict[str, list[str]] = {}
 
     def snapshot(name: str, repo_type: str, allow_patterns: list[str], **_: Any) -> str:

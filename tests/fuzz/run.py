@@ -1,4 +1,6 @@
-"""Readers in Python against damaged files: only the library's errors, no hang, bounded memory.
+"""Feed damaged files to the readers in Python.
+
+A reader may raise only the library's errors or OSError. It must end, and use little memory.
 
 python tests/fuzz/run.py [--cases 100000] [--seed 0] [--first 0] [READER ...]
 
@@ -49,7 +51,7 @@ HANG = 120
 MOST_PIXELS = 1 << 18
 """Pillow's limit in this program: memory depends on an image's pixels, not on its file's size."""
 FREE_KIB, FACTOR = 64 * 1024, 10
-"""A reader may take FREE_KIB KiB, plus FACTOR bytes for each byte of its input."""
+"""A reader may take FREE_KIB KiB of memory, plus FACTOR bytes for each byte of its input."""
 WORDS = [
     b"",
     b"0",
@@ -119,7 +121,7 @@ def mutated(rng: random.Random, seed: bytes) -> bytes:
 
 
 def mutated_tensors(rng: random.Random, seed: bytes) -> bytes:
-    """Change the header and adapt its length, or change any byte."""
+    """Change the header of a safetensors file and adapt its length, or change bytes anywhere."""
     if rng.random() < 0.3:
         return mutated(rng, seed)
     (length,) = struct.unpack("<Q", seed[:8])
@@ -129,7 +131,10 @@ def mutated_tensors(rng: random.Random, seed: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads the file at a path, whose companion files are beside it."""
+    """A function that reads a file: it gets the path.
+
+    `change` damages one of the valid `seeds`; `beside` has other files for the same folder.
+    """
 
     name: str
     file: str
@@ -152,7 +157,7 @@ def pictures() -> dict[str, list[bytes]]:
 
 
 def unigrams() -> tuple[bytes, bytes, bytes]:
-    """T5's first tokens: `tokenizer.json`, `spiece.model`, `spiece.model` with a normalizer."""
+    """T5's first 60 tokens as tokenizer.json, as spiece.model, and as one with a normalizer."""
     path = files("trainable_candle.text") / "assets" / "t5_spiece.model.gz"
     whole = gzip.decompress(path.read_bytes())
     model = sentencepiece.parse(whole)
@@ -169,7 +174,7 @@ def unigrams() -> tuple[bytes, bytes, bytes]:
 
 
 def language_model() -> bytes:
-    """A tiny decoder with its tokenizer in one file."""
+    """A GGUF file of a tiny Llama with its tokenizer."""
     rows = {"attn_q": 32, "attn_k": 32, "attn_v": 32, "attn_output": 32, "ffn_gate": 32,
             "ffn_up": 32, "ffn_down": 32}  # fmt: skip
     facts: dict[str, Fact] = {
@@ -306,11 +311,11 @@ def peak_kib() -> int:
 
 
 def run(reader: Reader, cases: int, seed: int, first: int) -> None:
-    """Read `cases` damaged files.
+    """Read `cases` damaged files; the process ends if a case takes longer than HANG.
 
     Raises:
-        AssertionError: a reader raised an error of another class than `Error` and `OSError`, or
-            took too much memory.
+        AssertionError: the reader raised an error that is neither `Error` nor `OSError`, or took
+            too much memory.
     """
     accepted = 0
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
@@ -348,7 +353,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=1000, help="cases of each reader")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("readers", nargs="*", metavar="READER", help="(default: all)")
+    parser.add_argument("readers", nargs="*", metavar="READER", help="a reader (default: all)")
     options = parser.parse_args()
     Image.MAX_IMAGE_PIXELS = MOST_PIXELS
     warnings.simplefilter("ignore")
@@ -356,7 +361,7 @@ def main() -> None:
     every: list[Any] = readers()
     unknown = set(options.readers) - {reader.name for reader in every}
     if unknown:
-        sys.exit(f"unknown: {', '.join(unknown)}; known: {', '.join(r.name for r in every)}")
+        sys.exit(f"no reader {', '.join(unknown)}; expected {', '.join(r.name for r in every)}")
     for reader in every:
         if not options.readers or reader.name in options.readers:
             run(reader, options.cases, options.seed, options.first)

@@ -43,6 +43,16 @@ def test_elementwise_functions_equal_those_of_numpy(
     np.testing.assert_allclose(found, expected(x), rtol=1e-12, atol=2e-15)
 
 
+@pytest.mark.parametrize(("dtype", "bits"), [("f32", 23), ("f64", 52)])
+def test_rounding_near_the_last_halves(dtype: str, bits: int) -> None:
+    kind = {"f32": np.float32, "f64": np.float64}[dtype]
+    halves = 2.0 ** (bits - 1) + np.array([0.5, 1.0, 1.5])
+    x = np.concatenate([halves, -halves, [np.nextafter(kind(0.5), kind(0)), 2.0**bits + 1]])
+    x = x.astype(kind)
+    for name in ("floor", "ceil", "round"):
+        np.testing.assert_array_equal(getattr(t(x), name)().numpy(), getattr(np, name)(x))
+
+
 @pytest.mark.parametrize(
     ("found", "expected"),
     [

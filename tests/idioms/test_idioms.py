@@ -31,7 +31,7 @@ def names(device: str) -> dict[str, Any]:
 def run(code: str, known: dict[str, Any]) -> None:
     if "torch." in code:
         known["torch"] = pytest.importorskip("torch")
-    # An idiom may switch recording off; the context restores it.
+    # An idiom may disable gradients; the context enables them again.
     with contextlib.redirect_stdout(io.StringIO()), tc.enable_grad():
         exec(code, known)
 

@@ -44,7 +44,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def config_of() -> Callable[[str], tc.LoraConfig]:
-    """The configuration of a kind."""
+    """A function that returns the configuration of a kind of adapter."""
     return lambda kind: tc.LoraConfig(**KINDS[kind])
 
 
@@ -56,7 +56,7 @@ def unet() -> tc.models.SDXLUNet:
 
 @pytest.fixture
 def attach() -> Callable[[tc.models.Model, str], tc.AdapterSet]:
-    """Put an adapter of a kind on a model and give it an effect."""
+    """A function that adds an adapter of a kind, with values that have an effect, to a model."""
 
     def attach(model: tc.models.Model, kind: str) -> tc.AdapterSet:
         tc.manual_seed(5)

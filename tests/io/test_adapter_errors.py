@@ -1,4 +1,4 @@
-"""Errors of adapter files that do not fit, and of second adapters."""
+"""Errors of adapter files that do not fit a model, and of a second adapter on a model."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Adapter files: the same adapters under the names of all tools, written and read."""
+"""Files of adapters, written and read with the names of each tool."""
 
 import json
 from collections.abc import Callable
@@ -71,7 +71,7 @@ def test_kohya_is_the_default_for_sdxl_with_alphas_and_metadata(
         f"{module}.{end}" for end in ("lora_down.weight", "lora_up.weight", "alpha")
     }
     assert tensors[f"{module}.lora_down.weight"].dtype == "bf16"
-    # alpha / rank is the scale of training: 6 / sqrt(4).
+    # In the file, alpha / rank is the scale of training: 6 / sqrt(4) = 12 / 4.
     assert tensors[f"{module}.alpha"].item() == pytest.approx(12.0)
     header = path.read_bytes()
     length = int.from_bytes(header[:8], "little")
@@ -204,7 +204,7 @@ def test_untrained_layers_are_reported(unet: tc.models.SDXLUNet, tmp_path: Path)
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"weight": (2, 2)}, "no adapter file"),
+        ({"weight": (2, 2)}, "not an adapter file"),
         ({"lora_unet_blocks_0_to_x.lora_down.weight": (2, 4)}, "another model"),
         ({"lora_te1_text_model_x.lora_down.weight": (2, 4)}, "no adapter for the unet"),
         ({"unet.conv_in.lora_A.weight": (2, 4, 3, 3)}, "unet.conv_in|conv_in"),

@@ -1,7 +1,7 @@
 """Files that this library writes, as diffusers and ComfyUI read them.
 
 Tests of diffusers need torch, diffusers and peft. Tests of ComfyUI need a checkout whose folder is
-in the environment variable COMFYUI. Without them the tests are skipped.
+in the environment variable COMFYUI. Tests whose tools are missing are skipped.
 """
 
 import gzip
@@ -33,7 +33,7 @@ def inputs() -> dict[str, tc.Tensor]:
 
 
 def predictions(unet: tc.models.SDXLUNet, reference: Any) -> tuple[Floats, Floats]:
-    """The predictions of our model and of diffusers' model, which the adapter must have changed."""
+    """Our prediction and that of diffusers. Assert that the adapter changed the latter."""
     torch = pytest.importorskip("torch")
     x = {name: torch.from_numpy(tensor.numpy()) for name, tensor in inputs().items()}
     with torch.no_grad():
@@ -140,7 +140,8 @@ def test_diffusers_applies_the_adapters_of_both_encoders(
 
 
 @pytest.mark.parametrize("own_configuration", [True, False])
-# peft does not swap LoKr's factors if the first is the larger one; LyCORIS does.
+# `lokr_both` is left out: if LoKr's first factor is the larger one, LyCORIS swaps the factors, but
+# peft does not.
 @pytest.mark.parametrize("kind", ["lora", "locon", "dora", "loha", "lokr"])
 def test_peft_computes_the_same(
     unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path, kind: str, own_configuration: bool
@@ -177,7 +178,7 @@ class Classes(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return type(name, (), {})
-# The loader only compares classes; importing the real ones would need the code of all models.
+# The loader only compares classes. An import of the real ones would need the code of all models.
 sys.modules["comfy.model_base"] = Classes("comfy.model_base")
 import comfy
 comfy.model_base = sys.modules["comfy.model_base"]
@@ -212,7 +213,7 @@ _UNET_CONFIG = {
 }
 
 
-@pytest.mark.skipif(not _COMFYUI, reason="COMFYUI names no checkout")
+@pytest.mark.skipif(not _COMFYUI, reason="COMFYUI does not name a checkout")
 @pytest.mark.parametrize("format", ["kohya", "comfyui"])
 def test_comfyui_applies_every_key_and_merges_the_same(
     unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path, kind: str, format: str
@@ -258,7 +259,11 @@ def test_comfyui_applies_every_key_and_merges_the_same(
 
 
 def comfyui_names(models: dict[str, tc.models.Model]) -> dict[str, tuple[str, str]]:
-    """ComfyUI's name of every parameter: that of the original checkpoint, or of transformers."""
+    """The part and our name of every parameter, by its name in ComfyUI.
+
+    ComfyUI's names are those of the original checkpoint for the UNet, and those of transformers
+    for the text encoders.
+    """
     names = {}
     for key, sources in json.loads(
         gzip.decompress((SDXL / "original_names.json.gz").read_bytes())

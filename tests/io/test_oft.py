@@ -1,4 +1,4 @@
-"""Files of OFT by the formulas of the programs that write and read them, in numpy."""
+"""Files of OFT against the formulas of the programs that write and read them, in numpy."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ KEY = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
 
 
 def skew(upper: np.ndarray) -> np.ndarray:
-    """Skew-symmetric matrices of strict upper triangles (count, elements)."""
+    """Skew-symmetric matrices with these strict upper triangles (count, elements)."""
     size = round((1 + (1 + 8 * upper.shape[1]) ** 0.5) / 2)
     matrices = np.zeros((len(upper), size, size))
     rows, columns = np.triu_indices(size, 1)
@@ -32,7 +32,7 @@ def skew(upper: np.ndarray) -> np.ndarray:
 
 
 def turned_inputs(weight: np.ndarray, rotation: np.ndarray) -> np.ndarray:
-    """The weight W' with x W' = (x R) W, where R rotates each block of inputs by `rotation`."""
+    """The weight W' with x W'ᵀ = (x R) Wᵀ, where R rotates each block of inputs by `rotation`."""
     blocks = weight.reshape(len(weight), *rotation.shape[:2])
     return np.einsum("oki,kji->okj", blocks, rotation).reshape(weight.shape)
 
@@ -49,7 +49,7 @@ def weights(model: tc.models.Model) -> dict[str, np.ndarray]:
 def test_lycoris_files_turn_outputs(
     unet: tc.models.SDXLUNet, tmp_path: Path, alpha: float | None
 ) -> None:
-    """`DiagOFTModule` limits the norm of Q to alpha times the outputs:
+    """`DiagOFTModule` limits the norm of Q to alpha times the number of outputs:
     https://github.com/KohakuBlueleaf/LyCORIS/blob/01ca138a/lycoris/modules/diag_oft.py#L87"""
     weight = weights(unet)[f"{LAYER}.weight"]
     blocks = np.random.default_rng(3).normal(0, 0.3, (len(weight) // 4, 4, 4)).astype(np.float32)
@@ -83,7 +83,8 @@ def test_lycoris_files_turn_outputs(
 def test_peft_folders_turn_inputs(
     tmp_path: Path, settings: dict[str, Any], rotation: Callable[..., np.ndarray], shared: bool
 ) -> None:
-    """https://github.com/huggingface/peft/blob/5d602fdb/src/peft/tuners/oft/layer.py#L116"""
+    """peft's formula for rotations:
+    https://github.com/huggingface/peft/blob/5d602fdb/src/peft/tuners/oft/layer.py#L116"""
     model = language_model()
     before = weights(model)
     layer = next(name for name in before if name.endswith("q_proj.weight")).removesuffix(".weight")
@@ -103,7 +104,7 @@ def test_peft_folders_turn_inputs(
     adapter.save(saved)
     model.merge_adapter()
     np.testing.assert_allclose(weights(model)[f"{layer}.weight"], expected, rtol=1e-5, atol=1e-6)
-    # The folder `saved` has the same rotation.
+    # The adapter in the folder `saved` has the same rotation.
     again = language_model()
     again.load_adapter(saved)
     again.merge_adapter()
@@ -114,7 +115,8 @@ def test_peft_folders_turn_inputs(
 
 
 def test_the_limit_of_coft_is_applied(tmp_path: Path) -> None:
-    """https://github.com/huggingface/peft/blob/5d602fdb/src/peft/tuners/oft/layer.py#L158"""
+    """peft's formula for the limit of the norm:
+    https://github.com/huggingface/peft/blob/5d602fdb/src/peft/tuners/oft/layer.py#L158"""
     model = language_model()
     names = [name for name in weights(model) if name.endswith("q_proj.weight")]
     layer, columns = names[0].removesuffix(".weight"), weights(model)[names[0]].shape[1]
@@ -146,7 +148,7 @@ def test_written_files_have_the_form_that_comfyui_reads(
     np.testing.assert_array_equal(
         blocks - blocks.transpose(0, 2, 1), skew(upper).astype(np.float32)
     )
-    # The limit is so large that no rotation reaches it: A1111 reads a limit of 0 as no rotation.
+    # In A1111, an alpha of 0 allows no rotation. The file has a limit that no rotation reaches.
     assert tensors[f"{KEY}.alpha"].item() == 1e4
     assert all(name.endswith((".oft_blocks", ".alpha")) for name in tensors)
 

@@ -94,7 +94,7 @@ def test_folders_load_with_a_configuration_in_a_file_or_in_the_header(
     if in_header:
         (tmp_path / "adapter" / "adapter_config.json").unlink()
     else:
-        tc.save_file(tc.load_file(weights), weights)  # as peft writes it
+        tc.save_file(tc.load_file(weights), weights)  # without metadata, as peft writes it
     for path in (tmp_path / "adapter", weights):
         unet.load_adapter(path)
         found = merged(unet)

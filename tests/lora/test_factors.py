@@ -1,4 +1,4 @@
-"""Low-rank matrices against full singular value decompositions."""
+"""Low-rank factors of matrices against full singular value decompositions."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def product(factors: Factors) -> np.ndarray:
 
 
 def falling(rows: int, columns: int) -> np.ndarray:
-    """A matrix whose singular values decrease like those of changes by training."""
+    """A matrix whose singular values decrease like those of the change of a trained weight."""
     u, _ = np.linalg.qr(RNG.standard_normal((rows, rows)))
     v, _ = np.linalg.qr(RNG.standard_normal((columns, columns)))
     size = min(rows, columns)
@@ -41,7 +41,7 @@ def test_a_lower_rank_is_the_nearest_one() -> None:
 def test_a_rank_follows_from_the_share_that_is_kept() -> None:
     down = np.eye(3, 5) * np.array([[3.0], [2.0], [1.0]])
     factors = Factors(np.eye(4, 3), down)
-    # The squared singular values are 9, 4 and 1, of 14 in all.
+    # The squared singular values are 9, 4 and 1; their sum is 14.
     for keep, rank in ((0.6, 1), (0.7, 2), (0.93, 3), (1.0, 3)):
         assert truncate(factors, 3, keep).rank == rank
 

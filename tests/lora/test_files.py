@@ -101,7 +101,7 @@ def test_diffusers_alphas_are_in_the_header(tmp_path: Path) -> None:
     tc.save_file(tensors, path, metadata={"lora_adapter_metadata": json.dumps(config)})
     resize(LoraFile.read(path), 2).write(path)
     found = tc.load_file(path)
-    # The result has no configuration, so its scale is 1.
+    # The new file has no configuration, so tools use the scale 1: the factors contain 3 = 6 / 2.
     product = found[names[1]].numpy() @ found[names[0]].numpy()
     np.testing.assert_allclose(product, 3 * up @ down, atol=1e-5)
 

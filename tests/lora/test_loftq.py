@@ -54,7 +54,7 @@ def test_one_iteration_keeps_the_rounding_of_the_weight_and_takes_the_nearest_pr
 
 @pytest.mark.parametrize("iterations", [1, 3])
 def test_the_product_is_that_of_peft(iterations: int) -> None:
-    """The steps of peft's `loftq_init`, which needs a GPU, with peft's decomposition."""
+    """Peft's `loftq_init` needs a GPU, so the test repeats it with peft's decomposition."""
     torch = pytest.importorskip("torch")
     utils = pytest.importorskip("peft.utils.loftq_utils")
     exact = weight()
@@ -112,7 +112,7 @@ def test_a_run_starts_nearer_to_the_original_model(model: str) -> None:
         ({"base_precision": "nf4", "init": "default", "qat": "int8"}, "--qat int8 cannot start"),
         (
             {"init": "default", "qat": "int8", "lora_dropout": 0.1},
-            "does not exist with --lora-dropout",
+            "but --lora-dropout keeps them apart",
         ),
     ],
 )
@@ -136,7 +136,7 @@ def test_wrong_arguments_are_named() -> None:
 
 
 def test_layers_without_an_error_and_ranks_above_a_side_are_exact() -> None:
-    """A rank above a layer's smaller side leaves no error; a head without error is not changed."""
+    """A rank above a layer's smaller side leaves no error; the head gets no adapter."""
     original = CausalLM.from_pretrained(LLAMA, dtype="f32")
     base = CausalLM.from_pretrained(LLAMA, dtype="f32", quantize="nf4")
     adapter = base.add_adapter(tc.LoraConfig(r=100, target_modules=["k_proj", "up_proj"]))
@@ -145,7 +145,7 @@ def test_layers_without_an_error_and_ranks_above_a_side_are_exact() -> None:
     for name, exact in original.named_tensors().items():
         if "k_proj" in name or "up_proj" in name:
             assert min(exact.shape) < 100
-            # At full rank, only the rounding of f32 and of the merge is lost.
+            # At full rank, the only errors are those of f32 and of merging.
             np.testing.assert_allclose(base.get_tensor(name).numpy(), exact.numpy(), atol=1e-5)
     base.remove_adapter()
     kept = base.add_adapter(tc.LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))

@@ -74,7 +74,7 @@ def test_the_difference_of_two_models_is_a_lora(sdxl_base: Path, tmp_path: Path)
     layers = [n.removesuffix(".weight") for n in base.named_tensors() if n.endswith("to_q.weight")]
     convs = [n.removesuffix(".weight") for n in base.named_tensors() if n.endswith("conv1.weight")]
     found = extract(base, tuned, [*layers, *convs, "time_embedding.linear_1"], rank=2)
-    # The change has rank 2; layers that are equal get no adapter.
+    # The change has rank 2; layers that do not differ get no adapter.
     assert set(found.config.rank_pattern) == {*layers, *convs}
     expected = {name: t.to("f32").numpy() for name, t in tuned.named_tensors().items()}
     for name, value in weights(base).items():

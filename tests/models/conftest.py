@@ -43,7 +43,7 @@ def single_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             tensors[key] = parts[0].reshape((*parts[0].shape, 1, 1))
         else:
             tensors[key] = parts[0]
-    # Other tensors of the published file.
+    # The published file also has these tensors.
     tensors["conditioner.embedders.0.transformer.text_model.embeddings.position_ids"] = tc.tensor(
         np.arange(17)[None]
     )
@@ -63,14 +63,14 @@ def assert_near(found: tc.Tensor, expected: tc.Tensor, within: float = 1e-4) -> 
 
 
 def relative_error(found: tc.Tensor, expected: tc.Tensor) -> float:
-    """The largest difference, relative to the largest expected value, which may be zero."""
+    """The largest difference, relative to the largest expected value unless that is zero."""
     values = found.to("cpu").to("f32").numpy()
     largest = np.abs(expected.numpy()).max()
     return float(np.abs(values - expected.numpy()).max() / (largest or 1.0))
 
 
 def distance(found: tc.Tensor, expected: tc.Tensor) -> float:
-    """Root of the sum of squared differences, relative to that of the expected values."""
+    """The norm of the differences, relative to the norm of the expected values."""
     values, wanted = found.detach().to("cpu").to("f32").numpy(), expected.numpy()
     return float(np.linalg.norm(values - wanted) / np.linalg.norm(wanted))
 

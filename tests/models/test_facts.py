@@ -1,4 +1,4 @@
-"""The facts of a checkpoint, which are read from its headers, against the loaded models."""
+"""`tc.inspect`: facts from the headers of checkpoints, against the loaded models."""
 
 import shutil
 from pathlib import Path

@@ -81,10 +81,11 @@ def test_checkpoint_without_configurations_says_what_it_lacks(
         SDXLUNet.from_pretrained(alone)
     for config in (GOLDEN, GOLDEN / "unet", GOLDEN / "unet" / "config.json"):
         assert_same(SDXLUNet.from_pretrained(alone, config=config), from_folder("unet"))
-    # Sizes determine the autoencoder except for the groups of its norms and its latents' scale.
+    # Shapes do not show the groups of the autoencoder's norms and the scale of its latents. The
+    # configuration beside the file has them.
     shutil.copytree(GOLDEN / "vae", tmp_path / "vae")
     assert_same(AutoencoderKL.from_pretrained(alone), from_folder("vae"))
-    # A configuration with other sizes belongs to another model.
+    # A configuration beside the file with other sizes belongs to another model.
     (tmp_path / "unet").mkdir()
     other = json.loads((GOLDEN / "unet" / "config.json").read_text())
     other["block_out_channels"] = [8, 16, 24]
@@ -107,7 +108,7 @@ def test_shards_are_one_model(unet: Path) -> None:
 
     index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
     (unet / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
-    # A file that the index does not list is from another download.
+    # The loader ignores files that the index does not list, such as those of another download.
     tc.save_file(tensors, unet / "diffusion_pytorch_model-00001-of-00001.safetensors")
     assert_same(SDXLUNet.from_pretrained(unet), from_folder("unet"))
     missing = unet / next(iter(shards))
@@ -202,13 +203,13 @@ def test_saved_folder_is_what_the_libraries_write(name: str, tmp_path: Path) -> 
     }
     saved = tc.load_file(next((tmp_path / name).glob("*.safetensors")))
     expected = weights_of(name)
-    if name == "text_encoder":  # published files have the prefix; transformers 5 also reads others
+    if name == "text_encoder":  # published files have this prefix
         expected = {f"text_model.{key}": tensor for key, tensor in expected.items()}
     assert saved.keys() == expected.keys()
     for key, tensor in expected.items():
         assert saved[key].dtype == "bf16"
         np.testing.assert_array_equal(saved[key].to("f32").numpy(), tensor.to("f32").numpy())
-    # Every field that we write has the value that the other library writes.
+    # Every field of our configuration has the value that the other library writes.
     ours, theirs = (
         json.loads((folder / name / "config.json").read_text()) for folder in (tmp_path, GOLDEN)
     )
@@ -240,7 +241,7 @@ def test_merged_adapter_goes_into_a_checkpoint(single_file: Path, tmp_path: Path
     assert all(key.endswith("to_q.weight") for key in changed)
     assert len(changed) == len(adapter.parameters()) // 2
 
-    # All parts in another dtype, without a base checkpoint.
+    # Save all parts in another dtype, without a base checkpoint.
     parts = {name: PARTS[name].from_pretrained(single_file, subfolder=name) for name in PARTS}
     models.save_checkpoint(tmp_path / "own.safetensors", parts, dtype="f32")
     for name, part in parts.items():
@@ -278,7 +279,7 @@ def test_loading_takes_the_memory_of_the_model_and_a_tenth(
     config = json.loads((GOLDEN / "text_encoder" / "config.json").read_text())
     config |= sizes | {"vocab_size": 49408, "max_position_embeddings": 77}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    # The shapes of the tiny encoder's tensors, in the sizes of the large one.
+    # Replace each length in the shapes of the tiny encoder by that of the large one.
     widths = {8: 512, 20: 2048, 200: 49408, 17: 77}
     tensors = {}
     for name, tensor in weights_of("text_encoder").items():
@@ -298,7 +299,7 @@ def test_loading_takes_the_memory_of_the_model_and_a_tenth(
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the hub's client that holds one model, without a connection."""
+    """The folder of one repository in the cache of the hub's client, which has no connection."""
     from huggingface_hub import constants
 
     revision = "0" * 40
@@ -320,11 +321,11 @@ def test_models_by_name_come_from_the_cache(hub_cache: Path) -> None:
     second = CLIPTextModel.from_pretrained("someone/tiny-sdxl", subfolder="text_encoder_2")
     assert_same(second, from_folder("text_encoder_2"))
     assert_same(models.load("someone/tiny-sdxl"), from_folder("unet"))
-    # The repository holds only one model.
+    # Now the repository has only the autoencoder.
     shutil.rmtree(hub_cache)
     shutil.copytree(GOLDEN / "vae", hub_cache)
     assert_same(AutoencoderKL.from_pretrained("someone/tiny-sdxl"), from_folder("vae"))
-    # Of two variants, the one without a suffix is read.
+    # Of two files, the one without the suffix `.fp16` is read.
     half = {name: tensor.to("f16") for name, tensor in weights_of("vae").items()}
     tc.save_file(half, hub_cache / "diffusion_pytorch_model.fp16.safetensors")
     assert AutoencoderKL.from_pretrained("someone/tiny-sdxl", force_upcast=False).dtype == "bf16"

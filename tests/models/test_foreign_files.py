@@ -1,4 +1,4 @@
-"""Files of other models, and of one part of a model: each is named in the error."""
+"""Errors name the model or part whose file is given instead of the expected one."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ SD3 = "model.diffusion_model.joint_blocks.0.context_block.attn.qkv.weight"
         ("down_blocks.0.resnets.0.conv1.weight", "the weights of a UNet from a pipeline's folder"),
         ("decoder.up_blocks.0.x.weight", "the weights of an autoencoder from a pipeline's folder"),
         ("lora_unet_x.lora_up.weight", "an adapter, not a model"),
-        ("x", "no original checkpoint with this model"),
+        ("x", "not an original checkpoint with this model"),
     ],
 )
 def test_checkpoints_without_the_encoder(tmp_path: Path, key: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Weights of eight bits in the three forms of ComfyUI's files."""
+"""FP8 weights in the three forms of ComfyUI's files."""
 
 import json
 import struct
@@ -15,7 +15,7 @@ FORMAT = json.dumps({"format": "float8_e4m3fn"}).encode()
 
 
 def e4m3() -> np.ndarray:
-    """The 256 values: sign, four bits of exponent (bias 7), three of fraction; no infinity."""
+    """The values of all codes: sign, 4 exponent bits (bias 7), 3 fraction bits; no infinity."""
     bits = np.arange(256)
     exponent, fraction = bits >> 3 & 15, bits & 7
     normal = (1 + fraction / 8) * 2.0 ** (exponent - 7)

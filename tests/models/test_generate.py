@@ -1,4 +1,4 @@
-"""Generated texts: equal with and without a cache, and greedily equal to transformers'."""
+"""Generated texts: the same with and without a cache; greedy ones equal those of transformers."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ def model_of(family: str, **options: object) -> CausalLM:
 
 
 def switched(name: str, folder: Path) -> tuple[CausalLM, list[int]]:
-    """The model of a case, and its first text."""
+    """The model of a case in `switches.json`, and the first text of the case."""
     tensors = tc.load_file(GOLDEN / "switches.safetensors")
     own = {key.split("|")[1]: tensors[key] for key in tensors if key.startswith(f"{name}|")}
     weights = {key: value for key, value in own.items() if not key.startswith("logits")}
@@ -32,13 +32,13 @@ def switched(name: str, folder: Path) -> tuple[CausalLM, list[int]]:
 
 
 def scores(model: CausalLM, ids: list[int]) -> np.ndarray:
-    """Scores of the next token, by a forward pass over the whole text."""
+    """The scores of the next token, from a forward pass over the whole text."""
     return np.asarray(model(tc.tensor([ids]))[0, -1].to("f32").numpy())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_those_of_transformers(family: str, device: str) -> None:
-    """Prompts of different lengths, together and one by one, without and with the penalty."""
+    """Prompts of several lengths, in a batch and alone, without and with a repetition penalty."""
     model = model_of(family, device=device)
     for case in CONTINUED[family]:
         options = case["options"] | {"max_new_tokens": len(case["expected"][0])}
@@ -49,7 +49,7 @@ def test_greedy_tokens_equal_those_of_transformers(family: str, device: str) -> 
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_scores_with_a_cache_equal_those_without(name: str, tmp_path: Path) -> None:
-    """Texts exceed the window of attention, and the lengths at which the rotary angles change."""
+    """The texts exceed the attention window and the lengths at which the rotary angles change."""
     model, ids = switched(name, tmp_path)
     cache = tc.models.KVCache(2)
     texts = [ids[:3], ids[4:11]]

@@ -1,4 +1,4 @@
-"""Language models in GGUF files compute the same as a folder with the same values."""
+"""Language models from GGUF files compute the same as those from folders with the same values."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ FAMILIES = ["llama", "qwen2", "qwen3"]
 
 
 def write_tokenizer(folder: Path, split: str | None) -> None:
-    """Write a tokenizer of bytes, a few merges and three special tokens."""
+    """Write a byte-level tokenizer with a few merges and three special tokens."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -71,7 +71,7 @@ def test_a_file_computes_the_same_as_its_values(family: str, kind: str, tmp_path
             tensors[name] = tensor.to("f16" if kind.startswith("q") else kind)
     tc.save_file(tensors, base / "model.safetensors")
     plain = CausalLM.from_pretrained(base, dtype="f32")
-    # The factors of Llama 3's positions are f32 in a file.
+    # GGUF files store the factors of Llama 3's rotary frequencies in f32.
     tolerance = 2e-6 if family == "llama" else 0
     np.testing.assert_allclose(scores(found), scores(plain), rtol=0, atol=tolerance)
     for name, tensor in plain.named_tensors().items():
@@ -79,7 +79,7 @@ def test_a_file_computes_the_same_as_its_values(family: str, kind: str, tmp_path
 
 
 def test_adapters_train_over_a_file(tmp_path: Path) -> None:
-    """All matrices stay in blocks, and losses equal those of the dequantized values."""
+    """The loss and the gradients equal those of a model with the dequantized values."""
     base = folder("qwen3", tmp_path)
     write_model(base, TextAdapter({}), tmp_path / "model.gguf", "q8_0")
     found = []
@@ -106,7 +106,7 @@ def test_facts_have_the_bytes_of_a_file(tmp_path: Path) -> None:
     (facts,) = tc.inspect(tmp_path / "model.gguf").parts.values()
     expected = 0
     for shape in facts.tensors.values():
-        # Rows of 112 are not whole blocks.
+        # Rows of 112 elements do not divide into blocks of 32, so they have two bytes per element.
         blocks = len(shape) == 2 and shape[1] % 32 == 0
         expected += shape[0] * shape[1] // 32 * 34 if blocks else 2 * int(np.prod(shape))
     assert facts.weight_bytes("bf16") == expected
@@ -153,8 +153,8 @@ def test_transformers_reads_the_same_model(family: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("gguf")
     base = folder(family, tmp_path)
-    # From GGUF files, transformers does not read Llama 3's factors of positions or Qwen3's head
-    # width.
+    # From GGUF files, transformers does not read Llama 3's factors of rotary frequencies or Qwen3's
+    # head width. So this Llama has no such factors, and Qwen3 is left out.
     config = json.loads((base / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
     (base / "config.json").write_text(json.dumps(config))
@@ -169,7 +169,7 @@ def test_transformers_reads_the_same_model(family: str, tmp_path: Path) -> None:
 
 
 def tiny(path: Path, **changes: Fact | None) -> Path:
-    """A file with two tensors and the metadata of a Llama of one layer, with `changes`."""
+    """A file with two tensors and a one-layer Llama's metadata, of which `changes` replace some."""
     facts: dict[str, Fact] = {
         "general.architecture": "llama", "llama.block_count": 1, "llama.context_length": 64,
         "llama.embedding_length": 32, "llama.feed_forward_length": 32,
@@ -225,7 +225,7 @@ def test_damaged_files_and_other_types_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["q4_k", "q5_k", "q6_k"])
 def test_blocks_of_256_are_read(kind: str, tmp_path: Path) -> None:
-    """A file whose tensors are random blocks with scales of a sensible size."""
+    """A file whose matrices are random blocks; the scales are small, so values do not overflow."""
     sizes = {"q4_k": (144, (0, 2)), "q5_k": (176, (0, 2)), "q6_k": (210, (208,))}
     size, places = sizes[kind]
     base = tmp_path / "base"
@@ -251,7 +251,7 @@ def test_blocks_of_256_are_read(kind: str, tmp_path: Path) -> None:
         chosen = kind if tensor.ndim == 2 else "f32"
         entries.append(Entry(theirs, shape, chosen, partial(lambda given: given, stored)))
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            # Rows are in llama.cpp's order in the file.
+            # The file has the rows in llama.cpp's order, the folder in that of transformers.
             heads = 4 if "q_proj" in name else 2
             halves = values[name].numpy().reshape(heads, 32, 2, 256).swapaxes(1, 2)
             values[name] = tc.tensor(np.ascontiguousarray(halves).reshape(-1, 256))

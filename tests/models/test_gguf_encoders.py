@@ -1,4 +1,4 @@
-"""Text encoders and SDXL's UNet in GGUF files."""
+"""GGUF files of text encoders and of SDXL's UNet."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from trainable_candle.models import CLIPTextModel, SDXLUNet, T5Encoder
 from .test_gguf_images import PREFIX, kind_of, write_gguf
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# ComfyUI-GGUF replaces these parts of llama.cpp's names, one after the other, by transformers'.
+# ComfyUI-GGUF replaces these parts of llama.cpp's names, in this order, by those of transformers.
 FROM_LLAMA_CPP = {
     "enc.": "encoder.",
     ".blk.": ".block.",
@@ -40,7 +40,7 @@ def to_llama_cpp(name: str) -> str:
 def write_named(
     weights: dict[str, tc.Tensor], path: Path, architecture: str, kind: str
 ) -> dict[str, tc.Tensor]:
-    """Write a GGUF file of weights by their names in it; return their values after rounding."""
+    """Write a GGUF file of weights by their names in the file; return the rounded weights."""
     entries, values = [], {}
     for name, tensor in weights.items():
         chosen, wide = kind_of(name, tensor, kind), tensor.to("f32")
@@ -65,7 +65,7 @@ def test_t5_has_the_names_of_llama_cpp(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "t5.gguf"
     stored = write_named({to_llama_cpp(n): t for n, t in weights.items()}, path, "t5encoder", kind)
     config = folder / "config.json"
-    # Without a configuration, the loader deduces it from the shapes.
+    # Without a configuration, the loader deduces the sizes from the shapes.
     for given in (config, None):
         found = T5Encoder.from_pretrained(path, dtype="f32", config=given)
         assert_equal(found.named_tensors(), {n: stored[to_llama_cpp(n)] for n in weights})
@@ -101,7 +101,7 @@ def test_clip_has_the_names_of_transformers(part: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
 def test_sdxl_has_its_original_names(kind: str, tmp_path: Path) -> None:
-    """Linear layers are in blocks, convolutions in f16, as ComfyUI-GGUF writes them."""
+    """As in files of ComfyUI-GGUF, linear layers are quantized, and convolutions are f16."""
     folder = GOLDEN / "sdxl" / "unet"
     model = SDXLUNet.from_pretrained(folder, dtype="f32")
     original, path = tmp_path / "original.safetensors", tmp_path / "sdxl.gguf"

@@ -15,7 +15,7 @@ PREFIX = "model.diffusion_model."
 
 
 def kind_of(name: str, tensor: tc.Tensor, kind: str) -> str:
-    """The format: vectors and small tensors are f32, tensors that do not fit blocks are f16."""
+    """f32 for vectors and small tensors, f16 where blocks do not fit, `kind` for the rest."""
     if tensor.ndim == 1 or tensor.numel() <= 1024:
         return "f32"
     if tensor.ndim != 2 or tensor.shape[1] % 32 or "pos_embed" in name:
@@ -24,7 +24,7 @@ def kind_of(name: str, tensor: tc.Tensor, kind: str) -> str:
 
 
 def write_gguf(original: Path, path: Path, kind: str) -> dict[str, tc.Tensor]:
-    """A file of the tensors of an original checkpoint; returns their values by name."""
+    """Write the tensors of an original checkpoint to a GGUF file; returns the stored values."""
     tensors = {name.removeprefix(PREFIX): t for name, t in tc.load_file(original).items()}
     entries, values = [], {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Models whose adapted weights are rounded while they are trained."""
+"""Quantization-aware training: models whose adapted weights are rounded in training."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def config(qat: str | None, **settings: object) -> tc.LoraConfig:
 
 
 def moved(adapter: tc.AdapterSet) -> dict[str, np.ndarray]:
-    """Add the same random changes to the parameters of any adapter set; returns the results."""
+    """Change the parameters randomly, but equally for equal adapter sets; returns their values."""
     random = np.random.default_rng(0)
     for var in adapter.parameters():
         change = random.standard_normal(var.shape).astype(np.float32) * 0.1
@@ -71,7 +71,7 @@ def test_gradients_reach_every_parameter_with_and_without_checkpoints() -> None:
 
 
 def test_a_base_of_the_same_format_starts_unchanged() -> None:
-    """Rounding the values of codes gives the same codes."""
+    """Rounding the values of a quantized base gives the codes of the base again."""
     model = FLUX.kind.from_pretrained(FLUX.folder / "transformer", dtype="f32", quantize="int8")
     before = FLUX.predict(model).numpy()
     model.add_adapter(config("int8"))

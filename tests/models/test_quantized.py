@@ -27,7 +27,7 @@ def quantized(family: Family, format: str) -> Model:
 def test_a_quantized_model_equals_one_with_its_dequantized_weights(
     name: str, format: str, tmp_path: Path
 ) -> None:
-    """A saved model has dequantized weights; its results and gradients are equal bit by bit."""
+    """Saving dequantizes; the saved model has the same results and gradients, bit by bit."""
     family = FAMILIES[name]
     model = quantized(family, format)
     model.save_pretrained(tmp_path)

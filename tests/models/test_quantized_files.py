@@ -73,7 +73,7 @@ QUANTILES = np.array([
 
 
 def dynamic_map() -> np.ndarray:
-    """The signed map of bitsandbytes, from the golden values of its optimizers."""
+    """The signed 8-bit map of bitsandbytes, from the golden file of its optimizers."""
     path = Path(__file__).parents[1] / "golden" / "optim" / "bitsandbytes.safetensors"
     return tc.load_file(path)["map.signed"].numpy().astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""Qwen-Image's autoencoder against diffusers', on one frame, and in files of ComfyUI."""
+"""Qwen-Image's autoencoder against that of diffusers on one frame, and in files of ComfyUI."""
 
 import json
 from pathlib import Path
@@ -21,11 +21,11 @@ def load(device: str = "cpu") -> AutoencoderKLQwenImage:
 
 
 def of_an_image(tensor: tc.Tensor) -> np.ndarray:
-    """A parameter of a file as an image meets it."""
+    """The part of a stored parameter that applies to an image, which is a video of one frame."""
     values = tensor.to("f32").numpy()
     if values.ndim == 5:
         return values[:, :, -1]
-    # Scales of norms, and the attention's projections, which are convolutions of one pixel.
+    # Scales of norms and projections of attention, which are 1x1 convolutions, have sizes of 1.
     return values.squeeze() if values.ndim > 1 and values.shape[-1] == 1 else values
 
 
@@ -47,7 +47,7 @@ def test_moments_and_images_equal_those_of_diffusers(device: str) -> None:
         if device == "cpu":
             assert_near(found, CASE[name])
         assert relative_error(found, CASE[name]) < 1e-4
-    # diffusers clips images.
+    # diffusers clips images to -1 to 1.
     assert np.abs(CASE["decoded"].numpy()).max() == 1.0
     assert model.downscale == 2
     config = json.loads((FOLDER / "vae" / "config.json").read_text())
@@ -78,7 +78,7 @@ def test_checkpointed_gradient_is_the_same_bit_for_bit(policy: str) -> None:
     assert gradient() == plain
 
 
-# Names in Wan's files, as `convert_wan_vae_to_diffusers` of diffusers 0.42 reads them.
+# ComfyUI's files have Wan's names. These are as in diffusers 0.42, `convert_wan_vae_to_diffusers`.
 WAN = {
     "encoder.conv1.weight": "encoder.conv_in.weight",
     "encoder.downsamples.0.residual.0.gamma": "encoder.down_blocks.0.norm1.gamma",
@@ -106,7 +106,9 @@ def test_files_of_comfyui_hold_the_same_model(tmp_path: Path) -> None:
     bare = tmp_path / "bare.safetensors"
     in_time = {"encoder.downsamples.1.time_conv.weight": tc.ones((4, 4, 3, 1, 1))}
     tc.save_file({name.removeprefix(prefix): t for name, t in written.items()} | in_time, bare)
-    with pytest.raises(tc.ConfigError, match="16 channels of latents and 2 of its largest images"):
+    with pytest.raises(
+        tc.ConfigError, match="16 channels in its latents and 2 in its largest images"
+    ):
         AutoencoderKLQwenImage.from_pretrained(bare)
     for found in (
         AutoencoderKLQwenImage.from_pretrained(path),

@@ -30,7 +30,7 @@ def model(sdxl: Path) -> SDXLUNet:
 def adapted(
     model: SDXLUNet, name: str, device: str = "cpu"
 ) -> tuple[tc.AdapterSet, dict[str, tc.Tensor]]:
-    """Put a case's initial adapter on a model on `device`; returns the adapter and the case."""
+    """Put a case's initial adapter on a model on `device`; return the adapter and the case."""
     path = GOLDEN / f"unet_{name}.safetensors"
     case, settings = tc.load_file(path), metadata(path)
     options = {key: json.loads(value) for key, value in settings.items() if key.startswith("use_")}
@@ -49,7 +49,7 @@ def test_names_and_shapes_equal_those_of_diffusers(model: SDXLUNet) -> None:
 
 
 def test_prediction_equals_that_of_diffusers(sdxl: Path, device: str) -> None:
-    # 10 x 7 latents: the up path must restore sizes that halving rounded up.
+    # The latents have 10 x 7 elements: the up path must restore sizes that halving rounded up.
     model = SDXLUNet.from_pretrained(sdxl / "unet", dtype="f32", device=device)
     assert_near(predict(model, device=device), CASE["output"])
 
@@ -97,7 +97,7 @@ def four_steps(model: SDXLUNet, adapter: tc.AdapterSet, target: tc.Tensor) -> li
     return losses
 
 
-# The tiny model's norms have few channels, so rounding errors grow in the backward pass.
+# The norms of the tiny model have few channels, so its backward pass amplifies rounding errors.
 @pytest.mark.parametrize(
     ("dtype", "of_output", "of_gradient", "of_loss"),
     [("f16", 0.01, 0.1, 2e-3), ("bf16", 0.05, 0.5, 1e-2)],
@@ -176,7 +176,7 @@ def test_a_random_model_has_the_sizes_of_its_configuration(sdxl: Path, device: s
     assert output.std() > 0.01
     with pytest.raises(tc.ConfigError, match="UNet2DConditionModel"):
         SDXLUNet.from_config(sdxl / "vae" / "config.json")
-    with pytest.raises(tc.DTypeError, match="computes in floating point, found i64"):
+    with pytest.raises(tc.DTypeError, match="dtype is i64, expected a floating-point dtype"):
         SDXLUNet.from_config(sdxl / "unet" / "config.json", dtype="i64")
 
 

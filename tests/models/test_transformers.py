@@ -1,4 +1,4 @@
-"""Transformers against diffusers and peft, and in files of other tools."""
+"""Transformers of image models against diffusers and peft, and in files of other tools."""
 
 import json
 from pathlib import Path
@@ -22,13 +22,13 @@ from trainable_candle.nn.functional import mse_loss
 from .conftest import distance, metadata, relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# torch rounds one frequency differently, so sinusoids of a guidance of 3500 differ by this error.
+# torch rounds one frequency differently, so sinusoids of a guidance of 3500 differ by this much.
 ROUNDING = 1e-5
 CASES = ("lora_attention", "dora_attention", "lora_all_linear")
 
 
 def gradient(var: tc.Var) -> np.ndarray:
-    """A variable's gradient; empty if it has none, as layers of Qwen-Image's last text."""
+    """A gradient; empty if there is none, as for layers of the text in Qwen-Image's last block."""
     return np.empty(0) if var.grad is None else var.grad.numpy()
 
 
@@ -79,7 +79,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 def adapted(
     family: Family, model: Model, name: str, device: str = "cpu"
 ) -> tuple[tc.AdapterSet, dict[str, tc.Tensor]]:
-    """Put a case's initial adapter on a model on `device`; returns the adapter and the case."""
+    """Put a case's initial adapter on a model on `device`; return the adapter and the case."""
     path = family.folder / f"transformer_{name}.safetensors"
     case, settings = tc.load_file(path), metadata(path)
     config = tc.LoraConfig(
@@ -178,13 +178,13 @@ def test_an_original_file_is_the_same_model(family: Family, tmp_path: Path) -> N
     path = tmp_path / "original.safetensors"
     tc.models.save_checkpoint(path, {"transformer": model})
     written = tc.load_file(path)
-    if family.name not in {"zimage", "qwen-image"}:  # whose original names are the same
+    if family.name not in {"zimage", "qwen-image"}:  # their original names are those of diffusers
         assert not any(name in written for name in family.stored)
     found = family.kind.from_pretrained(path)
     for name, tensor in family.stored.items():
         np.testing.assert_array_equal(found.named_tensors()[name].to("f32"), tensor.to("f32"))
-    # In this file, the header has no configurations, and the names have no prefix. Sizes are
-    # deduced from the shapes.
+    # This file has no configurations in its header, and its names have no prefix. The loader
+    # deduces the sizes from the shapes.
     bare = tmp_path / "bare.safetensors"
     tc.save_file(
         {name.removeprefix("model.diffusion_model."): t for name, t in written.items()}, bare
@@ -194,7 +194,7 @@ def test_an_original_file_is_the_same_model(family: Family, tmp_path: Path) -> N
         found = family.predict(family.kind.from_pretrained(bare)).to("f32").numpy()
         np.testing.assert_array_equal(found, expected)
     else:
-        # Shapes do not show the axes' widths, and the published widths do not fit a tiny head.
+        # Shapes do not show the widths of the axes, and the published widths do not fit tiny heads.
         with pytest.raises(tc.ConfigError, match="axes_dims"):
             family.kind.from_pretrained(bare)
 
@@ -301,12 +301,12 @@ def test_fused_projections_are_read_from_files_of_comfyui(tmp_path: Path) -> Non
 
 def test_positions_beyond_the_axes_are_rejected() -> None:
     family = FAMILIES["zimage"]
-    with pytest.raises(tc.ShapeError, match=r"need positions \[66, 65, 4\].*axes_lens"):
+    with pytest.raises(tc.ShapeError, match=r"need \[66, 65, 4\] positions.*axes_lens"):
         family.predict(family.load(), hidden_states=tc.zeros((2, 16, 130, 8)))
 
 
 def test_positions_are_cut_from_the_middle() -> None:
-    """Rows and columns are cropped separately, as in diffusers' `cropped_pos_embed`."""
+    """Positions are cropped from 12 x 12, so more rows or columns of tokens are an error."""
     family = FAMILIES["sd3"]
     model, case = family.load(), family.case
     with pytest.raises(tc.ShapeError, match="13 x 2 tokens, but the model has only 12 x 12"):

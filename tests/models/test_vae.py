@@ -1,4 +1,4 @@
-"""The autoencoder against diffusers."""
+"""The autoencoders of SDXL and FLUX.2 against diffusers."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def on(sdxl: Path, device: str) -> tuple[AutoencoderKL, dict[str, tc.Tensor]]:
 
 
 def assert_close(found: tc.Tensor, expected: tc.Tensor) -> None:
-    """On a GPU, products use 16 bits of each factor (docs/decisions.md); TF32 errs by 1e-3."""
+    """On a GPU, products keep 16 bits of each factor (docs/decisions.md), more than TF32 does."""
     if found.device == "cpu":
         assert_near(found, expected)
     else:
@@ -38,7 +38,7 @@ def test_names_and_shapes_equal_those_of_diffusers(model: AutoencoderKL) -> None
 
 def test_moments_and_images_equal_those_of_diffusers(sdxl: Path, device: str) -> None:
     model, given = on(sdxl, device)
-    mean, logvar = model.encode(given["image"])  # an odd height
+    mean, logvar = model.encode(given["image"])  # its height is odd
     assert_close(mean, CASE["mean"])
     assert_close(logvar, CASE["logvar"])
     assert_close(model.decode(given["latent"]), CASE["decoded"])
@@ -71,7 +71,7 @@ def test_checkpointed_gradient_is_the_same_bit_for_bit(model: AutoencoderKL, pol
 
 
 def test_half_precision_needs_force_upcast_to_be_off(sdxl: Path) -> None:
-    # The file is bf16, and its configuration says force_upcast.
+    # The weights are stored as bf16, and the configuration sets force_upcast.
     for dtype in (None, "f16", "bf16", "f32"):
         assert AutoencoderKL.from_pretrained(sdxl, dtype=dtype).dtype == "f32"
     assert AutoencoderKL.from_pretrained(sdxl, force_upcast=False).dtype == "bf16"

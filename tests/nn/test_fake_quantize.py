@@ -31,7 +31,7 @@ def test_values_and_gradients_are_those_of_torchao(format: str) -> None:
     straight = np.ones_like(values)
     expected = GOLDEN[f"{format}.gradient"] if format != "fp8" else straight
     np.testing.assert_array_equal(x.grad.numpy(), expected)
-    # Only int4 has values beyond its last code, which get no gradient.
+    # Only int4 has values beyond its last code. They get no gradient.
     assert (expected == 0).any() == (format == "int4")
 
 
@@ -64,7 +64,8 @@ def test_nf4_has_the_codes_of_the_format_and_scales_in_f32() -> None:
 def test_rounded_values_stay_on_their_grid(format: str) -> None:
     once = F.fake_quantize(tc.tensor(matrix(6, 64)), format)
     if format == "int4":
-        # The largest value is 7.5 steps, but the largest code is 7: the next scale is smaller.
+        # The largest value is 7.5 steps, but the largest code is 7: a second rounding has smaller
+        # steps. So check only that there are at most 16 values.
         assert len(np.unique(once.numpy()[0, :32] / np.abs(once.numpy()[0, :32]).max())) <= 16
     else:
         again = F.fake_quantize(once, format).numpy()
@@ -105,7 +106,7 @@ def test_wrong_formats_and_dtypes_are_named() -> None:
 def test_an_adapted_layer_computes_with_its_rounded_weight(
     layer: type[tc.nn.LoRALinear | tc.nn.DoRALinear], format: str
 ) -> None:
-    """The layer's gradients equal those of a plain layer with the same upstream gradient."""
+    """For the same upstream gradient, the gradients equal those of a layer without rounding."""
     weight, x = tc.tensor(matrix(32, 64)), tc.tensor(matrix(5, 64)[::-1].copy())
     tc.manual_seed(0)
     aware = layer(weight, 4, 8.0, qat=format)

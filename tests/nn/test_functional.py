@@ -30,7 +30,7 @@ def test_linear(shape):
 
 
 def convolved(x, w, b, stride, padding, dilation, groups):
-    """Direct convolution in torch's layout."""
+    """A convolution by loops, with the shapes of torch."""
     x = np.pad(x, ((0, 0), (0, 0), (padding[0],) * 2, (padding[1],) * 2))
     batch, _, height, width = x.shape
     out, per_group, kh, kw = w.shape
@@ -208,7 +208,7 @@ def test_rms_norm_rope(interleaved):
     assert_close(y.detach(), turned(normal * w))
     without = F.rms_norm_rope(tc.tensor(x), None, *tables, interleaved, 1e-3)
     assert_close(without, turned(normal))
-    # The rotation keeps lengths: the gradient of the sum of squares does not depend on the angles.
+    # Rotations keep lengths, so the gradient of the sum of squares does not depend on the angles.
     (y * y).sum().backward()
     assert_close(vw.grad, (2 * w * normal**2).sum((0, 1)))
     u = 2 * w**2 * normal
@@ -278,7 +278,7 @@ def test_upsample_nearest2d():
         tc.tensor(x.transpose(0, 2, 3, 1)), scale_factor=(2, 2), channels_last=True
     )
     assert_close(last, doubled.transpose(0, 2, 3, 1))
-    # By torch: interpolate(..., size=(7, 3), mode="nearest").
+    # The rows and columns that torch's interpolate(..., size=(7, 3), mode="nearest") copies.
     rows, columns = [0, 0, 1, 1, 2, 2, 3], [0, 1, 3]
     assert_close(F.upsample_nearest2d(tc.tensor(x), (7, 3)), x[:, :, rows][..., columns])
 

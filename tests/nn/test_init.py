@@ -26,7 +26,7 @@ IN, OUT = 64 * 9, 128 * 9
             math.sqrt(2 / OUT),
             None,
         ),
-        # The variance of a normal variable that is truncated at two standard deviations.
+        # 0.7737 is the variance of a normal variable that is truncated at two standard deviations.
         (init.trunc_normal_, math.sqrt(0.7737), 2.0),
     ],
 )

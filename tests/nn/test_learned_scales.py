@@ -1,4 +1,4 @@
-"""Factors on scales of `fake_quantize`, against the definition of LSQ (arXiv:1902.08153)."""
+"""Trained factors on the scales of `fake_quantize`, against LSQ's definition (arXiv:1902.08153)."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import trainable_candle as tc
 from trainable_candle.errors import ShapeError
 from trainable_candle.nn import functional as F
 
-# Table of appendix E of the paper of NF4 (https://arxiv.org/abs/2305.14314).
+# The table of NF4 in appendix E of the QLoRA paper (https://arxiv.org/abs/2305.14314).
 NF4 = [
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
@@ -32,8 +32,8 @@ def defined(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rounded values, and the gradients of values and factors: equations 1 to 3 of the paper.
 
-    The paper's codes are integers, whose range ends half a step beyond the last code. Here, the
-    range of other codes ends half a step beyond their last code, too.
+    The paper's codes are integers, and values up to half a step beyond the last code get a
+    gradient. Here the same holds for other codes, whose last step is that between their last two.
     """
     codes = CODES[format]
     x = values.astype(np.float64).reshape(-1, GROUPS[format])

@@ -1,4 +1,4 @@
-"""Layers and losses that wrap a function, and methods of modules with torch's names."""
+"""Layers, losses, functions and methods with the names that they have in torch."""
 
 from collections.abc import Callable
 from typing import Any

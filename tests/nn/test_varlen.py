@@ -10,7 +10,7 @@ import trainable_candle as tc
 from trainable_candle.nn import functional
 from trainable_candle.testing import assert_close
 
-# Each case: rows, heads of queries, heads of keys, width, bounds, window.
+# A case has the number of rows, of query heads and of key heads, the width, the bounds, the window.
 CASES: list[tuple[int, int, int, int, list[int], int | None]] = [
     (11, 2, 2, 8, [0, 11], None),
     (40, 6, 2, 16, [0, 1, 18, 18, 40], None),

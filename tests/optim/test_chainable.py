@@ -137,7 +137,7 @@ def test_wrong_arguments_are_named() -> None:
 
 
 class After:
-    """Schedulers that continue after epoch 9."""
+    """The schedulers of a module, made with `last_epoch=9`."""
 
     def __init__(self, schedulers: Any) -> None:
         self._schedulers = schedulers
@@ -175,7 +175,7 @@ def test_one_cycle_counts_epochs() -> None:
     assert rates(ours.OneCycleLR(optimizer(), 0.3, epochs=4, steps_per_epoch=10)) == expected
     with pytest.raises(ArgumentError, match="expected total_steps, or epochs and steps_per_epoch"):
         ours.OneCycleLR(optimizer(), 0.3, epochs=4)
-    # The whole rise is in the first step.
+    # The rise ends at step 0.1 * 10 - 1 = 0, so the first rate is the highest.
     assert rates(ours.OneCycleLR(optimizer(), 0.3, 10, pct_start=0.1), 0) == [[0.3, 0.3]]
 
 

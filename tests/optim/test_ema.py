@@ -1,4 +1,4 @@
-"""The moving average of an adapter from Python; its arithmetic is tested in Rust."""
+"""The moving average of an adapter in Python. Tests in Rust check its arithmetic."""
 
 from pathlib import Path
 

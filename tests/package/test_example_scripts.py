@@ -19,7 +19,7 @@ SCRIPTS = {path.name[:2]: path for path in sorted((ROOT / "examples").glob("[0-9
 
 
 def script(number: str) -> Any:
-    """The module of a script; its `main` has not been called."""
+    """Import a script as a module, without a call of its `main`."""
     path = SCRIPTS[number]
     spec = importlib.util.spec_from_file_location(f"example_{number}", path)
     assert spec is not None

@@ -17,7 +17,7 @@ import trainable_candle as tc
 ASSETS = Path(tc.__file__).parent / "assets"
 REFERENCE = Path(__file__).parents[2] / ".ci" / "site" / "reference.py"
 SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Attributes):$")
-DATA = "the text of trainable_candle.data shows how a folder becomes batches"
+DATA = "the docstring of trainable_candle.data shows how a folder becomes batches"
 GPU = "needs a GPU; docs/training.md and docs/python.md show it"
 WEIGHTS = "needs weights that the package does not have; the guide of the family shows it"
 WITHOUT = {
@@ -51,18 +51,18 @@ WITHOUT = {
         WEIGHTS,
     ),
     **dict.fromkeys(
-        ("get_w8a8", "set_w8a8"), "set for a whole run; docs/memory.md says what it does"
+        ("get_w8a8", "set_w8a8"), "a setting of whole runs; docs/memory.md says what it does"
     ),
     "data": DATA,
     "distributed.Group": "the protocol of the groups that the module's functions use",
-    "distributed.World": "made by the launcher",
+    "distributed.World": "the launcher makes it",
     "train.StepReport": "the example of Callback reads it",
 }
-"""Public names without an example, and the reason; a module's name means all names in it."""
+"""Public names without an example, each with the reason. A module stands for all names in it."""
 
 
 def blocks(doc: str) -> list[str]:
-    """The indented blocks of a docstring outside its sections, and the fenced ones."""
+    """The indented blocks of a docstring outside its sections, and its fenced blocks."""
     found: list[list[str]] = [[]]
     section = fence = False
     for line in doc.splitlines():

@@ -56,7 +56,7 @@ def test_every_function_of_the_extension_has_a_home():
         for name in [*MODULES, "trainable_candle.models", "trainable_candle.train"]
     ]
     public = {id(getattr(module, name)) for module in homes for name in module.__all__}
-    # These take more arguments than the extension's.
+    # The public forms of these take more arguments than the extension's functions.
     public |= {id(getattr(_core, name)) for name in [*_creation.__all__, "LoraConfig"]}
     inside = {
         "Adapter",
@@ -242,7 +242,7 @@ def test_modules_are_imported_at_first_use():
     code += "assert tc.lora.resize and tc.data.load_dataset"
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        getattr(tc, "nothing")  # noqa: B009 - a type checker knows better
+        getattr(tc, "nothing")  # noqa: B009 - mypy rejects tc.nothing
 
 
 @pytest.mark.parametrize(

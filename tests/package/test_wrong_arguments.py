@@ -41,8 +41,8 @@ WRONG = {
     "negative pair": (-1, -1),
     "huge pair": (2**63, 2**63),
 }
-# Valid values for the other arguments of a call, by the name of the parameter, or by function and
-# parameter.
+# Valid values for the other arguments of a call. A key is the name of a parameter, or the names of
+# a function and its parameter.
 RIGHT: dict[str, Callable[[], Any]] = {
     "adapter": lambda: tc.models.DigitsTransformer().add_adapter(tc.LoraConfig(r=2)),
     "adapters": lambda: [tc.models.DigitsTransformer().add_adapter(tc.LoraConfig(r=2))],
@@ -148,7 +148,7 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "lora_backward_.grad_outputs": lambda: [tc.ones(4, 4)],
     "lora_backward_.inputs": lambda: [tc.ones(4, 4)],
 }
-# Calls of these would change state that all tests share.
+# Functions that are not called, because they change state that all tests share.
 LEFT_OUT = {"trainable_candle.set_num_threads", "trainable_candle.cuda.capture"}
 
 
@@ -256,7 +256,7 @@ def test_a_wrong_argument_gives_an_error_of_ours(
 def check_type_error(name: str, parameter: str, what: str, error: TypeError) -> None:
     assert "failed to extract" not in str(error), f"{name}({parameter}={what}): {error}"
     if sys.version_info < (3, 11):
-        # Python 3.10 has no notes on exceptions, which name the parameter.
+        # The parameter is in a note on the exception, and Python 3.10 has no such notes.
         return
     text = " ".join([str(error), *getattr(error, "__notes__", [])])
     operation = name.rsplit(".", 1)[-1]

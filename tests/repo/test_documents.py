@@ -1,4 +1,4 @@
-"""Files, folders and make targets that documents name exist."""
+"""Documents name only files, folders and make targets that exist."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Imports that packages must not have, and test code that the shipped library must not have."""
+"""Imports that packages must not have, and test code that the shipped library must not contain."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ ABOVE = {
     "tasks": {"families", "run", "cli", "demo"},
     "families": {"run", "cli", "demo"},
 }
-"""Packages that a package must not import, not even for types."""
+"""The packages that each package must not import, not even for types."""
 
 
 @pytest.mark.parametrize("package", ABOVE)

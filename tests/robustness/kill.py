@@ -2,8 +2,8 @@
 
 python tests/robustness/kill.py [--kills 50] [--seed 0]
 
-A run is killed at a random file event, which opens, makes, renames or removes a file in the run's
-folder. Such files are logs, cache entries, checkpoints and previews.
+A run is killed at a random file event: when it opens, makes, renames or removes a file in its
+folder, such as a log, a cache entry, a checkpoint or a preview.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ADAPTER = "adapter.safetensors"
 
 
 def child(folder: str, last: int, arguments: list[str]) -> None:
-    """Train; die at event number `last`, or print the number of events."""
+    """Train; kill this process at event number `last`, or at the end print the number of events."""
     lock, count = threading.Lock(), [0]
 
     def hook(event: str, given: tuple[Any, ...]) -> None:
@@ -59,7 +59,7 @@ def child(folder: str, last: int, arguments: list[str]) -> None:
 
 
 def train(folder: Path, last: int, *more: str) -> subprocess.CompletedProcess[str]:
-    """Run in `folder`, and die at event `last`; if `last` is 0, the run ends by itself."""
+    """Train in `folder` until event `last`, which kills the run; if `last` is 0, until the end."""
     flags = [text for name, value in FLAGS.items() for text in (f"--{name}", str(value))]
     given = ["--dataset", str(folder / "pictures"), "--output", str(folder / "run"), *flags, *more]
     command = [sys.executable, __file__, "--child", str(folder), str(last), *given]
@@ -67,7 +67,7 @@ def train(folder: Path, last: int, *more: str) -> subprocess.CompletedProcess[st
 
 
 def pictures(folder: Path) -> None:
-    """Twelve images with captions."""
+    """Write twelve images with captions."""
     folder.mkdir(parents=True)
     generator = np.random.default_rng(0)
     for number in range(12):
@@ -101,7 +101,7 @@ def main() -> None:
         pictures(base / "whole" / "pictures")
         result = train(base / "whole", 0)
         if result.returncode:
-            sys.exit(f"the whole run failed: {result.stderr}")
+            sys.exit(f"the run without kills failed: {result.stderr}")
         events, expected = int(result.stdout.split()[-1]), adapter(base / "whole")
         print(f"{events} events in a run of {FLAGS['steps']} steps", flush=True)
         kills, runs = 0, 0
@@ -110,7 +110,8 @@ def main() -> None:
             pictures(folder / "pictures")
             runs += 1
             while True:
-                # Half of the resumed runs are killed, too.
+                # Kill the first run, and half of the later ones; a run that wrote nothing is always
+                # killed.
                 last = rng.randint(1, events) if not kills or rng.random() < 0.5 else 0
                 if not any(folder.glob("run/*")):
                     last = last or rng.randint(1, events)
@@ -124,7 +125,7 @@ def main() -> None:
             if result.returncode:
                 sys.exit(f"{where}: {result.stderr}")
             if adapter(folder) != expected:
-                sys.exit(f"{where}: another adapter than that of the whole run")
+                sys.exit(f"{where}: the adapter is not that of the run without kills")
             shutil.rmtree(folder)
         print(f"{kills} kills in {runs} runs, each ended with the same adapter, bit for bit")
 

@@ -1,4 +1,4 @@
-"""Train a small model with LoRA for many steps, and print time and memory for each tenth of them.
+"""Train a small model with LoRA for many steps, and print time and memory of each tenth of them.
 
 The time of a step and the memory must not grow.
 

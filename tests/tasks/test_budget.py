@@ -30,7 +30,7 @@ OF_GPUS = pytest.mark.parametrize("gpu", ["RTX 3060", "RTX 4090", "H200"])
 
 
 class Model:
-    """A full-size model on a GPU, of which only the configurations exist."""
+    """A full-size model on a GPU; its folder has configurations, but no weights."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.family = families.find(MODELS[name][0])
@@ -154,7 +154,7 @@ def test_processes_share_the_memory_of_their_machine(monkeypatch: pytest.MonkeyP
 
 def test_what_processes_share_counts_once_on_their_machine(flux: Model) -> None:
     there = budget(12, "RTX 4090")
-    # Offloaded inputs of blocks are not shared.
+    # The policy "offload" would also keep inputs of blocks in host memory, which are not shared.
     given = {"gradient_checkpointing": "full"}
     plan = flux.plan(there, **given)
     need = plan.estimate.host
@@ -171,7 +171,7 @@ def test_what_processes_share_counts_once_on_their_machine(flux: Model) -> None:
 def test_the_host_memory_in_messages_is_that_of_the_machine(flux: Model) -> None:
     def need(**processes: int) -> float:
         found = Budget(budget(6).memory, GIB / 4, processes=2, **processes)
-        message = r"there and ([\d.]+) GiB of the host, which has 512\.0 MiB free"
+        message = r"on the GPU and ([\d.]+) GiB in host memory, which has 512\.0 MiB free"
         with pytest.raises(OutOfMemoryError, match=message) as caught:
             flux.plan(found, gradient_checkpointing="full")
         (gib,) = re.findall(message, str(caught.value))
@@ -194,12 +194,12 @@ def test_slices_for_peers_take_memory_of_each_gpu(flux: Model) -> None:
         )
         plan = flux.plan(there, **given)
         assert plan.estimate.phases["training"][-1].bytes == math.ceil(streamed / count)
-        # Captions and images are encoded before the model is loaded.
+        # Captions and images are encoded before the model is loaded, so without a slice.
         for phase in ("encoding captions", "encoding images"):
             assert plan.estimate.phases[phase] == host.estimate.phases[phase]
         assert plan.estimate.phases["training"][:-1] == host.estimate.phases["training"]
         assert f"slice of streamed weights{'':<6}" in " ".join(plan.estimate.table())
-        # Only while a model is loaded.
+        # A process holds its slice in host memory only until the model is loaded.
         assert there.host_need(plan.estimate) == pytest.approx(streamed / count)
         assert step_seconds(plan, there) < step_seconds(host, budget(80))
         by_bus = replace(there, peers="bus")
@@ -214,7 +214,7 @@ def test_a_plan_streams_from_peers_what_does_not_fit(flux: Model) -> None:
     assert plan.estimate.peak <= there.memory
     (chose, *_) = plan.lines(there)
     assert re.search(r"--stream-modulation from 4 GPUs by NVLink \(about ", chose)
-    # Two GPUs have half of the streamed weights each, so that more is needed.
+    # With two GPUs, each has half of the streamed weights, which is too much for 9 GiB.
     with pytest.raises(OutOfMemoryError, match="GPU memory: the run needs about"):
         flux.plan(replace(there, memory=9 * GIB, processes=2, sharing=2), **given)
 

@@ -1,4 +1,4 @@
-"""Sizes and splits."""
+"""Sizes of sampled images, and splits of datasets for validation."""
 
 import pytest
 

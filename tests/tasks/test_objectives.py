@@ -1,4 +1,4 @@
-"""Flow matching with every loss, against the definitions in float64."""
+"""Flow matching: every loss against its definition in float64, noise levels and sampling steps."""
 
 from typing import Any
 

@@ -27,7 +27,7 @@ ROWS = [
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """The tiny Llama with a tokenizer of bytes."""
+    """The tiny Llama with a byte-level tokenizer."""
     folder = tmp_path / "weights"
     folder.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -54,7 +54,7 @@ def config_of(weights: Path, rows: list[dict[str, Any]], **settings: Any) -> Tra
 def prepared(
     config: TrainConfig,
 ) -> tuple[TextTask, TextDataset, PreparedPreferences, dict[str, tc.Var]]:
-    """The data with a model whose adapter has an effect."""
+    """The task, its data before and after encoding, and the parameters of a random adapter."""
     task = CausalLM(Path(config.weights), "f32", "cpu", config).task()
     split = task.read(lambda _: None)
     tc.manual_seed(3)
@@ -67,7 +67,7 @@ def prepared(
 
 
 def log_prob(task: TextTask, tokens: Tokens) -> float:
-    """The log-probability of the learnt tokens of one text, computed by itself."""
+    """The log-probability of the learnt tokens of one text, which is alone in its row."""
     logits = task.family.model(tc.tensor(tokens.ids[None]))[0].numpy().astype(np.float64)  # type: ignore[operator]
     logits -= np.log(np.exp(logits).sum(1, keepdims=True))
     places = np.flatnonzero(tokens.learnt)
@@ -75,7 +75,7 @@ def log_prob(task: TextTask, tokens: Tokens) -> float:
 
 
 def by_definition(task: TextTask, pairs: list[Pair]) -> np.ndarray:
-    """The losses by equation 7 of the paper of DPO (arXiv:2305.18290)."""
+    """The losses by equation 7 of the DPO paper (arXiv:2305.18290)."""
     tuned = [[log_prob(task, p.chosen), log_prob(task, p.rejected)] for p in pairs]
     with task.without_adapter():
         base = [[log_prob(task, p.chosen), log_prob(task, p.rejected)] for p in pairs]
@@ -98,7 +98,7 @@ def test_the_loss_is_that_of_the_definition(weights: Path) -> None:
 
 
 def test_the_gradient_is_that_of_the_definition(weights: Path) -> None:
-    """The gradients are compared with an effective adapter and with one that has no effect yet."""
+    """The gradient of a LoRA's second factor B, once with random values and once with zeros."""
     task, dataset, data, named = prepared(config_of(weights, ROWS[:3]))
     name = next(name for name in named if "lora_B" in name or "up" in name)
     var = named[name]

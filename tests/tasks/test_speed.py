@@ -1,4 +1,4 @@
-"""Predicted times of steps against measured ones (docs/benchmarks.md), and their terms."""
+"""Predicted times of steps against measured ones (docs/benchmarks.md); terms of the prediction."""
 
 from dataclasses import replace
 from pathlib import Path

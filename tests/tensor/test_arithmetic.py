@@ -140,7 +140,7 @@ def test_extremes_of_pairs_and_limits():
     with pytest.raises(tc.ArgumentError, match="clamp: neither"):
         t.clamp()
     with pytest.raises(
-        tc.ArgumentError, match="clamp: the lower limit 1 is above the upper limit 0"
+        tc.ArgumentError, match="clamp: the lower limit is 1, expected at most the upper limit 0"
     ):
         t.clamp(1, 0)
 

@@ -60,7 +60,7 @@ def test_torch_shares_memory(dtype):
 
 def test_old_consumers_get_a_copy():
     class Old:
-        """A consumer of DLPack before 1.0, which has no flag for read-only memory."""
+        """A consumer of DLPack before 1.0: such versions have no flag for read-only memory."""
 
         def __init__(self, tensor, **options):
             self.tensor, self.options = tensor, options

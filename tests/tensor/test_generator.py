@@ -1,4 +1,4 @@
-"""Generators, leaves, devices and modes of recording with torch's names."""
+"""Generators, leaves, devices, modes of recording and arguments with their names in torch."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -57,7 +57,7 @@ def test_against_numpy(index):
 
 
 def test_an_integer_before_a_tensor_index_selects_first():
-    # numpy would move the tensor's dimensions to the front; torch does not.
+    # numpy would move the dimension of the list to the front; torch does not.
     np.testing.assert_array_equal(T[0, :, [1, 2]].numpy(), VALUES[0][:, [1, 2]])
 
 

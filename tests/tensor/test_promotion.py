@@ -9,8 +9,8 @@ import pytest
 import trainable_candle as tc
 
 DTYPES = ("f64", "f32", "f16", "bf16", "i64", "u8")
-# The dtype in torch 2.9 of the sum of two tensors with dimensions. Rows and columns are in the
-# order of DTYPES.
+# The dtypes of sums of two tensors with dimensions in torch 2.9. Rows and columns have the order of
+# DTYPES.
 SUMS = """
 f64 f64 f64 f64 f64 f64
 f64 f32 f32 f32 f32 f32

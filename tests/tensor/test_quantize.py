@@ -1,7 +1,7 @@
 """Matrices in eight and four bits: codes, values, products and errors.
 
-The values of NF4 come from bitsandbytes (tests/golden/quantized), those of eight bits from the
-definitions in numpy.
+Expected NF4 values come from bitsandbytes (tests/golden/quantized). Expected 8-bit values come from
+the definitions, written in numpy.
 """
 
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_fp8_has_the_codes_of_e4m3() -> None:
     values = matrix(5, 33)
     found = tc.quantize(tc.tensor(values), "fp8")
     scales = np.abs(values).max(1, keepdims=True) / np.float32(448)
-    # A sign, four bits of exponent with a bias of 7, three of fraction; 0x7f is NaN.
+    # E4M3 codes have a sign, four exponent bits (bias 7) and three fraction bits; 0x7f is NaN.
     code = np.arange(0x7F)
     normal = (8 + code % 8) * 2.0 ** (code // 8 - 10)
     table = np.where(code < 8, code * 2.0**-9, normal).astype(np.float32)

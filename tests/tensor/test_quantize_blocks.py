@@ -1,4 +1,4 @@
-"""Matrices in ggml's block formats; the values come from gguf-py (tests/golden/quantized)."""
+"""Matrices in ggml's block formats. The expected values are gguf-py's (tests/golden/quantized)."""
 
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def test_a_linear_layer_takes_a_quantized_weight(format: str) -> None:
 
 
 def test_a_large_weight_is_dequantized_in_parts() -> None:
-    """The weight has more elements than the CPU dequantizes at a time; threads share the work."""
+    """The CPU dequantizes such a weight in parts, which its threads share."""
     tc.manual_seed(1)
     weight = tc.quantize(tc.randn((2100, 4096)), "q8_0")
     x = tc.randn((2, 4096))

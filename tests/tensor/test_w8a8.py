@@ -11,7 +11,7 @@ from trainable_candle.nn import functional as F
 
 Matrix = npt.NDArray[np.float64]
 LARGEST = {"int8": 127.0, "fp8": 448.0}
-# The error of a result: sums of f32, or the dtype's rounding.
+# The largest relative error of a result, from sums in f32 or from rounding to the dtype.
 ROUNDING = {"f32": 1e-5, "f16": 2e-3, "bf16": 1e-2}
 
 
@@ -34,7 +34,7 @@ def nearest(x: Matrix, format: str) -> Matrix:
 def rounded(x: Matrix, format: str) -> Matrix:
     """Round each row of x to a scale times numbers of the format.
 
-    The scale is f32, because it decides which values are ties.
+    The scale is computed in f32, as in the library, because it decides which values are ties.
     """
     single = x.astype(np.float32)
     largest = np.abs(single).max(axis=1, keepdims=True)

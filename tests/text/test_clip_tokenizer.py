@@ -1,4 +1,4 @@
-"""CLIP's tokenizer against transformers' numbers (tests/golden/text)."""
+"""CLIP's tokenizer against token ids from transformers (tests/golden/text)."""
 
 import gzip
 import json
@@ -63,7 +63,7 @@ def test_long_texts_are_cut_into_rows(big_g: CLIPTokenizer) -> None:
 
 
 def vocabulary() -> tuple[dict[str, int], list[str]]:
-    """A small vocabulary with other numbers: letters, the words `cat` and `cats`, bytes of `ü`."""
+    """A small vocabulary with ids of its own: letters, the words `cat` and `cats`, bytes of `ü`."""
     merges = ["a t</w>", "c at</w>", "a t", "c at", "cat s</w>"]
     tokens = ["!", *"acst", "a</w>", "c</w>", "s</w>", "t</w>", "Ã", "¼", "¼</w>"]
     tokens += [merge.replace(" ", "") for merge in merges]
@@ -97,7 +97,7 @@ def test_tokenizer_json_is_the_same_tokenizer(tmp_path: Path) -> None:
     slow = CLIPTokenizer.from_pretrained(tmp_path / "slow")
     (tmp_path / "fast").mkdir()
     whole = tokenizers.Tokenizer.from_str(slow._tokenizer.to_str())
-    # Settings that published files have.
+    # Published files also have these settings.
     whole.enable_padding(length=77)
     whole.enable_truncation(max_length=20)
     whole.post_processor = tokenizers.processors.RobertaProcessing(

@@ -1,4 +1,4 @@
-"""T5's tokenizer against transformers' numbers (tests/golden/text)."""
+"""T5's tokenizer against the token ids of transformers (tests/golden/text)."""
 
 import base64
 import gzip
@@ -64,7 +64,7 @@ def test_the_shipped_model_is_the_published_one(t5: T5Tokenizer) -> None:
 
 
 def tokenizer_json(**changes: Any) -> dict[str, Any]:
-    """A `tokenizer.json` of T5 as transformers 4 converts the model."""
+    """T5's `tokenizer.json` as transformers 4 makes it from the model file."""
     model = sentencepiece.parse(model_bytes())
     table = base64.b64encode(model.charsmap).decode()
     sentinels = [f"<extra_id_{n}>" for n in reversed(range(100))]
@@ -171,7 +171,7 @@ def test_a_damaged_table_of_characters_is_a_format_error(tmp_path: Path) -> None
     table = sentencepiece.parse(bytes(whole)).charsmap
     start = whole.find(table)
     # Overwrite entries of the table so that they point beyond its end. Its first four bytes are its
-    # length.
+    # length, and stay as they are.
     whole[start + 4 : start + 4 + 4096] = b"\xff\x7f\xff\x7f" * 1024
     (tmp_path / "spiece.model").write_bytes(whole)
     tokenizer = T5Tokenizer.from_pretrained(tmp_path)

@@ -32,7 +32,7 @@ def config(digits_base: Path, digits_folder: Path, tmp_path: Path) -> TrainConfi
 
 @pytest.fixture(scope="session")
 def train() -> Callable[..., dict[str, bytes]]:
-    """Train as a configuration says; returns the bits of the adapter's parameters."""
+    """A function that trains an adapter and returns the bytes of its parameters."""
 
     def train(config: TrainConfig, *callbacks: Callback) -> dict[str, bytes]:
         run = train_adapter(config, callbacks=callbacks, progress=False, report=lambda _: None)

@@ -1,4 +1,4 @@
-"""The log and the progress bar."""
+"""The CSV log and the progress bar."""
 
 import io
 from pathlib import Path

@@ -75,7 +75,7 @@ def test_a_setting_without_effect_is_rejected(settings: dict[str, Any], message:
 )
 def test_a_setting_with_effect_is_accepted(settings: dict[str, Any]) -> None:
     check_settings(TrainConfig(**settings))
-    # A run's file has all settings, including defaults; they are accepted, too.
+    # The configuration file of a run also gives the settings that have default values.
     check_settings(TrainConfig.from_mapping(vars(TrainConfig(**settings))))
 
 

@@ -1,4 +1,4 @@
-"""A run's random draws depend only on its seed and the number of the sample."""
+"""The random draws of a run depend only on the run's seed and the number of the sample."""
 
 from __future__ import annotations
 

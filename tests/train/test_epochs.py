@@ -1,4 +1,4 @@
-"""Epochs counted in steps, and actions at their ends."""
+"""Epochs counted in steps, and actions at the ends of epochs."""
 
 from pathlib import Path
 

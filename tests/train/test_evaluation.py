@@ -86,7 +86,7 @@ def test_the_best_adapter_is_that_of_the_least_validation_loss(
 
 
 class Until(Callback):
-    """Ends the run as Ctrl-C would."""
+    """Ends the run after a step, as Ctrl-C would."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -133,8 +133,8 @@ def test_validation_repeats_its_noise_and_leaves_the_generator_alone(
     assert tc.get_rng_state() == state
     tc.randn((3,))
     assert prepared.validation_loss() == first
-    # Validation averages the losses of single images, each at its own noise, and is therefore near
-    # the training loss.
+    # Validation averages the losses of single images, each with its own noise. This average is near
+    # the mean loss of random batches.
     batches = prepared.batches(4)
     drawn = [prepared.inputs(batches.batch(n)) for n in range(200)]
     losses = [float(prepared.loss(inputs).item()) for inputs in drawn]

@@ -59,7 +59,7 @@ def test_two_hundred_steps_give_the_curve_of_the_cpu(gpu: str, tmp_path: Path) -
     )
     expected = curve(config)
     found = curve(config, device=gpu, output=str(tmp_path / "f32"))
-    # Latents, noise and timesteps are the same; the effect of rounding grows with the steps.
+    # Latents, noise and timesteps are the same. The effect of rounding grows with the steps.
     np.testing.assert_allclose(found[:20], expected[:20], rtol=1e-3)
     np.testing.assert_allclose(found, expected, rtol=0.05)
     assert found.mean() == pytest.approx(expected.mean(), rel=5e-3)
@@ -88,7 +88,7 @@ def test_recorded_steps_of_texts_equal_eager_ones(gpu: str, tmp_path: Path) -> N
     )
     plain = curve(config, cuda_graphs=0)
     recorded = curve(config, output=str(tmp_path / "recorded"))
-    # Without graphs, rows are not padded, so sums add their terms in another order.
+    # Without graphs, rows have no padding, so sums add their terms in another order.
     np.testing.assert_allclose(recorded, plain, rtol=0.02)
     again = curve(config, output=str(tmp_path / "again"))
     np.testing.assert_array_equal(again, recorded)
@@ -108,7 +108,7 @@ def test_recorded_steps_equal_eager_ones_bit_for_bit(
 def test_a_run_continues_on_another_device(
     gpu: str, config: TrainConfig, train: Train, tmp_path: Path
 ) -> None:
-    """A run saved on the GPU continues on the CPU, and the reverse."""
+    """A run saved on the GPU continues on the CPU, and one saved on the CPU on the GPU."""
 
     class Stop(Callback):
         def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
@@ -205,7 +205,7 @@ def test_checkpointing_needs_less_memory(gpu: str) -> None:
         (model(**given).to("f32") ** 2).mean().backward()
         peaks[policy] = tc.cuda.memory_stats(gpu)["peak_allocated"] - before
         assert all(var.grad is not None for var in adapter.parameters())
-    # Full checkpointing keeps a fifth of this model's activations, selective nine tenths.
+    # Of this model's activations, full checkpointing keeps a fifth, and selective nine tenths.
     assert peaks["full"] < 0.7 * peaks["none"], peaks
     assert peaks["full"] < peaks["selective"] < peaks["none"], peaks
 
@@ -234,7 +234,7 @@ def test_the_command_line_trains_and_draws(
         drawing = ["--prompt", "a blur", "--size", "32", "--steps", "2", "--output", str(drawn)]
         assert main(["sample", "--model", "sdxl", *given, *drawing]) == 0
         assert drawn.is_file()
-    # The file has the adapters of the text encoders, and finite values.
+    # The file also has adapters of the text encoders, and all its values are finite.
     parameters = tc.load_file(adapter)
     assert any("text_encoder" in name or "te1" in name for name in parameters)
     assert all(np.isfinite(tensor.to("f32").numpy()).all() for tensor in parameters.values())

@@ -80,7 +80,7 @@ def test_after_a_stop_passes_run_without_graphs(recordings: Recordings) -> None:
 
 
 class Batches:
-    """The numbers from 1 on."""
+    """Each batch is a number: 1, 2, 3, ..."""
 
     def batch(self, index: int) -> float:
         return index + 1.0

@@ -1,4 +1,4 @@
-"""Within the context, the first signal requests a stop, and the second has its usual effect."""
+"""In an `InterruptGuard`, the first signal requests a stop; the second has its usual effect."""
 
 import os
 import signal

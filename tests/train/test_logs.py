@@ -1,4 +1,4 @@
-"""JSON lines and TensorBoard; the CSV table is in test_callbacks."""
+"""Logs as JSON lines and for TensorBoard. test_callbacks.py has the tests of the CSV log."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""The metadata about the training in headers of adapter files."""
+"""Metadata about the training, in the headers of adapter files."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""The diffusion objective from Python; its arithmetic is tested in Rust."""
+"""The diffusion objective in Python. Tests in Rust check its arithmetic."""
 
 from pathlib import Path
 from typing import TypeAlias
@@ -103,11 +103,11 @@ def test_draws_repeat_with_the_generator_and_validation_leaves_it_alone() -> Non
 
 
 def enlarged(image: Array, size: tuple[int, int]) -> Array:
-    """Images (..., h, w) as `interpolate(mode="bilinear", align_corners=False)` enlarges them."""
+    """Enlarge images (..., h, w) like torch's bilinear `interpolate` with align_corners=False."""
     for axis, length in zip((-2, -1), size, strict=True):
         count = image.shape[axis]
         centres = (np.arange(length) + 0.5) * count / length - 0.5
-        # Each pixel has a triangular weight around its centre; edge pixels continue outwards.
+        # Each pixel has a triangular weight around its centre. Edge pixels continue outwards.
         distance = np.abs(np.clip(centres, 0, count - 1)[:, None] - np.arange(count))
         tents = np.maximum(1 - distance, 0)
         image = np.moveaxis(np.moveaxis(image, axis, -1) @ tents.T, -1, axis)
@@ -124,7 +124,7 @@ def test_multiresolution_noise_is_that_of_kohyas_formula(height: int, width: int
         return objective.noise(latents, samples, seed).target.numpy()
 
     def levels(first: Array) -> Array:
-        """kohya's pyramid_noise_like, for one example."""
+        """The noise of kohya's `pyramid_noise_like` for one example."""
         noise = first.astype(np.float64)
         for i in range(6):
             r = float(tc.rand(1).item()) * 2 + 2

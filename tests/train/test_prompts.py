@@ -1,4 +1,4 @@
-"""Prompts with their own settings, prompts from files, texts in images, previews over time."""
+"""Prompts with their own settings or from files, settings stored in images, sheets of previews."""
 
 from pathlib import Path
 

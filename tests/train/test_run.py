@@ -53,7 +53,7 @@ def test_epochs_are_as_many_steps_as_their_batches(config: TrainConfig) -> None:
     given = config.with_(steps=TrainConfig.steps, epochs=3, batch_size=4, gradient_accumulation=2)
     run = train_adapter(given, progress=False, report=lines.append)
     pictures = len(list(Path(config.dataset).glob("*.png")))
-    # Items that do not fill the last batch of an epoch go into the next epoch.
+    # The last items of an epoch, if they do not fill a batch, are batched with the next epoch's.
     assert run.step == math.ceil(3 * pictures // 4 / 2)
     assert f"epochs: 3 of {pictures} images: {run.step} steps" in lines
     assert read_log(Path(config.output) / LOG)[-1]["step"] == str(run.step)
@@ -262,7 +262,7 @@ def test_a_missing_device_is_reported_before_anything_is_read(config: TrainConfi
 
 
 class OneOutOfMemory(Callback):
-    """Memory runs out once, at the end of a step."""
+    """Raises an out-of-memory error once, at the end of a step."""
 
     def __init__(self, step: int) -> None:
         self.step: int | None = step

@@ -39,7 +39,7 @@ class At(Callback):
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """An event: until a test sets it, no checkpoint is written."""
+    """An event. No checkpoint is written until a test sets it."""
     opened = threading.Event()
 
     class Waiting(state.Draft):
@@ -143,8 +143,8 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(
         train(config.with_(save_every=3), At(5, fill), release, Failure(), Begun())
     assert caught.value.errno == errno.EFBIG
     assert "checkpoint-000006.partial" in str(caught.value)
-    # The training loop raises the error at its next call of the saver: between two callbacks of
-    # one checkpoint, after a step, or before the next checkpoint begins.
+    # The training loop raises the error at its next call of the saver: in a callback of the same
+    # checkpoint, after a later step, or before the next checkpoint begins.
     assert begun == ([3, 5, 6] if is_late else [3, 5])
     output = Path(config.output)
     assert sorted(path.name for path in output.glob("*checkpoint*")) == [
@@ -187,7 +187,7 @@ def test_the_command_prints_the_reason_and_ends(
     assert "Traceback" not in error
 
 
-# Child processes save; each is killed at a later file operation than the child before it.
+# Each child process saves, and is killed at a later file operation than the child before it.
 STEPWISE = """
 import os, signal, sys
 from pathlib import Path
@@ -221,7 +221,7 @@ for number in range(1000):
     if child == 0:
         until(number, 2.0 + number)
     status = os.waitpid(child, 0)[1]
-    # What a new run does before it resumes.
+    # Restore and find the checkpoint as a new run does before it resumes.
     if state.needs_restoring(output):
         print("restored")
         state.restore(output)
@@ -249,7 +249,7 @@ def test_a_save_that_is_killed_leaves_the_old_or_the_new_checkpoint(tmp_path: Pa
     assert int(lines[-2].split()[1]) > 12
 
 
-# A run that is killed when its thread for checkpoints raises the audit event of a given number.
+# The run is killed at the audit event of a given number in its thread for checkpoints.
 KILLED = """
 import os, signal, sys, threading
 left = int(sys.argv[2])

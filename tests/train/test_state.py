@@ -77,7 +77,7 @@ def test_a_checkpoint_is_a_snapshot(tmp_path: Path) -> None:
 def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     for step in (5, 40, 300, 1000000, 20):
         save(tmp_path, step)
-    (tmp_path / "checkpoint-000400").mkdir()  # incomplete: not counted, not touched
+    (tmp_path / "checkpoint-000400").mkdir()  # incomplete: neither counted nor removed
     (tmp_path / "checkpoint-final").mkdir()
     state.prune(tmp_path, 2)
     assert [state.step_of(path) for path in state.checkpoints(tmp_path)] == [300, 1000000]
@@ -131,7 +131,7 @@ folder = state.checkpoint_path(Path({str(tmp_path)!r}), 2)
 state.save(folder, parameters, optimizer, state.RunState(2, 2, None, {{}}))"""
     run = subprocess.run([sys.executable, "-c", code], check=False)
     assert run.returncode == -signal.SIGKILL
-    # `sync_folder` is called after the rename.
+    # `sync_folder` is called after the rename that makes the checkpoint complete.
     expected = {"write_atomically": 1, "sync_folder": 2}[victim]
     newest = state.find(tmp_path, "latest")
     assert newest == state.checkpoint_path(tmp_path, expected)

@@ -234,7 +234,7 @@ def test_a_non_finite_gradient_leaves_the_parameters_as_they_were() -> None:
 def test_a_step_that_is_queued_before_its_loss_is_read_is_skipped(
     monkeypatch: pytest.MonkeyPatch, accumulation: int
 ) -> None:
-    """As on a GPU, the loss is read after the step. It is infinite, but the gradient is finite."""
+    """As on a GPU, the loss is read after the step. One loss is infinite, but not its gradient."""
     weight = tc.Var(np.ones(1, np.float32))
     run = Trainer(
         lambda rows: weight.sum() + (math.inf if rows[0] == 3 else 0.0),
@@ -256,7 +256,7 @@ def half(weight: tc.Var) -> tc.Tensor:
 
 
 def test_the_scaler_skips_steps_that_overflow() -> None:
-    # 65536 overflows f16, 32768 does not.
+    # The initial scale of 65536 overflows f16, half of it does not.
     weight, recorder = tc.Var(np.ones(1, np.float32)), Recorder()
     scaler = tc.optim.GradScaler()
     Trainer(
@@ -290,7 +290,7 @@ def test_a_scaler_that_skips_for_ever_is_an_error() -> None:
 
 
 def test_inputs_of_the_loss_can_be_made_before_the_step() -> None:
-    """All batches of a step are made at once, and each draws from a stream of its own."""
+    """A step makes the inputs of all its batches first. Each batch draws from its own stream."""
 
     def numbered(rows: npt.NDArray[np.int64]) -> dict[str, tc.Tensor]:
         seen.append(list(rows))

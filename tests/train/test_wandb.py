@@ -13,7 +13,7 @@ from trainable_candle.train.wandb_log import WandbLog
 
 
 class Wandb:
-    """Records the calls."""
+    """Takes the place of the module `wandb` and records calls."""
 
     def __init__(self) -> None:
         self.inits: list[dict[str, Any]] = []

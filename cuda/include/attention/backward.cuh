@@ -152,10 +152,10 @@ __device__ __forceinline__ void write_key_rows(T *grad, const Strides &strides, 
         }
 }
 
-// One block computes the gradients of a tile of keys and values. It loops over a range of the tiles of queries or, with spans,
-// over a range of the heads that share the keys. It has `WARPS` warps with 16 `M` keys each. It copies `QUERIES` queries at a
-// time and works on `STEP` of them at a time. `Rows` is the class of its own rows (keys and values), which are in registers or in
-// shared memory.
+// One block computes the gradients of a tile of keys and values. It loops over a range of the tiles of queries or, with spans (packed
+// rows), over a range of the heads of queries that share the keys. It has `WARPS` warps with 16 `M` keys each. It copies `QUERIES`
+// queries at a time and works on `STEP` of them at a time. `Rows` is the class of its own rows (keys and values), which are in
+// registers or in shared memory.
 template <typename T, int D, int WARPS, int M, int QUERIES, int STEP, template <int, int, int> class Rows, class Sight>
 __device__ __forceinline__ void
 attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v, const T *d_o, const float *log_sums, const float *delta, T *dk, T *dv,

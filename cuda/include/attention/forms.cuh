@@ -1,4 +1,5 @@
-// Compile-time parameters of attention over whole heads (kernels/attention.cu) and over segments (kernels/attention_varlen.cu).
+// Compile-time parameters of dense attention (kernels/attention.cu) and of attention inside the segments of packed rows
+// (kernels/attention_varlen.cu).
 #pragma once
 
 #include <type_traits>
@@ -7,8 +8,11 @@
 #include "forward.cuh"
 #include "plain.cuh"
 
-// These parameters differ between products of warpgroups and of single warps: whether a block's own rows are held in registers,
-// the number of keys in a tile, of blocks on a multiprocessor, and of queries that a block works on at a time.
+// The values of these parameters depend on whether warpgroups multiply tiles (warpgroup.cuh) or single warps do.
+
+// The rows of a block's own tile. With warpgroups they are read from shared memory; otherwise registers hold them.
 template <int D, int M, int ROWS> using OwnRows = std::conditional_t<BY_WARPGROUP<M>, SharedRows<D, M, ROWS>, HeldRows<D, M, ROWS>>;
+// The forward pass for widths up to 64: the number of keys in a tile, and the number of blocks that a multiprocessor must have room for.
 constexpr int FORWARD_KEYS_64 = WARPGROUP_PRODUCTS ? 128 : 64, FORWARD_BLOCKS_64 = WARPGROUP_PRODUCTS ? 3 : 4;
+// The gradient of queries for widths up to 64: the number of keys that a block works on at a time.
 constexpr int QUERY_STEP_64 = WARPGROUP_PRODUCTS ? 64 : 32;

@@ -9,13 +9,13 @@
 
 // The softmax of the rows of a warp's 16 M queries: each thread has 2 M rows, and four threads share each row.
 template <int M> struct RunningSoftmax {
-    // Subtracted from the products of rows, which are multiplied by scale / ln 2 first.
+    // The largest score of each row so far. Scores are products of rows, multiplied by scale / ln 2.
     float base[M][2];
     // The sums of 2^(score - base) over the columns of this thread.
     float sum[M][2];
 
-    // `lowest` is below all scores. It must be finite if a tile may hide all keys of a row, because all scores of the row
-    // are negative infinity then.
+    // `lowest` is the first base, below all scores. If a tile may hide all keys of a row, `lowest` must be finite: all scores of the row
+    // are negative infinity then, and the difference of two infinities would be NaN.
     __device__ __forceinline__ explicit RunningSoftmax(float lowest) {
 #pragma unroll
         for (int m = 0; m < M; m++)
@@ -23,8 +23,8 @@ template <int M> struct RunningSoftmax {
             for (int r = 0; r < 2; r++) base[m][r] = lowest, sum[m][r] = 0.0f;
     }
 
-    // Turns products of rows into weights 2^(scale product - base), where the base is the largest score so far. Returns whether a base of
-    // the warp was raised; if so, the caller multiplies earlier results by `correction`.
+    // Turns products of rows into weights 2^(scale product - base). `scale` includes the factor 1 / ln 2. Returns whether a base of the
+    // warp was raised; if so, the caller multiplies earlier results by `correction`.
     template <int N>
     __device__ __forceinline__ bool weigh(float (&scores)[M][N][4], float (&correction)[M][2], float scale) {
         float top[M][2];
@@ -75,7 +75,7 @@ template <int M, int N> __device__ __forceinline__ void scale_rows(float (&rows)
             for (int i = 0; i < 4; i++) rows[m][n][i] *= factors[m][i / 2];
 }
 
-// The first keys that the queries of a thread see.
+// Sets `keys` to the first key that each query of a thread sees. `query` is the first of these queries.
 template <int M, class Sight> __device__ __forceinline__ void first_keys(uint32_t (&keys)[M][2], const Sight &sight, uint32_t query) {
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -101,7 +101,7 @@ __device__ __forceinline__ void hide(float (&scores)[M][N][4], uint32_t query, u
 }
 
 // A block has `WARPS` warps with 16 `M` queries each. Shared memory holds two tiles of `KEYS` keys: one is copied while the warps work on
-// the other. `Rows` is the class of the queries, which are in registers or in shared memory. `Sight` tells which keys a query sees.
+// the other. `Rows` is the class of the queries' rows, `HeldRows` or `SharedRows`. `Sight` tells which keys a query sees.
 template <typename T, int D, int WARPS, int M, int KEYS, template <int, int, int> class Rows, class Sight>
 __device__ __forceinline__ void attention_forward(const T *q, const T *k, const T *v, T *o, float *log_sums, const Strides &q_strides,
                                                   const Strides &k_strides, const Strides &v_strides, const Strides &o_strides,
@@ -113,7 +113,7 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
 
     const uint32_t tiles = ceil_divide(shape.queries, QUERIES);
     const Task task(blockIdx.x, tiles, shape.heads);
-    // With a causal mask the last tiles have the most work and start first.
+    // With a causal mask the last tiles have the most work, so they start first.
     const uint32_t first = (shape.is_causal ? tiles - 1 - task.tile : task.tile) * QUERIES;
     const int rows = min(shape.queries - first, uint32_t(QUERIES));
     q = q_strides.matrix(q, task.batch, task.head) + first * q_strides.row;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
 
     const uint32_t seen = shape.is_causal ? min(shape.keys, first + QUERIES) : shape.keys;
     const uint32_t begin = sight.first_key(first) / KEYS, steps = ceil_divide(seen, KEYS);
-    // Some query of the tile does not see the keys below `floor`.
+    // The last query of the tile does not see the keys below `floor`.
     const uint32_t floor = sight.first_key(first + rows - 1);
     const auto copy_keys = [&](uint32_t step) {
         const uint32_t key = step * KEYS;
@@ -213,7 +213,7 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
             sum += __shfl_xor_sync(ALL_LANES, sum, 2);
             const int row = m * 16 + r * 8 + lane / 4;
             if (lane % 4 == 0 && row < mine) log_sums[row] = softmax.base[m][r] * LN_2 + logf(sum);
-            // No key is visible: the result is zero, not zero divided by zero.
+            // If no key is visible, the result is zero, not zero divided by zero.
             const float share = sum == 0.0f ? 0.0f : 1.0f / sum;
 #pragma unroll
             for (int d = 0; d < D / 8; d++) result[m][d][2 * r] *= share, result[m][d][2 * r + 1] *= share;

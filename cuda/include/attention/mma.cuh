@@ -124,7 +124,7 @@ __device__ __forceinline__ void copy_tile(uint32_t tile, const T *source, uint64
     }
 }
 
-// The left operand of products: the 16 * M rows of this warp, in a tile of `ROWS` rows in shared memory. Each use reads them from there.
+// The left operand of products: the 16 * M rows of this warp, in a tile of `ROWS` rows. Each use reads shared memory.
 template <int D, int M, int ROWS> struct SharedRows {
     // The address of the first row of this thread's warpgroup, and the address of the row that this lane loads.
     uint32_t rows, address;

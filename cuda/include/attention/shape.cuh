@@ -7,7 +7,7 @@
 // result and its gradient (batch, heads, queries, value_width). Query i sees the keys up to i if `is_causal`. Passed by value.
 struct AttentionShape {
     uint32_t batch, heads, queries, keys, width, value_width, is_causal;
-    // The number of ranges of queries over which gradients of keys and values are split.
+    // The number of parts into which the sums of gradients of keys and values are split: by queries or, with spans, by heads of queries.
     uint32_t parts;
     double scale;
 };
@@ -31,8 +31,8 @@ struct Task {
         : tile(block % tiles), index(block / tiles), batch(index / heads), head(index % heads) {}
 };
 
-// Which keys queries see, in addition to the limits of the shape. `Dense`: each head of queries has its own keys, and no spans hide
-// keys.
+// `Dense` and `Spans` tell which keys queries see within the limits of the shape. With `Dense`, each head of queries has its own keys, and
+// no spans hide keys.
 struct Dense {
     static constexpr bool HAS_SPANS = false;
 
@@ -43,8 +43,8 @@ struct Dense {
     static __device__ __forceinline__ uint32_t query_end(uint32_t, const AttentionShape &shape) { return shape.queries; }
 };
 
-// `Spans`: queries see the keys of their segment of a packed row. The shape is causal, with as many keys as queries and one batch. Both
-// rows of `spans` ascend.
+// With `Spans`, queries see the keys of their segment of a packed row. The shape is causal, with as many keys as queries and one batch.
+// Both rows of `spans` ascend.
 struct Spans {
     static constexpr bool HAS_SPANS = true;
     // (2, rows): for each position the first key that its query sees, or the next position if it sees none; then the end of the queries

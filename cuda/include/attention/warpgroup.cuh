@@ -73,8 +73,8 @@ __device__ __forceinline__ uint64_t describe(uint32_t address) {
 // (32, 16), (64, 16) or (128, 16), in shared memory.
 // warpgroup_multiply_add computes sum += a b, with `a` (64, 16) in registers and `b` (16, 64) in shared memory.
 //
-// A loop must make a left operand in registers in the iteration that uses it, and must wait for the product in that iteration:
-// ptxas 13.0 reuses the registers for other values between iterations.
+// If the left operand is in registers, a loop must load it in the iteration that uses it, and must wait for the product in the same
+// iteration: ptxas 13.0 reuses these registers for other values between iterations.
 #define WARPGROUP_PRODUCTS_OF(type, dtype)                                                                                         \
     __device__ __forceinline__ void warpgroup_multiply(type, float (&sum)[4][4], uint64_t a, uint64_t b, int add) {                \
         asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"                                                              \

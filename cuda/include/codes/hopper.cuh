@@ -8,12 +8,12 @@
 #include "parts.cuh"
 
 // Maps of the codes of x (rows, inner) and of each part of w. They have elements of 8 bits, dimensions (inner, 1, rows), boxes
-// (128, 1, 128) and a 128-byte swizzle. Elements outside are read as zeros.
+// (128, 1, 128) and a 128-byte swizzle. Elements outside a matrix are read as zeros.
 struct CodeMaps {
     TensorMap x, w[MOST_PARTS];
 };
 
-// The descriptor of a tile that a product sums along its rows of 128 bytes: 128-byte swizzle, eight rows every 1024 bytes.
+// The descriptor of an operand whose rows of 128 bytes a product sums along: 128-byte swizzle, groups of eight rows 1024 bytes apart.
 __device__ __forceinline__ uint64_t rows_descriptor(uint32_t address) {
     return (address & 0x3ffff) >> 4 | 1ull << 16 | uint64_t(1024 >> 4) << 32 | 1ull << 62;
 }

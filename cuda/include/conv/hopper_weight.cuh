@@ -1,11 +1,13 @@
 // Gradient of the weight with the matrix instructions and the copy engine of compute capability 9.0 (code for sm_90a
-// alone): the product of weight.cuh, for input channels in multiples of 64, so that each 64 columns belong to one tap.
+// alone). Computes the product of weight.cuh for input channels in multiples of 64, so that 64 neighbouring columns belong to
+// one tap.
 #pragma once
 
 #include "hopper.cuh"
 
 // Tiles of ROWS output channels by 256 (tap, channel) values, 128 for each of the two warpgroups. With PAIRED, the
-// two blocks of a cluster take two tiles of the same values, and each block fetches half of the windows.
+// two blocks of a cluster take neighbouring tiles of output channels and the same values, and each block fetches half
+// of the windows.
 template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
     static constexpr int COUNT = 256, LEFT_TILES = ROWS / STEP, RIGHT_TILES = COUNT / STEP, CLUSTER = PAIRED ? 2 : 1;
     static constexpr int LEFT_BYTES = LEFT_TILES * SQUARE_BYTES, STAGE_BYTES = LEFT_BYTES + RIGHT_TILES * SQUARE_BYTES;
@@ -35,7 +37,7 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
             }
             const Window window(gather, step * STEP);
             for (int j = own; j < own + RIGHT_TILES / CLUSTER; ++j) {
-                // Beyond the last value the channel is outside the map, which reads as zeros.
+                // Beyond the last value, the channel is outside the map, so zeros are copied.
                 const int value = first_value + j * STEP, tap = value < values ? value / int(s.channels) : 0;
                 const int a = tap / int(s.kernel_width), b = tap - a * int(s.kernel_width);
                 copy_windows<PAIRED>(pipeline.address() + LEFT_BYTES + j * SQUARE_BYTES, maps.windows[0], barrier,

@@ -3,7 +3,7 @@
 
 #include "mma.cuh"
 
-// Two neighbouring values of one row; the second may be beyond the end.
+// Stores two neighbouring values of one row, except those beyond its end.
 template <typename U> __device__ __forceinline__ void store_pair(U *row, int column, int columns, U first, U second) {
     if (column >= columns) return;
     if (columns % 2 == 0 && reinterpret_cast<uintptr_t>(row) % (2 * sizeof(U)) == 0) {
@@ -14,7 +14,8 @@ template <typename U> __device__ __forceinline__ void store_pair(U *row, int col
     if (column + 1 < columns) row[column + 1] = second;
 }
 
-// A finished tile of ROWS by COUNT values in shared memory: its rows are longer by 16 bytes, against bank conflicts.
+// A finished tile of ROWS by COUNT values in shared memory. Its rows are 16 bytes longer than COUNT values, against bank
+// conflicts.
 template <typename T, int COUNT> constexpr int STAGED_ROW = COUNT + 16 / int(sizeof(T));
 template <typename T, int ROWS, int COUNT> constexpr int STAGED_BYTES = ROWS * STAGED_ROW<T, COUNT> * int(sizeof(T));
 

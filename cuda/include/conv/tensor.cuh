@@ -56,7 +56,8 @@ template <typename T, Direction D, int ROWS, int COUNT, int VEC, int THREADS> st
     static constexpr Summed RIGHT = FORWARD ? Summed::ALONG_ROWS : Summed::ACROSS_ROWS;
 
     Left windows;
-    // The place of this thread's column, and for the gradient of the input also that of the step's first value.
+    // `place` is the place of this thread's column. `start`, for the gradient of the input alone, is the place of the
+    // step's first value.
     Place place, start;
 
     __device__ __forceinline__ explicit Loader(const Work<D, ROWS, COUNT> &work)
@@ -79,8 +80,8 @@ template <int THREADS> __device__ __forceinline__ void workers_wait() {
     asm volatile("bar.sync 1, %0;\n" ::"n"(THREADS) : "memory");
 }
 
-// Writes the sums: to the block's slice of the partial sums if there are any, else with the bias to the result. `strips`
-// calls its argument with each 16-row strip of the warp, the strip's row and its first column.
+// Writes the sums and their bias: to the block's slice of `partials` if it is not null, otherwise to the result.
+// `strips` calls its argument with each 16-row strip of the warp, the strip's first row and its first column.
 template <typename T, Direction D, int ROWS, int COUNT, int THREADS, bool PAIRED, typename Strips>
 __device__ __forceinline__ void finish(const Work<D, ROWS, COUNT, PAIRED> &work, const Conv2dShape &s,
                                        const Conv2dOperands<T> &operands, unsigned char *shared, Strips strips) {

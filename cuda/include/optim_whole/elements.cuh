@@ -10,7 +10,7 @@
 // The threads of a block.
 constexpr int WHOLE_THREADS = 512;
 
-// A variable, with its gradient and (or null) its 16-bit copy.
+// A variable, its gradient, and its 16-bit copy, which may be null.
 struct Whole {
     float *params;
     void *grads;

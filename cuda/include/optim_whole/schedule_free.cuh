@@ -3,8 +3,8 @@
 
 #include "elements.cuh"
 
-// `at.more` has warmup_steps, r and weight_lr_power. There are four states: z, the second moment, and two of one number each, which
-// are the sum of the weights that steps have in the average, and the largest learning rate so far.
+// `at.more` has warmup_steps, r and weight_lr_power. There are four states: z, the second moment, the sum of the weights that the steps
+// have in the average, and the largest learning rate so far. The last two have one number each.
 template <typename G, typename C>
 static __device__ __forceinline__ void schedule_free(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
     const Settings &at = by.at;

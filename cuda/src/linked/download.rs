@@ -40,7 +40,7 @@ impl Ring {
                 let (start, length) = part(earlier);
                 let piece = &mut self.pieces[earlier % PIECES];
                 piece.wait()?;
-                // SAFETY: the GPU has written these bytes of the piece; the caller's memory has `size`.
+                // SAFETY: the GPU has written these bytes of the piece; the caller's memory has room for `size` bytes.
                 unsafe { std::ptr::copy_nonoverlapping(piece.host().cast_const(), to.add(start), length) };
             }
             if number < count {
@@ -72,8 +72,8 @@ pub unsafe fn download(to: *mut u8, from: u64, size: usize, stream: *mut c_void)
             ring.put_back();
             Ok(())
         }
-        // Without pinned memory, the driver copies in its own way. After this and every other failure the ring is not used again,
-        // because the GPU may still be writing to it.
+        // If there is no pinned memory left, the driver copies without it. After this and every other failure the ring is not used
+        // again, because the GPU may still be writing to it.
         // SAFETY: the caller's promise.
         Err(Status(driver::OUT_OF_MEMORY)) => unsafe {
             check(driver::cuMemcpyDtoHAsync_v2(to.cast(), from, size, stream))?;

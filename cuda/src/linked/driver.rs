@@ -1,4 +1,5 @@
-//! The driver's functions that this crate itself calls. These calls go through the slots, as candle's calls do.
+//! The driver's functions that this crate itself calls. The calls go through the slots of [`symbols`](super::symbols), as candle's calls
+//! do.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -48,7 +49,7 @@ pub struct Access {
     pub flags: u32,
 }
 
-/// `CUipcMemHandle`, which another process of the machine opens.
+/// `CUipcMemHandle`: the handle with which another process of the machine opens device memory.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct IpcHandle(pub [u8; 64]);

@@ -33,7 +33,7 @@ impl Pinned {
         Ok(Self { address, size })
     }
 
-    /// Its bytes.
+    /// The bytes of the memory.
     pub fn bytes(&self) -> &[u8] {
         if self.size == 0 {
             return &[];
@@ -42,7 +42,7 @@ impl Pinned {
         unsafe { std::slice::from_raw_parts(self.address.cast(), self.size) }
     }
 
-    /// Its bytes, for writing.
+    /// The bytes of the memory, for writing.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         if self.size == 0 {
             return &mut [];
@@ -51,7 +51,7 @@ impl Pinned {
         unsafe { std::slice::from_raw_parts_mut(self.address.cast(), self.size) }
     }
 
-    /// Its address, for copies by the GPU.
+    /// The address of the memory, for copies by the GPU.
     pub const fn address(&self) -> *mut u8 {
         self.address.cast()
     }
@@ -61,12 +61,12 @@ impl Pinned {
         self.size
     }
 
-    /// Whether it has no bytes.
+    /// Whether there are no bytes.
     pub const fn is_empty(&self) -> bool {
         self.size == 0
     }
 
-    /// Never free the memory.
+    /// Give the memory up without freeing it. This object has no bytes afterwards.
     pub const fn leak(&mut self) {
         self.size = 0;
     }

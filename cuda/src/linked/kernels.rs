@@ -21,7 +21,7 @@ pub struct Module {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "named as dtypes are")]
 pub enum Element {
-    /// A structure, a kind that another argument selects, or nothing (a null pointer).
+    /// Structures, or elements of a kind that another argument selects. Null pointers have this kind, too.
     Any,
     U8,
     U16,
@@ -93,7 +93,7 @@ pointers! {
     Mut;
 }
 
-/// A kernel, in variants for dtypes, that takes the arguments `A`.
+/// A kernel that takes the arguments `A`. There are variants of it for dtypes.
 #[derive(Debug)]
 pub struct Kernel<A> {
     /// The module of its file.

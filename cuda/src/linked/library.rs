@@ -45,8 +45,8 @@ pub fn load(folders: &[&Path]) -> Result<(), Unavailable> {
     Ok(())
 }
 
-/// Check that a GPU is new enough and that the kernels were compiled for it. Call it after [`load`](crate::load); it accepts numbers
-/// of GPUs that the driver does not have.
+/// Check that GPU number `ordinal` is new enough and that the kernels were compiled for it. Call this after [`load`](crate::load). If the
+/// driver has no GPU of this number, there is no error.
 ///
 /// # Errors
 /// The reason why the GPU cannot be used.

@@ -1,5 +1,5 @@
-//! Device memory: the functions in the slots of `cuMemAllocAsync` and `cuMemFreeAsync`, so that candle's allocations and ours come from
-//! one [`Allocator`] for each stream.
+//! Device memory. The functions here replace `cuMemAllocAsync` and `cuMemFreeAsync`, so that candle's allocations and ours come from the
+//! same [`Allocator`]. There is one allocator for each stream.
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
@@ -30,11 +30,14 @@ struct Driver {
     stream: usize,
 }
 
-/// How much of a device's memory is mapped, how much of that is outside of the allocators, and how much may be mapped, in bytes.
+/// This process's use of a device's memory, in bytes.
 #[derive(Clone, Copy, Default)]
 struct Share {
+    /// All mapped memory.
     mapped: u64,
+    /// The part of `mapped` that does not belong to the allocators.
     outside: u64,
+    /// The largest allowed value of `mapped`.
     limit: Option<u64>,
 }
 
@@ -45,7 +48,7 @@ fn with_share<T>(device: c_int, work: impl FnOnce(&mut Share) -> T) -> T {
     work(SHARES.lock().unwrap_or_else(PoisonError::into_inner).entry(device).or_default())
 }
 
-/// Count memory of a device that is about to be mapped.
+/// Count memory of a device that is about to be mapped, or fail with out of memory if the limit would be exceeded.
 fn take(device: c_int, size: u64) -> Result<(), Status> {
     with_share(device, |share| {
         if share.limit.is_some_and(|limit| share.mapped + size > limit) {
@@ -61,8 +64,8 @@ fn give(device: c_int, size: u64) {
     with_share(device, |share| share.mapped -= size);
 }
 
-/// Allocate memory of the current device, outside of the allocators, which release what they cache if the device is full. Returns the
-/// address and the device.
+/// Allocate memory of the current device outside of the allocators. If the device is full, the allocators release their cached memory
+/// first. Returns the address and the device.
 pub(crate) fn allocate_outside(size: u64) -> Result<(u64, c_int), Status> {
     let mut device = 0;
     // SAFETY: the signature is the driver's.
@@ -85,7 +88,7 @@ pub(crate) fn allocate_outside(size: u64) -> Result<(u64, c_int), Status> {
     Ok((address, device))
 }
 
-/// Free the memory of [`allocate_outside`]; the driver waits for the device's work.
+/// Free the memory of [`allocate_outside`]. The driver waits until the device's queued work is done.
 pub(crate) fn free_outside(address: u64, size: u64, device: c_int) {
     // SAFETY: the address is that of an allocation. An error of the driver cannot be handled here; it leaks the memory.
     unsafe { driver::cuMemFree_v2(address) };
@@ -239,7 +242,7 @@ pub(crate) extern "C" fn free(address: u64, _stream: Stream) -> c_int {
     }
 }
 
-/// The sums of the statistics of a device's allocators, with the memory outside of them.
+/// The statistics of a device: sums over its allocators, and the memory outside of them.
 pub fn stats(device: i32) -> Stats {
     let outside = with_share(device, |share| share.outside);
     let start = Stats {
@@ -264,7 +267,8 @@ pub fn stats(device: i32) -> Stats {
     })
 }
 
-/// Limit the bytes that a device's allocators may map together from now on; None means no limit. Memory that is already mapped stays.
+/// Limit the bytes of a device that this process may map from now on, in the allocators and outside of them; None means no limit. Memory
+/// that is already mapped stays mapped.
 pub fn set_limit(device: i32, limit: Option<u64>) {
     with_share(device, |share| share.limit = limit);
 }
@@ -279,7 +283,7 @@ pub fn reset_peaks(device: i32) {
     allocators().iter_mut().filter(|known| known.backend().device == device).for_each(Allocator::reset_peaks);
 }
 
-/// Release the cached memory of a device after waiting for its streams, and return its bytes. The device must be current.
+/// Wait for a device's streams, release the cached memory, and return the number of released bytes. The device must be current.
 ///
 /// # Errors
 /// The driver's error.
@@ -297,7 +301,7 @@ pub fn is_of_graphs(address: u64) -> bool {
 /// Allocate memory of a stream for a graph from now on. The stream's device is current, and the stream is not capturing yet.
 ///
 /// # Errors
-/// The driver's error; captures are not supported if every block comes from the driver.
+/// The driver's error; `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED` if `TRAINABLE_CANDLE_CUDA_POOLS` is 0.
 ///
 /// # Safety
 /// `stream` is a stream of the current device.

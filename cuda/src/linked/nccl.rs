@@ -17,7 +17,7 @@ use crate::Unavailable;
 
 /// The name under which the system's loader finds the library.
 const FILE: &str = "libnccl.so.2";
-/// The oldest supported version, whose configuration [`Config`] is, as `major * 10000 + minor * 100 + patch`.
+/// The oldest supported version, as `major * 10000 + minor * 100 + patch`. [`Config`] is the configuration of this version.
 const MINIMUM: c_int = 22_700;
 /// The first version that may have another interface.
 const NEXT_MAJOR: c_int = 30_000;
@@ -32,7 +32,7 @@ pub const SUM: c_int = 0;
 /// `ncclComm_t`, an opaque handle.
 pub type Comm = *mut c_void;
 
-/// `ncclUniqueId`: how the processes of a communicator find each other.
+/// `ncclUniqueId`: the id with which the processes of a communicator find each other.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct UniqueId(pub [u8; 128]);
@@ -180,7 +180,7 @@ impl Nccl {
         Ok(id)
     }
 
-    /// Begin to join a communicator, which can be used when [`async_error`](Self::async_error) returns `SUCCESS`.
+    /// Begin to join a communicator. It can be used once [`async_error`](Self::async_error) returns `SUCCESS`.
     ///
     /// # Errors
     /// The library's result.

@@ -1,4 +1,4 @@
-//! Device memory that other processes of the machine access, through CUDA's handles for processes
+//! Device memory that several processes of the machine access, by the handles of CUDA's inter-process communication
 //! (<https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html>).
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -6,10 +6,10 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use super::driver::{self, IpcHandle};
 use super::memory::{Status, allocate_outside, check, free_outside};
 
-/// Bytes of a [`Handle`].
+/// The number of bytes of a [`Handle`].
 pub const HANDLE: usize = 64;
 
-/// What another process needs to open an [`Exported`].
+/// The handle with which another process opens an [`Exported`].
 pub type Handle = [u8; HANDLE];
 
 /// Memory of a device for other processes. It does not come from the allocators, whose memory has no handles.
@@ -23,7 +23,7 @@ impl Exported {
     /// At least `size` bytes of the device that is current on this thread.
     ///
     /// # Errors
-    /// The driver's error; out of memory also if the limit of the device is reached.
+    /// The driver's error. Reaching the limit of the device counts as out of memory.
     pub fn new(size: usize) -> Result<Self, Status> {
         let size = size.max(1) as u64;
         let (address, device) = allocate_outside(size)?;
@@ -35,10 +35,10 @@ impl Exported {
         self.address
     }
 
-    /// What other processes need to open it.
+    /// The handle with which other processes open the memory.
     ///
     /// # Errors
-    /// The driver's error, such as where the system does not support this.
+    /// The driver's error, for example if the system does not support such handles.
     pub fn handle(&self) -> Result<Handle, Status> {
         let mut handle = IpcHandle([0; HANDLE]);
         // SAFETY: the signature is the driver's, and the address that of an allocation of `cuMemAlloc`.
@@ -53,7 +53,7 @@ impl Drop for Exported {
     }
 }
 
-/// Memory of another process.
+/// Device memory of another process, mapped into this one.
 pub struct Opened {
     address: u64,
 }
@@ -62,7 +62,7 @@ impl Opened {
     /// Map the memory for the device that is current on this thread.
     ///
     /// # Errors
-    /// The driver's error, such as where the devices do not access each other.
+    /// The driver's error, for example if the devices cannot access each other's memory.
     pub fn new(handle: Handle) -> Result<Self, Status> {
         let mut address = 0;
         // SAFETY: the signature is the driver's, which checks the handle.
@@ -78,8 +78,8 @@ impl Opened {
 
 impl Drop for Opened {
     fn drop(&mut self) {
-        // SAFETY: the driver has mapped the memory, and the owner says that nothing uses it. The other process may have ended, so that
-        // an error says nothing.
+        // SAFETY: the driver has mapped the memory, and the owner of this value guarantees that nothing uses it. An error is ignored,
+        // because it may only mean that the other process has ended.
         unsafe { driver::cuIpcCloseMemHandle(self.address) };
     }
 }
@@ -90,7 +90,7 @@ impl Drop for Opened {
 /// The driver's error.
 ///
 /// # Safety
-/// Both places have `size` bytes, which live until the copy is done, and as long as a graph that contains it.
+/// Both addresses have `size` bytes, which stay allocated until the copy is done and, in a capture, as long as the graph exists.
 pub unsafe fn copy(to: u64, from: u64, size: usize, stream: *mut c_void) -> Result<(), Status> {
     if size == 0 {
         return Ok(());
@@ -108,20 +108,20 @@ pub struct Access {
     pub has_atomics: bool,
 }
 
-/// The place of a device on the bus, which is its name in all processes of the machine.
+/// The address of a device on the PCI bus, which names the device in all processes of the machine.
 ///
 /// # Errors
 /// The driver's error.
 pub fn bus_id(device: c_int) -> Result<String, Status> {
     let mut text = [0 as c_char; 32];
-    // SAFETY: the signature is the driver's, which writes at most `length` bytes and ends the text.
+    // SAFETY: the signature is the driver's, which writes at most `length` bytes and ends the text with a zero.
     check(unsafe { driver::cuDeviceGetPCIBusId(text.as_mut_ptr(), text.len() as c_int - 1, device) })?;
     // SAFETY: the last byte is zero.
     Ok(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
 }
 
-/// What `device` can do with the memory of the device at a place on the bus. `None` if this process does not see that device, or they are
-/// one.
+/// What `device` can do with the memory of the device whose address on the bus is `bus_id`. `None` if this process does not see that
+/// device, or if it is `device` itself.
 ///
 /// # Errors
 /// The driver's error.

@@ -10,7 +10,7 @@ pub(crate) const PIECE: usize = 8 << 20;
 /// The number of pieces of a stream: while the GPU uses some of them, the host uses the next one.
 pub(crate) const PIECES: usize = 4;
 
-/// A piece of pinned memory, and an event for the GPU's last use. Both live as long as the process.
+/// A piece of pinned memory, and an event that marks the end of the GPU's last use of it. Both live as long as the process.
 pub(crate) struct Piece {
     host: usize,
     event: usize,

@@ -1,7 +1,7 @@
 //! The functions of the CUDA libraries that candle and this crate call. Each of them is defined here as a jump through a
 //! slot.
 //!
-//! A function that is missing in the list becomes an undefined symbol of the extension, which the check of the wheel rejects.
+//! A function that is missing in the lists below becomes an undefined symbol of the extension, which the check of the wheel rejects.
 
 use std::arch::global_asm;
 use std::sync::atomic::AtomicPtr;
@@ -65,7 +65,7 @@ library!(driver, "libcuda.so.1", [
     cuDeviceGetByPCIBusId cuDeviceGetCount cuDeviceGetName cuDeviceGetP2PAttribute cuDeviceGetPCIBusId cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuDriverGetVersion cuEventCreate
     cuEventDestroy_v2 cuEventElapsedTime_v2 cuEventRecord cuEventSynchronize cuFuncSetAttribute
     cuGetErrorName cuGetErrorString cuGraphDestroy cuGraphExecDestroy cuGraphInstantiateWithFlags cuGraphLaunch cuGraphUpload cuInit
-    cuIpcCloseMemHandle cuIpcGetMemHandle cuIpcOpenMemHandle_v2 cuLaunchHostFunc cuLaunchKernel cuMemAddressReserve cuMemAllocAsync cuMemAlloc_v2 cuMemCreate cuMemFreeAsync
+    cuIpcCloseMemHandle cuIpcGetMemHandle cuIpcOpenMemHandle_v2 cuLaunchHostFunc cuLaunchKernel cuLaunchKernelEx cuMemAddressReserve cuMemAllocAsync cuMemAlloc_v2 cuMemCreate cuMemFreeAsync
     cuMemFreeHost cuMemFree_v2 cuMemGetInfo_v2 cuMemHostAlloc cuMemHostRegister_v2 cuMemHostUnregister cuMemMap cuMemRelease cuMemSetAccess cuMemUnmap cuMemcpyDtoDAsync_v2
     cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemcpyPeerAsync cuMemsetD8Async cuModuleGetFunction cuModuleLoad
     cuModuleLoadData cuModuleUnload cuStreamBeginCapture_v2 cuStreamCreate cuStreamDestroy_v2 cuStreamEndCapture

@@ -1,7 +1,7 @@
-//! Copies from the host: the function in the slot of `cuMemcpyHtoDAsync`.
+//! Copies from the host to a device: the function that replaces `cuMemcpyHtoDAsync`.
 //!
-//! The host copies the values to pinned memory, and the GPU copies them from there. So the host does not wait, and the caller may reuse
-//! its memory at once.
+//! The host copies the values to pinned memory, and the GPU copies them from there. So the caller may reuse its memory at once, and the
+//! host waits only if the GPU still needs all pinned memory of the stream.
 //!
 //! A graph cannot copy from host memory that is freed before a replay. During a capture, a value is a constant if an eager run of the
 //! same function copied it too. A constant is put into device memory that lives as long as the graph, and the graph copies from there.
@@ -60,7 +60,7 @@ struct Ring {
 static RINGS: Mutex<Vec<Ring>> = Mutex::new(Vec::new());
 
 impl Ring {
-    /// Continue with a piece that the GPU does not read.
+    /// Continue with the next piece, once the GPU no longer reads it.
     fn advance(&mut self) -> Result<(), Status> {
         if let Some(piece) = self.pieces.get_mut(self.current) {
             piece.queued(self.stream as Stream)?;
@@ -109,7 +109,7 @@ unsafe fn stage(to: u64, from: *const c_void, size: usize, stream: Stream) -> c_
     unsafe {
         match rings[at].copy(to, from.cast(), size) {
             Ok(()) => driver::SUCCESS,
-            // Without pinned memory, the driver copies in its own way.
+            // If pinned memory cannot be allocated, this leaves the whole copy to the driver.
             Err(Status(driver::OUT_OF_MEMORY)) => driver_copy(to, from, size, stream),
             Err(status) => status.0,
         }

@@ -40,7 +40,7 @@ COMMANDS: Final = {
     "train": Command("trainable_candle.cli.train", "fine-tune a model on images or texts"),
     "ray": Command("trainable_candle.cli.ray", "fine-tune a model on a Ray cluster"),
     "preview-data": Command(
-        "trainable_candle.cli.preview_data", "show the tokens of a data set, and what is learnt"
+        "trainable_candle.cli.preview_data", "show the tokens of a data set, and which are learnt"
     ),
     "demo": Command("trainable_candle.cli.demo", "teach a built-in model what it has never seen"),
     "sample": Command("trainable_candle.cli.sample", "draw images, with an adapter or without"),
@@ -109,7 +109,7 @@ def _dispatch(given: list[str]) -> int:
 
 
 def _run(name: str, arguments: list[str], program: str) -> int:
-    # Imported here, so that no command waits for the imports of others.
+    # Imported here, so that no command waits for the imports of other commands.
     module = importlib.import_module(COMMANDS[name].module)
     status: int = module.run(arguments, program)
     return status
@@ -126,7 +126,8 @@ def guarded(action: Callable[[], int]) -> int:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader, `head` for example, has closed the pipe; the interpreter must not flush again.
+        # The reader, `head` for example, has closed the pipe. The interpreter flushes stdout again
+        # when it exits, so replace the pipe by /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except Exception as error:  # noqa: BLE001 - the outermost frame
@@ -138,7 +139,7 @@ def guarded(action: Callable[[], int]) -> int:
             return REFUSED
         print(
             f"error: {type(error).__name__}: {error}\n"
-            f"this should not happen; {TRACEBACK}=1 in the environment shows where it did",
+            f"this should not happen; {TRACEBACK}=1 in the environment shows where it happened",
             file=sys.stderr,
         )
         return FAILED

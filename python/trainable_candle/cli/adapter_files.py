@@ -47,7 +47,7 @@ def add_output(group: argparse._ArgumentGroup) -> None:
         "--precision",
         metavar="NAME",
         type=precision,
-        help=f"{', '.join(PRECISIONS)} (default: f32)",
+        help=f"dtype of the file: {', '.join(PRECISIONS)} (default: f32)",
     )
     group.add_argument("--dtype", dest="precision", type=precision, help=argparse.SUPPRESS)
 

@@ -44,7 +44,7 @@ def run(arguments: Sequence[str], program: str) -> int:
         for weights in (given.get("weights"), given["tuned"])
     )
     if not isinstance(base, LatentTask) or not isinstance(tuned, LatentTask):
-        raise ConfigError(f"--model {given['model']} writes texts; extract is for models of images")
+        raise ConfigError(f"--model {given['model']} is a language model, expected an image model")
     layers = base.family.layers()
     chosen = adapter_config(config, base.family.targets, base.family.formats).select(
         {name: list(shape) for name, shape in layers.items()}
@@ -67,7 +67,7 @@ def make_parser(program: str) -> Parser:
     """Make the parser of the flags."""
     parser = Parser(
         program,
-        "Write the difference of two checkpoints as a LoRA, by singular values.",
+        "Write the difference of two checkpoints as a LoRA, by an SVD of each layer.",
         "--model NAME --tuned PATH --output FILE",
     )
     group = parser.add_argument_group("options")
@@ -81,7 +81,7 @@ def make_parser(program: str) -> Parser:
     group.add_argument(
         "--target-modules", metavar="TEXT", help="layers, comma-separated (default: model's)"
     )
-    group.add_argument("--format", metavar="NAME", help="names in the file (default: model's)")
+    group.add_argument("--format", metavar="NAME", help="format of the file (default: model's)")
     add_output(group)
     add_help(group)
     return parser

@@ -24,7 +24,7 @@ def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
         "--model", metavar="NAME", help="which model; `trainable-candle info` lists them"
     )
     group.add_argument(
-        "--weights", metavar="PATH", help="its checkpoint (default: the built-in one)"
+        "--weights", metavar="PATH", help="the model's checkpoint (default: the built-in one)"
     )
     group.add_argument(
         "--text-encoder",

@@ -43,7 +43,7 @@ def run(arguments: Sequence[str], program: str) -> int:
 
 
 def _quantized(given: Mapping[str, Any], output: Path) -> None:
-    """Merge, write quantized weights, and print the error or the losses."""
+    """Merge and write quantized weights; print their error and, with `--dataset`, the losses."""
     # Expensive imports, after the flags are parsed.
     from trainable_candle.export.quantized import FORMATS  # noqa: PLC0415
     from trainable_candle.tasks.latent import LatentTask  # noqa: PLC0415
@@ -139,7 +139,7 @@ def make_parser(program: str) -> Parser:
         "--resolution", metavar="PX", type=whole(1), help="resolution of the images of --dataset"
     )
     group.add_argument(
-        "--max-side", metavar="PX", type=whole(1), help="the longest side of those images"
+        "--max-side", metavar="PX", type=whole(1), help="longest side of the images of --dataset"
     )
     add_help(group)
     return parser

@@ -24,7 +24,7 @@ _HELP_COLUMN: Final = 33
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` with compact help, no abbreviations, and errors that name the right flag.
+    """An `ArgumentParser` with compact help, without abbreviations; errors name the nearest flag.
 
     Args:
         program: the command as the user types it.

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from trainable_candle import AdapterModule, AdapterReport
 
 BAD: Final = 1
-"""Exit status if ComfyUI does not apply every module of the file."""
+"""Exit status if the report's first program does not apply every module of the file."""
 
 _SHOWN: Final = 20
 
 
 def run(arguments: Sequence[str], program: str) -> int:
-    """Print the report; the exit status is 0 if ComfyUI applies all of the file."""
+    """Print the report; the exit status is 0 if its first program applies all of the file."""
     parser = make_parser(program)
     given = parser.parse(arguments)
     parser.require(given, "file")
@@ -68,7 +68,8 @@ def lines(path: Path, report: AdapterReport, *, every: bool) -> list[str]:
         for (kind, rank, scale), count in sorts.most_common(_SHOWN)
     ]
     text += [f"  {_applied(tool, modules)}" for tool in report.tools]
-    wrong = [f"  {m.module}: {fault}" for m in modules if (fault := _fault(m))]
+    first = report.tools[0] if report.tools else "this library"
+    wrong = [f"  {m.module}: {fault}" for m in modules if (fault := _fault(m, first))]
     wrong += [f"  {key}: no parameter of an adapter" for key in report.others]
     if wrong:
         more = len(wrong) - _SHOWN
@@ -83,7 +84,7 @@ def lines(path: Path, report: AdapterReport, *, every: bool) -> list[str]:
             f"scale {m.scale:g})"
             for m in modules
         ]
-    text.append(f"good: {report.tools[0]} applies all of it" if report.good else "not good")
+    text.append(f"good: {first} applies all of it" if report.good else "not good")
     return text
 
 
@@ -133,15 +134,15 @@ def _misfits(report: AdapterReport) -> int:
     return sum(module.layer is None or _misfit(module) for module in report.modules)
 
 
-def _fault(module: AdapterModule) -> str | None:
-    """Why a module has no effect, or a wrong one, in ComfyUI."""
+def _fault(module: AdapterModule, tool: str) -> str | None:
+    """Why a module has no effect, or a wrong one, in a program."""
     if module.layer is None:
         return "the model has no such layer"
     if module.fault:
         return module.fault
     if module.zero:
         return "a factor is zero everywhere: it has no effect"
-    return module.ignored_by.get("ComfyUI") or module.changed_by.get("ComfyUI")
+    return module.ignored_by.get(tool) or module.changed_by.get(tool)
 
 
 def make_parser(program: str) -> Parser:
@@ -150,7 +151,7 @@ def make_parser(program: str) -> Parser:
         program,
         "Show which modules of an adapter file ComfyUI, diffusers, kohya's sd-scripts, peft and\n"
         "others would apply, wholly or in part.\n"
-        "The exit status is 0 if ComfyUI applies all of them, 1 if not.",
+        "The exit status is 0 if ComfyUI (peft for language models) applies all of them, else 1.",
         "FILE [options]",
     )
     group = parser.add_argument_group("options")

@@ -46,8 +46,8 @@ def read_metadata(folder: Path) -> dict[Path, str]:
     Face's cache.
 
     Raises:
-        DatasetError: the file cannot be read, or a line is not an object like this, or names
-            something that is not in the folder; the message names the line.
+        DatasetError: the file cannot be read, a line is not such an object, or a line names a file
+            outside the folder; the message names the line.
     """
     path = folder / METADATA
     if not path.is_file():
@@ -143,7 +143,7 @@ class CaptionMaker:
         return self.plain(caption, trigger)
 
     def possible(self, caption: str, trigger: str, picture: int) -> Iterator[str]:
-        """Every caption that `use` may return for an image; the caller has checked `endless`."""
+        """Every caption that `use` may return for an image; `endless` must be False."""
         if self.options.dropout > 0:
             yield ""
         if self._varies:

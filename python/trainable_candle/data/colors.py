@@ -47,7 +47,7 @@ class Colors:
         share = None
         if opacity is not None:
             share = opacity.astype(np.float32) / _WHITE
-            # Invisible pixels have no colour.
+            # Undo the blending with white; pixels that are fully transparent have no colour.
             _stretch(planes, _WHITE, 1 / np.maximum(share, 1 / _WHITE))
         if self.brightness != 1:
             _stretch(planes, np.float32(0), np.float32(self.brightness))

@@ -98,7 +98,7 @@ def _metadata(header: bytes) -> dict[str, str]:
 
 
 def _checksum(content: bytes | bytearray) -> bytes:
-    """The checksum of a file without the checksum itself; detects changes of up to 32 bits."""
+    """The checksum of a file without the checksum itself; detects bursts of up to 32 bits."""
     view = memoryview(content)
     return b"%08x" % zlib.crc32(view[_PLACE.stop :], zlib.crc32(view[: _PLACE.start]))
 

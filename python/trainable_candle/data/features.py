@@ -47,7 +47,7 @@ class LatentCache:
             settings, the dtype. Different identities have separate entries.
         folder: the folder of entries (`cache_folder`); needed if `options.kind` is `disk`.
         device: the device of batches.
-        encode_area: the most pixels that `encode` gets at once, but at least one image.
+        encode_area: the most pixels that `encode` gets at once; a larger image is encoded alone.
     """
 
     def __init__(
@@ -166,8 +166,8 @@ class TextCache:
             skip, the number of tokens, the dtype. Different identities have separate entries.
         folder: the folder of entries (`cache_folder`); needed if `options.kind` is `disk`.
         device: the device of batches.
-        encode_parts: the most chunks of captions that `encode` gets at once, but at least one
-            caption.
+        encode_parts: the most chunks of captions that `encode` gets at once; a longer caption is
+            encoded alone.
         parts: returns the number of chunks of the encoders' length that a caption needs; only
             captions with equal numbers are encoded together.
     """

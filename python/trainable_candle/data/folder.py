@@ -37,7 +37,7 @@ class Picture:
     path: Path
     caption: str
     width: int
-    """Upright, px."""
+    """In pixels, after the rotation that EXIF prescribes."""
     height: int
     digest: str
     """A hash of the file's bytes, 32 hexadecimal digits."""
@@ -206,6 +206,7 @@ def _check(path: Path, listed: str | None, default: str | None, *, masks: bool) 
         if (path.parent / _TABLE).exists():
             return f"{path}: no caption; {_TABLE} is not read, write {METADATA} or {text.name}"
         return (
-            f"{path}: no caption; write {text.name} beside it, or give --caption for images without"
+            f"{path}: no caption; write {text.name} beside it, or give --caption for all images "
+            "without one"
         )
     return Picture(path, caption, facts.width, facts.height, facts.digest, mask, facts.transparent)

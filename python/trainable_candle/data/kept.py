@@ -27,7 +27,7 @@ _Given = TypeVar("_Given")
 DEVICE_LIMIT: Final = 512 * 1024**2
 """Bytes of entries that stay on the device; other entries are copied there with their batch."""
 MEMORY_LIMIT: Final = 2 * 1024**3
-"""Bytes of the entries on disk that are also kept in memory, the device's included."""
+"""Bytes of the entries on disk that are also kept in memory, on the host and the device."""
 PENDING: Final = 1
 """The most encoded batches that wait while another is moved to the host and written."""
 
@@ -89,7 +89,7 @@ class Entries:
                 writer.submit(partial(self._add, list(map(entry, group)), encoded))
                 done(len(group))
         except BaseException:
-            # Earlier entries are kept; raise this error, not one of writing them.
+            # Finish writing earlier entries; raise this error even if writing fails.
             with suppress(Exception):
                 writer.wait()
             raise
@@ -98,7 +98,7 @@ class Entries:
     def _add(
         self, entries: Sequence[tuple[str, Mapping[str, str]]], encoded: Mapping[str, Tensor]
     ) -> None:
-        """Add one row of the encoded tensors for each entry; waits for their computation."""
+        """Add one row of the encoded tensors for each entry; waits until they are computed."""
         for (key, facts), row in zip(entries, _rows(encoded, len(entries)), strict=True):
             if self._store is not None:
                 self._store.write(key, row, facts)
@@ -108,9 +108,9 @@ class Entries:
         """Send entries to the processes that have them neither in memory nor on their disks.
 
         Args:
-            group: the processes; all call this when they have made their part.
-            keys: the result of `needed`; of these, this process made those with the indices
-                `group.rank`, `group.rank + group.size` and so on.
+            group: the processes; all call this, each when it has made its part.
+            keys: the result of `needed`. This process has made the entries of the keys with the
+                indices `group.rank`, `group.rank + group.size` and so on.
 
         Raises:
             OSError: an entry cannot be read or written.

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 FOLDER: Final = "masks"
 SUFFIX: Final = "-masklabel"
 _SAME_SHAPE: Final = 0.02
-"""Greatest relative difference of aspect ratios: scaling to whole pixels causes differences."""
+"""The largest accepted relative difference of aspect ratios, for sizes rounded to whole pixels."""
 
 
 def is_mask(path: Path) -> bool:
-    """Whether an image is a mask beside other images."""
+    """Whether the name of an image marks it as the mask of another one."""
     return path.stem.endswith(SUFFIX)
 
 
@@ -37,7 +37,7 @@ def none_found(kind: str, picture: Path) -> str:
 
 
 def mask_problem(mask: Path, picture: Facts) -> str | None:
-    """Why a mask does not fit an image: its size may differ, but not its aspect ratio.
+    """Why a mask does not fit an image, or None; only aspect ratios must agree, not sizes.
 
     Raises:
         DatasetError: the mask cannot be decoded.
@@ -47,6 +47,6 @@ def mask_problem(mask: Path, picture: Facts) -> str | None:
     if abs(ratio - 1) <= _SAME_SHAPE:
         return None
     return (
-        f"{mask}: is {facts.width}x{facts.height} pixels, expected the shape of its image, "
+        f"{mask}: is {facts.width}x{facts.height} pixels, expected the aspect ratio of its image, "
         f"{picture.width}x{picture.height}"
     )

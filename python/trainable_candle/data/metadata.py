@@ -56,5 +56,5 @@ def _tags(caption: str, separator: str) -> list[str]:
 
 
 def _text(value: object) -> str:
-    # ASCII, because a file's name may have bytes that are not valid UTF-8.
+    # ASCII, because a folder's name may have bytes that are not valid UTF-8.
     return json.dumps(value)

@@ -49,7 +49,7 @@ class Facts:
     """The properties of an image file."""
 
     width: int
-    """Upright, px."""
+    """In pixels, after the rotation that EXIF prescribes."""
     height: int
     digest: str
     """A hash of the file's bytes, 32 hexadecimal digits."""
@@ -85,7 +85,7 @@ def read_rgb(path: Path, digest: str | None = None) -> Image.Image:
     applied.
 
     Args:
-        path: its file.
+        path: the image's file.
         digest: the file's digest from `probe`, to detect a change since then; None skips the check.
 
     Raises:
@@ -148,7 +148,7 @@ def in_parallel(
         running = deque(pool.submit(function, task) for task in islice(waiting, AHEAD))
         try:
             while running:
-                # A future refers to its result, so remove it from the queue.
+                # A future keeps its result in memory: remove it from the queue before the yield.
                 yield running.popleft().result()
                 running.extend(pool.submit(function, task) for task in islice(waiting, 1))
         finally:

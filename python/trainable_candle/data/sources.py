@@ -96,7 +96,7 @@ def _repeated(source: Source, where: str) -> tuple[Source, ...]:
     found = [(entry, match) for entry in inside if (match := _REPEATED.fullmatch(entry.name))]
     folders = [(entry, match) for entry, match in found if entry.is_dir()]
     if any(name.name == METADATA for name in names):
-        return (source,)  # The file names images, also in folders below.
+        return (source,)  # The metadata file lists images, also in folders below.
     if any(name.suffix.lower() in SUFFIXES for name in names):
         hidden = [entry.name for entry, _ in folders if _has_images(source.path / entry.name)]
         if hidden:

@@ -71,7 +71,7 @@ def _too_small(options: DatasetOptions) -> str:
     least = options.shortest_side if options.bucketing else options.resolution
     return (
         f"smaller than the smallest bucket, {least} px per side "
-        "(--upscale enlarges; or lower --resolution)"
+        "(give --upscale to enlarge them, or a lower --resolution)"
     )
 
 

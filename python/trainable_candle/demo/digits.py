@@ -75,7 +75,7 @@ def split(
 
     Args:
         digits: what to split.
-        held_out: the share of each digit that is held out, between 0 and 1, both excluded.
+        held_out: the share of each digit's images that is held out, between 0 and 1, both excluded.
         seed: 0 to 2**32 - 1. The base in the wheel was trained on the split of the default seed.
 
     Returns:

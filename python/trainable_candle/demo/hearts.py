@@ -35,9 +35,9 @@ UNSEEN: Final = "orange"
 DRAWN: Final = 4
 """Images of each colour that are judged."""
 MOST_BEFORE: Final = 0.2
-"""Bound on `Verdict.before`."""
+"""The largest `Verdict.before` that passes."""
 LEAST_AFTER: Final = 0.6
-"""Bound on `Verdict.after`."""
+"""The smallest `Verdict.after` that passes."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,17 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether the base draws no hearts, and the LoRA does."""
+        """Whether the base draws few hearts, and the base with the LoRA many."""
         return self.before <= MOST_BEFORE and self.after >= LEAST_AFTER
 
     def __str__(self) -> str:
         rows = [
             ("images without the LoRA", self.before, f"at most {MOST_BEFORE:.0%}"),
             ("images with the LoRA", self.after, f"at least {LEAST_AFTER:.0%}"),
-            (f"{UNSEEN} ones, a colour not seen", self.unseen, "-"),
+            (f"{UNSEEN} hearts, not trained on", self.unseen, "-"),
         ]
         lines = [f"  {what:34}{found:7.1%}  (expected: {wanted})" for what, found, wanted in rows]
-        head = f"A judge right on {self.judge_accuracy:.1%} of shapes looks for hearts:"
+        head = f"A judge, which is right on {self.judge_accuracy:.1%} of shapes, looks for hearts:"
         return "\n".join([head, *lines])
 
 
@@ -77,10 +77,10 @@ def run_demo(
     progress: bool = True,
     report: Callable[[str], None] = print,
 ) -> Verdict | None:
-    """Train a LoRA on drawn hearts, draw before and after, and judge.
+    """Train a LoRA on drawn hearts, draw images with and without it, and judge them.
 
     Args:
-        output: the folder for everything; created if missing.
+        output: the folder for the data set and the results; created if missing.
         seed: the seed of the images, the training and the samples.
         threads: CPU threads; default all.
         progress: whether to show a progress bar.

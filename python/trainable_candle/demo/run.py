@@ -54,7 +54,7 @@ def run_demo(output: Path, *, seed: int = 0, threads: int | None = None) -> int:
     """Run `trainable-candle demo`; returns its exit status: 0 if the judge accepts the result.
 
     Args:
-        output: the folder for everything; created if missing.
+        output: the folder for the data set and the results; created if missing.
         seed: the seed of the training and of the samples.
         threads: CPU threads; default all.
 
@@ -79,7 +79,7 @@ def run(
     """Train a LoRA on real images of the unseen digit, sample before and after, and judge.
 
     Args:
-        output: the folder for everything; created if missing.
+        output: the folder for the data set and the results; created if missing.
         seed: the seed of the training and of the samples.
         threads: CPU threads; default all.
         progress: whether to show a progress bar.

@@ -53,7 +53,7 @@ def init(device: str = "auto") -> str:
     ```
 
     Args:
-        device: `cuda` or `auto` for this process's own GPU, or `cpu`.
+        device: `cuda` for this process's own GPU, `cpu`, or `auto` for the GPU if there is one.
 
     Returns:
         The device of this process.
@@ -72,7 +72,9 @@ def init(device: str = "auto") -> str:
 
 
 def device_of(world: World | None, device: str) -> str:
-    """The device of one of several processes, where `cuda` and `auto` mean the GPU of its rank.
+    """The device of one of several processes: `cuda` means the GPU of its rank.
+
+    `auto` means the same as `cuda` if CUDA is available, else `cpu`.
 
     A single process gets `device` unchanged.
 

@@ -14,7 +14,7 @@ _Item = TypeVar("_Item")
 _Found = TypeVar("_Found", float, list[float])
 
 _PIECE: Final = 16 * 2**20
-"""Bytes that each process sends at once; a single larger content is sent whole."""
+"""Each process sends its contents as soon as it has collected this many bytes or more."""
 _LENGTH: Final = 8
 """Bytes of a content's length."""
 

@@ -25,7 +25,8 @@ class Group(Protocol):
     def sum_gradients(self, parameters: Mapping[str, Var], tail: Tensor) -> Tensor:
         """Add up the gradients of all processes, in place.
 
-        `tail` has further numbers of each process, such as its loss; the result is their sum.
+        `tail` has further numbers of each process, such as its loss; the result is the sum of
+        all tails.
         """
 
     def broadcast_(self, parameters: Mapping[str, Var]) -> None:
@@ -41,13 +42,13 @@ class Group(Protocol):
         """Wait until all processes have called this."""
 
     def wait(self) -> None:
-        """Wait until what is queued on the GPU is done."""
+        """Wait until the GPU has done all queued work."""
 
     def fail(self, reason: str) -> None:
         """Make all processes end."""
 
     def in_step(self) -> AbstractContextManager[None]:
-        """The context of a step, whose duration is limited."""
+        """The context of a step; a process that exceeds the time limit counts as failed."""
 
     def close(self) -> None:
         """Leave the group."""
@@ -66,11 +67,11 @@ class Alone:
         """Do nothing: rank 0 is this process."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The tensor."""
+        """The tensor itself."""
         return tensor
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """The message."""
+        """The message of this process alone."""
         return [message]
 
     def barrier(self) -> None:
@@ -96,7 +97,7 @@ ALONE: Final = Alone()
 
 @contextmanager
 def first_before_others(group: Group) -> Iterator[None]:
-    """A context that rank 0 leaves before other ranks enter it, so that they find its files.
+    """A context that rank 0 leaves before other ranks enter it: they find the files of rank 0.
 
     Raises:
         DistributedError: another process has failed.

@@ -69,14 +69,14 @@ def reach(world: World, deadline: float) -> Connection[Any, Any]:
             if time.monotonic() > deadline:
                 raise DistributedError(
                     f"distributed: rank {world.rank} cannot reach rank 0 at {where} within "
-                    f"{world.join_seconds:g} s ({error}); check MASTER_ADDR, that the port is "
-                    f"open and not in use by another program, or set {JOIN} to wait longer"
+                    f"{world.join_seconds:g} s ({error}); check MASTER_ADDR and that the port "
+                    f"is open and not in use by another program, or set {JOIN} to wait longer"
                 ) from error
             time.sleep(_AGAIN)
 
 
 def _connected(world: World, deadline: float) -> Connection[Any, Any]:
-    """One attempt, in a thread, because an address or a program that does not answer blocks it."""
+    """Try to connect once, in a thread: without an answer, connecting blocks for a long time."""
     found: Queue[Connection[Any, Any] | BaseException] = Queue()
 
     def attempt() -> None:

@@ -41,7 +41,7 @@ def require_peers(local_size: int) -> None:
         local_size: the number of processes on each machine.
 
     Raises:
-        ConfigError: there is one process alone.
+        ConfigError: there is only one process.
     """
     if local_size < 2:
         raise ConfigError(
@@ -51,10 +51,10 @@ def require_peers(local_size: int) -> None:
 
 
 def require_streams(config: TrainConfig) -> None:
-    """Check that a complete configuration streams something if it is to stream from peers.
+    """Check that a complete configuration that streams from peers streams any weights.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it streams no weights.
     """
     if config.from_peers and not config.streams:
         raise ConfigError(
@@ -66,7 +66,7 @@ def slowest_link(group: Group, device: str) -> str:
     """The slowest link between two GPUs of a machine, over all machines: `NVLINK` or `BUS`.
 
     All processes of the group call this. A link to a GPU that a process does not see counts as
-    `BUS`; whether it exists turns out when a model is loaded.
+    `BUS`; if there is no such link, loading a model fails later.
 
     Raises:
         ConfigError: a GPU does not reach another one, or a process shares no memory with another.
@@ -95,11 +95,11 @@ def slowest_link(group: Group, device: str) -> str:
 
 @contextmanager
 def shared_streams(group: Group, *, peers: bool = False) -> Iterator[None]:
-    """A context in which models share what they stream: one copy for the processes of a machine.
+    """A context in which the processes of a machine share one copy of the weights that they stream.
 
     All processes of the group enter it, and load the same models in it, in the same order. With
     `peers`, the copy is in slices on the GPUs, and models can be used only as long as all processes
-    exist: let all of them meet before the first one ends.
+    exist: call `group.barrier()` in all of them before the first one ends.
 
     Raises:
         ArgumentError: with `peers`, a process is alone on its machine.

@@ -52,7 +52,8 @@ _LAUNCHERS: Final = (
     ),
     _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# SLURM sets these in a batch script, too; only processes that srun starts are tasks of the job.
+# SLURM sets these in a batch script, too, which is no process of the job. `from_environment` reads
+# them only if `SLURM_STEP_ID` says that srun has started the process.
 _SLURM: Final = _Names("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
 
 
@@ -75,7 +76,7 @@ class World:
         """The GPU of this process, given how many GPUs CUDA shows it.
 
         Raises:
-            ConfigError: CUDA shows more than one GPU, but fewer than the processes on this machine.
+            ConfigError: CUDA shows fewer GPUs than processes on this machine, and not exactly one.
         """
         if visible == 1:  # The launcher shows each process only its own GPU.
             return "cuda:0"
@@ -88,7 +89,7 @@ class World:
 
 
 def machine_from_environment(variables: Mapping[str, str] | None = None) -> tuple[int, int]:
-    """The number of this machine and of all machines, for our launcher; 0 and 1 by default.
+    """The index of this machine and the number of machines, for our launcher; default 0 and 1.
 
     Raises:
         ConfigError: a variable is missing or not a number.
@@ -101,11 +102,11 @@ def machine_from_environment(variables: Mapping[str, str] | None = None) -> tupl
         if text is None or not text.isdecimal():
             raise ConfigError(
                 f"gpus: {name} is {text!r}, expected a number: {MACHINES} is the number of "
-                f"machines, {MACHINE} that of this machine, from 0; unset both for one machine"
+                f"machines, {MACHINE} the index of this machine, from 0; unset both for one machine"
             )
     machine, machines = int(env[MACHINE]), int(env[MACHINES])
     if machine >= machines:
-        raise ConfigError(f"gpus: {MACHINE} is {machine} of {MACHINES} {machines}")
+        raise ConfigError(f"gpus: {MACHINE} is {machine}, expected below {MACHINES}, {machines}")
     return machine, machines
 
 
@@ -125,7 +126,9 @@ def from_environment(variables: Mapping[str, str] | None = None) -> World | None
     if size == 1:
         return None
     if not 0 <= rank < size:
-        raise ConfigError(f"distributed: {names.rank} is {rank} of {names.size} {size}")
+        raise ConfigError(
+            f"distributed: {names.rank} is {rank}, expected below {names.size}, {size}"
+        )
     local_size = int(env[names.local_size]) if env.get(names.local_size, "").isdigit() else size
     local = env.get(names.local_rank)
     local_rank = rank % local_size if local is None else _number(env, names.local_rank, names)

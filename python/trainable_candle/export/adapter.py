@@ -127,7 +127,7 @@ def adapter_settings(path: Path) -> dict[str, Any] | None:
 
 
 def short_names(adapted: Iterable[str], layers: Iterable[str]) -> list[str]:
-    """Last parts of the adapted layers' names; whole names if the parts match other layers."""
+    """Last parts of the adapted layers' names; whole names if the last parts also match others."""
     chosen = set(adapted)
     last = {name.rpartition(".")[2] for name in chosen}
     named = {name for name in layers if name.rpartition(".")[2] in last}

@@ -66,7 +66,7 @@ def write_adapter(path: Path, adapter: TextAdapter, config: Mapping[str, Any]) -
         "general.architecture": name_of_model,
         "general.type": "adapter",
         "adapter.type": "lora",
-        # llama.cpp scales by alpha divided by the rank, which is 1 here.
+        # llama.cpp scales by alpha divided by the rank, a quotient of 1 here.
         "adapter.lora.alpha": float(adapter.rank),
     }
     entries = [

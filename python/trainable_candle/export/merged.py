@@ -1,4 +1,4 @@
-"""Writes a model with an adapter in its weights, one file after another, without loading it."""
+"""Adds an adapter to a model's weights, file by file, without loading the model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Merged:
 
     @property
     def lost(self) -> float:
-        """The relative error that rounding adds to the change (norms)."""
+        """The norm of what rounding took from the change, divided by the norm of the change."""
         return (self.squared_loss / self.squared_change) ** 0.5 if self.squared_change else 0.0
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Merged:
 
 
 def write_merged(weights: Path, adapter: TextAdapter, output: Path) -> Merged:
-    """Write a model's files with an adapter added to its weights, and all files beside them.
+    """Write a model's files with an adapter added to its weights; copy configuration and tokenizer.
 
     The adapter is added in f32, and the sum rounded once, to the dtype of the weight. Names, files
     and index stay the same.
@@ -105,7 +105,7 @@ def shards(weights: Path) -> list[str]:
     names = sorted(set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
     outside = [name for name in names if "/" in name or "\\" in name]
     if outside:
-        raise WeightsFormatError(f"weights: {index} names the file {outside[0]}")
+        raise WeightsFormatError(f"weights: {index} names {outside[0]}, expected a file beside it")
     return names
 
 

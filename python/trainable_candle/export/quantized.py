@@ -1,4 +1,4 @@
-"""Quantizes layers in a language model's folder to 8 or 4 bits, in formats that others load."""
+"""Quantizes layers in a language model's folder to 8 or 4 bits, in other libraries' formats."""
 
 from __future__ import annotations
 
@@ -45,10 +45,12 @@ def quantize_folder(
         factors: learned factors on the scales of layers.
 
     Returns:
-        The relative error of the replaced weights: the norm of the error divided by their norm.
+        The relative error of the replaced weights: the norm of the error divided by the norm
+        of the weights.
 
     Raises:
-        MissingFileError, WeightsFormatError: a file is missing or damaged, or a layer is in none.
+        MissingFileError, WeightsFormatError: a file is missing or damaged, or no file has the
+            weight of a layer.
         ShapeError: a layer has another number of scales than factors.
         NonFiniteError, ArgumentError: a weight is not a finite number.
         OSError: a file cannot be written.
@@ -126,7 +128,7 @@ class _Form:
     group: int | None
     """The number of elements that share a scale; None: all elements of a row."""
     largest: float
-    """The scale of some elements is their largest magnitude divided by this."""
+    """The scale of a group is the largest magnitude in it, divided by this number."""
     parts: Callable[[str, _Matrix], dict[str, Tensor]]
     """Makes the tensors of a weight from its key: the codes under the key, and the scales."""
     configuration: Callable[[str], dict[str, object]]

@@ -36,7 +36,7 @@ _UNREAD: Final = {
     "gguf": ("alpha_pattern", "use_rslora", "modules_to_save"),
     "ollama": ("alpha_pattern", "use_rslora", "modules_to_save"),
 }
-"""Settings of `adapter_config.json` that a program ignores, so that it changes the adapter."""
+"""Settings of `adapter_config.json` that a program ignores; the adapter's effect then differs."""
 _READ_SINCE: Final = {"vllm": " before 0.33"}
 """The versions that ignore these settings, if later ones read them."""
 
@@ -59,7 +59,7 @@ def refusals(adapter: TextAdapter, settings: Mapping[str, Any] | None) -> dict[s
             since = _READ_SINCE.get(reader, "")
             reasons.append(f"it does not read {' and '.join(unread)}{since}")
     if (settings or {}).get("modules_to_save"):
-        found["vllm"].append("it refuses modules_to_save")
+        found["vllm"].append("it rejects modules_to_save")
     if adapter.rank > VLLM_RANKS[-1]:
         found["vllm"].append(f"its rank is {adapter.rank}, and {VLLM_RANKS[-1]} is the most")
     return found

@@ -72,7 +72,7 @@ class CausalLM:
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> dict[str, Any]:
-        """Alpha for a scale of 2, where the adapter has one, and the learning rate."""
+        """The learning rate and, for adapters that have an alpha, one that gives a scale of 2."""
         rate = 1e-5 if config.objective == "dpo" else 2e-4
         scale = {} if config.adapter == OFT else {"alpha": 2.0 * config.rank}
         return {"learning_rate": rate, **scale}
@@ -97,7 +97,7 @@ class CausalLM:
     @property
     def context(self) -> int:
         """The number of positions that the model was made for."""
-        # transformers' default for Llama; configurations of the other models always have it.
+        # 2048 is transformers' default for Llama; other models' configurations have the entry.
         return int(self._facts.config.get("max_position_embeddings", 2048))
 
     @property

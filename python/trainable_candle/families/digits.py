@@ -111,7 +111,7 @@ class Digits(LatentFamily):
         return BASE
 
     def require_own(self) -> None:
-        """Load the transformer, which is small."""
+        """Check the weights by loading the transformer, which is small."""
         _ = self.model
 
     def check_initial_adapter(self, path: Path, layers: Collection[str]) -> None:  # noqa: ARG002
@@ -139,7 +139,7 @@ class Digits(LatentFamily):
         return self._facts.layers
 
     def dataset(self, folder: str) -> Dataset:
-        """The images of a folder, which must be 8x8, with a digit in each caption.
+        """The images of a folder; each must be 8x8 pixels and have a caption that names one digit.
 
         Raises:
             DatasetError: an image has another size, or a caption does not name exactly one digit;
@@ -228,7 +228,7 @@ class Digits(LatentFamily):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(f"--to {to}: {self.name} has no files in eight bits; leave it out")
+        raise ConfigError(f"--to {to}: {self.name} cannot be written in eight bits; leave --to out")
 
 
 def to_model(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:

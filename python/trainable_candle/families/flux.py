@@ -121,7 +121,7 @@ class Flux(FlowFamily[FluxTexts]):
 
     @property
     def distillation(self) -> str | None:
-        """The distillation of schnell."""
+        """The distillation of schnell, and what to train instead; None for dev."""
         if self.is_told_guidance:
             return None
         undone = "training Flux schnell directly undoes its distillation to a few steps"
@@ -133,7 +133,7 @@ class Flux(FlowFamily[FluxTexts]):
 
     @property
     def text_values(self) -> int:
-        """The features of all tokens, and the pooled text."""
+        """The number of values in a caption's features: all tokens' and the pooled text's."""
         config = self.facts.config
         return int(
             self.text_tokens * config["joint_attention_dim"] + config["pooled_projection_dim"]
@@ -141,7 +141,7 @@ class Flux(FlowFamily[FluxTexts]):
 
     @property
     def text_working_values(self) -> int:
-        """The widest layer of T5, and the result."""
+        """The number of values in the widest layer of T5 and in the features."""
         return T5.working_values(self, "text_encoder_2", self.text_tokens) + self.text_values
 
     def conditions(

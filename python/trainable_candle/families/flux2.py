@@ -181,6 +181,6 @@ class Flux2(FlowFamily[Flux2Texts]):
         return {
             **parts_identity(self.facts, self.facts.text_encoders),
             "tokenizer": file_identity(tokenizer_folder(self)),
-            "dtype": str(self.dtype),
+            "dtype": self.text_precision,
             "tokens": str(MOST_TOKENS),
         }

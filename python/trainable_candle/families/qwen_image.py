@@ -32,14 +32,14 @@ _SYSTEM: Final = (
 _DROPPED: Final = 34
 """The first tokens of the template, whose states are not used."""
 _MOST_TOKENS: Final = 1024
-"""The most tokens of a caption and the rest of the template."""
+"""The most tokens of a caption and the template, besides the first `_DROPPED` tokens."""
 _USUAL_TOKENS: Final = 128
 """The number of tokens of a caption that memory estimates assume."""
 _PIPELINES: Final = ("QwenImagePipeline", "QwenImageImg2ImgPipeline")
 
 
 class QwenImageTexts:
-    """Qwen2.5-VL with its tokenizer; the features are its last states after the template's start.
+    """Qwen2.5-VL with its tokenizer; the features are its last states without the dropped tokens.
 
     Follows `_get_qwen_prompt_embeds` of diffusers' pipeline:
     https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/qwenimage/pipeline_qwenimage.py
@@ -94,10 +94,11 @@ class QwenImage(FlowFamily[QwenImageTexts]):
     model: QwenImageTransformer
 
     def require_own(self) -> None:
-        """As `PipelineFamily.require_own`; also checks that the folder is not of a relative.
+        """As `PipelineFamily.require_own`; also checks that the folder is not of a related model.
 
         Raises:
-            ConfigError: it is of Qwen-Image-Edit, for example, or the parts do not fit together.
+            ConfigError: the folder is of Qwen-Image-Edit, for example, or its parts do not fit
+                together.
         """
         kind = index_of(self.weights).get("_class_name", _PIPELINES[0])
         if kind not in _PIPELINES:
@@ -120,18 +121,18 @@ class QwenImage(FlowFamily[QwenImageTexts]):
 
     @property
     def text_values(self) -> int:
-        """The features of all tokens."""
+        """The number of values in the features of all tokens."""
         return int(self.text_tokens * self.facts.config["joint_attention_dim"])
 
     @property
     def text_working_values(self) -> int:
-        """The widest layer of Qwen2.5-VL, and the result."""
+        """The number of values in the widest layer of Qwen2.5-VL and in the features."""
         layers = self.facts.parts["text_encoder"].layers
         middle, width = layers["model.layers.0.mlp.up_proj"]
         return int((_DROPPED + _MOST_TOKENS) * (2 * middle + 4 * width)) + self.text_values
 
     def rescaled(self, guided: Tensor, positive: Tensor) -> Tensor:
-        """The guided prediction, each token with the norm of that for the prompt."""
+        """The guided prediction, each token scaled to its norm in the prediction for the prompt."""
         tokens, others = squares(guided.to("f32")), squares(positive.to("f32"))
         norm, other = (((x * x).sum(1, keepdim=True)).sqrt() for x in (tokens, others))
         return from_squares(tokens * (other / norm))
@@ -139,7 +140,7 @@ class QwenImage(FlowFamily[QwenImageTexts]):
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
         """The prediction of the transformer."""
         text = conditions["encoder_hidden_states"]
-        # A single text has no padding; of several, some have.
+        # A single text has no padding; in a batch, shorter texts are padded.
         lengths = conditions["lengths"] if sample.shape[0] > 1 else None
         return over_tokens(
             sample,

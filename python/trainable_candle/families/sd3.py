@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _CLIP_TOKENS: Final = 77
 _T5_TOKENS: Final = 256
-"""The number of tokens in diffusers' pipeline and kohya's scripts."""
+"""The number of T5's tokens in diffusers' pipeline and kohya's scripts."""
 
 
 class SD3Texts:
@@ -120,7 +120,7 @@ class SD3(FlowFamily[SD3Texts]):
 
     @property
     def text_values(self) -> int:
-        """The features of all tokens, and the pooled text."""
+        """The number of values in a caption's features: all tokens' and the pooled text's."""
         config = self.facts.config
         return int(
             self.text_tokens * config["joint_attention_dim"] + config["pooled_projection_dim"]
@@ -128,7 +128,7 @@ class SD3(FlowFamily[SD3Texts]):
 
     @property
     def text_working_values(self) -> int:
-        """The widest layer of T5, and the result."""
+        """The number of values in the widest layer of T5 and in the features."""
         return T5.working_values(self, "text_encoder_3", _T5_TOKENS) + self.text_values
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:

@@ -82,7 +82,7 @@ class ZImage(FlowFamily[ZImageTexts]):
 
     @property
     def distillation(self) -> str | None:
-        """The distillation of turbo, which only the name distinguishes from the base."""
+        """The distillation of turbo, known from the folder's name, and what to train instead."""
         name = self.weights.resolve().name.lower()
         if "turbo" not in name or "de-turbo" in name or "de_turbo" in name:
             return None
@@ -100,12 +100,12 @@ class ZImage(FlowFamily[ZImageTexts]):
 
     @property
     def text_values(self) -> int:
-        """The features of all tokens."""
+        """The number of values in the features of all tokens."""
         return int(self.text_tokens * self.facts.config["cap_feat_dim"])
 
     @property
     def text_working_values(self) -> int:
-        """The widest layer of Qwen3, and the result."""
+        """The number of values in the widest layer of Qwen3 and in the features."""
         qwen3 = self.facts.parts["text_encoder"].config
         wide = 2 * qwen3["intermediate_size"] + 4 * qwen3["hidden_size"]
         return int(MOST_TOKENS * wide) + self.text_values

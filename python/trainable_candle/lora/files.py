@@ -99,7 +99,7 @@ class LoraFile:
         return cls(modules, metadata)
 
     def changed(self, change: Callable[[Factors], Factors]) -> LoraFile:
-        """The file with other factors."""
+        """The file with `change` applied to the factors of every module."""
         modules = {
             name: replace(module, factors=change(module.factors))
             for name, module in self.modules.items()

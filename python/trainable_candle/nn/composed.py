@@ -70,21 +70,23 @@ def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float 
 
     Args:
         input: Any tensor.
-        pad: Numbers of elements before and after in the last dimension, then in the second to last,
-            and so on; negative numbers remove elements.
+        pad: Numbers of elements to add before and after in the last dimension, then in the second
+            to last, and so on; negative numbers remove elements.
         mode: "constant"; torch's other modes are not supported.
         value: The value of the new elements.
 
     Raises:
         TypeError: If the input is not a tensor.
-        ArgumentError: If the numbers or the mode do not fit.
+        ArgumentError: If the numbers do not fit the input, or the mode is another one.
     """
     _require("pad", input)
     if mode != "constant":
         raise ArgumentError(f'pad: mode is {mode!r}, expected "constant"')
     amounts = [int(amount) for amount in pad]
     if len(amounts) % 2 or len(amounts) > 2 * input.ndim:
-        raise ArgumentError(f"pad: {len(amounts)} numbers for the shape {input.shape}")
+        raise ArgumentError(
+            f"pad: found {len(amounts)} numbers, expected pairs for dimensions of {input.shape}"
+        )
     result = input
     for place in range(len(amounts) // 2):
         dim = input.ndim - 1 - place
@@ -363,14 +365,16 @@ def _reduce(name: str, loss: Tensor, reduction: str) -> Tensor:
 def _pair(name: str, value: Any, least: int) -> tuple[int, int]:
     pair = (value, value) if isinstance(value, int) else tuple(value)
     if len(pair) != 2 or not all(isinstance(v, int) and v >= least for v in pair):
-        raise ArgumentError(f"{name}: found {value!r}, expected one or two numbers from {least}")
+        raise ArgumentError(
+            f"{name}: found {value!r}, expected one or two numbers of at least {least}"
+        )
     return pair[0], pair[1]
 
 
 def _windows(
     name: str, input: Tensor, kernel: Any, stride: Any, padding: Any, outside: float
 ) -> list[Tensor]:
-    """For each position in the kernel, the elements that it covers; padding is `outside`."""
+    """For each position in the kernel, its element of every window; padding is `outside`."""
     _require(name, input)
     if input.ndim not in {3, 4}:
         raise ShapeError(f"{name}: the shape is {input.shape}, expected (B, C, height, width)")

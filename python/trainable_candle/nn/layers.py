@@ -1,4 +1,4 @@
-"""Layers other than linear ones, with torch's constructors, initial values and names."""
+"""Layers other than linear ones, with torch's names, initial values and main arguments."""
 
 from __future__ import annotations
 
@@ -86,11 +86,13 @@ class Conv2d(Module):
     Args:
         in_channels: Channels of the input.
         out_channels: Channels of the result.
-        kernel_size: Height and width, or one number for both, as for the three arguments below.
+        kernel_size: Height and width, or one number for both. `stride`, `padding` and `dilation`
+            take the same forms.
         stride: Step of the kernel.
         padding: Zeros on each side; "valid" for none, "same" for as many as preserve the size.
         dilation: Distance between the kernel's elements.
-        groups: Groups of channels that do not mix; divides both numbers of channels.
+        groups: The number of groups of channels that do not mix; it divides `in_channels` and
+            `out_channels`.
         bias: Whether there is a bias.
         dtype: A floating point dtype; default f32.
         device: The device.
@@ -131,7 +133,7 @@ class Conv2d(Module):
         self.bias: Tensor | None = shift
 
     def _padding(self, name: str, kernel: tuple[int, int]) -> tuple[int, int]:
-        """The number of zeros for a padding given by name."""
+        """The zeros on each side, in height and in width, for a padding given by name."""
         if name not in {"same", "valid"}:
             raise ArgumentError(f'Conv2d: padding is {name!r}, expected numbers, "same" or "valid"')
         if name == "valid":
@@ -141,8 +143,8 @@ class Conv2d(Module):
         lost = [step * (size - 1) for step, size in zip(self.dilation, kernel, strict=True)]
         if any(zeros % 2 for zeros in lost):
             raise ArgumentError(
-                f'Conv2d: padding "same" of kernel_size {kernel} needs {lost} zeros, expected an '
-                "even number of zeros; take an odd kernel_size"
+                f'Conv2d: padding "same" needs {lost} zeros in height and width for kernel_size '
+                f"{kernel}, expected an even number of zeros; take an odd kernel_size"
             )
         return lost[0] // 2, lost[1] // 2
 
@@ -174,7 +176,7 @@ class LayerNorm(Module):
         normalized_shape: The sizes of the trailing dimensions, or the size of the last one.
         eps: Added to the variance.
         elementwise_affine: Whether there is a scale, initially ones.
-        bias: Whether there is also a shift, initially zeros; only with a scale.
+        bias: Whether there is also a shift, initially zeros. Without a scale there is no shift.
         dtype: A floating point dtype; default f32.
         device: The device.
     """
@@ -294,7 +296,7 @@ class GroupNorm(Module):
 
 
 class Dropout(Module):
-    """Zeros elements in training with a probability, and scales the others by 1 / (1 - p).
+    """Sets each element to 0 with probability p in training, and scales the others by 1 / (1 - p).
 
         layer = tc.nn.Dropout(0.1).eval()
         assert tc.allclose(layer(x), x)
@@ -314,7 +316,7 @@ class Dropout(Module):
         self.p = p
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the input itself unless the module is in training mode."""
+        """Apply dropout in training mode; otherwise return the input itself."""
         return functional.dropout(input, self.p, self.training)
 
     def _facts(self) -> str:
@@ -361,7 +363,7 @@ class ReLU(Module):
     """
 
     def __init__(self, inplace: bool = False) -> None:
-        del inplace  # the result is the same
+        del inplace  # taken as in torch; it does not change the result
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the function to each element."""
@@ -377,7 +379,7 @@ class SiLU(Module):
     """
 
     def __init__(self, inplace: bool = False) -> None:
-        del inplace  # the result is the same
+        del inplace  # taken as in torch; it does not change the result
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the function to each element."""
@@ -419,7 +421,7 @@ class GELU(Module):
         approximate: "none" for the exact function, "tanh" for its approximation.
 
     Raises:
-        ArgumentError: If `approximate` is something else.
+        ArgumentError: If `approximate` is neither.
     """
 
     def __init__(self, approximate: str = "none") -> None:

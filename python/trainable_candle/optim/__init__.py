@@ -5,7 +5,7 @@ from typing import Any, Final
 from trainable_candle._core import EMA, GradScaler, Optimizer, choices, clip_grad_norm_
 from trainable_candle.optim import kinds, lr_scheduler
 from trainable_candle.optim.averages import VariableEMA
-from trainable_candle.optim.kinds import *  # noqa: F403 - the registry's
+from trainable_candle.optim.kinds import *  # noqa: F403 - one class for each kind
 
 _CLASSES: Final = {name.lower(): getattr(kinds, name) for name in kinds.__all__}
 KINDS: Final[dict[str, type[Optimizer]]] = {name: _CLASSES[name] for name in choices()["optimizer"]}
@@ -23,7 +23,7 @@ __all__ = [
 __all__ += kinds.__all__
 
 _INSTEAD: Final = {
-    "RMSprop": "use Adam, with betas=(0.0, alpha) for its mean of squares",
+    "RMSprop": "use Adam with betas=(0.0, alpha), where alpha is RMSprop's",
     "Adagrad": "use Adafactor or Adam",
     "NAdam": "use Adam",
     "RAdam": "use Adam with lr_scheduler.LinearLR as a warm-up",

@@ -79,7 +79,9 @@ class VariableEMA:
             ArgumentError: If called inside `with`, where the variables have the averages.
         """
         if self._trained is not None:
-            raise ArgumentError("VariableEMA: the variables have the averages; leave the `with`")
+            raise ArgumentError(
+                "VariableEMA: the variables have the averages; leave the `with` first"
+            )
         early = (1 + self.updates) / (10 + self.updates)
         kept = min(self.decay, early) if self.warmup else self.decay
         self.updates += 1

@@ -12,7 +12,7 @@ __all__ = ["GroupedOptimizer", "ParamGroup", "listed", "set_groups"]
 
 
 _INSTEAD = {
-    "add_param_group": "give all groups when the optimizer is made, those to train later with lr=0",
+    "add_param_group": "give all groups when the optimizer is made; give those to train later lr=0",
     "state": "state_dict() has the states of the variables",
     "defaults": "param_groups has the hyper-parameters",
 }
@@ -99,7 +99,7 @@ class GroupedOptimizer(Optimizer):
         del set_to_none
         super().zero_grad()
 
-    # With this method, type checkers would accept any attribute.
+    # Hidden from type checkers, which would accept any attribute because of this method.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:

@@ -36,9 +36,7 @@ def _qat_contradiction(config: Any) -> str | None:
     if config.qat is None:
         return None
     if config.lora_dropout:
-        return (
-            "--qat rounds weight + adapter, which does not exist with --lora-dropout; leave one out"
-        )
+        return "--qat rounds weight + adapter, but --lora-dropout keeps them apart; leave one out"
     base = config.base_format
     if base not in {None, config.qat}:
         return (
@@ -74,7 +72,7 @@ class Adapter(Group):
         Condition(
             ("rslora", "lora_dropout"),
             lambda c: c.adapter != OFT,
-            "an adapter other than oft, which adds no product",
+            "an adapter other than oft (oft adds no product)",
         ),
         Condition(
             ("rank", "alpha"),
@@ -126,7 +124,7 @@ class Adapter(Group):
     oft_block_size: Annotated[
         int,
         Setting(
-            "size of the blocks that oft rotates; else the nearest divisor of a layer's size",
+            "size of the blocks that oft rotates, or the nearest divisor of a layer's size",
             low=2,
             rare=True,
         ),
@@ -287,7 +285,7 @@ class ClipSkip(Group):
     clip_skip: Annotated[
         int | None,
         Setting(
-            "text encoder layers to skip before its last but one (default: model's)",
+            "text encoder layers to leave out besides the last (default: model's)",
             low=0,
             rare=True,
         ),

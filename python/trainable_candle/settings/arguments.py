@@ -52,7 +52,8 @@ def _value(name: str, text: str, value: str) -> Any:
         return ast.literal_eval(value)
     except (ValueError, SyntaxError):
         raise ConfigError(
-            f"{name}: found `{text}`, expected a number, several with commas, true, false or none"
+            f"{name}: found `{text}`, expected a number, a comma-separated list of numbers, true, "
+            "false or none"
         ) from None
 
 
@@ -66,7 +67,7 @@ def check_names(
         given: the names of the arguments.
         of: the function's name for the message.
         function: the function.
-        own: the flags of arguments that have a setting of their own.
+        own: maps each argument that has a setting of its own to the flag of the setting.
 
     Raises:
         ConfigError: the function lacks an argument; the message names arguments that it takes.

@@ -49,7 +49,8 @@ def settings_without_effect(config: TrainConfig) -> list[tuple[Condition, list[s
 
     Only settings that differ from their defaults count.
     """
-    # If the default is None (undecided), a false value turns something off, so it has an effect.
+    # If the default is None (undecided), a false value turns something off. It always has an effect
+    # and is left out here.
     changed = {
         name: value
         for name, value in config.changed().items()

@@ -130,13 +130,16 @@ class TrainConfig(
         """The settings as YAML that `from_yaml` reads back.
 
         Args:
-            folder: the folder of the file, to which paths are made relative; None leaves paths.
+            folder: the folder of the file, to which paths become relative; None keeps paths.
         """
         values = asdict(self) if folder is None else self.portable(folder)
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
     def portable(self, folder: Path) -> dict[str, Any]:
-        """The settings by name, with paths relative to a folder, so that both can move together."""
+        """The settings by name, with paths relative to a folder.
+
+        The folder and the files that the paths name can then move together.
+        """
         values = asdict(self)
         for name in _paths():
             values[name] = outward(name, values[name], folder)

@@ -1,4 +1,4 @@
-"""Settings of the files that a run writes, how often, and where it continues."""
+"""Settings of the files that a run writes, how often it saves, and where it resumes."""
 
 from __future__ import annotations
 

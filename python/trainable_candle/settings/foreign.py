@@ -48,7 +48,7 @@ _KOHYA: Final = {
     "no_half_vae": f"has no effect here, where the VAE is always f32: {_LEAVE}",
     "save_model_as": f"is always safetensors here: {_LEAVE}",
     "caption_extension": f"is not needed: .txt and .caption are both read; {_LEAVE}",
-    "max_token_length": f"is not needed: captions of any length are read; {_LEAVE}",
+    "max_token_length": f"is not needed: each model has its own limit; {_LEAVE}",
     "lowram": _NOT_NEEDED,
     "lowvram": "has no counterpart: give --vram GIB, or nothing to use all free memory",
     "highvram": _NOT_NEEDED,

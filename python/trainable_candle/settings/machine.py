@@ -25,7 +25,7 @@ PRECISION_SPELLINGS: Final = {
 }
 """The names of precisions in other tools."""
 SAME: Final = "same"
-"""The choice of weights in the precision of the computation."""
+"""The `base_precision` of weights in the dtype of the computation, without quantization."""
 FORMATS: Final = ("int8", "fp8", "nf4")
 """The formats to which the weights of linear layers may be quantized."""
 EIGHT_BITS: Final = ("int8", "fp8")
@@ -190,5 +190,5 @@ class Machine(Group):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the device is not the CPU."""
+        """Whether the device is a GPU; False while `auto` is not resolved."""
         return self.device.partition(":")[0] not in {AUTO, "cpu"}

@@ -204,7 +204,7 @@ class Training(Group):
     max_grad_norm: Annotated[
         float,
         Setting(
-            "largest norm of the gradient, clipped above; 0: no limit",
+            "norm to which larger gradients are clipped; 0: no limit",
             low=0,
             rare=True,
             synonyms=("clip-grad-norm", "train.max-grad-norm"),

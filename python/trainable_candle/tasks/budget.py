@@ -46,7 +46,7 @@ PLANNED: Final = (*_CHOSEN, _BATCH)
 KEPT: Final = (_PRECISION, _TEXTS, _BATCH)
 """The planned settings that a resumed run keeps, because its results depend on them."""
 _PLENTY: Final = {_CHECKPOINTING: "none", _PRECISION: SAME, _TEXTS: SAME}
-"""Values of planned settings if memory suffices; the other ones stay open: nothing is streamed."""
+"""Values of planned settings if memory suffices; the others stay open, so nothing is streamed."""
 _COST: Final = {SAME: 1.0, "int8": 1.1, "fp8": 1.1, "nf4": 1.25}
 """How many times faster a step must be for the rounding of a base to this format to be worth it."""
 _FORMATS: Final = (SAME, "int8", "nf4")
@@ -101,7 +101,7 @@ class Budget:
     def sliced(
         self, estimate: Callable[[TrainConfig], Estimate]
     ) -> Callable[[TrainConfig], Estimate]:
-        """The function, with the slice of streamed weights that a GPU has for its peers."""
+        """The function; it then also counts the slice of streamed weights that peers read."""
         if self.peers is None:
             return estimate
 
@@ -168,7 +168,7 @@ class Plan:
     config: TrainConfig
     estimate: Estimate
     chosen: Mapping[str, Any]
-    """The open settings whose values differ from those with enough memory."""
+    """The open settings that have other values than they would have with enough memory."""
     nearest: Plan | None = None
     """Of the faster plans, which do not fit, the one that needs the least memory."""
 

@@ -42,7 +42,7 @@ def check_initial_adapter(
     start = f"--initial-adapter: {path}"
     foreign = [module.module for module in modules if module.layer is None]
     if foreign or not modules:
-        named = f"the model has no layer for its {foreign[0]}" if foreign else "it is empty"
+        named = f"the model has no layer for its module {foreign[0]}" if foreign else "it is empty"
         raise ConfigError(f"{start} is not an adapter of this model: {named}")
     _check_parts(start, found, expected)
     kinds = sorted({module.kind or "unknown" for module in modules})

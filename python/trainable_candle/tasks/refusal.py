@@ -44,7 +44,7 @@ def refuse(
     limit: float,
     estimate: Callable[[TrainConfig], Estimate],
 ) -> NoReturn:
-    """Raise that a run does not fit in memory, and say which settings would.
+    """Raise an error: the run does not fit in memory; these settings would.
 
     Args:
         found: the estimate of the run without any savings.
@@ -57,7 +57,7 @@ def refuse(
         OutOfMemoryError: always; the message names settings that would fit.
     """
     changes, least = _what_fits(smallest, limit, estimate)
-    start = f"{found.place}: the run needs about {size(found.peak)}, and {size(limit)} are there"
+    start = f"{found.place}: the run needs about {size(found.peak)}, {size(limit)} are available"
     if changes is None:
         raise OutOfMemoryError(
             f"{start}; with the smallest settings it would be {size(least)}: use "
@@ -73,7 +73,7 @@ def refuse_for_the_host(
     groups: Collection[type[Group]],
     host: tuple[float, float],
 ) -> NoReturn:
-    """Raise that a run fits on the GPU only with more host memory than is available.
+    """Raise an error: the run fits on the GPU only with more host memory than is available.
 
     Args:
         found: the estimate of the run without any savings.
@@ -86,9 +86,9 @@ def refuse_for_the_host(
     """
     need, there = host
     raise OutOfMemoryError(
-        f"memory of the host: the run needs about {size(found.peak)} on the GPU or, with a part of "
-        f"it in the memory of the host, {size(fitting.peak)} there and {size(need)} of the "
-        f"host, which has {size(there)} free; end other programs, or use {_last(groups)}another "
+        f"memory of the host: the run needs about {size(found.peak)} on the GPU. With a part of it "
+        f"in host memory, it needs {size(fitting.peak)} on the GPU and {size(need)} in host "
+        f"memory, which has {size(there)} free; end other programs, or use {_last(groups)}another "
         "machine"
     )
 

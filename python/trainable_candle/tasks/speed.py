@@ -41,7 +41,7 @@ class Work:
     recomputes: bool
     """Whether the backward pass repeats the forward pass."""
     decoded: float
-    """The number of quantized weights; every pass dequantizes them."""
+    """The number of quantized weights; each forward and backward pass dequantizes them."""
     streamed: float
     """Bytes of blocks' streamed weights, copied in the forward and in the backward pass."""
     modulation: float
@@ -68,7 +68,7 @@ class Rates:
     link: float
     """Bytes copied from host memory."""
     streams: float | None = None
-    """Bytes of streamed weights copied to the GPU, if they do not come from host memory."""
+    """Bytes of streamed weights copied from other GPUs; None: they come from host memory."""
 
 
 def _rates(tera: float, memory: float, link: float) -> Rates:

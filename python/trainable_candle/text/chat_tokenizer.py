@@ -25,7 +25,7 @@ FILES: Final = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "generation_config.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
 )  # fmt: skip
-"""The files of a tokenizer in a model's folder; they are copied with the model."""
+"""The files of the tokenizer and of generation in a model's folder, copied with the model."""
 
 
 def copy_files(weights: Path, output: Path, *others: str) -> None:
@@ -47,10 +47,10 @@ class ChatTokenizer:
     """Converts text to tokens and back, and conversations to text.
 
     Args:
-        tokenizer: splits text and numbers tokens.
+        tokenizer: converts text to ids of tokens and back.
         tokens: special tokens by name: `bos_token`, `eos_token` and so on.
         template: the chat template; ChatML if there is none.
-        ends: numbers of tokens that end a text according to the model's configuration.
+        ends: ids of the tokens that end a text according to the model's configuration.
 
     Raises:
         WeightsFormatError: the template is damaged, or there is neither a template nor a token that
@@ -161,7 +161,8 @@ class ChatTokenizer:
 
         Args:
             text: the text; special tokens that are spelled out in it are recognised.
-            special: add the tokens that the tokenizer puts around a text, such as a first token.
+            special: add the tokens that the tokenizer puts around a text, such as the token
+                that begins it.
         """
         encoding = self._tokenizer.encode(text, add_special_tokens=special)
         return Encoded(encoding.ids, encoding.offsets)
@@ -227,7 +228,8 @@ def chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The chat template of a folder, from `chat_template.jinja` or else from the configuration.
 
     Raises:
-        WeightsFormatError: the configuration's entry is not a template, or none is called default.
+        WeightsFormatError: the configuration's entry is not text, or is a list of templates without
+            one called default.
     """
     path = folder / "chat_template.jinja"
     if path.is_file():

@@ -1,8 +1,8 @@
 """Reads the tokenizer of a language model from the metadata of its GGUF file.
 
 Keys and types of tokens are those of llama.cpp (`gguf-py/gguf/constants.py` at
-0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c); the names of the ways to split text into words are
-those of llama.cpp's `src/llama-vocab.cpp`.
+0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c); the names of the
+pre-tokenizers, which split text into words, are those of llama.cpp's `src/llama-vocab.cpp`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NAMES: Final = {
 NORMAL, CONTROL, USER, UNUSED, BYTE = 1, 3, 4, 5, 6
 """Types of tokens."""
 _ENDS: Final = ("eos_token_id", "eot_token_id")
-_CURE: Final = "give the folder of the original model with its tokenizer.json, and the file's name"
+_CURE: Final = "give the folder of the original model, with its tokenizer.json, instead of the file"
 
 
 def read(
@@ -97,7 +97,7 @@ def _built(given: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def byte_level(given: Mapping[str, Any]) -> Tokenizer:
-    """A tokenizer of bytes: `tokens` in order, `merges` of pairs, and how it splits text, `pre`."""
+    """A byte-level BPE tokenizer from `tokens`, `merges` of pairs, and the pre-tokenizer `pre`."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers  # noqa: PLC0415
 
     name = given.get("pre", "default")
@@ -157,7 +157,7 @@ def _pieces(given: Mapping[str, Any]) -> Tokenizer:
 
 
 def _begin(tokenizer: Tokenizer, given: Mapping[str, Any], first: str | None) -> None:
-    """Let texts begin with the first token, if the file or llama.cpp's default requires it."""
+    """Make texts begin with the token `first`, if the file or llama.cpp's default requires it."""
     from tokenizers.processors import TemplateProcessing  # noqa: PLC0415
 
     default = given["model"] == "llama" or SPLITS.get(given.get("pre", "")) is _LLAMA3

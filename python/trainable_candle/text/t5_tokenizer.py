@@ -37,7 +37,7 @@ class T5Tokenizer:
     """A unigram model of pieces of words, as `transformers.T5Tokenizer` (`T5TokenizerFast`).
 
     Args:
-        tokenizer: splits text and numbers tokens.
+        tokenizer: converts text to ids of tokens.
 
     Raises:
         WeightsFormatError: the tokenizer lacks a token that is needed.
@@ -99,7 +99,7 @@ class T5Tokenizer:
         try:
             numbers: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         except BaseException as error:
-            # A damaged table of characters makes the library panic, which is no `Exception`.
+            # A damaged table of characters makes the library panic; a panic is no `Exception`.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise WeightsFormatError(f"tokenizer: {text!r} cannot be encoded: {error}") from error

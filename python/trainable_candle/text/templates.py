@@ -1,9 +1,10 @@
 """Chat templates, which turn messages into text as in transformers' `apply_chat_template`.
 
 Templates come with downloaded checkpoints, so they run in jinja's sandbox and get only plain JSON
-values. The environment is that of transformers 5 (`utils/chat_template_utils.py`), except that
-`strftime_now` always gives the same day: if texts changed from day to day, runs would not be
-repeatable.
+values. The environment is that of transformers 5 (`utils/chat_template_utils.py`), with two
+exceptions. `strftime_now` always gives the same day: if texts changed from day to day, runs would
+not be repeatable. Attributes of a namespace must not begin with `_`, because such names could lead
+to Python's internals.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class ChatTemplate:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its reasoning under every name that templates read."""
+    """A message with its reasoning as `thinking` and as `reasoning_content`, for all templates."""
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     if reasoning is None:
         return message

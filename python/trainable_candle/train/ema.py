@@ -84,7 +84,7 @@ class AdapterAverage(Callback):
         trainer.write_later(partial(tc.save_file, states, folder / _FILE))
 
     def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
-        """Load the averages of a checkpoint; if it has none, start them at its parameters."""
+        """Load the averages of a checkpoint; without them, start at its parameters."""
         path = folder / _FILE
         if not path.exists():
             self._averages = self._fresh()

@@ -20,7 +20,7 @@ class Epochs:
     """The epochs of a run by its steps.
 
     Args:
-        first_batch: the number of the first batch of an epoch, both counted from 0.
+        first_batch: maps the number of an epoch to that of its first batch, both from 0.
         accumulation: batches in a step.
     """
 

@@ -56,11 +56,11 @@ class Validation(Callback):
     There is one measurement before the first step and one after the last step.
 
     Args:
-        loss: returns the mean over the validation data, with the same random numbers at every call.
+        loss: returns the mean loss over the validation data, with equal random numbers each time.
         every: steps between two measurements, or a function that selects the steps.
         evaluated: makes the context to measure in.
         adapter: takes a snapshot of the adapter at a step, for a file that is written later.
-        facts: returns the values to log for a loss, by name; called in the same context.
+        facts: returns the values to log for a loss, by name; called in the context of `evaluated`.
         stem: the beginning of the name of the best adapter's file.
         report: gets a line at each measurement if the loss is the only value.
     """
@@ -113,13 +113,13 @@ class Validation(Callback):
         return loss
 
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
-        """Save the number of the best step."""
+        """Save the number and the loss of the best step."""
         if self.best_step:
             best = json.dumps({"step": self.best_step, "loss": self.best_loss})
             trainer.write_later(partial(write_atomically, folder / _BEST_STATE, best))
 
     def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
-        """Restore the number of the best step."""
+        """Restore the number and the loss of the best step."""
         path = folder / _BEST_STATE
         if not path.exists():
             return
@@ -178,7 +178,7 @@ class Previews(Callback):
 
 
 class StepAdapters(Callback):
-    """Writes `adapter-step000500.safetensors` and so on with every checkpoint but the last.
+    """Writes `adapter-step000500.safetensors` and so on with each checkpoint before the last step.
 
     Args:
         stem: the beginning of the names, such as `adapter`.

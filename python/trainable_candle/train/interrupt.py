@@ -19,8 +19,8 @@ _NOTICE: Final = b"\nstopping after this step; press Ctrl-C again to stop at onc
 class InterruptGuard:
     """A context in which the first SIGINT (Ctrl-C) or SIGTERM only sets `signal`.
 
-    A second signal acts as it would outside. The context has no effect in threads other than the
-    main thread, because Python delivers no signals there.
+    A second signal acts as it would outside the context. The context has no effect in threads other
+    than the main thread, because Python delivers no signals there.
     """
 
     def __init__(self) -> None:

@@ -195,7 +195,7 @@ def is_logged(trainer: Trainer[Any], report: StepReport, every: int) -> bool:
 
 def read_log(path: Path) -> list[dict[str, str]]:
     """The lines of a `CsvLog`, oldest first, without a line that a crash truncated."""
-    # The csv module is not needed, as nothing is quoted; a damaged file may exceed its field limit.
+    # Not with the csv module: a damaged file may exceed its field limit, and nothing is quoted.
     names, *lines = [line.split(",") for line in _whole_lines(path)] or [[]]
     rows = [dict(zip(names, line, strict=True)) for line in lines if len(line) == len(names)]
     return [row for row in rows if _is_complete(row)]

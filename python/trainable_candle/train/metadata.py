@@ -143,7 +143,7 @@ class Stamped:
         return self._file.idle
 
     def write(self) -> None:
-        """Write the file, complete or not at all.
+        """Write the file completely or not at all, then its hash.
 
         Raises:
             FileError, OSError: the file cannot be written.

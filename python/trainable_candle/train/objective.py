@@ -1,6 +1,6 @@
 """Training objectives: noising, targets and losses of diffusion and flow models.
 
-A diffusion model (SDXL) is trained in four calls::
+A step of training a diffusion model (SDXL)::
 
     schedule = NoiseSchedule()                        # SDXL's; .from_pretrained(folder)
     objective = DiffusionObjective(schedule, min_snr_gamma=5.0, device="cuda")

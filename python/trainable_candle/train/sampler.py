@@ -1,6 +1,6 @@
 """Sampling: from noise to latents.
 
-A whole run::
+Sampling with `sample`::
 
     sampler = Sampler(schedule, steps=25, kind="dpmpp_2m")
     model = Guided(unet, positive={...}, negative={...}, scale=7.0)
@@ -53,10 +53,10 @@ class Guided:
         positive: the conditioning for the prompt; tensors with the batch first.
         negative: the conditioning for the negative prompt.
         scale: the guidance scale; 1 uses the prompt alone, at half the cost.
-        batched: call the model once for both, negative first, with x repeated; if not, call it
-            twice, which needs less memory.
-        rescale: makes the result from the guided prediction and that for the prompt; by default it
-            is the guided prediction.
+        batched: call the model once for both, negative first, with x repeated; if False, call
+            it twice, which needs less memory.
+        rescale: makes the result from the guided prediction and the prediction for the prompt; by
+            default the result is the guided prediction.
 
     Raises:
         ArgumentError: the two prompts name different tensors, or the scale is not finite.
@@ -79,7 +79,7 @@ class Guided:
                 f"{sorted(negative)}; expected the same names"
             )
         if not math.isfinite(scale):
-            raise ArgumentError(f"guidance: found scale {scale}, expected a number")
+            raise ArgumentError(f"guidance: found scale {scale}, expected a finite number")
         self._model = model
         self._scale = scale
         self._rescale = rescale

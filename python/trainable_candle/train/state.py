@@ -231,7 +231,7 @@ def load(folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer) -> R
     for name, var in parameters.items():
         var.set(stored[name].to(var.device))
     try:
-        # Load the optimizer after the variables, because it detects later changes of them.
+        # Set the variables first, because the optimizer would detect a later change of them.
         optimizer.load_state_dict(states)
     except Error as error:
         raise WeightsFormatError(

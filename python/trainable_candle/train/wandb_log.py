@@ -22,7 +22,7 @@ class WandbLog(Callback):
     """Logs the values of `JsonLog` to a run of a wandb project: `train/...` and `validation/...`.
 
     Resumed training continues the same run. wandb sends the values to its server, unless its own
-    configuration forbids that; `WANDB_MODE=offline` in the environment does.
+    configuration forbids that, for example by `WANDB_MODE=offline` in the environment.
 
     Args:
         project: the name of the project.

@@ -6,11 +6,13 @@
 //! run, so captured variables, several inputs and several outputs need no special treatment.
 //!
 //! [`Policy::Full`] keeps the function's inputs only (Chen et al. 2016, arXiv:1604.06174). [`Policy::Selective`] also
-//! keeps the results of expensive operations before the last saved value, so that no matrix product runs twice
+//! keeps the results of the expensive operations that a recomputation reaches, so that no matrix product runs twice
 //! (Korthikanti et al. 2022, arXiv:2205.05198). [`Policy::Offloaded`] is the full policy with large inputs in the
 //! memory of the host (see `checkpoint/inputs.rs`).
 
 mod inputs;
+#[cfg(test)]
+mod tests;
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -39,8 +41,8 @@ pub enum Policy {
     /// recomputed.
     Selective,
     /// As [`Full`](Self::Full), but large inputs wait for the backward pass in the memory of the host. They are copied
-    /// to the host while the function runs, and back while the next checkpoint is recomputed. On the CPU the policy is
-    /// the same as [`Full`](Self::Full).
+    /// to the host while the function runs, and back while the backward pass recomputes the checkpoint that ran after
+    /// this one. On the CPU the policy is the same as [`Full`](Self::Full).
     Offloaded,
 }
 
@@ -78,7 +80,7 @@ type Function = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync>;
 
 /// Run `function` on `inputs`, keeping the inputs only; its inner values are recomputed in the backward pass.
 ///
-/// The function must compute the same when it is called again; random numbers are repeated (dropout draws the same
+/// The function must compute the same values when it is called again; random numbers are repeated (dropout draws the same
 /// mask). The function is kept until the backward pass, so it must own what it uses (use `move`; clones of tensors and
 /// layers are cheap).
 ///
@@ -133,6 +135,8 @@ pub(crate) struct Region {
 struct RegionState {
     slots: Vec<Slot>,
     kept: Vec<Kept>,
+    /// The last operation that saved a value, at which a recomputation ends.
+    last_saved: usize,
     versions: Vec<(Arc<Version>, u64)>,
     draws: Vec<rng::Draw>,
 }
@@ -183,6 +187,7 @@ impl Region {
         state.slots.resize_with(recording.saved, || Slot::Waiting);
         state.versions = recording.versions;
         state.draws = draws;
+        state.last_saved = recording.last_saved;
         for (sequence, mut kept) in recording.kept {
             if sequence == recording.last_saved {
                 kept.forget_all_but(&recording.saved_by_last);
@@ -216,7 +221,7 @@ impl Region {
     }
 
     fn replay(&self) -> Result<()> {
-        let (expected, kept, draws) = {
+        let (expected, last_saved, kept, draws) = {
             let state = self.state();
             for (version, then) in &state.versions {
                 if version.get() != *then {
@@ -226,11 +231,14 @@ impl Region {
                     ));
                 }
             }
-            (state.slots.len(), state.kept.iter().cloned().collect::<VecDeque<_>>(), state.draws.clone())
+            let kept = state.kept.iter().cloned().collect::<VecDeque<_>>();
+            (state.slots.len(), state.last_saved, kept, state.draws.clone())
         };
         let inputs = self.inputs.get()?;
         let selective = self.policy == Policy::Selective;
         let scope = Scope::enter(Recorder::Replay(Replaying {
+            sequence: 0,
+            last_saved,
             expected,
             values: Vec::with_capacity(expected),
             kept,
@@ -242,7 +250,7 @@ impl Region {
         let Some(Recorder::Replay(replaying)) = scope.leave() else { return Err(nondeterministic()) };
         match outcome {
             _ if draws_differ => return Err(nondeterministic()),
-            // The recomputation is complete even if the function has wrapped the error.
+            // All values are recomputed, even if the function has wrapped the error [`Complete`] in another one.
             _ if replaying.values.len() == expected => {}
             Ok(_) => return Err(nondeterministic()),
             Err(error) => return Err(error),
@@ -279,7 +287,7 @@ struct Recording {
     saved: usize,
     /// The last operation that saved a value, at which a recomputation ends.
     last_saved: usize,
-    /// The values that the last operation saved.
+    /// The values that this operation saved.
     saved_by_last: Vec<TensorId>,
     kept: Vec<(usize, Kept)>,
     versions: Vec<(Arc<Version>, u64)>,
@@ -309,6 +317,10 @@ impl Recording {
 
 /// A later run of a function.
 struct Replaying {
+    /// Operations run so far.
+    sequence: usize,
+    /// The operation at which the recomputation ends.
+    last_saved: usize,
     expected: usize,
     values: Vec<Raw>,
     kept: VecDeque<Kept>,
@@ -316,7 +328,7 @@ struct Replaying {
 }
 
 thread_local! {
-    /// The recorders of nested checkpoints; the innermost, last one records.
+    /// The recorders of nested checkpoints. The last one belongs to the innermost checkpoint, and only it records.
     static RECORDERS: RefCell<Vec<Recorder>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -378,9 +390,9 @@ where
         Take(Kept),
     }
     reads(inputs);
+    begin_operation();
     let plan = RECORDERS.with_borrow_mut(|recorders| match recorders.last_mut() {
         Some(Recorder::Record(recording)) => {
-            recording.sequence += 1;
             let keep = recording.region.policy == Policy::Selective && op.cost == Cost::Expensive;
             Ok(if keep { Plan::ComputeAndKeep } else { Plan::Compute })
         }
@@ -415,8 +427,8 @@ where
 }
 
 /// Record the tensors that an operation reads, in its checkpointed function and in the functions around it. Variables
-/// among these tensors must not change before the recomputation. [`run`] records inputs; this is for masks, tables,
-/// frozen weights and compared values.
+/// among these tensors must not change before the recomputation. [`run`] records the inputs of an operation; operations
+/// call this function for all else that they read, such as masks, tables, frozen weights and the operands of comparisons.
 pub(crate) fn reads(tensors: &[&Tensor]) {
     if !flags().recording() || tensors.iter().all(|tensor| tensor.version.is_none()) {
         return;
@@ -430,7 +442,26 @@ pub(crate) fn reads(tensors: &[&Tensor]) {
     });
 }
 
-/// Whether the innermost checkpoint recomputes.
+/// Count one more operation of the innermost checkpoint.
+fn begin_operation() {
+    RECORDERS.with_borrow_mut(|recorders| match recorders.last_mut() {
+        Some(Recorder::Record(recording)) => recording.sequence += 1,
+        Some(Recorder::Replay(replaying)) => replaying.sequence += 1,
+        None => {}
+    });
+}
+
+/// Whether a recomputation ends with the operation that is running: nothing will read its result, unless the operation
+/// itself saves it.
+pub(crate) fn ends_here() -> bool {
+    let is_last = |recorders: &Vec<Recorder>| match recorders.last() {
+        Some(Recorder::Replay(replaying)) => replaying.sequence == replaying.last_saved,
+        _ => false,
+    };
+    flags().recording() && RECORDERS.with_borrow(is_last)
+}
+
+/// Whether the innermost checkpoint is being recomputed.
 pub(crate) fn is_replaying() -> bool {
     flags().recording() && RECORDERS.with_borrow(|recorders| matches!(recorders.last(), Some(Recorder::Replay(_))))
 }

@@ -11,7 +11,7 @@ use crate::raw::is_float;
 use crate::{Error, Raw, Result};
 
 /// `on_device!(device, cuda => one, cpu => other)` evaluates `one` on a CUDA device and `other` on the CPU. All
-/// operations choose between the two here; a build without CUDA does not compile `one`.
+/// operations choose their CPU or CUDA form with this macro; a build without CUDA does not compile `one`.
 macro_rules! on_device {
     ($device:expr, cuda => $cuda:expr, cpu => $cpu:expr $(,)?) => {{
         #[cfg(feature = "cuda")]
@@ -194,8 +194,8 @@ pub fn full(value: f64, dims: &[usize], dtype: DType, device: &Device) -> Result
     )
 }
 
-/// The sum over the dimensions that broadcasting from shape `dims` to the shape of `x` adds or widens; the result has
-/// shape `dims`. If `x` has this shape already, it is returned.
+/// The reverse of broadcasting a tensor of shape `dims` to the shape of `x`: sums `x` over the dimensions that
+/// broadcasting adds or widens. The result has shape `dims`; it is `x` itself if `x` has this shape already.
 ///
 /// # Errors
 /// [`Error::Shape`] if `dims` does not broadcast to the shape of `x`, [`Error::DType`] as [`sum`].
@@ -234,7 +234,7 @@ mod tests {
         for dims in [&[3, 5][..], &[1, 5], &[4, 1, 5], &[5], &[1, 1, 1], &[], &[4, 3, 5]] {
             let result = sum_to_shape(&x, dims).unwrap();
             assert_eq!(result.dims(), dims);
-            // The sum of the products with any tensor of that shape is the same before and after.
+            // The dot product of `x` with the broadcast weights equals that of the result with the weights.
             let weights = whole(dims, DType::F64);
             let before = (wide(&x).broadcast_mul(&weights).unwrap()).sum_all().unwrap().to_scalar::<f64>().unwrap();
             let after = (wide(&result) * weights).unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap();

@@ -23,18 +23,18 @@ pub(crate) struct Copies {
 
 struct Entry {
     raw: Raw,
-    /// The version of the variable whose values the copy has.
+    /// The version of the variable from which the copy was made.
     follower: Follower,
 }
 
 impl Copies {
-    /// Place the copies in the copies of a flat buffer; the variable is the part of this buffer that begins at element
-    /// `start`.
+    /// From now on, place new copies in the vectors that hold the copies of a flat buffer's variables. This variable
+    /// begins at element `start` of the buffer.
     pub(crate) fn lie_in(&mut self, buffer: Arc<FlatCopies>, start: usize) {
         self.part = Some((buffer, start));
     }
 
-    /// The copy in `dtype`, brought up to date with `values`, which are those of `version`.
+    /// The copy in `dtype`, brought up to date with `values`, the variable's values at `version`.
     pub(crate) fn get(&mut self, dtype: DType, values: &Raw, version: &Arc<Version>) -> Result<Raw> {
         if let Some(entry) = self.entries.iter().find(|entry| entry.raw.dtype() == dtype) {
             entry.update(values, version)?;
@@ -60,12 +60,12 @@ impl Copies {
         self.entries.iter().try_for_each(|entry| entry.update(values, version))
     }
 
-    /// The first copy, which a kernel that changes the variable may write too.
+    /// The first copy. A kernel that changes the variable can write the new values to this copy, too.
     pub(crate) fn first(&self) -> Option<Raw> {
         self.entries.first().map(|entry| entry.raw.clone())
     }
 
-    /// Mark [`first`](Self::first) as written with the values of `version`.
+    /// Mark the [`first`](Self::first) copy as having the values of `version`.
     pub(crate) fn first_is_current(&self, version: &Arc<Version>) {
         if let Some(entry) = self.entries.first() {
             entry.follower.follow(version);

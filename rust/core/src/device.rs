@@ -95,18 +95,18 @@ pub fn device_name(device: &Device) -> Result<String> {
     crate::cuda::device_name(device)
 }
 
-/// How a device reads the memory of another one.
+/// The connection by which a device reads the memory of another device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Link {
-    /// By NVLink.
+    /// NVLink.
     NvLink,
-    /// By the bus.
+    /// The PCI bus.
     Bus,
-    /// Not at all.
+    /// The device cannot read that memory.
     None,
 }
 
-/// The place of a CUDA device on the bus, such as `0000:3B:00.0`: its name in all processes of a machine.
+/// The address of a CUDA device on the PCI bus, such as `0000:3B:00.0`. It names the device in all processes of a machine.
 ///
 /// # Errors
 /// As [`memory_stats`].
@@ -114,8 +114,8 @@ pub fn bus_id(device: &Device) -> Result<String> {
     crate::cuda::peers::bus_id(device)
 }
 
-/// How a CUDA device reads the memory of the one at a place on the bus. `None` if this process does not see that one, or
-/// it is the same.
+/// How a CUDA device reads the memory of the device with the address `bus_id` (see [`bus_id()`]). `None` if this
+/// process does not see that device, or if both are the same device.
 ///
 /// # Errors
 /// As [`memory_stats`].

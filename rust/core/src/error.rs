@@ -26,7 +26,7 @@ pub enum Error {
         /// What was found, what was expected.
         message: String,
     },
-    /// Operands on different devices, or an unknown device.
+    /// Operands on different devices, an unknown device, or a device that cannot do the work or has failed.
     #[error("{op}: {message}")]
     Device {
         /// The operation.

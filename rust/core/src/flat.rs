@@ -24,7 +24,7 @@ impl FlatBuffer {
     /// Copy `values` (of one dtype and device) one after the other into a vector; each becomes a variable.
     ///
     /// # Errors
-    /// [`Error::Argument`] without values, [`Error::DType`] or [`Error::Device`] if their dtypes or devices differ,
+    /// [`Error::Argument`] if there are no values, [`Error::DType`] or [`Error::Device`] if their dtypes or devices differ,
     /// [`Error::OutOfMemory`] if the buffers do not fit.
     pub fn new(values: &[Tensor]) -> Result<Self> {
         const OP: &str = "flat buffer";
@@ -89,7 +89,7 @@ fn zeros(n: usize, dtype: DType, device: &Device) -> Result<Raw> {
     compute::zeros(&[n], dtype, device)
 }
 
-/// The gradients of variables, not copied.
+/// The gradients of variables, without copies of them.
 pub struct Gradients {
     /// Gradients in flat buffers; adjacent gradients are joined to one vector.
     pub vectors: Vec<Raw>,
@@ -109,7 +109,7 @@ impl Gradients {
     }
 }
 
-/// Views of parts of vectors, in which adjacent parts are joined.
+/// Views of the parts of vectors; adjacent parts of one vector become one view.
 fn joined(parts: impl Iterator<Item = (Raw, Range<usize>)>) -> Result<Vec<Raw>> {
     let mut runs: Vec<(Raw, Range<usize>)> = Vec::new();
     for (vector, part) in parts.filter(|(_, part)| !part.is_empty()) {
@@ -153,8 +153,8 @@ pub fn forget_grads(vars: &[Var]) {
     vars.iter().for_each(|var| var.leaf().is_cleared());
 }
 
-/// Give the variables that are not in a flat buffer common vectors for their gradients, one per dtype and device. The
-/// storage of the gradients is then fixed, and a norm or a fill of all of them is one operation.
+/// Move the gradients of the variables that are in no flat buffer to common vectors, one per dtype and device. The
+/// storage of these gradients is then fixed, and a norm or a fill of all of them is one operation.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] if the vectors do not fit.

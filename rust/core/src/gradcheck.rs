@@ -24,8 +24,8 @@ impl Default for Tolerance {
 }
 
 /// Check every entry of the gradient of `function` at `inputs` against central differences:
-/// `|analytic - numeric| <= atol + rtol * |numeric|`. Results of any shape are weighted with fixed,
-/// distinct numbers, so that errors cannot cancel.
+/// `|analytic - numeric| <= atol + rtol * |numeric|`. The result may have any shape: its elements are summed with fixed,
+/// distinct weights, so that errors of different elements do not cancel.
 ///
 /// # Errors
 /// [`Error::DType`] if an input is not f64; [`Error::Autograd`] naming the worst entry, if an entry exceeds the

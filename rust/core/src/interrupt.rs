@@ -10,7 +10,7 @@ pub type Check = fn() -> Result<()>;
 
 static CHECK: OnceLock<Check> = OnceLock::new();
 
-/// The shortest time between two checks: a check may wait for an interpreter's lock.
+/// The shortest time between two checks. Checks are rare because a check may wait for an interpreter's lock.
 const INTERVAL: Duration = Duration::from_millis(100);
 
 /// The number of small steps between two readings of the clock: a reading takes a considerable part of the time of a
@@ -20,7 +20,7 @@ const STEPS: u32 = 16;
 /// A step on this many elements or more is large.
 const LARGE: usize = 8192;
 
-/// Call `check` from time to time in long computations. The first call in a process counts; later calls change nothing.
+/// Let long computations call `check` from time to time. Only the first `set_check` of a process has an effect.
 pub fn set_check(check: Check) {
     // A second embedding program in one process would install the same check.
     let _ = CHECK.set(check);

@@ -16,7 +16,7 @@ struct Ledger {
 static LEDGER: Mutex<Option<Ledger>> = Mutex::new(None);
 
 fn ledger() -> MutexGuard<'static, Option<Ledger>> {
-    // A panic while the ledger is locked leaves it consistent: every update is a single entry.
+    // A panic while the ledger is locked leaves it consistent: only the insertion of an entry can panic, before any change.
     LEDGER.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 

@@ -166,7 +166,7 @@ pub mod streaming {
             super::no_device("stream_blocks", device)
         }
 
-        /// The contents of the slots are known while this number stays the same.
+        /// A number that changes when the contents of the slots are no longer known.
         pub const fn epoch(&self) -> u64 {
             match self.0 {}
         }
@@ -251,7 +251,7 @@ pub mod peers {
         super::no_device("bus_id", device)
     }
 
-    /// How a device reads the memory of another one.
+    /// How a device reads the memory of the device at a place on the bus.
     ///
     /// # Errors
     /// As [`bus_id`].

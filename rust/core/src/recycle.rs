@@ -22,23 +22,23 @@ const SMALLEST: usize = 1 << SMALLEST_LOG2;
 const SMALLEST_LOG2: u32 = 16;
 /// Larger blocks are not kept.
 const LARGEST: usize = 1 << 37;
-/// A larger block is kept only if blocks of its size are taken repeatedly, as the buffers of a step are and weights are
-/// not.
+/// A larger block is kept only if blocks of its size are taken repeatedly. The buffers of a training step are, weights
+/// are not.
 const LARGEST_AT_ONCE: usize = 1 << 27;
 /// Sizes are rounded up to one of four sizes per octave (a factor of two).
 const STEPS: usize = 4;
 const CLASSES: usize = (LARGEST.ilog2() - SMALLEST_LOG2) as usize * STEPS + 1;
 /// The most blocks kept of each size.
 const KEPT: usize = 128;
-/// Up to this many bytes, freed blocks of any size are kept; beyond that, only blocks of sizes that are taken
-/// repeatedly.
+/// Up to this many bytes, freed blocks of any size up to [`LARGEST_AT_ONCE`] are kept; beyond that, only blocks of sizes
+/// that are taken repeatedly.
 const MOST_BYTES: usize = 256 << 20;
 
 /// The system's allocator with a store of freed blocks of 64 KiB and more.
 ///
-/// The store keeps up to 256 MiB of any blocks of up to 128 MiB each. Beyond that, it keeps only blocks of sizes that
-/// are taken again after they were freed. The bytes in use and in the store together are at most 256 MiB more than the
-/// maximum ever in use.
+/// The store keeps up to 256 MiB of freed blocks of any size up to 128 MiB. Beyond that, it keeps only blocks of sizes
+/// that are taken again after they were freed. The bytes in use and in the store together are at most 256 MiB more than
+/// the maximum ever in use.
 ///
 /// It never waits. While another thread uses the store's list of blocks of one size, or if the process was forked
 /// during such use, blocks of this size come from the system and go back to it.
@@ -46,8 +46,9 @@ pub struct RecyclingAllocator {
     shelves: [Shelf; CLASSES],
     /// Bytes of the kept blocks.
     bytes: AtomicUsize,
-    /// Bytes in use, counting only sizes that may be kept, and their maximum so far.
+    /// Bytes in use in blocks of sizes that may be kept.
     used: AtomicUsize,
+    /// The maximum of `used` so far.
     most_used: AtomicUsize,
 }
 
@@ -87,7 +88,7 @@ impl RecyclingAllocator {
             self.bytes.fetch_sub(size, Ordering::Relaxed);
             return block;
         }
-        // Blocks of other sizes make room.
+        // The new block adds to the total, so blocks of other sizes are returned to the system.
         self.shrink(most - used + MOST_BYTES);
         self.fetch(class)
     }
@@ -95,7 +96,7 @@ impl RecyclingAllocator {
     /// A block of a class from the system. If the system is out of memory, the blocks of the store are returned to it
     /// first.
     fn fetch(&self, class: usize) -> *mut u8 {
-        // SAFETY: the layout of a class has a size.
+        // SAFETY: the size of a class is not zero.
         let mut block = unsafe { System.alloc(layout_of_class(class)) };
         if block.is_null() {
             self.shrink(0);
@@ -190,7 +191,7 @@ struct Shelf {
     busy: AtomicBool,
     /// Whether a block of this size has been freed.
     freed: AtomicBool,
-    /// Whether a block has been taken after that.
+    /// Whether a block of this size has been taken after one was freed.
     taken_again: AtomicBool,
     blocks: UnsafeCell<Blocks>,
 }
@@ -253,7 +254,7 @@ const fn class_of(layout: Layout) -> Option<usize> {
     if size < SMALLEST || size > LARGEST || layout.align() > ALIGN {
         return None;
     }
-    // The octave k of the largest smaller size, and the step s in it: 2^k (1 + s / 4) < size <= 2^k (1 + (s + 1) / 4).
+    // The octave k and the step s in it, such that 2^k (1 + s / 4) < size <= 2^k (1 + (s + 1) / 4).
     let octave = (size - 1).ilog2();
     if octave < SMALLEST_LOG2 {
         return Some(0);

@@ -69,7 +69,7 @@ fn unit(bits: u32) -> f32 {
     (bits >> 8) as f32 * (1.0 / 16_777_216.0)
 }
 
-/// `n` values, four from each block from `start` on, by `draw`.
+/// `n` values: `draw` makes four of each block of random bits from `start` on.
 fn fill(start: State, n: usize, draw: impl Fn([u32; 4]) -> [f32; 4]) -> Vec<f32> {
     let mut values = Vec::with_capacity(n.next_multiple_of(4));
     for block in 0..n.div_ceil(4) as u64 {

@@ -64,7 +64,7 @@ impl Var {
         Ok(Self(Tensor { raw: storage, node: Some(Arc::new(node)), version: Some(Arc::new(Version::default())) }))
     }
 
-    /// The variable whose value is `tensor`; `None` if it is not the value of a variable itself.
+    /// The variable whose value is `tensor`; `None` if `tensor` is not itself the value of a variable.
     pub fn of(tensor: &Tensor) -> Option<Self> {
         let is_leaf = tensor.node.as_ref().is_some_and(|node| node.leaf().is_some());
         (is_leaf && tensor.version.is_some()).then(|| Self(tensor.clone()))
@@ -90,7 +90,7 @@ impl Var {
         self.0.version.as_ref().expect("a variable has a version")
     }
 
-    /// Note that the value has changed in place.
+    /// Mark the value as changed in place.
     fn changed(&self) -> Result<()> {
         self.counter().bump();
         self.update_copies()
@@ -117,7 +117,7 @@ impl Var {
         self.leaf().copies().first()
     }
 
-    /// Note that the value and its [`copy_storage`](Self::copy_storage) were changed in place.
+    /// Mark the value and its [`copy_storage`](Self::copy_storage) as changed in place, to the same numbers.
     ///
     /// # Errors
     /// The errors of updating the variable's other copies.
@@ -216,7 +216,7 @@ impl Var {
         follower.is_at(self.counter())
     }
 
-    /// Note that `follower`'s data has been computed from the present value, or changed together with it.
+    /// Mark `follower`'s data as computed from the present value, or as changed together with it.
     pub fn set_followed_by(&self, follower: &Follower) {
         follower.follow(self.counter());
     }

@@ -17,6 +17,8 @@ mod attention;
 mod capture;
 #[path = "walk/computed.rs"]
 mod computed;
+#[path = "cuda/feed_forward.rs"]
+mod feed_forward;
 #[path = "walk/nan.rs"]
 mod nan;
 #[path = "cuda/norms.rs"]
@@ -256,8 +258,8 @@ fn many_products_at_once_are_those_of_the_cpu() {
         }
         let strided = raw(&[5, 66], 3).narrow(1, 1, 64).unwrap();
         add(strided, raw(&[64, 33], 4), 0.5, Destination::New(to));
-        // A factor of rank 4: columns 4 to 7 of a matrix of 8. In the 16-bit dtypes its address is a multiple of 8 bytes
-        // but not of 16.
+        // A factor of rank 4: columns 4 to 7 of a matrix of 8 columns. In the 16-bit dtypes its address is a multiple of
+        // 8 bytes but not of 16.
         for seed in 0..3 {
             let part = raw(&[64, 8], seed).narrow(1, 4, 4).unwrap().t().unwrap();
             add(part, raw(&[64, 33], seed + 4), 0.5, Destination::New(to));

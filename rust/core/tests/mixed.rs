@@ -159,7 +159,7 @@ fn f32_factors_under_short_dtypes_agree_with_f64_and_have_f32_gradients() -> Res
     Ok(())
 }
 
-/// Squares of f16 numbers below 2^-12 are subnormal in f16, below 2^-12.5 they are 0.
+/// Squares of numbers below 2^-7 are subnormal in f16, squares of numbers below 2^-12.5 are 0.
 #[test]
 fn dora_of_small_f16_weights_starts_as_its_base() -> Result<()> {
     let x = draw(&[3, 64], 5).to_dtype(DType::F16)?;

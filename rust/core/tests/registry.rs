@@ -57,7 +57,7 @@ fn every_operation_has_cases() {
     declared(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/ops"), &mut missing);
     assert!(missing.len() > 40, "the sources declare few operations: {missing:?}");
     for entry in REGISTRY.iter().flat_map(|entries| entries.iter()) {
-        assert!(!(entry.cases)().is_empty(), "{} brings no cases", entry.info.name);
+        assert!(!(entry.cases)().is_empty(), "{} has no cases", entry.info.name);
         missing.remove(entry.info.name);
     }
     assert!(missing.is_empty(), "operations without an entry in the registry: {missing:?}");

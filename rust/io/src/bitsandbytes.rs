@@ -41,7 +41,10 @@ impl State {
         }
         let (block, outer) = (number("blocksize"), number("nested_blocksize"));
         if block != Some(64) || outer.is_some_and(|size| size != 256) {
-            return unsupported(format!("blocks of {block:?} and {outer:?}"));
+            let blocks =
+                |size: Option<usize>| size.map_or_else(|| "an unknown size".to_owned(), |size| size.to_string());
+            let scales = outer.map_or_else(String::new, |size| format!(", with blocks of {size} scales"));
+            return unsupported(format!("blocks of {} weights{scales}", blocks(block)));
         }
         let shape = found.get("shape").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
         let [Some(rows), Some(columns)] = [0, 1].map(|axis| shape.get(axis).and_then(size)) else {
@@ -57,8 +60,11 @@ impl State {
             other => return unsupported(format!("the dtype {other}")),
         };
         let offset = found.get("nested_offset").and_then(Value::as_f64).map(|offset| offset as f32);
-        if outer.is_some() != offset.is_some_and(f32::is_finite) {
+        if outer.is_some() && !offset.is_some_and(f32::is_finite) {
             return Err("its state has no offset for its scales".to_owned());
+        }
+        if outer.is_none() && offset.is_some() {
+            return Err("its state has an offset for its scales, but no block size for them".to_owned());
         }
         Ok(Self { dims: [rows, columns], dtype, offset })
     }
@@ -79,7 +85,9 @@ mod tests {
         assert_eq!(parse(nested).unwrap(), State { offset: Some(0.5), ..plain });
         assert!(parse(r#", "nested_blocksize": 256"#).unwrap_err().contains("no offset"));
         assert!(
-            parse(r#", "nested_blocksize": 128, "nested_offset": 0.5"#).unwrap_err().contains("blocks of Some(64)")
+            parse(r#", "nested_blocksize": 128, "nested_offset": 0.5"#)
+                .unwrap_err()
+                .contains("blocks of 64 weights, with blocks of 128 scales")
         );
         let other = GOOD.replace("nf4", "int4") + "}";
         assert!(State::parse(other.as_bytes()).unwrap_err().contains("the type int4"));

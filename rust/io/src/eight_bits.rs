@@ -16,7 +16,8 @@ use crate::tensor_writer::EightBits;
 
 /// Endings of the keys of a weight's scales, after the layer's name.
 const SCALES: [&str; 2] = ["scale_weight", "weight_scale"];
-/// Ending of the key of the rows' largest magnitudes. An element with that magnitude has the code [`LARGEST_INT8`].
+/// Ending of the key of the rows' largest magnitudes. The element with a row's largest magnitude has the code
+/// ±[`LARGEST_INT8`].
 const LARGEST: &str = "SCB";
 pub(crate) const LARGEST_INT8: f32 = 127.0;
 /// Endings of the keys of scales for the inputs of the layer, which do not change the weight.
@@ -62,7 +63,8 @@ pub const fn comfy_format(bits: EightBits) -> &'static str {
     }
 }
 
-/// The format that `ComfyUI`'s JSON names, if it is not [`comfy_format`] of `bits`.
+/// The format that `ComfyUI`'s JSON names, if it is not supported. The only supported format is [`comfy_format`] of `bits`,
+/// without the rotation `convrot`.
 pub(crate) fn other_format(json: &[u8], bits: EightBits) -> Option<String> {
     let found: Value = serde_json::from_slice(json).unwrap_or_default();
     let format = found.get("format").and_then(Value::as_str).unwrap_or("unknown");

@@ -18,7 +18,7 @@ pub enum Form {
     Plain,
     /// The parameter is a matrix, and the tensor is its transpose.
     Transposed,
-    /// The matrix of a linear layer as a 1×1 convolution, (out, in, 1, 1).
+    /// The parameter is the matrix of a linear layer, and the tensor is the weight of a 1×1 convolution, (out, in, 1, 1).
     Pointwise,
     /// The tensor stacks several parameters. Its rows are divided into `of` equal shares. The parameter is `count` of
     /// them, beginning with share `first`.
@@ -38,13 +38,13 @@ pub enum Form {
         /// The number of heads.
         heads: usize,
     },
-    /// The vector with further dimensions of 1, (size, 1, …).
+    /// The parameter is a vector, and the tensor has further dimensions of 1, (size, 1, …).
     Vector {
         /// The number of the tensor's dimensions.
         rank: usize,
     },
-    /// The parameter is the last slice in time of a causal convolution's kernel, (out, in, time, height, width), the
-    /// only one that a single image meets. Written tensors have zeros in the other slices.
+    /// The tensor is the kernel of a convolution that is causal in time, (out, in, time, height, width). The parameter is its
+    /// last slice in time: for a single image, the other slices multiply only padding. They are written as zeros.
     LastFrame {
         /// The number of slices.
         frames: usize,
@@ -57,7 +57,7 @@ impl Key {
         Self { key: key.into(), form: Form::Plain }
     }
 
-    /// The key of the layer whose weight this is; `None` if the key does not end in `.weight`.
+    /// The name of the layer: this key without `.weight`; `None` if the key does not end in it.
     pub fn of_layer(self) -> Option<Self> {
         Some(Self { key: self.key.strip_suffix(".weight")?.to_owned(), form: self.form })
     }
@@ -106,7 +106,7 @@ impl Form {
         }
     }
 
-    /// The parameter in the tensor `stored`, whose shape must fit: [`shape`](Self::shape) is not `None`.
+    /// The parameter in the tensor `stored`, whose shape [`shape`](Self::shape) must accept.
     ///
     /// # Errors
     /// Those of the copy.

@@ -45,7 +45,7 @@ impl TensorFile {
         // The length of the header, and the brace that every header begins with.
         let mut start = [0u8; 9];
         if length < start.len() as u64 {
-            return Err(Error::weights(&path, format!("no safetensors file: only {length} bytes long")));
+            return Err(Error::weights(&path, format!("not a safetensors file: only {length} bytes long")));
         }
         file.read_exact(&mut start).map_err(io)?;
         let [length_bytes @ .., brace] = start;
@@ -61,7 +61,7 @@ impl TensorFile {
             return Err(Error::weights(
                 &path,
                 format!(
-                    "no safetensors file, or an incomplete one: {length} bytes long with a header of {header_length}"
+                    "not a safetensors file, or an incomplete one: {length} bytes long with a header of {header_length}"
                 ),
             ));
         }
@@ -121,9 +121,9 @@ impl TensorFile {
         self.read_as(name, None, device)
     }
 
-    /// Read one tensor to `device`, with floating-point values converted to `dtype` if one is given. The CPU converts
-    /// small parts while it reads, and needs memory for the result and a few megabytes. Another device converts the
-    /// values itself.
+    /// Read one tensor to `device`, with floating-point values converted to `dtype` if one is given. For the CPU, small parts
+    /// are converted one after another, so that this needs memory for the result and a few megabytes. Another device
+    /// converts the values after they were copied to it.
     ///
     /// # Errors
     /// As [`read`](Self::read); [`Error::DType`] if `dtype` is not floating-point.

@@ -15,7 +15,7 @@ use trainable_candle_core::{DType, Error, Raw, Result, Tensor};
 use crate::atomic::write_atomically;
 
 #[cfg(target_endian = "big")]
-compile_error!("safetensors files are little-endian, and tensors are written and read as they are in memory");
+compile_error!("big-endian targets are not supported: safetensors stores little-endian numbers");
 
 /// A tensor to write, whose values are computed when it is written.
 pub struct TensorEntry<'a> {

@@ -25,7 +25,8 @@ pub struct WeightFiles {
     packed: BTreeMap<String, Packed>,
 }
 
-/// A four-bit weight. It consists of the tensor of its name, which holds the codes, and other tensors, such as scales.
+/// A four-bit weight. The tensor with the weight's name holds the codes; other tensors hold the scales and the values of
+/// codes.
 struct Packed {
     state: State,
     /// The indices of the files of the other tensors, by the tensors' names.
@@ -159,7 +160,8 @@ impl WeightFiles {
         self.files[*self.index.get(name)?].shape(name)
     }
 
-    /// The dtype of a tensor, if there is one of that name and its dtype is supported.
+    /// The dtype of a tensor's values, if there is a tensor of that name and its dtype is supported. bf16 for eight-bit
+    /// integers.
     pub fn dtype(&self, name: &str) -> Option<DType> {
         if let Some(packed) = self.packed.get(name) {
             return Some(packed.state.dtype);
@@ -228,7 +230,7 @@ impl WeightFiles {
     ///
     /// # Errors
     /// [`Error::WeightsFormat`] if the weight is not a four-bit weight, one of its tensors is missing, or the codes
-    /// represent other values than NF4's; the errors of [`Quantized::from_nf4`].
+    /// do not represent the values of NF4; the errors of [`Quantized::from_nf4`].
     pub fn read_nf4(&mut self, name: &str) -> Result<Quantized> {
         let error = |text: String| Error::weights(self.path(), format!("\"{name}\": {text}"));
         let (Some(packed), Some(&file)) = (self.packed.get(name), self.index.get(name)) else {
@@ -254,7 +256,7 @@ impl WeightFiles {
         if !is_known {
             return Err(Error::weights(
                 self.path(),
-                format!("\"{name}\": its codes represent other values than NF4's codes do"),
+                format!("\"{name}\": its codes do not represent the values of NF4"),
             ));
         }
         let nested = outer.as_ref().map(|(scales, _)| scales).zip(state.offset);

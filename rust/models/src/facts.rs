@@ -47,7 +47,7 @@ pub struct PartFacts {
     pub dtype: Option<DType>,
     /// The model without its weights.
     model: Arc<dyn Model>,
-    /// For each parameter that its file stores quantized in blocks, the format.
+    /// The format of each parameter that its file stores quantized in blocks.
     stored: BTreeMap<String, Format>,
 }
 
@@ -245,7 +245,7 @@ fn parts_of(
                 })?;
                 found.insert(name.to_owned(), PartFacts { place: Some(place), ..facts });
             }
-            // A model without a pipeline can only be at the path itself.
+            // A part without a folder of its own can only be at the path itself.
             Err(error) if name.is_empty() => return Err(error),
             // Report a damaged folder instead of looking for another model in its place.
             Err(error) if is_folder && is_there => return Err(error),
@@ -288,7 +288,8 @@ fn placed(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<Str
         let chosen = candidates.iter().position(is_published).unwrap_or(0);
         if candidates.is_empty() {
             let title = pipeline.title;
-            let message = format!("it holds no text encoder and no autoencoder of {title} that is still missing");
+            let message =
+                format!("it holds none of the text encoders and autoencoders of {title} that are still missing");
             return Err(failure.unwrap_or_else(|| Error::weights(path, message)));
         }
         let facts = candidates.swap_remove(chosen);
@@ -297,7 +298,7 @@ fn placed(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<Str
     Ok(found)
 }
 
-/// Whether a checkpoint in one file may hold the part beside other parts.
+/// Whether the part can be in one file together with other parts, as in an original checkpoint.
 fn has_originals(place: Place) -> bool {
     place.part.sections.iter().any(|section| section.is_written())
 }
@@ -332,7 +333,7 @@ fn scheduled(path: &Path) -> Result<(Option<String>, bool)> {
     Ok((prediction, map.get("rescale_betas_zero_snr").and_then(Value::as_bool).unwrap_or(false)))
 }
 
-/// The prediction type, and whether the last timestep is pure noise, from tensors without values in a file.
+/// The prediction type, and whether the last timestep is pure noise, from the presence of marker tensors in a file.
 fn marked(path: &Path) -> Result<(Option<String>, bool)> {
     let names = WeightFile::open(path)?.names();
     let there = |mark: &str| names.iter().any(|name| name == mark);
@@ -393,7 +394,7 @@ fn with_base<T>(dims: &[usize], run: impl FnOnce(&Base<'_>) -> T) -> Result<T> {
     let (dims, operation) = match *dims {
         [out, input] => (vec![out, input], Operation::Linear),
         [out, input, height, width] => (vec![out, height, width, input], Operation::Conv2d(Conv2dOptions::default())),
-        _ => return Err(Error::shape("LoraConfig", format!("{dims:?} is the shape of no layer's weight"))),
+        _ => return Err(Error::shape("LoraConfig", format!("{dims:?} is not the shape of a layer's weight"))),
     };
     let weight = Tensor::zeros((), DType::F32, &Device::Cpu)?.broadcast_as(dims)?;
     Ok(run(&Base { weight: (&weight).into(), bias: None, operation }))

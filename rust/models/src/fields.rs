@@ -9,8 +9,9 @@ use trainable_candle_core::{Error, Result};
 /// not overflow.
 const LARGEST: u64 = 1 << 20;
 
-/// The fields of a configuration. Callers read them by name. A field that no caller reads is an error, unless its value is
-/// null or false: newer libraries write these values for new features that a model does not use.
+/// The fields of a configuration. Callers read them by name. [`finish`](Self::finish) rejects a field that no caller
+/// has read, unless its name begins with `_` or its value is null or false: newer libraries write these values for new
+/// features that a model does not use.
 pub(crate) struct Fields<'a> {
     owner: &'static str,
     map: &'a Map<String, Value>,
@@ -39,7 +40,7 @@ impl<'a> Fields<'a> {
         value.as_u64().filter(|n| (1..=LARGEST).contains(n)).and_then(|n| usize::try_from(n).ok())
     }
 
-    /// A positive integer.
+    /// A positive integer; `default` if the field is missing.
     pub fn size(&mut self, name: &'static str, default: Option<usize>) -> Result<usize> {
         match (self.get(name), default) {
             (Some(value), _) => Self::as_size(value),
@@ -48,7 +49,8 @@ impl<'a> Fields<'a> {
         .ok_or_else(|| self.wrong(name, &format!("an integer from 1 to {LARGEST}")))
     }
 
-    /// A positive integer for each of `count` levels. The field is one integer for all levels, or a list.
+    /// A positive integer for each of `count` levels. The field is one integer for all levels, or a list; `default` is
+    /// for all levels if the field is missing.
     pub fn sizes(&mut self, name: &'static str, count: usize, default: Option<usize>) -> Result<Vec<usize>> {
         let sizes = match self.get(name) {
             Some(Value::Array(list)) => list.iter().map(Self::as_size).collect::<Option<Vec<_>>>(),
@@ -90,7 +92,7 @@ impl<'a> Fields<'a> {
         })
         .ok_or_else(|| {
             let known: Vec<&str> = known.iter().map(|&(text, _)| text).collect();
-            self.wrong(name, &format!("{count} of {}", known.join(", ")))
+            self.wrong(name, &format!("a list of {count} names, each one of {}", known.join(", ")))
         })
     }
 
@@ -167,7 +169,7 @@ impl<'a> Fields<'a> {
         self.seen.extend(names);
     }
 
-    /// Check that every field with a value was read.
+    /// Check that every field was read, apart from fields that may stay unread (see [`Fields`]).
     pub fn finish(self) -> Result<()> {
         let says_nothing = |value: &Value| matches!(value, Value::Null | Value::Bool(false));
         let unknown = self

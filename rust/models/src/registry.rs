@@ -27,8 +27,8 @@ pub trait Model: Module + Any + Send + Sync {
     /// The dtype of its weights, in which it computes.
     fn dtype(&self) -> DType;
 
-    /// The names of its parameters in a folder, or in an original checkpoint; `files` is that checkpoint, if it exists
-    /// already.
+    /// The names of its parameters in a folder, or in an original checkpoint. `files` is the original checkpoint, if it
+    /// exists already.
     fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout>;
 
     /// Adds to `saved` what the tape keeps of a forward pass of one sample. A model that is not fine-tuned adds
@@ -58,8 +58,8 @@ pub trait Model: Module + Any + Send + Sync {
 pub type Made = Result<Arc<dyn Model>>;
 
 /// Makes a model of random weights, in a dtype and on a device. Its sizes come from the `config.json` at the path, or
-/// from the published model if there is no path. The format is that of quantized linear layers, and the options say which
-/// blocks are streamed from host memory.
+/// from the published model if there is no path. The last argument is the format of quantized linear layers, and the
+/// options that say which blocks are streamed from host memory.
 pub type Random = fn(Option<&Path>, DType, &Device, (Option<Format>, StreamOptions)) -> Made;
 
 /// A kind of model: its names in files, and how it is made from files.
@@ -69,9 +69,9 @@ pub struct ModelKind {
     pub name: &'static str,
     /// Its name in messages, such as `a UNet`.
     pub noun: &'static str,
-    /// A prefix of some keys in a folder's files. It identifies the kind of the model in such a file.
+    /// A prefix of some keys in the weight file of a folder. It shows which kind of model the file has.
     pub mark: &'static str,
-    /// The names in `config.json`, `_class_name` of diffusers or `architectures` of transformers.
+    /// Its class names in `config.json`: diffusers' `_class_name` or transformers' `architectures`.
     pub class_names: &'static [&'static str],
     /// The name of its weight file in a folder.
     pub weights_name: &'static str,

@@ -19,7 +19,7 @@ use crate::registry::Model;
 pub struct SampleSize {
     /// Height of the latents or the image that the model reads.
     pub height: usize,
-    /// Its width.
+    /// Width of the latents or the image.
     pub width: usize,
     /// Tokens of the text.
     pub tokens: usize,
@@ -39,9 +39,9 @@ pub struct Saved {
     again: usize,
     /// The current block.
     block: Block,
-    /// Values of the current blocks that full checkpointing recomputes together.
+    /// Values of the latest blocks that full checkpointing recomputes together.
     together: usize,
-    /// Whether the input of those blocks is counted.
+    /// Whether the input of the blocks in `together` is counted.
     is_entered: bool,
     /// Values in the memory of the host: inputs of offloaded checkpoints.
     offloaded: usize,
@@ -201,8 +201,9 @@ impl Saved {
         self.layers(&[Layer::Conv(layer)], (inputs, positions), true);
     }
 
-    /// Count layers that share an input which the backward pass computes again ([`Tensor::remade`]). Inside a full
-    /// checkpoint, the tape keeps that input instead.
+    /// Count layers that share an input. Without checkpointing, the backward pass computes this input again
+    /// ([`Tensor::remade`]), unless an adapter needs it kept. Under checkpointing, this counts as
+    /// [`cheap_linear`](Self::cheap_linear).
     pub fn remade_layers(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize)) {
         if self.policy == Policy::None && !self.kept(layers).any(|kept| kept.remade) {
             self.layers(layers, (0, positions), false);

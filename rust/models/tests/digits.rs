@@ -184,5 +184,5 @@ fn wrong_configurations_and_files_are_named() {
             .contains("\"UNet2DConditionModel\", expected \"DigitsTransformer\"")
     );
     assert!(from(r#"{"_class_name": "DigitsTransformer", "depth": 3}"#).contains("unknown field `depth`"));
-    assert!(from(r#"{"_class_name": "DigitsTransformer"}"#).contains("are the weights of another model?"));
+    assert!(from(r#"{"_class_name": "DigitsTransformer"}"#).contains("are these the weights of another model?"));
 }

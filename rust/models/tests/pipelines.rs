@@ -17,7 +17,7 @@ fn published_configurations_identify_their_parts() {
         let config = (place.part.published)();
         let found = Place::by_configuration(place.part.model, &config).unwrap();
         if found.part.subfolder.is_empty() && !place.part.subfolder.is_empty() {
-            // This text encoder is also a language model without a pipeline.
+            // This text encoder is also a language model that can stand alone.
             continue;
         }
         // Several pipelines share parts, so only the configuration is compared.

@@ -1,4 +1,4 @@
-//! Tests of SDXL's models without their weights: names and shapes at full size.
+//! Tests of SDXL's models without their weights: names and shapes at full size, configurations, and errors.
 
 mod published;
 
@@ -84,7 +84,11 @@ fn unsupported_fields_are_named() {
         ("layers_per_block", "[1, 2, 2]", "layers_per_block is [1,2,2], expected the same number"),
         ("attention_head_dim", "[5, 10]", "a list of 3"),
         ("attention_head_dim", "7", "does not divide"),
-        ("down_block_types", r#"["DownBlock2D"]"#, "expected 3 of CrossAttnDownBlock2D, DownBlock2D"),
+        (
+            "down_block_types",
+            r#"["DownBlock2D"]"#,
+            "expected a list of 3 names, each one of CrossAttnDownBlock2D, DownBlock2D",
+        ),
         ("encoder_hid_dim", "64", "encoder_hid_dim is 64, but the field is not supported"),
         ("block_out_channels", "[320, 640, 0]", "a list of positive integers"),
     ] {

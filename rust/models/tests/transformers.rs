@@ -46,8 +46,8 @@ fn flux_at_full_size_has_the_published_names_and_shapes() {
     assert_eq!(flux(schnell), without_guidance);
 }
 
-/// `chroma.json` has only the parameters that Flux does not have. Chroma's other parameters are Flux's, without those of
-/// the modulation.
+/// `chroma.json` has only the parameters that Flux does not have. Chroma's other parameters are those of Flux except
+/// the parameters of the modulation.
 #[test]
 fn chroma_at_full_size_has_the_published_names_and_shapes() {
     let model = ChromaTransformer::new(ChromaConfig::default(), &mut Source::shapes(DType::F16).root()).unwrap();

@@ -1,5 +1,5 @@
 //! Times the forward and backward pass of a frozen linear layer with LoRA. Compares this library's layer with the same
-//! layer made of candle's tensors and differentiated by candle.
+//! layer written with candle's tensors, whose gradients candle computes.
 //!
 //! ```text
 //! cargo bench -p trainable-candle-nn --bench lora -- [cpu|cuda[:N]|rows] [FOLDER_OF_CUDA_LIBRARIES ...]
@@ -99,8 +99,8 @@ fn ours(dtype: DType, rows: usize, width: usize, rank: usize, device: &Device) -
 }
 
 fn candle(dtype: DType, rows: usize, width: usize, rank: usize, device: &Device) -> Result<Step> {
-    // The values come from this library's generator. Candle's generator needs symbols of cuRAND, for which the CUDA build
-    // has no trampolines.
+    // The values come from this library's generator. Candle's generator needs functions of cuRAND that the CUDA build does not
+    // define.
     let random = |rows: usize, columns: usize| -> Result<Plain> {
         let values = random((rows, columns), DType::F32, &Device::Cpu)?.to_vec::<f32>()?;
         Ok(Plain::from_vec(values, (rows, columns), device)?.to_dtype(dtype)?)

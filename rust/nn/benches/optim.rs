@@ -1,5 +1,5 @@
-//! Prints the milliseconds per step of each optimizer over one large variable, over a flat buffer of adapter-sized
-//! variables, and over the same variables with separate storage:
+//! Prints the milliseconds per step of several optimizers, and of gradient clipping ("clip"). The columns are one large
+//! variable, adapter-sized variables in one flat buffer, and such variables with separate storage:
 //! `cargo bench -p trainable-candle-nn --bench optim -- [MILLIONS_OF_ELEMENTS]`.
 #![allow(clippy::print_stdout)]
 

@@ -11,11 +11,11 @@ use crate::streaming::Turn;
 use crate::{Module, Visitor};
 
 /// The number of stretches (runs of consecutive blocks) in which nested blocks are recomputed. With this number, the
-/// blocks of one stretch keep less memory than the layers around the blocks.
+/// results that the blocks of one stretch keep need less memory than the results that the layers around the blocks keep.
 const STRETCHES: usize = 3;
 
-/// Blocks of one kind. They run one after another, or the model runs each separately. They keep everything between forward
-/// and backward pass until [`Module::set_checkpointing`] sets another policy. The model's code does not depend on the
+/// Blocks of one kind. They run one after another, or the model runs each separately. They keep all results between forward
+/// and backward pass until [`Module::set_checkpointing`] sets another policy. The code of the model is the same for every
 /// policy.
 pub struct Blocks<B> {
     blocks: Vec<Arc<B>>,
@@ -30,6 +30,7 @@ pub struct Kept {
     turns: RwLock<Turns>,
 }
 
+/// The streamed blocks, by index: where their weights are in a ring.
 #[derive(Default)]
 struct Turns {
     runs: HashMap<usize, Turn>,
@@ -50,8 +51,8 @@ impl Kept {
         *self.policy.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Set which blocks, by index, have weights in host memory: `runs` for the weights of a block's run, `asides` for
-    /// the weights that [`Blocks::aside`] computes with.
+    /// Set which blocks, by index, have weights in host memory. `runs` are the blocks whose run needs such weights, `asides`
+    /// those for which [`Blocks::aside`] needs them.
     pub(crate) fn stream(&self, runs: HashMap<usize, Turn>, asides: HashMap<usize, Turn>) {
         *self.turns.write().unwrap_or_else(PoisonError::into_inner) = Turns { runs, asides };
     }
@@ -78,8 +79,8 @@ impl<B> FromIterator<B> for Blocks<B> {
 
 impl<B> Blocks<B> {
     /// Mark the blocks as part of a network whose other layers keep more for the backward pass than several blocks do.
-    /// Under [`Policy::Full`] the tape then keeps the input of each of a few stretches of blocks instead of each
-    /// block's input, which takes less memory.
+    /// Under [`Policy::Full`] the tape then keeps one input for each of a few stretches of blocks, not one for each block.
+    /// This takes less memory.
     #[must_use]
     pub fn nested(mut self) -> Self {
         self.nested = true;
@@ -128,7 +129,7 @@ impl<B: Send + Sync + 'static> Blocks<B> {
         Ok(self.run_several(index, inputs, move |block, inputs| Ok(vec![forward(block, inputs)?]))?.remove(0))
     }
 
-    /// The results for `inputs` of block `index`, whose `forward` returns several tensors.
+    /// As [`run_one`](Self::run_one), for a `forward` that returns several tensors.
     ///
     /// # Errors
     /// Those of `forward`.

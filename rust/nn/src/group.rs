@@ -1,6 +1,6 @@
 //! [`LinearGroup`]: linear layers that share their input.
 
-use trainable_candle_core::ops::gated::swiglu_linear_group;
+use trainable_candle_core::ops::gated::{swiglu_feed_forward, swiglu_linear_group};
 use trainable_candle_core::ops::linear_group::{LinearGroup as Group, linear_group};
 use trainable_candle_core::streaming::Streamed;
 use trainable_candle_core::{Error, Quantized, Result, Tensor, Var, Weight};
@@ -17,8 +17,8 @@ pub struct LinearGroup {
     joined: Option<Joined>,
 }
 
-/// The parameters of all members, one after another. The members' parameters are views of these, or hold the same
-/// quantized rows.
+/// The parameters of all members, one after another. The parameters of a member are views of these, or hold the same
+/// quantized or streamed rows.
 struct Joined {
     weight: Weight,
     bias: Option<Tensor>,
@@ -43,7 +43,11 @@ impl LinearGroup {
         if let Some(other) = members.iter().find(|member| member.in_features() != members[0].in_features()) {
             return Err(Error::shape(
                 "LinearGroup",
-                format!("the layers have {} and {} input features", members[0].in_features(), other.in_features()),
+                format!(
+                    "the layers have {} and {} input features, expected the same number",
+                    members[0].in_features(),
+                    other.in_features()
+                ),
             ));
         }
         let sizes: Vec<usize> = members.iter().map(Linear::out_features).collect();
@@ -75,7 +79,7 @@ impl LinearGroup {
 
     /// Apply two members, features and gate, to `x (..., in_features)`, and
     /// [`swiglu`](trainable_candle_core::ops::gated::swiglu) to their results, in one operation. The result is
-    /// `(..., out_features)`. Where possible, it is [`remade`](Tensor::remade).
+    /// `(..., out_features)`. If one operation computed it, it is [`remade`](Tensor::remade).
     ///
     /// # Errors
     /// As [`forward`](Self::forward); [`Error::Shape`] if there are not two members with the same number of output
@@ -91,7 +95,25 @@ impl LinearGroup {
         features.forward(x)?.mul(&gate.forward(x)?.silu()?)
     }
 
-    /// Apply one operation to all members together; None if their parameters or adapters do not allow it.
+    /// `last`, a layer of `out_features` inputs, applied to the result of [`forward_swiglu`](Self::forward_swiglu), in one
+    /// operation where possible.
+    ///
+    /// # Errors
+    /// As [`forward_swiglu`](Self::forward_swiglu) and [`Linear::forward`].
+    pub fn feed_forward(&self, x: &Tensor, last: &Linear<Tensor>) -> Result<Tensor> {
+        let adapter = last.slot().get();
+        if let Some(product) = adapter.map(|adapter| adapter.as_low_rank(x.dtype())).transpose()?.flatten() {
+            let (base, sizes, low_rank) = (last.base(), [last.out_features()], [Some(product)]);
+            let last = Group { weight: base.weight, bias: base.bias, sizes: &sizes, low_rank: &low_rank };
+            if let Some(result) = self.as_one(x, |x, group| swiglu_feed_forward(x, group, last))? {
+                return Ok(result);
+            }
+        }
+        last.forward(&self.forward_swiglu(x)?)
+    }
+
+    /// Apply `op` to all members together. None if their parameters are not joined, or if an adapter is not a low-rank
+    /// product.
     fn as_one(&self, x: &Tensor, op: impl Fn(&Tensor, Group<'_>) -> Result<Tensor>) -> Result<Option<Tensor>> {
         let Some(Joined { weight, bias }) = &self.joined else { return Ok(None) };
         let mut low_rank = Vec::with_capacity(self.members.len());
@@ -122,8 +144,8 @@ impl LinearGroup {
     }
 }
 
-/// Join the parameters of frozen layers. None if a layer is trainable or has shapes alone, or if the layers' parameters
-/// are not of the same kind.
+/// Join the parameters of frozen layers. None if there are fewer than two layers, if a layer is trainable or has shapes but
+/// no values, or if the layers differ in dtype, device, presence of a bias or kind of weight.
 fn join(members: &mut [Linear<Tensor>]) -> Result<Option<Joined>> {
     let Some(first) = members.first() else { return Ok(None) };
     let (dtype, has_bias) = (first.weight.dtype(), first.bias.is_some());

@@ -52,8 +52,8 @@ impl<'a> Layer<'a> {
     }
 }
 
-/// A model, or a part of one, with named layers and tensors. It lists them in [`visit`](Self::visit), which loading,
-/// adapters and listings all use.
+/// A model, or a part of one, with named layers and tensors. [`visit`](Self::visit) lists them; adapters, checkpointing,
+/// streaming and the other methods of this trait use this list.
 pub trait Module {
     /// Pass every part to `visitor`.
     ///
@@ -64,7 +64,7 @@ pub trait Module {
     /// Every layer that adapters can attach to, with its name (`blocks.0.attn.to_q`).
     fn named_layers(&self) -> Vec<(String, Layer<'_>)> {
         let mut layers = Vec::new();
-        // The closure below returns no error.
+        // `visit` returns only errors of the closure, which has none.
         let _ = self.visit(&mut Visitor::new(&mut |part| {
             if let Part::Layer(name, layer) = part {
                 layers.push((name, layer));

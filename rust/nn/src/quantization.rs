@@ -6,7 +6,7 @@ use trainable_candle_core::quantized::Format;
 /// first and the last), and embeddings that are not among `rows` keep their dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quantizable {
-    /// Prefixes of the names of layers in blocks; if there are none, nothing is quantized.
+    /// Prefixes of the names of layers in blocks. Layers without such a prefix are not quantized, except `rows`.
     pub blocks: &'static [&'static str],
     /// Layers in blocks whose names contain one of these keep their dtype.
     pub kept: &'static [&'static str],
@@ -36,7 +36,7 @@ impl Quantizable {
 /// How a model is quantized while it is built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quantization {
-    /// The format of its layers. With None, layers keep the form in which files store them, which may be quantized.
+    /// The format of its layers. With None, layers keep the format in which files store them, whether quantized or not.
     pub format: Option<Format>,
     /// The layers that are quantized.
     pub layers: Quantizable,

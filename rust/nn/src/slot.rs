@@ -8,7 +8,8 @@ use trainable_candle_core::{Result, Tensor, Weight, WeightRef};
 use crate::adapter::{Adapter, Beside, Product};
 use crate::base::Base;
 
-/// Holds a layer's adapter. Clones share their contents, so that an adapter set can remove its adapters later.
+/// Holds a layer's adapter. Clones share their contents. An adapter set keeps a clone, with which it removes the adapter
+/// later.
 #[derive(Clone)]
 pub(crate) struct AdapterSlot(HostState<Occupant>);
 
@@ -71,7 +72,7 @@ impl AdapterSlot {
         });
     }
 
-    /// Add a frozen product, or remove it if None. An attached adapter does not change.
+    /// Set the frozen product and enable it, or remove it if `product` is None. An attached adapter does not change.
     pub(crate) fn set_beside(&self, product: Option<Arc<Product>>) {
         self.0.change(|occupant| {
             occupant.product = product;

@@ -30,8 +30,8 @@ pub trait Stored {
     /// [`Error::Io`] if reading fails, [`Error::OutOfMemory`] if the values do not fit.
     fn read(&mut self, name: &str) -> Result<Tensor>;
 
-    /// The weight of a linear layer that may be quantized. It has `format` if that is given; otherwise it stays
-    /// quantized if the whole layer is stored in one quantized form.
+    /// The weight of a linear layer. It is quantized to `format` if that is given. Otherwise it is quantized only if the
+    /// whole layer is stored in one quantized form.
     ///
     /// # Errors
     /// As [`read`](Self::read); as [`Quantized::new`].
@@ -58,7 +58,7 @@ enum Kind {
         taken: BTreeSet<String>,
         missing: Vec<String>,
     },
-    /// Draws variables from the library's generator.
+    /// Draws trainable variables from the library's generator.
     Fresh {
         device: Device,
     },
@@ -137,7 +137,7 @@ impl Source {
         Self { streaming, ..self }
     }
 
-    /// The root of the names.
+    /// Access to the parameters by their full names.
     pub const fn root(&mut self) -> Weights<'_> {
         Weights::root(self)
     }
@@ -241,7 +241,7 @@ fn check_shape(name: &str, found: &[usize], expected: &Shape) -> Result<()> {
         return Ok(());
     }
     Err(Error::Config(format!(
-        "{name} has shape {found:?}, the model's configuration expects {:?}; are the weights of another model?",
+        "{name} has shape {found:?}, the model's configuration expects {:?}; are these the weights of another model?",
         expected.dims()
     )))
 }

@@ -29,7 +29,7 @@ impl StreamOptions {
 /// The streamed weights of a model, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamedBytes {
-    /// Weights in the memory of the host that blocks run with.
+    /// Weights in the memory of the host, without those that compute the modulation.
     pub blocks: usize,
     /// Weights in the memory of the host that compute the modulation of blocks.
     pub modulation: usize,
@@ -37,7 +37,7 @@ pub struct StreamedBytes {
     pub slots: usize,
 }
 
-/// The units of one ring, one for each streamed block. Names such as `blocks.3` identify the blocks.
+/// The units of one [`Ring`], one for each streamed block. Names such as `blocks.3` identify the blocks.
 #[derive(Default)]
 struct Units {
     blocks: HashMap<String, usize>,
@@ -50,7 +50,7 @@ impl Units {
         Self { units: (0..blocks.len()).map(Unit::new).collect(), blocks }
     }
 
-    /// The units of the blocks below `name`, each with the block's number.
+    /// The number and the unit of each streamed block among `name.0`, `name.1`, … (`count` blocks).
     fn of(&self, name: &str, count: usize) -> Vec<(usize, usize)> {
         let unit = |index: usize| Some((index, *self.blocks.get(&format!("{name}.{index}"))?));
         (0..count).filter_map(unit).collect()
@@ -71,9 +71,10 @@ pub struct Streaming {
 }
 
 impl Streaming {
-    /// A plan that streams some blocks of a model. These are spread evenly over all blocks, so that the computation of the
-    /// blocks between them hides the copies. `shapes` is the model without memory, and `layers` says which of its
-    /// layers are in blocks. Processes that load the model together ([`Sharing::set`]) share one copy of the weights.
+    /// A plan that streams some blocks of a model. The streamed blocks are spread evenly over all blocks, so that the
+    /// computation of the blocks between them hides the copies. `shapes` is the model with shapes but no values, and
+    /// `layers` says which of its layers are in blocks. Processes that load the model together ([`Sharing::set`]) share one
+    /// copy of the weights.
     ///
     /// # Errors
     /// [`Error::Argument`] if the model has fewer blocks than `options` asks for, or if the modulation shall be streamed
@@ -105,8 +106,8 @@ impl Streaming {
         blocks(model, layers).len()
     }
 
-    /// The units of the ring that streams the weight of the linear layer `layer`, and the index of its unit. None if the
-    /// weight is not streamed.
+    /// The units of the ring that streams the weight of the linear layer `layer`, and the index of the weight's unit among
+    /// them. None if the weight is not streamed.
     fn place(&self, layer: &str) -> Option<(&Units, usize)> {
         if !self.layers.has(layer) {
             return None;
@@ -166,7 +167,8 @@ impl Streaming {
     }
 }
 
-/// The names of a model's blocks that run with some of `layers`, in the order in which the model visits them.
+/// The names of a model's blocks that have at least one of `layers` besides the modulation, in the order in which the model
+/// visits them.
 fn blocks(model: &dyn Module, layers: &Quantizable) -> Vec<String> {
     let mut names = Vec::new();
     let mut held = HashSet::new();

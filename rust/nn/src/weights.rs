@@ -7,7 +7,7 @@ use crate::conv::channels_per_group;
 use crate::source::Packing;
 use crate::{Conv2d, GroupNorm, LayerNorm, Linear, LinearGroup, RmsNorm, Source};
 
-/// Gives a model its parameters by name: stored (frozen) or fresh (trainable).
+/// Gives a model under construction its parameters by name, from a [`Source`].
 ///
 /// Calls of [`pp`](Weights::pp) are cheap. The source records which parameters were taken, so that errors can name the
 /// others.
@@ -49,7 +49,8 @@ impl Weights<'_> {
     /// The parameter `name` of `shape`.
     ///
     /// # Errors
-    /// [`Error::Shape`](trainable_candle_core::Error::Shape) if the file has another shape. A missing parameter is reported by [`Source::finish`].
+    /// [`Error::Config`](trainable_candle_core::Error::Config) if the parameter has another shape in the file. A missing
+    /// parameter is reported by [`Source::finish`].
     pub fn get(&mut self, name: &str, shape: impl Into<Shape>, init: Init) -> Result<Tensor> {
         let name = self.join(name);
         self.source.get(name, &shape.into(), init, Packing::Plain)
@@ -78,8 +79,8 @@ impl Weights<'_> {
         self.linear_init(name, in_features, out_features, bias, Init::Kaiming)
     }
 
-    /// A linear layer whose fresh weight is drawn from `init`. A fresh bias starts as in torch, or at zero if `init` is
-    /// constant or normal.
+    /// A linear layer whose fresh weight is drawn from `init`. A fresh bias starts as in torch if `init` is
+    /// [`Init::Kaiming`], otherwise at zero.
     ///
     /// # Errors
     /// As [`get`](Weights::get).
@@ -137,7 +138,7 @@ impl Weights<'_> {
         Conv2d::from_parameters(weight, bias, options)
     }
 
-    /// A layer norm `name` over `features`, starting as the identity.
+    /// A layer norm `name` over `features`, starting with a scale of 1 and a shift of 0.
     ///
     /// # Errors
     /// As [`get`](Weights::get).
@@ -154,7 +155,7 @@ impl Weights<'_> {
         Ok(RmsNorm { weight: Some(self.pp(name).get("weight", features, Init::Constant(1.0))?), eps })
     }
 
-    /// A group norm `name` over `channels`, starting as the identity.
+    /// A group norm `name` over `channels`, starting with a scale of 1 and a shift of 0.
     ///
     /// # Errors
     /// As [`get`](Weights::get).

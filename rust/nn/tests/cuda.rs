@@ -43,7 +43,7 @@ fn variables(dtype: DType, layout: Layout, device: &Device) -> Vec<Var> {
     }
 }
 
-/// Two groups; `change` modifies the second's hyper-parameters.
+/// Two groups. `change` modifies the hyper-parameters of the second group.
 fn groups<C: Clone>(vars: &[Var], config: C, change: impl Fn(&mut C)) -> Vec<ParamGroup<C>> {
     let mut second = config.clone();
     change(&mut second);
@@ -51,7 +51,7 @@ fn groups<C: Clone>(vars: &[Var], config: C, change: impl Fn(&mut C)) -> Vec<Par
     vec![ParamGroup { params: first.to_vec(), config }, ParamGroup { params: rest.to_vec(), config: second }]
 }
 
-/// Every optimizer that computes bitwise the same on CUDA devices and the CPU, with each combination of its options.
+/// Every optimizer that computes bitwise the same on CUDA devices and the CPU, with different options in its two groups.
 fn optimizers(vars: &[Var]) -> Vec<Box<dyn Optimizer>> {
     let sgd = SGDConfig { lr: 0.01, weight_decay: 0.1, maximize: true, ..SGDConfig::default() };
     let momentum = SGDConfig { momentum: 0.9, dampening: 0.2, maximize: false, ..sgd.clone() };

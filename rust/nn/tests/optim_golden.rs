@@ -221,7 +221,7 @@ fn prodigy_follows_prodigyopt() {
 }
 
 /// Compares six steps of an optimizer with bitsandbytes. bitsandbytes computes bias corrections with CUDA's `__powf`,
-/// which has a relative error of some 5e-5 for 0.999. So each update, of at most `lr`, may differ by 5e-5 of its size.
+/// which has a relative error of about 5e-5 for 0.999. So each update, of at most `lr`, may differ by 5e-5 of its size.
 /// The states do not depend on `__powf` and are equal bit for bit.
 fn follows_bitsandbytes(name: &str, n: usize, lr: f64, make: impl Fn(Vec<Var>) -> Box<dyn Optimizer>) {
     let golden = Golden::open("bitsandbytes.safetensors");

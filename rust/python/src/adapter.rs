@@ -86,7 +86,7 @@ impl Adapter {
         Ok(Self { inner, vars })
     }
 
-    /// The trainable parameters: down, up, and for DoRA the magnitude.
+    /// The trainable parameters of the kind of adapter: for LoRA down and up, for DoRA also the magnitude.
     fn vars(&self, py: Python<'_>) -> Vec<Py<Var>> {
         self.vars.iter().map(|var| var.clone_ref(py)).collect()
     }

@@ -184,7 +184,8 @@ pub fn save_adapters(
     Ok(file.idle())
 }
 
-/// Copy everything that `save_adapters` would write to the CPU, so that it can be written while training continues.
+/// Copy to the CPU everything that `save_adapters` would write, so that another thread can write it while training
+/// continues.
 ///
 /// ```python
 /// unet = tc.models.load("sdxl")

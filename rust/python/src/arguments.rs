@@ -42,7 +42,7 @@ pub struct Integer(Value);
 #[derive(Clone)]
 enum Value {
     Number(i128),
-    /// An integer of more than 64 bits, described by its size.
+    /// An integer that fits neither i64 nor u64, described by its size.
     Huge(String),
     /// Not an integer.
     Other(String),
@@ -91,12 +91,12 @@ impl Integer {
         }
     }
 
-    /// The value as 64 bits.
+    /// The value as an unsigned integer of 64 bits.
     pub fn word(&self, op: &'static str, name: &str) -> Result<u64> {
         self.ranged(op, name, "an integer from 0 to 2**64 - 1")
     }
 
-    /// The value as 32 bits.
+    /// The value as an unsigned integer of 32 bits.
     pub fn word32(&self, op: &'static str, name: &str) -> Result<u32> {
         self.ranged(op, name, "an integer from 0 to 2**32 - 1")
     }

@@ -1,4 +1,5 @@
-//! Functions through which bindings call the library. They convert panics to errors and run long work without the GIL.
+//! Functions through which the bindings call the library. They convert panics to errors, and run long work without
+//! holding the GIL.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,7 +18,8 @@ pub fn compute<T: Send>(py: Python<'_>, elements: usize, work: impl FnOnce() -> 
     if elements < RELEASE_FROM { quick(work) } else { detached(py, work) }
 }
 
-/// Run `work`, which copies the values of `tensor` to the host. If the values are on a GPU, the thread waits for the GPU without the GIL.
+/// Run `work`, which copies the values of `tensor` to the host. If the values are on a GPU, the thread waits for the
+/// GPU without holding the GIL.
 #[inline]
 pub fn reading<T: Send>(py: Python<'_>, tensor: &tc::Tensor, work: impl FnOnce() -> tc::Result<T> + Send) -> Result<T> {
     if tensor.device().is_cpu() { compute(py, tensor.elem_count(), work) } else { detached(py, work) }

@@ -52,8 +52,8 @@ fn call(slot: &Slot, inputs: &[tc::Tensor]) -> tc::Result<Vec<tc::Tensor>> {
 #[pymethods]
 impl CapturedFunction {
     /// Args:
-    ///     function: takes tensors like `static_inputs`, returns a list of tensors.
-    ///     static_inputs: tensors with the shapes and dtypes of every call's inputs.
+    ///     function: a function that takes as many tensors as `static_inputs` has, and returns a list of tensors.
+    ///     static_inputs: tensors with the shapes and dtypes that the inputs of every call must have.
     ///
     /// Raises:
     ///     CudaUnavailableError: if CUDA cannot be used.

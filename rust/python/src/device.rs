@@ -122,7 +122,7 @@ pub fn cuda_device_name(device: DeviceArg) -> Result<String> {
     Ok(device::device_name(&device.0)?)
 }
 
-/// The place of a CUDA device on the bus: its name in all processes of a machine.
+/// The address of a CUDA device on the PCI bus, which names the device in all processes of the machine.
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
@@ -131,8 +131,8 @@ pub fn cuda_bus_id(device: DeviceArg) -> Result<String> {
     Ok(device::bus_id(&device.0)?)
 }
 
-/// How a CUDA device reads the memory of the one at a place on the bus: "nvlink", "bus" or "none". None if this process does not see that
-/// device, or it is the same.
+/// How a CUDA device reads the memory of the device whose address on the bus is `bus_id`: "nvlink", "bus" or "none". None if this process
+/// does not see that device, or if it is `device` itself.
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.

@@ -29,8 +29,7 @@ fn with_folders<T: Send>(py: Python<'_>, work: impl FnOnce(&[&Path]) -> tc::Resu
 }
 
 fn seconds(name: &'static str, value: f64) -> Result<Duration> {
-    let wrong =
-        |_| tc::Error::argument(OP, format!("found {name} {value}, expected a number of seconds of at least 0"));
+    let wrong = |_| tc::Error::argument(OP, format!("{name} is {value}, expected a number of seconds, at least 0"));
     Ok(Duration::try_from_secs_f64(value).map_err(wrong)?)
 }
 
@@ -126,7 +125,7 @@ impl NcclCommunicator {
     ///
     /// Args:
     ///     parameters: the variables, in the same order in all processes. A missing gradient counts as zeros.
-    ///     tail: the tensor, which holds numbers about the step.
+    ///     tail: the tensor of this process for the second sum, such as numbers about the step.
     ///     narrow: send the gradients as bf16, which halves the bytes and rounds every sum.
     ///
     /// Returns:
@@ -218,13 +217,13 @@ pub fn memory_machine() -> Option<String> {
     streaming::machine()
 }
 
-/// Let the models that this thread loads from now on share the weights that are streamed: the processes of a machine have one copy of
-/// them. All processes must then load the same models in the same order.
+/// Share the streamed weights of the models that this thread loads from now on: the processes of a machine keep one
+/// copy of these weights. All processes must then load the same models in the same order.
 ///
 /// Args:
-///     rank: which of the processes this is, from 0.
+///     rank: the number of this process, from 0.
 ///     exchange: sends bytes to all processes and returns those of all, by rank; None ends the sharing.
-///     peers: have the copy in slices on the devices of the processes, not in host memory.
+///     peers: keep the copy in slices on the devices of the processes instead of in host memory.
 ///
 /// Raises:
 ///     ArgumentError: if `exchange` returns too few messages, or with `peers` a process is alone on its machine.

@@ -105,7 +105,7 @@ impl PartFacts {
         self.0.tensors()
     }
 
-    /// The shapes of the weights of layers that adapters can be on, (out, in) or (out, in, height, width), by the layer's name.
+    /// The layers that can have adapters, by name, with the shapes of their weights: (out, in) or (out, in, height, width).
     #[getter]
     fn layers(&self) -> BTreeMap<String, Vec<usize>> {
         self.0.layers()
@@ -122,8 +122,8 @@ impl PartFacts {
     /// Args:
     ///     dtype: the dtype of the weights.
     ///     quantize: the format of linear layers in blocks, as in `from_pretrained`.
-    ///     stream_blocks: as in `from_pretrained`; only weights on the device are counted.
-    ///     stream_modulation: as in `from_pretrained`; only weights on the device are counted.
+    ///     stream_blocks: as in `from_pretrained`; weights in host memory are not counted.
+    ///     stream_modulation: as in `from_pretrained`; weights in host memory are not counted.
     ///
     /// Raises:
     ///     ArgumentError: if the format is unknown, if the model has no layers that may be quantized, or if it has

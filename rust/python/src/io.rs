@@ -30,7 +30,7 @@ use crate::tensor::Tensor;
 ///
 /// Raises:
 ///     FileError: if the file cannot be written.
-///     ArgumentError: if `codes` has the name of no tensor, or another kind of numbers.
+///     ArgumentError: if a name in `codes` is not among `tensors`, or a kind is neither "int8" nor "fp8".
 ///     DTypeError: if a tensor of codes is not u8, or if safetensors files do not support the dtype of a tensor.
 #[pyfunction]
 #[pyo3(signature = (tensors, path, metadata=Argument::of(None), codes=Argument::of(None)))]

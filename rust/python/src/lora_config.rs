@@ -33,21 +33,23 @@ use crate::error::Result;
 ///     use_rslora: whether the scale is lora_alpha / sqrt(r).
 ///     rank_pattern: ranks that differ from `r`, by name of layers.
 ///     alpha_pattern: alphas that differ from `lora_alpha`, by name of layers.
-///     adapter: the kind of adapter, "lora", "dora", "loha", "lokr" or "oft". OFT has no rank: it ignores `r` and
+///     adapter: the kind of adapter: "lora", "dora", "loha", "lokr" or "oft". OFT has no rank, so it ignores `r` and
 ///         `lora_alpha`.
 ///     wd_on_output: whether DoRA has one magnitude for each output, as in the paper, instead of one for each input.
 ///     decompose_both: whether LoKr's smaller factor may be low-rank, too.
 ///     decompose_factor: the size of LoKr's smaller factor; -1 chooses a size near the square root of the layer's size.
 ///     oft_block_size: the size of the blocks that OFT rotates. If it does not divide a layer's number of features, OFT uses the nearest
 ///         divisor.
-///     oft_side: "input": OFT rotates the inputs of layers, as peft does; "output": their outputs, as LyCORIS and ComfyUI
-///         do. The default is the side that other programs read for the model's family, or "input" if there are none.
-///     use_cayley_neumann: whether OFT of inputs computes a series in place of the Cayley transform (peft's default).
+///     oft_side: "input" if OFT rotates the inputs of layers, as in peft; "output" if it rotates their outputs, as in
+///         LyCORIS and ComfyUI. The default depends on the default file format of the model's adapters: "input" for
+///         peft's format, "output" for the others.
+///     use_cayley_neumann: whether OFT of inputs computes a Neumann series in place of the Cayley transform, as peft
+///         does by default.
 ///     num_cayley_neumann_terms: the number of terms of that series, at least 2.
-///     qat: quantization-aware training: the format, "int8", "int4", "fp8" or "nf4", to which every forward pass rounds
-///         the adapted weights of linear layers, as `nn.functional.fake_quantize` does.
-///     qat_activations: whether the inputs of these layers are rounded too, with a scale per token; needs `qat` "int8"
-///         or "fp8".
+///     qat: the format for quantization-aware training, "int8", "int4", "fp8" or "nf4". Every forward pass rounds the
+///         adapted weights of linear layers to this format, as `nn.functional.fake_quantize` does.
+///     qat_activations: whether the inputs of the layers whose weights are rounded are rounded too, with a scale per
+///         token; needs `qat` "int8" or "fp8".
 ///     qat_learned_scales: whether each scale of the weights is multiplied by a learned factor, which starts at 1.
 ///
 /// Raises:

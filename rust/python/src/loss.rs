@@ -56,7 +56,7 @@ pub fn l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str)
     compute(py, input.0.elem_count(), || loss::l1_loss(&input.0, &target.0, reduction)).map(Tensor)
 }
 
-/// The Huber loss (Huber 1964): half the squared difference if that difference is at most `delta`, linear beyond.
+/// The Huber loss (Huber 1964): half the square of a difference of at most `delta`, linear for a larger one.
 ///
 /// ```python
 /// loss = F.huber_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -188,7 +188,7 @@ pub fn linear_cross_entropy(
 }
 
 /// For each row, the logarithm of the probability of its class id under the softmax of `input @ weight.T`: (N), in f32
-/// (f64 for f64 input). Some rows are computed at a time, and again in the backward pass.
+/// (f64 for f64 input). The scores are computed for some rows at a time, and again in the backward pass.
 ///
 /// ```python
 /// states, head = tc.randn(3, 8), tc.randn(100, 8)

@@ -44,7 +44,7 @@ impl<'py> IntoPyObject<'py> for NamedTensors<'py> {
 }
 
 impl<'py> NamedTensors<'py> {
-    /// The dict of named tensors.
+    /// A dict with these names and tensors.
     pub fn new(py: Python<'py>, tensors: impl IntoIterator<Item = (String, tc::Tensor)>) -> Result<Self> {
         let dict = PyDict::new(py);
         for (name, tensor) in tensors {

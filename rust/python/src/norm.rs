@@ -181,7 +181,7 @@ pub fn rms_norm(
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
-///     ArgumentError: if `num_groups` does not divide C.
+///     ArgumentError: if `num_groups` does not divide C, or `eps` is negative or not finite.
 #[pyfunction]
 #[pyo3(signature = (input, num_groups, weight=None, bias=None, eps=Argument::of(1e-5), *, channels_last=false))]
 pub fn group_norm(
@@ -215,7 +215,7 @@ pub fn group_norm(
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
-///     ArgumentError: if `num_groups` does not divide C.
+///     ArgumentError: if `num_groups` does not divide C, or `eps` is negative or not finite.
 #[pyfunction]
 #[pyo3(signature = (input, num_groups, weight=None, bias=None, eps=Argument::of(1e-5), *, channels_last=false))]
 pub fn group_norm_silu(

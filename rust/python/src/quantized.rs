@@ -14,8 +14,8 @@ use crate::named::NamedTensors;
 use crate::tensor::Tensor;
 use crate::types::Sizes;
 
-/// A frozen matrix in eight or four bits, stored as codes and scales. `quantize` makes one, and `nn.functional.linear`
-/// takes it as a weight.
+/// A frozen matrix in four to eight bits per value, stored as codes and scales. `quantize` makes one, and
+/// `nn.functional.linear` takes it as a weight.
 ///
 /// ```python
 /// weight = tc.quantize(tc.randn(64, 128), "int8")

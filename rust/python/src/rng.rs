@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::tensor::Tensor;
 use crate::types::Anything;
 
-/// Set the seed of the library's generator; the next draw is the first of this seed.
+/// Set the seed of the library's generator, and start its sequence of random numbers from the beginning.
 ///
 /// ```python
 /// tc.manual_seed(0)
@@ -72,8 +72,8 @@ pub fn stream_seed(seed: Integer, purpose: &str, number: Integer) -> Result<u64>
     Ok(State::of(seed.word(OP, "seed")?, purpose.parse()?, number.word(OP, "number")?).seed)
 }
 
-/// Call `function` with a separate generator: its random numbers are those after `manual_seed(seed)`. The state of the library's
-/// generator does not change.
+/// Call `function` with a separate generator. The generator gives the random numbers that follow `manual_seed(seed)`.
+/// The state of the library's generator does not change.
 ///
 /// Args:
 ///     seed: the seed of the separate generator, 0 to 2**64 - 1.

@@ -83,8 +83,8 @@ pub fn get_float32_matmul_precision() -> &'static str {
 /// ```
 ///
 /// Args:
-///     precision: "highest" for f32, the default; "high" for TF32, which is several times as fast on tensor cores but
-///         rounds factors to a mantissa of 10 bits. It affects neither other dtypes nor the CPU.
+///     precision: "highest" for f32, the default; "high" for TF32, which is several times as fast on tensor cores, but
+///         rounds both factors to a mantissa of 10 bits. It affects neither other dtypes nor the CPU.
 ///
 /// Raises:
 ///     ArgumentError: if the precision is another value.
@@ -108,15 +108,15 @@ pub fn get_w8a8() -> bool {
     tc::compute::uses_w8a8()
 }
 
-/// Choose whether linear layers with int8 or fp8 weights multiply codes instead of values. On GPUs this is several
-/// times as fast.
+/// Choose whether linear layers with int8 or fp8 weights multiply codes instead of values. GPUs multiply 8-bit numbers
+/// up to four times as fast as bf16, but the rounding of the other factor takes time.
 ///
-/// Right before a product, activations and gradients are rounded to the format of the weight. Each row has a scale, its
-/// largest magnitude / 127 (int8) or / 448 (fp8), as in torchao's dynamic quantization. If a product sums over the rows
-/// of the weight, the rows' scales are multiplied into the gradient before it is rounded. Sums of int8 products are
-/// exact; those of fp8 products are in f32. Layers with other formats, and layers whose numbers of features are not
-/// multiples of 16, multiply values. Codes need a GPU of compute capability 7.5 for int8 and 8.9 for fp8; older GPUs
-/// multiply values.
+/// Right before a product, activations and gradients are rounded to the format of the weight. The scale of each row is
+/// the row's largest magnitude, divided by 127 (int8) or 448 (fp8), as in torchao's dynamic quantization. If a product
+/// sums over the rows of the weight, the rows' scales are multiplied into the gradient before it is rounded. Sums of
+/// int8 products are exact; those of fp8 products are in f32. Layers with other formats, and layers whose numbers of
+/// features are not multiples of 16, multiply values. Codes need a GPU of compute capability 7.5 for int8 and 8.9 for
+/// fp8; older GPUs multiply values.
 ///
 /// Args:
 ///     enabled: whether layers multiply codes from now on. By default they multiply the values that codes represent.

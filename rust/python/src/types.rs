@@ -39,7 +39,7 @@ impl<'py> IntoPyObject<'py> for NdArray<'py> {
     }
 }
 
-/// A value of any Python type: a number, or nested lists of numbers.
+/// A value of any Python type, annotated as `Any`.
 pub struct Anything<'py>(pub Bound<'py, PyAny>);
 
 impl<'py> IntoPyObject<'py> for Anything<'py> {

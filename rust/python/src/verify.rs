@@ -57,7 +57,7 @@ pub struct AdapterReport {
     others: Vec<String>,
     /// Remarks about the header.
     remarks: Vec<String>,
-    /// Whether ComfyUI applies every module, and each has an effect.
+    /// Whether the first of `tools` applies every module as it was trained, and every module has an effect.
     good: bool,
 }
 

@@ -5,7 +5,7 @@
 //! cargo run --release --package trainable-candle --features cuda --example train_network -- cuda
 //! ```
 //!
-//! The network learns the sine of a number. Then only its adapters are trained, and learn the cosine.
+//! The network learns the sine of a number. Then it is frozen, and its adapters learn the cosine.
 #![allow(clippy::print_stdout)] // prints the progress of training
 
 use trainable_candle::core::{device, rng};
@@ -52,7 +52,7 @@ impl Module for Network<Tensor> {
     }
 }
 
-/// Train `vars` until the network computes `target`; return the last loss.
+/// Train `vars`, so that the network computes `target`; return the last loss.
 fn fit<T: Parameter>(
     network: &Network<T>,
     vars: Vec<Var>,
@@ -93,7 +93,7 @@ fn main() -> Result<()> {
     adapter.merge()?; // from here on, each layer computes with one merged weight
     let merged = network.forward(&x)?;
     let difference = mse_loss(&apart, &merged)?.item()?;
-    println!("merged, the squared difference is {difference:.1e}");
+    println!("after merging, the results differ by {difference:.1e} (mean square)");
     assert!(sine < 0.01 && cosine < 0.01 && difference < 1e-6, "losses of {sine} and {cosine}");
 
     adapter.set_enabled(false); // the network computes as before the adapters

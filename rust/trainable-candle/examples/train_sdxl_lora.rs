@@ -11,8 +11,8 @@
 //! |---|---|
 //! | `latents` | (N, 4, height / 8, width / 8), times the autoencoder's scaling factor |
 //! | `encoder_hidden_states` | (N, 77, 2048), the penultimate states of both text encoders |
-//! | `text_embeds` | (N, 1280), the pooled text |
-//! | `time_ids` | (N, 6), original height and width, top and left of the crop, height and width |
+//! | `text_embeds` | (N, 1280), the pooled result of the second text encoder |
+//! | `time_ids` | (N, 6): original height and width, top and left of the crop, height and width after the crop |
 //!
 //! `DEVICE` is `cpu`, on which the UNet computes in f32. A build with `--features cuda` also has `cuda`, on which the
 //! UNet computes in bf16.
@@ -35,7 +35,7 @@ use trainable_candle::{AdamW, DType, Device, Error, LoraConfig, Optimizer, Resul
 
 const BATCH: usize = 2;
 
-/// The inputs and the output of a run.
+/// The files and the settings of a run.
 struct Run {
     unet: PathBuf,
     cache: PathBuf,
@@ -44,7 +44,7 @@ struct Run {
     learning_rate: f64,
 }
 
-/// Examples. The size of the first dimension of each tensor is the number of examples.
+/// The examples of the cache. The first dimension of each tensor is the number of examples.
 struct Examples {
     latents: Tensor,
     encoder_hidden_states: Tensor,

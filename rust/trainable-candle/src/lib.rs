@@ -65,7 +65,7 @@
 //! # Ok::<(), trainable_candle::Error>(())
 //! ```
 //!
-//! # Frozen layers, candle tensors, the LoRA backward by itself
+//! # Frozen layers, tensors of candle, and LoRA's backward pass alone
 //!
 //! ```
 //! use trainable_candle::{DType, Device, LoRABackwardOps, Linear, MakeVar, Raw, Tensor};
@@ -89,7 +89,7 @@
 //!
 //! # Checkpointing
 //!
-//! The function is called again in the backward pass, so it owns what it uses (`move`).
+//! The backward pass calls the checkpointed function again, so the function must own what it uses (`move`).
 //!
 //! ```
 //! use std::sync::Arc;

@@ -17,7 +17,7 @@ int cublasDestroy_v2(struct handle *handle) {
 }
 int cublasSetStream_v2(struct handle *handle, CUstream stream) {
     handle->stream = stream;
-    handle->workspace = NULL; // as the real library does
+    handle->workspace = NULL; // the real library forgets the workspace, too
     return SUCCESS;
 }
 int cublasGetStream_v2(struct handle *handle, CUstream *stream) {
@@ -99,7 +99,7 @@ int cublasGemmEx(struct handle *handle, int transpose_a, int transpose_b, int m,
     return multiply("cublasGemmEx", handle, product, a, b, c, scalar(handle, beta, compute));
 }
 
-// The arrays of a batch's addresses are in memory of the device. Only these arrays are checked, not the matrices.
+// `a`, `b` and `c` are arrays in device memory with the addresses of the matrices. Only these arrays are checked, not the matrices.
 int cublasGemmBatchedEx(struct handle *handle, int transpose_a, int transpose_b, int m, int n, int k, const void *alpha,
                         const void *const a[], int type_a, int distance_a, const void *const b[], int type_b, int distance_b,
                         const void *beta, void *const c[], int type_c, int distance_c, int count, int compute, int algorithm) {

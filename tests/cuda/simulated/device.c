@@ -1,4 +1,4 @@
-// Starting the driver; devices, contexts, errors; the log.
+// Start of the driver, devices, contexts, errors, and the log.
 #include <fcntl.h>
 #include <unistd.h>
 

@@ -1,11 +1,11 @@
-// Handles by which other processes map device memory. Freeing memory that another process maps is an error; see memory.c.
+// Handles by which other processes map device memory. memory.c rejects a call that frees memory while another process maps it.
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include "simulated.h"
 
-// Memory of another process, by the number of its file there.
+// A handle names the exporting process and the file behind the memory: the file's descriptor in that process, and its inode.
 struct handle {
     char kind[8];
     int process;

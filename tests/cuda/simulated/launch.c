@@ -1,8 +1,8 @@
-// Modules, functions and launches; tensor maps.
+// Modules, functions, launches and tensor maps.
 //
-// The table of kernels has a line for each function of each image: the CRC-32 of the module's bytes, the architecture (sm_90a, or
-// compute_120 for PTX), the function's name, registers, threads of its launch bounds (0: none), static shared memory, and the sizes of
-// its parameters with commas between (- for none). Without a table, modules have functions of any name.
+// The table of kernels has a line for each function of each image: the CRC-32 of the module's bytes, the architecture (such as sm_90a, or
+// compute_120 for PTX), the function's name, its registers, the threads of its launch bounds (0: it has none), its static shared memory in
+// bytes, and the sizes of its parameters, separated by commas (-: it has none). Without a table, a module has functions of every name.
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -57,7 +57,7 @@ static void read_table(void) {
     fclose(file);
 }
 
-// How well code for an architecture suits the device; 0 if it does not run there.
+// A rank of code for an architecture: the driver loads the code of the highest rank. 0: the code does not run on the device.
 static int suits(const char *architecture) {
     int capability = simulated_capability(simulated_context->device), number = 0;
     char letter = 0;
@@ -120,7 +120,7 @@ CUresult cuModuleUnload(CUmodule module) {
     return CUDA_SUCCESS;
 }
 
-// Whether PTX has the function.
+// Whether the PTX `text` defines the function `name`.
 static bool has_entry(const char *text, const char *name) {
     size_t length = strlen(name);
     for (const char *at = text; (at = strstr(at, ".entry "));) {
@@ -149,7 +149,7 @@ static CUresult get_function(CUfunction *function, CUmodule module, const char *
 }
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) { LOCKED(get_function(function, module, name)); }
 
-// Shared memory that a block may ask for.
+// The most shared memory of a block, in bytes.
 unsigned simulated_most_shared(int device) {
     switch (simulated_capability(device)) {
     case 80: case 87: return 163u << 10;
@@ -167,6 +167,12 @@ CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute,
     return CUDA_SUCCESS;
 }
 
+// 90 for sm_90a and for compute_90; 0 if nothing is known of the module.
+static int compiled_for(const char *architecture) {
+    const char *number = strchr(architecture, '_');
+    return number ? atoi(number + 1) : 0;
+}
+
 CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function) {
     const struct kernel *kernel = function->kernel;
     switch (attribute) {
@@ -174,6 +180,7 @@ CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfuncti
     case CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES: *value = kernel ? (int)kernel->shared : 0; break;
     case CU_FUNC_ATTRIBUTE_NUM_REGS: *value = kernel ? (int)kernel->registers : 0; break;
     case CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: *value = (int)function->dynamic; break;
+    case CU_FUNC_ATTRIBUTE_PTX_VERSION: *value = compiled_for(function->module->architecture); break;
     default: *value = 0; break;
     }
     return CUDA_SUCCESS;
@@ -186,8 +193,9 @@ CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction fun
     return CUDA_SUCCESS;
 }
 
-// Write the parameters as text. An eight-byte number in the range of device addresses must be an allocated address. The range is BIAS
-// (memory.c) above host addresses near the end of the 47-bit address space: seeds and offsets are below it, floating-point numbers above.
+// Check the parameters, and write them as text. An eight-byte number that looks like a device address must be an allocated address. Device
+// addresses are host addresses near the end of the 47-bit address space plus BIAS (memory.c): integers such as seeds and offsets are lower,
+// and f64 numbers are higher.
 static CUresult check_parameters(const struct kernel *kernel, void **parameters, char *text, size_t room) {
     size_t used = 0;
     for (unsigned i = 0; kernel && i < kernel->parameters; i++) {
@@ -209,8 +217,9 @@ static CUresult check_parameters(const struct kernel *kernel, void **parameters,
     return CUDA_SUCCESS;
 }
 
+// `early`: while the kernel before it runs, for which only code for 9.0 and later waits.
 static CUresult launch(CUfunction function, const unsigned grid[3], const unsigned block[3], unsigned shared, CUstream stream,
-                       void **parameters) {
+                       void **parameters, bool early) {
     TRY(simulated_stream("cuLaunchKernel", stream));
     const struct kernel *kernel = function->kernel;
     if (stream && stream->context != function->module->context)
@@ -225,10 +234,12 @@ static CUresult launch(CUfunction function, const unsigned grid[3], const unsign
         return simulated_fail(function->name, CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, "launch-bounds");
     if (kernel && warps * 32 * ((kernel->registers + 7) / 8 * 8) > 65536)
         return simulated_fail(function->name, CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, "registers");
+    if (early && compiled_for(function->module->architecture) < 90)
+        return simulated_fail(function->name, CUDA_ERROR_INVALID_VALUE, "launched-early");
     char text[512] = "";
     TRY(check_parameters(kernel, parameters, text, sizeof text));
-    simulated_log("launch name=%s grid=%u,%u,%u block=%u,%u,%u shared=%u captured=%d arguments=%s", function->name, grid[0], grid[1],
-                  grid[2], block[0], block[1], block[2], shared, simulated_capturing(stream), text);
+    simulated_log("launch name=%s grid=%u,%u,%u block=%u,%u,%u shared=%u early=%d captured=%d arguments=%s", function->name, grid[0], grid[1],
+                  grid[2], block[0], block[1], block[2], shared, early, simulated_capturing(stream), text);
     simulated_queue(stream, (struct CUgraphNode_st){.kind = LAUNCH});
     return CUDA_SUCCESS;
 }
@@ -237,21 +248,24 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, u
                         unsigned block_z, unsigned shared, CUstream stream, void **parameters, void **extra) {
     (void)extra;
     const unsigned grid[3] = {grid_x, grid_y, grid_z}, block[3] = {block_x, block_y, block_z};
-    LOCKED(launch(function, grid, block, shared, stream, parameters));
+    LOCKED(launch(function, grid, block, shared, stream, parameters, false));
 }
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra) {
     (void)extra;
     const unsigned grid[3] = {config->gridDimX, config->gridDimY, config->gridDimZ};
     const unsigned block[3] = {config->blockDimX, config->blockDimY, config->blockDimZ};
+    bool early = false;
     for (unsigned i = 0; i < config->numAttrs; i++) {
+        if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+            early = config->attrs[i].value.programmaticStreamSerializationAllowed;
         if (config->attrs[i].id != CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) continue;
         const unsigned cluster[3] = {config->attrs[i].value.clusterDim.x, config->attrs[i].value.clusterDim.y,
                                      config->attrs[i].value.clusterDim.z};
         for (int axis = 0; axis < 3; axis++)
             if (!cluster[axis] || grid[axis] % cluster[axis]) return CUDA_ERROR_INVALID_CLUSTER_SIZE;
     }
-    LOCKED(launch(function, grid, block, config->sharedMemBytes, config->hStream, parameters));
+    LOCKED(launch(function, grid, block, config->sharedMemBytes, config->hStream, parameters, early));
 }
 
 static unsigned element_bytes(CUtensorMapDataType type) {
@@ -263,8 +277,8 @@ static unsigned element_bytes(CUtensorMapDataType type) {
     }
 }
 
-// The first requirement of both kinds of tensor map that is not met, or NULL. `strides` has the strides of all dimensions but the first, in
-// bytes.
+// The first common requirement of both kinds of tensor map that the arguments violate, or NULL. `strides` has the strides of all dimensions
+// but the first, in bytes.
 static const char *bad_tensor(unsigned bytes, unsigned rank, const void *address, const cuuint64_t *sizes, const cuuint64_t *strides,
                               const cuuint32_t *steps) {
     if (rank < 1 || rank > 5) return "rank";

@@ -64,7 +64,7 @@ int cublasLtMatrixLayoutSetAttribute(struct matrix *layout, int attribute, const
         if (status == SUCCESS) layout->count = number;
         return status;
     }
-    case ORDER: // only the default, by columns, is simulated
+    case ORDER: // only the default, column-major, is simulated
         return copy(&number, 4, value, bytes) == SUCCESS && number == 0 ? SUCCESS : NOT_SUPPORTED;
     default: return NOT_SUPPORTED;
     }
@@ -116,7 +116,7 @@ int cublasLtMatmulPreferenceSetAttribute(struct preference *preference, int attr
     return attribute == MAX_WORKSPACE_BYTES ? copy(&preference->workspace, sizeof preference->workspace, value, bytes) : SUCCESS;
 }
 
-// The fault of a product, or NULL.
+// What is wrong with the operands of a product, or NULL.
 static const char *wrong(const struct descriptor *descriptor, const struct matrix *a, const struct matrix *b, const struct matrix *c,
                          const struct matrix *d) {
     long long inner_a = descriptor->transpose_a ? a->rows : a->columns, inner_b = descriptor->transpose_b ? b->columns : b->rows;

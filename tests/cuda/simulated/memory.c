@@ -1,4 +1,4 @@
-// Memory of devices, by cuMemAlloc, by the stream-ordered pool and by mapping; pinned memory of the host.
+// Device memory, from cuMemAlloc, from the stream-ordered pool or from mapped chunks, and pinned host memory.
 #include <fcntl.h>
 #include <stdatomic.h>
 #include <sys/mman.h>
@@ -11,24 +11,25 @@
 #define POOL_BLOCK ((size_t)32 << 20)
 #define CHUNK ((size_t)2 << 20)
 
-// Allocated ranges in the order of their addresses.
+// Allocated ranges, sorted by address.
 struct ranges {
     struct range {
         uintptr_t start;
         size_t bytes;
         int device;
-        // CLOSED: mapped, but not to be read or written yet. OPENED: of another process.
+        // DIRECT: from cuMemAlloc. CLOSED: mapped, but not accessible yet. OPENED: an allocation of another process. In `pinned_ranges`,
+        // MAPPED is memory that cuMemHostRegister pinned.
         enum { DIRECT, POOLED, CLOSED, MAPPED, OPENED } kind;
         struct chunk *chunk;
-        int file; // of a direct allocation, which other processes can map
-        atomic_int *users; // how many of them do
+        int file; // the file behind a direct allocation, which other processes can map
+        atomic_int *users; // how many other processes map the file
     } *items;
     size_t count, capacity;
 };
 static struct ranges device_ranges, pinned_ranges, reservations;
 // The lowest and the highest device address so far.
 static uintptr_t lowest = UINTPTR_MAX, highest;
-// Bytes that were allocated outside the pool.
+// Bytes of each device that are allocated outside its pool.
 static size_t taken[MAX_DEVICES];
 
 static struct CUmemPoolHandle_st {
@@ -81,7 +82,7 @@ static bool covers(const struct ranges *ranges, uintptr_t address, size_t bytes)
         if (!range || range->kind == CLOSED) return false;
         size_t rest = range->start + range->bytes - address;
         if (rest >= bytes) return true;
-        if (range->kind != MAPPED) return false; // adjacent allocations stay separate
+        if (range->kind != MAPPED) return false; // an access must not run from one allocation into the next
         address += rest;
         bytes -= rest;
     }
@@ -114,7 +115,7 @@ static uintptr_t map(size_t bytes, int protection) {
     return start == MAP_FAILED ? 0 : (uintptr_t)start;
 }
 
-// The count of the processes that map a file, in its last page.
+// The last page of a file counts the other processes that map the file.
 #define PAGE ((size_t)4096)
 static atomic_int *count_of(int file, size_t bytes) {
     void *page = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, file, (off_t)bytes);
@@ -127,7 +128,7 @@ static uintptr_t map_shared(int file, size_t bytes) {
     return start == MAP_FAILED ? 0 : (uintptr_t)start;
 }
 
-// Whether the device has so many free bytes; bytes that the pool keeps are not free.
+// Whether the device has this many free bytes. Bytes that the pool has reserved are not free, even if no allocation uses them.
 static bool fits(int device, size_t bytes) { return bytes <= simulated_total_memory() - reserved(device); }
 
 static CUresult allocate(CUdeviceptr *address, size_t bytes, bool pooled) {

@@ -1,8 +1,8 @@
-// NCCL: processes meet in shared memory named by the unique id. Sums are not computed. All ranks must make the same calls in the same
-// order; a call that differs fails on the ranks that make it.
+// NCCL: processes meet in shared memory that the unique id names. Sums are not computed. All ranks must make the same calls in the same
+// order: the first rank to make a call defines it, and a different call of another rank fails.
 //
-// Environment: SIMULATED_NCCL_VERSION is the version. SIMULATED_NCCL_FAIL is "init", which makes ncclCommInitRankConfig fail, or the number
-// of a call, counted from 1: from this call on, ncclCommGetAsyncError returns an error.
+// Environment: SIMULATED_NCCL_VERSION is the version. SIMULATED_NCCL_FAIL=init makes ncclCommInitRankConfig fail. SIMULATED_NCCL_FAIL=N
+// makes ncclCommGetAsyncError report an error from the Nth call on, counted from 1.
 #include "simulated.h"
 
 #include <fcntl.h>
@@ -12,7 +12,8 @@
 
 enum { SUCCESS = 0, UNHANDLED = 1, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE = 6, IN_PROGRESS = 7 };
 enum { MAX_RANKS = 8, MAX_CALLS = 1 << 16, POLLS = 3 };
-// Kinds of a call: NOT_MADE by any rank yet, or a rank is WRITING its properties; others are those of `queue`.
+// A call's `kind` is NOT_MADE before any rank makes the call, WRITING while the first rank sets the properties, and then the `kind` that
+// `queue` got.
 enum { NOT_MADE = 0, WRITING = 99 };
 
 struct id {
@@ -43,7 +44,7 @@ struct comm {
     struct id id;
 };
 
-static int pending = 0; // Groups that are open.
+static int pending = 0; // The number of open groups.
 
 static int refuse(int status, const char *why) {
     char text[160];
@@ -128,7 +129,7 @@ int ncclCommGetAsyncError(struct comm *comm, int *state) {
     return SUCCESS;
 }
 
-// The first rank that makes a call sets its properties; calls of other ranks must have the same.
+// Whether a call equals that of the first rank that made it. If this rank is the first, its properties become those of the call.
 static bool agrees(struct call *call, unsigned kind, unsigned type, unsigned root, unsigned long count) {
     unsigned none = NOT_MADE;
     if (atomic_compare_exchange_strong(&call->kind, &none, WRITING)) {

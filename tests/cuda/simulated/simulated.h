@@ -67,7 +67,7 @@ HIDDEN int simulated_capability(int device);
 HIDDEN size_t simulated_total_memory(void);
 // Shared memory that a block may ask for.
 HIDDEN unsigned simulated_most_shared(int device);
-// Whether the driver is started and, if asked, the thread has a context.
+// An error unless the driver is started and, if `context` is true, the thread has a context.
 HIDDEN CUresult simulated_ready(bool context);
 HIDDEN CUresult simulated_fail(const char *call, CUresult status, const char *why);
 
@@ -82,7 +82,7 @@ HIDDEN bool simulated_covers(CUdeviceptr address, size_t bytes);
 HIDDEN bool simulated_pinned(const void *address, size_t bytes);
 // The device whose memory an address is in; -1 for the host's.
 HIDDEN int simulated_owner(CUdeviceptr address);
-// An allocation of cuMemAlloc, which other processes can map, and a mapping of one of another process.
+// An allocation of cuMemAlloc, which other processes can map, or this process's mapping of another's allocation.
 struct simulated_direct {
     int file, device;
     size_t bytes;

@@ -1,4 +1,4 @@
-// Streams, which do their work at once; events; capture and graphs.
+// Streams, events, capture and graphs. A stream does its work at once.
 #include "simulated.h"
 
 struct CUevent_st {
@@ -12,7 +12,7 @@ static CUstream streams[MAX_STREAMS];
 static cuuint64_t captures;
 static _Thread_local CUstreamCaptureMode exchanged = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
-// The default streams are constants instead of objects.
+// Whether a stream is a default stream. Default streams are constants, not objects.
 static bool named(CUstream stream) { return !stream || stream == CU_STREAM_LEGACY; }
 
 static bool active(CUstream stream) { return !named(stream) && stream->status != CU_STREAM_CAPTURE_STATUS_NONE; }
@@ -92,7 +92,7 @@ void simulated_queue(CUstream stream, struct CUgraphNode_st node) {
     stream->ahead = stream->joined;
 }
 
-// The number of a stream in the log: 0 for the default ones.
+// The number of a stream in the log: 0 for a default stream.
 int simulated_number(CUstream stream) {
     for (int i = 0; i < MAX_STREAMS; i++)
         if (stream && streams[i] == stream) return i + 1;
@@ -212,7 +212,7 @@ static CUresult wait(CUstream stream, CUevent event) {
         if (simulated_capturing(stream) && stream->capture != event->capture)
             return invalidate("cuStreamWaitEvent", stream, CUDA_ERROR_STREAM_CAPTURE_MERGE, "two-captures");
         if (!simulated_capturing(stream)) {
-            // From here on the stream belongs to the capture, and writes to its graph.
+            // The stream joins the capture: its work goes into the graph of the capture.
             stream->status = CU_STREAM_CAPTURE_STATUS_ACTIVE;
             stream->mode = event->stream->mode;
             stream->thread = event->stream->thread;

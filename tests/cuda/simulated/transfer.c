@@ -1,7 +1,8 @@
 // Copies and fills.
 #include "simulated.h"
 
-// `host` is the address on the host's side, or NULL if both sides are on devices; `source` and `target` are devices, -1 for the host.
+// `host` is the host address of a copy, or NULL if no host memory takes part. `source` and `target` are devices; -1 stands for the host
+// and for the value of a fill.
 static CUresult transfer(const char *call, CUstream stream, struct CUgraphNode_st node, const void *host, int source, int target) {
     TRY(simulated_stream(call, stream));
     bool pageable = host && !simulated_pinned(host, node.bytes);

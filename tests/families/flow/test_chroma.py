@@ -1,4 +1,4 @@
-"""Features of Chroma alone: one text encoder, one token of padding, files similar to Flux's."""
+"""What only Chroma has: one text encoder, one token of padding, files similar to Flux's."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Families of flow models from a pipeline's folder to an adapter."""
+"""Families of flow models: from the folder of a pipeline to an adapter, and back to images."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -90,7 +90,8 @@ def test_a_merged_model_draws_as_with_the_adapter(
             drawn = merged.draw(["a blur"], options).astype(int)
             assert np.abs(drawn - adapted).max() <= 1
         else:
-            # The tiny encoders have fewer tokens than the package's tokenizers.
+            # The file has no tokenizers. The package's tokenizers have more tokens than the tiny
+            # encoders, so the model in the file cannot sample images.
             assert tc.inspect(output, name).parts.keys() == tc.inspect(base, name).parts.keys()
 
 
@@ -134,7 +135,7 @@ def test_formats_that_cannot_hold_the_adapters_are_rejected_before_training(
     name: str, configure: Callable[..., TrainConfig]
 ) -> None:
     formats = families.find(name).formats
-    # No names of Qwen-Image's layers stand for several of them.
+    # Each original layer of Qwen-Image is one layer in diffusers, so none holds several adapters.
     if "kohya" in formats and name != "qwen-image":
         with pytest.raises(ConfigError, match=r"apply to all rows.* format .comfyui"):
             train_adapter(configure(format="kohya", adapter="lokr"))

@@ -1,4 +1,4 @@
-"""Features of FLUX.2-klein alone: padding that it reads, statistics of latents, distillation."""
+"""What only FLUX.2-klein has: padding that is read, statistics of latents, distillation."""
 
 import json
 import shutil
@@ -84,7 +84,8 @@ def test_original_files_with_parts_of_their_own(flux2_base: Path, tmp_path: Path
     weights, vae = tmp_path / "flux-2-klein-base-4b.safetensors", tmp_path / "ae.safetensors"
     for part, path in (("transformer", weights), ("vae", vae)):
         tc.models.save_checkpoint(path, {part: tc.models.load(flux2_base / part)})
-        # Shapes do not show the widths of the axes and the groups of channels; configurations do.
+        # The shapes of tensors do not show the widths of the rotary axes and the number of channel
+        # groups, so the configurations are beside the files.
         (tmp_path / part).mkdir()
         shutil.copy(flux2_base / part / "config.json", tmp_path / part)
     config = TrainConfig(text_encoder=[str(flux2_base / "text_encoder")], vae=str(vae))

@@ -33,7 +33,7 @@ def test_padding_sees_the_words_alone(gpu: str, flux2_base: Path) -> None:
 def test_a_run_over_a_training_adapter(
     gpu: str, name: str, request: pytest.FixtureRequest, sdxl_folder: Path, tmp_path: Path
 ) -> None:
-    """Previews between the steps turn the adapter off; steps are recorded as graphs."""
+    """Previews between the steps turn the training adapter off; steps are recorded as graphs."""
     base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
 
     def run(output: str, device: str, **given: Any) -> list[float]:

@@ -20,7 +20,7 @@ FORMATS = {"fp8": ("F8_E4M3", "float8_e4m3fn"), "int8": ("I8", "int8_tensorwise"
 
 
 def make_adapter(transformer: Path, path: Path) -> Path:
-    """Write a LoRA that has an effect, for the transformer in a folder of diffusers."""
+    """Write a LoRA that has an effect, for a transformer in diffusers' format."""
     model = tc.models.load(transformer, dtype="f32")
     adapter = model.add_adapter(tc.LoraConfig(r=2, target_modules=["to_q", "to_v"]))
     tc.manual_seed(3)
@@ -82,8 +82,8 @@ def test_the_file_has_comfyuis_format(
         np.testing.assert_allclose(scale, largest / LARGEST[to], rtol=1e-6)
         codes = found[key][1]
         steps = e4m3(codes) if to == "fp8" else codes.astype(np.float64)
-        # Half a unit in the last place: for FP8, of a number with three fraction bits; for int8, of
-        # an integer.
+        # Rounding errs by up to half a unit in the last place. FP8 has three fraction bits; int8
+        # codes are integers.
         within = np.maximum(np.abs(values) / 16, scale * 2**-10) if to == "fp8" else scale / 2
         assert (np.abs(steps * scale - values) <= within * (1 + 1e-5)).all(), key
         assert json.loads(found[f"{layer}comfy_quant"][1].tobytes()) == {"format": format}

@@ -1,4 +1,4 @@
-"""Images, step by step, against diffusers' pipelines; needs torch, transformers and diffusers."""
+"""Sampled images against those of diffusers' pipelines; needs torch, transformers and diffusers."""
 
 import gzip
 import json
@@ -21,11 +21,11 @@ diffusers = pytest.importorskip("diffusers")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-# diffusers uses a class that it deprecates.
+# diffusers itself uses a class that it has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-# Height and width of the latents differ, and one of them is an odd number of tokens.
+# The width and height of images in pixels. They differ, so that exchanging them is an error.
 SIZE, STEPS, SEED = (40, 24), 4, 3
 PROMPT, NEGATIVE = "a red blur", "noise"
 
@@ -120,8 +120,8 @@ def test_flux(flux_base: Path, tmp_path: Path) -> None:
 def chroma(base: Path, folder: Path) -> "diffusers.ChromaPipeline":
     """diffusers' pipeline with a boolean mask, as in the code that the model was trained with.
 
-    diffusers 0.42 concatenates numbers and booleans to a mask of numbers. Attention adds this mask
-    to its scores, so diffusers' transformer reads all of the padding.
+    diffusers 0.42 concatenates numbers and booleans, which makes a mask of numbers. Attention adds
+    such a mask to its scores, so the unpatched pipeline reads all of the padding.
     """
     pipeline = diffusers.ChromaPipeline(
         transformer=load(diffusers.ChromaTransformer2DModel, base / "transformer"),
@@ -160,7 +160,7 @@ def test_chroma_reads_text_and_one_token_of_padding(chroma_base: Path, tmp_path:
 
 @pytest.mark.parametrize("guidance", [1.0, 5.0])
 def test_chroma(chroma_base: Path, tmp_path: Path, guidance: float) -> None:
-    """The prompts differ in length."""
+    """The prompt and the negative prompt differ in length."""
     pipeline = chroma(chroma_base, tmp_path / "t5")
     latents = noise()
     theirs = pipeline(
@@ -173,7 +173,7 @@ def test_chroma(chroma_base: Path, tmp_path: Path, guidance: float) -> None:
 
 
 def test_every_block_of_chroma_has_its_rows_of_the_modulation(tmp_path: Path) -> None:
-    """The model has more blocks of two streams than the golden model, which has one."""
+    """This model has three blocks of two streams. The golden model has one."""
     torch.manual_seed(0)
     config = json.loads((GOLDEN / "chroma" / "transformer" / "config.json").read_text())
     sizes = {"num_layers": 3, "num_single_layers": 2}
@@ -200,8 +200,8 @@ def test_z_image(zimage_base: Path, guidance: float) -> None:
         text_encoder=load(transformers.Qwen3ForCausalLM, zimage_base / "text_encoder"),
         tokenizer=chat_tokenizer(zimage_base / "tokenizer"),
     )
-    # The pipeline's guidance scale is this library's minus 1. One prompt has more than 32 tokens,
-    # the other fewer.
+    # The pipeline's guidance scale is that of this library minus 1. The prompts have 29 and 19
+    # tokens, and both are padded to 32.
     theirs = pipeline(
         PROMPT, negative_prompt="", num_inference_steps=STEPS, guidance_scale=guidance - 1,
         height=SIZE[1], width=SIZE[0], latents=noise(), output_type="np",
@@ -222,7 +222,7 @@ def klein(base: Path, *, is_distilled: bool) -> "diffusers.Flux2KleinPipeline":
 
 
 def test_flux2_reads_text_with_its_padding(flux2_base: Path) -> None:
-    """Captions with padding, which the model reads too, and a caption that is truncated."""
+    """Two captions with padding, which the model also reads, and one that is truncated."""
     pipeline = klein(flux2_base, is_distilled=False)
     captions = ["", PROMPT, "a blur " * 100]
     with torch.no_grad():
@@ -236,7 +236,7 @@ def test_flux2_reads_text_with_its_padding(flux2_base: Path) -> None:
 
 @pytest.mark.parametrize("is_distilled", [False, True])
 def test_flux2(flux2_base: Path, tmp_path: Path, is_distilled: bool) -> None:
-    """The guidance scale changes nothing in the distilled models."""
+    """The guidance scale has no effect in a distilled model."""
     base = tmp_path / "klein"
     base.mkdir()
     for part in flux2_base.iterdir():
@@ -257,7 +257,7 @@ def qwen_image(base: Path) -> "diffusers.QwenImagePipeline":
     for name, size in (sizes | {"out_hidden_size": 40}).items():
         setattr(config.vision_config, name, size)
     torch.manual_seed(0)
-    # The reference reads images too, with any weights, and has a head.
+    # The reference also has a vision encoder and a head. Their random weights have no effect.
     encoder = transformers.Qwen2_5_VLForConditionalGeneration(config).float().eval()
     stored = {
         name.removeprefix("model."): torch.from_numpy(tensor.to("f32").numpy())
@@ -290,7 +290,7 @@ def test_qwen_image_reads_text_after_the_start_of_its_template(qwen_image_base: 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_qwen_image(qwen_image_base: Path, guidance: float) -> None:
-    """The prompts differ in length; guidance keeps the norm of each token."""
+    """The two prompts differ in length. Guidance keeps the norm of each token."""
     pipeline, latents = qwen_image(qwen_image_base), noise()
     packed = pipeline._pack_latents(latents, *latents.shape)
     theirs = pipeline(

@@ -19,7 +19,7 @@ ENCODERS = {"sd3": ("text_encoder", "text_encoder_2", "text_encoder_3"),
 
 
 def write(base: Path, part: str, path: Path) -> Path:
-    """Copy a part's weights to `path`, and its configuration to a folder of its name beside."""
+    """Copy a part's weights to `path`, and its configuration to the folder `part` beside it."""
     (weights,) = (base / part).glob("*.safetensors")
     shutil.copy(weights, path)
     (path.parent / part).mkdir()
@@ -29,9 +29,9 @@ def write(base: Path, part: str, path: Path) -> Path:
 
 @pytest.fixture(params=["sd3", "flux", "chroma"])
 def files(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Path, TrainConfig]:
-    """A family, its pipeline, the transformer in a file with the original names, and settings.
+    """A family, its pipeline's folder, a file with the transformer, and settings.
 
-    The settings name the files of the other parts.
+    The file has the original names. The settings give the files of the other parts.
     """
     name = request.param
     base = request.getfixturevalue(f"{name}_base")
@@ -102,7 +102,7 @@ def test_latents_and_velocities_are_those_of_the_pipeline(
         # Chroma's only text encoder is T5, and the tiny one has all tokens of T5's tokenizer.
         np.testing.assert_array_equal(one.draw(["a"], options), other.draw(["a"], options))
         return
-    # The package's tokenizers have more tokens than the tiny encoders.
+    # Prompts cannot be encoded: the package's tokenizers have more tokens than the tiny encoders.
     with pytest.raises(WeightsFormatError, match="tokenizer"):
         one.draw(["a"], options)
 
@@ -116,5 +116,5 @@ def test_missing_parts_and_wrong_files_are_named(
     with pytest.raises(MissingFileError, match="--vae"):
         families.load(name, weights, "f32", "cpu", config.with_(vae=str(tmp_path / "none")))
     twice = config.with_(text_encoder=[config.text_encoder[0]] * 2)
-    with pytest.raises(WeightsFormatError, match="that is still missing"):
+    with pytest.raises(WeightsFormatError, match="that are still missing"):
         families.load(name, weights, "f32", "cpu", twice)

@@ -1,4 +1,4 @@
-"""What is particular to Qwen-Image: texts, guidance, levels, files of ComfyUI, its relatives."""
+"""What only Qwen-Image has: its texts, guidance, noise levels, files and related models."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def test_positions_are_counted_from_the_centre() -> None:
     ],
 )
 def test_levels_end_at_the_terminal_one(tokens: int, expected: list[float]) -> None:
-    """The levels of diffusers' scheduler with the published configuration, for six steps."""
+    """The expected noise levels are those of diffusers with the published configuration."""
     np.testing.assert_allclose(QwenImage.schedule.levels(6, tokens), expected, atol=1e-6)
     assert QwenImage.schedule.levels(1, tokens) == [1.0, 0.0]
 
@@ -79,7 +79,7 @@ def test_the_negative_prompt_is_a_space_by_default(qwen_image_base: Path) -> Non
 
 @pytest.fixture
 def files(qwen_image_base: Path, tmp_path: Path) -> tuple[Path, TrainConfig]:
-    """The transformer as ComfyUI's file, and settings with an encoder and an autoencoder."""
+    """A file of ComfyUI with the transformer, and settings that name files of the other parts."""
     stored = tc.load_file(next((qwen_image_base / "transformer").glob("*.safetensors")))
     path = tmp_path / "qwen_image.safetensors"
     tc.save_file({f"model.diffusion_model.{name}": t for name, t in stored.items()}, path)
@@ -126,7 +126,7 @@ def test_fp8_files_hold_nearly_the_same(
 
 
 def test_the_encoder_of_the_published_folder_is_read(qwen_image_base: Path, tmp_path: Path) -> None:
-    """transformers 4 wrote the configuration in one object, transformers 5 nests names."""
+    """The published config.json has no `text_config`; names begin with `model.language_model`."""
     config = json.loads((qwen_image_base / "text_encoder" / "config.json").read_text())
     flat = config.pop("text_config")
     rope = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}

@@ -28,7 +28,7 @@ def test_flux_is_shifted_by_the_size() -> None:
 
 
 def test_flux2_is_shifted_by_the_size_and_the_steps() -> None:
-    """The values of diffusers' `compute_empirical_mu`."""
+    """The logarithms of the shifts are those of diffusers' `compute_empirical_mu`."""
     shifts = [Flux2.schedule.drawing(steps, 4096) for steps in (50, 4)]
     np.testing.assert_allclose(np.log(shifts), [2.02335, 2.29118], atol=1e-5)
     # Above 4300 tokens, the number of steps does not matter.
@@ -37,9 +37,9 @@ def test_flux2_is_shifted_by_the_size_and_the_steps() -> None:
 
 
 def test_training_may_shift_by_the_size() -> None:
-    """Flux trains with the shift for sampling. SD3's shift grows with the root of the pixels.
+    """Flux trains with the shift for sampling.
 
-    arXiv:2403.03206, equation 23, has the formula for SD3.
+    SD3's shift grows with the square root of the number of pixels (arXiv:2403.03206, equation 23).
     """
     assert Flux.schedule.in_training(1024) == pytest.approx(Flux.schedule.at(1024))
     assert SD3.schedule.in_training(4096) == 3.0

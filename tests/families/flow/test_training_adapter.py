@@ -49,10 +49,10 @@ def test_a_training_adapter_counts_in_training_alone(
     plain = train_adapter(made(name, base, "plain", **given))
     run = train_adapter(made(name, base, "run", **given, training_adapter=str(over)))
     assert losses(run.output)[0] != losses(plain.output)[0]
-    # Before the first step both runs draw as the base does.
+    # Before the first step, both runs draw the images of the base model.
     previews = [min((r.output / "samples").glob("*.png")).read_bytes() for r in (plain, run)]
     assert previews[0] == previews[1]
-    # The run's model draws like one that loads its file without the training adapter.
+    # The run's model draws like a base model with the run's adapter and no training adapter.
     task = families.load(name, base, "f32", "cpu")
     task.load_adapter(run.adapter_path, 1.0)
     drawn = task.draw(["a"], OPTIONS).astype(int)

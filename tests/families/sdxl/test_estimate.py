@@ -1,4 +1,4 @@
-"""The estimate of memory against the bytes that the tape, the optimizer and the models hold."""
+"""The estimate of memory against the bytes that the tape, optimizers and models really hold."""
 
 import math
 from collections.abc import Callable
@@ -138,7 +138,7 @@ def test_the_estimate_depends_on_the_images_that_are_encoded_at_once(
         )
         return found
 
-    # With the limit of 80 GiB all eight images are encoded at once, with the limit of 0 one by one.
+    # With a limit of 80 GiB, all eight images are encoded at once; with a limit of 0, one by one.
     assert activations(80 * 2**30) > 6 * activations(0)
     assert (
         activations(0)

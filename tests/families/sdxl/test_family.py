@@ -119,7 +119,7 @@ def test_samples_depend_on_seed_prompt_and_every_option(sdxl_base: Path) -> None
     assert tc.get_rng_state() == state
     assert (first.shape, first.dtype) == ((1, 48, 32, 3), np.uint8)
     np.testing.assert_array_equal(draw(), first)
-    # The second image has the next seed.
+    # The seed of the second image is one higher.
     np.testing.assert_array_equal(draw("a dog", "a cat", seed=2)[1:], first)
     changes: list[dict[str, Any]] = [
         {"seed": 4},

@@ -1,4 +1,4 @@
-"""The identities of caches change with everything that entries depend on, and with nothing else."""
+"""A cache's identity changes with everything that its entries depend on, and with nothing else."""
 
 import shutil
 from collections.abc import Callable, Mapping

@@ -1,8 +1,8 @@
-"""Logits of tiny decoders with each switch of their configuration, by transformers.
+"""Transformers' logits of tiny decoders, one for each switch of the configuration.
 
 Run with torch 2.11.0 and transformers 5.23.0. The script writes two files. `switches.json.gz` has
-each configuration under its old names and as transformers writes it. `switches.safetensors` has
-weights (stored as bf16), ids, masks and logits.
+each configuration in two forms: with the old names of the fields, and as transformers writes it.
+`switches.safetensors` has weights (stored as bf16), ids, masks and logits.
 """
 
 import copy
@@ -95,7 +95,7 @@ def main() -> None:
                 )
                 parameter.copy_(parameter.bfloat16())
             for row, length in enumerate(mask.sum(1).tolist()):
-                # Each row by itself, in a fresh model: "dynamic" remembers the longest row so far.
+                # Each row has its own copy of the model: "dynamic" remembers the longest row.
                 tensors[f"{name}|logits.{row}"] = copy.deepcopy(model)(
                     ids[row : row + 1, :length]
                 ).logits[0]

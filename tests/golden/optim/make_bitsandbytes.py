@@ -3,10 +3,10 @@
     pip install bitsandbytes==0.50.2 torch==2.11.0 safetensors
     python make_bitsandbytes.py bitsandbytes.safetensors
 
-Needs a GPU: the CUDA kernels are the reference. `NAME.pSTEP.N` are the values of a parameter of N
-elements after the first and the last step, `NAME.STATE.N` its states after the last step. The
-smaller parameter is below `min_8bit_size`, so its states are f32. The stored file comes from the
-same calls with other random numbers.
+Needs a GPU: the CUDA kernels are the reference. `NAME.pSTEP.N` has the values of a parameter of N
+elements after the first or the last step. `NAME.STATE.N` has one of its states after the last step.
+The parameter of 1000 elements is below `min_8bit_size`, so its states are f32. The stored file was
+made by the same calls with other random numbers.
 """
 
 import sys

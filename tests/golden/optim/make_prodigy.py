@@ -3,7 +3,7 @@
     pip install torch==2.11.0 prodigyopt==1.1.2 safetensors
     python make_prodigy.py prodigyopt.safetensors
 
-`CASE.pN` is parameter N and `CASE.N.STATE` is one of its states, both after the last step.
+After the last step, `CASE.pN` is parameter N and `CASE.N.STATE` is one of the parameter's states.
 `CASE.d.I` is Prodigy's estimate d after step I.
 """
 

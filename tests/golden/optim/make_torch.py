@@ -3,8 +3,8 @@
     pip install torch==2.11.0 transformers==5.23.0 safetensors
     python make_torch.py torch.safetensors
 
-All runs are on the CPU. `NAME.p` and `NAME.STATE` are the values after the step with the last
-gradient `grad.I`.
+All runs are on the CPU and take one step with each gradient `grad.I`. `NAME.p` is the parameter
+and `NAME.STATE` is a state of the optimizer, both after the last step.
 """
 
 import sys

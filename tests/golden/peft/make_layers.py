@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 def per_input(base: Net, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
-    """DoRA with one magnitude for each input; the norm is a constant in the backward pass."""
+    """DoRA with a magnitude for each input. In the backward pass, the norm is a constant."""
     found, weights, trained = {}, {}, {}
     for name in TARGETS:
         layer = getattr(base, name)

@@ -26,7 +26,7 @@ CASES = {
 class Flat(Net):
     """A network whose linear layer gets an input of three dimensions.
 
-    peft takes an input of four dimensions as the input of a convolution.
+    peft treats an input of four dimensions like that of a convolution.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,9 @@
     pip install torch==2.11.0 bitsandbytes==0.50.2
     python tests/golden/quantized/make_nf4.py
 
-Each scale gets the nearest code of the map. bitsandbytes' library for CPUs is off by one at some
-borders, because its table has too few entries; its CUDA kernels and its torch fallback are exact.
+This script itself finds the nearest code of the map for each scale: some codes of bitsandbytes'
+library for CPUs are off by one, because its table has too few entries. The CUDA kernels and the
+torch fallback of bitsandbytes are exact.
 """
 
 from pathlib import Path
@@ -17,7 +18,7 @@ HERE = Path(__file__).parent
 
 
 def matrix(rows: int, columns: int) -> torch.Tensor:
-    """Values from a formula, so that tests can compute them without another library's generator."""
+    """Values from a formula, which tests can compute without the generator of another library."""
     i = torch.arange(rows * columns, dtype=torch.float64)
     values = (torch.sin(i * 0.7) + torch.sin(i * i * 0.013) * torch.sin(i * 0.0031) ** 5) * 0.05
     return values.float().reshape(rows, columns)
@@ -26,7 +27,8 @@ def matrix(rows: int, columns: int) -> torch.Tensor:
 def main() -> None:
     """Write `nf4.npz`."""
     found = {}
-    # Blocks that cross ends of rows, a short last block, an odd number of elements.
+    # The rows of the ragged matrix end within blocks, its last block is short, and its number of
+    # elements is odd.
     for name, rows, columns in [("whole", 96, 256), ("ragged", 37, 91)]:
         for dtype in (torch.float32, torch.bfloat16):
             x = matrix(rows, columns).to(dtype)

@@ -3,9 +3,10 @@
     pip install torch==2.11.0 torchao==0.18.0
     python tests/golden/quantized/make_torchao.py
 
-Writes torchao.npz: for each format, the fake quantized `values` of `matrix`, and the `gradient` of
-their sum with fixed scales. Integers are symmetric: int8 has codes from -127 to 127 and one scale
-for each row, int4 is the format of `IntxFakeQuantizeConfig(torch.int4, group_size=32)`.
+Writes torchao.npz: for each format, the fake quantized `values` of `matrix`. For int8 and int4, it
+also has the `gradient` of the sum of these values; the scales are constants. Integers are
+symmetric: int8 has codes from -127 to 127 and one scale for each row, int4 is the format of
+`IntxFakeQuantizeConfig(torch.int4, group_size=32)`.
 """
 
 from pathlib import Path
@@ -26,7 +27,7 @@ HERE = Path(__file__).parent
 
 
 def fixed(x: torch.Tensor, group: int, low: int, high: int) -> torch.Tensor:
-    """Symmetric integers, scales without a gradient."""
+    """Fake quantize to symmetric integers; the gradient takes the scales as constants."""
     block, kind = (1, group), MappingType.SYMMETRIC
     scale, zero = choose_qparams_affine(x.detach(), kind, block, torch.int8, low, high)
     return _fake_quantize_affine(x, block, scale, zero, torch.int8, low, high)

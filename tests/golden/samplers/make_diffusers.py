@@ -3,9 +3,9 @@
 pip install torch==2.11.0 diffusers==0.42.1 safetensors
 python make_diffusers.py diffusers.safetensors
 
-The script makes the schedulers compute in f64: while they run, `float32` of torch and numpy is
-`float64`. In f32 they would lose digits, because they subtract numbers near 10,000 that differ by
-50. Noise and conditions are f32.
+The script makes the schedulers compute in f64: it replaces `float32` of torch and numpy by
+`float64`. In f32, they would lose digits, because they subtract numbers near 10,000 that differ by
+50. Noise and conditions are f32 numbers.
 """
 
 import json

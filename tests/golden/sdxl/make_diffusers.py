@@ -4,11 +4,12 @@ diffusers, transformers and peft.
 Run with torch 2.11, diffusers 0.42.1, transformers 5.23, peft 0.21 and safetensors installed:
 python make_diffusers.py
 
-`original_names.json.gz` maps each key of an original checkpoint to a folder, a parameter and a form
-("plain", "transposed", "pointwise", or a third of its rows), for models with these numbers of
-layers. It was found by comparing a model with the output of diffusers'
-convert_diffusers_to_original_sdxl.py. `unet_shapes.json` has the names and shapes of diffusers'
-model of SDXL's UNet, in the format of `folded` in transformers/make_diffusers.py.
+`original_names.json.gz` maps each key of an original checkpoint to its sources: a folder, a
+parameter and a form ("plain", "transposed", "pointwise", or "rows N" for third N of the key's
+rows). The map fits models with as many layers as these. It comes from a comparison of a model with
+the output of diffusers' convert_diffusers_to_original_sdxl.py. `unet_shapes.json` has the names and
+shapes of the parameters of SDXL's UNet in diffusers, in the format of `folded` in
+transformers/make_diffusers.py.
 """
 
 import copy
@@ -103,7 +104,7 @@ def adapter_case(
 
 
 def unet() -> None:
-    """The UNet on latents of an odd size, which up-sampling must restore, and adapters on it."""
+    """The UNet and adapters on it; up-sampling must restore the odd size of the latents."""
     sizes = {
         "block_out_channels": (8, 8, 24),
         "norm_num_groups": 4,

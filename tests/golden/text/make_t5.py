@@ -1,4 +1,4 @@
-"""Token numbers by transformers' T5 tokenizer, for tests/text; needs transformers 5.23.
+"""Token ids by transformers' T5 tokenizer, for tests/text; needs transformers 5.23.
 
     python make_t5.py FOLDER | gzip -9n > t5.json.gz
 

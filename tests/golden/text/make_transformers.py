@@ -1,9 +1,9 @@
-"""Token numbers by transformers' CLIPTokenizer, for tests/text; needs transformers 5.23.
+"""Token ids of transformers' CLIPTokenizer, for tests/text; needs transformers 5.23.
 
     python make_transformers.py MERGES.txt.gz | gzip -9n > transformers.json.gz
 
-MERGES is bpe_simple_vocab_16e6.txt.gz as OpenAI publishes it; this script builds the vocabulary
-like CLIP's own code.
+MERGES.txt.gz is bpe_simple_vocab_16e6.txt.gz as OpenAI publishes it. This script builds the
+vocabulary from it as CLIP's own code does.
 """
 
 import gzip

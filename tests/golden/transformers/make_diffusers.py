@@ -2,9 +2,9 @@
 
     python make_diffusers.py FOLDER
 
-Needs torch 2.11, diffusers 0.42 and peft 0.21. Writes `sd3`, `flux`, `chroma`, `flux2`, `zimage`
-and `qwen-image` as the folders beside this one, and the names and shapes of the published sizes
-into `full_size`. Weights are bf16 numbers, stored as bf16; everything else is f32.
+Needs torch 2.11, diffusers 0.42 and peft 0.21. Writes the folders `sd3`, `flux`, `chroma`, `flux2`,
+`zimage` and `qwen-image`, which are stored beside this one. Writes the names and shapes of the
+parameters of published models to `full_size`. Weights are rounded to bf16; everything else is f32.
 """
 
 import copy
@@ -42,7 +42,7 @@ FLUX = {
     "num_attention_heads": 4, "joint_attention_dim": 40, "pooled_projection_dim": 24,
     "axes_dims_rope": (4, 6, 6), "guidance_embeds": True,
 }  # fmt: skip
-# As small as the 16 channels of Flux's autoencoder and the fixtures' text width of 40 allow.
+# Chroma is as small as 16 channels of latents and the text width of the tests, 40, allow.
 CHROMA = {
     "in_channels": 64, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 8,
     "num_attention_heads": 1, "joint_attention_dim": 40, "axes_dims_rope": (2, 2, 4),
@@ -80,7 +80,7 @@ MODULATION = ["norm1.linear", "norm1_context.linear"]
 
 
 def randomize(model):
-    """Give every parameter unusual initial values, so that a missing parameter shows."""
+    """Give every parameter random values: results differ if a parameter is not loaded."""
     with torch.no_grad():
         for name, value in model.named_parameters():
             if value.ndim >= 2:
@@ -99,12 +99,12 @@ def save(path, tensors, metadata=None):
 
 
 def published(name):
-    """The published name of a parameter."""
+    """The name that a parameter has in peft's files."""
     return name.replace(".default.weight", ".weight").replace(".default", "")
 
 
 def adapted(model, call, targets, use_dora, sample, path):
-    """The model with an adapter: output, gradients and the losses of steps of AdamW."""
+    """Save the output, gradients and losses of AdamW's steps of the model with an adapter."""
     model.requires_grad_(False)
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, use_dora=use_dora)
     model = inject_adapter_in_model(config, model).train()
@@ -155,14 +155,14 @@ def family(name, make, inputs, call, linear, attention):
 
 
 def texts(length):
-    """Two samples: tokens, pooled embeddings and timesteps from 0 to 1."""
+    """Inputs for two samples: text features, pooled embeddings and timesteps from 0 to 1."""
     return {"encoder_hidden_states": torch.randn(2, length, 40),
             "pooled_projections": torch.randn(2, 24),
             "timestep": torch.tensor([0.113, 0.871])}  # fmt: skip
 
 
 def positions(height, width, length, axes):
-    """Positions of the tokens of an image and of a text, for rotary embedding."""
+    """The positions of the tokens of an image and of a text for rotary embeddings."""
     image = torch.zeros(height, width, axes)
     image[..., 1] += torch.arange(height)[:, None]
     image[..., 2] += torch.arange(width)
@@ -204,8 +204,8 @@ def flux():
 
 
 def chroma():
-    """Texts of 7 and 3 tokens and their padding, with a boolean mask as in the original code.
-    `ChromaPipeline` makes a mask of numbers, which attention adds to its scores."""
+    """Texts of 7 and 3 tokens, padded, with a boolean mask as in the original code.
+    `ChromaPipeline` makes a mask of numbers instead, which attention adds to its scores."""
     height, width, length = 3, 2, 7
     x = torch.randn(2, height * width, 64).requires_grad_()
     inputs = {"hidden_states": x} | texts(length) | positions(height, width, length, 3)
@@ -224,7 +224,7 @@ def chroma():
 
 
 def z_image():
-    """24 tokens of an image, which are padded to 32; one caption is longer than 32 tokens."""
+    """An image of 24 tokens, which the model pads to 32, and captions of 37 and 19 tokens."""
     lengths = torch.tensor([37, 19])
     x = torch.randn(2, 16, 12, 8).requires_grad_()
     text, times = torch.randn(2, 37, 40), torch.tensor([0.113, 0.871])
@@ -236,7 +236,7 @@ def z_image():
 
     inputs = {"hidden_states": x, "encoder_hidden_states": text, "timestep": times,
               "lengths": lengths.float()}  # fmt: skip
-    # In the last layer, `adaLN_modulation.0` is an activation, not a linear layer.
+    # In `all_final_layer`, `adaLN_modulation.0` is an activation, not a linear layer.
     modulation = [f"{block}.adaLN_modulation.0" for block in ("layers.1", "noise_refiner.0")]
     linear = [*ATTENTION, "w1", "w2", "w3", "cap_embedder.1", *modulation]
     family("zimage", lambda: ZImageTransformer2DModel(**Z_IMAGE), inputs, call, linear, ATTENTION)
@@ -257,7 +257,7 @@ def flux2():
 
 
 def qwen_image():
-    """An image of odd numbers of rows and columns, and texts of 9 and 4 tokens."""
+    """An image with odd numbers of rows and columns, and texts of 9 and 4 tokens."""
     height, width, length = 5, 3, 9
     x = torch.randn(2, height * width, 64).requires_grad_()
     inputs = {"hidden_states": x} | texts(length)
@@ -270,14 +270,14 @@ def qwen_image():
         return model(**inputs, encoder_hidden_states_mask=mask, img_shapes=shapes,
                      return_dict=False)[0]  # fmt: skip
 
-    # Rows -3 to 1, columns -2 to 0; the text begins at half of the larger side.
+    # Rows are -3 to 1, columns are -2 to 0, and the text begins at half of the larger side.
     rows, columns = torch.arange(-3.0, 2), torch.arange(-2.0, 1)
     image = torch.zeros(height, width, 3)
     image[..., 1], image[..., 2] = rows[:, None], columns
     words = 2.0 + torch.arange(length)
     stored = inputs | {"img_ids": image.reshape(-1, 3), "txt_ids": words[:, None].repeat(1, 3),
                        "lengths": lengths.float()}  # fmt: skip
-    # Nothing reads the results of the last block's text.
+    # The model does not use the text that the last block computes: adapt only that of the first.
     texts_of_first = [
         f"transformer_blocks.0.{name}" for name in ("attn.to_add_out", "txt_mlp.net.2")
     ]
@@ -293,7 +293,7 @@ def qwen_autoencoder():
              "temperal_downsample": [True], "latents_mean": means,
              "latents_std": deviations}  # fmt: skip
     model = randomize(AutoencoderKLQwenImage(**sizes)).eval()
-    # Some values are beyond 1 and are clipped.
+    # With this factor, some decoded values are beyond 1, and are clipped.
     model.decoder.norm_out.gamma.data.mul_(8)
     folder = OUTPUT / "qwen-image"
     copy.deepcopy(model).bfloat16().save_pretrained(folder / "vae")
@@ -302,7 +302,7 @@ def qwen_autoencoder():
         found = model.encode(image[:, :, None]).latent_dist
         decoded = model.decode(latent[:, :, None], return_dict=False)[0]
         model.enable_tiling(16, 16, 12, 12)
-        # diffusers clips whole images, but not those of tiles.
+        # diffusers clips images that it decodes whole, but not those that it decodes in tiles.
         tiled = model.decode(latent[:, :, None], return_dict=False)[0].clamp(-1, 1)
     stored = {"image": image, "mean": found.mean[:, :, 0], "logvar": found.logvar[:, :, 0],
               "latent": latent, "decoded": decoded[:, :, 0],
@@ -311,7 +311,7 @@ def qwen_autoencoder():
 
 
 def autoencoder():
-    """The autoencoder of FLUX.2, with statistics of latents other than the initial 0 and 1."""
+    """The autoencoder of FLUX.2, whose latents have other means and variances than 0 and 1."""
     kinds = {"down_block_types": ("DownEncoderBlock2D",) * 2,
              "up_block_types": ("UpDecoderBlock2D",) * 2}  # fmt: skip
     sizes = {"block_out_channels": (8, 16), "norm_num_groups": 8, "layers_per_block": 1,
@@ -333,9 +333,10 @@ def autoencoder():
 
 
 def folded(shapes):
-    """One line for the parameters of one shape whose names differ in the number of their block.
+    """JSON with one line for all parameters of a shape whose names differ only in a block's number.
 
-    Lines are [name with `*` for the number, shape, numbers], without numbers if there is no `*`.
+    A line is [name, shape, numbers]: the name has `*` for the number of the block. A name without
+    such a number has no `*`, and its list of numbers is empty.
     """
     rules = {}
     for name, shape in shapes.items():
@@ -364,7 +365,7 @@ def full_size():
         models["qwen_image"] = QwenImageTransformer2DModel()
     folder = OUTPUT / "full_size"
     folder.mkdir(exist_ok=True)
-    # Chroma has Flux's parameters without the modulation: store only those that Flux lacks.
+    # Chroma has all parameters of Flux except the modulation. Store only those that Flux lacks.
     flux = models["flux_dev"].state_dict()
     with torch.device("meta"):
         chroma = ChromaTransformer2DModel().state_dict()

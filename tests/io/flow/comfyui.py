@@ -16,9 +16,9 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class Slice(NamedTuple):
-    """Rows of an original matrix: `count` of its `of` equal parts, from part `first` on.
+    """Rows in an original matrix of `of` equal parts: the `count` parts from part `first` on.
 
-    If `swapped`, the original matrix has the two halves of the rows in reverse order.
+    If `swapped`, the original matrix has the two halves of the layer's rows in reverse order.
     """
 
     name: str
@@ -44,7 +44,7 @@ ADDED = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
 
 def flux_slices(blocks: int, singles: int) -> dict[str, Slice]:
-    """diffusers' linear layers of Flux in the original matrices."""
+    """Which rows of Flux's original matrices belong to each linear layer in diffusers."""
     found = {
         "x_embedder": Slice("img_in"),
         "context_embedder": Slice("txt_in"),
@@ -120,7 +120,7 @@ def sd3_slices(blocks: int, dual: int) -> dict[str, Slice]:
 
 
 def flux2_slices(blocks: int, singles: int) -> dict[str, Slice]:
-    """Like `flux_slices`, for FLUX.2, whose single blocks have the original matrices."""
+    """Like `flux_slices`, for FLUX.2; diffusers does not split the matrices of single blocks."""
     found = {
         "x_embedder": Slice("img_in"),
         "context_embedder": Slice("txt_in"),
@@ -188,7 +188,7 @@ def applied(
     """The original matrices after ComfyUI has loaded a file at strength 1.
 
     Raises:
-        KeyError: a key is not in ComfyUI's map of names; ComfyUI logs such keys and ignores them.
+        StopIteration: a key is not in ComfyUI's map of names; ComfyUI logs and ignores such keys.
     """
     modules: dict[str, Slice] = {}
     for layer, place in slices.items():

@@ -1,4 +1,4 @@
-"""The tiny transformers of flow models with adapters of each kind."""
+"""The tiny golden transformers of flow models, and adapters of each kind for them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ COMMON = (*UNPOOLED, "pooled_projections")
 RANK, ALPHA = 4, 6.0
 EVERYWHERE: dict[str, Any] = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["all-linear"]}
 KINDS: dict[str, dict[str, Any]] = {
-    # The families' default targets: in Flux's single blocks, all layers except the MLP's middle.
+    # SD3's default targets. They are a part of the fused layer `linear1` of Flux's single blocks.
     "attention": EVERYWHERE | {"target_modules": ["to_q", "to_k", "to_v", "to_out.0"]},
     "lora": EVERYWHERE,
     "rslora": EVERYWHERE | {"use_rslora": True},
@@ -48,9 +48,9 @@ class Family(NamedTuple):
     kind: type[Model]
     inputs: tuple[str, ...]
     layer: str = "transformer_blocks.0.attn.to_q"
-    """A layer of the transformer."""
+    """The name of a linear layer in the transformer."""
     native: tuple[str, ...] = ()
-    """Layers that ComfyUI's map lists only by their original names."""
+    """Patterns of layers that ComfyUI knows only by their original names."""
 
     @property
     def folder(self) -> Path:
@@ -62,7 +62,7 @@ class Family(NamedTuple):
         return self.kind.from_pretrained(self.folder, dtype="f32")
 
     def given(self) -> dict[str, tc.Tensor]:
-        """Golden inputs by name."""
+        """The golden inputs by name."""
         case = tc.load_file(GOLDEN / self.name / "transformer_forward.safetensors")
         return {name: case[name] for name in self.inputs}
 
@@ -113,7 +113,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 @pytest.fixture
 def attach() -> Callable[..., tc.AdapterSet]:
-    """Put an adapter of a kind on a model and give it an effect."""
+    """A function that puts an adapter of a kind on a model, with values that have an effect."""
 
     def attach(model: Model, kind: str, **other: Any) -> tc.AdapterSet:
         tc.manual_seed(5)
@@ -129,6 +129,6 @@ def attach() -> Callable[..., tc.AdapterSet]:
 
 
 def merged(model: Model) -> dict[str, np.ndarray]:
-    """All parameters with the adapter merged into them."""
+    """Merge the adapter of a model; return the values of all parameters."""
     model.merge_adapter()
     return {name: tensor.numpy() for name, tensor in model.named_tensors().items()}

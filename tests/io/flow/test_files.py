@@ -11,7 +11,8 @@ import trainable_candle as tc
 from .conftest import FAMILIES, KINDS, RANK, Family, merged
 
 CANNOT = {
-    # Queries, keys, values and the middle of the MLP are one matrix under these names.
+    # Kohya's names are those of the original matrices. Such a matrix combines queries, keys and
+    # values, and in single blocks also the first layer of the MLP.
     ("kohya", "lokr"): "apply to all rows of the matrix; save with format \"comfyui\"",
     ("kohya", "dora_input"): "it has one magnitude for each input, which",
     ("kohya", "dora_attention"): "would change the layers in it that have no adapter",
@@ -37,7 +38,7 @@ def test_saved_adapters_load_unchanged(
     adapter = attach(model, kind)
     message = CANNOT.get((format, kind))
     if format == "kohya" and kind != "oft_inputs" and family.name not in LAYERS:
-        # None of its matrices under these names is of several layers.
+        # The family's original matrices are those of diffusers: none combines several layers.
         message = None
     if message:
         with pytest.raises(tc.ArgumentError, match=message):
@@ -55,7 +56,7 @@ def test_saved_adapters_load_unchanged(
     found = merged(model)
     for name, values in expected.items():
         np.testing.assert_allclose(found[name], values, atol=1e-5, err_msg=name)
-    # A fresh adapter of the same configuration has the ranks and alphas of the file.
+    # A new adapter of the same configuration fits the ranks and alphas of the file, so it loads.
     model.remove_adapter()
     fresh = model.add_adapter(tc.LoraConfig(**KINDS[kind]))
     fresh.load(path)
@@ -71,7 +72,7 @@ def test_the_default_form_has_the_scale_in_its_factors(
     tensors = tc.load_file(tmp_path / "adapter.safetensors")
     layer = family.layer
     up = adapter.named_parameters()[f"{layer}.lora_B.weight"].numpy()
-    # The scale is 6 divided by the root of 4.
+    # rsLoRA's scale is alpha 6 divided by the square root of the rank 4.
     found = tensors[f"transformer.{layer}.lora_B.weight"].numpy()
     np.testing.assert_allclose(found, 3 * up, rtol=1e-6)
     assert not any(name.endswith(".alpha") for name in tensors)
@@ -93,7 +94,7 @@ def drawn(*shape: int) -> np.ndarray:
     return np.random.default_rng(len(shape) + sum(shape)).normal(0, 0.1, shape).astype(np.float32)
 
 
-# Names of one layer as other tools write them; kohya's files also have an alpha.
+# Names of one layer as other tools write them; files with kohya's suffixes also have an alpha.
 BLOCK, FLAT = "transformer_blocks.1.attn.to_out.0", "transformer_blocks_1_attn_to_out_0"
 PEFT, KOHYA = ("lora_A", "lora_B"), ("lora_down", "lora_up")
 TO_OUT = {
@@ -140,7 +141,7 @@ def test_names_of_other_tools_are_read(tmp_path: Path, name: str, tool: str) -> 
 
 
 def test_verify_says_who_reads_musubis_files_of_z_image(tmp_path: Path) -> None:
-    """diffusers reads the whole file, ComfyUI only layers whose original names are the same."""
+    """diffusers reads all layers, ComfyUI only layers whose names are also the original ones."""
     arrays = {}
     for layer, rows, columns in (("attention_to_q", 32, 32), ("feed_forward_w2", 32, 85)):
         module = f"lora_unet_layers_0_{layer}"
@@ -184,7 +185,7 @@ MODULE = {
 def test_a_matrix_of_several_layers_is_split(
     family: Family, tmp_path: Path, style: str, kind: str
 ) -> None:
-    """sd-scripts and LyCORIS train such an adapter: its layers share their factors."""
+    """sd-scripts and LyCORIS train one adapter for the whole matrix: its layers share factors."""
     if family.name not in LAYERS:
         pytest.skip("its original matrices are those of diffusers")
     model = family.load()
@@ -238,7 +239,7 @@ def test_a_matrix_of_several_layers_is_split(
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("lokr_w1", (4, 8), "is one parameter of 3 layers together"),
+        ("lokr_w1", (4, 8), "applies to several layers together"),
         ("lora_up.weight", (191, 3), "expected rows in 3 equal shares"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Adapter files of SD3.5 and Flux as diffusers and peft read them; needs torch."""
+"""Adapter files of flow models as diffusers and peft read them; needs torch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ from .conftest import FAMILIES, Family
 diffusers = pytest.importorskip("diffusers")
 peft = pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
-# diffusers uses a class that it deprecates.
+# diffusers itself uses a class that it has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
 
 LINEAR1 = [r"single_transformer_blocks\.\d+\.(attn\.to_.|proj_mlp)"]
@@ -67,7 +67,7 @@ def prediction(family: Family, model: Any) -> np.ndarray:
             del given["img_ids"]
         if family.name != "zimage":
             return model(**given).sample.numpy()
-        # Predict each sample alone, without the padding of its text.
+        # This model gets each sample by itself, without the padding of its text.
         lengths = given["lengths"].long().tolist()
         texts = [t[:n] for t, n in zip(given["encoder_hidden_states"], lengths, strict=True)]
         images = [image[:, None] for image in given["hidden_states"]]
@@ -92,7 +92,7 @@ def test_diffusers_computes_the_same_of_the_default_form(
     assert_same(family.predict(model), prediction(family, theirs), base)
 
 
-# peft warns of inputs that the given block size does not divide.
+# peft warns of layers whose number of inputs is no multiple of the block size.
 @pytest.mark.filterwarnings("ignore:Invalid `oft_block_size`")
 @pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr", "oft_inputs"])
 def test_peft_computes_the_same(
@@ -108,7 +108,7 @@ def test_peft_computes_the_same(
 def test_diffusers_reads_kohyas_names_of_flux(
     attach: Callable[..., tc.AdapterSet], tmp_path: Path
 ) -> None:
-    """All layers except `linear1`, for which diffusers expects the width of the released Flux."""
+    """All layers of the blocks except `linear1`, which diffusers splits by the published widths."""
     family = FAMILIES["flux"]
     model = family.load()
     base = family.predict(model)

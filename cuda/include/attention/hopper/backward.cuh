@@ -3,14 +3,14 @@
 //
 // The gradients of a tile of queries are sums over the tiles of keys that the queries see. Blocks add to these sums, which are f32 in
 // memory, in an order that is known in advance: the order in which the blocks would reach the tile of queries if all steps took equally
-// long. So waits are short. Because blocks wait for each other, all must run at the same time: one on each multiprocessor, in one
-// stream.
+// long. So a block waits only briefly for its turn. Because blocks wait for each other, all must run at the same time: one on each
+// multiprocessor, in one stream.
 #pragma once
 
 #include "copies.cuh"
 #include "order.cuh"
 
-// A tile has M queries. The template parameter `Order` gives the blocks their work: it is `::Order` (order.cuh), or `Shares`
+// A tile of queries has M rows. The template parameter `Order` gives the blocks their work: it is `::Order` (order.cuh), or `Shares`
 // (shares.cuh) for packed rows.
 template <typename T, int D, int M, typename Order> struct HopperBackward {
     static constexpr int GROUPS = 2, THREADS = (GROUPS + 1) * WARPGROUP, QUERY_STAGES = 3, GRADIENT_STAGES = 2, ADDERS = 3;
@@ -125,14 +125,15 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
         if (threadIdx.x % WARPGROUP == 0) barrier_arrive(shared + barrier);
     }
 
-    // Products of 64 rows of keys or values with the rows of a tile of queries or of the gradients of results.
+    // The products of 64 rows with the M rows of a tile: of keys with queries, or of values with gradients of results.
     template <int N> __device__ __forceinline__ void multiply_keys(float (&sum)[N], uint32_t keys, uint32_t rows) const {
         begin_products();
         multiply_rows<T, D, KEYS_AT_ONCE, M>(sum, keys, rows);
         end_products();
     }
 
-    // Log-sums (`which` = 0) or deltas (1) of the thread's two neighbouring queries among the eight with index `n`.
+    // The log-sums (`which` = 0) or deltas (`which` = 1) of two neighbouring queries: those of the thread in the n-th group of eight
+    // queries.
     __device__ __forceinline__ float2 statistic(uint32_t stage, int which, int n) const {
         float2 x;
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"

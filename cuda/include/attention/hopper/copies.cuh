@@ -6,18 +6,18 @@
 #include "../shape.cuh"
 #include "products.cuh"
 
-// The maps of the forward pass: boxes of 64 rows of q and o, of 128 rows of k and v.
+// The maps of the forward pass. Boxes have 64 rows of q and o, and 128 rows of k and v.
 struct AttentionForwardMaps {
     TensorMap q, k, v, o;
 };
 
-// The maps of the backward pass: boxes of 128 rows (64 if tiles have 128 columns) of q and d_o, of 128 rows of k and v, of 64 rows of
-// dk and dv.
+// The maps of the backward pass. Boxes have 128 rows of q and d_o (64 rows if tiles have 128 columns), 128 rows of k and v, and 64 rows
+// of dk and dv.
 struct AttentionBackwardMaps {
     TensorMap q, k, v, d_o, dk, dv;
 };
 
-// Starts the copy of `BOX` rows from `row` of a head to rows of a tile of `ROWS` rows.
+// Starts to copy `BOX` rows of a head, from `row` on, into a tile of `ROWS` rows.
 template <int D, int BOX, int ROWS>
 __device__ __forceinline__ void fetch_rows(uint32_t to, const TensorMap &map, uint32_t barrier, uint32_t row, const Task &task) {
 #pragma unroll
@@ -28,7 +28,7 @@ __device__ __forceinline__ void fetch_rows(uint32_t to, const TensorMap &map, ui
                      : "memory");
 }
 
-// Starts the copy of 64 rows of a tile of `ROWS` rows to `row` of a head.
+// Starts to copy 64 rows of a tile of `ROWS` rows to a head, from `row` on.
 template <int D, int ROWS>
 __device__ __forceinline__ void store_rows(const TensorMap &map, uint32_t from, uint32_t row, const Task &task) {
 #pragma unroll

@@ -1,4 +1,5 @@
-// Work before and after the two passes: statistics of the rows, sums of parts, and narrowing the gradients of queries from f32.
+// The work before and after the main kernels: it computes statistics of the rows, sums parts, and narrows the gradients of queries from
+// f32.
 #pragma once
 
 #include "backward.cuh"
@@ -18,7 +19,7 @@ __device__ __forceinline__ void read_eight(float (&x)[8], const float *from) {
 }
 
 // Computes the results and the log-sums of queries whose keys were divided among several blocks, from the parts that these blocks have
-// written. A thread computes eight columns of a row, a block some rows of an item.
+// written. A thread computes eight columns of a row, and a block computes some rows of an item.
 template <typename T, int D, int ROWS>
 __device__ __forceinline__ void sum_results(T *o, float *log_sums, const float *parts, const Strides &o_strides,
                                             const AttentionShape &shape, const Schedule &schedule) {
@@ -48,8 +49,9 @@ __device__ __forceinline__ void sum_results(T *o, float *log_sums, const float *
     write_eight(o_strides.matrix(o, task.batch, task.head) + query * o_strides.row + column, result);
 }
 
-// For every tile of M queries: M values log_sums / ln 2, then the M sums over the rows of o ∘ d_o. Queries that do not exist get
-// infinity, so that their weights are zero, and a sum of zero. Clears `turns`. `block` is the index of the tile.
+// Writes the statistics of tile `block` of M queries: log_sums / ln 2 of each query, then the sum over each row of o ∘ d_o. For queries
+// that do not exist, the first number is infinity, so that their weights are zero, and the sum is zero. Also sets the tile's
+// entry of `turns` to zero.
 template <typename T, int D, int M>
 __device__ __forceinline__ void backward_statistics(uint32_t block, const T *o, const T *d_o, const float *log_sums, float *statistics,
                                                     uint32_t *turns, const Strides &o_strides, const Strides &do_strides,
@@ -102,7 +104,7 @@ __device__ __forceinline__ void backward_finish(const float *sums, const float *
         sums += uint64_t(blockIdx.x) * 2 * 4096;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            // The sums are two halves of 64 queries and 64 columns: halves of the columns for D = 128, of the queries for D = 64.
+            // The sums are two halves of 64 queries and 64 columns each: the halves of the columns if D = 128, of the queries if D = 64.
             const uint32_t index = i * FINISH_THREADS + threadIdx.x, row = index / (D / 8), eight = index % (D / 8);
             const uint32_t half = D == 64 ? row / 64 : eight / 8;
             const uint32_t query = task.tile * M + row;

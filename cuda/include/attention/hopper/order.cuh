@@ -48,8 +48,8 @@ template <int M> struct Order {
         }
     };
 
-    // How many tiles of keys are added to the gradients of the tile of queries of `way` before the tile `keys`, whose block reaches these
-    // queries at `time`. All lanes of the warp take part and get the result.
+    // The turn of the tile `keys` to add to the gradients of the tile of queries at `way`: how many other tiles of keys add to them first.
+    // The block of `keys` reaches these queries at `time`. All lanes of the warp take part and get the result.
     __device__ __forceinline__ uint32_t turn(const Task &keys, const Way &way, uint32_t time) const {
         const uint32_t queries = way.tile;
         uint32_t before = 0;

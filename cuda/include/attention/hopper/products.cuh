@@ -9,7 +9,8 @@
 
 constexpr int WARPGROUP = 128;
 
-// Tells the compiler that a number is the same in the whole warp, so that descriptors made of it need no registers of each lane.
+// Tells the compiler that a number is the same in the whole warp, so that descriptors computed from it take uniform registers, not one
+// register per lane.
 __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(ALL_LANES, x, 0); }
 
 // The upper half of a tile's descriptor: 128-byte swizzle, groups of eight rows 1024 bytes apart.

@@ -3,7 +3,7 @@
 //
 // An item is a tile of keys of one head. Its steps are the tiles of queries that see some of the keys: first those of one head of queries
 // that shares the keys, then those of the next head. So the sums over these heads stay in registers. The steps of all items form one
-// sequence, of which every block takes an equal share. Parts of items that several blocks have computed are summed later.
+// sequence, of which every block takes an equal share. A later kernel sums the parts of an item that several blocks share.
 //
 // Blocks add to the gradients of queries in the order in which they would reach these queries if all steps took equally long. This order
 // depends only on the sequence, so results do not depend on when blocks run.
@@ -32,15 +32,15 @@ template <int M> struct Shares {
     // The tile of keys of an item.
     __device__ __forceinline__ Task keys(uint32_t item) const { return Task(item, tiles, heads); }
 
-    // The first tile of queries that may see a tile of keys, and the tiles of queries after the last one. A tile of keys has at least the
-    // tiles of its own positions, so every tile of queries has at least one step.
+    // The tiles of queries that may see a tile of keys are those from `first` up to but not including `end`. They are at least the tiles of
+    // the keys' own positions, so every tile of queries has at least one step.
     __device__ __forceinline__ uint32_t first(uint32_t tile) const { return tile * EACH; }
     __device__ __forceinline__ uint32_t end(uint32_t tile) const {
         const uint32_t all = ceil_divide(spans.rows, M), seen = spans.query_end(tile * KEYS_AT_ONCE + KEYS_AT_ONCE - 1);
         return min(max(ceil_divide(seen, M), first(tile) + EACH), all);
     }
 
-    // `places` is the number of places that the items of one head have before a tile of keys, `all_places` that of all items.
+    // `places`: how many places the items of one head have before tile `tile` of keys. `all_places`: how many places all items have.
     __device__ __forceinline__ uint32_t places(uint32_t tile) const { return spans.group() * plan[tile] + ITEM_PLACES * tile; }
     __device__ __forceinline__ uint32_t all_places() const { return heads * places(tiles); }
     // How many places a block has.
@@ -141,9 +141,9 @@ template <int M> struct Shares {
         }
     };
 
-    // How many tiles of keys are added to the gradients of the tile of queries of `way` before the tile `keys`, whose block reaches these
-    // queries at `time`. All lanes of the warp take part and get the result. For any spans, at least this number of steps come earlier, so
-    // no block waits forever.
+    // The turn of the tile `keys` to add to the gradients of the tile of queries at `way`: how many other tiles of keys add to them first.
+    // The block of `keys` reaches these queries at `time`. All lanes of the warp take part and get the result. Whatever the spans
+    // are, at least this many steps come earlier, so no block waits forever.
     __device__ __forceinline__ uint32_t turn(const Task &keys, const Way &way, uint32_t time) const {
         const uint32_t own = way.tile / EACH, share = this->share(), before_head = keys.index * places(tiles) + ITEM_PLACES;
         const uint32_t lowest = min(spans.first_key(way.tile * M) / KEYS_AT_ONCE, own);
@@ -181,7 +181,8 @@ template <int M> struct Shares {
         }
     };
 
-    // The item in which the share of block `index` + 1 begins, if that share is the first that begins after the item's first step.
+    // Describes the item in which the share of block `index` + 1 begins. Returns false unless the share of block `index` has the item's
+    // first step, so each split item is found for one `index` alone.
     __device__ __forceinline__ bool split(uint32_t index, SplitItem &split) const {
         const uint32_t share = this->share(), start = index * share, place = start + share;
         if (place >= all_places()) return false;

@@ -39,7 +39,7 @@ class TextOptions:
 
 @dataclass
 class Counts:
-    """Counts of the lines of a data set by what was found in them."""
+    """What was counted while the lines of a data set were read."""
 
     forms: Counter[str] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)
@@ -83,11 +83,11 @@ class TextDataset:
 
     @property
     def learnt(self) -> int:
-        """How many of the tokens the loss counts."""
+        """The number of tokens that count in the loss."""
         return sum(int(example.learnt.sum()) for example in self.examples)
 
     def part(self, numbers: Sequence[int]) -> TextDataset:
-        """The data set of the examples with these numbers."""
+        """The data set of the examples with these indices."""
         chosen = [self.examples[number] for number in numbers]
         return TextDataset(chosen, self.counts, self.options, self.place)
 
@@ -226,7 +226,7 @@ def _require_something(
             f"the answers are beyond the first {options.sequence_length} tokens; "
             "give a larger --sequence-length"
             if counts.truncated
-            else "the chat template marks no answer; `trainable-candle preview-data` shows it"
+            else "the chat template marks no answer; see `trainable-candle preview-data`"
         )
         raise DatasetError(f"{start} no token would be learnt: {reason}")
     if not counts.stops:

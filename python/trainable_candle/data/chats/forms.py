@@ -51,7 +51,7 @@ class Form:
     others: tuple[str, ...]
     """Optional fields."""
     read: Callable[[Mapping[str, Any]], Example]
-    """Makes an example of the fields' values; raises a `RowError` that names a wrong field."""
+    """Makes an example from the fields' values; raises a `RowError` that names a wrong field."""
 
 
 def _chat(values: Mapping[str, Any]) -> Chat:
@@ -71,7 +71,7 @@ def _completion(values: Mapping[str, Any]) -> Example:
     if isinstance(prompt, list) or isinstance(completion, list):
         asked = conversation(prompt, "prompt", answered=False)
         if not isinstance(completion, list) or not completion:
-            raise RowError("`completion` is not a list of messages, and `prompt` is one")
+            raise RowError("`prompt` is a list of messages, so `completion` must be one, too")
         both = [*asked, *completion]
         return Chat(conversation(both, "prompt + completion"), functions(values.get("tools")))
     return Completion(text(prompt, "prompt", empty=True), text(completion, "completion"))
@@ -105,7 +105,7 @@ def _preference(values: Mapping[str, Any]) -> Preference:
     if not any(isinstance(values.get(name), list) for name in names):
         chosen, rejected = (text(values.get(name), name) for name in names)
         if prompt is None and chosen != rejected:
-            # Their common beginning is the prompt; a space belongs to the word after it.
+            # Their common beginning is the prompt. A space at its end belongs to the next word.
             before = commonprefix([chosen, rejected]).rstrip(" ")  # noqa: RUF071 - no paths
             chosen, rejected = (answer.removeprefix(before) for answer in (chosen, rejected))
         else:

@@ -21,20 +21,20 @@ _ROLES: Final = {
     "tool": "tool", "observation": "tool", "function_response": "tool", "ipython": "tool",
     "function_call": "function_call",
 }  # fmt: skip
-"""Names of roles in data sets, and the roles here that they stand for."""
+"""Maps the names of roles in data sets to the names in this module."""
 
 
 def conversation(values: Any, field: str, *, answered: bool = True) -> list[Message]:
-    """The messages of a list, in one form of roles and contents.
+    """Check a list of messages; returns them with the same role names and fields.
 
     Args:
         values: objects with `role` and `content`, or, as in ShareGPT's files, `from` and `value`.
         field: the field's name, for error messages.
-        answered: whether there must be an answer.
+        answered: whether at least one message must be of the role assistant.
 
     Raises:
-        RowError: the value is no list, a role or a content is wrong, or roles are out of order; the
-            message names the field.
+        RowError: the value is not a list, a role or a content is wrong, or roles are out of order;
+            the message names the field.
     """
     values = _parsed(values, field)
     if not isinstance(values, list) or not values:
@@ -118,13 +118,13 @@ def _calls(value: Any, field: str) -> list[dict[str, Any]]:
     """The calls in a message of ShareGPT's role `function_call`, which are JSON.
 
     Raises:
-        RowError: there are no calls.
+        RowError: the content is not JSON, or a call has no `name`.
     """
     found = _parsed(value, field)
     calls = found if isinstance(found, list) else [found]
     for call in calls:
         if not isinstance(call, dict) or "name" not in call:
-            raise RowError(f"`{field}` is not a call of a function: JSON with name and arguments")
+            raise RowError(f"`{field}` is not a function call: JSON with name and arguments")
     return [{"type": "function", "function": call} for call in calls]
 
 

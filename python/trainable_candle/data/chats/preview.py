@@ -1,4 +1,4 @@
-"""Shows examples to people: tokens, which of them are learnt, where an answer stops."""
+"""Shows the tokens of examples: which of them are learnt, and where an answer stops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def legend(*, colour: bool) -> str:
     kinds = {_GIVEN: "given", _LEARNT: "learnt", _STOP: "stop token, learnt"}
     marks = _COLOURS if colour else _MARKS
     named = [f"{marks[kind][0]}{name}{marks[kind][1]}" for kind, name in kinds.items()]
-    return f"{', '.join(named)}; | is between tokens"
+    return f"{', '.join(named)}; | separates tokens"
 
 
 def shown(example: Tokens | Pair, tokenizer: ChatTokenizer, *, colour: bool) -> str:
@@ -30,8 +30,8 @@ def shown(example: Tokens | Pair, tokenizer: ChatTokenizer, *, colour: bool) -> 
 
     Args:
         example: the tokens.
-        tokenizer: decodes them.
-        colour: whether to mark them with a terminal's colours instead of brackets.
+        tokenizer: decodes the tokens.
+        colour: whether to mark learnt tokens with a terminal's colours instead of brackets.
     """
     marks = _COLOURS if colour else _MARKS
     kinds = [_LEARNT if learnt else _GIVEN for learnt in example.learnt]

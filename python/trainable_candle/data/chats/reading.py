@@ -43,10 +43,11 @@ def find_files(path: Path) -> tuple[list[Path], list[Path]]:
     """The files for training and those for validation that a path names.
 
     Args:
-        path: a file, or a folder. In a folder and its folder `data`, files with one of `SUFFIXES`
+        path: a file, or a folder. In a folder and in `data` inside it, files with one of `SUFFIXES`
             are sorted by the first word of their names, such as `train` in
-            `train-00000-of-00002.parquet`. If no name begins with `train`, all files that are not
-            for validation or tests are for training.
+            `train-00000-of-00002.parquet`. If no name begins with `train`, there is no validation,
+            and all files are for training, except those whose names begin with `test` or with a
+            word of `VALIDATION`. If there are only such files, all of them are for training.
 
     Raises:
         DatasetError: the path does not exist, has no file with one of `SUFFIXES`, or is the output
@@ -56,7 +57,7 @@ def find_files(path: Path) -> tuple[list[Path], list[Path]]:
         raise DatasetError(f"dataset: there is no file or folder {path}")
     if path.is_file():
         if path.suffix.lower() not in SUFFIXES:
-            raise DatasetError(f"dataset: {path} is none of {', '.join(SUFFIXES)}")
+            raise DatasetError(f"dataset: {path} has none of the suffixes {', '.join(SUFFIXES)}")
         return [path], []
     inside = [path, path / "data"] if (path / "data").is_dir() else [path]
     for folder in inside:
@@ -65,7 +66,7 @@ def find_files(path: Path) -> tuple[list[Path], list[Path]]:
         file for folder in inside for file in folder.iterdir() if file.suffix.lower() in SUFFIXES
     )
     if not files:
-        raise DatasetError(f"dataset: {path} has no file of {', '.join(SUFFIXES)}")
+        raise DatasetError(f"dataset: {path} has no file that ends in {', '.join(SUFFIXES)}")
     split = {file: file.stem.lower().replace("_", "-").split("-")[0] for file in files}
     train = [file for file in files if split[file] in TRAIN]
     if train:
@@ -111,7 +112,7 @@ def _json(path: Path) -> Iterator[Row | BadRow]:
         values = parse_json(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise DatasetError(
-            f"dataset: {path} is not JSON: {error}; a file with an object per line is called .jsonl"
+            f"dataset: {path} is not JSON: {error}; a file of one object per line is a .jsonl"
         ) from error
     if isinstance(values, dict):
         lists = [value for value in values.values() if isinstance(value, list)]
@@ -140,7 +141,7 @@ def _table(path: Path) -> Iterator[Row | BadRow]:
 
 
 def _cell(name: str, text: str) -> Any:
-    """The value of a cell: lists are written as JSON."""
+    """The value of a cell; a list or an object in it is parsed as JSON."""
     if name in _NESTED and text.lstrip().startswith(("[", "{")):
         try:
             return parse_json(text)

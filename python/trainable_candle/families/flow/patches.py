@@ -73,7 +73,7 @@ def positions(
         counts_words: whether there is a fourth axis, on which the text's tokens are numbered;
             without it, all of them are at zero.
         centred: whether rows and columns are counted from the image's centre, and the text's tokens
-            on all axes from half of its larger side, as in Qwen-Image.
+            on all axes from half of the image's larger side, as in Qwen-Image.
 
     Returns:
         (rows columns, axes) of (0, row, column) or (0, row, column, 0), and (length, axes), f32.

@@ -102,7 +102,7 @@ def estimate(
     if _keeps_texts(config):
         images.append(texts)
     if not config.on_gpu:
-        images.append(Item("pictures", "decoded ahead", 3 * area * (min(AHEAD, pictures) + 2)))
+        images.append(Item("images", "decoded ahead", 3 * area * (min(AHEAD, pictures) + 2)))
 
     side = int(area**0.5) // facts.factor
     sample = {"height": side, "width": side, "tokens": family.text_tokens}
@@ -199,7 +199,7 @@ def sampling_bytes(family: Sizes, size: tuple[int, int], count: int) -> int:
         count: the number of images, which are all kept.
     """
     facts, area = family.facts, size[0] * size[1]
-    # Without a dtype weights are used as stored; assume f16.
+    # Without a dtype, weights are used as stored; assume f16.
     dtype = family.dtype or "f16"
     itemsize = ITEM_BYTES[dtype]
     models = facts.bytes(dtype, family.component, *facts.text_encoders) + facts.bytes("f32", "vae")

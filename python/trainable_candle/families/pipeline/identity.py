@@ -37,11 +37,11 @@ def parts_identity(facts: Facts, names: Sequence[str]) -> dict[str, str]:
 
 
 def tokenizers_identity(weights: Path, shipped: Mapping[str, Path]) -> dict[str, str]:
-    """The identity of tokenizers: their folders, or the files of the package where there is none.
+    """The identity of tokenizers: of their folders or, without one, of the package's files.
 
     Args:
         weights: the checkpoint.
-        shipped: the package's tokenizer for the name of each tokenizer's folder.
+        shipped: maps the name of each tokenizer's folder to the package's tokenizer.
 
     Raises:
         OSError: a file cannot be read.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainable_candle.families.pipeline.family import PipelineFamily
 
 MOST_TOKENS = 512
-"""The most tokens of a caption in its template, as in diffusers' pipelines."""
+"""The most tokens of a caption with its template, as in diffusers' pipelines."""
 
 
 class Template(TypedDict, total=False):
@@ -60,8 +60,8 @@ class QwenEncoder:
         )
         if self.tokenizer.size > self._model.vocab_size:
             raise WeightsFormatError(
-                f"tokenizer: {folder} has {self.tokenizer.size} tokens, where the text encoder "
-                f"knows {self._model.vocab_size}; give the folder of the pipeline with its own"
+                f"tokenizer: {folder} has {self.tokenizer.size} tokens, but the text encoder "
+                f"knows {self._model.vocab_size}; give a pipeline with its own tokenizer"
             )
         self._device = family.device
 
@@ -127,7 +127,7 @@ class Qwen3(QwenEncoder):
 
 
 def tokenizer_folder(family: PipelineFamily[Any], of: str = Qwen3.of) -> Path:
-    """The folder of the tokenizer, in the pipeline's folder or beside the text encoder.
+    """The folder of the tokenizer: in the pipeline, beside the text encoder, or the encoder's own.
 
     Args:
         family: the family with the weights.
@@ -144,5 +144,5 @@ def tokenizer_folder(family: PipelineFamily[Any], of: str = Qwen3.of) -> Path:
             return place
     raise WeightsFormatError(
         f"tokenizer: there is no {FILE} of {of} with {family.weights}; give the folder of the "
-        f"pipeline, or put its folder tokenizer beside {encoder}"
+        f"pipeline, or put the pipeline's folder `tokenizer` beside {encoder}"
     )

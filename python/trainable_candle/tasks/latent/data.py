@@ -69,7 +69,10 @@ def dataset_options(config: TrainConfig, dataset: str, resolution: int) -> Datas
 
 
 def default_bucket_step(resolution: int) -> int:
-    """64 px, or less if 64 px would allow only few buckets at a small resolution."""
+    """The largest of 64, 32, 16 and 8 px that divides the resolution; 8 px if none does.
+
+    The resolution must be at least 4 steps: larger steps allow only few buckets.
+    """
     suiting = (s for s in _STEPS if resolution % s == 0 and resolution >= 4 * s)
     return next(suiting, _STEPS[-1])
 
@@ -141,7 +144,7 @@ def read_datasets(config: TrainConfig, load: Callable[[str], Dataset]) -> Split[
 def folder_for_cache(
     config: TrainConfig, dataset: Dataset, report: Callable[[str], None]
 ) -> Path | None:
-    """The folder in which latents and text features are cached; None if not in files.
+    """The folder of the cached latents and text features; None if they are not cached on disk.
 
     Raises:
         ConfigError: no folder can be written to.

@@ -36,7 +36,7 @@ class SampleOptions:
     seed: int = 0
     """Seed of the noise."""
     guidance: float | None = None
-    """Scale of classifier-free guidance; 1 is none."""
+    """Scale of classifier-free guidance; 1 turns it off."""
     negative_prompt: str = ""
     """The negative prompt, away from which guidance leads; empty: the model's own default."""
     size: tuple[int, int] | None = None
@@ -67,8 +67,8 @@ def draw(
 ) -> npt.NDArray[np.uint8]:
     """Draw one image per prompt; shape (n, height, width, 3).
 
-    Images that are drawn together have noise from one seed: `options.seed` plus the number of the
-    first of them. The library's generator does not change.
+    Images that are drawn together have noise from one seed: `options.seed` plus the index of the
+    first of these images. The library's generator does not change.
 
     Args:
         family: the model.
@@ -78,7 +78,8 @@ def draw(
         size: default width and height, px.
 
     Raises:
-        ConfigError: a prompt does not suit the model, or the size is not a multiple of its step.
+        ConfigError: a prompt does not suit the model, or a side is not a multiple of
+            `family.multiple`.
         NonFiniteError: an image has a NaN or an infinity.
     """
     width, height = options.size or size

@@ -39,15 +39,15 @@ class LatentModel(ABC):
     """
 
     name: ClassVar[str]
-    """Its name for `--model`."""
+    """The name for `--model`."""
     groups: ClassVar[tuple[type[Group], ...]]
-    """The groups of settings that it takes; giving others is an error."""
+    """The groups of settings that the model takes; other settings are an error."""
     parts: ClassVar[tuple[str, ...]] = ()
-    """The folders of its models in a pipeline; none if it is not a pipeline."""
+    """The folders of the models in a pipeline; empty if the weights are not a pipeline."""
     component: ClassVar[str]
     """The part that is trained; adapter files use this name."""
     formats: ClassVar[tuple[str, ...]]
-    """The formats of adapter files that have names for its layers, the default one first."""
+    """The formats of adapter files that have names for the model's layers, the default first."""
     targets: ClassVar[tuple[str, ...]]
     """The layers that get adapters by default."""
     text_targets: ClassVar[tuple[str, ...]] = ()
@@ -63,8 +63,8 @@ class LatentModel(ABC):
     at_once: ClassVar[int] = 1
     """The batch size of drawing, and the least batch size of validation."""
     validation_examples: ClassVar[int] = 16
-    """The least number of samples of noise and level in a validation; small data sets are repeated.
-    """
+    """The least number of examples, each with its own noise and noise level, in a validation. Small
+    data sets are repeated."""
 
     def __init__(
         self, weights: Path, dtype: str | None, device: str, config: TrainConfig | None = None
@@ -204,7 +204,7 @@ class LatentModel(ABC):
         """
         return load_images(self.config, folder, self.config.resolution or self.resolution)
 
-    # Its parts, loaded when they are needed.
+    # The parts of the model, loaded when they are needed.
 
     @property
     @abstractmethod
@@ -262,11 +262,11 @@ class LatentModel(ABC):
 
     @property
     def distilled_guidance(self) -> bool:
-        """Whether the model takes the guidance scale as input, or no scale, and is called once."""
+        """Whether a step needs one call: the model takes the guidance scale as input, or none."""
         return False
 
     def rescaled(self, guided: Tensor, positive: Tensor) -> Tensor:  # noqa: ARG002
-        """The result of guidance, from the guided prediction and that for the prompt."""
+        """The result of guidance, from the guided prediction and the prediction for the prompt."""
         return guided
 
     def conditions(

@@ -34,8 +34,8 @@ class Objective(Protocol):
 
         Args:
             latents: the latents to learn.
-            samples: the number of each sample in the run; noise and level depend only on it and
-                `seed`.
+            samples: the number of each sample in the run; noise and level depend only on this
+                number and `seed`.
             seed: the seed of the run.
         """
 
@@ -48,8 +48,8 @@ class Objective(Protocol):
         Args:
             prediction: the model's output for `inputs["sample"]`.
             inputs: the result of `noise`. It may also have `mask` (B, 1, ...), which weighs
-                positions and is divided by its mean over an example, and `weights` (B,), which are
-                factors.
+                positions and is divided by its mean over an example, and `weights` (B,), which
+                multiply the examples' losses.
         """
 
 

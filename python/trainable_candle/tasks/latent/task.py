@@ -152,7 +152,7 @@ class LatentTask:
         return data
 
     def samples(self, data: Split[Dataset]) -> int:
-        """Images; see `Task.samples`."""
+        """The number of images; see `Task.samples`."""
         return len(data.train)
 
     def estimate(
@@ -170,8 +170,8 @@ class LatentTask:
         """
         family, config = self.family, self.family.config
         self._side = data.train.options.resolution
-        # The text encoders are loaded after this, so that it counts as much free memory as the
-        # estimate does.
+        # Determine the area before the text encoders are loaded, so that as much memory is free as
+        # the estimate assumes.
         area = family.encode_area()
         # Only rank 0 draws previews. A rank that draws none loads no encoder if all features are
         # cached.

@@ -25,7 +25,7 @@ class CausalModel(Protocol):
     def log_probs(
         self, input_ids: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
     ) -> Tensor:
-        """The logarithm of the probability of each target, (N,) in f32; 0 where it is -100."""
+        """The logarithm of the probability of each target, (N,) in f32; 0 for a target of -100."""
 
     @property
     def generate(self) -> Callable[..., list[list[int]]]:
@@ -58,7 +58,7 @@ class TextFamily(Protocol):
     component: ClassVar[str]
     """The part that is trained; adapter files use this name."""
     formats: ClassVar[tuple[str, ...]]
-    """The formats of adapter files that have names for its layers, the default one first."""
+    """The formats of adapter files that have names for the model's layers, the default first."""
     targets: ClassVar[tuple[str, ...]]
     """The layers that get adapters by default."""
     config: TrainConfig
@@ -86,7 +86,7 @@ class TextFamily(Protocol):
 
     @property
     def repeats(self) -> bool:
-        """Whether the model does the same for all texts: no host state depends on their lengths."""
+        """Whether all texts need the same operations: no host state depends on their lengths."""
 
     @property
     def model(self) -> CausalModel:

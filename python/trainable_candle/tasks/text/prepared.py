@@ -90,7 +90,7 @@ class PreparedTexts(Packing):
     _base: float | None = None
 
     def weight(self, batch: Packed) -> float:
-        """The number of tokens that count; a step's loss is the mean over those of all batches."""
+        """The number of tokens that count; a step's loss is the mean over these tokens."""
         return batch.count
 
     def inputs(self, batch: Packed) -> dict[str, Tensor]:
@@ -103,7 +103,7 @@ class PreparedTexts(Packing):
         return self._sum(inputs) * inputs["scale"]
 
     def validation_loss(self) -> float:
-        """The mean over all tokens that count, each once."""
+        """The mean loss over all tokens that count; each token is used once."""
         batches = in_order(
             self._dataset.examples,
             self._dataset.options.sequence_length,

@@ -60,12 +60,12 @@ class TextTask:
 
     @property
     def repeats(self) -> bool:
-        """See `Task.repeats`; the bounds of texts are read on the device only."""
+        """See `Task.repeats`; bounds of texts are no host state: only the device reads them."""
         return self.family.repeats and self._kind.alike
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a row."""
+        """The number of tokens of a row."""
         return self.family.config.sequence_length or min(ROW, self.family.context)
 
     def check(self, report: Callable[[str], None]) -> None:
@@ -127,13 +127,13 @@ class TextTask:
             if largest >= self.family.vocabulary:
                 token = self.family.tokenizer.token(largest)
                 raise DatasetError(
-                    f"dataset: {path} has the token {token} ({largest}), and the model knows "
-                    f"{self.family.vocabulary}: the tokenizer is another model's"
+                    f"dataset: {path} has the token {token} ({largest}), and the model has "
+                    f"{self.family.vocabulary} tokens: the tokenizer is another model's"
                 )
         return train, validation
 
     def samples(self, data: Split[TextDataset]) -> int:
-        """Packed rows; see `Task.samples`."""
+        """The number of packed rows; see `Task.samples`."""
         return len(best_fit([len(text) for text in data.train.examples], self.sequence_length))
 
     def estimate(
@@ -270,7 +270,7 @@ class TextTask:
         return folder
 
     def save_merged(self, output: Path) -> None:
-        """Write the model with its adapter merged, and copy the files beside its weights.
+        """Write the model with its adapter merged, and copy the tokenizer's files.
 
         Raises:
             ConfigError: `output` exists and is not an empty folder.
@@ -282,7 +282,7 @@ class TextTask:
             )
         self.family.model.merge_adapter()
         self.family.model.save_pretrained(output)
-        # If the dtype was changed, keep the new configuration, which names it.
+        # If the dtype was changed, keep the written configuration, which names the new dtype.
         copy_files(self.family.weights, output, *([] if self.family.dtype else ["config.json"]))
 
     def loss_on(self, dataset: str) -> float:
@@ -295,7 +295,7 @@ class TextTask:
         return PreparedTexts(self.family, texts, self.without_adapter, print).validation_loss()
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:
-        """Attach the adapters in a file to the model, their effect times `scale`.
+        """Attach the adapters in a file to the model; `scale` multiplies their effect.
 
         Raises:
             MissingFileError, WeightsFormatError, ConfigError: the file is missing, damaged, or of

@@ -26,7 +26,7 @@ class WritingOptions:
     min_p: float = 0.0
     """Draw from tokens whose probability is at least this fraction of the likeliest one's."""
     repetition_penalty: float = 1.0
-    """Above 1: tokens that the text already has become less likely (arXiv:1909.05858)."""
+    """Above 1: tokens that are already in the text become less likely (arXiv:1909.05858)."""
     seed: int = 0
     stop: tuple[str, ...] = ()
     """Texts that end an answer, besides end tokens, and are not part of it."""

@@ -18,10 +18,11 @@ pub(super) trait Slot: Send + Sync {
     fn set_filled(&self, filled: bool);
 }
 
-/// A change of a state, identified by `key`, which every replay repeats.
+/// A change of a state that every replay repeats. `key` identifies the state.
 pub(super) trait Repeat: Send + Sync {
     fn key(&self) -> usize;
-    /// Whether no later change in the function has altered the state again.
+    /// Whether the change still holds at the end of the function. A derived value is out of date if its variable has
+    /// changed since.
     fn is_last(&self) -> bool {
         true
     }
@@ -63,7 +64,7 @@ pub(crate) struct Effects {
     depends: Vec<Dependency>,
     /// For each changed state, the function that restores it if the recording fails.
     undo: Vec<(usize, Undo)>,
-    /// The states that each call changes permanently.
+    /// The states that the function has changed with `HostState::advance`; replays repeat these changes.
     advanced: Vec<usize>,
     /// Whether the run has set the random generator; replays would not repeat that.
     pub(crate) has_seeded: bool,
@@ -93,8 +94,8 @@ pub fn before_replay(work: impl Fn() -> Result<()> + Send + Sync + 'static) {
     }
 }
 
-/// Repeat `effect`, an effect of the function that is being captured on this thread, after every replay of its graph.
-/// Does nothing outside of a capture.
+/// Call `effect` after every replay of the graph that is being captured on this thread. Does nothing outside of a
+/// capture.
 pub(super) fn after_replay(effect: impl Fn() + Send + Sync + 'static) {
     if is_capturing() {
         EFFECTS.with_borrow_mut(|effects| effects.after.push(Box::new(effect)));
@@ -131,14 +132,15 @@ pub(super) fn has_changed(key: usize) -> bool {
     is_capturing() && EFFECTS.with_borrow(|effects| effects.undo.iter().any(|&(known, _)| known == key))
 }
 
-/// Record that each call changes the state `key` permanently.
+/// Record that the function advances the state `key`, as each replay does too.
 pub(super) fn note_advance(key: usize) {
     if is_capturing() {
         EFFECTS.with_borrow_mut(|effects| effects.advanced.push(key));
     }
 }
 
-/// Whether the function that is being captured on this thread has set the state `key`, to the same value in every call.
+/// Whether the function that is being captured on this thread has set the state `key`, but not advanced it: the value is
+/// then the same in every call.
 pub(super) fn is_changed(key: usize) -> bool {
     has_changed(key) && !EFFECTS.with_borrow(|effects| effects.advanced.contains(&key))
 }
@@ -259,7 +261,7 @@ fn push_new(known: &mut Vec<Box<dyn Repeat>>, new: Box<dyn Repeat>) {
 
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "graphs exist on CUDA alone"))]
 impl Effects {
-    /// Move every gradient that the run has changed to fixed storage, so that its address is the same in the capture
+    /// Give fixed storage to every gradient that the run has changed, so that its address is the same in the capture
     /// and in each replay. Returns whether a gradient has moved.
     pub(crate) fn settle_gradients(&mut self) -> Result<bool> {
         let mut has_moved = false;
@@ -276,8 +278,8 @@ impl Effects {
         self.gradients.len()
     }
 
-    /// Set again which gradients have values, as at the end of the run. Called after a replay, and after a failed
-    /// capture, which has changed no values.
+    /// Mark each gradient as filled or empty, as it was at the end of the run. A replay changes gradients but not
+    /// these marks; a failed capture changes the marks but not the gradients.
     pub(crate) fn restore_gradients(&self) {
         for (gradient, &filled) in self.gradients.iter().zip(&self.filled) {
             gradient.set_filled(filled);

@@ -29,7 +29,7 @@ pub struct Fixed<T> {
 }
 
 impl<T> Fixed<T> {
-    /// The state called `name` in messages, such as "the hyper-parameters of an optimizer".
+    /// A value that messages call `name`, such as "the hyper-parameters of an optimizer".
     pub const fn new(name: &'static str, value: T) -> Self {
         Self { name, value }
     }
@@ -37,7 +37,7 @@ impl<T> Fixed<T> {
     /// A mutable reference to the value.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device) while a function is recorded, because replays would not repeat it.
+    /// [`Error::Device`](crate::Error::Device) while a function is recorded, because replays would not repeat the change.
     pub fn get_mut(&mut self) -> Result<&mut T> {
         refuse_change(self.name)?;
         Ok(&mut self.value)

@@ -27,7 +27,7 @@ impl<S: Copy> Generator<S> {
         *self = Self::at(state);
     }
 
-    /// Draw, which advances the position.
+    /// Draw with `draw`, which advances the position.
     pub(crate) fn draw<R>(&mut self, draw: impl FnOnce(&mut S) -> R) -> R {
         draw(&mut self.0)
     }

@@ -45,7 +45,7 @@ impl<T> HostState<T> {
 }
 
 impl<T: Clone + Send + 'static> HostState<T> {
-    /// The state called `name` in messages.
+    /// State that messages call `name`.
     pub fn new(name: &'static str, value: T) -> Self {
         Self(Arc::new(Inner { name, value: Mutex::new(value) }))
     }
@@ -58,7 +58,7 @@ impl<T: Clone + Send + 'static> HostState<T> {
     /// Replaces the value.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device) while a function is recorded, because replays would not repeat it.
+    /// [`Error::Device`](crate::Error::Device) while a function is recorded, because replays would not repeat the change.
     pub fn set(&self, value: T) -> Result<()> {
         refuse_change(self.0.name)?;
         *self.value() = value;
@@ -102,7 +102,7 @@ impl<T: Clone + PartialEq + Send + 'static> HostState<T> {
     pub fn read(&self) -> T {
         let value = self.get();
         if is_changed(self.key()) {
-            // The function itself has set the value, and sets it in each call.
+            // Each call of the function changes the value to this one, so the record does not depend on the state.
             return value;
         }
         let (known, state) = (value.clone(), self.clone());

@@ -1,7 +1,7 @@
-//! Effects of a captured function on the host, which replays of its graph repeat.
+//! The effects that a captured function has on the host. Replays of its graph repeat them.
 //!
-//! A CUDA graph repeats the device's work only. A capture records what a call changes on the host, and a replay repeats
-//! these changes. A change that a replay could not repeat is an error while a function is recorded. Each kind of host
+//! A CUDA graph repeats the device's work only. So a capture also records what a call changes on the host, and a replay
+//! repeats these changes. A change that a replay could not repeat is an error while a function is recorded. Each kind of host
 //! state has a type here. The methods of the type are the only access to the value, and they record each access, so the
 //! owners of the state need no code for captures.
 //!

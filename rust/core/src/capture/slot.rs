@@ -58,7 +58,7 @@ impl<T: Settle> GradientSlot<T> {
         state
     }
 
-    /// Access for changing the gradient in a way that does not depend on where it was.
+    /// Access for a change of the gradient that does not depend on its present storage.
     pub(crate) fn change(&self) -> MutexGuard<'_, T> {
         note_gradient(|| self.0.clone());
         lock(&self.0)

@@ -8,7 +8,7 @@
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use super::{Policy, save};
+use super::{Policy, begin_operation, save};
 use crate::Result;
 use crate::capture;
 use crate::cuda::offload::{Arriving, Away};
@@ -39,6 +39,9 @@ impl KeptInputs {
     pub(super) fn new(inputs: &[&Tensor], policy: Policy) -> Result<Self> {
         // An inner checkpoint keeps no inputs: the outer checkpoint recomputes them.
         let offloads = policy == Policy::Offloaded && !flags().recording();
+        // The outer checkpoint saves these inputs. Its operation that made the last of them is then not the one that ends
+        // its recomputation.
+        begin_operation();
         let mut parts = Vec::new();
         let mut placed = Vec::with_capacity(inputs.len());
         for &tensor in inputs {
@@ -82,7 +85,8 @@ impl KeptInputs {
     }
 }
 
-/// Whether an input is large, and needed for nothing else: constants and variables stay on the device anyway.
+/// Whether offloading an input frees enough memory: the input is large, on a GPU, and the result of an operation.
+/// Constants and variables stay on the device anyway.
 fn is_worth_it(tensor: &Tensor, origin: Origin) -> bool {
     let bytes = tensor.raw.elem_count() * tensor.raw.dtype().size_in_bytes();
     matches!(origin, Origin::Computed) && bytes >= LEAST && tensor.raw.is_contiguous() && !tensor.raw.device().is_cpu()
@@ -169,7 +173,7 @@ impl Origin {
     }
 }
 
-/// The backward of an input that was computed outside the function. It does nothing, because gradients flow through the
+/// The backward function of an input that was computed outside the function. It does nothing, because gradients flow through the
 /// nodes of the first run.
 struct MadeElsewhere;
 

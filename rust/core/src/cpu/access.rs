@@ -25,7 +25,7 @@ pub(crate) type Operand<'a> = (&'a CpuStorage, &'a Layout);
 
 /// The elements of an operand, from the first element of the tensor on.
 pub(crate) fn elements<'a, T: WithDType>((storage, layout): Operand<'a>) -> Result<&'a [T]> {
-    // A view without elements may start beyond the end.
+    // A view without elements may start beyond the end of the storage.
     Ok(T::cpu_storage_as_slice(storage)?.get(layout.start_offset()..).unwrap_or_default())
 }
 

@@ -11,8 +11,8 @@ use super::strided::{Axis, View, collapse};
 use crate::raw::check_allocation;
 use crate::{Raw, Result};
 
-/// Rows and columns of the tiles in which transposed tensors are copied. A row of the source's tile fills one or two
-/// cache lines, a row of the result's tile several.
+/// Rows and columns of the tiles in which transposed tensors are copied. A tile reads 16 adjacent elements of the source
+/// at a time, at most two cache lines, and writes 64 adjacent elements of the result, two to eight cache lines.
 const TILE_ROWS: usize = 16;
 const TILE_COLUMNS: usize = 64;
 
@@ -35,7 +35,7 @@ pub fn contiguous(x: &Raw) -> Result<Raw> {
 }
 
 /// A contiguous copy if the elements are in transposed order, because reading them in the tensor's order would fetch a
-/// cache line for each. Otherwise the tensor itself.
+/// cache line for each element. Otherwise the tensor itself.
 pub(super) fn untransposed(x: &Raw) -> Result<Cow<'_, Raw>> {
     if x.is_contiguous() {
         return Ok(Cow::Borrowed(x));

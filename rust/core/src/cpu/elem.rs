@@ -1,4 +1,4 @@
-//! Element types: how numbers are stored, and in which type they are computed with.
+//! Element types: the types in which numbers are stored, and the types of the arithmetic on them.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, WithDType};
@@ -110,7 +110,7 @@ fn f32_to_f16(x: f32) -> f16 {
     let magnitude = bits & 0x7fff_ffff;
     // Normal: move the exponent to the other bias and round to nearest even at bit 13; a carry may lead to infinity.
     let normal = magnitude.wrapping_sub((127 - 15) << 23).wrapping_add(0x0fff + ((magnitude >> 13) & 1)) >> 13;
-    // Subnormal: adding 0.5 rounds to units of 2^-24, whose number is then in the low bits.
+    // Subnormal: adding 0.5 rounds to units of 2^-24; the low bits of the sum are the number of units.
     let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
     let finite = if magnitude < (127 - 14) << 23 { subnormal } else { normal };
     let special = if magnitude > 0x7f80_0000 { 0x7e00 } else { 0x7c00 };
@@ -171,7 +171,7 @@ mod tests {
 
     #[test]
     fn f32_rounds_to_halves_as_in_the_half_crate() {
-        // Steps of 2^9 hit all ties of f16 and of bf16, whose ties are multiples of 2^15.
+        // The bit patterns of ties are multiples of 2^12 for f16 and of 2^15 for bf16, so steps of 2^9 hit all ties.
         for x in (0..=u32::MAX).step_by(1 << 9).chain((0..=u32::MAX).step_by(10_007)).map(f32::from_bits) {
             let (h, b) = (f16::from_acc(x), bf16::from_acc(x));
             if x.is_nan() {

@@ -1,8 +1,8 @@
 //! Folds over one of three dimensions, the basis of sums and extrema.
 //!
-//! Blocks of fixed size are folded on several threads, then their results in the same way, until one result is left. So
-//! the error of a sum grows with the logarithm of the number of blocks, and results do not depend on the number of
-//! threads.
+//! Several threads fold blocks of a fixed size. The results of the blocks are folded in the same way, until one result is
+//! left. So the error of a sum grows with the logarithm of the number of blocks, and results do not depend on the number
+//! of threads.
 
 use super::pool::{GRAIN, SharedMut, par_ranges};
 use super::simd::{Real, dispatch};

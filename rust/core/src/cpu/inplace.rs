@@ -167,7 +167,7 @@ fn check_dims(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
     Err(Error::shape(op, format!("found shape {:?}, expected {:?}", src.dims(), dst.dims())))
 }
 
-/// Calls `kernel` with consecutive pieces of `dst` and the same elements of `src`.
+/// Calls `kernel` with consecutive pieces of `dst` and the elements of `src` at the same positions.
 fn update_from<D: Stored, S: Stored>(
     dst: &mut CpuStorage,
     layout: &Layout,

@@ -9,7 +9,7 @@ pub trait Lane: Sized + Copy {
 
     /// A register with `value` in every lane.
     fn splat<S: Simd>(simd: S, value: Self) -> Self::Vector<S>;
-    /// A register with the elements of `values`, fewer than it has lanes, followed by zeros.
+    /// A register with the elements of `values`, followed by zeros. There must be fewer elements than lanes.
     fn load_part<S: Simd>(simd: S, values: &[Self]) -> Self::Vector<S>;
     /// The sum of the lanes.
     fn sum_lanes<S: Simd>(simd: S, a: Self::Vector<S>) -> Self;

@@ -15,7 +15,7 @@ use super::strided::{BLOCK, Blocks, Dims, View, broadcast_dims};
 use crate::raw::check_allocation;
 use crate::{Error, Raw, Result, dispatch_float};
 
-/// The name of the operation in errors, for callers that do not check their operands under a name of their own.
+/// The name of the operation in errors. Callers that check their operands first report errors under their own name.
 const OP: &str = "elementwise operation";
 
 /// A function of one number. `apply` must be `#[inline(always)]` to be vectorised.

@@ -211,8 +211,8 @@ pub struct SharedMut<'a, T> {
     data: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: only the unsafe `slice` returns parts, whose caller promises that they are disjoint; so a shared reference to
-// the whole gives each thread no more than a `&mut [T]` of its own, which `T: Send` allows.
+// SAFETY: safe code cannot reach the elements. The callers of the unsafe `slice` promise that parts are disjoint, so each
+// thread has no more than a `&mut [T]` of its own, which `T: Send` allows.
 unsafe impl<T: Send> Send for SharedMut<'_, T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Sync for SharedMut<'_, T> {}

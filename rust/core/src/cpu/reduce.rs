@@ -151,7 +151,8 @@ fn reduce<F: Fold>(op: &'static str, x: &Raw, dims: &[usize], keepdim: bool, div
     }))
 }
 
-/// For each dimension, whether it is reduced, and its size; neighbours that are both reduced, or both kept, are merged.
+/// For each dimension, whether it is reduced, and its size. Neighbouring dimensions are merged if all are reduced or all are
+/// kept.
 pub(crate) fn groups(x: &[usize], dims: &[usize]) -> SmallVec<[(bool, usize); 6]> {
     let mut groups = SmallVec::<[(bool, usize); 6]>::new();
     for (i, &size) in x.iter().enumerate() {

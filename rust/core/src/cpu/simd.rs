@@ -19,8 +19,8 @@ pub fn dispatch<R>(f: impl FnOnce() -> R) -> R {
     arch().dispatch(f)
 }
 
-/// Runs an operation that is written with explicit SIMD registers for the widest instruction set that this processor
-/// has.
+/// Runs an operation that is written with explicit SIMD registers. It is compiled for the widest instruction set that
+/// this processor has.
 #[inline(always)]
 pub(crate) fn vectorized<Op: pulp::WithSimd>(operation: Op) -> Op::Output {
     arch().dispatch(operation)

@@ -58,7 +58,8 @@ pub(super) fn collapse(layout: &Layout, dims: &[usize]) -> SmallVec<[Axis; 6]> {
 }
 
 /// Calls `f(position, offset, stride, length)` for each run of elements along the innermost axis in `range`. `range`
-/// counts elements in row-major order, and `position` counts them from the start of `range`.
+/// counts elements in row-major order, and `position` counts them from the start of `range`. `offset` is the index of
+/// the run's first element in memory, and `stride` the distance between its elements.
 #[inline(always)]
 pub(super) fn for_each_run(axes: &[Axis], range: Range<usize>, mut f: impl FnMut(usize, usize, usize, usize)) {
     let Some((inner, outer)) = axes.split_last() else {

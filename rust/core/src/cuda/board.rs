@@ -1,8 +1,8 @@
 //! Counters with which kernels report ids out of range.
 //!
-//! A kernel cannot return an error, and waiting for its result would stall the queue. So it lowers the counter of its
-//! operation to the position of the id; the next synchronization of the device reads the counters and returns the
-//! error.
+//! A kernel cannot return an error, and waiting for its result would stall the queue. So the kernel writes the position
+//! of an id out of range to the counter of its operation, which keeps the smallest position. The next synchronization of
+//! the device reads the counters and returns the error.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -22,7 +22,7 @@ const PLACES: usize = 16;
 pub struct Board {
     stream: Arc<CudaStream>,
     counters: CudaSlice<u64>,
-    /// The operations that have a counter, in their order.
+    /// The operations that have a counter, in the order of the counters.
     names: Mutex<Vec<&'static str>>,
     /// Whether a kernel may have written since the last check.
     is_used: HostState<bool>,
@@ -86,7 +86,7 @@ impl Board {
                 format!(
                     "the id or bound at position {at} (in row-major order) was out of range in a call since the program last waited \
                      for the device; expected 0 <= id < the size of the dimension, or bounds that ascend from 0 up to the number \
-                     of rows; call synchronize() after each call to find which"
+                     of rows; call synchronize() after each call to find that call"
                 ),
             )),
         }

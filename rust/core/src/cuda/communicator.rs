@@ -49,8 +49,7 @@ pub struct Communicator {
 /// The identifier by which the processes find each other. Rank 0 makes it, and the other ranks must receive it.
 ///
 /// # Errors
-/// [`Error::CudaUnavailable`] if NCCL cannot be used, [`Error::Device`] if it cannot wait for connections of the other
-/// processes.
+/// [`Error::CudaUnavailable`] if NCCL cannot be used, [`Error::Device`] if it cannot listen for the other processes.
 pub fn unique_id(folders: &[&Path]) -> Result<[u8; 128]> {
     let nccl = load(folders)?;
     Ok(nccl.unique_id().map_err(|result| failed(nccl, result))?.0)
@@ -83,7 +82,7 @@ fn number_of(dtype: DType) -> Result<i32> {
         DType::F32 => 7,
         DType::F64 => 8,
         DType::BF16 => 9,
-        other => return Err(Error::dtype(OP, format!("found {}, expected a number", other.as_str()))),
+        other => return Err(Error::dtype(OP, format!("found {}, expected u8, u32, i64 or a float", other.as_str()))),
     })
 }
 
@@ -136,8 +135,8 @@ impl Communicator {
     /// [`wait`](Self::wait).
     ///
     /// # Errors
-    /// [`Error::Shape`] if a tensor is not dense, [`Error::DType`] if it holds no numbers, [`Error::Device`] if it is
-    /// on another device, the communicator was aborted, or NCCL fails.
+    /// [`Error::Shape`] if a tensor is not dense, [`Error::DType`] if its dtype is not supported, [`Error::Device`] if
+    /// it is on another device, the communicator was aborted, or NCCL fails.
     pub fn all_reduce(&self, tensors: &[&Raw]) -> Result<()> {
         self.queue(tensors, |comm, stream, place, count, dtype| {
             // SAFETY: the tensor is dense, of this size, and used on this stream.
@@ -268,7 +267,7 @@ impl Communicator {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        // Wait for NCCL to finish only for a limited time, because other processes may have ended.
+        // Limit the wait for NCCL, because other processes may have ended: then NCCL would never finish.
         const LIMIT: Duration = Duration::from_secs(5);
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         if !std::mem::take(&mut state.is_alive) {

@@ -1,10 +1,11 @@
-//! The stream of a device's copies from pinned memory, and the events that order it with the stream of the device's
-//! work.
+//! The stream of a device's copies from and to pinned memory, and from other devices; and the events that order this
+//! stream with the stream of the device's work.
 //!
 //! In a capture the same events fork the stream of copies off the captured stream and join it again, and the copies
 //! become nodes of the graph. Captured work cannot wait for an event of eager work, and eager work cannot wait for an
 //! event of captured work. So the two streams are joined (they "meet") where a recording or a replay begins and ends.
-//! After a meeting, the contents of earlier copies are unknown; [`Copies::epoch`] counts the meetings.
+//! A replay may overwrite what earlier copies have written. So owners of copies must treat the contents as unknown after
+//! a meeting; [`Copies::epoch`] counts the meetings.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -103,7 +104,7 @@ impl Copies {
         Ok(())
     }
 
-    /// As [`join`](Self::join), where a recording or a replay begins or ends; invalidates earlier copies.
+    /// As [`join`](Self::join), where a recording or a replay begins or ends; counts a meeting.
     pub(super) fn meet(&self, compute: &CudaStream) -> std::result::Result<(), DriverError> {
         self.epoch.fetch_add(1, Ordering::AcqRel);
         self.join(compute)

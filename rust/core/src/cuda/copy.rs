@@ -67,7 +67,7 @@ pub fn fill(dst: &Raw, value: f64) -> Result<()> {
     change("fill", &FILL, dst, value)
 }
 
-/// A new tensor of one value.
+/// A new tensor filled with `value`.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] if it does not fit, [`Error::DType`] if the dtype is not a floating-point one.
@@ -162,7 +162,7 @@ enum Change {
     Lerp(Const),
 }
 
-/// Copies `src` to `dst`, or changes `dst` by it; both have the same shape and device.
+/// Copies `src` to `dst`, or combines them in `dst` as `change` says; both have the same shape and device.
 fn write(op: &'static str, dst: &Raw, src: &Raw, change: Option<Change>) -> Result<()> {
     if dst.elem_count() == 0 {
         return Ok(());
@@ -207,7 +207,7 @@ pub(super) unsafe fn copy_bytes(
     unsafe { function.launch(op, gpu, shape, CopyArguments { y, x, tensors }) }
 }
 
-/// Changes each element of `dst` by a number.
+/// Runs `kernel`, which fills `dst` with `number` or multiplies it by `number`.
 fn change(op: &'static str, kernel: &Kernel<Fill>, dst: &Raw, number: f64) -> Result<()> {
     let gpu = Gpu::of(op, dst)?;
     let function = gpu.function(kernel, suffix(op, dst.dtype())?)?;

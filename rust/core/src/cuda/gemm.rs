@@ -13,8 +13,11 @@ use candle_core::cuda_backend::cudarc::cublas::sys::{
 
 use super::copy::contiguous;
 use super::error::{check_blas, driver_error};
+use super::gemm_choice::is_worth_measuring;
+use super::gemm_lt::{alignment, run_faster};
 use super::gpu::Gpu;
 use super::launch::{Address, address, empty, same_device};
+use super::product_calls::{Arithmetic, Key};
 use super::profile::measured;
 use crate::cpu::gemm::batch::{Plan, check_result_dtype};
 use crate::product::{MatmulPrecision, float32_matmul_precision};
@@ -58,7 +61,8 @@ fn check_apart(op: &'static str, dst: &Raw, a: &Raw, b: &Raw) -> Result<()> {
     Ok(())
 }
 
-/// As [`cpu::write_products`](crate::cpu::write_products). Adjacent matrices are joined to one product, and evenly
+/// As [`cpu::write_products`](crate::cpu::write_products). Large low-rank products that are added have kernels of their
+/// own. Of the others, adjacent matrices are joined into one product, and evenly
 /// spaced products of one shape are one batch.
 pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Result<()> {
     const OP: &str = "write_products";
@@ -70,6 +74,9 @@ pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Resu
         check_apart(OP, dst, a, b)?;
         let addresses = [address(OP, a)?, address(OP, b)?, address(OP, dst)?];
         products.push(Product { plan, addresses, sizes: [a, b, dst].map(|x| x.dtype().size_in_bytes()) });
+    }
+    if accumulate && super::low_rank::add(terms, alpha)? {
+        return Ok(());
     }
     let ([first, ..], Some([dst, a, _])) = (products.as_slice(), terms.first()) else { return Ok(()) };
     let Some(joined) = Joined::of(&products).filter(|_| first.plan.k > 0 && dst.elem_count() > 0) else {
@@ -90,7 +97,7 @@ struct Product {
     plan: Plan,
     /// Addresses of the operands and of the result.
     addresses: [Address; 3],
-    /// Bytes of an element of each.
+    /// Bytes of an element of each operand and of the result.
     sizes: [usize; 3],
 }
 
@@ -192,7 +199,7 @@ fn run(op: &'static str, y: &Raw, a: &Raw, b: &Raw, alpha: f64, beta: f64) -> Re
     let (Some(left), Some(right)) =
         (Matrix::transpose_of([plan.m, plan.k], plan.a), Matrix::transpose_of([plan.k, plan.n], plan.b))
     else {
-        // cuBLAS cannot read a matrix without a dense dimension, such as every other column of another.
+        // cuBLAS cannot read a matrix without a dense dimension, such as a view of every other column of a matrix.
         let (a, b) = (dense(a, [plan.m, plan.k], plan.a)?, dense(b, [plan.k, plan.n], plan.b)?);
         return run(op, y, &a, &b, alpha, beta);
     };
@@ -201,7 +208,7 @@ fn run(op: &'static str, y: &Raw, a: &Raw, b: &Raw, alpha: f64, beta: f64) -> Re
     let call =
         Call { op, gpu, plan: &plan, left, right, types: [data_type(op, a.dtype())?, data_type(op, y.dtype())?] };
     let sizes = [a.dtype().size_in_bytes(), b.dtype().size_in_bytes(), y.dtype().size_in_bytes()];
-    // One call handles the innermost batch dimension; make one for each index of the others.
+    // One call computes the innermost batch dimension; make a call for each index of the other batch dimensions.
     let (inner, outer) = match plan.batch.split_last() {
         Some((inner, outer)) => (Some(inner), outer),
         None => (None, plan.batch.as_slice()),
@@ -256,7 +263,7 @@ impl Call<'_> {
         let compute = compute_type(operands);
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(self.op, error))?;
         let name = || format!("gemm {count} x {m}x{k}x{n} {operands:?}");
-        let queue = || {
+        let queue = |y: Address| {
             // SAFETY: the plan stays within its operands and the result, which are of the types named; cuBLAS queues on
             // the device's stream.
             check_blas(unsafe {
@@ -287,7 +294,30 @@ impl Call<'_> {
                 )
             })
         };
-        measured(self.gpu, name, queue)
+        let is_one = count == 1 && narrow == [1.0, 0.0] && i64::from(row) == i64::from(n);
+        if is_one && let Some(key) = self.key([a, b, y]).filter(is_worth_measuring) {
+            // SAFETY: as above; the key describes the same product in cuBLAS' order.
+            if unsafe { run_faster(self.op, self.gpu, key, [b, a, y], queue) }? {
+                return Ok(());
+            }
+        }
+        measured(self.gpu, name, || queue(y))
+    }
+
+    /// A product of half-precision matrices as cuBLASLt takes it, with operands and result at these addresses.
+    fn key(&self, [a, b, y]: [Address; 3]) -> Option<Key> {
+        let dtype = match self.types {
+            [Type::CUDA_R_16F, Type::CUDA_R_16F] => DType::F16,
+            [Type::CUDA_R_16BF, Type::CUDA_R_16BF] => DType::BF16,
+            _ => return None,
+        };
+        let operand = |matrix: Matrix| (matrix.operation == Operation::CUBLAS_OP_T, matrix.distance);
+        Some(Key {
+            arithmetic: Arithmetic::Half { dtype },
+            sizes: [self.plan.n, self.plan.m, self.plan.k],
+            operands: [operand(self.right), operand(self.left)],
+            alignments: [b, a, y].map(alignment),
+        })
     }
 }
 

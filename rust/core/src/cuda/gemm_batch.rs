@@ -37,7 +37,7 @@ struct Key {
     /// The dtype of the operands and of the result.
     dtypes: [DType; 2],
     accumulates: bool,
-    /// The bits of the factor.
+    /// The bits of the factor on the product.
     alpha: u32,
 }
 
@@ -118,7 +118,7 @@ pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
     Ok(results.into_iter().flatten().collect())
 }
 
-/// Splits a group into products for one call, which all add to different tensors, and the rest.
+/// Splits a group into the products of one call, no two of which add to the same tensor, and the rest.
 fn distinct(work: &[Product], group: &[usize]) -> Result<(Vec<usize>, Vec<usize>)> {
     let (mut batch, mut rest) = (Vec::new(), Vec::new());
     let mut sums: FxHashSet<Address> = FxHashSet::default();

@@ -66,7 +66,8 @@ pub fn open(ordinal: usize, folders: &[&Path]) -> Result<Device> {
         return Ok(Device::Cuda(gpu.device.clone()));
     }
     let device = CudaDevice::new_with_stream(ordinal)?;
-    // SAFETY: all work goes to the device's one stream, and memory is freed in its order.
+    // SAFETY: all work goes to the device's one stream or is ordered with it (see `copies.rs`), and memory is freed in the
+    // order of this stream.
     unsafe { device.disable_event_tracking() };
     gpus.push((device.id(), Gpu::leak(device.clone())?));
     Ok(Device::Cuda(device))
@@ -175,7 +176,8 @@ impl Gpu {
         &self.product_calls
     }
 
-    /// The stream of copies from the host, which run in parallel with the work; made on first use.
+    /// The stream of copies from and to the host and from other devices, which run in parallel with the work; made on
+    /// first use.
     pub(super) fn copies(&self) -> Result<&'static Copies> {
         self.copies.get_or_make(&self.stream)
     }
@@ -185,7 +187,7 @@ impl Gpu {
         self.copies.get().map_or(Ok(()), |copies| copies.meet(&self.stream))
     }
 
-    /// The loader of its kernels.
+    /// The loader of the device's kernels.
     pub(super) const fn loader(&self) -> &Loader {
         &self.loader
     }

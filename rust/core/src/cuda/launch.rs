@@ -2,9 +2,14 @@
 
 use std::ffi::c_void;
 use std::marker::PhantomData;
+use std::mem::zeroed;
+use std::ptr::null_mut;
 
-use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum as Attribute;
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, result};
+use candle_core::cuda_backend::cudarc::driver::sys::{
+    CUfunction, CUfunction_attribute_enum as Attribute, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchConfig,
+    CUstream, cuLaunchKernelEx,
+};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, DriverError, result};
 use candle_core::cuda_backend::{CudaStorage, CudaStorageSlice};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Layout, Storage};
@@ -133,8 +138,12 @@ impl Loaded {
                 let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
                 self.function.set_attribute(attribute, shape.shared as i32)?;
             }
-            let (grid, block) = (shape.grid.into(), shape.block.into());
             let (function, stream) = (self.function.cu_function(), gpu.stream().cu_stream());
+            if self.overlaps {
+                // SAFETY: the caller's promise; every kernel waits for those before it (`cuda/include/follow.cuh`).
+                return unsafe { launch_early(function, shape, stream, arguments) };
+            }
+            let (grid, block) = (shape.grid.into(), shape.block.into());
             // SAFETY: the caller's promise.
             unsafe { result::launch_kernel(function, grid, block, shape.shared, stream, arguments) }
         };
@@ -142,7 +151,29 @@ impl Loaded {
     }
 }
 
-/// Checks that memory has the elements that a kernel expects.
+/// Queue a kernel that may start while the one before it runs.
+///
+/// # Safety
+/// As [`result::launch_kernel`]; the kernel itself waits for those before it.
+unsafe fn launch_early(
+    function: CUfunction,
+    shape: Shape,
+    stream: CUstream,
+    arguments: &mut [*mut c_void],
+) -> std::result::Result<(), DriverError> {
+    // SAFETY: all-zero bytes are a value of these structures of numbers and pointers.
+    let (mut attribute, mut config): (CUlaunchAttribute, CUlaunchConfig) = unsafe { (zeroed(), zeroed()) };
+    attribute.id = CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attribute.value.programmaticStreamSerializationAllowed = 1;
+    [config.gridDimX, config.gridDimY, config.gridDimZ] = shape.grid;
+    [config.blockDimX, config.blockDimY, config.blockDimZ] = shape.block;
+    (config.sharedMemBytes, config.hStream) = (shape.shared, stream);
+    (config.attrs, config.numAttrs) = (&raw mut attribute, 1);
+    // SAFETY: the caller's promise; the attribute outlives the call.
+    unsafe { cuLaunchKernelEx(&raw const config, function, arguments.as_mut_ptr(), null_mut()) }.result()
+}
+
+/// Checks that the arguments point to the kinds of elements that a kernel expects.
 fn check(op: &'static str, kernel: &str, pointers: &[(&'static str, Element)], elements: &[Element]) -> Result<()> {
     match pointers.iter().zip(elements).find(|((_, expected), found)| !found.fits(*expected)) {
         None => Ok(()),
@@ -184,7 +215,7 @@ pub fn address(op: &'static str, tensor: &Raw) -> Result<Address> {
     Ok(address)
 }
 
-/// The kind of element by which signatures of kernels denote a dtype.
+/// The [`Element`] that stands for a dtype in the signatures of kernels.
 pub const fn element(dtype: DType) -> Element {
     match dtype {
         DType::U8 => Element::U8,
@@ -243,7 +274,7 @@ pub fn wide(dtype: DType) -> usize {
     16 / dtype.size_in_bytes()
 }
 
-/// The dtype of arithmetic and of statistics.
+/// The dtype in which kernels compute with tensors of `dtype`, and of the statistics that they store.
 pub const fn accumulator(dtype: DType) -> DType {
     if matches!(dtype, DType::F64) { DType::F64 } else { DType::F32 }
 }

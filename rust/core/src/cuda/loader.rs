@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, PoisonError, RwLock};
 
+use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum;
 use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaModule, CudaStream};
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
 use rustc_hash::FxHashMap;
@@ -19,7 +20,12 @@ pub(super) struct Loaded {
     pub(super) name: Arc<str>,
     /// The names of its pointer arguments, and the elements to which they point.
     pub(super) pointers: &'static [(&'static str, Element)],
+    /// Whether it can be launched while the kernel before it runs: whether its code waits for that (`cuda/include/follow.cuh`).
+    pub(super) overlaps: bool,
 }
+
+/// The lowest architecture whose code waits, as `__CUDA_ARCH__` / 10. A newer GPU may run older code.
+const WAITS: i32 = 90;
 
 /// The modules and functions of a device that were found so far.
 pub(super) struct Loader {
@@ -54,7 +60,10 @@ impl Loader {
         let variant = kernel.variants.iter().find(|variant| variant.dtypes == dtypes);
         let variant = variant.ok_or_else(|| missing(&"there is none for these dtypes"))?;
         let function = self.module(kernel.module)?.load_function(&full).map_err(|error| missing(&error))?;
-        let loaded = Loaded { function, name: full.as_str().into(), pointers: variant.pointers };
+        let attribute = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PTX_VERSION;
+        let compiled_for = function.get_attribute(attribute).map_err(|error| missing(&error))?;
+        let overlaps = compiled_for >= WAITS;
+        let loaded = Loaded { function, name: full.as_str().into(), pointers: variant.pointers, overlaps };
         self.functions.write().unwrap_or_else(PoisonError::into_inner).insert(key, loaded.clone());
         Ok(loaded)
     }

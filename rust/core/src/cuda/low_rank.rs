@@ -5,10 +5,13 @@ use trainable_candle_cuda::kernels::low_rank::{
     LOW_RANK_BACKWARD16, LOW_RANK_BACKWARD32, LOW_RANK_BACKWARD64, LOW_RANK_FORWARD16, LOW_RANK_FORWARD32,
     LOW_RANK_FORWARD64, LowRankForward16,
 };
-use trainable_candle_cuda::structs::{LowRankSizes, LowRankTerm, LowRankTerms};
+use trainable_candle_cuda::kernels::low_rank_add::LowRankAddForward1;
+use trainable_candle_cuda::structs::{
+    LowRankAddSizes, LowRankSizes, LowRankTerm, LowRankTerms, LowRankTile, LowRankTiles,
+};
 
 use super::gpu::Gpu;
-use super::launch::{Address, Shape, address, same_device, suffix};
+use super::launch::{Address, Shape, address, count32, output, same_device, suffix};
 use crate::raw::storage_identity;
 use crate::{Raw, Result, product};
 
@@ -17,7 +20,7 @@ const OP: &str = "low_rank";
 const MOST_TERMS: usize = 4;
 /// Rows of a block.
 const ROWS: usize = 16;
-/// The most elements of input and dst of one term. Above that, memory bandwidth matters more than launches, and cuBLAS
+/// The most elements that input and dst of one term have together. Above that, memory bandwidth matters more than launches, and cuBLAS
 /// reads the factors less often: on an H200 the kernel is faster at 4096 rows of 640 + 640 elements and slower at 4096
 /// rows of 1280 + 1280.
 const MOST_ELEMENTS: usize = 6 << 20;
@@ -25,6 +28,14 @@ const MOST_ELEMENTS: usize = 6 << 20;
 const STEP: usize = 32;
 /// Addresses and distances between rows must be multiples of this, in bytes.
 const ALIGNMENT: usize = 16;
+
+/// The ranks of a tile, and the most tiles of a launch of `low_rank_add`.
+const TILE: usize = 16;
+const MOST_TILES: usize = 4;
+/// Rows and columns of its blocks.
+const ADD_BLOCK: [usize; 2] = [128, 256];
+/// The fewest elements of all dst together for which its launches take less time than cuBLAS, which may join products.
+const LEAST_ADDED: usize = 4 << 20;
 
 /// The layout of the factors `down` and `up` in memory.
 #[derive(Clone, Copy, PartialEq)]
@@ -38,7 +49,7 @@ enum Direction {
 /// Compute all terms in one launch. Returns false, without an effect, if the kernel does not support them.
 ///
 /// # Errors
-/// [`Error::Device`](crate::Error::Device) if they are on different devices.
+/// [`Error::Device`](crate::Error::Device) if the tensors of a term are on different devices.
 pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]: [f64; 2]) -> Result<bool> {
     let Some((first, shared)) = terms.first().filter(|_| terms.len() <= MOST_TERMS) else { return Ok(false) };
     let Some((direction, mut sizes)) = sizes(first, shared) else { return Ok(false) };
@@ -88,6 +99,93 @@ pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]
     // SAFETY: `sizes` has checked that the matrices have these sizes.
     unsafe { function.launch(OP, gpu, shape, LowRankForward16 { terms: LowRankTerms { list }, sizes }) }?;
     Ok(true)
+}
+
+/// Adds `alpha` a b to dst for each [dst, a, b], whose sizes fit, if they are large low-rank products. Returns false, without an
+/// effect, if the kernels do not support them.
+///
+/// # Errors
+/// [`Error::Device`](crate::Error::Device) if the driver reports an error.
+pub(super) fn add(terms: &[[&Raw; 3]], alpha: f64) -> Result<bool> {
+    if terms.iter().map(|[dst, ..]| dst.elem_count()).sum::<usize>() < LEAST_ADDED {
+        return Ok(false);
+    }
+    let mut additions: Vec<Addition<'_>> = Vec::with_capacity(terms.len());
+    for term in terms {
+        let Some(addition) = Addition::of(term, alpha)? else { return Ok(false) };
+        match additions.last_mut() {
+            Some(last) if last.takes(&addition) => last.tiles.extend(addition.tiles),
+            _ => additions.push(addition),
+        }
+    }
+    additions.iter().try_for_each(Addition::launch)?;
+    Ok(true)
+}
+
+/// A launch of `low_rank_add`.
+struct Addition<'a> {
+    dst: &'a Raw,
+    at: Address,
+    direction: Direction,
+    sizes: LowRankAddSizes,
+    tiles: Vec<LowRankTile>,
+}
+
+impl<'a> Addition<'a> {
+    fn of(&[dst, hidden, up]: &[&'a Raw; 3], alpha: f64) -> Result<Option<Self>> {
+        let (dtype, rank) = (dst.dtype(), up.dims()[0]);
+        let all = [dst, hidden, up];
+        let (&[rows, outer], is_half) = (dst.dims(), matches!(dtype, DType::F16 | DType::BF16)) else {
+            return Ok(None);
+        };
+        let is_whole =
+            rank.is_multiple_of(TILE) && (1..=MOST_TILES).contains(&(rank / TILE)) && outer.is_multiple_of(STEP);
+        if !is_half || !is_whole || all.iter().any(|x| x.dtype() != dtype || x.rank() != 2) {
+            return Ok(None);
+        }
+        let by_columns = row_distance(&[up.stride()[1], up.stride()[0]]).map(|row| (Direction::Forward, row));
+        let by_rows = || row_distance(up.stride()).map(|row| (Direction::Backward, row));
+        let (Some((direction, up_row)), Some(hidden_row), Some(dst_row)) =
+            (by_columns.or_else(by_rows), row_distance(hidden.stride()), row_distance(dst.stride()))
+        else {
+            return Ok(None);
+        };
+        let [at, hidden, up] = [address(OP, dst)?, address(OP, hidden)?, address(OP, up)?];
+        if [at, hidden, up].iter().any(|at| !at.is_multiple_of(ALIGNMENT as Address)) {
+            return Ok(None);
+        }
+        let (rows, outer) = (count32(OP, rows)?, count32(OP, outer)?);
+        let sizes = LowRankAddSizes { rows, outer, hidden_row, up_row, dst_row, scale: alpha as f32 };
+        let up_step = if direction == Direction::Forward { TILE } else { TILE * up_row as usize };
+        let bytes = |elements: usize| (elements * dtype.size_in_bytes()) as Address;
+        let tile = |i: usize| LowRankTile { hidden: hidden + bytes(i * TILE), up: up + bytes(i * up_step) };
+        Ok(Some(Self { dst, at, direction, sizes, tiles: (0..rank / TILE).map(tile).collect() }))
+    }
+
+    /// Whether one launch can compute both.
+    fn takes(&self, other: &Self) -> bool {
+        self.at == other.at
+            && self.direction == other.direction
+            && self.sizes == other.sizes
+            && self.tiles.len() + other.tiles.len() <= MOST_TILES
+    }
+
+    fn launch(&self) -> Result<()> {
+        let gpu = Gpu::of(OP, self.dst)?;
+        let name = match self.direction {
+            Direction::Forward => "low_rank_add_forward",
+            Direction::Backward => "low_rank_add_backward",
+        };
+        let function = gpu.named(name, &self.tiles.len().to_string(), suffix(OP, self.dst.dtype())?)?;
+        let mut list = [LowRankTile::default(); MOST_TILES];
+        list[..self.tiles.len()].copy_from_slice(&self.tiles);
+        let blocks = |size: u32, block: usize| count32(OP, (size as usize).div_ceil(block));
+        let grid = [blocks(self.sizes.outer, ADD_BLOCK[1])?, blocks(self.sizes.rows, ADD_BLOCK[0])?, 1];
+        let dst = output(OP, self.dst)?;
+        let arguments = LowRankAddForward1 { tiles: LowRankTiles { list }, sizes: self.sizes, dst };
+        // SAFETY: `write_products` has checked that the matrices have these sizes, and that dst shares no storage with the others.
+        unsafe { function.launch(OP, gpu, Shape { grid, block: [256, 1, 1], shared: 0 }, arguments) }
+    }
 }
 
 /// The sizes of a term, or None if the kernel does not support its matrices.

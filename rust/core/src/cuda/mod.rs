@@ -1,11 +1,11 @@
 //! The CUDA runtime: devices, memory, launches, graphs, cuBLAS, and the functions of the CPU engine on CUDA tensors.
 //!
-//! It has no code of single operations; the code that launches their kernels is in `ops`.
+//! It has no code for particular operations; the code that launches their kernels is in `ops`.
 //!
-//! The functions are those of [`cpu`](crate::cpu), for tensors of one CUDA device. All work goes to the device's one
-//! stream in the order of the calls. No function waits for it, and shapes are passed as arguments of launches instead
-//! of through memory. f16 and bf16 are storage formats: arithmetic and accumulation are in f32. Sums are split by sizes
-//! alone, so runs are repeatable.
+//! The functions are those of [`cpu`](crate::cpu), for tensors of one CUDA device. Kernels go to the device's one stream
+//! in the order of the calls; some copies have a stream of their own (see `copies.rs`). No function that computes waits
+//! for the device, and shapes are passed as arguments of launches instead of through memory. f16 and bf16 are storage
+//! formats: arithmetic and accumulation are in f32. Sums are split by sizes alone, so runs are repeatable.
 
 mod board;
 pub mod communicator;
@@ -18,6 +18,7 @@ pub mod exchange;
 mod gemm;
 mod gemm_batch;
 mod gemm_bias;
+mod gemm_choice;
 mod gemm_codes;
 mod gemm_lt;
 mod gpu;

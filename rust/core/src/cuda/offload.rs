@@ -1,9 +1,9 @@
 //! Tensors that wait in pinned memory of the host while the device uses their memory for something else.
 //!
 //! All copies to and from this memory are queued in one stream (see `copies.rs`) and run in its order, so a buffer can
-//! be reused without waiting. Buffers stay allocated for the next step. There are as many as tensors are offloaded at
-//! the same time. Graphs share buffers that eager work does not use: a replay writes each buffer before it reads it,
-//! and so would overwrite values of eager work.
+//! be reused without waiting. Buffers stay allocated for the next step: as many as tensors were ever offloaded at the
+//! same time. Graphs share buffers that eager work does not use, because a replay writes to its buffers and would
+//! overwrite values of eager work. A replay writes each buffer before it reads it, so graphs can share.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -58,7 +58,7 @@ fn take(gpu: &'static Gpu, bytes: usize) -> Result<Arc<Buffer>> {
         // free now, so the recording takes them.
         let Some(place) = free(eager, gpu, bytes) else {
             let message = "a recorded function needs more offloaded memory than the call before the recording has used; \
-                           drop the results of that call before";
+                           drop the results of that call before this one";
             return Err(Error::device(OP, message));
         };
         let buffer = eager.swap_remove(place);

@@ -1,8 +1,9 @@
-//! [`Shards`]: memory on the devices of several processes, which all of them read.
+//! [`Shards`]: memory on the devices of several processes that each of the processes reads.
 //!
-//! The driver does not allow a process to free memory that another one has mapped. So all processes count in memory of
-//! the host who has ended its mappings. A shard that others still map waits in `WAITING`, and is freed when a model is
-//! dropped or made, or cached memory released, later. If a process ends without counting itself, the shards of the others stay until they end, too.
+//! The driver does not allow a process to free memory that another one has mapped. So the processes share a ledger in the
+//! memory of the host, in which each records that it has ended its mappings. A shard that others still map waits in
+//! `WAITING`. It is freed at a later time, when a model is made or dropped, or cached memory is released. If a process
+//! ends without a record in the ledger, the other processes keep their shards until they end, too.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -23,7 +24,7 @@ use crate::{Error, Raw, Result, capture};
 const OP: &str = "stream_blocks";
 const CURE: &str = "stream from the host (stream_from: host)";
 
-/// The place of a device on the bus, which is its name in all processes of the machine.
+/// The address of a device on the PCI bus, which names the device in all processes of the machine.
 ///
 /// # Errors
 /// [`Error::Device`] if it is not a CUDA device, or the driver reports an error.
@@ -32,7 +33,7 @@ pub fn bus_id(device: &Device) -> Result<String> {
     peers::bus_id(current(OP, device)?).map_err(|status| status_error(OP, status))
 }
 
-/// How a device reads the memory of the one at a place on the bus; see [`crate::device::link`].
+/// How a device reads the memory of the device whose address on the bus is `bus_id`; see [`crate::device::link`].
 ///
 /// # Errors
 /// As [`bus_id`].
@@ -54,7 +55,7 @@ fn current(op: &'static str, device: &Device) -> Result<i32> {
     Ok(context.cu_device())
 }
 
-/// Counts, in memory of the host that all processes share, who has ended its mappings.
+/// Memory of the host that all processes share. Each process has an entry: whether it has ended its mappings.
 struct Ledger {
     pages: Pages,
     processes: usize,
@@ -98,13 +99,13 @@ pub(super) fn sweep() {
     }
 }
 
-/// The shards of all processes of a machine, by their numbers on it.
+/// The shards of all processes of a machine, by the number of the process on the machine.
 pub struct Shards {
     gpu: &'static Gpu,
     copies: &'static Copies,
     number: usize,
     own: Option<Exported>,
-    /// Those of the others, None at the place of this process.
+    /// The shards of the other processes, None at the place of this process.
     opened: Vec<Option<Opened>>,
     processes: usize,
     /// None until it is open; process 0 creates it.
@@ -112,10 +113,11 @@ pub struct Shards {
 }
 
 impl Shards {
-    /// The shard of process `number` of several, and the text by which the others open it.
+    /// Allocates the shard of process `number`. Returns it with the text by which the other processes open it.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if it does not fit, [`Error::Device`] if the system does not share memory of devices.
+    /// [`Error::OutOfMemory`] if the shard does not fit, [`Error::Device`] if the system does not let processes share
+    /// memory of devices.
     pub fn new(device: &Device, bytes: usize, number: usize, processes: usize) -> Result<(Self, String)> {
         let gpu = Gpu::of_device(OP, device)?;
         capture::refuse(OP)?;
@@ -155,7 +157,7 @@ impl Shards {
         for (process, text) in texts.iter().enumerate() {
             let open = || {
                 let Some(handle) = parsed(text) else {
-                    return Err(Error::argument(OP, format!("process {process} describes its memory as {text:?}")));
+                    return Err(Error::argument(OP, format!("process {process} sent {text:?}, not a handle")));
                 };
                 Opened::new(handle).map_err(|status| unreachable_peer(process, self.number, status))
             };
@@ -173,15 +175,15 @@ impl Shards {
     /// The address of the shard of a process.
     ///
     /// # Errors
-    /// [`Error::Argument`] if it is not open.
+    /// [`Error::Argument`] if this process has not opened the shard.
     pub(super) fn address(&self, process: usize) -> Result<u64> {
         let own = self.own.as_ref().filter(|_| process == self.number).map(Exported::address);
         let other = || self.opened.get(process)?.as_ref().map(Opened::address);
         own.or_else(other).ok_or_else(|| Error::argument(OP, format!("the memory of process {process} is not open")))
     }
 
-    /// Write bytes to shards, one piece after the other: the process of each, the place in its shard, and the number of
-    /// bytes.
+    /// Write consecutive pieces of `bytes` to shards. Each of `pieces` has the process, the place in its shard, and the
+    /// number of bytes.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if a copy of the bytes does not fit, [`Error::Device`] if the driver reports an error.
@@ -190,7 +192,8 @@ impl Shards {
             return Ok(());
         }
         let device = Device::Cuda(self.gpu.device().clone());
-        // Copies from the host to another device's memory would depend on more than copies between devices.
+        // The bytes go to this device first: a copy from the host straight to another device's memory would depend on
+        // more features of the driver than a copy between devices.
         let staged = Raw::from_raw_buffer(bytes, DType::U8, &[bytes.len()], &device)?;
         let mut from = address(OP, &staged)?;
         for (process, start, size) in pieces {
@@ -200,7 +203,7 @@ impl Shards {
         Ok(())
     }
 
-    /// Read pieces, as for [`write`](Self::write), to a tensor.
+    /// Read pieces of shards to consecutive bytes of a tensor. `pieces` are as for [`write`](Self::write).
     ///
     /// # Errors
     /// [`Error::Device`] if the driver reports an error.
@@ -215,8 +218,8 @@ impl Shards {
 
     fn copy(&self, to: u64, from: u64, size: usize) -> Result<()> {
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
-        // SAFETY: the callers' pieces are within shards and tensors, which are freed in the order of the stream or after
-        // it was waited for.
+        // SAFETY: the callers' pieces are within shards and tensors. These are freed in the order of the stream, or after
+        // the host has waited for the stream.
         unsafe { peers::copy(to, from, size, self.gpu.stream().cu_stream().cast()) }
             .map_err(|status| status_error(OP, status))
     }
@@ -243,7 +246,7 @@ impl Drop for Shards {
         }
         self.opened.clear();
         let Some(ledger) = self.ledger.take() else {
-            // Others may have mapped the shard, and cannot say when they end that.
+            // Others may have mapped the shard, and there is no ledger in which they record the end of their mappings.
             std::mem::forget(shard);
             return;
         };

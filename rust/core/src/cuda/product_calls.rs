@@ -19,6 +19,8 @@ pub(super) struct ProductCalls(pub(super) Mutex<FxHashMap<Key, Option<Call>>>);
 /// The types of the numbers that are multiplied, and of their sums.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Arithmetic {
+    /// Operands of a half-precision dtype.
+    Half { dtype: DType },
     /// Operands of one floating-point dtype, with a bias that is added as the result is written.
     Bias { dtype: DType, is_tf32: bool },
     /// 8-bit integers, with 32-bit sums.
@@ -41,20 +43,20 @@ impl Arithmetic {
     /// The types of the operands and of the result.
     pub(super) const fn types(self) -> [DataType; 2] {
         match self {
-            Self::Bias { dtype: DType::F16, .. } => [DataType::CUDA_R_16F; 2],
-            Self::Bias { dtype: DType::BF16, .. } => [DataType::CUDA_R_16BF; 2],
+            Self::Bias { dtype: DType::F16, .. } | Self::Half { dtype: DType::F16 } => [DataType::CUDA_R_16F; 2],
+            Self::Bias { dtype: DType::BF16, .. } | Self::Half { .. } => [DataType::CUDA_R_16BF; 2],
             Self::Bias { .. } => [DataType::CUDA_R_32F; 2],
             Self::Int8 => [DataType::CUDA_R_8I, DataType::CUDA_R_32I],
             Self::E4m3 => [DataType::CUDA_R_8F_E4M3, DataType::CUDA_R_32F],
         }
     }
 
-    /// The arithmetic of sums, and the type of the factor on a product.
+    /// The arithmetic of sums, and the type of the factor by which a product is multiplied.
     pub(super) const fn sums(self) -> (Compute, DataType) {
         match self {
             Self::Bias { is_tf32: true, .. } => (Compute::CUBLAS_COMPUTE_32F_FAST_TF32, DataType::CUDA_R_32F),
             Self::Int8 => (Compute::CUBLAS_COMPUTE_32I, DataType::CUDA_R_32I),
-            Self::Bias { .. } | Self::E4m3 => (Compute::CUBLAS_COMPUTE_32F, DataType::CUDA_R_32F),
+            Self::Half { .. } | Self::Bias { .. } | Self::E4m3 => (Compute::CUBLAS_COMPUTE_32F, DataType::CUDA_R_32F),
         }
     }
 }
@@ -67,11 +69,12 @@ pub(super) struct Key {
     pub(super) sizes: [usize; 3],
     /// For each operand, in cuBLAS' order: whether it is transposed, and the distance between its columns.
     pub(super) operands: [(bool, i64); 2],
-    /// Largest powers of two up to 256 that divide the addresses of the operands, and of result and bias.
+    /// For each operand, the largest power of two up to 256 that divides its address; then the one that divides the
+    /// addresses of both result and bias.
     pub(super) alignments: [u32; 3],
 }
 
-/// A description that cuBLASLt has allocated, and how it is freed.
+/// A description that cuBLASLt has allocated, and the function that frees it.
 pub(super) struct Owned<T: Copy>(pub(super) T, pub(super) unsafe fn(T) -> Result<(), result::CublasError>);
 
 impl<T: Copy> Drop for Owned<T> {

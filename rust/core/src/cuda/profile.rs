@@ -36,14 +36,14 @@ struct Profile {
 }
 
 /// An event of the device's stream.
-struct Event(CUevent);
+pub(super) struct Event(CUevent);
 
 // SAFETY: the driver's events may be used from any thread.
 unsafe impl Send for Event {}
 
 impl Event {
     /// Record an event after all work that is queued now.
-    fn now(gpu: &Gpu) -> std::result::Result<Self, DriverError> {
+    pub(super) fn now(gpu: &Gpu) -> std::result::Result<Self, DriverError> {
         gpu.stream().context().bind_to_thread()?;
         let event = Self(result::event::create(CUevent_flags::CU_EVENT_DEFAULT)?);
         // SAFETY: the event has just been made, in the stream's context.
@@ -52,7 +52,7 @@ impl Event {
     }
 
     /// Milliseconds from this event to a later event; both have completed.
-    fn until(&self, end: &Self) -> std::result::Result<f64, DriverError> {
+    pub(super) fn until(&self, end: &Self) -> std::result::Result<f64, DriverError> {
         // SAFETY: both events live, and are on one stream.
         unsafe { result::event::elapsed(self.0, end.0) }.map(f64::from)
     }
@@ -76,7 +76,7 @@ impl Gate {
     /// Make the stream wait at a new gate.
     fn close(gpu: &Gpu) -> std::result::Result<Arc<Self>, DriverError> {
         unsafe extern "C" fn wait(gate: *mut c_void) {
-            // SAFETY: `close` has given this one call a reference to the gate.
+            // SAFETY: `close` has passed on one reference to the gate, for this one call.
             let gate = unsafe { Arc::from_raw(gate.cast_const().cast::<Gate>()) };
             let is_open = gate.is_open.lock().unwrap_or_else(PoisonError::into_inner);
             drop(gate.opened.wait_timeout_while(is_open, LONGEST_PAUSE, |is_open| !*is_open));
@@ -101,6 +101,11 @@ impl Gate {
 
 fn profile() -> MutexGuard<'static, Option<Profile>> {
     PROFILE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether a profile is in progress.
+pub(super) fn is_on() -> bool {
+    IS_ON.load(Ordering::Relaxed)
 }
 
 /// Measure all launches on a device from now on, until [`finish`].
@@ -152,12 +157,12 @@ impl Profile {
     }
 }
 
-/// Queue a launch of this name, measured if a profile is in progress and no graph is recorded.
+/// Queue a launch. Measure it under the name `name` if a profile is in progress and no graph is recorded.
 ///
 /// # Errors
-/// Those of `queue`, [`Error::Device`] if the driver reports an error.
+/// The errors of `queue`, and [`Error::Device`] if the driver reports an error.
 pub fn measured<T>(gpu: &Gpu, name: impl FnOnce() -> String, queue: impl FnOnce() -> Result<T>) -> Result<T> {
-    if !IS_ON.load(Ordering::Relaxed) || capture::is_capturing() {
+    if !is_on() || capture::is_capturing() {
         return queue();
     }
     let mut profile = profile();

@@ -12,7 +12,7 @@ use crate::{Raw, Result};
 /// `low + (high - low) u` in f32, where u are the uniform numbers that the generator draws from `start` on.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if they do not fit.
+/// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the result does not fit.
 pub fn uniform(device: &Device, dims: &[usize], start: State, [low, high]: [f64; 2]) -> Result<Raw> {
     draw("rand", &UNIFORM, device, dims, start, |y, n, state, State { seed, offset }| Uniform {
         y,
@@ -59,7 +59,7 @@ fn draw<A: Arguments>(
         let shape = Shape::threads(op, count.div_ceil(4))?;
         let (state, start) = generator(start);
         let arguments = arguments(output(op, &y)?, count as u64, state, start);
-        // SAFETY: the result has as many elements.
+        // SAFETY: the result has `count` elements.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok(y)

@@ -47,7 +47,7 @@ pub fn claim(op: &'static str) -> Result<()> {
     }
 }
 
-/// Begin a recording, in which draws from `start` on read the generator's state at this address.
+/// Begin a recording. Its draws from `start` on read the generator's state at the address `generator`.
 pub fn begin(generator: Address, start: State) {
     CURRENT.set(Some(Current { generator, start, held: FxHashMap::default(), sources: Vec::new() }));
 }

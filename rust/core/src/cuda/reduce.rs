@@ -63,7 +63,7 @@ fn along(op: &'static str, x: &Raw, [outer, n, inner]: [usize; 3], (dtype, divis
     reduce_chunks(op, &partial, [outer, chunks, inner], chunks, (dtype, divisor))
 }
 
-/// The number of elements that one block reduces, which depends only on the sizes.
+/// The length of the chunks into which `n` is split, one chunk for a block of threads. It depends only on the sizes.
 fn chunk_length(outer: usize, n: usize, inner: usize) -> usize {
     // Enough blocks to fill a large GPU, each with enough to do.
     const BLOCKS: usize = 1024;

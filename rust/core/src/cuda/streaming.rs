@@ -41,7 +41,7 @@ pub struct Copier {
 }
 
 impl Copier {
-    /// Copies to `slots` slots.
+    /// A copier for `slots` slots.
     ///
     /// # Errors
     /// [`Error::Device`] if it is not a CUDA device, or the driver reports an error.
@@ -53,7 +53,8 @@ impl Copier {
         Ok(Self { gpu, copies, filled: filled.map_err(|error| driver_error(OP, error))? })
     }
 
-    /// A number; while it does not change, the contents of the slots are known.
+    /// A number that changes whenever the recording or a replay of a graph begins or ends. After such a change, the contents
+    /// of the slots are not known.
     pub fn epoch(&self) -> u64 {
         self.copies.epoch()
     }
@@ -69,7 +70,7 @@ impl Copier {
             if status.is_out_of_memory() {
                 let gib = bytes as f64 / (1u64 << 30) as f64;
                 let message = format!(
-                    "the system gives no further {gib:.2} GiB of pinned memory, which streamed blocks are in; stream fewer blocks, or \
+                    "the system cannot provide another {gib:.2} GiB of pinned memory for streamed blocks; stream fewer blocks, or \
                      quantize the base (under WSL2 a .wslconfig with more memory raises the limit)"
                 );
                 return Error::OutOfMemory { op: OP, message };
@@ -107,11 +108,11 @@ impl Copier {
         Pinned { memory: Memory::Shared(registered.clone(), range), gpu: self.gpu, copies: self.copies }
     }
 
-    /// Queue copies to `slot` after all work that is queued now. `owner` owns the sources; a graph that has the copies
-    /// keeps it alive.
+    /// Queue copies to `slot` after all work that is queued now. `owner` owns the sources; a graph that contains the
+    /// copies keeps the owner alive.
     ///
     /// # Errors
-    /// [`Error::Device`] if the driver reports an error, or another thread captures.
+    /// [`Error::Device`] if the driver reports an error, or another thread records a graph.
     pub fn copy(&self, slot: usize, parts: &[(Source<'_>, Raw)], owner: &Arc<impl Any + Send + Sync>) -> Result<()> {
         recorder::check_thread(OP)?;
         let copies = self.copies.fork(self.gpu.stream()).map_err(|error| driver_error(OP, error))?;
@@ -125,8 +126,8 @@ impl Copier {
                 return Err(Error::argument(OP, "a unit is larger than its slot"));
             }
             let to = address(OP, to)?;
-            // SAFETY: the slot is large enough. The source is pinned or a device's, and lives until the copy is done,
-            // because its owner waits for the stream.
+            // SAFETY: the slot is large enough. The source is in pinned memory or on a device. It lives until the copy is
+            // done, because its owner waits for the stream.
             let queued = unsafe {
                 match from {
                     Source::Host(pinned) => upload::copy_pinned(to, pinned.bytes().as_ptr(), needed, copies.cast()),
@@ -152,8 +153,8 @@ impl Copier {
 
 impl Drop for Copier {
     fn drop(&mut self) {
-        // The slots are released in the order of the device's stream. If the driver cannot wait, nothing is released
-        // before it can.
+        // The memory of the slots is freed in the order of the device's stream, so this stream must wait for the copies
+        // first. If the driver cannot queue the wait, it cannot queue the release either.
         let _ = self.copies.join(self.gpu.stream());
     }
 }
@@ -190,7 +191,8 @@ impl Pinned {
         }
     }
 
-    /// Write `bytes` from offset `start` on, before anything is copied. Memory that processes share is not changed.
+    /// Write `bytes` from offset `start` on, before anything is copied. Does nothing for memory that processes
+    /// share.
     pub fn write(&mut self, start: usize, bytes: &[u8]) {
         if let Memory::Own(own) = &mut self.memory {
             own.bytes_mut()[start..start + bytes.len()].copy_from_slice(bytes);
@@ -214,7 +216,7 @@ pub(super) fn is_over(gpu: &Gpu, copies: &Copies) -> bool {
 impl Drop for Pinned {
     fn drop(&mut self) {
         if !is_over(self.gpu, self.copies) {
-            // Leak the memory.
+            // Leak the memory, which a copy may still read.
             match &mut self.memory {
                 Memory::Own(own) => own.leak(),
                 Memory::Shared(registered, _) => std::mem::forget(registered.clone()),

@@ -39,7 +39,7 @@ impl<'a> Member<'a> {
         Mut::new(self.address, element(self.dtype))
     }
 
-    /// Elements of the same size without a type, for copies.
+    /// The kind of element that stands for untyped elements of this size, for copies.
     pub fn bytes(&self) -> Element {
         Element::of_bytes(self.dtype.size_in_bytes())
     }

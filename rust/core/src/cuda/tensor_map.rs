@@ -1,4 +1,4 @@
-//! Descriptions of tensors for the copy engine of compute capability 9.0.
+//! Tensor maps: descriptions of tensors for the copy engine (TMA) of compute capability 9.0.
 
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -78,7 +78,7 @@ impl Encoder {
     /// A map of boxes of a tensor whose rows are dense, with the strides in bytes of all dimensions but the first.
     ///
     /// # Errors
-    /// The driver's, for example if an address or a distance is not a multiple of 16.
+    /// Those of the driver, for example if an address or a distance is not a multiple of 16.
     pub fn strided<const N: usize>(
         &self,
         start: Address,

@@ -41,12 +41,12 @@ functors! {
     PowerLog "power_log": |a, b| if a == R::ZERO && b >= R::ZERO { R::ZERO } else { a.powf(b) * a.ln() };
 }
 
-/// The gradient of an operand that may have been broadcast.
+/// The gradient of an operand of shape `dims`: `grad`, summed over the dimensions along which the operand was broadcast.
 pub(super) fn reduced(grad: Raw, dims: &[usize]) -> Result<Raw> {
     if grad.dims() == dims { Ok(grad) } else { compute::sum_to_shape(&grad, dims) }
 }
 
-/// Operands must agree in dtype and device.
+/// Checks that the operands have the same dtype and device.
 pub(super) fn check(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
     if a.dtype() != b.dtype() {
         return Err(Error::dtype(
@@ -106,8 +106,8 @@ impl Backward for SumBackward {
     }
 }
 
-/// `a op b`, where the gradient of each operand is the incoming gradient times a factor that depends on the saved
-/// operands.
+/// The backward function of `a op b` if the gradient of each operand is the incoming gradient times a factor that depends
+/// on the saved operands.
 struct ProductBackward {
     kind: Product,
     /// The operands that the gradients need.

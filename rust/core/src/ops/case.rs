@@ -8,12 +8,12 @@ use crate::{Result, Tensor};
 /// A function of tensors.
 pub type TensorFn = Arc<dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync>;
 
-/// One line of the registry.
+/// An operation in the registry.
 pub struct Entry {
     /// Name and cost class.
     pub info: &'static OpInfo,
-    /// Cases that the tests run. Each has at least one input; an operation has at least one case with an
-    /// odd size, and one with an empty input where that has a meaning.
+    /// Cases that the tests run, each with at least one input. An operation has at least one case with an odd size, and
+    /// one with an empty input where that has a meaning.
     pub cases: fn() -> Vec<Case>,
 }
 
@@ -24,8 +24,8 @@ pub enum Domain {
     Normal,
     /// In [0.5, 2).
     Positive,
-    /// Of either sign, at least 0.2 from zero and from one another, for functions with kinks, for maxima and for
-    /// division.
+    /// For functions with kinks, maxima and division: of either sign, at least 0.25 from zero, and at least 0.125 from the
+    /// values of another input.
     Distinct,
 }
 

@@ -69,7 +69,7 @@ impl Tensor {
 
     /// A variable's value in the compute dtype. The variable keeps a copy. If the variable has changed since the last
     /// use, the copy is cast again, unless the optimizer that changed the variable has also written the copy. The
-    /// result shares storage with later copies, as a view of the variable would. So a backward pass through the result
+    /// result is a view of this copy, which later changes of the variable overwrite. So a backward pass through the result
     /// is an error after the variable has changed. For other tensors this is [`to_dtype`](Self::to_dtype).
     ///
     /// # Errors

@@ -84,7 +84,7 @@ impl Grid {
             return Ok(());
         }
         let text =
-            format!("found {found} {what}, expected a multiple of {group}: so many share a scale in {}", self.name());
+            format!("found {found} {what}, expected a multiple of {group}: {group} share a scale in {}", self.name());
         Err(Error::shape(FAKE_QUANTIZE.name, text))
     }
 
@@ -112,8 +112,8 @@ impl Grid {
         }
     }
 
-    /// 1 (u8) for each value that rounds to a code without being clipped, otherwise 0. A value beyond the last code still counts if it
-    /// is nearer to that code than half of the last step between codes.
+    /// 1 (u8) for each value that rounds to a code without being clipped, otherwise 0. A value beyond the last code still counts if its
+    /// distance from that code is at most half of the last step between codes.
     fn inside(self, x: &Tensor, scale: &Tensor) -> Result<Tensor> {
         let [low, high] = match self {
             Self::Int4 => {
@@ -155,7 +155,8 @@ impl FromStr for Grid {
     }
 }
 
-/// Integers times a scale that maps the largest magnitude to the end of the range, so nothing is clipped.
+/// Integers from -127 to 127 times a scale. The scale maps the largest magnitude to the end of the range, so values are
+/// clipped only if a learned factor makes the scale smaller.
 #[derive(Clone, Copy)]
 struct Int8;
 
@@ -290,8 +291,8 @@ impl Backward for Straight {
 }
 
 /// The backward pass with learned factors on the scales. The derivative of a rounded value with respect to its factor
-/// is d / factor. For a value within the range, d is the difference that rounding made. For a value out of range, d is
-/// the rounded value.
+/// is d / factor. For a value within the range, d is the rounded value minus the value. For a value out of range, d
+/// is the rounded value.
 struct Learned {
     x: Saved,
     scale: Saved,
@@ -371,7 +372,7 @@ fn rounded(x: &Tensor, grid: Grid, round: impl FnOnce(&Tensor, &Tensor) -> Resul
     let wide = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     let grouped = x.to_dtype(wide)?.reshape(&grid.groups(x.dims()[0], x.dims()[1])[..])?;
     let largest = grouped.detach().abs()?.max(&[1], true)?;
-    // Any scale is right for a group of zeros.
+    // A group of zeros needs a scale above 0 to divide by; any is right.
     let smallest = f64::from(f32::MIN_POSITIVE);
     let scale = largest.div(&Tensor::full(grid.largest(), (), wide, x.device())?)?.clamp(Some(smallest), None)?;
     round(&grouped, &scale)?.reshape(x.shape().clone())?.to_dtype(x.dtype())
@@ -386,8 +387,8 @@ fn clipped(x: &Tensor, scale: &Tensor) -> Result<Tensor> {
     )
 }
 
-/// Registry entry of this operation. The cases return the value of x with the gradient of the rounded x. The
-/// straight-through estimator gives the rounded x the gradient of x, so it agrees with finite differences of x.
+/// Registry entries of these operations. The cases return the value of x with the gradient of the rounded x. With the
+/// straight-through estimator that is the gradient of x itself, which agrees with finite differences.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {
@@ -410,9 +411,9 @@ pub static ENTRIES: &[Entry] = &[
     Entry {
         info: &FAKE_QUANTIZE_BY,
         cases: || {
-            // Factors of 1.5 and more, so that no value is out of range. The value of a case is
-            // x, whatever the factors are, so finite differences to the factors are 0. To the gradient of the rounded x
-            // the case adds the negative of the expected gradient of the factors: their sum must be 0, too.
+            // The factors are 1.5 and more, so that no value is out of range. The value of a case is x, whatever the
+            // factors are, so finite differences with respect to the factors are 0. A case adds the negative of the
+            // expected gradient of the factors to their computed gradient: the sum must be 0, too.
             let passed = |grid: Grid| {
                 move |x: &[Tensor]| {
                     let factors = x[1].exp()?.add_scalar(1.5)?;

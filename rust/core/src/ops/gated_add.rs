@@ -46,8 +46,8 @@ pub fn gated_add(x: &Tensor, y: &Tensor, gate: &Tensor) -> Result<Tensor> {
             format!("found shapes {x:?}, {y:?} and {gate:?}, expected two that agree and one that broadcasts to them");
         return Err(Error::shape(op, message));
     }
-    // A small gate is kept even inside a checkpoint: then the recomputation need not compute `y`, often an expensive
-    // product.
+    // A small gate is kept even inside a checkpoint. Otherwise a recomputation would have to reach this operation to save
+    // the gate, and so compute `y`, which is often an expensive product.
     record(
         &GATED_ADD,
         &[x, y, gate],

@@ -10,7 +10,7 @@ use candle_core::DType;
 use super::case::{Case, Entry};
 #[cfg(feature = "testing")]
 use super::linear::linear;
-use super::linear::{as_matrix, check, forward, with_last};
+use super::linear::{as_matrix, check, forward_unless_unread, with_last};
 use super::lora::{check_factors, check_frozen, check_scale};
 use super::low_rank::LowRanks;
 use crate::quantized::WeightRef;
@@ -109,7 +109,7 @@ pub fn linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
         &inputs,
         || {
             let matrix = as_matrix(&x.raw)?;
-            let y = forward(&matrix, group.weight, group.bias.map(|b| &b.raw))?;
+            let y = forward_unless_unread(&matrix, group.weight, group.bias.map(|b| &b.raw))?;
             let hidden = low_ranks.add_to(&y, &matrix)?;
             Ok((y.reshape(with_last(&x.raw, group.weight.dims()[0]))?, hidden.into_iter().collect()))
         },

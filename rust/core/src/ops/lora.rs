@@ -15,7 +15,7 @@ use candle_core::DType;
 use super::case::{Case, Entry};
 #[cfg(feature = "testing")]
 use super::linear::linear;
-use super::linear::{as_matrix, check, forward, same_kind, with_last};
+use super::linear::{as_matrix, check, forward, forward_unless_unread, same_kind, with_last};
 use super::low_rank::{LowRankBackward, LowRanks, operand};
 use crate::compute::{Destination, Product};
 use crate::cpu::{self, Div, Mul};
@@ -187,7 +187,7 @@ pub fn lora_backward_(layers: &[LoraLayer<'_>]) -> Result<()> {
     Ok(())
 }
 
-/// All operands of a LoRA-like operation except its input.
+/// The operands that LoRA and DoRA have in common, except for the input.
 #[derive(Clone, Copy)]
 pub struct LoraWeights<'a> {
     /// Frozen base, (out, in).
@@ -232,7 +232,7 @@ pub fn lora_linear(x: &Tensor, w: LoraWeights<'_>) -> Result<Tensor> {
         &[x, w.down, w.up],
         || {
             let matrix = as_matrix(&x.raw)?;
-            let y = forward(&matrix, w.weight, w.bias.map(|b| &b.raw))?;
+            let y = forward_unless_unread(&matrix, w.weight, w.bias.map(|b| &b.raw))?;
             let hidden = low_rank.add_to(&y, &matrix)?;
             Ok((y.reshape(with_last(&x.raw, w.weight.dims()[0]))?, hidden.into_iter().collect()))
         },
@@ -346,7 +346,7 @@ fn master(x: &Tensor) -> Result<Tensor> {
     if matches!(x.dtype(), DType::F16 | DType::BF16) { x.to_dtype(DType::F32) } else { Ok(x.clone()) }
 }
 
-/// Registry entries of this file. The base is an input that gets no gradient, so cases close over it.
+/// Registry entries of this file. The inputs of a case get gradients and the base gets none, so each case makes the base itself.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {

@@ -24,7 +24,8 @@ pub(super) fn operand(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     }
 }
 
-/// Keeps `operand`, the result of [`operand`] for `tensor`: parameters are held, results of operations are saved.
+/// Keeps `operand`, which [`operand()`] has made of `tensor`, for the backward pass. It is held if `tensor` is a
+/// parameter, and saved if `tensor` is the result of an operation.
 pub(super) fn keep(saver: &mut Saver<'_>, tensor: &Tensor, operand: &Tensor) -> Saved {
     if tensor.is_leaf() { saver.hold(operand) } else { saver.save(operand) }
 }
@@ -42,7 +43,7 @@ struct Place {
 }
 
 impl Place {
-    /// The map's columns of a matrix of all results.
+    /// The layer's columns of a matrix of all results.
     fn of_result(&self, matrix: &Raw) -> Result<Raw> {
         Ok(matrix.narrow(1, self.columns[0], self.columns[1])?)
     }
@@ -51,7 +52,7 @@ impl Place {
         LastProduct { up, columns: self.columns, ranks: self.ranks, scale: self.scale }
     }
 
-    /// The map's columns of a matrix of all x Aᵀ.
+    /// The layer's columns of a matrix of all x Aᵀ.
     fn of_hidden(&self, matrix: &Raw) -> Result<Raw> {
         Ok(matrix.narrow(1, self.ranks[0], self.ranks[1])?)
     }
@@ -95,13 +96,20 @@ fn of_one_scale(places: &[Place]) -> impl Iterator<Item = Range<usize>> {
 #[derive(Default)]
 pub(super) struct LowRanks<'a> {
     places: SmallVec<[Place; 1]>,
-    /// A (rank, in) and B (out, rank) of each, inputs of the operation.
+    /// A (rank, in) and B (out, rank) of each product; they are inputs of the operation.
     factors: SmallVec<[[&'a Tensor; 2]; 1]>,
     /// The factors in the compute dtype, off the tape.
     operands: SmallVec<[[Tensor; 2]; 1]>,
+    /// How many inputs of the operation are between x and the first factor.
+    skipped: usize,
 }
 
 impl<'a> LowRanks<'a> {
+    /// The products, in an operation that has the factors of others between x and these.
+    pub fn after(self, others: &LowRanks<'_>) -> Self {
+        Self { skipped: others.skipped + 2 * others.places.len(), ..self }
+    }
+
     /// Add a product of checked factors, whose results begin at `column` and have dtype `dtype`.
     pub fn push(&mut self, factors: [&'a Tensor; 2], scale: f64, column: usize, dtype: DType) -> Result<()> {
         let [down, up] = factors;
@@ -158,6 +166,15 @@ impl<'a> LowRanks<'a> {
         Ok(all)
     }
 
+    /// Adds the second products to `y` in place; `hidden` is x Aᵀ of all adapters side by side.
+    pub fn add_last_products(&self, y: &Raw, hidden: &Raw) -> Result<()> {
+        for LastProduct { up, columns, ranks, scale } in self.last_products() {
+            let (columns, hidden) = (y.narrow(1, columns[0], columns[1])?, hidden.narrow(1, ranks[0], ranks[1])?);
+            compute::write_products(&[[&columns, &hidden, &up.t()?]], scale, true)?;
+        }
+        Ok(())
+    }
+
     /// The second products, for an operation that computes them itself.
     pub fn last_products(&self) -> impl Iterator<Item = LastProduct<&Raw>> {
         self.places.iter().zip(&self.operands).map(|(place, [_, up])| place.last_product(&up.raw))
@@ -169,7 +186,7 @@ impl<'a> LowRanks<'a> {
         all.map(|(place, ([_, up], [_, operand]))| place.last_product(keep(saver, up, operand))).collect()
     }
 
-    /// Of `x`, the frozen `weight` (Σ out, in), the factors and x Aᵀ (`hidden`), saves those that the backward pass reads.
+    /// Saves what the backward pass reads of `x`, the frozen `weight` (Σ out, in), the factors and x Aᵀ (`hidden`).
     pub fn save(
         &self,
         saver: &mut Saver<'_>,
@@ -178,29 +195,55 @@ impl<'a> LowRanks<'a> {
         hidden: Option<&Raw>,
     ) -> LowRankBackward {
         let needs_x = saver.needs(0);
+        self.save_for(saver, (x.shape(), needs_x), Some(x), weight, hidden)
+    }
+
+    /// As [`save`](Self::save), for an operation that computes the maps' input itself, and again in the backward pass.
+    pub fn save_without_input(
+        &self,
+        saver: &mut Saver<'_>,
+        shape: &Shape,
+        weight: WeightRef<'_>,
+        hidden: Option<&Raw>,
+    ) -> LowRankBackward {
+        self.save_for(saver, (shape, true), None, weight, hidden)
+    }
+
+    fn save_for(
+        &self,
+        saver: &mut Saver<'_>,
+        (x_shape, needs_x): (&Shape, bool),
+        x: Option<&Tensor>,
+        weight: WeightRef<'_>,
+        hidden: Option<&Raw>,
+    ) -> LowRankBackward {
+        let mut backward = LowRankBackward {
+            x: None,
+            hidden: None,
+            weight: None,
+            factors: SmallVec::new(),
+            places: self.places.clone(),
+            x_shape: x_shape.clone(),
+            skipped: self.skipped,
+        };
         let mut members = 0..self.places.len();
-        let needs_up = members.clone().any(|i| saver.needs(LowRankBackward::up(i)));
-        let needs_down = members.any(|i| saver.needs(LowRankBackward::down(i)));
-        let mut factors = SmallVec::new();
+        let needs_up = members.clone().any(|i| saver.needs(backward.up(i)));
+        let needs_down = members.any(|i| saver.needs(backward.down(i)));
         for (i, ([down, up], [down_operand, up_operand])) in self.factors.iter().zip(&self.operands).enumerate() {
-            let reads_up = needs_x || saver.needs(LowRankBackward::down(i));
-            factors.push([
+            let reads_up = needs_x || saver.needs(backward.down(i));
+            backward.factors.push([
                 needs_x.then(|| keep(saver, down, down_operand)),
                 reads_up.then(|| keep(saver, up, up_operand)),
             ]);
         }
-        LowRankBackward {
-            x: needs_down.then(|| saver.save(x)),
-            hidden: hidden.filter(|_| needs_up).map(|hidden| saver.save_raw(hidden)),
-            weight: needs_x.then(|| weight.hold(saver)),
-            factors,
-            places: self.places.clone(),
-            x_shape: x.shape().clone(),
-        }
+        backward.x = x.filter(|_| needs_down).map(|x| saver.save(x));
+        backward.hidden = hidden.filter(|_| needs_up).map(|hidden| saver.save_raw(hidden));
+        backward.weight = needs_x.then(|| weight.hold(saver));
+        backward
     }
 }
 
-/// The backward pass of a frozen linear map with low-rank products: the inputs of the node are x, then A and B of each product.
+/// The backward pass of a frozen linear map with low-rank products. The inputs of the node are x, then A and B of each product.
 pub(super) struct LowRankBackward {
     x: Option<Saved>,
     /// x Aᵀ of all adapters, (rows, Σ rank).
@@ -209,15 +252,52 @@ pub(super) struct LowRankBackward {
     factors: SmallVec<[[Option<Saved>; 2]; 1]>,
     places: SmallVec<[Place; 1]>,
     x_shape: Shape,
+    /// How many inputs of the node are between x and the first A.
+    skipped: usize,
 }
 
 impl LowRankBackward {
-    const fn down(place: usize) -> usize {
-        1 + 2 * place
+    /// The index of the input A of a product.
+    pub const fn down(&self, place: usize) -> usize {
+        1 + self.skipped + 2 * place
     }
 
-    const fn up(place: usize) -> usize {
-        2 + 2 * place
+    /// The index of the input B of a product.
+    pub const fn up(&self, place: usize) -> usize {
+        2 + self.skipped + 2 * place
+    }
+
+    /// The dtypes of the gradients of A and B of a product.
+    pub fn dtypes(&self, place: usize) -> [DType; 2] {
+        self.places[place].dtypes
+    }
+
+    /// A of a product, in the compute dtype.
+    pub fn down_operand(&self, place: usize) -> Result<Option<Raw>> {
+        self.factors[place][0].as_ref().map(Saved::get).transpose()
+    }
+
+    /// s g B of all products, (rows, Σ rank).
+    pub fn hidden_gradient(&self, grad: &Raw) -> Result<Raw> {
+        let ranks = self.places.last().map_or(0, |last| last.ranks[0] + last.ranks[1]);
+        let all = compute::unset(OP, grad, &[grad.dims()[0], ranks])?;
+        for alike in of_one_scale(&self.places) {
+            let scale = self.places[alike.start].scale;
+            let mut products = Vec::new();
+            for (place, factors) in self.places[alike.clone()].iter().zip(&self.factors[alike]) {
+                if let [_, Some(up)] = factors {
+                    products.push([place.of_hidden(&all)?, place.of_result(grad)?, up.get()?]);
+                }
+            }
+            let products: Vec<[&Raw; 3]> = products.iter().map(|product| product.each_ref()).collect();
+            compute::write_products(&products, scale, false)?;
+        }
+        Ok(all)
+    }
+
+    /// g W, without low-rank products.
+    pub fn base_gradient(&self, grad: &Raw) -> Result<Option<Raw>> {
+        self.weight.as_ref().map(|weight| weight.input_gradient(grad)).transpose()
     }
 
     /// Returns s g B, (rows, Σ rank), where g is the gradient of the result, for each adapted layer whose x or A needs
@@ -225,7 +305,7 @@ impl LowRankBackward {
     fn grad_hidden(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<Option<Raw>> {
         let needs_x = context.needs(0);
         let needed: SmallVec<[bool; 4]> =
-            (0..self.places.len()).map(|place| needs_x || context.needs(Self::down(place))).collect();
+            (0..self.places.len()).map(|place| needs_x || context.needs(self.down(place))).collect();
         let Some(last) = self.places.last().filter(|_| needed.contains(&true)) else { return Ok(None) };
         let all = compute::unset(OP, grad, &[grad.dims()[0], last.ranks[0] + last.ranks[1]])?;
         for alike in of_one_scale(&self.places) {
@@ -246,31 +326,58 @@ impl LowRankBackward {
         Ok(Some(all))
     }
 
-    /// Adds the gradients that are wanted, from `grad`, the gradient of the result, (rows, Σ out).
-    pub fn run(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
-        if let Some(hidden) = &self.hidden {
-            let hidden = hidden.get()?;
-            for (index, place) in self.places.iter().enumerate() {
-                let (grad, hidden) = (place.of_result(grad)?, place.of_hidden(&hidden)?);
-                let shape = (grad.dims()[1], hidden.dims()[1]);
-                let product = [&grad.t()?, &hidden];
-                context.add_product(Self::up(index), shape, place.dtypes[1], product, place.scale)?;
+    /// Adds the gradients of B, from `grad`, the gradient of the result, (rows, Σ out).
+    pub fn add_up_gradients(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
+        let Some(hidden) = &self.hidden else { return Ok(()) };
+        let hidden = hidden.get()?;
+        for (index, place) in self.places.iter().enumerate() {
+            let (grad, hidden) = (place.of_result(grad)?, place.of_hidden(&hidden)?);
+            let shape = (grad.dims()[1], hidden.dims()[1]);
+            let product = [&grad.t()?, &hidden];
+            context.add_product(self.up(index), shape, place.dtypes[1], product, place.scale)?;
+        }
+        Ok(())
+    }
+
+    /// Adds the gradients of A, from s g B (`grad_hidden`).
+    fn add_down_gradients(&self, context: &mut BackwardContext<'_>, grad_hidden: &Raw) -> Result<()> {
+        let Some(x) = &self.x else { return Ok(()) };
+        let x = as_matrix(&x.get()?)?;
+        for (index, place) in self.places.iter().enumerate() {
+            let grad_hidden = place.of_hidden(grad_hidden)?;
+            let shape = (grad_hidden.dims()[1], x.dims()[1]);
+            let product = [&grad_hidden.t()?, &x];
+            context.add_product(self.down(index), shape, place.dtypes[0], product, 1.0)?;
+        }
+        Ok(())
+    }
+
+    /// Adds the gradients of x, which needs one, and of A, from `grad`, the gradient of the result, and from s g B
+    /// (`grad_hidden`).
+    pub fn add_from_hidden(&self, context: &mut BackwardContext<'_>, grad: &Raw, grad_hidden: &Raw) -> Result<()> {
+        let mut products = Vec::with_capacity(self.places.len());
+        for (place, [down, _]) in self.places.iter().zip(&self.factors) {
+            if let Some(down) = down {
+                products.push([place.of_hidden(grad_hidden)?, down.get()?]);
             }
         }
+        if let Some(weight) = &self.weight {
+            weight.add_input_gradient(context, &self.x_shape, grad)?;
+        }
+        context.add_products(0, &self.x_shape, &products)?;
+        self.add_down_gradients(context, grad_hidden)
+    }
+
+    /// Adds the gradients that are wanted, from `grad`, the gradient of the result, (rows, Σ out).
+    pub fn run(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
+        self.add_up_gradients(context, grad)?;
         if let (true, Some(weight)) = (context.needs(0), &self.weight) {
             weight.add_input_gradient(context, &self.x_shape, grad)?;
         }
-        let grad_hidden = self.grad_hidden(context, grad)?;
-        if let (Some(grad_hidden), Some(x)) = (&grad_hidden, &self.x) {
-            let x = as_matrix(&x.get()?)?;
-            for (index, place) in self.places.iter().enumerate() {
-                let grad_hidden = place.of_hidden(grad_hidden)?;
-                let shape = (grad_hidden.dims()[1], x.dims()[1]);
-                let product = [&grad_hidden.t()?, &x];
-                context.add_product(Self::down(index), shape, place.dtypes[0], product, 1.0)?;
-            }
+        match self.grad_hidden(context, grad)? {
+            Some(grad_hidden) => self.add_down_gradients(context, &grad_hidden),
+            None => Ok(()),
         }
-        Ok(())
     }
 }
 

@@ -9,11 +9,12 @@ use crate::cpu::{Elem, Real};
 /// Elements that one thread takes at a time.
 const GRAIN: usize = 32 * 1024;
 
-/// Partial sums of a row: one vector of the widest instruction set. More partial sums would make long rows slightly
-/// faster, but short rows, such as the scores of a short sequence, much slower.
+/// Number of partial sums of a row: the f32 lanes of a vector in the widest instruction set. More partial sums would make
+/// long rows slightly faster, but short rows, such as the scores of a short sequence, much slower.
 const LANES: usize = 16;
 
-/// How many rows of `len` elements one thread takes at a time. Depends only on sizes, and so do results.
+/// How many rows of `len` elements one thread takes at a time. The number depends only on `len`, so that results do not
+/// depend on the number of threads.
 pub(super) fn rows_per_block(len: usize) -> usize {
     (GRAIN / len.max(1)).max(1)
 }

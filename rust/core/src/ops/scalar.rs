@@ -176,7 +176,7 @@ impl Tensor {
     /// Limit each element to `[low, high]`; outside, the gradient is 0.
     ///
     /// # Errors
-    /// [`Error::Argument`] if neither limit is given or `low > high`.
+    /// [`Error::Argument`] if neither limit is given, one is NaN, or `low > high`.
     pub fn clamp(&self, low: Option<f64>, high: Option<f64>) -> Result<Self> {
         let limits = Clamp { low: low.unwrap_or(f64::NEG_INFINITY), high: high.unwrap_or(f64::INFINITY) };
         if low.is_none() && high.is_none() {
@@ -185,7 +185,7 @@ impl Tensor {
         if limits.low > limits.high || limits.low.is_nan() || limits.high.is_nan() {
             return Err(Error::argument(
                 "clamp",
-                format!("the lower limit {} is above the upper limit {}", limits.low, limits.high),
+                format!("the lower limit is {}, expected at most the upper limit {}", limits.low, limits.high),
             ));
         }
         pointwise(&CLAMP, self, limits)

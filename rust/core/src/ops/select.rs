@@ -38,7 +38,8 @@ impl Tensor {
     /// `a` where `mask` (u8) is not 0, else `b`; shapes broadcast as in numpy.
     ///
     /// # Errors
-    /// [`Error::DType`] if the mask is not u8 or `a` and `b` differ, [`Error::Shape`] if shapes do not broadcast.
+    /// [`Error::DType`] if the mask is not u8, or `a` and `b` differ in dtype; [`Error::Device`] if they differ in device;
+    /// [`Error::Shape`] if shapes do not broadcast.
     pub fn select(mask: &Self, a: &Self, b: &Self) -> Result<Self> {
         check(SELECT.name, a, b)?;
         if mask.dtype() != DType::U8 {

@@ -247,7 +247,7 @@ impl Tensor {
         if ids.iter().any(|&i| i < 0 || i >= size as i64) {
             return Err(Error::index(
                 STRIDED.name,
-                format!("{length} elements from {start} by {step} go beyond dimension {dim} of size {size}"),
+                format!("{length} elements from {start} in steps of {step} go beyond dimension {dim} of size {size}"),
             ));
         }
         let ids = Raw::from_vec(ids, length, self.device())?;

@@ -42,7 +42,7 @@ pub(super) fn values(matrix: &Quantized, dtype: DType) -> Result<Raw> {
     Ok(out)
 }
 
-/// The number of the first format of ggml in the kernel.
+/// The number that the kernel has for the first format of ggml.
 const FIRST_GGML: u32 = 4;
 
 fn part(part: &Part, columns: usize, start: u64) -> Result<QuantizedPart> {

@@ -74,7 +74,7 @@ impl Part {
     }
 }
 
-/// Formats with a code per element, and a scale per row or a single scale.
+/// Decodes formats that have a code per element, and a scale per row or a single scale.
 fn by_rows<T: Elem>(
     codes: &[u8],
     scales: &[f32],
@@ -94,7 +94,7 @@ fn by_rows<T: Elem>(
     });
 }
 
-/// Formats with two codes per byte and a scale per block.
+/// Decodes formats that have two codes per byte and a scale per block.
 fn by_blocks<T: Elem>(codes: &[u8], scale: impl Fn(usize) -> f32 + Sync, start: usize, out: &mut [T]) {
     par_chunks_mut(out, GRAIN, |piece, out| {
         let mut at = start + piece * GRAIN;
@@ -108,7 +108,7 @@ fn by_blocks<T: Elem>(codes: &[u8], scale: impl Fn(usize) -> f32 + Sync, start: 
                 let code = codes[index / 2] >> (if index.is_multiple_of(2) { 4 } else { 0 }) & 0xf;
                 values[usize::from(code)]
             };
-            // Bytes with both elements in the block, and single elements before and after them.
+            // Decode the bytes whose two elements are both in the block, then a single element before and after them.
             let before = at % 2;
             let (first, whole) = block.split_at_mut(before);
             let bytes = &codes[(at + before) / 2..];

@@ -2,9 +2,9 @@
 
 /// The 256 values of the dynamic map in ascending order: `signed` for values in [-1, 1], otherwise for [0, 1].
 ///
-/// Decade i of seven (they end at 1e-6, 1e-5 and so on to 1) has 2^i values of each sign (2^(i+1) if unsigned), evenly spaced from a
-/// tenth of the decade's end to its end; 0 and 1 complete the map. Dettmers et al., "8-bit Optimizers via Block-wise
-/// Quantization", arXiv:2110.02861; follows
+/// Decade i of seven (they end at 1e-6, 1e-5 and so on to 1) has 2^i values of each sign (2^(i+1) if unsigned): the middles of as
+/// many equal intervals from a tenth of the decade's end to its end. 0 and 1 complete the map. Dettmers et al., "8-bit
+/// Optimizers via Block-wise Quantization", arXiv:2110.02861; follows
 /// <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py#L296>.
 pub fn create_dynamic_map(signed: bool) -> [f32; 256] {
     const DECADES: u32 = 7;

@@ -180,7 +180,8 @@ fn word(block: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
 }
 
-/// The codes in the low halves of sixteen bytes, then those in the high halves, with a fifth bit from `fifth`.
+/// Writes `value` of each code: the codes in the low halves of sixteen bytes, then those in the high halves. Bit i of
+/// `fifth` is the fifth bit of code i.
 fn nibbles(codes: &[u8], fifth: u32, out: &mut [f32], value: impl Fn(f32) -> f32) {
     let (low, high) = out.split_at_mut(16);
     for (i, &code) in codes.iter().take(16).enumerate() {

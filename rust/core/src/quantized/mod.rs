@@ -1,4 +1,4 @@
-//! Frozen matrices quantized to eight or four bits, as bases of adapters where memory is short.
+//! Frozen matrices quantized to four to eight bits, as bases of adapters where memory is short.
 //!
 //! A [`Quantized`] is not a [`Tensor`]: it has codes and scales, and only operations that take a [`WeightRef`] accept
 //! it. These operations dequantize it right before a product, into memory that is freed after the product.
@@ -178,7 +178,7 @@ impl Quantized {
         let scales = match format {
             Format::Int8 => Scales::Int8(scales),
             Format::Fp8 if with_bytes(codes, |codes| codes.iter().any(|code| code & 0x7f == 0x7f))? => {
-                return Err(Error::argument(OP, "the codes have NaN among them; is the file damaged?"));
+                return Err(Error::argument(OP, "some codes are NaN; is the file damaged?"));
             }
             Format::Fp8 => Scales::Fp8(scales),
             other => {
@@ -264,7 +264,7 @@ impl Quantized {
         let columns = first.dims[1];
         if let Some(other) = matrices.iter().find(|other| other.dims[1] != columns) {
             let found = [columns, other.dims[1]];
-            return Err(Error::shape(OP, format!("found matrices of {found:?} columns, expected as many in each")));
+            return Err(Error::shape(OP, format!("found matrices of {found:?} columns, expected the same number")));
         }
         if matrices.iter().any(|other| !other.device().same_device(first.device())) {
             return Err(Error::device(OP, "the matrices are on different devices; move one with to()"));
@@ -306,8 +306,8 @@ impl Quantized {
         self.parts.iter().map(|part| size(&part.codes) + part.scales.storages().map(size).sum::<usize>()).sum()
     }
 
-    /// Its tensors, part by part: `codes` and `scales`; a part of NF4 with quantized scales also has `scale_codes` and
-    /// `offset`.
+    /// Its tensors, part by part: `codes` and `scales`. A part of NF4 with quantized scales also has `scale_codes` and
+    /// `offset`; a part in a format of ggml has `codes` alone.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the offset does not fit on the device.
@@ -351,7 +351,7 @@ impl Quantized {
         Ok(Self { dims: self.dims, dtype: self.dtype, parts })
     }
 
-    /// The values in `dtype`: code times scale in f32, rounded once.
+    /// The values that the codes represent, computed in f32 and rounded once to `dtype`.
     ///
     /// # Errors
     /// [`Error::DType`] if `dtype` is not floating point, [`Error::OutOfMemory`] if the values do not fit.

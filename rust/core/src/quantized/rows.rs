@@ -58,8 +58,8 @@ fn to_int8(x: f32) -> i8 {
     round_to_even(x.clamp(-LARGEST_INT8, LARGEST_INT8)) as i8
 }
 
-/// The whole number nearest to `x`, below 2^22 in magnitude; ties to even. A sum of this size has no bits for a
-/// fraction. `f32::round_ties_even` is a function call on processors without SSE 4.1.
+/// The whole number nearest to `x`, below 2^22 in magnitude; ties to even. `x + LARGE` is so large that an f32 has no
+/// bits for its fraction. `f32::round_ties_even` is a function call on processors without SSE 4.1.
 #[inline(always)]
 fn round_to_even(x: f32) -> f32 {
     const LARGE: f32 = 12_582_912.0;
@@ -70,12 +70,12 @@ fn round_to_even(x: f32) -> f32 {
 fn to_e4m3(x: f32) -> u8 {
     let sign = (x.to_bits() >> 24) as u8 & 0x80;
     let magnitude = x.abs().min(LARGEST_E4M3);
-    // The magnitude in units of the last place for its exponent, or of 2^-9 for subnormal numbers.
+    // `steps` is the magnitude in units of its last place, 2^(exponent - 3); for subnormal numbers this is 2^-9.
     let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(-6);
     let steps_in_one = f32::from_bits(((127 + 3 - exponent) as u32) << 23);
     let steps = round_to_even(magnitude * steps_in_one) as u8;
-    // A carry increases the exponent by itself. For normal numbers the field is one less, because their steps include
-    // the implicit bit.
+    // The code is the sum of the exponent's field and the steps, so a carry of the steps increases the exponent. The
+    // steps of a normal number include its implicit bit, 8, so `field` is one less than the field of its code.
     let field = (exponent + 6) as u8;
     sign | (field * 8 + steps)
 }

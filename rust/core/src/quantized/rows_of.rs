@@ -26,13 +26,15 @@ impl Quantized {
         })
     }
 
-    /// Whether its values take too much memory to be dequantized as a whole for a product.
+    /// Whether its values take too much memory to be dequantized as a whole for a product. False if the codes cannot be
+    /// split by rows.
     pub(crate) fn is_large(&self) -> bool {
         self.has_rows() && self.dims.iter().product::<usize>() > 4 * GPU_PANEL
     }
 
-    /// Call `see` once for each panel, a group of rows of bounded size, with the number of its first row and its
-    /// values. The panels cover all rows.
+    /// Call `see` once for each panel, a group of consecutive rows, with the number of its first row and its values. The
+    /// panels cover all rows. Their size is bounded, except on a GPU if the codes cannot be split by rows: then one
+    /// panel has all rows.
     pub(crate) fn panels(&self, dtype: DType, mut see: impl FnMut(usize, &Raw) -> Result<()>) -> Result<()> {
         let [rows, columns] = self.dims;
         let cannot_narrow = !self.device().is_cpu() && !self.has_rows();

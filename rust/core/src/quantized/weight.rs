@@ -6,17 +6,17 @@ use super::Quantized;
 use crate::streaming::Streamed;
 use crate::tape::backward::Pending;
 use crate::tape::{BackwardContext, Saved, Saver};
-use crate::{Raw, Result, Tensor, checkpoint};
+use crate::{Raw, Result, Tensor, checkpoint, compute};
 
-/// The weight of a linear layer: a tensor, a frozen quantized matrix, or a frozen weight of either kind in the memory of the host, which is
-/// copied to the device for each use.
+/// The weight of a linear layer: a tensor, a frozen quantized matrix, or a frozen weight of either kind that is streamed. A streamed weight
+/// is in the memory of the host or of other devices, and is copied to the device for each use.
 #[derive(Clone, Debug)]
 pub enum Weight {
     /// Values.
     Plain(Tensor),
     /// Codes.
     Quantized(Quantized),
-    /// Values or codes in the memory of the host.
+    /// Values or codes that are copied to the device for each use.
     Streamed(Streamed),
 }
 
@@ -27,7 +27,7 @@ pub enum WeightRef<'a> {
     Plain(&'a Tensor),
     /// Codes.
     Quantized(&'a Quantized),
-    /// Values or codes in the memory of the host.
+    /// Values or codes that are copied to the device for each use.
     Streamed(&'a Streamed),
 }
 
@@ -215,18 +215,40 @@ impl HeldWeight {
         if !context.needs(0) {
             return Ok(());
         }
-        let dtype = grad.dtype();
-        let values = match self {
-            Self::Plain(saved) => saved.get()?,
-            Self::Quantized(quantized) => return quantized.add_input_gradient(context, shape, grad),
+        match self.held()? {
+            Held::Plain(values) => context.add_product(0, shape, grad.dtype(), [grad, &values], 1.0),
+            Held::Quantized(quantized) => quantized.add_input_gradient(context, shape, grad),
+        }
+    }
+
+    /// g W, where `grad` is the matrix g.
+    pub(crate) fn input_gradient(&self, grad: &Raw) -> Result<Raw> {
+        match self.held()? {
+            Held::Plain(values) => compute::matmul(grad, &values),
+            Held::Quantized(quantized) => match quantized.input_gradient_of_codes(grad)? {
+                Some(product) => Ok(product),
+                None => compute::matmul(grad, &quantized.values(grad.dtype())?),
+            },
+        }
+    }
+
+    fn held(&self) -> Result<Held> {
+        Ok(match self {
+            Self::Plain(saved) => Held::Plain(saved.get()?),
+            Self::Quantized(quantized) => Held::Quantized(quantized.clone()),
             Self::Streamed(streamed) => match streamed.here()? {
-                Weight::Quantized(quantized) => return quantized.add_input_gradient(context, shape, grad),
-                Weight::Plain(tensor) => tensor.raw,
+                Weight::Quantized(quantized) => Held::Quantized(quantized),
+                Weight::Plain(tensor) => Held::Plain(tensor.raw),
                 Weight::Streamed(_) => unreachable!("the views of a slot are not streamed themselves"),
             },
-        };
-        context.add_product(0, shape, dtype, [grad, &values], 1.0)
+        })
     }
+}
+
+/// What a backward pass reads of a weight.
+enum Held {
+    Plain(Raw),
+    Quantized(Quantized),
 }
 
 impl Quantized {

@@ -53,8 +53,8 @@ pub fn is_float(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
 }
 
-/// Reject a shape whose element count overflows or that does not fit in memory, before candle allocates: a failed
-/// allocation in candle aborts the process.
+/// The number of elements of a shape. Rejects a shape whose element count overflows or that does not fit in memory, before
+/// candle allocates: a failed allocation in candle aborts the process.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] with the requested size and the available memory.
@@ -78,7 +78,7 @@ pub fn check_allocation(op: &'static str, dims: &[usize], dtype: DType) -> Resul
     Ok(count)
 }
 
-/// [`check_allocation`] on the CPU. An allocation on a CUDA device reports missing memory itself.
+/// [`check_allocation`] on the CPU. On a CUDA device, [`check_size`] alone: the allocation itself reports missing memory.
 ///
 /// # Errors
 /// As [`check_allocation`].
@@ -86,10 +86,10 @@ pub fn check_allocation_on(device: &Device, op: &'static str, dims: &[usize], dt
     if device.is_cpu() { check_allocation(op, dims, dtype) } else { check_size(op, dims, dtype) }
 }
 
-/// The number of elements of a shape, if the number of their bytes does not overflow.
+/// The number of elements of a shape.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] if not.
+/// [`Error::OutOfMemory`] if the number of their bytes overflows.
 pub fn check_size(op: &'static str, dims: &[usize], dtype: DType) -> Result<usize> {
     let count = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
     let fits = |n: &usize| n.checked_mul(dtype.size_in_bytes()).is_some_and(|bytes| bytes <= isize::MAX as usize);

@@ -9,7 +9,7 @@ use super::{State, philox_at};
 use crate::{Error, Result};
 
 /// The purpose of a stream. Streams of different purposes are independent. The text after "by" says what the number of
-/// a stream of this purpose counts. This is the only list of purposes.
+/// such a stream counts. This is the only list of purposes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum Purpose {

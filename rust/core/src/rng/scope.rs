@@ -1,6 +1,6 @@
 //! The generator that a thread draws from.
 //!
-//! All threads share one generator. Two kinds of work leave it as it is: under a [`Stream`] this thread draws from a generator of its
+//! All threads share one generator. Two kinds of work do not advance it: under a [`Stream`] this thread draws from a generator of its
 //! own, and the recomputation of a checkpoint draws from the positions that its first run drew from.
 
 use std::cell::RefCell;
@@ -51,7 +51,7 @@ fn source(scopes: &[Scope]) -> Option<usize> {
     scopes.iter().rposition(|scope| !matches!(scope, Scope::Noting(_)))
 }
 
-/// Call `visit` with the generator that this thread draws from.
+/// Call `visit` with the generator of `scope`, or with the shared generator if `scope` has none.
 fn place<T>(scope: Option<&mut Scope>, visit: impl FnOnce(&mut Generator<State>) -> T) -> T {
     match scope {
         Some(Scope::Stream(generator)) => visit(generator),
@@ -130,7 +130,7 @@ impl Drop for Guard {
 
 /// While this object exists, this thread draws from a generator of its own; no other generator advances.
 #[must_use = "draws come from it until it is dropped"]
-pub struct Stream(#[allow(dead_code, reason = "for its end")] Guard);
+pub struct Stream(#[allow(dead_code, reason = "dropping it ends the scope")] Guard);
 
 impl Stream {
     /// A generator that begins at `start`; see [`State::of`].

@@ -22,11 +22,11 @@ pub(super) struct Held(pub(super) Vec<(DType, Bytes)>);
 pub(super) enum Bytes {
     /// The bytes of a unit of a ring on the CPU.
     Plain(Raw),
-    /// The same, in memory that processes share.
+    /// The bytes of a unit of a ring on the CPU, in memory that processes share.
     Shared(Arc<Pages>, Range<usize>),
     /// In pinned memory of the host.
     Pinned(Pinned),
-    /// In slices that the processes of the machine have.
+    /// In slices, of which each process of the machine has one.
     Sliced(Arc<Shards>, Place),
 }
 
@@ -67,7 +67,7 @@ impl Bytes {
         }
     }
 
-    /// Copy them to a part of a slot at once, or add what a [`Copier`] must copy to `copies`.
+    /// Copy the bytes to `to`, a part of a slot, at once, or add the copies that a [`Copier`] must make to `copies`.
     pub(super) fn bring<'a>(&'a self, to: &Raw, copies: &mut Vec<(Source<'a>, Raw)>) -> Result<()> {
         match self {
             Self::Plain(raw) => compute::copy_into(&to.narrow(0, 0, raw.elem_count())?, raw),
@@ -86,7 +86,7 @@ impl Bytes {
         }
     }
 
-    /// A copy on the CPU of the values that `view`, a part of a slot, has while the unit is there.
+    /// A copy on the CPU of the values that `view`, a part of a slot, has while the slot holds this unit.
     pub(super) fn read(&self, view: &Raw) -> Result<Raw> {
         let (start, count) = (view.layout().start_offset(), view.elem_count());
         let size = view.dtype().size_in_bytes();
@@ -111,7 +111,8 @@ fn copy_bytes(to: &Raw, bytes: &[u8]) -> Result<()> {
     compute::copy_into(&to.narrow(0, 0, count)?, &raw)
 }
 
-/// A unit for a comparison between processes: its bytes in each dtype, where its parts are, and the digest of its values.
+/// A text by which processes compare a unit: its bytes in each dtype, a hash of the places and shapes of its parts, and
+/// the digest of its values.
 pub(super) fn description(packing: &Packing, unit: &Unit) -> String {
     let mut text = String::new();
     let mut places = FxHasher::default();

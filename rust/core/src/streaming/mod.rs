@@ -56,7 +56,7 @@ impl Streamed {
     /// [`Error::Argument`] if it is not frozen, or streamed already.
     pub fn new(weight: Weight, device: &Device, unit: &Unit) -> Result<Self> {
         if matches!(weight, Weight::Streamed(_)) || WeightRef::from(&weight).requires_grad() {
-            return Err(Error::argument(OP, "only frozen weights are in the memory of the host"));
+            return Err(Error::argument(OP, "a streamed weight must be frozen, and not streamed already"));
         }
         let streamed = Self(Arc::new(Inner {
             dims: weight.dims().to_vec(),
@@ -120,12 +120,10 @@ impl Streamed {
             State::Placed { ring, unit, view } if ring.has(*unit) => Ok(view.clone()),
             State::Placed { .. } => Err(Error::argument(
                 OP,
-                "a weight that is in the memory of the host is used outside of the run of its block; call the model, not a block of it, \
-                 and from one thread at a time",
+                "a streamed weight is used outside of the run of its block; call the model, not a block of it, and from one thread \
+                 at a time",
             )),
-            State::Gathered(_) => {
-                Err(Error::argument(OP, "a weight in the memory of the host is used before the model is complete"))
-            }
+            State::Gathered(_) => Err(Error::argument(OP, "a streamed weight is used before the model is complete")),
         }
     }
 
@@ -291,7 +289,7 @@ mod tests {
         })
     }
 
-    /// Three units, each with two joined weights and a quantized one, whose values are those of `first` and following.
+    /// Three units, each with two joined weights and a quantized one. The seeds of their values start at `first`.
     fn shared(
         first: usize,
         rank: usize,

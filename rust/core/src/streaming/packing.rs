@@ -17,7 +17,7 @@ const ALIGNMENT: usize = 256;
 /// identity of the storage of the whole, and the index of the part's first element there.
 pub(super) type Joined = HashMap<usize, (usize, usize)>;
 
-/// A piece of storage of weights, and its offset in elements of its dtype.
+/// A piece of storage of weights, and its offset among the elements of its dtype in the packing.
 struct Part {
     /// The identity of the storage, and the index of the first element in it.
     storage: usize,

@@ -30,7 +30,7 @@ unsafe impl Send for Pages {}
 unsafe impl Sync for Pages {}
 
 impl Pages {
-    /// Memory of at least `bytes`, which uses no memory of the machine before it is [written](Self::write).
+    /// A mapping of at least `bytes`. It takes no memory of the machine before it is [written](Self::write).
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the system gives none.
@@ -82,7 +82,7 @@ impl Pages {
     /// memory.
     ///
     /// # Errors
-    /// [`Error::Argument`] if it is closed.
+    /// [`Error::Argument`] if the memory is closed.
     pub(crate) fn description(&self) -> Result<String> {
         use std::os::fd::AsRawFd;
         let Some(file) = &self.file else { return Err(Error::argument(OP, "the memory is closed already")) };
@@ -91,7 +91,7 @@ impl Pages {
         Ok(format!("{} {} {device} {inode} {len}", std::process::id(), file.as_raw_fd()))
     }
 
-    /// Let no further process open it.
+    /// Close the file, so that no further process can open the memory.
     pub(crate) fn close(&mut self) {
         self.file = None;
     }
@@ -148,7 +148,7 @@ fn identity(found: &Metadata) -> (u64, u64, u64) {
 fn no_memory(bytes: usize, error: rustix::io::Errno) -> Error {
     let gib = bytes as f64 / (1u64 << 30) as f64;
     let message = format!(
-        "the system gives no {gib:.2} GiB of shared memory, which streamed blocks are in ({error}); raise the memory limit of the \
+        "the system cannot provide {gib:.2} GiB of shared memory for streamed blocks ({error}); raise the memory limit of the \
          container, stream fewer blocks, or quantize the base"
     );
     Error::OutOfMemory { op: OP, message }

@@ -18,7 +18,7 @@ use crate::{Error, Result, Tensor, checkpoint, compute};
 
 const SLOTS: usize = 2;
 
-/// Two slots on a device for units in the memory of the host. Unit i is copied to slot i mod 2.
+/// Two slots on a device for units in the memory of the host or of other devices. Unit i is copied to slot i mod 2.
 pub struct Ring {
     /// Dropped first: copies to the slots must end before these are freed.
     copier: Option<Copier>,
@@ -45,9 +45,10 @@ enum Direction {
 }
 
 impl Ring {
-    /// Move the weights of `units` to pinned memory of the host, which `device` can read by itself. Units are used in
-    /// their order, and in reverse order by backward passes. With `sharing`, one copy of them serves all processes of
-    /// a machine, in the memory of the host or in slices on their devices; then all processes call this.
+    /// Move the weights of `units` to memory of the host; for a CUDA `device` it is pinned, so that the device can read it
+    /// by itself. Units are used in their order, and in reverse order by backward passes. With `sharing`, one copy of
+    /// them serves all processes of a machine, in the memory of the host or in slices on their devices; then all
+    /// processes call this.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the slots do not fit on the device, or the units in the memory of the host,
@@ -137,8 +138,8 @@ impl Ring {
         sharing.pages(end, fill, used)
     }
 
-    /// Move a slice of every unit to each device of the machine. Unit i is read by process i mod N of its N processes,
-    /// which writes all slices of it.
+    /// Move a slice of every unit to each device of the machine. Process i mod N of its N processes has the values of unit
+    /// i and writes all slices of it.
     fn slice(
         self: &Arc<Self>,
         units: &[Unit],

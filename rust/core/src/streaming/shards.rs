@@ -1,7 +1,7 @@
-//! [`Shards`]: streamed units in slices, one of every unit in each process of a machine.
+//! [`Shards`]: streamed units in slices. Each process of a machine has one slice of every unit.
 //!
 //! Processes that train together need the same unit at the same time. If one process had all of a unit, all others
-//! would read it through that one device's link; with slices, every device sends and receives equally much.
+//! would read it through that one device's link. With slices, every device sends and receives as much as the others.
 
 use std::ops::Range;
 
@@ -17,7 +17,7 @@ use crate::{Result, compute};
 /// Slices begin at multiples of this many bytes, with which copies are fastest.
 const ALIGNMENT: usize = 256;
 
-/// Where the bytes of a part of a unit are: each process has a slice of them, all at the same place in their shards.
+/// Where the bytes of a part of a unit are: each process has a slice of them, at the same place in its shard.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
     start: usize,
@@ -63,11 +63,11 @@ impl Place {
     }
 }
 
-/// The shards of all processes of a machine, by their numbers on it.
+/// The shards of all processes of a machine, by the number of the process on the machine.
 pub(super) enum Shards {
-    /// In memory of the host that they share, for models on the CPU.
+    /// In memory of the host that the processes share, for models on the CPU.
     Host(Vec<Pages>),
-    /// On their devices.
+    /// On the devices of the processes.
     Device(peers::Shards),
 }
 
@@ -104,7 +104,7 @@ impl Shards {
         Ok((Self::Device(shards), text))
     }
 
-    /// Open the shards of the others; `number` is that of this process.
+    /// Open the shards of the others; `number` is the number of this process.
     fn open(self, texts: &[&str], number: usize) -> Result<Self> {
         match self {
             Self::Host(mut own) => {
@@ -164,7 +164,7 @@ impl Shards {
         Some(all)
     }
 
-    /// The copies that bring a place on devices to a part of a slot. Each process begins with the slice of the process
+    /// The copies from a place on the devices to a part of a slot. Each process begins with the slice of the process
     /// after it, so that no two read from one device at a time while all of them copy.
     pub(super) fn copies<'a>(&'a self, place: Place, to: &Raw) -> Result<Vec<(Source<'a>, Raw)>> {
         let Self::Device(shards) = self else { return Ok(Vec::new()) };
@@ -179,7 +179,7 @@ impl Shards {
         Ok(all)
     }
 
-    /// Some bytes of a place on devices, on the CPU, in the dtype of `like`.
+    /// Some bytes of a place in shards on devices, as a vector on the CPU with the dtype and the element count of `like`.
     pub(super) fn downloaded(&self, place: Place, range: Range<usize>, like: &Raw) -> Result<Raw> {
         let all = compute::zeros(&[like.elem_count()], like.dtype(), like.device())?;
         if let Self::Device(shards) = self {

@@ -1,9 +1,9 @@
 //! [`Sharing`]: the processes of a machine that stream the same weights from one copy.
 //!
-//! In the memory of the host, the lowest rank of a machine writes the copy, and the others map it. In slices on the
-//! devices, each process writes some of the units for all. All processes take the same steps: they build the same model,
+//! If the copy is in the memory of the host, the lowest rank of the machine writes it, and the others map it. If it is in
+//! slices on the devices, each process writes some of the units for all. All processes take the same steps: they build the same model,
 //! compare what they would copy, and exchange messages, which also orders writing and reading. Each process reads every
-//! weight once, to compare the digests; all but its writer keep its shape alone.
+//! weight once, to compare the digests; after that, only the writer of a weight keeps its values.
 
 use std::cell::RefCell;
 use std::os::unix::fs::MetadataExt;
@@ -52,8 +52,8 @@ impl Sharing {
     /// process.
     ///
     /// # Errors
-    /// Those of `exchange`; [`Error::Argument`] if it returns too few messages, or a process is alone on its machine and
-    /// has no peers.
+    /// Those of `exchange`; [`Error::Argument`] if it returns too few messages or, with [`Origin::Peers`], if a process is
+    /// alone on its machine.
     pub fn new(rank: usize, origin: Origin, exchange: Box<Exchange>) -> Result<Arc<Self>> {
         // A process that does not know its machine is alone on it.
         let mine = machine().unwrap_or_else(|| format!("rank {rank}"));
@@ -69,8 +69,8 @@ impl Sharing {
             return Err(Error::argument(
                 OP,
                 format!(
-                    "rank {} has no other process on its machine, or in another container or of another user, from which it could stream; \
-                     start several processes there, or stream from the host",
+                    "rank {} has no other process on its machine to stream from (processes in another container or of another user do \
+                     not count); start several processes there, or stream from the host",
                     alone[0]
                 ),
             ));
@@ -110,7 +110,7 @@ impl Sharing {
         self.machine.iter().position(|&rank| rank == self.rank).unwrap_or(0)
     }
 
-    /// Whether this process writes the unit with a number for its machine.
+    /// Whether this process writes the unit with this number for all processes of its machine.
     pub(super) fn keeps(&self, unit: usize) -> bool {
         match self.origin {
             Origin::Host => self.number() == 0,
@@ -139,7 +139,7 @@ impl Sharing {
         Ok(())
     }
 
-    /// The memory of this machine, of at least `bytes`. `fill` is called in every process; only the writer's call gets
+    /// Memory of at least `bytes` that all processes of this machine share. `fill` is called in every process; only the writer's call gets
     /// the memory, to write it. `used` then gets the memory in every process. When this function returns, `used` has
     /// returned in all processes.
     pub(super) fn pages<T>(
@@ -164,7 +164,8 @@ impl Sharing {
         Ok(self.tell(used(pages), |_| String::new())?.0)
     }
 
-    /// Exchange the texts of what all processes have; if one of them has an error instead, all return an error.
+    /// Send `text` of the value `mine` to all processes; returns `mine` and the texts of all, by rank. If one process has an
+    /// error instead, all return an error.
     pub(super) fn tell<T>(&self, mine: Result<T>, text: impl FnOnce(&T) -> String) -> Result<(T, Vec<String>)> {
         let message = match &mine {
             Ok(found) => format!("+{}", text(found)),

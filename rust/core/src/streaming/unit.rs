@@ -29,8 +29,8 @@ struct Contents {
 }
 
 impl Unit {
-    /// The unit with a number, from 0, among those of a ring. By default 0, which is of no importance unless processes
-    /// [share](Self::share) units.
+    /// The unit with this number among the units of a ring, from 0. The number matters only if processes
+    /// [share](Self::share) units; by default it is 0.
     pub fn new(number: usize) -> Self {
         Self(Arc::new(Mutex::new(Contents { number, ..Contents::default() })))
     }
@@ -53,8 +53,8 @@ impl Unit {
         self.contents().weights.iter().filter_map(Weak::upgrade).map(Streamed).collect()
     }
 
-    /// A weight on the CPU for processes that share units: itself in the process that writes the unit for the others,
-    /// elsewhere one of the same shape without memory.
+    /// A weight on the CPU for processes that share units. The process that writes the unit for the others gets `weight`
+    /// itself; the others get a weight of the same shape that takes no memory.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the system gives no memory.

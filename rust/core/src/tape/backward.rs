@@ -175,6 +175,43 @@ impl BackwardContext<'_> {
         }
     }
 
+    /// [`add_product`](Self::add_product) of the product of each pair.
+    pub fn add_products(&mut self, index: usize, dims: impl Into<Shape>, pairs: &[[Raw; 2]]) -> Result<()> {
+        let (Some([a, b]), dims) = (pairs.first(), dims.into()) else { return Ok(()) };
+        let (dtype, matrix) = (a.dtype(), (a.dims()[0], b.dims()[1]));
+        if let Some(sum) = self.owned_sum(index, dtype)? {
+            let sum = sum.reshape(matrix)?;
+            let terms: Vec<[&Raw; 3]> = pairs.iter().map(|[a, b]| [&sum, a, b]).collect();
+            return compute::write_products(&terms, 1.0, true);
+        }
+        pairs.iter().try_for_each(|[a, b]| self.add_product(index, &dims, dtype, [a, b], 1.0))
+    }
+
+    /// The gradient that input `index` has so far, if it can change in place and is of `dtype`.
+    fn owned_sum(&mut self, index: usize, dtype: DType) -> Result<Option<Raw>> {
+        let node = self.node.inputs.get(index).and_then(Option::as_ref).filter(|_| self.needs(index));
+        let pending = node.map(|node| node.id()).and_then(|id| self.table.get_mut(&id));
+        let Some(pending) = pending.filter(|p| p.owned && p.sum.is_contiguous() && p.sum.dtype() == dtype) else {
+            return Ok(None);
+        };
+        pending.complete()?;
+        let sum = pending.sum.clone();
+        self.reach(index);
+        Ok(Some(sum))
+    }
+
+    /// The gradient buffer of input `index`, a variable; the caller must add a gradient to it. `None` if the input has no
+    /// buffer, or one of another dtype: then [`add`](Self::add) takes the gradient.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn buffer(&mut self, index: usize, dtype: DType) -> Option<Raw> {
+        let (true, Some(buffered)) = (self.needs(index), self.buffered.as_deref_mut()) else { return None };
+        let node = self.node.inputs.get(index)?.as_ref()?;
+        let leaf = node.leaf().filter(|leaf| leaf.dtype() == dtype)?;
+        let buffer = leaf.buffer()?;
+        buffered.variables.insert(node.id());
+        Some(buffer)
+    }
+
     /// For each of `terms`, write hidden = s₁ · input · down and add s₂ · hidden · up to the gradient of input `index`;
     /// `scales` has s₁ and s₂. The shape and the dtype of the gradient are as in [`add_product`](Self::add_product). If
     /// the input already has a gradient, that gradient changes in place.
@@ -187,13 +224,9 @@ impl BackwardContext<'_> {
     ) -> Result<()> {
         let (Some(first), dims) = (terms.first(), dims.into()) else { return Ok(()) };
         let (dtype, matrix) = (first.input.dtype(), (first.input.dims()[0], first.up.dims()[1]));
-        let node = self.node.inputs.get(index).and_then(Option::as_ref).filter(|_| self.needs(index));
-        let pending = node.map(|node| node.id()).and_then(|id| self.table.get_mut(&id));
-        if let Some(pending) = pending.filter(|p| p.owned && p.sum.is_contiguous() && p.sum.dtype() == dtype) {
-            pending.complete()?;
-            let dst = pending.sum.reshape(matrix)?;
+        if let Some(sum) = self.owned_sum(index, dtype)? {
+            let dst = sum.reshape(matrix)?;
             let terms: Vec<_> = terms.into_iter().map(|term| (term, dst.clone())).collect();
-            self.reach(index);
             return compute::low_rank(&terms, scales);
         }
         for LowRankTerm { input, down, up, hidden } in &terms {

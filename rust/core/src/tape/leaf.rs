@@ -25,7 +25,7 @@ struct Gradient {
     device: Device,
     /// The gradient, if there is no buffer.
     own: Option<Raw>,
-    /// A view of a flat gradient buffer: gradients are then added in place, never moved.
+    /// Fixed storage, in most cases a view of a flat gradient buffer: gradients are then added in place, never moved.
     buffer: Option<Raw>,
     /// The flat buffer, and the range of the view in it.
     flat: Option<(Raw, Range<usize>)>,
@@ -92,7 +92,7 @@ impl Leaf {
         Self { shape, dtype, gradient: GradientSlot::new(gradient), copies: Mutex::default() }
     }
 
-    /// The gradient: the tensor itself, or a copy of the buffer's part.
+    /// The gradient: the tensor itself, or a copy of the buffer.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if there is no memory for the copy.
@@ -120,6 +120,12 @@ impl Leaf {
     pub(crate) fn vector_to_clear(&self) -> Option<(Raw, Range<usize>)> {
         let gradient = self.gradient.peek();
         gradient.vector().filter(|_| gradient.filled || capture::is_capturing())
+    }
+
+    /// The dtype of the variable and of its gradient.
+    #[cfg(feature = "cuda")]
+    pub(crate) const fn dtype(&self) -> DType {
+        self.dtype
     }
 
     /// Whether gradients are accumulated in a buffer.
@@ -172,7 +178,7 @@ impl Leaf {
         Ok(())
     }
 
-    /// Note that the gradient is cleared; the caller has zeroed its part of the vector.
+    /// Mark the gradient as cleared; the caller has zeroed its part of the vector.
     pub(crate) fn is_cleared(&self) {
         if !self.is_empty() {
             let mut gradient = self.gradient.change();
@@ -181,7 +187,7 @@ impl Leaf {
         }
     }
 
-    /// Note that there is a gradient: the values of the buffer, maybe zeros.
+    /// Mark the gradient as present, if there is a buffer: it has the values of the buffer, maybe zeros.
     pub(crate) fn is_present(&self) {
         let mut gradient = self.gradient.change();
         gradient.filled = gradient.buffer.is_some();
@@ -215,7 +221,12 @@ impl Leaf {
         let short = matches!(a.dtype(), DType::F16 | DType::BF16);
         let is_product = self.shape.dims() == [a.dims()[0], b.dims()[1]]
             && (self.dtype == a.dtype() || (short && self.dtype == DType::F32));
-        if !is_product || !self.is_bound() {
+        if is_product { self.buffer() } else { None }
+    }
+
+    /// The gradient buffer, if there is one; the caller must add a gradient to it.
+    pub(crate) fn buffer(&self) -> Option<Raw> {
+        if !self.is_bound() {
             return None;
         }
         let mut gradient = self.gradient.change();

@@ -1,8 +1,8 @@
-//! The autograd tape: nodes save what their backward pass needs, and a backward pass visits them in reverse order of
-//! creation.
+//! The autograd tape: operations record nodes, and a backward pass visits the nodes in reverse order of creation.
 //!
-//! Three rules keep it small and safe: a node saves only what its backward pass reads; nothing here recurses, so graphs
-//! of any depth can be run and dropped; a saved variable that was changed in place is an error, never a wrong gradient.
+//! Three rules keep it small and safe: a node saves only what its backward pass reads; a backward pass and a drop visit
+//! the graph without recursion, so graphs may have any depth; reading a saved variable that was changed in place is an
+//! error, never a wrong gradient.
 
 pub(crate) mod backward;
 mod leaf;

@@ -37,14 +37,14 @@ pub fn is_grad_enabled() -> bool {
     flags().grad_enabled()
 }
 
-/// Switch recording on or off on this thread; returns the previous state.
+/// Switch recording on the tape on or off for this thread; returns the previous state.
 pub fn set_grad_enabled(enabled: bool) -> bool {
     let was = is_grad_enabled();
     MODE.set(if enabled { MODE.get() & !NO_GRAD } else { MODE.get() | NO_GRAD });
     was
 }
 
-/// Recording is off on this thread until this guard is dropped.
+/// While this guard lives, its thread records nothing on the tape.
 #[must_use = "recording is on again as soon as the guard is dropped"]
 pub struct NoGrad {
     was: bool,
@@ -58,7 +58,7 @@ impl Drop for NoGrad {
     }
 }
 
-/// Switch recording off on this thread until the guard is dropped.
+/// Switch recording on the tape off for this thread, until the guard is dropped.
 pub fn no_grad() -> NoGrad {
     NoGrad { was: set_grad_enabled(false), _not_send: PhantomData }
 }

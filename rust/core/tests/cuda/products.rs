@@ -163,6 +163,8 @@ fn groups_of_linear_layers_equal_the_cpu() {
         (77, 2048, vec![640; 2], vec![true; 2]),
         (300, 320, vec![320; 3], vec![true, false, true]),
         (300, 320, vec![320, 64, 64], vec![true; 3]),
+        // Large enough for separate launches of the products, with rows that are not a multiple of sixteen.
+        (6999, 640, vec![640, 128, 128], vec![true; 3]),
     ] {
         for (dtype, tolerance) in TOLERANCE {
             let total: usize = sizes.iter().sum();
@@ -265,6 +267,8 @@ fn low_rank_products_equal_the_cpu() {
         (33, 320, 32, 64),
         (17, 640, 96, 8),
         (5, 40, 72, 16),
+        (6999, 640, 672, 32),
+        (6999, 640, 640, 64),
     ] {
         for (dtype, tolerance) in TOLERANCE {
             let deviation = |n: usize| 1.0 / (n as f64).sqrt();

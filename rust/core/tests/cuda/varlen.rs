@@ -18,7 +18,7 @@ struct Row {
     window: Option<usize>,
 }
 
-/// The bounds of 40 segments of different lengths, and rows of no segment.
+/// The bounds of 40 segments of different lengths. The rows after the last bound are in no segment.
 const MANY: [i64; 41] = {
     let mut bounds = [0; 41];
     let mut segment = 0;
@@ -60,7 +60,7 @@ fn bounds(values: &[i64], device: &Device) -> Result<Tensor> {
 
 fn drawn(row: &Row) -> [Tensor; 3] {
     [row.heads[0], row.heads[1], row.heads[1]].map(|heads| {
-        // Numbers that are exact in every dtype share one reference.
+        // The numbers are exact in every dtype, so that all dtypes share one reference.
         random(&[row.rows, heads, row.width], 1.0, DType::BF16).to_dtype(DType::F16).unwrap()
     })
 }

@@ -4,11 +4,13 @@ use trainable_candle_core::ops::{Case, Domain, REGISTRY};
 use trainable_candle_core::raw::{from_vec, to_f64_vec};
 use trainable_candle_core::{DType, Raw, Result, Tensor, Var, grad};
 
-/// The largest difference between a result in a dtype and the f64 result, relative to the largest value.
+/// The largest difference between a result in a dtype and the f64 result, relative to the largest value or to 1, whichever
+/// is larger.
 pub const TOLERANCE: [(DType, f64); 4] =
     [(DType::F64, 1e-12), (DType::F32, 2e-5), (DType::F16, 1e-2), (DType::BF16, 6e-2)];
 
-/// Fixed values of a domain, different for each input. `strided` values are transposed in a larger tensor.
+/// Fixed inputs from the domains of a case, different for each input. If `strided`, they are transposed views of larger
+/// tensors.
 pub fn draw(case: &Case, dtype: DType, strided: bool) -> Result<Vec<Tensor>> {
     case.inputs
         .iter()
@@ -51,7 +53,7 @@ pub fn strided_copy(tensor: &Raw) -> Result<Raw> {
 pub fn all_cases() -> impl Iterator<Item = (&'static str, Case)> {
     REGISTRY.iter().flat_map(|entries| entries.iter()).flat_map(|entry| {
         let cases = (entry.cases)();
-        assert!(!cases.is_empty(), "{} brings no cases", entry.info.name);
+        assert!(!cases.is_empty(), "{} has no cases", entry.info.name);
         cases.into_iter().map(|case| (entry.info.name, case))
     })
 }

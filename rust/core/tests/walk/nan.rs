@@ -230,7 +230,7 @@ fn attend(x: &Tensor, attention: impl Fn(&Tensor, &Tensor, &Tensor) -> Result<Te
     attention(&like(&keys.narrow(1, 0, 1)?.contiguous()?)?, &keys, &like(&keys)?)
 }
 
-/// Row lengths on both sides of warps, packs and blocks.
+/// Row lengths below, at and above the sizes of warps, packs and blocks.
 const LENGTHS: [usize; 15] = [1, 2, 31, 33, 63, 65, 127, 255, 257, 1023, 1024, 1025, 2049, 4097, 8193];
 
 /// Places single NaNs, and runs of them, at the edges of warps and blocks.

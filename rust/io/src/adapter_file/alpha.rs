@@ -2,11 +2,10 @@
 //!
 //! In three cases the scale in the file differs from the trained scale:
 //! - The file has kohya's names of a UNet. For attention's projections, diffusers 0.42 looks for alphas under names
-//!   that no layer has, and uses the most common alpha of the part instead. All layers of a part therefore have one
-//!   alpha.
-//! - `ComfyUI` and diffusers read the same names but look for alphas in different places. Every scale in the file is
-//!   therefore 1.
-//! - Several layers are one module of the file. They have one scale.
+//!   that no layer has, and uses the most common alpha of the part instead. So all layers of a part get one alpha.
+//! - The file has names that both `ComfyUI` and diffusers read. The two programs look for alphas in different places,
+//!   so every scale in the file is 1.
+//! - Several layers are one module of the file, so they have one scale.
 //!
 //! In all three cases the up factor is multiplied by the trained scale divided by the scale in the file, so that every
 //! tool computes the same result. The header keeps the trained alphas.
@@ -16,8 +15,8 @@ use std::collections::{BTreeMap, HashMap};
 use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_nn::adapter::{AdaptedLayer, LayerValues};
 
-/// The metadata entry with the alphas that layers were trained with, by diffusers' names. A file has this
-/// entry if other alphas are beside its parameters.
+/// The metadata entry with the alphas of training, by diffusers' names of the layers. A file has this entry if the alphas
+/// beside its parameters differ from those of training.
 pub(super) const TRAINED: &str = "trainable_candle.alphas";
 
 /// The factors that [`rescale`] multiplies; each kind of adapter has at most one of them.
@@ -45,8 +44,8 @@ pub(super) fn same(a: f64, b: f64) -> bool {
     a as f32 == b as f32
 }
 
-/// The alpha that all layers of a part get. `None` if the layers keep their own alphas, because some of the layers are
-/// not LoRA or have an alpha of 0.
+/// The alpha that all layers of a part get. `None` if a layer has another adapter than LoRA or an alpha of 0; then the
+/// layers keep their own alphas.
 pub(super) fn common(layers: &[AdaptedLayer<'_>]) -> Option<f64> {
     let plain = layers.iter().all(|layer| layer.kind.name == "lora" && of(layer) != 0.0);
     most_common(layers.iter().filter(|_| plain).map(of))
@@ -67,7 +66,7 @@ pub(super) fn trained(metadata: &HashMap<String, String>) -> BTreeMap<String, f6
     metadata.get(TRAINED).and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default()
 }
 
-/// Undo [`rescale`].
+/// Undo [`rescale`]: give the values the scale of training, alpha / `rank`.
 pub(super) fn to_trained(values: &mut LayerValues, rank: usize, alpha: f64) -> Result<()> {
     let scale = alpha / rank as f64;
     let quotient = values.scale / scale;

@@ -22,8 +22,8 @@ pub(super) type Parameters = BTreeMap<&'static str, Tensor>;
 const UPS: [&str; 3] = ["lora_B.weight", "hada_w1_a", "hada_w2_a"];
 /// Down factors (r, in).
 const DOWNS: [&str; 3] = ["lora_A.weight", "hada_w1_b", "hada_w2_b"];
-/// DoRA's magnitude. There is one for each output if it has as many elements as there are outputs, otherwise one for
-/// each input.
+/// DoRA's magnitudes. If the first dimension is the number of outputs, there is one for each output, otherwise one for each
+/// input.
 const MAGNITUDES: [&str; 2] = ["lora_magnitude_vector.weight", "dora_scale"];
 /// The factors of LoKr whose row index is the slower part of the output index.
 const SLOW_ROWS: [&str; 2] = ["lokr_w1", "lokr_w1_a"];
@@ -33,7 +33,7 @@ const FAST_ROWS: [&str; 2] = ["lokr_w2", "lokr_w2_a"];
 /// OFT's blocks of outputs, one after another.
 const BLOCKS: &str = oft::BLOCKS;
 
-/// The parameters of the module that holds the adapters of these layers, which have the same scale.
+/// Join the adapters of several layers, which must have the same scale, to the parameters of one module.
 ///
 /// # Errors
 /// [`Error::Argument`] if there is no layer; the errors of the arithmetic.
@@ -93,7 +93,7 @@ fn diagonal(parts: &[(Form, &Tensor)], unit: usize, of: usize, shared: bool) -> 
     for ((form, value), rank) in parts.iter().zip(&ranks) {
         let Form::Rows { first, count, .. } = *form else { continue };
         if value.dims()[0] != unit * count {
-            let message = format!("found {} rows of {count} shares, expected {}", value.dims()[0], unit * count);
+            let message = format!("found {} rows for {count} shares, expected {}", value.dims()[0], unit * count);
             return Err(Error::shape(OP, message));
         }
         if first > row {
@@ -136,8 +136,8 @@ fn stacked(parts: &[(Form, &Tensor)], unit: usize, of: usize) -> Result<Tensor> 
     Tensor::cat(&blocks.iter().collect::<Vec<_>>(), 0)
 }
 
-/// The parameters of the layer with the rows `form` of a module of `rows` rows; `None` if the module does not change
-/// the layer.
+/// The parameters of one layer of a module. The module has `rows` rows, and `form` tells which of them belong to the layer.
+/// `None` if the module does not change the layer.
 ///
 /// # Errors
 /// [`Error::Config`] if a parameter of the module applies to all rows together, [`Error::Shape`] if the rows of a
@@ -154,7 +154,7 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
             || MAGNITUDES.contains(name) && height == rows
             || SLOW_ROWS.contains(name) && height % of == 0
             || *name == BLOCKS && height % of == 0
-            // If the slower factor has one row, the rows of the faster factor are those of the module.
+            // If the slower factor has one row, the faster factor has all rows of the module.
             || FAST_ROWS.contains(name) && slow == Some(1) && height % of == 0;
         let of_all = (MAGNITUDES.contains(name) || *name == BLOCKS) && !per_row
             || SLOW_ROWS.contains(name) && !per_row && slow != Some(1)
@@ -165,8 +165,8 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
         }
         if of_all {
             return Err(Error::Config(format!(
-                "{name} {:?} is one parameter of {of} layers together, which are separate layers in this model; train \
-                 without it",
+                "{name} {:?} applies to several layers together, which are separate layers in this model; use an \
+                 adapter without this parameter",
                 value.dims()
             )));
         }
@@ -194,7 +194,8 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
 }
 
 /// The columns of up factors that only this layer uses, as runs (start, length). [`join`] and kohya's trainers write
-/// modules in which every column belongs to one layer. `None` if the layer has columns in common with other layers.
+/// modules in which every column belongs to one layer. `None` if the layer needs all columns. This is so if it shares a
+/// column with another layer, if all columns are zero, or if the module has a magnitude and the layer has no column.
 fn kept(module: &Parameters, (first, count, of): (usize, usize, usize)) -> Result<Option<Vec<(usize, usize)>>> {
     let Some(up) = UPS.iter().find_map(|name| module.get(name)).filter(|up| up.rank() == 2) else { return Ok(None) };
     let (rows, rank) = (up.dims()[0], up.dims()[1]);
@@ -240,7 +241,7 @@ fn is_zero(value: &Tensor) -> Result<bool> {
     Ok(value.to_dtype(DType::F32)?.contiguous()?.to_vec::<f32>()?.iter().all(|x| *x == 0.0))
 }
 
-/// Exchanges the two halves of the rows of all parameters.
+/// Exchanges the two halves of the rows of every parameter whose rows belong to outputs.
 fn swap(values: &Parameters) -> Result<Parameters> {
     let slow = SLOW_ROWS.iter().find_map(|name| values.get(name)).map(|value| value.dims()[0]);
     values

@@ -46,8 +46,8 @@ impl<'a> Adapted<'a> {
     }
 }
 
-/// Check that a format can represent adapters of a kind on some layers of a part. DoRA is assumed to have magnitudes of
-/// outputs.
+/// Check that a format can represent adapters of a kind on some layers of a part. DoRA is assumed to have one magnitude
+/// for each output.
 ///
 /// # Errors
 /// [`Error::Argument`] if the format cannot represent them; the message names a format that can.
@@ -62,8 +62,8 @@ pub fn check_format(
     modules(format.unwrap_or_else(|| names.default_format()), names, &layers).map(drop)
 }
 
-/// The modules of a part in a format. In kohya's format all layers of a part have names of the same one of kohya's two
-/// styles, because diffusers ignores the names of one style in a file that mixes both.
+/// The modules of a part in a format. kohya's format has two styles of names. If a file mixes them, diffusers ignores the
+/// names of one style, so all layers of a part get names of the same style.
 ///
 /// # Errors
 /// As [`check_format`].
@@ -132,7 +132,7 @@ fn obstacle(members: &[(Form, Adapted<'_>)]) -> Option<&'static str> {
     let [(form, first), ..] = members else { return None };
     let Form::Rows { of, .. } = *form else {
         return (*form == Form::Swapped && first.odd_rows)
-            .then_some("its number of rows is odd, so that halves cannot be exchanged");
+            .then_some("it has an odd number of rows or blocks, so its two halves cannot be exchanged");
     };
     let shares: usize = members.iter().map(|(form, _)| count(*form)).sum();
     match first.kind {

@@ -14,7 +14,7 @@ use crate::tensor_file::TensorFile;
 pub(super) struct Stored {
     /// Parameters under peft's names, laid out as in files.
     pub parameters: BTreeMap<&'static str, Tensor>,
-    /// The numerator of the scale.
+    /// The numerator of the scale. For OFT of outputs, the limit of its rotations (see [`oft`]).
     pub alpha: Option<f64>,
 }
 
@@ -60,8 +60,8 @@ fn split(key: &str) -> Option<(&str, &'static str)> {
     alias.or_else(|| parameters.find_map(|(name, _)| Some((key.strip_suffix(name)?.strip_suffix('.')?, *name))))
 }
 
-/// The prefix of the keys of learned scales; the layer's name follows it. Learned scales do not change the adapter: they
-/// round the sum of base and adapter.
+/// The prefix of the keys of the scales that quantization-aware training learns; the layer's name follows it. The scales do
+/// not change the adapter: they serve to round the sum of base and adapter.
 pub(super) const SCALES: &str = "qat_scales.";
 
 /// Endings of parameters that are not supported, and the form of adapters that they belong to.
@@ -93,13 +93,13 @@ impl Contents {
         let mut contents = Self { modules: BTreeMap::new(), others: Vec::new(), metadata, config };
         let names = file.names();
         if names.is_empty() {
-            return Err(Error::weights(path, "no adapter file: it has no tensors"));
+            return Err(Error::weights(path, "not an adapter file: it has no tensors"));
         }
         for key in names.into_iter().filter(|key| !key.starts_with(SCALES)) {
             if let Some((ending, form)) = UNSUPPORTED.iter().find(|(ending, _)| key.ends_with(ending)) {
                 return Err(Error::weights(
                     path,
-                    format!("\"{key}\": {form} (\"{ending}\") is not supported; train without it"),
+                    format!("\"{key}\": {form} (\"{ending}\") is not supported; train the adapter without it"),
                 ));
             }
             let Some((module, parameter)) = split(&key) else {
@@ -111,7 +111,7 @@ impl Contents {
             if parameter == ALPHA {
                 let alpha = tensor.item().ok().filter(|alpha| alpha.is_finite());
                 stored.alpha = Some(alpha.ok_or_else(|| {
-                    Error::weights(path, format!("\"{key}\" has shape {:?}, expected one number", tensor.dims()))
+                    Error::weights(path, format!("\"{key}\" has shape {:?}, expected one finite number", tensor.dims()))
                 })?);
             } else {
                 stored.parameters.insert(parameter, tensor);

@@ -13,7 +13,8 @@ pub struct BaseModel {
     pub version: &'static str,
     /// `modelspec.architecture` without `/lora`: `stable-diffusion-xl-v1-base`.
     pub architecture: &'static str,
-    /// Height and width in pixels of the images that it was trained for: 1024 is `modelspec.resolution` `1024x1024`.
+    /// Height and width in pixels of the images that the base model was trained for: for 1024, `modelspec.resolution` is
+    /// `1024x1024`.
     pub resolution: usize,
 }
 
@@ -79,7 +80,7 @@ impl PartNames {
         self.is_denoiser && readers::knows_usual(self.readers, Tool::ComfyUi, Style::Diffusers)
     }
 
-    /// The prefix of `key`, if `key` begins with the prefix of a known part.
+    /// The prefix of a known part with which `key` begins, if there is one.
     pub(super) fn prefix_of<'a>(&'a self, key: &str) -> Option<&'a str> {
         self.prefixes.iter().map(String::as_str).chain([LYCORIS]).find(|prefix| key.starts_with(prefix))
     }

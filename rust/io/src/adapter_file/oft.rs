@@ -40,7 +40,7 @@ fn norm(blocks: &Tensor) -> Result<(f64, usize)> {
     Ok((q.sqr()?.sum_all()?.item()?.sqrt(), blocks.dims()[0] * blocks.dims()[1]))
 }
 
-/// Scale the blocks of a module to the limit in its alpha, as the tools that train with the limit do.
+/// Scale the blocks of a module down to the limit that its alpha sets, as the tools that train with the limit do.
 pub(super) fn apply_limit(stored: &mut Stored) -> Result<()> {
     let Some(alpha) = stored.alpha.filter(|alpha| *alpha > 0.0) else { return Ok(()) };
     let Some(blocks) = stored.parameters.get_mut(BLOCKS).filter(|blocks| are_square(blocks)) else { return Ok(()) };

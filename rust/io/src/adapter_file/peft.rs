@@ -46,7 +46,7 @@ pub(super) struct Common {
 }
 
 impl Common {
-    /// Rank and alpha of the first layer that has a rank, or of the configuration.
+    /// Rank and alpha of the first layer that has a rank; if there is none, those of the adapter's configuration.
     pub(super) fn of(set: &AdapterSet, layers: &[AdaptedLayer<'_>]) -> Self {
         let ranked = layers.iter().find(|layer| has_rank(layer));
         ranked.map_or(Self { rank: set.config().r, alpha: set.config().lora_alpha }, |layer| Self {
@@ -60,13 +60,13 @@ impl Common {
         if has_rank(layer) {
             return (layer.settings.rank, alpha::of(layer));
         }
-        // A file does not store the rank for which LoKr chose full matrices. With a rank as large as the largest
-        // dimension of the factors, they are certainly full.
+        // LoKr uses full matrices if the rank is large, but a file does not store this rank. A rank as large as the
+        // largest dimension of the factors certainly gives full matrices.
         let largest = || layer.parameters.iter().flat_map(|(_, value)| value.dims()).copied().max().unwrap_or(1);
         (if layer.settings.rank > 0 { layer.settings.rank } else { largest() }, self.alpha)
     }
 
-    /// The number by which a layer's factor is multiplied in peft's files.
+    /// The number by which the factor [`FOLDED`] of a layer without a rank is multiplied in peft's files.
     pub(super) fn fold(self, layer: &AdaptedLayer<'_>) -> f64 {
         let (rank, alpha) = self.sizes(layer);
         layer.settings.scale * rank as f64 / alpha
@@ -245,7 +245,7 @@ pub(super) fn configured_scale(config: &Value, part: &str, layer: &str) -> Optio
     Some(config.settings(layer).ok()?.scale)
 }
 
-/// Give a layer without a rank the scale 1, by multiplying its factor by `scale`, the scale of peft's configuration.
+/// Give a layer without a rank the scale 1: its factor [`FOLDED`] is multiplied by `scale`, the scale in peft's configuration.
 pub(super) fn unfold(values: &mut LayerValues, scale: f64) -> Result<()> {
     if let Some(factor) = values.parameters.get_mut(FOLDED) {
         *factor = factor.to_dtype(DType::F32)?.mul_scalar(scale)?;

@@ -1,4 +1,4 @@
-//! The layers that a module of a file belongs to.
+//! The layers that the modules of a file belong to.
 
 use std::collections::HashMap;
 
@@ -15,7 +15,7 @@ pub(super) struct Place<'a> {
     pub layers: Vec<(&'a str, Form)>,
 }
 
-/// The places of all names under which a file may have a layer.
+/// The [`Place`] of every name under which a file may hold the adapter of a layer.
 pub(super) fn places<'a>(parts: impl Iterator<Item = (&'a PartNames, Vec<&'a str>)>) -> HashMap<String, Place<'a>> {
     let mut places: HashMap<String, Place<'a>> = HashMap::new();
     for (part, (names, layers)) in parts.enumerate() {

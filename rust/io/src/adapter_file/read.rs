@@ -75,7 +75,7 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
     Ok(found)
 }
 
-/// If at most this many keys are unknown, the error message asks the user to remove them; if there are more, it says
+/// The largest number of unknown keys that the error message asks the user to remove. If there are more, the message says
 /// that the file is for another model.
 const FOREIGN: usize = 3;
 
@@ -84,7 +84,7 @@ fn mismatch(contents: &Contents, asked: &[&PartNames], wrong: &[&String]) -> Str
     let list = |keys: &[&String]| keys.iter().take(3).map(|key| key.as_str()).collect::<Vec<_>>().join(", ");
     let modules = contents.modules.len();
     if modules == 0 {
-        return format!("no adapter file: none of its tensors is a parameter of an adapter ({})", list(wrong));
+        return format!("not an adapter file: none of its tensors is a parameter of an adapter ({})", list(wrong));
     }
     let lost = wrong.iter().filter(|key| contents.modules.contains_key(**key)).count();
     let prefix_of = |key: &String| asked.first().and_then(|names| names.prefix_of(key));
@@ -114,8 +114,8 @@ fn mismatch(contents: &Contents, asked: &[&PartNames], wrong: &[&String]) -> Str
     )
 }
 
-/// The adapter of one layer of a module. The layer has `rows` rows, at the place `form` in the module. `None` if the
-/// module does not change the layer.
+/// The adapter of one layer of a module. The layer has `rows` rows, and `form` tells where they are in the module. `None`
+/// if the module does not change the layer.
 pub(super) fn own(stored: &Stored, form: Form, rows: usize) -> Result<Option<Stored>> {
     let all = form.stored_shape(&[rows]).first().copied().unwrap_or(rows);
     let Some(parameters) = fused::split(&stored.parameters, form, all)? else { return Ok(None) };
@@ -130,7 +130,8 @@ pub(super) fn own(stored: &Stored, form: Form, rows: usize) -> Result<Option<Sto
 /// The adapter of one layer, with parameters under peft's names.
 ///
 /// `divided` tells whether the file's magnitudes are for `ComfyUI`'s formula (see [`magnitude`]). `trained` is the
-/// layer's alpha in training if the file has another one. `configured` returns the scale in peft's configuration.
+/// layer's alpha in training, given only if the alpha in the file differs. `configured` returns the scale in peft's
+/// configuration.
 fn values(
     stored: &Stored,
     base: &Base<'_>,

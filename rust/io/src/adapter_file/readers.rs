@@ -78,13 +78,13 @@ impl Known {
         Self { style, only: None, alpha: Alpha::Applied, configured: false }
     }
 
-    /// Restrict the layers to those for which `only` is true.
+    /// Say that the tool reads only the names of layers for which `only` is true.
     #[must_use]
     pub const fn only(self, only: fn(&str) -> bool) -> Self {
         Self { only: Some(only), ..self }
     }
 
-    /// The tool applies alphas in the configuration.
+    /// Say that the tool applies alphas in the configuration.
     #[must_use]
     pub const fn configured(self) -> Self {
         Self { configured: true, ..self }
@@ -108,7 +108,7 @@ pub const PEFT: Reader = Reader {
     magnitude: Some("lora_magnitude_vector.weight"),
 };
 
-/// The tools that load adapters of a model that they do not support themselves.
+/// The tools that load adapters of a model that no tool knows: peft alone, which loads adapters of any model.
 pub const UNKNOWN: &[Reader] = &[PEFT];
 
 /// What a tool does with one module.
@@ -122,12 +122,12 @@ pub(super) enum Outcome {
     Not(&'static str),
 }
 
-/// The properties of a module of a file on which readers depend.
+/// The properties of a module of a file that decide what a tool does with it.
 pub(super) struct Found<'a> {
     pub layer: &'a str,
     pub style: Style,
     pub kind: &'a str,
-    /// The file's name of DoRA's magnitude.
+    /// The name of DoRA's magnitude in the file, if there is one.
     pub magnitude: Option<&'a str>,
     /// Whether there is one magnitude for each input, or OFT rotates inputs.
     pub per_input: bool,
@@ -206,7 +206,7 @@ impl Reader {
     }
 }
 
-/// Whether a tool reads the names in a style of the layers that are usually adapted. Only the name of an attention
+/// Whether a tool reads the names that the layers which are usually adapted have in `style`. Only the name of an attention
 /// projection is checked.
 pub(super) fn knows_usual(readers: &[Reader], tool: Tool, style: Style) -> bool {
     const USUAL: &str = "transformer_blocks.0.attn.to_q";

@@ -1,4 +1,4 @@
-//! Reports how other tools would apply an adapter file, judged by its keys and shapes.
+//! Reports how other tools would apply an adapter file. The tools do not run: the report follows from the file's contents.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -26,7 +26,7 @@ pub struct Outline {
 pub struct ModuleReport {
     /// The name in the file, without the parameter's name.
     pub module: String,
-    /// The layer that it is for, with diffusers' name of the part; `None` if the model has no such layer.
+    /// The name of the layer, after diffusers' name of the part; `None` if the model has no such layer.
     pub layer: Option<String>,
     /// The kind of adapter.
     pub kind: Option<&'static str>,
@@ -60,23 +60,27 @@ pub struct Report {
 }
 
 impl Report {
-    /// Whether `ComfyUI` applies every module, and each has an effect.
+    /// Whether the file has modules and no other keys, every module fits a layer and has an effect, and the first of the tools, if there
+    /// is one, applies every module as it was trained.
     pub fn is_good(&self) -> bool {
+        let first = self.tools.first();
         self.others.is_empty()
             && !self.modules.is_empty()
             && self.modules.iter().all(|m| {
                 m.layer.is_some()
                     && m.fault.is_none()
                     && !m.zero
-                    && !m.ignored_by.iter().chain(&m.changed_by).any(|(tool, _)| *tool == Tool::ComfyUi)
+                    && !m.ignored_by.iter().chain(&m.changed_by).any(|(tool, _)| Some(tool) == first)
             })
     }
 }
 
-/// Match the file at `path` with the parts of a model, as the tools in the parts' tables of readers would.
+/// Report how the tools in the parts' tables of readers would apply the file at `path` to the parts of a model.
 ///
 /// # Errors
-/// [`Error::WeightsFormat`](trainable_candle_core::Error::WeightsFormat) if it is not a safetensors file.
+/// [`Error::WeightsFormat`](trainable_candle_core::Error::WeightsFormat) if the file is not a safetensors file, has no
+/// tensors, has an alpha that is not a number, or has a module of an unsupported form;
+/// [`Error::Config`](trainable_candle_core::Error::Config) if peft's configuration beside the file is not JSON.
 pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (&p.names, p.layers.keys().map(String::as_str).collect())));
@@ -185,7 +189,7 @@ fn mixes_kohya_names(styles: impl Iterator<Item = Style>) -> bool {
     original && own
 }
 
-/// The reason why a low-rank pair or OFT's blocks do not fit a weight of `shape`; `None` if it fits.
+/// The reason why a low-rank pair or OFT's blocks do not fit a weight of `shape`; `None` if they fit.
 fn misfit(values: &LayerValues, shape: &[usize]) -> Option<String> {
     for (name, features) in [(oft::TRIANGLES, shape.get(1)), (oft::BLOCKS, shape.first())] {
         let Some(value) = values.parameters.get(name) else { continue };
@@ -194,7 +198,7 @@ fn misfit(values: &LayerValues, shape: &[usize]) -> Option<String> {
             [_, size, columns] if size == columns => Some(size),
             _ => None,
         };
-        // One triangle may be for all blocks of inputs.
+        // OFT of inputs may share one triangle among all blocks.
         let count = value.dims().first().copied().unwrap_or(0);
         let is_shared = name == oft::TRIANGLES && count == 1;
         let fits = size.zip(features).is_some_and(|(size, features)| {
@@ -219,7 +223,7 @@ fn read_by(names: &PartNames, found: &Found<'_>, mixes: bool, report: &mut Modul
     for reader in names.readers {
         let mut outcome = reader.outcome(found);
         if mixes && reader.tool == Tool::Diffusers && found.style == Style::KohyaOriginal {
-            let why = "the file mixes kohya's two kinds of names, and it ignores one of them";
+            let why = "the file mixes kohya's two kinds of names, and it ignores this kind";
             outcome = if outcome == Outcome::Whole { Outcome::Not(why) } else { outcome };
         }
         match outcome {
@@ -253,7 +257,7 @@ fn misread_alphas(
     let others = alphas.iter().filter(|(layer, alpha)| layer.contains("attn") && !alpha::same(*alpha, common)).count();
     let remark = || {
         format!(
-            "diffusers uses the alpha {common} for {others} projections of attention whose alpha differs; load the \
+            "diffusers uses the alpha {common} for {others} attention projections that have another alpha; load the \
              file and save it again"
         )
     };
@@ -276,15 +280,15 @@ fn unread_scales(contents: &Contents, modules: &[ModuleReport]) -> Option<String
     }
 }
 
-/// The metadata entry with the name of the training adapter that a distilled model had during training.
+/// The metadata entry with the name of the training adapter that was active on a distilled model during training.
 const TRAINED_OVER: &str = "ss_training_adapter";
 
 fn remarks(contents: &Contents, parts: &[Outline]) -> Vec<String> {
     let mut remarks = Vec::new();
     if let Some(name) = contents.metadata.get(TRAINED_OVER) {
         remarks.push(format!(
-            "it was trained together with the training adapter {name}, which the file does not \
-             include: use it without that adapter"
+            "the adapter was trained together with the training adapter {name}, which the file does not \
+             include: use the adapter without {name}"
         ));
     }
     let shows = |part: &&Outline| part.names.readers.iter().any(|reader| reader.tool == Tool::A1111);
@@ -293,7 +297,7 @@ fn remarks(contents: &Contents, parts: &[Outline]) -> Vec<String> {
     {
         match contents.metadata.get("ss_base_model_version") {
             None => remarks.push(format!(
-                "the header has no ss_base_model_version (\"{}\"): A1111 assumes another base model",
+                "the header has no ss_base_model_version, expected \"{}\": A1111 assumes another base model",
                 base.version
             )),
             Some(found) if found.split('_').next() != base.version.split('_').next() => remarks.push(format!(

@@ -22,8 +22,8 @@ pub struct SaveOptions {
     pub format: Option<AdapterFormat>,
     /// The dtype of the parameters; f32 by default.
     pub dtype: Option<DType>,
-    /// Text entries of the header, in addition to the entries for other tools. An entry replaces an entry for other
-    /// tools of the same name.
+    /// Text entries of the header, in addition to those that are written for other tools. An entry given here replaces
+    /// one of the same name for other tools.
     pub metadata: BTreeMap<String, String>,
 }
 
@@ -38,15 +38,15 @@ pub struct Saved {
 
 /// Write the adapters of one or several parts to `path`, atomically, with the metadata that tools look for.
 ///
-/// - In the file, alpha / rank is the scale of training, for rsLoRA too. Each layer has its alpha beside its
-///   parameters; in the formats of diffusers and peft, alphas are in the header instead.
+/// - The alphas in the file are such that alpha / rank is the scale of training, for rsLoRA too. Each layer has its alpha
+///   beside its parameters. In the formats of diffusers and peft, alphas are in the header instead.
 /// - In kohya's format all LoRA layers of a part have the same alpha, and their factors are rescaled to fit it.
 /// - In diffusers' format the factors include the whole scale if `ComfyUI` reads the names too.
 /// - With names of original checkpoints, layers that are one matrix in the original checkpoint are one module.
 /// - In peft's format, a path that does not end in `.safetensors` becomes a folder with `adapter_model.safetensors` and
 ///   `adapter_config.json`, which `PeftModel.from_pretrained` loads.
-/// - Learned scales of rounded weights are f32 factors under `qat_scales.LAYER`. Folders in peft's format leave them
-///   out.
+/// - The scales that quantization-aware training learns are f32 factors under `qat_scales.LAYER`. Folders in peft's
+///   format leave them out.
 ///
 /// # Errors
 /// As [`prepare_adapters`] and [`AdapterFile::write`].
@@ -56,10 +56,11 @@ pub fn save_adapters(path: &Path, parts: &[(&PartNames, &AdapterSet)], options: 
     Ok(file.saved)
 }
 
-/// Copy everything that [`save_adapters`] writes to the CPU, so that it can be written while training continues.
+/// Copy to the CPU everything that [`save_adapters`] writes, so that the file can be written while training continues.
 ///
 /// # Errors
-/// [`Error::Argument`] if the format cannot represent these adapters, or `path` is a folder and the format is not peft's.
+/// [`Error::Argument`] if there are no parts, the dtype is not floating-point, the format cannot represent these adapters,
+/// or `path` is a folder and the format is not peft's.
 pub fn prepare_adapters(
     path: &Path,
     parts: &[(&PartNames, &AdapterSet)],
@@ -73,7 +74,7 @@ pub fn prepare_adapters(
         return Err(Error::argument(
             OP,
             format!(
-                "{} is a folder; give the name of a file, or the format \"peft\", which is a folder",
+                "{} is a folder; give the name of a file, or use the format \"peft\", which writes a folder",
                 path.display()
             ),
         ));
@@ -192,8 +193,8 @@ impl AdapterFile {
     }
 }
 
-/// Copies a layer's parameters to the CPU. Besides them, writing copies only learned scales and, for DoRA, norms from
-/// the device.
+/// Copies a layer's parameters to the CPU. The only other values that writing copies from the device are learned scales
+/// and, for DoRA, norms.
 fn on_host<'a>(layer: &AdaptedLayer<'a>) -> Result<Vec<(&'static str, Tensor)>> {
     layer.parameters.iter().map(|(name, value)| Ok((*name, Tensor::from_raw(&host_copy(value.raw())?)))).collect()
 }
@@ -213,7 +214,7 @@ fn check_oft(format: AdapterFormat, layers: &[AdaptedLayer<'_>]) -> Result<()> {
     }
     if first.settings.scale != 1.0 {
         return refuse(format!(
-            "files of OFT have no scale, and this adapter has {}; load it with scale=1, or merge it",
+            "files of OFT have no scale, but this adapter has the scale {}; load it with scale=1, or merge it",
             first.settings.scale
         ));
     }
@@ -225,7 +226,7 @@ fn check_oft(format: AdapterFormat, layers: &[AdaptedLayer<'_>]) -> Result<()> {
     Ok(())
 }
 
-/// Parameters whose first dimension is the module's rank, in modules of several layers.
+/// Parameters whose first dimension is the module's rank, for the kinds whose modules may hold several layers.
 const RANKED: [&str; 2] = ["lora_A.weight", "hada_w1_b"];
 
 /// Change the layers' scales to those that the format needs. Returns the previous alphas of the layers whose scale
@@ -270,7 +271,7 @@ fn file_parameters(
     let fold = match format {
         _ if peft::has_rank(layer) => 1.0,
         AdapterFormat::Peft => common.fold(layer),
-        // If no parameter has a rank, other readers use the scale 1.
+        // If no parameter has a rank, other readers use the scale 1, so a parameter includes the scale.
         _ => layer.settings.scale,
     };
     let mut found = Parameters::new();

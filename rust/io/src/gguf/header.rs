@@ -12,7 +12,7 @@ use trainable_candle_core::quantized::Ggml;
 
 /// The first bytes of a file.
 pub(crate) const MAGIC: [u8; 4] = *b"GGUF";
-/// The largest number of elements of an array in the facts. Vocabularies have some hundred thousand.
+/// The largest number of elements of an array in the facts. Vocabularies have a few hundred thousand.
 const LONGEST_ARRAY: u64 = 1 << 23;
 /// The largest number of dimensions of a tensor.
 const MOST_DIMENSIONS: u32 = 4;
@@ -71,7 +71,7 @@ pub(crate) fn parse(file: impl Read, length: u64) -> Result<Header, String> {
         return Err(format!("{} is {}, expected a power of two", ALIGNMENT.0, facts[ALIGNMENT.0]));
     };
     if facts.get("split.count").and_then(Value::as_u64).is_some_and(|count| count > 1) {
-        return Err("it is one of several parts; join them with llama-gguf-split --merge".to_owned());
+        return Err("the file is one of several parts; join them with llama-gguf-split --merge".to_owned());
     }
     let mut tensors = BTreeMap::new();
     for _ in 0..tensor_count {
@@ -185,7 +185,7 @@ impl<R: Read> Reader<R> {
                 let (columns, block) = (dims.last().copied().unwrap_or(1), format.block());
                 let row = format.row_bytes(columns).ok_or_else(|| {
                     format!(
-                        "tensor \"{name}\" has rows of {columns}, expected a multiple of {block} for {}",
+                        "tensor \"{name}\" has rows of {columns} elements, expected a multiple of {block} for {}",
                         format.name()
                     )
                 })?;
@@ -193,13 +193,13 @@ impl<R: Read> Reader<R> {
             }
         };
         let bytes = bytes.ok_or_else(overflow)?;
-        // A tensor whose rows are not whole blocks is stored in another shape, and this fact is its own shape.
+        // A tensor whose rows are not whole blocks is stored in another shape. This fact holds the original shape.
         let original = facts.get(&format!("comfy.gguf.orig_shape.{name}")).and_then(Value::as_array);
         if let Some(shape) = original {
             let shape: Option<Vec<usize>> = shape.iter().map(|size| usize::try_from(size.as_u64()?).ok()).collect();
             let Some(shape) = shape.filter(|shape| count(shape) == Some(elements)) else {
                 return Err(format!(
-                    "tensor \"{name}\" has {elements} elements, but its original shape has another number of them"
+                    "tensor \"{name}\" has {elements} elements, but comfy.gguf.orig_shape gives it another number of elements"
                 ));
             };
             dims = shape;

@@ -68,7 +68,7 @@ pub(super) struct Kept {
     window: Option<usize>,
 }
 
-/// The smallest spare room of a text's buffers, in tokens.
+/// New buffers have room for at least this many tokens more than they receive.
 const ROOM: usize = 64;
 
 impl Kept {
@@ -96,8 +96,8 @@ impl Kept {
         Ok(())
     }
 
-    /// Move the keys and values that later queries attend to into new buffers. These have room for twice the moved tokens
-    /// and `count` more, plus [`ROOM`].
+    /// Move the keys and values that later queries attend to into new buffers. Their capacity is twice the sum of the
+    /// moved tokens and `count`, plus [`ROOM`].
     fn make_room(&mut self, count: usize) -> Result<()> {
         let &[heads, _, width] = self.keys.dims() else { unreachable!("buffers have three dimensions") };
         // The window of the next query includes its own key, which is not stored yet.

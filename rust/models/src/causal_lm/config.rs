@@ -13,12 +13,13 @@ use crate::pretrained::{Configuration, class_of};
 pub enum Family {
     /// Llama 2 and 3, SmolLM2.
     Llama,
-    /// Mistral: attention to a window in every layer, if the configuration has one.
+    /// Mistral: every layer attends within a sliding window, if the configuration has one.
     Mistral,
     /// Qwen2 and 2.5: biases of queries, keys and values.
     Qwen2,
-    /// The language model of Qwen2.5-VL, without the part that reads images and without its head: a text encoder. A
-    /// text has the same position on all three axes of its angles, which are then those of Qwen2.
+    /// The language model of Qwen2.5-VL as a text encoder, without its head and without the part that reads images. The
+    /// rotary embedding has three axes of positions. A token of text has the same position on all three axes, so the
+    /// angles equal those of Qwen2.
     Qwen25Vl,
     /// Qwen3: norms of queries and keys.
     Qwen3,
@@ -44,7 +45,7 @@ pub(super) static CLASS_NAMES: [&str; 5] = [FAMILIES[0].2, FAMILIES[1].2, FAMILI
 pub struct CausalLMConfig {
     /// The family.
     pub family: Family,
-    /// Number of tokens that the embedding has rows for.
+    /// Number of tokens of the vocabulary: the rows of the embedding.
     pub vocab_size: usize,
     /// Width of the tokens.
     pub hidden_size: usize,
@@ -275,7 +276,7 @@ fn windows(fields: &mut Fields<'_>, family: Family, layers: usize) -> Result<Vec
     }
 }
 
-/// The tokens of a field with one token, a list of tokens, or nothing.
+/// The ids in a field that has one token id, a list of ids, or nothing.
 pub(super) fn tokens(value: Option<&Value>) -> Vec<u32> {
     let token = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
     match value {

@@ -18,8 +18,8 @@ impl CausalLM {
     /// other texts.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the numbers of texts differ, no text gets a token, or the model has no head; [`Error::Index`] naming an
-    /// id that is not a token.
+    /// [`Error::Argument`] if `new` has another number of texts than `cache`, no text gets a token, or the model has no head;
+    /// [`Error::Index`] naming an id that is not a token.
     pub fn extend(&self, cache: &mut KvCache, new: &[&[u32]]) -> Result<Tensor> {
         let _no_grad = no_grad();
         self.check(cache, new)?;
@@ -72,7 +72,10 @@ impl CausalLM {
         let vocab = self.config().vocab_size;
         let wrong = new.iter().flat_map(|tokens| tokens.iter()).find(|&&id| id as usize >= vocab);
         wrong.map_or(Ok(()), |id| {
-            Err(Error::index(OP, format!("the id {id} is not a token; the model has {vocab} tokens, from 0 on")))
+            Err(Error::index(
+                OP,
+                format!("the id {id} is not a token; expected less than {vocab}, the number of tokens"),
+            ))
         })
     }
 
@@ -109,8 +112,8 @@ impl CausalLM {
                 let kept = &mut text.layers[index];
                 kept.append(&k.narrow(0, end - new, *new)?, &v.narrow(0, end - new, *new)?)?;
                 if !whole {
-                    // All queries of a token that share a head of keys attend to the same keys, so they are rows of one
-                    // attention.
+                    // The queries of a token that share a head of keys attend to the same keys. So these queries become
+                    // the rows of one attention.
                     let [keys, values] = kept.seen()?;
                     let queries = q.narrow(0, end - 1, 1)?.reshape((heads, groups, width))?;
                     let seen = scaled_dot_product_attention(&queries, &keys, &values, None, false, None)?;

@@ -11,8 +11,8 @@ use super::config::Family;
 use super::{CausalLMConfig, keys};
 use crate::pretrained::{Configuration, Form, Key, Layout};
 
-/// Architectures of llama.cpp: their names, and transformers' `model_type` and class. Files of Mistral name Llama's
-/// architecture, which computes the same.
+/// Architectures of llama.cpp: their names, and transformers' `model_type` and class. Files of Mistral have the name of
+/// Llama's architecture, because both compute the same.
 const ARCHITECTURES: [(&str, &str, &str); 3] = [
     ("llama", "llama", "LlamaForCausalLM"),
     ("qwen2", "qwen2", "Qwen2ForCausalLM"),
@@ -42,14 +42,14 @@ const INSIDE: [(&str, &str); 11] = [
     ("mlp.down_proj", "ffn_down"),
 ];
 
-/// The tensor with the divisors of the rotary frequencies, which become part of the configuration.
+/// The tensor with the divisors of the rotary frequencies. The divisors become part of the configuration.
 const FACTORS: &str = "rope_freqs.weight";
 
 /// The names in a GGUF file.
 pub(super) fn layout(config: &CausalLMConfig) -> Box<dyn Layout> {
     let heads = match config.family {
-        // Rotary embedding rotates pairs of features. llama.cpp pairs neighbours; this library pairs features that are
-        // half a head apart.
+        // Rotary embedding rotates pairs of features. For these models llama.cpp pairs neighbours, but this library
+        // pairs features that are half a head apart, so the rows of queries and keys are in another order.
         Family::Llama | Family::Mistral => Some([config.num_attention_heads, config.num_key_value_heads]),
         Family::Qwen2 | Family::Qwen25Vl | Family::Qwen3 => None,
     };
@@ -76,7 +76,7 @@ impl Layout for LlamaCpp {
     }
 
     /// Readers skip the divisors of frequencies, which are in the configuration; the head, if it is tied to the
-    /// embedding; and layers that are not built.
+    /// embedding or not built; and the final norm and layers that are not built.
     fn ignores(&self, key: &str) -> bool {
         let layer = key.strip_prefix("blk.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
         key == FACTORS

@@ -12,9 +12,9 @@ pub(super) const NORM: &str = "model.norm";
 pub(super) const HEAD: &str = "lm_head";
 /// The prefix of all names except the head's. Files of a model without its head omit the prefix.
 const BODY: &str = "model.";
-/// The prefix of these names in files of Qwen2.5-VL that transformers 5 wrote.
+/// The same prefix in files of Qwen2.5-VL that transformers 5 wrote.
 const VL_BODY: &str = "model.language_model.";
-/// What keys of the part of Qwen2.5-VL that reads images begin with, after the prefix.
+/// The keys of the part of Qwen2.5-VL that reads images begin with this, after the prefix.
 const VISUAL: &str = "visual.";
 
 /// The name of the parameter that holds the matrix `name`.
@@ -22,7 +22,8 @@ pub(super) fn weight_of(name: &str) -> String {
     format!("{name}.weight")
 }
 
-/// The names in a folder or, after the model's prefix, in a file with other models.
+/// The names in a folder, or in a file that holds other models too. In such a file, the model's prefix precedes each
+/// name.
 pub(super) fn layout(config: &CausalLMConfig, original: Option<Original>) -> Box<dyn Layout> {
     Box::new(Transformers {
         prefix: original.map_or("", |original| original.prefix),
@@ -52,8 +53,8 @@ impl Layout for Transformers {
         std::iter::once(name).chain(inside).map(Key::plain).chain(nested).collect()
     }
 
-    /// Ignored are angles, because they are computed, the head if it is tied to the embedding or not used, parameters of
-    /// layers that are not built, and the part of Qwen2.5-VL that reads images.
+    /// Readers skip angles, which are computed; the head, if it is tied to the embedding or not used; the final norm
+    /// and layers that are not built; and the part of Qwen2.5-VL that reads images.
     fn ignores(&self, key: &str) -> bool {
         let key = key.strip_prefix(BODY).unwrap_or(key);
         let layer = key.strip_prefix("layers.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());

@@ -151,7 +151,7 @@ impl DecoderLayer {
     pub(super) fn finish(&self, x: &Tensor, mixed: &Tensor) -> Result<Tensor> {
         let mixed = mixed.reshape((x.dims()[0], self.out.in_features()))?;
         let (x, normed) = self.middle_norm.add_forward(x, &self.out.forward(&mixed)?)?;
-        x.add(&self.down.forward(&self.middle.forward_swiglu(&normed.remade())?)?)
+        x.add(&self.middle.feed_forward(&normed.remade(), &self.down)?)
     }
 
     /// Counts what the tape keeps for `tokens` tokens.

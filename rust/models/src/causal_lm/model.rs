@@ -350,7 +350,7 @@ impl Model for CausalLM {
         Ok(())
     }
 
-    /// Other tools use transformers' names of its layers.
+    /// Other tools use transformers' names of the layers, which are also this library's.
     fn original_names(&self) -> OriginalNames {
         Arc::new(|layer| Some(Key::plain(layer)))
     }

@@ -7,7 +7,7 @@ use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use super::OP;
 use crate::fields::Fields;
 
-/// Rotary position embedding: pair i of a head's features is rotated by `position · θ^(-2i / width)` before scaling.
+/// Rotary position embedding. Without scaling, pair i of a head's features is rotated by `position · θ^(-2i / width)`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
     theta: f64,
@@ -28,7 +28,7 @@ pub enum Scaling {
         /// The divisor of frequencies.
         factor: f64,
     },
-    /// θ grows with the text's length if this exceeds `longest` (NTK-aware).
+    /// For texts longer than `longest`, θ grows with the length (NTK-aware scaling).
     Dynamic {
         /// How fast θ grows.
         factor: f64,
@@ -56,8 +56,8 @@ pub enum Scaling {
         /// If a frequency makes at most this many rotations in a text of the original length, it is divided by the
         /// whole factor.
         slow: f64,
-        /// Pairs between `fast` and `slow` are divided by a part of the factor. This says whether the numbers of the first
-        /// and the last such pair are rounded.
+        /// The frequencies of pairs between `fast` and `slow` are divided by a part of the factor. `truncate` says whether
+        /// the indices of the first and the last such pair are rounded.
         truncate: bool,
         /// Cosines and sines are multiplied by this.
         attention: f64,
@@ -76,7 +76,7 @@ pub enum Scaling {
 }
 
 impl Rope {
-    /// Reads the embedding from a configuration with the new or the old names.
+    /// Reads the embedding from a configuration in its new form (`rope_parameters`) or its old form (`rope_scaling`).
     pub(super) fn read(fields: &mut Fields<'_>, width: usize, longest: usize) -> Result<Self> {
         let theta = fields.number("rope_theta", Some(10_000.0))?;
         let top = fields.optional_number("original_max_position_embeddings")?;
@@ -210,8 +210,8 @@ impl Rope {
         Ok([scaled(angles.cos()?)?, scaled(angles.sin()?)?])
     }
 
-    /// The length of the longest text; 0 if the angles do not depend on the length. If they do, the host reads the
-    /// positions and therefore waits for a GPU.
+    /// The length of the longest text, or 0 if the angles do not depend on the length. To compute the length, the host
+    /// reads the positions and therefore waits for a GPU.
     fn length(&self, positions: &Tensor) -> Result<usize> {
         if !self.follows_length() {
             return Ok(0);

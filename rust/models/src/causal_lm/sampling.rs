@@ -15,11 +15,11 @@ pub struct Sampling {
     pub temperature: f64,
     /// Draw from this many tokens with the highest scores; 0 draws from all.
     pub top_k: usize,
-    /// Draw from the smallest set of most likely tokens whose probabilities sum to this, above 0 and up to 1 (Holtzman
-    /// et al. 2020, arXiv:1904.09751).
+    /// Draw from the smallest set of most likely tokens whose probabilities sum to at least this, above 0 and up to 1
+    /// (Holtzman et al. 2020, arXiv:1904.09751).
     pub top_p: f64,
-    /// Draw only tokens whose probability is at least this fraction of the most likely token's, 0 to 1 (Nguyen et al.
-    /// 2024, arXiv:2407.01082).
+    /// Draw only tokens whose probability is at least this fraction of the probability of the most likely token, 0 to 1
+    /// (Nguyen et al. 2024, arXiv:2407.01082).
     pub min_p: f64,
     /// Above 1, tokens that the text already has become less likely (Keskar et al. 2019, arXiv:1909.05858).
     pub repetition_penalty: f64,
@@ -62,7 +62,7 @@ impl Sampling {
     /// [`Error::NonFinite`] if a score is NaN.
     pub(super) fn choose(&self, scores: &mut [f32], known: &[u32], draw: f64) -> Result<u32> {
         if scores.iter().any(|score| score.is_nan()) {
-            let message = "the scores of the next token are not numbers; the weights or the adapter are damaged".into();
+            let message = "the scores of the next token contain NaN; the weights or the adapter are damaged".into();
             return Err(Error::NonFinite { op: OP, message });
         }
         if self.repetition_penalty != 1.0 {

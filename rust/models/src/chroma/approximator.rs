@@ -1,5 +1,5 @@
 //! The network that computes the modulation of all blocks. In Flux, each block has its own layers for this. The network
-//! was distilled from these layers of Flux.1-schnell; files call it `distilled_guidance_layer`.
+//! was distilled from these layers of Flux.1-schnell. Its name in files is `distilled_guidance_layer`.
 
 use trainable_candle_core::{DType, Device, Result, Tensor};
 use trainable_candle_nn::{Linear, Module, RmsNorm, Visitor, Weights};
@@ -11,7 +11,7 @@ use crate::saved::Saved;
 /// The epsilon added to the mean square in the norms, as in the original code. diffusers adds the machine epsilon of
 /// the dtype, which makes no difference in f32.
 const EPS: f64 = 1e-6;
-/// Row numbers are multiplied by this before their sinusoids are computed.
+/// Row numbers of the table of modulation are multiplied by this before their sinusoids are computed.
 const ROW_SCALE: f32 = 1000.0;
 /// The number of rows of the table for a block of one stream.
 const SINGLE: usize = 3;

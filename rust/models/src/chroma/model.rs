@@ -18,7 +18,7 @@ use crate::pretrained::{Architecture, Configuration, Layout, Original};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
-/// The longest period of the positions' angles, divided by 2π; fixed in diffusers.
+/// The base of the rotary embedding's frequencies; fixed in diffusers.
 const THETA: f64 = 10_000.0;
 /// The time is multiplied by this before its sinusoids are computed.
 const TIME_SCALE: f64 = 1000.0;
@@ -104,7 +104,8 @@ impl ChromaTransformer {
         let image = self.x_embedder.forward(&hidden_states.to_dtype(dtype)?)?;
         let text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let angles = self.axes.at(&Tensor::cat(&[conditions.txt_ids, conditions.img_ids], 0)?)?;
-        // The original code also masks the queries of the other tokens, whose results nothing reads.
+        // The original code also masks the queries of tokens beyond the lengths. Nothing reads the results of these
+        // queries.
         let mask = conditions.lengths.map(|lengths| self.lengths.mask(lengths, length, area)).transpose()?;
         let sight = Sight { angles: Some(&angles), mask: mask.as_ref() };
         let [image, text] = run_double(&self.double_blocks, [image, text], sight, |i, _| table.double(i))?;
@@ -114,7 +115,7 @@ impl ChromaTransformer {
         self.output.modulated(&x.narrow(1, length, area)?, [&shift, &scale])
     }
 
-    /// The tokens of the image and of the text, if everything fits.
+    /// Check the inputs; returns the numbers of tokens of the image and of the text.
     fn check(&self, hidden_states: &Tensor, conditions: ChromaConditions<'_>) -> Result<[usize; 2]> {
         let ChromaConditions { encoder_hidden_states, timestep, img_ids, txt_ids, lengths } = conditions;
         let sizes = TokenSizes {

@@ -18,8 +18,8 @@ pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     }
 }
 
-/// Whether a key is not a parameter of the text encoder: its tensor is computed instead of learned, or belongs to the
-/// image encoder.
+/// Whether a key is not a parameter of the text encoder: its tensor is computed instead of learned, or scales CLIP's
+/// similarities of texts and images.
 fn unused(key: &str) -> bool {
     key.ends_with("position_ids") || key == "logit_scale"
 }
@@ -101,8 +101,9 @@ const PUBLISHED: [(usize, usize, Activation); 3] =
     [(768, 12, Activation::QuickGelu), (1024, 16, Activation::Gelu), (1280, 20, Activation::Gelu)];
 
 /// The configuration of a text encoder in an original checkpoint, from the shapes of its tensors. Shapes do not
-/// determine the number of heads and the activation. These come from the first of the `known` configurations with the same
-/// sizes, or else from the published model of the same width.
+/// determine the number of heads, the activation, the epsilon and the id of the end token. These come from the first of
+/// the `known` configurations with the same sizes. Otherwise heads and activation are those of the published model of
+/// the same width, and the rest is [`CLIPTextConfig::default`].
 ///
 /// # Errors
 /// [`Error::Config`] if a size, the number of heads or the activation cannot be determined.

@@ -28,7 +28,8 @@ pub struct CLIPTextModel {
     end_scores: Tensor,
 }
 
-/// The wrong `eos_token_id` of older files. If a configuration has it, the token with the largest id ends a text.
+/// The `eos_token_id` in older files, which is wrong. If a configuration has this value, the token with the largest id
+/// ends a text.
 const LEGACY_END: u32 = 2;
 
 /// The text encoder's results for a text.
@@ -38,8 +39,8 @@ pub struct TextFeatures {
     pub hidden_states: Vec<Tensor>,
     /// The last layer's states after the final norm, (B, S, D).
     pub last_hidden_state: Tensor,
-    /// The state at the token that ends the text, after the final norm, (B, D). If the model projects this state, the
-    /// result is (B, P).
+    /// The state at the token that ends the text, after the final norm, (B, D); in models with a projection, the
+    /// projected state, (B, P).
     pub pooled: Tensor,
 }
 
@@ -52,7 +53,7 @@ impl TextFeatures {
         self.skipped(0)
     }
 
-    /// The states `clip_skip` layers before [`penultimate`](Self::penultimate); diffusers' SDXL pipelines count the same.
+    /// The states `clip_skip` layers before [`penultimate`](Self::penultimate), as diffusers' SDXL pipelines count.
     ///
     /// # Errors
     /// [`Error::Argument`] if there are fewer layers.
@@ -149,8 +150,8 @@ impl CLIPTextModel {
     }
 }
 
-/// A table of scores by token id; the token with the highest score ends a text. Looking scores up avoids comparing ids
-/// on a GPU with candle's kernels, which the driver compiles at their first use, in 10 s on a new machine.
+/// A table of scores by token id; the token with the highest score ends a text. A lookup avoids comparing ids on a GPU
+/// with candle's kernels. The driver compiles these kernels at their first use, which takes 10 s on a new machine.
 fn end_scores(config: &CLIPTextConfig, device: &Device) -> Result<Tensor> {
     // f32 holds every id exactly.
     let score = |id: u32| match config.eos_token_id {
@@ -222,7 +223,7 @@ impl Model for CLIPTextModel {
         Self::names(&self.config, original, files)
     }
 
-    /// Other tools use transformers' names of its layers.
+    /// Other tools use transformers' names of the layers, which are also this library's.
     fn original_names(&self) -> OriginalNames {
         Arc::new(|layer| Some(Key::plain(layer)))
     }

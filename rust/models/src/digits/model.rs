@@ -73,8 +73,9 @@ impl DigitsTransformer {
         &self.config
     }
 
-    /// The velocity at `sample (B, C, H, W)` (pixels in -1..1 under noise), at `timestep (B)` from 0 (image) to 1000 (noise), for
-    /// `class_labels (B)` (i64 or u32). The result has the shape of `sample` and the dtype of the weights.
+    /// The velocity at `sample (B, C, H, W)` (noisy pixels; clean pixels are in -1..1), at `timestep (B)` from 0
+    /// (image) to 1000 (noise), for `class_labels (B)` (i64 or u32). The result has the shape of `sample` and the dtype
+    /// of the weights.
     ///
     /// # Errors
     /// [`Error::Shape`] if the inputs do not fit the configuration or one another, [`Error::Index`] if a label is not a class.
@@ -156,7 +157,7 @@ impl Architecture for DigitsTransformer {
     }
 
     fn deduce(_files: &WeightFiles, _original: Original, _known: Vec<DigitsConfig>) -> Result<DigitsConfig> {
-        Err(Error::Config("DigitsTransformer: no configuration".into()))
+        Err(Error::Config("DigitsTransformer: the file has no configuration; give config=".into()))
     }
 
     fn names(_config: &DigitsConfig, _original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {

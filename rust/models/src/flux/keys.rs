@@ -32,7 +32,7 @@ impl Layout for OriginalTransformer {
 
     fn places(&self, name: &str) -> Vec<Key> {
         let Some(found) = self.names.find(name) else { return Vec::new() };
-        // The parameter of an RMS norm is `scale` in original files, and `weight` in files of some other tools.
+        // The parameter of an RMS norm is called `scale` in original files, and `weight` in files of some other tools.
         let is_norm = [".norm.", ".norms."].iter().any(|norm| found.key.contains(norm));
         let scale = is_norm.then(|| found.key.strip_suffix("weight")).flatten();
         let scale = scale.map(|layer| Key { key: format!("{layer}scale"), form: found.form });
@@ -126,8 +126,8 @@ pub(crate) const DOUBLE_MLP: [Renaming; 4] = [
 
 const SINGLE_MODULATION: [Renaming; 1] = [("norm.linear", "modulation.lin", Form::Plain)];
 
-/// The layers of the blocks of one stream. In original files, one layer computes queries, keys and values, and the middle
-/// of the feed-forward layer. The middle is four times as wide as the queries.
+/// The layers of the blocks of one stream. In original files, one layer computes the queries, keys, values and the
+/// middle of the feed-forward layer. The middle is four times as wide as the queries.
 pub(crate) const SINGLE: [Renaming; 7] = [
     ("attn.to_q", "linear1", Form::share(0, 7)),
     ("attn.to_k", "linear1", Form::share(1, 7)),

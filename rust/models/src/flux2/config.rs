@@ -27,7 +27,7 @@ pub struct Flux2Config {
     pub joint_attention_dim: usize,
     /// Whether the model takes a scale of guidance; FLUX.2-klein does not.
     pub guidance_embeds: bool,
-    /// The longest period of the positions' angles, divided by 2π.
+    /// The base of the rotary embedding's frequencies.
     pub rope_theta: f64,
     /// Number of features of a head that each axis of the positions rotates.
     pub axes_dims_rope: Vec<usize>,

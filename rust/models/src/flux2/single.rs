@@ -1,6 +1,6 @@
-//! The block of one stream, with fused layers, in the model as in files. The first layer computes queries, keys, values,
-//! and gate and value of the feed-forward layer. The last layer projects the results of attention and feed-forward layer
-//! (Dehghani et al. 2023, arXiv:2302.05442, section 2.1).
+//! The block of one stream. Its layers are fused, in the model as well as in files. The first layer computes queries,
+//! keys, values, and the gate and the value of the feed-forward layer. The last layer projects the results of attention
+//! and of the feed-forward layer together (Dehghani et al. 2023, arXiv:2302.05442, section 2.1).
 
 use trainable_candle_core::ops::beside::{Activation, activate_beside};
 use trainable_candle_core::{Result, Tensor};
@@ -11,8 +11,8 @@ use crate::saved::Saved;
 
 /// Width of the feed-forward layer's middle, as a multiple of the tokens' width.
 const RATIO: usize = 3;
-/// Width of the first layer's result, as a multiple of the tokens' width: queries, keys, values, and gate and value of
-/// the middle.
+/// Width of the first layer's result, as a multiple of the tokens' width. The result has queries, keys and values, and
+/// the gate and the value of the middle.
 const PROJECTED: usize = 3 + 2 * RATIO;
 
 /// Attention and a `SwiGLU` side by side, modulated, gated and added to the input.

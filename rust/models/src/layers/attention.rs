@@ -76,7 +76,7 @@ impl Attention {
                 }
             }
             (Projections::Own(_), Some(_)) => {
-                return Err(Error::argument("Attention", "found a context for an attention of tokens to one another"));
+                return Err(Error::argument("Attention", "found a context, but this attention was made without one"));
             }
             (Projections::Context { .. }, None) => return Err(Error::argument("Attention", "the context is missing")),
         };

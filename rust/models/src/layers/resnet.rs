@@ -99,7 +99,7 @@ impl ResnetBlock {
     }
 
     /// Counts what the tape keeps for an image of `area` pixels. If the block's input is joined from several images,
-    /// `own` is the number of its channels that no other block keeps.
+    /// `own` is the number of input channels that no other block keeps.
     pub fn saved(&self, area: usize, own: Option<usize>, saved: &mut Saved) {
         let &[out, _, _, channels] = self.conv1.weight.dims() else { return };
         let input = area * channels;
@@ -222,7 +222,7 @@ impl Upsample {
         Ok(Self { conv: conv3x3(name, channels, out_channels, weights)?, name })
     }
 
-    /// `x (B, H, W, C)` → `(B, size[0], size[1], out_channels)`, twice the size if none is given.
+    /// `x (B, H, W, C)` → `(B, size[0], size[1], out_channels)`. Without `size`, height and width double.
     ///
     /// # Errors
     /// [`Error::Shape`] if the input does not fit.

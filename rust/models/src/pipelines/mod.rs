@@ -71,7 +71,7 @@ pub struct Part {
     /// Its architecture.
     pub model: &'static ModelKind,
     /// The name of its folder in a pipeline's folder, which is also diffusers' name for it in adapter files; empty for
-    /// a model without a pipeline.
+    /// a model that stands alone.
     pub subfolder: &'static str,
     /// The sections of checkpoints in one file that may contain the part. Files are written with the first.
     pub sections: &'static [Section],
@@ -153,10 +153,11 @@ impl Pipeline {
     }
 
     /// The layers that can have adapters, for each part whose adapters are supported. Sizes are those of the files at
-    /// `weights`, or of the published model. A text encoder that is not at `weights` has the published sizes.
+    /// `weights`, or of the published model. A text encoder that is not at `weights` gets the published sizes.
     ///
     /// # Errors
-    /// As [`Pretrained::find`] and the configuration of the denoiser.
+    /// As [`Pretrained::find`] and the reading of a configuration, for the part that is fine-tuned. Other parts get the
+    /// published sizes if the reading fails.
     pub fn outlines(&'static self, weights: Option<&Path>) -> Result<Vec<Outline>> {
         let outline = |place: Place| {
             let part = place.part;
@@ -207,7 +208,7 @@ impl Place {
         let is_published =
             |place: &Self| (place.part.published)().iter().all(|(field, value)| config.get(field) == Some(value));
         let fits = |place: &Self| (place.part.fits)(config);
-        // A model that can exist without a pipeline has no pipeline, unless a file says that it is a part of one.
+        // Without a file that says otherwise, a model that can stand alone is not taken as a part of a pipeline.
         let alone = places(model).find(|place| place.part.subfolder.is_empty() && fits(place));
         alone.or_else(|| places(model).find(is_published)).or_else(|| places(model).find(fits))
     }
@@ -245,7 +246,8 @@ pub fn subfolders(model: &ModelKind) -> Vec<&'static str> {
 }
 
 /// All kinds of models, each once: denoisers, then the other kinds, both in the order of the table. If a path holds
-/// several kinds, the first of them is loaded: of a pipeline, the model that is fine-tuned.
+/// models of several kinds, the first kind of this list is loaded. For a pipeline, that is the model that is
+/// fine-tuned.
 pub fn kinds() -> Vec<&'static ModelKind> {
     let mut parts: Vec<&Part> = PIPELINES.iter().flat_map(|pipeline| pipeline.parts).collect();
     parts.sort_by_key(|part| part.role != Role::Denoiser);

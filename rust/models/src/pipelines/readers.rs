@@ -1,10 +1,10 @@
 //! For each kind of part, a table of the tools that load its adapters and of the names that each tool reads.
 //!
-//! Tested with diffusers 0.42 (`tests/io/flow/test_oracles.py`). The entries of other tools follow their code: for
-//! `ComfyUI` <https://github.com/comfyanonymous/ComfyUI/blob/ec93dcac55e4ebb4f0ee2d2b0ac2b62fb9a58bb9/comfy/lora.py>
-//! and, for Z-Image and FLUX.2, <https://github.com/comfyanonymous/ComfyUI/blob/17358c8f/comfy/lora.py>, for sd-scripts
-//! in <https://github.com/kohya-ss/sd-scripts/tree/48d368fa/networks>, for musubi-tuner in
-//! <https://github.com/kohya-ss/musubi-tuner/tree/30c658c4/src/musubi_tuner/networks>.
+//! Tested with diffusers 0.42 (`tests/io/flow/test_oracles.py`). The entries of other tools follow their code:
+//! - `ComfyUI`: <https://github.com/comfyanonymous/ComfyUI/blob/ec93dcac55e4ebb4f0ee2d2b0ac2b62fb9a58bb9/comfy/lora.py>
+//! - `ComfyUI` for Z-Image and FLUX.2: <https://github.com/comfyanonymous/ComfyUI/blob/17358c8f/comfy/lora.py>
+//! - sd-scripts: <https://github.com/kohya-ss/sd-scripts/tree/48d368fa/networks>
+//! - musubi-tuner: <https://github.com/kohya-ss/musubi-tuner/tree/30c658c4/src/musubi_tuner/networks>
 
 use trainable_candle_io::adapter_file::readers::{EVERY_KIND, PEFT};
 use trainable_candle_io::adapter_file::{Alpha, Known, Reader, Style, Tool};
@@ -225,7 +225,7 @@ pub(super) static QWEN_IMAGE: &[Reader] = &[
     PEFT,
 ];
 
-/// Whether a layer is in a block, the first or the last layer, instead of in one of the networks over time and text.
+/// Whether a layer is outside the networks that embed time and text: in a block, or the first or the last layer.
 fn no_embedder(layer: &str) -> bool {
     !layer.starts_with("cap_embedder.") && !layer.starts_with("t_embedder.")
 }

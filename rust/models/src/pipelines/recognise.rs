@@ -53,14 +53,14 @@ pub fn not_found(names: &[String], wanted: &ModelKind) -> String {
     let pipeline = PIPELINES.iter().find(|pipeline| has_denoiser(pipeline, |key| names.iter().any(|name| name == key)));
     let of_pipeline = || pipeline.map(|pipeline| format!("a checkpoint of {} without this model", pipeline.title));
     let what = recognised(names).or_else(of_pipeline).unwrap_or_else(|| {
-        let what = if other { "a checkpoint without this model" } else { "no original checkpoint with this model" };
+        let what = if other { "a checkpoint without this model" } else { "not an original checkpoint with this model" };
         what.to_owned()
     });
     let wanted = wanted.class_names.join(" or ");
     format!("there is no {wanted} in this file and no {CONFIG} beside it: the file is {what}")
 }
 
-/// Describes a file with these keys, if it is recognisably something other than a checkpoint of a supported pipeline.
+/// Says what a file with these keys is, if the keys show that it is not a checkpoint of a supported pipeline.
 pub fn recognised(names: &[String]) -> Option<String> {
     let there = |prefix: &str| names.iter().any(|name| name.starts_with(prefix));
     let unsupported = UNSUPPORTED.iter().find(|(prefix, _)| there(prefix)).map(|(_, title)| foreign(title));
@@ -78,5 +78,5 @@ pub fn recognised(names: &[String]) -> Option<String> {
 /// The text for a checkpoint of a family that is not supported.
 fn foreign(title: &str) -> String {
     let known = PIPELINES.iter().filter(|pipeline| pipeline.base.is_some()).map(|pipeline| pipeline.title);
-    format!("a checkpoint of {title}, which is not supported; {}'s are", unique(known).join("'s, "))
+    format!("a checkpoint of {title}, which is not supported; supported are {}", unique(known).join(", "))
 }

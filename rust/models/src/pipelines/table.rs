@@ -20,8 +20,8 @@ use crate::sdxl::{self, UNetConfig};
 use crate::vae::{self, VaeConfig};
 use crate::z_image::{self, ZImageConfig};
 
-/// All pipelines. If several have the same part and a file does not say to which of them it belongs, it belongs to the
-/// first.
+/// All pipelines. If several pipelines have the same part, and a file does not show to which of them the part belongs,
+/// it belongs to the first of them.
 pub static PIPELINES: &[&Pipeline] = &[&SDXL, &FLUX, &SD3, &DIGITS, &CAUSAL_LM, &Z_IMAGE, &FLUX2, &CHROMA, &QWEN_IMAGE];
 
 /// Accepts any configuration of the architecture.
@@ -421,7 +421,7 @@ static QWEN_IMAGE: Pipeline = Pipeline {
     ],
 };
 
-/// The demo's generator of digits, a model without a pipeline.
+/// The demo's generator of digits, which stands alone.
 static DIGITS: Pipeline = Pipeline {
     name: "digits",
     title: "the digits",
@@ -435,11 +435,12 @@ static DIGITS: Pipeline = Pipeline {
         sections: &[],
         fits: any,
         published: || DigitsConfig::default().to_json(),
-        adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: None, readers: tools::UNKNOWN }),
+        // No other program has this model.
+        adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: None, readers: &[] }),
     }],
 };
 
-/// Language models, which have no pipeline.
+/// Language models, which stand alone.
 static CAUSAL_LM: Pipeline = Pipeline {
     name: "causal-lm",
     title: "a language model",

@@ -133,7 +133,7 @@ pub trait Architecture: Model + Sized {
         (quantize, stream): (Option<Format>, StreamOptions),
     ) -> Result<Self> {
         if !is_float(dtype) {
-            let message = format!("a model computes in floating point, found {}", dtype.as_str());
+            let message = format!("dtype is {}, expected a floating-point dtype", dtype.as_str());
             return Err(Error::dtype("from_config", message));
         }
         let quantization = Self::quantization("from_config", quantize)?;

@@ -109,7 +109,8 @@ fn indexed(folder: &Path, index: &Path) -> Result<Vec<PathBuf>> {
         weight_map: std::collections::BTreeMap<String, String>,
     }
     let text = std::fs::read_to_string(index).map_err(|e| Error::io(index, e))?;
-    let parsed: Index = serde_json::from_str(&text).map_err(|e| Error::weights(index, format!("no index: {e}")))?;
+    let parsed: Index =
+        serde_json::from_str(&text).map_err(|e| Error::weights(index, format!("not an index of shards: {e}")))?;
     let names: BTreeSet<String> = parsed.weight_map.into_values().collect();
     // An index may name only files of its own folder.
     if let Some(name) = names.iter().find(|name| name.contains(['/', '\\'])) {

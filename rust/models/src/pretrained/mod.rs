@@ -36,7 +36,8 @@ pub(crate) const INDEX: &str = "model_index.json";
 /// Selects the model to load from a path, and how to load it.
 #[derive(Clone, Debug, Default)]
 pub struct Choice {
-    /// The kind of model. None means the kind that the files name or, if they name none, the kind that is fine-tuned.
+    /// The kind of model. None means the kind that the files name. If they name none, it means the kind that is
+    /// fine-tuned.
     pub kind: Option<&'static ModelKind>,
     /// The name of the model's folder in the pipeline's folder. In an original checkpoint it selects the model that
     /// this folder would hold.
@@ -119,7 +120,7 @@ impl Pretrained {
             let nor = if subfolders.is_empty() { String::new() } else { format!(" or in {}", subfolders.join(", ")) };
             return Err(Error::weights(
                 path,
-                format!("there is no {CONFIG} in this folder{nor}, which says what model the weights belong to"),
+                format!("there is no {CONFIG} in this folder{nor}; {CONFIG} says what model the weights belong to"),
             ));
         };
         let weights = weights_in(&folder, choice.half)?;
@@ -131,8 +132,8 @@ impl Pretrained {
         let beside = Some(path.with_file_name(CONFIG)).filter(|beside| beside.is_file());
         let file = WeightFile::open(path)?;
         let original = pipelines::of_file(model, choice, |name| file.shape(name).is_some())
-            // Some names of original checkpoints also occur in files of folders. A file beside a configuration belongs to
-            // a folder, unless it is GGUF.
+            // Some names of original checkpoints also occur in the weight files of folders. A file beside a configuration
+            // belongs to a folder, unless it is GGUF.
             .filter(|(_, _, prefix)| !prefix.is_empty() || beside.is_none() || file.gguf().is_some())
             .map(|(place, section, prefix)| (place, Original { prefix, naming: section.naming }));
         if original.is_none() && beside.is_none() && choice.config.is_none() {
@@ -212,8 +213,9 @@ impl Pretrained {
     }
 
     /// The configuration in `config.json`. For an original checkpoint, `deduce` determines it from the shapes and the
-    /// known configurations. The first known configuration is that of the file's header or, if there is none, that of a
-    /// folder beside the file with the part's name in pipelines. The configurations of published models follow.
+    /// known configurations. The first known configuration is that of the file's header. If the header has none, it is
+    /// that of a folder beside the file that has the part's name in a pipeline, such as `unet`. The configurations of
+    /// published models follow.
     ///
     /// # Errors
     /// [`Error::Io`] if a file cannot be read, [`Error::Config`] naming what is wrong with the configuration.
@@ -254,8 +256,8 @@ impl Pretrained {
         }
     }
 
-    /// Whether weights are converted to f32 instead of `dtype` (or, if that is None, of their stored dtype). `default`
-    /// applies unless the choice overrides it.
+    /// Whether weights are converted to f32 although `dtype` is half precision or None. `default` applies unless the
+    /// choice overrides it.
     pub(crate) fn upcasts(&self, dtype: Option<DType>, default: bool) -> bool {
         matches!(dtype, None | Some(DType::F16 | DType::BF16)) && self.force_upcast.unwrap_or(default)
     }
@@ -276,7 +278,7 @@ impl Pretrained {
         if let Some(dtype) = dtype.filter(|&d| !is_float(d)) {
             return Err(Error::dtype(
                 "from_pretrained",
-                format!("a model computes in floating point, found {}", dtype.as_str()),
+                format!("dtype is {}, expected a floating-point dtype", dtype.as_str()),
             ));
         }
         let files = WeightFiles::open(&self.weights)?;

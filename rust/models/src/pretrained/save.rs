@@ -41,8 +41,8 @@ pub struct Written {
 }
 
 /// Write `models` to one file under the names of the original checkpoints, with the options `written`. Each model is
-/// given with the name of its folder in a pipeline. If there is a checkpoint `base`, all its other tensors are copied
-/// unchanged. The header stores the models' configurations, because names and shapes do not determine them.
+/// given with the name of its folder in a pipeline. All other tensors of the checkpoint `base`, if it is given, are
+/// copied unchanged. The header stores the models' configurations, because names and shapes do not determine them.
 ///
 /// # Errors
 /// [`Error::Argument`] if a model has no place in such a file, if a model with a format has no layers that may be
@@ -141,7 +141,7 @@ fn entries(
         Some(Format::Fp8) => Some(EightBits::Fp8),
         Some(Format::Int8) => Some(EightBits::Int8),
         Some(other) => {
-            let text = format!("found the format {}, expected fp8 or int8 for such a file", other.name());
+            let text = format!("the format is {}, expected fp8 or int8 in a checkpoint", other.name());
             return Err(Error::argument("save_checkpoint", text));
         }
     };

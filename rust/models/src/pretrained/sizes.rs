@@ -1,11 +1,11 @@
-//! Determines the sizes of a model from the shapes of the tensors in a file without its configuration.
+//! Determines the sizes of a model from the shapes of the tensors in its file, if the model has no `config.json`.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
 
 use super::Layout;
 
-/// Shapes in a file by a model's own names.
+/// Looks up the shapes of a file's tensors by a model's own names.
 pub struct StoredSizes<'a> {
     files: &'a WeightFiles,
     names: Box<dyn Layout>,
@@ -28,7 +28,8 @@ impl<'a> StoredSizes<'a> {
         self.shape(name).is_some()
     }
 
-    /// The size of a parameter along dimension `dim`, which the file must store in the same form.
+    /// The size of a parameter along dimension `dim`. The file must store the parameter with the same order of
+    /// dimensions.
     ///
     /// # Errors
     /// [`Error::Config`] if there is no such parameter or dimension.

@@ -20,7 +20,7 @@ pub struct QwenImageConfig {
     pub num_layers: usize,
     /// Heads of each attention.
     pub num_attention_heads: usize,
-    /// Width of each head; the model's width is the product of both.
+    /// Width of each head. The width of the tokens is the number of heads times this width.
     pub attention_head_dim: usize,
     /// Width of the text's tokens.
     pub joint_attention_dim: usize,
@@ -45,7 +45,7 @@ impl Default for QwenImageConfig {
 /// Latents along one side of the square that becomes a token.
 pub(super) const PATCH: usize = 2;
 
-/// Fields that are true in relatives of the model, with the names of the relatives.
+/// Fields that are true in the configurations of related models, with the names of these models.
 const RELATIVES: [(&str, &str); 3] = [
     ("zero_cond_t", "Qwen-Image-Edit-2511, which reads images besides the text"),
     ("use_additional_t_cond", "Qwen-Image-Layered, which draws several layers"),

@@ -16,7 +16,7 @@ pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     }
 }
 
-/// Parameters that only relatives of the model have, with the names of the relatives.
+/// Parameters that only related models have, with the names of these models.
 const RELATIVES: [(&str, &str); 4] = [
     ("__index_timestep_zero__", "Qwen-Image-Edit-2511, which reads images besides the text"),
     ("time_text_embed.addition_t_embedding.weight", "Qwen-Image-Layered, which draws several layers"),

@@ -18,7 +18,7 @@ use crate::pretrained::{Architecture, Configuration, Key, Layout, Original};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
-/// The longest period of the positions' angles, divided by 2π; fixed in diffusers.
+/// The base of the rotary embedding's frequencies; fixed in diffusers.
 const THETA: f64 = 10_000.0;
 /// The time is multiplied by this before its sinusoids are computed.
 const TIME_SCALE: f64 = 1000.0;
@@ -46,7 +46,8 @@ pub struct QwenImageConditions<'a> {
     pub timestep: &'a Tensor,
     /// Positions of the image's tokens, (S, axes): 0, row, column, with row and column 0 in the image's centre.
     pub img_ids: &'a Tensor,
-    /// Positions of the text's tokens, (L, axes): on all axes the same number, which follows those of the image.
+    /// Positions of the text's tokens, (L, axes). A token has the same position on all axes; the texts' positions
+    /// continue after those of the image.
     pub txt_ids: &'a Tensor,
     /// The number of tokens of each text that attention reads, (B), at least 1. With `None`, attention reads all tokens
     /// and needs no mask, which saves time.

@@ -5,11 +5,11 @@ use trainable_candle_nn::{Blocks, Conv2d, Init, Linear, Module, Projected, RmsNo
 
 use crate::layers::{attend, conv1x1, conv3x3};
 
-/// diffusers divides by the norm of the channels, or by 1e-12 if that is larger; so small a number added to the mean
-/// square changes no other result.
+/// diffusers divides by the norm of the channels, but at least by 1e-12. This library adds 1e-24 to the mean square
+/// instead. The results differ only where all channels are nearly 0.
 const EPS: f64 = 1e-24;
 
-/// A norm over the channels under the name of its scale.
+/// An RMS norm over the channels. `name` is the name of its scale in files.
 pub(super) struct Norm {
     norm: RmsNorm,
     name: &'static str,
@@ -35,7 +35,7 @@ impl Norm {
     }
 }
 
-/// Two times norm, SiLU and convolution, added to the input.
+/// Applies norm, SiLU and convolution twice, and adds the result to the input.
 pub(super) struct ResidualBlock {
     norm1: Norm,
     conv1: Conv2d<Tensor>,

@@ -10,7 +10,7 @@ use crate::layers::{Downsample, Upsample, conv3x3};
 /// The convolution that changes the size.
 const RESAMPLE: &str = "resample.1";
 
-/// A layer of the encoder, which numbers all of them in one list.
+/// A residual block or a downsampling of the encoder. Names number both kinds in one list.
 enum Down {
     Block(Box<ResidualBlock>),
     Halve(Downsample),
@@ -110,7 +110,7 @@ impl Module for Encoder {
     }
 }
 
-/// Residual blocks of the decoder, and an enlargement that halves the channels.
+/// Residual blocks of the decoder, then an upsampling that halves the channels.
 struct Up {
     resnets: Blocks<ResidualBlock>,
     upsampler: Option<Upsample>,

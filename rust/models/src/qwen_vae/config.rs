@@ -24,7 +24,7 @@ pub struct QwenVaeConfig {
     pub latents_mean: Vec<f64>,
     /// See `latents_mean`.
     pub latents_std: Vec<f64>,
-    /// For each level but the last, whether it halves the number of frames, which does not concern images.
+    /// For each level but the last, whether it halves the number of frames. Images do not use this field.
     temporal: Value,
 }
 
@@ -48,7 +48,7 @@ impl Default for QwenVaeConfig {
     }
 }
 
-/// The field's name has a typing error in diffusers.
+/// diffusers misspells the field's name.
 const TEMPORAL: &str = "temperal_downsample";
 
 impl Configuration for QwenVaeConfig {

@@ -1,5 +1,5 @@
 //! The names of the autoencoder's parameters in files: diffusers', which are the model's own, and those of Wan's code,
-//! which `ComfyUI`'s files have. In files kernels also extend in time.
+//! which `ComfyUI`'s files have. In files, kernels have a dimension of time too.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -9,7 +9,7 @@ use crate::pretrained::{Form, Key, Layout, Naming, Original};
 
 /// The layout of a folder, or of a checkpoint in one file.
 pub(super) fn layout(original: Option<Original>, config: &QwenVaeConfig) -> Box<dyn Layout> {
-    // The decoder's levels have one block more than the encoder's, and an enlargement.
+    // The decoder's levels have one block more than the encoder's, and an upsampling.
     let per_level = config.num_res_blocks + 2;
     match original {
         Some(Original { prefix, naming }) => Box::new(Files { prefix, wan: naming == Naming::Original, per_level }),
@@ -35,7 +35,7 @@ impl Layout for Files {
         key.map(|key| Key { key, form: form(name) }).into_iter().collect()
     }
 
-    /// Layers that change the number of frames.
+    /// Readers skip layers that change the number of frames.
     fn ignores(&self, key: &str) -> bool {
         key.contains(".time_conv.")
     }
@@ -45,7 +45,7 @@ impl Layout for Files {
 fn form(name: &str) -> Form {
     let is = |part: &str| name.contains(part);
     match name.rsplit_once('.') {
-        // The attention's norm is over images, the others are over frames.
+        // The scale of the attention's norm is (C, 1, 1), without the dimension of time that the others have.
         Some((_, "gamma")) => Form::Vector { rank: if is(".attentions.") { 3 } else { 4 } },
         Some((_, "weight")) if is(".attentions.") => Form::Pointwise,
         Some((_, "weight")) if is(".resample.") => Form::Plain,
@@ -117,7 +117,7 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<QwenVaeConfig
     known.into_iter().find(fits).ok_or_else(|| {
         let count = |size: Option<usize>| size.map_or_else(|| "no".to_owned(), |size| size.to_string());
         Error::Config(format!(
-            "{}: the autoencoder has {} channels of latents and {} of its largest images, which is not Qwen-Image's; \
+            "{}: the autoencoder has {} channels in its latents and {} in its largest images, unlike Qwen-Image's; \
              give config=, the path of the autoencoder's config.json",
             files.path().display(),
             count(latent),

@@ -194,7 +194,7 @@ impl UpBlock {
         Ok(Self { resnets: resnets.into_iter().collect(), attentions, upsample })
     }
 
-    /// `x (B, H, W, C)` → the image of the previous level, in the size of the last of the remaining `skips`.
+    /// `x (B, H, W, C)` → the image of the previous level. Its size is that of the last of the remaining `skips`.
     pub(super) fn forward(
         &self,
         mut x: Tensor,

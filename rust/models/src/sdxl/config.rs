@@ -105,8 +105,8 @@ impl Configuration for UNetConfig {
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(SDXLUNet::CLASS_NAME, map);
         fields.only(&fixed())?;
-        // upcast_attention requests scores in f32, which this library always has; addition_embed_type_num_heads belongs
-        // to other embeddings.
+        // upcast_attention requests scores in f32, as they always are in this library; addition_embed_type_num_heads
+        // belongs to other embeddings.
         fields.ignore(&["upcast_attention", "addition_embed_type_num_heads", "sample_size"]);
         if fields.text("addition_embed_type").is_none() {
             return Err(fields.wrong("addition_embed_type", "\"text_time\", which SDXL's models have"));

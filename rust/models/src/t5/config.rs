@@ -21,7 +21,7 @@ const FEED_FORWARD: [(&str, FeedForward); 2] = [("gated-gelu", FeedForward::Gate
 /// `config.json` of an encoder as transformers writes it (`T5EncoderModel`). The default is T5 1.1 XXL.
 #[derive(Clone, Debug, PartialEq)]
 pub struct T5Config {
-    /// Number of tokens that the embedding has rows for.
+    /// Number of tokens of the vocabulary: the rows of the embedding.
     pub vocab_size: usize,
     /// Width of the tokens.
     pub d_model: usize,
@@ -33,7 +33,8 @@ pub struct T5Config {
     pub num_layers: usize,
     /// Heads of each attention.
     pub num_heads: usize,
-    /// Number of ranges of distances that have a bias of their own, half of them for each direction.
+    /// Number of buckets: ranges of distances, each with a bias of its own. Half of the buckets are for keys at or
+    /// before the query, half for keys after it.
     pub relative_attention_num_buckets: usize,
     /// All distances of at least this many tokens share a bias.
     pub relative_attention_max_distance: usize,

@@ -119,8 +119,8 @@ impl EncoderBlock {
             return self.wo.forward(&hidden.to_dtype(normed.dtype())?)?.to_dtype(wide);
         }
         // A linear layer commutes with a factor for each token. So each token is divided by its largest magnitude
-        // before the product. The product then stays in the range of f16 without f32 weights. The backward pass treats
-        // the factor as a constant, which gives the same gradient.
+        // before the product, and the result is multiplied by this magnitude. The product then stays in the range of
+        // f16 without f32 weights. The backward pass treats the factor as a constant, which gives the same gradient.
         let largest = hidden.detach().abs()?.max(&[2], true)?.clamp(Some(f64::from(f32::MIN_POSITIVE)), None)?;
         self.wo.forward(&hidden.div(&largest)?.to_dtype(DType::F16)?)?.to_dtype(wide)?.mul(&largest)
     }

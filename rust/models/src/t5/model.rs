@@ -93,7 +93,8 @@ fn unseen(mask: &Tensor, input_ids: &Tensor) -> Result<Tensor> {
             format!("attention_mask has shape {:?}, expected {:?}, as input_ids", mask.dims(), input_ids.dims()),
         ));
     }
-    // A lookup avoids comparing integers on a GPU with candle's kernels, which the driver compiles at their first use.
+    // A lookup avoids comparing integers on a GPU with candle's kernels: the driver would compile these kernels at
+    // their first use.
     let table = Tensor::from_vec(vec![UNSEEN, 0.0], (2, 1), mask.device())?;
     embedding(&table, mask)?.reshape((mask.dims()[0], 1, 1, mask.dims()[1]))
 }
@@ -144,7 +145,7 @@ impl Model for T5Encoder {
         Self::names(&self.config, original, files)
     }
 
-    /// Other tools use transformers' names of its layers.
+    /// Other tools use transformers' names of the layers, which are also this library's.
     fn original_names(&self) -> OriginalNames {
         Arc::new(|layer| Some(Key::plain(layer)))
     }

@@ -5,9 +5,10 @@ use trainable_candle_core::{DType, Result, Tensor};
 
 use super::T5Config;
 
-/// The row of the table of biases for a query at `query` and a key at `key`. Keys at or before the query are in the
-/// first half of the rows, keys after it in the second half. Each short distance has its own row. Longer distances share
-/// rows on a logarithmic scale, and all distances from `relative_attention_max_distance` on share the last row.
+/// The row in the table of biases for a query at position `query` and a key at position `key`. Keys at or before the
+/// query are in the first half of the rows, keys after it in the second half. Each short distance has its own row.
+/// Longer distances share rows on a logarithmic scale, and all distances from `relative_attention_max_distance` on
+/// share the last row.
 pub fn bucket(config: &T5Config, query: usize, key: usize) -> usize {
     let half = config.relative_attention_num_buckets / 2;
     let exact = half / 2;

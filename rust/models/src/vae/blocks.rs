@@ -59,7 +59,7 @@ impl Module for PixelAttention {
     }
 }
 
-/// `mid_block`.
+/// `mid_block`: two residual blocks, with attention between them if the configuration says so.
 pub(super) struct MidBlock {
     resnets: Blocks<ResnetBlock>,
     attention: Option<PixelAttention>,

@@ -8,7 +8,7 @@ use super::tiling::Tiling;
 /// The range to which the logarithm of the variance is clamped.
 const LOGVAR: (f64, f64) = (-30.0, 20.0);
 
-/// What passing images and latents through an encoder and a decoder depends on.
+/// The properties of an autoencoder on which its checks, layouts and tiles depend.
 pub struct Coding {
     /// The model's name in messages.
     pub op: &'static str,
@@ -21,8 +21,8 @@ pub struct Coding {
 impl Coding {
     /// The distribution of the latents of `image (B, C, H, W)`: mean and logarithm of the variance, (B, latent
     /// channels, h, w) each. `run` computes the moments (B, h, w, 2 · latent channels) of channels-last images.
-    /// `channels` are those of images and of latents. With `tile_size`, an image with more pixels than that along a
-    /// side is encoded in tiles.
+    /// `of_image` and `of_latents` are the channels of images and of latents. With `tile_size`, an image with more pixels
+    /// than that along a side is encoded in tiles.
     ///
     /// # Errors
     /// [`Error::Shape`] if the image does not fit, [`Error::Argument`] if tiles are too small.

@@ -121,8 +121,8 @@ fn level(text: &str, direction: &str, place: impl Fn(usize) -> Option<usize>) ->
 }
 
 /// The configuration of the autoencoder in an original checkpoint, from the shapes of its tensors. Fields that shapes
-/// do not determine (the scale of the latents) come from the first of the `known` configurations with the same sizes,
-/// or else from SDXL.
+/// do not determine, such as the scale of the latents, come from the first of the `known` configurations with the same
+/// sizes, or else from SDXL.
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be determined.

@@ -79,9 +79,9 @@ impl AutoencoderKL {
         })
     }
 
-    /// The image of `latent (B, C, h, w)`, without scale and shift: (B, 3, h · downscale, w · downscale), values about
-    /// -1 to 1. With `tile_size`, an image with more pixels than that along a side is decoded in tiles of that size,
-    /// which overlap by a quarter and are blended at their seams. Memory then does not grow with the image.
+    /// The image of `latent (B, C, h, w)`, without scale and shift: (B, image channels, h · downscale, w · downscale),
+    /// values about -1 to 1. With `tile_size`, an image with more pixels than that along a side is decoded in tiles of
+    /// that size, which overlap by a quarter and are blended at their seams. Memory then does not grow with the image.
     ///
     /// # Errors
     /// As [`Coding::decode`].

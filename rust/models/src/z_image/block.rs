@@ -12,8 +12,8 @@ use crate::saved::Saved;
 const PARTS: usize = 4;
 
 /// Attention, then a feed-forward layer. Each computes x + tanh(g) · norm(f(norm(x) · (1 + s))), where f is the attention
-/// or the feed-forward layer. Its scale s and gate g are computed from the condition. Without modulation, s is 0 and
-/// tanh(g) is 1.
+/// or the feed-forward layer. The scale s and the gate g of each are computed from the condition. Without modulation, s
+/// is 0 and tanh(g) is 1.
 pub(super) struct Block {
     modulation: Option<Linear<Tensor>>,
     attention: SelfAttention,
@@ -40,7 +40,7 @@ impl FeedForward {
     }
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.w2.forward(&self.inner.forward_swiglu(x)?)
+        self.inner.feed_forward(x, &self.w2)
     }
 
     fn saved(&self, tokens: usize, saved: &mut Saved) {
@@ -90,8 +90,8 @@ impl Block {
         self.part(&x, &self.feed_forward_norms, modulation.map(|all| (all, 2)), feed)
     }
 
-    /// Computes one part (attention or feed-forward layer) between its norms. `modulation` is the modulation of the block,
-    /// and the index of the part's scale in it; the part's gate follows its scale.
+    /// Computes one part (attention or feed-forward layer) between its norms. `modulation` has the modulation of the
+    /// block, and the index of the scale for this part; the gate for this part follows its scale.
     fn part(
         &self,
         x: &Tensor,

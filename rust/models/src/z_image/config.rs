@@ -25,7 +25,7 @@ pub struct ZImageConfig {
     pub cap_feat_dim: usize,
     /// Added to the mean square in the norms.
     pub norm_eps: f64,
-    /// The longest period of the positions' angles, divided by 2π.
+    /// The base of the rotary embedding's frequencies.
     pub rope_theta: f64,
     /// Number of features of a head that each axis of the positions rotates.
     pub axes_dims: Vec<usize>,

@@ -22,7 +22,7 @@ use crate::saved::{SampleSize, Saved};
 
 /// The time is multiplied by this before its sinusoids are computed.
 const TIME_SCALE: f64 = 1000.0;
-/// The number of sinusoids of the time, and the width between the two layers that read them.
+/// The number of sinusoids of the time, and the width between the two layers of the time's embedding.
 const SINUSOIDS: [usize; 2] = [256, 1024];
 
 /// Z-Image's transformer, with the results and the parameter names of diffusers' `ZImageTransformer2DModel`. Its time
@@ -54,8 +54,8 @@ pub struct ZImageConditions<'a> {
     /// The number of tokens of each text that are words, (B), at least 1. Later tokens are not read. With None, all
     /// tokens are words.
     pub lengths: Option<&'a Tensor>,
-    /// Whether the length of every text, rounded up to a multiple of 32 tokens, equals L, rounded up likewise. Attention
-    /// then needs no mask. The value is not checked, because the check would wait for a GPU.
+    /// Whether every text fills its row: its length equals L, if both are rounded up to a multiple of 32 tokens.
+    /// Attention then needs no mask. The value is not checked, because the check would wait for a GPU.
     pub rows_are_full: bool,
 }
 

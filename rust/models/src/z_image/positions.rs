@@ -9,14 +9,14 @@ use crate::layers::joint::{Rope, RopeAxes};
 /// Tokens of an image and of a text are padded to multiples of this.
 pub(super) const MULTIPLE: usize = 32;
 
-/// The positions of tokens of an image, then of a text.
+/// The positions of the tokens of an image, followed by those of a text.
 pub(super) struct Positions {
     axes: RopeAxes,
     /// The number of positions along each axis.
     lengths: Vec<usize>,
     /// The numbers 0, 1, 2, …, N - 1: (N) in f64.
     numbers: Tensor,
-    /// For each number, the largest multiple of 32 up to it: (1, N) in f32.
+    /// For each number, the largest multiple of 32 that does not exceed it: (1, N) in f32.
     starts: Tensor,
 }
 
@@ -66,8 +66,8 @@ impl Positions {
         Err(Error::shape(
             ZImageTransformer::CLASS_NAME,
             format!(
-                "{height} x {width} tokens and a text of {text} need positions {needed:?}, but the model has {:?} \
-                 (axes_lens)",
+                "{height} x {width} tokens and a text of {text} need {needed:?} positions along the axes, but the model \
+                 has {:?} (axes_lens)",
                 self.lengths
             ),
         ))

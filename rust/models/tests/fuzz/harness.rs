@@ -1,5 +1,5 @@
-//! Runs a reader over damaged files and checks that it does not panic, does not hang, and takes at most a multiple of
-//! the file's size as memory.
+//! Runs a reader over damaged files. Checks that it does not panic, does not hang, and takes at most ten times the size
+//! of its input plus 1 MiB of memory.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::env::VarError;

@@ -1,4 +1,4 @@
-//! Runs the readers of files on damaged files: on 1000 per reader in every test run, and on more with this command:
+//! Runs the readers of files on damaged files. Every test run tries 1000 files per reader; this command tries more:
 //!
 //! ```text
 //! FUZZ_CASES=1000000 FUZZ_SEED=1 cargo test --release -p trainable-candle-models --test fuzz -- --nocapture [READER]

@@ -68,7 +68,7 @@ const TEXTS: [&str; 12] = [
     "__metadata__",
 ];
 
-/// Makes one to eight changes: bytes are flipped, replaced, removed, repeated or cut off.
+/// Makes one to eight changes: flips a bit, or replaces, removes, repeats or cuts off bytes.
 pub fn bytes(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
     let mut bytes = seed.to_vec();
     for _ in 0..=rng.below(8) {

@@ -14,10 +14,11 @@ use crate::Layer;
 use crate::base::{Base, Operation};
 use crate::slot::AdapterSlot;
 
-/// A frozen LoRA that layers add to their results, with or without another adapter. Saving and merging leave it out.
+/// A frozen LoRA whose products layers add to their results, with or without another adapter. Saving and merging leave it
+/// out.
 ///
-/// Layers add its product to their results, and their weights do not change. So [`set_enabled`](Self::set_enabled)
-/// restores the original results exactly in every dtype, without a copy of the weights.
+/// The weights of the layers do not change. So [`set_enabled`](Self::set_enabled) restores the original results exactly in
+/// every dtype, without a copy of the weights.
 pub struct TrainingAdapter {
     slots: Vec<AdapterSlot>,
     elements: usize,
@@ -69,7 +70,7 @@ impl TrainingAdapter {
         Ok(Self { slots: slots.collect(), elements })
     }
 
-    /// Set whether the layers add the product. While it is disabled, the layers compute exactly the same as without it.
+    /// Set whether the layers add the products. While it is false, they compute exactly the same as without the training adapter.
     pub fn set_enabled(&self, enabled: bool) {
         self.slots.iter().for_each(|slot| slot.enable_beside(enabled));
     }
@@ -115,7 +116,7 @@ impl Beside {
     }
 
     /// The adapter's product and the frozen product as a single product, whose rank is the sum of their ranks. None if
-    /// the adapter is not a low-rank product.
+    /// the adapter is not a low-rank product, or if its scale is 0.
     fn joined(&self, dtype: DType) -> Result<Option<LowRank>> {
         let (down, up) = (self.product.down.to_dtype(dtype)?, self.product.up.to_dtype(dtype)?);
         let Some(inner) = &self.inner else { return Ok(Some(LowRank { down, up, scale: 1.0 })) };

@@ -16,9 +16,10 @@ pub struct LoraConfig {
     pub r: usize,
     /// The numerator of the scale.
     pub lora_alpha: f64,
-    /// Layers whose name is one of these or ends in `.` and one of these; `all-linear` means every linear layer,
-    /// `all-conv` every convolution, `all-attention` the projections of attention. An entry with characters that no
-    /// name has (`*`, `(`, `|`, …) is a regular expression for the whole name.
+    /// The layers to adapt. An entry matches a layer whose name is the entry, or ends in `.` and the entry. An entry with
+    /// characters that no name has (`*`, `(`, `|`, …) is a regular expression for the whole name or its end after a `.`.
+    /// `all-linear` matches every linear layer, `all-conv` every convolution, `all-attention` the projections of
+    /// attention.
     pub target_modules: Vec<String>,
     /// Layers to leave out, by the same rules.
     pub exclude_modules: Vec<String>,
@@ -26,34 +27,34 @@ pub struct LoraConfig {
     pub lora_dropout: f64,
     /// The kind of adapter, a name in [`KINDS`].
     pub adapter: String,
-    /// Weight-decomposed adapters (DoRA): `dora` in place of `lora`.
+    /// Use the weight-decomposed adapter (DoRA), as `adapter` = `dora` does.
     pub use_dora: bool,
-    /// DoRA: one magnitude for each output, as in the paper; otherwise one for each input (LyCORIS' name).
+    /// DoRA: one magnitude for each output, as in peft; otherwise one for each input. The setting has LyCORIS' name.
     pub wd_on_output: bool,
     /// LoKr: whether the smaller factor may be low-rank, too (peft's name).
     pub decompose_both: bool,
-    /// LoKr: the size of the smaller factor (peft's name); `None` for one near the root of the layer's size.
+    /// LoKr: the size of the smaller factor (peft's name); `None` for one near the square root of the layer's size.
     pub decompose_factor: Option<usize>,
     /// OFT: the size of blocks (peft's name). If it does not divide the number of features, the nearest divisor is used.
     pub oft_block_size: usize,
-    /// OFT: the side of layers that is rotated. `None` means the side that the programs which load a model's adapters
-    /// expect; if that is unknown, the inputs.
+    /// OFT: the side of layers that is rotated. `None` means the side that other programs expect in adapters of the model,
+    /// or the inputs if that is unknown.
     pub oft_side: Option<OftSide>,
-    /// OFT of inputs: the terms of the series in place of the Cayley transform (peft's `use_cayley_neumann` and
-    /// `num_cayley_neumann_terms`); `None` for the transform itself.
+    /// OFT of inputs: the number of terms of the series that replaces the Cayley transform (peft's `use_cayley_neumann`
+    /// and `num_cayley_neumann_terms`); `None` for the transform itself.
     pub cayley_neumann_terms: Option<usize>,
     /// Scale alpha / √r instead of alpha / r (Kalajdzievski 2023, arXiv:2312.03732).
     pub use_rslora: bool,
-    /// Quantization-aware training: the grid that adapted weights are rounded to, in linear layers.
+    /// Quantization-aware training of linear layers: the grid that adapted weights are rounded to.
     pub qat: Option<Grid>,
     /// If `qat` is [`Grid::Int8`] or [`Grid::Fp8`]: also round the inputs of these layers to this grid, with one scale per
     /// token, as servers that multiply in eight bits do.
     pub qat_activations: bool,
     /// With `qat`: learn a factor on each scale of the weights.
     pub qat_learned_scales: bool,
-    /// Other ranks for layers by name (the rules of `target_modules`).
+    /// Layers with another rank than `r`: patterns as in `target_modules`, and the ranks.
     pub rank_pattern: BTreeMap<String, usize>,
-    /// Other alphas for layers by name.
+    /// Layers with another alpha than `lora_alpha`: patterns as in `target_modules`, and the alphas.
     pub alpha_pattern: BTreeMap<String, f64>,
 }
 
@@ -112,7 +113,7 @@ impl LoraConfig {
         }
         if let Some(grid) = self.qat.filter(|_| self.lora_dropout > 0.0) {
             return Err(Error::Config(format!(
-                "LoraConfig: lora_dropout is {}, expected 0 with qat \"{}\", which trains one rounded weight",
+                "LoraConfig: lora_dropout is {}, expected 0 with qat \"{}\", where the adapter has no separate input",
                 self.lora_dropout,
                 grid.name()
             )));
@@ -129,7 +130,8 @@ impl LoraConfig {
         self.validate_oft()?;
         if self.decompose_factor == Some(0) {
             return Err(Error::Config(
-                "LoraConfig: decompose_factor is 0, expected at least 1, or -1 for a factor near the root".into(),
+                "LoraConfig: decompose_factor is 0, expected at least 1, or -1 for a factor near the square root"
+                    .into(),
             ));
         }
         if self.target_modules.is_empty() {
@@ -161,13 +163,13 @@ impl LoraConfig {
         }
         if self.lora_dropout > 0.0 {
             return wrong(format!(
-                "lora_dropout is {}, expected 0 with adapter \"oft\", which adds nothing to drop",
+                "lora_dropout is {}, expected 0 with adapter \"oft\", which has no separate input",
                 self.lora_dropout
             ));
         }
         if self.use_rslora || !self.rank_pattern.is_empty() || !self.alpha_pattern.is_empty() {
             return wrong(
-                "use_rslora, rank_pattern and alpha_pattern have no effect with adapter \"oft\", which has blocks of oft_block_size; \
+                "use_rslora, rank_pattern and alpha_pattern have no effect with adapter \"oft\", which has no rank and no alpha; \
                  leave them out"
                     .into(),
             );
@@ -195,8 +197,8 @@ impl LoraConfig {
         })
     }
 
-    /// The layers that get an adapter, with their ranks. `layers` gives the name of each, and whether it is a
-    /// convolution.
+    /// The layers that get an adapter, with their ranks. `layers` lists the name of every layer, and whether the layer is
+    /// a convolution.
     ///
     /// # Errors
     /// [`Error::Config`] if a pattern is not a regular expression.
@@ -210,7 +212,7 @@ impl LoraConfig {
             .collect()
     }
 
-    /// Add the layer `name` with a given adapter, to describe a set that is read from a file.
+    /// Add the layer `name` and its adapter to a configuration that describes a set of adapters read from a file.
     pub(super) fn describe(&mut self, name: &str, kind: &AdapterKind, settings: &AdapterSettings) {
         self.adapter = kind.name.into();
         self.use_dora |= kind.name == "dora";
@@ -275,7 +277,7 @@ enum Pattern<'a> {
     AllLinear,
     AllConv,
     AllAttention,
-    /// peft's rule: the whole name, its end after a dot, or a regular expression for the whole name.
+    /// The whole name or its end after a dot, as peft matches names; or a regular expression for one of these.
     Name(&'a str, Option<Regex>),
 }
 
@@ -332,7 +334,7 @@ mod tests {
         LoraConfig { target_modules: targets.iter().map(ToString::to_string).collect(), ..LoraConfig::default() }
     }
 
-    /// Whether a linear layer and whether a convolution of this name is targeted.
+    /// Whether `config` targets a linear layer of this name, and whether it targets a convolution of this name.
     fn targeted(config: &LoraConfig, name: &str) -> (bool, bool) {
         let hit = |is_conv| !config.select([(name, is_conv)]).unwrap().is_empty();
         (hit(false), hit(true))

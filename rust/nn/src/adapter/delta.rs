@@ -13,8 +13,8 @@ pub(super) trait Delta: Send + Sync {
     fn delta(&self, base: &Base<'_>, dtype: DType) -> Result<Tensor>;
 }
 
-/// The adapter of one layer. The forward pass computes with the single weight W + s Δ, and merging returns the same
-/// weight.
+/// The adapter of one layer. Merging returns the weight W + s Δ. The forward pass computes with the same single weight, except
+/// while dropout is active: dropout changes the input of s Δ alone.
 pub(super) struct Added<D> {
     delta: D,
     scale: f64,

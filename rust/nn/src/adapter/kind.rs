@@ -118,7 +118,7 @@ impl AdapterKind {
         (self.start)(base, settings).into_iter().map(|(name, start)| Ok((name, start.draw(base)?))).collect()
     }
 
-    /// The layout of the parameter `name`, and the name with the lifetime of the program.
+    /// The parameter `name`: the name as a `'static` string, and the layout.
     pub fn parameter(&self, name: &str) -> Option<(&'static str, Layout)> {
         self.parameters.iter().find(|(known, _)| *known == name).copied()
     }

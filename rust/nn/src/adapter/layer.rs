@@ -23,9 +23,9 @@ pub type LoRALinear = AdaptedLinear<LoraLayer>;
 /// A frozen linear layer with a DoRA adapter.
 pub type DoRALinear = AdaptedLinear<DoraLayer>;
 
-/// A type parameter of [`AdaptedLinear`] that names a kind of adapter.
+/// A kind of adapter, as a type parameter of [`AdaptedLinear`].
 pub trait LayerKind {
-    /// The layer's name in errors.
+    /// The name of the layer's type in errors.
     const NAME: &'static str;
     /// The kind of adapter.
     const KIND: &'static AdapterKind;
@@ -88,8 +88,8 @@ impl<K: LayerKind> AdaptedLinear<K> {
     /// (out, rank) starts at zero, and DoRA's magnitude (out) starts as the norms of the weight's rows.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the weight is not a matrix, [`Error::Argument`] if the rank is 0, [`Error::Device`] if the
-    /// weight is on another device.
+    /// [`Error::Shape`] if the weight is not a matrix, [`Error::DType`] if it is not floating-point, [`Error::Argument`] if
+    /// the rank is 0, [`Error::Device`] if the weight is on another device.
     pub fn new(base_weight: impl Into<Weight>, rank: usize, alpha: f64, device: &Device) -> Result<Self> {
         let settings = AdapterSettings { rank, scale: alpha / rank.max(1) as f64, ..AdapterSettings::default() };
         Self::with_settings(base_weight, None, settings, device)
@@ -98,7 +98,7 @@ impl<K: LayerKind> AdaptedLinear<K> {
     /// As [`new`](Self::new), with a frozen bias (out) and all settings of the adapter.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// As [`new`](Self::new); [`Error::Shape`] if the bias does not fit the weight.
     pub fn with_settings(
         base_weight: impl Into<Weight>,
         bias: Option<Tensor>,

@@ -1,6 +1,6 @@
 //! LoHa (Hyeon-Woo et al. 2022, arXiv:2108.06098, as in `LyCORIS`, arXiv:2309.14859): W + s (A₁ B₁) ∘ (A₂ B₂).
 //!
-//! A convolution's weight counts as a matrix (out, in · height · width), without the Tucker form.
+//! A convolution's weight counts as a matrix (out, in · height · width). The Tucker form is not supported.
 //!
 //! Follows <https://github.com/KohakuBlueleaf/LyCORIS/blob/f49d30d670591ec8841d241d79aaa8449b30a715/lycoris/functional/loha.py#L78>.
 

@@ -1,7 +1,7 @@
 //! LoKr (`LyCORIS`, arXiv:2309.14859): W + s C ⊗ D, a Kronecker product of a small matrix C and a larger matrix D. Each of
 //! the two is a whole matrix or a low-rank product.
 //!
-//! On a convolution the kernel belongs to D, without the Tucker form.
+//! On a convolution, D has the dimensions of the kernel. The Tucker form is not supported.
 //!
 //! Follows <https://github.com/KohakuBlueleaf/LyCORIS/blob/f49d30d670591ec8841d241d79aaa8449b30a715/lycoris/functional/lokr.py#L11>
 //! and <https://github.com/KohakuBlueleaf/LyCORIS/blob/f49d30d670591ec8841d241d79aaa8449b30a715/lycoris/functional/general.py#L14>.
@@ -34,8 +34,8 @@ pub static KIND: AdapterKind = AdapterKind {
     build,
 };
 
-/// Splits `size` into two factors, the smaller first. One of them is `factor` if that divides `size`. Otherwise the smaller
-/// is the largest divisor that is at most √`size` and, if there is a `factor`, at most `factor`.
+/// Splits `size` into two factors, the smaller first. If `factor` divides `size`, it is one of the two. Otherwise the smaller
+/// is the largest divisor of `size` that is at most √`size` and, if a `factor` is given, at most `factor`.
 fn factorization(size: usize, factor: Option<usize>) -> (usize, usize) {
     if let Some(factor) = factor.filter(|&f| f > 0 && size.is_multiple_of(f)) {
         return (factor.min(size / factor), factor.max(size / factor));

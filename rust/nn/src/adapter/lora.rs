@@ -79,7 +79,7 @@ impl Lora {
             return Err(Error::shape(
                 OP,
                 format!(
-                    "down has shape {:?} and up {:?} (channels last), the layer's weight {:?}",
+                    "down {:?} and up {:?} do not fit the layer's weight {:?} (shapes are channels last)",
                     down.dims(),
                     up.dims(),
                     base.weight.dims()
@@ -105,7 +105,7 @@ impl Lora {
         linear(&base.operation.apply(x, &down, None)?, &up, None)?.mul_scalar(self.scale)
     }
 
-    /// The dropout probability, if dropout is active now: the adapter's input then differs from the layer's.
+    /// The dropout probability if dropout is active now. The input of the adapter then differs from that of the layer.
     pub(super) fn active_dropout(&self) -> Option<f64> {
         (self.dropout > 0.0 && self.training.read()).then_some(self.dropout)
     }

@@ -44,7 +44,7 @@ pub trait Adapter: Send + Sync {
     fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor>;
 
     /// The low-rank product that the adapter adds to a linear layer's result for an input of `dtype`; None if the adapter
-    /// does anything else at present.
+    /// does anything else, as LoRA does while its dropout is active.
     ///
     /// # Errors
     /// Those of the arithmetic.
@@ -80,12 +80,12 @@ pub trait Adapter: Send + Sync {
     fn set_training(&self, training: bool);
 }
 
-/// The flag that an adapter is in training mode. Captured functions depend on it.
+/// The flag that an adapter is in training mode. CUDA graphs depend on it.
 fn training() -> HostState<bool> {
     HostState::new("whether adapters are in training", true)
 }
 
-/// Sizes and settings of one adapter, after patterns have been applied.
+/// Sizes and settings of one adapter, after `rank_pattern` and `alpha_pattern` have been applied.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdapterSettings {
     /// Rank r of the low-rank product.
@@ -98,8 +98,8 @@ pub struct AdapterSettings {
     pub wd_on_output: bool,
     /// LoKr: whether the smaller factor may be low-rank, too.
     pub decompose_both: bool,
-    /// LoKr: the size of the smaller factor. If it does not divide the layer's size, the next smaller divisor is used.
-    /// `None` means a divisor near the root of the layer's size.
+    /// LoKr: the size of the smaller factor. If it does not divide the layer's size, the largest divisor up to it and up to
+    /// the square root of the layer's size is used. `None` means the largest divisor up to the square root.
     pub decompose_factor: Option<usize>,
     /// OFT: the size of blocks. If it does not divide the number of features, the nearest divisor is used.
     pub oft_block_size: usize,

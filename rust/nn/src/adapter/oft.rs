@@ -1,11 +1,11 @@
 //! OFT (Qiu et al. 2023, arXiv:2306.07280): rotations of blocks of a layer's inputs or outputs, y = W R x + b or y = R W x + b.
 //!
 //! R is block diagonal. Each block is the Cayley transform (I - Q) (I + Q)⁻¹ of a skew-symmetric Q. The strict upper
-//! triangle of Q is trained; Q = 0 gives the identity. Activations are rotated, not weights: x + x D with D = Rᵀ - I, so
-//! that bf16 activations lose nothing of a small rotation.
+//! triangle of Q is trained; Q = 0 gives the identity. Activations are rotated, not weights. They are computed as x + x D with
+//! D = Rᵀ - I, because small rotations would vanish in a bf16 R.
 //!
-//! peft rotates inputs; `LyCORIS` and `ComfyUI` rotate outputs. The parameter of each side has the name that these tools
-//! use. In place of the inverse, peft can sum the first terms of a series (`use_cayley_neumann`). The sum approximates the
+//! peft rotates inputs; `LyCORIS` and `ComfyUI` rotate outputs. Each side's parameter has the name that the tools of that
+//! side use. In place of the inverse, peft can sum the first terms of a series (`use_cayley_neumann`). The sum approximates the
 //! inverse rotation, which can be trained equally well.
 //!
 //! Follows <https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/oft/layer.py#L116>,
@@ -22,9 +22,9 @@ use super::kind::{Kept, Parameters, Start, StartValues, find};
 use super::{Adapter, AdapterKind, AdapterSettings, Layout};
 use crate::base::{Base, Operation};
 
-/// The triangles of blocks of the inputs, (blocks, n (n - 1) / 2).
+/// The parameter that rotates inputs: the strict upper triangles of its blocks, (blocks, n (n - 1) / 2).
 const INPUT: &str = "oft_R.weight";
-/// The triangles of blocks of the outputs. Files have square matrices, from which their transposes are subtracted.
+/// The parameter that rotates outputs: the same triangles. Files have a square matrix M for each block, and Q is M - Mᵀ.
 const OUTPUT: &str = "oft_blocks";
 
 /// The numbers of terms that a series may have.
@@ -113,8 +113,8 @@ fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     vec![(settings.oft_side.parameter(), Start::new([features / size, size * (size - 1) / 2], StartValues::Zero))]
 }
 
-/// The tape keeps the operand of the product with the blocks, which is a view of what is rotated: the layer's input, or its
-/// result.
+/// The tape keeps the factor that is multiplied by the blocks. It is a view of the rotated activations: the layer's input or
+/// its result.
 fn kept(base: &Base<'_>, settings: &AdapterSettings) -> Kept {
     match settings.oft_side {
         OftSide::Input => Kept { input: true, remade: true, values: 0, products: base.inputs() },
@@ -130,7 +130,7 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
     };
     if base.operation != Operation::Linear && side == OftSide::Input {
         return Err(Error::Config(
-            "OFT: it is a convolution, and only the outputs of convolutions are rotated; give oft_side=\"output\" (--oft-side output), \
+            "OFT: it is a convolution, and OFT rotates only the outputs of convolutions; give oft_side=\"output\" (--oft-side output), \
              or leave the layer out with exclude_modules"
                 .into(),
         ));
@@ -148,7 +148,7 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
     };
     let Some(size) = size else {
         let text = format!(
-            "{} has triangles {:?}, which do not make blocks of {features} features",
+            "{} has shape {:?}, and such triangles do not make blocks of {features} features",
             side.parameter(),
             upper.dims()
         );
@@ -156,8 +156,8 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
     };
     if size == 1 {
         return Err(Error::Config(format!(
-            "OFT: no divisor of its {features} features is near oft_block_size; give another one, or leave the layer out with \
-             exclude_modules"
+            "OFT: no divisor of the layer's {features} features is near oft_block_size; give another oft_block_size, or \
+             leave the layer out with exclude_modules"
         )));
     }
     if let Some(terms) = settings.cayley_neumann_terms.filter(|terms| !TERMS.contains(terms)) {
@@ -180,7 +180,7 @@ pub(super) fn upper_places(size: usize) -> impl Iterator<Item = (usize, usize)> 
 struct Series {
     /// The number of terms, at least 2.
     terms: usize,
-    /// For each element of a matrix, its index in the list of the triangle's elements, their negatives, and 0.
+    /// For each element of Q, its index in a list that has the triangle's elements, then their negatives, then one 0.
     ids: Tensor,
 }
 
@@ -195,8 +195,8 @@ impl Series {
         Ok(Self { terms, ids: Tensor::from_vec(ids, size * size, device)? })
     }
 
-    /// 2 Q for two terms, otherwise 2 Q + 2 Q² + … + Qⁿ with n = max(3, `terms` - 1), where only the last power has the
-    /// factor 1. peft sums the same powers.
+    /// The series minus I, with the powers that peft sums. This is 2 Q for two terms, otherwise 2 Q + 2 Q² + … + Qⁿ with
+    /// n = max(3, `terms` - 1), where all powers but the last have the factor 2.
     fn change(&self, upper: &Tensor, size: usize) -> Result<Tensor> {
         let count = upper.dims()[0];
         let zero = Tensor::zeros((count, 1), upper.dtype(), upper.device())?;
@@ -228,7 +228,7 @@ struct Oft {
 }
 
 impl Oft {
-    /// s (R - I) for row vectors, (blocks, n, n), in f32, or f64 for `dtype` f64.
+    /// s (R - I), (blocks, n, n), as a factor on the right of row vectors. The dtype is f64 for `dtype` f64, otherwise f32.
     fn change(&self, dtype: DType) -> Result<Tensor> {
         let upper = self.upper.to_dtype(if dtype == DType::F64 { DType::F64 } else { DType::F32 })?;
         let change = match &self.series {

@@ -28,7 +28,7 @@ struct Member {
     slot: AdapterSlot,
     adapter: Arc<dyn Adapter>,
     parameters: Parameters<Var>,
-    /// The logarithms of the learned factors by which the scales of the rounded weight are multiplied.
+    /// The logarithms of the learned factors on the scales of the rounded weight.
     scales: Option<Var>,
 }
 
@@ -59,7 +59,7 @@ pub struct AdaptedLayer<'a> {
     pub kind: &'static AdapterKind,
     /// The rank, scale and other settings of its adapter.
     pub settings: AdapterSettings,
-    /// The layer that it is attached to.
+    /// The frozen layer under the adapter.
     pub base: Base<'a>,
     /// Its parameters under peft's names, laid out as in files.
     pub parameters: Parameters<Tensor>,
@@ -409,7 +409,7 @@ impl AdapterSet {
             }
             let own_rank = if member.has_rank() { member.settings.rank } else { 0 };
             if (rank == 0) != (own_rank == 0) {
-                // Parameters of different kinds have different names, which the caller's error lists.
+                // One side has parameters that the other does not have. The caller's error lists their names.
                 continue;
             }
             let (there, here) = (given.scale, member.settings.scale);
@@ -441,7 +441,7 @@ impl AdapterSet {
         }
     }
 
-    /// Make every adapted layer compute with one merged weight, as fast as an unquantized base without adapters. Later
+    /// Make every adapted layer compute with one merged weight, as fast as an unquantized layer without an adapter. Later
     /// changes of the adapters have no effect until [`set_enabled`](Self::set_enabled) removes the merged weights,
     /// which restores the adapters exactly.
     ///
@@ -482,7 +482,7 @@ fn in_memory(
         .collect()
 }
 
-/// Round a number for a message: files store it in f32, which adds digits.
+/// Round a number for a message. Files store f32, so a number from a file has more digits in f64 than the user gave.
 fn rounded(number: f64) -> f64 {
     (number * 1e5).round() / 1e5
 }

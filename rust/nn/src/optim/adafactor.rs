@@ -158,7 +158,7 @@ fn update_all<T: Precision>(config: &AdafactorConfig, step: u64, mut chunk: Chun
     let size = (sum_of_squares(chunk.param) / numel).sqrt().max(config.eps.1);
     let step_size = size * config.lr.min(1.0 / step.sqrt());
 
-    // Holds first the roots of the second moments, then the direction.
+    // At first the roots of the second moments, later the gradient divided by these roots.
     let mut direction = vec![T::ZERO; chunk.param.len()];
     match chunk.states.as_mut_slice() {
         [StateSlice::Float(variance)] => {
@@ -192,7 +192,7 @@ fn update_all<T: Precision>(config: &AdafactorConfig, step: u64, mut chunk: Chun
     }
 }
 
-/// Moves the moments of rows and columns towards the mean squares of a gradient.
+/// Moves the second moments of rows and columns towards the mean squares of the gradient in each row and column.
 #[inline(always)]
 fn update_moments<T: Real>(rows: &mut [T], columns: &mut [T], grad: &[T], weight: f64) {
     let (height, width) = (rows.len() as f64, columns.len() as f64);
@@ -208,7 +208,8 @@ fn update_moments<T: Real>(rows: &mut [T], columns: &mut [T], grad: &[T], weight
     }
 }
 
-/// Estimates the second moments from those of rows and columns, and writes their roots, at least `eps`, to `roots`.
+/// Estimates the second moment of each element from those of its row and its column, and writes its root, at least `eps`, to
+/// `roots`.
 #[inline(always)]
 fn factored_roots<T: Real>(rows: &[T], columns: &[T], eps: f64, roots: &mut [T]) {
     let mean = rows.iter().map(|row| row.to_f64()).sum::<f64>() / rows.len() as f64;

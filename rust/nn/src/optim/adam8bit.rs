@@ -163,7 +163,7 @@ impl Coefficients {
         }
     }
 
-    /// The parameter after a move along `ratio`, the first moment over the root of the second, and decay.
+    /// The parameter after a move along `ratio` (the first moment divided by the root of the second) and weight decay.
     #[inline(always)]
     fn updated(&self, param: f32, ratio: f32) -> f32 {
         self.step_size.mul_add(ratio, param) * self.decay
@@ -184,7 +184,8 @@ fn update(config: &Adam8bitConfig, step: u64, mut chunk: Chunk<'_, f32>) {
 #[inline(always)]
 fn update_elements(at: Coefficients, param: &mut [f32], grad: &[f32], state1: &mut [f32], state2: &mut [f32]) {
     for ((p, &g), (m, v)) in param.iter_mut().zip(grad).zip(state1.iter_mut().zip(state2)) {
-        // With f32 states, the CUDA code fuses the multiplication of the moments; with 8-bit states, that of the gradient.
+        // The kernels of bitsandbytes fuse one of the two products of a moment with the addition: with f32 states that of the old
+        // moment, with 8-bit states that of the gradient.
         *m = m.mul_add(at.beta1, (1.0 - at.beta1) * g);
         *v = v.mul_add(at.beta2, (1.0 - at.beta2) * (g * g));
         *p = at.updated(*p, *m / (v.sqrt() + at.eps));
@@ -261,8 +262,8 @@ impl Coefficients {
                         let finite = l.at_most(moment2[i], l.splat(f32::MAX));
                         moment1[i] = l.or_zero(finite, moment1[i]);
                         moment2[i] = l.or_zero(finite, moment2[i]);
-                        // The compiler would turn a choice between the new and the old parameter into a masked store,
-                        // which is slow on AMD's processors.
+                        // Zero for `ratio` and 1 for `decays` keep the parameter. The compiler would turn a choice between the
+                        // new and the old parameter into a masked store, which is slow on AMD's processors.
                         ratio[i] = l.or_zero(finite, ratio[i]);
                         decays[i] = l.select(finite, decay, l.splat(1.0));
                     }

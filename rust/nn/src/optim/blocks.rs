@@ -17,7 +17,7 @@ pub(super) trait Step<const N: usize>: Copy {
     /// The codes that bitsandbytes assumes beyond the end of a parameter, in a block that is not full.
     const BEHIND: [u8; N];
 
-    /// Updates a block. `values` holds the decoded states; callers reuse it, because a new buffer would have to be
+    /// Updates a block. `values` is a buffer for the new states in f32. Callers reuse it, because a new buffer would have to be
     /// zeroed.
     fn update<L: Lanes>(self, lanes: L, block: Block<'_, N>, values: &mut [Values; N]);
 }

@@ -1,5 +1,4 @@
-//! CAME, as in `came-pytorch`: Adafactor with smaller steps where the updates of previous steps have differed from each
-//! other.
+//! CAME, as in `came-pytorch`: Adafactor with smaller steps where recent updates have differed from their mean.
 //!
 //! Luo et al., "CAME: Confidence-guided Adaptive Memory Efficient Optimization", <https://arxiv.org/abs/2307.02047>; the order of
 //! operations is that of `came_pytorch.CAME` 0.1.3, <https://github.com/yangluo7/CAME>.
@@ -123,7 +122,7 @@ fn update_all<T: Real>(config: &CAMEConfig, chunk: Chunk<'_, T>) {
     let Chunk { dims, param, grad, mut states, .. } = chunk;
     let (beta1, beta2, beta3) = config.betas;
     let (eps1, eps2) = (T::from_f64(config.eps.0), T::from_f64(config.eps.1));
-    // Holds the squared gradients first and, after the stages below, the step before the learning rate.
+    // At first the squared gradients plus `eps1`, at the end the step without the factor of the learning rate.
     let mut step: Vec<T> = grad.iter().map(|&g| g * g + eps1).collect();
     match states.as_mut_slice() {
         [_, StateSlice::Float(moments)] => {
@@ -164,7 +163,7 @@ fn update_all<T: Real>(config: &CAMEConfig, chunk: Chunk<'_, T>) {
     }
 }
 
-/// Moves averages towards values.
+/// Moves `averages` towards `values`: the old averages have the weight `beta`.
 #[inline(always)]
 fn decay<T: Real>(averages: &mut [T], values: &[T], beta: f64) {
     let (kept, gained) = (T::from_f64(beta), T::from_f64(1.0 - beta));

@@ -23,8 +23,8 @@ pub enum NormType {
     Inf,
 }
 
-/// The norm of the gradients of `params` (0 if none has a gradient), as a scalar f64 tensor on their device. It is
-/// summed in f64, in an order that depends only on sizes, and without synchronizing a CUDA device.
+/// The norm of the gradients of `params` (0 if none has a gradient), as a scalar f64 tensor on their device. The sum is in
+/// f64, in an order that depends only on sizes. The host does not wait for a CUDA device.
 ///
 /// # Errors
 /// [`Error::Device`] if gradients are on different devices.
@@ -78,8 +78,8 @@ pub(super) fn host_norm(params: &[Var], norm_type: NormType) -> Result<f64> {
     Ok(if norm_type == NormType::L2 { norm.sqrt() } else { norm })
 }
 
-/// Scales the gradients of `params` by `max_norm / (norm + 1e-6)` if that is less than 1, and returns their `norm`
-/// before scaling, as [`grad_norm`] does. The host waits for a CUDA device only if `error_if_nonfinite` is set.
+/// Scales the gradients of `params` by `max_norm / (norm + 1e-6)` if this factor is less than 1. Returns the `norm` before
+/// scaling, in the form of [`grad_norm`]. The host waits for a CUDA device only if `error_if_nonfinite` is set.
 ///
 /// Unless `error_if_nonfinite` is set, a non-finite norm makes the gradients zero or NaN, as in torch.
 ///
@@ -153,7 +153,7 @@ fn partial_slice<T: Elem>(data: &[T], norm_type: NormType) -> f64 {
     }
 }
 
-/// Number of partial sums, for vectorization.
+/// The number of partial sums or maxima, so that the loops can be vectorized.
 const LANES: usize = 16;
 
 #[inline(always)]

@@ -1,9 +1,9 @@
 //! Computes the 8-bit codes of a block of values by arithmetic in registers, without look-ups in memory.
 //!
-//! Within a decade (the magnitudes between two powers of ten), the values of the dynamic map are evenly spaced. The values
-//! have numbers, counted from zero. So the number of the value nearest to a magnitude is a linear function of the magnitude,
-//! rounded. The rounding may be wrong for magnitudes near the border of two codes. These are few, and their codes are
-//! looked up.
+//! Within a decade (the magnitudes between two powers of ten), the values of the dynamic map, which the codes represent,
+//! are evenly spaced. If the values are numbered from zero, the number of the value nearest to a magnitude is therefore a
+//! linear function of the magnitude, rounded. The rounding may be wrong for magnitudes near the border of two codes. These
+//! are few, and their codes are looked up.
 
 use super::lanes::Lanes;
 use super::quant::{BLOCK_SIZE, Codebook};
@@ -12,16 +12,16 @@ use super::quant::{BLOCK_SIZE, Codebook};
 pub(super) const ZERO: u8 = 127;
 /// Decades of the dynamic map; the last ends at 1.
 const DECADES: usize = 7;
-/// The first decade ends here; the logarithm of smaller magnitudes is not needed.
+/// The nominal end of the first decade. Smaller magnitudes are known to be in this decade without their logarithm.
 const FIRST_END: f32 = 1e-6;
-/// The upper half of a value's bits times this, divided by 2^16, is the value's logarithm in decades plus a constant: the
-/// half grows by 2^7 per octave, that is by 2^16 in 154.1 decades. For the value 1 the result is 38.2. The whole part of the
-/// result, minus 32, is the value's decade or the decade below. This is also true in the first decade, which ends at up to
-/// 1.9e-6 instead of 1e-6.
+/// The upper half of a value's bits times this factor, divided by 2^16, is the value's logarithm in decades plus a constant.
+/// The reason: the upper half grows by 2^7 per octave, that is by 2^16 in 154.1 decades. For the value 1 the result is 38.2.
+/// The whole part of the result, minus 32, is the value's decade or the decade below. This is also true at the end of the
+/// first decade, which is at up to 1.9e-6 instead of 1e-6.
 const DECADES_PER_BIT: u16 = 154;
-/// The code of a value is looked up if the fraction of its number is below this, in units of 2^-16. Rounding errors of
-/// numbers (up to 255), lines and borders are together less than half of this. Lines are raised by that half, so that no
-/// fraction just below a whole number is uncertain.
+/// The code of a value is looked up if the fraction of its number is below this limit, in units of 2^-16. The rounding errors
+/// of numbers (up to 255), lines and borders together are less than half of the limit. Lines are raised by half of the limit,
+/// so that no fraction just below a whole number is uncertain.
 const UNCERTAIN: u16 = 8;
 
 /// Registers that can look up a table of eight values.
@@ -31,6 +31,7 @@ pub(super) trait Registers: Lanes {
 
     /// The smaller of two magnitudes.
     fn min(self, a: Self::Values, b: Self::Values) -> Self::Values;
+    /// The bits of values.
     fn bits(self, x: Self::Values) -> Self::Bits;
     /// The upper half of each value's bits times `factor`, without the lower half of the product.
     fn upper_times(self, x: Self::Bits, factor: u16) -> Self::Bits;
@@ -58,9 +59,9 @@ impl Table {
     }
 }
 
-/// Added to numbers so that all are between the same two powers of two. There, an f32 has the number in its upper bits and
-/// the fraction in its lower bits. In the map for values of both signs, the number above the last decade plus this is the
-/// next power of two.
+/// The constant that is added to numbers so that the sums are between two successive powers of two. Such an f32 has the number
+/// in its upper bits and the number's fraction in its lower bits. In the map for values of both signs, the number of magnitudes
+/// above the last decade is an exception: its sum is the next power of two.
 const fn base(signed: bool) -> f32 {
     if signed { 128.0 } else { 256.0 }
 }
@@ -68,16 +69,17 @@ const fn base(signed: bool) -> f32 {
 /// The dynamic map as lines.
 pub(super) struct Lines {
     signed: bool,
-    /// The largest magnitude of a decade: borders of codes, exact.
+    /// The largest magnitude of each decade, which is exactly a border of two codes.
     ends: Table,
     /// The number of a magnitude x is the whole part of `slope * x + offset` minus [`base`], but at most the decade's last
-    /// number. Offsets include half of [`UNCERTAIN`].
+    /// number. Offsets include [`base`] and half of [`UNCERTAIN`].
     slopes: Table,
     offsets: Table,
 }
 
 impl Lines {
-    /// `border(n)` is the largest magnitude with a number of at most `n`; `signed` if the map has values of both signs.
+    /// The lines of a map. `border(n)` is the largest magnitude with a number of at most `n`. `signed` tells whether the map
+    /// has values of both signs.
     pub(super) fn new(signed: bool, border: impl Fn(usize) -> f32) -> Self {
         let items = |decade: usize| 1usize << (decade + usize::from(!signed));
         let first = |decade: usize| 1 + (0..decade).map(items).sum::<usize>();
@@ -85,7 +87,7 @@ impl Lines {
         // decade's end. At each border the line reaches a whole number.
         let line = |decade: usize| match decade {
             DECADES => (0.0, first(DECADES) as f64 + 0.5),
-            // The border of zero is an exception.
+            // The first decade is an exception, because its lowest border is that of zero.
             0 => {
                 let zero = f64::from(border(0));
                 let slope = if signed { 0.5 / zero } else { 1.0 / (f64::from(border(1)) - zero) };
@@ -159,8 +161,8 @@ fn encode_block<R: Registers, const SIGNED: bool>(
 /// The numbers of four registers of magnitudes. The third byte of a result is the number, and the two lower bytes are its
 /// fraction.
 ///
-/// Each operation is done on all four registers before the next operation. The four do not depend on each other, but a
-/// processor cannot look far enough ahead to find this by itself. The code uses loops, because closures would be compiled
+/// Each operation is done on all four registers before the next operation, so that the processor can overlap the four. With
+/// one register after another, it could not look far enough ahead. The code uses loops, because closures would be compiled
 /// without the instruction set of the registers.
 #[inline(always)]
 fn numbers<R: Registers, const SIGNED: bool>(r: R, lines: &Lines, x: [R::Values; 4]) -> [R::Bits; 4] {
@@ -171,13 +173,13 @@ fn numbers<R: Registers, const SIGNED: bool>(r: R, lines: &Lines, x: [R::Values;
         let bits = r.bits(r.max_bits(x, r.splat(FIRST_END)));
         *decade = r.upper_times(bits, DECADES_PER_BIT);
     }
-    // `decade` is the right decade or the decade below. A comparison with the end of `decade` decides.
+    // `decade` is the right decade or the decade below. It is the decade below if the magnitude is above its end.
     for (decade, x) in decade.iter_mut().zip(x) {
         *decade = r.count_above(*decade, x, r.pick(ends, *decade));
     }
     let (slopes, offsets) = (r.load(&lines.slopes.0), r.load(&lines.offsets.0));
-    // The last number of a decade is 9/4 of its offset minus a constant. The constant is slightly off a whole number, which
-    // makes room for the first decade, whose line differs.
+    // The last number of a decade is the whole part of 9/4 of its offset plus a constant. With the fraction that this constant
+    // has, the whole part is also right for the first decade, whose line differs.
     let last_of_zero = r.splat(if SIGNED { -0.06 } else { 0.95 } - 1.25 * base(SIGNED));
     let mut number = decade;
     for ((number, x), decade) in number.iter_mut().zip(x).zip(decade) {

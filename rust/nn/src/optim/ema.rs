@@ -15,8 +15,8 @@ const UPDATES: &str = "updates";
 pub struct EMAConfig {
     /// Weight of the old average in each update, in [0, 1).
     pub decay: f64,
-    /// Use min(`decay`, (1 + n) / (10 + n)) after n updates, so that the initial values soon lose their weight (as in
-    /// TensorFlow's `ExponentialMovingAverage` with `num_updates`).
+    /// Use the decay min(`decay`, (1 + n) / (10 + n)) after n updates, so that the initial values soon lose their weight, as
+    /// TensorFlow's `ExponentialMovingAverage` does with `num_updates`.
     pub warmup: bool,
 }
 
@@ -32,8 +32,8 @@ pub struct EMA {
     config: EMAConfig,
     buffer: FlatBuffer,
     average: Raw,
-    /// The weight of the variables in the next update: one f64 on their device, because a captured update reads it
-    /// there.
+    /// The weight of the variables in the next update, one f64. It is on the variables' device, because a captured update
+    /// reads it there.
     weight: Raw,
     updates: HostState<u64>,
     is_swapped_in: HostState<bool>,

@@ -154,7 +154,7 @@ macro_rules! registered {
 }
 pub(super) use registered;
 
-/// Variables, with the hyper-parameters that differ from the defaults.
+/// Variables, and their hyper-parameters other than the defaults.
 pub type NamedGroup<'a> = (Vec<Var>, Vec<(&'a str, Value)>);
 
 /// An optimizer in the registry.
@@ -217,7 +217,8 @@ fn make<T: Registered>(groups: Vec<NamedGroup<'_>>) -> Result<Box<dyn Optimizer>
         for (name, value) in settings {
             if !config.set(name, value) {
                 let known: Vec<&str> = config.fields().iter().map(|field| field.name).collect();
-                let message = format!("found {name} = {value:?}, expected one of {}, of its type", known.join(", "));
+                let message =
+                    format!("found {name} = {value:?}, expected one of {}, with a value of its type", known.join(", "));
                 return Err(Error::argument(T::NAME, message));
             }
         }

@@ -117,13 +117,13 @@ impl Step<1> for Coefficients<f32> {
             let decoded = l.decode(codebook, codes);
             for part in 0..4 {
                 let here = start + part * L::WIDTH;
-                // The 8-bit CUDA kernel fuses the multiplication of the gradient; the f32 kernel fuses that of the
-                // momentum.
+                // Of the two products, the 8-bit CUDA kernel fuses that of the gradient with the addition; the f32 kernel
+                // fuses that of the momentum.
                 let g = l.load(&grad[here..]);
                 let old_momentum = l.mul(l.part(codebook, decoded, codes, part), scale);
                 let direction = l.mul_add(weight1, g, l.mul(old_momentum, beta1));
                 let momentum = l.mul_add(weight2, g, l.mul(old_momentum, beta2));
-                // The step is against the sign of the direction.
+                // A parameter moves by `lr` against the sign of its direction, and not at all if the direction is 0.
                 let down = l.select(l.at_most(direction, zero), zero, minus_lr);
                 let up = l.select(l.at_most(zero, direction), zero, lr);
                 let finite = l.at_most(l.abs(g), l.splat(f32::MAX));

@@ -1,4 +1,4 @@
-//! Optimizers, learning-rate schedules, gradient clipping, loss scaling, averages.
+//! Optimizers, learning-rate schedules, gradient clipping, loss scaling, averages of parameters.
 //!
 //! ```
 //! use trainable_candle_core::{Device, Tensor, Var};
@@ -16,9 +16,9 @@
 //! ```
 //!
 //! Every optimizer is a [`Stepper`] over a [`Rule`], or holds a [`Stepper`] if its steps need sums over all variables.
-//! A new optimizer is a file with a rule and its hyper-parameters, and a line of [`KINDS`]. All optimizers take f32,
-//! f16 and bf16 variables; for f16 and bf16 they hold f32 master values. Optimizers with states in full precision also
-//! take f64. Variables that share one flat buffer are updated in one pass over the buffer.
+//! A new optimizer is a file with a rule and its hyper-parameters, and a line of the registry that makes [`KINDS`]. All
+//! optimizers take f32, f16 and bf16 variables; for f16 and bf16 they hold f32 master values. Optimizers with states in
+//! full precision also take f64. Variables that share one flat buffer are updated in one pass over the buffer.
 //!
 //! For CUDA variables, states, hyper-parameters and step counters are on the device. A step usually is two launches for
 //! all variables, without synchronization. It also writes the f16 or bf16 copies of variables that the forward pass reads.

@@ -4,7 +4,7 @@
 //! <https://kellerjordan.github.io/posts/muon/>; the scale of updates by shape: Liu et al., "Muon is Scalable for LLM
 //! Training", <https://arxiv.org/abs/2502.16982>; reference:
 //! <https://github.com/pytorch/pytorch/blob/v2.9.0/torch/optim/_muon.py>, which rounds the products of matrices to
-//! bf16. Here the products are f32.
+//! bf16. Here the products are f32 (f64 for f64 variables).
 
 use smallvec::{SmallVec, smallvec};
 use trainable_candle_core::cpu::{Real, dispatch};

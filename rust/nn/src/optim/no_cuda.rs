@@ -1,5 +1,5 @@
-//! The types of the module `cuda` in a build without CUDA. No variable is on a CUDA device then, so no value of these
-//! types exists.
+//! Stand-ins for the types of the module `cuda` in a build without CUDA. In such a build no variable is on a CUDA device, so no
+//! value of these types ever exists.
 
 use std::convert::Infallible;
 

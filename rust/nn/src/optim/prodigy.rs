@@ -21,8 +21,8 @@ const ESTIMATE: &str = "estimate";
 hyper_parameters! {
     /// Hyper-parameters of [`Prodigy`]; names, meaning and defaults are those of `prodigyopt`.
     pub struct ProdigyConfig {
-        /// Factor on the estimated step size, at least 0; 1 unless a schedule changes it. Groups may differ only by a
-        /// factor of 0, with which a group's variables do not change.
+        /// Factor on the estimated step size, at least 0; 1 unless a schedule changes it. It is the same in all groups, or
+        /// 0 in some, whose variables then do not change.
         pub lr: f64,
         /// Decay rates of the first and the second moment, each in [0, 1); a first rate of 0 keeps no first moment.
         pub betas: (f64, f64),
@@ -103,7 +103,7 @@ impl ProdigyConfig {
 /// Its state dict has, besides each variable's states, `estimate` (4), f64: the estimate d, its maximum, its numerator and
 /// the number of steps.
 pub struct Prodigy {
-    /// Its `shared` numbers are the fields of [`Estimate`], in the order that kernels read.
+    /// Its `shared` numbers begin with the fields of [`Estimate`], in the order that kernels read.
     stepper: Stepper<Observe>,
 }
 
@@ -214,7 +214,7 @@ impl Prodigy {
             numerator += now.d / config.d0 * dlr * parameter.sums[0];
             denominator += parameter.sums[1];
         }
-        // There is no gradient, or all gradients are zero, so there is nothing to learn from.
+        // If there is no gradient, or all gradients are zero, there is nothing to estimate from.
         if denominator == 0.0 {
             return Ok(());
         }

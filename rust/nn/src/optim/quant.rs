@@ -1,7 +1,8 @@
 //! Block-wise 8-bit quantisation of optimizer states, as bitsandbytes defines it.
 //!
-//! A block of values is divided by its largest magnitude and each quotient is rounded to the nearest of 256 values, the
-//! *dynamic map*: more values near zero than near one, so that small states keep a relative precision of a few percent.
+//! A block of values is divided by its largest magnitude, and each quotient is rounded to the nearest of 256 values, the
+//! *dynamic map*. This map has more values near zero than near one, so that small states keep a relative precision of a few
+//! percent.
 //!
 //! Dettmers et al., "8-bit Optimizers via Block-wise Quantization", <https://arxiv.org/abs/2110.02861>; the map, the
 //! rounding of ties and the treatment of signs are those of bitsandbytes 0.50 (`create_dynamic_map`, `quantize_2D`).
@@ -33,7 +34,7 @@ pub struct Codebook {
     /// a larger value with this index, the entry's lower half makes the sum carry from that value on. At most one code
     /// begins within an index. The lower half of a negative value's bits is inverted, so that it grows with the value.
     table: Box<[u32; 1 << 16]>,
-    /// The map as lines, with which the codes of optimizer states are computed in registers.
+    /// The map as lines, for computing the codes of optimizer states in registers.
     #[cfg(target_arch = "x86_64")]
     lines: Lines,
     /// Four tables with one byte of each value, for look-ups in registers.
@@ -54,9 +55,9 @@ impl Codebook {
         &CODEBOOK
     }
 
-    /// The map of [`signed`](Self::signed) for optimizer states. A negative value that would become zero becomes the
-    /// negative value next to zero instead, so that its sign survives. A NaN, as 0 / 0 in a block of zeros, becomes code
-    /// 255.
+    /// The map of [`signed`](Self::signed) for optimizer states. A negative number that would be rounded to zero gets the
+    /// code of the negative value next to zero instead, so that its sign survives. A NaN, such as 0 / 0 in a block of zeros,
+    /// gets the code 255.
     pub fn sign_preserving() -> &'static Self {
         static CODEBOOK: LazyLock<Codebook> = LazyLock::new(|| Codebook::dynamic(true, true));
         &CODEBOOK
@@ -73,8 +74,8 @@ impl Codebook {
         encode(&self.table, x)
     }
 
-    /// The codes of `values * scale`, equal to those of [`encode`](Self::encode). `scale` is one over the largest magnitude
-    /// of `values`. The map [`signed`](Self::signed) is not supported.
+    /// The codes of `values * scale`, the same as from [`encode`](Self::encode). `scale` is one over the largest magnitude of
+    /// `values`. The map [`signed`](Self::signed) is not supported.
     #[inline(always)]
     pub(super) fn encode_block<L: Lanes>(
         &self,
@@ -270,7 +271,8 @@ mod tests {
         nearest as u8
     }
 
-    /// Every upper half of an f32 with the lower halves at its ends, and every border between codes with its neighbours.
+    /// Every upper half of an f32 with lower halves at both ends and in the middle of their range, and every border
+    /// between codes with its neighbours.
     fn probes(codebook: &Codebook) -> impl Iterator<Item = f32> {
         let grid = (0..=0xffffu32).flat_map(|upper| [0, 1, 0x7fff, 0x8000, 0xffff].map(|lower| upper << 16 | lower));
         let borders = (0..255).flat_map(|code| {

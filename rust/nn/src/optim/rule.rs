@@ -74,7 +74,7 @@ pub struct Kernels<C> {
     /// The kernel that updates variables with f32 states: `<step>_step`, or `step` itself if the rule is not
     /// elementwise.
     pub step: &'static str,
-    /// The kernels that run before `step` in each step, for rules that are not elementwise. Each has a name, and
+    /// The kernels that run before `step` in each step, for rules that are not elementwise. An entry has the kernel's name, and
     /// whether one block of threads processes all variables of a launch.
     pub before: &'static [(&'static str, bool)],
     /// `<step_8bit>_step` updates variables with 8-bit states.

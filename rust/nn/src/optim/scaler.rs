@@ -42,10 +42,10 @@ impl Default for GradScalerConfig {
 #[derive(Debug)]
 pub struct GradScaler {
     config: GradScalerConfig,
-    /// The scale and the counter. They cannot move to a device during a capture, because captured functions read them
-    /// there.
+    /// The scale and the counter. They cannot move to a device during a capture, because captured functions read them on
+    /// the device.
     state: Fixed<State>,
-    /// By id of the optimizer: what was done in its iteration since the last update.
+    /// What was done for each optimizer since the last update, by the optimizer's id.
     stages: HostState<FxHashMap<u64, Stage>>,
 }
 
@@ -138,7 +138,7 @@ impl GradScaler {
     /// The loss times the scale.
     ///
     /// # Errors
-    /// Those of a multiplication.
+    /// [`Error::DType`] if the loss is not floating point; the errors of a multiplication.
     pub fn scale(&mut self, loss: &Tensor) -> Result<Tensor> {
         if !is_float(loss.dtype()) {
             let message = format!("the loss is {}, expected a floating point tensor", loss.dtype().as_str());
@@ -148,7 +148,7 @@ impl GradScaler {
             return Ok(loss.clone());
         }
         if loss.device().is_cuda() {
-            // Multiplies by a copy, because the product saves its factor and `update` writes the state in place.
+            // The factor is a copy, because the backward pass reads it, and `update` may write the state before that.
             let scale = Tensor::from_raw(&own_copy(&self.on_device(loss.device())?.scale()?)?);
             return loss.mul(&scale.to_dtype(loss.dtype())?);
         }
@@ -187,8 +187,8 @@ impl GradScaler {
     /// Takes a step with the gradients divided by the scale, unless a gradient is infinite or NaN. Returns whether the
     /// step was taken; on a CUDA device returns None, because the answer would need synchronization.
     ///
-    /// This divides the gradients unless [`unscale`](Self::unscale) already has. On a CUDA device the step divides
-    /// gradients while reading them, and the stored gradients do not change.
+    /// If [`unscale`](Self::unscale) has already divided the gradients, they are not divided again. On a CUDA device the
+    /// optimizer divides gradients while it reads them, and the stored gradients do not change.
     ///
     /// # Errors
     /// [`Error::Argument`] if it was already called for this optimizer since the last [`update`](Self::update); the
@@ -220,7 +220,7 @@ impl GradScaler {
         if stage.norm.device().is_cpu() { Ok(Some(guard.allows()?)) } else { Ok(None) }
     }
 
-    /// What was done in the optimizer's iteration since the last update.
+    /// What was done for an optimizer since the last update.
     fn stage(&self, optimizer: &dyn Optimizer) -> Option<Stage> {
         self.stages.get().remove(&optimizer.id())
     }
@@ -247,7 +247,7 @@ impl GradScaler {
         let norms: Vec<Tensor> = self.stages.change(std::mem::take).into_values().map(|stage| stage.norm).collect();
         if let State::Device(state) = &*self.state {
             let device = state.scale()?.device().clone();
-            // The sum is finite if all norms are finite, because they are far below the largest f64.
+            // The sum of finite norms is finite, because norms are far below the largest f64.
             let mut sum: Option<Tensor> = None;
             for norm in norms {
                 let norm = norm.to_device(&device)?;

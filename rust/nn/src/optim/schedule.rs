@@ -19,8 +19,8 @@ pub enum Decay {
         /// Steps of the training, warm-up included.
         total_steps: u64,
     },
-    /// (1 + cos(2π · `cycles` · progress)) / 2, where progress is the fraction of the steps after the warm-up. With
-    /// half a cycle, it falls from 1 to 0 at `total_steps`.
+    /// (1 + cos(2π · `cycles` · progress)) / 2, where progress is the fraction of the steps after the warm-up that
+    /// are done. With half a cycle, the factor falls from 1 to 0 at `total_steps`.
     Cosine {
         /// Steps of the training, warm-up included.
         total_steps: u64,

@@ -14,10 +14,14 @@ const LR: &str = "lr";
 const KIND: &str = "kind";
 const MASTER: &str = "master";
 
-/// A copy of an optimizer's states on the CPU, which later steps do not change. The entries are `INDEX.NAME` for a
-/// state of the parameter with that index (counted through all groups), `INDEX.master` for its f32 master values,
-/// `step` (i64) with the number of steps of each parameter, `lr` (f64) with the learning rate of each group, `kind`
-/// (u8) with the optimizer's name as text, and states of the optimizer that belong to no variable.
+/// A copy of an optimizer's states on the CPU, which later steps do not change. Its entries are:
+///
+/// - `INDEX.NAME`: a state of the parameter with that index, counted through all groups
+/// - `INDEX.master`: the f32 master values of that parameter
+/// - `step` (i64): the number of steps of each parameter
+/// - `lr` (f64): the learning rate of each group
+/// - `kind` (u8): the optimizer's name as text
+/// - states of the optimizer that belong to no variable, under their names
 pub type StateDict = BTreeMap<String, Tensor>;
 
 /// Variables that share hyper-parameters.
@@ -40,7 +44,7 @@ pub(super) struct Parameter {
 
 pub(super) struct State {
     pub(super) spec: StateSpec,
-    /// The values, in the type that the kind of the state has.
+    /// The values. The kind of the state determines their type.
     pub(super) data: StateData,
 }
 
@@ -202,8 +206,8 @@ pub(super) fn from_dict(
     let mut loaded = Vec::with_capacity(parameters.len());
     for (index, ((parameter, specs), &step)) in parameters.iter().zip(specs).zip(&steps).enumerate() {
         let var = &parameter.var;
-        let step =
-            u64::try_from(step).map_err(|_| reader.error(format!("parameter {index} has taken {step} steps")))?;
+        let step = u64::try_from(step)
+            .map_err(|_| reader.error(format!("parameter {index} has taken {step} steps, expected 0 or more")))?;
         let mut new = Parameter { step, ..Parameter::new(var.clone()) };
         if step > 0 {
             for &spec in specs {

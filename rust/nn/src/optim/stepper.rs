@@ -17,8 +17,9 @@ use super::update::{self, Item};
 /// Conditions of a step.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Guard<'a> {
+    /// If this number is infinite or NaN, the step is skipped.
     pub(super) norm: Option<&'a Tensor>,
-    /// The loss scale, which the gradients contain as a factor.
+    /// The loss scale, by which the step divides the gradients.
     pub(super) loss_scale: Option<&'a LossScale>,
 }
 
@@ -122,8 +123,8 @@ pub trait Optimizer: Send {
     /// has changed.
     fn load_state_dict(&mut self, states: &StateDict) -> Result<()>;
 
-    /// Replaces the variables' values by the averages that the optimizer keeps of them, to validate with or to save.
-    /// Does nothing if the optimizer keeps no averages, or if they have already replaced the variables. Tensors
+    /// Replaces the variables' values by the averages that the optimizer keeps of them, for validation or for saving. Does
+    /// nothing if the optimizer keeps no averages, or if the averages have already replaced the values. Tensors
     /// computed from the variables become stale, as after a step.
     ///
     /// # Errors
@@ -167,8 +168,8 @@ pub struct Stepper<R: Rule> {
     pub(super) groups: Vec<Group<R::Config>>,
     /// The states of CUDA variables; the first step moves them here from `groups`.
     device: Option<OnDevice>,
-    /// Numbers that the steps of all variables share. They are used on the host; the first step on a device copies them
-    /// to `device`.
+    /// Numbers that the steps of all variables share, for steps on the host. The first step on a device copies them to
+    /// `device`.
     shared: Vec<f64>,
     /// The variables' own values while averages replace them.
     trained: Fixed<Option<Vec<Raw>>>,
@@ -316,8 +317,8 @@ impl<R: Rule> Stepper<R> {
         Err(Error::argument(R::NAME, message))
     }
 
-    /// The average of each variable, in the dtype that the optimizer computes in; None for a variable that has taken no
-    /// step.
+    /// The average of each variable, in the dtype that the optimizer computes in. None for an empty variable, and for one that
+    /// has taken no step.
     fn averaged(&self, average: &Average<R::Config>) -> Result<Vec<Option<Raw>>> {
         let steps = self.device.as_ref().map(OnDevice::steps).transpose()?;
         let groups = self.groups.iter().flat_map(|group| group.parameters.iter().map(|p| (&*group.config, p)));

@@ -133,7 +133,7 @@ fn run_direct<R: Rule, T: Number>(
     })
 }
 
-/// Stored values as f32.
+/// Converts stored values to f32.
 fn widen<D: Elem<Acc = f32>>(stored: &[D], values: &mut [f32]) {
     dispatch(
         #[inline(always)]
@@ -141,7 +141,7 @@ fn widen<D: Elem<Acc = f32>>(stored: &[D], values: &mut [f32]) {
     );
 }
 
-/// f32 values rounded to the stored dtype.
+/// Rounds f32 values to the stored dtype.
 fn narrow<D: Elem<Acc = f32>>(values: &[f32], stored: &mut [D]) {
     dispatch(
         #[inline(always)]
@@ -149,7 +149,7 @@ fn narrow<D: Elem<Acc = f32>>(values: &[f32], stored: &mut [D]) {
     );
 }
 
-/// Updates f32 master values and rounds them to the variables.
+/// Updates f32 master values, and rounds them to the dtype of the variables.
 fn run_mastered<R: Rule, D: Elem<Acc = f32>>(mut items: Vec<Item<'_, R::Config>>, parallel: bool) -> Result<()> {
     for item in &mut items {
         let specs = R::states(item.config, item.parameter.var.dims());

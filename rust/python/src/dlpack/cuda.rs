@@ -59,7 +59,7 @@ fn dtype(element: Element) -> Option<DType> {
 /// `DTypeError` if the elements would have to be converted, `ShapeError` if a stride is negative.
 pub unsafe fn read(source: &Source, device: &Device) -> Result<Raw> {
     let Some(dtype) = dtype(source.element) else {
-        let message = format!("{:?} elements on a GPU have no dtype here; convert them to int64 first", source.element);
+        let message = format!("{:?} elements on a GPU cannot be imported; convert them to int64 first", source.element);
         return Err(tc::Error::dtype(OP, message).into());
     };
     let size = source.element.size() as isize;

@@ -312,7 +312,7 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
     };
     let Some(element) = element(view.dtype) else {
         let DataType { code, bits, lanes } = view.dtype;
-        let message = format!("elements of DLPack type code {code}, {bits} bits, {lanes} lanes have no dtype here");
+        let message = format!("elements of DLPack type code {code}, {bits} bits, {lanes} lanes cannot be imported");
         return Err(tc::Error::dtype(OP, message).into());
     };
     let rank = usize::try_from(view.ndim).map_err(|_| tc::Error::shape(OP, "a negative number of dimensions"))?;

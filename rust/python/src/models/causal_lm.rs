@@ -26,7 +26,7 @@ const OP: &str = "CausalLM";
 ///
 /// ```python
 /// lm = tc.models.CausalLM.from_pretrained("llama")
-/// tokens = [257, *b"upper: clavo", 256, 258]  # bytes, and where turns begin and end
+/// tokens = [257, *b"upper: clavo", 256, 258]  # user, the bytes of the text, end, assistant
 /// (answer,) = lm.generate([tokens], max_new_tokens=8)
 /// ```
 ///

@@ -30,7 +30,7 @@ use crate::tensor::Tensor;
 ///     num_layers: number of blocks.
 ///     num_attention_heads: heads of each attention.
 ///     attention_head_dim: width of each head.
-///     mlp_ratio: width between the two feed-forward layers of a block, as a multiple of the model's width.
+///     mlp_ratio: width of the middle of a block's feed-forward network, as a multiple of the model's width.
 ///     num_classes: number of classes.
 ///     device: the device of the parameters.
 ///

@@ -410,10 +410,11 @@ impl Model {
 ///     path: the file.
 ///     models: the models, by the names of their folders in a pipeline: "unet", "vae", "text_encoder",
 ///         "text_encoder_2". Adapters are not written, but a merged adapter is part of its layer's weight.
-///     base: a checkpoint from which everything else is copied unchanged.
+///     base: a checkpoint whose other tensors are copied unchanged.
 ///     dtype: convert the weights of the models.
-///     quantize: formats by the name of a model's folder: "fp8" or "int8". The model's linear layers are written as
-///         ComfyUI stores them: "fp8" as e4m3 numbers with a scale per tensor, "int8" as integers with a scale per row.
+///     quantize: the format of each model to quantize, "fp8" or "int8", by the name of its folder. The linear layers of
+///         the model are written as ComfyUI stores them: "fp8" as e4m3 numbers with a scale per tensor, "int8" as
+///         integers with a scale per row.
 ///
 /// Raises:
 ///     ArgumentError: if a model does not fit the name of its folder, if it has no layers that may be quantized, or if

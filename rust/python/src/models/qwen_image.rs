@@ -21,7 +21,7 @@ class!(QwenImageTransformer);
 
 #[pymethods]
 impl QwenImageTransformer {
-    /// The velocity, noise - latents, at noisy latents.
+    /// The velocity (noise minus latents) that the model predicts for noisy latents.
     ///
     /// Args:
     ///     hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,

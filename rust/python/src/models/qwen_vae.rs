@@ -22,13 +22,13 @@ class!(AutoencoderKLQwenImage);
 
 #[pymethods]
 impl AutoencoderKLQwenImage {
-    /// For each channel, the mean of latents. The input of a diffusion model is (latent - mean) / std.
+    /// The mean of each channel of the latents. The input of a diffusion model is (latent - latents_mean) / latents_std.
     #[getter]
     fn latents_mean(&self) -> Vec<f64> {
         self.0.config().latents_mean.clone()
     }
 
-    /// For each channel, the standard deviation of latents.
+    /// The standard deviation of each channel of the latents.
     #[getter]
     fn latents_std(&self) -> Vec<f64> {
         self.0.config().latents_std.clone()

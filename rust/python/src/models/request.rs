@@ -38,8 +38,8 @@ pub struct Options {
 }
 
 impl Request {
-    /// Reads the arguments of the function `op`. If there is no file at the path, the function of [`set_resolver`] may
-    /// resolve it as a name.
+    /// Reads the arguments of the function `op`. If there is no file at the path, the function that [`set_resolver`]
+    /// has set may resolve the path as a name.
     pub fn new(
         py: Python<'_>,
         op: &'static str,
@@ -90,9 +90,9 @@ static RESOLVER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 /// Set the function that finds models by names that are not paths. Only the first call has an effect.
 ///
 /// Args:
-///     resolve: a function of the name, of the folders of a repository that may contain the model (the most likely
-///         first), and of whether half-precision files are preferred. It returns a folder, or None if it cannot resolve
-///         the name.
+///     resolve: a function with three arguments: the name, the folders of a repository that may contain the model (the
+///         most likely first), and whether half-precision files are preferred. It returns a folder, or None if it
+///         cannot resolve the name.
 #[pyfunction]
 pub fn set_resolver(py: Python<'_>, resolve: Function) {
     // Later calls do not replace the first function.

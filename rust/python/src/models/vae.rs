@@ -28,13 +28,13 @@ class!(AutoencoderKL);
 
 #[pymethods]
 impl AutoencoderKL {
-    /// The input of a diffusion model is (latent - shift_factor) * scaling_factor.
+    /// The factor of latents: a diffusion model reads (latent - shift_factor) * scaling_factor.
     #[getter]
     fn scaling_factor(&self) -> f64 {
         self.0.config().scaling_factor
     }
 
-    /// The shift in the formula of `scaling_factor`; 0 for SDXL.
+    /// The shift of latents in the formula of `scaling_factor`; 0 for SDXL.
     #[getter]
     fn shift_factor(&self) -> f64 {
         self.0.config().shift_factor.unwrap_or(0.0)

@@ -16,8 +16,8 @@ use crate::error::Result;
 use crate::named::NamedTensors;
 use crate::tensor::Tensor;
 
-/// The exponential moving average of an adapter's parameters. Call `update` after each step of the optimizer. Inside `with ema:` the
-/// adapter computes with the averages, and saving it writes them.
+/// The exponential moving average of an adapter's parameters. Call `update` after each step of the optimizer. Inside
+/// `with ema:` the adapter computes with the averages, and saving the adapter writes the averages.
 ///
 /// ```python
 /// digits = tc.models.DigitsTransformer()
@@ -51,7 +51,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Averaged<'a, 'py> {
         object.cast::<AdapterSet>().map(Self).map_err(|_| {
             let kind = object.get_type().name().map_or_else(|_| "object".into(), |name| name.to_string());
             PyTypeError::new_err(format!(
-                "found a {kind}, expected the adapter from add_adapter; other variables have averages in \
+                "found a {kind}, expected the adapter from add_adapter; for other variables use \
                  optim.VariableEMA"
             ))
         })

@@ -32,7 +32,7 @@ const OP: &str = "GradScaler";
 /// ```
 ///
 /// Args:
-///     init_scale: the first scale.
+///     init_scale: the scale at the beginning, above 0.
 ///     growth_factor: the scale is multiplied by this after `growth_interval` steps in a row with finite gradients;
 ///         above 1.
 ///     backoff_factor: the scale is multiplied by this after a step with an infinity or a NaN; in (0, 1).

@@ -168,8 +168,8 @@ impl Tensor {
     ///
     /// Raises:
     ///     ShapeError: if the shapes do not broadcast.
-    ///     DTypeError: if neither this tensor nor the exponent is floating point, or if a numpy array has another
-    ///         dtype.
+    ///     DTypeError: if neither this tensor nor the exponent is floating point, or if the exponent is a numpy array
+    ///         of another dtype.
     fn pow(&self, py: Python<'_>, exponent: Operand<'_>) -> Result<Self> {
         self.__pow__(py, exponent, None)
     }

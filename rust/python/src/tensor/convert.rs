@@ -102,7 +102,8 @@ fn from_numpy(op: &'static str, array: &Bound<'_, PyUntypedArray>) -> Result<Raw
     Ok(unsafe { source.read(op) }?)
 }
 
-/// Reject reading of values on a GPU inside a captured function, where they are not known.
+/// Return an error for a tensor on a GPU inside a captured function: its values are not computed while the graph is
+/// recorded.
 fn check_readable(op: &'static str, tensor: &tc::Tensor) -> Result<()> {
     if tensor.device().is_cpu() { Ok(()) } else { Ok(tc::capture::refuse(op)?) }
 }

@@ -172,8 +172,10 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
                 let count = mask.rank();
                 let covered = &result.dims()[dim..dim + count];
                 if covered != mask.dims() {
-                    let message =
-                        format!("the mask has shape {:?}, the dimensions it selects from {covered:?}", mask.dims());
+                    let message = format!(
+                        "the mask has shape {:?}, expected that of the indexed dimensions, {covered:?}",
+                        mask.dims()
+                    );
                     return Err(tc::Error::index(OP, message).into());
                 }
                 let flat = replaced(result.dims(), dim, count, &[mask.elem_count()]);

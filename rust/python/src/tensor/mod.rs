@@ -84,7 +84,7 @@ impl Tensor {
         device::name(self.0.device())
     }
 
-    /// Whether this is a variable or depends on one, so that a backward pass computes a gradient for it.
+    /// Whether the tensor is a variable or depends on one. Backward passes then compute its gradient.
     #[getter]
     fn requires_grad(&self) -> bool {
         self.0.requires_grad()
@@ -231,7 +231,7 @@ impl Tensor {
 
     fn __index__<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
         if tc::raw::is_float(self.0.dtype()) {
-            // Python asks for an index, too, if a list is to be repeated.
+            // Python also asks for an index to repeat a list in `list * tensor`.
             let message = format!(
                 "a {} tensor is not an index, expected an integer dtype; to multiply a tensor by a list, convert the list \
                  with tensor()",

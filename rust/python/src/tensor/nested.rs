@@ -8,7 +8,7 @@ use trainable_candle_core as tc;
 use super::Tensor;
 use crate::error::Result;
 
-/// The greatest depth of nested lists. It also stops the reading of a list that contains itself.
+/// The greatest depth of nested lists. The limit also makes a list that contains itself an error.
 const MAX_DEPTH: usize = 32;
 
 /// A Python number.

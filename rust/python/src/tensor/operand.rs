@@ -36,7 +36,7 @@ pub enum Kind {
     Float,
     /// An integer with its exact value.
     Integer(i64),
-    /// An integer of more than 64 bits.
+    /// An integer outside the range of i64.
     Huge,
 }
 
@@ -131,7 +131,8 @@ impl Number {
 }
 
 impl Operand<'_> {
-    /// Call `apply` with the operand converted to a tensor for the operation `op` with `other`.
+    /// Call `apply` with the operand as a tensor. A number gets the dtype and the device of `other`; errors name the
+    /// operation `op`.
     pub fn with<T>(
         &self,
         op: &'static str,

@@ -153,7 +153,7 @@ impl Tensor {
                 Some(dim) => tensor.argmax(dim, keepdim)?,
                 None => of_all(&tensor, &tensor.reshape(tensor.elem_count())?.argmax(0, false)?, keepdim)?,
             };
-            // As elsewhere, positions are i64.
+            // The library's other functions also return positions in i64.
             position.to_dtype(candle_core::DType::I64)
         })
         .map(Self)

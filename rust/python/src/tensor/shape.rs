@@ -35,6 +35,7 @@ impl Tensor {
     /// Merge dimensions `start_dim` to `end_dim` into one.
     ///
     /// Raises:
+    ///     ArgumentError: if `start_dim` comes after `end_dim`.
     ///     IndexOutOfRangeError: if a dimension is out of range.
     #[pyo3(signature = (start_dim=Integer::of(0), end_dim=Integer::of(-1)))]
     fn flatten(&self, py: Python<'_>, start_dim: Integer, end_dim: Integer) -> Result<Self> {

@@ -66,21 +66,22 @@ impl NoisedLatents {
 /// Args:
 ///     schedule: the noise schedule of the model's training.
 ///     timesteps: the distribution of timesteps, "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
-///     logit_mean: mean of the normal distribution of "logit_normal"; positive favours noise.
+///     logit_mean: mean of the normal distribution of "logit_normal"; a positive mean favours noisy timesteps.
 ///     logit_std: standard deviation of that normal distribution, above 0.
 ///     shift: shifts timesteps towards noise (above 1) or data (below 1); 1 changes nothing.
 ///     min_timestep: the first timestep that may be drawn.
-///     max_timestep: the timestep after the last that may be drawn; None is the end of the schedule.
+///     max_timestep: the timestep after the last one that may be drawn; with None, all later timesteps of the schedule
+///         may be drawn.
 ///     min_snr_gamma: weights timesteps by min(SNR, gamma) / SNR, or by min(SNR, gamma) / (SNR + 1) for velocities
 ///         (arXiv:2303.09556). The paper uses 5; with None all timesteps have the same weight.
 ///     noise_offset: the amount of noise that is constant over each channel of an example, 0 to about 0.1.
-///     multires_noise_iterations: the largest number of levels of multiresolution noise: normal noise of falling
-///         resolution, enlarged and added. The sum has standard deviation 1 over an example. 0 adds no levels; 6 to 10
-///         are usual.
+///     multires_noise_iterations: the largest number of levels of multiresolution noise. A level is normal noise,
+///         enlarged to the size of the latents and added; each level has a lower resolution than the level before it.
+///         The sum is scaled to standard deviation 1 over an example. 0 adds no levels; 6 to 10 are usual.
 ///     multires_noise_discount: the factor of each level relative to the level before it, above 0 and below 1.
 ///     loss: the loss of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the Huber loss divided
 ///         by delta).
-///     huber_delta: the delta of the Huber losses, above 0: the difference from which they are linear.
+///     huber_delta: the delta of the Huber losses, above 0. The losses are linear for differences above delta.
 ///     huber_schedule: how delta depends on the timestep t of T (arXiv:2403.16728): "constant", "exponential" (delta ** (t / T)) or
 ///         "snr" ((1 - delta) / (1 + sigma) ** 2 + delta).
 ///     device: the device of the latents.
@@ -219,7 +220,7 @@ impl DiffusionObjective {
     ///     mask: the weights of the positions of an example, (B, 1, ...) in the size of the latents, at least 0. The
     ///         mask is divided by its mean over the example, so that its area does not change the example's weight. An
     ///         example whose mask is 0 everywhere has loss 0.
-    ///     weights: (B,), the weights of the examples (the prior's weight for regularisation images).
+    ///     weights: (B,), the weights of the examples, such as the prior's weight for regularisation images.
     ///
     /// Returns:
     ///     One element, f32.

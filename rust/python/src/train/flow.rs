@@ -99,7 +99,7 @@ impl FlowMatching {
         compute(py, data.0.elem_count(), work).map(parts)
     }
 
-    /// The noise levels of `steps` sampling steps: from 1 down to 0, `steps + 1` numbers.
+    /// The noise levels of `steps` sampling steps: `steps + 1` numbers from 1 down to 0.
     ///
     /// Raises:
     ///     ArgumentError: if there are no steps.

@@ -30,7 +30,8 @@ use crate::tensor::Tensor;
 ///     karras_sigmas: whether noise levels are spaced as in arXiv:2206.00364, equation 5.
 ///
 /// Raises:
-///     ArgumentError: if the kind is unknown, or there are no steps or more than the schedule has timesteps.
+///     ArgumentError: if the kind is unknown, or if there are no steps or too many: "euler" takes at most as many steps as
+///         the schedule has timesteps, "dpmpp_2m" one fewer.
 #[pyclass(frozen, module = "trainable_candle.train")]
 pub struct Sampler(Mutex<Box<dyn sampler::Sampler>>);
 
@@ -94,7 +95,7 @@ impl Sampler {
     ///     The sample at step `i + 1`, f32.
     ///
     /// Raises:
-    ///     ArgumentError: if step `i` is not the next one.
+    ///     ArgumentError: if there is no step `i`, or for "dpmpp_2m" if step `i` is neither the next one nor 0.
     ///     ShapeError: if the model's output does not have the sample's shape.
     fn step(&self, py: Python<'_>, model_output: &Tensor, i: Integer, x: &Tensor) -> Result<Tensor> {
         let i = i.count("step", "i")?;

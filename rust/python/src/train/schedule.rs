@@ -24,7 +24,8 @@ use crate::error::Result;
 ///     beta_end: the variance of the last timestep, in (0, 1).
 ///     num_train_timesteps: the number of timesteps, at least 2.
 ///     prediction_type: what the model predicts: "epsilon" (the noise) or "v_prediction" (the velocity,
-///         sqrt(a) * noise - sqrt(1 - a) * data, with a from `alphas_cumprod`; arXiv:2202.00512).
+///         sqrt(a) * noise - sqrt(1 - a) * data, where a is the timestep's entry of `alphas_cumprod`;
+///         arXiv:2202.00512).
 ///     rescale_betas_zero_snr: whether the schedule is shifted so that the last timestep is pure noise
 ///         (arXiv:2305.08891).
 ///     timestep_spacing: how samplers pick timesteps: "leading", "trailing" or "linspace".
@@ -110,7 +111,8 @@ impl NoiseSchedule {
         self.0.alphas_cumprod().to_vec()
     }
 
-    /// The noise-to-data ratio of each timestep: sqrt((1 - a) / a), with a from `alphas_cumprod`.
+    /// The noise-to-data ratio of each timestep: sqrt((1 - a) / a), where a is the timestep's entry of
+    /// `alphas_cumprod`.
     #[getter]
     fn sigmas(&self) -> Vec<f64> {
         self.0.sigmas()

@@ -55,12 +55,13 @@ pub struct DiffusionConfig {
     /// noise, and min(SNR, γ) / (SNR + 1) if it predicts velocities. SNR is the signal-to-noise ratio of the timestep.
     /// The paper uses 5.
     pub min_snr_gamma: Option<f64>,
-    /// Amount of additional noise that is constant over each channel of each example, so that whole images can become
-    /// dark or bright (Guttenberg 2023, "Diffusion with offset noise"). 0 adds none; up to about 0.1 is usual.
+    /// Standard deviation of additional noise that has one value for each channel of each example, so that whole images can
+    /// become dark or bright (Guttenberg 2023, "Diffusion with offset noise"). 0 adds none; up to about 0.1 is usual.
     pub noise_offset: f64,
-    /// The largest number of levels of multiresolution noise. Each level is normal noise of a lower resolution, enlarged
-    /// to the size of the latents and added to their noise. The sum is divided by its standard deviation over the
-    /// example. Like offset noise, the levels let whole images become dark or bright. 0 adds none; 6 to 10 are usual.
+    /// The largest number of levels of multiresolution noise. The first level is normal noise of the size of the latents.
+    /// Each further level has a lower resolution and is enlarged to that size. All levels are added to the noise of the
+    /// latents, and the sum is divided by its standard deviation over the example. Like offset noise, the levels let whole
+    /// images become dark or bright. 0 adds none; 6 to 10 are usual.
     pub multires_noise_iterations: usize,
     /// The weight of each level after the first, divided by the weight of the level before it: above 0 and below 1.
     pub multires_noise_discount: f64,
@@ -124,8 +125,8 @@ impl DiffusionObjective {
     /// The objective of a model trained under `schedule`, for tensors on `device`.
     ///
     /// # Errors
-    /// [`Error::Argument`] if a setting is outside its range. Also if the model predicts noise and the last timestep of
-    /// the schedule is pure noise and may be drawn: the model could learn nothing from that timestep.
+    /// [`Error::Argument`] if a setting is outside its range. Also if the model predicts noise, and the last timestep of the
+    /// schedule is pure noise and may be drawn. The model could learn nothing from that timestep.
     pub fn new(schedule: &NoiseSchedule, config: DiffusionConfig, device: &Device) -> Result<Self> {
         let levels = NoiseLevels::new(OP, config.timesteps, config.shift)?;
         let total = schedule.num_train_timesteps();
@@ -195,8 +196,8 @@ impl DiffusionObjective {
         self.noise_at(latents, &noise, &timesteps)
     }
 
-    /// As [`noise`](Self::noise), but noise and timestep of example i depend only on `seed` and `samples[i]`, the number
-    /// of the sample in the run. They are the same every time and in any batch. The library's generator does not
+    /// As [`noise`](Self::noise), but the noise and the timestep of example i depend only on `seed` and `samples[i]`, the
+    /// number of the sample in the run. So they are the same in every call and in any batch. The library's generator does not
     /// advance.
     ///
     /// # Errors
@@ -227,8 +228,8 @@ impl DiffusionObjective {
         noise.add(&draw(&dims)?.mul_scalar(self.config.noise_offset)?)
     }
 
-    /// Add the noise of lower resolutions, which `draw` returns for one example, to `noise (B, C, H, W)`, and divide
-    /// the sum by its standard deviation.
+    /// Add multiresolution noise to `noise (B, C, H, W)`, and divide the sum by its standard deviation over each example.
+    /// `draw` returns the multiresolution noise of one example.
     fn with_levels(&self, noise: Tensor, draw: impl Fn(Pyramid, usize, [usize; 3]) -> Vec<f32>) -> Result<Tensor> {
         if self.config.multires_noise_iterations == 0 {
             return Ok(noise);
@@ -261,7 +262,7 @@ impl DiffusionObjective {
             return Err(Error::shape(
                 OP,
                 format!(
-                    "latents {dims:?}, noise {:?} and timesteps {:?} do not fit together; expected (B, C, ...), the same, and (B,)",
+                    "latents {dims:?}, noise {:?} and timesteps {:?} do not fit together; expected (B, C, ...), the same shape, and (B,)",
                     noise.dims(),
                     timesteps.dims()
                 ),
@@ -279,7 +280,7 @@ impl DiffusionObjective {
     }
 
     /// Add noise for a validation loss that can be compared over a run. Example number `examples[i]` has the same noise
-    /// and timestep every time, in any batch, and the library's generator does not advance. The golden ratio spreads the
+    /// and timestep in every call and in any batch. The library's generator does not advance. The golden ratio spreads the
     /// timesteps evenly over the range, so that any consecutive example numbers cover the range.
     ///
     /// # Errors
@@ -368,7 +369,7 @@ fn check(config: &DiffusionConfig, range: &std::ops::Range<usize>, schedule: &No
         return Err(Error::argument(
             OP,
             format!(
-                "found timesteps from {} up to but not including {}, expected a range within 0 to {total}",
+                "found timesteps from {} up to but not including {}, expected a non-empty range within 0 to {total}",
                 range.start, range.end
             ),
         ));
@@ -383,7 +384,10 @@ fn check(config: &DiffusionConfig, range: &std::ops::Range<usize>, schedule: &No
     positive("huber_delta", config.huber_delta)?;
     if config.huber_schedule != HuberSchedule::Constant && config.huber_delta > 1.0 {
         let found = config.huber_delta;
-        return Err(Error::argument(OP, format!("huber_delta is {found}, expected at most 1 where it is scheduled")));
+        return Err(Error::argument(
+            OP,
+            format!("huber_delta is {found}, expected at most 1 unless huber_schedule is \"constant\""),
+        ));
     }
     if !(config.noise_offset >= 0.0 && config.noise_offset.is_finite()) {
         let found = config.noise_offset;

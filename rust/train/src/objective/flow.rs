@@ -35,7 +35,7 @@ impl FlowMatching {
         Ok(Self { levels: NoiseLevels::new(OP, distribution, shift)? })
     }
 
-    /// Add noise to `data (B, ...)`, at one level for each example. The noise and the levels come from the library's generator.
+    /// Add noise to `data (B, ...)`, with a level for each example. The noise and the levels come from the library's generator.
     ///
     /// # Errors
     /// [`Error::Shape`] if `data` has no dimension, [`Error::DType`] if it is not floating point.
@@ -85,7 +85,7 @@ pub fn noised(data: &Tensor, noise: &Tensor, sigmas: &Tensor) -> Result<Noised> 
         return Err(Error::shape(
             OP,
             format!(
-                "data {:?}, noise {:?} and sigmas {:?} do not fit together; expected (B, ...), the same, and (B,)",
+                "data {:?}, noise {:?} and sigmas {:?} do not fit together; expected (B, ...), (B, ...) and (B,)",
                 data.dims(),
                 noise.dims(),
                 sigmas.dims()

@@ -10,11 +10,11 @@ use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 pub enum SigmaDistribution {
     /// Uniform.
     Uniform,
-    /// The logistic function of a normal value: favours the middle (Esser et al. 2024, arXiv:2403.03206).
+    /// The logistic function of a normally distributed value: favours the middle (Esser et al. 2024, arXiv:2403.03206).
     LogitNormal {
-        /// Mean of the normal; positive favours noise.
+        /// Mean of the normal distribution; a positive mean favours noise.
         mean: f64,
-        /// Deviation of the normal, above 0.
+        /// Standard deviation of the normal distribution, above 0.
         std: f64,
     },
     /// 1 − u − scale · (cos²(π u / 2) − 1 + u) for uniform u (arXiv:2403.03206, section 3.1, "mode sampling with heavy
@@ -59,8 +59,8 @@ impl NoiseLevels {
     /// (arXiv:2403.03206, section 5.3.2).
     ///
     /// # Errors
-    /// [`Error::Argument`], which names `op`, if the shift or the deviation is not above 0, if the mean is not finite,
-    /// or if the mode's scale is out of range.
+    /// [`Error::Argument`] of the operation `op` if the shift or the deviation is not a finite number above 0, if the mean is
+    /// not finite, or if the scale of the mode is out of range.
     pub fn new(op: &'static str, distribution: SigmaDistribution, shift: f64) -> Result<Self> {
         if !(shift > 0.0 && shift.is_finite()) {
             return Err(Error::argument(op, format!("shift is {shift}, expected a number above 0")));
@@ -71,7 +71,7 @@ impl NoiseLevels {
             return Err(Error::argument(
                 op,
                 format!(
-                    "the logit-normal distribution has mean {mean} and deviation {std}, expected finite numbers, the deviation above 0"
+                    "the logit-normal distribution has mean {mean} and deviation {std}, expected finite numbers and a deviation above 0"
                 ),
             ));
         }

@@ -52,7 +52,8 @@ pub(crate) struct Weights<'a> {
     pub(crate) places: Option<&'a Tensor>,
 }
 
-/// The mean over examples of the weighted mean of the loss over each example's elements, in f32.
+/// The mean over examples of each example's loss, one element in f32. The loss of an example is the mean over its elements,
+/// weighted by position, times the weight of the example.
 pub(crate) fn weighted_loss(
     function: LossFunction,
     delta: Delta<'_>,
@@ -94,7 +95,7 @@ pub(crate) fn per_example(x: &Tensor) -> Vec<usize> {
     dims
 }
 
-/// The product of the weights, which broadcasts over `x`; None without weights.
+/// The product of both kinds of weights, in a shape that broadcasts to that of `x`; None without weights.
 fn combined(x: &Tensor, examples: Option<&Tensor>, places: Option<&Tensor>) -> Result<Option<Tensor>> {
     /// A lower bound for a mask's mean, so that a mask of zeros gives a loss of 0, not NaN. Other masks have larger means.
     const LEAST: f64 = 1e-12;

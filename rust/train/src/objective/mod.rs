@@ -31,6 +31,6 @@ fn check_numbers(op: &'static str, dims: &[usize], numbers: usize) -> Result<()>
     }
     Err(Error::shape(
         op,
-        format!("found {numbers} numbers for a batch of shape {dims:?}, expected one for each example"),
+        format!("found {numbers} sample numbers for a batch of shape {dims:?}, expected one for each example"),
     ))
 }

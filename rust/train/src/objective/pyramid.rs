@@ -1,4 +1,4 @@
-//! Multiresolution noise ("pyramid noise"): a sum of standard normal noise at several resolutions, enlarged to one size.
+//! Multiresolution noise ("pyramid noise"): the weighted sum of standard normal noise at several resolutions, enlarged to one size.
 //!
 //! The idea is from J. Whitaker 2023, "Multi-Resolution Noise for Diffusion Model Training",
 //! <https://wandb.ai/johnowhitaker/multires_noise/reports/Multi-Resolution-Noise-for-Diffusion-Model-Training--VmlldzozNjYyOTU2>. The

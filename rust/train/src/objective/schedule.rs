@@ -80,8 +80,8 @@ names!(BetaSchedule, "beta_schedule", "linear" => Linear, "scaled_linear" => Sca
 names!(PredictionType, "prediction_type", "epsilon" => Epsilon, "v_prediction" => VPrediction);
 names!(TimestepSpacing, "timestep_spacing", "linspace" => Linspace, "leading" => Leading, "trailing" => Trailing);
 
-/// The entries of diffusers' `scheduler_config.json` that describe how a model was trained; the defaults are SDXL's. Entries for the
-/// sampler of the pipeline are ignored.
+/// The entries of diffusers' `scheduler_config.json` that tell how a model was trained and which timesteps samplers pick. The defaults
+/// are SDXL's. Other entries are ignored.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct NoiseScheduleConfig {
@@ -91,7 +91,7 @@ pub struct NoiseScheduleConfig {
     pub beta_start: f64,
     /// β of the last timestep, in (0, 1).
     pub beta_end: f64,
-    /// β of every timestep, instead of the three fields above.
+    /// β of every timestep. If it is given, the three fields above and `num_train_timesteps` are ignored.
     pub trained_betas: Option<Vec<f64>>,
     /// The number of timesteps, at least 2.
     pub num_train_timesteps: usize,

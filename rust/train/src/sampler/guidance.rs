@@ -29,8 +29,8 @@ enum Conditions {
 
 impl<M: FnMut(&Tensor, f64, &[Tensor]) -> Result<Tensor>> Guided<M> {
     /// Guide `model(x, timestep, conditioning)` away from `negative` towards `positive`. Both are lists of tensors with
-    /// the batch first, of the same shapes. `batched` passes both lists in one call, with `x` repeated. A `scale` of 1 calls
-    /// the model with `positive` alone.
+    /// the batch first, of the same shapes. With `batched`, one call of the model gets both lists, and `x` twice. With a
+    /// `scale` of 1, the model is called with `positive` alone.
     ///
     /// # Errors
     /// [`Error::Argument`] if the scale is not finite or the numbers of tensors differ, [`Error::Shape`] if their

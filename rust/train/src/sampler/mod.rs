@@ -1,4 +1,4 @@
-//! Samplers, which compute data from noise.
+//! Samplers: they compute data from noise.
 //!
 //! A [`Sampler`] is one run of a diffusion model's sampler, with its timesteps, noise levels and state. [`sample`] runs
 //! a sampler with a model given as a closure:
@@ -50,8 +50,8 @@ pub trait Sampler: Send {
     /// [`Error::Argument`] if there is no step `i`.
     fn scale_input(&self, x: &Tensor, i: usize) -> Result<Tensor>;
 
-    /// Compute the sample at the next noise level from `x` at step `i` and the model's output for the scaled `x`. Steps
-    /// are taken in order; step 0 starts the run again.
+    /// Compute the sample at the next noise level. `x` is the sample at step `i`, and `model_output` is the model's output for the
+    /// scaled `x`. Steps are taken in order; step 0 starts the run again.
     ///
     /// # Errors
     /// [`Error::Argument`] if there is no step `i`, or if `i` is out of order and the sampler needs the previous step's

@@ -11,20 +11,20 @@ use crate::cpu::{Dims, Elem, Real, broadcast_dims};
 use crate::{Error, Raw, Result, dispatch_float};
 
 /// The matrix product by the rules of numpy: (..., m, k) times (..., k, n) gives (..., m, n), and batch dimensions
-/// broadcast. A vector is a row on the left and a column on the right; the result lacks its dimension.
+/// broadcast. A vector is a row on the left and a column on the right; the result lacks the dimension of size 1.
 ///
 /// Takes f32, f64, f16 or bf16 with any strides and copies no operand; f16 and bf16 are summed in f32. Sums over an
 /// empty dimension are zeros.
 ///
 /// # Errors
 /// [`Error::Shape`] if the sizes do not fit, [`Error::DType`] if the dtypes differ or are not floating-point,
-/// [`Error::OutOfMemory`] if the result cannot be addressed.
+/// [`Error::OutOfMemory`] if the result does not fit.
 pub fn matmul(a: &Raw, b: &Raw) -> Result<Raw> {
     product(a, b, 1.0, a.dtype())
 }
 
-/// `alpha` times the matrix product of `a` and `b`. `dtype` is the dtype of the operands. For operands in f16 or bf16
-/// it may also be f32; then the f32 sums are not rounded.
+/// `alpha` times the matrix product of `a` and `b`. `dtype`, the dtype of the result, is that of the operands. For
+/// operands in f16 or bf16 it may also be f32; then the f32 sums are not rounded.
 ///
 /// # Errors
 /// As [`matmul`], and [`Error::DType`] if the result cannot have this dtype.
@@ -125,7 +125,7 @@ pub(crate) struct Plan {
     pub m: usize,
     pub n: usize,
     pub k: usize,
-    /// Elements from a row of the result to the next.
+    /// Distance between neighbouring rows of the result, in elements.
     pub row: usize,
     /// Strides of `a` along m and k.
     pub a: [usize; 2],

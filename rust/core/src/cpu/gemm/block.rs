@@ -11,15 +11,15 @@ use crate::cpu::{Elem, Real, dispatch, pool};
 
 /// Longest stretch of `k` that is packed at once, chosen so that a panel of `b` stays in the first-level cache.
 const MAX_K: usize = 384;
-/// Most rows of a block (along the vectors), chosen so that its packed `a` stays in the second-level cache.
+/// Most rows of a block, chosen so that its packed `a` stays in the second-level cache.
 const MAX_ROWS: usize = 512;
 /// Most columns of a block.
 const MAX_COLUMNS: usize = 4096;
-/// Shortest sums for which thin products have their own methods.
+/// The least `k` for which thin products use [`Method::Outer`] or [`Method::Dot`].
 const MIN_THIN_K: usize = 64;
 /// Longest stretch of `k` in [`Method::Outer`], chosen so that the pages of `a` stay in the translation buffer (TLB).
 const OUTER_K: usize = 64;
-/// Most bytes that `b` may extend over to be read in place instead of packed.
+/// `b` is read in place, instead of being packed, if it extends over fewer bytes than this.
 const MAX_IN_PLACE: usize = 32 << 10;
 /// The least number of multiply-adds that is worth another thread.
 const MIN_WORK: usize = 1 << 18;
@@ -58,8 +58,8 @@ where
         if self.m == 0 || self.n == 0 || batch == 0 {
             return;
         }
-        // SIMD vectors hold neighbouring rows. So the rows of a thin product must belong to its large operand, and the
-        // rows of any other product must be contiguous in the result. If they are not, compute the transposed product.
+        // SIMD vectors hold neighbouring rows. So the rows of a thin product must be those of its large operand. In any
+        // other product, neighbouring rows must be adjacent in the result. Otherwise, compute the transposed product.
         let thin = self.m.min(self.n) <= thin::max_columns() && self.k >= MIN_THIN_K;
         let method = match thin {
             true if self.n <= self.m => self.a.method(self.n),
@@ -131,8 +131,8 @@ where
         });
     }
 
-    /// The destination of sums. It is the result if `direct`, that is, if the result has the accumulator's type.
-    /// Otherwise it is `sums`, which [`write`] adds to the result at the end.
+    /// The destination of sums: the result itself if `direct`, which requires that it has the accumulator's type, or else
+    /// `sums`. At the end, [`write`] rounds `sums` into the result.
     ///
     /// [`write`]: Self::write
     fn target(&self, direct: bool, sums: *mut A::Acc) -> Target<A::Acc> {
@@ -317,7 +317,7 @@ impl<T: Elem> Side<T> {
         Ahead { ptr: self.ptr.cast(), runs, len: run * size, stride: stride * size }
     }
 
-    /// The method for a thin product that has this large operand, and this many columns.
+    /// The method for a thin product whose large operand is `self` and whose small operand has `columns` columns.
     fn method(self, columns: usize) -> Method {
         match (self.outer, self.inner) {
             (_, 1) if !is_accumulator::<T>() && columns <= narrow::MAX_COLUMNS => Method::Dot,

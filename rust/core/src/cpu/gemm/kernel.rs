@@ -1,8 +1,9 @@
 //! The innermost loops of a matrix product, written once for every instruction set.
 //!
-//! A tile of the result is held in registers as `V` vectors by `N` columns and summed as outer products; the vectors
-//! run along the rows of the packed `a`, and each element of the packed `b` is broadcast. Every element of the result
-//! is one chain of fused multiply-adds in the order of `k`, so its value does not depend on its tile.
+//! A tile of the result is held in registers: `V` vectors for each of `N` columns. Each step of `k` adds an outer
+//! product: vectors with the elements of consecutive rows, from the packed `a`, times broadcast elements of the packed
+//! `b`. Every element of the result is one chain of fused multiply-adds in the order of `k`, so its value does not
+//! depend on its tile.
 
 use pulp::{Simd, WithSimd};
 
@@ -70,7 +71,7 @@ pub struct Target<T> {
     pub accumulate: bool,
 }
 
-/// Memory that will be read next: `runs` of `len` bytes, whose starts are `stride` bytes apart.
+/// Memory that will be read next: `runs` runs of `len` bytes each, whose starts are `stride` bytes apart.
 #[derive(Clone, Copy)]
 pub struct Ahead {
     /// The first byte.
@@ -131,13 +132,13 @@ pub struct Broadcast<T> {
 }
 
 impl<T> Broadcast<T> {
-    /// A packed panel of `columns`.
+    /// A panel of `columns` columns that [`pack`](super::pack::pack) has written.
     pub fn packed(ptr: *const T, columns: usize) -> Self {
         Self { ptr, step: columns.next_multiple_of(4), column: 1 }
     }
 }
 
-/// The offsets of a stretch of the sums in both operands, in elements.
+/// Where a run of consecutive steps of `k` begins in the two operands: offsets in elements.
 #[derive(Clone, Copy, Debug)]
 pub struct Run {
     /// Offset of its first step in `a`.
@@ -147,7 +148,7 @@ pub struct Run {
 }
 
 impl Run {
-    /// The runs of sums that are a single stretch.
+    /// A single run from the start of both operands.
     pub const WHOLE: [Self; 1] = [Self { a: 0, b: 0 }];
 }
 
@@ -161,7 +162,7 @@ pub struct Columns<T> {
     pub k: usize,
     /// `a` in panels of rows.
     pub a: *const T,
-    /// `b`, with columns up to a multiple of 4.
+    /// `b`; its columns are readable up to a multiple of 4.
     pub b: Broadcast<T>,
     /// The result.
     pub c: Target<T>,
@@ -195,7 +196,7 @@ impl<T: Real> WithSimd for Columns<T> {
                 ahead.fetch(&mut offset);
             }
             let rows = shape.rows.min(self.m - i);
-            // SAFETY: `run` promises the panels and the destination.
+            // SAFETY: the caller of `run` guarantees the panels and the destination.
             unsafe {
                 let tile = Tile {
                     runs: &Run::WHOLE,
@@ -223,9 +224,9 @@ const STRIDED: u8 = 2;
 
 /// One tile of the result, of which `rows × columns` elements are written.
 pub struct Tile<'a, T> {
-    /// The stretches of the sums, one after the other.
+    /// The runs of steps to sum over, in this order.
     pub runs: &'a [Run],
-    /// Steps of a stretch.
+    /// Number of steps in each run.
     pub k: usize,
     /// For each step, as many elements as the registers of the rows hold.
     pub a: *const T,
@@ -252,8 +253,8 @@ impl<T: Real> Tile<'_, T> {
         macro_rules! tiles {
             ($($v:literal x $n:literal),*) => {
                 match (self.rows.div_ceil(lanes::<T, S>()), self.columns.next_multiple_of(4)) {
-                    // The registers hold the accumulators, a column of vectors and an element. Larger tiles do not
-                    // occur.
+                    // `$v * $n` accumulators, `$v` vectors of `a` and an element of `b` must fit into the registers.
+                    // Larger tiles do not occur.
                     $(($v, $n) if $v * $n + $v < S::REGISTER_COUNT => unsafe {
                         match self.b {
                             Broadcast { step: $n, column: 1, .. } => self.outer_products::<S, $v, $n, PACKED>(simd),
@@ -311,7 +312,7 @@ impl<T: Real> Tile<'_, T> {
                 }
             }
         } else {
-            // Parts of a tile, and elements that are not contiguous, are written through a copy.
+            // Incomplete tiles, and tiles whose columns are not contiguous, are written through a copy.
             let mut copy = [T::ZERO; MAX_TILE];
             let copy = &mut copy[..N * V * lanes];
             let columns = self.columns;

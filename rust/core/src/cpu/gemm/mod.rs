@@ -46,7 +46,7 @@ impl<'a, T> MatRef<'a, T> {
         Self { data, rows, cols, row_stride, col_stride }
     }
 
-    /// A matrix whose rows follow each other.
+    /// A row-major matrix without gaps between its rows.
     ///
     /// # Panics
     /// If `data` has fewer than `rows * cols` elements.
@@ -66,7 +66,7 @@ impl<'a, T> MatRef<'a, T> {
     }
 }
 
-/// A matrix in a mutable slice, with strides as in [`MatRef`]; its elements are all distinct.
+/// A matrix in a mutable slice, with strides as in [`MatRef`]; no two of its elements share a place in the slice.
 #[derive(Debug)]
 pub struct MatMut<'a, T> {
     data: &'a mut [T],
@@ -96,7 +96,7 @@ impl<'a, T> MatMut<'a, T> {
         Self { data, rows, cols, row_stride, col_stride }
     }
 
-    /// A matrix whose rows follow each other.
+    /// A row-major matrix without gaps between its rows.
     ///
     /// # Panics
     /// If `data` has fewer than `rows * cols` elements.

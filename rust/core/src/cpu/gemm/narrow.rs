@@ -10,10 +10,10 @@ use crate::cpu::{Elem, Real, dispatch};
 /// Most columns for which the matrix is read in place. For more columns, packing the matrix once is less work than
 /// converting it for every four columns.
 pub const MAX_COLUMNS: usize = 8;
-/// Columns whose sums are kept at a time.
+/// Columns that are computed at a time.
 const COLUMNS: usize = 4;
-/// Numbers of a row that are processed at a time; the sums of four columns then fill half of the smallest register
-/// file.
+/// Numbers of a row that are processed at a time; the f32 sums of four columns then fill half of the registers of AVX2
+/// and of NEON.
 const RUN: usize = 16;
 
 /// `c (+)= alpha * a * b` as dot products; the rows of `a` and the columns of `b` are contiguous.
@@ -103,10 +103,10 @@ impl<T: Elem> Narrow<T> {
     }
 }
 
-/// Adds the products of a run of a row with the same runs of `N` columns to `sums`.
+/// Adds to `sums` the elementwise products of a run of a row with the same run of each of `N` columns.
 ///
 /// # Safety
-/// All are readable.
+/// `a` and all of `b` point to at least [`RUN`] readable elements.
 #[inline(always)]
 unsafe fn add_run<T: Elem, const N: usize>(sums: &mut [[T::Acc; RUN]; N], a: *const T, b: [*const T::Acc; N]) {
     // SAFETY: as the caller promises.

@@ -31,9 +31,9 @@ impl<T> Side<T> {
 /// The tile dimension that an operand runs along.
 #[derive(Clone, Copy)]
 pub enum Along {
-    /// Vectors.
+    /// Rows of the tile: the operand is read as vectors.
     Rows,
-    /// Broadcast elements.
+    /// Columns of the tile: the operand's elements are broadcast.
     Columns,
 }
 
@@ -180,7 +180,7 @@ unsafe fn convert<T: Elem>(copied: &mut [[T::Acc; RUN]; ROWS], src: Side<T>, row
     );
 }
 
-/// Writes each of the first `run` columns of `width` rows contiguously; columns are `dst_stride` elements apart.
+/// Transposes `width` rows of `run` elements: writes each column contiguously, `dst_stride` elements after the one before.
 unsafe fn store_columns<T: Real>(
     src: *const T,
     src_stride: usize,

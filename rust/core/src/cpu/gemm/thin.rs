@@ -60,7 +60,7 @@ impl<T: Real> WithSimd for Outer<T> {
         let lanes = lanes::<T, S>();
         let columns = self.n.next_multiple_of(4);
         let b = Broadcast::packed(self.b, self.n);
-        // Use as many registers along the rows as the columns leave.
+        // The number of registers along the rows: as many as the accumulators of the columns leave.
         let vectors = match (columns, S::REGISTER_COUNT >= 32) {
             (4, true) => 4,
             (4, false) => 3,

@@ -7,13 +7,13 @@
 //! call runs eagerly again, and the third call records.
 //!
 //! All graphs of a device share one pool of memory for temporaries, because they run one after the other; eager work
-//! between two replays may use the pool. A call returns copies; it is an error if a function keeps any other tensor
-//! that it has created. A graph keeps alive the tensors outside the pool that it reads or writes. Random draws read the
-//! position of the generator from device memory and advance it by the number of draws. Values that the function creates
-//! on the CPU are constants of the graph; it is an error if such a value differs between calls. It is also an error if
-//! the function reads a tensor's value. When host state that the work depends on
-//! ([`HostState`](crate::capture::HostState)) changes, the graph is stale: the next call runs eagerly and the one after
-//! it records again.
+//! between two replays may use the pool. A call returns copies of the function's results; it is an error if the function
+//! keeps any other tensor that it has created. A graph keeps alive the tensors outside the pool that it reads or writes.
+//! Random draws read the position of the generator from device memory; each replay sets this position, and advances the
+//! generator by the number of draws. Values that the function creates on the CPU are constants of the graph; it is an
+//! error if such a value differs between calls. It is also an error if the function reads a tensor's value. When host
+//! state that the work depends on ([`HostState`](crate::capture::HostState)) changes, the graph is stale: the next call
+//! runs eagerly and the one after it records again.
 
 mod recording;
 
@@ -73,13 +73,14 @@ impl Captured {
     /// tensors there.
     ///
     /// # Errors
-    /// [`Error::Device`] if `device` is not a CUDA device, [`Error::Autograd`] if an input needs a gradient,
-    /// [`Error::OutOfMemory`].
+    /// [`Error::Device`] if `device` is not a CUDA device or cannot run graphs, [`Error::Autograd`] if an input needs a
+    /// gradient, [`Error::OutOfMemory`] if the copies of the inputs do not fit.
     pub fn new(device: &Device, function: Function, inputs: &[&Tensor]) -> Result<Self> {
         let gpu = Gpu::of_device(OP, device)?;
         capture::refuse(OP)?;
         if !gpu.stream().context().has_async_alloc() {
-            let message = "the GPU has no stream-ordered memory (a virtual GPU may not), which graphs need";
+            let message =
+                "the GPU has no stream-ordered allocation of memory, which graphs need (some virtual GPUs lack it)";
             return Err(Error::device(OP, message));
         }
         let own = |(index, input): (usize, &&Tensor)| {
@@ -278,15 +279,16 @@ impl Graph {
         if constants.has_refused() {
             return Err(Error::device(
                 OP,
-                "the function copies a value from the CPU that the call before did not copy, so the value differs \
-                 from call to call; pass it as an input, or make it before",
+                "the function copies a value from the CPU that the previous call did not copy, so the value differs \
+                 from call to call; pass it as an input, or make it before the function is captured",
             ));
         }
         let outputs = outputs?;
         let template = template?;
         let draws = moved.offset.wrapping_sub(start.offset);
         if effects.has_seeded || moved.seed != start.seed || draws >= FORWARD {
-            let message = "the function seeds the random generator, but replays would not; seed it outside";
+            let message =
+                "the function seeds the random generator, but replays would not; seed it outside of the function";
             return Err(Error::device(OP, message));
         }
         if let Some(name) = effects.stale() {

@@ -1,4 +1,4 @@
-//! Recording the work of a function, and the state of a recording for other parts of the engine.
+//! [`Recording`]: captures the work of a function on the device's stream, and collects what its graph needs.
 
 use std::ops::Range;
 

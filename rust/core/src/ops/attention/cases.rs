@@ -82,7 +82,7 @@ pub(super) fn packed() -> Vec<Case> {
     ]
 }
 
-/// The settings of a case of normed attention, whose operands except the projections are fixed.
+/// The settings of a case of normed attention. The projections are the case's inputs; the other operands are fixed.
 #[derive(Clone, Copy)]
 struct NormedCase {
     heads: usize,
@@ -104,7 +104,7 @@ impl NormedCase {
         Tensor::from_vec(values, dims, &Device::Cpu)?.to_dtype(x.dtype())?.to_device(x.device())
     }
 
-    /// Scales of queries and keys, and cos and sin, of stream `index`.
+    /// The fixed operands of stream `index`: scales of queries and keys; cos and sin.
     fn operands(&self, x: &Tensor, index: usize) -> Result<NormedOperands> {
         let phase = index as f64;
         let scale = |more: f64| Self::fixed(x, &[self.width], phase + more, |angle| 1.0 + 0.5 * angle.sin());

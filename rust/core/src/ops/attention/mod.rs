@@ -30,8 +30,8 @@ static ATTENTION: OpInfo = OpInfo::expensive("scaled_dot_product_attention");
 /// softmax(scale · q kᵀ + mask) v: `q (..., S, D)`, `k (..., L, D)`, `v (..., L, E)` → `(..., S, E)`.
 ///
 /// `mask` broadcasts to `(..., S, L)`: numbers to add to the scores, or u8, where 0 hides a key from a query. With
-/// `is_causal` query i sees the keys up to i. Both may be given. `scale` is 1/√D unless given. A query that sees no key gets
-/// zeros. Scores are in f32 (f64 for f64).
+/// `is_causal` query i sees the keys up to i; a mask may be given too. `scale` is 1/√D unless given. A query that sees no key
+/// gets zeros. Scores are in f32 (f64 for f64).
 ///
 /// Saves q, k, v, the result and one number per query. The result has the memory order of `q`, so that heads split off
 /// by `reshape` and `transpose` are joined again without a copy.
@@ -54,7 +54,7 @@ pub fn scaled_dot_product_attention(
     if !scale.is_finite() {
         return Err(Error::argument(ATTENTION.name, format!("the scale is {scale}, expected a finite number")));
     }
-    // A learned mask (relative positions) needs the gradient of every score.
+    // A learned mask (relative positions) needs the gradient of every score, which only the plain form computes.
     if let Some(mask) = mask.filter(|mask| mask.requires_grad()) {
         return plain(q, k, v, Some(mask), is_causal, scale);
     }
@@ -169,7 +169,7 @@ fn backward(
     )
 }
 
-/// Writes the gradients of q, k and v into tensors that may be parts of others.
+/// Writes the gradients of q, k and v to `places`, which may be parts of larger tensors.
 fn backward_into(attention: &cpu::Attention, saved: &cpu::SavedValues, grad: &Raw, places: [&Raw; 3]) -> Result<()> {
     on_device!(
         grad.device(),

@@ -1,6 +1,5 @@
 //! Attention of tokens whose queries and keys are normalised and rotated, for the blocks of Flux, SD3.5 and Z-Image. It
-//! reads queries, keys and values in place in the projections, and writes their gradients side by side in the same
-//! layout.
+//! takes projections with queries, keys and values side by side, and writes their gradients in the same layout.
 
 use super::cpu::{self, SavedValues};
 use super::{additive, backward_into, check_mask, forward};
@@ -42,7 +41,7 @@ pub struct HeadSizes {
 /// [`rms_norm_rope`](crate::ops::norm::rms_norm_rope) with interleaved pairs. `mask` broadcasts to (B, heads, Σ S, Σ
 /// S), as in [`scaled_dot_product_attention`](super::scaled_dot_product_attention).
 ///
-/// Saves the projections, the result and one number per head and token; backward computes queries and keys again.
+/// Saves the projections, the result and one number per head and token; the backward pass computes queries and keys again.
 ///
 /// # Errors
 /// [`Error::Argument`] without streams, if a norm's scale or the mask needs a gradient, or if `eps` is negative or not finite;
@@ -115,10 +114,10 @@ impl Normed {
         let Some(first) = streams.first() else {
             return Err(Error::argument(op, "expected at least one stream of tokens, found none"));
         };
-        // The numbers that describe views of columns must be exact in f32.
+        // Candle's `unfold`, which makes the views of heads, computes sizes in f32; below this limit they are exact.
         if heads == 0 || width == 0 || width % 2 != 0 || heads.saturating_mul(width) >= 1 << 24 {
             let message =
-                format!("found {heads} heads of width {width}, expected an even width and at most 2^24 columns");
+                format!("found {heads} heads of width {width}, expected an even width and fewer than 2^24 columns");
             return Err(Error::argument(op, message));
         }
         let batch = first.x.dims().first().copied().unwrap_or(0);

@@ -10,7 +10,7 @@ use crate::{Error, Result, Tensor, compute};
 
 pub(super) static PACKED: OpInfo = OpInfo::expensive("packed_attention");
 
-/// Attention of `heads` heads over the last dimension → `(B, S, D)`. Without a context, `x (B, S, 3 D)` has q, k and v
+/// Attention with `heads` heads → `(B, S, D)`. Without a context, `x (B, S, 3 D)` has q, k and v
 /// of the same tokens. With a context, `x (B, S, D)` has q, and `context (B, L, 2 D)` has k and v of other tokens.
 ///
 /// Each of q, k and v has its heads, D / heads wide, one after the other. With `is_causal` token i sees the tokens up
@@ -126,8 +126,8 @@ impl Packed {
     /// Writes the gradients of q, k and v, side by side, into the gradients of x and of the context, where given.
     fn write(&self, saved: &SavedValues, grad: &Raw, [x, context]: [Option<&Raw>; 2]) -> Result<()> {
         let [own, other] = self.parts;
-        // For each of q, k and v: the gradient tensor that contains it, its index among the parts of this tensor, and
-        // their number.
+        // For each of q, k and v: the tensor that its gradient is written to, its index among the parts of this tensor,
+        // and the number of parts.
         let places = [0, 1, 2].map(|index| match index < own {
             true => x.map(|x| (x, index, own)),
             false => context.map(|context| (context, index - own, other)),
@@ -147,7 +147,7 @@ impl Packed {
         let [batch, _, width] = self.result;
         for (place, grad) in places.into_iter().zip(grads) {
             if let (Some((packed, index, _)), Some(grad)) = (place, grad) {
-                // The heads of a position are adjacent already: at most whole rows are copied.
+                // The heads of a position are adjacent in `grad`, so the transpose is contiguous already.
                 let rows = compute::contiguous(&grad.transpose(1, 2)?)?.reshape((batch, packed.dims()[1], width))?;
                 compute::copy_into(&packed.narrow(2, index * width, width)?, &rows)?;
             }

@@ -1,5 +1,5 @@
-//! Attention inside the segments of a packed row whose queries and keys are rotated by their positions, for the blocks
-//! of language models. It reads queries, keys and values in place in the projection, and writes their gradients side by
+//! Attention inside the segments of a packed row, with queries and keys that are rotated by their positions, for the
+//! blocks of language models. It reads queries, keys and values in place in the projection, and writes their gradients side by
 //! side in the same layout.
 
 #[cfg(feature = "testing")]
@@ -97,7 +97,7 @@ impl Rotary {
                 let found = x.dims();
                 let message = format!(
                     "found {heads} heads of queries, {key_heads} heads of keys and a projection of shape {found:?}; expected \
-                     a multiple of the heads of keys as heads of queries, and a projection of shape \
+                     the number of heads of queries to be a multiple of that of keys, and a projection of shape \
                      (rows, ({heads} + 2 * {key_heads}) * an even width)"
                 );
                 return Err(Error::shape(op, message));
@@ -133,7 +133,7 @@ impl Rotary {
         }
     }
 
-    /// `count` heads from `first` on of dense `tokens (N, heads · width)`, (N, count, width).
+    /// A view (N, count, width) of `count` heads of dense `tokens (N, heads · width)`, from head `first` on.
     fn part(&self, tokens: &Raw, first: usize, count: usize) -> Result<Raw> {
         let (rows, columns) = (tokens.dims()[0], tokens.dims()[1]);
         Ok(tokens.reshape((rows, columns / self.width, self.width))?.narrow(1, first, count)?)
@@ -146,7 +146,7 @@ impl Rotary {
         Ok([part(0, heads)?, part(heads, key_heads)?, part(heads + key_heads, key_heads)?])
     }
 
-    /// Normalised, rotated queries and keys, and values, of a dense projection.
+    /// The queries and keys of a dense projection, normalised and rotated, and its values; the statistics of the norms.
     fn heads(&self, x: &Raw, norms: &HeadNorms<'_>) -> Result<([Raw; 3], HeadStatistics)> {
         let Varlen { rows, heads, key_heads, .. } = self.varlen;
         let rotated = compute::unset(ROTARY.name, x, &[rows, (heads + key_heads) * self.width])?;
@@ -186,7 +186,7 @@ impl Backward for RotaryBackward {
         let places = rotary.parts(&dx)?;
         rotary.varlen.backward_into(&saved, &self.spans.get()?, &by_head(&grad)?, places.each_ref())?;
         drop(saved);
-        // In place: every value of the gradient of queries and keys is read before it is written.
+        // In place: every value of the gradient of the rotated queries and keys is read before it is overwritten.
         let rotated = rotary.part(&dx, 0, heads + key_heads)?.unsqueeze(0)?;
         norms.backward(&x.unsqueeze(0)?, &rotated, &statistics, &dx.unsqueeze(0)?)?;
         context.add(0, dx)

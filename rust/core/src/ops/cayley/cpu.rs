@@ -32,7 +32,7 @@ pub(super) fn forward(upper: &Raw, [count, size, _]: [usize; 3]) -> Result<Raw> 
     .map(|change| from_vec(change, &[count, size, size][..])))
 }
 
-/// Rows (I + Q | -2 Q) of 2 `size` elements.
+/// Fills `system` with the rows of (I + Q | -2 Q), which have 2 `size` elements, for Q with the triangle `upper`.
 fn fill<T: Elem>(upper: &[T], size: usize, system: &mut [T::Acc]) {
     system.fill(Real::ZERO);
     let mut upper = upper.iter();
@@ -48,7 +48,7 @@ fn fill<T: Elem>(upper: &[T], size: usize, system: &mut [T::Acc]) {
     }
 }
 
-/// Gauss-Jordan elimination, after which the right half has the solution. It needs no exchange of rows.
+/// Gauss-Jordan elimination, after which the right half has the solution. All pivots are at least 1, so rows are not exchanged.
 #[inline(always)]
 fn eliminate<R: Real>(system: &mut [R], size: usize) {
     let width = 2 * size;
@@ -91,7 +91,7 @@ pub(super) fn backward(grad: &Raw, result: &Raw) -> Result<Raw> {
     .map(|upper| from_vec(upper, &[count, triangle][..])))
 }
 
-/// The gradient of one triangle of Q, from D (`change`) and its gradient G (`grad`).
+/// The gradient of one triangle of Q, from D (`change`) and its gradient G (`grad`), with V = (I + Q)⁻¹ = I + D / 2.
 #[inline(always)]
 fn gradient<R: Real>(grad: &[R], change: &[R], size: usize) -> Vec<R> {
     let half = R::from_f64(0.5);

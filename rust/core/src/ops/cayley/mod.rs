@@ -23,9 +23,10 @@ pub fn size_of(elements: usize) -> Option<usize> {
     (size * (size - 1) / 2 == elements).then_some(size)
 }
 
-/// How far an orthogonal matrix is from the identity: (I - Q) (I + Q)⁻¹ - I of skew-symmetric Q. `upper (count, n (n - 1) / 2)` has
-/// the strict upper triangles of Q, row by row; the result is (count, n, n). Computed as the solution of (I + Q) D = -2 Q, so that a
-/// small Q loses no digits; I + Q always has an inverse, with pivots of at least 1. Saves the result.
+/// The Cayley transform of skew-symmetric matrices Q, minus the identity: D = (I - Q) (I + Q)⁻¹ - I. The transform itself is orthogonal.
+/// `upper (count, n (n - 1) / 2)` has the strict upper triangles of the Q, row by row; the result is (count, n, n). D is computed as the
+/// solution of (I + Q) D = -2 Q, so that a small Q loses no digits. I + Q always has an inverse, with pivots of at least 1. Saves the
+/// result.
 ///
 /// # Errors
 /// [`Error::Shape`] if `upper` is not of that shape, or the matrices are too large for the shared memory of a GPU (n > 110 in f32),

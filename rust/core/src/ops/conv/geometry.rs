@@ -115,7 +115,8 @@ impl Geometry {
         [self.batch, self.output[0], self.output[1], self.out_channels]
     }
 
-    /// Whether each pixel of the result depends on the same pixel of the image only, in all channels: a matrix product.
+    /// Whether each pixel of the result depends only on the channels of the same pixel of the image. The convolution is then
+    /// a matrix product.
     pub fn is_pointwise(&self) -> bool {
         let options = Conv2dOptions { dilation: self.options.dilation, ..Conv2dOptions::default() };
         self.kernel == [1, 1] && self.options == options

@@ -112,7 +112,7 @@ pub fn conv2d(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, options: Conv2
 }
 
 /// [`conv2d`] in torch's layout: `x (B, C, H, W)`, `weight (O, C / groups, KH, KW)`, `bias (O)` → `(B, O, OH, OW)`, a view
-/// of a channels-last result. Input and weight are copied to channels-last at each call: models use [`conv2d`].
+/// of a channels-last result. Input and weight are copied to channels-last at each call, so models use [`conv2d`].
 ///
 /// # Errors
 /// As [`conv2d`].

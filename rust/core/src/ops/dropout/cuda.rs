@@ -7,8 +7,8 @@ use crate::cuda::{Gpu, contiguous, generator};
 use crate::rng::State;
 use crate::{Raw, Result};
 
-/// For each element of `x`: 0 if its word of the generator from `state` on is below `threshold`, else the element times
-/// `kept`.
+/// Zeroes each element of `x` whose random word is below `threshold`, and multiplies the others by `kept`. The words are
+/// those of the generator from `state` on.
 pub fn apply(op: &'static str, x: &Raw, state: State, threshold: u32, kept: f64) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
     let x = contiguous(x)?;

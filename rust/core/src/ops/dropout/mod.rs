@@ -18,7 +18,8 @@ static DROPOUT: OpInfo = OpInfo::cheap("dropout");
 
 /// Generator blocks computed side by side.
 const LANES: usize = 16;
-/// Elements that these blocks decide (a group): word `w` of block `i` decides element `LANES * w + i`.
+/// Elements of a group: those whose random words are in these blocks. Word `w` of block `i` decides element
+/// `LANES * w + i`.
 const GROUP: usize = 4 * LANES;
 /// Elements that one thread takes at a time, a multiple of the group.
 const GRAIN: usize = 32 * 1024;

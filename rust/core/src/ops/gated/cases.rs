@@ -1,7 +1,8 @@
 //! Cases of gated units.
 
+use super::feed_forward::SWIGLU_FEED_FORWARD;
 use super::linear::SWIGLU_LINEAR_GROUP;
-use super::{GEGLU, SWIGLU, geglu, swiglu, swiglu_linear_group};
+use super::{GEGLU, SWIGLU, geglu, swiglu, swiglu_feed_forward, swiglu_linear_group};
 use crate::ops::activation::Gelu;
 use crate::ops::case::{Case, Entry};
 use crate::ops::linear_group::{LinearGroup, LowRank, frozen, linear_group};
@@ -28,10 +29,11 @@ pub static ENTRIES: &[Entry] = &[
     Entry { info: &GEGLU, cases: || cases(geglu, |gate| gate.gelu(Gelu::Exact)) },
     Entry { info: &SWIGLU, cases: || cases(swiglu, Tensor::silu) },
     Entry { info: &SWIGLU_LINEAR_GROUP, cases: of_linear_groups },
+    Entry { info: &SWIGLU_FEED_FORWARD, cases: of_feed_forward },
 ];
 
-/// Units of two maps of one input, each with a low-rank product of its own scale; the plain form applies the unit to
-/// the maps' results.
+/// Gated units of two maps of one input; a map may have a low-rank product, with a scale of its own. The plain form
+/// applies the unit to the maps' results.
 fn of_linear_groups() -> Vec<Case> {
     type Unit = fn(&Tensor, LinearGroup<'_>) -> Result<Tensor>;
     fn run(x: &[Tensor], width: usize, adapted: [bool; 2], unit: Unit) -> Result<Tensor> {
@@ -53,9 +55,46 @@ fn of_linear_groups() -> Vec<Case> {
         case("both", &[&[2, 3, 5], &[2, 5], &[4, 2], &[2, 5], &[4, 2]], 4, [true; 2]),
         case("the gate alone", &[&[3, 5], &[2, 5], &[4, 2]], 4, [false, true]),
         case("none", &[&[3, 5]], 4, [false; 2]),
-        // Sizes for the CUDA kernel, with rows that are not a multiple of its sixteen.
+        // Sizes that the CUDA kernel supports. 19 and 130 rows are not multiples of the 16 rows of its tiles.
         case("rank 16", &[&[19, 8], &[16, 8], &[64, 16], &[16, 8], &[64, 16]], 64, [true; 2]),
         case("rank 16 of features", &[&[130, 8], &[16, 8], &[32, 16]], 32, [true, false]),
         case("no rows", &[&[0, 8], &[16, 8], &[32, 16]], 32, [true, false]),
+    ]
+}
+
+/// Units as in [`of_linear_groups`], and a map of their result; the plain form is made of the maps and the unit.
+fn of_feed_forward() -> Vec<Case> {
+    type Network = fn(&Tensor, LinearGroup<'_>, LinearGroup<'_>) -> Result<Tensor>;
+    /// `x` has the input, and A and B of each adapted map.
+    fn run(x: &[Tensor], width: usize, out: usize, adapted: [bool; 3], network: Network) -> Result<Tensor> {
+        let inner = x[0].dims()[x[0].rank() - 1];
+        let mut factors = x[1..].chunks_exact(2);
+        let [features, gate, last] = [0, 1, 2].map(|map| {
+            let factors = if adapted[map] { factors.next() } else { None };
+            factors.map(|f| LowRank { down: f[0].clone(), up: f[1].clone(), scale: 0.5 + map as f64 })
+        });
+        let (weight, bias) = (frozen(&x[0], &[2 * width, inner])?, frozen(&x[0], &[2 * width])?);
+        let (last_weight, last_bias) = (frozen(&x[0], &[out, width])?, frozen(&x[0], &[out])?);
+        let (sizes, low_rank, last) = ([width; 2], [features, gate], [last]);
+        network(
+            &x[0],
+            LinearGroup { weight: (&weight).into(), bias: Some(&bias), sizes: &sizes, low_rank: &low_rank },
+            LinearGroup { weight: (&last_weight).into(), bias: Some(&last_bias), sizes: &[out], low_rank: &last },
+        )
+    }
+    let case = |label, shapes: &[&[usize]], width: usize, out: usize, adapted: [bool; 3]| {
+        Case::new(label, shapes, move |x| run(x, width, out, adapted, swiglu_feed_forward)).plain(move |x| {
+            run(x, width, out, adapted, |x, group, last| linear_group(&swiglu(&linear_group(x, group)?)?, last))
+        })
+    };
+    let all: &[&[usize]] = &[&[2, 3, 5], &[2, 5], &[4, 2], &[2, 5], &[4, 2], &[3, 4], &[6, 3]];
+    // Sizes for the CUDA kernel, with rows that are not a multiple of its sixteen.
+    let wide: &[&[usize]] = &[&[19, 4], &[16, 4], &[64, 16], &[16, 4], &[64, 16], &[16, 64], &[3, 16]];
+    vec![
+        case("all", all, 4, 6, [true; 3]),
+        case("the last map alone", &[&[3, 5], &[3, 4], &[6, 3]], 4, 6, [false, false, true]),
+        case("none", &[&[3, 5]], 4, 6, [false; 3]),
+        case("rank 16", wide, 64, 3, [true; 3]),
+        case("no rows", &[&[0, 4], &[16, 4], &[32, 16], &[16, 4], &[32, 16], &[16, 32], &[3, 16]], 32, 3, [true; 3]),
     ]
 }

@@ -5,6 +5,7 @@ mod cases;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod feed_forward;
 mod linear;
 
 use super::activation::{GeluExact, Silu};
@@ -16,6 +17,7 @@ use crate::{Error, Result, Tensor};
 
 #[cfg(feature = "testing")]
 pub use cases::ENTRIES;
+pub use feed_forward::swiglu_feed_forward;
 pub use linear::swiglu_linear_group;
 
 static GEGLU: OpInfo = OpInfo::cheap("geglu");

@@ -34,7 +34,7 @@ fn with_size(dims: &[usize], dim: usize, size: usize) -> Vec<usize> {
     dims
 }
 
-/// Ids as the kernels read them: dense; and the number of bytes of an id.
+/// Dense ids, as the kernels read them, and the number of bytes of an id.
 fn dense_ids(op: &'static str, ids: &Raw) -> Result<(Raw, u32)> {
     let bytes = id_bytes(op, ids)?;
     Ok((contiguous(ids)?, bytes))
@@ -136,7 +136,7 @@ pub fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: u
     let (dtypes, grad, ids, to) = (suffix(op, g.dtype())?, input(op, &g)?, input(op, &ids)?, output(op, &dx)?);
     let (outer, size, count) = (around.outer as u64, count32(op, around.size)?, count32(op, around.count)?);
     let inner = count32(op, around.inner)?;
-    // SAFETY: the tensors are dense and of these sizes; one piece needs no partial sums.
+    // SAFETY: the tensors are dense and of these sizes; `partials` is null because the sums are not split into pieces.
     unsafe {
         if scatters {
             let arguments = IndexSelectScatter { grad, ids, dx: to, outer, size, count, inner, id_bytes: bytes };

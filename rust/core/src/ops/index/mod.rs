@@ -98,7 +98,8 @@ fn check_device(op: &'static str, device: &Device, ids: &Tensor) -> Result<()> {
     Err(Error::device(op, "the ids are on another device than the values; move one with to()"))
 }
 
-/// The backward pass of `index_select` and `embedding`: the ids, flattened, take the place of dimension `dim`.
+/// The backward pass of `index_select` and `embedding`. In the gradient, the flattened ids take the place of dimension
+/// `dim`.
 struct SelectBackward {
     op: &'static OpInfo,
     dims: Vec<usize>,

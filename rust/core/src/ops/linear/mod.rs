@@ -15,7 +15,7 @@ use crate::quantized::weight::{HeldWeight, WeightRef};
 use crate::quantized::{Format, example};
 use crate::raw::Raw;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
-use crate::{Error, Result, Tensor, compute};
+use crate::{Error, Result, Tensor, checkpoint, compute};
 
 static LINEAR: OpInfo = OpInfo::expensive("linear");
 
@@ -45,7 +45,7 @@ pub(super) fn forward(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>) -> Res
     match weight {
         WeightRef::Plain(weight) => forward_plain(x, &weight.raw, bias),
         // On a GPU all values are dequantized into scratch memory for one product. On the CPU, and for a large weight
-        // such as the head of a language model, the last arm dequantizes them in parts.
+        // such as the head of a language model, the next arm dequantizes them in parts.
         WeightRef::Quantized(weight) if !x.device().is_cpu() && !weight.is_large() => {
             forward_plain(x, &weight.values(x.dtype())?, bias)
         }
@@ -59,6 +59,15 @@ pub(super) fn forward(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>) -> Res
         }
         WeightRef::Streamed(weight) => forward(x, (&weight.here()?).into(), bias),
     }
+}
+
+/// [`forward`] for an operation that saves other values, but not y. If a checkpoint's recomputation ends with the
+/// operation, nothing reads y, and zeros take its place.
+pub(super) fn forward_unless_unread(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>) -> Result<Raw> {
+    if checkpoint::ends_here() {
+        return compute::zeros(&[x.dims()[0], weight.dims()[0]], x.dtype(), x.device());
+    }
+    forward(x, weight, bias)
 }
 
 /// The bias in each of `rows` rows, in storage of its own.

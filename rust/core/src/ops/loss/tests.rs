@@ -177,7 +177,8 @@ fn distances_are_their_definitions() {
 
 #[test]
 fn the_loss_of_halves_is_rounded_once() {
-    // Squares of 2^-8 steps need 16 bits; their bf16 roundings all go the same way and would add up.
+    // A square of a bf16 number needs up to 16 significant bits. If all were rounded to the 8 of bf16, each in the same
+    // direction, the errors would add up.
     let count = 50_000;
     let a = Tensor::constant(from_vec(vec![bf16::from_f32(1.0 + 3.0 / 128.0); count], count));
     let b = Tensor::zeros(count, DType::BF16, &Device::Cpu).unwrap();

@@ -10,7 +10,7 @@ fn joined((sum, y): (Tensor, Tensor)) -> Result<Tensor> {
     sum.mul(&y)
 }
 
-/// norm(x) + x: when the backward pass of the norm runs, x already has a gradient, which is that of the sum.
+/// norm(x) + x: when the backward pass of the norm runs, x already has the gradient from the addition.
 fn plus_input(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Tensor> {
     norm(x)?.add(&x[0])
 }

@@ -40,13 +40,13 @@ pub(super) struct Gradients {
 }
 
 impl<'a> Affine<'a> {
-    /// Scale and shift, unchanged.
+    /// Scale and shift in their own dtypes.
     pub(super) fn parameters(&self) -> [Option<&'a Raw>; 2] {
         [self.weight.map(|weight| &weight.raw), self.bias.map(|bias| &bias.raw)]
     }
 }
 
-/// Which gradients a backward pass computes. The gradient of the input is added to the dense gradient `before`.
+/// Which gradients a backward pass computes. The gradient of the input is added to `before`, a dense gradient, if given.
 pub(super) struct Wanted {
     pub input: bool,
     pub weight: bool,
@@ -55,7 +55,7 @@ pub(super) struct Wanted {
 }
 
 impl SavedAffine {
-    /// Scale and shift, unchanged, if the backward pass reads them.
+    /// Scale and shift in their own dtypes, if the backward pass reads them.
     pub(super) fn parameters(&self) -> Result<[Option<Raw>; 2]> {
         let get = |saved: &Option<Saved>| saved.as_ref().map(Saved::get).transpose();
         Ok([get(&self.scale)?, get(&self.shift)?])

@@ -1,8 +1,8 @@
 //! Normalisation: layer norm and RMS norm over trailing dimensions, RMS norm with rotary embedding, and group norm of
 //! channels-last tensors.
 //!
-//! Each norm is one fused kernel in the forward pass and one in the backward pass. It saves its input and the
-//! statistics, never the normalised values. No gradient is computed for a scale or shift that is frozen.
+//! Each norm is one fused operation. It saves its input and the statistics, never the normalised values. No gradient is
+//! computed for a scale or shift that is frozen.
 
 #[cfg(feature = "testing")]
 mod cases;

@@ -167,7 +167,7 @@ impl Tensor {
     /// `max(dim)`; over several dimensions equal elements share it, as in `amax`. Integers have no gradient.
     ///
     /// # Errors
-    /// [`Error::Shape`] over no elements, [`Error::Index`] if a dimension is out of range, [`Error::Argument`] if one is named
+    /// [`Error::Shape`] if there are no elements, [`Error::Index`] if a dimension is out of range, [`Error::Argument`] if one is named
     /// twice.
     pub fn max(&self, dims: &[usize], keepdim: bool) -> Result<Self> {
         self.extreme(Extreme::Max, dims, keepdim)

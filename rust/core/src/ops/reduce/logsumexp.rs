@@ -47,7 +47,7 @@ impl Binary for LogPlus {
     }
 }
 
-/// a e^(b - c); 0 where c is -∞, because then all b are.
+/// a e^(b - c). It is 0 where c, the log-sum-exp, is -∞: all b are -∞ then.
 #[derive(Clone, Copy)]
 struct TimesExpDifference;
 

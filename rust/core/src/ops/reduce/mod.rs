@@ -84,7 +84,7 @@ impl Reduction {
         (0..self.input.len()).filter(|dim| !self.dims.contains(dim)).map(|dim| self.input[dim]).collect()
     }
 
-    /// A view of `value` (one for each result), repeated for the elements of each result.
+    /// A view of `value`, which has a number for each result: the number is repeated for the elements of the result.
     fn spread(&self, value: &Raw) -> Result<Raw> {
         Ok(value.reshape(self.kept.as_slice())?.broadcast_as(self.input.as_slice())?)
     }
@@ -161,7 +161,7 @@ struct CumsumBackward {
 }
 
 impl Backward for CumsumBackward {
-    /// An element is a term of the sums from its position on, so its gradient is the sum of their gradients.
+    /// An element is a term of the sums from its position on, so its gradient is the sum of the gradients of these sums.
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let size = context.grad().dims()[self.dim];
         let backwards: Vec<i64> = (0..size as i64).rev().collect();
@@ -230,7 +230,7 @@ impl Tensor {
         self.mean(&self.all_dims(), false)
     }
 
-    /// The variance over `dims`: the sum of squared distances from the mean, divided by the number of elements less
+    /// The variance over `dims`: the sum of squared distances from the mean, divided by the number of elements minus
     /// `correction` (1: the unbiased estimate). NaN or infinite where this divisor is not positive, as in torch.
     ///
     /// # Errors

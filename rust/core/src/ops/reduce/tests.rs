@@ -128,7 +128,7 @@ fn logsumexp_neither_overflows_nor_makes_nan_of_infinities() {
 
 #[test]
 fn the_gradient_of_logsumexp_of_halves_sums_to_one() {
-    // A backward pass from the result rounded to bf16 would have exponents that are wrong by up to 1/4.
+    // A backward pass from the result rounded to bf16 would have exponents that are wrong by up to 1/8.
     let data: Vec<bf16> = (0..64).map(|i| bf16::from_f32(50.0 + (i % 7) as f32)).collect();
     let x = Tensor::constant(from_vec(data, 64));
     let total: f64 = gradient(&x, |x| x.logsumexp(&[0], false)).iter().sum();

@@ -13,7 +13,7 @@ use crate::{Result, dispatch_float};
 
 /// The angles of rows.
 pub struct Angles<'a, R> {
-    /// (positions, half), as `sin`.
+    /// The cosines, (positions, half); `sin` has the same shape.
     pub cos: &'a [R],
     pub sin: &'a [R],
     pub positions: usize,
@@ -25,7 +25,7 @@ pub struct Angles<'a, R> {
 }
 
 impl<R: Real> Angles<'_, R> {
-    /// Rotate the pairs of row `row`, or rotate them `back`.
+    /// Rotate the pairs of row `row` by their angles, or by the negative angles if `back`.
     #[inline(always)]
     pub fn rotate<X: Copy, Y>(
         &self,
@@ -60,7 +60,7 @@ impl<R: Real> Angles<'_, R> {
     }
 }
 
-/// Dense rows, rotated; `repeats` consecutive rows have the same position.
+/// The dense rows of `x`, rotated as by [`Angles::rotate`]; `repeats` consecutive rows have the same position.
 pub fn rotate(x: &Raw, [cos, sin]: [&Raw; 2], repeats: usize, interleaved: bool, back: bool) -> Result<Raw> {
     let (positions, half) = (cos.dims()[0], cos.dims()[1]);
     let len = 2 * half;

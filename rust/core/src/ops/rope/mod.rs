@@ -108,7 +108,7 @@ impl RowOrder {
     }
 }
 
-/// Rotate the pairs, or rotate them back.
+/// Rotate the pairs by their angles, or by the negative angles if `back`.
 fn rotate(x: &Raw, cos: &Raw, sin: &Raw, interleaved: bool, back: bool) -> Result<Raw> {
     let order = RowOrder::of(x);
     let x = contiguous(&order.swap(x)?)?;

@@ -1,4 +1,4 @@
-//! The CPU form: one pass over each row.
+//! The CPU form, row by row: a row stays in the cache between the loops over it.
 
 use std::mem::MaybeUninit;
 

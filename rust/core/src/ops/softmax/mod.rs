@@ -71,7 +71,7 @@ impl Tensor {
         along(&SOFTMAX, self, dim, Softmax)
     }
 
-    /// The logarithm of [`softmax`](Self::softmax), without the loss of small probabilities.
+    /// The logarithm of [`softmax`](Self::softmax), accurate even where a probability would be rounded to 0.
     ///
     /// # Errors
     /// As [`softmax`](Self::softmax).

@@ -33,8 +33,9 @@ const MULTIPLE: usize = 16;
 const MOST_PARTS: usize = 8;
 
 impl Quantized {
-    /// Whether its products with a matrix of `dtype` multiply codes: if [`set_w8a8`](compute::set_w8a8) has enabled
-    /// this, all parts are int8 or all are fp8, and the numbers of rows and columns are multiples of 16.
+    /// Whether its products with a matrix of `rows` rows and of `dtype` multiply codes. They do if
+    /// [`set_w8a8`](compute::set_w8a8) has enabled this, there are rows, `dtype` is not f64, the at most 8 parts are all
+    /// int8 or all fp8, and the numbers of columns and of each part's rows are multiples of 16.
     fn multiplies_codes(&self, dtype: DType, rows: usize) -> bool {
         let format = self.format();
         uses_w8a8()

@@ -1,5 +1,5 @@
-//! Attention of two streams of tokens to the tokens of both, and of one stream to itself, with normalised queries and
-//! keys.
+//! Attention with normalised queries and keys: for two streams, whose tokens attend to the tokens of both, and for one
+//! stream, which attends to itself.
 
 use trainable_candle_core::ops::attention::{
     HeadSizes, Stream as Tokens, normed_attention, scaled_dot_product_attention,
@@ -70,8 +70,8 @@ pub(crate) struct Stream<'a> {
     pub angles: Option<Rope>,
 }
 
-/// Attention of the tokens of all streams to the keys of all streams that `mask` allows (u8, broadcast to (B, heads, Σ
-/// S, Σ S)). The result is (B, Σ S, D), stream by stream.
+/// The tokens of all streams attend to the keys of all streams, as far as `mask` allows it (u8, broadcast to (B, heads,
+/// Σ S, Σ S)). The result is (B, Σ S, D), stream by stream.
 pub(crate) fn mix(streams: &[Stream<'_>], sizes: BlockSizes, mask: Option<&Tensor>) -> Result<Tensor> {
     let tokens: Option<Vec<Tokens<'_>>> = streams.iter().map(Stream::as_tokens).collect();
     if let Some(tokens) = tokens {
@@ -133,7 +133,7 @@ impl Stream<'_> {
     }
 }
 
-/// Attention of an image's and a text's tokens to the tokens of both.
+/// Attention in which the tokens of an image and of a text attend to the tokens of both.
 pub struct JointAttention {
     image: Projections,
     text: Projections,

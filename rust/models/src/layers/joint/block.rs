@@ -8,7 +8,7 @@ use super::modulation::{gated_add, modulated};
 use super::{BlockSizes, FeedForward, FeedForwardKind, Sight};
 use crate::saved::Saved;
 
-/// Names of layers that differ between models, the image's and the text's.
+/// Names of layers that differ between models. Each pair is the name of the image's layer and of the text's layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DoubleBlockNames {
     /// The layers that compute the modulation.
@@ -38,8 +38,9 @@ pub struct DoubleBlockKind {
     pub names: DoubleBlockNames,
 }
 
-/// Attention of an image's and a text's tokens to the tokens of both, then a feed-forward layer for each stream. For each
-/// of these, the input is modulated, and the result is gated and added to the input.
+/// Attention of an image's and a text's tokens to the tokens of both, then a feed-forward layer for each stream.
+/// The attention and the feed-forward layers read their modulated inputs; their results are gated and added to these
+/// inputs.
 pub struct DoubleBlock {
     /// The layers that modulate the image and the text, unless the model passes the modulation.
     norms: Option<[Linear<Tensor>; 2]>,
@@ -143,8 +144,8 @@ impl DoubleBlock {
                 saved.keep(area * dim);
                 attn2.saved(area, saved);
             }
-            // If the layer that computes a gate is adapted, the tape keeps the values that the gate multiplies. The norms
-            // keep the sums.
+            // If the layer that computes a gate is adapted, the tape keeps the values that the gate multiplies. It also
+            // keeps the sums after the gates, because norms read them.
             if let Some(ff) = &self.ff_context {
                 saved.keep_product(length * dim, gates[1]);
                 saved.keep_cheap(length * dim);

@@ -51,8 +51,8 @@ impl TimeTextEmbedding {
         })
     }
 
-    /// SiLU of the condition, (B, D), which every block reads. `times` are from 0 to 1000, (B) or (1). `pooled (B, P)`
-    /// and `guidance`, the scale times 1000, (B) or (1), are given if the model takes them.
+    /// SiLU of the condition, (B, D), which every block reads. `times` are from 0 to 1000, (B) or (1). `guidance` is
+    /// the scale times 1000, (B) or (1). Callers give `pooled (B, P)` and `guidance` if the model takes them.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if an input does not fit.

@@ -11,10 +11,11 @@ use crate::saved::Saved;
 /// The activation between the two linear layers, and the layers' names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FeedForwardKind {
-    /// GELU (its tanh form) between `net.0.proj` and `net.2`, four times as wide as the tokens.
+    /// GELU (its tanh form) between `net.0.proj` and `net.2`. The middle is four times as wide as the tokens.
     #[default]
     Gelu,
-    /// `SwiGLU` with the gate first, between `linear_in` and `linear_out`, three times as wide as the tokens.
+    /// `SwiGLU` between `linear_in` and `linear_out`; the results of `linear_in` begin with the gate. The middle is
+    /// three times as wide as the tokens.
     SwiGlu,
 }
 

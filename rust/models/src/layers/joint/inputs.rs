@@ -89,7 +89,7 @@ impl TokenSizes {
         if inputs.guidance.is_some() != self.guidance {
             let message = if self.guidance {
                 "guidance is missing, but the model takes a scale of guidance; give 1 in training, about 3.5 for \
-                 drawing"
+                 sampling"
             } else {
                 "found guidance, but this model takes none (guidance_embeds is false)"
             };

@@ -34,7 +34,7 @@ impl TextLengths {
             return Err(Error::shape(self.op, message));
         }
         if length > MOST_TOKENS {
-            let message = format!("the text has {length} tokens, expected up to {MOST_TOKENS} with lengths");
+            let message = format!("the text has {length} tokens, expected at most {MOST_TOKENS} if lengths are given");
             return Err(Error::shape(self.op, message));
         }
         Ok(())

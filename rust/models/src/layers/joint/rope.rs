@@ -33,8 +33,8 @@ impl RopeAxes {
         )))
     }
 
-    /// Axes of the positions. `widths` has, for each axis, how many features of a head it rotates; these numbers are even.
-    /// Pair i of an axis is rotated by position · `theta`^(−2i / width).
+    /// Axes of the positions. For each axis, `widths` has the number of features of a head that the axis rotates, an
+    /// even number. Pair i of an axis is rotated by position · `theta`^(−2i / width).
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Candle`] if the frequencies cannot be copied to the device.

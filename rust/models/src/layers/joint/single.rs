@@ -19,7 +19,7 @@ const NORM: &str = "norm.linear";
 /// One product computes queries, keys, values and the feed-forward layer's middle from the modulated input. Another
 /// projects the results of attention and feed-forward layer together; its result is gated and added to the input.
 pub struct SingleBlock {
-    /// The layer that computes the modulation, unless the model passes it.
+    /// The layer that computes the modulation; None if the model passes the modulation.
     norm: Option<Linear<Tensor>>,
     /// `attn.to_q`, `attn.to_k`, `attn.to_v` and `proj_mlp`.
     projections: LinearGroup,

@@ -21,8 +21,8 @@ impl Sight<'_> {
         self.angles.into_iter().flat_map(|Rope { cos, sin }| [cos, sin]).chain(self.mask)
     }
 
-    /// Call `run` with the [`Sight`] whose method [`inputs`](Self::inputs) returned the tensors `inputs`. `rotates` says
-    /// whether these begin with angles.
+    /// Rebuild a [`Sight`] from the tensors `inputs` that its method [`inputs`](Self::inputs) returned, and call `run`
+    /// with it. `rotates` says whether the tensors begin with angles.
     pub(crate) fn of<R>(rotates: bool, inputs: &[Tensor], run: impl FnOnce(Sight<'_>) -> R) -> R {
         let (angles, mask) = inputs.split_at(if rotates { 2 } else { 0 });
         let angles = if let [cos, sin] = angles { Some(Rope { cos: cos.clone(), sin: sin.clone() }) } else { None };

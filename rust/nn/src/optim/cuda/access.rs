@@ -48,7 +48,8 @@ impl OnDevice {
         Ok((part, place.master.as_ref().map(|master| master.values.clone())))
     }
 
-    /// Marks the f32 master values of variable number `index` as current, after the variable was set back to them.
+    /// Marks the f32 master values of variable number `index` as current. Call this after the variable was set back to its
+    /// trained values.
     pub(in crate::optim) fn follow(&self, var: &Var, index: usize) {
         if let Some(master) = &self.places[index].master {
             var.set_followed_by(&master.follower);

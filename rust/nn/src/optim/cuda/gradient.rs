@@ -71,8 +71,8 @@ impl Clip {
     }
 }
 
-/// Multiplies gradients in place by the factor of `clip` divided by `loss_scale`. If the product is 1, the kernel reads
-/// and writes nothing.
+/// Multiplies gradients in place by the factor of `clip`, divided by `loss_scale`. If this quotient is 1, the kernel reads
+/// and writes no gradients.
 ///
 /// # Errors
 /// [`Error::Argument`] if the gradients are not contiguous, [`Error::DType`] if they are not floating point.
@@ -97,7 +97,7 @@ pub fn scale_gradients(
         clip: optional_input(op, clip.map(|clip| &clip.0))?,
         loss_scale: optional_input(op, loss_scale.map(|scale| &scale.0))?,
     };
-    // A small number of blocks makes a launch with nothing to scale cheap.
+    // With few blocks, a launch that has nothing to scale is cheap.
     let each = count.div_ceil(256 * 2048).max(4);
     // SAFETY: there are this many gradients.
     unsafe { function.launch(op, gpu, Shape::flat(count, each), arguments) }

@@ -1,5 +1,5 @@
-//! Steps of CUDA variables. States, hyper-parameters and step counters are in device memory, and one launch updates all
-//! variables.
+//! Steps of CUDA variables. States, hyper-parameters and step counters are in device memory. One launch updates all variables
+//! that have the same kinds of states and the same dtypes.
 
 mod access;
 mod gradient;
@@ -27,21 +27,22 @@ pub(super) use gradient::{Clip, LossScale, scale_gradients};
 
 const _: () = assert!(STATE_BLOCK == BLOCK_SIZE);
 
-/// The number of tables that are cached, one for each set of variables that a launch has updated.
+/// The largest number of cached tables. There is one for each set of variables that a launch has updated.
 const TABLES: usize = 32;
 
 type Specs = SmallVec<[StateSpec; 4]>;
 
 /// The device state of an optimizer.
 pub(super) struct OnDevice {
-    /// Settings, coefficients and steps of each set of variables that share them. There is room for one set per
-    /// variable.
+    /// The settings, coefficients and step counters, one of each for every set of variables that share them. There is room
+    /// for one set per variable.
     settings: Groups,
-    /// A captured step is valid only with the slots that it was captured with.
+    /// Which variables share settings and a step counter. A captured step is valid only with the slots that it was captured
+    /// with.
     slots: HostState<Arc<Slots>>,
     /// The places of the states, in the order of the optimizer's variables.
     places: Vec<Place>,
-    /// The states, one layout for each combination of kinds of states.
+    /// The states. There is one layout for each combination of kinds of states.
     layouts: Vec<Layout>,
     tables: Vec<(usize, Arc<Work>)>,
     /// f64 numbers that the steps of all variables share, if the optimizer has any.
@@ -124,8 +125,8 @@ const fn entries(kind: StateKind, blocks: usize) -> usize {
     if matches!(kind, StateKind::Scales) { blocks } else { blocks * STATE_BLOCK }
 }
 
-/// The number of blocks that a state takes for a variable of shape `dims`. A number per element, a code per element and a
-/// scale per block take the same number of blocks.
+/// The number of blocks that a state takes for a variable of shape `dims`. It is the same for states with a number per element,
+/// a code per element or a scale per block.
 fn blocks(kind: StateKind, dims: &[usize]) -> usize {
     let elements = match kind {
         StateKind::Float | StateKind::Codes | StateKind::Scales => dims.iter().product(),
@@ -164,7 +165,7 @@ impl OnDevice {
         if !shared.is_empty() {
             made.shared = Some(Raw::from_slice(shared, shared.len(), &device)?);
         }
-        // The end, in blocks, of each state of each layout.
+        // For each layout and each of its states: the number of blocks so far.
         let mut ends: Vec<SmallVec<[usize; 4]>> = Vec::new();
         for group in groups.iter() {
             for parameter in &group.parameters {
@@ -350,7 +351,7 @@ impl OnDevice {
     ) -> Result<()> {
         let old = self.slots.get();
         let Some((new, split)) = old.split(vars, found.iter().map(|(index, _)| *index)) else { return Ok(()) };
-        // This must be before anything is queued, because it fails in a captured function, which cannot change slots.
+        // A captured function cannot change slots, so this fails there. Nothing may be queued before.
         self.slots.set(Arc::new(new))?;
         for (new, slot) in (old.group_of.len()..).zip(split) {
             let settings = settings::<R>(&groups[old.group_of[slot]].config, 0)?;
@@ -384,7 +385,7 @@ impl OnDevice {
             let group = u16::try_from(slots.of[index]).map_err(|_| {
                 Error::argument("step", "more than 65536 sets of variables have taken different numbers of steps")
             })?;
-            // Parameters without a copy share the launch of those with a bf16 copy.
+            // f32 parameters without a copy share the launch of those with a bf16 copy.
             let key = (place.layout, grads.dtype(), copy.as_ref().map_or(DType::BF16, Raw::dtype));
             let state = place.blocks.first().copied().unwrap_or(0);
             let member = Member { params, grads, copy, state, group };

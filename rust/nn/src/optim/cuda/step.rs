@@ -1,4 +1,4 @@
-//! Launches the steps of optimizers: hyper-parameters and counters are in device memory, and one launch updates any
+//! Launches the steps of optimizers. Hyper-parameters and step counters are in device memory, and one launch updates any
 //! number of variables.
 //!
 //! In a step the host only launches kernels, with the same arguments each time, so steps can be captured.
@@ -40,8 +40,8 @@ impl Groups {
         Ok(Self { settings: room(size_of::<Settings>())?, coefficients: room(size_of::<Coefficients>())? })
     }
 
-    /// Sets a group's hyper-parameters, and its step counter to that of the group `like` or, if that is None, to the
-    /// one in `settings`. This applies to the steps that are queued after it; the host does not wait.
+    /// Sets a group's hyper-parameters and its step counter. The counter becomes that of the group `like`, or the one in
+    /// `settings` if `like` is None. The change applies to the steps that are queued after it; the host does not wait.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver reports an error.
@@ -155,7 +155,7 @@ struct Place {
 pub struct Known {
     places: Vec<Place>,
     pub(super) dtypes: &'static [&'static str],
-    /// The first group; the other groups are numbered relative to it.
+    /// The lowest number of a group; on the device, groups are numbered relative to it.
     pub(super) first_group: u16,
     /// The tensors at the addresses.
     pub(super) members: Vec<Member>,
@@ -262,7 +262,10 @@ fn place(op: &'static str, member: &Member) -> Result<Place> {
     let len = member.params.elem_count();
     let fits = |tensor: &Raw| tensor.is_contiguous() && tensor.elem_count() == len;
     if !tensors.iter().flatten().all(|tensor| fits(tensor)) {
-        return Err(Error::argument(op, "a gradient or a copy differs from its variable"));
+        return Err(Error::argument(
+            op,
+            "a gradient or a copy is not contiguous or does not have the size of its variable",
+        ));
     }
     same_device(op, &member.params, &[&member.grads])?;
     let [params, grads, copy] = tensors.map(|tensor| tensor.map_or(Ok(0), |tensor| address(op, tensor)));
@@ -309,8 +312,8 @@ impl Work {
         work
     }
 
-    /// The index of the segment that contains a place, and the place's offset in elements. If the last segment does not
-    /// contain it, this starts a new one.
+    /// The index of the segment that contains `place`, and the offset of `place` in it, in elements. Starts a new segment if
+    /// the last one does not contain `place`.
     fn locate(&mut self, place: Segment, sizes: [usize; 3]) -> (u32, u32) {
         if let Some(last) = self.segments.last() {
             let base = addresses(last);
@@ -367,7 +370,8 @@ pub fn step(
     }
 }
 
-/// The launch has at most as many blocks as run at a time. The warps of these blocks take the pieces in turn.
+/// The shape of a launch for 8-bit states: at most as many blocks as run at the same time. The warps of these blocks take the
+/// pieces in turn.
 fn shape_8bit(op: &'static str, gpu: &Gpu, pieces: usize) -> Result<Shape> {
     const BLOCKS: usize = 3;
     const WARPS: usize = 8;

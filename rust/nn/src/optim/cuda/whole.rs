@@ -1,4 +1,4 @@
-//! Steps of optimizers whose update needs a whole variable. One block of threads updates each variable.
+//! Steps of optimizers whose update of an element depends on the whole variable. One block of threads updates each variable.
 
 use candle_core::{DType, Device};
 use trainable_candle_core::cuda::Gpu;
@@ -28,7 +28,7 @@ pub struct WholeTable {
     known: Known,
     variables: Raw,
     count: usize,
-    /// The scratch memory of all variables.
+    /// The scratch memory of all variables; `variables` contains addresses in it.
     _scratch: Raw,
 }
 
@@ -38,7 +38,7 @@ impl WholeTable {
     /// # Errors
     /// [`Error::Argument`] if a variable is too large, [`Error::OutOfMemory`] if the device is full.
     pub fn new(op: &'static str, known: Known, extents: &[Extent]) -> Result<Self> {
-        /// The alignment of each variable's scratch memory in f32 elements, which are 256 bytes.
+        /// The alignment of each variable's scratch memory, in f32 elements; 64 elements are 256 bytes.
         const ALIGNMENT: usize = 64;
         let gpu = Gpu::of(op, &known.members[0].params)?;
         let sizes = extents.iter().map(|extent| extent.scratch.next_multiple_of(ALIGNMENT));

@@ -194,7 +194,7 @@ impl Registers for Avx2 {
         let smaller = |a, b| intrinsics!(_mm256_min_epu16(a, b));
         let [a, b, c, d] = numbers;
         let least = smaller(smaller(a, b), smaller(c, d));
-        // AVX2 has no comparison of unsigned numbers.
+        // AVX2 has no comparison of unsigned numbers: x < limit is tested as min(x, limit - 1) = x.
         let below = intrinsics!(_mm256_cmpeq_epi16(smaller(least, _mm256_set1_epi16(limit.cast_signed() - 1)), least));
         intrinsics!(_mm256_movemask_epi8(below) != 0)
     }

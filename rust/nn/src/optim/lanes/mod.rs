@@ -1,7 +1,7 @@
 //! An interface to registers of f32, with which a step over 8-bit states is written once for AVX-512, AVX2 and any other
 //! processor.
 //!
-//! The compiler vectorises plain loops, but not the look-ups in the map of codes around the arithmetic here. It also turns a
+//! The compiler vectorises the arithmetic of plain loops, but not the look-ups of codes around it. It also turns a
 //! conditional store into a masked store, which takes AMD's processors 42 micro-operations. All implementations of
 //! [`Lanes`] round in the same way, so that states and parameters are equal bit for bit.
 

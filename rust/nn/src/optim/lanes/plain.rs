@@ -1,4 +1,4 @@
-//! [`Lanes`] of any processor: arrays, which the compiler puts into registers where it can.
+//! [`Lanes`] for any processor. The values are in arrays, which the compiler may put into registers.
 
 use super::Lanes;
 use crate::optim::quant::{BLOCK_SIZE, Codebook};

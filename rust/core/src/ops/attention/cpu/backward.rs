@@ -1,4 +1,4 @@
-//! The gradients, block by block, from the log-sums of the forward pass (Dao et al. 2022, algorithm 4).
+//! The gradients of attention, block by block, from the log-sums of the forward pass (Dao et al. 2022, algorithm 4).
 
 use std::ops::Range;
 
@@ -93,7 +93,7 @@ struct BackwardPass<'a, T: Elem> {
     result: Matrices<'a, T>,
     grad: Matrices<'a, T>,
     log_sums: &'a [T::Acc],
-    /// Widths of queries and keys, and of values.
+    /// The width of queries and keys, and the width of values.
     widths: [usize; 2],
     /// Where the gradients of q, k and v are written; None if a gradient is not wanted.
     rows: &'a [Option<Rows<'a, T>>; 3],
@@ -109,12 +109,12 @@ struct Scratch<R> {
 impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
     fn run(&self) {
         let attention = self.scores.attention;
-        // `heads` counts the heads of keys. Several heads of queries share one head of keys: `blocks` is the
-        // number of their blocks of queries. The blocks of one head of queries come before those of the next.
+        // `heads` is the number of key heads; a group of query heads shares each. `blocks` is the number of blocks of
+        // queries in a group; the blocks of one query head come before those of the next.
         let (heads, keys) = (attention.heads() / attention.group, attention.keys());
         let blocks = attention.group * attention.queries().div_ceil(QUERIES);
-        // With few heads, the blocks of a head are split into ranges. Each range sums what its
-        // queries add to the gradients of all keys and values; these sums are added up at the end.
+        // With few key heads, the blocks of a group are split into ranges. Each range sums what its queries add to the
+        // gradients of all keys and values of the head; these sums are added up at the end.
         let parts = BACKWARD_TASKS.div_ceil(heads.max(1)).clamp(1, blocks.max(1));
         let per_part = blocks.div_ceil(parts).max(1);
         let parts = blocks.div_ceil(per_part).max(1);
@@ -170,9 +170,9 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
         }
     }
 
-    /// Writes the gradients of the queries in `blocks`, whose heads share the head `key_head` of keys. Adds what these
+    /// Writes the gradients of the queries in `blocks`, whose heads share the key head `key_head`. Adds what these
     /// queries contribute to the gradients of that head's keys and values to `grads`, which holds the gradients of the
-    /// keys and, behind them, those of the values.
+    /// keys and, after them, those of the values.
     fn query_blocks(&self, key_head: usize, blocks: Range<usize>, scratch: &mut Scratch<T::Acc>, grads: &mut [T::Acc]) {
         let attention = self.scores.attention;
         let [width, value_width] = self.widths;

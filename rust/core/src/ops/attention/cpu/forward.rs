@@ -90,7 +90,7 @@ fn forward_blocks<T: Elem<Acc: Elem<Acc = T::Acc>>>(
                 || {
                     for (row, (state, log_sum)) in state.iter().zip(log_sums).enumerate() {
                         *log_sum = state.max + state.sum.ln();
-                        // No key is visible: the result is zero, not zero divided by zero.
+                        // If no key is visible, the sum is zero, and the result is zero instead of 0 / 0.
                         let scale = if state.sum == T::Acc::ZERO { T::Acc::ZERO } else { T::Acc::ONE / state.sum };
                         for r in &mut result[row * value_width..(row + 1) * value_width] {
                             *r *= scale;

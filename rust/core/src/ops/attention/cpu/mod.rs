@@ -41,7 +41,7 @@ pub(super) enum Sight {
     All,
     /// Those up to its own position.
     Causal,
-    /// Those of its segment of a packed row.
+    /// Those of its segment of a packed row, up to its own position and inside its window.
     Segments(Spans),
 }
 
@@ -81,7 +81,7 @@ impl Attention {
         self.scores[self.scores.len() - 1]
     }
 
-    /// The mask, one number for each score.
+    /// The mask, broadcast to the shape of the scores.
     fn broadcast(&self, mask: Option<&Raw>) -> Result<Option<Raw>> {
         Ok(mask.map(|mask| mask.broadcast_as(self.scores.as_slice())).transpose()?)
     }
@@ -147,7 +147,7 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> Scores<'_, T> {
     }
 }
 
-/// Adds the mask of a query, one number or one for each key, to its scores of some keys.
+/// Adds the mask of a query to its scores of `keys`. The mask has a number for each key, or a single number for all.
 #[inline(always)]
 fn add_mask<R: Real>(mask: &[R], keys: &Range<usize>, scores: &mut [R]) {
     if let [number] = mask {

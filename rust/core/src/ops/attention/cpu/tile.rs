@@ -16,7 +16,7 @@ pub(super) struct Matrices<'a, T> {
     data: &'a [T],
     offsets: Vec<usize>,
     columns: usize,
-    /// Of rows and columns.
+    /// Distances between neighbouring rows and between neighbouring columns, in elements.
     strides: [usize; 2],
 }
 
@@ -39,7 +39,7 @@ impl<'a, T: Elem> Matrices<'a, T> {
         MatRef::new(&self.data[start..], [rows.len(), self.columns], self.strides)
     }
 
-    /// The elements of a row, which are consecutive; one element if the row repeats this element.
+    /// The elements of a row, which must be adjacent. If the row repeats one element (stride 0), only this element.
     pub fn row(&self, head: usize, row: usize) -> &'a [T] {
         let start = self.offsets[head] + row * self.strides[0];
         let len = if self.strides[1] == 0 { 1 } else { self.columns };

@@ -1,4 +1,4 @@
-//! Attention on compute capability 9.0, whose copy engine loads the tiles: the host side of `attention_hopper.cu`.
+//! Attention on compute capability 9.0, whose copy engine (TMA) loads the tiles: the host side of `attention_hopper.cu`.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::attention_hopper::{
@@ -19,25 +19,27 @@ use crate::cuda::launch::{Const, Kernel, Mut, Shape, empty, input, optional_inpu
 use crate::cuda::tensor_map::Encoder;
 use crate::{Raw, Result};
 
-/// The fewest queries and keys: with fewer, the general kernels are as fast.
+/// The fewest queries, and the fewest keys, for these kernels: with fewer, the general kernels are as fast.
 pub(in crate::ops::attention) const FEWEST: u32 = 256;
 /// Keys in a tile.
 pub(in crate::ops::attention) const KEYS: u32 = 128;
 /// Rows of results that are stored at once.
 pub(in crate::ops::attention) const STORED: u32 = 64;
-/// The cost of adding up the parts of split items, in steps of the kernel.
+/// The time that it takes to add up the parts of split items, in steps of the kernel (see [`schedule`]).
 const SPLIT_COST: u64 = 5;
-/// Threads in a block of all kernels but those of the forward and of the backward pass.
+/// Threads in a block of the kernels that compute statistics, sum parts or finish the backward pass.
 pub(in crate::ops::attention) const THREADS: u32 = 256;
 
 /// The constants of the kernels of one width: tiles, threads and shared memory.
 struct Form {
     columns: u32,
     forward_queries: u32,
+    /// The kernel, its threads per block, and its bytes of shared memory.
     forward: (&'static Kernel<Forward>, u32, u32),
     sum: &'static Kernel<Sum>,
     backward_queries: u32,
     statistics: &'static Kernel<Statistics>,
+    /// The kernel, and its bytes of shared memory.
     backward: (&'static Kernel<Backward>, u32),
     finish: &'static Kernel<Finish>,
 }
@@ -73,8 +75,9 @@ impl Width {
     }
 }
 
-/// Distributes `items` of `steps` steps each over `blocks` blocks: the items that would leave blocks idle at the end
-/// are split if splitting saves more time than it costs.
+/// Distributes `items` of `steps` steps each over `blocks` blocks. An item is a tile of queries (forward pass) or of keys
+/// (backward pass) of a head; its steps are the tiles of keys or of queries that the kernel loops over. The last items,
+/// which would leave blocks idle, are split if splitting saves more time than it costs.
 fn schedule(blocks: u32, items: u32, steps: u32) -> Schedule {
     let whole = items / blocks * blocks;
     let rounds = u64::from(items.div_ceil(blocks)) * u64::from(steps);
@@ -89,7 +92,7 @@ fn parts(op: &'static str, gpu: &Gpu, schedule: &Schedule, values: u32) -> Resul
     (schedule.whole < schedule.items).then(|| empty(op, gpu, &dims, DType::F32)).transpose()
 }
 
-/// Whether a tensor map can describe the operand: a map cannot have repeated dimensions.
+/// Whether a tensor map can describe the operand: the strides of a map cannot be 0 or 2^39 and more.
 pub(in crate::ops::attention) fn is_mapped(heads: &Heads, sizes: &AttentionShape) -> bool {
     let Strides { batch, head, row } = heads.strides;
     [(2, row), (sizes.heads, head), (sizes.batch, batch)]
@@ -166,7 +169,7 @@ impl Attention<'_> {
         fits.then(|| form.hopper())
     }
 
-    /// Computes the result and the logarithms of the sums; false if only the general kernels support the operands.
+    /// Computes the result and the log-sum-exp of the scores of each query; false if only the general kernels support the operands.
     pub(super) fn hopper_forward(
         &self,
         gpu: &Gpu,
@@ -290,7 +293,7 @@ mod tests {
         // A few items at the end would leave most blocks idle.
         assert_eq!(whole(1330, 35), 1320);
         assert_eq!(whole(20, 32), 0);
-        // The sum would cost more than the wait.
+        // Adding up the parts would take longer than blocks would be idle.
         assert_eq!(whole(640, 8), 640);
         assert_eq!(whole(1, 1), 1);
     }

@@ -70,7 +70,7 @@ impl Heads {
         Mut::new(self.address, element(self.raw.dtype()))
     }
 
-    /// Where a kernel writes a gradient: null if there is none.
+    /// The address and the strides of a gradient that a kernel writes; null if there is no gradient.
     pub(super) fn place(gradient: Option<&Self>) -> (Mut, Strides) {
         gradient.map_or((Mut::NULL, NO_STRIDES), |gradient| (gradient.output(), gradient.strides))
     }
@@ -137,7 +137,7 @@ impl Attention<'_> {
         })
     }
 
-    /// The mask, one number per score: its description, and the tensor, which must live until the launch.
+    /// The mask, broadcast to the scores: its description for kernels, and the tensor, which must live until the launch.
     fn mask(&self, mask: Option<&Raw>) -> Result<(Mask, Option<Raw>)> {
         let Some(mask) = mask else { return Ok((Mask { numbers: 0, batch: 0, head: 0, query: 0, key: 0 }, None)) };
         let mask = mask.broadcast_as(self.scores)?;
@@ -385,8 +385,8 @@ impl Attention<'_> {
         Ok(deltas)
     }
 
-    /// Sums the parts of the gradient of the keys and of that of the values, each if its parts are given. `sizes.heads` is the
-    /// number of heads of keys, not of queries.
+    /// Sums the parts of the gradients of the keys and of the values. A gradient without parts is left out. `sizes.heads` is
+    /// the number of heads of keys, not of queries.
     pub(super) fn sum_parts(
         &self,
         gpu: &Gpu,
@@ -412,8 +412,8 @@ impl Attention<'_> {
         unsafe { gpu.function(&ATTENTION_SUM_PARTS, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }
     }
 
-    /// The number of ranges into which the queries are split. With few keys, the gradients of the keys are summed in
-    /// parts, one part per range, to fill the device.
+    /// The number of ranges into which the queries are split. With few keys, the gradients of keys and values are summed
+    /// in parts, one part per range, to fill the device.
     fn parts(&self, sizes: &AttentionShape) -> u32 {
         const BLOCKS: u32 = 396;
         let blocks = sizes.keys.div_ceil(64) * sizes.batch * sizes.heads;

@@ -19,7 +19,8 @@ const MOST_SCORES: usize = 1 << 25;
 const MOST_VALUES: usize = 1 << 30;
 
 impl Attention<'_> {
-    /// Whether heads are so wide that the plain form, which computes the scores again for every 64 columns of the result, is slow.
+    /// Whether heads are so wide that the plain kernel would be slow: it computes the scores again for every 64 columns of the
+    /// result. False for masked and causal attention, which only the plain kernel supports at this width.
     pub(super) fn is_wide(&self, [width, value_width]: [usize; 2], mask: Option<&Raw>) -> bool {
         width.min(value_width) > WIDEST && mask.is_none() && !self.is_causal && self.scores.last() != Some(&0)
     }
@@ -34,7 +35,8 @@ impl Attention<'_> {
         let numbers = accumulator(dtype);
         let function = gpu.function(&LOGSUMEXP_FORWARD, suffix(op, numbers)?)?;
         let sums = output(op, log_sums)?;
-        // `pairs` takes all of v as one row, so the three parts of its result are matrices one below the other.
+        // `pairs` splits each f32 number into bf16 parts. It gets all of v as one row, so the three parts of its result are
+        // matrices one below the other.
         let in_pairs = uses_pairs(dtype) && keys.is_multiple_of(8) && v.dims()[rank - 1] <= MOST_VALUES / keys;
         for head in 0..heads {
             let [q, k, v, o] =

@@ -1,6 +1,6 @@
 //! Causal attention inside the segments of a packed row: several sequences one after another, whose queries see only
-//! keys of their own sequence (Krell et al. 2021, arXiv:2107.02027). Heads of queries may share heads of keys and
-//! values (Ainslie et al. 2023, arXiv:2305.13245), and a window may limit how far back a query sees (Beltagy et al.
+//! keys of their own sequence (Krell et al. 2021, arXiv:2107.02027). Query heads may share key and value
+//! heads (grouped-query attention, Ainslie et al. 2023, arXiv:2305.13245), and a window may limit how far back a query sees (Beltagy et al.
 //! 2020, arXiv:2004.05150).
 //!
 //! The bounds of the segments are turned into spans once, in memory of the device: for each position the first key that
@@ -24,7 +24,7 @@ pub(super) static VARLEN: OpInfo = OpInfo::expensive("varlen_attention");
 /// `(N, heads, D)`. A query sees the keys of its segment up to its own position.
 ///
 /// `cu_seqlens (M + 1)`, i64 or u32 on the device of q, are the bounds of M segments: the first bound is 0, the bounds
-/// ascend, and segment i has the rows from bound i up to, but without, bound i + 1. Bounds may repeat, so that a buffer
+/// ascend, and segment i has the rows from bound i up to bound i + 1, exclusive. Bounds may repeat, so that a buffer
 /// of fixed size can hold the bounds of fewer segments. Rows from the last bound on belong to no segment: their results
 /// and gradients are zero. With `window` w a query at position i of its row sees only keys at positions above i - w: at
 /// most w keys, including its own. Head h of q sees head h / (heads / key heads) of k and v. `scale` is 1/√D unless
@@ -117,12 +117,12 @@ impl Varlen {
         Ok(Self { rows, heads, key_heads, scale: scale_of(op, width, scale)? })
     }
 
-    /// Heads of queries that share a head of keys.
+    /// The number of query heads that share a key head.
     pub const fn group(&self) -> usize {
         self.heads / self.key_heads
     }
 
-    /// The result (rows, heads, width) and the logarithms of the sums (heads, rows), for operands (rows, heads, width).
+    /// The result (rows, heads, width) and the log-sum-exp of the scores of each query (heads, rows), for operands (rows, heads, width).
     pub fn forward(&self, inputs: [&Raw; 3], spans: &Raw) -> Result<(Raw, Raw)> {
         let [q, k, v] = inputs.map(|raw| raw.transpose(0, 1));
         let inputs = [&q?, &k?, &v?];
@@ -246,7 +246,7 @@ fn spans_of(bounds: &[i64], rows: usize, window: Option<usize>) -> Result<Vec<u3
                 VARLEN.name,
                 format!(
                     "bound {at} of cu_seqlens is {bound}, expected {}",
-                    if at == 0 { "0".into() } else { format!("{last} to {rows}: bounds ascend up to the rows of q") }
+                    if at == 0 { "0".into() } else { format!("{last} to {rows}: bounds ascend, q has {rows} rows") }
                 ),
             ));
         };

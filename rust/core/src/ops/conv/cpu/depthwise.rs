@@ -1,4 +1,4 @@
-//! Convolutions of each channel by itself. Vectors run along the channels.
+//! Depthwise convolutions: each channel by itself. A SIMD vector has neighbouring channels.
 
 use super::super::geometry::Geometry;
 use super::patch::Axis;

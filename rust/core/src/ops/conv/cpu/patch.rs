@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 use crate::cpu::gemm::Run;
 use crate::cpu::{Elem, Real, dispatch};
 
-/// The most positions of a part in a line.
+/// The maximum width of a part, in positions.
 const MAX_COLUMNS: usize = 96;
 /// The maximum number of elements of a copy, so that it stays in the second-level cache. A copy of [`MIN_LINES`] lines
 /// may exceed this.
@@ -28,8 +28,8 @@ pub(in crate::ops::conv) struct Axis {
     pub source: usize,
     /// Positions of the source from one position of the target to the next.
     pub step: usize,
-    /// The places (positions) of the kernel in the order of rising offsets: at a place, position i reads position i ·
-    /// step + offset of the source.
+    /// The places (positions) of the kernel, each with its offset, in the order of rising offsets. At a place, position i of
+    /// the target reads position i · step + offset of the source.
     pub places: SmallVec<[(usize, isize); 8]>,
 }
 
@@ -130,7 +130,7 @@ impl Patch {
         }
     }
 
-    /// Elements of the copy, and some beyond its end, which tiles larger than the part may read.
+    /// Elements of the copy, and some beyond its end. Tiles that are larger than the part may read those.
     pub fn len(&self) -> usize {
         const SLACK: usize = 64;
         self.size[0] * self.line_len() + 3 * self.column_step() + SLACK
@@ -141,12 +141,12 @@ impl Patch {
         self.size[1] * self.channels
     }
 
-    /// Elements from one position of the target in a line to the next.
+    /// Elements of the copy between what neighbouring positions of a target line read.
     pub fn column_step(&self) -> usize {
         self.step[1] * self.channels
     }
 
-    /// Elements from one line of the target to the next.
+    /// Elements of the copy between what neighbouring lines of the target read.
     pub fn line_step(&self) -> usize {
         self.step[0] * self.line_len()
     }
@@ -156,7 +156,8 @@ impl Patch {
         line * self.line_step() + column * self.column_step()
     }
 
-    /// The stretches of the copy that the first position reads at all places, and the length of each.
+    /// The stretches of the copy that the first position reads, for all places of the kernel, and the length of each
+    /// stretch.
     pub fn runs(&self, axes: &[Axis; 2]) -> (Vec<Run>, usize) {
         let width = axes[1].places.len();
         let dense = axes[1].is_dense();

@@ -3,7 +3,8 @@
 //!
 //! A part of the image, with the zeros around it, is copied to memory that stays in the second-level cache. The
 //! register tiles of the matrix product then read it in place, several positions at a time, against packed panels of
-//! the weight. There is no im2col matrix, and each element of the result is summed in one order, whatever the parts.
+//! the weight. There is no im2col matrix, and each element of the result is summed in the same order, however the image
+//! is divided into parts.
 
 use std::ops::Range;
 
@@ -18,7 +19,7 @@ use crate::cpu::{Elem, Real, vectorized};
 
 /// Terms of a sum that are added at a time, so that the panels of the weight stay in the second-level cache.
 const STEPS: usize = 2944;
-/// Multiply-adds that are worth a thread.
+/// The fewest multiply-adds for which a task of its own is worth its cost.
 const MIN_WORK: usize = 1 << 18;
 
 /// target(position) = Σ weight(place) · source(position · step + offset of the place), zero outside of the source.
@@ -34,7 +35,7 @@ pub(in crate::ops::conv) struct Stencil {
     weight: WeightStrides,
 }
 
-/// Distances in the weight.
+/// The strides of the weight.
 #[derive(Clone, Copy)]
 struct WeightStrides {
     /// Stride of channels of the target.
@@ -150,7 +151,7 @@ impl Phase<'_> {
         self.stencil.target[2] / self.stencil.groups
     }
 
-    /// The channels of a group of the source in blocks of equal size; at least one block, maybe empty.
+    /// The channels of a group of the source in blocks, of equal size except for the last; at least one block, maybe empty.
     fn blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let depth = self.depth();
         let most = (STEPS / self.places().max(1)).max(16);
@@ -158,7 +159,7 @@ impl Phase<'_> {
         (0..depth.max(1)).step_by(size.max(1)).map(move |start| start..depth.min(start + size))
     }
 
-    /// Start in the packed weight of the panels from `row` on, for a block of channels of a group.
+    /// Where the packed weight has the panels from `row` on for a block of a group's source channels.
     fn packed_at(&self, group: usize, block: &Range<usize>, row: usize) -> usize {
         let rows = packed_len(self.shape, Along::Rows, self.rows(), 1);
         self.places() * (rows * (group * self.depth() + block.start) + row * block.len())
@@ -201,7 +202,7 @@ impl Phase<'_> {
                 }
             }
         });
-        // SAFETY: the panels cover it.
+        // SAFETY: the panels cover all `len` elements.
         unsafe { packed.set_len(len) };
         packed
     }
@@ -241,8 +242,8 @@ impl Phase<'_> {
     }
 }
 
-/// The number of parts, at most `most`, that each of `tasks` is split into, so that all threads have work until the
-/// end.
+/// The number of parts, at most `most`, into which each of `tasks` tasks is split, so that all threads have work until
+/// the end.
 pub(super) fn splits(tasks: usize, most: usize) -> usize {
     let threads = num_threads();
     if tasks >= 4 * threads || tasks.is_multiple_of(threads) {
@@ -251,7 +252,7 @@ pub(super) fn splits(tasks: usize, most: usize) -> usize {
     (4 * threads).div_ceil(tasks.max(1)).min(most.max(1))
 }
 
-/// Some panels of channels of the target at some of its positions.
+/// A part of the work: some panels of the target's channels at some positions.
 struct Part<'a> {
     phase: &'a Phase<'a>,
     rect: &'a Rect,
@@ -314,7 +315,7 @@ struct Tiles<'a, T, W> {
     part: &'a Part<'a>,
     patch: &'a Patch,
     memory: *const T,
-    /// The stretches of the patch under the places of a position, in the order of the weight, and the length of each.
+    /// The runs of adjacent elements of the patch that a position reads, in the order of the weight, and their length.
     runs: &'a (Vec<Run>, usize),
     weight: W,
     target: *mut T,
@@ -356,7 +357,8 @@ impl<'a, T: Real, W: Fn(usize) -> &'a [T]> WithSimd for Tiles<'_, T, W> {
                         accumulate: self.accumulate,
                     };
                     let b = Broadcast { ptr: b, step: 1, column: patch.column_step() };
-                    // SAFETY: the packed panel of these rows, a patch with room for a whole tile, and elements of this part.
+                    // SAFETY: `a` is the packed panel of these rows, the patch has room for a whole tile, and `c` has elements
+                    // of this part.
                     unsafe { Tile { runs: &runs, k: *k, a, a_step, b, c, rows, columns: count }.run(simd) };
                     column += count;
                 }

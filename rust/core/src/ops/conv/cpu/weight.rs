@@ -13,7 +13,7 @@ use crate::cpu::gemm::{Along, Broadcast, Run, Side, Target, Tile, TileShape, pac
 use crate::cpu::pool::{SharedMut, par_ranges};
 use crate::cpu::{Elem, Real, vectorized};
 
-/// A stretch of the weight of one output channel that is multiplied with adjacent elements of the copy.
+/// Adjacent elements of an output channel's weight, whose gradients are computed from adjacent elements of the copy.
 struct Stretch {
     /// Start in the weight.
     weight: usize,
@@ -55,7 +55,7 @@ pub(super) fn grad_weight<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> 
     result
 }
 
-/// Some channels of a group and some of its output channels.
+/// A part of the work: some input channels and some output channels of a group.
 struct Part<'a> {
     geometry: &'a Geometry,
     axes: &'a [Axis; 2],
@@ -120,8 +120,8 @@ impl Part<'_> {
         });
     }
 
-    /// The stretches of an output channel's weight that are multiplied with the channels of this part: one per line of
-    /// the kernel if the part has all channels and places are dense, otherwise one per place.
+    /// The stretches of an output channel's weight whose gradients this part computes: one per line of the kernel if the
+    /// part has all channels and places are dense, otherwise one per place.
     fn stretches(&self, patch: &Patch) -> Vec<Stretch> {
         let (depth, channels) = (self.geometry.channels_per_group(), self.channels.len());
         let kernel_width = self.geometry.kernel[1];
@@ -146,7 +146,8 @@ impl Part<'_> {
 struct Tiles<'a, T> {
     part: &'a Part<'a>,
     stretches: &'a [Stretch],
-    /// Lines of positions. The offsets in the gradient are in units of the width of its panel.
+    /// A run for each line of positions. `b` is the number of the line's first position in the packed gradient, not yet
+    /// multiplied by the width of a panel.
     runs: Vec<Run>,
     /// Positions of a line.
     k: usize,

@@ -1,4 +1,4 @@
-//! Convolution on compute capability 9.0, whose copy engine loads the windows: the host side of `conv_hopper.cu`.
+//! Convolution on compute capability 9.0, whose copy engine (TMA) loads the windows: the host side of `conv_hopper.cu`.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::conv_hopper::{
@@ -133,7 +133,7 @@ impl Sizes {
         }
     }
 
-    /// Height and width of a phase of the gradient of the input.
+    /// The axes (height, width) of a phase of the gradient of the input.
     fn grad_input_axes(&self, phase: u32) -> [Axis; 2] {
         [self.grad_input_axis(0, phase / self.stride[1]), self.grad_input_axis(1, phase % self.stride[1])]
     }
@@ -157,12 +157,12 @@ impl Sizes {
     }
 }
 
-/// The requirements of all three kernels on their operands.
+/// Whether the operands meet the requirements that all three kernels have.
 fn runs_on(gpu: &Gpu, sizes: &Sizes, dtype: DType, channels: &[u32], addresses: &[Address]) -> bool {
     gpu.is_hopper() && !MODULE.image.is_empty() && sizes.fits(dtype, channels, 8, addresses)
 }
 
-/// y from dense operands; false if the general kernels serve these sizes.
+/// Computes y from dense operands. Returns false, without an effect, if these kernels do not support the operands.
 pub(super) fn forward(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands: Operands) -> Result<bool> {
     let Operands { dtype, from, weights, bias } = operands;
     let (to, windows) = (output(op, y)?, sizes.windows());
@@ -199,7 +199,7 @@ pub(super) fn forward(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, opera
     Ok(true)
 }
 
-/// The gradient of the input from dense operands; false if the general kernels serve these sizes.
+/// Computes the gradient of the input from dense operands. Returns false as [`forward`] does.
 pub(super) fn grad_input(
     op: &'static str,
     gpu: &Gpu,
@@ -253,7 +253,7 @@ pub(super) fn grad_input(
     Ok(true)
 }
 
-/// The gradient of the weight from dense operands; false if the general kernels serve these sizes.
+/// Computes the gradient of the weight from dense operands. Returns false as [`forward`] does.
 pub(super) fn grad_weight(
     op: &'static str,
     gpu: &Gpu,

@@ -45,7 +45,7 @@ struct Sizes {
 /// The number of blocks that fills a large GPU; sums are split if a launch would have fewer. It is the same on every
 /// GPU, so that results are the same too.
 const BLOCKS: usize = 132;
-/// The largest grid in its second and third dimension.
+/// The largest size of a grid in its second and in its third dimension.
 const MOST: u32 = 65_535;
 /// Values along a sum that a block takes at a time.
 const STEP: usize = 64;
@@ -165,7 +165,7 @@ fn sum_parts(
     unsafe { function.launch(op, gpu, shape, Conv2dSum { y, partials, bias, count: count as u64, columns, splits }) }
 }
 
-/// Dense operands of `dtype`, and a bias in the dtype of the result; null if there is none.
+/// Dense operands of `dtype`, and a bias in the dtype of the result. The bias is null if there is none.
 #[derive(Clone, Copy)]
 struct Operands {
     dtype: DType,
@@ -174,7 +174,8 @@ struct Operands {
     bias: Const,
 }
 
-/// The arguments of a kernel for its results: y in the operands' dtype with its bias, or f32 sums with their bias.
+/// Where a kernel writes its results: as f32 sums plus `sums_bias` to `partials`, unless `partials` is null; otherwise to
+/// `y`, in the operands' dtype, plus `bias`.
 struct Places {
     y: Mut,
     bias: Const,
@@ -197,7 +198,7 @@ impl<'a> Sums<'a> {
         Ok(Self { y, partials, splits })
     }
 
-    /// The kernel's arguments. If the operands are narrower than the result, the sums are the result.
+    /// The kernel's arguments. If the operands have a narrower dtype than the result, the f32 sums are the result.
     fn places(&self, op: &'static str, operands: &Operands) -> Result<Places> {
         let y = if self.y.dtype() == operands.dtype { output(op, self.y)? } else { Mut::NULL };
         let none = Places { y, bias: Const::NULL, partials: Mut::NULL, sums_bias: Const::NULL };
@@ -226,7 +227,7 @@ impl Geometry {
     }
 }
 
-/// The result.
+/// The convolution of `x` with `weight`, plus `bias`.
 pub(super) fn forward(geometry: &Geometry, x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Raw> {
     let (x, weight) = (contiguous(x)?, contiguous(weight)?);
     let bias = bias.map(contiguous).transpose()?;

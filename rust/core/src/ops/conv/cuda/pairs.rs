@@ -14,8 +14,8 @@ const PARTS: usize = 3;
 /// Channels that a thread takes at a time.
 const GROUP: usize = 8;
 
-/// The kernels for the two factors, which split a number into hi + lo: `LEFT` stores the parts hi hi lo, `RIGHT` hi lo
-/// hi.
+/// The kernels that split the numbers of the left and of the right factor into hi + lo. `LEFT` stores a number as hi, hi,
+/// lo, and `RIGHT` as hi, lo, hi.
 pub(in crate::ops) const LEFT: &Kernel<PairsLeft> = &PAIRS_LEFT;
 pub(in crate::ops) const RIGHT: &Kernel<PairsLeft> = &PAIRS_RIGHT;
 

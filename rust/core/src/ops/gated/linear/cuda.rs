@@ -10,9 +10,11 @@ use crate::cuda::launch::{Shape, address, count32, empty, input, output, suffix}
 use crate::ops::low_rank::LastProduct;
 use crate::{Raw, Result};
 
-/// Columns of a block and of a warp, and rows of a block.
+/// Columns of a block of threads.
 const BLOCK: usize = 256;
+/// Columns of a warp.
 const WARP: usize = 32;
+/// Rows of a block of threads.
 const ROWS: usize = 128;
 
 /// Whether the kernels support these products, which belong to one or both halves of 2 `width` columns.
@@ -31,7 +33,7 @@ pub fn takes<'a>(dtype: DType, width: usize, products: impl Iterator<Item = Last
     fits && count > 0 && matches!(dtype, DType::F16 | DType::BF16) && width.is_multiple_of(WARP)
 }
 
-/// The unit, (rows, n), of the sum of y (rows, 2 n) and the late products (see [`Late`]).
+/// Applies the gated unit to the sum of y (rows, 2 n) and the late products (see [`Late`]); the result is (rows, n).
 pub fn forward(y: &Raw, late: &Late<Raw>) -> Result<Raw> {
     let op = SWIGLU_LINEAR_GROUP.name;
     let (gpu, rows, columns) = (Gpu::of(op, y)?, y.dims()[0], y.dims()[1]);

@@ -12,9 +12,9 @@ use crate::compute::{self, on_device};
 use crate::ops::activation::Silu;
 use crate::ops::linear::{as_matrix, forward, with_last};
 use crate::ops::linear_group::{LinearGroup, linear_group};
-use crate::ops::low_rank::{LastProduct, LowRankBackward};
+use crate::ops::low_rank::{LastProduct, LowRankBackward, LowRanks};
 use crate::raw::{Raw, own_copy};
-use crate::tape::{Again, Backward, BackwardContext, OpInfo, Saved, record_with_aux};
+use crate::tape::{Again, Backward, BackwardContext, OpInfo, Saved, Saver, record_with_aux};
 use crate::{Error, Result, Tensor, checkpoint};
 
 pub(super) static SWIGLU_LINEAR_GROUP: OpInfo = OpInfo::expensive("swiglu_linear_group");
@@ -36,7 +36,7 @@ pub fn swiglu_linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor>
     if !features.is_multiple_of(2) {
         return Err(Error::shape(
             op,
-            format!("the maps have {features} results, expected an even number: features, gate"),
+            format!("the maps have {features} results, expected an even number: features and gate"),
         ));
     }
     let low_ranks = group.low_ranks(x.dtype())?;
@@ -51,28 +51,39 @@ pub fn swiglu_linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor>
         &SWIGLU_LINEAR_GROUP,
         &inputs,
         || {
-            let matrix = as_matrix(&x.raw)?;
-            let y = forward(&matrix, group.weight, group.bias.map(|b| &b.raw))?;
-            let (late, hidden) = if are_late {
-                let hidden = low_ranks.hidden(&matrix)?;
-                let products = low_ranks.last_products().map(LastProduct::cloned).collect();
-                (Some(Late { hidden: hidden.clone(), products }), Some(hidden))
-            } else {
-                (None, low_ranks.add_to(&y, &matrix)?)
-            };
+            let Maps { y, hidden, late } = Maps::of(&as_matrix(&x.raw)?, group, &low_ranks, are_late)?;
             let result = unit(&y, late.as_ref())?.reshape(&shape)?;
             Ok((result, std::iter::once(y).chain(hidden).collect()))
         },
         |saver, _, aux| Gated {
             low_rank: low_ranks.save(saver, x, group.weight, aux.get(1)),
             y: saver.save_raw(&aux[0]),
-            late: aux
-                .get(1)
-                .filter(|_| are_late)
-                .map(|hidden| Late { hidden: saver.save_raw(hidden), products: low_ranks.save_last_products(saver) }),
+            late: aux.get(1).filter(|_| are_late).map(|hidden| Late::save(saver, hidden, &low_ranks)),
             shape: shape.clone(),
         },
     )
+}
+
+/// The results of the maps.
+pub(super) struct Maps {
+    /// Without the late products, (rows, 2 n).
+    pub y: Raw,
+    /// x Aᵀ of all adapters side by side.
+    pub hidden: Option<Raw>,
+    pub late: Option<Late<Raw>>,
+}
+
+impl Maps {
+    pub fn of(x: &Raw, group: LinearGroup<'_>, low_ranks: &LowRanks<'_>, are_late: bool) -> Result<Self> {
+        let y = forward(x, group.weight, group.bias.map(|b| &b.raw))?;
+        if !are_late {
+            let hidden = low_ranks.add_to(&y, x)?;
+            return Ok(Self { y, hidden, late: None });
+        }
+        let hidden = low_ranks.hidden(x)?;
+        let products = low_ranks.last_products().map(LastProduct::cloned).collect();
+        Ok(Self { y, hidden: Some(hidden.clone()), late: Some(Late { hidden, products }) })
+    }
 }
 
 /// Low-rank products that are not yet added to the maps' results.
@@ -83,7 +94,11 @@ pub(super) struct Late<S> {
 }
 
 impl Late<Saved> {
-    fn get(&self) -> Result<Late<Raw>> {
+    pub fn save(saver: &mut Saver<'_>, hidden: &Raw, low_ranks: &LowRanks<'_>) -> Self {
+        Self { hidden: saver.save_raw(hidden), products: low_ranks.save_last_products(saver) }
+    }
+
+    pub fn get(&self) -> Result<Late<Raw>> {
         let products = self.products.iter().map(LastProduct::get).collect::<Result<_>>()?;
         Ok(Late { hidden: self.hidden.get()?, products })
     }
@@ -91,7 +106,7 @@ impl Late<Saved> {
 
 impl Late<Raw> {
     /// The sum of y (rows, 2 n) and the products.
-    fn added_to(&self, y: &Raw) -> Result<Raw> {
+    pub fn added_to(&self, y: &Raw) -> Result<Raw> {
         let sum = own_copy(y)?;
         for LastProduct { up, columns, ranks, scale } in &self.products {
             let (columns, hidden) =
@@ -102,8 +117,8 @@ impl Late<Raw> {
     }
 }
 
-/// The unit of the sum of y (rows, 2 n) and the late products.
-fn unit(y: &Raw, late: Option<&Late<Raw>>) -> Result<Raw> {
+/// Applies the gated unit to the sum of y (rows, 2 n) and the late products.
+pub(super) fn unit(y: &Raw, late: Option<&Late<Raw>>) -> Result<Raw> {
     let width = y.dims()[1] / 2;
     match late {
         Some(late) => on_device!(

@@ -93,8 +93,8 @@ impl Targets {
     }
 }
 
-/// The loss and the log-sum-exp of each row of `logits (..., classes)` in the accumulator dtype; 0 where there is no
-/// target.
+/// The loss and the log-sum-exp of each row of `logits (..., classes)` in the accumulator dtype. The loss is 0 where there
+/// is no target.
 pub(in crate::ops::loss) fn losses(
     op: &'static str,
     logits: &Raw,

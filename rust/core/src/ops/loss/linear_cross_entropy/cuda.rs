@@ -39,8 +39,8 @@ pub(super) fn log_probs_backward(
     Ok(run(op, head, targets, Some(&scales), true)?.1)
 }
 
-/// The losses of each chunk, and the gradients of the sum of all losses, each weighted by its element of `scales (N)`
-/// if given.
+/// The losses of each chunk, and the gradients of the sum of all losses. In this sum, each loss is multiplied by its
+/// element of `scales (N)` if given.
 fn run(
     op: &'static str,
     head: &Head<'_>,

@@ -52,7 +52,7 @@ impl Backward for LogProbsBackward {
         let weight = match (&plain, &self.weight) {
             (None, HeldWeight::Quantized(weight)) => Matrix::Quantized(weight),
             (Some(weight), _) => Matrix::Plain(weight),
-            (None, HeldWeight::Plain(_)) => unreachable!("it was read"),
+            (None, HeldWeight::Plain(_)) => unreachable!("the values of a plain weight are read above"),
             (None, HeldWeight::Streamed(_)) => return Err(super::is_streamed(OP)),
         };
         let wanted = [context.needs(0), plain.is_some() && context.needs(1)];

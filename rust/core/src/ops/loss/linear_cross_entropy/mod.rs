@@ -90,7 +90,7 @@ pub(super) fn in_chunks<'a>(
     )
 }
 
-/// The gradients of the sum, which the backward pass multiplies by its gradient.
+/// The gradients of the sum with respect to states and weight. The backward pass multiplies them by the sum's gradient.
 struct LinearCrossEntropyBackward {
     gradients: [Option<Saved>; 2],
     dtypes: [DType; 2],
@@ -122,7 +122,7 @@ enum Matrix<'a> {
 
 /// The error for a streamed weight: a head is never streamed.
 fn is_streamed(op: &'static str) -> Error {
-    Error::argument(op, "the weight is streamed from the memory of the host, expected one on the device of the states")
+    Error::argument(op, "the weight is streamed, expected one that stays on the device of the states")
 }
 
 impl<'a> Matrix<'a> {
@@ -155,7 +155,7 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// dh = g W for the gradient of logits.
+    /// Writes dh = g W, the gradient of the states, for the gradient g of the logits.
     fn write_gradient(self, dh: &Raw, g: &Raw) -> Result<()> {
         match self {
             Self::Plain(weight) => compute::write_products(&[[dh, g, weight]], 1.0, false),

@@ -7,7 +7,7 @@ use crate::cuda::launch::{Shape, empty, input, output, suffix, wide};
 use crate::cuda::{Gpu, contiguous};
 use crate::{Raw, Result};
 
-/// A scalar: the sum over all pairs of the elementwise function `loss`, times `factor`.
+/// A scalar: `factor` times the sum of the elementwise function `loss` over all pairs of elements.
 pub fn total(op: &'static str, loss: &'static str, [a, b]: [&Raw; 2], threshold: f64, factor: f64) -> Result<Raw> {
     let gpu = Gpu::of(op, a)?;
     let (a, b) = (contiguous(a)?, contiguous(b)?);

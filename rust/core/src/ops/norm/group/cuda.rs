@@ -90,7 +90,7 @@ pub(super) fn forward(
         affine_f32: parameters.is_f32(),
     };
     let kernel = if silu { &GROUP_NORM_SILU_FORWARD } else { &GROUP_NORM_FORWARD };
-    // SAFETY: the tensors are dense and of these sizes; the partial sums are those of the split.
+    // SAFETY: the tensors are dense and of these sizes, and `partials` has the sizes of the split.
     unsafe {
         gpu.function(&GROUP_NORM_STATISTICS, suffix)?.launch(op, gpu, split.over_tensor, statistics)?;
         gpu.function(&GROUP_NORM_MOMENTS, suffix)?.launch(op, gpu, split.over_groups, moments)?;
@@ -160,7 +160,7 @@ fn gradients<const SILU: bool>(
         pieces,
         affine_f32,
     };
-    // SAFETY: the tensors are dense and of these sizes; the partial sums are those of the split.
+    // SAFETY: the tensors are dense and of these sizes, and `partials` has the sizes of the split.
     unsafe { gpu.function(sums, suffix)?.launch(op, gpu, split.over_tensor, arguments) }?;
     if let Some(dx) = &dx {
         let joined = GroupNormSlopes {

@@ -21,15 +21,16 @@ pub(in crate::ops) use heads::{HeadNorms, HeadStatistics, check_head_norms};
 
 pub(super) static RMS_NORM_ROPE: OpInfo = OpInfo::cheap("rms_norm_rope");
 
-/// [`rope`](crate::ops::rope::rope) of [`rms_norm`](super::rms_norm): `x (..., S, D)`, `weight (D)`, `cos` and `sin` `(S, D/2)`.
+/// [`rope`](crate::ops::rope::rope) of [`rms_norm`](super::rms_norm), with `x (..., S, D)`, `weight (D)`, `cos (S, D/2)` and
+/// `sin (S, D/2)`.
 ///
 /// `weight` has the dtype of `x`, or f32; `cos` and `sin` have any floating-point dtype and get no gradient. The
-/// normalised values are not rounded to the dtype of `x` before they are rotated. Pairs are as for `rope`. Saves `x`
-/// and one number per row. The result has the memory order of `x`.
+/// normalised values are not rounded to the dtype of `x` before they are rotated. As in `rope`, `interleaved` says which
+/// two features form a pair. Saves `x` and, for each row, 1/√(mean(x²) + eps). The result has the memory order of `x`.
 ///
 /// # Errors
-/// [`Error::Argument`](crate::Error::Argument) if `eps` is negative or not finite, [`Error::Shape`](crate::Error::Shape),
-/// [`Error::DType`](crate::Error::DType), [`Error::Device`](crate::Error::Device) if the operands do not fit,
+/// [`Error::Argument`](crate::Error::Argument) if `eps` is negative or not finite; [`Error::Shape`](crate::Error::Shape),
+/// [`Error::DType`](crate::Error::DType) or [`Error::Device`](crate::Error::Device) if the operands do not fit;
 /// [`Error::NoBackward`](crate::Error::NoBackward) if `cos` or `sin` needs a gradient.
 pub fn rms_norm_rope(
     x: &Tensor,
@@ -78,7 +79,7 @@ struct Rotation<'a> {
 }
 
 impl Rotation<'_> {
-    /// Rotates contiguous rows on the CPU, or rotates them back.
+    /// Rotates contiguous rows on the CPU; with `back`, undoes the rotation.
     fn rotate(&self, rows: &Raw, back: bool) -> Result<Raw> {
         rope::turn_rows(rows, self.tables, self.repeats, self.interleaved, back)
     }

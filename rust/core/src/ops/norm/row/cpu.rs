@@ -68,7 +68,8 @@ pub(super) struct BackwardPass<'a, T: Elem> {
 const MIN_BLOCK: usize = 16;
 
 impl<T: Elem> BackwardPass<'_, T> {
-    /// The gradients of the input and, (samples, len) each, of scale and shift; each empty if not wanted.
+    /// The gradients of the input, and of scale and shift, which are (samples, len) each. A gradient that is not wanted is
+    /// empty.
     pub fn run<const CENTER: bool>(&self, wants_input: bool, wants_affine: bool) -> (Vec<T>, [Vec<T::Acc>; 2]) {
         let Size { samples, sharing, len } = self.size;
         // Each block has rows of one sample.

@@ -55,7 +55,7 @@ pub fn rms_norm(x: &Tensor, weight: Option<&Tensor>, eps: f64) -> Result<Tensor>
     RowNorm::new(RMS_NORM.name, Kind::Rms, x, 1, [weight, None], eps)?.record(&RMS_NORM, x, None)
 }
 
-/// What distinguishes the norms of rows.
+/// The kinds of norms of rows.
 #[derive(Clone, Copy, PartialEq)]
 enum Kind {
     Layer,
@@ -85,11 +85,13 @@ impl Kind {
     }
 }
 
-/// Numbers of samples and of rows of a sample (which share scale and shift), and the length of a row.
+/// The sizes of a norm.
 #[derive(Clone, Copy)]
 struct Size {
     samples: usize,
+    /// Rows of a sample, which share a scale and a shift.
     sharing: usize,
+    /// Elements of a row.
     len: usize,
 }
 
@@ -98,7 +100,7 @@ impl Size {
         self.samples * self.sharing
     }
 
-    /// The range of the elements for a row in the scale and in the shift of all samples.
+    /// The range of the elements for `row` in the scales of all samples, and in their shifts.
     #[inline(always)]
     fn parameters(self, row: usize) -> Range<usize> {
         let start = row / self.sharing.max(1) * self.len;

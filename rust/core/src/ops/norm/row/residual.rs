@@ -14,7 +14,7 @@ use crate::{Error, Result, Tensor, compute};
 pub(in crate::ops::norm) static ADD_LAYER_NORM: OpInfo = OpInfo::cheap("add_layer_norm");
 pub(in crate::ops::norm) static ADD_RMS_NORM: OpInfo = OpInfo::cheap("add_rms_norm");
 
-/// x + residual, and [`layer_norm`](crate::ops::norm::layer_norm) of this sum, rounded to its dtype.
+/// x + residual, rounded to their dtype, and [`layer_norm`](crate::ops::norm::layer_norm) of this rounded sum.
 ///
 /// `x` and `residual` have the same shape and dtype; the other arguments are those of the norm.
 ///
@@ -32,7 +32,7 @@ pub fn add_layer_norm(
     add_norm(&ADD_LAYER_NORM, &LAYER_NORM, x, residual, &norm)
 }
 
-/// x + residual, and [`rms_norm`](crate::ops::norm::rms_norm) of this sum, rounded to its dtype.
+/// x + residual, rounded to their dtype, and [`rms_norm`](crate::ops::norm::rms_norm) of this rounded sum.
 ///
 /// `x` and `residual` have the same shape and dtype; the other arguments are those of the norm.
 ///

@@ -17,8 +17,8 @@ const STEP: u32 = 128;
 /// Bytes of the four stages and their barriers.
 const SHARED: u32 = 4 * (ROWS + COLUMNS) as u32 * STEP + 64;
 
-/// Write the product of `x` with all parts of a matrix to `y`, whose columns have scales and bias. False if the device,
-/// format or dtype is not supported.
+/// Write the product of `x` with all parts of a matrix to `y`: the sums of codes times the scales of their row and column,
+/// plus the bias. Returns false if the device, format or dtype is not supported.
 pub(super) fn product(
     gpu: &Gpu,
     kind: Codes,

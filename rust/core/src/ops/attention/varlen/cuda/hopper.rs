@@ -18,8 +18,8 @@ use crate::ops::attention::cuda::hopper::{FEWEST, KEYS, STORED, THREADS, backwar
 use crate::ops::attention::cuda::{Heads, Width};
 use crate::{Raw, Result};
 
-/// Whether the kernels support the operands. `sizes` and `operands` are those with heads of queries, then those with
-/// heads of keys.
+/// Whether the kernels support the operands. First in `sizes` and `operands` are those with the heads of queries, second
+/// those with the heads of keys.
 fn fits(gpu: &Gpu, sizes: [&AttentionShape; 2], operands: [&[&Heads]; 2]) -> bool {
     gpu.is_hopper()
         && !MODULE.image.is_empty()
@@ -27,7 +27,7 @@ fn fits(gpu: &Gpu, sizes: [&AttentionShape; 2], operands: [&[&Heads]; 2]) -> boo
         && operands.iter().zip(sizes).all(|(heads, sizes)| heads.iter().all(|heads| is_mapped(heads, sizes)))
 }
 
-/// The result and the logarithms of the sums, on tensor cores; false if only the general kernels support the operands.
+/// Writes the result and the logarithms of the sums; false if only the general kernels support the operands.
 pub fn forward(
     gpu: &Gpu,
     sizes: &AttentionShape,

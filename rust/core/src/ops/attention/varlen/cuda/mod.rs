@@ -51,7 +51,7 @@ pub fn spans(cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw
     Ok(spans)
 }
 
-/// The result and the logarithms of the sums for operands (heads, rows, width).
+/// The result and the log-sum-exp of the scores of each query, for operands (heads, rows, width).
 pub fn forward(varlen: &Varlen, [q, k, v]: [&Raw; 3], spans: &Raw) -> Result<(Raw, Raw)> {
     let (op, dtype) = (VARLEN.name, q.dtype());
     let gpu = Gpu::of(op, q)?;
@@ -204,7 +204,7 @@ impl Pass<'_> {
         let ([q, k, v], grad) = (&self.inputs, &self.grad);
         let key_heads = self.sizes.heads / self.group;
         let tiles = self.sizes.queries.div_ceil(64);
-        // The fewest parts that fill the device, with equally many heads each.
+        // The query heads of a group are split into about as many parts as fill the device.
         let heads_a_part = self.group.div_ceil((BLOCKS / (tiles * key_heads)).clamp(1, self.group));
         let parts = self.group.div_ceil(heads_a_part);
         let sizes = AttentionShape { parts, ..self.sizes };

@@ -1,5 +1,5 @@
-//! The gradients, in three steps: sums over the positions for each channel, sums over groups from these, and the
-//! gradient of the input.
+//! The gradients of group norm, in three steps: sums over the positions for each channel, sums of these over groups, and
+//! the gradient of the input.
 
 use super::{Size, channel_table};
 use crate::cpu::pool::SharedMut;
@@ -16,7 +16,8 @@ pub(super) struct BackwardPass<'a, T: Elem> {
     pub bias: &'a [T::Acc],
 }
 
-/// The gradient of the norm's result from the gradient of the operation's result.
+/// The gradient of the norm's result, from `g`, the gradient of the operation's result. With `SILU`, the operation is
+/// SiLU of the norm.
 #[inline(always)]
 fn of_norm<T: Elem, const SILU: bool>(g: T, x: T, mean: T::Acc, scale: T::Acc, bias: T::Acc) -> T::Acc {
     let g = g.to_acc();

@@ -130,7 +130,7 @@ impl Size {
     }
 }
 
-/// `value(group of the sample, channel)` for each channel of each sample.
+/// `value(group, channel)` for each channel of each sample; groups are numbered over all samples.
 fn channel_table<R: Real>(size: Size, value: impl Fn(usize, usize) -> R) -> Vec<R> {
     let of_sample = |sample| (0..size.channels).map(move |channel| (sample * size.groups, channel));
     (0..size.batch)

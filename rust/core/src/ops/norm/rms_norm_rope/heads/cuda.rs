@@ -17,10 +17,10 @@ struct HeadArguments {
     tables: Option<[Raw; 2]>,
     weights: [Option<Raw>; 2],
     positions: u32,
-    /// Numbers of heads: of queries, of keys, and of all in a token of y.
+    /// The number of query heads, of key heads, and of all heads of a token of y.
     heads: [u32; 3],
     rows: usize,
-    /// Distances between tokens and between samples.
+    /// Distances between tokens and between samples, in elements.
     x_strides: [u64; 2],
     y_strides: [u64; 2],
     weight_f32: u32,

@@ -1,4 +1,4 @@
-//! The norm and the rotation, or the rotation alone, of queries and keys that are read in place in a projection.
+//! The norm and the rotation, or one of the two, of queries and keys that are read in place in a projection.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -101,7 +101,7 @@ impl HeadNorms<'_> {
         }
     }
 
-    /// How many of queries, keys and values `y` has.
+    /// How many of the three parts (queries, keys, values) `y` has: two or three.
     fn parts(&self, y: &Raw) -> usize {
         if y.dims()[2] > self.heads[0] + self.heads[1] { 3 } else { 2 }
     }

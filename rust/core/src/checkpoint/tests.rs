@@ -1,0 +1,67 @@
+//! Where recomputations end.
+
+use std::sync::{Arc, Mutex};
+
+use super::{checkpoint, ends_here};
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
+use crate::{Result, Tensor, Var};
+
+static COPY: OpInfo = OpInfo::cheap("copy");
+
+struct CopyBackward(Option<Saved>);
+
+impl Backward for CopyBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        if let Some(saved) = &self.0 {
+            saved.get()?;
+        }
+        let grad = context.grad().clone();
+        context.add(0, grad)
+    }
+}
+
+/// Answers of [`ends_here`], in the order of the operations.
+type Answers = Arc<Mutex<Vec<bool>>>;
+
+/// An operation that maybe saves its input.
+fn copy(x: &Tensor, saves: bool, answers: &Answers) -> Result<Tensor> {
+    let forward = || {
+        answers.lock().unwrap().push(ends_here());
+        Ok(x.raw.clone())
+    };
+    record(&COPY, &[x], forward, |saver, _| CopyBackward(saves.then(|| saver.save(x))))
+}
+
+/// The answers in the forward and in the backward pass of a checkpoint over `function`.
+fn answers(function: fn(&Tensor, &Answers) -> Result<Tensor>) -> Result<[Vec<bool>; 2]> {
+    let x = Var::from_tensor(&Tensor::from_vec(vec![1.0, 2.0], 2, &candle_core::Device::Cpu)?)?;
+    let answers = Answers::default();
+    let inner = answers.clone();
+    let y = checkpoint(move |x| function(&x[0], &inner), &[&x])?;
+    let forward = std::mem::take(&mut *answers.lock().unwrap());
+    y.sum(&[0], false)?.backward()?;
+    let backward = std::mem::take(&mut *answers.lock().unwrap());
+    Ok([forward, backward])
+}
+
+#[test]
+fn a_recomputation_ends_with_the_last_operation_that_saves() -> Result<()> {
+    let [forward, backward] = answers(|x, answers| {
+        let y = copy(&copy(x, true, answers)?, true, answers)?;
+        copy(&y, false, answers)
+    })?;
+    assert_eq!(forward, [false; 3]);
+    assert_eq!(backward, [false, true]);
+    Ok(())
+}
+
+#[test]
+fn a_recomputation_needs_the_result_that_an_inner_checkpoint_reads() -> Result<()> {
+    let [forward, backward] = answers(|x, answers| {
+        let (y, answers) = (copy(x, true, answers)?, answers.clone());
+        checkpoint(move |y| copy(&y[0], true, &answers), &[&y])
+    })?;
+    assert_eq!(forward, [false; 2]);
+    assert_eq!(backward, [false, false, true], "the outer checkpoint, then the inner one");
+    Ok(())
+}

@@ -1,0 +1,179 @@
+//! The CUDA form: `kernels/feed_forward.cu` and `kernels/feed_forward_backward.cu`.
+
+use candle_core::DType;
+use trainable_candle_cuda::kernels::feed_forward::{
+    SWIGLU_FEED_FORWARD_HIDDEN, SWIGLU_FEED_FORWARD_UNIT, SwigluFeedForwardHidden, SwigluFeedForwardUnit,
+};
+use trainable_candle_cuda::kernels::feed_forward_backward::{
+    SWIGLU_FEED_FORWARD_BACKWARD, SWIGLU_FEED_FORWARD_SUMS, SwigluFeedForwardBackward, SwigluFeedForwardSums,
+};
+
+use super::{FeedForward, InnerGradients, Late, SWIGLU_FEED_FORWARD};
+use crate::cuda::Gpu;
+use crate::cuda::launch::{Address, Shape, address, count32, empty, input, optional_output, output, suffix};
+use crate::ops::linear_group::LowRank;
+use crate::ops::low_rank::{LowRanks, operand};
+use crate::tape::BackwardContext;
+use crate::{Error, Raw, Result, Tensor, checkpoint, compute};
+
+const OP: &str = SWIGLU_FEED_FORWARD.name;
+/// The rank of all products.
+const RANK: usize = 16;
+/// Columns and rows of a block in the backward pass.
+const COLUMNS: usize = 256;
+const ROWS: usize = 560;
+/// Rows, and the most columns, of a block in the forward pass.
+const FORWARD_ROWS: usize = 128;
+const FORWARD_COLUMNS: usize = 2304;
+/// Columns of a warp.
+const WARP: usize = 32;
+/// Bytes of shared memory of a block in the backward pass.
+const SHARED: u32 = 93184;
+/// Addresses of operands must be multiples of this.
+const ALIGNMENT: Address = 16;
+
+/// Whether the kernel supports the low-rank products of units of `width` columns.
+pub fn takes(x: &Tensor, width: usize, products: [&LowRank; 3]) -> Result<bool> {
+    let is_half = matches!(x.dtype(), DType::F16 | DType::BF16);
+    let has_rank = |product: &&LowRank| product.down.dims()[0] == RANK;
+    if !is_half || x.elem_count() == 0 || !width.is_multiple_of(WARP) || !products.iter().all(has_rank) {
+        return Ok(false);
+    }
+    for factor in [&products[0].up, &products[1].up, &products[2].down] {
+        let factor = operand(factor, x.dtype())?.raw;
+        if !factor.is_contiguous() || !address(OP, &factor)?.is_multiple_of(ALIGNMENT) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+fn missing() -> Error {
+    Error::autograd(OP, "found no low-rank products for the kernels; please report this")
+}
+
+/// The unit (rows, n), and the unit times Aᵀ of the outer product, (rows, 16), from the inner maps' results y (rows, 2 n) without their
+/// late products. If only the second is read, the first is `None`.
+pub fn forward(y: &Raw, late: Option<&Late<Raw>>, outer: &LowRanks<'_>) -> Result<(Option<Raw>, Raw)> {
+    let (gpu, dtype, late) = (Gpu::of(OP, y)?, y.dtype(), late.ok_or_else(missing)?);
+    let (rows, width) = (y.dims()[0], y.dims()[1] / 2);
+    let unit = if checkpoint::ends_here() { None } else { Some(empty(OP, gpu, &[rows, width], dtype)?) };
+    let columns = (width / WARP).div_ceil(width.div_ceil(FORWARD_COLUMNS)) * WARP;
+    let number = width.div_ceil(columns);
+    let parts = empty(OP, gpu, &[number, rows, RANK], DType::F32)?;
+    let [features, gate] = &late.products[..] else { return Err(missing()) };
+    let arguments = SwigluFeedForwardUnit {
+        x: input(OP, y)?,
+        hidden: input(OP, &late.hidden)?,
+        up_h: input(OP, &features.up)?,
+        up_gate: input(OP, &gate.up)?,
+        down: input(OP, &outer.operands()[0][0].raw)?,
+        unit: optional_output(OP, unit.as_ref())?,
+        parts: output(OP, &parts)?,
+        scale_h: features.scale as f32,
+        scale_gate: gate.scale as f32,
+        rows: count32(OP, rows)?,
+        width: count32(OP, width)?,
+        columns: count32(OP, columns)?,
+    };
+    let grid = [count32(OP, number)?, count32(OP, rows.div_ceil(FORWARD_ROWS))?, 1];
+    let function = gpu.function(&SWIGLU_FEED_FORWARD_UNIT, suffix(OP, dtype)?)?;
+    // SAFETY: the tensors are dense and of these sizes; `takes` has checked those of the products.
+    unsafe { function.launch(OP, gpu, Shape { grid, block: [256, 1, 1], shared: 0 }, arguments) }?;
+    let hidden = empty(OP, gpu, &[rows, RANK], dtype)?;
+    let count = hidden.elem_count();
+    let arguments = SwigluFeedForwardHidden {
+        parts: input(OP, &parts)?,
+        hidden: output(OP, &hidden)?,
+        count: count as u64,
+        number: count32(OP, number)?,
+    };
+    let function = gpu.function(&SWIGLU_FEED_FORWARD_HIDDEN, suffix(OP, dtype)?)?;
+    // SAFETY: as above.
+    unsafe { function.launch(OP, gpu, Shape::flat(count, 4), arguments) }?;
+    Ok((unit, hidden))
+}
+
+/// As `on_cpu`.
+pub fn backward(
+    node: &FeedForward,
+    context: &mut BackwardContext<'_>,
+    unit: &Raw,
+    outer: &Raw,
+) -> Result<InnerGradients> {
+    let (y, gpu, dtype) = (node.y.get()?, Gpu::of(OP, unit)?, unit.dtype());
+    let (rows, width) = (unit.dims()[0], unit.dims()[1]);
+    let late = node.late.as_ref().ok_or_else(missing)?.get()?;
+    let down = node.outer.down_operand(0)?.ok_or_else(missing)?;
+    let [features, gate] = &late.products[..] else { return Err(missing()) };
+    let scales = [features.scale as f32, gate.scale as f32];
+    let (blocks, parts) = (width.div_ceil(COLUMNS), rows.div_ceil(ROWS));
+    let grad = empty(OP, gpu, y.dims(), dtype)?;
+    let hidden = empty(OP, gpu, &[rows, 2 * RANK], dtype)?;
+    let factor_parts = empty(OP, gpu, &[parts, 3, RANK * width], DType::F32)?;
+    let hidden_parts = empty(OP, gpu, &[blocks, rows, 2 * RANK], DType::F32)?;
+    let (rows32, width32) = (count32(OP, rows)?, count32(OP, width)?);
+    let function = gpu.function(&SWIGLU_FEED_FORWARD_BACKWARD, suffix(OP, dtype)?)?;
+    let grid = [count32(OP, blocks)?, count32(OP, parts)?, 1];
+    let arguments = SwigluFeedForwardBackward {
+        x: input(OP, &y)?,
+        grad: input(OP, unit)?,
+        dx: output(OP, &grad)?,
+        hidden: input(OP, &late.hidden)?,
+        last_hidden: input(OP, outer)?,
+        up_h: input(OP, &features.up)?,
+        up_gate: input(OP, &gate.up)?,
+        last_down: input(OP, &down)?,
+        factor_parts: output(OP, &factor_parts)?,
+        hidden_parts: output(OP, &hidden_parts)?,
+        scale_h: scales[0],
+        scale_gate: scales[1],
+        rows: rows32,
+        width: width32,
+    };
+    // SAFETY: the tensors are dense and of these sizes; `takes` has checked those of the products.
+    unsafe { function.launch(OP, gpu, Shape { grid, block: [256, 1, 1], shared: SHARED }, arguments) }?;
+
+    // The inputs whose gradients the second kernel adds up, with the shapes and dtypes of the gradients.
+    let sums = [
+        (node.inner.up(0), [width, RANK], node.inner.dtypes(0)[1]),
+        (node.inner.up(1), [width, RANK], node.inner.dtypes(1)[1]),
+        (node.outer.down(0), [RANK, width], node.outer.dtypes(0)[0]),
+    ];
+    let mut places = Vec::with_capacity(sums.len());
+    for (index, shape, _) in &sums {
+        let buffer = context.buffer(*index, DType::F32);
+        let is_in_place = match &buffer {
+            Some(buffer) => address(OP, buffer)?.is_multiple_of(ALIGNMENT),
+            None => false,
+        };
+        let sum = match &buffer {
+            Some(buffer) if is_in_place => buffer.clone(),
+            _ => compute::zeros(shape, DType::F32, unit.device())?,
+        };
+        places.push((sum, buffer, is_in_place));
+    }
+    let function = gpu.function(&SWIGLU_FEED_FORWARD_SUMS, suffix(OP, dtype)?)?;
+    let arguments = SwigluFeedForwardSums {
+        factor_parts: input(OP, &factor_parts)?,
+        hidden_parts: input(OP, &hidden_parts)?,
+        up_h: output(OP, &places[0].0)?,
+        up_gate: output(OP, &places[1].0)?,
+        last_down: output(OP, &places[2].0)?,
+        grad_hidden: output(OP, &hidden)?,
+        scale_h: scales[0],
+        scale_gate: scales[1],
+        rows: rows32,
+        width: width32,
+    };
+    // SAFETY: as above; the sums are dense, and nothing else has their memory.
+    unsafe { function.launch(OP, gpu, Shape::flat(12 * width + 8 * rows, 1), arguments) }?;
+    for ((index, _, dtype), (sum, buffer, is_in_place)) in sums.into_iter().zip(places) {
+        match buffer {
+            Some(_) if is_in_place => {}
+            Some(buffer) => compute::accumulate(&buffer, &sum)?,
+            None => context.add(index, compute::cast(&sum, dtype)?)?,
+        }
+    }
+    Ok((grad, hidden))
+}

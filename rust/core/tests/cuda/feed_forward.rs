@@ -1,0 +1,93 @@
+//! Feed-forward networks with a gated unit on a CUDA device, at sizes of several blocks in each direction, against the CPU in f64.
+
+use trainable_candle_core::ops::gated::swiglu_feed_forward;
+use trainable_candle_core::ops::linear_group::{LinearGroup, LowRank};
+use trainable_candle_core::raw::to_f64_vec;
+use trainable_candle_core::{DType, FlatBuffer, Result, Tensor};
+
+use super::gpu;
+use super::products::{TOLERANCE, compare_with, in_f64, near, random};
+
+const RANK: usize = 16;
+
+/// The base, and the input with A and B of each map.
+struct Network {
+    weight: Tensor,
+    last: Tensor,
+    inputs: Vec<Tensor>,
+}
+
+impl Network {
+    fn new(rows: usize, inner: usize, width: usize, dtype: DType) -> Self {
+        let matrix = |rows: usize, columns: usize| random(&[rows, columns], 1.0 / (columns as f64).sqrt(), dtype);
+        let mut inputs = vec![random(&[rows, inner], 1.0, dtype)];
+        for [inputs_of_map, results] in [[inner, width], [inner, width], [width, inner]] {
+            inputs.extend([matrix(RANK, inputs_of_map), matrix(results, RANK)]);
+        }
+        Self { weight: matrix(2 * width, inner), last: matrix(inner, width), inputs }
+    }
+
+    fn run(&self, x: &[Tensor]) -> Result<Tensor> {
+        let base = |tensor: &Tensor| tensor.to_dtype(x[0].dtype())?.to_device(x[0].device());
+        let (weight, last) = (base(&self.weight)?, base(&self.last)?);
+        let [features, gate, down] = [0, 1, 2].map(|map| {
+            let [a, b] = [&x[1 + 2 * map], &x[2 + 2 * map]].map(Clone::clone);
+            Some(LowRank { down: a, up: b, scale: 0.5 + map as f64 / 4.0 })
+        });
+        let (width, inner) = (self.last.dims()[1], self.last.dims()[0]);
+        let (sizes, low_rank, down) = ([width; 2], [features, gate], [down]);
+        let group = LinearGroup { weight: (&weight).into(), bias: None, sizes: &sizes, low_rank: &low_rank };
+        let last = LinearGroup { weight: (&last).into(), bias: None, sizes: &[inner], low_rank: &down };
+        swiglu_feed_forward(&x[0], group, last)
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn feed_forward_networks_equal_the_cpu() {
+    let device = gpu().unwrap();
+    for (rows, inner, width) in [(1130, 64, 288), (560, 32, 256), (33, 96, 1056), (2000, 320, 864)] {
+        for (dtype, tolerance) in TOLERANCE {
+            let network = Network::new(rows, inner, width, dtype);
+            let function = |x: &[Tensor]| network.run(x);
+            let expected = in_f64(&function, &network.inputs);
+            let what = format!("{} {rows} x {inner}, unit of {width}", dtype.as_str());
+            compare_with(&what, &function, &expected, &network.inputs, &device, tolerance);
+        }
+    }
+}
+
+/// Gradients that are added to f32 buffers: two backward passes add twice the gradient, and each pass computes the same bits.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn gradients_of_feed_forward_networks_are_added_in_place() {
+    let device = gpu().unwrap();
+    let network = Network::new(1130, 64, 288, DType::BF16);
+    let x = network.inputs[0].to_device(&device).unwrap();
+    let masters = network.inputs.iter().map(|x| x.to_device(&device)?.to_dtype(DType::F32));
+    let flat = FlatBuffer::new(&masters.collect::<Result<Vec<_>>>().unwrap()).unwrap();
+    let vars = flat.vars();
+    let once = || {
+        // The input depends on a variable.
+        let zero = vars[0].as_tensor().mul_scalar(0.0)?.to_dtype(DType::BF16)?;
+        let all: Vec<Tensor> =
+            std::iter::once(x.add(&zero)?).chain(vars[1..].iter().map(|v| v.as_tensor().clone())).collect();
+        network.run(&all)?.to_dtype(DType::F32)?.sum(&[0, 1], false)?.backward()
+    };
+    let gradients = || vars[1..].iter().map(|v| to_f64_vec(v.grad().unwrap().raw()).unwrap()).collect::<Vec<_>>();
+    let cleared = || vars.iter().try_for_each(|v| v.zero_grad()).unwrap();
+    once().unwrap();
+    let first = gradients();
+    cleared();
+    once().unwrap();
+    assert_eq!(gradients(), first, "the second run differs");
+    once().unwrap();
+    let wide: Vec<Tensor> = network.inputs.iter().map(|x| x.to_dtype(DType::F64).unwrap()).collect();
+    let leaves: Vec<_> = wide.iter().map(|x| trainable_candle_core::Var::from_tensor(x).unwrap()).collect();
+    let inputs: Vec<Tensor> = leaves.iter().map(|v| v.as_tensor().clone()).collect();
+    network.run(&inputs).unwrap().sum(&[0, 1], false).unwrap().backward().unwrap();
+    for (index, (found, leaf)) in gradients().iter().zip(&leaves[1..]).enumerate() {
+        let expected: Vec<f64> = to_f64_vec(leaf.grad().unwrap().raw()).unwrap().iter().map(|g| 2.0 * g).collect();
+        near(&format!("gradient of factor {index}"), found, &expected, 3.2e-2);
+    }
+}
