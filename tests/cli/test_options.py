@@ -262,6 +262,13 @@ def test_values_of_other_tools_mean_the_same(tmp_path: Path) -> None:
         assert config.gradient_checkpointing == expected
         assert (config.mask, config.precision) == ("off", "f32")
     assert parse("--resolution", "1024,1024").resolution == 1024
+    assert parse("--steps", "300", "--lr_warmup_steps", "200").warmup_steps == 200
+    assert parse("--lr_warmup_steps", "0").warmup_steps == 0
+    assert TrainConfig.from_mapping({"learning_rate_warmup_steps": 200.0}).warmup_steps == 200
+    with pytest.raises(ConfigError, match=r"warmup_steps is 0\.1, a share of the run, expected"):
+        parse("--lr_warmup_steps", "0.1")
+    with pytest.raises(ConfigError, match=r"warmup_steps is 'few' \(str\), expected a whole"):
+        parse("--lr_warmup_steps", "few")
     with pytest.raises(ConfigError, match="resolution is 832,1216, expected one number N"):
         parse("--resolution", "832,1216")
     path.write_text("train: {lr: 1, ema_config: {use_ema: true}}\n")

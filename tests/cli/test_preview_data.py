@@ -1,5 +1,6 @@
 """`trainable-candle preview-data`, on a folder in the layout of published models."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from trainable_candle.data.chats.preview import shown
 from trainable_candle.text.chat_tokenizer import ChatTokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "chats"
-TEMPLATES = json.loads((GOLDEN / "cases.json").read_text(encoding="utf-8"))["templates"]
+TEMPLATES = json.loads(gzip.decompress((GOLDEN / "cases.json.gz").read_bytes()))["templates"]
 CHAT = {
     "messages": [
         {"role": "user", "content": "is it? 世"},

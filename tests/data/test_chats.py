@@ -1,5 +1,6 @@
 """Conversations become tokens: their texts, ids and masks equal those of transformers."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from trainable_candle.text.chat_tokenizer import ChatTokenizer
 from trainable_candle.text.templates import ChatTemplate
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "chats"
-CONTENT = json.loads((GOLDEN / "cases.json").read_text(encoding="utf-8"))
+CONTENT = json.loads(gzip.decompress((GOLDEN / "cases.json.gz").read_bytes()))
 CASES = [pytest.param(case, id=f"{case['template']}-{case['chat']}") for case in CONTENT["cases"]]
 TOKENS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
 ASKED = {"role": "user", "content": "why?"}

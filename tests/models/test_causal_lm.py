@@ -1,5 +1,6 @@
 """Language models against transformers (tests/golden/llm)."""
 
+import gzip
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +15,7 @@ from .conftest import assert_near, relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llm"
 FAMILIES = ("llama", "qwen2", "qwen3")
-SWITCHES = json.loads((GOLDEN / "switches.json").read_text())
+SWITCHES = json.loads(gzip.decompress((GOLDEN / "switches.json.gz").read_bytes()))
 # Cases whose rotary angles depend on the longest text of a batch.
 BY_LENGTH = ("dynamic", "longrope", "longrope short")
 

@@ -1,5 +1,6 @@
 """Generated texts: the same with and without a cache; greedy ones equal those of transformers."""
 
+import gzip
 import json
 from collections import Counter
 from pathlib import Path
@@ -12,7 +13,7 @@ from trainable_candle.models import CausalLM
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llm"
 FAMILIES = ("llama", "qwen2", "qwen3")
-SWITCHES = json.loads((GOLDEN / "switches.json").read_text())
+SWITCHES = json.loads(gzip.decompress((GOLDEN / "switches.json.gz").read_bytes()))
 CONTINUED = json.loads((GOLDEN / "continued.json").read_text())
 
 

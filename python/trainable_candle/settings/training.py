@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 from trainable_candle._core import Var, zeros
-from trainable_candle.errors import Error
+from trainable_candle.errors import ConfigError, Error
 from trainable_candle.optim import KINDS
 from trainable_candle.optim.lr_scheduler import SCHEDULES
 from trainable_candle.placement import AUTO
@@ -21,6 +21,25 @@ OPTIMIZERS: Final = tuple(KINDS)
 SCHEDULERS: Final = tuple(SCHEDULES)
 OF_RUNS: Final[dict[str, dict[str, Any]]] = {"muon": {"match_rms_adamw": True}}
 """Arguments of optimizers that runs set, because learning rates of runs are chosen for AdamW."""
+
+
+def _steps(value: Any) -> Any:
+    """A number of steps, which OneTrainer writes as 200.0.
+
+    Raises:
+        ConfigError: the value is a share of the steps, which kohya's scripts take.
+    """
+    if not isinstance(value, (str, float)):
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    if 0 < number < 1:
+        raise ConfigError(
+            f"warmup_steps is {value}, a share of the run, expected a number of steps"
+        )
+    return int(number) if number.is_integer() else value
 
 
 def _long_warmup(config: Any) -> str | None:
@@ -178,6 +197,7 @@ class Training(Group):
             low=0,
             rare=True,
             synonyms=("lr-warmup-steps", "learning-rate-warmup-steps"),
+            read=_steps,
         ),
     ] = 0
     weight_decay: Annotated[float, Setting("weight decay", low=0, rare=True)] = 0.01

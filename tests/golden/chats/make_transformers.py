@@ -1,4 +1,4 @@
-"""Conversations as transformers renders and masks them: writes tokenizer.json and cases.json.
+"""Conversations as transformers renders and masks them: writes tokenizer.json and cases.json.gz.
 
     python make_transformers.py
 
@@ -7,6 +7,7 @@ template lacks `{% generation %}`, its masks come from a copy with that tag arou
 """
 
 import datetime as dt
+import gzip
 import json
 from pathlib import Path
 
@@ -217,8 +218,8 @@ def main() -> None:
         "chats": {n: {"messages": m, "tools": t} for n, (m, t) in CHATS.items()},
         "cases": cases,
     }
-    lines = json.dumps(content, ensure_ascii=False, indent=1)
-    (HERE / "cases.json").write_text(lines + "\n", encoding="utf-8")
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    (HERE / "cases.json.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 if __name__ == "__main__":

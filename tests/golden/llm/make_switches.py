@@ -1,11 +1,12 @@
 """Transformers' logits of tiny decoders, one for each switch of the configuration.
 
-Run with torch 2.11.0 and transformers 5.23.0. The script writes two files. `switches.json` has each
-configuration in two forms: with the old names of the fields, and as transformers writes it.
+Run with torch 2.11.0 and transformers 5.23.0. The script writes two files. `switches.json.gz` has
+each configuration in two forms: with the old names of the fields, and as transformers writes it.
 `switches.safetensors` has weights (stored as bf16), ids, masks and logits.
 """
 
 import copy
+import gzip
 import json
 from pathlib import Path
 
@@ -107,8 +108,8 @@ def main() -> None:
     save_file(
         {key: value.contiguous() for key, value in tensors.items()}, HERE / "switches.safetensors"
     )
-    lines = [f"{json.dumps(name)}: {json.dumps(forms)}" for name, forms in configs.items()]
-    (HERE / "switches.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    text = json.dumps(configs, separators=(",", ":"))
+    (HERE / "switches.json.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 if __name__ == "__main__":
