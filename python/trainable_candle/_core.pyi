@@ -3882,6 +3882,15 @@ def cuda_set_memory_limit(device: str, limit: SupportsIndex | None) -> None:
         DeviceError, CudaUnavailableError: if `device` is not a CUDA device.
     """
 
+def cuda_stages_weights(device: str) -> bool:
+    """
+    Whether streamed weights of a device are in host memory that is not pinned, because the system gives too little of
+    that. CUDA graphs cannot copy them.
+
+    Raises:
+        DeviceError, CudaUnavailableError: if there is no such device.
+    """
+
 def cuda_start_profile(device: str) -> None:
     """
     Measure every launch on a CUDA device from now on.

@@ -33,6 +33,7 @@ pub(crate) mod profile;
 mod random;
 mod recorder;
 mod reduce;
+mod staging;
 mod storage;
 pub mod streaming;
 mod strided;

@@ -112,7 +112,7 @@ pub trait Registered: Optimizer + Sized + 'static {
     /// name.
     const POSITIONAL: usize;
     /// Whether it can round bf16 variables stochastically.
-    const ROUNDS: bool;
+    const ROUNDS: bool = false;
 
     /// The default hyper-parameters.
     fn defaults() -> Self::Config;
@@ -184,8 +184,11 @@ pub struct OptimizerKind {
     pub fields: fn() -> Vec<Field>,
     /// The states that it keeps for an f32 parameter of shape `dims`, with its default hyper-parameters.
     pub states: fn(dims: &[usize]) -> SmallVec<[StateSpec; 4]>,
-    make: fn(Vec<NamedGroup<'_>>, Option<u64>) -> Result<Box<dyn Optimizer>>,
+    make: Make,
 }
+
+/// Makes an optimizer of groups of variables, with a seed if it rounds stochastically.
+type Make = fn(Vec<NamedGroup<'_>>, Option<u64>) -> Result<Box<dyn Optimizer>>;
 
 impl OptimizerKind {
     pub(super) const fn of<T: Registered>() -> Self {

@@ -9,7 +9,6 @@ use trainable_candle_core::cpu::{Real, dispatch};
 use trainable_candle_core::{DType, Device, Error, GradStore, Result, Tensor, Var};
 
 use super::kind::{Registered, hyper_parameters};
-use super::rounding::no_rounding;
 use super::rule::{Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative};
 use super::state::StateDict;
 use super::stepper::{Guard, Optimizer, ParamGroup, Stepper};
@@ -312,7 +311,6 @@ impl Registered for Prodigy {
         that estimates its step size. All groups share one estimate d. Only weight_decay and eps may differ in groups, \
         and lr may be 0. The state dict has `estimate` (4), f64: d, its maximum, its numerator and the number of steps.";
     const POSITIONAL: usize = 11;
-    const ROUNDS: bool = false;
 
     fn defaults() -> ProdigyConfig {
         ProdigyConfig::default()
@@ -323,10 +321,7 @@ impl Registered for Prodigy {
     }
 
     fn build(groups: Vec<ParamGroup<ProdigyConfig>>, seed: Option<u64>) -> Result<Self> {
-        if seed.is_some() {
-            return Err(no_rounding(NAME));
-        }
-        Self::with_groups(groups)
+        seed.map_or_else(|| Self::with_groups(groups), |_| Err(super::rounding::no_rounding(NAME)))
     }
 }
 
