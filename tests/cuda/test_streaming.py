@@ -184,8 +184,8 @@ PIECE = 8 << 20
 def test_without_pinned_memory_blocks_are_copied_through_a_ring(
     cuda: Any, quantize: str | None, limited: str
 ) -> None:
-    # The driver gives two pieces and 64 KiB, or the setting leaves blocks no pinned memory.
-    settings = {"PINNED": str(2 * PIECE + (64 << 10))} if limited == "driver" else {}
+    # The driver gives a piece for other copies and 64 KiB, or the setting leaves blocks nothing.
+    settings = {"PINNED": str(PIECE + (64 << 10))} if limited == "driver" else {}
     start = "" if settings else "import os\n    os.environ['TRAINABLE_CANDLE_PINNED_BYTES'] = '0'"
     run = cuda.run(
         f"""
@@ -210,7 +210,9 @@ def test_without_pinned_memory_blocks_are_copied_through_a_ring(
     # As with pinned memory: see above. A part may be cut where a piece of the ring ends.
     parts = 1 if quantize is None else 2
     assert len(found) >= parts * (2 * (COUNT - 2) + COUNT)
-    assert {call["pageable"] for call in found} == {"0"}
+    # Without any piece, the driver copies from pageable memory in its own way.
+    pageable = {call["pageable"] for call in found}
+    assert "1" in pageable if settings else pageable == {"0"}
     side = found[0]["stream"]
     assert sum(call["stream"] == side for call in second.of("wait")) == 2 * (COUNT - 2) + COUNT
     assert second.of("alloc-pinned") == []
