@@ -20,7 +20,8 @@ from trainable_candle.settings.training import OF_RUNS
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "settings.md"
 # Arguments that have their own rows in the tables of settings.
-ELSEWHERE = {"params", "lr", "weight_decay", "optimizer", "total_steps", "warmup_steps"}
+ELSEWHERE = {"params", "lr", "weight_decay", "stochastic_rounding"}
+ELSEWHERE |= {"optimizer", "total_steps", "warmup_steps"}
 HEAD = """# Every setting
 
 Each setting is a command-line flag, a line `name: value` of a YAML file (`--config`; names have

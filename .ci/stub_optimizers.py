@@ -51,6 +51,7 @@ def stubs(library: str) -> str:
             arguments.append(f"{field}: {type_of(default)} = {text_of(default)}")
         if len(defaults) == positional:
             arguments.append("*")
+        arguments.append("stochastic_rounding: bool = False")
         arguments += [f"{flag}: bool | None = None" for flag in ("fused", "foreach")]
         new = f"    def __new__({', '.join(arguments)}) -> {name}: ..."
         parts.append(f'class {name}(GroupedOptimizer):\n    """\n{body}\n    """\n{new}')

@@ -8,6 +8,7 @@
 
 #include "element.cuh"
 #include "dynamic_map.cuh"
+#include "philox.cuh"
 
 // A run of elements of one segment. The host makes the list of pieces once.
 struct alignas(16) Piece {
@@ -20,7 +21,7 @@ struct alignas(16) Piece {
 
 // The addresses of parameters, their gradients and their 16-bit copy (or null), at any alignment.
 struct Segment {
-    float *params;
+    void *params; // f32, or bf16 that is rounded stochastically
     void *grads;
     void *copy;
 };
@@ -38,6 +39,7 @@ struct Settings {
     double eps;
     double weight_decay;
     uint64_t step; // steps taken so far; `<optimizer>_prepare` advances it
+    uint64_t seed; // of stochastic rounding
     uint32_t maximize;
     uint32_t nesterov;
     double more[8]; // further values of an optimizer, in the order in which its kernels read them
@@ -90,32 +92,83 @@ __device__ __forceinline__ void load_quad(float (&values)[QUAD], const T *source
     }
 }
 
-// The inverse of `load_quad`.
-template <bool WIDE, typename T>
-__device__ __forceinline__ void store_quad(T *target, const float (&values)[QUAD], uint32_t count) {
+// Rounds to the nearest number of the stored type; f32 stays as it is.
+struct Nearest {
+    template <typename T> __device__ __forceinline__ T round(float value, int, int) const { return narrow<T>(value); }
+};
+
+// Rounds to bf16 stochastically: up in magnitude with a probability equal to the distance to the lower neighbour, as `round` in
+// rust/nn/src/optim/rounding.rs, where the random bits of an element are defined too. Infinities and NaN stay what they are.
+struct Stochastic {
+    uint4 words[2];
+
+    // For four elements from number `first` on, a multiple of four.
+    __device__ __forceinline__ Stochastic(uint64_t seed, uint64_t step, uint64_t first) {
+        const uint64_t block = first / QUAD;
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) {
+            uint4 c{static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), static_cast<uint32_t>(step), 2u + pair};
+#pragma unroll
+            for (int round = 0; round < Generator::ROUNDS; ++round) c = philox_round(c, philox_key(seed, round));
+            words[pair] = c;
+        }
+    }
+
+    // Rounds number `number` (0: the parameter, 1: the first state, ...) of element `k` of the four.
+    template <typename T> __device__ __forceinline__ T round(float value, int k, int number) const {
+        const uint4 pair = words[number / 2];
+        const uint32_t word = k == 0 ? pair.x : k == 1 ? pair.y : k == 2 ? pair.z : pair.w;
+        const uint32_t random = word >> (number % 2 == 0 ? 0 : 16) & 0xffffu;
+        const uint32_t found = __float_as_uint(value);
+        const bool finite = (found & 0x7f800000u) != 0x7f800000u;
+        const uint32_t sum = finite ? found + random : found | (isnan(value) ? 1u << 22 : 0u);
+        return __ushort_as_bfloat16(static_cast<unsigned short>(sum >> 16));
+    }
+};
+
+// Where `Nearest` and `Stochastic` come from, for each quad of a launch.
+struct RoundNearest {
+    __device__ __forceinline__ Nearest at(const Piece &, uint32_t, uint32_t) const { return {}; }
+};
+
+struct RoundStochastically {
+    const Settings *settings;
+    const uint32_t *firsts; // of each piece: the number of its first element, in units of STATE_BLOCK
+
+    // For four elements from `index` on in piece number `number`.
+    __device__ __forceinline__ Stochastic at(const Piece &piece, uint32_t number, uint32_t index) const {
+        const Settings &of = settings[piece.group];
+        return {of.seed, of.step, static_cast<uint64_t>(firsts[number]) * STATE_BLOCK + index};
+    }
+};
+
+// The inverse of `load_quad`. `number` is 0 for parameters, their copies and gradients, 1 for the first state, and so on.
+template <bool WIDE, typename T, typename Rounding>
+__device__ __forceinline__ void store_quad(T *target, const float (&values)[QUAD], uint32_t count, const Rounding &rounding,
+                                           int number) {
     if constexpr (WIDE) {
         Pack<T, QUAD> pack;
 #pragma unroll
-        for (int k = 0; k < QUAD; ++k) pack.values[k] = narrow<T>(values[k]);
+        for (int k = 0; k < QUAD; ++k) pack.values[k] = rounding.template round<T>(values[k], k, number);
         *reinterpret_cast<Pack<T, QUAD> *>(target) = pack;
     } else {
 #pragma unroll
         for (int k = 0; k < QUAD; ++k) {
-            if (k < count) target[k] = narrow<T>(values[k]);
+            if (k < count) target[k] = rounding.template round<T>(values[k], k, number);
         }
     }
 }
 
-// The vectors of a segment: f32 parameters, their gradients and, unless null, their 16-bit copy.
-template <typename G, typename C> struct Buffers {
-    float *params;
+// The vectors of a segment: parameters, their gradients and, unless null, their 16-bit copy.
+template <typename P, typename G, typename C> struct Buffers {
+    P *params;
     G *grads;
     C *copy;
     uint32_t zero_grads;
 
     __device__ __forceinline__ Buffers(const Segment *segments, const Piece &piece, uint32_t zero_grads) : zero_grads(zero_grads) {
         const auto words = reinterpret_cast<const unsigned long long *>(segments + piece.segment);
-        params = reinterpret_cast<float *>(__ldg(words));
+        params = reinterpret_cast<P *>(__ldg(words));
         grads = reinterpret_cast<G *>(__ldg(words + 1));
         copy = reinterpret_cast<C *>(__ldg(words + 2));
     }
@@ -129,13 +182,13 @@ template <typename G, typename C> struct Buffers {
 
 // Four neighbouring elements of a piece from `index` on, a multiple of four; elements beyond the end of the piece are 0. With
 // WIDE, all four exist and can be accessed at once.
-template <bool WIDE, typename G, typename C> struct Quad {
-    Buffers<G, C> at; // moved to the first of the four
+template <bool WIDE, typename P, typename G, typename C> struct Quad {
+    Buffers<P, G, C> at; // moved to the first of the four
     uint32_t count;
     float params[QUAD];
     float grads[QUAD];
 
-    __device__ __forceinline__ Quad(const Buffers<G, C> &buffers, const Piece &piece, uint32_t index) : at(buffers) {
+    __device__ __forceinline__ Quad(const Buffers<P, G, C> &buffers, const Piece &piece, uint32_t index) : at(buffers) {
         const uint64_t start = static_cast<uint64_t>(piece.start) + index;
         at.params += start;
         at.grads += start;
@@ -145,17 +198,17 @@ template <bool WIDE, typename G, typename C> struct Quad {
         load_quad<WIDE>(grads, at.grads, count);
     }
 
-    __device__ __forceinline__ void store() const {
-        store_quad<WIDE>(at.params, params, count);
-        if (at.copy != nullptr) store_quad<WIDE>(at.copy, params, count);
+    template <typename Rounding> __device__ __forceinline__ void store(const Rounding &rounding) const {
+        store_quad<WIDE>(at.params, params, count, rounding, 0);
+        if (at.copy != nullptr) store_quad<WIDE>(at.copy, params, count, Nearest{}, 0);
         const float zeros[QUAD] = {};
-        if (at.zero_grads) store_quad<WIDE>(at.grads, zeros, count);
+        if (at.zero_grads) store_quad<WIDE>(at.grads, zeros, count, Nearest{}, 0);
     }
 };
 
 // Zeroes the gradients of a piece if the step is to zero gradients. This is for steps whose other work is skipped.
-template <typename G, typename C>
-__device__ void clear_grads(const Buffers<G, C> &buffers, const Piece &piece, uint32_t thread, uint32_t threads) {
+template <typename P, typename G, typename C>
+__device__ void clear_grads(const Buffers<P, G, C> &buffers, const Piece &piece, uint32_t thread, uint32_t threads) {
     if (!buffers.zero_grads) return;
     G *const grads = buffers.grads + piece.start;
     for (uint32_t i = thread; i < piece.length; i += threads) grads[i] = narrow<G>(0.0f);

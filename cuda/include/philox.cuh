@@ -4,6 +4,18 @@
 
 #include <cstdint>
 
+// One round under `key` of the counter or of the result of the round before.
+__device__ __forceinline__ uint4 philox_round(uint4 c, uint2 key) {
+    const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c.x, p1 = static_cast<uint64_t>(0xCD9E8D57u) * c.z;
+    return {static_cast<uint32_t>(p1 >> 32) ^ c.y ^ key.x, static_cast<uint32_t>(p1),
+            static_cast<uint32_t>(p0 >> 32) ^ c.w ^ key.y, static_cast<uint32_t>(p0)};
+}
+
+// The key of round `round`.
+__device__ __forceinline__ uint2 philox_key(uint64_t seed, int round) {
+    return {static_cast<uint32_t>(seed) + round * 0x9E3779B9u, static_cast<uint32_t>(seed >> 32) + round * 0xBB67AE85u};
+}
+
 // The seed is the key, and the number of a block of four words is the counter. In a CUDA graph, a draw must read seed and offset
 // from device memory.
 struct Generator {
@@ -17,8 +29,7 @@ struct Generator {
         if (state != nullptr) seed = state[0];
 #pragma unroll
         for (int round = 0; round < ROUNDS; round++) {
-            keys[round] = {static_cast<uint32_t>(seed) + round * 0x9E3779B9u,
-                           static_cast<uint32_t>(seed >> 32) + round * 0xBB67AE85u};
+            keys[round] = philox_key(seed, round);
             // Without this statement the compiler computes the keys again for each block.
             asm volatile("" : "+r"(keys[round].x), "+r"(keys[round].y));
         }
@@ -29,11 +40,7 @@ struct Generator {
         const uint64_t counter = offset + block;
         uint4 c{static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), 0, 0};
 #pragma unroll
-        for (int round = 0; round < ROUNDS; round++) {
-            const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c.x, p1 = static_cast<uint64_t>(0xCD9E8D57u) * c.z;
-            c = {static_cast<uint32_t>(p1 >> 32) ^ c.y ^ keys[round].x, static_cast<uint32_t>(p1),
-                 static_cast<uint32_t>(p0 >> 32) ^ c.w ^ keys[round].y, static_cast<uint32_t>(p0)};
-        }
+        for (int round = 0; round < ROUNDS; round++) c = philox_round(c, keys[round]);
         return c;
     }
 };

@@ -115,22 +115,28 @@ DEFINE_PREPARE(sgd)
 DEFINE_PREPARE(whole)
 
 // Four neighbouring values of a state.
-struct StateQuad {
-    Pack<float, QUAD> *pointer;
-    Pack<float, QUAD> pack;
+template <typename S> struct StateQuad {
+    S *pointer;
+    float values[QUAD];
 
-    __device__ __forceinline__ StateQuad(float *states, uint64_t index)
-        : pointer(reinterpret_cast<Pack<float, QUAD> *>(states + index)), pack(*pointer) {}
-    __device__ __forceinline__ float &operator[](int k) { return pack.values[k]; }
-    __device__ __forceinline__ void store() { *pointer = pack; }
+    __device__ __forceinline__ StateQuad(S *states, uint64_t index) : pointer(states + index) { load_quad<true>(values, pointer, QUAD); }
+    __device__ __forceinline__ float &operator[](int k) { return values[k]; }
+    // `number` is 1 for the first state of the optimizer, and so on.
+    template <typename Rounding> __device__ __forceinline__ void store(const Rounding &rounding, int number) {
+        store_quad<true>(pointer, values, QUAD, rounding, number);
+    }
 };
 
-// As torch.optim.Adam (`l2`) and AdamW (`decay`); with `largest`, the AMSGrad form.
-struct AdamRule {
-    float *first, *second, *largest;
+// Each optimizer is a structure of its states, of type S, with the update of four elements.
 
-    __device__ __forceinline__ void operator()(const Coefficients &at, float (&p)[QUAD], float (&g)[QUAD], uint64_t index) const {
-        StateQuad m(first, index), v(second, index);
+// As torch.optim.Adam (`l2`) and AdamW (`decay`); with `largest`, the AMSGrad form.
+template <typename S> struct AdamRule {
+    S *first, *second, *largest;
+
+    template <typename Rounding>
+    __device__ __forceinline__ void operator()(const Coefficients &at, float (&p)[QUAD], float (&g)[QUAD], uint64_t index,
+                                               const Rounding &rounding) const {
+        StateQuad<S> m(first, index), v(second, index);
         float top[QUAD];
 #pragma unroll
         for (int k = 0; k < QUAD; ++k) {
@@ -141,28 +147,30 @@ struct AdamRule {
             top[k] = v[k];
         }
         if (largest != nullptr) {
-            StateQuad max(largest, index);
+            StateQuad<S> max(largest, index);
 #pragma unroll
             for (int k = 0; k < QUAD; ++k) top[k] = max[k] = v[k] <= max[k] || max[k] != max[k] ? max[k] : v[k];
-            max.store();
+            max.store(rounding, 3);
         }
 #pragma unroll
         for (int k = 0; k < QUAD; ++k) {
             const float root = __fadd_rn(__fdiv_rn(__fsqrt_rn(top[k]), at.root_correction2), at.eps);
             p[k] = __fsub_rn(p[k], __fdiv_rn(__fmul_rn(at.step_size, m[k]), root));
         }
-        m.store();
-        v.store();
+        m.store(rounding, 1);
+        v.store(rounding, 2);
     }
 };
 
 // As bitsandbytes' Adam8bit and AdamW8bit for parameters that are too small for 8-bit states. Multiplications are fused where the CUDA
 // code of bitsandbytes fuses them.
-struct SmallAdamRule {
-    float *first, *second, *unused;
+template <typename S> struct SmallAdamRule {
+    S *first, *second, *unused;
 
-    __device__ __forceinline__ void operator()(const Coefficients &at, float (&p)[QUAD], float (&g)[QUAD], uint64_t index) const {
-        StateQuad m(first, index), v(second, index);
+    template <typename Rounding>
+    __device__ __forceinline__ void operator()(const Coefficients &at, float (&p)[QUAD], float (&g)[QUAD], uint64_t index,
+                                               const Rounding &rounding) const {
+        StateQuad<S> m(first, index), v(second, index);
 #pragma unroll
         for (int k = 0; k < QUAD; ++k) {
             m[k] = __fmaf_rn(m[k], at.beta1, __fmul_rn(at.gain1, g[k]));
@@ -170,70 +178,75 @@ struct SmallAdamRule {
             const float ratio = __fdiv_rn(m[k], __fadd_rn(__fsqrt_rn(v[k]), at.eps));
             p[k] = __fmul_rn(__fmaf_rn(at.step_size, ratio, p[k]), at.decay);
         }
-        m.store();
-        v.store();
+        m.store(rounding, 1);
+        v.store(rounding, 2);
     }
 };
 
 // Chen et al., "Symbolic Discovery of Optimization Algorithms", https://arxiv.org/abs/2302.06675; fused as in bitsandbytes.
-struct LionRule {
-    float *momentum, *unused[2];
+template <typename S> struct LionRule {
+    S *momentum, *unused[2];
 
-    __device__ __forceinline__ void operator()(const Coefficients &at, float (&p)[QUAD], float (&g)[QUAD], uint64_t index) const {
-        StateQuad m(momentum, index);
+    template <typename Rounding>
+    __device__ __forceinline__ void operator()(const Coefficients &at, float (&p)[QUAD], float (&g)[QUAD], uint64_t index,
+                                               const Rounding &rounding) const {
+        StateQuad<S> m(momentum, index);
 #pragma unroll
         for (int k = 0; k < QUAD; ++k) {
             p[k] = lion_descend(at, p[k], __fmaf_rn(m[k], at.beta1, __fmul_rn(at.gain1, g[k])));
             m[k] = __fmaf_rn(m[k], at.beta2, __fmul_rn(at.gain2, g[k]));
         }
-        m.store();
+        m.store(rounding, 1);
     }
 };
 
 // As torch.optim.SGD.
-struct SgdRule {
-    float *buffer, *unused[2];
+template <typename S> struct SgdRule {
+    S *buffer, *unused[2];
 
-    __device__ __forceinline__ void operator()(const Coefficients &at, float (&p)[QUAD], float (&g)[QUAD], uint64_t index) const {
+    template <typename Rounding>
+    __device__ __forceinline__ void operator()(const Coefficients &at, float (&p)[QUAD], float (&g)[QUAD], uint64_t index,
+                                               const Rounding &rounding) const {
 #pragma unroll
         for (int k = 0; k < QUAD; ++k) g[k] = __fadd_rn(g[k], __fmul_rn(at.l2, p[k]));
         if (buffer != nullptr) {
-            StateQuad b(buffer, index);
+            StateQuad<S> b(buffer, index);
 #pragma unroll
             for (int k = 0; k < QUAD; ++k) {
                 b[k] = __fadd_rn(__fmul_rn(at.beta1, b[k]), __fmul_rn(at.gain1, g[k]));
                 g[k] = at.nesterov ? __fadd_rn(g[k], __fmul_rn(at.beta2, b[k])) : b[k];
             }
-            b.store();
+            b.store(rounding, 1);
         }
 #pragma unroll
         for (int k = 0; k < QUAD; ++k) p[k] = __fsub_rn(p[k], __fmul_rn(at.step_size, g[k]));
     }
 };
 
-template <bool WIDE, typename Rule, typename G, typename C>
-static __device__ __forceinline__ void
-update(const Piece &piece, uint32_t index, const Coefficients &at, const Buffers<G, C> &buffers, const Rule &rule) {
-    Quad<WIDE, G, C> quad(buffers, piece, index);
+template <bool WIDE, typename Rule, typename P, typename G, typename C, typename Rounding>
+static __device__ __forceinline__ void update(const Piece &piece, uint32_t index, const Coefficients &at,
+                                              const Buffers<P, G, C> &buffers, const Rule &rule, const Rounding &rounding) {
+    Quad<WIDE, P, G, C> quad(buffers, piece, index);
 #pragma unroll
     for (int k = 0; k < QUAD; ++k) quad.grads[k] = __fmul_rn(quad.grads[k], at.gain);
-    rule(at, quad.params, quad.grads, static_cast<uint64_t>(piece.state) * STATE_BLOCK + index);
-    quad.store();
+    rule(at, quad.params, quad.grads, static_cast<uint64_t>(piece.state) * STATE_BLOCK + index, rounding);
+    quad.store(rounding);
 }
 
-template <typename Rule, typename G, typename C>
-static __device__ __forceinline__ void
-step(const Piece *pieces, const Segment *segments, const Coefficients *coefficients, uint32_t zero_grads, const Rule &rule) {
+template <typename Rule, typename P, typename G, typename C, typename Round>
+static __device__ __forceinline__ void step(const Piece *pieces, const Segment *segments, const Coefficients *coefficients,
+                                            uint32_t zero_grads, const Rule &rule, const Round &round) {
     const Piece piece = load_piece(pieces + blockIdx.x);
-    const Buffers<G, C> buffers(segments, piece, zero_grads);
+    const Buffers<P, G, C> buffers(segments, piece, zero_grads);
     if (coefficients->skip) return clear_grads(buffers, piece, threadIdx.x, blockDim.x);
     const Coefficients at = coefficients[piece.group];
     const bool is_wide = buffers.is_wide(piece);
     for (uint32_t i = QUAD * threadIdx.x; i < piece.length; i += QUAD * blockDim.x) {
+        const auto rounding = round.at(piece, blockIdx.x, i);
         if (is_wide && i + QUAD <= piece.length) {
-            update<true>(piece, i, at, buffers, rule);
+            update<true>(piece, i, at, buffers, rule, rounding);
         } else {
-            update<false>(piece, i, at, buffers, rule);
+            update<false>(piece, i, at, buffers, rule, rounding);
         }
     }
 }
@@ -256,7 +269,8 @@ step(const Piece *pieces, const Segment *segments, const Coefficients *coefficie
     NAME##_step_##suffix(const Piece *pieces, const Segment *segments, const Coefficients *coefficients,               \
                          uint32_t zero_grads, float *state1, float *state2, float *state3) {                           \
         follow();                                                                                                      \
-        step<RULE, G, C>(pieces, segments, coefficients, zero_grads, {state1, state2, state3});                        \
+        step<RULE<float>, float, G, C>(pieces, segments, coefficients, zero_grads, {state1, state2, state3},           \
+                                       RoundNearest{});                                                                \
     }
 #define DEFINE_STEPS(suffix, G, C)                                                                                     \
     DEFINE_STEP(adam, AdamRule, suffix, G, C)                                                                          \
@@ -264,3 +278,22 @@ step(const Piece *pieces, const Segment *segments, const Coefficients *coefficie
     DEFINE_STEP(lion, LionRule, suffix, G, C)                                                                          \
     DEFINE_STEP(sgd, SgdRule, suffix, G, C)
 FOR_EACH_GRADIENT_AND_COPY(DEFINE_STEPS)
+
+// As <optimizer>_step_*, for parameters, gradients and states of bf16, without copies: <optimizer>_rounded_bf16. The update is in f32;
+// parameters and states are rounded stochastically, with random bits that depend on the seed and the step of the piece's group and on
+// the element.
+//   settings [groups]: of the same groups as the coefficients; firsts [gridDim.x]: the number of each piece's first element among
+//   those of the optimizer, in units of STATE_BLOCK; states: aligned to 8 bytes.
+#define DEFINE_ROUNDED(NAME, RULE)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+    NAME##_rounded_bf16(const Piece *pieces, const Segment *segments, const Coefficients *coefficients,                \
+                        const Settings *settings, const uint32_t *firsts, uint32_t zero_grads, __nv_bfloat16 *state1,  \
+                        __nv_bfloat16 *state2, __nv_bfloat16 *state3) {                                                \
+        follow();                                                                                                      \
+        step<RULE<__nv_bfloat16>, __nv_bfloat16, __nv_bfloat16, __nv_bfloat16>(                                        \
+            pieces, segments, coefficients, zero_grads, {state1, state2, state3}, RoundStochastically{settings, firsts}); \
+    }
+DEFINE_ROUNDED(adam, AdamRule)
+DEFINE_ROUNDED(small_adam, SmallAdamRule)
+DEFINE_ROUNDED(lion, LionRule)
+DEFINE_ROUNDED(sgd, SgdRule)

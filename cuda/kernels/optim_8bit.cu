@@ -107,10 +107,10 @@ struct AdamBlocks {
         }
     };
 
-    template <bool WIDE, typename G, typename C>
-    __device__ __forceinline__ void update(const Tables &tables, const Piece &piece, uint32_t lane, const Coefficients &at,
-                                           const Buffers<G, C> &buffers) const {
-        Quad<WIDE, G, C> quads[QUADS] = {{buffers, piece, index_of(0, lane)}, {buffers, piece, index_of(1, lane)}};
+    template <bool WIDE, typename P, typename G, typename C, typename Round>
+    __device__ __forceinline__ void update(const Tables &tables, const Piece &piece, uint32_t number, uint32_t lane, const Coefficients &at,
+                                           const Buffers<P, G, C> &buffers, const Round &round) const {
+        Quad<WIDE, P, G, C> quads[QUADS] = {{buffers, piece, index_of(0, lane)}, {buffers, piece, index_of(1, lane)}};
         BlockState first(codes1, scales1, piece, lane), second(codes2, scales2, piece, lane);
         float m[QUADS][QUAD], v[QUADS][QUAD];
 #pragma unroll
@@ -133,7 +133,7 @@ struct AdamBlocks {
                 m[q][k] = finite ? m_new : 0.0f;
                 v[q][k] = finite ? v_new : 0.0f;
             }
-            quads[q].store();
+            quads[q].store(round.at(piece, number, index_of(q, lane)));
         }
         first.store<true>(tables.first, m, lane);
         second.store<false>(tables.second, v, lane);
@@ -153,10 +153,10 @@ struct LionBlocks {
         __device__ __forceinline__ void load() { load_table(momentum, SIGNED_TABLE); }
     };
 
-    template <bool WIDE, typename G, typename C>
-    __device__ __forceinline__ void update(const Tables &tables, const Piece &piece, uint32_t lane, const Coefficients &at,
-                                           const Buffers<G, C> &buffers) const {
-        Quad<WIDE, G, C> quads[QUADS] = {{buffers, piece, index_of(0, lane)}, {buffers, piece, index_of(1, lane)}};
+    template <bool WIDE, typename P, typename G, typename C, typename Round>
+    __device__ __forceinline__ void update(const Tables &tables, const Piece &piece, uint32_t number, uint32_t lane, const Coefficients &at,
+                                           const Buffers<P, G, C> &buffers, const Round &round) const {
+        Quad<WIDE, P, G, C> quads[QUADS] = {{buffers, piece, index_of(0, lane)}, {buffers, piece, index_of(1, lane)}};
         BlockState momentum(codes, scales, piece, lane);
         float m[QUADS][QUAD];
 #pragma unroll
@@ -171,21 +171,22 @@ struct LionBlocks {
                 if (finite) quads[q].params[k] = lion_descend(at, quads[q].params[k], direction);
                 m[q][k] = finite ? m_new : 0.0f;
             }
-            quads[q].store();
+            quads[q].store(round.at(piece, number, index_of(q, lane)));
         }
         momentum.store<true>(tables.momentum, m, lane);
     }
 };
 
-template <typename Rule, typename G, typename C>
+template <typename Rule, typename P, typename G, typename C, typename Round>
 static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count, const Segment *segments,
-                                            const Coefficients *coefficients, uint32_t zero_grads, const Rule &rule) {
+                                            const Coefficients *coefficients, uint32_t zero_grads, const Rule &rule,
+                                            const Round &round) {
     const uint32_t lane = threadIdx.x % WARP, warps = gridDim.x * (THREADS / WARP);
     const uint32_t first = blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP;
     if (coefficients->skip) {
         for (uint32_t i = first; i < count; i += warps) {
             const Piece piece = load_piece(pieces + i);
-            clear_grads(Buffers<G, C>(segments, piece, zero_grads), piece, lane, WARP);
+            clear_grads(Buffers<P, G, C>(segments, piece, zero_grads), piece, lane, WARP);
         }
         return;
     }
@@ -198,11 +199,11 @@ static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count,
         // The piece of the next iteration is loaded early.
         const Piece next = load_piece(pieces + min(i + warps, count - 1));
         const Coefficients at = coefficients[piece.group];
-        const Buffers<G, C> buffers(segments, piece, zero_grads);
+        const Buffers<P, G, C> buffers(segments, piece, zero_grads);
         if (piece.length == STATE_BLOCK && buffers.is_wide(piece)) {
-            rule.template update<true>(tables, piece, lane, at, buffers);
+            rule.template update<true>(tables, piece, i, lane, at, buffers, round);
         } else {
-            rule.template update<false>(tables, piece, lane, at, buffers);
+            rule.template update<false>(tables, piece, i, lane, at, buffers, round);
         }
         piece = next;
     }
@@ -226,9 +227,25 @@ static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count,
                               const Coefficients *coefficients, uint32_t zero_grads, uint8_t *codes1, float *scales1,  \
                               uint8_t *codes2, float *scales2) {                                                       \
         follow();                                                                                                      \
-        step<RULE, G, C>(pieces, count, segments, coefficients, zero_grads, {codes1, scales1, codes2, scales2});       \
+        step<RULE, float, G, C>(pieces, count, segments, coefficients, zero_grads, {codes1, scales1, codes2, scales2}, \
+                                RoundNearest{});                                                                       \
     }
 #define DEFINE_STEPS(suffix, G, C)                                                                                     \
     DEFINE_STEP(adam, AdamBlocks, suffix, G, C)                                                                        \
     DEFINE_STEP(lion, LionBlocks, suffix, G, C)
 FOR_EACH_GRADIENT_AND_COPY(DEFINE_STEPS)
+
+// As <optimizer>_8bit_step_*, for parameters and gradients of bf16, without copies: <optimizer>_8bit_rounded_bf16. Parameters are
+// rounded stochastically, as in optim.cu, where `settings` and `firsts` are described.
+#define DEFINE_ROUNDED(NAME, RULE)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \
+    NAME##_8bit_rounded_bf16(const Piece *pieces, uint32_t count, const Segment *segments,                             \
+                             const Coefficients *coefficients, const Settings *settings, const uint32_t *firsts,       \
+                             uint32_t zero_grads, uint8_t *codes1, float *scales1, uint8_t *codes2, float *scales2) {  \
+        follow();                                                                                                      \
+        step<RULE, __nv_bfloat16, __nv_bfloat16, __nv_bfloat16>(pieces, count, segments, coefficients, zero_grads,     \
+                                                                {codes1, scales1, codes2, scales2},                    \
+                                                                RoundStochastically{settings, firsts});                \
+    }
+DEFINE_ROUNDED(adam, AdamBlocks)
+DEFINE_ROUNDED(lion, LionBlocks)

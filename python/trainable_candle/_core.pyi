@@ -1613,6 +1613,7 @@ class LoraConfig:
         qat_activations: whether the inputs of these layers are rounded too, with a scale per token; needs `qat` "int8"
             or "fp8".
         qat_learned_scales: whether each scale of the weights is multiplied by a learned factor, which starts at 1.
+        dtype: the dtype of the parameters in training, "f32", or "bf16" for an optimizer with `stochastic_rounding`.
 
     Raises:
         ConfigError: if a value is out of range.
@@ -1640,6 +1641,7 @@ class LoraConfig:
         qat: str | None = None,
         qat_activations: bool = False,
         qat_learned_scales: bool = False,
+        dtype: DType | str | None = None,
     ) -> LoraConfig: ...
     def __repr__(self, /) -> str: ...
     @property
@@ -1661,6 +1663,11 @@ class LoraConfig:
     def decompose_factor(self, /) -> int:
         """
         The size of LoKr's smaller factor; -1 chooses a size near the square root of the layer's size.
+        """
+    @property
+    def dtype(self, /) -> DType:
+        """
+        The dtype of the parameters in training.
         """
     @property
     def exclude_modules(self, /) -> list[str]:
@@ -1697,7 +1704,7 @@ class LoraConfig:
     ) -> tuple[int, int]:
         """
         The memory that the adapters need: the number of elements of their parameters, and the bytes of an optimizer's
-        states.
+        states. With `dtype` "bf16", the optimizer rounds stochastically.
 
         Args:
             layers: as for `select`.
@@ -2183,6 +2190,7 @@ class Optimizer:
         kind: str,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
         settings: dict[str, Any],
+        stochastic_rounding: bool = False,
     ) -> Optimizer:
         """
         The optimizer of a kind, over `params`, with the hyper-parameters that differ from its defaults.
@@ -2239,7 +2247,8 @@ class Optimizer:
         """
         A copy of all states, on the CPU: `INDEX.NAME` for a state of the variable with that index (counted through all
         groups), `INDEX.master` for its f32 master values, `step` (i64) with the number of steps of each variable, `lr`
-        (f64) with the learning rate of each group, and `kind` (u8) with the optimizer's name in ASCII.
+        (f64) with the learning rate of each group, `kind` (u8) with the optimizer's name in ASCII, and, with stochastic
+        rounding, `seed` (i64).
         """
     def step(self, /, *, if_finite: Tensor | None = None) -> None:
         """
@@ -3871,6 +3880,15 @@ def cuda_set_memory_limit(device: str, limit: SupportsIndex | None) -> None:
 
     Raises:
         DeviceError, CudaUnavailableError: if `device` is not a CUDA device.
+    """
+
+def cuda_stages_weights(device: str) -> bool:
+    """
+    Whether streamed weights of a device are in host memory that is not pinned, because the system gives too little of
+    that. CUDA graphs cannot copy them.
+
+    Raises:
+        DeviceError, CudaUnavailableError: if there is no such device.
     """
 
 def cuda_start_profile(device: str) -> None:

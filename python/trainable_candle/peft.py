@@ -313,6 +313,11 @@ def _adapted(name: str, layer: Linear | Conv2d, rank: int, config: LoraConfig) -
         config.lora_alpha,
     )
     how = (config.lora_dropout, config.use_rslora)
+    if config.dtype != "f32":
+        raise ConfigError(
+            f"add_adapter: dtype {config.dtype} is for models of trainable_candle.models, and this "
+            "is a module written in Python; leave it out"
+        )
     if isinstance(layer, Conv2d):
         if config.qat is not None:
             raise ConfigError(

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trainable_candle as tc
+from trainable_candle import _core
 from trainable_candle.data.folder import counted
 from trainable_candle.distributed.agreement import SameParameters
 from trainable_candle.sheet import PAGE
@@ -151,6 +152,11 @@ class Session:
         where = f" on {self._group.size} devices" if self._group.size > 1 else ""
         of = f" ({parts} batches of {batch}{where})" if parts > 1 else ""
         epochs = self.epochs.at(config.steps)
+        if config.on_gpu and _core.cuda_stages_weights(config.device):
+            report(
+                "streamed blocks: the system gives too little pinned memory, so a thread copies "
+                "them through a small part of it, and steps run without CUDA graphs"
+            )
         report(
             f"training: {counted(config.steps, 'step')} of {size}{of}, "
             f"{epochs:.3g} epochs of {counted(len(self._train), self._task.noun)}"

@@ -175,20 +175,80 @@ def test_streamed_blocks_take_two_slots_of_the_device(cuda: Any) -> None:
     assert abs((resident - streamed) - (all_bytes - counted)) < 0.1 * resident
 
 
-def test_too_little_pinned_memory_is_said(cuda: Any) -> None:
+PIECE = 8 << 20
+"""Bytes of a piece of the ring of pinned memory through which a stream's copies go."""
+
+
+@pytest.mark.parametrize("limited", ["driver", "setting"])
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_without_pinned_memory_blocks_are_copied_through_a_ring(
+    cuda: Any, quantize: str | None, limited: str
+) -> None:
+    # The driver gives a piece for other copies and 64 KiB, or the setting leaves blocks nothing.
+    settings = {"PINNED": str(PIECE + (64 << 10))} if limited == "driver" else {}
+    start = "" if settings else "import os\n    os.environ['TRAINABLE_CANDLE_PINNED_BYTES'] = '0'"
     run = cuda.run(
-        STEP
-        + f"""
-    try:
-        load({COUNT})
-    except tc.errors.OutOfMemoryError as error:
-        print(error)
-    mark("after")
-    load(0)
+        f"""
+    {start}
+    from trainable_candle import _core
+    {STEP}
+    assert not _core.cuda_stages_weights("cuda")
+    step = stepper(load({COUNT}, {quantize!r}))
+    assert _core.cuda_stages_weights("cuda")
+    step(*inputs)
+    mark("second")
+    step(*inputs)
+    tc.cuda.synchronize()
+    mark("end")
     """,
-        settings={"PINNED": str((8 << 20) + (64 << 10))},
+        settings=settings,
     )
-    assert "stream fewer blocks" in run.output
+    refused = [call["why"] for call in run.of("refused") if "why" in call.fields]
+    assert set(refused) <= {"pinned-memory"}
+    second = run.after("second")
+    found = copies(second)
+    # As with pinned memory: see above. A part may be cut where a piece of the ring ends.
+    parts = 1 if quantize is None else 2
+    assert len(found) >= parts * (2 * (COUNT - 2) + COUNT)
+    # Without any piece, the driver copies from pageable memory in its own way.
+    pageable = {call["pageable"] for call in found}
+    assert "1" in pageable if settings else pageable == {"0"}
+    side = found[0]["stream"]
+    assert sum(call["stream"] == side for call in second.of("wait")) == 2 * (COUNT - 2) + COUNT
+    assert second.of("alloc-pinned") == []
+
+
+def test_graphs_cannot_copy_from_memory_that_is_not_pinned(cuda: Any) -> None:
+    run = cuda.run(
+        f"""
+    import os
+    os.environ["TRAINABLE_CANDLE_PINNED_BYTES"] = "0"
+    {STEP}
+    from trainable_candle.train.graphs import PassGraphs
+
+    step = stepper(load({COUNT}))
+    captured = tc.cuda.capture(step, inputs)
+    try:
+        for _ in range(4):
+            captured(*inputs)
+    except tc.errors.DeviceError as error:
+        print(error)
+    graphs = PassGraphs(lambda inputs, first: step(*inputs.values()), keep=2)
+    for _ in range(4):
+        graphs(dict(zip(names, inputs)), True)
+    mark("loaded")
+    # Other functions are recorded while a job of the thread may be under way.
+    plain = tc.cuda.capture(lambda x: x * 2, inputs[:1])
+    for _ in range(4):
+        step(*inputs)
+        plain(inputs[0])
+    assert plain.is_recorded
+    mark("end")
+    """
+    )
+    assert "a CUDA graph cannot copy from other memory" in run.output
+    assert run.after("loaded").of("refused") == []
+    assert len(run.after("loaded").of("replay")) >= 2
 
 
 TOGETHER = """

@@ -1,5 +1,8 @@
 """On a GPU, streamed blocks compute the same bits as resident ones, eagerly and in graphs."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -82,3 +85,25 @@ def test_other_policies_stream_too(gpu: str, policy: str) -> None:
     found = losses(gpu, "flux", stream_blocks=4, policy=policy)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_blocks_without_pinned_memory_compute_the_same(gpu: str) -> None:
+    # In a process of its own, which reads its limit of pinned memory once.
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import numpy as np
+from test_streaming_gpu import KINDS, losses
+
+for name, (_, _, count) in KINDS.items():
+    for quantize in (None, "nf4"):
+        expected = losses({gpu!r}, name, stream_blocks=0, quantize=quantize)
+        found = losses({gpu!r}, name, stream_blocks=count, quantize=quantize)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+"""
+    for limit in ("0", "300000"):
+        environment = {**os.environ, "TRAINABLE_CANDLE_PINNED_BYTES": limit}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr

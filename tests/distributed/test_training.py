@@ -83,6 +83,21 @@ def test_two_processes_equal_one_with_twice_the_accumulation(
         np.testing.assert_allclose(found[name].numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
 
 
+def test_processes_round_alike(
+    digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
+) -> None:
+    found = []
+    for name in ("one", "two"):
+        output = tmp_path / name
+        more = {"gpus": 2, "device": device, "compare_every": 1}
+        command = training(digits_base, digits_folder, output, **more)
+        result = run([*command, "--stochastic-rounding"])
+        assert result.returncode == 0, result.stderr
+        adapter = tc.load_file(output / "adapter.safetensors")
+        found.append({name: tensor.numpy().tobytes() for name, tensor in adapter.items()})
+    assert found[0] == found[1]
+
+
 @pytest.mark.gpu
 def test_runs_with_streamed_blocks_equal_those_without(
     digits_base: Path, digits_folder: Path, tmp_path: Path

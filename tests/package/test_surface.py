@@ -77,6 +77,7 @@ def test_every_function_of_the_extension_has_a_home():
         "cuda_memory_stats",
         "cuda_reset_peak_memory_stats",
         "cuda_set_memory_limit",
+        "cuda_stages_weights",
         "cuda_start_profile",
         "cuda_synchronize",
         "cuda_unavailable_reason",

@@ -37,6 +37,7 @@ def train() -> Callable[..., dict[str, bytes]]:
     def train(config: TrainConfig, *callbacks: Callback) -> dict[str, bytes]:
         run = train_adapter(config, callbacks=callbacks, progress=False, report=lambda _: None)
         parameters = run.adapter.named_parameters()
-        return {name: var.detach().numpy().tobytes() for name, var in parameters.items()}
+        values = {name: var.detach().to("f32").numpy() for name, var in parameters.items()}
+        return {name: value.tobytes() for name, value in values.items()}
 
     return train

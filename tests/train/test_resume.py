@@ -98,12 +98,24 @@ def logged(output: str) -> list[tuple[str, ...]]:
     return [(row["step"], row["loss"], row["lr"], row["grad_norm"]) for row in rows]
 
 
-@pytest.mark.parametrize("adapter", ["lora", "dora"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"adapter": "lora"},
+        {"adapter": "dora"},
+        {"stochastic_rounding": True},
+        {"stochastic_rounding": True, "optimizer": "adamw"},
+    ],
+)
 @pytest.mark.parametrize("stop_after", [1, 7])
 def test_a_run_resumes_bit_for_bit(
-    config: TrainConfig, train: Train, adapter: str, stop_after: int, tmp_path: Path
+    config: TrainConfig,
+    train: Train,
+    settings: dict[str, Any],
+    stop_after: int,
+    tmp_path: Path,
 ) -> None:
-    config = config.with_(adapter=adapter)
+    config = config.with_(**settings)
     expected = train(config)
     broken = config.with_(output=str(tmp_path / "broken"))
     assert train(broken, StopAfter(stop_after)) != expected

@@ -49,6 +49,22 @@ pub unsafe fn copy_pinned(to: u64, from: *const u8, size: usize, stream: *mut c_
     check(unsafe { driver_copy(to, from.cast(), size, stream) })
 }
 
+/// Queue a copy from any memory of the host. Returns when the host may reuse the memory; the last of the bytes may still
+/// be on their way.
+///
+/// # Errors
+/// The driver's error.
+///
+/// # Safety
+/// Both addresses have `size` bytes, the stream exists, and no thread captures.
+pub unsafe fn copy_pageable(to: u64, from: *const u8, size: usize, stream: *mut c_void) -> Result<(), Status> {
+    if size == 0 {
+        return Ok(());
+    }
+    // SAFETY: the caller's promise.
+    check(unsafe { stage(to, from.cast(), size, stream) })
+}
+
 /// The pinned memory of a stream.
 struct Ring {
     stream: usize,
@@ -57,7 +73,20 @@ struct Ring {
     used: usize,
 }
 
-static RINGS: Mutex<Vec<Ring>> = Mutex::new(Vec::new());
+/// The rings by stream. They live as long as the process, and each has a lock of its own, because a copy may wait for the
+/// GPU.
+static RINGS: Mutex<Vec<(usize, &'static Mutex<Ring>)>> = Mutex::new(Vec::new());
+
+/// The ring of a stream.
+fn ring(stream: Stream) -> &'static Mutex<Ring> {
+    let (stream, mut rings) = (stream as usize, RINGS.lock().unwrap_or_else(PoisonError::into_inner));
+    if let Some((_, ring)) = rings.iter().find(|(known, _)| *known == stream) {
+        return ring;
+    }
+    let ring = Box::leak(Box::new(Mutex::new(Ring { stream, pieces: Vec::new(), current: 0, used: 0 })));
+    rings.push((stream, ring));
+    ring
+}
 
 impl Ring {
     /// Continue with the next piece, once the GPU no longer reads it.
@@ -100,14 +129,10 @@ impl Ring {
 /// # Safety
 /// As the driver's function.
 unsafe fn stage(to: u64, from: *const c_void, size: usize, stream: Stream) -> c_int {
-    let mut rings = RINGS.lock().unwrap_or_else(PoisonError::into_inner);
-    let at = rings.iter().position(|ring| ring.stream == stream as usize).unwrap_or_else(|| {
-        rings.push(Ring { stream: stream as usize, pieces: Vec::new(), current: 0, used: 0 });
-        rings.len() - 1
-    });
+    let mut ring = ring(stream).lock().unwrap_or_else(PoisonError::into_inner);
     // SAFETY: the caller's promise.
     unsafe {
-        match rings[at].copy(to, from.cast(), size) {
+        match ring.copy(to, from.cast(), size) {
             Ok(()) => driver::SUCCESS,
             // If pinned memory cannot be allocated, this leaves the whole copy to the driver.
             Err(Status(driver::OUT_OF_MEMORY)) => driver_copy(to, from, size, stream),

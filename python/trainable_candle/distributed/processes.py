@@ -107,9 +107,9 @@ class Processes:
         if self._communicator is not None:
             with self._explained():
                 return self._communicator.all_reduce_gradients(variables, tail, self._narrow)
-        vectors = [vector.numpy() for vector in _core.gradient_vectors(variables)]
-        sums = [self._sum(vector) for vector in vectors]
-        _core.set_gradient_vectors(variables, [tc.tensor(each) for each in sums])
+        vectors = _core.gradient_vectors(variables)
+        sums = [_like(vector, self._sum(_numbers(vector))) for vector in vectors]
+        _core.set_gradient_vectors(variables, sums)
         return tc.tensor(self._sum(tail.numpy()))
 
     def broadcast_(self, parameters: Mapping[str, Var]) -> None:
@@ -123,9 +123,9 @@ class Processes:
                 with self._explained():
                     self._communicator.broadcast_(var, 0)
                 continue
-            values = var.detach().numpy()
+            values = _numbers(var.detach())
             sent = self._link.scatter(values.tobytes())
-            var.set(tc.tensor(np.frombuffer(sent, values.dtype).reshape(values.shape)))
+            var.set(_like(var, np.frombuffer(sent, values.dtype).reshape(values.shape)))
         self.wait()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -215,3 +215,13 @@ class Processes:
                 self._link.require_alive()
             self._link.fail(f"rank {self.rank}: {error}")
             raise DistributedError(f"distributed: {error}") from error
+
+
+def _numbers(tensor: Tensor) -> NDArray[Any]:
+    """The values as numpy has them: those of bf16 in f32."""
+    return (tensor.to("f32") if tensor.dtype == "bf16" else tensor).numpy()
+
+
+def _like(tensor: Tensor, values: NDArray[Any]) -> Tensor:
+    """Numbers in the dtype of a tensor."""
+    return tc.tensor(values).to(tensor.dtype)

@@ -10,6 +10,8 @@ from trainable_candle.optim.groups import GroupedOptimizer, listed, set_groups
 
 _ALWAYS = ("fused", "foreach")
 """Arguments of torch that are accepted and ignored, because every step is fused."""
+_ROUNDING = "stochastic_rounding"
+"""The argument of every optimizer that is no hyper-parameter of a group."""
 
 
 def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> type[Optimizer]:
@@ -18,6 +20,7 @@ def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> ty
         by_position = index < positional
         kind = Parameter.POSITIONAL_OR_KEYWORD if by_position else Parameter.KEYWORD_ONLY
         parameters.append(Parameter(field, kind, default=default))
+    parameters.append(Parameter(_ROUNDING, Parameter.KEYWORD_ONLY, default=False))
     signature = Signature(parameters)
 
     def new(cls: type[Optimizer], /, *args: Any, **kwargs: Any) -> GroupedOptimizer:
@@ -29,7 +32,8 @@ def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> ty
             params = listed(settings.pop("params"))
         except TypeError as error:
             raise TypeError(f"{name}: {error}") from None
-        optimizer = GroupedOptimizer.__new__(cls, name, params, settings)
+        rounding = settings.pop(_ROUNDING, False)
+        optimizer = GroupedOptimizer.__new__(cls, name, params, settings, rounding)
         set_groups(optimizer, params, {**defaults, **settings})
         return optimizer
 

@@ -37,6 +37,7 @@ class AdamW8bit(GroupedOptimizer):
         eps: Added to the root of the second moment, at least 0.
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         min_8bit_size: Parameters with fewer elements keep their moments in f32.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -52,6 +53,7 @@ class AdamW8bit(GroupedOptimizer):
         weight_decay: SupportsFloat | SupportsIndex = 0.01,
         *,
         min_8bit_size: int = 4096,
+        stochastic_rounding: bool = False,
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> AdamW8bit: ...
@@ -74,6 +76,7 @@ class Adam8bit(GroupedOptimizer):
         eps: Added to the root of the second moment, at least 0.
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         min_8bit_size: Parameters with fewer elements keep their moments in f32.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -89,6 +92,7 @@ class Adam8bit(GroupedOptimizer):
         weight_decay: SupportsFloat | SupportsIndex = 0.0,
         *,
         min_8bit_size: int = 4096,
+        stochastic_rounding: bool = False,
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> Adam8bit: ...
@@ -112,6 +116,7 @@ class AdamW(GroupedOptimizer):
         weight_decay: At least 0. Adam adds `weight_decay * param` to the gradient, an L2 penalty; AdamW leaves the gradient unchanged and multiplies the parameters by `1 - lr * weight_decay` in each step.
         amsgrad: Divide by the largest second moment so far instead of the current one.
         maximize: Ascend instead of descend.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -128,6 +133,7 @@ class AdamW(GroupedOptimizer):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        stochastic_rounding: bool = False,
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> AdamW: ...
@@ -151,6 +157,7 @@ class Adam(GroupedOptimizer):
         weight_decay: At least 0. Adam adds `weight_decay * param` to the gradient, an L2 penalty; AdamW leaves the gradient unchanged and multiplies the parameters by `1 - lr * weight_decay` in each step.
         amsgrad: Divide by the largest second moment so far instead of the current one.
         maximize: Ascend instead of descend.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -167,6 +174,7 @@ class Adam(GroupedOptimizer):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        stochastic_rounding: bool = False,
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> Adam: ...
@@ -188,6 +196,7 @@ class Lion8bit(GroupedOptimizer):
         betas: Weight of the momentum in the update, and its decay rate; each in [0, 1).
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         min_8bit_size: Parameters with fewer elements keep their momentum in f32.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -202,6 +211,7 @@ class Lion8bit(GroupedOptimizer):
         weight_decay: SupportsFloat | SupportsIndex = 0.0,
         *,
         min_8bit_size: int = 4096,
+        stochastic_rounding: bool = False,
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> Lion8bit: ...
@@ -222,6 +232,7 @@ class Lion(GroupedOptimizer):
         lr: Learning rate, at least 0; 3 to 10 times smaller than Adam's.
         betas: Weight of the momentum in the update, and its decay rate; each in [0, 1).
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -235,6 +246,7 @@ class Lion(GroupedOptimizer):
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.99),
         weight_decay: SupportsFloat | SupportsIndex = 0.0,
         *,
+        stochastic_rounding: bool = False,
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> Lion: ...
@@ -258,6 +270,7 @@ class Adafactor(GroupedOptimizer):
         d: At least 1: an update is clipped to this root mean square before it is multiplied by the step size.
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         maximize: Ascend instead of descend.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects it.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -277,6 +290,7 @@ class Adafactor(GroupedOptimizer):
         weight_decay: SupportsFloat | SupportsIndex = 0.0,
         *,
         maximize: bool = False,
+        stochastic_rounding: bool = False,
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> Adafactor: ...
@@ -299,6 +313,7 @@ class CAME(GroupedOptimizer):
         clip_threshold: Above 0: an update is clipped to this root mean square before it is multiplied by the step size.
         betas: Decay rates of the mean update, of the second moments and of the differences, each in [0, 1).
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects it.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -318,6 +333,7 @@ class CAME(GroupedOptimizer):
         ] = (0.9, 0.999, 0.9999),
         weight_decay: SupportsFloat | SupportsIndex = 0.0,
         *,
+        stochastic_rounding: bool = False,
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> CAME: ...
@@ -347,6 +363,7 @@ class Prodigy(GroupedOptimizer):
         d_coef: Factor on the estimate, above 0; tune the method with it, for example 0.5 or 2.
         growth_rate: The estimate grows by at most this factor in a step, at least 1.
         slice_p: Compute the estimate from every n-th element, at least 1; 11 saves almost half of the memory.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects it.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -369,6 +386,7 @@ class Prodigy(GroupedOptimizer):
         growth_rate: SupportsFloat | SupportsIndex = ...,
         *,
         slice_p: int = 1,
+        stochastic_rounding: bool = False,
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> Prodigy: ...
@@ -393,6 +411,7 @@ class AdamWScheduleFree(GroupedOptimizer):
         warmup_steps: The number of steps in which the learning rate grows linearly from 0.
         r: In the average, step number k has the weight `k^r`, times the factor of `weight_lr_power`.
         weight_lr_power: The weight of a step in the average has the factor `lr_max^weight_lr_power`, where `lr_max` is the largest learning rate so far.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects it.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -410,6 +429,7 @@ class AdamWScheduleFree(GroupedOptimizer):
         r: SupportsFloat | SupportsIndex = 0.0,
         weight_lr_power: SupportsFloat | SupportsIndex = 2.0,
         *,
+        stochastic_rounding: bool = False,
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> AdamWScheduleFree: ...
@@ -437,6 +457,7 @@ class Muon(GroupedOptimizer):
         match_rms_adamw: Scale the update of an A x B matrix by `0.2 * sqrt(max(A, B))`, so that learning rates of AdamW fit (torch: `adjust_lr_fn="match_rms_adamw"`); otherwise by `sqrt(max(1, A / B))`.
         vector_betas: Decay rates of AdamW, which updates vectors; each in [0, 1).
         vector_eps: Added by AdamW, which updates vectors, to the root of the second moment; at least 0.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects it.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -464,6 +485,7 @@ class Muon(GroupedOptimizer):
             0.999,
         ),
         vector_eps: SupportsFloat | SupportsIndex = 1e-08,
+        stochastic_rounding: bool = False,
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> Muon: ...
@@ -487,6 +509,7 @@ class SGD(GroupedOptimizer):
         weight_decay: L2 penalty, at least 0: `weight_decay * param` is added to the gradient.
         nesterov: Use Nesterov momentum. Needs `momentum > 0` and `dampening == 0`.
         maximize: Ascend instead of descend.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -503,6 +526,7 @@ class SGD(GroupedOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        stochastic_rounding: bool = False,
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> SGD: ...

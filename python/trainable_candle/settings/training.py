@@ -62,7 +62,8 @@ def _wrong_arguments(config: Any) -> str | None:
         config.weight_decay != Training.weight_decay
     ):
         return "--weight-decay and optimizer_args both say the weight decay; give one"
-    check_names("optimizer_args", values, config.optimizer, kind, {"lr": "--learning-rate"})
+    flags = {"lr": "--learning-rate", "stochastic_rounding": "--stochastic-rounding"}
+    check_names("optimizer_args", values, config.optimizer, kind, flags)
     own = {"optimizer": "--optimizer", "total_steps": "--steps", "warmup_steps": "--warmup-steps"}
     check_names("lr_scheduler_args", course, config.lr_scheduler, schedule, own)
     name = "optimizer_args"
@@ -87,8 +88,33 @@ def _averaged_twice(config: Any) -> str | None:
     return None
 
 
+def _rounding_contradiction(config: Any) -> str | None:
+    """Why `stochastic_rounding` contradicts another setting; None if it does not."""
+    if not config.stochastic_rounding:
+        return None
+    kind: Callable[..., Any] = KINDS[config.optimizer]
+    try:
+        kind([Var(zeros(1, dtype="bf16"))], stochastic_rounding=True)
+    except Error as error:
+        return f"--stochastic-rounding: {error}"
+    others = {
+        "--ema-decay": config.ema_decay,
+        "--adapter dora": config.adapter == "dora",
+        "--qat-learned-scales": config.qat_learned_scales,
+    }
+    for other, given in others.items():
+        if given:
+            return f"--stochastic-rounding trains in bf16, and {other} needs f32; leave one out"
+    return None
+
+
 def _contradiction(config: Any) -> str | None:
-    return _long_warmup(config) or _wrong_arguments(config) or _averaged_twice(config)
+    return (
+        _long_warmup(config)
+        or _wrong_arguments(config)
+        or _averaged_twice(config)
+        or _rounding_contradiction(config)
+    )
 
 
 @dataclass(frozen=True)
@@ -165,6 +191,14 @@ class Training(Group):
             rare=True,
         ),
     ] = field(default_factory=list)
+    stochastic_rounding: Annotated[
+        bool,
+        Setting(
+            "keep the adapter, its gradients and the optimizer's states in bf16, rounded at random",
+            rare=True,
+            synonyms=("bf16-stochastic-round",),
+        ),
+    ] = False
     learning_rate: Annotated[
         float | None,
         Setting(

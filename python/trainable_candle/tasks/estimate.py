@@ -155,11 +155,13 @@ def adapter_items(
         config: the settings.
     """
     count, states = adapter.plan(dict(layers), config.optimizer)
-    copies = 0 if config.precision == "f32" else 2 * count
+    parameters = ITEM_BYTES[str(adapter.dtype)] * count
+    computes_in_it = config.precision == adapter.dtype
+    copies = 0 if computes_in_it else ITEM_BYTES[config.precision] * count
     average = 4 * count if config.ema_decay else 0
     return [
-        Item(component, "adapter", 4 * count + copies + average),
-        Item(component, "gradients", 4 * count),
+        Item(component, "adapter", parameters + copies + average),
+        Item(component, "gradients", parameters),
         Item(component, "optimizer", states),
     ]
 

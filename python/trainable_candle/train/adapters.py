@@ -135,4 +135,5 @@ def adapter_config(
         oft_side=oft_side(config, formats),
         qat=config.qat,
         qat_learned_scales=config.qat_learned_scales,
+        dtype="bf16" if config.stochastic_rounding else "f32",
     )

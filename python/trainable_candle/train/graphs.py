@@ -6,6 +6,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import trainable_candle as tc
+from trainable_candle import _core
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 class PassGraphs:
     """Runs a function as CUDA graphs, one for each shape of its inputs (`tc.cuda.capture`).
+
+    Graphs cannot copy streamed weights from pageable memory; then the function runs as it is.
 
     Args:
         run: the function, such as a forward and backward pass; takes tensors by name and whether
@@ -31,7 +34,7 @@ class PassGraphs:
 
     def __call__(self, inputs: Inputs, first: bool) -> Tensor:
         """The result for these inputs."""
-        if not self._keep:
+        if not self._keep or self._needs_the_host(inputs):
             return self._run(inputs, first)
         shapes = tuple((name, tensor.shape, str(tensor.dtype)) for name, tensor in inputs.items())
         key = (shapes, first)
@@ -41,6 +44,11 @@ class PassGraphs:
         while len(self._captured) > self._keep:
             self._captured.popitem(last=False)
         return result
+
+    @staticmethod
+    def _needs_the_host(inputs: Inputs) -> bool:
+        device = str(next(iter(inputs.values())).device)
+        return device != "cpu" and _core.cuda_stages_weights(device)
 
     def stop(self) -> bool:
         """Drop all graphs and stop recording; returns whether recording was on."""

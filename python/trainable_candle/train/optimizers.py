@@ -20,7 +20,12 @@ def make_optimizer(config: Training, groups: Sequence[tuple[Sequence[Var], float
     """The optimizer over (variables, learning rate) groups."""
     kind: Callable[..., Optimizer] = KINDS[config.optimizer]
     parameters: list[dict[str, Any]] = [{"params": list(vars_), "lr": lr} for vars_, lr in groups]
-    return kind(parameters, lr=config.rate, **config.optimizer_arguments)
+    return kind(
+        parameters,
+        lr=config.rate,
+        stochastic_rounding=config.stochastic_rounding,
+        **config.optimizer_arguments,
+    )
 
 
 def make_scheduler(config: Training, optimizer: Optimizer) -> LRScheduler:

@@ -37,12 +37,19 @@ pub fn philox(seed: u64, block: u64) -> [u32; 4] {
 /// [`dispatch`](crate::cpu::dispatch).
 #[inline(always)]
 pub(crate) fn philox_lanes<const N: usize>(seed: u64, block: u64) -> [[u32; N]; 4] {
-    let [mut c0, mut c1, c2, c3] = [[0u32; N]; 4];
+    philox_lanes_above(seed, block, [0; 2])
+}
+
+/// As [`philox_lanes`], with `upper` in the upper half of the counters. Counters of draws have `[0, 0]` there, and
+/// those of [`State::of`] have 1 in the last word.
+#[inline(always)]
+pub fn philox_lanes_above<const N: usize>(seed: u64, block: u64, upper: [u32; 2]) -> [[u32; N]; 4] {
+    let [mut c0, mut c1] = [[0u32; N]; 2];
     for i in 0..N {
         let counter = block.wrapping_add(i as u64);
         (c0[i], c1[i]) = (counter as u32, (counter >> 32) as u32);
     }
-    rounds(seed, [c0, c1, c2, c3])
+    rounds(seed, [c0, c1, [upper[0]; N], [upper[1]; N]])
 }
 
 /// Ten rounds on any counter of 128 bits.
@@ -222,6 +229,9 @@ mod tests {
         for i in 0..16 {
             assert_eq!(lanes.map(|word| word[i]), philox(9, start + i as u64));
         }
+        let lanes = philox_lanes_above::<2>(9, start, [5, 6]);
+        let second = start + 1;
+        assert_eq!(lanes.map(|word| word[1]), philox_at(9, [second as u32, (second >> 32) as u32, 5, 6]));
     }
 
     #[test]

@@ -357,13 +357,15 @@ pub fn adapted_parts(path: &Path, pipeline: &'static Pipeline) -> Result<Vec<&'s
 /// The memory that adapters on some layers take.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// Number of elements of the parameters. Master values, gradients and moving averages each take 4 bytes per element.
+    /// Number of elements of the parameters. f32 parameters, gradients and moving averages each take 4 bytes per element;
+    /// bf16 parameters and gradients each take 2.
     pub parameters: usize,
     /// Bytes of the optimizer's states.
     pub state_bytes: usize,
 }
 
-/// The memory that `config` takes on `layers`, given by the shapes of their weights in files, with an optimizer.
+/// The memory that `config` takes on `layers`, given by the shapes of their weights in files, with an optimizer. The
+/// optimizer rounds bf16 parameters stochastically.
 ///
 /// # Errors
 /// [`Error::Config`] if a value is out of range, or if there is no such optimizer or kind of adapter.
@@ -383,7 +385,7 @@ pub fn plan(config: &LoraConfig, layers: &BTreeMap<String, Vec<usize>>, optimize
         });
         for dims in starts.into_iter().map(|(_, start)| start.dims).chain(scales) {
             plan.parameters += dims.iter().product::<usize>();
-            plan.state_bytes += optimizer.state_bytes(&dims);
+            plan.state_bytes += optimizer.state_bytes(&dims, config.dtype == DType::BF16);
         }
     }
     Ok(plan)

@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor, Var, device};
 use trainable_candle_nn::optim::{
     Adam, Adam8bit, Adam8bitConfig, AdamConfig, AdamW, AdamW8bit, EMA, EMAConfig, GradScaler, GradScalerConfig, Guard,
-    Lion, Lion8bit, Lion8bitConfig, LionConfig, NormType, Optimizer, ParamGroup, SGD, SGDConfig, StateDict,
-    clip_grad_norm_, grad_norm,
+    Lion, Lion8bit, Lion8bitConfig, LionConfig, NormType, Optimizer, ParamGroup, Rule, SGD, SGDConfig, StateDict,
+    Stepper, clip_grad_norm_, grad_norm,
 };
 
 const STEPS: usize = 5;
@@ -51,8 +51,16 @@ fn groups<C: Clone>(vars: &[Var], config: C, change: impl Fn(&mut C)) -> Vec<Par
     vec![ParamGroup { params: first.to_vec(), config }, ParamGroup { params: rest.to_vec(), config: second }]
 }
 
-/// Every optimizer that computes bitwise the same on CUDA devices and the CPU, with different options in its two groups.
-fn optimizers(vars: &[Var]) -> Vec<Box<dyn Optimizer>> {
+/// Every optimizer that computes bitwise the same on CUDA devices and the CPU, with different options in its two groups. With a
+/// `seed`, they round bf16 variables stochastically.
+fn optimizers(vars: &[Var], seed: Option<u64>) -> Vec<Box<dyn Optimizer>> {
+    fn made<R: Rule>(optimizer: Result<Stepper<R>>, seed: Option<u64>) -> Box<dyn Optimizer> {
+        let optimizer = optimizer.unwrap();
+        match seed {
+            Some(seed) => Box::new(optimizer.with_stochastic_rounding(seed).unwrap()),
+            None => Box::new(optimizer),
+        }
+    }
     let sgd = SGDConfig { lr: 0.01, weight_decay: 0.1, maximize: true, ..SGDConfig::default() };
     let momentum = SGDConfig { momentum: 0.9, dampening: 0.2, maximize: false, ..sgd.clone() };
     let adam = AdamConfig { weight_decay: 0.1, ..AdamConfig::adam(0.01) };
@@ -60,14 +68,14 @@ fn optimizers(vars: &[Var]) -> Vec<Box<dyn Optimizer>> {
     let lion = LionConfig { lr: 0.01, weight_decay: 0.1, ..LionConfig::default() };
     let lion8 = Lion8bitConfig { lr: 0.01, weight_decay: 0.1, ..Lion8bitConfig::default() };
     vec![
-        Box::new(SGD::with_groups(groups(vars, sgd, |c| c.lr = 0.5)).unwrap()),
-        Box::new(SGD::with_groups(groups(vars, momentum, |c| (c.nesterov, c.dampening) = (true, 0.0))).unwrap()),
-        Box::new(Adam::with_groups(groups(vars, adam.clone(), |c| c.amsgrad = true)).unwrap()),
-        Box::new(AdamW::with_groups(groups(vars, adam, |c| (c.lr, c.maximize) = (0.5, true))).unwrap()),
-        Box::new(Adam8bit::with_groups(groups(vars, adam8.clone(), |c| c.lr = 0.5)).unwrap()),
-        Box::new(AdamW8bit::with_groups(groups(vars, adam8, |c| c.min_8bit_size = 256)).unwrap()),
-        Box::new(Lion::with_groups(groups(vars, lion, |c| c.lr = 0.5)).unwrap()),
-        Box::new(Lion8bit::with_groups(groups(vars, lion8, |c| c.min_8bit_size = 256)).unwrap()),
+        made(SGD::with_groups(groups(vars, sgd, |c| c.lr = 0.5)), seed),
+        made(SGD::with_groups(groups(vars, momentum, |c| (c.nesterov, c.dampening) = (true, 0.0))), seed),
+        made(Adam::with_groups(groups(vars, adam.clone(), |c| c.amsgrad = true)), seed),
+        made(AdamW::with_groups(groups(vars, adam, |c| (c.lr, c.maximize) = (0.5, true))), seed),
+        made(Adam8bit::with_groups(groups(vars, adam8.clone(), |c| c.lr = 0.5)), seed),
+        made(AdamW8bit::with_groups(groups(vars, adam8, |c| c.min_8bit_size = 256)), seed),
+        made(Lion::with_groups(groups(vars, lion, |c| c.lr = 0.5)), seed),
+        made(Lion8bit::with_groups(groups(vars, lion8, |c| c.min_8bit_size = 256)), seed),
     ]
 }
 
@@ -107,16 +115,17 @@ fn assert_same_states(what: &str, found: &StateDict, expected: &StateDict) {
 /// Runs `train` with every optimizer, dtype and layout on both devices, and compares variables and states afterwards.
 fn compare(train: impl Fn(&mut dyn Optimizer)) {
     let device = gpu();
-    for dtype in [DType::F32, DType::BF16, DType::F16] {
+    for (dtype, seed) in [(DType::F32, None), (DType::BF16, None), (DType::F16, None), (DType::BF16, Some(1 << 40 | 7))]
+    {
         for layout in [Layout::Flat, Layout::Loose] {
-            let count = optimizers(&variables(dtype, layout, &Device::Cpu)).len();
+            let count = optimizers(&variables(dtype, layout, &Device::Cpu), seed).len();
             for number in 0..count {
                 let (here, there) = (variables(dtype, layout, &Device::Cpu), variables(dtype, layout, &device));
-                let mut expected = optimizers(&here).swap_remove(number);
-                let mut found = optimizers(&there).swap_remove(number);
+                let mut expected = optimizers(&here, seed).swap_remove(number);
+                let mut found = optimizers(&there, seed).swap_remove(number);
                 train(&mut *expected);
                 train(&mut *found);
-                let what = format!("{} ({number}) of {} {layout:?}", found.name(), dtype.as_str());
+                let what = format!("{} ({number}) of {} {seed:?} {layout:?}", found.name(), dtype.as_str());
                 assert_same(&what, &there, &here);
                 assert_same_states(&what, &found.state_dict().unwrap(), &expected.state_dict().unwrap());
             }
@@ -210,8 +219,8 @@ fn norms_equal_those_of_the_cpu() {
 #[ignore = "needs a CUDA device"]
 fn runs_continue_on_the_other_device() {
     let gpu = gpu();
-    for dtype in [DType::F32, DType::BF16] {
-        for number in 0..optimizers(&variables(dtype, Layout::Flat, &Device::Cpu)).len() {
+    for (dtype, seeds) in [(DType::F32, None), (DType::BF16, None), (DType::BF16, Some([3, 4]))] {
+        for number in 0..optimizers(&variables(dtype, Layout::Flat, &Device::Cpu), None).len() {
             for (from, to) in [(&gpu, &Device::Cpu), (&Device::Cpu, &gpu), (&gpu, &gpu)] {
                 let train = |opt: &mut dyn Optimizer, steps: std::ops::Range<usize>| {
                     for step in steps {
@@ -221,8 +230,9 @@ fn runs_continue_on_the_other_device() {
                     }
                 };
                 let (first, second) = (variables(dtype, Layout::Flat, from), variables(dtype, Layout::Loose, to));
-                let mut whole = optimizers(&first).swap_remove(number);
-                let mut resumed = optimizers(&second).swap_remove(number);
+                let mut whole = optimizers(&first, seeds.map(|seeds| seeds[0])).swap_remove(number);
+                // The second optimizer takes the seed of the first.
+                let mut resumed = optimizers(&second, seeds.map(|seeds| seeds[1])).swap_remove(number);
                 train(&mut *whole, 0..3);
                 for (to, from) in second.iter().zip(&first) {
                     to.set(&from.detach().to_device(to.device()).unwrap()).unwrap();
@@ -243,9 +253,9 @@ fn runs_continue_on_the_other_device() {
 fn the_launch_of_a_step_writes_the_copies() -> Result<()> {
     let device = gpu();
     for (dtype, layout) in [(DType::BF16, Layout::Flat), (DType::F16, Layout::Loose)] {
-        for number in 0..optimizers(&variables(DType::F32, layout, &device)).len() {
+        for number in 0..optimizers(&variables(DType::F32, layout, &device), None).len() {
             let vars = variables(DType::F32, layout, &device);
-            let mut opt = optimizers(&vars).swap_remove(number);
+            let mut opt = optimizers(&vars, None).swap_remove(number);
             let copies: Vec<Tensor> = vars.iter().map(|var| var.compute_copy(dtype)).collect::<Result<_>>()?;
             for step in 0..3 {
                 set_grads(&vars, step, 1.0);

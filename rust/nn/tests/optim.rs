@@ -31,7 +31,7 @@ fn all(params: &[Var]) -> Vec<Box<dyn Optimizer>> {
         "SGD" => vec![("lr", Value::Number(0.01)), ("momentum", Value::Number(0.9))],
         _ => vec![("lr", Value::Number(0.01)), ("weight_decay", Value::Number(0.1))],
     };
-    KINDS.iter().map(|kind| kind.build(vec![(params.to_vec(), settings(kind.name))]).unwrap()).collect()
+    KINDS.iter().map(|kind| kind.build(vec![(params.to_vec(), settings(kind.name))], None).unwrap()).collect()
 }
 
 /// Steps `from..to` with gradients that depend on the step and the variable.
@@ -278,7 +278,7 @@ fn wrong_arguments_are_errors_that_name_the_optimizer() {
 fn a_setting_that_an_optimizer_lacks_is_an_error() {
     for kind in KINDS {
         for setting in [("speed", Value::Number(1.0)), ("lr", Value::Switch(true))] {
-            let Err(error) = kind.build(vec![(vec![var(3, 0)], vec![setting])]) else { panic!("{}", kind.name) };
+            let Err(error) = kind.build(vec![(vec![var(3, 0)], vec![setting])], None) else { panic!("{}", kind.name) };
             assert!(matches!(error, Error::Argument { .. }), "{error}");
             assert!(error.to_string().starts_with(&format!("{}: found {} = ", kind.name, setting.0)), "{error}");
         }

@@ -113,6 +113,16 @@ pub fn cuda_set_memory_limit(device: DeviceArg, limit: Option<u64>) -> Result<()
     Ok(device::set_memory_limit(&device.0, limit)?)
 }
 
+/// Whether streamed weights of a device are in host memory that is not pinned, because the system gives too little of
+/// that. CUDA graphs cannot copy them.
+///
+/// Raises:
+///     DeviceError, CudaUnavailableError: if there is no such device.
+#[pyfunction]
+pub fn cuda_stages_weights(device: DeviceArg) -> bool {
+    tc::streaming::is_staging(&device.0)
+}
+
 /// The name of a CUDA device, as its manufacturer gives it.
 ///
 /// Raises:

@@ -10,6 +10,7 @@ use trainable_candle_nn::adapter;
 use crate::argument::Argument;
 use crate::arguments::{Integer, Names};
 use crate::call::detached;
+use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
 
 /// The configuration of adapters: which layers get them, and their kind and size. The names of fields are peft's.
@@ -51,6 +52,7 @@ use crate::error::Result;
 ///     qat_activations: whether the inputs of the layers whose weights are rounded are rounded too, with a scale per
 ///         token; needs `qat` "int8" or "fp8".
 ///     qat_learned_scales: whether each scale of the weights is multiplied by a learned factor, which starts at 1.
+///     dtype: the dtype of the parameters in training, "f32", or "bf16" for an optimizer with `stochastic_rounding`.
 ///
 /// Raises:
 ///     ConfigError: if a value is out of range.
@@ -64,7 +66,7 @@ impl LoraConfig {
         use_dora=false, use_rslora=false, rank_pattern=None, alpha_pattern=Argument::of(None), adapter="lora", wd_on_output=true,
         decompose_both=false, decompose_factor=Integer::of(-1), oft_block_size=Integer::of(32), oft_side=None, use_cayley_neumann=false,
         num_cayley_neumann_terms=Integer::of(5), qat=None, qat_activations=false,
-        qat_learned_scales=false))]
+        qat_learned_scales=false, dtype=None))]
     #[allow(clippy::too_many_arguments)] // peft's
     fn new(
         r: Integer,
@@ -87,6 +89,7 @@ impl LoraConfig {
         qat: Option<&str>,
         qat_activations: bool,
         qat_learned_scales: bool,
+        dtype: Option<DTypeArg>,
     ) -> Result<Self> {
         const OP: &str = "LoraConfig";
         let rank =
@@ -115,6 +118,7 @@ impl LoraConfig {
             qat: qat.map(str::parse).transpose()?,
             qat_activations,
             qat_learned_scales,
+            dtype: dtype.map_or(tc::DType::F32, |dtype| dtype.0),
             rank_pattern: rank_pattern.unwrap_or_default().into_iter().map(rank).collect::<Result<_>>()?,
             alpha_pattern: alpha_pattern.get(OP, "alpha_pattern")?.unwrap_or_default(),
         };
@@ -134,7 +138,7 @@ impl LoraConfig {
     }
 
     /// The memory that the adapters need: the number of elements of their parameters, and the bytes of an optimizer's
-    /// states.
+    /// states. With `dtype` "bf16", the optimizer rounds stochastically.
     ///
     /// Args:
     ///     layers: as for `select`.
@@ -146,6 +150,12 @@ impl LoraConfig {
     fn plan(&self, py: Python<'_>, layers: BTreeMap<String, Vec<usize>>, optimizer: &str) -> Result<(usize, usize)> {
         let plan = detached(py, || facts::plan(&self.0, &layers, optimizer))?;
         Ok((plan.parameters, plan.state_bytes))
+    }
+
+    /// The dtype of the parameters in training.
+    #[getter]
+    fn dtype(&self) -> DType {
+        DType::new(self.0.dtype)
     }
 
     /// The rank.

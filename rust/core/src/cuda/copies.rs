@@ -7,16 +7,19 @@
 //! A replay may overwrite what earlier copies have written. So owners of copies must treat the contents as unknown after
 //! a meeting; [`Copies::epoch`] counts the meetings.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use candle_core::cuda_backend::cudarc::driver::sys::{CUevent, CUevent_flags, CUevent_wait_flags, CUstream};
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DriverError, result};
 
 use super::error::driver_error;
+use super::gpu::Gpu;
+use super::staging::Staging;
 use crate::Result;
 
 /// An event; it lives as long as the process.
+#[derive(Clone, Copy)]
 pub(super) struct Event(CUevent);
 
 // SAFETY: the driver's events may be used from any thread.
@@ -51,6 +54,10 @@ pub(super) struct Copies {
     joined: Event,
     is_ahead: AtomicBool,
     epoch: AtomicU64,
+    /// The thread that copies from pageable memory, if there is any such memory.
+    staging: OnceLock<Staging>,
+    /// The number of buffers in pageable memory that copies read.
+    pageable: AtomicUsize,
 }
 
 // SAFETY: the driver's streams may be used from any thread.
@@ -69,6 +76,8 @@ impl Copies {
                 joined: Event::new()?,
                 is_ahead: AtomicBool::new(false),
                 epoch: AtomicU64::new(0),
+                staging: OnceLock::new(),
+                pageable: AtomicUsize::new(0),
             })
         };
         make().map_err(|error| driver_error("stream_blocks", error))
@@ -77,6 +86,24 @@ impl Copies {
     /// The stream itself.
     pub(super) const fn stream(&self) -> CUstream {
         self.stream
+    }
+
+    /// The thread that copies from pageable memory, if it was started.
+    pub(super) fn staging(&self) -> Option<&Staging> {
+        self.staging.get()
+    }
+
+    /// The number of buffers in pageable memory that copies read.
+    pub(super) const fn pageable(&self) -> &AtomicUsize {
+        &self.pageable
+    }
+
+    /// Start the thread that copies from pageable memory.
+    pub(super) fn start_staging(&self, gpu: &'static Gpu) -> Result<()> {
+        if self.staging.get().is_none() {
+            drop(self.staging.set(Staging::new(gpu, self.stream)?));
+        }
+        Ok(())
     }
 
     /// The number of meetings; while it does not change, the contents of earlier copies are known.
@@ -96,6 +123,10 @@ impl Copies {
 
     /// Let the device's stream wait for all copies.
     pub(super) fn join(&self, compute: &CudaStream) -> std::result::Result<(), DriverError> {
+        if let Some(staging) = self.staging() {
+            // A failed copy is an error where its result is used.
+            let _ = staging.wait_for_all();
+        }
         if self.is_ahead.swap(false, Ordering::AcqRel) {
             compute.context().bind_to_thread()?;
             self.joined.record(self.stream)?;

@@ -182,6 +182,11 @@ impl Gpu {
         self.copies.get_or_make(&self.stream)
     }
 
+    /// The same stream, if it was made.
+    pub(super) fn known_copies(&self) -> Option<&'static Copies> {
+        self.copies.get()
+    }
+
     /// Join the stream of copies with the stream of work, where a recording or a replay begins or ends.
     pub(super) fn meet_copies(&self) -> std::result::Result<(), DriverError> {
         self.copies.get().map_or(Ok(()), |copies| copies.meet(&self.stream))

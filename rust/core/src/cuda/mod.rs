@@ -34,6 +34,7 @@ pub(crate) mod profile;
 mod random;
 mod recorder;
 mod reduce;
+mod staging;
 mod storage;
 pub mod streaming;
 mod strided;

@@ -1,12 +1,15 @@
 //! Copies from pinned host memory, or from other devices, on a separate stream, in parallel with the work of the
 //! device's stream.
 //!
+//! If the system gives too little pinned memory, pageable memory takes its place ([`Copier::start_staging`]).
+//!
 //! Events order the two streams (see `copies.rs`): a copy begins when all work queued before it is done, and work that
 //! reads the copied values waits for the end of the copy.
 
 use std::any::Any;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock};
 
 use candle_core::Device;
 use candle_core::cuda_backend::cudarc::driver::result;
@@ -19,17 +22,36 @@ use super::gpu::Gpu;
 use super::launch::address;
 use super::peers::Shards;
 use super::recorder;
+use super::staging::{Bytes, Job};
 use crate::streaming::Pages;
 use crate::{Error, Raw, Result, capture};
 
 const OP: &str = "stream_blocks";
 
+/// The most bytes of pinned memory that the streamed weights of this process may take.
+static LIMIT: LazyLock<usize> = LazyLock::new(|| {
+    let given = std::env::var("TRAINABLE_CANDLE_PINNED_BYTES").ok();
+    given.and_then(|text| text.parse().ok()).unwrap_or(usize::MAX)
+});
+
+/// The bytes that they take.
+static TAKEN: AtomicUsize = AtomicUsize::new(0);
+
 /// What a copy reads.
 pub enum Source<'a> {
     /// Memory of the host.
-    Host(&'a Pinned),
+    Host(&'a Kept),
     /// Some bytes of the shard of a process of the machine.
     Peer(&'a Shards, usize, Range<usize>),
+}
+
+/// Whether weights that are streamed to a device are in pageable memory, from which graphs cannot copy.
+pub fn is_staging(device: &Device) -> bool {
+    Gpu::of_device(OP, device).is_ok_and(|gpu| gpu.known_copies().is_some_and(has_pageable))
+}
+
+fn has_pageable(copies: &Copies) -> bool {
+    copies.pageable().load(Ordering::Acquire) > 0
 }
 
 /// Copies to some slots of a device.
@@ -38,6 +60,10 @@ pub struct Copier {
     copies: &'static Copies,
     /// One event per slot, recorded after its last copy.
     filled: Vec<Event>,
+    /// One number per slot: the last job that copies to it from pageable memory, or 0.
+    jobs: Vec<AtomicU64>,
+    /// Whether [`start_staging`](Self::start_staging) was called.
+    is_staging: AtomicBool,
 }
 
 impl Copier {
@@ -50,7 +76,14 @@ impl Copier {
         capture::refuse(OP)?;
         let copies = gpu.copies()?;
         let filled = (0..slots).map(|_| Event::new()).collect::<std::result::Result<_, _>>();
-        Ok(Self { gpu, copies, filled: filled.map_err(|error| driver_error(OP, error))? })
+        let jobs = (0..slots).map(|_| AtomicU64::new(0)).collect();
+        Ok(Self {
+            gpu,
+            copies,
+            filled: filled.map_err(|error| driver_error(OP, error))?,
+            jobs,
+            is_staging: AtomicBool::new(false),
+        })
     }
 
     /// A number that changes whenever the recording or a replay of a graph begins or ends. After such a change, the contents
@@ -59,25 +92,57 @@ impl Copier {
         self.copies.epoch()
     }
 
-    /// Allocate pinned host memory.
+    /// Allocate host memory: pinned memory, unless [`start_staging`](Self::start_staging) was called, or other weights
+    /// that are streamed to the device have found too little of it.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the system gives no more.
-    pub fn pinned(&self, bytes: usize) -> Result<Pinned> {
+    /// [`Error::OutOfMemory`] if the system gives no more pinned memory.
+    pub fn allocate(&self, bytes: usize) -> Result<Kept> {
+        if self.is_staging() || has_pageable(self.copies) {
+            self.copies.start_staging(self.gpu)?;
+            return Ok(self.pageable(vec![0; bytes]));
+        }
         let bind = || self.gpu.stream().context().bind_to_thread();
         bind().map_err(|error| driver_error(OP, error))?;
-        let memory = Own::new(bytes).map_err(|status| {
-            if status.is_out_of_memory() {
-                let gib = bytes as f64 / (1u64 << 30) as f64;
-                let message = format!(
-                    "the system cannot provide another {gib:.2} GiB of pinned memory for streamed blocks; stream fewer blocks, or \
-                     quantize the base (under WSL2 a .wslconfig with more memory raises the limit)"
-                );
-                return Error::OutOfMemory { op: OP, message };
-            }
-            status_error(OP, status)
-        })?;
-        Ok(Pinned { memory: Memory::Own(memory), gpu: self.gpu, copies: self.copies })
+        let short = || {
+            let gib = bytes as f64 / (1u64 << 30) as f64;
+            Error::OutOfMemory { op: OP, message: format!("the system gives no further {gib:.2} GiB of pinned memory") }
+        };
+        if TAKEN.load(Ordering::Acquire).saturating_add(bytes) > *LIMIT {
+            return Err(short());
+        }
+        let memory = Own::new(bytes)
+            .map_err(|status| if status.is_out_of_memory() { short() } else { status_error(OP, status) })?;
+        TAKEN.fetch_add(bytes, Ordering::AcqRel);
+        Ok(self.kept(Memory::Own(memory)))
+    }
+
+    const fn kept(&self, memory: Memory) -> Kept {
+        Kept { memory, gpu: self.gpu, copies: self.copies }
+    }
+
+    fn pageable(&self, bytes: Vec<u8>) -> Kept {
+        self.copies.pageable().fetch_add(1, Ordering::AcqRel);
+        self.kept(Memory::Pageable(bytes))
+    }
+
+    /// Whether [`start_staging`](Self::start_staging) was called.
+    pub fn is_staging(&self) -> bool {
+        self.is_staging.load(Ordering::Acquire)
+    }
+
+    /// Allocate pageable memory from now on. A thread copies it through a small ring of pinned memory.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the system starts no thread.
+    pub fn start_staging(&self) -> Result<()> {
+        self.is_staging.store(true, Ordering::Release);
+        self.copies.start_staging(self.gpu)
+    }
+
+    /// The same bytes in pageable memory.
+    pub fn unpinned(&self, kept: &Kept) -> Kept {
+        self.pageable(kept.bytes().to_vec())
     }
 
     /// Pin memory that other processes share.
@@ -104,39 +169,59 @@ impl Copier {
     }
 
     /// A part of shared memory.
-    pub fn part(&self, registered: &Arc<Registered>, range: Range<usize>) -> Pinned {
-        Pinned { memory: Memory::Shared(registered.clone(), range), gpu: self.gpu, copies: self.copies }
+    pub fn part(&self, registered: &Arc<Registered>, range: Range<usize>) -> Kept {
+        self.kept(Memory::Shared(registered.clone(), range))
     }
 
     /// Queue copies to `slot` after all work that is queued now. `owner` owns the sources; a graph that contains the
     /// copies keeps the owner alive.
     ///
     /// # Errors
-    /// [`Error::Device`] if the driver reports an error, or another thread records a graph.
+    /// [`Error::Device`] if the driver reports an error, another thread records a graph, or a graph would contain a
+    /// copy from pageable memory.
     pub fn copy(&self, slot: usize, parts: &[(Source<'_>, Raw)], owner: &Arc<impl Any + Send + Sync>) -> Result<()> {
         recorder::check_thread(OP)?;
+        let staged = parts.iter().any(|(from, _)| matches!(from, Source::Host(kept) if kept.is_pageable()));
+        if staged && recorder::is_capturing_anywhere() {
+            let message = "the system gives too little pinned memory for the streamed blocks, and a CUDA graph cannot copy from other \
+                memory; run the step without a graph, or stream fewer blocks";
+            return Err(Error::device(OP, message));
+        }
+        if let (false, Some(staging)) = (staged, self.copies.staging()) {
+            // Its copies to the slot must be queued before these.
+            staging.wait(self.jobs[slot].swap(0, Ordering::AcqRel))?;
+        }
         let copies = self.copies.fork(self.gpu.stream()).map_err(|error| driver_error(OP, error))?;
+        let mut job = Job { parts: Vec::new(), filled: self.filled[slot], _owner: owner.clone() };
         for (from, to) in parts {
             let size = to.elem_count() * to.dtype().size_in_bytes();
             let needed = match from {
-                Source::Host(pinned) => pinned.bytes().len(),
+                Source::Host(kept) => kept.bytes().len(),
                 Source::Peer(_, _, range) => range.len(),
             };
             if needed > size {
                 return Err(Error::argument(OP, "a unit is larger than its slot"));
             }
             let to = address(OP, to)?;
+            if let (true, Source::Host(kept)) = (staged, from) {
+                job.parts.push((to, Bytes { address: kept.bytes().as_ptr(), len: kept.bytes().len() }));
+                continue;
+            }
             // SAFETY: the slot is large enough. The source is in pinned memory or on a device. It lives until the copy is
             // done, because its owner waits for the stream.
             let queued = unsafe {
                 match from {
-                    Source::Host(pinned) => upload::copy_pinned(to, pinned.bytes().as_ptr(), needed, copies.cast()),
+                    Source::Host(kept) => upload::copy_pinned(to, kept.bytes().as_ptr(), needed, copies.cast()),
                     Source::Peer(shards, process, range) => {
                         peers::copy(to, shards.address(*process)? + range.start as u64, needed, copies.cast())
                     }
                 }
             };
             queued.map_err(|status| status_error(OP, status))?;
+        }
+        if staged && let Some(staging) = self.copies.staging() {
+            self.jobs[slot].store(staging.queue(job)?, Ordering::Release);
+            return Ok(());
         }
         recorder::hold_source(owner);
         self.filled[slot].record(copies).map_err(|error| driver_error(OP, error))
@@ -147,6 +232,9 @@ impl Copier {
     /// # Errors
     /// [`Error::Device`] if the driver reports an error.
     pub fn wait(&self, slot: usize) -> Result<()> {
+        if let Some(staging) = self.copies.staging() {
+            staging.wait(self.jobs[slot].load(Ordering::Acquire))?;
+        }
         self.filled[slot].before(self.gpu.stream().cu_stream()).map_err(|error| driver_error(OP, error))
     }
 }
@@ -169,23 +257,31 @@ impl Drop for Registered {
 }
 
 enum Memory {
-    /// Memory of this process alone.
+    /// Pinned memory of this process alone.
     Own(Own),
+    /// Memory of this process alone that is not pinned.
+    Pageable(Vec<u8>),
     /// A part of memory that other processes share.
     Shared(Arc<Registered>, Range<usize>),
 }
 
-/// Pinned host memory from which copies read.
-pub struct Pinned {
+/// Host memory from which copies read.
+pub struct Kept {
     memory: Memory,
     gpu: &'static Gpu,
     copies: &'static Copies,
 }
 
-impl Pinned {
+impl Kept {
+    /// Whether the memory is not pinned.
+    pub const fn is_pageable(&self) -> bool {
+        matches!(self.memory, Memory::Pageable(_))
+    }
+
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
         match &self.memory {
+            Memory::Pageable(bytes) => bytes,
             Memory::Own(own) => own.bytes(),
             Memory::Shared(registered, range) => registered.0.bytes(range.clone()),
         }
@@ -194,9 +290,12 @@ impl Pinned {
     /// Write `bytes` from offset `start` on, before anything is copied. Does nothing for memory that processes
     /// share.
     pub fn write(&mut self, start: usize, bytes: &[u8]) {
-        if let Memory::Own(own) = &mut self.memory {
-            own.bytes_mut()[start..start + bytes.len()].copy_from_slice(bytes);
-        }
+        let own = match &mut self.memory {
+            Memory::Own(own) => own.bytes_mut(),
+            Memory::Pageable(own) => own,
+            Memory::Shared(..) => return,
+        };
+        own[start..start + bytes.len()].copy_from_slice(bytes);
     }
 }
 
@@ -213,12 +312,23 @@ pub(super) fn is_over(gpu: &Gpu, copies: &Copies) -> bool {
     !recorder::is_capturing_anywhere() && wait().is_ok()
 }
 
-impl Drop for Pinned {
+impl Drop for Kept {
     fn drop(&mut self) {
-        if !is_over(self.gpu, self.copies) {
+        match &self.memory {
+            Memory::Own(own) => {
+                TAKEN.fetch_sub(own.len(), Ordering::AcqRel);
+            }
+            Memory::Pageable(_) => {
+                self.copies.pageable().fetch_sub(1, Ordering::AcqRel);
+            }
+            Memory::Shared(..) => {}
+        }
+        // The jobs that read pageable memory own it.
+        if !self.is_pageable() && !is_over(self.gpu, self.copies) {
             // Leak the memory, which a copy may still read.
             match &mut self.memory {
                 Memory::Own(own) => own.leak(),
+                Memory::Pageable(_) => {}
                 Memory::Shared(registered, _) => std::mem::forget(registered.clone()),
             }
         }

@@ -12,7 +12,7 @@ use super::Unit;
 use super::packing::Packing;
 use super::pages::Pages;
 use super::shards::{Place, Shards};
-use crate::cuda::streaming::{Copier, Pinned, Source};
+use crate::cuda::streaming::{Copier, Kept, Source};
 use crate::raw::{Raw, own_copy, with_bytes};
 use crate::{Result, compute};
 
@@ -24,8 +24,8 @@ pub(super) enum Bytes {
     Plain(Raw),
     /// The bytes of a unit of a ring on the CPU, in memory that processes share.
     Shared(Arc<Pages>, Range<usize>),
-    /// In pinned memory of the host.
-    Pinned(Pinned),
+    /// In memory of the host that the device's copies read, pinned if the system gives enough of it.
+    Kept(Kept),
     /// In slices, of which each process of the machine has one.
     Sliced(Arc<Shards>, Place),
 }
@@ -44,16 +44,25 @@ impl Held {
                     Bytes::Plain(all)
                 }
                 Some(copier) => {
-                    let mut pinned = copier.pinned(count * size)?;
+                    let mut kept = copier.allocate(count * size)?;
                     for (offset, raw) in packing.parts(dtype) {
-                        with_bytes(raw, |bytes| pinned.write(offset * size, bytes))?;
+                        with_bytes(raw, |bytes| kept.write(offset * size, bytes))?;
                     }
-                    Bytes::Pinned(pinned)
+                    Bytes::Kept(kept)
                 }
             };
             held.push((dtype, bytes));
         }
         Ok(Self(held))
+    }
+
+    /// Move pinned bytes to pageable memory.
+    pub(super) fn unpin(&mut self, copier: &Copier) {
+        for (_, bytes) in &mut self.0 {
+            if let Bytes::Kept(kept) = bytes {
+                *kept = copier.unpinned(kept);
+            }
+        }
     }
 }
 
@@ -62,7 +71,7 @@ impl Bytes {
         match self {
             Self::Plain(raw) => raw.elem_count() * raw.dtype().size_in_bytes(),
             Self::Shared(_, range) => range.len(),
-            Self::Pinned(pinned) => pinned.bytes().len(),
+            Self::Kept(kept) => kept.bytes().len(),
             Self::Sliced(_, place) => place.len(),
         }
     }
@@ -72,8 +81,8 @@ impl Bytes {
         match self {
             Self::Plain(raw) => compute::copy_into(&to.narrow(0, 0, raw.elem_count())?, raw),
             Self::Shared(pages, range) => copy_bytes(to, pages.bytes(range.clone())),
-            Self::Pinned(pinned) => {
-                copies.push((Source::Host(pinned), to.clone()));
+            Self::Kept(kept) => {
+                copies.push((Source::Host(kept), to.clone()));
                 Ok(())
             }
             Self::Sliced(shards, place) => match shards.gathered(*place, 0..place.len()) {
@@ -95,7 +104,7 @@ impl Bytes {
         match self {
             Self::Plain(raw) => own_copy(&raw.narrow(0, start, count)?),
             Self::Shared(pages, all) => raw(&pages.bytes(all.clone())[range]),
-            Self::Pinned(pinned) => raw(&pinned.bytes()[range]),
+            Self::Kept(kept) => raw(&kept.bytes()[range]),
             Self::Sliced(shards, place) => match shards.gathered(*place, range.clone()) {
                 Some(bytes) => raw(&bytes),
                 None => shards.downloaded(*place, range, view),

@@ -18,6 +18,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 use candle_core::{DType, Device};
 
+pub use crate::cuda::streaming::is_staging;
 pub(crate) use pages::Pages;
 pub use ring::Ring;
 pub use sharing::{Exchange, Origin, Sharing, machine};

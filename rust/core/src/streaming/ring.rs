@@ -45,10 +45,10 @@ enum Direction {
 }
 
 impl Ring {
-    /// Move the weights of `units` to memory of the host; for a CUDA `device` it is pinned, so that the device can read it
-    /// by itself. Units are used in their order, and in reverse order by backward passes. With `sharing`, one copy of
-    /// them serves all processes of a machine, in the memory of the host or in slices on their devices; then all
-    /// processes call this.
+    /// Move the weights of `units` to pinned memory of the host, which `device` can read by itself. If the system gives
+    /// too little of it, the last units are in pageable memory, from which a thread copies them. Units are used in
+    /// their order, and in reverse order by backward passes. With `sharing`, one copy of them serves all processes of
+    /// a machine, in the memory of the host or in slices on their devices; then all processes call this.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the slots do not fit on the device, or the units in the memory of the host,
@@ -84,13 +84,32 @@ impl Ring {
             return Ok(ring);
         }
         // The originals of a unit are freed before the next unit is moved.
+        let mut all = Vec::with_capacity(units.len());
         for (index, (weights, unit)) in gathered.into_iter().zip(units).enumerate() {
             let packing = unit.packing(&weights)?;
-            let held = Held::new(&packing, ring.copier.as_ref())?;
+            let held = ring.hold(&packing, &mut all)?;
+            all.push(held);
             ring.place(index, &weights, &packing)?;
-            drop(ring.units[index].set(Arc::new(held)));
+        }
+        for (unit, held) in ring.units.iter().zip(all) {
+            drop(unit.set(Arc::new(held)));
         }
         Ok(ring)
+    }
+
+    /// The bytes of the next unit after those that are `held`. If there is no pinned memory for them, this unit and later
+    /// ones get pageable memory, and so do the last of the earlier ones.
+    fn hold(&self, packing: &Packing, held: &mut [Held]) -> Result<Held> {
+        let found = Held::new(packing, self.copier.as_ref());
+        let (Err(Error::OutOfMemory { .. }), Some(copier)) = (&found, &self.copier) else { return found };
+        if copier.is_staging() {
+            return found;
+        }
+        // Three tenths of what the system gives remain for other copies, such as those of batches.
+        let pinned = held.len() * 7 / 10;
+        held[pinned..].iter_mut().for_each(|held| held.unpin(copier));
+        copier.start_staging()?;
+        Held::new(packing, Some(copier))
     }
 
     /// Move the weights of all units to memory that the processes of the machine share, or use the weights that another
@@ -124,7 +143,7 @@ impl Ring {
         let used = |pages: Pages| {
             let bytes: Box<dyn Fn(Range<usize>) -> Bytes> = if let Some(copier) = &self.copier {
                 let registered = copier.register(pages)?;
-                Box::new(move |range| Bytes::Pinned(copier.part(&registered, range)))
+                Box::new(move |range| Bytes::Kept(copier.part(&registered, range)))
             } else {
                 let pages = Arc::new(pages);
                 Box::new(move |range| Bytes::Shared(pages.clone(), range))

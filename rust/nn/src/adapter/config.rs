@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use regex::Regex;
 use trainable_candle_core::ops::fake_quantize::Grid;
-use trainable_candle_core::{Error, Result};
+use trainable_candle_core::{DType, Error, Result};
 
 use super::oft::TERMS;
 use super::{AdapterKind, AdapterSettings, KINDS, OftSide};
@@ -52,6 +52,9 @@ pub struct LoraConfig {
     pub qat_activations: bool,
     /// With `qat`: learn a factor on each scale of the weights.
     pub qat_learned_scales: bool,
+    /// The dtype of the parameters in training: f32, or bf16 for an optimizer with stochastic rounding
+    /// ([`Stepper::with_stochastic_rounding`](crate::optim::Stepper::with_stochastic_rounding)).
+    pub dtype: DType,
     /// Layers with another rank than `r`: patterns as in `target_modules`, and the ranks.
     pub rank_pattern: BTreeMap<String, usize>,
     /// Layers with another alpha than `lora_alpha`: patterns as in `target_modules`, and the alphas.
@@ -78,6 +81,7 @@ impl Default for LoraConfig {
             qat: None,
             qat_activations: false,
             qat_learned_scales: false,
+            dtype: DType::F32,
             rank_pattern: BTreeMap::new(),
             alpha_pattern: BTreeMap::new(),
         }
@@ -127,6 +131,7 @@ impl LoraConfig {
         if self.qat_learned_scales && self.qat.is_none() {
             return Err(Error::Config("LoraConfig: qat_learned_scales has no effect without qat; set qat".into()));
         }
+        self.validate_dtype()?;
         self.validate_oft()?;
         if self.decompose_factor == Some(0) {
             return Err(Error::Config(
@@ -195,6 +200,19 @@ impl LoraConfig {
             let known: Vec<&str> = KINDS.iter().map(|kind| kind.name).collect();
             Error::Config(format!("LoraConfig: there is no adapter \"{name}\"; expected \"{}\"", known.join("\", \"")))
         })
+    }
+
+    fn validate_dtype(&self) -> Result<()> {
+        let wrong = |text: &str| Err(Error::Config(format!("LoraConfig: dtype is {}, {text}", self.dtype.as_str())));
+        match self.dtype {
+            DType::F32 => Ok(()),
+            DType::BF16 if self.kind()?.name == "dora" => {
+                wrong("and DoRA's magnitudes, rounded to bf16, would change the model; use f32")
+            }
+            DType::BF16 if self.qat_learned_scales => wrong("and qat_learned_scales needs f32; leave one of them out"),
+            DType::BF16 => Ok(()),
+            _ => wrong("expected f32 or bf16"),
+        }
     }
 
     /// The layers that get an adapter, with their ranks. `layers` lists the name of every layer, and whether the layer is
@@ -410,6 +428,16 @@ mod tests {
         assert!(wrong.validate().unwrap_err().to_string().contains("expected 0 with qat \"int8\""));
         let wrong = LoraConfig { qat: Some(Grid::Nf4), qat_activations: true, ..LoraConfig::default() };
         assert!(wrong.validate().unwrap_err().to_string().contains("which is nf4; expected int8 or fp8"));
+        let bf16 = LoraConfig { dtype: DType::BF16, ..LoraConfig::default() };
+        assert!(bf16.validate().is_ok());
+        for (wrong, expected) in [
+            (LoraConfig { dtype: DType::F16, ..bf16.clone() }, "dtype is f16, expected f32 or bf16"),
+            (LoraConfig { use_dora: true, ..bf16.clone() }, "dtype is bf16, and DoRA's magnitudes"),
+            (LoraConfig { qat: Some(Grid::Int8), qat_learned_scales: true, ..bf16 }, "dtype is bf16, and qat_learned"),
+        ] {
+            let message = wrong.validate().unwrap_err().to_string();
+            assert!(message.contains(expected), "{message}");
+        }
         let wrong = LoraConfig { qat_learned_scales: true, ..LoraConfig::default() };
         assert!(wrong.validate().unwrap_err().to_string().contains("no effect without qat"));
         let oft = LoraConfig { adapter: "oft".into(), ..LoraConfig::default() };

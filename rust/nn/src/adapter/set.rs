@@ -124,6 +124,8 @@ impl AdapterSet {
             if selected.contains_key(name) {
                 let mut settings = config.settings(name)?;
                 let values = kind.init(&layer.base(), &settings).map_err(|e| at_layer(name, e))?;
+                let values = values.into_iter().map(|(name, value)| Ok((name, value.to_dtype(config.dtype)?)));
+                let values = values.collect::<Result<Parameters<Tensor>>>()?;
                 if !values.iter().any(|(name, _)| kind.ranked.contains(name)) {
                     // Without a rank, alpha has no divisor; LyCORIS and programs that read its files use a scale of 1.
                     settings.scale = 1.0;

@@ -111,6 +111,8 @@ pub trait Registered: Optimizer + Sized + 'static {
     /// The number of hyper-parameters that the reference implementation takes by position; the others are passed by
     /// name.
     const POSITIONAL: usize;
+    /// Whether it can round bf16 variables stochastically.
+    const ROUNDS: bool = false;
 
     /// The default hyper-parameters.
     fn defaults() -> Self::Config;
@@ -118,11 +120,12 @@ pub trait Registered: Optimizer + Sized + 'static {
     /// The states kept for a parameter of shape `dims`.
     fn states(config: &Self::Config, dims: &[usize]) -> SmallVec<[StateSpec; 4]>;
 
-    /// The optimizer of several groups of variables.
+    /// The optimizer of several groups of variables. With a `seed`, it rounds bf16 variables stochastically
+    /// ([`Stepper::with_stochastic_rounding`](super::Stepper::with_stochastic_rounding)).
     ///
     /// # Errors
-    /// Those of its constructor.
-    fn build(groups: Vec<ParamGroup<Self::Config>>) -> Result<Self>;
+    /// Those of its constructor; [`Error::Argument`] if there is a seed, but it does not round stochastically.
+    fn build(groups: Vec<ParamGroup<Self::Config>>, seed: Option<u64>) -> Result<Self>;
 }
 
 /// Implements [`Registered`] for the [`Stepper`](super::Stepper) of a rule. Arguments: the rule,
@@ -134,6 +137,7 @@ macro_rules! registered {
             const NAME: &'static str = <$rule as $crate::optim::Rule>::NAME;
             const ABOUT: &'static str = $about;
             const POSITIONAL: usize = $positional;
+            const ROUNDS: bool = <$rule as $crate::optim::Rule>::ELEMENTWISE;
 
             fn defaults() -> Self::Config {
                 $defaults
@@ -146,8 +150,15 @@ macro_rules! registered {
                 <$rule as $crate::optim::Rule>::states(config, dims)
             }
 
-            fn build(groups: Vec<$crate::optim::ParamGroup<Self::Config>>) -> trainable_candle_core::Result<Self> {
-                Self::with_groups(groups)
+            fn build(
+                groups: Vec<$crate::optim::ParamGroup<Self::Config>>,
+                seed: Option<u64>,
+            ) -> trainable_candle_core::Result<Self> {
+                let made = Self::with_groups(groups)?;
+                match seed {
+                    Some(seed) => made.with_stochastic_rounding(seed),
+                    None => Ok(made),
+                }
             }
         }
     };
@@ -167,12 +178,17 @@ pub struct OptimizerKind {
     /// The number of hyper-parameters that the reference implementation takes by position; the others are passed by
     /// name.
     pub positional: usize,
+    /// Whether it can round bf16 variables stochastically.
+    pub rounds: bool,
     /// Its hyper-parameters with their defaults, in order.
     pub fields: fn() -> Vec<Field>,
     /// The states that it keeps for an f32 parameter of shape `dims`, with its default hyper-parameters.
     pub states: fn(dims: &[usize]) -> SmallVec<[StateSpec; 4]>,
-    make: fn(Vec<NamedGroup<'_>>) -> Result<Box<dyn Optimizer>>,
+    make: Make,
 }
+
+/// Makes an optimizer of groups of variables, with a seed if it rounds stochastically.
+type Make = fn(Vec<NamedGroup<'_>>, Option<u64>) -> Result<Box<dyn Optimizer>>;
 
 impl OptimizerKind {
     pub(super) const fn of<T: Registered>() -> Self {
@@ -180,19 +196,20 @@ impl OptimizerKind {
             name: T::NAME,
             about: T::ABOUT,
             positional: T::POSITIONAL,
+            rounds: T::ROUNDS,
             fields: || T::defaults().fields(),
             states: |dims| T::states(&T::defaults(), dims),
             make: make::<T>,
         }
     }
 
-    /// The optimizer over groups of variables.
+    /// The optimizer over groups of variables. With a `seed`, it rounds bf16 variables stochastically.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the optimizer has no hyper-parameter of a given name and type, and the errors of its
-    /// constructor.
-    pub fn build(&self, groups: Vec<NamedGroup<'_>>) -> Result<Box<dyn Optimizer>> {
-        (self.make)(groups)
+    /// [`Error::Argument`] if the optimizer has no hyper-parameter of a given name and type, or if it does not round
+    /// stochastically and there is a seed; the errors of its constructor.
+    pub fn build(&self, groups: Vec<NamedGroup<'_>>, seed: Option<u64>) -> Result<Box<dyn Optimizer>> {
+        (self.make)(groups, seed)
     }
 
     /// The name of the optimizer in options: the class name in lower case.
@@ -205,13 +222,14 @@ impl OptimizerKind {
         super::KINDS.iter().find(|kind| kind.option() == option)
     }
 
-    /// Bytes of the states of an f32 parameter of shape `dims`.
-    pub fn state_bytes(&self, dims: &[usize]) -> usize {
-        (self.states)(dims).iter().map(|state| state.kind.bytes(dims)).sum()
+    /// Bytes of the states of an f32 parameter of shape `dims`, or of a bf16 parameter that is `rounded`
+    /// stochastically.
+    pub fn state_bytes(&self, dims: &[usize], rounded: bool) -> usize {
+        (self.states)(dims).iter().map(|state| state.kind.bytes(dims, rounded)).sum()
     }
 }
 
-fn make<T: Registered>(groups: Vec<NamedGroup<'_>>) -> Result<Box<dyn Optimizer>> {
+fn make<T: Registered>(groups: Vec<NamedGroup<'_>>, seed: Option<u64>) -> Result<Box<dyn Optimizer>> {
     let group = |(params, settings): NamedGroup<'_>| {
         let mut config = T::defaults();
         for (name, value) in settings {
@@ -224,5 +242,5 @@ fn make<T: Registered>(groups: Vec<NamedGroup<'_>>) -> Result<Box<dyn Optimizer>
         }
         Ok(ParamGroup { params, config })
     };
-    Ok(Box::new(T::build(groups.into_iter().map(group).collect::<Result<_>>()?)?))
+    Ok(Box::new(T::build(groups.into_iter().map(group).collect::<Result<_>>()?, seed)?))
 }

@@ -38,6 +38,7 @@ mod ema;
 mod kind;
 mod lanes;
 pub mod quant;
+mod rounding;
 pub mod rule;
 mod scaler;
 mod schedule;

@@ -71,11 +71,11 @@ impl LossScale {
 pub struct OnDevice(Infallible);
 
 impl OnDevice {
-    pub fn new<R: Rule>(_groups: &mut [Group<R::Config>], _shared: &[f64]) -> Result<Self> {
+    pub fn new<R: Rule>(_groups: &mut [Group<R::Config>], _shared: &[f64], _seed: Option<u64>) -> Result<Self> {
         unavailable()
     }
 
-    pub fn take<R: Rule>(&mut self, _groups: &mut [Group<R::Config>]) -> Result<()> {
+    pub fn take<R: Rule>(&mut self, _groups: &mut [Group<R::Config>], _seed: Option<u64>) -> Result<()> {
         match self.0 {}
     }
 

@@ -236,7 +236,7 @@ impl Prodigy {
         }
         let mut items = self.stepper.items(wanted);
         items.retain(|item| item.config.config.lr > 0.0);
-        update::run::<R>(items)
+        update::run::<R>(items, None)
     }
 }
 
@@ -320,8 +320,8 @@ impl Registered for Prodigy {
         states(config)
     }
 
-    fn build(groups: Vec<ParamGroup<ProdigyConfig>>) -> Result<Self> {
-        Self::with_groups(groups)
+    fn build(groups: Vec<ParamGroup<ProdigyConfig>>, seed: Option<u64>) -> Result<Self> {
+        seed.map_or_else(|| Self::with_groups(groups), |_| Err(super::rounding::no_rounding(NAME)))
     }
 }
 

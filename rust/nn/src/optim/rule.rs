@@ -1,5 +1,6 @@
 //! [`Rule`]: the arithmetic of an optimizer.
 
+use half::bf16;
 use smallvec::SmallVec;
 use trainable_candle_core::{Error, Result};
 
@@ -124,7 +125,7 @@ pub struct StateSpec {
 /// The kind of a state's entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StateKind {
-    /// A number for each element: f64 for f64 parameters, otherwise f32.
+    /// A number for each element: f64 for f64 parameters, bf16 for those that are rounded stochastically, otherwise f32.
     Float,
     /// An 8-bit code for each element.
     Codes,
@@ -151,9 +152,14 @@ impl StateKind {
         shape
     }
 
-    /// Bytes of the state of an f32 parameter of shape `dims`.
-    pub(crate) fn bytes(self, dims: &[usize]) -> usize {
-        let element = if self == Self::Codes { size_of::<u8>() } else { size_of::<f32>() };
+    /// Bytes of the state of an f32 parameter of shape `dims`, or of a bf16 parameter that is `rounded` stochastically.
+    pub(crate) fn bytes(self, dims: &[usize], rounded: bool) -> usize {
+        let element = match self {
+            Self::Codes => size_of::<u8>(),
+            Self::Scales => size_of::<f32>(),
+            _ if rounded => size_of::<bf16>(),
+            _ => size_of::<f32>(),
+        };
         element * self.dims(dims).iter().product::<usize>()
     }
 

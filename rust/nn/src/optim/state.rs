@@ -2,17 +2,20 @@
 
 use std::collections::BTreeMap;
 
+use half::bf16;
 use smallvec::SmallVec;
 use trainable_candle_core::capture::Fixed;
 use trainable_candle_core::cpu::Elem;
 use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor, Var};
 
+use super::quant::BLOCK_SIZE;
 use super::rule::{StateKind, StateSlice, StateSpec};
 
 const STEP: &str = "step";
 const LR: &str = "lr";
 const KIND: &str = "kind";
 const MASTER: &str = "master";
+const SEED: &str = "seed";
 
 /// A copy of an optimizer's states on the CPU, which later steps do not change. Its entries are:
 ///
@@ -21,6 +24,7 @@ const MASTER: &str = "master";
 /// - `step` (i64): the number of steps of each parameter
 /// - `lr` (f64): the learning rate of each group
 /// - `kind` (u8): the optimizer's name as text
+/// - `seed` (i64): the seed of stochastic rounding, if there is any
 /// - states of the optimizer that belong to no variable, under their names
 pub type StateDict = BTreeMap<String, Tensor>;
 
@@ -38,6 +42,9 @@ pub(super) struct Parameter {
     /// Empty before the first step.
     pub(super) states: SmallVec<[State; 4]>,
     pub(super) master: Option<Master>,
+    /// If the variable and its states are rounded stochastically to bf16: the number of its first element among the
+    /// elements of all variables of the optimizer, a multiple of [`BLOCK_SIZE`].
+    pub(super) rounded: Option<u64>,
     /// The two numbers that the last update has returned in [`Chunk::sums`](super::Chunk::sums).
     pub(super) sums: [f64; 2],
 }
@@ -49,6 +56,7 @@ pub(super) struct State {
 }
 
 pub(super) enum StateData {
+    BF16(Vec<bf16>),
     F32(Vec<f32>),
     F64(Vec<f64>),
     U8(Vec<u8>),
@@ -62,29 +70,41 @@ pub(super) struct Master {
     pub(super) version: u64,
 }
 
-/// The types that updates compute in.
-pub(super) trait Number: Elem<Acc = Self> + trainable_candle_core::cpu::Real {
+/// The types of states that are numbers.
+pub(super) trait Number: Elem {
     fn zeros(len: usize) -> StateData;
     fn slice(data: &mut StateData) -> Option<&mut [Self]>;
 }
 
-impl Number for f32 {
-    fn zeros(len: usize) -> StateData {
-        StateData::F32(vec![0.0; len])
-    }
+macro_rules! number {
+    ($($type:ty: $variant:ident, $zero:expr;)*) => {$(
+        impl Number for $type {
+            fn zeros(len: usize) -> StateData {
+                StateData::$variant(vec![$zero; len])
+            }
 
-    fn slice(data: &mut StateData) -> Option<&mut [Self]> {
-        if let StateData::F32(data) = data { Some(data) } else { None }
-    }
+            fn slice(data: &mut StateData) -> Option<&mut [Self]> {
+                if let StateData::$variant(data) = data { Some(data) } else { None }
+            }
+        }
+    )*};
 }
 
-impl Number for f64 {
-    fn zeros(len: usize) -> StateData {
-        StateData::F64(vec![0.0; len])
-    }
+number! {
+    bf16: BF16, bf16::ZERO;
+    f32: F32, 0.0;
+    f64: F64, 0.0;
+}
 
-    fn slice(data: &mut StateData) -> Option<&mut [Self]> {
-        if let StateData::F64(data) = data { Some(data) } else { None }
+impl StateData {
+    /// Bytes of the values.
+    pub(super) fn bytes(&self) -> usize {
+        match self {
+            Self::BF16(data) => size_of_val(data.as_slice()),
+            Self::F32(data) => size_of_val(data.as_slice()),
+            Self::F64(data) => size_of_val(data.as_slice()),
+            Self::U8(data) => data.len(),
+        }
     }
 }
 
@@ -108,11 +128,13 @@ impl State {
         }
     }
 
-    fn dtype(spec: StateSpec, var: &Var) -> DType {
+    /// The dtype of a state of `parameter`.
+    fn dtype(spec: StateSpec, parameter: &Parameter) -> DType {
         match spec.kind {
             StateKind::Codes => DType::U8,
             StateKind::Scales => DType::F32,
-            _ if var.dtype() == DType::F64 => DType::F64,
+            _ if parameter.rounded.is_some() => DType::BF16,
+            _ if parameter.var.dtype() == DType::F64 => DType::F64,
             _ => DType::F32,
         }
     }
@@ -120,6 +142,7 @@ impl State {
     fn to_tensor(&self, var: &Var) -> Result<Tensor> {
         let dims = self.spec.kind.dims(var.dims());
         match &self.data {
+            StateData::BF16(data) => Tensor::from_vec(data.clone(), dims, &Device::Cpu),
             StateData::F32(data) => Tensor::from_vec(data.clone(), dims, &Device::Cpu),
             StateData::F64(data) => Tensor::from_vec(data.clone(), dims, &Device::Cpu),
             StateData::U8(data) => Tensor::from_vec(data.clone(), dims, &Device::Cpu),
@@ -130,6 +153,7 @@ impl State {
         let data = match tensor.dtype() {
             DType::U8 => StateData::U8(tensor.to_vec()?),
             DType::F64 => StateData::F64(tensor.to_vec()?),
+            DType::BF16 => StateData::BF16(tensor.to_vec()?),
             _ => StateData::F32(tensor.to_vec()?),
         };
         Ok(Self { spec, data })
@@ -138,7 +162,17 @@ impl State {
 
 impl Parameter {
     pub(super) fn new(var: Var) -> Self {
-        Self { var, step: 0, states: SmallVec::new(), master: None, sums: [0.0; 2] }
+        Self { var, step: 0, states: SmallVec::new(), master: None, rounded: None, sums: [0.0; 2] }
+    }
+
+    /// The same variable, before its first step.
+    pub(super) fn fresh(&self) -> Self {
+        Self { rounded: self.rounded, ..Self::new(self.var.clone()) }
+    }
+
+    /// Whether an f32 copy of the variable's values is kept, which the update changes in its place.
+    pub(super) fn has_master(&self) -> bool {
+        self.rounded.is_none() && matches!(self.var.dtype(), DType::F16 | DType::BF16)
     }
 
     /// Makes the states if there are none yet.
@@ -162,16 +196,27 @@ impl Parameter {
     }
 
     pub(super) fn bytes(&self) -> usize {
-        let states = self.states.iter().map(|state| match &state.data {
-            StateData::F32(data) => size_of_val(data.as_slice()),
-            StateData::F64(data) => size_of_val(data.as_slice()),
-            StateData::U8(data) => data.len(),
-        });
+        let states = self.states.iter().map(|state| state.data.bytes());
         states.sum::<usize>() + self.master.as_ref().map_or(0, |m| size_of_val(m.values.as_slice()))
     }
 }
 
-pub(super) fn to_dict(name: &'static str, parameters: &[&Parameter], lrs: Vec<f64>) -> Result<StateDict> {
+/// Numbers the elements of the bf16 variables of `groups`, which will be rounded stochastically. Numbers of a variable
+/// begin at a multiple of [`BLOCK_SIZE`] and depend only on the variables before it.
+pub(super) fn number_elements<C>(groups: &mut [Group<C>]) {
+    let mut next = 0;
+    for parameter in groups.iter_mut().flat_map(|group| &mut group.parameters) {
+        parameter.rounded = (parameter.var.dtype() == DType::BF16).then_some(next);
+        next += parameter.var.elem_count().next_multiple_of(BLOCK_SIZE) as u64;
+    }
+}
+
+pub(super) fn to_dict(
+    name: &'static str,
+    parameters: &[&Parameter],
+    lrs: Vec<f64>,
+    seed: Option<u64>,
+) -> Result<StateDict> {
     let mut dict = StateDict::new();
     for (index, parameter) in parameters.iter().enumerate() {
         for state in &parameter.states {
@@ -187,36 +232,51 @@ pub(super) fn to_dict(name: &'static str, parameters: &[&Parameter], lrs: Vec<f6
     dict.insert(STEP.into(), Tensor::from_vec(steps, parameters, &Device::Cpu)?);
     dict.insert(KIND.into(), Tensor::from_vec(name.as_bytes().to_vec(), name.len(), &Device::Cpu)?);
     dict.insert(LR.into(), Tensor::from_vec(lrs, groups, &Device::Cpu)?);
+    if let Some(seed) = seed {
+        dict.insert(SEED.into(), Tensor::from_vec(vec![seed.cast_signed()], 1, &Device::Cpu)?);
+    }
     Ok(dict)
 }
 
-/// The parameters with the states of `dict`, and the learning rate of each group.
+/// What a state dict has.
+pub(super) struct Loaded {
+    /// The parameters with their states.
+    pub(super) parameters: Vec<Parameter>,
+    /// The learning rate of each group.
+    pub(super) lrs: Vec<f64>,
+    /// The seed of stochastic rounding.
+    pub(super) seed: Option<u64>,
+}
+
+/// Reads a state dict. `rounds` is whether the optimizer rounds stochastically.
 pub(super) fn from_dict(
     name: &'static str,
     parameters: &[&Parameter],
     specs: &[SmallVec<[StateSpec; 4]>],
     groups: usize,
+    rounds: bool,
     dict: &StateDict,
-) -> Result<(Vec<Parameter>, Vec<f64>)> {
+) -> Result<Loaded> {
     let reader = Reader { name, dict };
     reader.check_kind()?;
+    let seed = reader.seed(rounds)?;
     let steps: Vec<i64> = reader.get(STEP, DType::I64, &[parameters.len()])?.to_vec()?;
     let lrs: Vec<f64> = reader.get(LR, DType::F64, &[groups])?.to_vec()?;
-    let mut known = 3;
+    let mut known = 3 + usize::from(rounds);
     let mut loaded = Vec::with_capacity(parameters.len());
     for (index, ((parameter, specs), &step)) in parameters.iter().zip(specs).zip(&steps).enumerate() {
         let var = &parameter.var;
         let step = u64::try_from(step)
             .map_err(|_| reader.error(format!("parameter {index} has taken {step} steps, expected 0 or more")))?;
-        let mut new = Parameter { step, ..Parameter::new(var.clone()) };
+        let mut new = Parameter { step, ..parameter.fresh() };
         if step > 0 {
             for &spec in specs {
                 let key = format!("{index}.{}", spec.name);
-                let tensor = reader.get(&key, State::dtype(spec, var), &spec.kind.dims(var.dims()))?;
+                let tensor = reader.get(&key, State::dtype(spec, parameter), &spec.kind.dims(var.dims()))?;
                 new.states.push(State::from_tensor(spec, tensor)?);
                 known += 1;
             }
-            if matches!(var.dtype(), DType::F16 | DType::BF16) {
+            if parameter.has_master() {
                 let values = reader.get(&format!("{index}.{MASTER}"), DType::F32, var.dims())?.to_vec()?;
                 new.master = Some(Master { values, version: var.version() });
                 known += 1;
@@ -226,7 +286,9 @@ pub(super) fn from_dict(
     }
     if dict.len() != known {
         let expected = |key: &&String| {
-            let Some((index, state)) = key.split_once('.') else { return [KIND, STEP, LR].contains(&key.as_str()) };
+            let Some((index, state)) = key.split_once('.') else {
+                return [KIND, STEP, LR, SEED].contains(&key.as_str());
+            };
             let parameter = index.parse::<usize>().ok().and_then(|i| loaded.get(i));
             parameter.is_some_and(|p| {
                 p.states.iter().any(|s| s.spec.name == state) || (p.master.is_some() && state == MASTER)
@@ -237,7 +299,7 @@ pub(super) fn from_dict(
         return Err(reader
             .error(format!("found {count} states that this optimizer does not have, the first: {}", unexpected[0])));
     }
-    Ok((loaded, lrs))
+    Ok(Loaded { parameters: loaded, lrs, seed })
 }
 
 struct Reader<'a> {
@@ -260,6 +322,22 @@ impl<'a> Reader<'a> {
             return Ok(());
         }
         Err(self.error(format!("the states are those of {}", String::from_utf8_lossy(&kind))))
+    }
+
+    /// The seed of stochastic rounding, which is there if the optimizer `rounds`.
+    fn seed(&self, rounds: bool) -> Result<Option<u64>> {
+        match (rounds, self.dict.contains_key(SEED)) {
+            (false, false) => Ok(None),
+            (true, true) => Ok(Some(self.get(SEED, DType::I64, &[1])?.to_vec::<i64>()?[0].cast_unsigned())),
+            (true, false) => Err(self.error(
+                "the states were saved without stochastic rounding; build the optimizer with stochastic_rounding=False"
+                    .to_owned(),
+            )),
+            (false, true) => Err(self.error(
+                "the states were saved with stochastic rounding; build the optimizer with stochastic_rounding=True"
+                    .to_owned(),
+            )),
+        }
     }
 
     fn get(&self, key: &str, dtype: DType, dims: &[usize]) -> Result<&'a Tensor> {

@@ -11,7 +11,7 @@ use trainable_candle_core::{Error, GradStore, Raw, Result, Tensor, Var};
 
 use super::cuda::{LossScale, OnDevice};
 use super::rule::{Average, Rule};
-use super::state::{self, Group, Parameter, StateDict};
+use super::state::{self, Group, Loaded, Parameter, StateDict};
 use super::update::{self, Item};
 
 /// Conditions of a step.
@@ -173,6 +173,8 @@ pub struct Stepper<R: Rule> {
     shared: Vec<f64>,
     /// The variables' own values while averages replace them.
     trained: Fixed<Option<Vec<Raw>>>,
+    /// The seed of stochastic rounding, if bf16 variables are rounded stochastically.
+    pub(super) seed: Option<u64>,
 }
 
 impl<R: Rule> Stepper<R> {
@@ -234,6 +236,7 @@ impl<R: Rule> Stepper<R> {
             device: None,
             shared: Vec::new(),
             trained: Fixed::new("whether averages or parameters are in place", None),
+            seed: None,
         })
     }
 
@@ -294,13 +297,14 @@ impl<R: Rule> Stepper<R> {
         if self.is_on_cuda() {
             let device = match &mut self.device {
                 Some(device) => device,
-                none => none.insert(OnDevice::new::<R>(&mut self.groups, &self.shared)?),
+                none => none.insert(OnDevice::new::<R>(&mut self.groups, &self.shared, self.seed)?),
             };
             return device.step::<R>(&self.groups, wanted, (guard.norm, guard.loss_scale), zero);
         }
         debug_assert!(guard.loss_scale.is_none(), "on the CPU, a scaler divides gradients before the step");
         if guard.allows()? {
-            update::run::<R>(self.items(&wanted))?;
+            let seed = self.seed;
+            update::run::<R>(self.items(&wanted), seed)?;
         }
         if zero {
             let vars: Vec<Var> = self.parameters().map(|p| p.var.clone()).filter(|var| wanted(var)).collect();
@@ -346,7 +350,7 @@ impl<R: Rule> Stepper<R> {
         self.groups.get_mut(index).ok_or_else(none)
     }
 
-    fn parameters(&self) -> impl Iterator<Item = &Parameter> {
+    pub(super) fn parameters(&self) -> impl Iterator<Item = &Parameter> {
         self.groups.iter().flat_map(|group| &group.parameters)
     }
 
@@ -399,10 +403,10 @@ impl<R: Rule> Optimizer for Stepper<R> {
     fn state_dict(&self) -> Result<StateDict> {
         if let Some(device) = &self.device {
             let parameters = device.download(&self.groups)?;
-            return state::to_dict(R::NAME, &parameters.iter().collect::<Vec<_>>(), self.group_lrs());
+            return state::to_dict(R::NAME, &parameters.iter().collect::<Vec<_>>(), self.group_lrs(), self.seed);
         }
         let parameters: Vec<&Parameter> = self.parameters().collect();
-        state::to_dict(R::NAME, &parameters, self.group_lrs())
+        state::to_dict(R::NAME, &parameters, self.group_lrs(), self.seed)
     }
 
     fn load_state_dict(&mut self, states: &StateDict) -> Result<()> {
@@ -412,9 +416,9 @@ impl<R: Rule> Optimizer for Stepper<R> {
             .iter()
             .flat_map(|group| group.parameters.iter().map(|p| R::states(&group.config, p.var.dims())))
             .collect();
-        let (parameters, lrs) = {
+        let Loaded { parameters, lrs, seed } = {
             let parameters: Vec<&Parameter> = self.parameters().collect();
-            state::from_dict(R::NAME, &parameters, &specs, self.groups.len(), states)?
+            state::from_dict(R::NAME, &parameters, &specs, self.groups.len(), self.seed.is_some(), states)?
         };
         let configs = self.groups.iter().zip(&lrs).map(|(group, &lr)| {
             let mut config = R::Config::clone(&group.config);
@@ -427,9 +431,10 @@ impl<R: Rule> Optimizer for Stepper<R> {
             *group.config.get_mut()? = config;
             group.parameters = parameters.by_ref().take(group.parameters.len()).collect();
         }
+        self.seed = seed;
         // If there is no device state yet, the first step moves the loaded states to the device.
         if let Some(device) = &mut self.device
-            && let Err(error) = device.take::<R>(&mut self.groups)
+            && let Err(error) = device.take::<R>(&mut self.groups, seed)
         {
             // The host still has all loaded states; the next step moves them to the device.
             device.retire()?;

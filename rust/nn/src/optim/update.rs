@@ -13,6 +13,7 @@ use trainable_candle_core::raw::{Raw, own_copy, storage_identity};
 use trainable_candle_core::{DType, Error, Result, Var};
 
 use super::quant::BLOCK_SIZE;
+use super::rounding::Bits;
 use super::rule::{Chunk, Rule, StateSlice, Update};
 use super::state::{Master, Number, Parameter};
 
@@ -64,8 +65,8 @@ pub(super) fn check_var<R: Rule>(var: &Var) -> Result<()> {
     }
 }
 
-/// Updates every item once.
-pub(super) fn run<R: Rule>(items: Vec<Item<'_, R::Config>>) -> Result<()> {
+/// Updates every item once. `seed` is that of stochastic rounding.
+pub(super) fn run<R: Rule>(items: Vec<Item<'_, R::Config>>, seed: Option<u64>) -> Result<()> {
     let mut buckets: Vec<Bucket<'_, R::Config>> = Vec::new();
     let mut index_of = FxHashMap::default();
     for mut item in items {
@@ -87,29 +88,30 @@ pub(super) fn run<R: Rule>(items: Vec<Item<'_, R::Config>>) -> Result<()> {
     };
     let (mut small, large): (Vec<_>, Vec<_>) = buckets.into_iter().partition(is_small);
     for bucket in large {
-        run_bucket::<R>(bucket.items, true)?;
+        run_bucket::<R>(bucket.items, seed, true)?;
     }
     par_chunks_mut(&mut small, 1, |_, bucket| {
-        bucket[0].result = run_bucket::<R>(std::mem::take(&mut bucket[0].items), false);
+        bucket[0].result = run_bucket::<R>(std::mem::take(&mut bucket[0].items), seed, false);
     });
     small.into_iter().try_for_each(|bucket| bucket.result)
 }
 
-fn run_bucket<R: Rule>(mut items: Vec<Item<'_, R::Config>>, parallel: bool) -> Result<()> {
+fn run_bucket<R: Rule>(mut items: Vec<Item<'_, R::Config>>, seed: Option<u64>, parallel: bool) -> Result<()> {
     items.retain(|item| item.numel() > 0);
     items.sort_unstable_by_key(Item::offset);
     let Some(first) = items.first() else { return Ok(()) };
-    match (first.parameter.var.dtype(), R::UPDATE_F64) {
-        (DType::F32, _) => run_direct::<R, f32>(items, R::UPDATE, parallel),
-        (DType::F64, Some(update)) => run_direct::<R, f64>(items, update, parallel),
-        (DType::F16, _) => run_mastered::<R, f16>(items, parallel),
-        (DType::BF16, _) => run_mastered::<R, bf16>(items, parallel),
+    match (first.parameter.var.dtype(), R::UPDATE_F64, seed) {
+        (DType::F32, ..) => run_direct::<R, f32>(items, R::UPDATE, parallel),
+        (DType::F64, Some(update), _) => run_direct::<R, f64>(items, update, parallel),
+        (DType::F16, ..) => run_mastered::<R, f16>(items, parallel),
+        (DType::BF16, _, None) => run_mastered::<R, bf16>(items, parallel),
+        (DType::BF16, _, Some(seed)) => run_rounded::<R>(items, seed, parallel),
         _ => check_var::<R>(&first.parameter.var),
     }
 }
 
 /// Updates variables of the dtype that the update computes in.
-fn run_direct<R: Rule, T: Number>(
+fn run_direct<R: Rule, T: Number + Real>(
     mut items: Vec<Item<'_, R::Config>>,
     update: Update<R::Config, T>,
     parallel: bool,
@@ -124,7 +126,8 @@ fn run_direct<R: Rule, T: Number>(
             let Parameter { states, step, var, sums, .. } = &mut *item.parameter;
             let states = states.iter_mut().map(|state| state.slice()).collect();
             let sums = Some(sums);
-            Work { config: item.config, step: *step, dims: var.dims(), stored: &mut [][..], grad, param, states, sums }
+            let (config, step, dims) = (item.config, *step, var.dims());
+            Work { config, step, dims, start: 0, stored: &mut [][..], grad, param, states, sums }
         });
         for_each_piece(work.collect(), longest::<R>(), parallel, |work| {
             let Work { dims, param, grad, states, sums, .. } = work;
@@ -158,7 +161,7 @@ fn run_mastered<R: Rule, D: Elem<Acc = f32>>(mut items: Vec<Item<'_, R::Config>>
     }
     with_storages::<_, D>(R::NAME, &mut items, |parts, items| {
         let work = items.iter_mut().zip(parts).map(|(item, (stored, grad))| {
-            let Parameter { states, step, master, var, sums } = &mut *item.parameter;
+            let Parameter { states, step, master, var, sums, .. } = &mut *item.parameter;
             if master.as_ref().is_none_or(|master| master.version != var.version()) {
                 let mut values = vec![0.0; stored.len()];
                 widen(stored, &mut values);
@@ -167,7 +170,8 @@ fn run_mastered<R: Rule, D: Elem<Acc = f32>>(mut items: Vec<Item<'_, R::Config>>
             let param = master.as_mut().map_or(&mut [][..], |master| &mut master.values);
             let states = states.iter_mut().map(|state| state.slice()).collect();
             let sums = Some(sums);
-            Work { config: item.config, step: *step, dims: var.dims(), stored, grad, param, states, sums }
+            let (config, step, dims) = (item.config, *step, var.dims());
+            Work { config, step, dims, start: 0, stored, grad, param, states, sums }
         });
         for_each_piece(work.collect(), longest::<R>(), parallel, |mut work| {
             let mut grad = SmallVec::<[f32; CHUNK]>::from_elem(0.0, work.grad.len());
@@ -186,12 +190,61 @@ fn run_mastered<R: Rule, D: Elem<Acc = f32>>(mut items: Vec<Item<'_, R::Config>>
     Ok(())
 }
 
+/// Updates bf16 variables in f32, and rounds them and their states stochastically.
+fn run_rounded<R: Rule>(mut items: Vec<Item<'_, R::Config>>, seed: u64, parallel: bool) -> Result<()> {
+    for item in &mut items {
+        let specs = R::states(item.config, item.parameter.var.dims());
+        item.parameter.make_states::<bf16>(&specs);
+        item.parameter.step += u64::from(R::COUNTS);
+    }
+    with_storages::<_, bf16>(R::NAME, &mut items, |parts, items| {
+        let work = items.iter_mut().zip(parts).map(|(item, (param, grad))| {
+            let Parameter { states, step, var, rounded, .. } = &mut *item.parameter;
+            let states = states.iter_mut().map(|state| state.slice()).collect();
+            let (config, step, dims, start) = (item.config, *step, var.dims(), rounded.unwrap_or_default());
+            Work { config, step, dims, start, stored: &mut [][..], grad, param, states, sums: None }
+        });
+        for_each_piece(work.collect(), longest::<R>(), parallel, |mut work| {
+            let wide = |stored: &[bf16]| {
+                let mut values = vec![0.0; stored.len()];
+                widen(stored, &mut values);
+                values
+            };
+            let (mut param, grad) = (wide(work.param), wide(work.grad));
+            let mut floats: SmallVec<[Vec<f32>; 4]> = SmallVec::new();
+            for state in &work.states {
+                floats.push(if let StateSlice::Float(data) = state { wide(data) } else { Vec::new() });
+            }
+            let states = work.states.iter_mut().zip(&mut floats).map(|(state, values)| match state {
+                StateSlice::Float(_) => StateSlice::Float(values),
+                StateSlice::Codes(data) => StateSlice::Codes(data),
+                StateSlice::Scales(data) => StateSlice::Scales(data),
+            });
+            let states = states.collect();
+            (R::UPDATE)(
+                work.config,
+                work.step,
+                Chunk { dims: work.dims, param: &mut param, grad: &grad, states, sums: None },
+            );
+            let bits = Bits { seed, step: work.step, first: work.start };
+            bits.round(&param, work.param, 0);
+            for (number, (state, values)) in work.states.iter_mut().zip(&floats).enumerate() {
+                if let StateSlice::Float(data) = state {
+                    bits.round(values, data, number + 1);
+                }
+            }
+        });
+    })
+}
+
 /// Consecutive elements of one variable.
 struct Work<'a, C, T, D> {
     config: &'a C,
     step: u64,
     /// The shape of the variable.
     dims: &'a [usize],
+    /// The number of the first element, for stochastic rounding.
+    start: u64,
     param: &'a mut [T],
     /// The variable's own elements, if `param` is its master values.
     stored: &'a mut [D],
@@ -207,7 +260,7 @@ const fn longest<R: Rule>() -> usize {
 }
 
 /// Cuts work into pieces of at most `longest` elements and calls `run` with each, on several threads if `parallel`.
-fn for_each_piece<C: Sync, T: Real, D: Elem>(
+fn for_each_piece<C: Sync, T: Elem, D: Elem>(
     work: Vec<Work<'_, C, T, D>>,
     longest: usize,
     parallel: bool,
@@ -229,16 +282,24 @@ fn for_each_piece<C: Sync, T: Real, D: Elem>(
     }
 }
 
-impl<'a, C, T: Real, D> Work<'a, C, T, D> {
+impl<'a, C, T, D> Work<'a, C, T, D> {
     /// Splits the work after `at` elements, a multiple of [`BLOCK_SIZE`].
     fn split_at(self, at: usize) -> (Self, Self) {
         let (param, param_rest) = self.param.split_at_mut(at);
         let (stored, stored_rest) = self.stored.split_at_mut(at.min(self.stored.len()));
         let (grad, grad_rest) = self.grad.split_at(at);
         let (states, states_rest) = self.states.into_iter().map(|state| state.split_at(at)).unzip();
-        let rest =
-            Self { param: param_rest, stored: stored_rest, grad: grad_rest, states: states_rest, sums: None, ..self };
-        (Self { param, stored, grad, states, sums: None, ..rest }, rest)
+        let (first, start) = (self.start, self.start + at as u64);
+        let rest = Self {
+            start,
+            param: param_rest,
+            stored: stored_rest,
+            grad: grad_rest,
+            states: states_rest,
+            sums: None,
+            ..self
+        };
+        (Self { start: first, param, stored, grad, states, sums: None, ..rest }, rest)
     }
 }
 

@@ -45,6 +45,9 @@ fn docstring(kind: &OptimizerKind) -> String {
     for Field { name, doc, .. } in (kind.fields)() {
         text += &format!("    {name}: {}\n", doc.trim());
     }
+    text += "    stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute \
+        in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. ";
+    text += if kind.rounds { "Other variables are updated as before.\n" } else { "This optimizer rejects it.\n" };
     text + "\nRaises:\n    ArgumentError: if a number is out of range, there is no variable, or one appears twice.\n    \
         DTypeError: if a variable's dtype is not supported.\n"
 }
@@ -54,7 +57,12 @@ fn docstring(kind: &OptimizerKind) -> String {
 /// # Errors
 /// `TypeError` if a hyper-parameter has another type; `ArgumentError` if there is no such kind or hyper-parameter; the
 /// errors of the constructor.
-pub fn build(name: &str, params: &Params<'_>, settings: &Bound<'_, PyDict>) -> Result<Box<dyn optim::Optimizer>> {
+pub fn build(
+    name: &str,
+    params: &Params<'_>,
+    settings: &Bound<'_, PyDict>,
+    stochastic_rounding: bool,
+) -> Result<Box<dyn optim::Optimizer>> {
     let Some(kind) = KINDS.iter().find(|kind| kind.name == name) else {
         let known: Vec<&str> = KINDS.iter().map(|kind| kind.name).collect();
         let message = format!("found the kind {name:?}, expected one of {}", known.join(", "));
@@ -66,7 +74,8 @@ pub fn build(name: &str, params: &Params<'_>, settings: &Bound<'_, PyDict>) -> R
         let key = key.cast_into::<PyString>().map_err(PyErr::from)?;
         common.extend(setting(kind, &fields, key.to_str()?, "", &value)?);
     }
-    Ok(kind.build(params.groups(kind, &fields, &common)?)?)
+    let seed = stochastic_rounding.then(|| tc::rng::state().seed);
+    Ok(kind.build(params.groups(kind, &fields, &common)?, seed)?)
 }
 
 /// Converts the hyper-parameter `key`; `None` if the optimizer has no hyper-parameter of this name.

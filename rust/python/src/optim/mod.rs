@@ -52,8 +52,9 @@ impl Optimizer {
 impl Optimizer {
     /// The optimizer of a kind, over `params`, with the hyper-parameters that differ from its defaults.
     #[new]
-    fn new(kind: &str, params: Params<'_>, settings: &Bound<'_, PyDict>) -> Result<Self> {
-        Ok(Self(Mutex::new(kinds::build(kind, &params, settings)?)))
+    #[pyo3(signature = (kind, params, settings, stochastic_rounding=false))]
+    fn new(kind: &str, params: Params<'_>, settings: &Bound<'_, PyDict>, stochastic_rounding: bool) -> Result<Self> {
+        Ok(Self(Mutex::new(kinds::build(kind, &params, settings, stochastic_rounding)?)))
     }
 
     /// Update every variable that has a gradient. The gradients are kept until `zero_grad`.
@@ -135,7 +136,8 @@ impl Optimizer {
 
     /// A copy of all states, on the CPU: `INDEX.NAME` for a state of the variable with that index (counted through all
     /// groups), `INDEX.master` for its f32 master values, `step` (i64) with the number of steps of each variable, `lr`
-    /// (f64) with the learning rate of each group, and `kind` (u8) with the optimizer's name in ASCII.
+    /// (f64) with the learning rate of each group, `kind` (u8) with the optimizer's name in ASCII, and, with stochastic
+    /// rounding, `seed` (i64).
     fn state_dict<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         NamedTensors::new(py, detached(py, || self.lock().state_dict())?)
     }

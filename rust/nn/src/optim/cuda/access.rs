@@ -34,8 +34,8 @@ impl OnDevice {
         Ok(slots.of.iter().map(|&slot| steps[slot]).collect())
     }
 
-    /// State number `state` (f32) of variable number `index`, and, if the variable is f16 or bf16, its f32 master
-    /// values. Both are views, not copies.
+    /// State number `state` of variable number `index`, and its f32 master values if it has any. Both are views, not
+    /// copies.
     ///
     /// # Errors
     /// None that a caller could cause.
@@ -62,6 +62,7 @@ impl OnDevice {
         let host = |buffer: &Raw| {
             Ok(match buffer.dtype() {
                 DType::U8 => StateData::U8(to_vec(buffer)?),
+                DType::BF16 => StateData::BF16(to_vec(buffer)?),
                 _ => StateData::F32(to_vec(buffer)?),
             })
         };
@@ -71,13 +72,14 @@ impl OnDevice {
             let var = &parameter.var;
             // Empty variables take no steps.
             let step = if var.elem_count() > 0 { steps[slot] } else { 0 };
-            let mut copy = Parameter { step, ..Parameter::new(var.clone()) };
+            let mut copy = Parameter { step, ..parameter.fresh() };
             if copy.step > 0 {
                 let specs = self.layouts[place.layout].specs.iter().zip(&place.blocks);
                 for ((&spec, &block), buffer) in specs.zip(&layouts[place.layout]) {
                     let start = entries(spec.kind, block as usize);
                     let part = start..start + spec.kind.dims(var.dims()).iter().product::<usize>();
                     let data = match buffer {
+                        StateData::BF16(data) => StateData::BF16(data[part].to_vec()),
                         StateData::F32(data) => StateData::F32(data[part].to_vec()),
                         StateData::F64(data) => StateData::F64(data[part].to_vec()),
                         StateData::U8(data) => StateData::U8(data[part].to_vec()),

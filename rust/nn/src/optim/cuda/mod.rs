@@ -3,6 +3,7 @@
 
 mod access;
 mod gradient;
+mod pieces;
 mod step;
 mod transfer;
 mod whole;
@@ -47,6 +48,8 @@ pub(super) struct OnDevice {
     tables: Vec<(usize, Arc<Work>)>,
     /// f64 numbers that the steps of all variables share, if the optimizer has any.
     shared: Option<Raw>,
+    /// The seed of stochastic rounding.
+    seed: Option<u64>,
 }
 
 /// The work of one launch.
@@ -110,6 +113,9 @@ impl DeviceMaster {
 /// The states of all variables with the same kinds of states.
 struct Layout {
     specs: Specs,
+    /// Whether the variables and those of their states that are numbers are bf16, rounded stochastically; otherwise
+    /// they are f32.
+    rounded: bool,
     /// One for each of `specs`.
     buffers: Vec<Raw>,
 }
@@ -117,6 +123,17 @@ struct Layout {
 impl Layout {
     fn has_codes(&self) -> bool {
         self.specs.iter().any(|spec| spec.kind == StateKind::Codes)
+    }
+}
+
+impl Layout {
+    fn dtype(&self, kind: StateKind) -> DType {
+        match kind {
+            StateKind::Codes => DType::U8,
+            StateKind::Scales => DType::F32,
+            _ if self.rounded => DType::BF16,
+            _ => DType::F32,
+        }
     }
 }
 
@@ -139,8 +156,8 @@ fn kernels<R: Rule>() -> Result<Kernels<R::Config>> {
     R::KERNELS.ok_or_else(|| no_kernels(R::NAME))
 }
 
-fn settings<R: Rule>(config: &R::Config, step: u64) -> Result<Settings> {
-    Ok(Settings { step, ..(kernels::<R>()?.settings)(config) })
+fn settings<R: Rule>(config: &R::Config, step: u64, seed: Option<u64>) -> Result<Settings> {
+    Ok(Settings { step, seed: seed.unwrap_or_default(), ..(kernels::<R>()?.settings)(config) })
 }
 
 fn no_kernels(op: &'static str) -> Error {
@@ -149,8 +166,8 @@ fn no_kernels(op: &'static str) -> Error {
 
 impl OnDevice {
     /// Moves the states of `groups` to the device of their variables; variables without states get zeros. `shared` are
-    /// the numbers that the steps of all variables share.
-    pub(super) fn new<R: Rule>(groups: &mut [Group<R::Config>], shared: &[f64]) -> Result<Self> {
+    /// the numbers that the steps of all variables share, and `seed` that of stochastic rounding.
+    pub(super) fn new<R: Rule>(groups: &mut [Group<R::Config>], shared: &[f64], seed: Option<u64>) -> Result<Self> {
         let count: usize = groups.iter().map(|group| group.parameters.len()).sum();
         let first = groups.first().and_then(|group| group.parameters.first());
         let device = first.ok_or_else(|| no_kernels(R::NAME))?.var.device().clone();
@@ -161,6 +178,7 @@ impl OnDevice {
             layouts: Vec::new(),
             tables: Vec::new(),
             shared: None,
+            seed,
         };
         if !shared.is_empty() {
             made.shared = Some(Raw::from_slice(shared, shared.len(), &device)?);
@@ -171,9 +189,11 @@ impl OnDevice {
             for parameter in &group.parameters {
                 let dims = parameter.var.dims();
                 let specs = R::states(&group.config, dims);
-                let layout = made.layouts.iter().position(|layout| layout.specs == specs).unwrap_or_else(|| {
+                let rounded = parameter.rounded.is_some();
+                let alike = |layout: &Layout| layout.specs == specs && layout.rounded == rounded;
+                let layout = made.layouts.iter().position(alike).unwrap_or_else(|| {
                     ends.push(specs.iter().map(|_| 0).collect());
-                    made.layouts.push(Layout { specs, buffers: Vec::new() });
+                    made.layouts.push(Layout { specs, rounded, buffers: Vec::new() });
                     made.layouts.len() - 1
                 });
                 let mut first = SmallVec::new();
@@ -189,18 +209,18 @@ impl OnDevice {
         }
         for (layout, ends) in made.layouts.iter_mut().zip(ends) {
             for (spec, end) in layout.specs.iter().zip(ends) {
-                let dtype = if spec.kind == StateKind::Codes { DType::U8 } else { DType::F32 };
-                layout.buffers.push(zeros(&[entries(spec.kind, end)], dtype, &device)?);
+                layout.buffers.push(zeros(&[entries(spec.kind, end)], layout.dtype(spec.kind), &device)?);
             }
         }
         made.make_masters(groups, &device)?;
-        made.take::<R>(groups)?;
+        made.take::<R>(groups, seed)?;
         Ok(made)
     }
 
-    /// Takes over the states, steps and settings of `groups` and drops them on the host. Device addresses do not
-    /// change, so captured steps continue from the new values.
-    pub(super) fn take<R: Rule>(&mut self, groups: &mut [Group<R::Config>]) -> Result<()> {
+    /// Takes over the states, steps and settings of `groups` and the seed, and drops the states on the host. Device
+    /// addresses do not change, so captured steps continue from the new values.
+    pub(super) fn take<R: Rule>(&mut self, groups: &mut [Group<R::Config>], seed: Option<u64>) -> Result<()> {
+        self.seed = seed;
         let slots = self.slots.get();
         let (slots, steps) = match slots.steps(groups) {
             Some(steps) => (slots, steps),
@@ -211,7 +231,7 @@ impl OnDevice {
             }
         };
         for (slot, (&group, step)) in slots.group_of.iter().zip(steps).enumerate() {
-            self.settings.configure(R::NAME, slot, settings::<R>(&groups[group].config, step)?, None)?;
+            self.settings.configure(R::NAME, slot, settings::<R>(&groups[group].config, step, seed)?, None)?;
         }
         self.slots.set(slots)?;
         self.write_states(groups)?;
@@ -240,7 +260,7 @@ impl OnDevice {
                     overwrite(buffer, |part| zeros(&[part.len()], buffer.dtype(), buffer.device()))?;
                     continue;
                 }
-                let mut host = host_zeros(spec.kind, buffer.elem_count());
+                let mut host = host_zeros(buffer.dtype(), buffer.elem_count());
                 for (place, parameter) in &held {
                     let start = entries(spec.kind, place.blocks[number] as usize);
                     place_in(&mut host, &parameter.states[number].data, start);
@@ -253,14 +273,13 @@ impl OnDevice {
 
     /// Makes one vector for the f32 master values of all f16 and bf16 variables.
     fn make_masters<C>(&mut self, groups: &[Group<C>], device: &Device) -> Result<()> {
-        let short = |var: &Var| matches!(var.dtype(), DType::F16 | DType::BF16);
-        let total: usize = parameters(groups).filter(|p| short(&p.var)).map(|p| p.var.elem_count()).sum();
+        let total: usize = parameters(groups).filter(|p| p.has_master()).map(|p| p.var.elem_count()).sum();
         if total == 0 {
             return Ok(());
         }
         let values = zeros(&[total], DType::F32, device)?;
         let mut start = 0;
-        for (parameter, place) in parameters(groups).zip(&mut self.places).filter(|(p, _)| short(&p.var)) {
+        for (parameter, place) in parameters(groups).zip(&mut self.places).filter(|(p, _)| p.has_master()) {
             let part = values.narrow(0, start, parameter.var.elem_count())?.reshape(parameter.var.shape())?;
             start += parameter.var.elem_count();
             place.master = Some(DeviceMaster { values: part, follower: Follower::default() });
@@ -277,7 +296,7 @@ impl OnDevice {
 
     /// Sets the hyper-parameters of one of the optimizer's groups, for the steps that are queued after this call.
     pub(super) fn configure<R: Rule>(&self, index: usize, config: &R::Config) -> Result<()> {
-        let (settings, slots) = (settings::<R>(config, 0)?, self.slots.get());
+        let (settings, slots) = (settings::<R>(config, 0, self.seed)?, self.slots.get());
         let group_of = &slots.group_of;
         let mut of_group = (0..group_of.len()).filter(|&slot| group_of[slot] == index);
         of_group.try_for_each(|slot| self.settings.configure(R::NAME, slot, settings, Some(slot)))
@@ -291,7 +310,8 @@ impl OnDevice {
         (norm, loss_scale): (Option<&Tensor>, Option<&LossScale>),
         zero: bool,
     ) -> Result<()> {
-        let vars: Vec<&Var> = parameters(groups).map(|parameter| &parameter.var).collect();
+        let held: Vec<&Parameter> = parameters(groups).collect();
+        let vars: Vec<&Var> = held.iter().map(|parameter| &parameter.var).collect();
         let taking_part = |&(index, var): &(usize, &Var)| {
             let grad = var.grad_storage().filter(|_| wanted(var) && var.elem_count() > 0)?;
             Some((index, grad))
@@ -314,7 +334,7 @@ impl OnDevice {
         };
         let runs = slots.runs(found.iter().map(|(index, _)| *index));
         let mut launches = Vec::new();
-        for launch in self.launches(&vars, &slots, found)? {
+        for launch in self.launches(&held, &slots, found)? {
             launches.push((launch.layout, self.work::<R>(&vars, &launch)?, launch.variables));
         }
         for run in runs {
@@ -329,7 +349,7 @@ impl OnDevice {
                         var.update_in_place(|_| Ok(()))?;
                         var.set_followed_by(&master.follower);
                     }
-                    None if short_copy(var).is_some() => var.changed_with_copy()?,
+                    None if short_copy(held[index]).is_some() => var.changed_with_copy()?,
                     None => var.update_in_place(|_| Ok(()))?,
                 }
             }
@@ -354,7 +374,7 @@ impl OnDevice {
         // A captured function cannot change slots, so this fails there. Nothing may be queued before.
         self.slots.set(Arc::new(new))?;
         for (new, slot) in (old.group_of.len()..).zip(split) {
-            let settings = settings::<R>(&groups[old.group_of[slot]].config, 0)?;
+            let settings = settings::<R>(&groups[old.group_of[slot]].config, 0, self.seed)?;
             self.settings.configure(R::NAME, new, settings, Some(slot))?;
         }
         Ok(())
@@ -369,10 +389,10 @@ impl OnDevice {
     }
 
     /// The launches of a step. Variables with the same kinds of states and the same dtypes share a launch.
-    fn launches(&self, vars: &[&Var], slots: &Slots, found: Vec<(usize, Raw)>) -> Result<Vec<Launch>> {
+    fn launches(&self, held: &[&Parameter], slots: &Slots, found: Vec<(usize, Raw)>) -> Result<Vec<Launch>> {
         let mut launches: Vec<Launch> = Vec::new();
         for (index, grads) in found {
-            let (var, place) = (vars[index], &self.places[index]);
+            let (var, place) = (&held[index].var, &self.places[index]);
             let (params, copy) = match &place.master {
                 Some(master) => {
                     master.refresh(var)?;
@@ -380,7 +400,7 @@ impl OnDevice {
                     before_replay(move || before.refresh(&of));
                     (master.values.clone(), Some(var.raw().clone()))
                 }
-                None => (var.raw().clone(), short_copy(var)),
+                None => (var.raw().clone(), short_copy(held[index])),
             };
             let group = u16::try_from(slots.of[index]).map_err(|_| {
                 Error::argument("step", "more than 65536 sets of variables have taken different numbers of steps")
@@ -388,7 +408,11 @@ impl OnDevice {
             // f32 parameters without a copy share the launch of those with a bf16 copy.
             let key = (place.layout, grads.dtype(), copy.as_ref().map_or(DType::BF16, Raw::dtype));
             let state = place.blocks.first().copied().unwrap_or(0);
-            let member = Member { params, grads, copy, state, group };
+            let first = held[index].rounded.map(|first| u32::try_from(first / BLOCK_SIZE as u64));
+            let first = first.transpose().map_err(|_| {
+                Error::argument("step", "the variables have more elements than stochastic rounding can count")
+            })?;
+            let member = Member { params, grads, copy, state, group, first };
             let found = launches.iter().position(|launch| launch.key == key).unwrap_or_else(|| {
                 launches.push(Launch { key, layout: place.layout, members: Vec::new(), variables: Vec::new() });
                 launches.len() - 1
@@ -414,7 +438,7 @@ impl OnDevice {
                     Work::Pieces(table) => {
                         let kernel = if layout.has_codes() { kernels.step_8bit } else { Some(kernel) };
                         let kernel = kernel.ok_or_else(|| no_kernels(R::NAME))?;
-                        step::step(R::NAME, kernel, &layout.buffers, table, &self.settings, zero)?;
+                        pieces::step(R::NAME, kernel, &layout.buffers, table, &self.settings, zero)?;
                     }
                     Work::Whole(table) => {
                         let (is_first, is_last) = (number == 0, number + 1 == launches.len());
@@ -463,8 +487,9 @@ struct Launch {
 }
 
 /// The f16 or bf16 copy of an f32 variable, if it has one; the launch writes it.
-fn short_copy(var: &Var) -> Option<Raw> {
-    var.copy_storage().filter(|copy| matches!(copy.dtype(), DType::F16 | DType::BF16))
+fn short_copy(parameter: &Parameter) -> Option<Raw> {
+    let copy = parameter.var.copy_storage().filter(|copy| matches!(copy.dtype(), DType::F16 | DType::BF16));
+    copy.filter(|_| parameter.rounded.is_none())
 }
 
 fn parameters<C>(groups: &[Group<C>]) -> impl Iterator<Item = &Parameter> {

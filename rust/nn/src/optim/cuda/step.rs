@@ -4,13 +4,12 @@
 //! In a step the host only launches kernels, with the same arguments each time, so steps can be captured.
 
 use candle_core::{DType, Device};
-use trainable_candle_cuda::kernels::optim::{AdamPrepare, AdamStep, OPTIM_CONFIGURE, OptimConfigure};
-use trainable_candle_cuda::kernels::optim_8bit::Adam8bitStep;
+use trainable_candle_cuda::kernels::optim::{AdamPrepare, OPTIM_CONFIGURE, OptimConfigure};
 use trainable_candle_cuda::structs::{Coefficients, Piece, Segment, Settings};
 
 use trainable_candle_core::cuda::Gpu;
 use trainable_candle_core::cuda::launch::{
-    Address, Const, Shape, address, count32, empty, input, optional_input, optional_output, output, same_device,
+    Address, Const, Shape, address, count32, empty, input, optional_input, output, same_device,
 };
 use trainable_candle_core::raw::to_vec;
 use trainable_candle_core::{Error, Raw, Result, capture};
@@ -130,7 +129,7 @@ impl Groups {
 /// One variable's part in a step. Its tensors are contiguous, on one device, and have the same number of elements.
 #[derive(Clone, Debug)]
 pub struct Member {
-    /// The parameters or master values, f32.
+    /// The parameters or master values, f32; bf16 parameters if they are rounded stochastically.
     pub params: Raw,
     /// The gradient, in f32 or the dtype of the copy.
     pub grads: Raw,
@@ -140,6 +139,9 @@ pub struct Member {
     pub state: u32,
     /// Its group.
     pub group: u16,
+    /// If it is rounded stochastically: the number of its first element among those of all variables, in units of
+    /// [`STATE_BLOCK`].
+    pub first: Option<u32>,
 }
 
 /// The addresses of a member's parameters, gradients and copy (0 if there is none), with its size, state and group.
@@ -149,6 +151,8 @@ struct Place {
     len: usize,
     state: u32,
     group: u16,
+    /// As [`Member::first`].
+    first: Option<u32>,
 }
 
 /// The variables of one launch.
@@ -208,10 +212,12 @@ impl Known {
 
 /// The table of one launch in device memory: pieces of variables.
 pub struct Table {
-    known: Known,
-    pieces: Raw,
-    segments: Raw,
-    count: usize,
+    pub(super) known: Known,
+    pub(super) pieces: Raw,
+    pub(super) segments: Raw,
+    /// For stochastic rounding, the number of each piece's first element in units of [`STATE_BLOCK`]; otherwise None.
+    pub(super) firsts: Option<Raw>,
+    pub(super) count: usize,
 }
 
 impl Table {
@@ -224,13 +230,15 @@ impl Table {
         let device = Device::Cuda(Gpu::of(op, &first.params)?.device().clone());
         let grad_size = first.grads.dtype().size_in_bytes();
         let longest = if has_8bit_states { STATE_BLOCK } else { LONGEST };
-        let work = Work::cut(&known.places, [4, grad_size, 2], longest, known.first_group);
+        let param_size = first.params.dtype().size_in_bytes();
+        let work = Work::cut(&known.places, [param_size, grad_size, 2], longest, known.first_group);
         let words: Vec<u32> = work.pieces.iter().flat_map(words).collect();
         let addresses: Vec<i64> = work.segments.iter().flat_map(addresses).map(|address| address as i64).collect();
         let (count, sizes) = (work.pieces.len(), [words.len(), addresses.len()]);
         let segments = Raw::from_vec(addresses, sizes[1], &device)?;
         let pieces = Raw::from_vec(words, sizes[0], &device)?;
-        Ok(Self { known, pieces, segments, count })
+        let firsts = (!work.firsts.is_empty()).then(|| Raw::from_vec(work.firsts, count, &device)).transpose()?;
+        Ok(Self { known, pieces, segments, firsts, count })
     }
 
     /// The variables.
@@ -239,16 +247,21 @@ impl Table {
     }
 }
 
-/// The suffixes of a kernel's name: the dtypes of gradients and copies.
+/// The suffixes of a kernel's name: the dtypes of gradients and copies, or of everything if the variables are rounded
+/// stochastically.
 fn suffixes(op: &'static str, members: &[Member]) -> Result<&'static [&'static str]> {
     let grads = members.first().map_or(DType::F32, |member| member.grads.dtype());
     let copy = members.iter().find_map(|member| member.copy.as_ref().map(Raw::dtype));
+    let rounded = members.first().is_some_and(|member| member.first.is_some());
+    let params = if rounded { DType::BF16 } else { DType::F32 };
     let same = members.iter().all(|member| {
-        member.params.dtype() == DType::F32
+        member.params.dtype() == params
+            && member.first.is_some() == rounded
             && member.grads.dtype() == grads
             && member.copy.as_ref().is_none_or(|found| Some(found.dtype()) == copy)
     });
     match (grads, copy) {
+        (DType::BF16, None) if same && rounded => Ok(&["bf16"]),
         (DType::F32, None | Some(DType::BF16)) if same => Ok(&["f32", "bf16"]),
         (DType::F32, Some(DType::F16)) if same => Ok(&["f32", "f16"]),
         (DType::BF16, Some(DType::BF16)) if same => Ok(&["bf16", "bf16"]),
@@ -269,7 +282,8 @@ fn place(op: &'static str, member: &Member) -> Result<Place> {
     }
     same_device(op, &member.params, &[&member.grads])?;
     let [params, grads, copy] = tensors.map(|tensor| tensor.map_or(Ok(0), |tensor| address(op, tensor)));
-    Ok(Place { addresses: [params?, grads?, copy?], len, state: member.state, group: member.group })
+    let Member { state, group, first, .. } = *member;
+    Ok(Place { addresses: [params?, grads?, copy?], len, state, group, first })
 }
 
 /// A piece as 32-bit words, as laid out in memory.
@@ -286,13 +300,15 @@ const fn addresses(segment: &Segment) -> [Address; 3] {
 struct Work {
     pieces: Vec<Piece>,
     segments: Vec<Segment>,
+    /// One for each piece of variables that are rounded stochastically, as [`Table::firsts`].
+    firsts: Vec<u32>,
 }
 
 impl Work {
     /// Cuts variables into pieces of at most `longest` elements. Variables that are neighbours in parameters, gradients
     /// and copies share a segment.
     fn cut(places: &[Place], sizes: [usize; 3], longest: usize, first_group: u16) -> Self {
-        let mut work = Self { pieces: Vec::new(), segments: Vec::new() };
+        let mut work = Self { pieces: Vec::new(), segments: Vec::new(), firsts: Vec::new() };
         for place in places {
             let mut done = 0;
             while done < place.len {
@@ -306,6 +322,7 @@ impl Work {
                 let state = place.state + (done / STATE_BLOCK) as u32;
                 let group = place.group - first_group;
                 work.pieces.push(Piece { start, segment, state, length: length as u16, group });
+                work.firsts.extend(place.first.map(|first| first + (done / STATE_BLOCK) as u32));
                 done += length;
             }
         }
@@ -333,57 +350,12 @@ impl Work {
     }
 }
 
-/// Updates the variables of `table` with the kernel `<kernel>_step` and the coefficients of the last
-/// [`Groups::prepare`] of their groups, and zeroes their gradients if `zero_grads`. `states` are f32, or pairs of 8-bit
-/// codes (u8) and scales (f32).
-///
-/// # Errors
-/// [`Error::Device`] if the states are on another device, or there is no such kernel.
-pub fn step(
-    op: &'static str,
-    kernel: &'static str,
-    states: &[Raw],
-    table: &Table,
-    groups: &Groups,
-    zero_grads: bool,
-) -> Result<()> {
-    let gpu = Gpu::of(op, &table.pieces)?;
-    let (pieces, segments) = (input(op, &table.pieces)?, input(op, &table.segments)?);
-    let coefficients = groups.coefficients_from(op, usize::from(table.known.first_group))?;
-    let zero_grads = u32::from(zero_grads);
-    let state = |index: usize| optional_output(op, states.get(index));
-    // SAFETY: there are coefficients for all groups of the table, and states for all its pieces.
-    unsafe {
-        if states.first().is_some_and(|state| state.dtype() == DType::U8) {
-            let (codes1, scales1, codes2, scales2) = (state(0)?, state(1)?, state(2)?, state(3)?);
-            let count = count32(op, table.count)?;
-            let arguments =
-                Adam8bitStep { pieces, count, segments, coefficients, zero_grads, codes1, scales1, codes2, scales2 };
-            let shape = shape_8bit(op, gpu, table.count)?;
-            gpu.named(kernel, "_step", table.known.dtypes)?.launch(op, gpu, shape, arguments)
-        } else {
-            let (state1, state2, state3) = (state(0)?, state(1)?, state(2)?);
-            let arguments = AdamStep { pieces, segments, coefficients, zero_grads, state1, state2, state3 };
-            let shape = Shape::linear(op, table.count, 256)?;
-            gpu.named(kernel, "_step", table.known.dtypes)?.launch(op, gpu, shape, arguments)
-        }
-    }
-}
-
-/// The shape of a launch for 8-bit states: at most as many blocks as run at the same time. The warps of these blocks take the
-/// pieces in turn.
-fn shape_8bit(op: &'static str, gpu: &Gpu, pieces: usize) -> Result<Shape> {
-    const BLOCKS: usize = 3;
-    const WARPS: usize = 8;
-    Shape::linear(op, pieces.div_ceil(WARPS).min(BLOCKS * gpu.multiprocessors()), 256)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn place(addresses: [Address; 3], len: usize, state: u32, group: u16) -> Place {
-        Place { addresses, len, state, group }
+        Place { addresses, len, state, group, first: None }
     }
 
     const fn segment([params, grads, copy]: [Address; 3]) -> Segment {
@@ -412,6 +384,15 @@ mod tests {
     }
 
     #[test]
+    fn pieces_of_rounded_variables_know_the_numbers_of_their_elements() {
+        let rounded = |place| Place { first: Some(5), ..place };
+        let places = [rounded(place([4096, 8192, 0], 2500, 0, 0)), place([1 << 20, 1 << 21, 0], 3, 10, 0)];
+        let work = Work::cut(&places[..1], [2, 2, 2], 1024, 0);
+        assert_eq!((work.pieces.len(), &work.firsts[..]), (3, &[5, 9, 13][..]));
+        assert!(Work::cut(&places[1..], [4, 4, 2], 1024, 0).firsts.is_empty());
+    }
+
+    #[test]
     fn loose_variables_have_segments_of_their_own() {
         let cases = [
             // The order differs, gradients have a gap, only one variable has a copy, or parameters are more than 2^32
@@ -431,7 +412,7 @@ mod tests {
     #[test]
     fn a_variable_with_more_elements_than_32_bits_can_count_spans_two_segments() {
         let base: Address = 1 << 40;
-        let mut work = Work { pieces: Vec::new(), segments: vec![segment([base, base, 0])] };
+        let mut work = Work { pieces: Vec::new(), segments: vec![segment([base, base, 0])], firsts: Vec::new() };
         let far = base + 4 * (u64::from(u32::MAX) + 1);
         assert_eq!(work.locate(segment([far, far, 0]), [4, 4, 2]), (1, 0));
         assert_eq!(work.locate(segment([far + 4096, far + 4096, 0]), [4, 4, 2]), (1, 1024));

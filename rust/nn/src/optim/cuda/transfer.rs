@@ -2,29 +2,36 @@
 
 use std::ops::Range;
 
+use half::bf16;
 use trainable_candle_core::compute::copy_into;
-use trainable_candle_core::{Device, Raw, Result};
+use trainable_candle_core::{DType, Device, Raw, Result};
 
-use crate::optim::rule::StateKind;
-use crate::optim::state::StateData;
+use crate::optim::state::{Number, StateData};
 
 /// Copies the values of a state to `start` in `host`, where every state is padded to whole blocks.
 pub(super) fn place_in(host: &mut StateData, data: &StateData, start: usize) {
     match (host, data) {
+        (StateData::BF16(host), StateData::BF16(data)) => host[start..start + data.len()].copy_from_slice(data),
         (StateData::F32(host), StateData::F32(data)) => host[start..start + data.len()].copy_from_slice(data),
         (StateData::U8(host), StateData::U8(data)) => host[start..start + data.len()].copy_from_slice(data),
         _ => {}
     }
 }
 
-pub(super) fn host_zeros(kind: StateKind, len: usize) -> StateData {
-    if kind == StateKind::Codes { StateData::U8(vec![0; len]) } else { StateData::F32(vec![0.0; len]) }
+/// Zeros of the dtype of a state's buffer.
+pub(super) fn host_zeros(dtype: DType, len: usize) -> StateData {
+    match dtype {
+        DType::U8 => StateData::U8(vec![0; len]),
+        DType::BF16 => bf16::zeros(len),
+        _ => f32::zeros(len),
+    }
 }
 
 /// Copies a part of host data to `device`.
 pub(super) fn to_device(data: &StateData, part: Range<usize>, device: &Device) -> Result<Raw> {
     let len = part.len();
     Ok(match data {
+        StateData::BF16(data) => Raw::from_slice(&data[part], len, device)?,
         StateData::F32(data) => Raw::from_slice(&data[part], len, device)?,
         StateData::F64(data) => Raw::from_slice(&data[part], len, device)?,
         StateData::U8(data) => Raw::from_slice(&data[part], len, device)?,

@@ -1,0 +1,113 @@
+//! Copies from pageable host memory, for systems that give little pinned memory.
+//!
+//! A thread copies the bytes piece by piece to a small ring of pinned memory (`upload`), from which the device copies
+//! them. So the thread that computes does not wait for copies within the host until it needs their result. Copies are
+//! queued in the order of their jobs.
+
+use std::any::Any;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+
+use candle_core::cuda_backend::cudarc::driver::sys::CUstream;
+use trainable_candle_cuda::upload;
+
+use super::copies::Event;
+use super::error::{driver_error, status_error};
+use super::gpu::Gpu;
+use crate::{Error, Result};
+
+const OP: &str = "stream_blocks";
+
+/// One unit's copies.
+pub(super) struct Job {
+    /// For each copy: the address on the device, and the bytes, which the job owns.
+    pub(super) parts: Vec<(u64, Bytes)>,
+    /// Recorded after the last copy.
+    pub(super) filled: Event,
+    /// Owns the bytes.
+    pub(super) _owner: Arc<dyn Any + Send + Sync>,
+}
+
+/// Bytes of the host that another value owns.
+pub(super) struct Bytes {
+    pub(super) address: *const u8,
+    pub(super) len: usize,
+}
+
+// SAFETY: it is an address; the job that has it owns the bytes.
+unsafe impl Send for Bytes {}
+
+/// The thread of a device's stream of copies. It lives as long as the process.
+pub(super) struct Staging {
+    jobs: Mutex<(Sender<Job>, u64)>,
+    progress: Arc<Progress>,
+}
+
+#[derive(Default)]
+struct Progress {
+    /// The number of jobs whose copies are queued, and the first error.
+    done: Mutex<(u64, Option<String>)>,
+    changed: Condvar,
+}
+
+/// A stream as a number, which may be sent to another thread.
+#[derive(Clone, Copy)]
+struct Queue(usize);
+
+impl Staging {
+    /// Starts the thread, which queues its copies in `stream`.
+    pub(super) fn new(gpu: &'static Gpu, stream: CUstream) -> Result<Self> {
+        let (sender, jobs) = channel::<Job>();
+        let progress = Arc::new(Progress::default());
+        let (told, queue) = (progress.clone(), Queue(stream as usize));
+        let work = move || {
+            for job in jobs {
+                let result = run(gpu, queue, &job);
+                drop(job);
+                let mut done = told.done.lock().unwrap_or_else(PoisonError::into_inner);
+                done.0 += 1;
+                if let (Err(error), None) = (result, &done.1) {
+                    done.1 = Some(error.to_string());
+                }
+                told.changed.notify_all();
+            }
+        };
+        let thread = std::thread::Builder::new().name("staging".into()).spawn(work);
+        thread.map_err(|error| Error::device(OP, format!("cannot start a thread: {error}")))?;
+        Ok(Self { jobs: Mutex::new((sender, 0)), progress })
+    }
+
+    /// Adds a job and returns its number.
+    pub(super) fn queue(&self, job: Job) -> Result<u64> {
+        let mut jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        jobs.0.send(job).map_err(|_| Error::device(OP, "the thread that copies streamed blocks has ended"))?;
+        jobs.1 += 1;
+        Ok(jobs.1)
+    }
+
+    /// Waits until the copies of job `number` and of those before it are queued.
+    pub(super) fn wait(&self, number: u64) -> Result<()> {
+        let mut done = self.progress.done.lock().unwrap_or_else(PoisonError::into_inner);
+        while done.0 < number {
+            done = self.progress.changed.wait(done).unwrap_or_else(PoisonError::into_inner);
+        }
+        done.1.as_ref().map_or(Ok(()), |error| Err(Error::device(OP, error.clone())))
+    }
+
+    /// Waits until the copies of all jobs are queued.
+    pub(super) fn wait_for_all(&self) -> Result<()> {
+        let number = self.jobs.lock().unwrap_or_else(PoisonError::into_inner).1;
+        self.wait(number)
+    }
+}
+
+fn run(gpu: &Gpu, Queue(stream): Queue, job: &Job) -> Result<()> {
+    gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
+    for (to, bytes) in &job.parts {
+        // SAFETY: the slot is large enough, which `Copier::copy` has checked, and exists until all jobs are done; the
+        // job's owner has the bytes. The stream lives as long as the process.
+        let queued = unsafe { upload::copy_pageable(*to, bytes.address, bytes.len, stream as *mut _) };
+        queued.map_err(|status| status_error(OP, status))?;
+    }
+    job.filled.record(stream as CUstream).map_err(|error| driver_error(OP, error))
+}

@@ -1,0 +1,94 @@
+//! The launch that updates the pieces of variables of an elementwise optimizer.
+
+use candle_core::DType;
+use trainable_candle_core::cuda::Gpu;
+use trainable_candle_core::cuda::launch::{Shape, count32, input, optional_output};
+use trainable_candle_core::{Raw, Result};
+use trainable_candle_cuda::kernels::optim::{AdamRounded, AdamStep};
+use trainable_candle_cuda::kernels::optim_8bit::{Adam8bitRounded, Adam8bitStep};
+
+use super::step::{Groups, Table};
+
+/// Updates the variables of `table` with the kernel `<kernel>_step`, or `<kernel>_rounded` if they are rounded
+/// stochastically, and the coefficients of the last [`Groups::prepare`] of their groups, and zeroes their gradients if
+/// `zero_grads`. `states` are f32, bf16 if they are rounded, or pairs of 8-bit codes (u8) and scales (f32).
+///
+/// # Errors
+/// [`Error::Device`](trainable_candle_core::Error::Device) if the states are on another device, or there is no such kernel.
+pub fn step(
+    op: &'static str,
+    kernel: &'static str,
+    states: &[Raw],
+    table: &Table,
+    groups: &Groups,
+    zero_grads: bool,
+) -> Result<()> {
+    let gpu = Gpu::of(op, &table.pieces)?;
+    let (pieces, segments) = (input(op, &table.pieces)?, input(op, &table.segments)?);
+    let coefficients = groups.coefficients_from(op, usize::from(table.known.first_group))?;
+    let zero_grads = u32::from(zero_grads);
+    let state = |index: usize| optional_output(op, states.get(index));
+    if let Some(firsts) = &table.firsts {
+        let (settings, firsts) = (groups.settings_from(op, usize::from(table.known.first_group))?, input(op, firsts)?);
+        // SAFETY: as below.
+        return unsafe {
+            if states.first().is_some_and(|state| state.dtype() == DType::U8) {
+                let (codes1, scales1, codes2, scales2) = (state(0)?, state(1)?, state(2)?, state(3)?);
+                let count = count32(op, table.count)?;
+                let arguments = Adam8bitRounded {
+                    pieces,
+                    count,
+                    segments,
+                    coefficients,
+                    settings,
+                    firsts,
+                    zero_grads,
+                    codes1,
+                    scales1,
+                    codes2,
+                    scales2,
+                };
+                let shape = shape_8bit(op, gpu, table.count)?;
+                gpu.named(kernel, "_rounded", table.known.dtypes)?.launch(op, gpu, shape, arguments)
+            } else {
+                let (state1, state2, state3) = (state(0)?, state(1)?, state(2)?);
+                let arguments = AdamRounded {
+                    pieces,
+                    segments,
+                    coefficients,
+                    settings,
+                    firsts,
+                    zero_grads,
+                    state1,
+                    state2,
+                    state3,
+                };
+                let shape = Shape::linear(op, table.count, 256)?;
+                gpu.named(kernel, "_rounded", table.known.dtypes)?.launch(op, gpu, shape, arguments)
+            }
+        };
+    }
+    // SAFETY: there are coefficients for all groups of the table, and states for all its pieces.
+    unsafe {
+        if states.first().is_some_and(|state| state.dtype() == DType::U8) {
+            let (codes1, scales1, codes2, scales2) = (state(0)?, state(1)?, state(2)?, state(3)?);
+            let count = count32(op, table.count)?;
+            let arguments =
+                Adam8bitStep { pieces, count, segments, coefficients, zero_grads, codes1, scales1, codes2, scales2 };
+            let shape = shape_8bit(op, gpu, table.count)?;
+            gpu.named(kernel, "_step", table.known.dtypes)?.launch(op, gpu, shape, arguments)
+        } else {
+            let (state1, state2, state3) = (state(0)?, state(1)?, state(2)?);
+            let arguments = AdamStep { pieces, segments, coefficients, zero_grads, state1, state2, state3 };
+            let shape = Shape::linear(op, table.count, 256)?;
+            gpu.named(kernel, "_step", table.known.dtypes)?.launch(op, gpu, shape, arguments)
+        }
+    }
+}
+
+/// The launch has at most as many blocks as run at a time. The warps of these blocks take the pieces in turn.
+fn shape_8bit(op: &'static str, gpu: &Gpu, pieces: usize) -> Result<Shape> {
+    const BLOCKS: usize = 3;
+    const WARPS: usize = 8;
+    Shape::linear(op, pieces.div_ceil(WARPS).min(BLOCKS * gpu.multiprocessors()), 256)
+}

@@ -1,0 +1,167 @@
+//! Stochastic rounding of f32 values to bf16: each value becomes one of the two bf16 numbers around it, the nearer one
+//! with the higher probability, so that the expected value is the value itself.
+//!
+//! Updates of less than half a unit in the last place are lost by rounding to nearest; by stochastic rounding they
+//! take effect on average (Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", arXiv:1502.02551).
+//!
+//! The random bits are a function of the optimizer's seed, the number of the step, and the variable's and the element's
+//! place among all elements of the optimizer. So they are the same on the CPU, on a GPU, in a captured step and in a
+//! resumed run.
+
+use half::bf16;
+use trainable_candle_core::cpu::dispatch;
+use trainable_candle_core::rng::philox_lanes_above;
+use trainable_candle_core::{DType, Error, Result};
+
+use super::rule::Rule;
+use super::state;
+use super::stepper::Stepper;
+
+/// The number of blocks of random bits that are computed side by side.
+const LANES: usize = 16;
+
+/// The elements that one block of random bits is for.
+const QUAD: usize = 4;
+
+/// The random bits of consecutive elements in one step.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Bits {
+    pub(super) seed: u64,
+    /// The number of the step, which counts from 1; its upper 32 bits have no effect.
+    pub(super) step: u64,
+    /// The number of the first element, a multiple of 4.
+    pub(super) first: u64,
+}
+
+impl Bits {
+    /// Rounds f32 values to bf16. `number` is 0 for the parameter, 1 for the first state, and so on.
+    ///
+    /// Element `e` takes 16 bits from word `e % 4` of block `e / 4`: states 1, 3, … the upper half, the others the
+    /// lower half. Each two numbers share their blocks, whose counters have the step and 2 + `number` / 2 in the upper
+    /// half.
+    pub(super) fn round(self, values: &[f32], rounded: &mut [bf16], number: usize) {
+        let upper = [self.step as u32, 2 + number as u32 / 2];
+        let shift = if number.is_multiple_of(2) { 0 } else { 16 };
+        let (chunks, first) = (LANES * QUAD, self.first / QUAD as u64);
+        dispatch(
+            #[inline(always)]
+            || {
+                for (index, (values, rounded)) in values.chunks(chunks).zip(rounded.chunks_mut(chunks)).enumerate() {
+                    let words = philox_lanes_above::<LANES>(self.seed, first + (index * LANES) as u64, upper);
+                    for (i, (value, rounded)) in values.iter().zip(rounded).enumerate() {
+                        *rounded = round(*value, words[i % QUAD][i / QUAD] >> shift);
+                    }
+                }
+            },
+        );
+    }
+}
+
+/// Rounds to one of the neighbouring bf16 numbers by the lower 16 of `bits`: up in magnitude with a probability equal to
+/// the distance to the lower neighbour. Infinities and NaN stay what they are.
+#[inline(always)]
+fn round(value: f32, bits: u32) -> bf16 {
+    let found = value.to_bits();
+    let sum = if value.is_finite() { found + (bits & 0xffff) } else { found | (u32::from(value.is_nan()) << 22) };
+    bf16::from_bits((sum >> 16) as u16)
+}
+
+impl<R: Rule> Stepper<R> {
+    /// Keeps bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round
+    /// stochastically, with random bits that depend on `seed`, the number of the step, the variable and the element.
+    /// Other variables, and 8-bit states, are updated as before. Call this before the first step.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if the update is not elementwise, [`Error::DType`] if no variable is bf16.
+    pub fn with_stochastic_rounding(mut self, seed: u64) -> Result<Self> {
+        if !R::ELEMENTWISE {
+            return Err(no_rounding(R::NAME));
+        }
+        if self.parameters().all(|parameter| parameter.var.dtype() != DType::BF16) {
+            let found = self.parameters().next().map_or("", |parameter| parameter.var.dtype().as_str());
+            let message = format!(
+                "stochastic rounding is for bf16 variables, and all are of other dtypes such as {found}; convert them \
+                 to bf16, or leave stochastic_rounding out"
+            );
+            return Err(Error::dtype(R::NAME, message));
+        }
+        state::number_elements(&mut self.groups);
+        self.seed = Some(seed);
+        Ok(self)
+    }
+}
+
+/// The error for an optimizer that cannot round stochastically.
+pub(super) fn no_rounding(name: &'static str) -> Error {
+    let message = "its update needs whole variables, for which there is no stochastic rounding; use an optimizer that \
+        updates each element alone, such as AdamW, AdamW8bit, Lion or SGD";
+    Error::argument(name, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The unit in the last place of bf16 at `value`, a normal number.
+    fn unit(value: f32) -> f64 {
+        2f64.powi(value.abs().log2().floor() as i32 - 7)
+    }
+
+    #[test]
+    fn the_expected_value_of_the_rounding_is_the_value() {
+        const COUNT: usize = 200_000;
+        for (case, value) in [1.001_f32, -1.003_9, 3.0e-5, 0.999_7, 255.3, -7.0e20].into_iter().enumerate() {
+            let mut rounded = vec![bf16::ZERO; COUNT];
+            let bits = Bits { seed: 5, step: 1 + case as u64, first: 0 };
+            bits.round(&vec![value; COUNT], &mut rounded, case % 4);
+            let (value, unit) = (f64::from(value), unit(value));
+            let neighbours = |found: &bf16| (f64::from(*found) - value).abs() < unit;
+            assert!(rounded.iter().all(neighbours), "{value}");
+            let mean = rounded.iter().map(|&found| f64::from(found) - value).sum::<f64>() / COUNT as f64;
+            // The error is a two-point variable on an interval of one unit: its deviation is at most half a unit, so
+            // that of the mean is at most unit / 2 / √COUNT. Six of them, and 2⁻¹⁶ units because probabilities have 16
+            // bits.
+            let bound = unit * (3.0 / (COUNT as f64).sqrt() + 2f64.powi(-16));
+            assert!(mean.abs() < bound, "{value}: {mean} of {bound}");
+        }
+    }
+
+    #[test]
+    fn numbers_of_bf16_infinities_and_nan_stay() {
+        for bits in [0, 0xffff, 0x8000] {
+            for value in [0.0, -0.0, 1.0, -2.5, f32::MIN_POSITIVE, f32::INFINITY, f32::NEG_INFINITY] {
+                assert_eq!(round(value, bits).to_f32().to_bits(), value.to_bits());
+            }
+            for nan in [f32::NAN, f32::from_bits(0x7f80_0001), f32::from_bits(0xffff_ffff)] {
+                assert!(round(nan, bits).is_nan());
+            }
+        }
+        let (below, above) = (f32::from_bits(0x3f80_0001), f32::from_bits(0x3f80_ffff));
+        assert_eq!([round(below, 0xfffe), round(below, 0xffff)].map(bf16::to_bits), [0x3f80, 0x3f81]);
+        assert_eq!([round(above, 0), round(above, 1)].map(bf16::to_bits), [0x3f80, 0x3f81]);
+    }
+
+    #[test]
+    fn bits_depend_on_everything_but_the_split_into_chunks() {
+        let values: Vec<f32> = (0..1000).map(|i| 1.0 + i as f32 / 4096.1).collect();
+        let round = |bits: Bits, values: &[f32], number| {
+            let mut rounded = vec![bf16::ZERO; values.len()];
+            bits.round(values, &mut rounded, number);
+            rounded
+        };
+        let bits = Bits { seed: 1, step: 2, first: 512 };
+        let whole = round(bits, &values, 0);
+        assert_eq!(round(Bits { first: 512 + 256, ..bits }, &values[256..], 0), whole[256..]);
+        let others = [Bits { seed: 2, ..bits }, Bits { step: 3, ..bits }, Bits { first: 516, ..bits }];
+        let mut all = vec![whole.clone()];
+        all.extend(others.map(|other| round(other, &values, 0)));
+        all.extend((1..4).map(|number| round(bits, &values, number)));
+        for (index, one) in all.iter().enumerate() {
+            for other in &all[..index] {
+                let same = one.iter().zip(other).filter(|(a, b)| a == b).count();
+                // Independent roundings of values that are spread over the units agree for two thirds of the elements.
+                assert!((600..735).contains(&same), "{index}: {same}");
+            }
+        }
+    }
+}

@@ -1,0 +1,181 @@
+"""Stochastic rounding on a GPU: the calls on a simulated one, and values on a real one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+
+KERNELS = {
+    "SGD(parameters, lr=0.1, momentum=0.9, ROUNDED)": {"sgd_rounded_bf16": 1},
+    "AdamW([{'params': parameters[:5]}, {'params': parameters[5:], 'lr': 0.2}], ROUNDED)": {
+        "adam_rounded_bf16": 1
+    },
+    "Lion(parameters, ROUNDED)": {"lion_rounded_bf16": 1},
+    "AdamW8bit(parameters, ROUNDED)": {"small_adam_rounded_bf16": 1},
+    "AdamW8bit(parameters, min_8bit_size=1, ROUNDED)": {"adam_8bit_rounded_bf16": 1},
+    "Lion8bit(parameters, min_8bit_size=1, ROUNDED)": {"lion_8bit_rounded_bf16": 1},
+}
+
+TRAIN = """
+    tc.manual_seed(2**63 + 1)
+    parameters = [tc.Var(tc.randn(64, 8, dtype="bf16", device="cuda")) for _ in range(6)]
+    opt = tc.optim.OPTIMIZER
+    tc.manual_seed(0)
+
+    def train(x):
+        for var in parameters:
+            x = x @ (var @ var.t())
+        x.sum().backward()
+        opt.step(if_finite=tc.optim.clip_grad_norm_(parameters, 1.0))
+        opt.zero_grad()
+        return x
+
+    x = tc.randn(32, 64, dtype="bf16", device="cuda")
+    step = CAPTURE
+    for number in range(4):
+        mark(f"step-{number}")
+        step(x)
+        opt.lr = 0.1 / (number + 1)
+    mark("end")
+    states = opt.state_dict()
+    assert states["seed"].item() == -(2**63) + 1 and "0.master" not in states
+    assert opt.state_bytes == BYTES, opt.state_bytes
+    opt.load_state_dict(states)
+    step(x)
+"""
+
+
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("optimizer", KERNELS)
+def test_a_step_is_one_launch_without_master_values(
+    cuda: Any, optimizer: str, capture: bool
+) -> None:
+    count = 6 * 512
+    each = {"AdamW(": 4, "SGD": 2, "Lion(": 2, "AdamW8bit(parameters, R": 4}
+    size = next((n for name, n in each.items() if optimizer.startswith(name)), None)
+    eight = (2 if "Adam" in optimizer else 1) * (count + 4 * count // 256)
+    code = TRAIN.replace("OPTIMIZER", optimizer.replace("ROUNDED", "stochastic_rounding=True"))
+    code = code.replace("CAPTURE", "tc.cuda.capture(train, [x])" if capture else "train")
+    run = cuda.run(code.replace("BYTES", str(eight if size is None else size * count)))
+    assert run.of("refused") == []
+    step = run.after("step-3")
+    assert step.waits == []
+    assert step.of("grow", "shrink", "alloc", "alloc-pinned", "module") == []
+    launches = Counter(step.launches)
+    if capture:
+        assert launches["optim_configure"] == (2 if "params" in optimizer else 1)
+    else:
+        for kernel, times in KERNELS[optimizer].items():
+            assert launches[kernel] == times, launches
+        # Nothing is in f32, such as a step of master values or the copy of one.
+        assert not any("_f32" in name for name in launches), launches
+
+
+ROUNDING = ("AdamW8bit", "Adam8bit", "AdamW", "Adam", "Lion8bit", "Lion", "SGD")
+
+
+def train_adapter(
+    device: str, kind: str, *, captured: bool = False
+) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+    """Parameters and states after eight steps of which the last three resume the first five."""
+    rng = np.random.default_rng(0)
+    weight = tc.tensor(rng.standard_normal((96, 64)) / 8, dtype="bf16", device=device)
+    starts = [rng.standard_normal(shape) / 8 for shape in ((8, 64), (96, 8))]
+    options: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
+    if "8bit" in kind:
+        options["min_8bit_size"] = 513
+    batches = [tc.tensor(rng.standard_normal((40, 64)), dtype="bf16") for _ in range(8)]
+    make = getattr(tc.optim, kind)
+
+    def started(values: list[Any]) -> tuple[list[tc.Var], Any, Any]:
+        parameters = [tc.Var(tc.tensor(v, dtype="bf16", device=device)) for v in values]
+        optimizer = make(parameters, lr=1e-3, stochastic_rounding=True, **options)
+
+        def train(x: tc.Tensor) -> tc.Tensor:
+            loss = ((x @ (parameters[1] @ parameters[0] + weight).t()).to("f32") ** 2).mean()
+            loss.backward()
+            optimizer.step(if_finite=tc.optim.clip_grad_norm_(parameters, 0.5))
+            optimizer.zero_grad()
+            return loss
+
+        first = batches[0].to(device)
+        return parameters, optimizer, tc.cuda.capture(train, [first]) if captured else train
+
+    tc.manual_seed(7)
+    parameters, optimizer, step = started(starts)
+    for number, batch in enumerate(batches):
+        if number == 5:
+            states = optimizer.state_dict()
+            held = [var.detach().to("cpu").to("f32").numpy() for var in parameters]
+            tc.manual_seed(8)
+            parameters, optimizer, step = started(held)
+            if captured:
+                # The record of the step precedes the states that its replays continue from.
+                step(batches[0].to(device))
+                for var, value in zip(parameters, held, strict=True):
+                    var.set(tc.tensor(value, dtype="bf16", device=device))
+            optimizer.load_state_dict(states)
+        optimizer.lr = 1e-3 / (number + 1)
+        step(batch.to(device))
+    values = [var.detach().to("cpu").to("f32").numpy() for var in parameters]
+    return values, {k: v.to("f64").numpy() for k, v in optimizer.state_dict().items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ROUNDING)
+def test_captured_and_resumed_steps_have_the_bits_of_eager_ones(kind: str) -> None:
+    (eager, states), (captured, others) = (
+        train_adapter("cuda", kind, captured=captured) for captured in (False, True)
+    )
+    for found, expected in zip(captured, eager, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert states.keys() == others.keys()
+    for name, state in states.items():
+        np.testing.assert_array_equal(others[name], state, err_msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ROUNDING)
+def test_steps_on_given_gradients_have_the_bits_of_the_cpu(kind: str) -> None:
+    shapes = [(5, 7), (300,), (4099,), (1,), (64, 65)]
+    results = []
+    for device in ("cpu", "cuda"):
+        tc.manual_seed(2**50 + 9)
+        rng = np.random.default_rng(1)
+        parameters = [
+            tc.Var(tc.tensor(rng.standard_normal(shape), dtype="bf16", device=device))
+            for shape in shapes
+        ]
+        groups = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.1}]
+        optimizer = getattr(tc.optim, kind)(groups, lr=1e-3, stochastic_rounding=True)
+        for number in range(4):
+            for place, var in enumerate(parameters):
+                gradient = tc.tensor(rng.standard_normal(var.shape), dtype="bf16", device=device)
+                # Variable 1 has a gradient only in every other step.
+                if place != 1 or number % 2:
+                    var.grad = gradient
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([var.detach().to("cpu").to("f32").numpy() for var in parameters])
+    for found, expected in zip(*results, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.gpu
+def test_small_updates_take_effect_on_average() -> None:
+    count, steps, update = 1 << 20, 256, 2.0**-11
+    tc.manual_seed(0)
+    var = tc.Var(tc.ones(count, dtype="bf16", device="cuda"))
+    optimizer = tc.optim.SGD([var], lr=update, stochastic_rounding=True)
+    for _ in range(steps):
+        var.grad = tc.ones(count, dtype="bf16", device="cuda")
+        optimizer.step()
+    mean = var.detach().to("f64").mean().item()
+    # Errors of a step have a deviation of at most half of 2⁻⁸, the distance of bf16 numbers
+    # below 1; six deviations of the mean.
+    assert abs(mean - (1 - steps * update)) < 6 * 2.0**-9 * (steps / count) ** 0.5
