@@ -143,7 +143,6 @@ def unet() -> None:
         ).sample
 
     save("unet_forward", inputs | {"output": call(model)})
-    adapter_case("lora_attention", copy.deepcopy(model), call, x, ATTENTION)
     adapter_case("dora_attention", copy.deepcopy(model), call, x, ATTENTION, use_dora=True)
     adapter_case("lora_all_linear", copy.deepcopy(model), call, x, LINEAR)
 

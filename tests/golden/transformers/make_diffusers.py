@@ -144,7 +144,6 @@ def family(name, make, inputs, call, linear, attention):
     with torch.no_grad():
         save(folder / "transformer_forward.safetensors", inputs | {"output": call(model)})
     for case, targets, use_dora in [
-        ("lora_attention", attention, False),
         ("dora_attention", attention, True),
         ("lora_all_linear", linear, False),
     ]:
