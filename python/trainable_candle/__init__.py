@@ -5,7 +5,8 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from trainable_candle import _copies, _functions, _methods  # noqa: F401 - _copies registers
+# Importing _copies makes copy and pickle reject models, adapters and other stateful objects.
+from trainable_candle import _copies, _functions, _methods  # noqa: F401
 from trainable_candle._core import (
     AdapterFile,
     AdapterModule,

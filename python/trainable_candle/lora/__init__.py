@@ -1,4 +1,7 @@
-"""Tools for finished LoRAs: reduce ranks, combine files, extract from a fine-tuned checkpoint."""
+"""Tools for LoRAs: reduce ranks, combine files, extract a LoRA from a fine-tuned checkpoint.
+
+`loftq` and `start_from_rounding` compute initial values from a quantization error.
+"""
 
 from trainable_candle.lora.extract import extract
 from trainable_candle.lora.factors import Factors, approximate, truncate

@@ -1,5 +1,5 @@
-// Copies of tiles of heads to and from shared memory by the copy engine. Maps have the dimensions (width, rows, heads, batch) and boxes
-// of 64 columns. Elements outside a head are read as zeros and never written.
+// Copies between heads in memory and tiles in shared memory, by the copy engine. The dimensions of a map are (width, rows, heads, batch);
+// a box has 64 columns. Elements outside a head are read as zeros and never written.
 #pragma once
 
 #include "../../engine.cuh"
@@ -11,8 +11,8 @@ struct AttentionForwardMaps {
     TensorMap q, k, v, o;
 };
 
-// The maps of the backward pass. Boxes have 128 rows of q and d_o (64 rows if tiles have 128 columns), 128 rows of k and v, and 64 rows
-// of dk and dv.
+// The maps of the backward pass. Boxes have 128 rows of k and v, and 64 rows of dk and dv. Boxes of q and d_o have 128 rows in the
+// kernels of width 64, and 64 rows in the kernels of width 128.
 struct AttentionBackwardMaps {
     TensorMap q, k, v, d_o, dk, dv;
 };
@@ -28,7 +28,7 @@ __device__ __forceinline__ void fetch_rows(uint32_t to, const TensorMap &map, ui
                      : "memory");
 }
 
-// Starts to copy 64 rows of a tile of `ROWS` rows to a head, from `row` on.
+// Starts to copy 64 rows of a tile of `ROWS` rows to rows `row` to `row` + 63 of a head.
 template <int D, int ROWS>
 __device__ __forceinline__ void store_rows(const TensorMap &map, uint32_t from, uint32_t row, const Task &task) {
 #pragma unroll

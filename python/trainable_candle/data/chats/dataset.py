@@ -28,7 +28,7 @@ class TextOptions:
     """How the examples of a data set are read."""
 
     sequence_length: int = 2048
-    """The most tokens of an example; longer examples are truncated at the end."""
+    """The greatest number of tokens in an example; longer examples are truncated at the end."""
     train_on: str = "answers"
     """Which tokens count in the loss; one of `settings.texts.TRAIN_ON`."""
     preferences: bool = False
@@ -50,9 +50,9 @@ class Counts:
     unlearnt: int = 0
     """Examples without a token to learn, often because the answer was truncated."""
     answers: int = 0
-    """Answers that are learnt."""
+    """Answers to learn, counted before examples are truncated."""
     stops: int = 0
-    """Learnt answers that end in a stop token."""
+    """Answers to learn that still end in a stop token after examples are truncated."""
 
 
 class TextDataset:
@@ -92,7 +92,7 @@ class TextDataset:
         return TextDataset(chosen, self.counts, self.options, self.place)
 
     def listing(self) -> dict[str, str]:
-        """For each example, a hash of its tokens and of which of them are learnt."""
+        """For each example, a hash of its tokens and of the mask that says which are learnt."""
         return {
             f"example {number}": blake2b(
                 example.ids.tobytes() + example.learnt.tobytes(), digest_size=16
@@ -137,8 +137,9 @@ def load_texts(
         validation.
 
     Raises:
-        DatasetError: a file cannot be read; lines cannot be used and `skip_bad` is off (the message
-            names the first ten); no token, or no token that ends an answer, would be learnt.
+        DatasetError: a file cannot be read; there are no usable lines; some lines are unusable and
+            `skip_bad` is off (the message names the first ten); no token, or no stop token, would
+            be learnt.
         ModuleNotFoundError: a Parquet file needs pyarrow.
     """
     train, validation = find_files(path)
@@ -233,8 +234,8 @@ def _require_something(
         reason = (
             "the answers are longer than --sequence-length, which cuts their ends off"
             if counts.truncated
-            else "no answer ends in a token that the tokenizer or generation_config.json names as "
-            "end (eos_token)"
+            else "no answer ends in an end token (eos_token) of the tokenizer or of "
+            "generation_config.json"
         )
         raise DatasetError(
             f"{start} no stop token would be learnt, and the model would not stop: {reason}"

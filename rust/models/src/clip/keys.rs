@@ -18,7 +18,7 @@ pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     }
 }
 
-/// Whether a key is not a parameter of the text encoder: its tensor is computed instead of learned, or scales CLIP's
+/// Whether a key is not a parameter of the text encoder: the position ids are constants, and the scale belongs to CLIP's
 /// similarities of texts and images.
 fn unused(key: &str) -> bool {
     key.ends_with("position_ids") || key == "logit_scale"
@@ -65,7 +65,7 @@ impl Layout for OpenClip {
     }
 }
 
-/// OpenCLIP's place for a parameter with a name without [`WRAPPER`].
+/// Where OpenCLIP's files have a parameter; `name` is transformers' name without the prefix [`WRAPPER`].
 fn open_clip(name: &str) -> Option<Key> {
     const OUTSIDE: [(&str, &str); 4] = [
         ("embeddings.token_embedding.weight", "token_embedding.weight"),

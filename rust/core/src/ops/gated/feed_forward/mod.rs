@@ -1,5 +1,6 @@
-//! Feed-forward networks of a gated unit and one more adapted linear map. On CUDA one kernel of the backward pass reads what
-//! the unit's and both layers' gradients share: `kernels/feed_forward.cu`.
+//! Feed-forward networks: a gated unit of adapted linear maps (the inner maps), and an adapted linear map of the unit (the outer
+//! map). On CUDA, the backward pass reads the inner maps' results and the unit's gradient only once, in one kernel:
+//! `kernels/feed_forward_backward.cu`.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -20,9 +21,9 @@ use crate::{Result, Tensor, checkpoint};
 
 pub(super) static SWIGLU_FEED_FORWARD: OpInfo = OpInfo::expensive("swiglu_feed_forward");
 
-/// [`linear_group`] of [`swiglu_linear_group`]: `x (..., in)` → `(..., out)` for maps `group` of 2 n results, the second half of which is
-/// the gate, and one map `last` of n features. It is one operation if all three maps have low-rank products and everything but the base
-/// needs a gradient.
+/// [`linear_group`] of [`swiglu_linear_group`]: `x (..., in)` → `(..., out)`. The maps of `group` have 2 n results in all, the second half
+/// of which is the gate; `last` has n inputs. This is one operation only if `group` is two maps and `last` is one map, all three have
+/// low-rank products, and everything but the base needs a gradient.
 ///
 /// # Errors
 /// [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType), [`Error::Device`](crate::Error::Device) if the operands
@@ -70,7 +71,7 @@ pub fn swiglu_feed_forward(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup
     )
 }
 
-/// Whether the operands are those that the backward pass of the fused form is made for.
+/// Whether the fused form supports the operands.
 fn is_fused(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup<'_>) -> Result<bool> {
     let ([Some(features), Some(gate)], [Some(down)], &[width, of_gate]) = (group.low_rank, last.low_rank, group.sizes)
     else {
@@ -86,7 +87,7 @@ fn is_fused(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup<'_>) -> Result
     // One kernel adds to the gradients of these factors, so they must be different variables.
     let summed = [&features.up, &gate.up, &down.down].map(|factor| factor.node.as_ref().map(|node| node.id()));
     let are_apart = summed[0] != summed[1] && !summed[..2].contains(&summed[2]);
-    // A selective checkpoint keeps the results of expensive operations, and would not keep those of the maps to the unit.
+    // A selective checkpoint keeps the results of expensive operations. If the maps were fused, it would not keep the inner maps' results.
     if !fits || !are_apart || checkpoint::is_selective() {
         return Ok(false);
     }
@@ -100,21 +101,21 @@ fn is_fused(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup<'_>) -> Result
 }
 
 struct FeedForward {
-    /// The maps to the unit.
+    /// The inner maps.
     inner: LowRankBackward,
-    /// Their results, (rows, 2 n), without the late products.
+    /// The inner maps' results, (rows, 2 n), without the low-rank products that `late` holds.
     y: Saved,
     late: Option<Late<Saved>>,
-    /// The map of the unit.
+    /// The outer map.
     outer: LowRankBackward,
 }
 
-/// The gradient of the maps' results, (rows, 2 n), and s g B of their low-rank products, (rows, Σ rank).
+/// The gradient g of the inner maps' results, (rows, 2 n), and s g B of their low-rank products, (rows, Σ rank).
 type InnerGradients = (Raw, Raw);
 
 impl FeedForward {
-    /// From the gradient of the unit without the outer low-rank product, and from s g B of this product. Also adds the gradients of B
-    /// of the inner products and of A of the outer one.
+    /// Computes the inner gradients. `unit` is the unit's gradient through the outer map's base alone; `outer` is s g B of the outer
+    /// low-rank product. Also adds the gradients of B of the inner products and of A of the outer product to those in `context`.
     fn on_cpu(&self, context: &mut BackwardContext<'_>, unit: &Raw, outer: &Raw) -> Result<InnerGradients> {
         let mut y = self.y.get()?;
         if let Some(late) = &self.late {
