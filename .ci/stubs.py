@@ -32,7 +32,7 @@ def run(*command: str, folder: Path = ROOT) -> None:
 
 
 def hidden_builtins(tree: ast.Module) -> list[ast.Name]:
-    """Names that mean a builtin type, in classes where a method of the same name hides the type."""
+    """Uses of builtin types in classes that hide them, because a method has the same name."""
     names = []
     for scope in ast.walk(tree):
         if isinstance(scope, ast.ClassDef):
@@ -85,8 +85,8 @@ def generate(tree: Path) -> str:
     for number, line in enumerate(source.splitlines(), 1):
         if "Incomplete" in line:
             sys.exit(
-                f"stubs: line {number} gives a type checker no type; "
-                f"give the Rust type an INPUT_TYPE or OUTPUT_TYPE: {line.strip()}"
+                f"stubs: line {number} has the placeholder Incomplete for a type; "
+                f"define INPUT_TYPE or OUTPUT_TYPE for the Rust type: {line.strip()}"
             )
     source = show_defaults(source, defaults(tree / "rust" / "python" / "src"))
     source = with_composed_methods(qualify_hidden_builtins(source))
@@ -96,7 +96,7 @@ def generate(tree: Path) -> str:
 
 
 def formatted(path: Path) -> str:
-    """Format a stub file in place, as it is committed, and return its text."""
+    """Format a stub file in place, in the style of the committed stubs, and return its text."""
     config = f"--config={ROOT / 'pyproject.toml'}"
     run("ruff", "check", "--quiet", config, "--select=F401,I,UP", "--fix", str(path))
     run("ruff", "format", "--quiet", config, str(path))

@@ -6,14 +6,15 @@
 
 #include "affine.cuh"
 
-// The number of packs of a row that each thread keeps in registers. With this number, 32 warps of a forward pass can run on a
-// multiprocessor. The host chooses the number of packs for each thread of a team (rows.cuh), from 1 to NORM_HELD: the smallest number
-// with which all rows together need at most 2^17 threads (about as many as an H100 runs at once), or NORM_HELD if there is none.
+// The most packs of a row that a thread keeps in registers. With this number, 32 warps of a forward pass can run on a multiprocessor.
+// At a launch, the host chooses how many packs each thread of a team holds (HELD in rows.cuh): the smallest number from 1 to NORM_HELD
+// with which all rows together need at most 2^17 threads (about as many as an H100 runs at once). If none suffices, it is NORM_HELD.
 constexpr int NORM_HELD = 3;
 
 namespace {
 
-// MODULATED is layer norm with scales and shifts (rows / sharing, len), each for `sharing` consecutive rows; 1 is added to the scale.
+// MODULATED is layer norm with scales and shifts of shape (rows / sharing, len): `sharing` consecutive rows use the same scale and shift.
+// 1 is added to the scale.
 enum class Kind { LAYER, RMS, MODULATED };
 
 template <Kind KIND> constexpr bool CENTERS = KIND != Kind::RMS;
@@ -99,7 +100,7 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
     }
 }
 
-// Unless `before` is null, adds it to the gradient in the type of the arithmetic.
+// Unless `before` is null, the function adds it to the gradient, and then rounds the sum to T.
 template <typename T, int N, Kind KIND>
 __device__ __forceinline__ void backward(const T *x, const T *grad, const T *before, Affine affine, const Acc<T> *mean,
                                          const Acc<T> *rstd, T *dx, uint64_t rows, uint32_t len, uint32_t sharing,
@@ -202,7 +203,7 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
 } // namespace
 
 // y = (x - mean) rstd weight + bias, with 1 + weight in modulated_layer_norm. Unless `residual` is null, x + residual, rounded to
-// the dtype, takes the place of x and is written to `sum`. Launch: over rows (NORM_HELD).
+// the dtype, takes the place of x and is written to `sum`. Launch: over rows (rows.cuh), with the HELD that NORM_HELD describes.
 #define DEFINE_FORWARD(NAME, KIND, SUFFIX, T)                                                                          \
     extern "C" __global__ void __launch_bounds__(TEAM, 2)                                                              \
         NAME##_forward_##SUFFIX(const T *x, const T *residual, T *sum, const void *weight, const void *bias, T *y,     \
@@ -218,7 +219,8 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
     }
 
 // dx = rstd (g w - mean(g w) - x̂ mean(g w x̂)), plus `before` unless it is null. Here g is grad, w the scale, x̂ = (x - mean) rstd, and
-// mean(…) is the mean over the row; RMS norm has no term mean(g w). dx may be grad or `before`. Launch: over rows (NORM_HELD).
+// mean(…) is the mean over the row; RMS norm has no term mean(g w). dx may be grad or `before`. Launch: as for the
+// forward pass.
 #define DEFINE_BACKWARD(NAME, KIND, SUFFIX, T)                                                                         \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         NAME##_backward_##SUFFIX(const T *x, const T *grad, const T *before, const void *weight, const Acc<T> *mean,   \
@@ -232,9 +234,10 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
         else backward<T, 1, KIND>(x, grad, before, affine, mean, rstd, dx, rows, len, sharing, shared);                \
     }
 
-// First stage of the gradients of scale and shift: Σ g x̂ and Σ g over a piece of the `rows` rows of a sample, partials
-// (samples, pieces, 2, len) in f32 (f64 for f64). Launch: block (32, 8), grid (ceil(len / (32 WIDE)), pieces, samples), no dynamic
-// shared memory. The caller chooses up to 65535 pieces, for instance clamp(ceil(rows / 64), 1, 128). Second stage: norm_affine_sum.
+// First stage of the gradients of scale and shift. The `rows` rows of each sample are divided into pieces. For each piece, the kernel
+// writes Σ g x̂ and Σ g over its rows to `partials`, which is (samples, pieces, 2, len), f32 (f64 for f64). Launch: block (32, 8), grid
+// (ceil(len / (32 WIDE)), pieces, samples), no dynamic shared memory. The caller chooses up to 65535 pieces, for instance
+// clamp(ceil(rows / 64), 1, 128). Second stage: norm_affine_sum.
 #define DEFINE_AFFINE(NAME, CENTER, SUFFIX, T)                                                                         \
     extern "C" __global__ void __launch_bounds__(WARP *LINES)                                                          \
         NAME##_affine_##SUFFIX(const T *x, const T *grad, const Acc<T> *mean, const Acc<T> *rstd, Acc<T> *partials,    \
@@ -257,9 +260,9 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
     DEFINE_AFFINE(rms_norm, false, SUFFIX, T)
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_NORMS)
 
-// Second stage, for every norm: dweight and dbias (samples, len), each unless it is null, from partials (samples, pieces, 2, len). Sum i
-// of 16 sums adds pieces i, i + 16 and so on in order; then the 16 sums are added. Launch: block (32, 16), grid (ceil(len / 32), 2,
-// samples), no dynamic shared memory.
+// Second stage, for every norm: adds the pieces of partials (samples, pieces, 2, len) and writes dweight and dbias (samples, len). If one
+// of these is null, it is not computed. The pieces are added in this order: sum i of 16 sums adds pieces i, i + 16 and so on; then the 16
+// sums are added. Launch: block (32, 16), grid (ceil(len / 32), 2, samples), no dynamic shared memory.
 #define DEFINE_SUM(SUFFIX, T)                                                                                          \
     extern "C" __global__ void norm_affine_sum_##SUFFIX(const Acc<T> *partials, void *dweight, void *dbias,            \
                                                         uint32_t pieces, uint32_t len, uint32_t affine_f32) {          \

@@ -1,4 +1,4 @@
-"""`merge --to`: folders that transformers and this package load, and their loss."""
+"""`merge --to` writes folders that transformers and this package load, and prints losses."""
 
 import json
 from pathlib import Path

@@ -20,8 +20,8 @@ pub enum Form {
     Transposed,
     /// The parameter is the matrix of a linear layer, and the tensor is the weight of a 1×1 convolution, (out, in, 1, 1).
     Pointwise,
-    /// The tensor stacks several parameters. Its rows are divided into `of` equal shares. The parameter is `count` of
-    /// them, beginning with share `first`.
+    /// The tensor stacks several parameters. Its rows are divided into `of` equal shares. The parameter consists of
+    /// `count` consecutive shares, beginning with share `first`.
     Rows {
         /// The parameter's first share, from 0.
         first: usize,
@@ -32,8 +32,8 @@ pub enum Form {
     },
     /// The tensor has the second half of the parameter's rows first, then the first half.
     Swapped,
-    /// In the tensor, the rows of each head alternate between the first and the second half of the head's rows in the
-    /// parameter.
+    /// The tensor has the rows of each head in another order than the parameter: row 0 of the first half, row 0 of the
+    /// second half, row 1 of the first half, and so on.
     Interleaved {
         /// The number of heads.
         heads: usize,
@@ -64,7 +64,7 @@ impl Key {
 }
 
 impl Form {
-    /// Share `index` of `of` equal shares.
+    /// The parameter is the share with this index, from 0, among `of` equal shares of the tensor.
     pub const fn share(index: usize, of: usize) -> Self {
         Self::Rows { first: index, count: 1, of }
     }
@@ -135,7 +135,7 @@ impl Form {
         matches!(self, Self::Plain | Self::Rows { .. } | Self::Swapped | Self::Interleaved { .. })
     }
 
-    /// Make the tensor to write under one key from the parameters that it holds, each given with its form.
+    /// Make the tensor that a file has under one key. `parts` are the parameters in this tensor, each with its form.
     ///
     /// # Errors
     /// [`Error::Argument`] if `parts` is empty; the errors of the copy.
@@ -168,8 +168,8 @@ impl Form {
     }
 }
 
-/// Reshapes the rows of a tensor to three dimensions and exchanges the last two of them. `sizes` returns the three
-/// dimensions for a given number of rows of half a head.
+/// Reshapes the rows of a tensor to three dimensions and exchanges the last two of them. `sizes` gets the number
+/// of rows in half a head and returns the three dimensions.
 fn turned(tensor: &Tensor, sizes: impl Fn(usize) -> [usize; 3]) -> Result<Tensor> {
     let dims = tensor.dims();
     let heads = sizes(0)[0];

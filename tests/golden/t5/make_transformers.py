@@ -2,10 +2,10 @@
 
     python make_transformers.py FOLDER
 
-Needs torch 2.11 and transformers 5.23. Weights are bf16 numbers. `large` comes from weights that
-make f16 overflow: in the residual stream, in the gated product and in the results of `wo`.
-`full_size.json` has the names and shapes of T5 1.1 XXL's encoder. In a name, `*` replaces the
-number of a block; an entry ends with the number of blocks that have the name.
+Needs torch 2.11 and transformers 5.23. bf16 represents all weights exactly. `large` comes from
+weights that make f16 overflow: in the residual stream, in the gated product and in the results of
+`wo`. `full_size.json` has the names and shapes of T5 1.1 XXL's encoder. In a name, `*` replaces the
+index of a block. Each entry has a shape, and how many parameters the name stands for.
 """
 
 import copy
@@ -70,7 +70,7 @@ def main():
     mask = torch.ones_like(ids)
     mask[0, 20:] = 0
     mask[1, :3] = 0
-    # Texts with distances beyond the largest in the table of relative positions.
+    # A text with distances beyond `relative_attention_max_distance`, which is 128.
     long = torch.randint(2, TOKENS, (1, 150))
     for name, sizes in SIZES.items():
         model = random_model(config(FORM[name], **sizes))

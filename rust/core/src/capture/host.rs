@@ -45,7 +45,7 @@ impl<T> HostState<T> {
 }
 
 impl<T: Clone + Send + 'static> HostState<T> {
-    /// State that messages call `name`.
+    /// Host state with this value; `name` is its name in messages.
     pub fn new(name: &'static str, value: T) -> Self {
         Self(Arc::new(Inner { name, value: Mutex::new(value) }))
     }
@@ -65,8 +65,8 @@ impl<T: Clone + Send + 'static> HostState<T> {
         Ok(())
     }
 
-    /// Changes the value; if a function is being recorded, each replay changes it too. Queued work must not depend on
-    /// the value, or must compute it on the device.
+    /// Changes the value; if a function is being recorded, each replay changes it too. Queued work that needs
+    /// the value must compute it on the device.
     pub fn advance(&self, change: impl Fn(&mut T) + Send + Sync + 'static) {
         self.change(&change);
         note_advance(self.key());
@@ -74,8 +74,8 @@ impl<T: Clone + Send + 'static> HostState<T> {
         after_replay(move || change(&mut state.value()));
     }
 
-    /// Checks that the function that is recorded has not changed the value. Work whose result depends on how often the
-    /// value was advanced needs this check.
+    /// Checks that the function being recorded has not changed the value so far. Work whose result depends on how often
+    /// the value was advanced needs this check.
     ///
     /// # Errors
     /// [`Error::Device`](crate::Error::Device) if the function has changed the value; `what` names the work in the
@@ -102,7 +102,7 @@ impl<T: Clone + PartialEq + Send + 'static> HostState<T> {
     pub fn read(&self) -> T {
         let value = self.get();
         if is_changed(self.key()) {
-            // Each call of the function changes the value to this one, so the record does not depend on the state.
+            // Each call of the function sets this same value, so the record does not depend on the value before the call.
             return value;
         }
         let (known, state) = (value.clone(), self.clone());

@@ -20,7 +20,7 @@ const SLOTS: usize = 2;
 
 /// Two slots on a device for units in the memory of the host or of other devices. Unit i is copied to slot i mod 2.
 pub struct Ring {
-    /// Dropped first: copies to the slots must end before these are freed.
+    /// The first field, so that it is dropped first: copies to the slots must end before the slots are freed.
     copier: Option<Copier>,
     /// For each slot a tensor of each dtype.
     slots: [Vec<Raw>; SLOTS],
@@ -46,12 +46,14 @@ enum Direction {
 
 impl Ring {
     /// Move the weights of `units` to pinned memory of the host, which `device` can read by itself. If the system gives
-    /// too little of it, the last units are in pageable memory, from which a thread copies them. Units are used in
-    /// their order, and in reverse order by backward passes. With `sharing`, one copy of them serves all processes of
-    /// a machine, in the memory of the host or in slices on their devices; then all processes call this.
+    /// too little of it, the last units are in pageable memory, from which a thread copies them. Forward passes use the
+    /// units in the given order, backward passes in reverse order.
+    ///
+    /// With `sharing`, the processes of a machine share one copy of the weights. It is in the memory of the host, or in
+    /// slices on the devices of these processes ([`Origin`]). All processes of `sharing` must then call this function.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the slots do not fit on the device, or the units in the memory of the host,
+    /// [`Error::OutOfMemory`] if the slots do not fit on the device, or the units do not fit where they are kept;
     /// [`Error::Argument`] if another process has other weights or has failed.
     pub fn new(device: &Device, units: &[Unit], sharing: Option<&Sharing>) -> Result<Arc<Self>> {
         let gathered: Vec<Vec<Streamed>> = units.iter().map(Unit::weights).collect();
@@ -97,15 +99,15 @@ impl Ring {
         Ok(ring)
     }
 
-    /// The bytes of the next unit after those that are `held`. If there is no pinned memory for them, this unit and later
-    /// ones get pageable memory, and so do the last of the earlier ones.
+    /// Hold the bytes of the unit that follows the units in `held`. If there is no pinned memory for it, this unit and all
+    /// later ones get pageable memory, and the last three tenths of the units in `held` move to pageable memory too.
     fn hold(&self, packing: &Packing, held: &mut [Held]) -> Result<Held> {
         let found = Held::new(packing, self.copier.as_ref());
         let (Err(Error::OutOfMemory { .. }), Some(copier)) = (&found, &self.copier) else { return found };
         if copier.is_staging() {
             return found;
         }
-        // Three tenths of what the system gives remain for other copies, such as those of batches.
+        // Of the pinned memory that the system gives, this leaves about three tenths for other copies, such as those of batches.
         let pinned = held.len() * 7 / 10;
         held[pinned..].iter_mut().for_each(|held| held.unpin(copier));
         copier.start_staging()?;
@@ -157,8 +159,8 @@ impl Ring {
         sharing.pages(end, fill, used)
     }
 
-    /// Move a slice of every unit to each device of the machine. Process i mod N of its N processes has the values of unit
-    /// i and writes all slices of it.
+    /// Divide every unit into slices, one on the device of each of the machine's N processes. Process i mod N has the values
+    /// of unit i, and writes all slices of this unit.
     fn slice(
         self: &Arc<Self>,
         units: &[Unit],
@@ -254,7 +256,7 @@ impl Ring {
         next.map_or(Ok(()), |next| self.bring(&mut state, next))
     }
 
-    /// Copy a unit to its slot, after all work that is queued now, unless it is there already.
+    /// Copy a unit to its slot, unless it is there already. The copy starts after all work that is queued now.
     fn bring(&self, state: &mut State, unit: usize) -> Result<()> {
         let slot = unit % SLOTS;
         if state.slots[slot] == Some(unit) {
@@ -280,7 +282,7 @@ impl Ring {
         self.state().current == Some(unit)
     }
 
-    /// A copy on the CPU of the values that `view`, a part of a slot, has while `unit` is there.
+    /// Copy to the CPU the values that a part of a slot, `view`, has when `unit` is in the slot.
     pub(super) fn read(&self, unit: usize, view: &Raw) -> Result<Raw> {
         let held = self.units[unit].get().and_then(|held| held.0.iter().find(|(dtype, _)| *dtype == view.dtype()));
         let Some((_, bytes)) = held else { return Err(Error::argument(OP, "a unit is not complete")) };

@@ -17,7 +17,7 @@ const WARP: usize = 32;
 /// Rows of a block of threads.
 const ROWS: usize = 128;
 
-/// Whether the kernels support these products, which belong to one or both halves of 2 `width` columns.
+/// Whether the kernels support these products. Each product must be for one half of the columns; a half has `width` columns.
 pub fn takes<'a>(dtype: DType, width: usize, products: impl Iterator<Item = LastProduct<&'a Raw>>) -> bool {
     let mut rank = None;
     let mut count = 0;
@@ -43,7 +43,7 @@ pub fn forward(y: &Raw, late: &Late<Raw>) -> Result<Raw> {
         let function = gpu.named(&name, "_forward", suffix(op, y.dtype())?)?;
         let (rows, width) = (count32(op, rows)?, count32(op, columns / 2)?);
         let arguments = SwigluLowRank16Forward { x: input(op, y)?, y: output(op, &result)?, halves, rows, width };
-        // SAFETY: the tensors are dense and of these sizes; `takes` has checked those of the products.
+        // SAFETY: the tensors are dense and of these sizes; `takes` has checked the sizes of the products.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok(result)
@@ -66,8 +66,8 @@ pub fn backward(y: &Raw, grad: &Raw, late: &Late<Raw>) -> Result<Raw> {
     Ok(result)
 }
 
-/// The kernel's name without its direction, its argument for the products, and the launch shape for `rows` rows of
-/// `width` results.
+/// The kernel's name without `_forward` or `_backward`, its argument for the products, and the launch shape. The result
+/// of the unit is (`rows`, `width`).
 fn launch(late: &Late<Raw>, rows: usize, width: usize) -> Result<(String, LowRankHalves, Shape)> {
     let op = SWIGLU_LINEAR_GROUP.name;
     let mut list = [LowRankHalf::default(); 2];
