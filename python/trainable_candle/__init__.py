@@ -5,7 +5,8 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from trainable_candle import _copies, _functions, _methods  # noqa: F401 - _copies registers
+# Nothing here uses `_copies`: its import makes `copy` and `pickle` raise errors with advice.
+from trainable_candle import _copies, _functions, _methods  # noqa: F401
 from trainable_candle._core import (
     AdapterFile,
     AdapterModule,
