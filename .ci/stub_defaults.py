@@ -31,7 +31,7 @@ def defaults(folder: Path) -> Defaults:
 
 
 def hidden(tree: ast.Module) -> Iterator[tuple[str, str, ast.expr]]:
-    """Yield for each default `...`: the function or class, the parameter, and the syntax node."""
+    """Yield the function or class, the parameter and the syntax node of every default `...`."""
     for scope in ast.walk(tree):
         for node in getattr(scope, "body", []):
             if not isinstance(node, ast.FunctionDef):
@@ -50,7 +50,7 @@ def hidden(tree: ast.Module) -> Iterator[tuple[str, str, ast.expr]]:
 
 
 def show_defaults(source: str, known: Defaults) -> str:
-    """The source with `...` replaced by each default that is in `known`."""
+    """The source, with each default in `known` in place of its `...`."""
     lines = source.encode().split(b"\n")  # ast counts columns in bytes
     places = [
         (default.lineno - 1, default.col_offset, text)

@@ -169,7 +169,7 @@ def as_arguments(name: str, value: Any) -> list[str]:
 
 
 def test_every_setting_has_a_flag() -> None:
-    # These settings contradict some of SAMPLES, so they are not in it.
+    # These settings conflict with settings in SAMPLES, so SAMPLES does not contain them.
     exclusive = {"validation_dataset", "objective", "qat", "init"}
     exclusive |= {"qat_learned_scales", "stochastic_rounding"}
     assert SAMPLES.keys() | exclusive == settings().keys()

@@ -43,10 +43,13 @@ def test_moments_and_images_equal_those_of_diffusers(device: str) -> None:
     model = load(device)
     mean, logvar = model.encode(CASE["image"].to(device))
     decoded = model.decode(CASE["latent"].to(device))
+    # On a GPU, products keep 16 bits of each factor (docs/decisions.md). This random decoder is
+    # sensitive to that: weights that differ by at most 2^-16 change an image by up to 1.6e-3.
+    largest = {"mean": 1e-4, "logvar": 1e-4, "decoded": 1e-4 if device == "cpu" else 1.6e-3}
     for found, name in ((mean, "mean"), (logvar, "logvar"), (decoded, "decoded")):
         if device == "cpu":
             assert_near(found, CASE[name])
-        assert relative_error(found, CASE[name]) < 1e-4
+        assert relative_error(found, CASE[name]) < largest[name]
     # diffusers clips images to -1 to 1.
     assert np.abs(CASE["decoded"].numpy()).max() == 1.0
     assert model.downscale == 2

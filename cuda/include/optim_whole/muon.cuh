@@ -1,10 +1,10 @@
-// Muon; see the host's muon.rs for the iteration on products of the smaller side.
+// Muon. `orthogonalize` in rust/nn/src/optim/muon.rs explains why the iteration needs only small square matrices.
 #pragma once
 
 #include "elements.cuh"
 
-// more: momentum, the iteration's coefficients, the minimum norm, the number of iterations, whether learning rates are
-// those of AdamW.
+// Indices of `Settings::more`: momentum, the iteration's coefficients, the minimum norm, the number of iterations, whether
+// updates are scaled to suit learning rates of AdamW.
 enum MuonSetting { MOMENTUM, COEFFICIENT_A, COEFFICIENT_B, COEFFICIENT_C, LEAST_NORM, NS_STEPS, MATCHES_ADAMW };
 
 constexpr int TILE = 16;
@@ -34,7 +34,7 @@ static __device__ __forceinline__ void product(uint32_t m, uint32_t n, uint32_t 
     __syncthreads();
 }
 
-// A vector has the states `exp_avg` and `exp_avg_sq`, a matrix `momentum_buffer`; scratch [4][smaller side][smaller side].
+// The step of AdamW for a vector. `mean` and `square` are its states `exp_avg` and `exp_avg_sq`.
 template <typename G, typename C>
 static __device__ __forceinline__ void muon_vector(const Elements<G, C> &of, const Settings &at, float *mean, float *square) {
     const double step = static_cast<double>(at.step);
@@ -52,6 +52,8 @@ static __device__ __forceinline__ void muon_vector(const Elements<G, C> &of, con
     });
 }
 
+// The step of a variable. An m x n matrix has one state, `momentum_buffer`, and scratch for four square matrices of side
+// min(m, n). A vector has two states and no scratch; AdamW updates it.
 template <typename G, typename C>
 static __device__ __forceinline__ void muon(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
     const Settings &at = by.at;
@@ -69,7 +71,7 @@ static __device__ __forceinline__ void muon(const Elements<G, C> &of, const Whol
     const double squares = sum_over(count, [&](uint64_t i) { return static_cast<double>(direction(i)) * direction(i); });
     const float scale = static_cast<float>(1.0 / fmax(sqrt(squares), at.more[LEAST_NORM]));
 
-    // x: the matrix with the smaller side first.
+    // x: the scaled direction, transposed if it has more rows than columns.
     const bool is_tall = height > width;
     const uint32_t side = is_tall ? width : height, length = is_tall ? height : width;
     const auto place = [&](uint32_t i, uint32_t j) {

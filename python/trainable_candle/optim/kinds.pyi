@@ -451,12 +451,12 @@ class Muon(GroupedOptimizer):
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         momentum: Decay rate of the momentum, in [0, 1).
         nesterov: Nesterov momentum: orthogonalize the gradient moved towards the momentum, instead of the momentum itself.
-        ns_coefficients: Coefficients of the Newton-Schulz iteration: for the matrix, its third and its fifth power.
+        ns_coefficients: Coefficients (a, b, c) of the Newton-Schulz iteration: X becomes `a X + b S X + c S^2 X`, where S is `X X^T`.
         eps: Above 0: the iteration starts with the update divided by its norm, or by this if the norm is smaller.
         ns_steps: Steps of the Newton-Schulz iteration, less than 100.
-        match_rms_adamw: Scale the update of an A x B matrix by `0.2 * sqrt(max(A, B))`, so that learning rates of AdamW fit (torch: `adjust_lr_fn="match_rms_adamw"`); otherwise by `sqrt(max(1, A / B))`.
+        match_rms_adamw: Scale the update of an A x B matrix by `0.2 * sqrt(max(A, B))`, which suits learning rates of AdamW (torch: `adjust_lr_fn="match_rms_adamw"`). If false, scale it by `sqrt(max(1, A / B))`.
         vector_betas: Decay rates of AdamW, which updates vectors; each in [0, 1).
-        vector_eps: Added by AdamW, which updates vectors, to the root of the second moment; at least 0.
+        vector_eps: At least 0: AdamW, which updates vectors, adds this to the root of the second moment.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects it.
 
     Raises:

@@ -13,8 +13,8 @@ pub struct BaseModel {
     pub version: &'static str,
     /// `modelspec.architecture` without `/lora`: `stable-diffusion-xl-v1-base`.
     pub architecture: &'static str,
-    /// Height and width in pixels of the images that the base model was trained for: for 1024, `modelspec.resolution` is
-    /// `1024x1024`.
+    /// Height and width, in pixels, of the images that the base model was trained for. For 1024,
+    /// `modelspec.resolution` is `1024x1024`.
     pub resolution: usize,
 }
 
@@ -74,13 +74,14 @@ impl PartNames {
         }
     }
 
-    /// Whether `ComfyUI` reads diffusers' names of the layers that are usually adapted. Because the two tools look for
-    /// the scale in different places, a file in diffusers' format then includes the scale in its factors.
+    /// Whether a file in diffusers' format includes the scale in its factors. It does if the part is a denoiser and
+    /// `ComfyUI` reads diffusers' names of the layers that are usually adapted, because diffusers and `ComfyUI` look for
+    /// the scale in different places.
     pub(super) fn folds(&self) -> bool {
         self.is_denoiser && readers::knows_usual(self.readers, Tool::ComfyUi, Style::Diffusers)
     }
 
-    /// The prefix of a known part with which `key` begins, if there is one.
+    /// The known prefix that `key` begins with, a part's or `LyCORIS`'; `None` if there is none.
     pub(super) fn prefix_of<'a>(&'a self, key: &str) -> Option<&'a str> {
         self.prefixes.iter().map(String::as_str).chain([LYCORIS]).find(|prefix| key.starts_with(prefix))
     }
@@ -102,7 +103,7 @@ impl PartNames {
         self.place(layer, style).map(|place| place.key)
     }
 
-    /// The name, in a style, of the module that holds a layer, and which of the module's rows belong to the layer.
+    /// The module that holds a layer: its name in a style, and which of its rows belong to the layer.
     pub(super) fn place(&self, layer: &str, style: Style) -> Option<Key> {
         let flat = || layer.replace('.', "_");
         let prefixed = |name: &str| match self.diffusers {

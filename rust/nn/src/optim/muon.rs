@@ -29,18 +29,18 @@ hyper_parameters! {
         pub momentum: f64,
         /// Nesterov momentum: orthogonalize the gradient moved towards the momentum, instead of the momentum itself.
         pub nesterov: bool,
-        /// Coefficients of the Newton-Schulz iteration: for the matrix, its third and its fifth power.
+        /// Coefficients (a, b, c) of the Newton-Schulz iteration: X becomes `a X + b S X + c S^2 X`, where S is `X X^T`.
         pub ns_coefficients: (f64, f64, f64),
         /// Above 0: the iteration starts with the update divided by its norm, or by this if the norm is smaller.
         pub eps: f64,
         /// Steps of the Newton-Schulz iteration, less than 100.
         pub ns_steps: usize,
-        /// Scale the update of an A x B matrix by `0.2 * sqrt(max(A, B))`, so that learning rates of AdamW fit (torch:
-        /// `adjust_lr_fn="match_rms_adamw"`); otherwise by `sqrt(max(1, A / B))`.
+        /// Scale the update of an A x B matrix by `0.2 * sqrt(max(A, B))`, which suits learning rates of AdamW (torch:
+        /// `adjust_lr_fn="match_rms_adamw"`). If false, scale it by `sqrt(max(1, A / B))`.
         pub match_rms_adamw: bool,
         /// Decay rates of AdamW, which updates vectors; each in [0, 1).
         pub vector_betas: (f64, f64),
-        /// Added by AdamW, which updates vectors, to the root of the second moment; at least 0.
+        /// At least 0: AdamW, which updates vectors, adds this to the root of the second moment.
         pub vector_eps: f64,
     }
 }
@@ -64,7 +64,7 @@ impl Default for MuonConfig {
 
 /// Muon, as `torch.optim.Muon`. A parameter of more than two dimensions counts as a matrix with one row for each index
 /// of the first dimension. AdamW updates parameters of fewer than two dimensions. The implementation is for the low ranks
-/// of adapters: the time of a step is proportional to a matrix's elements times its smaller side.
+/// of adapters: for a matrix, the time of a step is proportional to the number of elements times the smaller side.
 pub type Muon = Stepper<MuonRule>;
 
 registered!(
@@ -137,7 +137,7 @@ impl Rule for MuonRule {
         smallvec![StateKind::Float.named("momentum_buffer")]
     }
 
-    /// Room for four square matrices of the smaller side.
+    /// The number of elements of four square matrices whose side is the smaller side of the parameter.
     fn scratch(dims: &[usize]) -> usize {
         let Some((&rows, rest)) = dims.split_first().filter(|(_, rest)| !rest.is_empty()) else { return 0 };
         let smaller = rows.min(rest.iter().product());
@@ -205,10 +205,10 @@ fn update_matrix<T: Real>(config: &MuonConfig, mut chunk: Chunk<'_, T>) {
     }
 }
 
-/// The result of the Newton-Schulz iteration from `scale` times `x`, a matrix of `short` rows.
+/// The result of the Newton-Schulz iteration that starts with `scale` times `x`, a matrix of `short` rows.
 ///
-/// Every iterate is P x, where the square matrix P commutes with x xᵀ, so the iteration needs only small matrices: with
-/// G = P² (x xᵀ) and M = a + b G + c G², the next P is M P and the next G is M² G.
+/// Every iterate is P x, where the square matrix P commutes with x xᵀ. So the iteration needs only P and G = P² (x xᵀ),
+/// which have `short` rows and columns. A step multiplies P by M and G by M², where M = a + b G + c G².
 #[inline(always)]
 fn orthogonalize<T: Real>(config: &MuonConfig, x: &[T], (short, long): (usize, usize), scale: T) -> Vec<T> {
     let (a, b, c) = config.ns_coefficients;

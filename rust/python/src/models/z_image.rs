@@ -27,11 +27,11 @@ impl ZImageTransformer {
     ///     hidden_states: noisy latents, (B, in_channels, h, w), shifted and scaled by the autoencoder's factors; h and
     ///         w are even.
     ///     encoder_hidden_states: the text's tokens, (B, L, cap_feat_dim).
-    ///     timestep: the time from 0 (noise) to 1 (clean), opposite to other flow models: (B,), (1,), or a number.
-    ///     lengths: the number of tokens of each text that are words, (B,). Later tokens are not read. By default all
-    ///         tokens are words.
-    ///     rows_are_full: whether the length of every text equals L when both are rounded up to a multiple of 32
-    ///         tokens. Then attention needs no mask, which saves time. The model does not check this argument.
+    ///     timestep: the time, (B,), (1,), or a number: 0 is noise and 1 is clean, the reverse of other flow models.
+    ///     lengths: the number of tokens of each text before its padding, (B,). The model does not read later tokens. By
+    ///         default, texts have no padding.
+    ///     rows_are_full: whether every text has L tokens, where its length and L are both rounded up to a multiple of
+    ///         32. Then attention needs no mask, which saves time. The model does not check this argument.
     ///
     /// Returns:
     ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.

@@ -223,7 +223,7 @@ fn the_number_of_a_sample_determines_its_noise_and_timestep() {
     let other = objective.noise_for(&latents, &[6, 7, 8, 9], 3).unwrap();
     assert_ne!(values(&other.target), values(&all.target));
     assert_eq!(rng::state(), before, "the library's generator does not advance");
-    assert!(objective.noise_for(&latents, &[6], 2).unwrap_err().to_string().contains("found 1 numbers"));
+    assert!(objective.noise_for(&latents, &[6], 2).unwrap_err().to_string().contains("found 1 sample numbers"));
 }
 
 #[test]
