@@ -5,11 +5,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-<<<<<<< HEAD
 # Importing _copies makes copy and pickle reject models, adapters and other stateful objects.
-=======
-# Nothing here uses `_copies`: its import makes `copy` and `pickle` raise errors with advice.
->>>>>>> sample207
 from trainable_candle import _copies, _functions, _methods  # noqa: F401
 from trainable_candle._core import (
     AdapterFile,

@@ -15,9 +15,10 @@ R = TypeVar("R")
 
 
 def explained(function: Callable[P, R]) -> Callable[P, R]:
-    """Put the function's name in front of errors about its arguments.
+    """Put the name of the function, or of the class of a constructor, in front of its errors.
 
-    A value of a wrong type raises `TypeError`, any other unusable value `ArgumentError`.
+    `TypeError` and `AttributeError` become `TypeError`. `ValueError`, `IndexError`,
+    `OverflowError` and `MemoryError` become `ArgumentError`. Other errors pass unchanged.
     """
     name = function.__name__
     if name == "__init__":

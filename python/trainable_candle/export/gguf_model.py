@@ -185,5 +185,5 @@ def _factors(config: Mapping[str, Any]) -> list[Entry]:
     turns = length * frequencies / (2 * np.pi)
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     divisors = (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
-    make: Callable[[], Tensor] = lambda: tc.tensor(divisors)  # noqa: E731 - a name for its type
+    make: Callable[[], Tensor] = lambda: tc.tensor(divisors)  # noqa: E731 - the name has an annotation
     return [Entry("rope_freqs.weight", divisors.shape, "f32", make)]

@@ -25,7 +25,8 @@ class Texts:
     """Maps captions to text features."""
 
     inputs: Callable[[Sequence[str]], Mapping[str, Tensor]]
-    """Takes captions; returns the inputs of a step: features, or tokens for `features`."""
+    """Takes captions. Returns the inputs of a step: tokens if there is a function `features`, text
+    features if not."""
     features: Callable[[Mapping[str, Tensor], int], Mapping[str, Tensor]] | None = None
     """Takes tokens and the size of the batch; returns features, within the step. None if `inputs`
     returns features."""

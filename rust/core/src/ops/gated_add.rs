@@ -23,11 +23,11 @@ impl Ternary for PlusProduct {
 }
 
 /// `x` + `y` · `gate`, where `gate` broadcasts to the shape of `x` and `y`. The product is not rounded to the dtype
-/// before it is added. Saves `gate`, and `y` if the gate needs a gradient.
+/// before it is added. Saves `gate` if `y` needs a gradient, and `y` if the gate needs one.
 ///
 /// # Errors
 /// [`Error::Shape`] if `x` and `y` differ in shape or `gate` does not broadcast to it, [`Error::DType`] and
-/// [`Error::Device`] if the operands differ in dtype or device.
+/// [`Error::Device`] if the operands differ in dtype or device, or are not floating-point.
 pub fn gated_add(x: &Tensor, y: &Tensor, gate: &Tensor) -> Result<Tensor> {
     let op = GATED_ADD.name;
     check(op, x, y)?;

@@ -37,7 +37,7 @@ impl ModulatedOutput {
         Ok(Self { norm: None, projection: weights.linear(PROJECTION, dim, out, bias)? })
     }
 
-    /// `x (B, S, D)` under the condition `(B, D)`, after SiLU → (B, S, out).
+    /// `x (B, S, D)` and the condition `(B, D)`, to which the caller has applied SiLU → (B, S, out).
     ///
     /// # Errors
     /// [`Error::Shape`] if an input does not fit, [`Error::Argument`] if the layer was made by
