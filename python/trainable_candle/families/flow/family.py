@@ -111,7 +111,7 @@ class FlowFamily(PipelineFamily[E]):
         """
         if sampler not in {None, "euler"}:
             raise ConfigError(
-                f"--sampler is {sampler}, expected euler, the sampler of flow models such as {self.name}"
+                f"--sampler is {sampler}, expected euler: {self.name} is a flow model"
             )
         return FlowSampler(self.found_schedule.levels(steps, self.tokens_of(size)))
 
