@@ -80,6 +80,7 @@ __all__ = [
     "cuda_memory_stats",
     "cuda_reset_peak_memory_stats",
     "cuda_set_memory_limit",
+    "cuda_stages_weights",
     "cuda_start_profile",
     "cuda_synchronize",
     "cuda_unavailable_reason",
@@ -226,7 +227,7 @@ class Adapter:
         """
     def vars(self, /) -> list[Var]:
         """
-        The trainable parameters: down, up, and for DoRA the magnitude.
+        The trainable parameters of the kind of adapter: for LoRA down and up, for DoRA also the magnitude.
         """
 
 @final
@@ -331,7 +332,7 @@ class AdapterReport:
     @property
     def good(self, /) -> bool:
         """
-        Whether ComfyUI applies every module, and each has an effect.
+        Whether the first of `tools` applies every module as it was trained, and every module has an effect.
         """
     @property
     def modules(self, /) -> list[AdapterModule]:
@@ -478,12 +479,12 @@ class AutoencoderKL(Model):
     @property
     def scaling_factor(self, /) -> float:
         """
-        The input of a diffusion model is (latent - shift_factor) * scaling_factor.
+        The factor of latents: a diffusion model reads (latent - shift_factor) * scaling_factor.
         """
     @property
     def shift_factor(self, /) -> float:
         """
-        The shift in the formula of `scaling_factor`; 0 for SDXL.
+        The shift of latents in the formula of `scaling_factor`; 0 for SDXL.
         """
 
 @final
@@ -533,12 +534,12 @@ class AutoencoderKLQwenImage(Model):
     @property
     def latents_mean(self, /) -> list[float]:
         """
-        For each channel, the mean of latents. The input of a diffusion model is (latent - mean) / std.
+        The mean of each channel of the latents. The input of a diffusion model is (latent - latents_mean) / latents_std.
         """
     @property
     def latents_std(self, /) -> list[float]:
         """
-        For each channel, the standard deviation of latents.
+        The standard deviation of each channel of the latents.
         """
 
 @final
@@ -584,8 +585,8 @@ class CapturedFunction:
     ) -> CapturedFunction:
         """
         Args:
-            function: takes tensors like `static_inputs`, returns a list of tensors.
-            static_inputs: tensors with the shapes and dtypes of every call's inputs.
+            function: a function that takes as many tensors as `static_inputs` has, and returns a list of tensors.
+            static_inputs: tensors with the shapes and dtypes that the inputs of every call must have.
 
         Raises:
             CudaUnavailableError: if CUDA cannot be used.
@@ -608,7 +609,7 @@ class CausalLM(Model):
 
     ```python
     lm = tc.models.CausalLM.from_pretrained("llama")
-    tokens = [257, *b"upper: clavo", 256, 258]  # bytes, and where turns begin and end
+    tokens = [257, *b"upper: clavo", 256, 258]  # user, the bytes of the text, end, assistant
     (answer,) = lm.generate([tokens], max_new_tokens=8)
     ```
 
@@ -1007,21 +1008,22 @@ class DiffusionObjective:
     Args:
         schedule: the noise schedule of the model's training.
         timesteps: the distribution of timesteps, "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
-        logit_mean: mean of the normal distribution of "logit_normal"; positive favours noise.
+        logit_mean: mean of the normal distribution of "logit_normal"; a positive mean favours noisy timesteps.
         logit_std: standard deviation of that normal distribution, above 0.
         shift: shifts timesteps towards noise (above 1) or data (below 1); 1 changes nothing.
         min_timestep: the first timestep that may be drawn.
-        max_timestep: the timestep after the last that may be drawn; None is the end of the schedule.
+        max_timestep: the timestep after the last one that may be drawn; with None, all later timesteps of the schedule
+            may be drawn.
         min_snr_gamma: weights timesteps by min(SNR, gamma) / SNR, or by min(SNR, gamma) / (SNR + 1) for velocities
             (arXiv:2303.09556). The paper uses 5; with None all timesteps have the same weight.
         noise_offset: the amount of noise that is constant over each channel of an example, 0 to about 0.1.
-        multires_noise_iterations: the largest number of levels of multiresolution noise: normal noise of falling
-            resolution, enlarged and added. The sum has standard deviation 1 over an example. 0 adds no levels; 6 to 10
-            are usual.
+        multires_noise_iterations: the largest number of levels of multiresolution noise. A level is normal noise,
+            enlarged to the size of the latents and added; each level has a lower resolution than the level before it.
+            The sum is scaled to standard deviation 1 over an example. 0 adds no levels; 6 to 10 are usual.
         multires_noise_discount: the factor of each level relative to the level before it, above 0 and below 1.
         loss: the loss of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the Huber loss divided
             by delta).
-        huber_delta: the delta of the Huber losses, above 0: the difference from which they are linear.
+        huber_delta: the delta of the Huber losses, above 0. The losses are linear for differences above delta.
         huber_schedule: how delta depends on the timestep t of T (arXiv:2403.16728): "constant", "exponential" (delta ** (t / T)) or
             "snr" ((1 - delta) / (1 + sigma) ** 2 + delta).
         device: the device of the latents.
@@ -1068,7 +1070,7 @@ class DiffusionObjective:
             mask: the weights of the positions of an example, (B, 1, ...) in the size of the latents, at least 0. The
                 mask is divided by its mean over the example, so that its area does not change the example's weight. An
                 example whose mask is 0 everywhere has loss 0.
-            weights: (B,), the weights of the examples (the prior's weight for regularisation images).
+            weights: (B,), the weights of the examples, such as the prior's weight for regularisation images.
 
         Returns:
             One element, f32.
@@ -1149,7 +1151,7 @@ class DigitsTransformer(Model):
         num_layers: number of blocks.
         num_attention_heads: heads of each attention.
         attention_head_dim: width of each head.
-        mlp_ratio: width between the two feed-forward layers of a block, as a multiple of the model's width.
+        mlp_ratio: width of the middle of a block's feed-forward network, as a multiple of the model's width.
         num_classes: number of classes.
         device: the device of the parameters.
 
@@ -1189,8 +1191,8 @@ class DigitsTransformer(Model):
 @final
 class EMA:
     """
-    The exponential moving average of an adapter's parameters. Call `update` after each step of the optimizer. Inside `with ema:` the
-    adapter computes with the averages, and saving it writes them.
+    The exponential moving average of an adapter's parameters. Call `update` after each step of the optimizer. Inside
+    `with ema:` the adapter computes with the averages, and saving the adapter writes the averages.
 
     ```python
     digits = tc.models.DigitsTransformer()
@@ -1335,7 +1337,7 @@ class FlowMatching:
         """
     def sigmas(self, /, steps: SupportsIndex) -> list[float]:
         """
-        The noise levels of `steps` sampling steps: from 1 down to 0, `steps + 1` numbers.
+        The noise levels of `steps` sampling steps: `steps + 1` numbers from 1 down to 0.
 
         Raises:
             ArgumentError: if there are no steps.
@@ -1480,7 +1482,7 @@ class GradScaler:
     ```
 
     Args:
-        init_scale: the first scale.
+        init_scale: the scale at the beginning, above 0.
         growth_factor: the scale is multiplied by this after `growth_interval` steps in a row with finite gradients;
             above 1.
         backoff_factor: the scale is multiplied by this after a step with an infinity or a NaN; in (0, 1).
@@ -1597,21 +1599,23 @@ class LoraConfig:
         use_rslora: whether the scale is lora_alpha / sqrt(r).
         rank_pattern: ranks that differ from `r`, by name of layers.
         alpha_pattern: alphas that differ from `lora_alpha`, by name of layers.
-        adapter: the kind of adapter, "lora", "dora", "loha", "lokr" or "oft". OFT has no rank: it ignores `r` and
+        adapter: the kind of adapter: "lora", "dora", "loha", "lokr" or "oft". OFT has no rank, so it ignores `r` and
             `lora_alpha`.
         wd_on_output: whether DoRA has one magnitude for each output, as in the paper, instead of one for each input.
         decompose_both: whether LoKr's smaller factor may be low-rank, too.
         decompose_factor: the size of LoKr's smaller factor; -1 chooses a size near the square root of the layer's size.
         oft_block_size: the size of the blocks that OFT rotates. If it does not divide a layer's number of features, OFT uses the nearest
             divisor.
-        oft_side: "input": OFT rotates the inputs of layers, as peft does; "output": their outputs, as LyCORIS and ComfyUI
-            do. The default is the side that other programs read for the model's family, or "input" if there are none.
-        use_cayley_neumann: whether OFT of inputs computes a series in place of the Cayley transform (peft's default).
+        oft_side: "input" if OFT rotates the inputs of layers, as in peft; "output" if it rotates their outputs, as in
+            LyCORIS and ComfyUI. The default depends on the default file format of the model's adapters: "input" for
+            peft's format, "output" for the others.
+        use_cayley_neumann: whether OFT of inputs computes a Neumann series in place of the Cayley transform, as peft
+            does by default.
         num_cayley_neumann_terms: the number of terms of that series, at least 2.
-        qat: quantization-aware training: the format, "int8", "int4", "fp8" or "nf4", to which every forward pass rounds
-            the adapted weights of linear layers, as `nn.functional.fake_quantize` does.
-        qat_activations: whether the inputs of these layers are rounded too, with a scale per token; needs `qat` "int8"
-            or "fp8".
+        qat: the format for quantization-aware training, "int8", "int4", "fp8" or "nf4". Every forward pass rounds the
+            adapted weights of linear layers to this format, as `nn.functional.fake_quantize` does.
+        qat_activations: whether the inputs of the layers whose weights are rounded are rounded too, with a scale per
+            token; needs `qat` "int8" or "fp8".
         qat_learned_scales: whether each scale of the weights is multiplied by a learned factor, which starts at 1.
         dtype: the dtype of the parameters in training, "f32", or "bf16" for an optimizer with `stochastic_rounding`.
 
@@ -2014,7 +2018,7 @@ class NcclCommunicator:
 
         Args:
             parameters: the variables, in the same order in all processes. A missing gradient counts as zeros.
-            tail: the tensor, which holds numbers about the step.
+            tail: the tensor of this process for the second sum, such as numbers about the step.
             narrow: send the gradients as bf16, which halves the bytes and rounds every sum.
 
         Returns:
@@ -2072,7 +2076,8 @@ class NoiseSchedule:
         beta_end: the variance of the last timestep, in (0, 1).
         num_train_timesteps: the number of timesteps, at least 2.
         prediction_type: what the model predicts: "epsilon" (the noise) or "v_prediction" (the velocity,
-            sqrt(a) * noise - sqrt(1 - a) * data, with a from `alphas_cumprod`; arXiv:2202.00512).
+            sqrt(a) * noise - sqrt(1 - a) * data, where a is the timestep's entry of `alphas_cumprod`;
+            arXiv:2202.00512).
         rescale_betas_zero_snr: whether the schedule is shifted so that the last timestep is pure noise
             (arXiv:2305.08891).
         timestep_spacing: how samplers pick timesteps: "leading", "trailing" or "linspace".
@@ -2129,7 +2134,8 @@ class NoiseSchedule:
     @property
     def sigmas(self, /) -> list[float]:
         """
-        The noise-to-data ratio of each timestep: sqrt((1 - a) / a), with a from `alphas_cumprod`.
+        The noise-to-data ratio of each timestep: sqrt((1 - a) / a), where a is the timestep's entry of
+        `alphas_cumprod`.
         """
     @property
     def timestep_spacing(self, /) -> str:
@@ -2346,7 +2352,7 @@ class PartFacts:
     @property
     def layers(self, /) -> dict[str, list[int]]:
         """
-        The shapes of the weights of layers that adapters can be on, (out, in) or (out, in, height, width), by the layer's name.
+        The layers that can have adapters, by name, with the shapes of their weights: (out, in) or (out, in, height, width).
         """
     @property
     def path(self, /) -> Path:
@@ -2412,8 +2418,8 @@ class PartFacts:
         Args:
             dtype: the dtype of the weights.
             quantize: the format of linear layers in blocks, as in `from_pretrained`.
-            stream_blocks: as in `from_pretrained`; only weights on the device are counted.
-            stream_modulation: as in `from_pretrained`; only weights on the device are counted.
+            stream_blocks: as in `from_pretrained`; weights in host memory are not counted.
+            stream_modulation: as in `from_pretrained`; weights in host memory are not counted.
 
         Raises:
             ArgumentError: if the format is unknown, if the model has no layers that may be quantized, or if it has
@@ -2423,8 +2429,8 @@ class PartFacts:
 @final
 class QuantizedTensor:
     """
-    A frozen matrix in eight or four bits, stored as codes and scales. `quantize` makes one, and `nn.functional.linear`
-    takes it as a weight.
+    A frozen matrix in four to eight bits per value, stored as codes and scales. `quantize` makes one, and
+    `nn.functional.linear` takes it as a weight.
 
     ```python
     weight = tc.quantize(tc.randn(64, 128), "int8")
@@ -2519,7 +2525,7 @@ class QwenImageTransformer(Model):
         lengths: Tensor | None = None,
     ) -> Tensor:
         """
-        The velocity, noise - latents, at noisy latents.
+        The velocity (noise minus latents) that the model predicts for noisy latents.
 
         Args:
             hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
@@ -2633,7 +2639,8 @@ class Sampler:
         karras_sigmas: whether noise levels are spaced as in arXiv:2206.00364, equation 5.
 
     Raises:
-        ArgumentError: if the kind is unknown, or there are no steps or more than the schedule has timesteps.
+        ArgumentError: if the kind is unknown, or if there are no steps or too many: "euler" takes at most as many steps as
+            the schedule has timesteps, "dpmpp_2m" one fewer.
     """
     def __new__(
         cls,
@@ -2679,7 +2686,7 @@ class Sampler:
             The sample at step `i + 1`, f32.
 
         Raises:
-            ArgumentError: if step `i` is not the next one.
+            ArgumentError: if there is no step `i`, or for "dpmpp_2m" if step `i` is neither the next one nor 0.
             ShapeError: if the model's output does not have the sample's shape.
         """
     @property
@@ -2958,6 +2965,7 @@ class Tensor(ComposedMethods):
         Merge dimensions `start_dim` to `end_dim` into one.
 
         Raises:
+            ArgumentError: if `start_dim` comes after `end_dim`.
             IndexOutOfRangeError: if a dimension is out of range.
         """
     def float(self, /) -> Tensor:
@@ -3197,8 +3205,8 @@ class Tensor(ComposedMethods):
 
         Raises:
             ShapeError: if the shapes do not broadcast.
-            DTypeError: if neither this tensor nor the exponent is floating point, or if a numpy array has another
-                dtype.
+            DTypeError: if neither this tensor nor the exponent is floating point, or if the exponent is a numpy array
+                of another dtype.
         """
     def reciprocal(self, /) -> Tensor:
         """
@@ -3217,7 +3225,7 @@ class Tensor(ComposedMethods):
     @property
     def requires_grad(self, /) -> bool:
         """
-        Whether this is a variable or depends on one, so that a backward pass computes a gradient for it.
+        Whether the tensor is a variable or depends on one. Backward passes then compute its gradient.
         """
     def reshape(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
         """
@@ -3808,7 +3816,7 @@ def cross_entropy(
 
 def cuda_bus_id(device: str) -> str:
     """
-    The place of a CUDA device on the bus: its name in all processes of a machine.
+    The address of a CUDA device on the PCI bus, which names the device in all processes of the machine.
 
     Raises:
         DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
@@ -3849,8 +3857,8 @@ def cuda_finish_profile() -> list[tuple[str, int, float]]:
 
 def cuda_link(device: str, bus_id: str) -> str | None:
     """
-    How a CUDA device reads the memory of the one at a place on the bus: "nvlink", "bus" or "none". None if this process does not see that
-    device, or it is the same.
+    How a CUDA device reads the memory of the device whose address on the bus is `bus_id`: "nvlink", "bus" or "none". None if this process
+    does not see that device, or if it is `device` itself.
 
     Raises:
         DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
@@ -3915,8 +3923,8 @@ def cuda_unavailable_reason() -> str | None:
 
 def draw_from(seed: SupportsIndex, function: Callable[..., Any]) -> Any:
     """
-    Call `function` with a separate generator: its random numbers are those after `manual_seed(seed)`. The state of the library's
-    generator does not change.
+    Call `function` with a separate generator. The generator gives the random numbers that follow `manual_seed(seed)`.
+    The state of the library's generator does not change.
 
     Args:
         seed: the seed of the separate generator, 0 to 2**64 - 1.
@@ -4226,7 +4234,7 @@ def group_norm(
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
-        ArgumentError: if `num_groups` does not divide C.
+        ArgumentError: if `num_groups` does not divide C, or `eps` is negative or not finite.
     """
 
 def group_norm_silu(
@@ -4255,7 +4263,7 @@ def group_norm_silu(
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
-        ArgumentError: if `num_groups` does not divide C.
+        ArgumentError: if `num_groups` does not divide C, or `eps` is negative or not finite.
     """
 
 def huber_loss(
@@ -4265,7 +4273,7 @@ def huber_loss(
     delta: SupportsFloat | SupportsIndex = ...,
 ) -> Tensor:
     """
-    The Huber loss (Huber 1964): half the squared difference if that difference is at most `delta`, linear beyond.
+    The Huber loss (Huber 1964): half the square of a difference of at most `delta`, linear for a larger one.
 
     ```python
     loss = F.huber_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -4430,7 +4438,7 @@ def linear_cross_entropy(
 def linear_log_probs(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """
     For each row, the logarithm of the probability of its class id under the softmax of `input @ weight.T`: (N), in f32
-    (f64 for f64 input). Some rows are computed at a time, and again in the backward pass.
+    (f64 for f64 input). The scores are computed for some rows at a time, and again in the backward pass.
 
     ```python
     states, head = tc.randn(3, 8), tc.randn(100, 8)
@@ -4532,7 +4540,7 @@ def lora_backward_(
 
 def manual_seed(seed: SupportsIndex) -> None:
     """
-    Set the seed of the library's generator; the next draw is the first of this seed.
+    Set the seed of the library's generator, and start its sequence of random numbers from the beginning.
 
     ```python
     tc.manual_seed(0)
@@ -4684,7 +4692,8 @@ def prepare_adapters(
     dtype: DType | str | None = None,
 ) -> AdapterFile:
     """
-    Copy everything that `save_adapters` would write to the CPU, so that it can be written while training continues.
+    Copy to the CPU everything that `save_adapters` would write, so that another thread can write it while training
+    continues.
 
     ```python
     unet = tc.models.load("sdxl")
@@ -4919,10 +4928,11 @@ def save_checkpoint(
         path: the file.
         models: the models, by the names of their folders in a pipeline: "unet", "vae", "text_encoder",
             "text_encoder_2". Adapters are not written, but a merged adapter is part of its layer's weight.
-        base: a checkpoint from which everything else is copied unchanged.
+        base: a checkpoint whose other tensors are copied unchanged.
         dtype: convert the weights of the models.
-        quantize: formats by the name of a model's folder: "fp8" or "int8". The model's linear layers are written as
-            ComfyUI stores them: "fp8" as e4m3 numbers with a scale per tensor, "int8" as integers with a scale per row.
+        quantize: the format of each model to quantize, "fp8" or "int8", by the name of its folder. The linear layers of
+            the model are written as ComfyUI stores them: "fp8" as e4m3 numbers with a scale per tensor, "int8" as
+            integers with a scale per row.
 
     Raises:
         ArgumentError: if a model does not fit the name of its folder, if it has no layers that may be quantized, or if
@@ -4953,7 +4963,7 @@ def save_file(
 
     Raises:
         FileError: if the file cannot be written.
-        ArgumentError: if `codes` has the name of no tensor, or another kind of numbers.
+        ArgumentError: if a name in `codes` is not among `tensors`, or a kind is neither "int8" nor "fp8".
         DTypeError: if a tensor of codes is not u8, or if safetensors files do not support the dtype of a tensor.
     """
 
@@ -5013,8 +5023,8 @@ def set_float32_matmul_precision(precision: str) -> None:
     ```
 
     Args:
-        precision: "highest" for f32, the default; "high" for TF32, which is several times as fast on tensor cores but
-            rounds factors to a mantissa of 10 bits. It affects neither other dtypes nor the CPU.
+        precision: "highest" for f32, the default; "high" for TF32, which is several times as fast on tensor cores, but
+            rounds both factors to a mantissa of 10 bits. It affects neither other dtypes nor the CPU.
 
     Raises:
         ArgumentError: if the precision is another value.
@@ -5055,9 +5065,9 @@ def set_resolver(resolve: Callable[..., Any]) -> None:
     Set the function that finds models by names that are not paths. Only the first call has an effect.
 
     Args:
-        resolve: a function of the name, of the folders of a repository that may contain the model (the most likely
-            first), and of whether half-precision files are preferred. It returns a folder, or None if it cannot resolve
-            the name.
+        resolve: a function with three arguments: the name, the folders of a repository that may contain the model (the
+            most likely first), and whether half-precision files are preferred. It returns a folder, or None if it
+            cannot resolve the name.
     """
 
 def set_rng_state(state: tuple[SupportsIndex, SupportsIndex]) -> None:
@@ -5074,15 +5084,15 @@ def set_rng_state(state: tuple[SupportsIndex, SupportsIndex]) -> None:
 
 def set_w8a8(enabled: bool) -> None:
     """
-    Choose whether linear layers with int8 or fp8 weights multiply codes instead of values. On GPUs this is several
-    times as fast.
+    Choose whether linear layers with int8 or fp8 weights multiply codes instead of values. GPUs multiply 8-bit numbers
+    up to four times as fast as bf16, but the rounding of the other factor takes time.
 
-    Right before a product, activations and gradients are rounded to the format of the weight. Each row has a scale, its
-    largest magnitude / 127 (int8) or / 448 (fp8), as in torchao's dynamic quantization. If a product sums over the rows
-    of the weight, the rows' scales are multiplied into the gradient before it is rounded. Sums of int8 products are
-    exact; those of fp8 products are in f32. Layers with other formats, and layers whose numbers of features are not
-    multiples of 16, multiply values. Codes need a GPU of compute capability 7.5 for int8 and 8.9 for fp8; older GPUs
-    multiply values.
+    Right before a product, activations and gradients are rounded to the format of the weight. The scale of each row is
+    the row's largest magnitude, divided by 127 (int8) or 448 (fp8), as in torchao's dynamic quantization. If a product
+    sums over the rows of the weight, the rows' scales are multiplied into the gradient before it is rounded. Sums of
+    int8 products are exact; those of fp8 products are in f32. Layers with other formats, and layers whose numbers of
+    features are not multiples of 16, multiply values. Codes need a GPU of compute capability 7.5 for int8 and 8.9 for
+    fp8; older GPUs multiply values.
 
     Args:
         enabled: whether layers multiply codes from now on. By default they multiply the values that codes represent.
@@ -5093,13 +5103,13 @@ def share_streamed(
     rank: SupportsIndex = 0, exchange: Callable[..., Any] | None = None, peers: bool = False
 ) -> None:
     """
-    Let the models that this thread loads from now on share the weights that are streamed: the processes of a machine have one copy of
-    them. All processes must then load the same models in the same order.
+    Share the streamed weights of the models that this thread loads from now on: the processes of a machine keep one
+    copy of these weights. All processes must then load the same models in the same order.
 
     Args:
-        rank: which of the processes this is, from 0.
+        rank: the number of this process, from 0.
         exchange: sends bytes to all processes and returns those of all, by rank; None ends the sharing.
-        peers: have the copy in slices on the devices of the processes, not in host memory.
+        peers: keep the copy in slices on the devices of the processes instead of in host memory.
 
     Raises:
         ArgumentError: if `exchange` returns too few messages, or with `peers` a process is alone on its machine.

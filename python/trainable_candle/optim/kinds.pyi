@@ -351,7 +351,7 @@ class Prodigy(GroupedOptimizer):
 
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: Factor on the estimated step size, at least 0; 1 unless a schedule changes it. Groups may differ only by a factor of 0, with which a group's variables do not change.
+        lr: Factor on the estimated step size, at least 0; 1 unless a schedule changes it. It is the same in all groups, or 0 in some, whose variables then do not change.
         betas: Decay rates of the first and the second moment, each in [0, 1); a first rate of 0 keeps no first moment.
         beta3: Decay rate of the sums that give the estimate, in [0, 1); default: the square root of the second beta.
         eps: Above 0: eps times the estimate is added to the root of the second moment.
