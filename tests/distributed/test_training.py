@@ -105,7 +105,7 @@ def test_runs_with_streamed_blocks_equal_those_without(
     if not tc.cuda.is_available() or tc.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     found = []
-    for blocks in (0, 2):
+    for blocks in (0, 1):
         output = tmp_path / str(blocks)
         more = {"gpus": 2, "device": "cuda", "precision": "bf16", "stream_blocks": blocks}
         more |= {"gradient_checkpointing": "full", "base_precision": "same"}
