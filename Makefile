@@ -70,8 +70,9 @@ doc: ## Build the Rust documentation without a warning
 test-rust: $(VENV)/.tools ## Run the Rust tests, doctests and examples
 	cargo nextest run $(CARGO_SCOPE)
 	cargo test $(CARGO_SCOPE) --doc
+	cargo build $(CARGO_SCOPE) --examples
 	for example in $(basename $(notdir $(wildcard rust/trainable-candle/examples/*.rs))); do \
-		cargo run --release --locked --package trainable-candle --example $$example; \
+		$(CARGO_TARGET_DIR)/release/examples/$$example; \
 	done
 
 wheel: $(VENV)/.tools ## Build the sdist and, from it, the manylinux wheel, and install the wheel into .venv
