@@ -13,11 +13,8 @@ use candle_core::cuda_backend::cudarc::cublas::sys::{
 
 use super::copy::contiguous;
 use super::error::{check_blas, driver_error};
-use super::gemm_choice::is_worth_measuring;
-use super::gemm_lt::{alignment, run_faster};
 use super::gpu::Gpu;
 use super::launch::{Address, address, empty, same_device};
-use super::product_calls::{Arithmetic, Key};
 use super::profile::measured;
 use crate::cpu::gemm::batch::{Plan, check_result_dtype};
 use crate::product::{MatmulPrecision, float32_matmul_precision};
@@ -263,7 +260,7 @@ impl Call<'_> {
         let compute = compute_type(operands);
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(self.op, error))?;
         let name = || format!("gemm {count} x {m}x{k}x{n} {operands:?}");
-        let queue = |y: Address| {
+        let queue = || {
             // SAFETY: the plan stays within its operands and the result, which are of the types named; cuBLAS queues on
             // the device's stream.
             check_blas(unsafe {
@@ -294,30 +291,7 @@ impl Call<'_> {
                 )
             })
         };
-        let is_one = count == 1 && narrow == [1.0, 0.0] && i64::from(row) == i64::from(n);
-        if is_one && let Some(key) = self.key([a, b, y]).filter(is_worth_measuring) {
-            // SAFETY: as above; the key describes the same product in cuBLAS' order.
-            if unsafe { run_faster(self.op, self.gpu, key, [b, a, y], queue) }? {
-                return Ok(());
-            }
-        }
-        measured(self.gpu, name, || queue(y))
-    }
-
-    /// A product of half-precision matrices as cuBLASLt takes it, with operands and result at these addresses.
-    fn key(&self, [a, b, y]: [Address; 3]) -> Option<Key> {
-        let dtype = match self.types {
-            [Type::CUDA_R_16F, Type::CUDA_R_16F] => DType::F16,
-            [Type::CUDA_R_16BF, Type::CUDA_R_16BF] => DType::BF16,
-            _ => return None,
-        };
-        let operand = |matrix: Matrix| (matrix.operation == Operation::CUBLAS_OP_T, matrix.distance);
-        Some(Key {
-            arithmetic: Arithmetic::Half { dtype },
-            sizes: [self.plan.n, self.plan.m, self.plan.k],
-            operands: [operand(self.right), operand(self.left)],
-            alignments: [b, a, y].map(alignment),
-        })
+        measured(self.gpu, name, queue)
     }
 }
 

@@ -8,7 +8,6 @@ use candle_core::cuda_backend::cudarc::cublas::sys::cublasOperation_t::{CUBLAS_O
 use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
 
 use super::error::driver_error;
-use super::gemm_choice;
 use super::gpu::Gpu;
 use super::launch::Address;
 use super::product_calls::{Arithmetic, Call, DataType, Key, Layout, Owned};
@@ -16,8 +15,6 @@ use super::profile::measured;
 use crate::{Error, Result};
 
 const OP: &str = "linear";
-/// Algorithms that cuBLASLt is asked for where the fastest is measured; it knows about eight for a product.
-const ALGORITHMS: usize = 8;
 
 /// The largest power of two up to 256 that divides an address.
 pub(super) const fn alignment(address: Address) -> u32 {
@@ -41,73 +38,13 @@ pub(super) unsafe fn run(
     let mut known = gpu.product_calls().0.lock().unwrap_or_else(PoisonError::into_inner);
     let call = match known.entry(key) {
         Entry::Occupied(entry) => entry.into_mut(),
-        Entry::Vacant(entry) => entry.insert(choose(gpu, &key, addresses, bias)?),
+        Entry::Vacant(entry) => entry.insert(find(gpu, &key)?),
     };
     let Some(call) = call else { return Ok(false) };
     let [n, m, k] = key.sizes;
     let name = || format!("linear {m}x{k}x{n} {:?}", key.arithmetic.types()[0]);
-    measured(gpu, name, || queue(call, &call.algorithm, gpu, addresses, bias))?;
+    measured(gpu, name, || queue(call, gpu, addresses, bias))?;
     Ok(true)
-}
-
-/// Queue a product without a bias, if an algorithm of cuBLASLt computes it faster than `own`, which queues cuBLAS' own choice for the
-/// result at an address. Returns false if none does, or if it was not measured yet: while a graph is recorded, nothing is measured.
-///
-/// # Safety
-/// As for [`run`].
-pub(super) unsafe fn run_faster(
-    op: &'static str,
-    gpu: &Gpu,
-    key: Key,
-    addresses: [Address; 3],
-    own: impl Fn(Address) -> Result<()>,
-) -> Result<bool> {
-    gpu.stream().context().bind_to_thread().map_err(|error| driver_error(op, error))?;
-    let mut known = gpu.product_calls().0.lock().unwrap_or_else(PoisonError::into_inner);
-    let call = match known.entry(key) {
-        Entry::Occupied(entry) => entry.into_mut(),
-        Entry::Vacant(_) if !gemm_choice::can_measure() => return Ok(false),
-        Entry::Vacant(entry) => {
-            let found = find(gpu, &key, ALGORITHMS)?;
-            let faster = match &found {
-                Some((call, algorithms)) => measure(gpu, &key, call, algorithms, addresses, None, own)?,
-                None => None,
-            };
-            let with = |algorithm| found.map(|(call, _)| Call { algorithm, ..call });
-            entry.insert(faster.and_then(with))
-        }
-    };
-    let Some(call) = call else { return Ok(false) };
-    let [n, m, k] = key.sizes;
-    let name = || format!("gemm 1 x {m}x{k}x{n} {:?}", key.arithmetic.types()[0]);
-    measured(gpu, name, || queue(call, &call.algorithm, gpu, addresses, None))?;
-    Ok(true)
-}
-
-/// The call for a product: with the algorithm that cuBLASLt recommends first, or a faster one if that can be measured.
-fn choose(gpu: &Gpu, key: &Key, addresses: [Address; 3], bias: Option<Address>) -> Result<Option<Call>> {
-    let measures = gemm_choice::is_worth_measuring(key) && gemm_choice::can_measure();
-    let Some((call, algorithms)) = find(gpu, key, if measures { ALGORITHMS } else { 1 })? else { return Ok(None) };
-    let [a, b, _] = addresses;
-    let own = |y| queue(&call, &call.algorithm, gpu, [a, b, y], bias);
-    let faster = measure(gpu, key, &call, &algorithms[1..], addresses, bias, own)?;
-    Ok(Some(Call { algorithm: faster.unwrap_or(call.algorithm), ..call }))
-}
-
-/// The fastest of some algorithms, if it is faster than `own`.
-fn measure(
-    gpu: &Gpu,
-    key: &Key,
-    call: &Call,
-    algorithms: &[sys::cublasLtMatmulAlgo_t],
-    [a, b, _]: [Address; 3],
-    bias: Option<Address>,
-    own: impl Fn(Address) -> Result<()>,
-) -> Result<Option<sys::cublasLtMatmulAlgo_t>> {
-    if algorithms.is_empty() {
-        return Ok(None);
-    }
-    gemm_choice::fastest(gpu, key, algorithms, own, |algorithm, y| queue(call, algorithm, gpu, [a, b, y], bias))
 }
 
 fn check(outcome: std::result::Result<(), result::CublasError>) -> Result<()> {
@@ -119,9 +56,8 @@ fn failed(error: result::CublasError) -> Error {
     Error::device(OP, format!("cuBLASLt reports {:?}", error.0))
 }
 
-/// The call for a product, with the algorithm that cuBLASLt recommends first, and up to `count` algorithms in the order in which it
-/// recommends them. None if cuBLASLt does not support the product.
-fn find(gpu: &Gpu, key: &Key, count: usize) -> Result<Option<(Call, Vec<sys::cublasLtMatmulAlgo_t>)>> {
+/// The call for a product, with the algorithm that cuBLASLt recommends. None if cuBLASLt does not support the product.
+fn find(gpu: &Gpu, key: &Key) -> Result<Option<Call>> {
     let [operand, outcome] = key.arithmetic.types();
     let [m, n, k] = key.sizes.map(|size| size as u64);
     let layout = |kind: DataType, [rows, columns]: [u64; 2], distance: i64| -> Result<Layout> {
@@ -158,47 +94,17 @@ fn find(gpu: &Gpu, key: &Key, count: usize) -> Result<Option<(Call, Vec<sys::cub
     set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &y)?;
     set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &y)?;
     let [a, b, y] = layouts.each_ref().map(|layout| layout.0);
-    let mut found = Vec::<sys::cublasLtMatmulHeuristicResult_t>::with_capacity(count);
-    let mut number = 0;
-    // SAFETY: all descriptions are alive; there is room for `count` results, of which the first `number` are written.
-    let status = unsafe {
-        let to = found.as_mut_ptr();
-        let status = sys::cublasLtMatmulAlgoGetHeuristic(
-            handle(gpu),
-            description.0,
-            a,
-            b,
-            y,
-            y,
-            preference.0,
-            count as i32,
-            to,
-            &raw mut number,
-        );
-        found.set_len(if status == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS { number as usize } else { 0 });
-        status
-    };
-    let algorithms: Vec<_> = found.iter().map(|found| found.algo).collect();
-    match (status, algorithms.first()) {
-        (_, Some(&algorithm)) => {
-            let call = Call { arithmetic: key.arithmetic, description, layouts, algorithm };
-            Ok(Some((call, algorithms)))
-        }
-        (sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS | sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED, None) => {
-            Ok(None)
-        }
-        (status, None) => Err(failed(result::CublasError(status))),
+    // SAFETY: all descriptions are alive.
+    let found = unsafe { result::get_matmul_algo_heuristic(handle(gpu), description.0, a, b, y, y, preference.0) };
+    match found {
+        Ok(found) => Ok(Some(Call { arithmetic: key.arithmetic, description, layouts, algorithm: found.algo })),
+        Err(error) if error.0 == sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED => Ok(None),
+        Err(error) => Err(failed(error)),
     }
 }
 
 /// Queue a call for the addresses of the operands and the result, and of the bias if there is one.
-fn queue(
-    call: &Call,
-    algorithm: &sys::cublasLtMatmulAlgo_t,
-    gpu: &Gpu,
-    [a, b, y]: [Address; 3],
-    bias: Option<Address>,
-) -> Result<()> {
+fn queue(call: &Call, gpu: &Gpu, [a, b, y]: [Address; 3], bias: Option<Address>) -> Result<()> {
     if let Some(bias) = bias {
         let pointer = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
         set_description(&call.description, pointer, &bias)?;
@@ -227,7 +133,7 @@ fn queue(
             y_layout,
             y as *mut c_void,
             y_layout,
-            std::ptr::from_ref(algorithm),
+            &raw const call.algorithm,
             workspace as *mut c_void,
             workspace_size,
             gpu.stream().cu_stream().cast(),

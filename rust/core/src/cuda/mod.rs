@@ -18,7 +18,6 @@ pub mod exchange;
 mod gemm;
 mod gemm_batch;
 mod gemm_bias;
-mod gemm_choice;
 mod gemm_codes;
 mod gemm_lt;
 mod gpu;

@@ -19,8 +19,6 @@ pub(super) struct ProductCalls(pub(super) Mutex<FxHashMap<Key, Option<Call>>>);
 /// The types of the numbers that are multiplied, and of their sums.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Arithmetic {
-    /// Operands of a half-precision dtype.
-    Half { dtype: DType },
     /// Operands of one floating-point dtype, with a bias that is added as the result is written.
     Bias { dtype: DType, is_tf32: bool },
     /// 8-bit integers, with 32-bit sums.
@@ -43,8 +41,8 @@ impl Arithmetic {
     /// The types of the operands and of the result.
     pub(super) const fn types(self) -> [DataType; 2] {
         match self {
-            Self::Bias { dtype: DType::F16, .. } | Self::Half { dtype: DType::F16 } => [DataType::CUDA_R_16F; 2],
-            Self::Bias { dtype: DType::BF16, .. } | Self::Half { .. } => [DataType::CUDA_R_16BF; 2],
+            Self::Bias { dtype: DType::F16, .. } => [DataType::CUDA_R_16F; 2],
+            Self::Bias { dtype: DType::BF16, .. } => [DataType::CUDA_R_16BF; 2],
             Self::Bias { .. } => [DataType::CUDA_R_32F; 2],
             Self::Int8 => [DataType::CUDA_R_8I, DataType::CUDA_R_32I],
             Self::E4m3 => [DataType::CUDA_R_8F_E4M3, DataType::CUDA_R_32F],
@@ -56,7 +54,7 @@ impl Arithmetic {
         match self {
             Self::Bias { is_tf32: true, .. } => (Compute::CUBLAS_COMPUTE_32F_FAST_TF32, DataType::CUDA_R_32F),
             Self::Int8 => (Compute::CUBLAS_COMPUTE_32I, DataType::CUDA_R_32I),
-            Self::Half { .. } | Self::Bias { .. } | Self::E4m3 => (Compute::CUBLAS_COMPUTE_32F, DataType::CUDA_R_32F),
+            Self::Bias { .. } | Self::E4m3 => (Compute::CUBLAS_COMPUTE_32F, DataType::CUDA_R_32F),
         }
     }
 }

@@ -36,14 +36,14 @@ struct Profile {
 }
 
 /// An event of the device's stream.
-pub(super) struct Event(CUevent);
+struct Event(CUevent);
 
 // SAFETY: the driver's events may be used from any thread.
 unsafe impl Send for Event {}
 
 impl Event {
     /// Record an event after all work that is queued now.
-    pub(super) fn now(gpu: &Gpu) -> std::result::Result<Self, DriverError> {
+    fn now(gpu: &Gpu) -> std::result::Result<Self, DriverError> {
         gpu.stream().context().bind_to_thread()?;
         let event = Self(result::event::create(CUevent_flags::CU_EVENT_DEFAULT)?);
         // SAFETY: the event has just been made, in the stream's context.
@@ -52,7 +52,7 @@ impl Event {
     }
 
     /// Milliseconds from this event to a later event; both have completed.
-    pub(super) fn until(&self, end: &Self) -> std::result::Result<f64, DriverError> {
+    fn until(&self, end: &Self) -> std::result::Result<f64, DriverError> {
         // SAFETY: both events live, and are on one stream.
         unsafe { result::event::elapsed(self.0, end.0) }.map(f64::from)
     }
@@ -101,11 +101,6 @@ impl Gate {
 
 fn profile() -> MutexGuard<'static, Option<Profile>> {
     PROFILE.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Whether a profile is in progress.
-pub(super) fn is_on() -> bool {
-    IS_ON.load(Ordering::Relaxed)
 }
 
 /// Measure all launches on a device from now on, until [`finish`].
@@ -162,7 +157,7 @@ impl Profile {
 /// # Errors
 /// The errors of `queue`, and [`Error::Device`] if the driver reports an error.
 pub fn measured<T>(gpu: &Gpu, name: impl FnOnce() -> String, queue: impl FnOnce() -> Result<T>) -> Result<T> {
-    if !is_on() || capture::is_capturing() {
+    if !IS_ON.load(Ordering::Relaxed) || capture::is_capturing() {
         return queue();
     }
     let mut profile = profile();
