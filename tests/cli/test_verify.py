@@ -95,7 +95,7 @@ def test_alphas_that_diffusers_misreads(tmp_path: Path, capsys: pytest.CaptureFi
     assert "diffusers uses" not in capsys.readouterr().out
     tensors[f"{block}_attn1_to_k.alpha"] = tc.tensor(4.0)
     assert verified(tmp_path / "a.safetensors", tensors) == 0
-    assert "diffusers uses the alpha 1 for 1 projections" in capsys.readouterr().out
+    assert "alpha 1 for 1 attention projections" in capsys.readouterr().out
 
 
 def test_mistakes_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

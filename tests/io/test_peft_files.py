@@ -109,7 +109,7 @@ def test_a_dot_in_a_name_makes_no_file_of_a_folder(
     adapter = attach(unet, "lora")
     adapter.save(tmp_path / "x_v1.5", format="peft")
     assert (tmp_path / "x_v1.5" / "adapter_config.json").is_file()
-    with pytest.raises(tc.ArgumentError, match=r'x_v1\.5 is a folder; .* or the format "peft"'):
+    with pytest.raises(tc.ArgumentError, match=r'x_v1\.5 is a folder; .* or use the format "peft"'):
         adapter.save(tmp_path / "x_v1.5")
 
 
