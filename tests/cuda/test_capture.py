@@ -193,7 +193,7 @@ def test_functions_that_a_graph_cannot_repeat_are_rejected(cuda: Any) -> None:
     for name in ("item", "numpy", "tolist", "synchronize"):
         assert messages[name].startswith(f"{name}: values are not known inside a captured function")
     assert messages["to"].startswith("to_device: values are not known")
-    assert "copies a value from the CPU that the call before did not" in messages["value"]
+    assert "copies a value from the CPU that the previous call did not copy" in messages["value"]
     assert "seeds the random generator" in messages["seed"]
     assert "another thread captures a function" in messages["thread"]
 
