@@ -3,7 +3,7 @@
 //
 // A warp updates a block of 256 elements in registers. Each lane has four neighbouring elements of each half of the block, so that every
 // access is a whole 512-byte row of f32 or 128-byte row of codes. Multiplications are fused where the CUDA code of bitsandbytes fuses
-// them, and the reciprocal is computed as on the CPU. Parameters, codes and scales therefore equal those of the CPU bit for bit.
+// them, and quotients and roots are rounded as on the CPU. Parameters, codes and scales therefore equal those of the CPU bit for bit.
 #include "optim.cuh"
 
 using dynamic_map::Table;
@@ -77,17 +77,6 @@ struct BlockState {
     }
 };
 
-// 1 / x for a positive x, to within 2^-22: a first guess from the bits and two Newton steps of third order.
-static __device__ __forceinline__ float reciprocal(float x) {
-    float y = __uint_as_float(0x7ef311c7u - __float_as_uint(x));
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const float error = __fmaf_rn(-x, y, 1.0f);
-        y = __fmaf_rn(__fmaf_rn(error, error, error), y, y);
-    }
-    return y;
-}
-
 // The index of the first element of quad `q` of a lane. The lanes of a warp take the quads of a block in turn.
 static __device__ __forceinline__ uint32_t index_of(int q, uint32_t lane) { return (q * WARP + lane) * QUAD; }
 
@@ -125,7 +114,7 @@ struct AdamBlocks {
                 const float m_old = first.decode(tables.first, q, k), v_old = second.decode(tables.second, q, k);
                 const float m_new = __fmaf_rn(at.gain1, g, __fmul_rn(m_old, at.beta1));
                 const float v_new = __fmaf_rn(__fmul_rn(at.gain2, g), g, __fmul_rn(v_old, at.beta2));
-                const float ratio = __fmul_rn(m_new, reciprocal(__fadd_rn(__fsqrt_rn(v_new), at.eps)));
+                const float ratio = __fdiv_rn(m_new, __fadd_rn(__fsqrt_rn(v_new), at.eps));
                 const float p_new = __fmul_rn(__fmaf_rn(at.step_size, ratio, quads[q].params[k]), at.decay);
                 // False if the gradient is infinite or NaN, or its square is infinite.
                 const bool finite = v_new <= 3.402823466e38f;
