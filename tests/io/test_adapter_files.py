@@ -216,7 +216,10 @@ def test_untrained_layers_are_reported(unet: tc.models.SDXLUNet, tmp_path: Path)
             },
             "conv_in",
         ),
-        ({"unet.conv_in.alpha": (3,), "unet.conv_in.lora_A.weight": (2, 4, 3, 3)}, "one finite number"),
+        (
+            {"unet.conv_in.alpha": (3,), "unet.conv_in.lora_A.weight": (2, 4, 3, 3)},
+            "one finite number",
+        ),
     ],
 )
 def test_wrong_files_are_rejected(
