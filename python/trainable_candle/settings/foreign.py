@@ -121,7 +121,7 @@ _KOHYA: Final = {
     "save_state_on_train_end": _DEFAULT,
     "save_last_n_steps": _give("--keep-adapters, a number of files"),
     "save_last_n_epochs": _give("--keep-adapters, a number of files"),
-    "sample_at_first": "has no counterpart: give `trainable-candle sample` no --adapter",
+    "sample_at_first": _DEFAULT,
     "sample_sampler": _give("--sampler"),
     "training_comment": _NONE,
     "metadata_title": _give("--name"),
@@ -165,7 +165,8 @@ _AI_TOOLKIT: Final = {
     "--gradient-accumulation and as many times fewer --steps",
     "train.timestep_type": _LEVELS,
     "train.optimizer_params": _give("--optimizer-args name=value, or --weight-decay"),
-    "train.skip_first_sample": _DEFAULT,
+    "train.skip_first_sample": "has no counterpart: previews begin before the first step; "
+    "leave it out",
     "train.disable_sampling": f"is the default without --sample-prompts: {_LEAVE}",
     "model.arch": _give("--model"),
     "model.is_flux": _give("--model flux"),
