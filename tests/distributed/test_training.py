@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import trainable_candle as tc
+from trainable_candle.cli import main
+from trainable_candle.distributed.launch import LAUNCHER
 from trainable_candle.run import JSON_LOG
 from trainable_candle.train.logs import read_json_log, read_log
 from trainable_candle.train.state import checkpoints
@@ -63,6 +65,25 @@ def alone(
     result = run(training(digits_base, digits_folder, output, **more))
     assert result.returncode == 0, result.stderr
     return output
+
+
+def test_one_gpu_starts_one_process(
+    digits_base: Path, digits_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    def launch(arguments: list[str], gpus: list[int], **_: object) -> int:
+        started.append(gpus)
+        # What the process does that the launcher would start.
+        monkeypatch.setenv(LAUNCHER, str(reading))
+        return main(["train", *arguments])
+
+    reading, _ = os.pipe()  # open as long as the process, which watches it
+    monkeypatch.setattr("trainable_candle.cli.train.launch", launch)
+    command = training(digits_base, digits_folder, tmp_path / "run", gpus=1, device="cpu")
+    assert main(command[command.index("train") :]) == 0
+    assert started == [[0]]
+    assert (tmp_path / "run" / "adapter.safetensors").is_file()
 
 
 def test_two_processes_equal_one_with_twice_the_accumulation(

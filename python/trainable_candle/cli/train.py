@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainable_candle.cli.options import Parser, add_settings
-from trainable_candle.distributed.launch import chosen_gpus, follow_launcher, launch
+from trainable_candle.distributed.launch import chosen_gpus, follow_launcher, is_launched, launch
 from trainable_candle.distributed.world import from_environment
 from trainable_candle.errors import ConfigError
 from trainable_candle.outputs import CONFIG
@@ -33,7 +33,8 @@ def run(arguments: Sequence[str], program: str) -> int:
         return 0
     config = read_config(given)
     world = from_environment()
-    if config.gpus is not None and world is None:
+    # A single process of `launch` has no world either.
+    if config.gpus is not None and world is None and not is_launched():
         return _launch(config, arguments)
     follow_launcher()
 

@@ -209,6 +209,11 @@ class _Watch:
             print(f"  {line}", file=sys.stderr)
 
 
+def is_launched() -> bool:
+    """Whether `launch` has started this process."""
+    return LAUNCHER in os.environ
+
+
 def follow_launcher() -> None:
     """Send SIGTERM to this process when the launcher that started it has ended."""
     text = os.environ.get(LAUNCHER)
