@@ -21,7 +21,7 @@ def _names_gpus(config: Any) -> str | None:
     if len(set(numbers)) < len(numbers):
         return f"gpus: {text!r} names a GPU twice"
     if len(numbers) == 1 and int(text) < 1:
-        return f"gpus: found {text}, expected at least 1"
+        return f"gpus: found {text}, expected at least 1; GPU 0 alone is --device cuda:0"
     return None
 
 
