@@ -9,8 +9,8 @@ import pytest
 import trainable_candle as tc
 
 MIB = 1 << 20
-# The simulated device allocates its memory in this process, so VmRSS and VmHWM include it once
-# it is written.
+# The simulated device allocates its memory in this process, so VmRSS and VmHWM include the
+# device's memory that was written.
 LOAD = """
     from trainable_candle.models import SDXLUNet
 

@@ -37,7 +37,8 @@ def test_a_norm_adds_the_gradient_of_its_residual(cuda: Any) -> None:
     ):
         _, backward = launches(cuda, f"y = {norm}")
         assert backward[f"{name}_backward_bf16"] == 1
-        # A norm without a residual has the same additions, such as that into `x.grad`.
+        # Without the residual, the backward pass makes as many additions, such as the one into
+        # `x.grad`.
         _, without = launches(cuda, f"y = {norm.partition(' + ')[2]}")
         assert additions(backward) == additions(without), (backward, without)
 

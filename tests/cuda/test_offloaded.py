@@ -69,7 +69,7 @@ def test_copies_to_the_device_are_queued_before_the_work_they_run_beside(cuda: A
         assert any(earlier < i < later for i in work)
     side = calls[back[0]]["stream"]
     waits = [i for i, call in enumerate(calls) if call.kind == "wait" and call["stream"] != side]
-    # Between a copy and the wait for it, the model's next layer is recomputed.
+    # While the input of a layer is copied, the layer after it in the model is recomputed.
     for start in back[1:]:
         awaited = next(i for i in waits if i > start)
         assert any(start < i < awaited for i in work)

@@ -12,7 +12,7 @@ import trainable_candle as tc
 pytestmark = pytest.mark.gpu
 
 SHAPES = [(16, 300), (300, 16), (40, 8, 3, 3), (1, 5), (70, 65), (9,), (1,)]
-"""Wide and tall factors, a convolution, one row, both sides longer than a tile of Muon, vectors."""
+"""Wide and tall factors, a convolution, a row, a matrix with sides above Muon's tile, vectors."""
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "adafactor": [{"maximize": True, "weight_decay": 0.1}],

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 F = tc.nn.functional
 TOLERANCE = {"f32": 2e-5, "bf16": 2e-2, "f16": 3e-3}
-"""The largest errors, relative to the largest value."""
+"""The accepted errors by dtype, relative to the largest expected value."""
 
 
 def gradients(
@@ -28,7 +28,7 @@ def gradients(
 ) -> list[np.ndarray]:
     """The result of a function and the gradients of its arguments, computed in `dtype`.
 
-    The gradients are those of a weighted sum of the result. All arrays are converted to f64.
+    The gradients are those of a weighted sum of the result. The returned arrays are f64.
     """
     variables = [tc.Var(tc.tensor(a).to(dtype).to(device)) for a in arrays]
     result = function(*variables)

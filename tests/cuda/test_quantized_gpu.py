@@ -1,4 +1,4 @@
-"""Quantized weights on a GPU: values equal to the CPU's bit by bit, models near the CPU's."""
+"""Quantized weights on a GPU: values equal the CPU's bit by bit; results of models are near."""
 
 from pathlib import Path
 

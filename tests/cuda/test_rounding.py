@@ -72,7 +72,7 @@ def test_a_step_is_one_launch_without_master_values(
     else:
         for kernel, times in KERNELS[optimizer].items():
             assert launches[kernel] == times, launches
-        # Nothing is in f32, such as a step of master values or the copy of one.
+        # No kernel steps master values in f32 or copies them.
         assert not any("_f32" in name for name in launches), launches
 
 
@@ -115,7 +115,8 @@ def train_adapter(
             tc.manual_seed(8)
             parameters, optimizer, step = started(held)
             if captured:
-                # The record of the step precedes the states that its replays continue from.
+                # Run the captured function once before the states are loaded, and then restore the
+                # parameters: the record and its replays must use the loaded states.
                 step(batches[0].to(device))
                 for var, value in zip(parameters, held, strict=True):
                     var.set(tc.tensor(value, dtype="bf16", device=device))
@@ -176,6 +177,6 @@ def test_small_updates_take_effect_on_average() -> None:
         var.grad = tc.ones(count, dtype="bf16", device="cuda")
         optimizer.step()
     mean = var.detach().to("f64").mean().item()
-    # Errors of a step have a deviation of at most half of 2⁻⁸, the distance of bf16 numbers
-    # below 1; six deviations of the mean.
+    # bf16 numbers just below 1 are 2⁻⁸ apart, so the error of a step has a standard deviation of at
+    # most 2⁻⁹. The tolerance is six standard deviations of the mean.
     assert abs(mean - (1 - steps * update)) < 6 * 2.0**-9 * (steps / count) ** 0.5

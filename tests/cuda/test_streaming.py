@@ -48,7 +48,7 @@ STEP = f"""
 
 
 def copies(run: Any) -> list[Any]:
-    """The copies from pinned memory on the stream that only copies."""
+    """The copies from the host on the stream that only copies."""
     found = [call for call in run.of("copy") if call["kind"] == "cuMemcpyHtoDAsync"]
     side = max((call["stream"] for call in found), key=int)
     return [call for call in found if call["stream"] == side]
@@ -176,7 +176,7 @@ def test_streamed_blocks_take_two_slots_of_the_device(cuda: Any) -> None:
 
 
 PIECE = 8 << 20
-"""Bytes of a piece of the ring of pinned memory through which a stream's copies go."""
+"""The bytes in a piece of the ring of pinned memory that pageable weights are copied through."""
 
 
 @pytest.mark.parametrize("limited", ["driver", "setting"])
@@ -184,7 +184,8 @@ PIECE = 8 << 20
 def test_without_pinned_memory_blocks_are_copied_through_a_ring(
     cuda: Any, quantize: str | None, limited: str
 ) -> None:
-    # The driver gives a piece for other copies and 64 KiB, or the setting leaves blocks nothing.
+    # With "driver", the driver pins one piece, which other copies take, and 64 KiB more. With
+    # "setting", the limit of pinned memory for blocks is 0.
     settings = {"PINNED": str(PIECE + (64 << 10))} if limited == "driver" else {}
     start = "" if settings else "import os\n    os.environ['TRAINABLE_CANDLE_PINNED_BYTES'] = '0'"
     run = cuda.run(
@@ -207,7 +208,8 @@ def test_without_pinned_memory_blocks_are_copied_through_a_ring(
     assert set(refused) <= {"pinned-memory"}
     second = run.after("second")
     found = copies(second)
-    # As with pinned memory: see above. A part may be cut where a piece of the ring ends.
+    # Blocks are copied as often as from pinned memory; the first test of this file explains the
+    # counts. A part that does not fit in the rest of a piece needs several copies.
     parts = 1 if quantize is None else 2
     assert len(found) >= parts * (2 * (COUNT - 2) + COUNT)
     # Without any piece, the driver copies from pageable memory in its own way.
@@ -237,7 +239,7 @@ def test_graphs_cannot_copy_from_memory_that_is_not_pinned(cuda: Any) -> None:
     for _ in range(4):
         graphs(dict(zip(names, inputs)), True)
     mark("loaded")
-    # Other functions are recorded while a job of the thread may be under way.
+    # Another function can be recorded while the thread that copies pageable memory works.
     plain = tc.cuda.capture(lambda x: x * 2, inputs[:1])
     for _ in range(4):
         step(*inputs)

@@ -88,7 +88,7 @@ def test_other_policies_stream_too(gpu: str, policy: str) -> None:
 
 
 def test_blocks_without_pinned_memory_compute_the_same(gpu: str) -> None:
-    # In a process of its own, which reads its limit of pinned memory once.
+    # A process reads its limit of pinned memory once, so each limit needs a new process.
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})

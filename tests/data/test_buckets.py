@@ -16,7 +16,7 @@ def buckets(**settings: Any) -> Buckets:
 
 
 def test_the_buckets_of_sdxl() -> None:
-    # Sizes that the SDXL report lists (arXiv 2307.01952, appendix I): those with sides from 512 on.
+    # The sizes in the SDXL report (arXiv 2307.01952, appendix I) whose sides are at least 512.
     listed = [
         (512, 2048), (512, 1984), (512, 1920), (512, 1856), (576, 1792), (576, 1728), (576, 1664),
         (640, 1600), (640, 1536), (704, 1472), (704, 1408), (768, 1344), (832, 1216),

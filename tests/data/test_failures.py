@@ -32,13 +32,13 @@ def load(folder: Path) -> Dataset:
 
 
 def encode(pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
-    """Make features of 128 KiB from the pixels of each image, which has 64x64 px."""
+    """Make features of 128 KiB from each image of 64x64 px."""
     large = np.repeat(pixels.reshape(len(pixels), 1, -1).astype(np.float32), 3, 1)[:, :, :10922]
     return {"x": tc.tensor(np.ascontiguousarray(large))}
 
 
 def expect_whole(folder: Path, data: Dataset, found: int) -> None:
-    """Assert that the cache has `found` whole entries and no others. Another run makes the rest."""
+    """Assert that the cache has `found` entries, all whole, and that another run makes the rest."""
     assert len(list(folder.rglob("*.safetensors"))) == found
     assert list(folder.rglob("*.partial")) == []
     cache = LatentCache(data, encode, DISK, {}, folder=folder)

@@ -1,4 +1,4 @@
-"""The filling of caches: the memory and the batches that it takes, and what failures leave."""
+"""How caches are filled: memory, batches of the encoder, and entries that remain after failures."""
 
 import threading
 import weakref

@@ -22,7 +22,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the hashed files: each comes once for each of its chunks."""
+    """The file names of the hashed chunks: a file with two chunks occurs twice."""
     chunk, names = identity._chunk, []
 
     def counted(name: str, start: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Different settings, versions or files end a run at its start, different parameters later."""
+"""Processes compare settings, versions and files at the start of a run, and parameters later."""
 
 import shutil
 import subprocess

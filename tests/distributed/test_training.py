@@ -74,11 +74,12 @@ def test_one_gpu_starts_one_process(
 
     def launch(arguments: list[str], gpus: list[int], **_: object) -> int:
         started.append(gpus)
-        # What the process does that the launcher would start.
+        # Train in this process instead of one that the launcher starts.
         monkeypatch.setenv(LAUNCHER, str(reading))
         return main(["train", *arguments])
 
-    reading, _ = os.pipe()  # open as long as the process, which watches it
+    # A process that a launcher started ends when the launcher closes a pipe. This pipe stays open.
+    reading, _ = os.pipe()
     monkeypatch.setattr("trainable_candle.cli.train.launch", launch)
     command = training(digits_base, digits_folder, tmp_path / "run", gpus=1, device="cpu")
     assert main(command[command.index("train") :]) == 0
@@ -97,7 +98,9 @@ def test_two_processes_equal_one_with_twice_the_accumulation(
     np.testing.assert_allclose(
         losses(output), losses(alone), rtol=1e-6 if device == "cpu" else 1e-4
     )
-    if device != "cpu":  # Adam's first steps are signs: the last bit of a small gradient counts.
+    if device != "cpu":
+        # Adam's first steps depend only on the signs of gradients, and rounding can change the sign
+        # of a gradient near 0.
         return
     found = tc.load_file(output / "adapter.safetensors")
     for name, expected in tc.load_file(alone / "adapter.safetensors").items():

@@ -1,4 +1,4 @@
-"""Adapters of language models, exported for other programs: those compute the same results."""
+"""Other programs compute the same results with exported adapters of language models."""
 
 import json
 import shutil
@@ -232,7 +232,7 @@ def into_shards(weights: Path) -> None:
 def test_changes_lost_to_rounding_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A change far below the steps of bf16 leaves most weights as they were."""
+    """Changes far below the distance between bf16 numbers leave most weights as they were."""
     weights = tmp_path / "base"
     CausalLM.from_pretrained(GOLDEN / "llm" / "qwen2", dtype="bf16").save_pretrained(weights)
     make_adapter(weights, tmp_path / "a.safetensors", lora_alpha=1e-4)

@@ -131,7 +131,7 @@ def mutated_tensors(rng: random.Random, seed: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Reader:
-    """A function that reads a file: it gets the path.
+    """A function that gets the path of a file and reads it.
 
     `change` damages one of the valid `seeds`; `beside` has other files for the same folder.
     """
@@ -157,7 +157,7 @@ def pictures() -> dict[str, list[bytes]]:
 
 
 def unigrams() -> tuple[bytes, bytes, bytes]:
-    """T5's first 60 tokens as tokenizer.json, as spiece.model, and as one with a normalizer."""
+    """T5's first 60 tokens as tokenizer.json, and as spiece.model without and with a normalizer."""
     path = files("trainable_candle.text") / "assets" / "t5_spiece.model.gz"
     whole = gzip.decompress(path.read_bytes())
     model = sentencepiece.parse(whole)

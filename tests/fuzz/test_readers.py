@@ -1,4 +1,4 @@
-"""A few damaged files for each reader; `run.py` makes as many as wanted."""
+"""A few damaged files for each reader; `run.py --cases` makes more."""
 
 import subprocess
 import sys

@@ -155,7 +155,8 @@ def test_files_of_other_forms(tmp_path: Path) -> None:
     ids = case_of("qwen3")["input_ids"]
     expected = model_of("qwen3")(ids).numpy()
     tensors = tc.load_file(GOLDEN / "qwen3" / "model.safetensors")
-    # Files may have a copy of the tied head, rotary frequencies, names without prefix, and shards.
+    # Files may be shards, omit the prefix of names, and have rotary frequencies and a copy of the
+    # tied head.
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
     names = {key: key.removeprefix("model.") for key in tensors}
     shards = {"model-00001-of-00002.safetensors": {}, "model-00002-of-00002.safetensors": {}}

@@ -169,7 +169,7 @@ def test_transformers_reads_the_same_model(family: str, tmp_path: Path) -> None:
 
 
 def tiny(path: Path, **changes: Fact | None) -> Path:
-    """A file with two tensors and a one-layer Llama's metadata, of which `changes` replace some."""
+    """A file with two tensors and the metadata of a one-layer Llama; `changes` replaces entries."""
     facts: dict[str, Fact] = {
         "general.architecture": "llama", "llama.block_count": 1, "llama.context_length": 64,
         "llama.embedding_length": 32, "llama.feed_forward_length": 32,

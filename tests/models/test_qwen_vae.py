@@ -25,7 +25,7 @@ def of_an_image(tensor: tc.Tensor) -> np.ndarray:
     values = tensor.to("f32").numpy()
     if values.ndim == 5:
         return values[:, :, -1]
-    # Scales of norms and projections of attention, which are 1x1 convolutions, have sizes of 1.
+    # Scales of norms and the 1x1 convolutions of attention have trailing dimensions of size 1.
     return values.squeeze() if values.ndim > 1 and values.shape[-1] == 1 else values
 
 
@@ -81,7 +81,8 @@ def test_checkpointed_gradient_is_the_same_bit_for_bit(policy: str) -> None:
     assert gradient() == plain
 
 
-# ComfyUI's files have Wan's names. These are as in diffusers 0.42, `convert_wan_vae_to_diffusers`.
+# Some of Wan's names, which ComfyUI's files have, and diffusers' names for them. diffusers 0.42 has
+# this map in `convert_wan_vae_to_diffusers`.
 WAN = {
     "encoder.conv1.weight": "encoder.conv_in.weight",
     "encoder.downsamples.0.residual.0.gamma": "encoder.down_blocks.0.norm1.gamma",

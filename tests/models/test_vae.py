@@ -24,7 +24,7 @@ def on(sdxl: Path, device: str) -> tuple[AutoencoderKL, dict[str, tc.Tensor]]:
 
 
 def assert_close(found: tc.Tensor, expected: tc.Tensor) -> None:
-    """On a GPU, products keep 16 bits of each factor (docs/decisions.md), more than TF32 does."""
+    """The tolerance is wider on a GPU: products keep 16 bits of each factor (docs/decisions.md)."""
     if found.device == "cpu":
         assert_near(found, expected)
     else:

@@ -33,7 +33,7 @@ def defined(
     """Rounded values, and the gradients of values and factors: equations 1 to 3 of the paper.
 
     The paper's codes are integers, and values up to half a step beyond the last code get a
-    gradient. Here the same holds for other codes, whose last step is that between their last two.
+    gradient. For codes that are not integers, this step is the distance between the last two.
     """
     codes = CODES[format]
     x = values.astype(np.float64).reshape(-1, GROUPS[format])

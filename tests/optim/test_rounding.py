@@ -123,7 +123,7 @@ def test_an_adapter_in_bf16_starts_as_the_identity_and_trains(
     tc.manual_seed(0)
     fresh = tc.models.DigitsTransformer(num_layers=1)
     for var in fresh.named_parameters().values():
-        # Among others the last layer starts as zeros, which no rotation changes.
+        # The last layer and some others start as zeros, and no rotation changes zeros.
         var.set(var.detach() + tc.randn(var.shape) * 0.05)
     fresh.save_pretrained(tmp_path)
     model = tc.models.DigitsTransformer.from_pretrained(tmp_path, dtype=precision)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment(folder: Path, said: str | None) -> dict[str, str]:
-    """Environment variables: `nvidia-smi` prints `said`, or does not exist if `said` is None."""
+    """Variables with a PATH where `nvidia-smi` prints `said`, or is missing if `said` is None."""
     tools = folder / "bin"
     tools.mkdir()
     for name in ("bash", "sh", "awk", "make", "sed", "find", "env", "cat", "dirname", "python3"):

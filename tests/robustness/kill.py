@@ -35,7 +35,7 @@ ADAPTER = "adapter.safetensors"
 
 
 def child(folder: str, last: int, arguments: list[str]) -> None:
-    """Train; kill this process at event number `last`, or at the end print the number of events."""
+    """Train, and print the number of events at the end. Event number `last` kills this process."""
     lock, count = threading.Lock(), [0]
 
     def hook(event: str, given: tuple[Any, ...]) -> None:

@@ -154,7 +154,8 @@ def test_processes_share_the_memory_of_their_machine(monkeypatch: pytest.MonkeyP
 
 def test_what_processes_share_counts_once_on_their_machine(flux: Model) -> None:
     there = budget(12, "RTX 4090")
-    # The policy "offload" would also keep inputs of blocks in host memory, which are not shared.
+    # The policy "offload" would also keep the inputs of blocks in host memory, and each process has
+    # inputs of its own.
     given = {"gradient_checkpointing": "full"}
     plan = flux.plan(there, **given)
     need = plan.estimate.host
@@ -194,7 +195,7 @@ def test_slices_for_peers_take_memory_of_each_gpu(flux: Model) -> None:
         )
         plan = flux.plan(there, **given)
         assert plan.estimate.phases["training"][-1].bytes == math.ceil(streamed / count)
-        # Captions and images are encoded before the model is loaded, so without a slice.
+        # Captions and images are encoded before the model is loaded, so no slice takes memory then.
         for phase in ("encoding captions", "encoding images"):
             assert plan.estimate.phases[phase] == host.estimate.phases[phase]
         assert plan.estimate.phases["training"][:-1] == host.estimate.phases["training"]

@@ -75,7 +75,7 @@ def test_a_setting_without_effect_is_rejected(settings: dict[str, Any], message:
 )
 def test_a_setting_with_effect_is_accepted(settings: dict[str, Any]) -> None:
     check_settings(TrainConfig(**settings))
-    # The configuration file of a run also gives the settings that have default values.
+    # A run's configuration file also gives the settings with default values. They must be accepted.
     check_settings(TrainConfig.from_mapping(vars(TrainConfig(**settings))))
 
 

@@ -53,7 +53,7 @@ def test_epochs_are_as_many_steps_as_their_batches(config: TrainConfig) -> None:
     given = config.with_(steps=TrainConfig.steps, epochs=3, batch_size=4, gradient_accumulation=2)
     run = train_adapter(given, progress=False, report=lines.append)
     pictures = len(list(Path(config.dataset).glob("*.png")))
-    # The last items of an epoch, if they do not fill a batch, are batched with the next epoch's.
+    # If the last items of an epoch do not fill a batch, items of the next epoch complete the batch.
     assert run.step == math.ceil(3 * pictures // 4 / 2)
     assert f"epochs: 3 of {pictures} images: {run.step} steps" in lines
     assert read_log(Path(config.output) / LOG)[-1]["step"] == str(run.step)

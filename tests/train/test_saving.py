@@ -249,7 +249,8 @@ def test_a_save_that_is_killed_leaves_the_old_or_the_new_checkpoint(tmp_path: Pa
     assert int(lines[-2].split()[1]) > 12
 
 
-# The run is killed at the audit event of a given number in its thread for checkpoints.
+# Counts the audit events in the thread that writes checkpoints. The event of a given number kills
+# the run.
 KILLED = """
 import os, signal, sys, threading
 left = int(sys.argv[2])

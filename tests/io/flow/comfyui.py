@@ -1,4 +1,4 @@
-"""An implementation of how ComfyUI applies an adapter file, from its key map and formulas.
+"""How ComfyUI applies an adapter file, written after ComfyUI's key map and formulas.
 
 ComfyUI's models have the original names, and one matrix for queries, keys and values. ComfyUI's map
 of names (`lora.py`) lists the original names under `diffusion_model.` and, with underscores, under

@@ -56,7 +56,8 @@ def test_saved_adapters_load_unchanged(
     found = merged(model)
     for name, values in expected.items():
         np.testing.assert_allclose(found[name], values, atol=1e-5, err_msg=name)
-    # A new adapter of the same configuration fits the ranks and alphas of the file, so it loads.
+    # A new adapter of the same configuration has the ranks and alphas of the file, so it can load
+    # the file.
     model.remove_adapter()
     fresh = model.add_adapter(tc.LoraConfig(**KINDS[kind]))
     fresh.load(path)
