@@ -142,12 +142,12 @@ impl Patch {
         self.size[1] * self.channels
     }
 
-    /// Elements of the copy between what neighbouring positions of a target line read.
+    /// Distance in the copy between the elements that neighbouring positions of a target line read at the same place.
     pub fn column_step(&self) -> usize {
         self.step[1] * self.channels
     }
 
-    /// Elements of the copy between what neighbouring lines of the target read.
+    /// Distance in the copy between the elements that neighbouring lines of the target read at the same place.
     pub fn line_step(&self) -> usize {
         self.step[0] * self.line_len()
     }
