@@ -42,7 +42,7 @@ pub fn ternary<F: Ternary + Sync>(a: &Raw, b: &Raw, c: &Raw, f: F) -> Result<Raw
     )
 }
 
-/// Defines functions that call the function of the same name for the device of `x`: in [`cpu`], or in `cuda`.
+/// Defines functions that call the function of the same name in [`cpu`] or in `cuda`, depending on the device of `x`.
 macro_rules! functions {
     ($($name:ident(x $(, $argument:ident: $type:ty)*) -> $result:ty;)*) => {$(
         #[doc = concat!("As [`cpu::", stringify!($name), "`].")]
@@ -71,7 +71,7 @@ functions! {
     lerp_in_place(x, source: &Raw, weight: &Raw) -> ();
 }
 
-/// The device of work on some tensors: CUDA if one of them is on CUDA.
+/// The device of an operation on `tensors`: the device of the first tensor on CUDA, otherwise the CPU.
 #[cfg(feature = "cuda")]
 fn device_of<'a>(mut tensors: impl Iterator<Item = &'a Raw>) -> &'a Device {
     tensors.find(|tensor| tensor.device().is_cuda()).map_or(&Device::Cpu, |tensor| tensor.device())

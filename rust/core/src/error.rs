@@ -5,8 +5,8 @@ use std::path::PathBuf;
 /// A result whose error is [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Everything that can go wrong. A message starts with the operation, says what was found and what was
-/// expected and, where the caller can act, what to do.
+/// Everything that can go wrong. A message starts with the operation or the file, if there is one. It says what was
+/// found and what was expected and, where the caller can act, what to do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

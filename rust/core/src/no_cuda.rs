@@ -61,7 +61,7 @@ pub fn device_name(device: &Device) -> Result<String> {
     no_device("device_name", device)
 }
 
-/// Return the memory that is kept for reuse to the device.
+/// Release cached memory to other processes.
 ///
 /// # Errors
 /// [`Error::Device`].
@@ -147,7 +147,7 @@ pub mod peers {
     use crate::device::Link;
     use crate::{Raw, Result};
 
-    /// The place of a device on the bus.
+    /// The address of a device on the PCI bus.
     ///
     /// # Errors
     /// [`Error::Device`](crate::Error::Device): this build has no CUDA device.
@@ -155,7 +155,7 @@ pub mod peers {
         super::no_device("bus_id", device)
     }
 
-    /// How a device reads the memory of the device at a place on the bus.
+    /// How a device reads the memory of the device with an address on the PCI bus.
     ///
     /// # Errors
     /// As [`bus_id`].

@@ -39,8 +39,8 @@ impl KeptInputs {
     pub(super) fn new(inputs: &[&Tensor], policy: Policy) -> Result<Self> {
         // An inner checkpoint keeps no inputs: the outer checkpoint recomputes them.
         let offloads = policy == Policy::Offloaded && !flags().recording();
-        // The outer checkpoint saves these inputs. Its operation that made the last of them is then not the one that ends
-        // its recomputation.
+        // Count this checkpoint as an operation of the outer checkpoint, which saves these inputs. Otherwise the outer
+        // recomputation would end in the operation that computes the last input, and would not need its result.
         begin_operation();
         let mut parts = Vec::new();
         let mut placed = Vec::with_capacity(inputs.len());

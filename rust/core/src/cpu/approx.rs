@@ -98,7 +98,7 @@ pub(super) fn tanh(x: f32) -> f32 {
 pub(super) fn normal_cdf(x: f32) -> f32 {
     // Beyond this bound the result is 0 or 1 to within 2e-8.
     const END: f32 = 5.5;
-    // x² on [-1, 1], where the coefficients are small and nothing cancels.
+    // Map x² to [-1, 1], where a polynomial has small coefficients and terms do not cancel.
     let t = (x * x).mul_add(2.0 / (END * END), -1.0);
     let p = polynomial(
         t,

@@ -253,7 +253,7 @@ fn default_num_threads() -> usize {
 }
 
 /// The pool, or `None` if its threads cannot be started or another thread is changing the pool; the calling thread then
-/// does the work alone. Never waits for the lock: if another thread held it when this process was forked, it is never
+/// does the work alone. Never waits for the lock: a lock that another thread held when this process was forked is never
 /// released.
 fn pool() -> Option<Arc<rayon::ThreadPool>> {
     let here = |slot: &Option<Threads>| slot.as_ref().and_then(Threads::here);

@@ -193,7 +193,7 @@ impl Communicator {
         })
     }
 
-    /// Wait until all that is queued on the GPU is done.
+    /// Wait until all work that is queued on the GPU is done.
     ///
     /// # Errors
     /// [`Error::Device`] if it is not done within `limit`, [`stop`](Self::stop) was called, or NCCL or the driver

@@ -20,7 +20,10 @@ pub(super) fn driver_error(op: &'static str, error: DriverError) -> Error {
         };
     }
     if error.0 == CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED {
-        return Error::device(op, "this cannot be a part of a captured function; do it before or after the call");
+        return Error::device(
+            op,
+            "a captured function cannot contain this operation; run the operation before or after the function",
+        );
     }
     Error::device(op, format!("the NVIDIA driver reports: {error}"))
 }

@@ -58,9 +58,9 @@ fn check_apart(op: &'static str, dst: &Raw, a: &Raw, b: &Raw) -> Result<()> {
     Ok(())
 }
 
-/// As [`cpu::write_products`](crate::cpu::write_products). Large low-rank products that are added have kernels of their
-/// own. Of the others, adjacent matrices are joined into one product, and evenly
-/// spaced products of one shape are one batch.
+/// As [`cpu::write_products`](crate::cpu::write_products). Large low-rank products that are added to `dst` have kernels
+/// of their own. Other products of one shape are computed as one product if their matrices are adjacent, and as one
+/// batch if their matrices are evenly spaced.
 pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Result<()> {
     const OP: &str = "write_products";
     let beta = f64::from(u8::from(accumulate));

@@ -46,8 +46,8 @@ impl Key {
     fn of(product: &Product) -> Result<Option<Self>> {
         let Product { a, b, alpha, to } = product;
         let plan = Plan::of(OP, a, b)?;
-        // cuBLAS has no access to the addresses of a batch when it chooses a kernel, and assumes the widest access that
-        // the sizes allow. So the addresses must be aligned.
+        // cuBLAS chooses a kernel without the addresses of a batch, and assumes that the addresses are aligned for the
+        // widest access that the sizes allow.
         let is_aligned = |tensor: &Raw| Ok::<_, Error>(address(OP, tensor)?.is_multiple_of(ALIGNMENT));
         let mut aligned = is_aligned(a)? && is_aligned(b)?;
         let (result, accumulates) = match to {
@@ -118,7 +118,7 @@ pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
     Ok(results.into_iter().flatten().collect())
 }
 
-/// Splits a group into the products of one call, no two of which add to the same tensor, and the rest.
+/// Splits a group into the products of one call and the rest. No two products of the call add to the same tensor.
 fn distinct(work: &[Product], group: &[usize]) -> Result<(Vec<usize>, Vec<usize>)> {
     let (mut batch, mut rest) = (Vec::new(), Vec::new());
     let mut sums: FxHashSet<Address> = FxHashSet::default();

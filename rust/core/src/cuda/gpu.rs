@@ -182,7 +182,7 @@ impl Gpu {
         self.copies.get_or_make(&self.stream)
     }
 
-    /// The same stream, if it was made.
+    /// The stream of [`copies`](Self::copies), if it was made.
     pub(super) fn known_copies(&self) -> Option<&'static Copies> {
         self.copies.get()
     }

@@ -62,8 +62,8 @@ impl Shape {
         Self { grid: [blocks as u32, 1, 1], block: [256, 1, 1], shared: 0 }
     }
 
-    /// A team of threads for each row of `len` elements; the team holds the row in registers, as `include/rows.cuh`
-    /// requires.
+    /// A team of threads for each row of `len` elements, as `include/rows.cuh` requires. The team holds the row in
+    /// registers, unless the row is too long.
     pub fn rows(rows: usize, len: usize, dtype: DType) -> Self {
         Self::teams(rows, len, 4, dtype)
     }
@@ -274,7 +274,7 @@ pub fn wide(dtype: DType) -> usize {
     16 / dtype.size_in_bytes()
 }
 
-/// The dtype in which kernels compute with tensors of `dtype`, and of the statistics that they store.
+/// The dtype in which kernels compute with tensors of `dtype`, and in which they store statistics.
 pub const fn accumulator(dtype: DType) -> DType {
     if matches!(dtype, DType::F64) { DType::F64 } else { DType::F32 }
 }

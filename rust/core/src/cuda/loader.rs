@@ -20,11 +20,13 @@ pub(super) struct Loaded {
     pub(super) name: Arc<str>,
     /// The names of its pointer arguments, and the elements to which they point.
     pub(super) pointers: &'static [(&'static str, Element)],
-    /// Whether it can be launched while the kernel before it runs: whether its code waits for that (`cuda/include/follow.cuh`).
+    /// Whether the kernel may be launched while the kernel before it runs, because its code waits for the end of that
+    /// kernel (`cuda/include/follow.cuh`).
     pub(super) overlaps: bool,
 }
 
-/// The lowest architecture whose code waits, as `__CUDA_ARCH__` / 10. A newer GPU may run older code.
+/// Code that is compiled for this architecture (`__CUDA_ARCH__` / 10) or a later one waits for the kernel before it. A
+/// newer GPU may run code that is compiled for an older architecture.
 const WAITS: i32 = 90;
 
 /// The modules and functions of a device that were found so far.

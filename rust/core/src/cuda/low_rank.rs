@@ -29,12 +29,12 @@ const STEP: usize = 32;
 /// Addresses and distances between rows must be multiples of this, in bytes.
 const ALIGNMENT: usize = 16;
 
-/// The ranks of a tile, and the most tiles of a launch of `low_rank_add`.
+/// The number of ranks in a tile, and the most tiles of a launch of `low_rank_add`.
 const TILE: usize = 16;
 const MOST_TILES: usize = 4;
-/// Rows and columns of its blocks.
+/// Rows and columns of the blocks of `low_rank_add`.
 const ADD_BLOCK: [usize; 2] = [128, 256];
-/// The fewest elements of all dst together for which its launches take less time than cuBLAS, which may join products.
+/// The fewest elements of all dst together for which launches of `low_rank_add` take less time than cuBLAS, which may join products.
 const LEAST_ADDED: usize = 4 << 20;
 
 /// The layout of the factors `down` and `up` in memory.
@@ -101,8 +101,8 @@ pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]
     Ok(true)
 }
 
-/// Adds `alpha` a b to dst for each [dst, a, b], whose sizes fit, if they are large low-rank products. Returns false, without an
-/// effect, if the kernels do not support them.
+/// Adds `alpha` a b to dst for each [dst, a, b] if the products are large and of low rank. The caller has checked the sizes. Returns false,
+/// without an effect, if the kernels do not support them.
 ///
 /// # Errors
 /// [`Error::Device`](crate::Error::Device) if the driver reports an error.
@@ -162,7 +162,7 @@ impl<'a> Addition<'a> {
         Ok(Some(Self { dst, at, direction, sizes, tiles: (0..rank / TILE).map(tile).collect() }))
     }
 
-    /// Whether one launch can compute both.
+    /// Whether one launch can compute this addition and `other`.
     fn takes(&self, other: &Self) -> bool {
         self.at == other.at
             && self.direction == other.direction

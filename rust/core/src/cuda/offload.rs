@@ -3,7 +3,8 @@
 //! All copies to and from this memory are queued in one stream (see `copies.rs`) and run in its order, so a buffer can
 //! be reused without waiting. Buffers stay allocated for the next step: as many as tensors were ever offloaded at the
 //! same time. Graphs share buffers that eager work does not use, because a replay writes to its buffers and would
-//! overwrite values of eager work. A replay writes each buffer before it reads it, so graphs can share.
+//! overwrite values of eager work. A replay writes each buffer before it reads the buffer, so several graphs can use
+//! the same buffers.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};

@@ -1,4 +1,4 @@
-//! [`Shards`]: memory on the devices of several processes that each of the processes reads.
+//! [`Shards`]: memory on the devices of several processes. Each of the processes reads the memory of all.
 //!
 //! The driver does not allow a process to free memory that another one has mapped. So the processes share a ledger in the
 //! memory of the host, in which each records that it has ended its mappings. A shard that others still map waits in

@@ -34,7 +34,7 @@ static LIMIT: LazyLock<usize> = LazyLock::new(|| {
     given.and_then(|text| text.parse().ok()).unwrap_or(usize::MAX)
 });
 
-/// The bytes that they take.
+/// The bytes of pinned memory that the streamed weights of this process take now.
 static TAKEN: AtomicUsize = AtomicUsize::new(0);
 
 /// What a copy reads.
@@ -92,8 +92,8 @@ impl Copier {
         self.copies.epoch()
     }
 
-    /// Allocate host memory: pinned memory, unless [`start_staging`](Self::start_staging) was called, or other weights
-    /// that are streamed to the device have found too little of it.
+    /// Allocate host memory. It is pageable if [`start_staging`](Self::start_staging) was called, or if other weights
+    /// that are streamed to the device are in pageable memory; otherwise it is pinned.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the system gives no more pinned memory.
@@ -134,7 +134,7 @@ impl Copier {
     /// Allocate pageable memory from now on. A thread copies it through a small ring of pinned memory.
     ///
     /// # Errors
-    /// [`Error::Device`] if the system starts no thread.
+    /// [`Error::Device`] if the system cannot start the thread.
     pub fn start_staging(&self) -> Result<()> {
         self.is_staging.store(true, Ordering::Release);
         self.copies.start_staging(self.gpu)
@@ -188,7 +188,7 @@ impl Copier {
             return Err(Error::device(OP, message));
         }
         if let (false, Some(staging)) = (staged, self.copies.staging()) {
-            // Its copies to the slot must be queued before these.
+            // The staging thread must have queued its copies to the slot before this copy is queued.
             staging.wait(self.jobs[slot].swap(0, Ordering::AcqRel))?;
         }
         let copies = self.copies.fork(self.gpu.stream()).map_err(|error| driver_error(OP, error))?;

@@ -63,8 +63,8 @@ pub(super) fn check(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
 /// The arithmetic of an operation on two integer tensors of one shape.
 type Integer = fn(&Raw, &Raw) -> candle_core::Result<Raw>;
 
-/// The result: `functor` computes it for floating-point tensors, and `integer`, if the operation has it, for integer
-/// tensors.
+/// Computes the result with `functor` for floating-point tensors, and with `integer` for integer tensors. Without
+/// `integer`, integer tensors are an error.
 fn compute(
     op: &'static str,
     a: &Raw,

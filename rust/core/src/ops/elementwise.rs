@@ -82,7 +82,7 @@ macro_rules! pointwise_ops {
                 #[doc = $doc]
                 ///
                 /// # Errors
-                /// [`Error::DType`] if the tensor is not floating point.
+                /// [`Error::DType`] if the function does not support the tensor's dtype.
                 pub fn $name(&self) -> Result<Tensor> {
                     $(if !$crate::raw::is_float(self.dtype()) {
                         return $integers(self);

@@ -372,7 +372,7 @@ fn rounded(x: &Tensor, grid: Grid, round: impl FnOnce(&Tensor, &Tensor) -> Resul
     let wide = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     let grouped = x.to_dtype(wide)?.reshape(&grid.groups(x.dims()[0], x.dims()[1])[..])?;
     let largest = grouped.detach().abs()?.max(&[1], true)?;
-    // A group of zeros needs a scale above 0 to divide by; any is right.
+    // Values are divided by the scale, so the scale of a group of zeros must be above 0, too. Any such scale is right.
     let smallest = f64::from(f32::MIN_POSITIVE);
     let scale = largest.div(&Tensor::full(grid.largest(), (), wide, x.device())?)?.clamp(Some(smallest), None)?;
     round(&grouped, &scale)?.reshape(x.shape().clone())?.to_dtype(x.dtype())

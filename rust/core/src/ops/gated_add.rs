@@ -1,4 +1,4 @@
-//! A residual with a gate: the sum of adaLN-zero (Peebles & Xie 2022, arXiv:2212.09748, section 3.2), in one pass.
+//! A residual with a gate as one operation: the sum of adaLN-zero (Peebles & Xie 2022, arXiv:2212.09748, section 3.2).
 
 use super::arithmetic::{check, reduced};
 #[cfg(feature = "testing")]
@@ -26,7 +26,7 @@ impl Ternary for PlusProduct {
 /// before it is added. Saves `gate` if `y` needs a gradient, and `y` if the gate needs one.
 ///
 /// # Errors
-/// [`Error::Shape`] if `x` and `y` differ in shape or `gate` does not broadcast to it, [`Error::DType`] and
+/// [`Error::Shape`] if `x` and `y` differ in shape or `gate` does not broadcast to their shape, [`Error::DType`] and
 /// [`Error::Device`] if the operands differ in dtype or device, or are not floating-point.
 pub fn gated_add(x: &Tensor, y: &Tensor, gate: &Tensor) -> Result<Tensor> {
     let op = GATED_ADD.name;

@@ -24,7 +24,7 @@ pub(super) fn operand(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     }
 }
 
-/// Keeps `operand`, which [`operand()`] has made of `tensor`, for the backward pass. It is held if `tensor` is a
+/// Keeps `operand`, which [`operand()`] has made from `tensor`, for the backward pass. It is held if `tensor` is a
 /// parameter, and saved if `tensor` is the result of an operation.
 pub(super) fn keep(saver: &mut Saver<'_>, tensor: &Tensor, operand: &Tensor) -> Saved {
     if tensor.is_leaf() { saver.hold(operand) } else { saver.save(operand) }
@@ -105,7 +105,8 @@ pub(super) struct LowRanks<'a> {
 }
 
 impl<'a> LowRanks<'a> {
-    /// The products, in an operation that has the factors of others between x and these.
+    /// The same products, for an operation whose inputs have the factors of `others` between x and the factors of these
+    /// products.
     pub fn after(self, others: &LowRanks<'_>) -> Self {
         Self { skipped: others.skipped + 2 * others.places.len(), ..self }
     }
@@ -198,7 +199,8 @@ impl<'a> LowRanks<'a> {
         self.save_for(saver, (x.shape(), needs_x), Some(x), weight, hidden)
     }
 
-    /// As [`save`](Self::save), for an operation that computes the maps' input itself, and again in the backward pass.
+    /// As [`save`](Self::save), for an operation that computes the input of the maps itself, and recomputes it in the
+    /// backward pass.
     pub fn save_without_input(
         &self,
         saver: &mut Saver<'_>,
@@ -352,8 +354,8 @@ impl LowRankBackward {
         Ok(())
     }
 
-    /// Adds the gradients of x, which needs one, and of A, from `grad`, the gradient of the result, and from s g B
-    /// (`grad_hidden`).
+    /// Adds the gradients of x and of A, from `grad`, the gradient of the result, and from s g B (`grad_hidden`). x
+    /// must need a gradient.
     pub fn add_from_hidden(&self, context: &mut BackwardContext<'_>, grad: &Raw, grad_hidden: &Raw) -> Result<()> {
         let mut products = Vec::with_capacity(self.places.len());
         for (place, [down, _]) in self.places.iter().zip(&self.factors) {

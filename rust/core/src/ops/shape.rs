@@ -328,7 +328,8 @@ impl Tensor {
         (0..size.max(1)).step_by(length).map(|start| self.narrow(dim, start, length.min(size - start))).collect()
     }
 
-    /// Views of consecutive parts of `dim` of the given `lengths`, which must add up to its size.
+    /// Views of consecutive parts of dimension `dim` with the given `lengths`, which must add up to the size of the
+    /// dimension.
     ///
     /// # Errors
     /// [`Error::Shape`] if they do not add up, [`Error::Index`] if `dim` is out of range.

@@ -1,7 +1,8 @@
 //! Frozen matrices quantized to four to eight bits, as bases of adapters where memory is short.
 //!
 //! A [`Quantized`] is not a [`Tensor`]: it has codes and scales, and only operations that take a [`WeightRef`] accept
-//! it. These operations dequantize it right before a product, into memory that is freed after the product.
+//! it. These operations dequantize it right before a product, into memory that is freed after the product, unless they
+//! multiply codes ([`w8a8`]).
 
 mod dequantize;
 mod dynamic_map;
@@ -295,7 +296,7 @@ impl Quantized {
         self.parts.first().map_or(&Device::Cpu, |part| part.codes.device())
     }
 
-    /// The format of the first rows; joined layers may differ.
+    /// The format of the first rows; joined layers may have different formats.
     pub fn format(&self) -> Format {
         self.parts.first().map_or(Format::Int8, |part| part.scales.format())
     }

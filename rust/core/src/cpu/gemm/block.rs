@@ -131,8 +131,8 @@ where
         });
     }
 
-    /// The destination of sums: the result itself if `direct`, which requires that it has the accumulator's type, or else
-    /// `sums`. At the end, [`write`] rounds `sums` into the result.
+    /// The destination of sums. With `direct` it is the result itself, which must then have the accumulator's type.
+    /// Otherwise it is `sums`, which [`write`] rounds into the result at the end.
     ///
     /// [`write`]: Self::write
     fn target(&self, direct: bool, sums: *mut A::Acc) -> Target<A::Acc> {

@@ -34,7 +34,7 @@ pub struct Outer<T> {
     /// Columns of `a`, `a_step` elements from one to the next.
     pub a: *const T,
     pub a_step: usize,
-    /// The last rows of `a`, which do not fill a register, packed.
+    /// The packed last rows of `a`, which do not fill a register.
     pub a_rest: *const T,
     /// `b` as one packed panel.
     pub b: *const T,

@@ -1,6 +1,6 @@
-//! An activation written beside other columns. Blocks whose attention and feed-forward layer are parallel (Dehghani et
-//! al. 2023, arXiv:2302.05442, section 2.1) pass the joined columns to one linear layer, which takes the results of
-//! both.
+//! An activation written beside other columns. In blocks whose attention and feed-forward layer are parallel (Dehghani
+//! et al. 2023, arXiv:2302.05442, section 2.1), one linear layer reads the result of attention and the activation side
+//! by side.
 
 #[cfg(feature = "testing")]
 mod cases;

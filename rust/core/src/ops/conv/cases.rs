@@ -4,7 +4,8 @@ use super::{CONV2D, Conv2dOptions, conv2d, conv2d_nchw};
 use crate::ops::case::{Case, Entry};
 use crate::{Result, Tensor};
 
-/// The plain form: the sum over the positions in the kernel of the pixels under a position times its part of the weight.
+/// The plain form. For each position in the kernel, it multiplies the pixels under the position by the position's part
+/// of the weight, and adds up these products.
 fn plain(x: &[Tensor], options: Conv2dOptions) -> Result<Tensor> {
     let Conv2dOptions { stride, padding, dilation, groups } = options;
     let (weight, out) = (&x[1], x[1].dims()[0]);

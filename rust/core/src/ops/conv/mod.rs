@@ -2,8 +2,9 @@
 //!
 //! Images are (batch, height, width, channels) and weights (out, kernel height, kernel width, channels / groups). The
 //! forward pass and the gradient of the input are sums over the places (positions) of the kernel
-//! ([`stencil`](cpu::stencil)), which read copies of parts of the image; there is no im2col matrix. Kernels of 1 × 1
-//! are matrix products; depthwise convolutions have loops of their own.
+//! ([`stencil`](cpu::stencil)), which read copies of parts of the image; there is no im2col matrix. Convolutions by
+//! kernels of 1 × 1 without stride, padding or groups are matrix products; depthwise convolutions have loops of their
+//! own.
 
 #[cfg(feature = "testing")]
 mod cases;

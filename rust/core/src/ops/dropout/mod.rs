@@ -18,7 +18,7 @@ static DROPOUT: OpInfo = OpInfo::cheap("dropout");
 
 /// Generator blocks computed side by side.
 const LANES: usize = 16;
-/// Elements of a group: those whose random words are in these blocks. Word `w` of block `i` decides element
+/// Elements of a group; their random words are in [`LANES`] blocks. Word `w` of block `i` decides element
 /// `LANES * w + i`.
 const GROUP: usize = 4 * LANES;
 /// Elements that one thread takes at a time, a multiple of the group.

@@ -88,7 +88,7 @@ fn of_feed_forward() -> Vec<Case> {
         })
     };
     let all: &[&[usize]] = &[&[2, 3, 5], &[2, 5], &[4, 2], &[2, 5], &[4, 2], &[3, 4], &[6, 3]];
-    // Sizes for the CUDA kernel, with rows that are not a multiple of its sixteen.
+    // Sizes that the CUDA kernel supports. 19 rows are not a multiple of the 16 rows of its tiles.
     let wide: &[&[usize]] = &[&[19, 4], &[16, 4], &[64, 16], &[16, 4], &[64, 16], &[16, 64], &[3, 16]];
     vec![
         case("all", all, 4, 6, [true; 3]),

@@ -1,7 +1,8 @@
 //! Losses as single operations.
 //!
-//! Sums over elements are in at least f32; a result has the dtype of the input, as in torch. To get the loss of bf16
-//! values with more than three digits, convert the values to f32 first.
+//! Sums over elements are in at least f32. A result has the dtype of the input, as in torch; the losses of a head
+//! ([`linear_cross_entropy`], [`linear_log_probs`]) are in f32 (f64 for f64). To get the loss of bf16 values with more
+//! than three digits, convert the values to f32 first.
 
 #[cfg(feature = "testing")]
 mod cases;

@@ -1,4 +1,5 @@
-//! Softmax and its logarithm along a dimension, each as one fused kernel that reads and writes memory once.
+//! Softmax and its logarithm along a dimension, each as one fused kernel. A row that fits in the cache (CPU) or in the
+//! registers (CUDA) is read from memory only once.
 
 #[cfg(feature = "testing")]
 mod cases;

@@ -11,7 +11,7 @@ use crate::cpu::pool::SharedMut;
 use crate::cpu::{self, Elem, MatRef, elements};
 use crate::raw::{Raw, from_vec, heads_lie_inside};
 
-/// The last two dimensions of a tensor, for each index of the others.
+/// The matrices of a tensor's last two dimensions, one for each index of its other dimensions.
 pub(super) struct Matrices<'a, T> {
     data: &'a [T],
     offsets: Vec<usize>,

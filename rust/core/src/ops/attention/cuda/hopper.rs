@@ -116,7 +116,8 @@ pub(in crate::ops::attention) fn map(
     encoder.strided(heads.address, shape, &distances, [64, at_once, 1, 1])
 }
 
-/// Where a backward kernel writes the gradient of keys or values. The kernel writes it even if it is not wanted.
+/// The destination of the gradient of keys or values in a backward kernel. The kernel writes a gradient that is not
+/// wanted to new memory.
 pub(in crate::ops::attention) fn key_place(
     op: &'static str,
     gpu: &Gpu,

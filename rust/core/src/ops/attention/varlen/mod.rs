@@ -143,8 +143,8 @@ impl Varlen {
         )
     }
 
-    /// Writes the gradients of q, k and v into tensors (rows, heads, width) that may be parts of others. The saved
-    /// values have those dimensions too.
+    /// Writes the gradients of q, k and v into tensors (rows, heads, width) that may be parts of larger tensors. The
+    /// saved values have these dimensions, too.
     pub fn backward_into(&self, saved: &SavedValues, spans: &Raw, grad: &Raw, places: [&Raw; 3]) -> Result<()> {
         let by_head = |raw: &Raw| raw.transpose(0, 1);
         let [q, k, v] = &saved.inputs;

@@ -59,8 +59,8 @@ impl Axis {
         (count - 1) * self.copy_step() + self.span() + 1
     }
 
-    /// For the copy that `range` of the target reads: the range of the copy's positions that are inside the source, and
-    /// the position in the source of the copy's first position. The latter may be outside of the source.
+    /// For the copy that `range` of the target reads, returns the range of the copy's positions that are inside the
+    /// source, and the position in the source at which the copy begins. The copy may begin outside of the source.
     fn inside(&self, range: &Range<usize>) -> (Range<usize>, isize) {
         let (jump, first) = (self.jump() as isize, (range.start * self.step) as isize + self.origin());
         let until = |position: isize| ((position - first).max(0) as usize).div_ceil(jump as usize);
@@ -130,7 +130,8 @@ impl Patch {
         }
     }
 
-    /// Elements of the copy, and some beyond its end. Tiles that are larger than the part may read those.
+    /// The number of elements of the copy, plus some beyond its end, which tiles that are larger than the part may
+    /// read.
     pub fn len(&self) -> usize {
         const SLACK: usize = 64;
         self.size[0] * self.line_len() + 3 * self.column_step() + SLACK
@@ -141,12 +142,12 @@ impl Patch {
         self.size[1] * self.channels
     }
 
-    /// Elements of the copy between what neighbouring positions of a target line read.
+    /// Distance in the copy between the elements that neighbouring positions of a target line read at the same place.
     pub fn column_step(&self) -> usize {
         self.step[1] * self.channels
     }
 
-    /// Elements of the copy between what neighbouring lines of the target read.
+    /// Distance in the copy between the elements that neighbouring lines of the target read at the same place.
     pub fn line_step(&self) -> usize {
         self.step[0] * self.line_len()
     }

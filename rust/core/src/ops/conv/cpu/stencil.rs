@@ -159,7 +159,7 @@ impl Phase<'_> {
         (0..depth.max(1)).step_by(size.max(1)).map(move |start| start..depth.min(start + size))
     }
 
-    /// Where the packed weight has the panels from `row` on for a block of a group's source channels.
+    /// The index in the packed weight of the panels that begin at `row`, for a block of a group's source channels.
     fn packed_at(&self, group: usize, block: &Range<usize>, row: usize) -> usize {
         let rows = packed_len(self.shape, Along::Rows, self.rows(), 1);
         self.places() * (rows * (group * self.depth() + block.start) + row * block.len())

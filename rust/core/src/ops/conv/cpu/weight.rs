@@ -1,6 +1,6 @@
-//! The gradient of the weight: for each place (position) of the kernel, the products of the gradient's channels and the
-//! channels of the pixels at that place, summed over the positions of the result. Vectors run along the channels of the
-//! image, which are adjacent in memory.
+//! The gradient of the weight. For each place (position) of the kernel, it is the outer product of the channels of the
+//! result's gradient and the channels of the pixel at that place, summed over the positions of the result. Vectors run
+//! along the channels of the image, which are adjacent in memory.
 
 use std::ops::Range;
 

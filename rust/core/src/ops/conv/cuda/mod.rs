@@ -174,8 +174,8 @@ struct Operands {
     bias: Const,
 }
 
-/// Where a kernel writes its results: as f32 sums plus `sums_bias` to `partials`, unless `partials` is null; otherwise to
-/// `y`, in the operands' dtype, plus `bias`.
+/// Where a kernel writes its results. If `partials` is null, it writes them plus `bias` to `y`, in the operands' dtype.
+/// Otherwise it writes f32 sums plus `sums_bias` to `partials`.
 struct Places {
     y: Mut,
     bias: Const,

@@ -53,7 +53,7 @@ fn missing() -> Error {
 }
 
 /// The unit (rows, n), and the unit times Aᵀ of the outer product, (rows, 16), from the inner maps' results y (rows, 2 n) without their
-/// late products. If only the second is read, the first is `None`.
+/// late products. The unit is `None` if nothing reads it.
 pub fn forward(y: &Raw, late: Option<&Late<Raw>>, outer: &LowRanks<'_>) -> Result<(Option<Raw>, Raw)> {
     let (gpu, dtype, late) = (Gpu::of(OP, y)?, y.dtype(), late.ok_or_else(missing)?);
     let (rows, width) = (y.dims()[0], y.dims()[1] / 2);

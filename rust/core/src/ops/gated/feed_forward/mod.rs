@@ -87,7 +87,7 @@ fn is_fused(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup<'_>) -> Result
     // One kernel adds to the gradients of these factors, so they must be different variables.
     let summed = [&features.up, &gate.up, &down.down].map(|factor| factor.node.as_ref().map(|node| node.id()));
     let are_apart = summed[0] != summed[1] && !summed[..2].contains(&summed[2]);
-    // A selective checkpoint keeps the results of expensive operations. If the maps were fused, it would not keep the inner maps' results.
+    // In a selective checkpoint the maps stay operations of their own, because the checkpoint keeps the results of expensive operations.
     if !fits || !are_apart || checkpoint::is_selective() {
         return Ok(false);
     }

@@ -1,4 +1,5 @@
-//! Gated units that also compute the low-rank products of their input: `kernels/gated_low_rank.cu`.
+//! Gated units whose kernels also add the low-rank products of the maps to the maps' results:
+//! `kernels/gated_low_rank.cu`.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::gated_low_rank::{SwigluLowRank16Backward, SwigluLowRank16Forward};

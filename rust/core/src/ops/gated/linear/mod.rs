@@ -1,5 +1,5 @@
-//! Gated units of adapted linear maps. On CUDA the kernel of the unit computes the maps' second low-rank products while
-//! it reads its input, so the input need not be read and written once more.
+//! Gated units of adapted linear maps. On CUDA the kernel of the unit adds the maps' second low-rank products,
+//! s (x Aᵀ) Bᵀ, to the maps' results while it reads these. So the maps' results need not be read and written once more.
 
 #[cfg(feature = "cuda")]
 mod cuda;

@@ -1,5 +1,5 @@
-//! RMS norm and rotary position embedding in one pass, for the queries and keys of models that normalise them (Flux,
-//! Qwen3).
+//! RMS norm and rotary position embedding as one operation, for the queries and keys of models that normalise them
+//! (Flux, Qwen3).
 
 #[cfg(feature = "testing")]
 mod cases;

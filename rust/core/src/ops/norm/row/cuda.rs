@@ -45,7 +45,7 @@ pub(super) fn forward(norm: &RowNorm<'_>, x: &Raw) -> Result<Normalised> {
     run(norm, x, None).map(|(_, normalised)| normalised)
 }
 
-/// The sum of two tensors and the norm of the sum in one pass; `None` if the tensors are not dense.
+/// The sum of two tensors and the norm of the sum by one kernel; `None` if the tensors are not dense.
 pub(super) fn sum_and_norm(norm: &RowNorm<'_>, [x, residual]: [&Raw; 2]) -> Result<Option<(Raw, Normalised)>> {
     if !(x.is_contiguous() && residual.is_contiguous()) {
         return Ok(None);

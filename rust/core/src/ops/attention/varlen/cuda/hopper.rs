@@ -18,8 +18,8 @@ use crate::ops::attention::cuda::hopper::{FEWEST, KEYS, STORED, THREADS, backwar
 use crate::ops::attention::cuda::{Heads, Width};
 use crate::{Raw, Result};
 
-/// Whether the kernels support the operands. First in `sizes` and `operands` are those with the heads of queries, second
-/// those with the heads of keys.
+/// Whether the kernels support the operands. The first of `sizes` and of `operands` has the heads of queries, the
+/// second the heads of keys.
 fn fits(gpu: &Gpu, sizes: [&AttentionShape; 2], operands: [&[&Heads]; 2]) -> bool {
     gpu.is_hopper()
         && !MODULE.image.is_empty()
