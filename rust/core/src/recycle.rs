@@ -22,8 +22,8 @@ const SMALLEST: usize = 1 << SMALLEST_LOG2;
 const SMALLEST_LOG2: u32 = 16;
 /// Larger blocks are not kept.
 const LARGEST: usize = 1 << 37;
-/// A larger block is kept only if blocks of its size are taken repeatedly. The buffers of a training step are, weights
-/// are not.
+/// A larger block is kept only if blocks of its size are taken repeatedly. A training step takes its buffers
+/// repeatedly; weights are taken once.
 const LARGEST_AT_ONCE: usize = 1 << 27;
 /// Sizes are rounded up to one of four sizes per octave (a factor of two).
 const STEPS: usize = 4;
@@ -40,8 +40,8 @@ const MOST_BYTES: usize = 256 << 20;
 /// that are taken again after they were freed. The bytes in use and in the store together are at most 256 MiB more than
 /// the maximum ever in use.
 ///
-/// It never waits. While another thread uses the store's list of blocks of one size, or if the process was forked
-/// during such use, blocks of this size come from the system and go back to it.
+/// The allocator never waits. While another thread uses the store's list of blocks of one size, or if the process was
+/// forked during such use, blocks of this size come from the system and go back to it.
 pub struct RecyclingAllocator {
     shelves: [Shelf; CLASSES],
     /// Bytes of the kept blocks.
@@ -137,14 +137,14 @@ unsafe impl GlobalAlloc for RecyclingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         match class_of(layout) {
             Some(class) => self.take(class),
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller fulfils the conditions of `GlobalAlloc`.
             None => unsafe { System.alloc(layout) },
         }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         let Some(class) = class_of(layout) else {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller fulfils the conditions of `GlobalAlloc`.
             return unsafe { System.alloc_zeroed(layout) };
         };
         let block = self.take(class);
@@ -158,7 +158,7 @@ unsafe impl GlobalAlloc for RecyclingAllocator {
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         let Some(class) = class_of(layout) else {
-            // SAFETY: the caller's promise; blocks of this layout are the system's.
+            // SAFETY: the caller fulfils the conditions of `GlobalAlloc`; blocks of this layout are the system's.
             return unsafe { System.dealloc(block, layout) };
         };
         self.put(class, block);
@@ -168,7 +168,7 @@ unsafe impl GlobalAlloc for RecyclingAllocator {
         // SAFETY: the caller promises that the size does not overflow when rounded up to the alignment.
         let wanted = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
         match (class_of(layout), class_of(wanted)) {
-            // SAFETY: the caller's promise; blocks of both layouts are the system's.
+            // SAFETY: the caller fulfils the conditions of `GlobalAlloc`; blocks of both layouts are the system's.
             (None, None) => unsafe { System.realloc(block, layout, size) },
             (Some(class), Some(same)) if class == same => block,
             _ => {

@@ -76,7 +76,7 @@ fn unit(bits: u32) -> f32 {
     (bits >> 8) as f32 * (1.0 / 16_777_216.0)
 }
 
-/// `n` values: `draw` makes four of each block of random bits from `start` on.
+/// `n` values. `draw` makes four values from each block of random bits; the first block is at `start`.
 fn fill(start: State, n: usize, draw: impl Fn([u32; 4]) -> [f32; 4]) -> Vec<f32> {
     let mut values = Vec::with_capacity(n.next_multiple_of(4));
     for block in 0..n.div_ceil(4) as u64 {

@@ -9,7 +9,7 @@ use crate::raw::{self, Raw};
 use crate::tape::Node;
 use crate::{Error, Result};
 
-/// A value of the computation: a candle tensor and, where a gradient is wanted, its place on the tape.
+/// A value of the computation: a candle tensor and, if a gradient is wanted, its place on the tape.
 ///
 /// Cloning is cheap (reference counts). Values never change; only a [`Var`](crate::Var) can be set.
 #[derive(Clone)]

@@ -102,8 +102,8 @@ impl Var {
         if self.0.device().is_cpu() { Ok(()) } else { self.leaf().copies().update(&self.0.raw, self.counter()) }
     }
 
-    /// A copy of the value in `dtype`. The variable keeps this copy, and casts the value to the same storage again only
-    /// after the value has changed.
+    /// A copy of the value in `dtype`. The variable keeps this copy, and casts the value into the same storage again
+    /// only after the value has changed.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if it does not fit, [`Error::DType`] if `dtype` is not floating point.

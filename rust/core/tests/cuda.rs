@@ -230,7 +230,7 @@ fn devices_are_found_by_number_and_tensors_of_two_devices_do_not_mix() {
     assert!(matches!(a.matmul(&b), Err(Error::Device { .. })));
 }
 
-/// Numbers of size about one that every dtype holds exactly.
+/// Numbers of magnitude about one that every dtype holds exactly.
 fn whole(dims: &[usize], seed: usize, dtype: DType, device: &Device) -> Tensor {
     let number = |i: usize| ((i * 7919 + seed * 104_729 + 13) % 127) as f64 / 64.0 - 1.0;
     let values = Tensor::from_vec((0..dims.iter().product()).map(number).collect(), dims, &Device::Cpu);

@@ -10,7 +10,7 @@ use trainable_candle_core::ops::norm::{group_norm, group_norm_silu, layer_norm, 
 use trainable_candle_core::ops::rope::rope;
 use trainable_candle_core::{DType, Device, Result, Tensor, Var, grad, raw::to_f64_vec};
 
-/// Numbers of size about one, different for each `seed`.
+/// Numbers of magnitude about one, different for each `seed`.
 fn draw(dims: &[usize], seed: usize, dtype: DType) -> Tensor {
     let number =
         |i: usize| ((i * 7919 + seed * 104_729) as f64 * 0.618_034).sin() + ((i * i + seed) as f64 * 0.31).cos();
@@ -172,7 +172,7 @@ fn norms_do_not_cancel_where_the_mean_is_large() {
     for norm in [|x: &Tensor| layer_norm(x, 2, None, None, 1e-5), |x: &Tensor| group_norm(x, 1, None, None, 1e-5)] {
         let single = to_f64_vec(norm(&x(DType::F32)).unwrap().raw()).unwrap();
         let double = to_f64_vec(norm(&x(DType::F64)).unwrap().raw()).unwrap();
-        // Rounding moves the mean by up to 2^-24 of its size, which is a part in 1200 of the standard deviation.
+        // Rounding moves the mean by up to 2^-24 of its magnitude, which is 1/1200 of the standard deviation.
         assert_close(&[single], &[double], 1e-3);
     }
 }
@@ -220,8 +220,8 @@ fn rope_keeps_lengths_and_layouts() {
     }
 }
 
-/// Many blocks of rows, heads one after the other in memory, heads that are adjacent at each position, both kinds of
-/// pairs.
+/// Many blocks of rows, heads one after the other in memory, heads that are adjacent at each position, and rotated
+/// pairs of both kinds (adjacent features, and features half a width apart).
 #[test]
 fn rms_norm_rope_is_rms_norm_and_rope() {
     let angles = draw(&[1100, 32], 1, DType::F64);

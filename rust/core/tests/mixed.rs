@@ -10,7 +10,7 @@ use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor, Va
 const CPU: Device = Device::Cpu;
 const SHORT: [DType; 2] = [DType::BF16, DType::F16];
 
-/// Numbers of size about one that are exact in f16 and bf16, different for each `seed`.
+/// Numbers of magnitude about one that are exact in f16 and bf16, different for each `seed`.
 fn draw(dims: &[usize], seed: usize) -> Tensor {
     let number = |i: usize| ((i * 7919 + seed * 104_729 + 13) % 127) as f32 / 64.0 - 1.0;
     Tensor::from_vec((0..dims.iter().product()).map(number).collect(), dims, &CPU).unwrap()

@@ -52,7 +52,8 @@ impl<'a> TensorEntry<'a> {
         }
     }
 
-    /// The same entry, with codes (u8) of eight-bit numbers as values if `codes` is given.
+    /// The same entry, marked so that its values are codes (u8) of eight-bit numbers of the kind `codes`. `None`
+    /// removes the mark.
     #[must_use]
     pub fn with_codes(self, codes: Option<EightBits>) -> Self {
         Self { codes, ..self }

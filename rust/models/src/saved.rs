@@ -33,7 +33,7 @@ pub struct Saved {
     policy: Policy,
     /// Whether a gradient reaches the following layers.
     reached: bool,
-    /// Values that are kept until the forward pass ends.
+    /// Values that the tape holds when the forward pass ends.
     held: usize,
     /// The largest number of values that the backward pass recomputes at a time.
     again: usize,
@@ -139,7 +139,7 @@ impl Saved {
         if (was_reached || kept > 0) && !self.is_entered {
             if offloads && was_reached {
                 // The device holds the inputs of two blocks: while the backward pass recomputes this block, the input
-                // of the block before is copied to the device.
+                // of the previous block is copied to the device.
                 self.offloaded += enters;
                 self.together += 2 * enters;
             } else {

@@ -59,8 +59,8 @@ fn parts_of_a_pipeline_have_different_names() {
     assert!(Pipeline::find("sdxx").unwrap_err().to_string().contains("expected \"sdxl\", \"flux\""));
 }
 
-/// An encoder that projects its pooled text is SDXL's second encoder by its configuration. In a known pipeline, the name
-/// of its folder decides instead.
+/// By its configuration alone, an encoder that projects its pooled text counts as SDXL's second encoder. In a known
+/// pipeline, the name of the encoder's folder decides.
 #[test]
 fn the_place_of_an_encoder_takes_precedence_over_its_sizes() {
     let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join("projecting_pipeline");

@@ -1,4 +1,4 @@
-//! Compares the estimate of the values that the tape keeps ([`Saved`]) with the values that the tape does keep.
+//! Compares the estimate of the values that the tape keeps ([`Saved`]) with the values that the tape actually keeps.
 
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};

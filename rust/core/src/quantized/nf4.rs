@@ -12,7 +12,7 @@ use crate::raw::{Raw, from_vec};
 
 /// Elements that share a scale.
 pub(super) const BLOCK: usize = 64;
-/// The number of block scales that share a scale of their own.
+/// The number of block scales that share one scale when they are quantized themselves.
 pub(super) const NESTED: usize = 256;
 
 /// The values of the codes, quantiles of the normal distribution.
@@ -40,7 +40,7 @@ pub const fn values() -> [f32; 16] {
     VALUES
 }
 
-/// The values of the codes of scales.
+/// The values that the 8-bit codes of block scales represent.
 pub(super) static SCALES: LazyLock<[f32; 256]> = LazyLock::new(|| create_dynamic_map(true));
 
 /// Blocks that a thread takes at a time.
@@ -74,8 +74,8 @@ pub(super) fn quantize(values: &[f32]) -> Option<(Raw, Scales)> {
 
 fn encode(block: &[f32], largest: f32, codes: &mut [u8]) {
     let largest = largest.max(1e-38);
-    // As in bitsandbytes, the values of an incomplete last block are divided by the scale; those of other blocks are
-    // multiplied by its rounded reciprocal.
+    // As in bitsandbytes, the values of an incomplete last block are divided by the scale of the block; the values of
+    // other blocks are multiplied by the rounded reciprocal of the scale.
     let reciprocal = 1.0 / largest;
     let scaled = |x: f32| if block.len() < BLOCK { x / largest } else { x * reciprocal };
     for (pair, code) in block.chunks(2).zip(codes) {
@@ -105,7 +105,7 @@ fn nested(largest: &[f32]) -> Scales {
     Scales::Nested { codes: from_vec(codes, blocks), scales: from_vec(scales, outer), offset }
 }
 
-/// The code of the scale nearest to `x`; the lower one in case of a tie.
+/// The code whose value in [`SCALES`] is nearest to `x`; the lower one in case of a tie.
 fn nearest_scale(x: f32) -> u8 {
     let above = SCALES.partition_point(|&value| value < x).min(SCALES.len() - 1);
     let below = above.saturating_sub(1);

@@ -70,7 +70,8 @@ fn round_to_even(x: f32) -> f32 {
 fn to_e4m3(x: f32) -> u8 {
     let sign = (x.to_bits() >> 24) as u8 & 0x80;
     let magnitude = x.abs().min(LARGEST_E4M3);
-    // `steps` is the magnitude in units of its last place, 2^(exponent - 3); for subnormal numbers this is 2^-9.
+    // `steps` is the magnitude in units of its last place. This unit is 2^(exponent - 3), and 2^-9 for subnormal
+    // numbers.
     let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(-6);
     let steps_in_one = f32::from_bits(((127 + 3 - exponent) as u32) << 23);
     let steps = round_to_even(magnitude * steps_in_one) as u8;

@@ -8,8 +8,9 @@ use crate::tape::backward::Pending;
 use crate::tape::{BackwardContext, Saved, Saver};
 use crate::{Raw, Result, Tensor, checkpoint, compute};
 
-/// The weight of a linear layer: a tensor, a frozen quantized matrix, or a frozen weight of either kind that is streamed. A streamed weight
-/// is in the memory of the host or of other devices, and is copied to the device for each use.
+/// The weight of a linear layer: a tensor, a frozen quantized matrix, or a frozen weight of either kind that is
+/// streamed. A streamed weight is in the memory of the host or of other devices, and is copied to the device for each
+/// use.
 #[derive(Clone, Debug)]
 pub enum Weight {
     /// Values.
@@ -170,8 +171,8 @@ impl<'a> WeightRef<'a> {
     /// The values in `dtype`, detached from the tape.
     ///
     /// # Errors
-    /// [`Error::DType`](crate::Error::DType) if `dtype` is not floating point, [`Error::OutOfMemory`](crate::Error::OutOfMemory) if they do
-    /// not fit.
+    /// [`Error::DType`](crate::Error::DType) if `dtype` is not floating point,
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if they do not fit.
     pub fn values(self, dtype: DType) -> Result<Tensor> {
         match self {
             Self::Plain(tensor) => tensor.detach().to_dtype(dtype),

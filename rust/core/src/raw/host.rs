@@ -13,7 +13,7 @@ pub fn own_copy(raw: &Raw) -> Result<Raw> {
     compute::copy(raw)
 }
 
-/// The same values on the CPU. Of a view, only its own elements are copied.
+/// The same values on the CPU. If `raw` is a view, only its elements are copied, not the whole storage.
 ///
 /// # Errors
 /// [`Error::Index`] if an operation on the device has found an id out of range since values were last read from the
@@ -56,7 +56,7 @@ pub fn host_copy(raw: &Raw) -> Result<Raw> {
 /// All elements in row-major order.
 ///
 /// # Errors
-/// As [`to_cpu`]; candle's if `T` is not the type of the dtype.
+/// As [`to_cpu`]; candle's error if `T` is not the type of the dtype.
 pub fn to_vec<T: WithDType>(raw: &Raw) -> Result<Vec<T>> {
     if raw.elem_count() == 0 {
         // A view without elements may start beyond the end of its storage, which candle does not expect.

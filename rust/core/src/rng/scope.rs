@@ -1,7 +1,7 @@
 //! The generator that a thread draws from.
 //!
-//! All threads share one generator. Two kinds of work do not advance it: under a [`Stream`] this thread draws from a generator of its
-//! own, and the recomputation of a checkpoint draws from the positions that its first run drew from.
+//! All threads share one generator. Two kinds of work do not advance it: under a [`Stream`] this thread draws from a
+//! generator of its own, and the recomputation of a checkpoint draws from the positions that its first run drew from.
 
 use std::cell::RefCell;
 use std::marker::PhantomData;

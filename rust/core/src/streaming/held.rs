@@ -24,7 +24,7 @@ pub(super) enum Bytes {
     Plain(Raw),
     /// The bytes of a unit of a ring on the CPU, in memory that processes share.
     Shared(Arc<Pages>, Range<usize>),
-    /// In memory of the host that the device's copies read, pinned if the system gives enough of it.
+    /// In memory of the host, from which the device copies. It is pinned if the system gives enough pinned memory.
     Kept(Kept),
     /// In slices, of which each process of the machine has one.
     Sliced(Arc<Shards>, Place),
@@ -120,8 +120,8 @@ fn copy_bytes(to: &Raw, bytes: &[u8]) -> Result<()> {
     compute::copy_into(&to.narrow(0, 0, count)?, &raw)
 }
 
-/// A text by which processes compare a unit: its bytes in each dtype, a hash of the places and shapes of its parts, and
-/// the digest of its values.
+/// A text by which processes compare a unit: its number of bytes in each dtype, a hash of the places and shapes of its
+/// parts, and the digest of its values.
 pub(super) fn description(packing: &Packing, unit: &Unit) -> String {
     let mut text = String::new();
     let mut places = FxHasher::default();

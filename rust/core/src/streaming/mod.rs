@@ -1,7 +1,7 @@
 //! Frozen weights in the memory of the host, or of other devices, which are copied to the device ahead of their use.
 //!
 //! A unit is the weights that are used together: those of one block of a model. A [`Ring`] has two slots on the device.
-//! While the device computes with the unit in one slot, a second stream fills the other slot with the unit that is
+//! While the device computes with the unit in one slot, a second CUDA stream fills the other slot with the unit that is
 //! needed next. All units share the memory of the slots, so a [`Streamed`] weight has values only while its unit is the
 //! one that [`Ring::enter`] entered last. Every use checks this and returns an error at any other time. Nothing can
 //! keep the values by mistake: operations get them from [`Streamed::here`], and a backward pass gets them again.

@@ -13,8 +13,8 @@ use super::OP;
 /// Parts are aligned to this many bytes, with which copies and kernels are fastest.
 const ALIGNMENT: usize = 256;
 
-/// The places of parts of weights without values. The key is the identity of a part's storage. The value is the
-/// identity of the storage of the whole, and the index of the part's first element there.
+/// The place of each part of a joined weight, for weights without values. The key is the identity of the part's
+/// storage. The value is the identity of the joined weight's storage, and the index of the part's first element there.
 pub(super) type Joined = HashMap<usize, (usize, usize)>;
 
 /// A piece of storage of weights, and its offset among the elements of its dtype in the packing.

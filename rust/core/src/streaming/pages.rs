@@ -15,8 +15,9 @@ use crate::{Error, Result};
 /// Bytes of a page of the system, or a multiple of it.
 const PAGE: usize = 1 << 16;
 
-/// Memory of one process that others of the machine map too. It has no name, and the system frees it when no process
-/// maps it any more, however the processes end. It counts as shared memory, but not against the size of `/dev/shm`.
+/// Memory of one process that other processes of the machine map too. It has no name, and the system frees it when no
+/// process maps it any more, however the processes end. It counts as shared memory, but not against the size of
+/// `/dev/shm`.
 pub struct Pages {
     address: NonNull<u8>,
     len: usize,

@@ -1,9 +1,10 @@
 //! [`Sharing`]: the processes of a machine that stream the same weights from one copy.
 //!
-//! If the copy is in the memory of the host, the lowest rank of the machine writes it, and the others map it. If it is in
-//! slices on the devices, each process writes some of the units for all. All processes take the same steps: they build the same model,
-//! compare what they would copy, and exchange messages, which also orders writing and reading. Each process reads every
-//! weight once, to compare the digests; after that, only the writer of a weight keeps its values.
+//! If the copy is in the memory of the host, the lowest rank of the machine writes it, and the others map it. If it is
+//! in slices on the devices, each process writes some of the units for all. All processes take the same steps: they
+//! build the same model, compare what they would copy, and exchange messages, which also orders writing and reading.
+//! Each process reads every weight once, to compare the digests; after that, only the writer of a weight keeps its
+//! values.
 
 use std::cell::RefCell;
 use std::os::unix::fs::MetadataExt;
@@ -139,9 +140,9 @@ impl Sharing {
         Ok(())
     }
 
-    /// Memory of at least `bytes` that all processes of this machine share. `fill` is called in every process; only the writer's call gets
-    /// the memory, to write it. `used` then gets the memory in every process. When this function returns, `used` has
-    /// returned in all processes.
+    /// Memory of at least `bytes` that all processes of this machine share. `fill` is called in every process; only the
+    /// writer's call gets the memory, to write it. `used` then gets the memory in every process. When this function
+    /// returns, `used` has returned in all processes.
     pub(super) fn pages<T>(
         &self,
         bytes: usize,

@@ -91,7 +91,7 @@ impl BackwardContext<'_> {
     }
 
     /// Take out the gradient that input `index` has so far, if it is dense and of `dtype`. A kernel can then compute
-    /// another gradient and add it to this gradient in one step, and the caller adds the sum.
+    /// another gradient and add it to this gradient in one step. The caller must then add this sum to the input.
     #[cfg(feature = "cuda")]
     pub(crate) fn take_pending(&mut self, index: usize, dtype: DType) -> Option<Pending> {
         let id = self.node.inputs.get(index)?.as_ref()?.id();
@@ -345,7 +345,8 @@ fn seed_for(op: &'static str, loss: &Tensor, gradient: Option<&Tensor>) -> Resul
             ));
         }
         Some(g) if g.dtype() != loss.dtype() => compute::cast(&g.raw, loss.dtype())?,
-        // A copy: the seed may become a gradient, which must not change with a variable that `g` views.
+        // A copy, because the seed may become a gradient. If `g` is a view of a variable, a later change of the
+        // variable must not change the gradient.
         Some(g) if g.version.is_some() => raw::own_copy(&g.raw)?,
         Some(g) => g.raw.clone(),
         None if loss.elem_count() == 1 => ones_like(&loss.raw)?,

@@ -37,7 +37,7 @@ pub fn is_grad_enabled() -> bool {
     flags().grad_enabled()
 }
 
-/// Switch recording on the tape on or off for this thread; returns the previous state.
+/// Switch the tape's recording on or off for this thread; returns the previous state.
 pub fn set_grad_enabled(enabled: bool) -> bool {
     let was = is_grad_enabled();
     MODE.set(if enabled { MODE.get() & !NO_GRAD } else { MODE.get() | NO_GRAD });
@@ -58,7 +58,7 @@ impl Drop for NoGrad {
     }
 }
 
-/// Switch recording on the tape off for this thread, until the guard is dropped.
+/// Switch the tape's recording off for this thread, until the guard is dropped.
 pub fn no_grad() -> NoGrad {
     NoGrad { was: set_grad_enabled(false), _not_send: PhantomData }
 }

@@ -42,7 +42,7 @@ impl OpInfo {
     }
 }
 
-/// Auxiliary results that only the backward reads (statistics, log-sum-exp, x Aᵀ).
+/// Auxiliary results that only the backward pass reads (statistics, log-sum-exp, x Aᵀ).
 pub(crate) type Aux = SmallVec<[Raw; 2]>;
 
 /// Keeps values for an operation's backward pass: `save` activations, `hold` parameters.
@@ -57,13 +57,13 @@ impl Saver<'_> {
         self.inputs[index].node.is_some()
     }
 
-    /// Keep an input that the backward reads.
+    /// Keep an input that the backward pass reads.
     pub fn save(&mut self, tensor: &Tensor) -> Saved {
         let slot = if self.recording { checkpoint::save(&tensor.raw) } else { None };
         slot.or_else(|| Saved::again(tensor)).unwrap_or_else(|| Saved::keep(tensor))
     }
 
-    /// Keep a result or an auxiliary value that the backward reads.
+    /// Keep a result or an auxiliary value that the backward pass reads.
     pub fn save_raw(&mut self, raw: &Raw) -> Saved {
         if self.recording {
             checkpoint::save(raw).unwrap_or_else(|| Saved::keep_raw(raw))
@@ -79,7 +79,7 @@ impl Saver<'_> {
     }
 }
 
-/// Run `forward` and, where an input needs a gradient, put `backward`'s node on the tape.
+/// Run `forward` and, if an input needs a gradient, put `backward`'s node on the tape.
 pub fn record<B: Backward + 'static>(
     op: &'static OpInfo,
     inputs: &[&Tensor],

@@ -131,7 +131,8 @@ fn attention_shared_by_blocks_equals_the_cpu_and_repeats() {
     }
 }
 
-/// Few items, with fewer steps than there are blocks: parts that no block has written are not added.
+/// So few items that there are fewer steps than blocks. Blocks without a step write no part, and the sum must not read
+/// these parts.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_of_fewer_steps_than_blocks_reads_only_what_was_written() {
@@ -192,9 +193,9 @@ fn attention_over_packed_projections_equals_the_cpu() {
     }
 }
 
-/// Heads one after the other in memory, heads that are adjacent at each position, and both kinds of pairs: at the
-/// models' widths, at widths that are read one element at a time, and at widths that do not fit into the registers of a
-/// warp.
+/// Heads one after the other in memory, heads that are adjacent at each position, and rotated pairs of both kinds
+/// (adjacent features, and features half a width apart): at the models' widths, at widths that are read one element at
+/// a time, and at widths that do not fit into the registers of a warp.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn norms_and_rotations_of_queries_and_keys_equal_the_cpu() {

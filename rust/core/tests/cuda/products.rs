@@ -95,8 +95,9 @@ fn convolutions_equal_the_cpu() {
     }
 }
 
-/// f32 operands as sums of two bf16 numbers keep nearly the accuracy of f32: steps that cross the ends of parts, padded
-/// channels, few and many parts of a sum, large and small numbers, no bias.
+/// Convolutions whose f32 operands are split into sums of two bf16 numbers keep nearly the accuracy of f32. The cases
+/// are: steps that cross the ends of parts, padded channels, few and many parts of a sum, large and small numbers, no
+/// bias.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn f32_convolutions_on_tensor_cores_equal_the_cpu() {

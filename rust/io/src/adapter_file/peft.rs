@@ -22,7 +22,7 @@ const CONFIG: &str = "adapter_config.json";
 pub(super) const FOLDED: &str = "lokr_w1";
 
 /// The file to write for `path`: `path` itself if it ends in `.safetensors` and is no folder, otherwise peft's file in
-/// the folder `path`, which need not exist. A name such as `x_v1.5` is a folder's.
+/// the folder `path`, which need not exist. A path such as `x_v1.5` therefore names a folder.
 pub(super) fn file_to_write(path: &Path) -> PathBuf {
     let is_file = path.extension().is_some_and(|extension| extension == "safetensors") && !path.is_dir();
     if is_file { path.to_path_buf() } else { path.join(MODEL) }

@@ -206,7 +206,7 @@ impl Reader {
     }
 }
 
-/// Whether a tool reads the names that the layers which are usually adapted have in `style`. Only the name of an attention
+/// Whether a tool reads the names in `style` of the layers that are usually adapted. Only the name of an attention
 /// projection is checked.
 pub(super) fn knows_usual(readers: &[Reader], tool: Tool, style: Style) -> bool {
     const USUAL: &str = "transformer_blocks.0.attn.to_q";

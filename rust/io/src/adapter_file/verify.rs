@@ -26,7 +26,7 @@ pub struct Outline {
 pub struct ModuleReport {
     /// The name in the file, without the parameter's name.
     pub module: String,
-    /// The name of the layer, after diffusers' name of the part; `None` if the model has no such layer.
+    /// The name of the layer, preceded by diffusers' name of the part; `None` if the model has no such layer.
     pub layer: Option<String>,
     /// The kind of adapter.
     pub kind: Option<&'static str>,
@@ -60,8 +60,8 @@ pub struct Report {
 }
 
 impl Report {
-    /// Whether the file has modules and no other keys, every module fits a layer and has an effect, and the first of the tools, if there
-    /// is one, applies every module as it was trained.
+    /// Whether the file has modules and no other keys, every module fits a layer and has an effect, and the first of
+    /// the tools, if there is one, applies every module as it was trained.
     pub fn is_good(&self) -> bool {
         let first = self.tools.first();
         self.others.is_empty()
@@ -223,7 +223,7 @@ fn read_by(names: &PartNames, found: &Found<'_>, mixes: bool, report: &mut Modul
     for reader in names.readers {
         let mut outcome = reader.outcome(found);
         if mixes && reader.tool == Tool::Diffusers && found.style == Style::KohyaOriginal {
-            let why = "the file mixes kohya's two kinds of names, and it ignores this kind";
+            let why = "the file mixes kohya's two kinds of names, of which it ignores this kind";
             outcome = if outcome == Outcome::Whole { Outcome::Not(why) } else { outcome };
         }
         match outcome {

@@ -21,7 +21,7 @@ const DOWN: &str = "mlp.down_proj";
 const INPUT_NORM: &str = "input_layernorm";
 const MIDDLE_NORM: &str = "post_attention_layernorm";
 
-/// Attention and a feed-forward network. Each reads its normalised input, and its result is added to the input.
+/// Attention and a feed-forward network. Each reads the norm of its input, and its result is added to the input itself.
 pub(super) struct DecoderLayer {
     input_norm: RmsNorm,
     /// `q_proj`, `k_proj` and `v_proj`.

@@ -4,7 +4,8 @@
 //! Follows
 //! <https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/qwen3/modeling_qwen3.py> and its siblings.
 //!
-//! The tokens of all texts are in one row, and each text is a segment of it: there is no padding inside the model.
+//! The tokens of all texts are in one row, and each text is a segment of it. There is no padding inside the model,
+//! except in [`CausalLM::padded_states`].
 
 mod cache;
 mod config;

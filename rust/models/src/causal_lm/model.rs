@@ -99,9 +99,9 @@ impl CausalLM {
     /// The states that the head reads, (N, D), after the final norm, for `input_ids (N)` (i64 or u32).
     ///
     /// # Errors
-    /// [`Error::Shape`] if an input has another shape, [`Error::Index`] if an id is not a token or a bound is out of order or range,
-    /// [`Error::DType`] if an input does not have integers, [`Error::Argument`] if only a part of the layers was
-    /// loaded.
+    /// [`Error::Shape`] if an input has another shape, [`Error::Index`] if an id is not a token or a bound is out of
+    /// order or range, [`Error::DType`] if an input does not have integers, [`Error::Argument`] if only a part of the
+    /// layers was loaded.
     pub fn hidden(&self, input_ids: &Tensor, positions: &Tensor, cu_seqlens: &Tensor) -> Result<Tensor> {
         let top = self.top()?;
         let (x, [cos, sin]) = self.start(input_ids, positions)?;

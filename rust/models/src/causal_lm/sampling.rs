@@ -21,7 +21,8 @@ pub struct Sampling {
     /// Draw only tokens whose probability is at least this fraction of the probability of the most likely token, 0 to 1
     /// (Nguyen et al. 2024, arXiv:2407.01082).
     pub min_p: f64,
-    /// Above 1, tokens that the text already has become less likely (Keskar et al. 2019, arXiv:1909.05858).
+    /// If this is above 1, tokens that are already in the text become less likely (Keskar et al. 2019,
+    /// arXiv:1909.05858).
     pub repetition_penalty: f64,
 }
 

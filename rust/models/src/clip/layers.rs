@@ -10,8 +10,8 @@ use crate::saved::Saved;
 
 const PROJECTIONS: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
 
-/// Causal attention, then a feed-forward network. Each reads its normalised input, and its result is added to that
-/// input.
+/// Causal attention, then a feed-forward network. Each reads the norm of its input, and its result is added to the
+/// input itself.
 pub(super) struct EncoderLayer {
     layer_norm1: LayerNorm,
     /// `q_proj`, `k_proj` and `v_proj`.

@@ -17,7 +17,7 @@ use crate::pretrained::{Architecture, Configuration, Layout, Original};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
-/// The longest period of the positions' angles, divided by 2π; fixed in diffusers.
+/// The base of the rotary embedding's frequencies; fixed in diffusers.
 const THETA: f64 = 10_000.0;
 /// The time and the guidance are multiplied by this before their sinusoids are computed.
 const TIME_SCALE: f64 = 1000.0;

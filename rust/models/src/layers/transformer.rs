@@ -32,8 +32,8 @@ pub struct TransformerSizes {
     pub linear_projection: bool,
 }
 
-/// Attention to the image, attention to the context, then a gated feed-forward layer. Each reads its normalised input,
-/// and its result is added to that input.
+/// Attention to the image, attention to the context, then a gated feed-forward layer. Each reads the norm of its input,
+/// and its result is added to the input itself.
 struct Block {
     norm1: LayerNorm,
     attn1: Attention,

@@ -260,7 +260,8 @@ pub fn kinds() -> Vec<&'static ModelKind> {
     kinds
 }
 
-/// The prefixes of keys in adapter files that identify a part, in the styles of kohya, diffusers and `ComfyUI`.
+/// The prefixes of keys in adapter files that identify a part, in the styles of kohya, diffusers, `ComfyUI` and
+/// `OneTrainer`.
 fn adapter_prefixes() -> Arc<[String]> {
     let mut prefixes = BTreeSet::new();
     for part in PIPELINES.iter().flat_map(|pipeline| pipeline.parts) {

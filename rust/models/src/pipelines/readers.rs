@@ -32,7 +32,7 @@ const A1111: Reader = Reader {
     magnitude: COMFYUI_MAGNITUDE,
 };
 
-/// Stable Diffusion's UNets. Of diffusers' names for attention's projections, `ComfyUI` reads only the early ones,
+/// Stable Diffusion's UNets. For the projections of attention, `ComfyUI` reads only the early names of diffusers,
 /// `Style::Processor`.
 pub(super) static UNET: &[Reader] = &[
     comfyui(&[

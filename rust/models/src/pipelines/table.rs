@@ -156,7 +156,7 @@ static SDXL: Pipeline = Pipeline {
                 readers: readers::TEXT_ENCODER,
             }),
         },
-        // OpenCLIP ViT-bigG. Its number is 0 in the refiner, which has no other encoder.
+        // OpenCLIP ViT-bigG. The number in its keys is 0 in files of the refiner, which has no other encoder.
         Part {
             role: Role::TextEncoder,
             model: &clip::KIND,

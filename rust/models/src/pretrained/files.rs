@@ -14,7 +14,7 @@ const HALF: &str = "fp16";
 /// Endings of checkpoints that Python's pickle wrote.
 const PICKLES: [&str; 6] = ["ckpt", "pt", "pth", "bin", "pkl", "pickle"];
 
-/// The weight files in `folder`: one file or its shards. If both the plain and the half-precision variant
+/// The weight files in `folder`: one file, or the shards of a model. If both the plain and the half-precision variant
 /// (`*.fp16.safetensors`) exist, `half` chooses.
 ///
 /// # Errors

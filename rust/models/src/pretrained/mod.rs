@@ -36,8 +36,8 @@ pub(crate) const INDEX: &str = "model_index.json";
 /// Selects the model to load from a path, and how to load it.
 #[derive(Clone, Debug, Default)]
 pub struct Choice {
-    /// The kind of model. None means the kind that the files name. If they name none, it means the kind that is
-    /// fine-tuned.
+    /// The kind of model. None selects the kind that the files name. If the files name no kind, None selects the kind
+    /// that is fine-tuned.
     pub kind: Option<&'static ModelKind>,
     /// The name of the model's folder in the pipeline's folder. In an original checkpoint it selects the model that
     /// this folder would hold.

@@ -12,8 +12,8 @@ use crate::pretrained::{Architecture, Configuration, Layout, Original};
 use crate::registry::{Model, ModelKind};
 use crate::vae::Coding;
 
-/// Qwen-Image's autoencoder for images, with the results of diffusers' `AutoencoderKLQwenImage` for one frame and its
-/// parameter names. Layers that change the number of frames are not loaded.
+/// Qwen-Image's autoencoder for images, with the parameter names of diffusers' `AutoencoderKLQwenImage` and its results
+/// for one frame. Layers that change the number of frames are not loaded.
 pub struct AutoencoderKLQwenImage {
     config: QwenVaeConfig,
     encoder: Encoder,

@@ -80,8 +80,8 @@ impl SD3Transformer {
         &self.config
     }
 
-    /// The velocity at noisy latents `hidden_states (B, C, H, W)`; H and W are multiples of the patch size. The result has their shape
-    /// with the model's output channels, in the dtype of the weights.
+    /// The velocity at noisy latents `hidden_states (B, C, H, W)`; H and W are multiples of the patch size. The result
+    /// has the shape of `hidden_states`, but with the model's output channels, and the dtype of the weights.
     ///
     /// # Errors
     /// [`Error::Shape`] if the inputs do not fit the configuration or one another, or there is no token; [`Error::DType`] if

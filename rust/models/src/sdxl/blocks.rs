@@ -73,7 +73,8 @@ impl DownBlock {
         Ok(Self { resnets: resnets.into_iter().collect(), attentions, downsample })
     }
 
-    /// `x (B, H, W, C)` → the next level's image. Every block's result is appended to `skips`.
+    /// `x (B, H, W, C)` → the next level's image. The result of each residual block (or of the transformer after it)
+    /// and the result of the downsampling are appended to `skips`.
     pub(super) fn forward(
         &self,
         mut x: Tensor,

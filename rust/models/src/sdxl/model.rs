@@ -88,9 +88,9 @@ impl SDXLUNet {
         &self.config
     }
 
-    /// The prediction (noise or velocity, as the model was trained) for noisy latents `sample (B, C, H, W)` at `timestep` (B), (1)
-    /// or without dimensions, from 0 (clean) to 999 (noise). The result has the sample's shape with the model's output
-    /// channels, in the dtype of the weights.
+    /// The prediction (noise or velocity, as the model was trained) for noisy latents `sample (B, C, H, W)` at
+    /// `timestep` (B), (1) or without dimensions, from 0 (clean) to 999 (noise). The result has the shape of `sample`,
+    /// but with the model's output channels, and the dtype of the weights.
     ///
     /// # Errors
     /// [`Error::Shape`] if the inputs do not fit the configuration or one another, or there is no token; [`Error::DType`] if `sample`

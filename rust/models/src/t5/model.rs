@@ -64,8 +64,8 @@ impl T5Encoder {
     /// where the mask is 1. The mask has the values 0 and 1.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an input has another shape, [`Error::Index`] if an id is not a token or the mask has other values,
-    /// [`Error::DType`] if an input is not of integers.
+    /// [`Error::Shape`] if an input has another shape, [`Error::Index`] if an id is not a token or the mask has other
+    /// values, [`Error::DType`] if an input does not have integers.
     pub fn forward(&self, input_ids: &Tensor, attention_mask: Option<&Tensor>) -> Result<Tensor> {
         let length = match *input_ids.dims() {
             [_, length] if length > 0 => length,

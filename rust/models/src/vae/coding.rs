@@ -1,4 +1,5 @@
-//! How autoencoders take images and latents: checks, channels-last tensors, and tiles.
+//! What autoencoders do with images and latents before and after their networks: checks, conversion to channels-last
+//! tensors, and tiles.
 
 use trainable_candle_core::compute::with_bf16_pairs;
 use trainable_candle_core::{DType, Error, Result, Tensor};

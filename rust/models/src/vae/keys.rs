@@ -62,8 +62,8 @@ struct OriginalCoders {
 
 /// The number of batches that the statistics were computed from.
 const COUNT: &str = "bn.num_batches_tracked";
-/// In original files of FLUX.2, the convolutions next to the latents are part of the encoder and the decoder. These are
-/// the convolutions' names in this library, and the prefixes before the same names in the files.
+/// In original files of FLUX.2, the convolutions next to the latents are part of the encoder and the decoder. Each
+/// entry has a convolution's name in this library, and the prefix that precedes the same name in these files.
 const QUANT: [(&str, &str); 2] = [("quant_conv.", "encoder."), ("post_quant_conv.", "decoder.")];
 
 impl Layout for OriginalCoders {

@@ -92,7 +92,7 @@ impl AutoencoderKL {
         })
     }
 
-    /// How images and latents are passed through the coders.
+    /// The checks, layouts and tiles of this autoencoder.
     fn coding(&self) -> Coding {
         Coding { op: Self::CLASS_NAME, downscale: self.config.downscale(), dtype: self.dtype() }
     }

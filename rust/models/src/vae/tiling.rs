@@ -3,8 +3,8 @@
 
 use trainable_candle_core::{Result, Tensor};
 
-/// How an image is split into tiles and the results are joined. The fields count pixels of the input and of the result,
-/// or latents where one of them consists of latents.
+/// How an image is split into tiles and the results are joined. The fields count pixels of the input and of the result.
+/// If the input or the result consists of latents, its fields count latents.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tiling {
     /// Height and width of a tile of the input.

@@ -17,7 +17,7 @@ pub struct ZImageConfig {
     pub dim: usize,
     /// Number of blocks over image and text.
     pub n_layers: usize,
-    /// Number of blocks over the image alone, and equally of blocks over the text alone.
+    /// Number of blocks over the image alone, which is also the number of blocks over the text alone.
     pub n_refiner_layers: usize,
     /// Heads of each attention.
     pub n_heads: usize,

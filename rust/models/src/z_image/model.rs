@@ -104,8 +104,8 @@ impl ZImageTransformer {
         &self.config
     }
 
-    /// The negative velocity, latents − noise, at noisy latents `hidden_states (B, C, H, W)`; H and W are even. The result has their shape,
-    /// in the dtype of the weights.
+    /// The negative velocity, latents − noise, at noisy latents `hidden_states (B, C, H, W)`; H and W are even. The
+    /// result has the shape of `hidden_states` and the dtype of the weights.
     ///
     /// # Errors
     /// [`Error::Shape`] if the inputs do not fit the configuration or one another, or there is no token; [`Error::DType`] if

@@ -70,7 +70,8 @@ impl TrainingAdapter {
         Ok(Self { slots: slots.collect(), elements })
     }
 
-    /// Set whether the layers add the products. While it is false, they compute exactly the same as without the training adapter.
+    /// Set whether the layers add the products. While `enabled` is false, the layers compute exactly the same as
+    /// without the training adapter.
     pub fn set_enabled(&self, enabled: bool) {
         self.slots.iter().for_each(|slot| slot.enable_beside(enabled));
     }

@@ -117,7 +117,8 @@ impl LoraConfig {
         }
         if let Some(grid) = self.qat.filter(|_| self.lora_dropout > 0.0) {
             return Err(Error::Config(format!(
-                "LoraConfig: lora_dropout is {}, expected 0 with qat \"{}\", where the adapter has no separate input",
+                "LoraConfig: lora_dropout is {}, expected 0 with qat \"{}\", which computes base and adapter as one \
+                 weight, so that the adapter has no input of its own",
                 self.lora_dropout,
                 grid.name()
             )));
@@ -168,7 +169,7 @@ impl LoraConfig {
         }
         if self.lora_dropout > 0.0 {
             return wrong(format!(
-                "lora_dropout is {}, expected 0 with adapter \"oft\", which has no separate input",
+                "lora_dropout is {}, expected 0 with adapter \"oft\", which rotates the base and has no input of its own",
                 self.lora_dropout
             ));
         }
@@ -334,7 +335,7 @@ fn patterns(texts: &[String]) -> Result<Vec<Pattern<'_>>> {
     texts.iter().map(|text| Pattern::new(text)).collect()
 }
 
-/// The value of the first pattern that matches the layer `name`.
+/// The value of the first pattern, in alphabetical order, that matches the layer `name`.
 fn lookup<V: Copy>(values: &BTreeMap<String, V>, name: &str) -> Result<Option<V>> {
     for (pattern, value) in values {
         if Pattern::new(pattern)?.matches(name, false) {

@@ -61,7 +61,7 @@ pub struct Start {
 /// The values that a parameter starts with.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum StartValues {
-    /// As torch starts a linear layer of this shape.
+    /// As torch initializes the weight of a linear layer of this shape.
     Kaiming,
     /// Normal with this standard deviation.
     Normal(f64),

@@ -17,7 +17,7 @@ use crate::quantized::Format;
 use crate::{Raw, Result, compute};
 
 const OP: &str = "linear";
-/// Bytes of sums that are computed and scaled at a time, so that they stay in the second-level cache of large GPUs.
+/// Bytes of sums that are computed and scaled at a time, so that they stay in the L2 cache of large GPUs.
 const SUMS: usize = 24 << 20;
 /// The fewest rows of a product at a time, so that it fills a GPU.
 const FEWEST_ROWS: usize = 256;

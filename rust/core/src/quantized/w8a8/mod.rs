@@ -1,5 +1,5 @@
-//! W8A8: linear layers over 8-bit codes. The other factor is rounded to codes of the same format, so that a GPU
-//! multiplies 8-bit numbers.
+//! W8A8: linear layers whose weight is stored as 8-bit codes. The other factor of each product is rounded to codes of
+//! the same format, so that a GPU multiplies 8-bit numbers.
 //!
 //! Each row of the other factor (the input or the gradient of the result) gets one scale: its largest magnitude / 127
 //! (int8) or / 448 (e4m3), as in torchao's dynamic quantization of activations
@@ -7,11 +7,11 @@
 //! scales s:
 //!
 //! - y = s_x s_w (q_x q_wᵀ) + b,
-//! - dx = s_g (q_g q_w), where q_g and s_g are those of g = dy s_w: the sum runs over the rows of the weight, which
-//!   have different scales.
+//! - dx = s_g (q_g q_w), where q_g and s_g are the codes and scales of g = dy s_w. The sum runs over the rows of the
+//!   weight, which have different scales, so dy is multiplied by these scales before it is rounded.
 //!
-//! Sums of int8 are exact, sums of e4m3 are in f32; a result is rounded once. The gradient is that of the product of
-//! values: rounding passes it unchanged (a straight-through estimate).
+//! Sums of int8 are exact, sums of e4m3 are in f32; a result is rounded once. The backward pass ignores that x was
+//! rounded: the gradient passes the rounding unchanged (a straight-through estimate).
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -34,8 +34,8 @@ const MOST_PARTS: usize = 8;
 
 impl Quantized {
     /// Whether its products with a matrix of `rows` rows and of `dtype` multiply codes. They do if
-    /// [`set_w8a8`](compute::set_w8a8) has enabled this, there are rows, `dtype` is not f64, the at most 8 parts are all
-    /// int8 or all fp8, and the numbers of columns and of each part's rows are multiples of 16.
+    /// [`set_w8a8`](compute::set_w8a8) has enabled this, there are rows, `dtype` is not f64, there are at most 8 parts,
+    /// all int8 or all fp8, and the numbers of columns and of each part's rows are multiples of 16.
     fn multiplies_codes(&self, dtype: DType, rows: usize) -> bool {
         let format = self.format();
         uses_w8a8()

@@ -38,9 +38,9 @@ pub struct DoubleBlockKind {
     pub names: DoubleBlockNames,
 }
 
-/// Attention of an image's and a text's tokens to the tokens of both, then a feed-forward layer for each stream.
-/// The attention and the feed-forward layers read their modulated inputs; their results are gated and added to these
-/// inputs.
+/// Attention of an image's and a text's tokens to the tokens of both, then a feed-forward layer for each stream. The
+/// attention and the feed-forward layers read the modulated norms of their inputs. Their results are gated and added to
+/// the inputs themselves.
 pub struct DoubleBlock {
     /// The layers that modulate the image and the text, unless the model passes the modulation.
     norms: Option<[Linear<Tensor>; 2]>,

@@ -43,8 +43,9 @@ impl TokenSizes {
     /// Check the inputs; returns the numbers of tokens of the image and of the text.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the inputs do not fit the sizes or one another, or there is no token; [`Error::DType`] if the image is not
-    /// floating-point; [`Error::Argument`] if guidance is missing, or given to a model that takes none.
+    /// [`Error::Shape`] if the inputs do not fit the sizes or one another, or there is no token; [`Error::DType`] if
+    /// the image is not floating-point; [`Error::Argument`] if guidance is missing, or given to a model that takes
+    /// none.
     pub fn check(&self, inputs: TokenInputs<'_>) -> Result<[usize; 2]> {
         let misfit = |name: &str, found: &Tensor, expected: String| {
             Err(Error::shape(self.op, format!("{name} has shape {:?}, expected {expected}", found.dims())))

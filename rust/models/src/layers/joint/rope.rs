@@ -23,7 +23,7 @@ impl RopeAxes {
     /// `model`.
     ///
     /// # Errors
-    /// [`Error::Config`] if they are not.
+    /// [`Error::Config`] if a width is odd, or if the sum differs from `head_dim`.
     pub fn check(model: &str, widths: &[usize], head_dim: usize) -> Result<()> {
         if widths.iter().sum::<usize>() == head_dim && widths.iter().all(|width| width.is_multiple_of(2)) {
             return Ok(());
