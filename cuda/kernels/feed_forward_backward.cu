@@ -15,7 +15,7 @@
 namespace {
 
 constexpr int WARPS = 8, COLUMNS = 32;
-// The number of rows that a warp works on at a time, and of the rows of a block.
+// TILE: the number of rows that a warp works on at a time. ROWS: the number of rows of a block.
 constexpr int TILE = 16;
 constexpr uint32_t ROWS = 560;
 // The matrices with factors: h, gate, and the unit, whose map is W.
