@@ -140,7 +140,7 @@ def _median(call: Callable[[], object], wait: Callable[[], object], seconds: flo
 
 
 def captured(call: Callable[[], object], device: str) -> Callable[[], object]:
-    """The call as a CUDA graph. The graph returns nothing, because a replay copies results."""
+    """The call as a CUDA graph. It returns nothing, because a replay would copy the results."""
 
     def run(_: tc.Tensor) -> None:
         call()

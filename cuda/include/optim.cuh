@@ -97,8 +97,9 @@ struct Nearest {
     template <typename T> __device__ __forceinline__ T round(float value, int, int) const { return narrow<T>(value); }
 };
 
-// Rounds to bf16 stochastically: up in magnitude with a probability equal to the distance to the lower neighbour, as `round` in
-// rust/nn/src/optim/rounding.rs, where the random bits of an element are defined too. Infinities and NaN stay what they are.
+// Rounds to bf16 stochastically: up in magnitude with a probability equal to the distance to the lower neighbour, in units of the
+// distance between the two neighbours. rust/nn/src/optim/rounding.rs has the same `round`, and defines the random bits of an element.
+// Infinities and NaN stay what they are.
 struct Stochastic {
     uint4 words[2];
 
@@ -126,7 +127,7 @@ struct Stochastic {
     }
 };
 
-// Where `Nearest` and `Stochastic` come from, for each quad of a launch.
+// How a launch rounds: `at` returns the rounding of a quad, `Nearest` or `Stochastic`.
 struct RoundNearest {
     __device__ __forceinline__ Nearest at(const Piece &, uint32_t, uint32_t) const { return {}; }
 };
@@ -206,7 +207,7 @@ template <bool WIDE, typename P, typename G, typename C> struct Quad {
     }
 };
 
-// Zeroes the gradients of a piece if the step is to zero gradients. This is for steps whose other work is skipped.
+// Zeroes the gradients of a piece if `zero_grads` is set. A skipped step calls this function and does nothing else.
 template <typename P, typename G, typename C>
 __device__ void clear_grads(const Buffers<P, G, C> &buffers, const Piece &piece, uint32_t thread, uint32_t threads) {
     if (!buffers.zero_grads) return;

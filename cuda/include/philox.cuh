@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-// One round under `key` of the counter or of the result of the round before.
+// One round with the key `key`. `c` is the counter, or the result of the round before.
 __device__ __forceinline__ uint4 philox_round(uint4 c, uint2 key) {
     const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c.x, p1 = static_cast<uint64_t>(0xCD9E8D57u) * c.z;
     return {static_cast<uint32_t>(p1 >> 32) ^ c.y ^ key.x, static_cast<uint32_t>(p1),

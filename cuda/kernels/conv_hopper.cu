@@ -21,7 +21,7 @@
 // `maps` (see Conv2dMaps): 16-bit elements, no interleave, 128-byte swizzle, zeros outside (FLOAT_OOB_FILL_NONE).
 // - dense: cuTensorMapEncodeTiled, element strides 1.
 //   Forward pass and gradient of the input: the weight, dimensions (channels, kernel_height * kernel_width,
-//   out_channels), box (64, 1, N / 2) and (64, 1, 32).
+//   out_channels), box (64, 1, N / 2) for the forward pass and (64, 1, 32) for the gradient.
 //   Gradient of the weight: grad_y, dimensions (out_channels, 1, pixels of y), box (64, 1, 64).
 // - windows: cuTensorMapEncodeIm2col, dimensions (channels, width, height, batch) of the image, 64 channels per pixel;
 //   corners as (width, height).

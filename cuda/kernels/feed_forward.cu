@@ -1,5 +1,5 @@
 // The unit h SiLU(gate) of a feed-forward network with LoRA of rank 16 (ops/gated/feed_forward), and the unit times A of the map that
-// reads it. While the unit is in registers, this product costs nothing; a product of its own reads the unit from memory.
+// reads it. This product costs almost nothing while the unit is in registers; a separate kernel would have to read the unit from memory.
 //
 // A warp has sixteen rows and goes over the columns of its block, 32 at a time; low-rank products and their fragments are as in
 // include/low_rank.cuh.

@@ -5,9 +5,10 @@
 // - parts of s grad B for the maps to h and gate, each summed over the columns of a block.
 // The unit itself, which the gradient of W's factor A needs, exists only in registers. A second kernel adds the parts in a fixed order.
 //
-// The products use PTX' `mma.m16n8k16`. A warp has 32 columns. Of every eight columns, a thread has those of one 16-byte access, two in
-// each 32-bit word; product i reads and makes word i, so its column n is column 8 (n / 2) + 2 i + n % 2 of the warp. Results in words
-// are left operands of products that sum over columns, and, after `turn`, right operands of products that sum over rows.
+// The products use PTX' `mma.m16n8k16`. A warp has 32 columns. A thread has eight neighbouring columns of a row, which it loads and
+// stores at once, as four 32-bit words of two columns. Product i computes word i of every thread, so column n of the product is column
+// 8 (n / 2) + 2 i + n % 2 of the warp. The words with results are left operands of products that sum over columns and, after `turn`,
+// right operands of products that sum over rows.
 #include "functions.cuh"
 #include "low_rank.cuh"
 #include "rows.cuh"
@@ -15,7 +16,7 @@
 namespace {
 
 constexpr int WARPS = 8, COLUMNS = 32;
-// The number of rows that a warp works on at a time, and of the rows of a block.
+// TILE: the number of rows that a warp works on at a time. ROWS: the number of rows of a block.
 constexpr int TILE = 16;
 constexpr uint32_t ROWS = 560;
 // The matrices with factors: h, gate, and the unit, whose map is W.

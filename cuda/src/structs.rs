@@ -143,8 +143,8 @@ structs! {
 
     /// Declared in include/optim.cuh: the hyper-parameters of a group, and the number of steps that it has taken. `lr` is the learning
     /// rate; `beta1` and `beta2` are the decay rates of the moments, or momentum and dampening for SGD; `eps` is added to the root of
-    /// the second moment; `maximize` and `nesterov` are 1 or 0; `seed` is that of stochastic rounding; `more` has the further values of an optimizer, in the order in which its
-    /// kernels read them.
+    /// the second moment; `maximize` and `nesterov` are 1 or 0; `seed` is that of stochastic rounding; `more` has the further values of
+    /// an optimizer, in the order in which its kernels read them.
     #[derive(Default)]
     Settings {
         lr: f64, beta1: f64, beta2: f64, eps: f64, weight_decay: f64, step: u64, seed: u64, maximize: u32,

@@ -10,7 +10,7 @@ from trainable_candle import _core
 _STATE: Final = "load its state_dict() into a new one"
 _CURES: Final = {
     _core.AdapterSet: "save() it, and load() the file into the adapter of another model",
-    _core.QuantizedTensor: "quantize the tensor again; it is never changed, so it can be shared",
+    _core.QuantizedTensor: "quantize the tensor again, or share this object, which never changes",
     _core.EMA: _STATE,
     _core.GradScaler: _STATE,
     **dict.fromkeys(_core.Model.__subclasses__(), "load the model again from its files"),
@@ -18,7 +18,7 @@ _CURES: Final = {
 
 
 def reject(kind: type, cure: str = _STATE) -> None:
-    """Let `copy` and `pickle` raise a TypeError for objects of a class, which says what to do."""
+    """Make `copy` and `pickle` raise a TypeError for a class; the message says what to do."""
 
     def reduce(_: Any) -> NoReturn:
         raise TypeError(f"{kind.__name__} cannot be copied or pickled: {cure}")

@@ -41,7 +41,7 @@ _FLOATS = ("f32", "f16", "bf16", "f64")
 
 
 def _whole(tensor: Tensor) -> float:
-    """The size from which every number of this dtype is a whole number, and no less than 2^23."""
+    """A magnitude from which on all numbers of this dtype are whole: 2^52 for f64, else 2^23."""
     return 2.0**52 if tensor.dtype == "f64" else 2.0**23
 
 

@@ -36,7 +36,7 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
 
     const uint32_t seen = shape.is_causal ? min(shape.keys, first + QUERIES) : shape.keys;
     const uint32_t begin = sight.first_key(first) / KEYS, steps = ceil_divide(seen, KEYS);
-    // Some query of the tile does not see the keys below `floor`.
+    // The last query of the tile does not see the keys below `floor`.
     const uint32_t floor = sight.first_key(first + rows - 1);
     const auto copy_keys = [&](uint32_t step) {
         const uint32_t key = step * KEYS, stage = stages + step % 2 * STAGE;
@@ -176,12 +176,12 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
     k = k_strides.matrix(k, task.batch, task.head) + first * k_strides.row;
     v = v_strides.matrix(v, task.batch, task.head) + first * v_strides.row;
 
-    // The range of query heads of the block, then the range of each head's tiles of queries that see a key.
+    // The range of query heads of the block. Below: the range of tiles of queries that see a key of the tile, the same for each head.
     const uint32_t units = Sight::HAS_SPANS ? sight.group() : ceil_divide(shape.queries, QUERIES);
     const uint32_t per_part = ceil_divide(units, shape.parts), part_begin = part * per_part, part_end = min(units, part_begin + per_part);
     const uint32_t heads = !Sight::HAS_SPANS ? 1 : part_end > part_begin ? part_end - part_begin : 0;
     const uint32_t head = task.head * sight.group() + (Sight::HAS_SPANS ? part_begin : 0);
-    // Some queries from `ceiling` on do not see a key of the tile; no query from `last` on sees any.
+    // Queries from `ceiling` on do not see all keys of the tile, and queries from `last` on see none of them.
     const uint32_t ceiling = sight.query_end(first, shape), last = sight.query_end(first + rows - 1, shape);
     // With a causal mask, a key is visible to the queries from its position on.
     const uint32_t causal_begin = shape.is_causal ? first / QUERIES : 0;

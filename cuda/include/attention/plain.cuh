@@ -159,7 +159,7 @@ __device__ void attention_plain_forward(const T *q, const T *k, const T *v, T *o
     __syncthreads();
     for (int i = 0; i < 2; i++) {
         const R weight = total[y + i * PLAIN_SIDE];
-        // No key is visible: the result is zero, not zero divided by zero.
+        // If no key is visible, the result is zero, not zero divided by zero.
         for (int c = 0; c < 4; c++) sum[i][c] = weight == R(0) ? R(0) : sum[i][c] / weight;
     }
     write_panel(o, o_strides, task, first, shape.queries, column, shape.value_width, sum);
@@ -194,7 +194,8 @@ __device__ void attention_plain_backward(const T *q, const T *k, const T *v, con
     if (QUERIES) begin = sight.first_key(first);
     if (shape.is_causal && !QUERIES) begin = first;
     R sum[2][4] = {};
-    // The head of the tile of queries, or all heads of queries that share the keys, one after another.
+    // The gradient of queries needs only the head of its tile. Gradients of keys and values sum over all heads of queries that share the
+    // keys.
     const uint32_t heads_begin = QUERIES ? task.head : task.head * group, heads_end = QUERIES ? heads_begin + 1 : heads_begin + group;
     for (uint32_t head = heads_begin; head < heads_end; head++) {
         const MatrixRows<T> queries(q, q_strides, task.batch, head, shape.queries, shape.width);

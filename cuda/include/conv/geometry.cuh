@@ -32,8 +32,7 @@ __device__ __forceinline__ Axis forward_axis(int size, int kernel, int out, int 
 }
 
 // The axis of the pixels of the input whose coordinate is `phase` modulo the stride. They all use the same places of
-// the kernel, at consecutive pixels of the result. So a strided convolution does not multiply the zeros between its
-// windows.
+// the kernel, at consecutive pixels of the result. So the gradient of a strided convolution's input multiplies no zeros.
 __device__ __forceinline__ Axis grad_input_axis(int size, int kernel, int out, int stride, int padding, int dilation,
                                                 int phase) {
     Axis axis = {0, phase, stride, 0, 0, 1, 0, 1, 0, out};

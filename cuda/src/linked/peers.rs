@@ -23,7 +23,7 @@ impl Exported {
     /// At least `size` bytes of the device that is current on this thread.
     ///
     /// # Errors
-    /// The driver's error. Reaching the limit of the device counts as out of memory.
+    /// The driver's error. Exceeding the limit of the device counts as out of memory.
     pub fn new(size: usize) -> Result<Self, Status> {
         let size = size.max(1) as u64;
         let (address, device) = allocate_outside(size)?;

@@ -39,7 +39,7 @@ unsafe fn driver_copy(to: u64, from: *const c_void, size: usize, stream: Stream)
 /// The driver's error.
 ///
 /// # Safety
-/// Both addresses have `size` bytes. The source is pinned memory. It does not change until the copy is done, and while a graph contains
+/// Both addresses have `size` bytes. The source is pinned memory, which changes neither before the copy is done nor while a graph contains
 /// the copy.
 pub unsafe fn copy_pinned(to: u64, from: *const u8, size: usize, stream: *mut c_void) -> Result<(), Status> {
     if size == 0 {

@@ -17,8 +17,8 @@ def new_file(text: str, *, overwrite: bool, suffix: str = ".safetensors") -> Pat
     """The path of a file to write.
 
     Raises:
-        ConfigError: the path has another suffix, the file exists already, or it is to be below
-            another file.
+        ConfigError: the path has another suffix, the file exists already, or a parent of the path
+            is a file.
     """
     path = Path(text).expanduser()
     if path.suffix.lower() != suffix:

@@ -27,8 +27,8 @@ def make_parser(program: str) -> Parser:
     """Make the parser of the flags."""
     parser = Parser(
         program,
-        "Look at driver, libraries, cards, memory and disk, and train a small layer.\n"
-        "Each fault comes with its cure. The exit status is 0 if there is no fault.",
+        "Check the driver, the libraries, GPUs, memory and disk, and train a small layer on each\n"
+        "device. The report says how to fix each fault. The exit status is 0 if there is none.",
         "[options]",
     )
     group = parser.add_argument_group("options")

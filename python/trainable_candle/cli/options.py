@@ -142,7 +142,7 @@ class _OnOrOff(argparse.BooleanOptionalAction):
 
 
 class _AddToList(argparse.Action):
-    """Adds a flag's comma-separated values to those of the same flag before it."""
+    """Adds comma-separated values to those that the same flag was given before."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, name: str | None = None

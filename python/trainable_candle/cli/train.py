@@ -63,7 +63,8 @@ def _launch(config: TrainConfig, arguments: Sequence[str]) -> int:
         raise ConfigError(f"gpus: --device {config.device} is one GPU; leave it out")
     numbers = chosen_gpus(gpus) if on_gpu else list(range(int(gpus.split(",", maxsplit=1)[0])))
     output = Path(config.output).expanduser()
-    # Before the processes' logs are written there; an expensive import.
+    # The check must run before the processes write their logs into the output folder. Its import is
+    # expensive, so it is here.
     from trainable_candle.tasks.checks import require_apart  # noqa: PLC0415
 
     require_apart(config, output)
@@ -117,7 +118,7 @@ def read_config(given: dict[str, Any]) -> TrainConfig:
 
 
 def _of_preset(error: ConfigError, preset: str, taken: Collection[str]) -> ConfigError:
-    """The error, with a remark which of the settings that it names come from the preset."""
+    """Add to an error which of the settings in its message come from the preset."""
     words = re.findall(r"[a-z]\w+", str(error).replace("-", "_"))
     named = [flag(name) for name in sorted(taken) if name in words or f"__{name}" in words]
     if not named:

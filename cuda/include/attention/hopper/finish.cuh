@@ -1,5 +1,5 @@
-// The work before and after the main kernels: it computes statistics of the rows, sums parts, and narrows the gradients of queries from
-// f32.
+// What the kernels before and after the main kernels compute: statistics of the rows, sums of parts, and gradients of queries narrowed
+// from f32.
 #pragma once
 
 #include "backward.cuh"

@@ -236,7 +236,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
         for (int r = 0; r < 2; r++) {
             if (lane % 4 == 0 && first + row + 8 * r < shape.queries)
                 log_sums[uint64_t(task.index) * shape.queries + first + row + 8 * r] = rows.base[r] * LN_2 + logf(rows.sum[r]);
-            // No key is visible: the result is zero, not zero divided by zero.
+            // If no key is visible, the result is zero, not zero divided by zero.
             const float share = rows.sum[r] == 0.0f ? 0.0f : 1.0f / rows.sum[r];
 #pragma unroll
             for (int i = 0; i < D / 4; i++) result[i / 2 * 4 + i % 2 + 2 * r] *= share;
