@@ -43,7 +43,7 @@ impl Default for AdafactorConfig {
 pub type Adafactor = Stepper<AdafactorRule>;
 
 impl Adafactor {
-    /// Adafactor on `params` with the defaults of [`AdafactorConfig`] but for `lr`.
+    /// Adafactor on `params` with the defaults of [`AdafactorConfig`] except `lr`.
     ///
     /// # Errors
     /// As [`with_groups`](Self::with_groups).

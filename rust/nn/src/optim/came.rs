@@ -13,7 +13,7 @@ use super::kind::{hyper_parameters, registered};
 use super::rule::{Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_not_negative};
 
 hyper_parameters! {
-    /// Hyper-parameters of [`CAME`]; names, meaning and defaults are those of `came-pytorch`, which has no default of `lr`.
+    /// Hyper-parameters of [`CAME`]; names, meaning and defaults are those of `came-pytorch`, which has no default for `lr`.
     pub struct CAMEConfig {
         /// Learning rate, at least 0.
         pub lr: f64,

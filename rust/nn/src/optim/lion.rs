@@ -37,7 +37,7 @@ impl Default for LionConfig {
 pub type Lion = Stepper<LionRule>;
 
 impl Lion {
-    /// Lion on `params` with the defaults of [`LionConfig`] but for `lr` and `weight_decay`.
+    /// Lion on `params` with the defaults of [`LionConfig`] except `lr` and `weight_decay`.
     ///
     /// # Errors
     /// As [`with_groups`](Self::with_groups).

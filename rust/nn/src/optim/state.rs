@@ -170,7 +170,7 @@ impl Parameter {
         Self { rounded: self.rounded, ..Self::new(self.var.clone()) }
     }
 
-    /// Whether an f32 copy of the variable's values is kept, which the update changes in its place.
+    /// Whether the variable has f32 master values, which the update changes in place of the variable's own values.
     pub(super) fn has_master(&self) -> bool {
         self.rounded.is_none() && matches!(self.var.dtype(), DType::F16 | DType::BF16)
     }
