@@ -11,7 +11,7 @@ use super::{check_numbers, normal_rows};
 
 const OP: &str = "diffusion_objective";
 
-/// How δ of the Huber losses depends on the timestep t of T (Khrapov et al. 2024, arXiv:2403.16728).
+/// How δ of the Huber losses depends on the timestep t, of T in total (Khrapov et al. 2024, arXiv:2403.16728).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HuberSchedule {
     /// δ is `delta` at every timestep.
