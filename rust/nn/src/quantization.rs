@@ -43,8 +43,8 @@ pub struct Quantization {
 }
 
 impl Quantization {
-    /// The format of the matrix `name`; None if it is not to be quantized. An inner None means the form in which the
-    /// file stores it.
+    /// The format of the matrix `name`; None if the matrix stays unquantized. `Some(None)` means the format in which the
+    /// file stores the matrix.
     pub fn of(&self, name: &str) -> Option<Option<Format>> {
         if self.layers.rows.contains(&name) {
             return Some(self.format.map(by_rows));

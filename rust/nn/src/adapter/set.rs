@@ -61,7 +61,7 @@ pub struct AdaptedLayer<'a> {
     pub settings: AdapterSettings,
     /// The frozen layer under the adapter.
     pub base: Base<'a>,
-    /// Its parameters under peft's names, laid out as in files.
+    /// The adapter's parameters under peft's names, in the layout of files.
     pub parameters: Parameters<Tensor>,
 }
 

@@ -139,7 +139,7 @@ fn kernel_settings(config: &Adam8bitConfig) -> Settings {
 }
 
 /// The values of an [`Adam8bitConfig`] that a step uses, rounded as the kernels of bitsandbytes round them. Fused
-/// multiply-adds are in the same places as in these kernels, so that moments are equal bit for bit.
+/// multiply-adds are in the same places as in these kernels, so that moments equal theirs bit for bit.
 #[derive(Clone, Copy)]
 struct Coefficients {
     beta1: f32,

@@ -162,9 +162,9 @@ fn encode_block<R: Registers, const SIGNED: bool>(
 /// The numbers of four registers of magnitudes. The third byte of a result is the number, and the two lower bytes are its
 /// fraction.
 ///
-/// Each operation is done on all four registers before the next operation, so that the processor can overlap the four. With
-/// one register after another, it could not look far enough ahead. The code uses loops, because closures would be compiled
-/// without the instruction set of the registers.
+/// Each operation runs on all four registers before the next operation, so that the processor can overlap these independent
+/// computations. If all operations ran on one register before the next register, the processor could not look far enough ahead.
+/// The code uses loops, because closures would be compiled without the instruction set of the registers.
 #[inline(always)]
 fn numbers<R: Registers, const SIGNED: bool>(r: R, lines: &Lines, x: [R::Values; 4]) -> [R::Bits; 4] {
     let ends = r.load(&lines.ends.0);

@@ -91,7 +91,7 @@ impl Rule for LionRule {
 }
 
 /// The numbers that one step computes from a [`LionConfig`]. The step uses fused multiply-adds in the same places as
-/// the CUDA code of bitsandbytes, so that the momentum is equal bit for bit.
+/// the CUDA code of bitsandbytes, so that both compute the same momentum, bit for bit.
 #[derive(Clone, Copy)]
 pub(crate) struct Coefficients<T> {
     pub(crate) beta1: T,

@@ -201,8 +201,8 @@ impl Parameter {
     }
 }
 
-/// Numbers the elements of the bf16 variables of `groups`, which will be rounded stochastically. Numbers of a variable
-/// begin at a multiple of [`BLOCK_SIZE`] and depend only on the variables before it.
+/// Numbers the elements of the bf16 variables of `groups`, which will be rounded stochastically. The numbers of a
+/// variable's elements begin at a multiple of [`BLOCK_SIZE`] and depend only on the variables before this variable.
 pub(super) fn number_elements<C>(groups: &mut [Group<C>]) {
     let mut next = 0;
     for parameter in groups.iter_mut().flat_map(|group| &mut group.parameters) {
@@ -238,7 +238,7 @@ pub(super) fn to_dict(
     Ok(dict)
 }
 
-/// What a state dict has.
+/// The contents of a state dict.
 pub(super) struct Loaded {
     /// The parameters with their states.
     pub(super) parameters: Vec<Parameter>,
