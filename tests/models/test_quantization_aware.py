@@ -80,12 +80,12 @@ def test_a_base_of_the_same_format_starts_unchanged() -> None:
 
 def test_a_base_of_another_format_is_rejected() -> None:
     model = FLUX.kind.from_pretrained(FLUX.folder / "transformer", dtype="f32", quantize="nf4")
-    with pytest.raises(ConfigError, match=r"to_q: qat int8: the base is nf4; load it in its own"):
+    with pytest.raises(ConfigError, match=r"to_q: qat int8: the base is nf4; load the base"):
         model.add_adapter(config("int8"))
 
 
 def test_convolutions_are_rejected_by_name(sdxl: Path) -> None:
     unet = SDXLUNet.from_pretrained(sdxl / "unet", dtype="f32")
-    with pytest.raises(ConfigError, match=r"qat int8: it is a convolution.*exclude_modules"):
+    with pytest.raises(ConfigError, match=r"qat int8: the layer is a convolution.*exclude_modules"):
         unet.add_adapter(tc.LoraConfig(target_modules=["all-conv"], qat="int8"))
     assert unet.add_adapter(tc.LoraConfig(target_modules=["all-linear"], qat="int8")).parameters()

@@ -108,7 +108,7 @@ def test_an_optimizer_rounds_or_says_which_one_does(kind: str) -> None:
     var = tc.Var(bf16(np.ones(3)))
     if make.__name__ in ROUNDING:
         assert "seed" in make([var], stochastic_rounding=True).state_dict()
-        with pytest.raises(DTypeError, match="all are of other dtypes such as f32"):
+        with pytest.raises(DTypeError, match="all variables have other dtypes such as f32"):
             make([tc.Var(tc.ones(3))], stochastic_rounding=True)
     else:
         with pytest.raises(ArgumentError, match="such as AdamW, AdamW8bit, Lion or SGD"):

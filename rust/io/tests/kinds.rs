@@ -221,7 +221,7 @@ fn oft_of_outputs_is_on_every_layer_and_of_inputs_on_linear_ones() {
     };
     let net = Net::load(&golden.tensors, DType::F32);
     let error = AdapterSet::attach(config.clone(), &net.named_layers()).err().unwrap().to_string();
-    assert!(error.contains("conv: OFT: it is a convolution") && error.contains("--oft-side output"), "{error}");
+    assert!(error.contains("conv: OFT: the layer is a convolution") && error.contains("--oft-side output"), "{error}");
 
     let before = net.forward(&golden.tensors["x"]).unwrap();
     let config = LoraConfig { oft_side: Some(OftSide::Output), ..config };

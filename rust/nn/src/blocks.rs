@@ -30,10 +30,12 @@ pub struct Kept {
     turns: RwLock<Turns>,
 }
 
-/// The streamed blocks, by index: where their weights are in a ring.
+/// The places of streamed blocks in rings, by the index of the block.
 #[derive(Default)]
 struct Turns {
+    /// The blocks whose run needs streamed weights.
     runs: HashMap<usize, Turn>,
+    /// The blocks for which [`Blocks::aside`] needs streamed weights.
     asides: HashMap<usize, Turn>,
 }
 

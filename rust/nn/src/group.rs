@@ -79,7 +79,7 @@ impl LinearGroup {
 
     /// Apply two members, features and gate, to `x (..., in_features)`, and
     /// [`swiglu`](trainable_candle_core::ops::gated::swiglu) to their results, in one operation. The result is
-    /// `(..., out_features)`. If one operation computed it, it is [`remade`](Tensor::remade).
+    /// `(..., out_features)`. If one operation computed the result, the result is [`remade`](Tensor::remade).
     ///
     /// # Errors
     /// As [`forward`](Self::forward); [`Error::Shape`] if there are not two members with the same number of output

@@ -34,7 +34,8 @@ impl Parameter for Var {
 
 /// A linear layer. `Linear<Tensor>` is frozen, and its weight may be quantized; `Linear<Var>` is trainable.
 ///
-/// The slot can be changed through a shared reference, so an adapter can be attached or removed without access to the layer's owner.
+/// The slot can be changed through a shared reference, so an adapter can be attached or removed without mutable access to the
+/// layer.
 pub struct Linear<T: Parameter> {
     /// (out_features, in_features).
     pub weight: T::Weight,

@@ -27,7 +27,7 @@ impl<'a> Layer<'a> {
         }
     }
 
-    /// Whether it is a convolution.
+    /// Whether the layer is a convolution.
     pub const fn is_conv(self) -> bool {
         matches!(self, Self::Conv(_))
     }

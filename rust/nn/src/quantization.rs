@@ -10,8 +10,8 @@ pub struct Quantizable {
     pub blocks: &'static [&'static str],
     /// Layers in blocks whose names contain one of these keep their dtype.
     pub kept: &'static [&'static str],
-    /// Layers whose names contain one of these compute a block's modulation, which the model does outside of the
-    /// block's run.
+    /// Layers whose names contain one of these compute a block's modulation. The model computes the modulation before the
+    /// block runs.
     pub modulation: &'static [&'static str],
     /// Matrices outside of blocks whose rows are looked up, or which are too large to be dequantized as a whole: the
     /// embedding and the head of a language model. They are quantized in int8 or in a format of ggml.
@@ -43,8 +43,8 @@ pub struct Quantization {
 }
 
 impl Quantization {
-    /// The format of the matrix `name`; None if it is not to be quantized. An inner None means the form in which the
-    /// file stores it.
+    /// The format of the matrix `name`; None if the matrix stays unquantized. `Some(None)` means the format in which the
+    /// file stores the matrix.
     pub fn of(&self, name: &str) -> Option<Option<Format>> {
         if self.layers.rows.contains(&name) {
             return Some(self.format.map(by_rows));

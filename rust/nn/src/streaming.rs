@@ -62,7 +62,7 @@ impl Units {
 pub struct Streaming {
     device: Device,
     layers: Quantizable,
-    /// The units of the weights that blocks run with, under their checkpoints.
+    /// The units of the weights that blocks need while they run, inside their checkpoints.
     runs: Units,
     /// The units of the weights of the modulation, which is computed before a block runs.
     asides: Units,
@@ -77,8 +77,8 @@ impl Streaming {
     /// copy of the weights.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the model has fewer blocks than `options` asks for, or if the modulation shall be streamed
-    /// but the model has no layers for it.
+    /// [`Error::Argument`] if the model has fewer blocks than `options` asks for, or if the modulation is to be
+    /// streamed but the model has no layers for it.
     pub fn new(shapes: &dyn Module, layers: Quantizable, options: StreamOptions, device: &Device) -> Result<Self> {
         let (names, count) = (blocks(shapes, &layers), options.blocks);
         if count > names.len() {
@@ -88,7 +88,7 @@ impl Streaming {
         }
         if options.modulation && layers.modulation.is_empty() {
             let message =
-                "the model has no separate layers for the modulation of blocks; stream blocks (stream_blocks)";
+                "the model has no separate layers for the modulation of blocks; stream whole blocks (stream_blocks)";
             return Err(Error::argument("stream_modulation", message));
         }
         let is_streamed = |index: usize| (index + 1) * count / names.len() > index * count / names.len();
@@ -205,7 +205,7 @@ impl Turn {
         self.ring.enter(self.unit)
     }
 
-    /// Marks a result of the block: its backward pass needs the weights again.
+    /// Marks a result of the block, so that the backward pass brings the block's weights to the device again.
     pub(crate) fn reenter(&self, result: Tensor) -> Tensor {
         self.ring.reenter(self.unit, result)
     }

@@ -126,8 +126,8 @@ fn small_updates_take_effect_on_average_where_rounding_to_nearest_stalls() -> Re
     let expected = 1.0 - f64::from(STEPS) * update;
     let values = var.to_vec::<bf16>()?;
     let mean = values.iter().map(|value| value.to_f64()).sum::<f64>() / COUNT as f64;
-    // The error of a step has two values that are one unit or less apart, so a deviation of at most unit / 2; errors of
-    // steps and elements are uncorrelated. Six deviations of the mean.
+    // The error of a step takes one of two values that are at most one unit apart, so its standard deviation is at most
+    // unit / 2. Errors of different steps and elements are uncorrelated. The bound is six standard deviations of the mean.
     let bound = 6.0 * unit / 2.0 * (f64::from(STEPS) / COUNT as f64).sqrt();
     assert!((mean - expected).abs() < bound, "{mean}, expected {expected} to within {bound}");
     Ok(())
@@ -154,9 +154,9 @@ fn adamw_in_bf16_follows_f32() -> Result<()> {
         Ok(1.0 - values.iter().map(|&value| f64::from(value)).sum::<f64>() / COUNT as f64)
     };
     let (expected, found) = (moved(DType::F32, false)?, moved(DType::BF16, true)?);
-    // Rounding of the parameter: as above, with units of 2⁻⁸. Rounding of the states changes single steps, but hardly their mean:
-    // the second moment's relative deviation is at most 2⁻⁸ / 2 · √(1 / 0.002) = 4.4 %, which raises the mean of its
-    // inverse root by 3 / 8 of the square, 0.1 %.
+    // The first term bounds the rounding of the parameter, as in the test above, with units of 2⁻⁸. The second term bounds the
+    // rounding of the states, which changes single steps, but hardly their mean: the second moment's relative deviation is at
+    // most 2⁻⁸ / 2 · √(1 / 0.002) = 4.4 %, which raises the mean of its inverse root by 3 / 8 of the square, 0.1 %.
     let bound = 6.0 * 2f64.powi(-9) * (STEPS as f64 / COUNT as f64).sqrt() + 0.001 * expected;
     assert!((found - expected).abs() < bound, "{found}, expected {expected} to within {bound}");
     assert!(expected > 10.0 * bound, "{expected} {bound}");

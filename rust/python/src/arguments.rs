@@ -1,7 +1,7 @@
 //! Whole numbers and names as a user passed them.
 //!
 //! PyO3 extracts an argument without the names of the function and the parameter, but an error must name both. So these
-//! types accept any object, and the function then reads the value with its own name and the parameter's name.
+//! types accept any object. The function then reads the value, and passes both names for the error.
 
 use std::path::PathBuf;
 

@@ -113,8 +113,8 @@ pub fn cuda_set_memory_limit(device: DeviceArg, limit: Option<u64>) -> Result<()
     Ok(device::set_memory_limit(&device.0, limit)?)
 }
 
-/// Whether streamed weights of a device are in host memory that is not pinned, because the system gives too little of
-/// that. CUDA graphs cannot copy them.
+/// Whether streamed weights of a device are in host memory that is not pinned, because the system provides too little
+/// pinned memory. CUDA graphs cannot copy weights from such memory.
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if there is no such device.
@@ -135,17 +135,17 @@ pub fn cuda_device_name(device: DeviceArg) -> Result<String> {
 /// The address of a CUDA device on the PCI bus, which names the device in all processes of the machine.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
+///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
 #[pyfunction]
 pub fn cuda_bus_id(device: DeviceArg) -> Result<String> {
     Ok(device::bus_id(&device.0)?)
 }
 
-/// How a CUDA device reads the memory of the device whose address on the bus is `bus_id`: "nvlink", "bus" or "none". None if this process
-/// does not see that device, or if it is `device` itself.
+/// How a CUDA device reads the memory of another device, whose address on the bus is `bus_id`: "nvlink", "bus" or "none". None if
+/// this process does not see the other device, or if both are the same.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
+///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
 #[pyfunction]
 pub fn cuda_link(device: DeviceArg, bus_id: &str) -> Result<Option<&'static str>> {
     let name = |link| match link {

@@ -222,7 +222,7 @@ pub fn memory_machine() -> Option<String> {
 ///
 /// Args:
 ///     rank: the number of this process, from 0.
-///     exchange: sends bytes to all processes and returns those of all, by rank; None ends the sharing.
+///     exchange: sends bytes to all processes and returns the bytes of every process, by rank; None ends the sharing.
 ///     peers: keep the copy in slices on the devices of the processes instead of in host memory.
 ///
 /// Raises:

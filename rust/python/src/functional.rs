@@ -193,7 +193,7 @@ pub fn lora_backward_(
 #[pyfunction]
 #[pyo3(signature = (input, weight, bias=None, stride=Pair::of(1), padding=Pair::of(0), dilation=Pair::of(1),
     groups=Integer::of(1), *, channels_last=false))]
-#[allow(clippy::too_many_arguments)] // torch has them
+#[allow(clippy::too_many_arguments)] // torch's function has them
 pub fn conv2d(
     py: Python<'_>,
     input: &Tensor,

@@ -67,7 +67,7 @@ impl LoraConfig {
         decompose_both=false, decompose_factor=Integer::of(-1), oft_block_size=Integer::of(32), oft_side=None, use_cayley_neumann=false,
         num_cayley_neumann_terms=Integer::of(5), qat=None, qat_activations=false,
         qat_learned_scales=false, dtype=None))]
-    #[allow(clippy::too_many_arguments)] // peft's
+    #[allow(clippy::too_many_arguments)] // each is a field of the configuration
     fn new(
         r: Integer,
         lora_alpha: Argument<f64>,

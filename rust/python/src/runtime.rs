@@ -109,7 +109,7 @@ pub fn get_w8a8() -> bool {
 }
 
 /// Choose whether linear layers with int8 or fp8 weights multiply codes instead of values. GPUs multiply 8-bit numbers
-/// up to four times as fast as bf16, but the rounding of the other factor takes time.
+/// up to four times as fast as bf16, but the rounding of activations and gradients takes time.
 ///
 /// Right before a product, activations and gradients are rounded to the format of the weight. The scale of each row is
 /// the row's largest magnitude, divided by 127 (int8) or 448 (fp8), as in torchao's dynamic quantization. If a product

@@ -48,7 +48,7 @@ fn factorization(size: usize, factor: Option<usize>) -> (usize, usize) {
     (small, size / small)
 }
 
-/// `LyCORIS`' initial values: D (or its second factor) is zero, and all other parameters start as torch's linear layers.
+/// `LyCORIS`' initial values: D (or its second factor) is zero, and all other parameters have the initial values of torch's linear layers.
 fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     let rank = settings.rank;
     let (out_small, out_large) = factorization(base.rows(), settings.decompose_factor);

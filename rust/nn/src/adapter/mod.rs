@@ -80,7 +80,7 @@ pub trait Adapter: Send + Sync {
     fn set_training(&self, training: bool);
 }
 
-/// The flag that an adapter is in training mode. CUDA graphs depend on it.
+/// Whether an adapter is in training mode. CUDA graphs depend on this value.
 fn training() -> HostState<bool> {
     HostState::new("whether adapters are in training", true)
 }

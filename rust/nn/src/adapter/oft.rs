@@ -113,8 +113,8 @@ fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     vec![(settings.oft_side.parameter(), Start::new([features / size, size * (size - 1) / 2], StartValues::Zero))]
 }
 
-/// The tape keeps the factor that is multiplied by the blocks. It is a view of the rotated activations: the layer's input or
-/// its result.
+/// For the gradient of the blocks, the tape keeps a view of the activations before their rotation: the layer's input or its
+/// result.
 fn kept(base: &Base<'_>, settings: &AdapterSettings) -> Kept {
     match settings.oft_side {
         OftSide::Input => Kept { input: true, remade: true, values: 0, products: base.inputs() },
@@ -130,8 +130,8 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
     };
     if base.operation != Operation::Linear && side == OftSide::Input {
         return Err(Error::Config(
-            "OFT: it is a convolution, and OFT rotates only the outputs of convolutions; give oft_side=\"output\" (--oft-side output), \
-             or leave the layer out with exclude_modules"
+            "OFT: the layer is a convolution, and OFT rotates only the outputs of convolutions; give oft_side=\"output\" \
+             (--oft-side output), or leave the layer out with exclude_modules"
                 .into(),
         ));
     }
@@ -148,7 +148,7 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
     };
     let Some(size) = size else {
         let text = format!(
-            "{} has shape {:?}, and such triangles do not make blocks of {features} features",
+            "the triangles of {} have shape {:?}, expected (k, n (n - 1) / 2) with k * n = {features}",
             side.parameter(),
             upper.dims()
         );

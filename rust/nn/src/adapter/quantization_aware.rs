@@ -30,7 +30,8 @@ impl QuantizationAware {
         let refuse = |text: String| Err(Error::Config(format!("qat {}: {text}", grid.name())));
         if base.operation != Operation::Linear {
             return refuse(
-                "it is a convolution, and only linear layers are quantized; leave it out with exclude_modules".into(),
+                "the layer is a convolution, and only linear layers are quantized; leave it out with exclude_modules"
+                    .into(),
             );
         }
         if settings.dropout > 0.0 {
@@ -43,7 +44,7 @@ impl QuantizationAware {
             && Some(weight.format()) != grid.format()
         {
             let found = weight.format().name();
-            return refuse(format!("the base is {found}; load it in its own precision, or in that of qat"));
+            return refuse(format!("the base is {found}; load the base unquantized, or in the format of qat"));
         }
         if let Err(Error::Shape { message, .. }) = grid.check(base.weight.dims()) {
             return refuse(format!("{message}; leave the layer out with exclude_modules"));

@@ -61,7 +61,7 @@ pub struct AdaptedLayer<'a> {
     pub settings: AdapterSettings,
     /// The frozen layer under the adapter.
     pub base: Base<'a>,
-    /// Its parameters under peft's names, laid out as in files.
+    /// The adapter's parameters under peft's names, in the layout of files.
     pub parameters: Parameters<Tensor>,
 }
 
@@ -110,8 +110,8 @@ pub struct AdapterSet {
 }
 
 impl AdapterSet {
-    /// Put an adapter on every layer that `config` targets. The model's results do not change until the adapters are
-    /// trained.
+    /// Put an adapter on every layer that `config` targets. Until the adapters are trained, the model's results do not
+    /// change, except by the rounding that `config.qat` requests.
     ///
     /// # Errors
     /// [`Error::Config`] if the configuration is invalid or matches no layer, or if a layer already has an adapter.
@@ -405,7 +405,10 @@ impl AdapterSet {
                             format!("use_cayley_neumann=True, num_cayley_neumann_terms={terms}")
                         })
                     };
-                    let asked = format!("with {}; make it like the file", named(member.settings.cayley_neumann_terms));
+                    let asked = format!(
+                        "with {}; create it with the file's values",
+                        named(member.settings.cayley_neumann_terms)
+                    );
                     return cure(&named(given.cayley_neumann_terms), &asked);
                 }
             }

@@ -43,7 +43,7 @@ impl Default for AdafactorConfig {
 pub type Adafactor = Stepper<AdafactorRule>;
 
 impl Adafactor {
-    /// Adafactor on `params` with the defaults of [`AdafactorConfig`] but for `lr`.
+    /// Adafactor on `params` with the defaults of [`AdafactorConfig`] except `lr`.
     ///
     /// # Errors
     /// As [`with_groups`](Self::with_groups).
@@ -158,7 +158,7 @@ fn update_all<T: Precision>(config: &AdafactorConfig, step: u64, mut chunk: Chun
     let size = (sum_of_squares(chunk.param) / numel).sqrt().max(config.eps.1);
     let step_size = size * config.lr.min(1.0 / step.sqrt());
 
-    // At first the roots of the second moments, later the gradient divided by these roots.
+    // `direction` holds the roots of the second moments at first, and then the gradient divided by these roots.
     let mut direction = vec![T::ZERO; chunk.param.len()];
     match chunk.states.as_mut_slice() {
         [StateSlice::Float(variance)] => {

@@ -76,7 +76,7 @@ impl Adam {
 }
 
 impl AdamW {
-    /// AdamW on `params` with the defaults of [`AdamConfig::adamw`] but for `lr` and `weight_decay`.
+    /// AdamW on `params` with the defaults of [`AdamConfig::adamw`] except `lr` and `weight_decay`.
     ///
     /// # Errors
     /// As [`with_groups`](Self::with_groups).

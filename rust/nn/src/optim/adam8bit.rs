@@ -51,7 +51,7 @@ pub type Adam8bit = Stepper<Adam8bitRule>;
 pub type AdamW8bit = Stepper<AdamW8bitRule>;
 
 impl Adam8bit {
-    /// Adam8bit on `params` with the defaults of [`Adam8bitConfig::adam`] but for `lr` and `weight_decay`.
+    /// Adam8bit on `params` with the defaults of [`Adam8bitConfig::adam`] except `lr` and `weight_decay`.
     ///
     /// # Errors
     /// As [`with_groups`](Self::with_groups).
@@ -61,7 +61,7 @@ impl Adam8bit {
 }
 
 impl AdamW8bit {
-    /// AdamW8bit on `params` with the defaults of [`Adam8bitConfig::adamw`] but for `lr` and `weight_decay`.
+    /// AdamW8bit on `params` with the defaults of [`Adam8bitConfig::adamw`] except `lr` and `weight_decay`.
     ///
     /// # Errors
     /// As [`with_groups`](Self::with_groups).
@@ -139,7 +139,7 @@ fn kernel_settings(config: &Adam8bitConfig) -> Settings {
 }
 
 /// The values of an [`Adam8bitConfig`] that a step uses, rounded as the kernels of bitsandbytes round them. Fused
-/// multiply-adds are in the same places as in these kernels, so that moments are equal bit for bit.
+/// multiply-adds are in the same places as in these kernels, so that moments equal theirs bit for bit.
 #[derive(Clone, Copy)]
 struct Coefficients {
     beta1: f32,
@@ -184,8 +184,8 @@ fn update(config: &Adam8bitConfig, step: u64, mut chunk: Chunk<'_, f32>) {
 #[inline(always)]
 fn update_elements(at: Coefficients, param: &mut [f32], grad: &[f32], state1: &mut [f32], state2: &mut [f32]) {
     for ((p, &g), (m, v)) in param.iter_mut().zip(grad).zip(state1.iter_mut().zip(state2)) {
-        // The kernels of bitsandbytes fuse one of the two products of a moment with the addition: with f32 states that of the old
-        // moment, with 8-bit states that of the gradient.
+        // A moment is the sum of two products. The kernels of bitsandbytes fuse one of them with the addition: for f32 states
+        // the product with the old moment, for 8-bit states the product with the gradient.
         *m = m.mul_add(at.beta1, (1.0 - at.beta1) * g);
         *v = v.mul_add(at.beta2, (1.0 - at.beta2) * (g * g));
         *p = at.updated(*p, *m / (v.sqrt() + at.eps));
@@ -211,9 +211,9 @@ impl Step<2> for Coefficients {
     }
 }
 
-/// The number of registers of elements that are updated together: each operation is done on all of them before the next.
-/// With one, a processor would not find enough work during the root and the division. More would need more registers than a
-/// processor has.
+/// The number of vector registers whose elements are updated together: each operation runs on all of these registers before
+/// the next operation. With one register, the processor would have too little other work during the root and the division.
+/// With more than two, the loop would need more registers than a processor has.
 const TOGETHER: usize = 2;
 
 impl Coefficients {

@@ -13,7 +13,7 @@ use super::kind::{hyper_parameters, registered};
 use super::rule::{Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_not_negative};
 
 hyper_parameters! {
-    /// Hyper-parameters of [`CAME`]; names, meaning and defaults are those of `came-pytorch`, which has no default of `lr`.
+    /// Hyper-parameters of [`CAME`]; names, meaning and defaults are those of `came-pytorch`, which has no default for `lr`.
     pub struct CAMEConfig {
         /// Learning rate, at least 0.
         pub lr: f64,
@@ -122,7 +122,7 @@ fn update_all<T: Real>(config: &CAMEConfig, chunk: Chunk<'_, T>) {
     let Chunk { dims, param, grad, mut states, .. } = chunk;
     let (beta1, beta2, beta3) = config.betas;
     let (eps1, eps2) = (T::from_f64(config.eps.0), T::from_f64(config.eps.1));
-    // At first the squared gradients plus `eps1`, at the end the step without the factor of the learning rate.
+    // `step` holds the squared gradients plus `eps1` at first, and at the end the step without the factor of the learning rate.
     let mut step: Vec<T> = grad.iter().map(|&g| g * g + eps1).collect();
     match states.as_mut_slice() {
         [_, StateSlice::Float(moments)] => {

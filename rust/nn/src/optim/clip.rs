@@ -153,7 +153,7 @@ fn partial_slice<T: Elem>(data: &[T], norm_type: NormType) -> f64 {
     }
 }
 
-/// The number of partial sums or maxima, so that the loops can be vectorized.
+/// The number of separate partial sums or maxima. Because they are separate, the compiler can vectorize the loops.
 const LANES: usize = 16;
 
 #[inline(always)]

@@ -12,7 +12,8 @@ use super::quant::{BLOCK_SIZE, Codebook};
 pub(super) const ZERO: u8 = 127;
 /// Decades of the dynamic map; the last ends at 1.
 const DECADES: usize = 7;
-/// The nominal end of the first decade. Smaller magnitudes are known to be in this decade without their logarithm.
+/// The nominal end of the first decade. All smaller magnitudes are in this decade, so this value replaces them where the decade
+/// is computed.
 const FIRST_END: f32 = 1e-6;
 /// The upper half of a value's bits times this factor, divided by 2^16, is the value's logarithm in decades plus a constant.
 /// The reason: the upper half grows by 2^7 per octave, that is by 2^16 in 154.1 decades. For the value 1 the result is 38.2.
@@ -43,8 +44,8 @@ pub(super) trait Registers: Lanes {
     fn count_above(self, index: Self::Bits, a: Self::Values, b: Self::Values) -> Self::Bits;
     /// Whether the lower half of any number's bits is below `limit`. The upper halves must not be below `limit`.
     fn any_fraction_below(self, limit: u16, numbers: [Self::Bits; 4]) -> bool;
-    /// Writes the codes of `values`; the third bytes of `numbers` are the numbers of their magnitudes. The code of zero is
-    /// [`ZERO`] with `SIGNED`, otherwise 0.
+    /// Writes the codes of `values`. The third byte of each element of `numbers` is the number of the magnitude of the
+    /// corresponding value. The code of zero is [`ZERO`] with `SIGNED`, otherwise 0.
     fn write<const SIGNED: bool>(self, numbers: [Self::Bits; 4], values: [Self::Values; 4], codes: &mut [u8]);
 }
 
@@ -161,9 +162,9 @@ fn encode_block<R: Registers, const SIGNED: bool>(
 /// The numbers of four registers of magnitudes. The third byte of a result is the number, and the two lower bytes are its
 /// fraction.
 ///
-/// Each operation is done on all four registers before the next operation, so that the processor can overlap the four. With
-/// one register after another, it could not look far enough ahead. The code uses loops, because closures would be compiled
-/// without the instruction set of the registers.
+/// Each operation runs on all four registers before the next operation, so that the processor can overlap these independent
+/// computations. If all operations ran on one register before the next register, the processor could not look far enough ahead.
+/// The code uses loops, because closures would be compiled without the instruction set of the registers.
 #[inline(always)]
 fn numbers<R: Registers, const SIGNED: bool>(r: R, lines: &Lines, x: [R::Values; 4]) -> [R::Bits; 4] {
     let ends = r.load(&lines.ends.0);

@@ -124,7 +124,7 @@ pub trait Registered: Optimizer + Sized + 'static {
     /// ([`Stepper::with_stochastic_rounding`](super::Stepper::with_stochastic_rounding)).
     ///
     /// # Errors
-    /// Those of its constructor; [`Error::Argument`] if there is a seed, but it does not round stochastically.
+    /// Those of its constructor; [`Error::Argument`] if there is a seed, but the optimizer does not round stochastically.
     fn build(groups: Vec<ParamGroup<Self::Config>>, seed: Option<u64>) -> Result<Self>;
 }
 
@@ -165,7 +165,7 @@ macro_rules! registered {
 }
 pub(super) use registered;
 
-/// Variables, and their hyper-parameters other than the defaults.
+/// Variables, and those of their hyper-parameters that differ from the defaults.
 pub type NamedGroup<'a> = (Vec<Var>, Vec<(&'a str, Value)>);
 
 /// An optimizer in the registry.

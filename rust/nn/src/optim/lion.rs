@@ -37,7 +37,7 @@ impl Default for LionConfig {
 pub type Lion = Stepper<LionRule>;
 
 impl Lion {
-    /// Lion on `params` with the defaults of [`LionConfig`] but for `lr` and `weight_decay`.
+    /// Lion on `params` with the defaults of [`LionConfig`] except `lr` and `weight_decay`.
     ///
     /// # Errors
     /// As [`with_groups`](Self::with_groups).
@@ -91,7 +91,7 @@ impl Rule for LionRule {
 }
 
 /// The numbers that one step computes from a [`LionConfig`]. The step uses fused multiply-adds in the same places as
-/// the CUDA code of bitsandbytes, so that the momentum is equal bit for bit.
+/// the CUDA code of bitsandbytes, so that both compute the same momentum, bit for bit.
 #[derive(Clone, Copy)]
 pub(crate) struct Coefficients<T> {
     pub(crate) beta1: T,

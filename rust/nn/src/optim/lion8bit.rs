@@ -39,7 +39,7 @@ impl Default for Lion8bitConfig {
 pub type Lion8bit = Stepper<Lion8bitRule>;
 
 impl Lion8bit {
-    /// Lion8bit on `params` with the defaults of [`Lion8bitConfig`] but for `lr` and `weight_decay`.
+    /// Lion8bit on `params` with the defaults of [`Lion8bitConfig`] except `lr` and `weight_decay`.
     ///
     /// # Errors
     /// As [`with_groups`](Self::with_groups).
@@ -117,8 +117,8 @@ impl Step<1> for Coefficients<f32> {
             let decoded = l.decode(codebook, codes);
             for part in 0..4 {
                 let here = start + part * L::WIDTH;
-                // Of the two products, the 8-bit CUDA kernel fuses that of the gradient with the addition; the f32 kernel
-                // fuses that of the momentum.
+                // The 8-bit CUDA kernel fuses the product with the gradient and the addition; the f32 kernel fuses the
+                // product with the momentum and the addition.
                 let g = l.load(&grad[here..]);
                 let old_momentum = l.mul(l.part(codebook, decoded, codes, part), scale);
                 let direction = l.mul_add(weight1, g, l.mul(old_momentum, beta1));

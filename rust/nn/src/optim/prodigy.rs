@@ -21,8 +21,8 @@ const ESTIMATE: &str = "estimate";
 hyper_parameters! {
     /// Hyper-parameters of [`Prodigy`]; names, meaning and defaults are those of `prodigyopt`.
     pub struct ProdigyConfig {
-        /// Factor on the estimated step size, at least 0; 1 unless a schedule changes it. It is the same in all groups, or
-        /// 0 in some, whose variables then do not change.
+        /// Factor on the estimated step size, at least 0; 1 unless a schedule changes it. It must be the same in all groups,
+        /// except that a group may have 0; the variables of this group do not change.
         pub lr: f64,
         /// Decay rates of the first and the second moment, each in [0, 1); a first rate of 0 keeps no first moment.
         pub betas: (f64, f64),
@@ -128,7 +128,7 @@ impl Estimate {
 }
 
 impl Prodigy {
-    /// Prodigy on `params` with the defaults of [`ProdigyConfig`] but for `lr`.
+    /// Prodigy on `params` with the defaults of [`ProdigyConfig`] except `lr`.
     ///
     /// # Errors
     /// As [`with_groups`](Self::with_groups).
@@ -147,8 +147,8 @@ impl Prodigy {
     /// Prodigy on several groups of variables with one estimate.
     ///
     /// # Errors
-    /// [`Error::Argument`] if a hyper-parameter is out of range or may not differ between groups, if there is no
-    /// variable, or if one appears twice; [`Error::DType`] if a dtype is not floating point.
+    /// [`Error::Argument`] if a hyper-parameter is out of range, if groups differ in a hyper-parameter that must be the same
+    /// in all, if there is no variable, or if one appears twice; [`Error::DType`] if a dtype is not floating point.
     pub fn with_groups(groups: Vec<ParamGroup<ProdigyConfig>>) -> Result<Self> {
         let first = groups.first().map(|group| group.config.clone()).unwrap_or_default();
         for (index, ParamGroup { config, .. }) in groups.iter().enumerate() {

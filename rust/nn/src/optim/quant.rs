@@ -128,7 +128,7 @@ impl Codebook {
         let mut table = vec![if preserve_sign { 255 << 16 } else { 0 }; 1 << 16];
         let mut code = 0;
         for order in 0..1u32 << 16 {
-            // The upper half with this rank in the order of values, most negative first.
+            // The upper half of bits at this position among all upper halves, sorted by value from the most negative on.
             let upper = if order < 0x8000 { 0xffff - order } else { order - 0x8000 };
             if f32::from_bits(upper << 16).is_nan() {
                 continue;

@@ -1,12 +1,12 @@
 //! Stochastic rounding of f32 values to bf16: each value becomes one of the two bf16 numbers around it, the nearer one
 //! with the higher probability, so that the expected value is the value itself.
 //!
-//! Updates of less than half a unit in the last place are lost by rounding to nearest; by stochastic rounding they
-//! take effect on average (Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", arXiv:1502.02551).
+//! Rounding to nearest loses updates of less than half a unit in the last place; with stochastic rounding, they take
+//! effect on average (Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", arXiv:1502.02551).
 //!
-//! The random bits are a function of the optimizer's seed, the number of the step, and the variable's and the element's
-//! place among all elements of the optimizer. So they are the same on the CPU, on a GPU, in a captured step and in a
-//! resumed run.
+//! The random bits are a function of the optimizer's seed, the number of the step, the position of the element among all
+//! elements of the optimizer's variables, and the parameter or state that is rounded. So they are the same on the CPU, on
+//! a GPU, in a captured step and in a resumed run.
 
 use half::bf16;
 use trainable_candle_core::cpu::dispatch;
@@ -36,9 +36,9 @@ pub(super) struct Bits {
 impl Bits {
     /// Rounds f32 values to bf16. `number` is 0 for the parameter, 1 for the first state, and so on.
     ///
-    /// Element `e` takes 16 bits from word `e % 4` of block `e / 4`: states 1, 3, … the upper half, the others the
-    /// lower half. Each two numbers share their blocks, whose counters have the step and 2 + `number` / 2 in the upper
-    /// half.
+    /// Element `e` takes 16 bits from word `e % 4` of block `e / 4`: the lower half of the word if `number` is even, the upper
+    /// half if it is odd. So `number` 0 and 1 share blocks, as do 2 and 3, and so on. The upper half of a block's counter has
+    /// the step and 2 + `number` / 2.
     pub(super) fn round(self, values: &[f32], rounded: &mut [bf16], number: usize) {
         let upper = [self.step as u32, 2 + number as u32 / 2];
         let shift = if number.is_multiple_of(2) { 0 } else { 16 };
@@ -57,8 +57,8 @@ impl Bits {
     }
 }
 
-/// Rounds to one of the neighbouring bf16 numbers by the lower 16 of `bits`: up in magnitude with a probability equal to
-/// the distance to the lower neighbour. Infinities and NaN stay what they are.
+/// Rounds to one of the neighbouring bf16 numbers by the lower 16 of `bits`. The probability of the neighbour of larger
+/// magnitude is the distance to the other neighbour, divided by the distance between the two. Infinities and NaN do not change.
 #[inline(always)]
 fn round(value: f32, bits: u32) -> bf16 {
     let found = value.to_bits();
@@ -80,8 +80,8 @@ impl<R: Rule> Stepper<R> {
         if self.parameters().all(|parameter| parameter.var.dtype() != DType::BF16) {
             let found = self.parameters().next().map_or("", |parameter| parameter.var.dtype().as_str());
             let message = format!(
-                "stochastic rounding is for bf16 variables, and all are of other dtypes such as {found}; convert them \
-                 to bf16, or leave stochastic_rounding out"
+                "stochastic rounding is for bf16 variables, but all variables have other dtypes such as {found}; convert \
+                 them to bf16, or leave stochastic_rounding out"
             );
             return Err(Error::dtype(R::NAME, message));
         }
@@ -118,9 +118,9 @@ mod tests {
             let neighbours = |found: &bf16| (f64::from(*found) - value).abs() < unit;
             assert!(rounded.iter().all(neighbours), "{value}");
             let mean = rounded.iter().map(|&found| f64::from(found) - value).sum::<f64>() / COUNT as f64;
-            // The error is a two-point variable on an interval of one unit: its deviation is at most half a unit, so
-            // that of the mean is at most unit / 2 / √COUNT. Six of them, and 2⁻¹⁶ units because probabilities have 16
-            // bits.
+            // The error takes one of two values that are one unit apart, so its standard deviation is at most half a unit,
+            // and the standard deviation of the mean is at most unit / 2 / √COUNT. The bound is six of the latter, and
+            // 2⁻¹⁶ units because probabilities have 16 bits.
             let bound = unit * (3.0 / (COUNT as f64).sqrt() + 2f64.powi(-16));
             assert!(mean.abs() < bound, "{value}: {mean} of {bound}");
         }

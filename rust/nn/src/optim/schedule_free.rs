@@ -50,8 +50,8 @@ impl Default for AdamWScheduleFreeConfig {
 }
 
 /// Schedule-free AdamW, as `schedulefree.AdamWScheduleFree`. During training, the parameters are the point at which
-/// gradients are computed. [`eval`](super::Optimizer::eval) replaces them by the average of the iterates, to validate
-/// with or to save; [`train`](super::Optimizer::train) restores them.
+/// gradients are computed. [`eval`](super::Optimizer::eval) replaces them by the average of the iterates, for
+/// validation or saving; [`train`](super::Optimizer::train) restores them.
 pub type AdamWScheduleFree = Stepper<AdamWScheduleFreeRule>;
 
 registered!(

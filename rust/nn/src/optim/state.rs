@@ -170,7 +170,7 @@ impl Parameter {
         Self { rounded: self.rounded, ..Self::new(self.var.clone()) }
     }
 
-    /// Whether an f32 copy of the variable's values is kept, which the update changes in its place.
+    /// Whether the variable has f32 master values, which the update changes in place of the variable's own values.
     pub(super) fn has_master(&self) -> bool {
         self.rounded.is_none() && matches!(self.var.dtype(), DType::F16 | DType::BF16)
     }
@@ -201,8 +201,8 @@ impl Parameter {
     }
 }
 
-/// Numbers the elements of the bf16 variables of `groups`, which will be rounded stochastically. Numbers of a variable
-/// begin at a multiple of [`BLOCK_SIZE`] and depend only on the variables before it.
+/// Numbers the elements of the bf16 variables of `groups`, which will be rounded stochastically. The numbers of a
+/// variable's elements begin at a multiple of [`BLOCK_SIZE`] and depend only on the variables before this variable.
 pub(super) fn number_elements<C>(groups: &mut [Group<C>]) {
     let mut next = 0;
     for parameter in groups.iter_mut().flat_map(|group| &mut group.parameters) {
@@ -238,7 +238,7 @@ pub(super) fn to_dict(
     Ok(dict)
 }
 
-/// What a state dict has.
+/// The contents of a state dict.
 pub(super) struct Loaded {
     /// The parameters with their states.
     pub(super) parameters: Vec<Parameter>,

@@ -65,7 +65,7 @@ pub(super) fn check_var<R: Rule>(var: &Var) -> Result<()> {
     }
 }
 
-/// Updates every item once. `seed` is that of stochastic rounding.
+/// Updates every item once. `seed` is the seed of stochastic rounding.
 pub(super) fn run<R: Rule>(items: Vec<Item<'_, R::Config>>, seed: Option<u64>) -> Result<()> {
     let mut buckets: Vec<Bucket<'_, R::Config>> = Vec::new();
     let mut index_of = FxHashMap::default();

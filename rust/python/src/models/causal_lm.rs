@@ -243,7 +243,7 @@ impl CausalLM {
     /// only on the scores, the seed, the index of the text and the position in the text.
     ///
     /// Args:
-    ///     prompts: the token ids of each text, at least one each.
+    ///     prompts: the token ids of each text; every text needs at least one.
     ///     max_new_tokens: the largest number of tokens that are added to each text.
     ///     temperature: 0 always chooses the most likely token; otherwise scores are divided by the temperature and a
     ///         token is drawn.

@@ -164,7 +164,7 @@ impl Model {
     ///     dtype: convert the weights; by default they stay as stored.
     ///     device: the device of the weights.
     ///     subfolder: the name of the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"),
-    ///         which also selects the model of an original checkpoint. By default it is the first that fits the class.
+    ///         which also selects the model of an original checkpoint. Default: the first folder that fits the class.
     ///     config: the path of a `config.json`, or of a pipeline's folder that has one, to use instead of the
     ///         configuration beside the weights.
     ///     force_upcast: whether the model is f32 even if half precision is requested or stored. By default its

@@ -12,9 +12,9 @@ use crate::call::detached;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// Qwen-Image's autoencoder between images and latents, with the results of diffusers' `AutoencoderKLQwenImage` for one
-/// frame and its parameter names. `from_pretrained` loads one. Layers that change the number of frames are not loaded,
-/// and files that it writes have no such layers.
+/// Qwen-Image's autoencoder between images and latents, with the parameter names of diffusers' `AutoencoderKLQwenImage`
+/// and its results for one frame. `from_pretrained` loads one. Layers that change the number of frames are neither
+/// loaded nor saved.
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct AutoencoderKLQwenImage(Arc<models::AutoencoderKLQwenImage>);
 

@@ -30,7 +30,7 @@ impl ZImageTransformer {
     ///     timestep: the time, (B,), (1,), or a number: 0 is noise and 1 is clean, the reverse of other flow models.
     ///     lengths: the number of tokens of each text before its padding, (B,). The model does not read later tokens. By
     ///         default, texts have no padding.
-    ///     rows_are_full: whether every text has L tokens, where its length and L are both rounded up to a multiple of
+    ///     rows_are_full: whether every text fills its row: its length equals L, if both are rounded up to a multiple of
     ///         32. Then attention needs no mask, which saves time. The model does not check this argument.
     ///
     /// Returns:

@@ -85,8 +85,8 @@ impl Optimizer {
         self.lock().averages()
     }
 
-    /// Replace the variables' values by the averages that the optimizer keeps, to validate with or to save. Does
-    /// nothing if it keeps none.
+    /// Replace the variables' values by the averages that the optimizer keeps, for validation or saving. Does nothing if
+    /// the optimizer keeps no averages.
     fn eval(&self, py: Python<'_>) -> Result<()> {
         detached(py, || self.lock().eval())
     }

@@ -82,8 +82,8 @@ impl NoisedLatents {
 ///     loss: the loss of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the Huber loss divided
 ///         by delta).
 ///     huber_delta: the delta of the Huber losses, above 0. The losses are linear for differences above delta.
-///     huber_schedule: how delta depends on the timestep t of T (arXiv:2403.16728): "constant", "exponential" (delta ** (t / T)) or
-///         "snr" ((1 - delta) / (1 + sigma) ** 2 + delta).
+///     huber_schedule: how delta depends on the timestep t, of T in total (arXiv:2403.16728): "constant", "exponential"
+///         (delta ** (t / T)) or "snr" ((1 - delta) / (1 + sigma) ** 2 + delta).
 ///     device: the device of the latents.
 ///
 /// Raises:

@@ -41,7 +41,7 @@ impl NoiseSchedule {
     #[new]
     #[pyo3(signature = (beta_schedule="scaled_linear", beta_start=Argument::of(0.00085), beta_end=Argument::of(0.012), num_train_timesteps=Integer::of(1000),
         prediction_type="epsilon", rescale_betas_zero_snr=false, timestep_spacing="leading", steps_offset=Integer::of(1)))]
-    #[allow(clippy::too_many_arguments)] // diffusers'
+    #[allow(clippy::too_many_arguments)] // each is a field of the configuration
     fn new(
         beta_schedule: &str,
         beta_start: Argument<f64>,

@@ -11,7 +11,7 @@ use super::{check_numbers, normal_rows};
 
 const OP: &str = "diffusion_objective";
 
-/// How δ of the Huber losses depends on the timestep t of T (Khrapov et al. 2024, arXiv:2403.16728).
+/// How δ of the Huber losses depends on the timestep t, of T in total (Khrapov et al. 2024, arXiv:2403.16728).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HuberSchedule {
     /// δ is `delta` at every timestep.
@@ -125,8 +125,8 @@ impl DiffusionObjective {
     /// The objective of a model trained under `schedule`, for tensors on `device`.
     ///
     /// # Errors
-    /// [`Error::Argument`] if a setting is outside its range. Also if the model predicts noise, and the last timestep of the
-    /// schedule is pure noise and may be drawn. The model could learn nothing from that timestep.
+    /// [`Error::Argument`] if a setting is outside its range. The same error if the model predicts noise and a timestep of pure
+    /// noise may be drawn, because the model could learn nothing from this timestep.
     pub fn new(schedule: &NoiseSchedule, config: DiffusionConfig, device: &Device) -> Result<Self> {
         let levels = NoiseLevels::new(OP, config.timesteps, config.shift)?;
         let total = schedule.num_train_timesteps();

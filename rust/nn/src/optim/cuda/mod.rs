@@ -113,8 +113,8 @@ impl DeviceMaster {
 /// The states of all variables with the same kinds of states.
 struct Layout {
     specs: Specs,
-    /// Whether the variables and those of their states that are numbers are bf16, rounded stochastically; otherwise
-    /// they are f32.
+    /// Whether the variables and their states are bf16 and rounded stochastically; otherwise they are f32. 8-bit codes and
+    /// their scales do not depend on this.
     rounded: bool,
     /// One for each of `specs`.
     buffers: Vec<Raw>,
@@ -166,7 +166,7 @@ fn no_kernels(op: &'static str) -> Error {
 
 impl OnDevice {
     /// Moves the states of `groups` to the device of their variables; variables without states get zeros. `shared` are
-    /// the numbers that the steps of all variables share, and `seed` that of stochastic rounding.
+    /// the numbers that the steps of all variables share, and `seed` is the seed of stochastic rounding.
     pub(super) fn new<R: Rule>(groups: &mut [Group<R::Config>], shared: &[f64], seed: Option<u64>) -> Result<Self> {
         let count: usize = groups.iter().map(|group| group.parameters.len()).sum();
         let first = groups.first().and_then(|group| group.parameters.first());
@@ -371,7 +371,8 @@ impl OnDevice {
     ) -> Result<()> {
         let old = self.slots.get();
         let Some((new, split)) = old.split(vars, found.iter().map(|(index, _)| *index)) else { return Ok(()) };
-        // A captured function cannot change slots, so this fails there. Nothing may be queued before.
+        // A captured function cannot change slots, so this call returns an error there. Therefore no work may be queued
+        // before it.
         self.slots.set(Arc::new(new))?;
         for (new, slot) in (old.group_of.len()..).zip(split) {
             let settings = settings::<R>(&groups[old.group_of[slot]].config, 0, self.seed)?;

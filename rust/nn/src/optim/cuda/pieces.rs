@@ -9,9 +9,10 @@ use trainable_candle_cuda::kernels::optim_8bit::{Adam8bitRounded, Adam8bitStep};
 
 use super::step::{Groups, Table};
 
-/// Updates the variables of `table` with the kernel `<kernel>_step`, or `<kernel>_rounded` if they are rounded
-/// stochastically, and the coefficients of the last [`Groups::prepare`] of their groups, and zeroes their gradients if
-/// `zero_grads`. `states` are f32, bf16 if they are rounded, or pairs of 8-bit codes (u8) and scales (f32).
+/// Updates the variables of `table` with the kernel `<kernel>_step`, or `<kernel>_rounded` if the variables are rounded
+/// stochastically. The kernel uses the coefficients that the last [`Groups::prepare`] of the variables' groups has computed.
+/// With `zero_grads`, it also zeroes the gradients. `states` are f32 (bf16 if the variables are rounded stochastically), or
+/// pairs of 8-bit codes (u8) and scales (f32).
 ///
 /// # Errors
 /// [`Error::Device`](trainable_candle_core::Error::Device) if the states are on another device, or there is no such kernel.

@@ -177,7 +177,7 @@ impl Known {
             return Err(Error::argument(op, "found no variables"));
         }
         if capture::is_capturing() {
-            let message = "this step updates other variables than in the first call; a captured function must do the \
+            let message = "this step updates different variables than the first call did; a captured function must do the \
                 same in each call";
             return Err(Error::argument(op, message));
         }
@@ -247,8 +247,8 @@ impl Table {
     }
 }
 
-/// The suffixes of a kernel's name: the dtypes of gradients and copies, or of everything if the variables are rounded
-/// stochastically.
+/// The suffixes of a kernel's name: the dtypes of gradients and copies. If the variables are rounded stochastically, the only
+/// suffix is the dtype that variables and gradients share.
 fn suffixes(op: &'static str, members: &[Member]) -> Result<&'static [&'static str]> {
     let grads = members.first().map_or(DType::F32, |member| member.grads.dtype());
     let copy = members.iter().find_map(|member| member.copy.as_ref().map(Raw::dtype));

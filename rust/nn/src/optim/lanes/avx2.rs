@@ -217,7 +217,7 @@ impl Registers for Avx2 {
                 let (c, d) = (_mm256_castps_si256(c), _mm256_castps_si256(d));
                 let signs = _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
                 let zero = _mm256_set1_epi8(ZERO as i8);
-                // No code represents -1, and negative values stay negative.
+                // The clamp to [1, ZERO]: no code represents -1, and a negative value must not get the code of zero.
                 let kept = _mm256_min_epu8(_mm256_max_epu8(bytes, _mm256_set1_epi8(1)), zero);
                 result = _mm256_blendv_epi8(_mm256_add_epi8(bytes, zero), _mm256_sub_epi8(zero, kept), signs);
             }

@@ -249,7 +249,7 @@ impl Registers for Avx512 {
                     let number = _mm512_and_si512(number, _mm512_set1_epi32(0xff));
                     let zero = _mm512_set1_epi32(i32::from(ZERO));
                     let negative = _mm512_movepi32_mask(_mm512_castps_si512(value));
-                    // No code represents -1, and negative values stay negative.
+                    // The clamp to [1, ZERO]: no code represents -1, and a negative value must not get the code of zero.
                     let kept = _mm512_min_epi32(_mm512_max_epi32(number, _mm512_set1_epi32(1)), zero);
                     result = _mm512_mask_sub_epi32(_mm512_add_epi32(number, zero), negative, zero, kept);
                 }
