@@ -186,7 +186,7 @@ class CaptionOptions:
     """
 
     dropout: float = 0.0
-    """Probability of the empty caption, 0 to 1; trains guidance."""
+    """Probability of the empty caption, 0 to 1; for classifier-free guidance."""
     shuffle: bool = False
     """Shuffle the tags of a caption, the parts between separators."""
     keep_tokens: int = 0
