@@ -240,5 +240,5 @@ def _visible(gpus: Sequence[int]) -> str:
 
 
 def _short() -> str | None:
-    """A temporary folder whose path is short enough for a socket's; None for the usual one."""
+    """A temporary folder in which a socket's path is short enough; None for the usual folder."""
     return None if len(tempfile.gettempdir()) < _SOCKET_PATH - 30 else "/tmp"  # noqa: S108
