@@ -131,9 +131,7 @@ def _gpu() -> Finding:
             cure = "install the driver's tools (nvidia-utils), or run `nvidia-smi` as root once"
             return Finding(FAULT, "gpu", "there is a driver, but no nvidia-smi", cure)
         where = "Windows" if is_wsl() else "this system"
-        cure = (
-            f"with an NVIDIA GPU in this machine, install its driver {DRIVER} or newer in {where}"
-        )
+        cure = f"if this machine has an NVIDIA GPU, install its driver {DRIVER} or newer in {where}"
         return Finding(NOTE, "gpu", "no NVIDIA driver is installed", cure)
     query = "--query-gpu=name,driver_version,compute_cap,memory.total"
     try:
