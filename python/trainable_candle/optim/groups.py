@@ -116,7 +116,7 @@ def set_groups(optimizer: GroupedOptimizer, params: Any, settings: Mapping[str, 
 
 
 def listed(params: Any) -> Any:
-    """The `params` of an optimizer, with lists for iterators, which can be read only once."""
+    """The `params` of an optimizer; lists replace iterators, which could be read only once."""
     if callable(getattr(params, "parameters", None)):
         raise TypeError(
             f"params is a {type(params).__name__}, expected variables: pass its parameters()"
