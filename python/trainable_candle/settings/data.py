@@ -23,7 +23,7 @@ YAML_SUFFIXES: Final = (".yaml", ".yml")
 
 
 def _folders(value: Any) -> Any:
-    """A data set.
+    """The value itself, if it may be the path of a data set.
 
     Raises:
         ConfigError: the value is a list or a mapping, which belongs in a file of its own.
@@ -49,8 +49,8 @@ def _side(text: Any) -> Any:
         return text
     if len(set(sides)) > 1:
         raise ConfigError(
-            f"resolution is {text}, expected one number N: images have N x N px of area, in the "
-            "aspect ratio that is theirs"
+            f"resolution is {text}, expected one number N: images have N x N px of area, in their "
+            "own aspect ratios"
         )
     return int(sides[0])
 

@@ -189,8 +189,8 @@ def instead(name: str) -> str | None:
     """What to do in place of a setting of another tool; None if it is not known.
 
     Args:
-        name: the name of a flag without its hyphens in front, or of a line of a file; of nested
-            lines all names, with dots between them.
+        name: the name of a flag without its leading hyphens, or of a line of a file; for nested
+            lines, all names joined by dots.
     """
     key = name.replace("-", "_")
     while key not in INSTEAD and "." in key:
