@@ -101,7 +101,7 @@ def _memory() -> Finding:
     found = f"{free / _GIB:.1f} GiB are free"
     if free >= _LEAST_MEMORY:
         return Finding(GOOD, "memory", found)
-    cure = "large models are loaded into it first: close other programs"
+    cure = "large models are loaded into this memory first: close other programs"
     if is_wsl():
         cure = r"raise `memory` in %UserProfile%\.wslconfig, then run `wsl --shutdown` in Windows"
     return Finding(NOTE, "memory", found, cure)

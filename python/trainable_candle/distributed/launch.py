@@ -125,7 +125,7 @@ def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, outpu
 
 
 def gpu_environment(folder: Path, rank: int, size: int) -> dict[str, str]:
-    """The environment of one of `size` processes on this machine, which meet in `folder`."""
+    """The environment of process `rank` of `size`, which meet in `folder` on this machine."""
     return {**os.environ, RENDEZVOUS: str(folder / "rendezvous"), **_place(0, rank, size, 1)}
 
 

@@ -298,7 +298,7 @@ class Link:
                 if limit is not None and age > limit + GRACE:
                     self.fail(f"rank {rank} has been busy with {last['phase']} for {age:.0f} s")
                 elif silent > SILENCE:
-                    self.fail(f"rank {rank} has not been heard of for {silent:.0f} s")
+                    self.fail(f"rank {rank} has not been heard from for {silent:.0f} s")
         except (OSError, EOFError, ValueError, TypeError):
             # `poll` raises TypeError if `close` has just closed the connection.
             self.fail(f"rank {rank} has ended")
