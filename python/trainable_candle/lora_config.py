@@ -28,7 +28,7 @@ _PEFT: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "peft_type": ((None, "LORA"), "choose the kind with `adapter`"),
     "inference_mode": ((False,), "adapters are made to be trained; `eval()` ends dropout"),
     "init_lora_weights": ((True,), _INITIAL),
-    "bias": (("none",), "adapters do not change biases; make those of layers variables yourself"),
+    "bias": (("none",), "adapters do not change biases; to train biases, make them variables"),
     "lora_bias": ((False,), "adapters have no bias"),
     "modules_to_save": (
         (None, [], ()),
@@ -84,7 +84,7 @@ class LoraConfig(metaclass=_Made):  # noqa: D101 - the extension's docstring
     __signature__ = signature(_core.LoraConfig)
 
     def __init_subclass__(cls) -> None:
-        raise TypeError("LoraConfig has no subclasses; make one by a function that calls it")
+        raise TypeError("LoraConfig has no subclasses; write a function that makes the object")
 
 
 def _restored(values: dict[str, Any]) -> _core.LoraConfig:

@@ -12,7 +12,7 @@ __all__ = ["GroupedOptimizer", "ParamGroup", "listed", "set_groups"]
 
 
 _INSTEAD = {
-    "add_param_group": "give all groups when the optimizer is made; give those to train later lr=0",
+    "add_param_group": "give all groups when the optimizer is made; set lr=0 to train one later",
     "state": "state_dict() has the states of the variables",
     "defaults": "param_groups has the hyper-parameters",
 }

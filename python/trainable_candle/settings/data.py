@@ -30,8 +30,8 @@ def _folders(value: Any) -> Any:
     """
     if isinstance(value, (list, dict)):
         raise ConfigError(
-            f"dataset is {value!r}, expected one path; several folders are listed in a YAML file "
-            "of their own, whose path is given here"
+            f"dataset is {value!r}, expected one path; list several folders in a YAML file of "
+            "their own, and give the path of that file"
         )
     return value
 

@@ -162,7 +162,7 @@ _AI_TOOLKIT: Final = {
     "train.noise_scheduler": f"is the model's: {_LEAVE}",
     "train.train_unet": _DEFAULT,
     "train.gradient_accumulation_steps": "counts every batch as a step: give "
-    "--gradient-accumulation and as many times fewer --steps",
+    "--gradient-accumulation N, and divide --steps by N",
     "train.timestep_type": _LEVELS,
     "train.optimizer_params": _give("--optimizer-args name=value, or --weight-decay"),
     "train.skip_first_sample": "has no counterpart: previews begin before the first step; "

@@ -81,9 +81,9 @@ class Budget:
     processes: int = 1
     """The processes of a machine, among which its host memory is divided."""
     sharing: int = 1
-    """How many of them share one copy of the streamed weights."""
+    """How many processes of a machine share one copy of the streamed weights."""
     peers: str | None = None
-    """The slowest link between their GPUs, if these have the copy; None if host memory has it."""
+    """The slowest link between GPUs, if these hold the copy; None if host memory holds it."""
 
     @property
     def planned(self) -> float:

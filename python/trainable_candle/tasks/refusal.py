@@ -34,7 +34,7 @@ _LAST: Final = {
     "resolution": "a smaller --resolution",
     "sequence_length": "a shorter --sequence-length",
 }
-"""Advice if all smaller settings do not suffice, by the setting that it names."""
+"""Advice if no smaller settings suffice, by the setting that it names."""
 
 
 def refuse(
