@@ -231,7 +231,8 @@ def load(folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer) -> R
     for name, var in parameters.items():
         var.set(stored[name].to(var.device))
     try:
-        # Set the variables first, because the optimizer would detect a later change of them.
+        # Set the variables first: if a variable changes later, the optimizer replaces the f32 value
+        # that it keeps of the variable.
         optimizer.load_state_dict(states)
     except Error as error:
         raise WeightsFormatError(

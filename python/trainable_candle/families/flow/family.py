@@ -64,7 +64,7 @@ class FlowFamily(PipelineFamily[E]):
         return self.facts.factor * self.patch
 
     def dataset(self, folder: str) -> Dataset:
-        """The checked images, whose sizes are multiples of a token's.
+        """The checked images, whose sides are multiples of the side of a token.
 
         Raises:
             DatasetError, ConfigError: images or captions are invalid, or a size does not fit.
