@@ -239,11 +239,11 @@ class Captured:
 
 
 def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Captured:
-    """Make a CUDA graph of `function`, which launches all its work at once.
+    """Make a CUDA graph of `function`; one launch of the graph does all work of the function.
 
-    The first call runs the function, the second records it and replays the record, later ones copy
-    their inputs and replay the record. (If the function makes gradients of variables outside an
-    adapter, the second call runs it too, and the third records.) Every call has the
+    The first call runs the function. The second call records it and replays the record. Later calls
+    copy their inputs and replay the record. (If the function makes gradients of variables outside
+    an adapter, the second call runs it too, and the third records.) Every call has the
     effects of a call without a graph: the same random numbers, gradients and parameters. A training
     step can be one function: forward, backward, `step`, `zero_grad`.
 
@@ -264,8 +264,8 @@ def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Ca
     Args:
         function: Takes tensors on the device; returns a tensor, None, or tuples, lists and dicts
             of them. Variables that it uses are not inputs.
-        static_inputs: Tensors with the shapes and dtypes of every call's inputs, which may come
-            from the CPU as well. They are copied.
+        static_inputs: Tensors with the shapes and dtypes that the inputs of every call must have.
+            Inputs are copied, and may also come from the CPU.
 
     Raises:
         CudaUnavailableError: If CUDA cannot be used.

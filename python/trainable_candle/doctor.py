@@ -101,7 +101,7 @@ def _memory() -> Finding:
     found = f"{free / _GIB:.1f} GiB are free"
     if free >= _LEAST_MEMORY:
         return Finding(GOOD, "memory", found)
-    cure = "large models are loaded into it first: close other programs"
+    cure = "large models are loaded into this memory first: close other programs"
     if is_wsl():
         cure = r"raise `memory` in %UserProfile%\.wslconfig, then run `wsl --shutdown` in Windows"
     return Finding(NOTE, "memory", found, cure)
@@ -131,9 +131,7 @@ def _gpu() -> Finding:
             cure = "install the driver's tools (nvidia-utils), or run `nvidia-smi` as root once"
             return Finding(FAULT, "gpu", "there is a driver, but no nvidia-smi", cure)
         where = "Windows" if is_wsl() else "this system"
-        cure = (
-            f"with an NVIDIA GPU in this machine, install its driver {DRIVER} or newer in {where}"
-        )
+        cure = f"if this machine has an NVIDIA GPU, install its driver {DRIVER} or newer in {where}"
         return Finding(NOTE, "gpu", "no NVIDIA driver is installed", cure)
     query = "--query-gpu=name,driver_version,compute_cap,memory.total"
     try:

@@ -116,8 +116,8 @@ def held(path: Path, refusal: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # Remove the file before unlocking: otherwise another process could lock it in between, and
-        # would hold the lock on a file that is removed then.
+        # Remove the file before unlocking. Otherwise another process could lock it in between, and
+        # then hold a lock on a removed file.
         path.unlink(missing_ok=True)
         os.close(handle)
 

@@ -61,7 +61,7 @@ def is_name(text: str) -> bool:
     organisation, slash, name = text.partition("/")
     path = Path(text)
     named = bool(slash) and all(map(_WORD.fullmatch, (organisation, name)))
-    # A file, or a folder whose parent exists, was meant as a path.
+    # A path that exists, or whose parent folder exists, was meant as a path.
     return (
         named
         and path.suffix not in {".safetensors", ".gguf"}

@@ -164,7 +164,8 @@ def default_collate(items: Sequence[Any]) -> Any:
 
     Raises:
         TypeError: If an item is something else.
-        ArgumentError: If there is no item, or the items have other names or numbers of entries.
+        ArgumentError: If there is no item, or the items differ in the names or the number of their
+            entries.
     """
     if not items:
         raise ArgumentError("default_collate: found no items, expected at least one")
@@ -264,12 +265,12 @@ class DataLoader:
             if value is not None and index(value) < least:
                 raise ArgumentError(f"DataLoader: {name} is {value}, expected at least {least}")
         if shuffle and sampler is not None:
-            raise ArgumentError("DataLoader: a sampler has its order; leave out shuffle")
+            raise ArgumentError("DataLoader: a sampler gives the order; leave out shuffle")
         if batch_sampler is not None and (
             shuffle or sampler is not None or batch_size != 1 or drop_last
         ):
             raise ArgumentError(
-                "DataLoader: a batch_sampler has the batches; leave out batch_size, shuffle, "
+                "DataLoader: a batch_sampler gives the batches; leave out batch_size, shuffle, "
                 "sampler and drop_last"
             )
         if batch_size is None and drop_last:

@@ -1,4 +1,4 @@
-"""`LoraConfig`, which also takes the arguments of peft's class that mean what happens here."""
+"""`LoraConfig`, which also takes peft's arguments if they ask for what this library does anyway."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainable_candle import _core
 from trainable_candle.errors import ConfigError
 
 _ANY: Final = object()
-"""Any value: a note that changes no computation."""
+"""Any value, for an argument that changes no computation."""
 _INITIAL: Final = (
     "adapters start without an effect; trainable_candle.lora.loftq sets other initial values"
 )
@@ -28,7 +28,7 @@ _PEFT: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "peft_type": ((None, "LORA"), "choose the kind with `adapter`"),
     "inference_mode": ((False,), "adapters are made to be trained; `eval()` ends dropout"),
     "init_lora_weights": ((True,), _INITIAL),
-    "bias": (("none",), "adapters do not change biases; make those of layers variables yourself"),
+    "bias": (("none",), "adapters do not change biases; to train biases, make them variables"),
     "lora_bias": ((False,), "adapters have no bias"),
     "modules_to_save": (
         (None, [], ()),
@@ -50,7 +50,7 @@ _PEFT: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "alora_invocation_tokens": ((None,), "adapters act on every token"),
     "ensure_weight_tying": ((False,), "tied layers are adapted once"),
 }
-"""Arguments of peft's class: the values that mean what happens here, and what to do instead."""
+"""peft's arguments: the values that ask for what this library does anyway, and advice on others."""
 
 
 class _Made(type):
@@ -84,7 +84,7 @@ class LoraConfig(metaclass=_Made):  # noqa: D101 - the extension's docstring
     __signature__ = signature(_core.LoraConfig)
 
     def __init_subclass__(cls) -> None:
-        raise TypeError("LoraConfig has no subclasses; make one by a function that calls it")
+        raise TypeError("LoraConfig has no subclasses; write a function that makes the object")
 
 
 def _restored(values: dict[str, Any]) -> _core.LoraConfig:

@@ -1,4 +1,4 @@
-"""The files in a run's output folder: how to recognise one, and which adapter is its result."""
+"""A run's output folder: its files, how to recognise it, and which adapter is its result."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ def require_no_output(folder: Path) -> None:
 
 
 def adapter_in(path: Path) -> Path:
-    """The adapter that a path names: of a run's output folder, the finished one; else the path.
+    """The adapter that a path names: for a run's output folder, the finished one; else the path.
 
     Raises:
-        MissingFileError: the path is another folder than peft's; the message says what to give.
+        MissingFileError: the path is a folder without a finished adapter; the message says what to
+            give.
     """
     if not path.is_dir() or (path / _PEFT).exists():
         return path

@@ -200,7 +200,8 @@ def _train_in(
         try:
             return run(tried.config)
         except OutOfMemoryError as error:
-            # Do not try again after a checkpoint: it would look newer than the next attempt's.
+            # Do not try again if this attempt has saved a checkpoint, which would look newer than
+            # those of the next attempt.
             saved = any(run_state.step_of(kept) > step for kept in run_state.checkpoints(output))
             if group.size > 1 or taken.steps >= _FIRST_STEPS or saved:
                 raise

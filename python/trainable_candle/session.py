@@ -71,8 +71,8 @@ class Session:
         self._optimizer = make_optimizer(config, adapters.groups(config))
         self._average: Average | None = None
         self.callbacks: list[Callback] = []
-        # The average is needed for validation, in all processes, and for files and previews, in the
-        # first one.
+        # All processes need the average for validation. The first process also needs it for files
+        # and previews.
         if config.ema_decay and (group.rank == 0 or prepared.validation is not None):
             running = AdapterAverage(adapters, config.ema_decay)
             self._average = running
@@ -155,7 +155,7 @@ class Session:
         if config.on_gpu and _core.cuda_stages_weights(config.device):
             report(
                 "streamed blocks: the system gives too little pinned memory, so a thread copies "
-                "them through a small part of it, and steps run without CUDA graphs"
+                "blocks through a small pinned buffer, and steps run without CUDA graphs"
             )
         report(
             f"training: {counted(config.steps, 'step')} of {size}{of}, "

@@ -149,7 +149,7 @@ group.close()
 
 def test_parameters_that_drift_apart_end_the_run_at_the_next_comparison() -> None:
     found = started([["-c", TRAINING, "1"]] * 2)
-    require_all_say(found, "after step 4 b of rank 1 is not that of rank 0 (its norm is 0.2")
+    require_all_say(found, "after step 4, b differs between rank 1 (its norm is 0.2")
     assert [output.strip() for _, output, _ in found] == ["4", "4"]
 
 

@@ -108,5 +108,5 @@ def test_a_stopped_process_ends_all_processes(
             processes[1].kill()
             processes[1].communicate()
     assert processes[0].returncode
-    assert "DistributedError: distributed: rank 1 has not been heard of for " in error
+    assert "DistributedError: distributed: rank 1 has not been heard from for " in error
     assert checkpoints(output)

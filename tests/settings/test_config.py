@@ -70,7 +70,7 @@ def test_a_name_like_no_other_gets_the_list(tmp_path: Path) -> None:
         ("name: 2026-01-01", r"name is .*\(date\), expected text; put it in quotes"),
         ("caption: yes", r"caption is True \(bool\), expected text; put it in quotes"),
         ("precision: 16", r"precision is 16 \(int\), expected one of auto, f32, bf16, f16$"),
-        ("dataset: [a, b]", r"expected one path; several folders are listed in a YAML file"),
+        ("dataset: [a, b]", r"expected one path; list several folders in a YAML file"),
         ("target_modules: 3", r"target_modules is 3 \(int\), expected a list of names"),
         ("target_modules: [to_q, 3]", "expected a list of names"),
         ("optimizer: adamw8bits", r"expected one of .*; did you mean `adamw8bit`"),

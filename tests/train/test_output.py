@@ -96,7 +96,7 @@ def test_the_output_of_a_run_names_its_adapter(config: TrainConfig, train: Train
     finished.unlink()
     with pytest.raises(MissingFileError, match=r"give one of its files: mine-step000006\.safe"):
         adapter_in(output)
-    with pytest.raises(ConfigError, match=r"--weights: .* is the output of a run, whose adapter"):
+    with pytest.raises(ConfigError, match=r"--weights: .* is the output of a run and has an"):
         train(config.with_(weights=str(output), output=str(output.parent / "other")))
     with pytest.raises(ConfigError, match=rf"is a folder, .*, such as {output / 'config.yaml'}"):
         TrainConfig.from_yaml(output)

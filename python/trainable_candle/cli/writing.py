@@ -29,7 +29,7 @@ def add_writing(group: argparse._ArgumentGroup) -> None:
         "--top-p",
         metavar="X",
         type=guidance,
-        help="draw from the likeliest with this joint probability",
+        help="draw from the likeliest tokens with this total probability",
     )
     group.add_argument(
         "--min-p",

@@ -146,7 +146,7 @@ class _Group:
 
 
 def _last(holds: Callable[[int], bool]) -> int:
-    """The largest number that meets a condition, which all smaller numbers from 0 meet too."""
+    """The largest number that meets a condition, if all smaller numbers from 0 also meet it."""
     above = 1
     while holds(above):
         above *= 2

@@ -155,18 +155,22 @@ class FeatureStore:
         try:
             if path.is_dir():
                 shutil.rmtree(path)
-            # Not synced, which takes long: the checksum finds entries damaged by a power failure.
+            # Syncing takes long and is not needed: the checksum finds entries that a power failure
+            # has damaged.
             write_atomically(path, content, sync=False)
         except OSError as error:
             reason = f"the cache cannot be written: {error.strerror}; {_ADVICE}"
             raise FileError(error.errno, reason, str(path)) from error
 
     def remove_superseded(self, needed: set[str], digests: Mapping[str, str]) -> int:
-        """Remove entries made from earlier contents of files; returns the number of these entries.
+        """Remove entries made from earlier contents of files, and entries that cannot be read.
 
         Args:
             needed: keys to skip.
             digests: the digests of the current contents by file.
+
+        Returns:
+            The number of removed entries.
         """
         removed = 0
         for path in self.folder.glob(f"*{_SUFFIX}"):

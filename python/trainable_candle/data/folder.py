@@ -99,8 +99,8 @@ def read_folder(source: Source, *, masks: bool = False, hint: str = "") -> Folde
         hint: what the message says about a folder without images.
 
     Raises:
-        DatasetError: the folder is missing, has no images, its `metadata.jsonl` is wrong, or it, or
-            a folder that is read with it, is the output of a run.
+        DatasetError: the folder is missing or has no images, its `metadata.jsonl` is wrong, or a
+            folder that is read is the output of a run.
         OSError: the folder cannot be listed.
     """
     folder = source.path

@@ -29,7 +29,12 @@ def mask_of(picture: Path) -> Path | None:
 
 
 def none_found(kind: str, picture: Path) -> str:
-    """The end of a message: no image has a mask of a kind, `file` or `alpha`, such as this one."""
+    """The end of a message that says that no image has a mask.
+
+    Args:
+        kind: the kind of the masks, `file` or `alpha`.
+        picture: an image, which the message takes as the example.
+    """
     if kind == "alpha":
         return "has no effect: no image has transparency"
     names = f"{FOLDER}/{picture.name} or {picture.stem}{SUFFIX}.png"

@@ -35,7 +35,7 @@ class Source:
     """Whether these images preserve what the model has learnt of the class (DreamBooth's prior
     preservation): their loss is also multiplied by `prior_loss_weight`, and they get no trigger."""
     recursive: bool = False
-    """Whether folders inside it are read too; hidden ones and `masks` never are."""
+    """Whether folders inside this folder are read too, except hidden folders and `masks`."""
     mask: str | None = None
     """Replaces `DatasetOptions.mask` for these images."""
     trigger: str | None = None
@@ -148,7 +148,7 @@ class DatasetOptions:
         if self.bucket_step % 8:
             raise ConfigError(
                 f"dataset: bucket_step is {self.bucket_step}, expected a multiple of 8 px "
-                "(the VAE works on squares of 8)"
+                "(the VAE encodes squares of 8x8 px)"
             )
         if self.resolution % self.bucket_step:
             raise ConfigError(
@@ -160,8 +160,8 @@ class DatasetOptions:
                 _whole(name, getattr(self, name), self.bucket_step)
         if not self.shortest_side <= self.resolution <= self.longest_side:
             raise ConfigError(
-                f"dataset: sides from {self.shortest_side} to {self.longest_side} px leave out "
-                f"the resolution, {self.resolution}"
+                f"dataset: sides from {self.shortest_side} to {self.longest_side} px do not "
+                f"include the resolution, {self.resolution}"
             )
 
     @property
@@ -186,7 +186,7 @@ class CaptionOptions:
     """
 
     dropout: float = 0.0
-    """Probability of the empty caption, 0 to 1; trains guidance."""
+    """Probability of the empty caption, 0 to 1; for classifier-free guidance."""
     shuffle: bool = False
     """Shuffle the tags of a caption, the parts between separators."""
     keep_tokens: int = 0

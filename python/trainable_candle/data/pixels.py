@@ -189,7 +189,7 @@ def _as_rgb(image: Image.Image) -> Image.Image:
         # Pillow's own conversion clips values to 255 instead of scaling them.
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 0xFFFF:
-            raise ValueError("its pixels have more than 16 bits; save it with 8 or 16")
+            raise ValueError("its pixels have more than 16 bits; save it with 8 or 16 bits")
         image = Image.fromarray((values >> 8).astype(np.uint8))
     elif image.mode == "F":
         raise ValueError("its pixels are floating-point numbers; save it with 8 or 16 bits")

@@ -126,7 +126,7 @@ def run_demo(
 
 
 def configuration(output: Path, *, seed: int = 0, threads: int | None = None) -> TrainConfig:
-    """The settings of a run on the images in `output/dataset`, which writes to `output`."""
+    """The settings of a run that trains on `output/dataset` and writes to `output`."""
     return TrainConfig(
         model="sdxl",
         dataset=str(output / DATASET),

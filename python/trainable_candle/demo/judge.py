@@ -85,7 +85,10 @@ class Verdict:
             ("spread, relative to real images", self.spread_ratio, f"at least {LEAST_SPREAD:.0%}"),
         ]
         lines = [f"  {what:38}{found:7.1%}  (expected: {wanted})" for what, found, wanted in rows]
-        head = f"A judge right on {self.judge_accuracy:.1%} of real digits looks for {self.digit}:"
+        head = (
+            f"A judge, which is right on {self.judge_accuracy:.1%} of real digits, "
+            f"looks for {self.digit}:"
+        )
         return "\n".join([head, *lines])
 
 

@@ -70,7 +70,7 @@ class Verdict:
             ("old tasks, with the LoRA", self.old_after, kept),
         ]
         lines = [f"  {what:30}{found:7.1%}  (expected: {wanted})" for what, found, wanted in rows]
-        return "\n".join(["Exact answers about words that it was not trained on:", *lines])
+        return "\n".join(["Exact answers about words that no model was trained on:", *lines])
 
 
 def run_demo(

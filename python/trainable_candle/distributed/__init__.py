@@ -90,8 +90,8 @@ def device_of(world: World | None, device: str) -> str:
         return device
     if device != "cuda":
         raise ArgumentError(
-            f"distributed: found device {device} for {world.size} processes; give cuda: each takes "
-            "the GPU of its rank"
+            f"distributed: found device {device} for {world.size} processes; give cuda, so that "
+            "each process takes the GPU of its rank"
         )
     return world.device(_core.cuda_device_count())
 

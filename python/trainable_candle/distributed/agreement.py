@@ -83,11 +83,11 @@ class SameParameters(Callback):
             for name, var in trainer.parameters.items():
                 if not _close(theirs[name], every[0][name], var.numel()):
                     raise DistributedError(
-                        f"distributed: after step {report.step} {name} of rank {rank} is not that "
-                        f"of rank 0 (its norm is {math.sqrt(theirs[name][1]):.9g} there and "
-                        f"{math.sqrt(every[0][name][1]):.9g} on rank 0): a GPU or a link has "
-                        "computed wrongly; continue with --resume latest, with "
-                        "NCCL_P2P_DISABLE=1 or without this GPU if it happens again"
+                        f"distributed: after step {report.step}, {name} differs between rank "
+                        f"{rank} (its norm is {math.sqrt(theirs[name][1]):.9g}) and rank 0 "
+                        f"({math.sqrt(every[0][name][1]):.9g}): a GPU or a link has made an error; "
+                        "continue with --resume latest, with NCCL_P2P_DISABLE=1 or without this "
+                        "GPU if it happens again"
                     )
 
 

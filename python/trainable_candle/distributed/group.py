@@ -97,7 +97,7 @@ ALONE: Final = Alone()
 
 @contextmanager
 def first_before_others(group: Group) -> Iterator[None]:
-    """A context that rank 0 leaves before other ranks enter it: they find the files of rank 0.
+    """A context that rank 0 leaves before other ranks enter it, so they find the files of rank 0.
 
     Raises:
         DistributedError: another process has failed.

@@ -125,7 +125,7 @@ def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, outpu
 
 
 def gpu_environment(folder: Path, rank: int, size: int) -> dict[str, str]:
-    """The environment of one of `size` processes on this machine, which meet in `folder`."""
+    """The environment of process `rank` of `size`, which meet in `folder` on this machine."""
     return {**os.environ, RENDEZVOUS: str(folder / "rendezvous"), **_place(0, rank, size, 1)}
 
 
@@ -240,5 +240,5 @@ def _visible(gpus: Sequence[int]) -> str:
 
 
 def _short() -> str | None:
-    """A temporary folder whose path is short enough for a socket's; None for the usual one."""
+    """A temporary folder in which a socket's path is short enough; None for the usual folder."""
     return None if len(tempfile.gettempdir()) < _SOCKET_PATH - 30 else "/tmp"  # noqa: S108

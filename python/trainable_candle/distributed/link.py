@@ -32,7 +32,7 @@ BEAT: Final = 1.0
 SILENCE = 25.0
 """Seconds without a heartbeat after which a process counts as failed, even if it is busy."""
 GRACE: Final = 10.0
-"""Seconds that a phase may exceed its limit."""
+"""Seconds by which a phase may exceed its limit."""
 _POLL: Final = 0.1
 
 
@@ -111,7 +111,7 @@ class Link:
         return messages
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Collect all processes' messages at rank 0, by rank; the others get an empty list."""
+        """Collect all processes' messages at rank 0, by rank; other ranks get an empty list."""
         if self.rank != 0:
             self._send(0, message)
             return []
@@ -183,8 +183,8 @@ class Link:
                     ranks = ", ".join(map(str, missing))
                     raise self._refusal(
                         f"rank {ranks} of {self.size} processes did not connect to rank 0 at "
-                        f"{shown(self._world.address)} within {self._world.join_seconds:g} s; see "
-                        f"what it prints, or set {JOIN} to wait longer"
+                        f"{shown(self._world.address)} within {self._world.join_seconds:g} s; read "
+                        f"the output of that process, or set {JOIN} to wait longer"
                     ) from None
                 if isinstance(came, OSError):
                     raise DistributedError(f"distributed: rank 0 cannot listen: {came}") from came
@@ -298,7 +298,7 @@ class Link:
                 if limit is not None and age > limit + GRACE:
                     self.fail(f"rank {rank} has been busy with {last['phase']} for {age:.0f} s")
                 elif silent > SILENCE:
-                    self.fail(f"rank {rank} has not been heard of for {silent:.0f} s")
+                    self.fail(f"rank {rank} has not been heard from for {silent:.0f} s")
         except (OSError, EOFError, ValueError, TypeError):
             # `poll` raises TypeError if `close` has just closed the connection.
             self.fail(f"rank {rank} has ended")

@@ -195,7 +195,7 @@ class Processes:
             self._communicator.wait(seconds)
 
     def _sum(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The sum over the processes, by rank, in the dtype of the values."""
+        """The sum over the processes, added in the order of the ranks and in the values' dtype."""
         parts = self._link.gather(values.tobytes())
         total = values
         for part in parts[1:]:
@@ -218,7 +218,7 @@ class Processes:
 
 
 def _numbers(tensor: Tensor) -> NDArray[Any]:
-    """The values as numpy has them: those of bf16 in f32."""
+    """The values as an array; bf16 becomes f32, because numpy has no bf16."""
     return (tensor.to("f32") if tensor.dtype == "bf16" else tensor).numpy()
 
 

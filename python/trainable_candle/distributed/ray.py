@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from trainable_candle.settings import TrainConfig
 
 STRATEGIES: Final = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-"""PACK prefers few machines, SPREAD many; STRICT_PACK uses one, STRICT_SPREAD one each."""
+"""PACK prefers few machines, SPREAD many. STRICT_PACK puts all processes on one machine,
+STRICT_SPREAD each on a machine of its own."""
 GRACE: Final = 15.0
 """Seconds that the other processes get to end after one has failed."""
 _POLL: Final = 0.25
@@ -175,7 +176,7 @@ class _Workers:
             .options(
                 num_cpus=needs["CPU"],
                 num_gpus=needs.get("GPU", 0),
-                # While one call trains, another may ask it to stop.
+                # While `run` trains, a call of `stop` must be able to run.
                 max_concurrency=2,
                 scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
                     self._group, placement_group_bundle_index=bundle

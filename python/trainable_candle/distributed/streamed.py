@@ -51,10 +51,10 @@ def require_peers(local_size: int) -> None:
 
 
 def require_streams(config: TrainConfig) -> None:
-    """Check that a complete configuration that streams from peers streams any weights.
+    """Check that a complete configuration streams weights, if it says to stream from peers.
 
     Raises:
-        ConfigError: it streams no weights.
+        ConfigError: it says to stream from peers, and streams no weights.
     """
     if config.from_peers and not config.streams:
         raise ConfigError(
@@ -65,8 +65,8 @@ def require_streams(config: TrainConfig) -> None:
 def slowest_link(group: Group, device: str) -> str:
     """The slowest link between two GPUs of a machine, over all machines: `NVLINK` or `BUS`.
 
-    All processes of the group call this. A link to a GPU that a process does not see counts as
-    `BUS`; if there is no such link, loading a model fails later.
+    All processes of the group call this. A process cannot test the link to a GPU that it does not
+    see. That link counts as `BUS`; if it does not exist, loading a model fails later.
 
     Raises:
         ConfigError: a GPU does not reach another one, or a process shares no memory with another.

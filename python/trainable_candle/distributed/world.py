@@ -52,8 +52,8 @@ _LAUNCHERS: Final = (
     ),
     _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# SLURM sets these in a batch script, too, which is no process of the job. `from_environment` reads
-# them only if `SLURM_STEP_ID` says that srun has started the process.
+# SLURM also sets these variables for the batch script, which is not a process of the job.
+# `from_environment` reads them only if `SLURM_STEP_ID` says that srun has started the process.
 _SLURM: Final = _Names("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
 
 
@@ -76,7 +76,8 @@ class World:
         """The GPU of this process, given how many GPUs CUDA shows it.
 
         Raises:
-            ConfigError: CUDA shows fewer GPUs than processes on this machine, and not exactly one.
+            ConfigError: CUDA shows no GPU for this process. (It is enough if CUDA shows each
+                process one GPU.)
         """
         if visible == 1:  # The launcher shows each process only its own GPU.
             return "cuda:0"

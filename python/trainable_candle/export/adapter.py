@@ -127,7 +127,12 @@ def adapter_settings(path: Path) -> dict[str, Any] | None:
 
 
 def short_names(adapted: Iterable[str], layers: Iterable[str]) -> list[str]:
-    """Last parts of the adapted layers' names; whole names if the last parts also match others."""
+    """Last parts of the adapted layers' names; whole names if other layers have these last parts.
+
+    Args:
+        adapted: the names of the adapted layers.
+        layers: the names of all layers.
+    """
     chosen = set(adapted)
     last = {name.rpartition(".")[2] for name in chosen}
     named = {name for name in layers if name.rpartition(".")[2] in last}

@@ -124,7 +124,7 @@ def _content(entry: Entry) -> bytes:
 
 
 def _fact(value: Fact) -> tuple[int, bytes]:
-    # Before int, because a bool is an int, too.
+    # Test for bool before int, because a bool is also an int.
     if isinstance(value, bool):
         return _BOOL, struct.pack("<?", value)
     if isinstance(value, int):

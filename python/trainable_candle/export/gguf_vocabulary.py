@@ -68,7 +68,8 @@ def vocabulary(folder: Path, size: int) -> dict[str, Fact]:
         f"{_START}token_type": list(types),
     }
     if pieces:
-        # The tokens that merges produce are numbered in the order of the merges.
+        # llama.cpp applies the merge with the highest score first. Tokens are numbered in the order
+        # of their merges, so scores fall with the numbers.
         facts[f"{_START}scores"] = [-float(number) for number in range(size)]
     else:
         facts[f"{_START}pre"] = _split(found, str(path))

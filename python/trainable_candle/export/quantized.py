@@ -34,7 +34,7 @@ def quantize_folder(
       `--qat nf4`. Keys follow `QuantState.as_dict(packed=True)`, and the configuration
       `BitsAndBytesConfig`:
       <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py>.
-    - `"int8"`: bitsandbytes, the largest magnitude of each row in `SCB` (`Linear8bitLt`).
+    - `"int8"`: bitsandbytes (`Linear8bitLt`); `SCB` has the largest magnitude of each row.
     - `"fp8"`: compressed-tensors, e4m3 numbers with a scale for each row; weights only:
       <https://github.com/vllm-project/compressed-tensors>.
 

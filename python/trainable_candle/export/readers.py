@@ -61,7 +61,7 @@ def refusals(adapter: TextAdapter, settings: Mapping[str, Any] | None) -> dict[s
     if (settings or {}).get("modules_to_save"):
         found["vllm"].append("it rejects modules_to_save")
     if adapter.rank > VLLM_RANKS[-1]:
-        found["vllm"].append(f"its rank is {adapter.rank}, and {VLLM_RANKS[-1]} is the most")
+        found["vllm"].append(f"its rank is {adapter.rank}, expected at most {VLLM_RANKS[-1]}")
     return found
 
 

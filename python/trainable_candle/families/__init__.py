@@ -97,8 +97,8 @@ def weights_of(name: str, given: str | Path | None) -> Path:
     path = existing("weights", Path(weights).expanduser())
     if is_output(path):
         raise ConfigError(
-            f"--weights: {path} is the output of a run, whose adapter is no model; give --adapter, "
-            "or to train it further, --initial-adapter"
+            f"--weights: {path} is the output of a run and has an adapter, not a model; give it as "
+            "--adapter, or as --initial-adapter to train it further"
         )
     return path
 

@@ -72,7 +72,7 @@ class CausalLM:
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> dict[str, Any]:
-        """The learning rate and, for adapters that have an alpha, one that gives a scale of 2."""
+        """The learning rate and, for adapters that have an alpha, the alpha for a scale of 2."""
         rate = 1e-5 if config.objective == "dpo" else 2e-4
         scale = {} if config.adapter == OFT else {"alpha": 2.0 * config.rank}
         return {"learning_rate": rate, **scale}

@@ -67,7 +67,7 @@ class Pixels:
     channels = 1
 
     def identity(self) -> None:
-        """None, because latents are computed too quickly to be worth caching."""
+        """None, because computing latents is so fast that a cache would save no time."""
 
     def encode(self, pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
         """Images as the model reads them."""

@@ -129,7 +129,7 @@ class Flux2(FlowFamily[Flux2Texts]):
         """Check the parts, and that no setting asks a distilled model for a second prediction.
 
         Raises:
-            ConfigError: a setting asks for one, or the parts do not fit together.
+            ConfigError: a setting asks for a second prediction, or the parts do not fit together.
         """
         self.require_own()
         if not self.is_distilled:

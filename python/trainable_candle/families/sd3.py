@@ -90,8 +90,8 @@ class SD3(FlowFamily[SD3Texts]):
         "Face hub, under the Stability AI Community License, after a login there"
     )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("sd3"))
-    # The attention of the image's tokens, like SimpleTuner; both attentions of medium's "dual"
-    # layers.
+    # Like SimpleTuner: the attention of the image's tokens, which medium's "dual" layers have
+    # twice.
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     guidance: ClassVar[float] = 4.5
     schedule: ClassVar[FlowSchedule] = FlowSchedule(3.0, shifted_last(3.0))

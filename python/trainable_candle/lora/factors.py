@@ -75,7 +75,7 @@ def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> 
 
     Large matrices are decomposed by a randomized range finder with power iterations (Halko,
     Martinsson and Tropp 2011, arXiv:0909.4061). If the singular values fall, as those of trained
-    changes do, its error is close to that of a full decomposition.
+    changes do, the error is close to the error of a full decomposition.
 
     Args:
         matrix: (out, in).
@@ -102,7 +102,7 @@ def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> 
 
 
 def _balanced(u: Matrix, s: Matrix, vt: Matrix, rank: int, keep: float) -> Factors:
-    """The part with the largest singular values; both factors are scaled by their roots."""
+    """The part with the largest singular values, whose square roots scale both factors."""
     rank = min(rank, len(s))
     shares = np.cumsum(s[:rank] ** 2)
     if keep < 1 and shares[-1] > 0:

@@ -94,7 +94,7 @@ def start_from_rounding(adapter: AdapterSet, base: Model, original: Model) -> No
     if not count:
         raise ConfigError(
             "start_from_rounding: no layer has a quantization error: the base is not quantized, or "
-            "its file already was"
+            "its file already has quantized weights"
         )
 
 

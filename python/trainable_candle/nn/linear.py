@@ -157,10 +157,10 @@ class _AdaptedLinear(Module):
     def _join(self) -> None:
         """Make an adapter with the values of the attributes, which become its parameters.
 
-        Like those of a new layer they are f32, and on the device of the weight.
+        As in a new layer, the parameters are f32 and on the device of the weight.
         """
         base = self.weight.detach(), None if self.bias is None else self.bias.detach()
-        # The library's generator must not change.
+        # Draw from another stream, so that the library's generator does not change.
         self._adapter = draw_from(0, lambda: Adapter(self._kind, *base, *self._how))
         self._joined = {}
         for name, var in zip(self._names, self._adapter.vars(), strict=True):

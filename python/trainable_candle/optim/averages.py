@@ -36,9 +36,9 @@ class VariableEMA:
     Args:
         variables: The variables, or a mapping of names to them.
         decay: Weight of the old average in each update, in [0, 1).
-        warmup: Unless it is False, the decay is min(decay, (1 + n) / (10 + n)) after n updates:
-            the first update keeps a tenth of the initial values, and `decay` = 0.999 is reached
-            after 8990 updates. torch's `get_ema_multi_avg_fn` has no such warm-up.
+        warmup: If True, the decay is min(decay, (1 + n) / (10 + n)) after n updates: the first
+            update keeps a tenth of the initial values, and `decay` = 0.999 is reached after 8990
+            updates. torch's `get_ema_multi_avg_fn` has no such warm-up.
 
     Raises:
         ArgumentError: If the decay is out of range, or there is no variable.

@@ -254,7 +254,7 @@ class ExponentialLR(ChainableScheduler):
 
 
 class ConstantLR(ChainableScheduler):
-    """Multiplies the learning rates by `factor` before epoch `total_iters`.
+    """Multiplies the learning rates by `factor` in the epochs before `total_iters`.
 
         scheduler = tc.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5, total_iters=2)
         scheduler.step()

@@ -134,10 +134,10 @@ class SequentialLR(_Several):
 
 
 class OneCycleLR(ChainableScheduler):
-    """Raises the learning rate to `max_lr`, then lowers it far below the first (arXiv:1708.07120).
+    """Raises the learning rate to `max_lr`, then lowers it, to far below the initial rate.
 
-    The initial rate is `max_lr / div_factor`. Unlike torch's class, this one does not change the
-    momentum.
+    Smith & Topin 2017, arXiv:1708.07120. The initial rate is `max_lr / div_factor`. Unlike torch's
+    class, this one does not change the momentum.
 
         scheduler = tc.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=100)
         scheduler.step()
@@ -252,7 +252,7 @@ class ReduceLROnPlateau:
         if mode not in {"min", "max"} or threshold_mode not in {"rel", "abs"} or factor >= 1:
             raise ArgumentError(
                 f"ReduceLROnPlateau: found mode {mode!r}, threshold_mode {threshold_mode!r} and "
-                f'factor {factor}, expected "min" or "max", "rel" or "abs", and less than 1'
+                f'factor {factor}, expected "min" or "max", "rel" or "abs", and a factor below 1'
             )
         self.optimizer, self.factor, self.patience = optimizer, factor, patience
         self.threshold, self.cooldown, self.min_lr, self.eps = threshold, cooldown, min_lr, eps

@@ -12,7 +12,7 @@ __all__ = ["GroupedOptimizer", "ParamGroup", "listed", "set_groups"]
 
 
 _INSTEAD = {
-    "add_param_group": "give all groups when the optimizer is made; give those to train later lr=0",
+    "add_param_group": "give all groups when the optimizer is made; set lr=0 to train one later",
     "state": "state_dict() has the states of the variables",
     "defaults": "param_groups has the hyper-parameters",
 }
@@ -116,7 +116,7 @@ def set_groups(optimizer: GroupedOptimizer, params: Any, settings: Mapping[str, 
 
 
 def listed(params: Any) -> Any:
-    """The `params` of an optimizer, with lists for iterators, which can be read only once."""
+    """The `params` of an optimizer; lists replace iterators, which could be read only once."""
     if callable(getattr(params, "parameters", None)):
         raise TypeError(
             f"params is a {type(params).__name__}, expected variables: pass its parameters()"

@@ -11,7 +11,7 @@ from trainable_candle.optim.groups import GroupedOptimizer, listed, set_groups
 _ALWAYS = ("fused", "foreach")
 """Arguments of torch that are accepted and ignored, because every step is fused."""
 _ROUNDING = "stochastic_rounding"
-"""The argument of every optimizer that is no hyper-parameter of a group."""
+"""An argument of every optimizer; it is not a hyper-parameter of a group."""
 
 
 def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> type[Optimizer]:

@@ -110,7 +110,7 @@ class LRScheduler:
         Raises:
             ArgumentError: If the step is negative.
             DeviceError: If called inside a function that is being captured (`tc.cuda.capture`),
-                where it would freeze the learning rates; call it between calls of this function.
+                because replays would not repeat the change; call it between replays.
         """
         factor = self._schedule.factor(step)
         self._optimizer.group_lrs = [lr * factor for lr in self._base_lrs]
@@ -194,7 +194,8 @@ def polynomial(
         optimizer: The optimizer.
         total_steps: Steps of the training, warm-up included.
         warmup_steps: Steps of the warm-up.
-        lr_end: The last learning rate of the first group; the others end in proportion.
+        lr_end: The last learning rate of the first group; the rates of other groups end in
+            proportion to it.
         power: 1 for a straight line.
 
     Raises:

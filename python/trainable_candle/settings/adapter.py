@@ -182,7 +182,7 @@ class Adapter(Group):
 
     @property
     def initial_adapter_path(self) -> Path:
-        """The file that `initial_adapter` names; of a run's output folder, its adapter.
+        """The file that `initial_adapter` names; for a run's output folder, its finished adapter.
 
         Raises:
             MissingFileError: it is a folder without a finished adapter.

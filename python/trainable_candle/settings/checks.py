@@ -101,7 +101,7 @@ def existing(setting: str, path: Path) -> Path:
 
 
 def existing_adapter(setting: str, path: Path) -> Path:
-    """The adapter that a path names; of a run's output folder, the finished one.
+    """The adapter that a path names; for a run's output folder, the finished one.
 
     Raises:
         MissingFileError: the path does not exist, or is a folder without a finished adapter.

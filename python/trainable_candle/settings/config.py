@@ -201,8 +201,8 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values, with synonyms replaced by the settings' own names.
 
     Raises:
-        ConfigError: a name is unknown (of another tool's, the message says what to do), or two
-            names mean the same setting.
+        ConfigError: a name is unknown (if it is another tool's, the message says what to do), or
+            two names mean the same setting.
     """
     found: dict[str, Any] = {}
     for key, value in _flat(values):

@@ -23,15 +23,15 @@ YAML_SUFFIXES: Final = (".yaml", ".yml")
 
 
 def _folders(value: Any) -> Any:
-    """A data set.
+    """The value itself, if it may be the path of a data set.
 
     Raises:
         ConfigError: the value is a list or a mapping, which belongs in a file of its own.
     """
     if isinstance(value, (list, dict)):
         raise ConfigError(
-            f"dataset is {value!r}, expected one path; several folders are listed in a YAML file "
-            "of their own, whose path is given here"
+            f"dataset is {value!r}, expected one path; list several folders in a YAML file of "
+            "their own, and give the path of that file"
         )
     return value
 
@@ -49,8 +49,8 @@ def _side(text: Any) -> Any:
         return text
     if len(set(sides)) > 1:
         raise ConfigError(
-            f"resolution is {text}, expected one number N: images have N x N px of area, in the "
-            "aspect ratio that is theirs"
+            f"resolution is {text}, expected one number N: images have N x N px of area, in their "
+            "own aspect ratios"
         )
     return int(sides[0])
 

@@ -162,7 +162,7 @@ _AI_TOOLKIT: Final = {
     "train.noise_scheduler": f"is the model's: {_LEAVE}",
     "train.train_unet": _DEFAULT,
     "train.gradient_accumulation_steps": "counts every batch as a step: give "
-    "--gradient-accumulation and as many times fewer --steps",
+    "--gradient-accumulation N, and divide --steps by N",
     "train.timestep_type": _LEVELS,
     "train.optimizer_params": _give("--optimizer-args name=value, or --weight-decay"),
     "train.skip_first_sample": "has no counterpart: previews begin before the first step; "
@@ -189,8 +189,8 @@ def instead(name: str) -> str | None:
     """What to do in place of a setting of another tool; None if it is not known.
 
     Args:
-        name: the name of a flag without its hyphens in front, or of a line of a file; of nested
-            lines all names, with dots between them.
+        name: the name of a flag without its leading hyphens, or of a line of a file; for nested
+            lines, all names joined by dots.
     """
     key = name.replace("-", "_")
     while key not in INSTEAD and "." in key:

@@ -50,7 +50,7 @@ class Setting:
     """The section of the help, if it differs from the group's."""
     synonyms: tuple[str, ...] = ()
     """Names of the same setting in other tools, spelled like flags; flags and YAML files may use
-    them, too. One with dots is of nested lines in YAML files, and no flag."""
+    them, too. A name with dots is that of nested lines in YAML files, and is not a flag."""
     spellings: Mapping[str, str] = field(default_factory=dict)
     """Maps other tools' names of choices, in lower case, to the choices."""
     words: Mapping[str, int] = field(default_factory=dict)

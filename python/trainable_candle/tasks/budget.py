@@ -48,7 +48,7 @@ KEPT: Final = (_PRECISION, _TEXTS, _BATCH)
 _PLENTY: Final = {_CHECKPOINTING: "none", _PRECISION: SAME, _TEXTS: SAME}
 """Values of planned settings if memory suffices; the others stay open, so nothing is streamed."""
 _COST: Final = {SAME: 1.0, "int8": 1.1, "fp8": 1.1, "nf4": 1.25}
-"""How many times faster a step must be for the rounding of a base to this format to be worth it."""
+"""A base is rounded to this format only if that makes a step faster by this factor."""
 _FORMATS: Final = (SAME, "int8", "nf4")
 _POLICIES: Final = ("none", "selective", "full", "offload")
 _SHARES: Final = 8
@@ -81,9 +81,9 @@ class Budget:
     processes: int = 1
     """The processes of a machine, among which its host memory is divided."""
     sharing: int = 1
-    """How many of them share one copy of the streamed weights."""
+    """How many processes of a machine share one copy of the streamed weights."""
     peers: str | None = None
-    """The slowest link between their GPUs, if these have the copy; None if host memory has it."""
+    """The slowest link between GPUs, if these hold the copy; None if host memory holds it."""
 
     @property
     def planned(self) -> float:
@@ -93,7 +93,7 @@ class Budget:
     def host_need(self, found: Estimate) -> float:
         """Bytes of host memory for each process, with its share of what the processes share.
 
-        Weights that are streamed from peers are there only while a model is loaded.
+        Weights that are streamed from peers take host memory only while a model is loaded.
         """
         streamed = _streamed(found) if found.host else 0
         return found.host - streamed + streamed / self.sharing
@@ -101,7 +101,7 @@ class Budget:
     def sliced(
         self, estimate: Callable[[TrainConfig], Estimate]
     ) -> Callable[[TrainConfig], Estimate]:
-        """The function; it then also counts the slice of streamed weights that peers read."""
+        """The function, which then also counts the GPU's slice of the weights that peers stream."""
         if self.peers is None:
             return estimate
 

@@ -121,8 +121,8 @@ def require_memory(what: str, needed: float, limit: float) -> None:
     """
     if needed > limit:
         raise OutOfMemoryError(
-            f"sample: {what} need about {size(needed)} of memory, and {size(limit)} are there; "
-            "draw fewer or smaller ones"
+            f"sample: {what} need about {size(needed)} of memory, and {size(limit)} are available; "
+            "draw fewer or smaller images"
         )
 
 

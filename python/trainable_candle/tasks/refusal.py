@@ -34,7 +34,7 @@ _LAST: Final = {
     "resolution": "a smaller --resolution",
     "sequence_length": "a shorter --sequence-length",
 }
-"""Advice if all smaller settings do not suffice, by the setting that it names."""
+"""Advice if no smaller settings suffice, by the setting that it names."""
 
 
 def refuse(
@@ -105,7 +105,11 @@ def _last(groups: Collection[type[Group]]) -> str:
 def _what_fits(
     config: TrainConfig, limit: float, estimate: Callable[[TrainConfig], Estimate]
 ) -> tuple[dict[str, Any] | None, int]:
-    """The first of smaller and smaller settings that fits, as changes, and the bytes it needs."""
+    """Change settings, one after the other, until the run fits.
+
+    Returns:
+        The changes, or None if the run does not fit with all of them; and the bytes it then needs.
+    """
     changes: dict[str, Any] = {}
     least = estimate(config).peak
     for name, value in _smaller(estimate(config)):

@@ -180,7 +180,7 @@ class ChatTokenizer:
         """The tokens of a conversation, up to where the answer begins.
 
         Raises:
-            ValueError: the template rejects it.
+            ValueError: the template rejects the conversation.
         """
         return self.encode(self.template.render(messages, generation_prompt=True).text).ids
 

@@ -21,7 +21,7 @@ _TOKENS: Final = ("<|im_start|>", "<|im_end|>", _PAD)
 _TURN: Final = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 """A user's turn in Qwen3's template, up to where the answer begins."""
 _SYSTEM: Final = "<|im_start|>system\n{}<|im_end|>\n"
-"""The system's turn before the user's, which says what the model is to do."""
+"""The system's turn, which precedes the user's and says what the model is to do."""
 _NO_THOUGHTS: Final = "<think>\n\n</think>\n\n"
 """The text that the template adds for an answer without thoughts."""
 

@@ -26,7 +26,7 @@ class Average(Protocol):
     """An average of the parameters over the steps."""
 
     def applied(self) -> AbstractContextManager[None]:
-        """Within this context the parameters are their averages; afterwards they are as before."""
+        """A context in which the parameters have the values of the averages."""
 
     def keep(self) -> None:
         """Replace the parameters by the averages."""
@@ -40,7 +40,7 @@ class OptimizerAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within this context the parameters are their averages; afterwards they are as before."""
+        """A context in which the parameters have the values of the averages."""
         self._optimizer.eval()
         try:
             yield
@@ -84,7 +84,7 @@ class AdapterAverage(Callback):
         trainer.write_later(partial(tc.save_file, states, folder / _FILE))
 
     def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
-        """Load the averages of a checkpoint; without them, start at its parameters."""
+        """Load the averages of a checkpoint; if it has none, they start at its parameters."""
         path = folder / _FILE
         if not path.exists():
             self._averages = self._fresh()

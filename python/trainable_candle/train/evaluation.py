@@ -136,7 +136,7 @@ class Previews(Callback):
     There is one preview before the first step and one after the last step.
 
     Args:
-        preview: writes a preview; takes the file's path without its ending, and returns the path.
+        preview: writes a preview; takes the path without the ending, and returns the whole path.
         every: steps between two previews, or a function that selects the steps.
         folder: the folder for the files `step-000250` and so on.
         evaluated: makes the context to draw in.

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class PassGraphs:
     """Runs a function as CUDA graphs, one for each shape of its inputs (`tc.cuda.capture`).
 
-    Graphs cannot copy streamed weights from pageable memory; then the function runs as it is.
+    If streamed weights are in pageable memory, from which graphs cannot copy, the function runs
+    without graphs.
 
     Args:
         run: the function, such as a forward and backward pass; takes tensors by name and whether

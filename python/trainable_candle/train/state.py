@@ -28,7 +28,7 @@ _STATE: Final = "state.json"
 _PARTIAL: Final = ".partial"
 """The suffix of a folder that is being written."""
 _REPLACED: Final = ".replaced"
-"""The suffix of a folder that is removed once its replacement has its name."""
+"""The suffix of an old checkpoint, which is removed once the new one has its name."""
 _REMOVED: Final = ".removed"
 """The suffix of a folder that is being removed."""
 
@@ -66,7 +66,7 @@ def checkpoints(output: Path) -> list[Path]:
 
 
 def find(output: Path, resume: str) -> Path | None:
-    """The checkpoint folder that `resume` names: a path, or `latest` in `output`.
+    """The checkpoint folder that `resume` names: a path; for `latest` and `auto`, `output`'s last.
 
     Returns:
         The folder; None for `auto` if `output` has no checkpoint.
@@ -231,7 +231,8 @@ def load(folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer) -> R
     for name, var in parameters.items():
         var.set(stored[name].to(var.device))
     try:
-        # Set the variables first, because the optimizer would detect a later change of them.
+        # Set the variables first: if a variable changes later, the optimizer replaces the f32 value
+        # that it keeps of the variable.
         optimizer.load_state_dict(states)
     except Error as error:
         raise WeightsFormatError(

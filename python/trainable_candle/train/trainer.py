@@ -326,7 +326,8 @@ class Trainer(Generic[Batch]):
         given = []
         for number, (inputs, weight, amount) in zip(numbers, made, strict=True):
             share = np.array(weight / whole, np.float32)
-            # A tensor, because a replayed CUDA graph reads tensors anew, and would keep a number.
+            # The share is a tensor: a replayed CUDA graph reads tensors anew, but would repeat a
+            # number of the recording.
             named = {**inputs, _SHARE: tc.tensor(share, device=device)}
             given.append(_Given(number, named, weight / whole, amount))
         return given

@@ -250,7 +250,7 @@ impl Region {
         let Some(Recorder::Replay(replaying)) = scope.leave() else { return Err(nondeterministic()) };
         match outcome {
             _ if draws_differ => return Err(nondeterministic()),
-            // All values are recomputed, even if the function has wrapped the error [`Complete`] in another one.
+            // All values have been recomputed. The function may have wrapped the error [`Complete`] in another error.
             _ if replaying.values.len() == expected => {}
             Ok(_) => return Err(nondeterministic()),
             Err(error) => return Err(error),

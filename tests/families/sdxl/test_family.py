@@ -249,7 +249,9 @@ def test_a_tokenizer_that_does_not_fit_is_named(
         TextEncoders.load(SDXL(sdxl_file, "f32", "cpu"))
     shutil.copytree(sdxl_base, tmp_path / "base")
     shutil.rmtree(tmp_path / "base" / "tokenizer_2")
-    message = r"tokenizer_2 is missing, and CLIP's usual one has a token 49407, where .* 200 tokens"
+    message = (
+        r"tokenizer_2 is missing, and CLIP's usual tokenizer has a token 49407, but .* 200 tokens"
+    )
     with pytest.raises(WeightsFormatError, match=message):
         TextEncoders.load(SDXL(tmp_path / "base", "f32", "cpu"))
 

@@ -152,7 +152,7 @@ FORMS: Final = (
          _instruction),
     Form("text", ("text",), (), _text),
 )  # fmt: skip
-"""An example gets the first form of which it has all `fields`."""
+"""An example has the first of these forms whose `fields` are all present."""
 
 
 def form_of(values: Mapping[str, Any]) -> Form | None:

@@ -25,7 +25,7 @@ _ROLES: Final = {
 
 
 def conversation(values: Any, field: str, *, answered: bool = True) -> list[Message]:
-    """Check a list of messages; returns them with the same role names and fields.
+    """Check a list of messages; returns them with this module's names of roles and fields.
 
     Args:
         values: objects with `role` and `content`, or, as in ShareGPT's files, `from` and `value`.

@@ -112,7 +112,7 @@ def _json(path: Path) -> Iterator[Row | BadRow]:
         values = parse_json(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise DatasetError(
-            f"dataset: {path} is not JSON: {error}; a file of one object per line is a .jsonl"
+            f"dataset: {path} is not JSON: {error}; if each line is an object, name the file .jsonl"
         ) from error
     if isinstance(values, dict):
         lists = [value for value in values.values() if isinstance(value, list)]

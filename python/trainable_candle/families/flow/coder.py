@@ -28,8 +28,8 @@ class NormedKLCoder(KLCoder):
     https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/flux2/pipeline_flux2_klein.py
 
     Args:
-        source, config, factor, device, identity: see `KLCoder`; channels and factor are those
-            before packing.
+        source, config, factor, device, identity: see `KLCoder`; `factor` and the channels of
+            `config` are those before packing.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class FlowFamily(PipelineFamily[E]):
         return self.facts.factor * self.patch
 
     def dataset(self, folder: str) -> Dataset:
-        """The checked images, whose sizes are multiples of a token's.
+        """The checked images, whose sides are multiples of the side of a token.
 
         Raises:
             DatasetError, ConfigError: images or captions are invalid, or a size does not fit.
@@ -89,7 +89,7 @@ class FlowFamily(PipelineFamily[E]):
         if config.training_adapter is None:
             return [f"{undone}, or give a --training-adapter"] if undone else []
         name = self.weights.resolve().name
-        return [] if undone else [f"--training-adapter is for distilled models, is {name} one?"]
+        return [] if undone else [f"--training-adapter is for distilled models; is {name} one?"]
 
     def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
         """The velocity from latents to noise."""

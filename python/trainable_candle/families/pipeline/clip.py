@@ -35,9 +35,9 @@ def clip_tokenizer(weights: Path, name: str, pad: str, model: CLIPTextModel) -> 
     last = max(tokenizer.start, tokenizer.end, tokenizer.pad)
     if last >= known:
         lacking = f"{folder} is missing" if weights.is_dir() else f"{weights} holds no tokenizer"
-        which = f"{folder} has" if there else f"{lacking}, and CLIP's usual one has"
+        which = f"{folder} has" if there else f"{lacking}, and CLIP's usual tokenizer has"
         raise WeightsFormatError(
-            f"tokenizer: {which} a token {last}, where the text encoder knows {known} tokens; "
+            f"tokenizer: {which} a token {last}, but the text encoder knows {known} tokens; "
             "give the folder of the pipeline with its own tokenizers"
         )
     return tokenizer

@@ -34,7 +34,7 @@ class Loading(Source):
 
 
 def source(path: Path, part: str) -> Source:
-    """Where to load a part from `path`: a pipeline's folder, a file, or the part's own folder."""
+    """The arguments that load a part from a pipeline's folder, a file, or the part's own folder."""
     alone = path.is_dir() and not (path / part).is_dir()
     return {"path": path, "subfolder": None if alone else part}
 
@@ -114,8 +114,7 @@ def facts(weights: Path, model: str, others: Sequence[Path] = ()) -> Facts:
 
     Raises:
         MissingFileError: `weights` does not exist.
-        WeightsFormatError, ConfigError: `weights` is damaged, has another model, or a part is
-        missing.
+        WeightsFormatError, ConfigError: `weights` is damaged, is of another model, or lacks a part.
     """
     weights = weights.resolve()
     if not weights.exists():

@@ -57,10 +57,10 @@ class T5:
         tokenizer = T5Tokenizer.from_pretrained(folder) if there else T5Tokenizer.shipped()
         known = model.named_tensors()[_TOKENS].shape[0]
         if tokenizer.size > known:
-            which = f"{folder} has" if there else "T5's usual one has"
+            which = f"{folder} has" if there else "T5's usual tokenizer has"
             raise WeightsFormatError(
-                f"tokenizer: {which} {tokenizer.size} tokens, where the text encoder knows {known};"
-                " give the folder of the pipeline with its own tokenizers"
+                f"tokenizer: {which} {tokenizer.size} tokens, but the text encoder knows {known}; "
+                "give the folder of the pipeline with its own tokenizers"
             )
         return cls(model, tokenizer, length, family.device)
 

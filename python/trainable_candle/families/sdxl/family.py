@@ -39,7 +39,7 @@ _WIDE_IMAGES: Final = 12
 
 
 class SDXL(PipelineFamily[TextEncoders]):
-    """Stable Diffusion XL: a UNet conditioned on features of CLIP-L and OpenCLIP-bigG and sizes."""
+    """Stable Diffusion XL: a UNet conditioned on sizes and features of CLIP-L and OpenCLIP-bigG."""
 
     name: ClassVar[str] = "sdxl"
     summary: ClassVar[str] = "Stable Diffusion XL (a tiny one that draws flowers is built in)"

@@ -94,8 +94,8 @@ class TextEncoders:
             found = model(tokens[name])
             hidden = found.hidden_states[-(self._clip_skip + 2)]
             states.append(hidden.reshape(batch, -1, hidden.shape[-1]))
-            # Of each caption, keep the pooled text of the first chunk. That of the second encoder
-            # replaces that of the first.
+            # Keep the pooled text of each caption's first chunk. The pooled text of the second
+            # encoder replaces that of the first encoder.
             pooled = found.pooled.reshape(batch, -1, found.pooled.shape[-1]).narrow(1, 0, 1)
         assert pooled is not None
         return {"encoder_hidden_states": tc.cat(states, 2), "text_embeds": pooled.squeeze(1)}

@@ -45,7 +45,7 @@ class Coder(Protocol):
         Args:
             kept: the result of `encode`.
             normal: returns standard normal numbers in the shape of `kept["mean"]`, with which
-                latents are drawn if they are a distribution; None takes its mean.
+                latents are drawn if `kept` is a distribution; None: take the mean.
         """
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class KLCoder:
 
     Args:
         source: the arguments of `from_pretrained` of its class.
-        config: of the autoencoder.
+        config: the configuration of the autoencoder.
         factor: pixels of an image per element of its latents, in width and in height.
         device: the device that it computes on.
         identity: returns the identity of its weights and its configuration.

@@ -262,7 +262,10 @@ class LatentModel(ABC):
 
     @property
     def distilled_guidance(self) -> bool:
-        """Whether a step needs one call: the model takes the guidance scale as input, or none."""
+        """Whether a sampling step is one call of the model, without a negative prompt.
+
+        Such a model takes the guidance scale as input, or works without guidance.
+        """
         return False
 
     def rescaled(self, guided: Tensor, positive: Tensor) -> Tensor:  # noqa: ARG002

@@ -56,7 +56,8 @@ def prepare_texts(
         OSError: the cache cannot be written.
     """
     config = family.config
-    # Use methods of the family, because methods of its encoders would keep them in memory.
+    # Use methods of the family: a reference to a method of an encoder would keep the encoder in
+    # memory.
     if config.train_text_encoder:
         return Texts(family.tokens, family.encode_tokens), {}
     if config.cache == "off" or not config.caption_variants:

@@ -184,7 +184,8 @@ class TextTask:
         """The tokens of a conversation, up to where the answer begins.
 
         Raises:
-            ConfigError: the chat template rejects it, or it leaves no room for an answer.
+            ConfigError: the chat template rejects the conversation, or no position is left for an
+                answer.
         """
         try:
             tokens = self.family.tokenizer.prompt(messages)

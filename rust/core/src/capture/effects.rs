@@ -66,7 +66,7 @@ pub(crate) struct Effects {
     undo: Vec<(usize, Undo)>,
     /// The states that the function has changed with `HostState::advance`; replays repeat these changes.
     advanced: Vec<usize>,
-    /// Whether the run has set the random generator; replays would not repeat that.
+    /// Whether the run has set the position of the random generator; replays would not repeat this change.
     pub(crate) has_seeded: bool,
 }
 
