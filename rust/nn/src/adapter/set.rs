@@ -405,10 +405,8 @@ impl AdapterSet {
                             format!("use_cayley_neumann=True, num_cayley_neumann_terms={terms}")
                         })
                     };
-                    let asked = format!(
-                        "with {}; create it with the file's values",
-                        named(member.settings.cayley_neumann_terms)
-                    );
+                    let asked = named(member.settings.cayley_neumann_terms);
+                    let asked = format!("with {asked}; create it with the file's values");
                     return cure(&named(given.cayley_neumann_terms), &asked);
                 }
             }
