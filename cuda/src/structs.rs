@@ -104,10 +104,14 @@ structs! {
     LowRankTile { hidden: Address, up: Address, }
 
     /// Declared in kernels/low_rank_add.cu.
-    LowRankTiles { list: [LowRankTile; 4], }
+    #[derive(Default)]
+    LowRankSum { dst: Address, outer: u32, end: u32, tiles: [LowRankTile; 4], }
 
     /// Declared in kernels/low_rank_add.cu.
-    LowRankAddSizes { rows: u32, outer: u32, hidden_row: u32, up_row: u32, dst_row: u32, scale: f32, }
+    LowRankSums { list: [LowRankSum; 4], }
+
+    /// Declared in kernels/low_rank_add.cu.
+    LowRankAddSizes { rows: u32, hidden_row: u32, up_row: u32, dst_row: u32, scale: f32, }
 
     /// Declared in kernels/gated_low_rank.cu.
     #[derive(Default)]
@@ -196,7 +200,8 @@ pub const LAYOUTS: &[Layout] = &[
     LowRankTerm::layout("LowRankTerm"),
     LowRankTerms::layout("LowRankTerms"),
     LowRankTile::layout("LowRankTile"),
-    LowRankTiles::layout("LowRankTiles"),
+    LowRankSum::layout("LowRankSum"),
+    LowRankSums::layout("LowRankSums"),
     LowRankAddSizes::layout("LowRankAddSizes"),
     LowRankHalf::layout("LowRankHalf"),
     LowRankHalves::layout("LowRankHalves"),
