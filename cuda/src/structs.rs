@@ -113,6 +113,16 @@ structs! {
     /// Declared in kernels/low_rank_add.cu.
     LowRankAddSizes { rows: u32, hidden_row: u32, up_row: u32, dst_row: u32, scale: f32, }
 
+    /// Declared in kernels/low_rank_gradient.cu.
+    #[derive(Default)]
+    LowRankFactor {
+        wide: Address, narrow: Address, sum: Address, rows: u32, columns: u32, wide_row: u32, narrow_row: u32, rank_step: u32,
+        column_step: u32, scale: f32, unused: u32,
+    }
+
+    /// Declared in kernels/low_rank_gradient.cu.
+    LowRankFactors { ends: [u32; 48], list: [LowRankFactor; 48], }
+
     /// Declared in kernels/gated_low_rank.cu.
     #[derive(Default)]
     LowRankHalf { hidden: Address, up: Address, hidden_row: u32, up_row: u32, scale: f32, unused: u32, }
@@ -203,6 +213,8 @@ pub const LAYOUTS: &[Layout] = &[
     LowRankSum::layout("LowRankSum"),
     LowRankSums::layout("LowRankSums"),
     LowRankAddSizes::layout("LowRankAddSizes"),
+    LowRankFactor::layout("LowRankFactor"),
+    LowRankFactors::layout("LowRankFactors"),
     LowRankHalf::layout("LowRankHalf"),
     LowRankHalves::layout("LowRankHalves"),
     CodePart::layout("CodePart"),

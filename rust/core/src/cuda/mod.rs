@@ -25,6 +25,7 @@ mod graph;
 pub mod launch;
 mod loader;
 mod low_rank;
+mod low_rank_gradient;
 mod memory;
 pub mod offload;
 pub mod peers;
