@@ -8,6 +8,7 @@ use candle_core::cuda_backend::cudarc::cublas::sys::cublasOperation_t::{CUBLAS_O
 use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
 
 use super::error::driver_error;
+use super::gemm_tiles;
 use super::gpu::Gpu;
 use super::launch::Address;
 use super::product_calls::{Arithmetic, Call, DataType, Key, Layout, Owned};
@@ -15,6 +16,8 @@ use super::profile::measured;
 use crate::{Error, Result};
 
 const OP: &str = "linear";
+/// The number of algorithms of which one with a preferred tile is taken. cuBLASLt recommends about eight for a product.
+const ALGORITHMS: usize = 8;
 
 /// The largest power of two up to 256 that divides an address.
 pub(super) const fn alignment(address: Address) -> u32 {
@@ -23,7 +26,8 @@ pub(super) const fn alignment(address: Address) -> u32 {
 }
 
 /// Queue a product y = a b of column-major matrices, given the addresses of the operands and the result, and of the
-/// bias if the arithmetic has one. Returns false if cuBLASLt does not support it.
+/// bias if the arithmetic has one. Returns false if cuBLASLt does not support it, or if the arithmetic is
+/// [`Arithmetic::Half`] and no tile is preferred: then cuBLAS, which has algorithms of its own, shall choose.
 ///
 /// # Safety
 /// The addresses are those of matrices that `key` describes.
@@ -56,8 +60,14 @@ fn failed(error: result::CublasError) -> Error {
     Error::device(OP, format!("cuBLASLt reports {:?}", error.0))
 }
 
-/// The call for a product, with the algorithm that cuBLASLt recommends. None if cuBLASLt does not support the product.
+/// The call for a product, with the algorithm of the preferred tile or the one that cuBLASLt recommends first. None if
+/// [`run`] returns false for it.
 fn find(gpu: &Gpu, key: &Key) -> Result<Option<Call>> {
+    let tile = gemm_tiles::preferred(gpu, key);
+    let is_optional = matches!(key.arithmetic, Arithmetic::Half { .. });
+    if is_optional && tile.is_none() {
+        return Ok(None);
+    }
     let [operand, outcome] = key.arithmetic.types();
     let [m, n, k] = key.sizes.map(|size| size as u64);
     let layout = |kind: DataType, [rows, columns]: [u64; 2], distance: i64| -> Result<Layout> {
@@ -94,13 +104,39 @@ fn find(gpu: &Gpu, key: &Key) -> Result<Option<Call>> {
     set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &y)?;
     set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &y)?;
     let [a, b, y] = layouts.each_ref().map(|layout| layout.0);
-    // SAFETY: all descriptions are alive.
-    let found = unsafe { result::get_matmul_algo_heuristic(handle(gpu), description.0, a, b, y, y, preference.0) };
-    match found {
-        Ok(found) => Ok(Some(Call { arithmetic: key.arithmetic, description, layouts, algorithm: found.algo })),
-        Err(error) if error.0 == sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED => Ok(None),
-        Err(error) => Err(failed(error)),
+    let mut found = Vec::<sys::cublasLtMatmulHeuristicResult_t>::with_capacity(ALGORITHMS);
+    let (wanted, mut count) = (if tile.is_some() { ALGORITHMS } else { 1 }, 0);
+    // SAFETY: all descriptions are alive; there is room for the results, of which the first `count` are written.
+    let status = unsafe {
+        let (handle, to) = (handle(gpu), found.as_mut_ptr());
+        let (wanted, count) = (wanted as i32, &raw mut count);
+        sys::cublasLtMatmulAlgoGetHeuristic(handle, description.0, a, b, y, y, preference.0, wanted, to, count)
+    };
+    match status {
+        // SAFETY: as above.
+        sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS => unsafe { found.set_len(count as usize) },
+        sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED => return Ok(None),
+        status => return Err(failed(result::CublasError(status))),
     }
+    let best = tile.and_then(|tile| found.iter().find(|found| has_tile(&found.algo, tile)));
+    let algorithm = best.or_else(|| found.first().filter(|_| !is_optional)).map(|found| found.algo);
+    Ok(algorithm.map(|algorithm| Call { arithmetic: key.arithmetic, description, layouts, algorithm }))
+}
+
+/// Whether an algorithm has a tile and does not split the sums, which would change the result's bits.
+fn has_tile(algorithm: &sys::cublasLtMatmulAlgo_t, tile: u32) -> bool {
+    type Attribute = sys::cublasLtMatmulAlgoConfigAttributes_t;
+    let is = |attribute: Attribute, expected: u32| {
+        let (mut value, mut written) = (0u32, 0);
+        let to = (&raw mut value).cast();
+        // SAFETY: both attributes have four bytes.
+        let status = unsafe {
+            sys::cublasLtMatmulAlgoConfigGetAttribute(algorithm, attribute, to, size_of::<u32>(), &raw mut written)
+        };
+        status == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS && value == expected
+    };
+    let splits = Attribute::CUBLASLT_ALGO_CONFIG_SPLITK_NUM;
+    is(Attribute::CUBLASLT_ALGO_CONFIG_TILE_ID, tile) && (is(splits, 0) || is(splits, 1))
 }
 
 /// Queue a call for the addresses of the operands and the result, and of the bias if there is one.

@@ -20,6 +20,7 @@ mod gemm_batch;
 mod gemm_bias;
 mod gemm_codes;
 mod gemm_lt;
+mod gemm_tiles;
 mod gpu;
 mod graph;
 pub mod launch;

@@ -11,14 +11,16 @@ use crate::product::{MatmulPrecision, float32_matmul_precision};
 pub(super) type DataType = sys::cudaDataType;
 type Compute = sys::cublasComputeType_t;
 
-/// The calls found so far, each with the algorithm that cuBLASLt recommends for it; None if cuBLASLt does not support
-/// the product.
+/// The calls found so far, each with its algorithm; None if cuBLASLt does not support the product, or if cuBLAS shall
+/// choose the algorithm.
 #[derive(Default)]
 pub(super) struct ProductCalls(pub(super) Mutex<FxHashMap<Key, Option<Call>>>);
 
 /// The types of the numbers that are multiplied, and of their sums.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Arithmetic {
+    /// Operands of one half-precision dtype.
+    Half { dtype: DType },
     /// Operands of one floating-point dtype, with a bias that is added as the result is written.
     Bias { dtype: DType, is_tf32: bool },
     /// 8-bit integers, with 32-bit sums.
@@ -38,11 +40,16 @@ impl Arithmetic {
         matches!(self, Self::Bias { .. })
     }
 
+    /// Whether the operands are f16 or bf16.
+    pub(super) const fn is_half(self) -> bool {
+        matches!(self, Self::Half { .. } | Self::Bias { dtype: DType::F16 | DType::BF16, .. })
+    }
+
     /// The types of the operands and of the result.
     pub(super) const fn types(self) -> [DataType; 2] {
         match self {
-            Self::Bias { dtype: DType::F16, .. } => [DataType::CUDA_R_16F; 2],
-            Self::Bias { dtype: DType::BF16, .. } => [DataType::CUDA_R_16BF; 2],
+            Self::Half { dtype: DType::F16 } | Self::Bias { dtype: DType::F16, .. } => [DataType::CUDA_R_16F; 2],
+            Self::Half { .. } | Self::Bias { dtype: DType::BF16, .. } => [DataType::CUDA_R_16BF; 2],
             Self::Bias { .. } => [DataType::CUDA_R_32F; 2],
             Self::Int8 => [DataType::CUDA_R_8I, DataType::CUDA_R_32I],
             Self::E4m3 => [DataType::CUDA_R_8F_E4M3, DataType::CUDA_R_32F],
@@ -54,7 +61,7 @@ impl Arithmetic {
         match self {
             Self::Bias { is_tf32: true, .. } => (Compute::CUBLAS_COMPUTE_32F_FAST_TF32, DataType::CUDA_R_32F),
             Self::Int8 => (Compute::CUBLAS_COMPUTE_32I, DataType::CUDA_R_32I),
-            Self::Bias { .. } | Self::E4m3 => (Compute::CUBLAS_COMPUTE_32F, DataType::CUDA_R_32F),
+            Self::Half { .. } | Self::Bias { .. } | Self::E4m3 => (Compute::CUBLAS_COMPUTE_32F, DataType::CUDA_R_32F),
         }
     }
 }
