@@ -63,3 +63,29 @@ def test_a_kernel_multiplies_and_scales_int8(cuda: Any) -> None:
     product = "product_of_codes_int8_n128_bf16"
     assert found["forward"] == (["quantize_rows_bf16", product], [])
     assert found["backward"] == (["quantize_gradient_bf16", product], [])
+
+
+def test_queries_keys_and_values_are_one_product(cuda: Any) -> None:
+    """The layers of the small SDXL that share an input have their codes in common storage."""
+    run = cuda.run(
+        """
+    from pathlib import Path
+
+    folder = Path(tc.__file__).parent / "assets" / "sdxl_tiny" / "unet"
+    model = tc.models.SDXLUNet.from_pretrained(folder, dtype="bf16", device="cuda", quantize="fp8")
+    tc.set_w8a8(True)
+    mark("forward")
+    model(
+        tc.zeros(1, 4, 16, 16, dtype="bf16", device="cuda"),
+        tc.zeros(1, device="cuda"),
+        encoder_hidden_states=tc.zeros(1, 77, 128, dtype="bf16", device="cuda"),
+        text_embeds=tc.zeros(1, 64, dtype="bf16", device="cuda"),
+        time_ids=tc.zeros(1, 6, device="cuda"),
+    )
+    mark("end")
+    """
+    )
+    assert run.of("refused") == []
+    products = [call for call in run.after("forward").of("product") if call["types"] == TO_BF16]
+    # Each of the 11 transformer blocks has a self-attention.
+    assert sum(int(call["m"]) == 3 * int(call["k"]) for call in products) == 11
