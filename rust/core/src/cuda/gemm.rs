@@ -16,7 +16,7 @@ use super::error::{check_blas, driver_error};
 use super::gemm_lt::{self, alignment};
 use super::gpu::Gpu;
 use super::launch::{Address, address, empty, same_device};
-use super::product_calls::{Arithmetic, Key};
+use super::product_calls::{Arithmetic, Key, Vectors};
 use super::profile::measured;
 use crate::cpu::gemm::batch::{Plan, check_result_dtype};
 use crate::product::{MatmulPrecision, float32_matmul_precision};
@@ -259,11 +259,11 @@ impl Call<'_> {
         let scale = |i: usize| -> *const c_void {
             if is_f64 { std::ptr::from_ref(&wide[i]).cast() } else { std::ptr::from_ref(&narrow[i]).cast() }
         };
-        let is_one = count == 1 && narrow == [1.0, 0.0] && row == n;
+        let is_one = count == 1 && narrow == [1.0, 0.0];
         if is_one && let Some(key) = self.key([a, b, y]) {
             // SAFETY: the plan stays within its operands and the result; the key describes the same product in cuBLAS'
             // order.
-            if unsafe { gemm_lt::run(self.op, self.gpu, key, [b, a, y], None) }? {
+            if unsafe { gemm_lt::run(self.op, self.gpu, key, [b, a, y], Vectors::default()) }? {
                 return Ok(());
             }
         }
@@ -317,6 +317,7 @@ impl Call<'_> {
             arithmetic: Arithmetic::Half { dtype },
             sizes: [self.plan.n, self.plan.m, self.plan.k],
             operands: [operand(self.right), operand(self.left)],
+            distance: self.plan.row.max(1) as i64,
             alignments: [b, a, y].map(alignment),
         })
     }

@@ -11,7 +11,7 @@ use super::error::driver_error;
 use super::gemm_tiles;
 use super::gpu::Gpu;
 use super::launch::Address;
-use super::product_calls::{Arithmetic, Call, DataType, Key, Layout, Owned};
+use super::product_calls::{Arithmetic, Call, DataType, Key, Layout, Owned, Vectors};
 use super::profile::measured;
 use crate::{Error, Result};
 
@@ -26,7 +26,7 @@ pub(super) const fn alignment(address: Address) -> u32 {
 }
 
 /// Queue a product y = a b of column-major matrices, given the addresses of the operands and the result, and of the
-/// bias if the arithmetic has one. Returns false if cuBLASLt does not support it, or if the arithmetic is
+/// vectors that the arithmetic has. Returns false if cuBLASLt does not support it, or if the arithmetic is
 /// [`Arithmetic::Half`] and no tile is preferred: then cuBLAS, which has algorithms of its own, shall choose.
 ///
 /// # Safety
@@ -36,18 +36,18 @@ pub(super) unsafe fn run(
     gpu: &Gpu,
     key: Key,
     addresses: [Address; 3],
-    bias: Option<Address>,
+    vectors: Vectors,
 ) -> Result<bool> {
     gpu.stream().context().bind_to_thread().map_err(|error| driver_error(op, error))?;
     let mut known = gpu.product_calls().0.lock().unwrap_or_else(PoisonError::into_inner);
     let call = match known.entry(key) {
         Entry::Occupied(entry) => entry.into_mut(),
-        Entry::Vacant(entry) => entry.insert(find(gpu, &key)?),
+        Entry::Vacant(entry) => entry.insert(find(gpu, &key, vectors)?),
     };
     let Some(call) = call else { return Ok(false) };
     let [n, m, k] = key.sizes;
     let name = || format!("linear {m}x{k}x{n} {:?}", key.arithmetic.types()[0]);
-    measured(gpu, name, || queue(call, gpu, addresses, bias))?;
+    measured(gpu, name, || queue(call, gpu, addresses, vectors))?;
     Ok(true)
 }
 
@@ -62,7 +62,7 @@ fn failed(error: result::CublasError) -> Error {
 
 /// The call for a product, with the algorithm of the preferred tile or the one that cuBLASLt recommends first. None if
 /// [`run`] returns false for it.
-fn find(gpu: &Gpu, key: &Key) -> Result<Option<Call>> {
+fn find(gpu: &Gpu, key: &Key, vectors: Vectors) -> Result<Option<Call>> {
     let tile = gemm_tiles::preferred(gpu, key);
     let is_optional = matches!(key.arithmetic, Arithmetic::Half { .. });
     if is_optional && tile.is_none() {
@@ -78,7 +78,7 @@ fn find(gpu: &Gpu, key: &Key) -> Result<Option<Call>> {
     let layouts = [
         layout(operand, if a_turned { [k, m] } else { [m, k] }, a_distance)?,
         layout(operand, if b_turned { [n, k] } else { [k, n] }, b_distance)?,
-        layout(outcome, [m, n], m as i64)?,
+        layout(outcome, [m, n], key.distance)?,
     ];
     let (compute, factor) = key.arithmetic.sums();
     let description = result::create_matmul_desc(compute, factor).map_err(failed)?;
@@ -90,6 +90,12 @@ fn find(gpu: &Gpu, key: &Key) -> Result<Option<Call>> {
     if key.arithmetic.has_bias() {
         let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
         set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
+    }
+    if key.arithmetic.has_scales() {
+        let mode = sys::cublasLtMatmulMatrixScale_t::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
+        set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &mode)?;
+        set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &mode)?;
+        set_vectors(&description, vectors)?;
     }
     let preference = Owned(result::create_matmul_pref().map_err(failed)?, result::destroy_matmul_pref);
     type Preference = sys::cublasLtMatmulPreferenceAttributes_t;
@@ -139,12 +145,9 @@ fn has_tile(algorithm: &sys::cublasLtMatmulAlgo_t, tile: u32) -> bool {
     is(Attribute::CUBLASLT_ALGO_CONFIG_TILE_ID, tile) && (is(splits, 0) || is(splits, 1))
 }
 
-/// Queue a call for the addresses of the operands and the result, and of the bias if there is one.
-fn queue(call: &Call, gpu: &Gpu, [a, b, y]: [Address; 3], bias: Option<Address>) -> Result<()> {
-    if let Some(bias) = bias {
-        let pointer = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
-        set_description(&call.description, pointer, &bias)?;
-    }
+/// Queue a call for the addresses of the operands, the result and the vectors.
+fn queue(call: &Call, gpu: &Gpu, [a, b, y]: [Address; 3], vectors: Vectors) -> Result<()> {
+    set_vectors(&call.description, vectors)?;
     let [a_layout, b_layout, y_layout] = call.layouts.each_ref().map(|layout| layout.0);
     let (workspace, workspace_size) = gpu.workspace();
     let is_integer = call.arithmetic == Arithmetic::Int8;
@@ -180,6 +183,18 @@ fn queue(call: &Call, gpu: &Gpu, [a, b, y]: [Address; 3], bias: Option<Address>)
 /// cuBLAS' handle, which is also valid for cuBLASLt.
 fn handle(gpu: &Gpu) -> sys::cublasLtHandle_t {
     (*gpu.blas().handle()).cast()
+}
+
+fn set_vectors(description: &Owned<sys::cublasLtMatmulDesc_t>, vectors: Vectors) -> Result<()> {
+    type Attribute = sys::cublasLtMatmulDescAttributes_t;
+    if let Some(bias) = vectors.bias {
+        set_description(description, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias)?;
+    }
+    if let Some([rows, columns]) = vectors.scales {
+        set_description(description, Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &rows)?;
+        set_description(description, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &columns)?;
+    }
+    Ok(())
 }
 
 fn set_description<T>(

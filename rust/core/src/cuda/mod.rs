@@ -48,7 +48,7 @@ pub use elementwise::{Kernel, binary, ternary, unary};
 pub use gemm::{matmul, matmul_accumulate, product, write_products};
 pub use gemm_batch::products;
 pub use gemm_bias::product_with_bias;
-pub use gemm_codes::{Codes, product_of_codes};
+pub use gemm_codes::{Codes, Scaled, product_of_codes, scaled_product_of_codes};
 pub use gpu::{Gpu, devices, open};
 pub use graph::Captured;
 pub use low_rank::low_rank;
