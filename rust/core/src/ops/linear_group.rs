@@ -96,7 +96,7 @@ impl LinearGroup<'_> {
 
 /// The results of linear maps of one input side by side: `x (..., in)` → `(..., Σ out)`, columns in the order of the maps.
 ///
-/// Saves x and x Aᵀ where a low-rank product needs them; without low-rank products a group saves nothing.
+/// Saves x and x Aᵀ if the gradients of low-rank factors need them. A group without low-rank products saves nothing.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base needs a gradient.

@@ -13,8 +13,8 @@ const MAX_COLUMNS: usize = 96;
 /// The maximum number of elements of a copy, so that the copy stays in the second-level cache. Only a copy for a single
 /// target line may have more.
 const MAX_PATCH: usize = 128 << 10;
-/// A part has at most an eighth of the target lines, so that threads share an image, but parts of up to this many lines
-/// are allowed in any case: smaller parts would mostly copy lines that neighbouring parts copy too.
+/// The limit for the lines of a part is an eighth of the target lines, so that threads share an image, but it is not below
+/// this number: smaller parts would mostly copy lines that neighbouring parts copy too.
 const MIN_LINES: usize = 4;
 
 /// One direction, vertical or horizontal, of one phase of a stencil.
@@ -46,8 +46,8 @@ impl Axis {
         self.places.last().map_or(0, |&(_, offset)| offset.abs_diff(self.origin()))
     }
 
-    /// Distance in the source between neighbouring positions of a copy. It is 1 if there are several kernel taps. With a
-    /// single tap, the copy has only the source positions that are read, so it is `step`.
+    /// Distance in the source between neighbouring positions of a copy: 1 if there are several kernel taps. With a single
+    /// tap, the copy has only the source positions that are read, and the distance is `step`.
     fn jump(&self) -> usize {
         if self.span() == 0 { self.step } else { 1 }
     }
@@ -143,7 +143,7 @@ impl Patch {
         self.size[0] * self.line_len() + 3 * self.column_step() + SLACK
     }
 
-    /// Elements from one line of the copy to the next.
+    /// Number of elements of a line of the copy.
     pub fn line_len(&self) -> usize {
         self.size[1] * self.channels
     }

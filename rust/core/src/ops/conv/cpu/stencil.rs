@@ -1,6 +1,6 @@
 //! Convolutions as sums over the kernel taps (the elements of the kernel's height x width): the forward pass, and the
 //! gradient of the input, which is a convolution too. The source is what the sums read: the image in the forward pass,
-//! the gradient of the result for the gradient of the input. The target has the sums.
+//! the gradient of the result for the gradient of the input. The target is what the sums are written to.
 //!
 //! A part of the source, with the zeros around it, is copied to memory that stays in the second-level cache. The
 //! register tiles of the matrix product read this copy directly, for several target positions at a time, and multiply it
@@ -21,7 +21,7 @@ use crate::cpu::{Elem, Real, vectorized};
 /// The maximum number of terms (kernel taps times source channels) that a tile adds up before the next block of source
 /// channels, so that the panels of the weight stay in the second-level cache. A block has at least 16 channels in any case.
 const STEPS: usize = 2944;
-/// The fewest multiply-adds for which a task of its own is worth its cost.
+/// The minimum number of multiply-adds of a task: for fewer, the cost of a separate task is too high.
 const MIN_WORK: usize = 1 << 18;
 
 /// target(position) = Σ weight(tap) · source(position · step + offset of the tap), summed over the kernel taps and the
@@ -29,9 +29,9 @@ const MIN_WORK: usize = 1 << 18;
 pub(in crate::ops::conv) struct Stencil {
     pub batch: usize,
     pub groups: usize,
-    /// Height, width, channels.
+    /// Height, width and channels of the source.
     pub source: [usize; 3],
-    /// Height, width, channels.
+    /// Height, width and channels of the target.
     pub target: [usize; 3],
     /// The target positions, divided into phases. The positions of a phase use the same kernel taps. The two axes have
     /// the lines and the columns of the phase.
@@ -42,13 +42,13 @@ pub(in crate::ops::conv) struct Stencil {
 /// The strides of the weight.
 #[derive(Clone, Copy)]
 struct WeightStrides {
-    /// Stride of channels of the target.
+    /// Distance in the weight between neighbouring target channels of a group.
     target: usize,
-    /// Stride of channels of the source.
+    /// Distance in the weight between neighbouring source channels of a group.
     source: usize,
-    /// Strides of lines and columns of the kernel.
+    /// Distances in the weight between neighbouring lines and neighbouring columns of the kernel.
     places: [usize; 2],
-    /// Stride of groups.
+    /// Distance in the weight between neighbouring groups.
     group: usize,
 }
 

@@ -17,7 +17,7 @@ use crate::cuda::launch::{Address, Const, Kernel, Shape, accumulator, empty, opt
 use crate::cuda::tensor_map::{Encoder, NO_MAP, Windows};
 use crate::{Error, Raw, Result};
 
-/// Threads of a block: two groups of 128 multiply, one copies.
+/// Number of threads of a block: two groups of 128 threads multiply, and a third group copies.
 const THREADS: u32 = 384;
 /// The maximum number of parts of a sum. More parts are not faster.
 const MOST_SPLITS: usize = 32;
@@ -204,7 +204,8 @@ pub(super) fn forward(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, opera
     Ok(true)
 }
 
-/// Computes the gradient of the input from dense operands. Returns false as [`forward`] does.
+/// Computes the gradient of the input from dense operands. Returns false, without an effect, if these kernels do not support
+/// the operands.
 pub(super) fn grad_input(
     op: &'static str,
     gpu: &Gpu,
@@ -258,7 +259,8 @@ pub(super) fn grad_input(
     Ok(true)
 }
 
-/// Computes the gradient of the weight from dense operands. Returns false as [`forward`] does.
+/// Computes the gradient of the weight from dense operands. Returns false, without an effect, if these kernels do not support
+/// the operands.
 pub(super) fn grad_weight(
     op: &'static str,
     gpu: &Gpu,
@@ -282,7 +284,7 @@ pub(super) fn grad_weight(
         65..=256 => (&CONV2D_GRAD_WEIGHT_HOPPER_M128, 196_736, 256),
         _ => (&CONV2D_GRAD_WEIGHT_HOPPER_M192, 229_504, 384),
     };
-    // A cluster of two blocks takes two tiles of output channels.
+    // A cluster of two blocks computes two tiles of output channels, together `rows` channels.
     let cluster = if rows == 64 { 1 } else { 2 };
     let blocks = out.div_ceil(rows) * cluster * values.div_ceil(256);
     let splits = splits(blocks, pixels);

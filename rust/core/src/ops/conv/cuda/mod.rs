@@ -149,7 +149,7 @@ fn splits(tiles: usize, length: usize) -> usize {
     (BLOCKS / tiles.max(1)).clamp(1, (length / (8 * STEP)).max(1))
 }
 
-/// Writes to `y` the sums of the `splits` parts in `partials`, plus `bias`. `columns` is the length of the bias.
+/// Writes to `y` the sums of the `splits` parts in `partials`, plus `bias`. `columns` is the length of the rows of `y`.
 fn sum_parts(
     op: &'static str,
     gpu: &Gpu,
@@ -163,7 +163,7 @@ fn sum_parts(
     let count = y.elem_count();
     let shape = Shape { grid: [count.div_ceil(1024).clamp(1, 1 << 20) as u32, 1, 1], block: [256, 1, 1], shared: 0 };
     let (y, partials) = (output(op, y)?, input(op, partials)?);
-    // SAFETY: each of the `splits` parts has as many elements as `y`, and the rows of `y` are as long as the bias.
+    // SAFETY: each of the `splits` parts has as many elements as `y`, and the bias, if any, has `columns` elements.
     unsafe { function.launch(op, gpu, shape, Conv2dSum { y, partials, bias, count: count as u64, columns, splits }) }
 }
 

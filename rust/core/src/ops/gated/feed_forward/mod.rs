@@ -23,7 +23,7 @@ pub(super) static SWIGLU_FEED_FORWARD: OpInfo = OpInfo::expensive("swiglu_feed_f
 
 /// [`linear_group`] of [`swiglu_linear_group`]: `x (..., in)` → `(..., out)`. The maps of `group` have 2 n results in all, the second half
 /// of which is the gate; `last` has n inputs. The function runs as one fused operation only if `group` is two maps and `last` is one
-/// map, all three have low-rank products, and x and all low-rank factors need a gradient. Otherwise it calls the two functions.
+/// map, all three have low-rank products, and x and all low-rank factors need a gradient. Otherwise it calls these two functions.
 ///
 /// # Errors
 /// [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType), [`Error::Device`](crate::Error::Device) if the operands
