@@ -96,9 +96,9 @@ fn convolutions_equal_the_cpu() {
     }
 }
 
-/// Convolutions whose f32 operands are split into sums of two bf16 numbers keep nearly the accuracy of f32. The cases have
-/// sums that few or many thread blocks share, steps of the kernel at which such a share ends, padded channels, large and
-/// small values, and no bias.
+/// Convolutions whose f32 operands are split into sums of two bf16 numbers, stored in three times the channels, keep nearly
+/// the accuracy of f32. The cases have kernel steps that cross from one third of the channels to the next, padded channels,
+/// sums that few or many thread blocks share, large and small values, and no bias.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn f32_convolutions_on_tensor_cores_equal_the_cpu() {
