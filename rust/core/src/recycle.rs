@@ -17,22 +17,22 @@ use std::cell::UnsafeCell;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Smaller blocks come from the C library, which keeps freed blocks of such sizes itself.
+/// Blocks smaller than this come from the C library, which keeps freed blocks of such sizes itself.
 const SMALLEST: usize = 1 << SMALLEST_LOG2;
 const SMALLEST_LOG2: u32 = 16;
-/// Larger blocks are not kept.
+/// Blocks larger than this are not kept.
 const LARGEST: usize = 1 << 37;
-/// A block larger than this is kept only if blocks of its size class have been taken again after one was freed: the
-/// buffers of a training step are, in every step; weights are allocated once.
+/// A block larger than this is kept only if a block of its size class has been taken after one was freed. Every training
+/// step takes its buffers again; weights are taken only once.
 const LARGEST_AT_ONCE: usize = 1 << 27;
-/// The number of size classes per octave (a factor of two in size). The size of a block is rounded up to that of its
+/// The number of size classes per octave (a factor of two in size). The size of a block is rounded up to the size of its
 /// class.
 const STEPS: usize = 4;
 const CLASSES: usize = (LARGEST.ilog2() - SMALLEST_LOG2) as usize * STEPS + 1;
 /// The most blocks kept of each size class.
 const KEPT: usize = 128;
 /// While the store holds at most this many bytes, it keeps freed blocks of any size up to [`LARGEST_AT_ONCE`]. A fuller
-/// store keeps only blocks of size classes that have been taken again after one was freed.
+/// store keeps a block only if a block of its size class has been taken after one was freed.
 const MOST_BYTES: usize = 256 << 20;
 
 /// The system's allocator with a store of freed blocks of 64 KiB and more.
@@ -44,7 +44,7 @@ const MOST_BYTES: usize = 256 << 20;
 ///
 /// The allocator never waits. While one thread changes the store's list for a size class, other threads take blocks of
 /// that class from the system and return them to the system. If the process is forked during such a change, the child
-/// process does so for ever.
+/// process never uses the store for blocks of that class.
 pub struct RecyclingAllocator {
     shelves: [Shelf; CLASSES],
     /// Bytes of the blocks in the store.

@@ -20,7 +20,7 @@ pub(crate) struct Draw {
     blocks: u64,
 }
 
-/// What a thread draws from, or what records its draws. Scopes are nested; [`SCOPES`] has the innermost last.
+/// A source of a thread's draws, or a record of them. Scopes are nested; in `SCOPES`, the innermost scope is the last.
 enum Scope {
     /// Draws come from this generator.
     Stream(Generator<State>),
@@ -110,7 +110,7 @@ pub(crate) fn advance(blocks: u64) -> State {
 /// A scope of this thread, which ends when this guard is dropped.
 struct Guard {
     depth: usize,
-    /// Makes the guard `!Send`: it belongs to its thread.
+    /// Makes the guard `!Send`: its scope belongs to the thread that entered it.
     _thread: PhantomData<*const ()>,
 }
 
@@ -224,7 +224,7 @@ mod tests {
         let after = state();
 
         let replay = Replay::begin(draws.clone());
-        // A checkpoint within a recomputation records the repeated draws.
+        // A checkpoint inside of a recomputed function records the draws that the recomputation repeats.
         let noting = Noting::begin();
         assert_eq!(state(), START);
         assert_eq!(uniform_vec(5), first);

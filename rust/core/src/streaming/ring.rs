@@ -44,14 +44,17 @@ struct State {
 /// The order in which units are used.
 #[derive(Clone, Copy)]
 enum Direction {
+    /// From the first unit to the last, as in a forward pass.
     Up,
+    /// From the last unit to the first, as in a backward pass.
     Down,
 }
 
 impl Ring {
     /// Create the slots on `device`, and move the weights of `units` to pinned memory of the host, which `device` can read
     /// by itself. If the system gives too little pinned memory, the last units are in pageable memory, from which a thread
-    /// copies them. Forward passes use the units in the given order, backward passes in reverse order.
+    /// copies them. If `device` is the CPU, the weights move to other memory of this process. Forward passes use the units
+    /// in the given order, backward passes in reverse order.
     ///
     /// With `sharing`, the processes of a machine share one copy of the weights. The copy is in the memory of the host, or
     /// in slices on the devices of these processes ([`Origin`]). All processes of `sharing` must then call this function.
@@ -103,8 +106,9 @@ impl Ring {
         Ok(ring)
     }
 
-    /// Hold the bytes of the unit that follows the units in `held`. If there is no pinned memory for it, this unit and all
-    /// later ones get pageable memory, and the last three tenths of the units in `held` move to pageable memory too.
+    /// Copy the weights of `packing` to the memory where the ring keeps them; `held` has the units before this one. If
+    /// there is no pinned memory for this unit, this unit and all later units get pageable memory, and the last three
+    /// tenths of the units in `held` move to pageable memory too.
     fn hold(&self, packing: &Packing, held: &mut [Held]) -> Result<Held> {
         let found = Held::new(packing, self.copier.as_ref());
         let (Err(Error::OutOfMemory { .. }), Some(copier)) = (&found, &self.copier) else { return found };
