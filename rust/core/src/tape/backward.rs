@@ -19,8 +19,8 @@ use crate::tensor::Tensor;
 use crate::var::Var;
 use crate::{Error, Result, compute};
 
-/// Products that are added to the gradient buffers of variables. On CUDA, products wait until their operands have 128 MiB,
-/// or until the pass ends; then, products of equal size run in one launch.
+/// Products that are added to the gradient buffers of variables. On CUDA, products wait until their operands together have
+/// 128 MiB, or until the pass ends; then, products of equal size run in one launch.
 #[derive(Default)]
 struct Buffered {
     /// The ids of the variables with such products.
@@ -76,8 +76,8 @@ impl BackwardContext<'_> {
             .is_some_and(|n| self.wanted.is_none_or(|w| w.contains(&n.id())))
     }
 
-    /// Add `grad` (in the input's shape and dtype) to the gradient of input `index`. The first gradient is kept as it
-    /// is; later gradients are added to it.
+    /// Add `grad` (in the input's shape and dtype) to the gradient of input `index`. The first `grad` of an input is kept
+    /// without a copy, and may be a strided view; later ones are added to it.
     pub fn add(&mut self, index: usize, grad: Raw) -> Result<()> {
         self.add_pending(index, Pending::new(grad, false))
     }
@@ -104,8 +104,8 @@ impl BackwardContext<'_> {
         if self.table.get(&id).is_some_and(fits) { self.table.remove(&id) } else { None }
     }
 
-    /// Add `grad` to the part `start..` along `dim` of the gradient of input `index`, whose shape is `dims`.
-    /// The rest of the gradient is zero unless something else adds to it.
+    /// Add `grad` to the gradient of input `index`, at the indices from `start` on along dimension `dim`. The gradient of the
+    /// input has the shape `dims`; its other elements are zero unless another gradient is added there.
     pub fn add_part(&mut self, index: usize, dims: &[usize], dim: usize, start: usize, grad: &Raw) -> Result<()> {
         let part = start..start + grad.dims()[dim];
         if let Some(place) = self.part(index, (grad, dims), dim, part.clone())? {
@@ -120,9 +120,9 @@ impl BackwardContext<'_> {
         compute::accumulate(&pending.sum.narrow(dim, part.start, part.len())?, grad)
     }
 
-    /// A view of `part` along `dim` of the gradient of input `index`; the caller must write all of it. `None` if the
-    /// input needs no gradient, or if the part has been written already: then [`add_part`](Self::add_part) adds to it.
-    /// The gradient has the shape `dims`, and the dtype and the device of `like`.
+    /// A view of the gradient of input `index` at the indices `part` along dimension `dim`. The caller must write the whole
+    /// view. `None` if the input needs no gradient, or if some of the view has been written already; use
+    /// [`add_part`](Self::add_part) then. The gradient has the shape `dims`, and the dtype and the device of `like`.
     pub(crate) fn part(
         &mut self,
         index: usize,

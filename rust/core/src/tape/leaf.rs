@@ -253,8 +253,8 @@ impl Leaf {
         if capture::is_capturing() {
             return Err(Error::autograd(
                 "capture",
-                "the function makes a gradient for a variable that got no gradient in the function's first call; every call must make gradients \
-                 for the same variables",
+                "the function makes a gradient for a variable that got no gradient in the function's first call; every call must make \
+                 gradients for the same variables",
             ));
         }
         // A tensor that `grad` has returned must not change, so the sum is a new tensor.
