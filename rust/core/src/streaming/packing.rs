@@ -10,7 +10,7 @@ use crate::{Error, Result};
 
 use super::OP;
 
-/// Packed tensors begin at multiples of this many bytes, at which copies and kernels are fastest.
+/// Packed tensors begin at multiples of this many bytes, from which copies and kernels are fastest.
 const ALIGNMENT: usize = 256;
 
 /// For each weight that is a part of a joined weight: which elements of the joined weight it has. Used for weights

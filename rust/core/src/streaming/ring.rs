@@ -228,7 +228,7 @@ impl Ring {
     }
 
     /// Make the device wait until `unit` is in its slot, and start to copy the unit that is needed next: `unit + 1`, or
-    /// `unit - 1` while a checkpoint recomputes. From now on, the weights of `unit` can be used, and those of no other unit.
+    /// `unit - 1` while a checkpoint recomputes. After this call only the weights of `unit` can be used.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver reports an error.
@@ -236,7 +236,8 @@ impl Ring {
         self.go(unit, if checkpoint::is_replaying() { Direction::Down } else { Direction::Up })
     }
 
-    /// Make the backward pass bring `unit` to its slot before it reaches the operations that computed `result`.
+    /// `result`, with a node on the tape that [enters](Self::enter) `unit` in the backward pass. The backward pass reaches
+    /// this node before the operations that computed `result`.
     #[must_use]
     pub fn reenter(self: &Arc<Self>, unit: usize, result: Tensor) -> Tensor {
         let Some(node) = result.node.clone() else { return result };

@@ -16,7 +16,7 @@ use crate::cuda::streaming::Source;
 use crate::raw::{Raw, to_cpu};
 use crate::{Result, compute};
 
-/// Slices begin at multiples of this many bytes, with which copies are fastest.
+/// Slices begin at multiples of this many bytes, from which copies are fastest.
 const ALIGNMENT: usize = 256;
 
 /// Where the `len` bytes of one dtype of a unit are: process `p` has bytes `p * slice` to `(p + 1) * slice` of them, from
@@ -127,8 +127,8 @@ impl Shards {
         }
     }
 
-    /// Write `bytes` to the bytes of `place` from number `start` on, in whichever shards these are. The shards must not be
-    /// closed yet.
+    /// Write `bytes` to `place`, from its byte number `start` on, into the shards that have these bytes. The shards must not
+    /// be closed yet.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the system gives no memory,

@@ -54,9 +54,9 @@ const fn shape(model: &'static str, queries: usize, heads: usize, width: usize) 
 }
 
 /// The attentions of the models for one image. The result of a head does not depend on the number of heads, with one
-/// exception: if few heads would leave the GPU idle, the gradients of keys are partial sums of several thread blocks. Where
-/// the reference would take long for all heads, whose number is then in the name, a shape has fewer heads: just enough that
-/// each gradient is the sum of one thread block, as with all heads.
+/// exception: if few heads would leave the GPU idle, several thread blocks compute partial sums of the gradients of a tile of
+/// keys. If a name ends in "of N heads", the model has N heads, for which the reference would take long. The shape then has
+/// fewer heads: just enough that one thread block computes the gradients of a tile of keys, as with N heads.
 const SHAPES: [Shape; 9] = [
     shape("SDXL, 64 x 64, of 10 heads", 4096, 4, 64),
     shape("SDXL, 32 x 32", 1024, 20, 64),
