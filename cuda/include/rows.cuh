@@ -26,14 +26,11 @@ template <int N, typename T> __device__ __forceinline__ Pack<T, N> load_pack(con
     return pack;
 }
 
-// Stores to global memory. Wide stores are in assembly, because the compiler sometimes splits them. The compiler does not know that
-// they write memory, so put `one_at_a_time()` between such a store and a load of its values.
+// Stores to global memory; 16 bytes as `store_words` does.
 template <typename T, int N> __device__ __forceinline__ void store_pack(T *to, const Pack<T, N> &pack) {
     typename Words<sizeof(pack)>::type word;
     memcpy(&word, &pack, sizeof(pack));
-    if constexpr (sizeof(pack) == 16)
-        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(word.x), "r"(word.y),
-                     "r"(word.z), "r"(word.w));
+    if constexpr (sizeof(pack) == 16) store_words(to, word);
     else *reinterpret_cast<decltype(word) *>(to) = word;
 }
 

@@ -9,63 +9,116 @@
 
 namespace {
 
-constexpr int CHUNK = 16;
 constexpr float LARGEST_INT8 = 127.0f, LARGEST_E4M3 = 448.0f;
 
-// Loads a chunk of a row of x in f32, and multiplies each column by its scale unless `parts` is 0.
-template <typename T> __device__ __forceinline__ void load_chunk(const T *row, uint32_t column, uint32_t parts, const CodeParts &scales, float (&values)[CHUNK]) {
-    load_values(row + column, values);
-    if (parts == 0) return;
-    // A chunk never crosses parts.
+// Multiplies `N` values that begin at `column` by the scales of their columns. They do not cross parts.
+template <int N> __device__ __forceinline__ void scale_columns(float (&values)[N], uint32_t column, const CodeParts &parts, uint32_t count) {
     uint32_t index = 0;
-    while (index + 1 < parts && column >= scales.list[index + 1].start) index++;
-    const CodePart &part = scales.list[index];
+    while (index + 1 < count && column >= parts.list[index + 1].start) index++;
+    const CodePart &part = parts.list[index];
+    const float *from = static_cast<const float *>(part.scales);
+    if (part.scale_count == 1) {
 #pragma unroll
-    for (int i = 0; i < CHUNK; i++) values[i] *= scale_of(part, column + i - part.start);
-}
-
-__device__ __forceinline__ uint8_t code_of(float x, bool is_int8) {
-    if (is_int8) return static_cast<uint8_t>(__float2int_rn(fminf(fmaxf(x, -LARGEST_INT8), LARGEST_INT8)));
-    return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
-}
-
-// codes[i, :] = round(x[i, :] column_scales / scale), where scale = the row's largest magnitude / the largest code. The scale is NaN
-// for a row with a non-finite number, and 1 for a row of zeros. Launch: block 256, any grid.
-template <typename T>
-__device__ __forceinline__ void quantize_rows(const T *x, const CodeParts &column_scales, uint32_t parts, uint32_t rows, uint32_t columns, uint32_t is_int8, uint8_t *codes, float *scales) {
-    __shared__ float shared[256 / WARP];
-    for (uint32_t i = blockIdx.x; i < rows; i += gridDim.x) {
-        const T *row = x + static_cast<uint64_t>(i) * columns;
-        float largest = 0.0f;
-        for (uint32_t column = threadIdx.x * CHUNK; column < columns; column += blockDim.x * CHUNK) {
-            float values[CHUNK];
-            load_chunk(row, column, parts, column_scales, values);
+        for (int i = 0; i < N; i++) values[i] *= __ldg(from);
+        return;
+    }
+    from += column - part.start;
+    if (is_wide(from)) {
 #pragma unroll
-            for (int k = 0; k < CHUNK; k++) {
-                // fmaxf would drop NaN, so NaN counts as infinity here.
-                const float magnitude = fabsf(values[k]);
-                largest = fmaxf(largest, magnitude <= 3.4028234e38f ? magnitude : __int_as_float(0x7f800000));
-            }
+        for (int i = 0; i < N; i += 4) {
+            const float4 four = __ldg(reinterpret_cast<const float4 *>(from + i));
+            values[i] *= four.x, values[i + 1] *= four.y, values[i + 2] *= four.z, values[i + 3] *= four.w;
         }
-        largest = warp_max(largest);
-        if (threadIdx.x % WARP == 0) shared[threadIdx.x / WARP] = largest;
-        __syncthreads();
+    } else {
 #pragma unroll
-        for (int k = 0; k < 256 / WARP; k++) largest = fmaxf(largest, shared[k]);
-        __syncthreads();
-        float scale = largest > 0.0f ? __fdiv_rn(largest, is_int8 ? LARGEST_INT8 : LARGEST_E4M3) : 1.0f;
-        if (isinf(largest)) scale = __int_as_float(0x7fc00000);
-        if (threadIdx.x == 0) scales[i] = scale;
-        for (uint32_t column = threadIdx.x * CHUNK; column < columns; column += blockDim.x * CHUNK) {
-            float values[CHUNK];
-            load_chunk(row, column, parts, column_scales, values);
-            Pack<uint8_t, CHUNK> pack;
-#pragma unroll
-            for (int k = 0; k < CHUNK; k++) pack.values[k] = code_of(__fdiv_rn(values[k], scale), is_int8 != 0);
-            store_pack(codes + static_cast<uint64_t>(i) * columns + column, pack);
-        }
+        for (int i = 0; i < N; i++) values[i] *= __ldg(from + i);
     }
 }
+
+// Division by a scale, correctly rounded, for quotients of at most about 448. Quotients so small that their code is zero may be
+// inexact, except for the sign.
+struct Divisor {
+    float scale, inverse;
+    bool is_common;
+
+    __device__ __forceinline__ explicit Divisor(float scale)
+        : scale(scale), inverse(__fdiv_rn(1.0f, scale)), is_common(scale > 0x1p-60f && scale < 0x1p60f) {}
+
+    // With the rounded inverse of a common scale, the first correction of the quotient makes it one of the two numbers next to the
+    // exact quotient, and the second the nearer one (Markstein 1990, doi:10.1147/rd.341.0111, theorem 8.1).
+    __device__ __forceinline__ float divide(float x) const {
+        if (!is_common) return __fdiv_rn(x, scale);
+        float quotient = x * inverse;
+        quotient = fmaf(fmaf(-quotient, scale, x), inverse, quotient);
+        quotient = fmaf(fmaf(-quotient, scale, x), inverse, quotient);
+        return copysignf(quotient, x);
+    }
+};
+
+// The codes of four values divided by a scale, the first in the lowest byte.
+__device__ __forceinline__ uint32_t codes_of(const float *values, const Divisor &divisor, bool is_int8) {
+    float x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = divisor.divide(values[i]);
+    if (!is_int8) {
+        const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(x[0], x[1]), __NV_SATFINITE, __NV_E4M3);
+        const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(x[2], x[3]), __NV_SATFINITE, __NV_E4M3);
+        return high << 16 | low;
+    }
+    uint32_t codes[4];
+    // So large a sum has no bits for a fraction, and its lowest byte is the code.
+#pragma unroll
+    for (int i = 0; i < 4; i++) codes[i] = __float_as_uint(fminf(fmaxf(x[i], -LARGEST_INT8), LARGEST_INT8) + 12582912.0f);
+    return __byte_perm(__byte_perm(codes[0], codes[1], 0x0040), __byte_perm(codes[2], codes[3], 0x0040), 0x5410);
+}
+
+// A matrix (rows, columns), and the codes and scales of its rows: codes[i, :] = round(x[i, :] / scale), where scale = the row's largest
+// magnitude / the largest code. The scale is NaN for a row with a non-finite number, and 1 for a row of zeros.
+template <typename T> struct Rounding {
+    static constexpr int N = WIDE<T>;
+    const T *x;
+    uint32_t rows, columns;
+    bool is_int8;
+    uint8_t *codes;
+    float *scales;
+
+    // Rounds the rows of a block, one of `blocks`. change(values, index of the first column) changes N values of x first.
+    template <typename F> __device__ __forceinline__ void run(uint32_t block, uint32_t blocks, F change) const {
+        constexpr uint32_t INFINITE = 0x7f800000;
+        __shared__ uint32_t shared[WARP];
+        for (uint64_t i = static_cast<uint64_t>(block) * blockDim.y + threadIdx.y; i < rows; i += static_cast<uint64_t>(blocks) * blockDim.y) {
+            Row<T, N> row(x + i * columns, columns);
+            const auto changed = [&](uint64_t at, const Pack<T, N> &pack, float (&values)[N]) {
+#pragma unroll
+                for (int k = 0; k < N; k++) values[k] = widen(pack.values[k]);
+                change(values, static_cast<uint32_t>(at));
+            };
+            // Magnitudes have the order of their bits, and those of NaN are the largest.
+            uint32_t bits = 0;
+            row.for_each([&](uint64_t at, const Pack<T, N> &pack) {
+                float values[N];
+                changed(at, pack, values);
+#pragma unroll
+                for (int k = 0; k < N; k++) bits = max(bits, __float_as_uint(values[k]) & 0x7fffffff);
+            });
+            bits = team_max(bits, shared);
+            float scale = bits > 0 ? __fdiv_rn(__uint_as_float(bits), is_int8 ? LARGEST_INT8 : LARGEST_E4M3) : 1.0f;
+            if (bits >= INFINITE) scale = __uint_as_float(0x7fc00000);
+            if (threadIdx.x == 0) scales[i] = scale;
+            const Divisor divisor(scale);
+            uint8_t *to = codes + i * columns;
+            row.keep_narrow();
+            row.for_each([&](uint64_t at, const Pack<T, N> &pack) {
+                float values[N];
+                changed(at, pack, values);
+                Pack<uint32_t, N / 4> words;
+#pragma unroll
+                for (int k = 0; k < N; k += 4) words.values[k / 4] = codes_of(values + k, divisor, is_int8);
+                store_pack(reinterpret_cast<uint32_t *>(to + at), words);
+            });
+        }
+    }
+};
 
 // Transposes four rows of four codes; a word is a row.
 __device__ __forceinline__ void transpose(uint32_t (&words)[4]) {
@@ -77,9 +130,82 @@ __device__ __forceinline__ void transpose(uint32_t (&words)[4]) {
     words[3] = __byte_perm(high01, high23, 0x7632);
 }
 
+// Codes (rows, columns) of all parts, and their transpose `out` (columns, rows). `rows` is the sum of the parts' rows, in multiples of
+// 16 like `columns`. ones (columns) = 1, unless it is null.
+struct Transposition {
+    static constexpr uint32_t TILE = 64, WORDS = TILE / 4, ITEMS = TILE * TILE / 16, FEWEST_THREADS = 64;
+    const CodeParts &parts;
+    uint32_t count, rows, columns;
+    uint8_t *out;
+    float *ones;
+
+    // Transposes a tile: tile index = (tile of rows, counted through the parts) * (tiles of columns) + (tile of columns). The block has
+    // at least FEWEST_THREADS threads.
+    __device__ __forceinline__ void run(uint32_t tile) const {
+        __shared__ uint32_t read[TILE][WORDS + 1], turned[TILE][WORDS + 1];
+        const uint32_t across_tiles = (columns + TILE - 1) / TILE, first_column = tile % across_tiles * TILE;
+        const uint32_t thread = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * blockDim.y;
+        uint32_t down_tile = tile / across_tiles, index = 0;
+        if (ones != nullptr && down_tile == 0)
+            for (uint32_t i = thread; i < TILE; i += threads)
+                if (first_column + i < columns) ones[first_column + i] = 1.0f;
+        for (; index + 1 < count; index++) {
+            const uint32_t tiles = (parts.list[index].rows + TILE - 1) / TILE;
+            if (down_tile < tiles) break;
+            down_tile -= tiles;
+        }
+        const CodePart &part = parts.list[index];
+        const uint32_t first_row = down_tile * TILE;
+        const auto *codes = static_cast<const uint8_t *>(part.codes);
+        uint4 held[ITEMS / FEWEST_THREADS];
+#pragma unroll
+        for (uint32_t k = 0; k < ITEMS / FEWEST_THREADS; k++) {
+            const uint32_t item = thread + k * threads, line = item / 4, sixteenth = item % 4 * 16;
+            held[k] = make_uint4(0, 0, 0, 0);
+            if (item < ITEMS && first_row + line < part.rows && first_column + sixteenth < columns)
+                held[k] = __ldg(reinterpret_cast<const uint4 *>(codes + static_cast<uint64_t>(first_row + line) * columns + first_column + sixteenth));
+        }
+#pragma unroll
+        for (uint32_t k = 0; k < ITEMS / FEWEST_THREADS; k++) {
+            const uint32_t item = thread + k * threads;
+            if (item >= ITEMS) break;
+            uint32_t *to = &read[item / 4][item % 4 * 4];
+            to[0] = held[k].x, to[1] = held[k].y, to[2] = held[k].z, to[3] = held[k].w;
+        }
+        __syncthreads();
+        for (uint32_t item = thread; item < ITEMS; item += threads) {
+            const uint32_t across = item % WORDS, down = item / WORDS;
+            uint32_t words[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) words[k] = read[4 * down + k][across];
+            transpose(words);
+#pragma unroll
+            for (int k = 0; k < 4; k++) turned[4 * across + k][down] = words[k];
+        }
+        __syncthreads();
+        for (uint32_t item = thread; item < ITEMS; item += threads) {
+            const uint32_t line = item / 4, sixteenth = item % 4 * 16;
+            if (first_column + line >= columns || first_row + sixteenth >= part.rows) continue;
+            const uint32_t *from = &turned[line][sixteenth / 4];
+            uint8_t *to = out + static_cast<uint64_t>(first_column + line) * rows + part.start + first_row + sixteenth;
+            *reinterpret_cast<uint4 *>(to) = make_uint4(from[0], from[1], from[2], from[3]);
+        }
+    }
+};
+
 // Converts a sum to f32. Its 32 bits are an integer for int8 codes, and an f32 for e4m3.
 __device__ __forceinline__ float number(uint32_t sum, bool is_integer) {
     return is_integer ? static_cast<float>(static_cast<int32_t>(sum)) : __uint_as_float(sum);
+}
+
+// Loads `N` neighbouring values, widened, from any address of a value.
+template <int N, typename T> __device__ __forceinline__ void load_any(const T *from, float (&values)[N]) {
+    if (is_wide(from)) {
+        load_values(from, values);
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) values[i] = widen(from[i]);
+    }
 }
 
 // out[i, j] = sums[i, j] row_scales[i] column_scales[j] + bias[j]; `column_scales` and `bias` may be null. If `scale_count` is 1, all
@@ -96,6 +222,15 @@ __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *ro
         const uint32_t *from = sums + place.quotient * columns + column;
         T *to = out + place.quotient * stride + column;
         uint32_t words[PACK];
+        float factors[PACK], more[PACK] = {};
+        if (column_scales != nullptr && scale_count > 1) {
+            load_any(column_scales + column, factors);
+        } else {
+            const float factor = column_scales == nullptr ? 1.0f : __ldg(column_scales);
+#pragma unroll
+            for (int k = 0; k < PACK; k++) factors[k] = factor;
+        }
+        if (bias != nullptr) load_any(bias + column, more);
 #pragma unroll
         for (int k = 0; k < PACK; k += 4) {
             const uint4 four = *reinterpret_cast<const uint4 *>(from + k);
@@ -106,10 +241,8 @@ __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *ro
             float values[STEP];
 #pragma unroll
             for (int k = 0; k < STEP; k++) {
-                const uint32_t j = column + start + k;
-                float value = number(words[start + k], is_integer != 0) * row_scale;
-                if (column_scales != nullptr) value *= __ldg(column_scales + (scale_count == 1 ? 0 : j));
-                values[k] = bias == nullptr ? value : value + widen(bias[j]);
+                const float value = number(words[start + k], is_integer != 0) * row_scale * factors[start + k];
+                values[k] = value + more[start + k];
             }
             store_pack(to + start, narrow_pack<T>(values));
         }
@@ -118,45 +251,27 @@ __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *ro
 
 } // namespace
 
-// out (columns, rows) = the codes (rows, columns) of all parts, transposed; `rows` is the sum of the parts' rows. The rows of each part and
-// `columns` are multiples of 16.
-// Launch: block 256, grid (ceil(columns / 64), ceil(R / 64), number of parts), where R is the number of rows of the largest part.
-extern "C" __global__ void transpose_codes(const __grid_constant__ CodeParts parts, uint32_t rows, uint32_t columns, uint8_t *out) {
-    follow();
-    constexpr int TILE = 64, WORDS = TILE / 4;
-    __shared__ uint32_t read[TILE][WORDS + 1], turned[TILE][WORDS + 1];
-    const CodePart &part = parts.list[blockIdx.z];
-    const uint32_t first_row = blockIdx.y * TILE, first_column = blockIdx.x * TILE;
-    if (first_row >= part.rows) return;
-    const uint32_t line = threadIdx.x / 4, sixteenth = threadIdx.x % 4 * 16;
-    if (first_row + line < part.rows && first_column + sixteenth < columns) {
-        const auto *codes = static_cast<const uint8_t *>(part.codes);
-        const uint4 four = *reinterpret_cast<const uint4 *>(codes + static_cast<uint64_t>(first_row + line) * columns + first_column + sixteenth);
-        uint32_t *to = &read[line][sixteenth / 4];
-        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
-    }
-    __syncthreads();
-    const uint32_t across = threadIdx.x % WORDS, down = threadIdx.x / WORDS;
-    uint32_t words[4];
-#pragma unroll
-    for (int k = 0; k < 4; k++) words[k] = read[4 * down + k][across];
-    transpose(words);
-#pragma unroll
-    for (int k = 0; k < 4; k++) turned[4 * across + k][down] = words[k];
-    __syncthreads();
-    if (first_column + line < columns && first_row + sixteenth < part.rows) {
-        const uint32_t *from = &turned[line][sixteenth / 4];
-        uint8_t *to = out + static_cast<uint64_t>(first_column + line) * rows + part.start + first_row + sixteenth;
-        *reinterpret_cast<uint4 *>(to) = make_uint4(from[0], from[1], from[2], from[3]);
-    }
-}
-
+// quantize_rows: the codes and scales of x (rows, columns).
+// quantize_gradient: the codes and scales of x (rows, columns) times the scales of its columns, which are the rows of the codes of
+// `parts` (columns, inner), and the transpose of these codes. The first `tiles` blocks transpose, the others round.
+// Launch: as rows.cuh says, with teams whose threads hold up to two packs of a row; quantize_gradient has `tiles` =
+// (sum over the parts of ceil(rows / 64)) ceil(inner / 64) blocks more.
 #define DEFINE_CODES(SUFFIX, T)                                                                                                        \
-    extern "C" __global__ void quantize_rows_##SUFFIX(const T *x, const __grid_constant__ CodeParts column_scales, uint32_t parts,    \
-                                                      uint32_t rows, uint32_t columns, uint32_t is_int8, uint8_t *codes,              \
-                                                      float *scales) {                                                                 \
+    extern "C" __global__ void __launch_bounds__(TEAM, 2) quantize_rows_##SUFFIX(                                                      \
+        const T *x, uint32_t rows, uint32_t columns, uint32_t is_int8, uint8_t *codes, float *scales) {                                \
         follow();                                                                                                                      \
-        quantize_rows<T>(x, column_scales, parts, rows, columns, is_int8, codes, scales);                                              \
+        Rounding<T>{x, rows, columns, is_int8 != 0, codes, scales}.run(blockIdx.x, gridDim.x, [](float(&)[WIDE<T>], uint32_t) {});     \
+    }                                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(TEAM, 2) quantize_gradient_##SUFFIX(                                                  \
+        const T *x, const __grid_constant__ CodeParts parts, uint32_t count, uint32_t rows, uint32_t columns, uint32_t inner,          \
+        uint32_t tiles, uint32_t is_int8, uint8_t *codes, float *scales, uint8_t *turned, float *ones) {                               \
+        follow();                                                                                                                      \
+        if (blockIdx.x < tiles) {                                                                                                      \
+            Transposition{parts, count, columns, inner, turned, ones}.run(blockIdx.x);                                                 \
+        } else {                                                                                                                       \
+            const auto change = [&](float(&values)[WIDE<T>], uint32_t column) { scale_columns(values, column, parts, count); };        \
+            Rounding<T>{x, rows, columns, is_int8 != 0, codes, scales}.run(blockIdx.x - tiles, gridDim.x - tiles, change);             \
+        }                                                                                                                              \
     }                                                                                                                                  \
     extern "C" __global__ void scale_sums_##SUFFIX(const uint32_t *sums, const float *row_scales, const float *column_scales,         \
                                                    const T *bias, uint32_t rows, uint32_t columns, uint32_t scale_count,              \

@@ -107,8 +107,8 @@ template <typename T> struct Warp {
 #pragma unroll
             for (int half = 0; half < 2; half++)
                 if (first + g + 8 * half <= last)
-                    *reinterpret_cast<uint4 *>(unit + row(half) * width + column + 8 * t) =
-                        make_uint4(results[half][0], results[half][1], results[half][2], results[half][3]);
+                    store_words(unit + row(half) * width + column + 8 * t,
+                                make_uint4(results[half][0], results[half][1], results[half][2], results[half][3]));
         }
     }
 };

@@ -186,8 +186,8 @@ template <typename T> struct Block : Words<T> {
             if (row >= end) continue;
             T *to = this->dx + static_cast<uint64_t>(row) * 2 * this->width + column;
             const auto &h = results.values[0][half], &gate = results.values[1][half];
-            *reinterpret_cast<uint4 *>(to) = make_uint4(h[0], h[1], h[2], h[3]);
-            *reinterpret_cast<uint4 *>(to + this->width) = make_uint4(gate[0], gate[1], gate[2], gate[3]);
+            store_words(to, make_uint4(h[0], h[1], h[2], h[3]));
+            store_words(to + this->width, make_uint4(gate[0], gate[1], gate[2], gate[3]));
         }
     }
 

@@ -77,9 +77,8 @@ template <typename T, int TILES> struct Half {
 };
 
 template <typename T> __device__ __forceinline__ void store(T *to, const float (&values)[8]) {
-    const uint4 word = make_uint4(pair<T>(values[0], values[1]), pair<T>(values[2], values[3]), pair<T>(values[4], values[5]),
-                                  pair<T>(values[6], values[7]));
-    *reinterpret_cast<uint4 *>(to) = word;
+    store_words(to, make_uint4(pair<T>(values[0], values[1]), pair<T>(values[2], values[3]), pair<T>(values[4], values[5]),
+                               pair<T>(values[6], values[7])));
 }
 
 // A warp works on 32 columns of sixteen rows at a time, and loads the next sixteen rows meanwhile. In the forward pass, `grad` is null

@@ -206,7 +206,7 @@ template <typename T, int TILES, bool is_backward> struct Share {
                     words[i] = pair<T>(widen(old[0]) + sizes.scale_dst * sums[piece][2 * (i % 2)][from],
                                        widen(old[1]) + sizes.scale_dst * sums[piece][2 * (i % 2) + 1][from]);
                 }
-                *reinterpret_cast<uint4 *>(at) = dst[piece][half];
+                store_words(at, dst[piece][half]);
             }
     }
 };

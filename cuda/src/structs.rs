@@ -104,10 +104,24 @@ structs! {
     LowRankTile { hidden: Address, up: Address, }
 
     /// Declared in kernels/low_rank_add.cu.
-    LowRankTiles { list: [LowRankTile; 4], }
+    #[derive(Default)]
+    LowRankSum { dst: Address, outer: u32, end: u32, tiles: [LowRankTile; 4], }
 
     /// Declared in kernels/low_rank_add.cu.
-    LowRankAddSizes { rows: u32, outer: u32, hidden_row: u32, up_row: u32, dst_row: u32, scale: f32, }
+    LowRankSums { list: [LowRankSum; 4], }
+
+    /// Declared in kernels/low_rank_add.cu.
+    LowRankAddSizes { rows: u32, hidden_row: u32, up_row: u32, dst_row: u32, scale: f32, }
+
+    /// Declared in kernels/low_rank_gradient.cu.
+    #[derive(Default)]
+    LowRankFactor {
+        wide: Address, narrow: Address, sum: Address, rows: u32, columns: u32, wide_row: u32, narrow_row: u32, rank_step: u32,
+        column_step: u32, scale: f32, unused: u32,
+    }
+
+    /// Declared in kernels/low_rank_gradient.cu.
+    LowRankFactors { ends: [u32; 48], list: [LowRankFactor; 48], }
 
     /// Declared in kernels/gated_low_rank.cu.
     #[derive(Default)]
@@ -196,8 +210,11 @@ pub const LAYOUTS: &[Layout] = &[
     LowRankTerm::layout("LowRankTerm"),
     LowRankTerms::layout("LowRankTerms"),
     LowRankTile::layout("LowRankTile"),
-    LowRankTiles::layout("LowRankTiles"),
+    LowRankSum::layout("LowRankSum"),
+    LowRankSums::layout("LowRankSums"),
     LowRankAddSizes::layout("LowRankAddSizes"),
+    LowRankFactor::layout("LowRankFactor"),
+    LowRankFactors::layout("LowRankFactors"),
     LowRankHalf::layout("LowRankHalf"),
     LowRankHalves::layout("LowRankHalves"),
     CodePart::layout("CodePart"),

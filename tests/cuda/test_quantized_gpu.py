@@ -111,6 +111,36 @@ def test_a_quantized_linear_layer_equals_one_with_its_dequantized_weight(
         np.testing.assert_array_equal(found.to("f32").numpy(), wanted.to("f32").numpy())
 
 
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize(("dtype", "largest"), [("f32", 1e-3), ("f16", 2e-3), ("bf16", 1e-2)])
+@pytest.mark.parametrize(
+    "shape", [(1, 640, 640), (77, 3072, 48), (333, 48, 1936), (1030, 640, 1280)]
+)
+def test_products_of_codes_are_those_of_the_cpu(
+    gpu: str, shape: tuple[int, int, int], dtype: str, largest: float, format: str
+) -> None:
+    """Tensor cores keep fewer bits of sums of e4m3 than f32 has, and results are rounded."""
+    tc.manual_seed(0)
+    rows, inner, outer = shape
+    weight = tc.quantize(tc.randn((outer, inner)).to(dtype), format)
+    x, bias = tc.randn((rows, inner)).to(dtype), tc.randn((outer,)).to(dtype)
+    upstream = tc.randn((rows, outer)).to(dtype)
+    found = []
+    tc.set_w8a8(True)
+    try:
+        for device in ("cpu", gpu):
+            var, matrix = tc.Var(x.to(device)), weight.to(device)
+            for added in (None, bias.to(device)):
+                y = F.linear(var, matrix, added)
+                dx = tc.grad(y, [var], upstream.to(device))[0]
+                found.append([t.detach().to("cpu").to("f64").numpy() for t in (y, dx)])
+    finally:
+        tc.set_w8a8(False)
+    for expected, ours in zip(found[:2], found[2:], strict=True):
+        for one, other in zip(expected, ours, strict=True):
+            assert np.abs(one - other).max() <= largest * np.abs(one).max()
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("policy", ["none", "full", "selective"])
 def test_training_a_transformer_equals_the_cpu(gpu: str, format: str, policy: str) -> None:

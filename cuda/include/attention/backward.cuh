@@ -322,5 +322,5 @@ __device__ __forceinline__ void attention_sum_parts(const float *parts, T *grad,
     }
     const uint64_t row = start / shape.width, index = row / shape.keys;
     T *to = strides.matrix(grad, index / shape.heads, index % shape.heads) + row % shape.keys * strides.row + start % shape.width;
-    *reinterpret_cast<uint2 *>(to) = make_uint2(pair<T>(sum.x, sum.y), pair<T>(sum.z, sum.w));
+    store_words(to, make_uint2(pair<T>(sum.x, sum.y), pair<T>(sum.z, sum.w)));
 }

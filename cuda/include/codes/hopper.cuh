@@ -1,5 +1,5 @@
 // Products of int8 codes with the matrix instructions and the copy engine of compute capability 9.0 (code for sm_90a alone). One
-// thread copies tiles; two warpgroups multiply 64 rows by 256 columns each, scale the sums and store them. Two blocks form a cluster:
+// thread copies tiles; two warpgroups multiply 64 rows by 128 or 256 columns each, scale the sums and store them. Two blocks form a cluster:
 // they take neighbouring tiles of rows and the same columns, and each block fetches half of the columns' codes for both.
 #pragma once
 
@@ -8,7 +8,7 @@
 #include "parts.cuh"
 
 // Maps of the codes of x (rows, inner) and of each part of w. They have elements of 8 bits, dimensions (inner, 1, rows), boxes
-// (128, 1, 128) and a 128-byte swizzle. Elements outside a matrix are read as zeros.
+// (128, 1, 128) for x and (128, 1, COLUMNS / 2) for w, and a 128-byte swizzle. Elements outside a matrix are read as zeros.
 struct CodeMaps {
     TensorMap x, w[MOST_PARTS];
 };
@@ -22,20 +22,32 @@ __device__ __forceinline__ uint64_t rows_descriptor(uint32_t address) {
     "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), "+r"(d[i + 7]),        \
         "+r"(d[i + 8]), "+r"(d[i + 9]), "+r"(d[i + 10]), "+r"(d[i + 11]), "+r"(d[i + 12]), "+r"(d[i + 13]), "+r"(d[i + 14]),           \
         "+r"(d[i + 15])
+#define SUMS_64(d) SUMS_16(d, 0), SUMS_16(d, 16), SUMS_16(d, 32), SUMS_16(d, 48)
 #define SUMS_128(d)                                                                                                                    \
-    SUMS_16(d, 0), SUMS_16(d, 16), SUMS_16(d, 32), SUMS_16(d, 48), SUMS_16(d, 64), SUMS_16(d, 80), SUMS_16(d, 96), SUMS_16(d, 112)
-#define REGISTERS_128                                                                                                                  \
-    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "        \
+    SUMS_64(d), SUMS_16(d, 64), SUMS_16(d, 80), SUMS_16(d, 96), SUMS_16(d, 112)
+#define REGISTERS_64                                                                                                                   \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "        \
     "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "         \
-    "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, "         \
+    "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define REGISTERS_128                                                                                                                  \
+    REGISTERS_64                                                                                                                       \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, "                                                                             \
     "%74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, "         \
     "%98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, "           \
-    "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127}"
+    "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
+// sums (64 rows, 128 columns) = a bᵀ, or sums += a bᵀ if `adds`, with a (64, 32) and b (128, 32).
+__device__ __forceinline__ void multiply_codes(uint32_t (&sums)[64], uint64_t a, uint64_t b, bool adds) {
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" REGISTERS_64 "}, %64, %65, adds;\n}"
+                 : SUMS_64(sums)
+                 : "l"(a), "l"(b), "r"(int(adds)));
+}
 
 // sums (64 rows, 256 columns) = a bᵀ, or sums += a bᵀ if `adds`, with a (64, 32) and b (256, 32).
 __device__ __forceinline__ void multiply_codes(uint32_t (&sums)[128], uint64_t a, uint64_t b, bool adds) {
     asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %130, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 " REGISTERS_128 ", %128, %129, adds;\n}"
+                 "wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 {" REGISTERS_128 "}, %128, %129, adds;\n}"
                  : SUMS_128(sums)
                  : "l"(a), "l"(b), "r"(int(adds)));
 }
@@ -63,9 +75,9 @@ template <typename T> __device__ __forceinline__ uint32_t narrow_pair(float x, f
 }
 
 // out[i, j] = (Σ_k x[i, k] w[j, k]) row_scales[i] scales[j] + bias[j], for the rows of all parts of w.
-template <typename T> struct CodesProduct {
-    static constexpr int ROWS = 128, COLUMNS = 256, STEP = 128, STAGES = 4, LEFT_BYTES = ROWS * STEP,
-                         STAGE_BYTES = LEFT_BYTES + COLUMNS * STEP, WORKERS = 2 * WARPGROUP;
+template <typename T, int COLUMNS, int STAGES> struct CodesProduct {
+    static constexpr int ROWS = 128, STEP = 128, LEFT_BYTES = ROWS * STEP, STAGE_BYTES = LEFT_BYTES + COLUMNS * STEP,
+                         WORKERS = 2 * WARPGROUP, SUMS = COLUMNS / 2;
     using Ring = Stages<STAGES, STAGE_BYTES, 2>;
 
     T *out;
@@ -75,7 +87,7 @@ template <typename T> struct CodesProduct {
     const CodeParts &parts;
     uint32_t rows, inner, stride, count;
 
-    // A tile of the cluster: 256 rows, of which this block takes half, and 256 columns of a part.
+    // A tile of the cluster: 256 rows, of which this block takes half, and COLUMNS columns of a part.
     struct Tile {
         uint32_t row, part, column;
     };
@@ -109,7 +121,7 @@ template <typename T> struct CodesProduct {
         const uint32_t left = threadIdx.x / WARPGROUP * 64 * STEP;
         Tile tile;
         for (uint32_t index = blockIdx.x / 2; find(index, tile); index += gridDim.x / 2) {
-            uint32_t sums[128];
+            uint32_t sums[SUMS];
             for (uint32_t k = 0; k < inner; k += STEP) {
                 barrier_wait<true>(ring.barrier(), ring.round & 1);
                 multiply_fence();
@@ -125,19 +137,19 @@ template <typename T> struct CodesProduct {
             multiply_wait<0>();
             ring.leave_last();
 #pragma unroll
-            for (int i = 0; i < 128; i++) asm volatile("" : "+r"(sums[i])::"memory");
+            for (int i = 0; i < SUMS; i++) asm volatile("" : "+r"(sums[i])::"memory");
             store(tile, sums);
         }
     }
 
-    __device__ __forceinline__ void store(const Tile &tile, const uint32_t (&sums)[128]) const {
+    __device__ __forceinline__ void store(const Tile &tile, const uint32_t (&sums)[SUMS]) const {
         const CodePart &part = parts.list[tile.part];
         const uint32_t lane = threadIdx.x % WARP, row = tile.row + threadIdx.x / WARP * 16 + lane / 4, t = lane % 4;
         float scale[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) scale[r] = row + 8 * r < rows ? __ldg(row_scales + row + 8 * r) : 0.0f;
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
+        for (int i = 0; i < COLUMNS / 32; i++) {
             // Four blocks of eight columns.
             uint32_t words[2][4];
 #pragma unroll

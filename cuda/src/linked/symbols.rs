@@ -76,7 +76,7 @@ library!(blas, "libcublas.so.13", [
     cublasSetStream_v2 cublasSetWorkspace_v2
 ]);
 library!(blas_lt, "libcublasLt.so.13", [
-    cublasLtMatmul cublasLtMatmulAlgoGetHeuristic cublasLtMatmulDescCreate cublasLtMatmulDescDestroy cublasLtMatmulDescSetAttribute
+    cublasLtMatmul cublasLtMatmulAlgoConfigGetAttribute cublasLtMatmulAlgoGetHeuristic cublasLtMatmulDescCreate cublasLtMatmulDescDestroy cublasLtMatmulDescSetAttribute
     cublasLtMatmulPreferenceCreate cublasLtMatmulPreferenceDestroy cublasLtMatmulPreferenceSetAttribute cublasLtMatrixLayoutCreate
     cublasLtMatrixLayoutDestroy
 ]);

@@ -167,18 +167,23 @@ fn join(members: &mut [Linear<Tensor>]) -> Result<Option<Joined>> {
     let matrices: Vec<&Quantized> = members.iter().filter_map(|member| member.weight.quantized()).collect();
     let streamed: Vec<&Streamed> = members.iter().filter_map(|member| member.weight.streamed()).collect();
     let count = members.len();
+    let as_weights = |parts: Vec<Quantized>| parts.into_iter().map(Weight::from).collect::<Vec<_>>();
     let (weight, parts) = if weights.len() == count {
         (Weight::from(all(weights)?), None)
     } else if matrices.len() == count {
-        (Quantized::cat(&matrices)?.into(), None)
+        // On a GPU, codes in common storage take fewer products.
+        match if device.is_cuda() { Quantized::join(&matrices)? } else { None } {
+            Some((joined, parts)) => (joined.into(), Some(as_weights(parts))),
+            None => (Quantized::cat(&matrices)?.into(), None),
+        }
     } else if streamed.len() == count {
         let Some((joined, parts)) = Streamed::join(&streamed)? else { return Ok(None) };
-        (Weight::Streamed(joined), Some(parts))
+        (Weight::Streamed(joined), Some(parts.into_iter().map(Weight::Streamed).collect()))
     } else {
         return Ok(None);
     };
     for (member, part) in members.iter_mut().zip(parts.into_iter().flatten()) {
-        member.weight = Weight::Streamed(part);
+        member.weight = part;
     }
     let bias = has_bias.then(|| all(members.iter().filter_map(|member| member.bias.as_ref()).collect())).transpose()?;
     Ok(Some(Joined { weight, bias }))

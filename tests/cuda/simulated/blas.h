@@ -12,6 +12,7 @@ static inline size_t type_bytes(int type) {
     case 2: case 14: return 2; // CUDA_R_16F, CUDA_R_16BF
     case 3: return 1;          // CUDA_R_8I
     case 10: return 4;         // CUDA_R_32I
+    case 28: return 1;         // CUDA_R_8F_E4M3
     default: return 0;
     }
 }

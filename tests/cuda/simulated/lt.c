@@ -3,7 +3,8 @@
 
 struct descriptor {
     int compute, scale, transpose_a, transpose_b, epilogue, bias_type, pointer_mode;
-    const void *bias, *aux;
+    int scale_modes[2];
+    const void *bias, *aux, *scales[2];
     long long aux_distance;
 };
 
@@ -86,7 +87,8 @@ int cublasLtMatmulDescDestroy(struct descriptor *descriptor) {
 
 int cublasLtMatmulDescSetAttribute(struct descriptor *descriptor, int attribute, const void *value, size_t bytes) {
     enum {
-        COMPUTE, SCALE, POINTER_MODE, TRANSPOSE_A, TRANSPOSE_B, EPILOGUE = 7, BIAS = 8, AUX = 11, AUX_DISTANCE = 12, BIAS_TYPE = 26
+        COMPUTE, SCALE, POINTER_MODE, TRANSPOSE_A, TRANSPOSE_B, EPILOGUE = 7, BIAS = 8, AUX = 11, AUX_DISTANCE = 12, A_SCALES = 17,
+        B_SCALES = 18, BIAS_TYPE = 26, A_SCALE_MODE = 31, B_SCALE_MODE = 32
     };
     switch (attribute) {
     case COMPUTE: return copy(&descriptor->compute, 4, value, bytes);
@@ -99,6 +101,8 @@ int cublasLtMatmulDescSetAttribute(struct descriptor *descriptor, int attribute,
     case AUX: return copy(&descriptor->aux, 8, value, bytes);
     case AUX_DISTANCE: return copy(&descriptor->aux_distance, 8, value, bytes);
     case BIAS_TYPE: return copy(&descriptor->bias_type, 4, value, bytes);
+    case A_SCALES: case B_SCALES: return copy(&descriptor->scales[attribute - A_SCALES], 8, value, bytes);
+    case A_SCALE_MODE: case B_SCALE_MODE: return copy(&descriptor->scale_modes[attribute - A_SCALE_MODE], 4, value, bytes);
     default: return SUCCESS;
     }
 }
@@ -116,6 +120,9 @@ int cublasLtMatmulPreferenceSetAttribute(struct preference *preference, int attr
     return attribute == MAX_WORKSPACE_BYTES ? copy(&preference->workspace, sizeof preference->workspace, value, bytes) : SUCCESS;
 }
 
+// The scale mode in which a product has a scale for each row of `a` and each column of `b`.
+enum { OUTER_VECTOR = 3 };
+
 // What is wrong with the operands of a product, or NULL.
 static const char *wrong(const struct descriptor *descriptor, const struct matrix *a, const struct matrix *b, const struct matrix *c,
                          const struct matrix *d) {
@@ -128,6 +135,13 @@ static const char *wrong(const struct descriptor *descriptor, const struct matri
         if (all[i]->count != d->count) return "batch";
     }
     if (a->type != b->type || c->type != d->type) return "types";
+    const int E4M3 = 28, HALF = 2, BF16 = 14;
+    if (a->type == E4M3 && (!descriptor->transpose_a || descriptor->transpose_b || a->distance % 16 || b->distance % 16)) return "layout";
+    const int *modes = descriptor->scale_modes;
+    if (modes[0] || modes[1]) {
+        if (modes[0] != OUTER_VECTOR || modes[1] != OUTER_VECTOR || !descriptor->scales[0] || !descriptor->scales[1]) return "scales";
+        if (a->type != E4M3 || (d->type != HALF && d->type != BF16)) return "types";
+    }
     return NULL;
 }
 
@@ -151,6 +165,13 @@ int cublasLtMatmulAlgoGetHeuristic(void *handle, const struct descriptor *descri
     return SUCCESS;
 }
 
+int cublasLtMatmulAlgoConfigGetAttribute(const uint64_t *algorithm, int attribute, void *to, size_t bytes, size_t *written) {
+    (void)algorithm, (void)attribute;
+    memset(to, 0, bytes);
+    *written = bytes;
+    return SUCCESS;
+}
+
 int cublasLtMatmul(void *handle, const struct descriptor *descriptor, const void *alpha, const void *a, const struct matrix *layout_a,
                    const void *b, const struct matrix *layout_b, const void *beta, const void *c, const struct matrix *layout_c, void *d,
                    const struct matrix *layout_d, const uint64_t *algorithm, void *workspace, size_t bytes, CUstream stream) {
@@ -160,10 +181,15 @@ int cublasLtMatmul(void *handle, const struct descriptor *descriptor, const void
     if (!why && algorithm && *algorithm != 1) why = "algorithm";
     if (why) return refuse(why);
     double factor = descriptor->pointer_mode ? 0 : descriptor->scale == F64 ? *(const double *)beta : *(const float *)beta;
-    struct simulated_range ranges[6] = {range_of(a, *layout_a), range_of(b, *layout_b), range_of(d, *layout_d)};
+    struct simulated_range ranges[8] = {range_of(a, *layout_a), range_of(b, *layout_b), range_of(d, *layout_d)};
     int count = 3;
     if (factor != 0) ranges[count++] = range_of(c, *layout_c);
     if (bytes) ranges[count++] = (struct simulated_range){(CUdeviceptr)(uintptr_t)workspace, bytes};
+    for (int i = 0; i < 2; i++) {
+        size_t length = (size_t)(i ? layout_d->columns : layout_d->rows);
+        if (descriptor->scale_modes[i] == OUTER_VECTOR)
+            ranges[count++] = (struct simulated_range){(CUdeviceptr)(uintptr_t)descriptor->scales[i], length * 4};
+    }
     if (descriptor->epilogue & BIAS) {
         int type = descriptor->bias_type < 0 ? layout_d->type : descriptor->bias_type;
         ranges[count++] =

@@ -9,9 +9,7 @@ constexpr int FINISH_THREADS = 256;
 
 // Writes eight values to memory, narrowed to `T`.
 template <typename T> __device__ __forceinline__ void write_eight(T *to, const float (&x)[8]) {
-    uint4 narrow;
-    narrow.x = pair<T>(x[0], x[1]), narrow.y = pair<T>(x[2], x[3]), narrow.z = pair<T>(x[4], x[5]), narrow.w = pair<T>(x[6], x[7]);
-    *reinterpret_cast<uint4 *>(to) = narrow;
+    store_words(to, make_uint4(pair<T>(x[0], x[1]), pair<T>(x[2], x[3]), pair<T>(x[4], x[5]), pair<T>(x[6], x[7])));
 }
 __device__ __forceinline__ void read_eight(float (&x)[8], const float *from) {
     const float4 a = reinterpret_cast<const float4 *>(from)[0], b = reinterpret_cast<const float4 *>(from)[1];

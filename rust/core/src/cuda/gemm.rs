@@ -13,8 +13,10 @@ use candle_core::cuda_backend::cudarc::cublas::sys::{
 
 use super::copy::contiguous;
 use super::error::{check_blas, driver_error};
+use super::gemm_lt::{self, alignment};
 use super::gpu::Gpu;
 use super::launch::{Address, address, empty, same_device};
+use super::product_calls::{Arithmetic, Key, Vectors};
 use super::profile::measured;
 use crate::cpu::gemm::batch::{Plan, check_result_dtype};
 use crate::product::{MatmulPrecision, float32_matmul_precision};
@@ -257,6 +259,14 @@ impl Call<'_> {
         let scale = |i: usize| -> *const c_void {
             if is_f64 { std::ptr::from_ref(&wide[i]).cast() } else { std::ptr::from_ref(&narrow[i]).cast() }
         };
+        let is_one = count == 1 && narrow == [1.0, 0.0];
+        if is_one && let Some(key) = self.key([a, b, y]) {
+            // SAFETY: the plan stays within its operands and the result; the key describes the same product in cuBLAS'
+            // order.
+            if unsafe { gemm_lt::run(self.op, self.gpu, key, [b, a, y], Vectors::default()) }? {
+                return Ok(());
+            }
+        }
         let compute = compute_type(operands);
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(self.op, error))?;
         let name = || format!("gemm {count} x {m}x{k}x{n} {operands:?}");
@@ -292,6 +302,24 @@ impl Call<'_> {
             })
         };
         measured(self.gpu, name, queue)
+    }
+
+    /// A product of half-precision matrices as cuBLASLt takes it; `None` for other dtypes. The addresses are those of the
+    /// operands and the result.
+    fn key(&self, [a, b, y]: [Address; 3]) -> Option<Key> {
+        let dtype = match self.types {
+            [Type::CUDA_R_16F, Type::CUDA_R_16F] => DType::F16,
+            [Type::CUDA_R_16BF, Type::CUDA_R_16BF] => DType::BF16,
+            _ => return None,
+        };
+        let operand = |matrix: Matrix| (matrix.operation == Operation::CUBLAS_OP_T, matrix.distance);
+        Some(Key {
+            arithmetic: Arithmetic::Half { dtype },
+            sizes: [self.plan.n, self.plan.m, self.plan.k],
+            operands: [operand(self.right), operand(self.left)],
+            distance: self.plan.row.max(1) as i64,
+            alignments: [b, a, y].map(alignment),
+        })
     }
 }
 

@@ -88,9 +88,10 @@ impl Key {
 /// As [`compute::products`](crate::compute::products).
 pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
     let mut results: Vec<Option<Raw>> = vec![None; work.len()];
+    super::low_rank_gradient::run(work, &mut results)?;
     let mut groups: FxHashMap<Key, Vec<usize>> = FxHashMap::default();
     let mut order = Vec::new();
-    for (index, product) in work.iter().enumerate() {
+    for (index, product) in work.iter().enumerate().filter(|&(index, _)| results[index].is_none()).collect::<Vec<_>>() {
         match Key::of(product)? {
             Some(key) => {
                 let group = groups.entry(key).or_default();

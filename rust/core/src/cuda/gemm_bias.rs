@@ -8,7 +8,7 @@ use super::gemm::Matrix;
 use super::gemm_lt::{alignment, run};
 use super::gpu::Gpu;
 use super::launch::{address, empty, same_device};
-use super::product_calls::{Arithmetic, Key};
+use super::product_calls::{Arithmetic, Key, Vectors};
 use crate::cpu::gemm::batch::Plan;
 use crate::{Raw, Result};
 
@@ -34,9 +34,10 @@ pub fn product_with_bias(op: &'static str, x: &Raw, w: &Raw, bias: &Raw) -> Resu
         arithmetic: Arithmetic::with_bias(x.dtype()),
         sizes: [plan.n, plan.m, plan.k],
         operands: [operand(right), operand(left)],
+        distance: plan.n as i64,
         alignments: [a, b, to | bias_at].map(alignment),
     };
     // SAFETY: the plan stays within its operands and the result.
-    let is_done = unsafe { run(op, gpu, key, [a, b, to], Some(bias_at)) }?;
+    let is_done = unsafe { run(op, gpu, key, [a, b, to], Vectors { bias: Some(bias_at), scales: None }) }?;
     Ok(is_done.then_some(y))
 }

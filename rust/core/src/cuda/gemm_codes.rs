@@ -1,9 +1,11 @@
 //! Matrix products of weights and inputs that are quantized to 8-bit codes, by cuBLASLt.
 
+use candle_core::DType;
+
 use super::gemm_lt::{alignment, run};
 use super::gpu::Gpu;
 use super::launch::Address;
-use super::product_calls::{Arithmetic, Key};
+use super::product_calls::{Arithmetic, Key, Vectors};
 use crate::Result;
 
 /// The number format of codes.
@@ -37,8 +39,61 @@ pub unsafe fn product_of_codes(
         },
         sizes: [n, m, k],
         operands: [(true, k as i64), (false, k as i64)],
+        distance: n as i64,
         alignments: [w, x, y].map(alignment),
     };
     // SAFETY: the caller's promise.
-    unsafe { run(op, gpu, key, [w, x, y], None) }
+    unsafe { run(op, gpu, key, [w, x, y], Vectors::default()) }
+}
+
+/// The addresses of the factors, the result and the vectors of a [`scaled_product_of_codes`].
+#[derive(Clone, Copy, Debug)]
+pub struct Scaled {
+    /// Codes (m, k), dense.
+    pub x: Address,
+    /// Scales (m).
+    pub x_scales: Address,
+    /// Codes (n, k), dense.
+    pub w: Address,
+    /// Scales (n).
+    pub w_scales: Address,
+    /// The bias (n) in the dtype of the result.
+    pub bias: Option<Address>,
+    /// The result (m, n).
+    pub y: Address,
+    /// The distance between rows of the result, in elements.
+    pub stride: usize,
+}
+
+/// y (m, n) = x (m, k) times the transpose of w (n, k), of e4m3 codes, times `x_scales` in each column and `w_scales` in
+/// each row, plus `bias` in each row. Sums are in f32, results in `dtype`. Returns false if cuBLASLt does not support such
+/// products: it does on compute capability 9.0, for f16 and bf16.
+///
+/// Source: <https://docs.nvidia.com/cuda/cublas/#outer-vector-scaling-for-fp8-data-types>
+///
+/// # Safety
+/// The addresses are those of matrices and f32 vectors of these sizes on the device.
+///
+/// # Errors
+/// [`Error::Device`](crate::Error::Device) if the device reports an error.
+pub unsafe fn scaled_product_of_codes(
+    op: &'static str,
+    gpu: &Gpu,
+    operands: Scaled,
+    [m, n, k]: [usize; 3],
+    dtype: DType,
+) -> Result<bool> {
+    let Scaled { x, x_scales, w, w_scales, bias, y, stride } = operands;
+    if !gpu.is_hopper() || !matches!(dtype, DType::F16 | DType::BF16) {
+        return Ok(false);
+    }
+    let key = Key {
+        arithmetic: Arithmetic::ScaledE4m3 { dtype, has_bias: bias.is_some() },
+        sizes: [n, m, k],
+        operands: [(true, k as i64), (false, k as i64)],
+        distance: stride as i64,
+        alignments: [w, x, y | bias.unwrap_or(0)].map(alignment),
+    };
+    // SAFETY: the caller's promise.
+    unsafe { run(op, gpu, key, [w, x, y], Vectors { bias, scales: Some([w_scales, x_scales]) }) }
 }

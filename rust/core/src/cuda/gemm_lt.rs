@@ -8,13 +8,16 @@ use candle_core::cuda_backend::cudarc::cublas::sys::cublasOperation_t::{CUBLAS_O
 use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
 
 use super::error::driver_error;
+use super::gemm_tiles;
 use super::gpu::Gpu;
 use super::launch::Address;
-use super::product_calls::{Arithmetic, Call, DataType, Key, Layout, Owned};
+use super::product_calls::{Arithmetic, Call, DataType, Key, Layout, Owned, Vectors};
 use super::profile::measured;
 use crate::{Error, Result};
 
 const OP: &str = "linear";
+/// The number of algorithms of which one with a preferred tile is taken. cuBLASLt recommends about eight for a product.
+const ALGORITHMS: usize = 8;
 
 /// The largest power of two up to 256 that divides an address.
 pub(super) const fn alignment(address: Address) -> u32 {
@@ -23,7 +26,8 @@ pub(super) const fn alignment(address: Address) -> u32 {
 }
 
 /// Queue a product y = a b of column-major matrices, given the addresses of the operands and the result, and of the
-/// bias if the arithmetic has one. Returns false if cuBLASLt does not support it.
+/// vectors that the arithmetic has. Returns false if cuBLASLt does not support it, or if the arithmetic is
+/// [`Arithmetic::Half`] and no tile is preferred: then cuBLAS, which has algorithms of its own, shall choose.
 ///
 /// # Safety
 /// The addresses are those of matrices that `key` describes.
@@ -32,18 +36,18 @@ pub(super) unsafe fn run(
     gpu: &Gpu,
     key: Key,
     addresses: [Address; 3],
-    bias: Option<Address>,
+    vectors: Vectors,
 ) -> Result<bool> {
     gpu.stream().context().bind_to_thread().map_err(|error| driver_error(op, error))?;
     let mut known = gpu.product_calls().0.lock().unwrap_or_else(PoisonError::into_inner);
     let call = match known.entry(key) {
         Entry::Occupied(entry) => entry.into_mut(),
-        Entry::Vacant(entry) => entry.insert(find(gpu, &key)?),
+        Entry::Vacant(entry) => entry.insert(find(gpu, &key, vectors)?),
     };
     let Some(call) = call else { return Ok(false) };
     let [n, m, k] = key.sizes;
     let name = || format!("linear {m}x{k}x{n} {:?}", key.arithmetic.types()[0]);
-    measured(gpu, name, || queue(call, gpu, addresses, bias))?;
+    measured(gpu, name, || queue(call, gpu, addresses, vectors))?;
     Ok(true)
 }
 
@@ -56,8 +60,14 @@ fn failed(error: result::CublasError) -> Error {
     Error::device(OP, format!("cuBLASLt reports {:?}", error.0))
 }
 
-/// The call for a product, with the algorithm that cuBLASLt recommends. None if cuBLASLt does not support the product.
-fn find(gpu: &Gpu, key: &Key) -> Result<Option<Call>> {
+/// The call for a product, with the algorithm of the preferred tile or the one that cuBLASLt recommends first. None if
+/// [`run`] returns false for it.
+fn find(gpu: &Gpu, key: &Key, vectors: Vectors) -> Result<Option<Call>> {
+    let tile = gemm_tiles::preferred(gpu, key);
+    let is_optional = matches!(key.arithmetic, Arithmetic::Half { .. });
+    if is_optional && tile.is_none() {
+        return Ok(None);
+    }
     let [operand, outcome] = key.arithmetic.types();
     let [m, n, k] = key.sizes.map(|size| size as u64);
     let layout = |kind: DataType, [rows, columns]: [u64; 2], distance: i64| -> Result<Layout> {
@@ -68,7 +78,7 @@ fn find(gpu: &Gpu, key: &Key) -> Result<Option<Call>> {
     let layouts = [
         layout(operand, if a_turned { [k, m] } else { [m, k] }, a_distance)?,
         layout(operand, if b_turned { [n, k] } else { [k, n] }, b_distance)?,
-        layout(outcome, [m, n], m as i64)?,
+        layout(outcome, [m, n], key.distance)?,
     ];
     let (compute, factor) = key.arithmetic.sums();
     let description = result::create_matmul_desc(compute, factor).map_err(failed)?;
@@ -80,6 +90,12 @@ fn find(gpu: &Gpu, key: &Key) -> Result<Option<Call>> {
     if key.arithmetic.has_bias() {
         let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
         set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
+    }
+    if key.arithmetic.has_scales() {
+        let mode = sys::cublasLtMatmulMatrixScale_t::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
+        set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &mode)?;
+        set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &mode)?;
+        set_vectors(&description, vectors)?;
     }
     let preference = Owned(result::create_matmul_pref().map_err(failed)?, result::destroy_matmul_pref);
     type Preference = sys::cublasLtMatmulPreferenceAttributes_t;
@@ -94,21 +110,44 @@ fn find(gpu: &Gpu, key: &Key) -> Result<Option<Call>> {
     set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &y)?;
     set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &y)?;
     let [a, b, y] = layouts.each_ref().map(|layout| layout.0);
-    // SAFETY: all descriptions are alive.
-    let found = unsafe { result::get_matmul_algo_heuristic(handle(gpu), description.0, a, b, y, y, preference.0) };
-    match found {
-        Ok(found) => Ok(Some(Call { arithmetic: key.arithmetic, description, layouts, algorithm: found.algo })),
-        Err(error) if error.0 == sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED => Ok(None),
-        Err(error) => Err(failed(error)),
+    let mut found = Vec::<sys::cublasLtMatmulHeuristicResult_t>::with_capacity(ALGORITHMS);
+    let (wanted, mut count) = (if tile.is_some() { ALGORITHMS } else { 1 }, 0);
+    // SAFETY: all descriptions are alive; there is room for the results, of which the first `count` are written.
+    let status = unsafe {
+        let (handle, to) = (handle(gpu), found.as_mut_ptr());
+        let (wanted, count) = (wanted as i32, &raw mut count);
+        sys::cublasLtMatmulAlgoGetHeuristic(handle, description.0, a, b, y, y, preference.0, wanted, to, count)
+    };
+    match status {
+        // SAFETY: as above.
+        sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS => unsafe { found.set_len(count as usize) },
+        sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED => return Ok(None),
+        status => return Err(failed(result::CublasError(status))),
     }
+    let best = tile.and_then(|tile| found.iter().find(|found| has_tile(&found.algo, tile)));
+    let algorithm = best.or_else(|| found.first().filter(|_| !is_optional)).map(|found| found.algo);
+    Ok(algorithm.map(|algorithm| Call { arithmetic: key.arithmetic, description, layouts, algorithm }))
 }
 
-/// Queue a call for the addresses of the operands and the result, and of the bias if there is one.
-fn queue(call: &Call, gpu: &Gpu, [a, b, y]: [Address; 3], bias: Option<Address>) -> Result<()> {
-    if let Some(bias) = bias {
-        let pointer = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
-        set_description(&call.description, pointer, &bias)?;
-    }
+/// Whether an algorithm has a tile and does not split the sums, which would change the result's bits.
+fn has_tile(algorithm: &sys::cublasLtMatmulAlgo_t, tile: u32) -> bool {
+    type Attribute = sys::cublasLtMatmulAlgoConfigAttributes_t;
+    let is = |attribute: Attribute, expected: u32| {
+        let (mut value, mut written) = (0u32, 0);
+        let to = (&raw mut value).cast();
+        // SAFETY: both attributes have four bytes.
+        let status = unsafe {
+            sys::cublasLtMatmulAlgoConfigGetAttribute(algorithm, attribute, to, size_of::<u32>(), &raw mut written)
+        };
+        status == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS && value == expected
+    };
+    let splits = Attribute::CUBLASLT_ALGO_CONFIG_SPLITK_NUM;
+    is(Attribute::CUBLASLT_ALGO_CONFIG_TILE_ID, tile) && (is(splits, 0) || is(splits, 1))
+}
+
+/// Queue a call for the addresses of the operands, the result and the vectors.
+fn queue(call: &Call, gpu: &Gpu, [a, b, y]: [Address; 3], vectors: Vectors) -> Result<()> {
+    set_vectors(&call.description, vectors)?;
     let [a_layout, b_layout, y_layout] = call.layouts.each_ref().map(|layout| layout.0);
     let (workspace, workspace_size) = gpu.workspace();
     let is_integer = call.arithmetic == Arithmetic::Int8;
@@ -144,6 +183,18 @@ fn queue(call: &Call, gpu: &Gpu, [a, b, y]: [Address; 3], bias: Option<Address>)
 /// cuBLAS' handle, which is also valid for cuBLASLt.
 fn handle(gpu: &Gpu) -> sys::cublasLtHandle_t {
     (*gpu.blas().handle()).cast()
+}
+
+fn set_vectors(description: &Owned<sys::cublasLtMatmulDesc_t>, vectors: Vectors) -> Result<()> {
+    type Attribute = sys::cublasLtMatmulDescAttributes_t;
+    if let Some(bias) = vectors.bias {
+        set_description(description, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias)?;
+    }
+    if let Some([rows, columns]) = vectors.scales {
+        set_description(description, Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &rows)?;
+        set_description(description, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &columns)?;
+    }
+    Ok(())
 }
 
 fn set_description<T>(

@@ -6,25 +6,31 @@ use candle_core::DType;
 use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
 use rustc_hash::FxHashMap;
 
+use super::launch::Address;
 use crate::product::{MatmulPrecision, float32_matmul_precision};
 
 pub(super) type DataType = sys::cudaDataType;
 type Compute = sys::cublasComputeType_t;
 
-/// The calls found so far, each with the algorithm that cuBLASLt recommends for it; None if cuBLASLt does not support
-/// the product.
+/// The calls found so far, each with its algorithm; None if cuBLASLt does not support the product, or if cuBLAS shall
+/// choose the algorithm.
 #[derive(Default)]
 pub(super) struct ProductCalls(pub(super) Mutex<FxHashMap<Key, Option<Call>>>);
 
 /// The types of the numbers that are multiplied, and of their sums.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Arithmetic {
+    /// Operands of one half-precision dtype.
+    Half { dtype: DType },
     /// Operands of one floating-point dtype, with a bias that is added as the result is written.
     Bias { dtype: DType, is_tf32: bool },
     /// 8-bit integers, with 32-bit sums.
     Int8,
     /// e4m3 numbers, with sums in f32.
     E4m3,
+    /// e4m3 numbers, with sums in f32 that are multiplied by a scale for each row and for each column. The results have
+    /// this dtype, f16 or bf16, and so has the bias if there is one.
+    ScaledE4m3 { dtype: DType, has_bias: bool },
 }
 
 impl Arithmetic {
@@ -35,17 +41,26 @@ impl Arithmetic {
     }
 
     pub(super) const fn has_bias(self) -> bool {
-        matches!(self, Self::Bias { .. })
+        matches!(self, Self::Bias { .. } | Self::ScaledE4m3 { has_bias: true, .. })
+    }
+
+    /// Whether the results are multiplied by a scale for each row and for each column.
+    pub(super) const fn has_scales(self) -> bool {
+        matches!(self, Self::ScaledE4m3 { .. })
+    }
+
+    /// Whether the operands are f16 or bf16.
+    pub(super) const fn is_half(self) -> bool {
+        matches!(self, Self::Half { .. } | Self::Bias { dtype: DType::F16 | DType::BF16, .. })
     }
 
     /// The types of the operands and of the result.
     pub(super) const fn types(self) -> [DataType; 2] {
         match self {
-            Self::Bias { dtype: DType::F16, .. } => [DataType::CUDA_R_16F; 2],
-            Self::Bias { dtype: DType::BF16, .. } => [DataType::CUDA_R_16BF; 2],
-            Self::Bias { .. } => [DataType::CUDA_R_32F; 2],
+            Self::Half { dtype } | Self::Bias { dtype, .. } => [data_type(dtype); 2],
             Self::Int8 => [DataType::CUDA_R_8I, DataType::CUDA_R_32I],
             Self::E4m3 => [DataType::CUDA_R_8F_E4M3, DataType::CUDA_R_32F],
+            Self::ScaledE4m3 { dtype, .. } => [DataType::CUDA_R_8F_E4M3, data_type(dtype)],
         }
     }
 
@@ -54,8 +69,18 @@ impl Arithmetic {
         match self {
             Self::Bias { is_tf32: true, .. } => (Compute::CUBLAS_COMPUTE_32F_FAST_TF32, DataType::CUDA_R_32F),
             Self::Int8 => (Compute::CUBLAS_COMPUTE_32I, DataType::CUDA_R_32I),
-            Self::Bias { .. } | Self::E4m3 => (Compute::CUBLAS_COMPUTE_32F, DataType::CUDA_R_32F),
+            Self::Half { .. } | Self::Bias { .. } | Self::E4m3 | Self::ScaledE4m3 { .. } => {
+                (Compute::CUBLAS_COMPUTE_32F, DataType::CUDA_R_32F)
+            }
         }
+    }
+}
+
+const fn data_type(dtype: DType) -> DataType {
+    match dtype {
+        DType::F16 => DataType::CUDA_R_16F,
+        DType::BF16 => DataType::CUDA_R_16BF,
+        _ => DataType::CUDA_R_32F,
     }
 }
 
@@ -67,9 +92,20 @@ pub(super) struct Key {
     pub(super) sizes: [usize; 3],
     /// For each operand, in cuBLAS' order: whether it is transposed, and the distance between its columns.
     pub(super) operands: [(bool, i64); 2],
+    /// The distance between the columns of the result.
+    pub(super) distance: i64,
     /// For each operand, the largest power of two up to 256 that divides its address; then the one that divides the
     /// addresses of both result and bias.
     pub(super) alignments: [u32; 3],
+}
+
+/// The addresses of vectors that a product reads besides its operands.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Vectors {
+    /// A number for each row of the result, which is added.
+    pub(super) bias: Option<Address>,
+    /// f32 numbers by which the rows of the result, then its columns, are multiplied.
+    pub(super) scales: Option<[Address; 2]>,
 }
 
 /// A description that cuBLASLt has allocated, and the function that frees it.

@@ -1,6 +1,6 @@
 //! Access to some rows of quantized matrices.
 
-use super::{Part, Quantized, Scales};
+use super::{Format, Part, Quantized, Scales};
 use crate::compute::on_device;
 use crate::ops::index::select_raw;
 use crate::raw::Raw;
@@ -81,6 +81,39 @@ impl Quantized {
         )
     }
 
+    /// The rows of several int8 or of several fp8 matrices, stacked in common storage as one part, and views of each of them
+    /// in this storage. One product of codes then multiplies all. `None` if formats differ or some matrix does not have a
+    /// scale for each row.
+    ///
+    /// # Errors
+    /// Those of [`cat`](Self::cat), and [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit.
+    pub fn join(matrices: &[&Self]) -> Result<Option<(Self, Vec<Self>)>> {
+        let Self { dims, dtype, parts } = Self::cat(matrices)?;
+        let format = parts.first().map(|part| part.scales.format());
+        let has_scales = |part: &Part| {
+            part.row_scales().is_some_and(|scales| scales.elem_count() == part.rows)
+                && Some(part.scales.format()) == format
+        };
+        if !parts.iter().all(has_scales) {
+            return Ok(None);
+        }
+        let scales = parts.iter().filter_map(Part::row_scales).map(|scales| Ok(scales.flatten_all()?));
+        let scales = compute::cat(&scales.collect::<Result<Vec<_>>>()?.iter().collect::<Vec<_>>(), 0)?;
+        let scales = if format == Some(Format::Int8) { Scales::Int8(scales) } else { Scales::Fp8(scales) };
+        let codes = parts.iter().map(|part| Ok(part.codes.flatten_all()?)).collect::<Result<Vec<_>>>()?;
+        let codes = compute::cat(&codes.iter().collect::<Vec<_>>(), 0)?;
+        let all = Self { dims, dtype, parts: [Part { rows: dims[0], codes, scales }].into() };
+        let mut start = 0;
+        let mut views = Vec::with_capacity(matrices.len());
+        for matrix in matrices {
+            let count = matrix.dims[0];
+            let Some(view) = all.with_rows(count, |rows| Ok(rows.narrow(0, start, count)?))? else { return Ok(None) };
+            views.push(view.with_dtype(matrix.dtype));
+            start += count;
+        }
+        Ok(Some((all, views)))
+    }
+
     /// Whether its codes can be split by rows: one part, whose blocks do not cross rows.
     fn has_rows(&self) -> bool {
         matches!(&*self.parts, [Part { scales: Scales::Int8(_) | Scales::Fp8(_) | Scales::Ggml(_), .. }])
@@ -104,5 +137,42 @@ impl Quantized {
         let codes = pick(&part.codes.reshape((part.rows, bytes))?)?;
         let dims = [count, self.dims[1]];
         Ok(Some(Self { dims, dtype: self.dtype, parts: [Part { rows: count, codes, scales }].into() }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+    use crate::Tensor;
+
+    fn matrix(rows: usize, phase: f32, format: Format) -> Quantized {
+        let values: Vec<f32> = (0..rows * 16).map(|i| (i as f32 * 0.7 + phase).sin()).collect();
+        Quantized::new(&Tensor::from_vec(values, (rows, 16), &Device::Cpu).unwrap(), format).unwrap()
+    }
+
+    #[test]
+    fn joined_matrices_have_the_values_of_stacked_ones() {
+        for format in [Format::Int8, Format::Fp8] {
+            let matrices = [matrix(3, 0.0, format), matrix(5, 1.0, format)];
+            let matrices = matrices.each_ref();
+            let values = |matrix: &Quantized| -> Vec<Vec<f32>> {
+                matrix.dequantize(DType::F32).unwrap().raw().to_vec2().unwrap()
+            };
+            let (joined, views) = Quantized::join(&matrices).unwrap().unwrap();
+            assert_eq!(values(&joined), values(&Quantized::cat(&matrices).unwrap()));
+            assert_eq!(joined.parts.len(), 1);
+            for (view, matrix) in views.iter().zip(matrices) {
+                assert_eq!(values(view), values(matrix));
+            }
+        }
+    }
+
+    #[test]
+    fn matrices_of_other_formats_stay_apart() {
+        let joined = Quantized::join(&[&matrix(3, 0.0, Format::Int8), &matrix(5, 1.0, Format::Fp8)]).unwrap();
+        assert!(joined.is_none());
+        assert!(Quantized::join(&[&matrix(4, 0.0, Format::Nf4)]).unwrap().is_none());
     }
 }

@@ -165,8 +165,10 @@ fn groups_of_linear_layers_equal_the_cpu() {
         (77, 2048, vec![640; 2], vec![true; 2]),
         (300, 320, vec![320; 3], vec![true, false, true]),
         (300, 320, vec![320, 64, 64], vec![true; 3]),
-        // Large enough for separate launches of the products, with rows that are not a multiple of sixteen.
+        // Large enough for one product of cuBLAS and one launch that adds all terms, with rows that fill no tile; the last columns end
+        // within a block, and layers without an adapter lie between others.
         (6999, 640, vec![640, 128, 128], vec![true; 3]),
+        (4097, 320, vec![96, 640, 288, 32], vec![true, false, true, true]),
     ] {
         for (dtype, tolerance) in TOLERANCE {
             let total: usize = sizes.iter().sum();

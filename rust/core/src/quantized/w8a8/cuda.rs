@@ -1,17 +1,19 @@
 //! The CUDA form: `kernels/codes.cu` around products of 8-bit numbers. On compute capability 9.0 a kernel computes int8
-//! products and scales the sums itself; cuBLASLt computes all others.
+//! products and scales the sums itself, and cuBLASLt does the same for e4m3. Elsewhere cuBLASLt computes the sums, and
+//! another kernel scales them.
 
 mod hopper;
+mod scaled;
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::codes::{
-    QUANTIZE_ROWS, QuantizeRows, SCALE_SUMS, ScaleSums, TRANSPOSE_CODES, TransposeCodes,
+    QUANTIZE_GRADIENT, QUANTIZE_ROWS, QuantizeGradient, QuantizeRows, SCALE_SUMS, ScaleSums,
 };
 use trainable_candle_cuda::kernels::{Const, Mut};
 use trainable_candle_cuda::structs::{CodePart, CodeParts};
 
 use super::{MOST_PARTS, MULTIPLE, Quantized};
-use crate::cuda::launch::{Shape, address, count32, element, empty, input, output, suffix};
+use crate::cuda::launch::{Shape, address, count32, element, empty, input, optional_output, output, suffix};
 use crate::cuda::{Codes, Gpu, product_of_codes};
 use crate::quantized::Format;
 use crate::{Raw, Result, compute};
@@ -21,9 +23,11 @@ const OP: &str = "linear";
 const SUMS: usize = 24 << 20;
 /// The fewest rows of a product at a time, so that it fills a GPU.
 const FEWEST_ROWS: usize = 256;
-/// The number of rows and of columns of the tiles of a transposition.
+/// Rows and columns of a block's tile of a transposition.
 const TILE: usize = 64;
 const BLOCK: u32 = 256;
+/// How many packs of a row each thread rounds.
+const HELD: usize = 2;
 
 /// A matrix rounded to codes, with a scale for each row.
 struct Rounded {
@@ -59,27 +63,58 @@ impl Quantized {
 }
 
 impl Rounded {
-    /// Round `x` (rows, columns), multiplied by the scales of the columns if given.
-    fn new(gpu: &Gpu, kind: Codes, x: &Raw, column_scales: Option<CodeParts>, parts: usize) -> Result<Self> {
-        let x = compute::contiguous(x)?;
-        let x = if address(OP, &x)?.is_multiple_of(16) { x } else { crate::raw::own_copy(&x)? };
+    /// Unset codes and scales for the rows of `x`, a dense matrix whose address is a multiple of 16.
+    fn unset(gpu: &Gpu, x: &Raw) -> Result<Self> {
         let (rows, columns) = (x.dims()[0], x.dims()[1]);
         let codes = empty(OP, gpu, &[rows.next_multiple_of(MULTIPLE), columns], DType::U8)?;
-        let scales = empty(OP, gpu, &[rows], DType::F32)?;
+        Ok(Self { codes, scales: empty(OP, gpu, &[rows], DType::F32)?, rows, columns })
+    }
+
+    /// Round `x` (rows, columns).
+    fn new(gpu: &Gpu, kind: Codes, x: &Raw) -> Result<Self> {
+        let x = aligned(x)?;
+        let rounded = Self::unset(gpu, &x)?;
         let arguments = QuantizeRows {
             x: input(OP, &x)?,
-            column_scales: column_scales.unwrap_or_default(),
-            parts: count32(OP, column_scales.map_or(0, |_| parts))?,
-            rows: count32(OP, rows)?,
-            columns: count32(OP, columns)?,
+            rows: count32(OP, rounded.rows)?,
+            columns: count32(OP, rounded.columns)?,
             is_int8: u32::from(kind == Codes::Int8),
-            codes: output(OP, &codes)?,
-            scales: output(OP, &scales)?,
+            codes: output(OP, &rounded.codes)?,
+            scales: output(OP, &rounded.scales)?,
         };
-        let shape = Shape { grid: [count32(OP, rows)?, 1, 1], block: [BLOCK, 1, 1], shared: 0 };
-        // SAFETY: x is dense, codes and scales have its rows, and parts cover its columns.
+        let shape = Shape::teams(rounded.rows, rounded.columns, HELD, x.dtype());
+        // SAFETY: x is dense, and codes and scales have its rows.
         unsafe { gpu.function(&QUANTIZE_ROWS, suffix(OP, x.dtype())?)?.launch(OP, gpu, shape, arguments) }?;
-        Ok(Self { codes, scales, rows, columns })
+        Ok(rounded)
+    }
+
+    /// Round the gradient `g` (rows, columns), multiplied by the scales of the rows of `w` (columns, inner), and transpose
+    /// the codes of `w` to `turned` (inner, columns). `ones` (inner) is set to one.
+    fn gradient(gpu: &Gpu, w: &Quantized, g: &Raw, turned: &Raw, ones: Option<&Raw>) -> Result<Self> {
+        let g = aligned(g)?;
+        let rounded = Self::unset(gpu, &g)?;
+        let tiles = |size: usize| size.div_ceil(TILE);
+        let tiles = tiles(w.dims[1]) * w.parts.iter().map(|part| tiles(part.rows)).sum::<usize>();
+        let arguments = QuantizeGradient {
+            x: input(OP, &g)?,
+            parts: w.code_parts()?,
+            count: count32(OP, w.parts.len())?,
+            rows: count32(OP, rounded.rows)?,
+            columns: count32(OP, rounded.columns)?,
+            inner: count32(OP, w.dims[1])?,
+            tiles: count32(OP, tiles)?,
+            is_int8: u32::from(w.kind() == Codes::Int8),
+            codes: output(OP, &rounded.codes)?,
+            scales: output(OP, &rounded.scales)?,
+            turned: output(OP, turned)?,
+            ones: optional_output(OP, ones)?,
+        };
+        let mut shape = Shape::teams(rounded.rows, rounded.columns, HELD, g.dtype());
+        shape.grid[0] += count32(OP, tiles)?;
+        // SAFETY: g is dense, codes and scales have its rows, the parts of w have a row for each of its columns, and the
+        // results have room for all codes of w.
+        unsafe { gpu.function(&QUANTIZE_GRADIENT, suffix(OP, g.dtype())?)?.launch(OP, gpu, shape, arguments) }?;
+        Ok(rounded)
     }
 
     /// Write the scaled product of these codes and the transpose of the codes (n, columns) at `w` to the columns of
@@ -125,6 +160,12 @@ impl Rounded {
     }
 }
 
+/// `x` as a dense matrix whose address is a multiple of 16.
+fn aligned(x: &Raw) -> Result<Raw> {
+    let x = compute::contiguous(x)?;
+    if address(OP, &x)?.is_multiple_of(16) { Ok(x) } else { crate::raw::own_copy(&x) }
+}
+
 /// The destination of a product.
 struct Columns<'a> {
     /// The result, dense.
@@ -142,10 +183,12 @@ pub(super) fn product(w: &Quantized, x: &Raw, bias: Option<&Raw>) -> Result<Opti
     let (gpu, kind) = (Gpu::of(OP, x)?, w.kind());
     let bias = bias.map(compute::contiguous).transpose()?;
     let dtype = x.dtype();
-    let x = Rounded::new(gpu, kind, x, None, 0)?;
+    let x = Rounded::new(gpu, kind, x)?;
     let y = empty(OP, gpu, &[x.rows, w.dims[0]], dtype)?;
     let parts = w.code_parts()?;
-    if hopper::product(gpu, kind, &x, (parts, w.parts.len()), &y, bias.as_ref())? {
+    if hopper::product(gpu, kind, &x, (parts, w.parts.len()), &y, bias.as_ref())?
+        || scaled::product(gpu, kind, &x, w, &y, bias.as_ref())?
+    {
         return Ok(Some(y));
     }
     for part in parts.list.iter().take(w.parts.len()).filter(|part| part.rows > 0) {
@@ -161,26 +204,20 @@ pub(super) fn product(w: &Quantized, x: &Raw, bias: Option<&Raw>) -> Result<Opti
 /// g W; `None` if the device has no 8-bit products.
 pub(super) fn input_gradient(w: &Quantized, g: &Raw) -> Result<Option<Raw>> {
     let (gpu, kind) = (Gpu::of(OP, g)?, w.kind());
-    let [rows, columns] = w.dims;
-    let (parts, dtype) = (w.code_parts()?, g.dtype());
-    let g = Rounded::new(gpu, kind, g, Some(parts), w.parts.len())?;
+    let ([rows, columns], dtype) = (w.dims, g.dtype());
     // Tensor cores sum 8-bit products along the rows of both matrices, so W is transposed.
     let turned = empty(OP, gpu, &[columns, rows], DType::U8)?;
-    let most = w.parts.iter().map(|part| part.rows).max().unwrap_or(0);
-    let grid = [columns.div_ceil(TILE), most.div_ceil(TILE), w.parts.len()];
-    let shape = Shape {
-        grid: [count32(OP, grid[0])?, count32(OP, grid[1])?, count32(OP, grid[2])?],
-        block: [BLOCK, 1, 1],
-        shared: 0,
-    };
-    let arguments =
-        TransposeCodes { parts, rows: count32(OP, rows)?, columns: count32(OP, columns)?, out: output(OP, &turned)? };
-    // SAFETY: the parts together have these rows, and the result has room for all elements.
-    unsafe { gpu.function(&TRANSPOSE_CODES, &[])?.launch(OP, gpu, shape, arguments) }?;
+    let ones = scaled::is_possible(gpu, kind, dtype).then(|| empty(OP, gpu, &[columns], DType::F32)).transpose()?;
+    let g = Rounded::gradient(gpu, w, g, &turned, ones.as_ref())?;
     let dx = empty(OP, gpu, &[g.rows, columns], dtype)?;
     let (w, mut whole) = (address(OP, &turned)?, CodeParts::default());
     whole.list[0] = CodePart { codes: w, rows: count32(OP, columns)?, ..CodePart::default() };
     if hopper::product(gpu, kind, &g, (whole, 1), &dx, None)? {
+        return Ok(Some(dx));
+    }
+    if let Some(ones) = &ones
+        && scaled::part(gpu, &g, (&turned, ones), (&dx, 0), None)?
+    {
         return Ok(Some(dx));
     }
     let to = Columns { y: &dx, start: 0, scales: None, bias: None };

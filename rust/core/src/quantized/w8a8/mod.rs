@@ -113,7 +113,7 @@ impl Quantized {
 
 impl Part {
     /// The scales of 8-bit codes: one for each row, or one for all.
-    const fn row_scales(&self) -> Option<&Raw> {
+    pub(super) const fn row_scales(&self) -> Option<&Raw> {
         match &self.scales {
             Scales::Int8(scales) | Scales::Fp8(scales) => Some(scales),
             Scales::Nf4(_) | Scales::Nested { .. } | Scales::Ggml(_) => None,

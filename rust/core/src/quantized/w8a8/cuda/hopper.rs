@@ -1,8 +1,8 @@
 //! Products of codes on compute capability 9.0: the host side of `codes_hopper.cu`.
 
 use candle_core::DType;
-use trainable_candle_cuda::kernels::codes_hopper::{MODULE, PRODUCT_OF_CODES_INT8, ProductOfCodesInt8 as Arguments};
-use trainable_candle_cuda::structs::{Address, CodeMaps, CodeParts, TensorMap};
+use trainable_candle_cuda::kernels::codes_hopper::{MODULE, ProductOfCodesInt8N128 as Arguments};
+use trainable_candle_cuda::structs::{Address, CodeMaps, CodePart, CodeParts, TensorMap};
 
 use super::{MOST_PARTS, OP, Rounded};
 use crate::cuda::launch::{Shape, address, count32, input, optional_input, output, suffix};
@@ -10,12 +10,33 @@ use crate::cuda::tensor_map::{Encoder, NO_MAP};
 use crate::cuda::{Codes, Gpu};
 use crate::{Raw, Result};
 
-/// Rows and columns of a block's tile, and the codes of a row that one stage holds.
+/// Rows of a block's tile, and the codes of a row that one stage holds.
 const ROWS: usize = 128;
-const COLUMNS: usize = 256;
-const STEP: u32 = 128;
-/// Bytes of the four stages and their barriers.
-const SHARED: u32 = 4 * (ROWS + COLUMNS) as u32 * STEP + 64;
+const STEP: usize = 128;
+/// How many columns of products take as long as the rest of a tile's work, roughly.
+const REST: usize = 16;
+
+/// A kernel: the columns of a block's tile, the number of stages, and the end of its name.
+struct Tile {
+    columns: usize,
+    stages: usize,
+    name: &'static str,
+}
+
+const TILES: [Tile; 2] =
+    [Tile { columns: 256, stages: 4, name: "_n256" }, Tile { columns: 128, stages: 6, name: "_n128" }];
+
+impl Tile {
+    /// Clusters for all tiles; each takes two tiles of rows.
+    fn clusters(&self, rows: usize, parts: &[CodePart]) -> usize {
+        rows.div_ceil(2 * ROWS) * parts.iter().map(|part| (part.rows as usize).div_ceil(self.columns)).sum::<usize>()
+    }
+
+    /// Bytes of the stages and of their barriers.
+    const fn shared(&self) -> u32 {
+        (self.stages * ((ROWS + self.columns) * STEP + 16)) as u32
+    }
+}
 
 /// Write the product of `x` with all parts of a matrix to `y`: the sums of codes times the scales of their row and column,
 /// plus the bias. Returns false if the device, format or dtype is not supported.
@@ -36,15 +57,19 @@ pub(super) fn product(
     }
     let encoder = Encoder::new(OP, DType::U8)?;
     let inner = x.columns as u64;
-    let map = |at: Address, rows: u64| encoder.boxes(at, [inner, 1, rows], [STEP, 1, 128]);
+    let most = (gpu.multiprocessors() / 2).max(1);
+    let list = &parts.list[..count];
+    let time = |tile: &&Tile| tile.clusters(x.rows, list).div_ceil(most) * (tile.columns + REST);
+    let Some(tile) = TILES.iter().min_by_key(time) else { return Ok(false) };
+    let map = |at: Address, rows: u64, box_rows: usize| {
+        encoder.boxes(at, [inner, 1, rows], [STEP as u32, 1, box_rows as u32])
+    };
     let mut w: [TensorMap; MOST_PARTS] = [NO_MAP; MOST_PARTS];
-    for (part, place) in parts.list.iter().take(count).zip(&mut w).filter(|(part, _)| part.rows > 0) {
-        *place = map(part.codes, u64::from(part.rows))?;
+    for (part, place) in list.iter().zip(&mut w).filter(|(part, _)| part.rows > 0) {
+        *place = map(part.codes, u64::from(part.rows), tile.columns / 2)?;
     }
-    let maps = CodeMaps { x: map(address(OP, &x.codes)?, x.rows as u64)?, w };
-    let tiles: usize = parts.list.iter().take(count).map(|part| (part.rows as usize).div_ceil(COLUMNS)).sum();
-    // A cluster takes two tiles of rows.
-    let clusters = (x.rows.div_ceil(2 * ROWS) * tiles).min(gpu.multiprocessors() / 2).max(1);
+    let maps = CodeMaps { x: map(address(OP, &x.codes)?, x.rows as u64, ROWS)?, w };
+    let clusters = tile.clusters(x.rows, list).clamp(1, most);
     let arguments = Arguments {
         out: output(OP, y)?,
         bias: optional_input(OP, bias)?,
@@ -56,8 +81,9 @@ pub(super) fn product(
         stride: count32(OP, y.dims()[1])?,
         count: count32(OP, count)?,
     };
-    let shape = Shape { grid: [2 * clusters as u32, 1, 1], block: [384, 1, 1], shared: SHARED };
+    let shape = Shape { grid: [2 * clusters as u32, 1, 1], block: [384, 1, 1], shared: tile.shared() };
+    let function = gpu.named::<Arguments>("product_of_codes_int8", tile.name, suffix(OP, y.dtype())?)?;
     // SAFETY: codes, scales, bias and y have these rows and columns, and parts cover the columns.
-    unsafe { gpu.function(&PRODUCT_OF_CODES_INT8, suffix(OP, y.dtype())?)?.launch(OP, gpu, shape, arguments) }?;
+    unsafe { function.launch(OP, gpu, shape, arguments) }?;
     Ok(true)
 }

@@ -1,0 +1,234 @@
+"""Which of cuBLASLt's tiles multiplies the matrices of models fastest.
+
+python benches/gpu_tiles.py [--only sdxl] [--least 2]
+
+Prints the lines of the table in rust/core/src/cuda/gemm_tiles.rs: the products for which another
+algorithm that cuBLASLt recommends takes less time than the one that it, or cuBLAS, would choose.
+Weights come from memory in each product, as in a model, and inputs from the cache. Needs torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+BF16, F32, COMPUTE_F32 = 14, 0, 68
+TRANSPOSE_A, TRANSPOSE_B, EPILOGUE, BIAS_POINTER = 3, 4, 7, 8
+WITH_BIAS = 4
+MOST_WORKSPACE, REDUCTION, IN_COMPUTE_TYPE, ALIGNMENTS = 1, 3, 2, (5, 6, 7, 8)
+TILE, SPLITS, CLUSTER = 1, 2, 8
+WORKSPACE = 32 << 20
+ALGORITHMS = 8
+CACHE = 200 << 20
+"""Bytes of weights that take turns, several times the second-level cache."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer of a model: rows of its input, and features."""
+
+    model: str
+    rows: int
+    inner: int
+    outer: int
+    bias: bool = False
+
+
+def layers() -> Iterator[Layer]:
+    for batch in (1, 4):
+        for tokens, width in ((1024, 1280), (4096, 640)):
+            rows = batch * tokens
+            yield Layer("sdxl", rows, width, 3 * width)
+            yield Layer("sdxl", rows, width, width)
+            yield Layer("sdxl", rows, width, width, bias=True)
+            yield Layer("sdxl", rows, width, 8 * width, bias=True)
+            yield Layer("sdxl", rows, 4 * width, width, bias=True)
+    for model, rows, width, keys, middle in (
+        ("qwen2-1.5b", 8192, 1536, 256, 8960),
+        ("llama3-8b", 4096, 4096, 1024, 14336),
+    ):
+        yield Layer(model, rows, width, width + 2 * keys, bias=model.startswith("qwen"))
+        yield Layer(model, rows, width, width)
+        yield Layer(model, rows, width, 2 * middle)
+        yield Layer(model, rows, middle, width)
+    for model, rows, width in (("flux", 4608, 3072), ("flux", 4096, 3072), ("z-image", 4224, 3840)):
+        yield Layer(model, rows, width, 3 * width, bias=model == "flux")
+        yield Layer(model, rows, width, width, bias=model == "flux")
+    yield Layer("flux", 4096, 3072, 12288, bias=True)
+    yield Layer("flux", 4096, 12288, 3072, bias=True)
+    yield Layer("flux", 4608, 3072, 21504, bias=True)
+    yield Layer("flux", 4608, 15360, 3072, bias=True)
+    yield Layer("z-image", 4224, 3840, 20480)
+    yield Layer("z-image", 4224, 10240, 3840)
+    yield Layer("sd3", 4096, 1536, 4608, bias=True)
+    yield Layer("sd3", 4096, 1536, 1536, bias=True)
+    yield Layer("sd3", 4096, 1536, 6144, bias=True)
+    yield Layer("sd3", 4096, 6144, 1536, bias=True)
+
+
+class CublasLt:
+    """cuBLASLt by ctypes, with a handle and a workspace."""
+
+    def __init__(self) -> None:
+        folder = Path(torch.__file__).parents[1] / "nvidia" / "cu13" / "lib"
+        found = sorted(folder.glob("libcublasLt.so.*"))
+        self.library = ctypes.CDLL(str(found[0]) if found else "libcublasLt.so.13")
+        self.handle = c_void_p()
+        self.call("cublasLtCreate", byref(self.handle))
+        self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device="cuda")
+
+    def call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self.library, name)(*arguments)
+        if status:
+            raise RuntimeError(f"{name}: status {status}")
+
+    def make(self, name: str, *arguments: Any) -> c_void_p:
+        made = c_void_p()
+        self.call(name, byref(made), *arguments)
+        return made
+
+    def attribute(self, algorithm: Any, which: int) -> int:
+        value, written = c_uint16() if which == CLUSTER else c_uint32(), c_size_t()
+        size = c_size_t(ctypes.sizeof(value))
+        name = "cublasLtMatmulAlgoConfigGetAttribute"
+        self.call(name, algorithm, which, byref(value), size, byref(written))
+        return value.value
+
+
+class Product:
+    """A product in cuBLASLt's order: y (n, m) = x (n, k) times weight, with a bias or without."""
+
+    def __init__(
+        self, lt: CublasLt, sizes: tuple[int, int, int], *, turned: bool, bias: bool
+    ) -> None:
+        self.lt, (m, n, k) = lt, sizes
+        half: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+        count = max(2, CACHE // (2 * m * k))
+        self.weights = [torch.randn((m, k) if turned else (k, m), **half) for _ in range(count)]
+        self.x, self.y = torch.randn((n, k), **half), torch.empty((n, m), **half)
+        self.bias = torch.zeros(m, **half)
+        self.description = lt.make("cublasLtMatmulDescCreate", COMPUTE_F32, F32)
+        for which, value in ((TRANSPOSE_A, int(turned)), (TRANSPOSE_B, 0)):
+            self.describe(which, c_int(value))
+        if bias:
+            self.describe(EPILOGUE, c_int(WITH_BIAS))
+            self.describe(BIAS_POINTER, c_void_p(self.bias.data_ptr()))
+
+        def layout(rows: int, columns: int) -> c_void_p:
+            shape = (c_uint64(rows), c_uint64(columns), c_int64(rows))
+            return lt.make("cublasLtMatrixLayoutCreate", BF16, *shape)
+
+        self.layouts = [layout(k, m) if turned else layout(m, k), layout(k, n), layout(m, n)]
+
+    def describe(self, which: int, value: Any) -> None:
+        size = c_size_t(ctypes.sizeof(value))
+        name = "cublasLtMatmulDescSetAttribute"
+        self.lt.call(name, self.description, which, byref(value), size)
+
+    def algorithms(self) -> list[Any]:
+        preference = self.lt.make("cublasLtMatmulPreferenceCreate")
+        options = [(MOST_WORKSPACE, c_uint64(WORKSPACE)), (REDUCTION, c_uint32(IN_COMPUTE_TYPE))]
+        options += [(which, c_uint32(256)) for which in ALIGNMENTS]
+        for which, value in options:
+            size = c_size_t(ctypes.sizeof(value))
+            name = "cublasLtMatmulPreferenceSetAttribute"
+            self.lt.call(name, preference, which, byref(value), size)
+        # A result is an algorithm of 64 bytes and 32 bytes about it.
+        results, found = (ctypes.c_uint8 * 96 * ALGORITHMS)(), c_int()
+        a, b, y = self.layouts
+        name = "cublasLtMatmulAlgoGetHeuristic"
+        shapes = (self.description, a, b, y, y, preference)
+        self.lt.call(name, self.lt.handle, *shapes, ALGORITHMS, results, byref(found))
+        return [results[i] for i in range(found.value)]
+
+    def run(self, algorithm: Any, turn: int) -> None:
+        one, zero, workspace = c_float(1), c_float(0), self.lt.workspace
+        a, b, y = self.layouts
+        weight = self.weights[turn % len(self.weights)]
+        result = c_void_p(self.y.data_ptr())
+        self.lt.call(
+            "cublasLtMatmul", self.lt.handle, self.description, byref(one),
+            c_void_p(weight.data_ptr()), a, c_void_p(self.x.data_ptr()), b, byref(zero),
+            result, y, result, y, algorithm, c_void_p(workspace.data_ptr()), c_size_t(WORKSPACE),
+            c_void_p(torch.cuda.current_stream().cuda_stream),
+        )  # fmt: skip
+
+
+def microseconds(call: Callable[[int], object]) -> float:
+    """The time of a call inside a CUDA graph of 20 calls: the median of nine replays."""
+    count = 20
+    for turn in range(3):
+        call(turn)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for turn in range(count):
+            call(turn)
+    times = []
+    for _ in range(10):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / count)
+    return statistics.median(times[1:])
+
+
+def examine(lt: CublasLt, layer: Layer, *, backward: bool, least: float) -> None:
+    m, k = (layer.inner, layer.outer) if backward else (layer.outer, layer.inner)
+    bias = layer.bias and not backward
+    product = Product(lt, m, layer.rows, k, turned=not backward, bias=bias)
+    algorithms = product.algorithms()
+    times = [microseconds(lambda turn, a=a: product.run(a, turn)) for a in algorithms]
+    usual = times[0]
+    if not bias:
+
+        def by_cublas(turn: int) -> None:
+            weight = product.weights[turn % len(product.weights)]
+            torch.mm(product.x, weight if backward else weight.T, out=product.y)
+
+        usual = microseconds(by_cublas)
+    # Algorithms that split the sums over k do not have the same bits.
+    whole = [i for i, a in enumerate(algorithms) if lt.attribute(a, SPLITS) <= 1]
+    best = min(whole, key=lambda i: times[i])
+    gain = 100 * (1 - times[best] / usual)
+    tile, cluster = (lt.attribute(algorithms[best], which) for which in (TILE, CLUSTER))
+    tiles = [lt.attribute(a, TILE) for a in algorithms]
+    line = f"({[m, layer.rows, k]}, {str(not backward).lower()}, {str(bias).lower()}, {tile}),"
+    kept = "   " if gain < least else "-> "
+    print(
+        f"{kept}{line:52s} // {layer.model}, {usual:.1f} -> {times[best]:.1f} us, {gain:.1f} %, "
+        f"number {best} of {tiles}, cluster {cluster}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--only", default="", help="the models whose name contains this")
+    options.add_argument("--least", type=float, default=2, help="the least gain of a line, in %%")
+    given = options.parse_args()
+    lt = CublasLt()
+    print(f"// {torch.cuda.get_device_name()}, cuBLASLt {lt.library.cublasLtGetVersion()}")
+    seen = set()
+    for layer in layers():
+        for backward in (False, True):
+            shape = (layer.rows, layer.inner, layer.outer, layer.bias and not backward, backward)
+            if given.only in layer.model and shape not in seen:
+                seen.add(shape)
+                examine(lt, layer, backward=backward, least=given.least)
+
+
+if __name__ == "__main__":
+    main()

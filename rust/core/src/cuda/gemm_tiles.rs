@@ -1,0 +1,72 @@
+//! The tiles with which cuBLASLt multiplies the matrices of models fastest.
+
+use super::gpu::Gpu;
+use super::product_calls::Key;
+
+/// Sizes (m, n, k) in cuBLAS' order, where n is the number of rows; whether the first operand is transposed, as in a
+/// forward pass; whether there is a bias; and a tile, as cuBLASLt numbers them.
+type Choice = ([usize; 3], bool, bool, u32);
+
+/// Products in half precision for which another of the tiles that cuBLASLt recommends takes at least 3 % less time than
+/// its first recommendation and than cuBLAS' choice. All these tiles give the same bits. Measured by `benches/gpu_tiles.py`
+/// on an H100 on 2026-11-26, with cuBLASLt 13.1, at the rows of the batches of the benchmarks.
+const CHOICES: &[Choice] = &[
+    // SDXL, batches of 1 and 4
+    ([3840, 1024, 1280], true, false, 20),
+    ([1280, 1024, 3840], false, false, 28),
+    ([1280, 1024, 1280], false, false, 28),
+    ([10240, 1024, 1280], true, true, 20),
+    ([1280, 1024, 10240], false, false, 28),
+    ([1280, 1024, 5120], true, true, 28),
+    ([1920, 4096, 640], true, false, 29),
+    ([5120, 4096, 640], true, true, 20),
+    ([2560, 4096, 640], false, false, 29),
+    ([3840, 4096, 1280], true, false, 29),
+    ([1280, 4096, 1280], false, false, 29),
+    ([1280, 4096, 10240], false, false, 29),
+    ([5120, 4096, 1280], false, false, 29),
+    ([1920, 16384, 640], true, false, 20),
+    ([640, 16384, 1920], false, false, 29),
+    ([640, 16384, 640], true, true, 20),
+    ([640, 16384, 5120], false, false, 248),
+    ([2560, 16384, 640], false, false, 29),
+    // Qwen2-1.5B, 4 × 2048 tokens
+    ([2048, 8192, 1536], true, true, 20),
+    ([1536, 8192, 2048], false, false, 29),
+    ([1536, 8192, 1536], true, false, 20),
+    ([1536, 8192, 1536], false, false, 20),
+    ([17920, 8192, 1536], true, false, 201),
+    ([1536, 8192, 8960], true, false, 495),
+    ([8960, 8192, 1536], false, false, 29),
+    // Llama-3-8B, 2 × 2048 tokens
+    ([6144, 4096, 4096], true, false, 24),
+    ([28672, 4096, 4096], true, false, 201),
+    // Flux
+    ([9216, 4608, 3072], true, true, 24),
+    ([3072, 4608, 3072], true, true, 20),
+    ([12288, 4096, 3072], true, true, 23),
+    ([3072, 4096, 12288], false, false, 24),
+    ([12288, 4096, 3072], false, false, 24),
+    ([21504, 4608, 3072], true, true, 24),
+    // Z-Image
+    ([10240, 4224, 3840], false, false, 495),
+    // SD3.5-medium
+    ([4608, 4096, 1536], true, true, 495),
+    ([1536, 4096, 4608], false, false, 31),
+    ([1536, 4096, 1536], true, true, 495),
+    ([1536, 4096, 6144], false, false, 31),
+    ([1536, 4096, 6144], true, true, 495),
+    ([6144, 4096, 1536], false, false, 20),
+];
+
+/// The tile for a product, if one is known to be faster. A choice is also that of up to an eighth fewer rows, which need
+/// nearly the same number of tiles.
+pub(super) fn preferred(gpu: &Gpu, key: &Key) -> Option<u32> {
+    let ([m, n, k], [(is_turned, _), (false, _)]) = (key.sizes, key.operands) else { return None };
+    let fits = |&&([own_m, most, own_k], turned, bias, _): &&Choice| {
+        (own_m, own_k, turned, bias) == (m, k, is_turned, key.arithmetic.has_bias())
+            && (most - most / 8 + 1..=most).contains(&n)
+    };
+    let choice = CHOICES.iter().find(fits)?;
+    (gpu.is_hopper() && key.arithmetic.is_half()).then_some(choice.3)
+}

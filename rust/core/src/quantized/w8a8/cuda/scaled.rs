@@ -1,0 +1,69 @@
+//! Products of e4m3 codes on compute capability 9.0, whose sums cuBLASLt scales as it writes them.
+
+use candle_core::DType;
+
+use super::{OP, Rounded};
+use crate::cuda::launch::address;
+use crate::cuda::{Codes, Gpu, Scaled, scaled_product_of_codes};
+use crate::quantized::{Part, Quantized};
+use crate::{Raw, Result, compute};
+
+/// Bytes of a boundary at which cuBLASLt expects vectors of scales.
+const ALIGNMENT: u64 = 16;
+
+/// Whether cuBLASLt may have such products.
+pub(super) fn is_possible(gpu: &Gpu, kind: Codes, dtype: DType) -> bool {
+    kind == Codes::E4m3 && gpu.is_hopper() && matches!(dtype, DType::F16 | DType::BF16)
+}
+
+/// Write the product of `x` with all parts of `w` to `y`: the sums of codes times the scales of their row and column, plus
+/// the bias. Returns false if the device, format or dtype is not supported.
+pub(super) fn product(gpu: &Gpu, kind: Codes, x: &Rounded, w: &Quantized, y: &Raw, bias: Option<&Raw>) -> Result<bool> {
+    if !is_possible(gpu, kind, y.dtype()) {
+        return Ok(false);
+    }
+    let mut start = 0;
+    for of in w.parts.iter().filter(|part| part.rows > 0) {
+        let Some(scales) = vector(of)? else { return Ok(false) };
+        if !part(gpu, x, (&of.codes, &scales), (y, start), bias)? {
+            return Ok(false);
+        }
+        start += of.rows;
+    }
+    Ok(true)
+}
+
+/// A scale for each row of a part.
+fn vector(part: &Part) -> Result<Option<Raw>> {
+    let Some(scales) = part.row_scales() else { return Ok(None) };
+    if scales.elem_count() != part.rows {
+        return compute::contiguous(&scales.broadcast_as(part.rows)?).map(Some);
+    }
+    let is_aligned = address(OP, scales)?.is_multiple_of(ALIGNMENT);
+    if is_aligned { Ok(Some(scales.clone())) } else { crate::raw::own_copy(scales).map(Some) }
+}
+
+/// Write the product of `x` with codes (n, columns) and their scales (n) to the columns of `y` from `start` on. `bias` is
+/// that of all columns of `y`. Returns false if cuBLASLt does not support the product.
+pub(super) fn part(
+    gpu: &Gpu,
+    x: &Rounded,
+    (codes, scales): (&Raw, &Raw),
+    (y, start): (&Raw, usize),
+    bias: Option<&Raw>,
+) -> Result<bool> {
+    let dtype = y.dtype();
+    let moved = |raw: &Raw| -> Result<u64> { Ok(address(OP, raw)? + (start * raw.dtype().size_in_bytes()) as u64) };
+    let operands = Scaled {
+        x: address(OP, &x.codes)?,
+        x_scales: address(OP, &x.scales)?,
+        w: address(OP, codes)?,
+        w_scales: address(OP, scales)?,
+        bias: bias.map(moved).transpose()?,
+        y: moved(y)?,
+        stride: y.dims()[1],
+    };
+    let sizes = [x.rows, scales.elem_count(), x.columns];
+    // SAFETY: codes and scales have these rows, and y and the bias have the columns.
+    unsafe { scaled_product_of_codes(OP, gpu, operands, sizes, dtype) }
+}

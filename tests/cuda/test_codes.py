@@ -1,0 +1,91 @@
+"""Products of 8-bit codes call the kernels and cuBLASLt's products that fit the dtype and the GPU.
+
+The simulated GPU has compute capability 9.0.
+"""
+
+from typing import Any
+
+import pytest
+
+SNIPPET = """
+    tc.set_w8a8(True)
+    weight = tc.quantize(tc.randn((48, 64)), "FORMAT").to("cuda")
+    x = tc.Var(tc.randn((ROWS, 64), dtype="DTYPE", device="cuda"))
+    bias = tc.randn((48,), dtype="DTYPE", device="cuda")
+    mark("forward")
+    y = tc.nn.functional.linear(x, weight, bias)
+    mark("backward")
+    y.backward(tc.ones_like(y))
+    mark("end")
+"""
+# The types of the operands and of the result, as cuBLASLt numbers them: e4m3, f16, bf16, f32.
+TO_F16, TO_BF16, TO_F32 = "28,2", "28,14", "28,0"
+
+
+def calls(cuda: Any, **names: str) -> dict[str, tuple[list[str], list[tuple[str, ...]]]]:
+    """The kernels of both passes, and m, n, k, types and epilogue of their products."""
+    code = SNIPPET
+    for name, value in names.items():
+        code = code.replace(name, value)
+    run = cuda.run(code)
+    assert run.of("refused") == []
+    found = {}
+    for part in ("forward", "backward"):
+        of_part = run.after(part)
+        kernels = [
+            n for n in of_part.launches if any(w in n for w in ("codes", "quantize", "sums"))
+        ]
+        fields = ("m", "n", "k", "types", "epilogue")
+        products = [tuple(call[field] for field in fields) for call in of_part.of("product")]
+        found[part] = (kernels, products)
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "types"), [("bf16", TO_BF16), ("f16", TO_F16)])
+@pytest.mark.parametrize("rows", ["77", "1"])
+def test_cublaslt_scales_products_of_e4m3(cuda: Any, dtype: str, types: str, rows: str) -> None:
+    found = calls(cuda, FORMAT="fp8", DTYPE=dtype, ROWS=rows)
+    # The epilogue 4 adds the bias.
+    assert found["forward"] == ([f"quantize_rows_{dtype}"], [("48", rows, "64", types, "4")])
+    assert found["backward"] == ([f"quantize_gradient_{dtype}"], [("64", rows, "48", types, "1")])
+
+
+def test_sums_of_e4m3_in_f32_are_scaled_by_a_kernel(cuda: Any) -> None:
+    found = calls(cuda, FORMAT="fp8", DTYPE="f32", ROWS="77")
+    kernels = ["quantize_rows_f32", "scale_sums_f32"]
+    assert found["forward"] == (kernels, [("48", "80", "64", TO_F32, "1")])
+    kernels = ["quantize_gradient_f32", "scale_sums_f32"]
+    assert found["backward"] == (kernels, [("64", "80", "48", TO_F32, "1")])
+
+
+def test_a_kernel_multiplies_and_scales_int8(cuda: Any) -> None:
+    found = calls(cuda, FORMAT="int8", DTYPE="bf16", ROWS="77")
+    product = "product_of_codes_int8_n128_bf16"
+    assert found["forward"] == (["quantize_rows_bf16", product], [])
+    assert found["backward"] == (["quantize_gradient_bf16", product], [])
+
+
+def test_queries_keys_and_values_are_one_product(cuda: Any) -> None:
+    """The layers of the small SDXL that share an input have their codes in common storage."""
+    run = cuda.run(
+        """
+    from pathlib import Path
+
+    folder = Path(tc.__file__).parent / "assets" / "sdxl_tiny" / "unet"
+    model = tc.models.SDXLUNet.from_pretrained(folder, dtype="bf16", device="cuda", quantize="fp8")
+    tc.set_w8a8(True)
+    mark("forward")
+    model(
+        tc.zeros(1, 4, 16, 16, dtype="bf16", device="cuda"),
+        tc.zeros(1, device="cuda"),
+        encoder_hidden_states=tc.zeros(1, 77, 128, dtype="bf16", device="cuda"),
+        text_embeds=tc.zeros(1, 64, dtype="bf16", device="cuda"),
+        time_ids=tc.zeros(1, 6, device="cuda"),
+    )
+    mark("end")
+    """
+    )
+    assert run.of("refused") == []
+    products = [call for call in run.after("forward").of("product") if call["types"] == TO_BF16]
+    # Each of the 11 transformer blocks has a self-attention.
+    assert sum(int(call["m"]) == 3 * int(call["k"]) for call in products) == 11

@@ -1,0 +1,65 @@
+"""Low-rank products and gradients of their factors on a GPU, against numpy in f64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+
+pytestmark = pytest.mark.gpu
+
+# Rows, input features, output features, rank. The widths are odd multiples of 8, and rows fill no
+# tile; together they have more blocks of 64 columns than a GPU has multiprocessors.
+LAYERS = [
+    (4097, 1280, 1288, 16),
+    (1, 640, 640, 16),
+    (77, 2048, 1280, 32),
+    (300, 72, 8, 16),
+    (1000, 3072, 4096, 64),
+    (513, 1536, 256, 16),
+    (129, 1280, 1280, 48),
+    (64, 640, 24, 8),
+]
+
+
+def close(found: tc.Tensor, expected: np.ndarray, tolerance: float) -> None:
+    difference = np.abs(found.detach().to("cpu").to("f32").numpy() - expected).max()
+    assert difference <= tolerance * np.abs(expected).max(), (expected.shape, difference)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_gradients_of_factors_of_many_layers(dtype: Any) -> None:
+    tc.manual_seed(0)
+    downs = [tc.Var(tc.randn(r, n, device="cuda") / n**0.5) for _, n, _, r in LAYERS]
+    ups = [tc.Var(tc.randn(m, r, device="cuda") / r**0.5) for _, _, m, r in LAYERS]
+    xs = [tc.randn(rows, n, device="cuda").to(dtype) for rows, n, _, _ in LAYERS]
+    grads = [tc.randn(rows, m, device="cuda").to(dtype) for rows, _, m, _ in LAYERS]
+    opt = tc.optim.AdamW(downs + ups)
+    tc.lora_backward_(grads, xs, downs, ups, 0.5)
+    opt.zero_grad()
+    # The gradients are in one buffer now. The two calls add to it.
+    tc.lora_backward_(grads, xs, downs, ups, 0.5)
+    with tc.cuda.profile("cuda") as profile:
+        # The last layer is there twice, so that two products add to one gradient.
+        tc.lora_backward_([*grads, grads[6]], [*xs, xs[6]], [*downs, downs[6]], [*ups, ups[6]], 0.5)
+    launches = {kernel.name: kernel.count for kernel in profile.kernels}
+    assert launches[f"low_rank_gradient_{dtype}"] == 2, launches
+
+    def wide(tensor: tc.Tensor) -> np.ndarray:
+        return tensor.detach().to("cpu").to("f32").numpy().astype(np.float64)
+
+    def rounded(tensor: tc.Tensor) -> np.ndarray:
+        return wide(tensor.detach().to(dtype))
+
+    tolerance = 1.6e-2 if dtype == "bf16" else 2e-3
+    for place, (x, grad, down, up) in enumerate(zip(xs, grads, downs, ups, strict=True)):
+        calls = 3 if place == 6 else 2
+        hidden = wide(x) @ rounded(down).T
+        assert up.grad is not None
+        assert down.grad is not None
+        close(up.grad, calls * 0.5 * wide(grad).T @ hidden, tolerance)
+        close(down.grad, calls * 0.5 * (wide(grad) @ rounded(up)).T @ wide(x), tolerance)
+
