@@ -1,8 +1,8 @@
 // Tensor-core products of f16 and bf16 tiles (PTX `mma.sync.m16n8k16`, `ldmatrix`) and asynchronous copies into shared memory.
 //
 // A tile in shared memory consists of panels of 64 columns. A panel stores its rows one after another, 128 bytes each. A row of a panel
-// has eight 16-byte chunks; chunk c of row r is stored at place c ^ (r % 8). The eight rows that one `ldmatrix` reads are therefore
-// in different banks.
+// has eight 16-byte chunks; chunk c of row r is stored as chunk c ^ (r % 8) of the row. The eight rows that one `ldmatrix` reads are
+// therefore in different banks.
 //
 // The PTX manual defines which thread has which elements of a 16 x 8 product. With g = lane / 4 and t = lane % 4, the four
 // accumulators of a thread are the elements (g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t) and (g + 8, 2 * t + 1). If the accumulators of
@@ -142,7 +142,8 @@ template <int D, int M, int ROWS> struct SharedRows {
     }
 };
 
-// The same left operand in registers. Warps load it once; warpgroups load it again in each iteration of the loop that uses it.
+// The same left operand in registers. With `mma.sync`, a warp loads it once. With `wgmma`, it is loaded again in each iteration of the loop
+// that uses it (warpgroup.cuh says why).
 template <int D, int M, int ROWS> struct HeldRows {
     SharedRows<D, M, ROWS> shared;
     uint32_t fragments[M][D / 16][4];

@@ -1,6 +1,7 @@
 // Products of int8 codes with the matrix instructions and the copy engine of compute capability 9.0 (code for sm_90a alone). One
-// thread copies tiles; two warpgroups multiply 64 rows by 256 columns each, scale the sums and store them. Two blocks form a cluster:
-// they take neighbouring tiles of rows and the same columns, and each block fetches half of the columns' codes for both.
+// thread copies tiles. Each of two warpgroups computes 64 rows and 256 columns of the result, scales the sums and stores them. Two blocks
+// form a cluster: they take neighbouring tiles of rows and the same columns, and each block fetches half of the columns' codes for both
+// blocks.
 #pragma once
 
 #include "../rows.cuh"
@@ -13,7 +14,8 @@ struct CodeMaps {
     TensorMap x, w[MOST_PARTS];
 };
 
-// The descriptor of an operand whose rows of 128 bytes a product sums along: 128-byte swizzle, groups of eight rows 1024 bytes apart.
+// The descriptor of an operand with rows of 128 bytes, for a product whose sum runs along the rows: 128-byte swizzle, groups of eight rows
+// 1024 bytes apart.
 __device__ __forceinline__ uint64_t rows_descriptor(uint32_t address) {
     return (address & 0x3ffff) >> 4 | 1ull << 16 | uint64_t(1024 >> 4) << 32 | 1ull << 62;
 }
@@ -40,16 +42,16 @@ __device__ __forceinline__ void multiply_codes(uint32_t (&sums)[128], uint64_t a
                  : "l"(a), "l"(b), "r"(int(adds)));
 }
 
-// Exchanges values among four lanes t = 0 to 3. Each lane has a value of each of the blocks 0 to 3; lane t gets the values of block t
-// from all four lanes.
+// Exchanges values among four lanes t = 0 to 3. Each lane passes a value of each of four column blocks: `a` to `d` belong to column blocks
+// 0 to 3. Lane t gets the four lanes' values of column block t.
 __device__ __forceinline__ uint4 exchange(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-    // First, neighbouring lanes exchange values of blocks 0 and 1, and of blocks 2 and 3.
+    // First, neighbouring lanes exchange values of column blocks 0 and 1, and of column blocks 2 and 3.
     const uint32_t ab = __shfl_xor_sync(ALL_LANES, odd ? a : b, 1), cd = __shfl_xor_sync(ALL_LANES, odd ? c : d, 1);
     if (odd) a = ab, c = cd;
     else b = ab, d = cd;
-    // Lane t now has the values of blocks t % 2 and t % 2 + 2: (a, c) are those of the even lane of its pair, (b, d) those of the odd
-    // lane.
+    // Lane t now has two values of column block t % 2 and two of column block t % 2 + 2: `a` and `c` come from the even lane of its pair
+    // of lanes, `b` and `d` from the odd lane.
     const uint32_t ac = __shfl_xor_sync(ALL_LANES, high ? a : c, 2), bd = __shfl_xor_sync(ALL_LANES, high ? b : d, 2);
     return high ? make_uint4(ac, bd, c, d) : make_uint4(a, b, ac, bd);
 }
@@ -75,7 +77,8 @@ template <typename T> struct CodesProduct {
     const CodeParts &parts;
     uint32_t rows, inner, stride, count;
 
-    // A tile of the cluster: 256 rows, of which this block takes half, and 256 columns of a part.
+    // A tile of the cluster: 256 rows, of which this block takes half, and 256 columns of a part. `row` is the first row of this block's
+    // half, `column` the first column, counted in the part.
     struct Tile {
         uint32_t row, part, column;
     };
@@ -138,7 +141,7 @@ template <typename T> struct CodesProduct {
         for (int r = 0; r < 2; r++) scale[r] = row + 8 * r < rows ? __ldg(row_scales + row + 8 * r) : 0.0f;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            // Four blocks of eight columns.
+            // Four column blocks of eight columns each.
             uint32_t words[2][4];
 #pragma unroll
             for (int b = 0; b < 4; b++) {
@@ -183,7 +186,8 @@ template <typename T> struct CodesProduct {
             registers_more<232>();
             multiply(ring);
         }
-        // Both blocks end together, because each may still write to the memory of the other or signal its barriers.
+        // Both blocks of the cluster end together: until a block ends, it may write to the shared memory of the other block and signal the
+        // other block's barriers.
         cluster_wait();
     }
 };
