@@ -27,7 +27,7 @@ template <int N, typename T> __device__ __forceinline__ Pack<T, N> load_pack(con
 }
 
 // Stores to global memory. Wide stores are in assembly, because the compiler sometimes splits them. The compiler does not know that
-// they write memory, so put `one_at_a_time()` between such a store and a load of its values.
+// they write memory, so put `one_at_a_time()` between such a store and a load of the stored values.
 template <typename T, int N> __device__ __forceinline__ void store_pack(T *to, const Pack<T, N> &pack) {
     typename Words<sizeof(pack)>::type word;
     memcpy(&word, &pack, sizeof(pack));

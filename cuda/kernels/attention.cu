@@ -2,8 +2,8 @@
 //
 // The form on tensor cores, `attention_*_w64_*` for widths up to 64 and `attention_*_w128_*` up to 128, takes f16 and bf16; a
 // width equal to the width of values and a multiple of 8; pointers and strides that are multiples of 16 bytes; a scale above 0;
-// no mask. The plain form takes everything else. Both forms take any number of queries and keys. The number may be 0 where the formula
-// for the kernel's grid gives no 0.
+// no mask. The plain form takes everything else. Both forms take any number of queries and keys, including 0
+// where this does not make the kernel's grid empty.
 //
 // q, dq (batch, heads, queries, width); k, dk (batch, heads, keys, width); v, dv (batch, heads, keys, value_width); o, d_o
 // (batch, heads, queries, value_width): each with its `Strides`, in the order of the pointers. log_sums and delta (batch, heads,
@@ -28,10 +28,10 @@
 
 // attention_backward_w{64,128}_{f16,bf16}: dq, dk and dv from log_sums and delta. Null gradients are not written. With parts = 1,
 // dk_parts and dv_parts are null; otherwise each holds (parts, batch, heads, keys, width) f32, from which `attention_sum_parts` then
-// computes dk and dv. Parts keep the multiprocessors busy when there are few keys: they save time as long as parts ceil(keys / 64)
-// batch heads is below the number of multiprocessors.
-// Grid (K + Q), 128 threads: K = parts ceil(keys / 64) batch heads blocks compute dk and dv (K = 0 if both are null), and Q =
-// ceil(queries / 64) batch heads blocks compute dq (Q = 0 if it is null). Dynamic shared memory: w64 50176 bytes, w128 99328.
+// computes dk and dv. Parts keep the multiprocessors busy when there are few keys: they save time as long as
+// parts * ceil(keys / 64) * batch * heads is below the number of multiprocessors.
+// Grid (K + Q), 128 threads: K = parts * ceil(keys / 64) * batch * heads blocks compute dk and dv (K = 0 if both are null), and
+// Q = ceil(queries / 64) * batch * heads blocks compute dq (Q = 0 if it is null). Dynamic shared memory: w64 50176 bytes, w128 99328.
 #define BACKWARD(w, dtype, type, blocks, key_step, key_rows, query_step, query_rows)                                               \
     ENTRY(128, blocks)                                                                                                             \
     attention_backward_w##w##_##dtype(const type *q, const type *k, const type *v, const type *d_o, const float *log_sums,         \
@@ -52,7 +52,7 @@
                                                                                 do_strides, dq_strides, shape, Dense());                    \
     }
 
-// attention_sum_parts_{f16,bf16}: dk and dv, unless they are null, from their parts, added in their order.
+// attention_sum_parts_{f16,bf16}: dk and dv, unless they are null. Each is the sum of its parts, added in the order of the parts.
 // Grid (ceil(batch heads keys width / 1024), 2), 256 threads. No dynamic shared memory.
 #define SUM_PARTS(dtype, type)                                                                                                     \
     ENTRY(256, 1)                                                                                                                  \
@@ -75,7 +75,7 @@
 ON_TENSOR_CORES(f16, __half)
 ON_TENSOR_CORES(bf16, __nv_bfloat16)
 
-// attention_delta_{f32,f64,f16,bf16}: delta = the sum over each row of o ∘ d_o, which all backward functions need.
+// attention_delta_{f32,f64,f16,bf16}: delta = the sum of o ∘ d_o over each row. All backward kernels need delta.
 // Grid (ceil(batch heads queries / 32)), 256 threads. No dynamic shared memory.
 #define DELTA(dtype, type)                                                                                                         \
     ENTRY(256, 1)                                                                                                                  \

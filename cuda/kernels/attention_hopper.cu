@@ -5,12 +5,12 @@
 // `Schedule` (include/attention/hopper/schedule.cuh) divides the work. `blocks` is the number of multiprocessors. `whole` is the number of
 // items if none is split; otherwise it is the largest multiple of `blocks` below that number, and the items beyond are split. Items and
 // steps:
-//   forward: ceil(queries / R) batch heads items of ceil(keys / 128) steps, with R = 192 (w64) or 128 (w128);
-//   backward: ceil(keys / 128) batch heads items of ceil(queries / M) steps, with M = 128 (w64) or 64 (w128).
-// Splitting costs about as much as five steps. steps * blocks * blocks is below 2^32.
+//   forward: ceil(queries / R) * batch * heads items of ceil(keys / 128) steps, with R = 192 (w64) or 128 (w128);
+//   backward: ceil(keys / 128) * batch * heads items of ceil(queries / M) steps, with M = 128 (w64) or 64 (w128).
+// Splitting items takes as much time as about five steps. steps * blocks * blocks must be below 2^32.
 //
 // `maps` have 16-bit elements, dimensions (width, rows, heads, batch), boxes of (64, rows, 1, 1) with the rows that the structures name,
-// element strides 1, no interleave, 128-byte swizzle, zeros outside (FLOAT_OOB_FILL_NONE).
+// element strides 1, no interleave, 128-byte swizzle, zeros for elements outside the tensor (FLOAT_OOB_FILL_NONE).
 #include "../include/attention/hopper/finish.cuh"
 
 #define BY_VALUE const __grid_constant__

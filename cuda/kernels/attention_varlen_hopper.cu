@@ -2,10 +2,10 @@
 // spans. It takes f16 and bf16, widths that are a multiple of 8 up to 64 (w64) or 128 (w128), and pointers and strides that are multiples
 // of 16 bytes.
 //
-// `maps` are as in attention_hopper.cu, with the heads of each tensor. In the backward pass K = heads / group is the number of heads of
-// keys, M = 128 (w64) or 64 (w128) the number of queries in a tile, and `blocks` the number of multiprocessors. `Shares`
-// (include/attention/hopper/shares.cuh) divides the work by `plan` (ceil(rows / 128) + 1 + blocks). heads ceil(rows / M) ceil(rows / 128)
-// is below 2^31.
+// `maps` are as in attention_hopper.cu; each map has the number of heads of its tensor. In the backward pass, K = heads / group is the
+// number of heads of keys, M = 128 (w64) or 64 (w128) the number of queries in a tile, and `blocks` the number of multiprocessors.
+// `Shares` (include/attention/hopper/shares.cuh) divides the work by `plan`, which has ceil(rows / 128) + 1 + blocks numbers.
+// heads * ceil(rows / M) * ceil(rows / 128) must be below 2^31.
 #include "../include/attention/hopper/finish.cuh"
 #include "../include/attention/hopper/shares.cuh"
 

@@ -1,8 +1,8 @@
 // Products of 8-bit codes on compute capability 9.0 (for sm_90a alone), scaled: see include/codes/hopper.cuh.
 //
-// product_of_codes_int8_{f16,bf16}: out (rows, stride) from x (rows, inner) and the parts of w (Σ rows, inner), whose rows are
-// the columns of out that begin at their `start`. A part without scales has scales of one; bias may be null. Row lengths are multiples
-// of 16 elements, addresses of 16 bytes.
+// product_of_codes_int8_{f16,bf16}: out (rows, stride) from x (rows, inner) and the parts of w (Σ rows, inner). Row r of a part
+// gives column `start` + r of out. A part without scales has scales of one; bias may be null. Row lengths must be multiples of 16
+// elements, and addresses multiples of 16 bytes.
 // There is no such kernel for e4m3 codes: the instructions keep only about 14 bits of sums of e4m3, so cuBLASLt multiplies them.
 // Grid (blocks), an even number, in clusters of two; 384 threads. Dynamic shared memory: 196672 bytes.
 #include "../include/codes/hopper.cuh"

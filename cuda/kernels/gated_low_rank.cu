@@ -1,4 +1,4 @@
-// Gated linear units (kernels/gated.cu) of x + s hidden up. Each half of a row has its own low-rank product (include/low_rank.cuh). The
+// Gated linear units (kernels/gated.cu) of x + s hidden upᵀ. Each half of a row has its own low-rank product (include/low_rank.cuh). The
 // products are computed in registers: adding them to x in memory would read and write x once more, which takes most of the time at
 // thousands of rows.
 //
@@ -59,7 +59,7 @@ template <typename T, int TILES> struct Half {
             values.hidden[tile][i] = words<uint2>(hidden + static_cast<uint64_t>(at) * row + tile * RANKS + 4 * (threadIdx.x % 4));
     }
 
-    // Adds the product of hidden and up to `products`: column k of row i is at [k % 4][2 i + k / 4].
+    // Adds the product hidden upᵀ to `products`, where column k (of the thread's eight) of row i (of its two) is at [k % 4][2 i + k / 4].
     __device__ __forceinline__ void multiply(float (&products)[4][4], const Values &values) const {
         if (hidden == nullptr) return;
 #pragma unroll
