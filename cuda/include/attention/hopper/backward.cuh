@@ -3,8 +3,8 @@
 //
 // The gradients of a tile of queries are sums over the tiles of keys that the queries see. Blocks add to these sums, which are f32 in
 // memory, in an order that is known in advance: the order in which the blocks would reach the tile of queries if all steps took equally
-// long. So a block waits only briefly for its turn. Because blocks wait for each other, all must run at the same time: one on each
-// multiprocessor, in one stream.
+// long. So a block waits only briefly for its turn. Because blocks wait for each other, all blocks of a launch must run at the same
+// time. So a launch has at most one block for each multiprocessor, and two launches must not overlap (they are in one stream).
 #pragma once
 
 #include "copies.cuh"
@@ -33,7 +33,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
     const Order &order;
     uint32_t shared;
 
-    // The index of a tile of queries among the query tiles of all heads and sequences.
+    // The index of a tile of queries among the query tiles of the whole batch, over (batch, heads, tiles).
     __device__ __forceinline__ uint32_t place(const Task &queries) const {
         return queries.index * ceil_divide(shape.queries, M) + queries.tile;
     }
@@ -84,8 +84,8 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
         }
     }
 
-    // Adds the sums of the groups to the gradients of the queries when it is the block's turn. The `ADDERS` warps take
-    // the steps in rotation, because waiting until an addition to memory is done takes longer than a step.
+    // Adds the sums of the groups to the gradients of the queries when it is the block's turn. The `ADDERS` warps take the steps in
+    // rotation, because a warp waits until its addition is in memory, which takes longer than a step.
     __device__ __forceinline__ void add(uint32_t adder, float *sums, uint32_t *turns) const {
         typename Order::Walk walk(order);
         Span span;
@@ -213,7 +213,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
                 const uint32_t next = is_end ? q_stage : q.stage;
                 barrier_wait(shared + Q_FULL + next * 8, is_end ? parity : q.parity);
                 multiply_keys(scores, keys, shared + Q + next * QUERY_BYTES);
-                // Both groups have written their rows.
+                // Waits until both groups have written their rows.
                 barrier_wait(shared + DS_FULL + ds.stage * 8, ds.parity);
                 publish_to_products();
                 ds.advance();

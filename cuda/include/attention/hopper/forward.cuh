@@ -10,12 +10,12 @@
 #include "queue.cuh"
 #include "schedule.cuh"
 
-// The weights of a row are 2^(score - base). A tile raises the base only if one of its scores exceeds the base by more than this number,
-// so that no weight exceeds 2^HEADROOM. Most tiles do not raise the base.
+// The weights of a row are 2^(score - base). A warp raises the bases of its rows only if a score of the tile exceeds the base of its row by
+// more than this number. So no weight exceeds 2^HEADROOM, and most tiles do not raise a base.
 constexpr float HEADROOM = 8.0f;
 
-// The state of the softmax of a thread's two rows: the base, in units of scores multiplied by scale / ln 2, and the sum of the weights
-// in the columns of this thread.
+// The state of the softmax of a thread's two rows: the base, which is a score multiplied by scale / ln 2, and the sum of the weights in
+// the columns of this thread.
 struct RowWeights {
     // The first base is below all scores, but finite: if a tile hides all keys of a row, the scores of the row are negative infinity,
     // and their difference from a base of negative infinity would be NaN.

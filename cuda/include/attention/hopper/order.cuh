@@ -13,7 +13,7 @@ struct SplitItem {
     bool starts;
 };
 
-// The order of attention in which every query sees every key.
+// The order for attention without a mask: every query sees every key.
 template <int M> struct Order {
     const Schedule &schedule;
     uint32_t tiles, heads, keys_of_head;
@@ -72,9 +72,9 @@ template <int M> struct Order {
             : key(first + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4), keys(order.keys_of_head),
               is_last((first / KEYS_AT_ONCE + 1) * KEYS_AT_ONCE > order.keys_of_head) {}
 
-        // Whether some of the keys are not seen by some of the 64 queries from `query` on.
+        // Whether any of the 64 queries from `query` on does not see one of the keys.
         __device__ __forceinline__ bool hides(uint32_t) const { return is_last; }
-        // Sets weights of keys that are not seen to zero.
+        // Sets a weight to zero if its query does not see its key.
         __device__ __forceinline__ void hide(float (&weights)[32], uint32_t) const {
 #pragma unroll
             for (int i = 0; i < 32; i++)

@@ -24,8 +24,7 @@ __device__ __forceinline__ bool hear(Span &span, uint32_t from) {
 }
 
 // The items are tiles of `rows_at_once` queries of `heads` heads. Blocks take the last tiles first. The first queries of a row see the
-// fewest keys, so the items that are taken last are short, and all blocks end at
-// nearly the same time.
+// fewest keys, so the items that are taken last are short, and all blocks end at nearly the same time.
 struct Queue {
     static constexpr bool IS_QUEUE = true;
     Spans spans;
@@ -69,11 +68,11 @@ struct Queue {
             : first(first), last_begin(queue.spans.first_key(first + 63)),
               begin{queue.spans.first_key(row()), queue.spans.first_key(row() + 8)} {}
 
-        // Whether some of the queries do not see some of the `KEYS` keys from `key` on.
+        // Whether any of the queries does not see one of the `KEYS` keys from `key` on.
         template <int KEYS> __device__ __forceinline__ bool hides(uint32_t key) const {
             return key + KEYS > first + 1 || key < last_begin;
         }
-        // Sets the scores of keys that a query does not see to negative infinity. The scores are those of the keys from `key` on.
+        // Sets a score to negative infinity if its query does not see its key. The scores are those of the keys from `key` on.
         template <int N> __device__ __forceinline__ void hide(float (&scores)[N], uint32_t key) const {
             key += threadIdx.x % 4 * 2;
 #pragma unroll

@@ -9,8 +9,8 @@
 
 #include "../shape.cuh"
 
-// Steps `begin` to `end` of an item, which one block computes. If they are only a part of the item, the block stores it in `slot`.
-// `time` is the number of steps that the block has done before.
+// Steps `begin` to `end` (exclusive) of an item, which one block computes. If `is_part`, the block stores their result in slot `slot`, and a
+// later kernel sums the parts of the item. `time` is the number of steps that the block has done before.
 struct Span {
     uint32_t item, begin, end, slot, time;
     bool is_part;
@@ -18,7 +18,8 @@ struct Span {
 
 struct Schedule;
 
-// The position of a block in its work. `item` is the block's next unsplit item. Its steps in the sequence are `place` to `end` (exclusive).
+// The position of a block in its work. `item` is the block's next unsplit item. The steps of the sequence that the block still has to do
+// are `place` to `end` (exclusive).
 struct ScheduleWalk {
     uint32_t item = blockIdx.x, place, end, time = 0;
 
@@ -30,7 +31,7 @@ struct ScheduleWalk {
 struct Schedule {
     static constexpr bool IS_QUEUE = false;
     using Walk = ScheduleWalk;
-    // Every query sees every key, so no score is hidden. `HopperForward` itself hides the columns beyond the last key.
+    // Every query sees every key, so this mask hides nothing. `HopperForward` itself hides columns beyond the last key.
     struct Sight {
         __device__ __forceinline__ Sight(const Schedule &, uint32_t) {}
         template <int KEYS> __device__ __forceinline__ bool hides(uint32_t) const { return false; }

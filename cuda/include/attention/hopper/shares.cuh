@@ -169,9 +169,9 @@ template <int M> struct Shares {
         __device__ __forceinline__ Sight(const Shares &shares, uint32_t first)
             : spans(shares.spans), first(first), first_end(shares.spans.query_end(first)) {}
 
-        // Whether some of the keys are not seen by some of the 64 queries from `query` on.
+        // Whether any of the 64 queries from `query` on does not see one of the keys.
         __device__ __forceinline__ bool hides(uint32_t query) const { return query < first + 63 || query + 64 > first_end; }
-        // Sets weights of keys that are not seen to zero.
+        // Sets a weight to zero if its query does not see its key.
         __device__ __forceinline__ void hide(float (&weights)[32], uint32_t query) const {
             const uint32_t key = first + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4;
             uint32_t end[2] = {UINT32_MAX, UINT32_MAX};
