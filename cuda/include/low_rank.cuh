@@ -1,7 +1,7 @@
 // Fragments of products with low-rank factors, loaded in the memory order of the factors.
 //
 // Products are PTX' `mma.m16n8k16` (attention/mma.cuh describes its fragments). Any assignment of columns, features and ranks to the
-// indices of a fragment works if both operands agree. This one makes a thread's values contiguous in memory: with g = lane / 4 and
+// indices of a fragment works if both operands agree. The assignment here makes a thread's values contiguous in memory: with g = lane / 4 and
 // t = lane % 4,
 // - among 32 features, a thread has 8t to 8t + 7, for two products one after the other;
 // - among 16 ranks, which take two products, column g is rank 2g in the first product and rank 2g + 1 in the second, so that a

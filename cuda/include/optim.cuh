@@ -47,7 +47,7 @@ struct Settings {
 
 // Numbers that one step needs, computed from a group's settings by `<optimizer>_prepare`.
 struct alignas(16) Coefficients {
-    float gain;    // the first factor of gradients: the sign and the inverse loss scale
+    float gain;    // gradients are multiplied by this first: 1 / loss scale, negated to maximize
     uint32_t skip; // 1 if the step changes nothing; the same in all groups
     float decay; // the factor of parameters
     float l2;    // l2 times the parameter is added to the gradient

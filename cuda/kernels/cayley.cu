@@ -1,4 +1,4 @@
-// For skew-symmetric matrices Q, the difference D of the Cayley transform of Q and the identity: D = (I - Q) (I + Q)^-1 - I. D is the
+// Computes, for skew-symmetric matrices Q, the Cayley transform of Q minus the identity: D = (I - Q) (I + Q)^-1 - I. D is the
 // solution of (I + Q) D = -2 Q, which is found by Gauss-Jordan elimination. The symmetric part of I + Q is I, so each pivot is at least
 // 1, and no rows need to be exchanged.
 //

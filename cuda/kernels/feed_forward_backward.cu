@@ -73,7 +73,7 @@ template <typename T> struct Block : Words<T> {
     }
     __device__ __forceinline__ float *sums() const { return reinterpret_cast<float *>(shared + MATRICES * WARPS * FACTOR_OF_WARP + 2 * STAGE); }
 
-    // The factors of the warp's columns: B of h and gate as rows of ranks, and A of W as right operands of products.
+    // Copies the warp's columns of the factors to shared memory: B of h and gate as rows of ranks, A of W as right operands of products.
     __device__ __forceinline__ void load_factors() const {
         if (!is_active) return;
         const uint32_t first = column - 8 * (lane % 4);
@@ -220,7 +220,7 @@ template <typename T> struct Block : Words<T> {
         }
     }
 
-    // Adds the sums of the block's warps.
+    // Adds the sums of the block's warps and writes them to `hidden_parts`.
     __device__ __forceinline__ void write_hidden_parts(uint32_t first, int warps) const {
         static_assert(WARPS * WARP * 2 == TILE * 2 * RANKS, "a thread adds two sums");
         const int row = threadIdx.x / RANKS, at = threadIdx.x % RANKS * 2;
@@ -238,7 +238,7 @@ template <typename T> struct Block : Words<T> {
     // A thread's sums for the gradients of the factors: of each matrix, ranks lane / 4 and lane / 4 + 8 for the thread's eight columns.
     using FactorSums = float[MATRICES][4][4];
 
-    // hidden.T @ gradient for h and gate, last_hidden.T @ unit for W.
+    // sums += hidden.T @ gradient for h and gate, and last_hidden.T @ unit for W.
     __device__ __forceinline__ void sum_rows(FactorSums &sums, const Results &results, int index) const {
 #pragma unroll
         for (int matrix = 0; matrix < MATRICES; matrix++) {

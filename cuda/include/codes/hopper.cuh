@@ -186,8 +186,8 @@ template <typename T> struct CodesProduct {
             registers_more<232>();
             multiply(ring);
         }
-        // Both blocks of the cluster end together: until a block ends, it may write to the shared memory of the other block and signal the
-        // other block's barriers.
+        // The other block of the cluster may still write to this block's shared memory or signal its barriers, so this block must not end
+        // before the other.
         cluster_wait();
     }
 };

@@ -1,8 +1,8 @@
 // Tiles in shared memory for the tensor cores, and the copies that fill them.
 //
-// A tile's rows hold 64 values of 16 bits (128 bytes). A row has eight chunks of 16 bytes; chunk c of row r
-// is stored as chunk c ^ (r mod 8) of the row. This is the 128-byte swizzle of `wgmma`, which also lets `ldmatrix` read eight rows without
-// bank conflicts.
+// A tile's rows hold 64 values of 16 bits (128 bytes). A row has eight chunks of 16 bytes; chunk c of row r is stored
+// as chunk c ^ (r mod 8) of the row. This is the 128-byte swizzle of `wgmma`, which also lets `ldmatrix` read eight
+// rows without bank conflicts.
 // Tiles begin at multiples of 1024 bytes.
 #pragma once
 

@@ -190,8 +190,8 @@ conv2d_hopper(const Conv2dOperands<T> &operands, const Conv2dShape &s, const Con
             acc, work.end - work.begin, group * STRIPS * SQUARE_BYTES, Loads::LEFT_BYTES);
         finish<T, D, ROWS, COUNT, WORKERS>(work, s, operands, shared,
                                            [&](auto store) { each_strip(acc, group * STRIPS * 64, 0, store); });
-        // Both blocks of the cluster end together: until a block ends, it may write to the shared memory of the other block
-        // and signal the other block's barriers.
+        // The other block of the cluster may still write to this block's shared memory or signal its barriers, so this block
+        // must not end before the other.
         cluster_wait();
     }
 }

@@ -1,6 +1,6 @@
 // Gradient of the weight with the matrix instructions and the copy engine of compute capability 9.0 (code for sm_90a
-// alone). Computes the product of weight.cuh. The number of input channels is a multiple of 64, so 64 neighbouring columns
-// belong to one kernel tap.
+// alone). Computes the product of weight.cuh. The number of input channels is a multiple of 64, so 64 neighbouring
+// columns belong to one kernel tap.
 #pragma once
 
 #include "hopper.cuh"
@@ -81,8 +81,8 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
                 workers_wait<WORKERS>();
                 store_staged<T, ROWS, COUNT, WORKERS>(grad_weight, staged, first_value, values, row_of);
             }
-            // Both blocks of the cluster end together: until a block ends, it may write to the shared memory of the other
-            // block and signal the other block's barriers.
+            // The other block of the cluster may still write to this block's shared memory or signal its barriers, so this
+            // block must not end before the other.
             cluster_wait();
         }
     }

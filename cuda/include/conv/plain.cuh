@@ -1,6 +1,6 @@
-// Convolutions without tensor cores, for f32, f64 and grouped channels. A block of 256 threads computes a tile of 64 by
-// 64 sums, 16 summed values at a time. The `direct` functions are for groups of few channels. In them, a thread computes
-// a whole sum or, for the gradient of the weight, an eighth of one.
+// Convolutions without tensor cores, for f32, f64 and grouped channels. A block of 256 threads computes a tile of 64
+// by 64 sums, 16 summed values at a time. The `direct` functions are for groups of few channels. In them, a thread
+// computes a whole sum or, for the gradient of the weight, an eighth of one.
 #pragma once
 
 #include "geometry.cuh"

@@ -17,7 +17,7 @@ template <typename T> struct Conv2dOperands {
 };
 
 // Which part of the sum a block computes: a tile of the result and, if the sum is split (gridDim.z), which of its
-// steps. PAIRED: two consecutive blocks (a cluster) take tiles of neighbouring pixels and the same channels, and all
+// steps. PAIRED: two consecutive blocks (a cluster) take neighbouring tiles of pixels and the same channels, and all
 // summed values of a step belong to one kernel tap.
 template <Direction D, int ROWS, int COUNT, bool PAIRED = false> struct Work {
     Gather gather;

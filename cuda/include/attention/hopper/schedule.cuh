@@ -9,8 +9,8 @@
 
 #include "../shape.cuh"
 
-// Steps `begin` to `end` (exclusive) of an item, which one block computes. If `is_part`, the block stores their result in slot `slot`, and a
-// later kernel sums the parts of the item. `time` is the number of steps that the block has done before.
+// Steps `begin` to `end` (exclusive) of an item, which one block computes. If `is_part`, the block stores their result in slot `slot`,
+// and a later kernel sums the parts of the item. `time` is the number of steps that the block has done before.
 struct Span {
     uint32_t item, begin, end, slot, time;
     bool is_part;
