@@ -1,8 +1,9 @@
 // Statistics of groups of neighbouring channels, with channels last: how the work on a tensor (batch, positions, channels) is
 // split, and how a block sums over its positions.
 //
-// The channels are divided into tiles, and the positions into pieces. A block has one tile and one piece. A thread has WIDE
-// neighbouring channels and every `lines`-th position of the piece. The split depends only on the sizes:
+// The channels are divided into tiles, and the positions into pieces. A block has one tile and one piece. Its threads form
+// `lines` lines of `columns` threads. A thread has WIDE neighbouring channels and every `lines`-th position of the piece. The split
+// depends only on the sizes:
 //     packs = ceil(channels / WIDE), tiles = ceil(packs / 320), columns = ceil(packs / tiles), lines = max(1, floor(320 / columns)),
 //     pieces = clamp(ceil(positions / (8 lines)), 1, max(1, floor(256 / (batch tiles)))),
 // and the launch of a kernel over the tensor is
@@ -125,7 +126,7 @@ template <typename T, bool ALIGNED> struct Part {
     }
 };
 
-// Two sums for each line and channel of a block. `join_lines` later computes two results for each channel from the sums of its lines.
+// Two sums in shared memory for each line and channel of a block. `join_lines` later computes two results for each channel from the sums of its lines.
 template <typename T> struct Slots {
     Acc<T> values[2][MAX_THREADS * WIDE<T>];
 

@@ -1,12 +1,12 @@
 // Fragments of products with low-rank factors, loaded in the memory order of the factors.
 //
 // Products are PTX' `mma.m16n8k16` (attention/mma.cuh describes its fragments). Any assignment of columns, features and ranks to the
-// indices of a fragment works if both operands agree. The assignment here makes a thread's values contiguous in memory: with g = lane / 4 and
-// t = lane % 4,
+// indices of a fragment works if both operands agree. The assignment here makes a thread's values contiguous in memory: with
+// g = lane / 4 and t = lane % 4,
 // - among 32 features, a thread has 8t to 8t + 7, for two products one after the other;
 // - among 16 ranks, which take two products, column g is rank 2g in the first product and rank 2g + 1 in the second, so that a
 //   thread's sums are the ranks 4t to 4t + 3;
-// - among 32 columns of dst, column g of product i is 4g + i, so that a thread's sums are the columns 8t to 8t + 7.
+// - among 32 columns of the result, column g of product i is 4g + i, so that a thread's sums are the columns 8t to 8t + 7.
 #pragma once
 
 #include "element.cuh"

@@ -19,11 +19,12 @@ constexpr int WARPS = 8, COLUMNS = 32;
 // TILE: the number of rows that a warp works on at a time. ROWS: the number of rows of a block.
 constexpr int TILE = 16;
 constexpr uint32_t ROWS = 560;
-// The matrices with factors: h, gate, and the unit, whose map is W.
+// The matrices for which the kernel sums gradients of factors: h and gate (factors B of their maps) and the unit (factor A of W).
 constexpr int MATRICES = 3;
 constexpr int ROW_OF_RANKS = RANKS * 2;
 
-// Bytes in shared memory. A warp's tile has a 16-byte chunk for each thread and each half (8 rows) of the tile.
+// Sizes in shared memory, in bytes; SUMS is a number of f32 values. A warp's tile has a 16-byte chunk for each thread and each half
+// (8 rows) of the tile.
 constexpr int TILE_OF_WARP = 2 * WARP * 16, FACTOR_OF_WARP = COLUMNS * ROW_OF_RANKS, HIDDEN = TILE * ROW_OF_RANKS;
 constexpr int STAGE = MATRICES * (WARPS * TILE_OF_WARP + HIDDEN);
 constexpr int SUMS = WARPS * TILE * 2 * RANKS;
@@ -318,7 +319,7 @@ __device__ __forceinline__ float4 sum_of(const float *parts, uint32_t count, uin
 // the gradient of the unit without the low-rank product last_hidden last_down. hidden (rows, 2 x 16) has the input of the maps times A
 // of the map to h, then times A of the map to gate; last_hidden (rows, 16) is s times the gradient of y times B of W. up_h and up_gate
 // (width, 16) are the factors B of the maps to h and gate, last_down (16, width) is A of W.
-// factor_parts (ceil(rows / 560), 3, 16 width): the parts of the gradients of up_h and up_gate, both without the factor s, and of last_down.
+// factor_parts (ceil(rows / 560), 3, 16 width): the parts of the gradients of up_h and up_gate, without the factors s, and of last_down.
 // hidden_parts (ceil(width / 256), rows, 2 x 16): the parts of the gradient of hidden, without the factors s.
 // width is a multiple of 32; all addresses are multiples of 16 bytes.
 // Launch: block 256, grid (ceil(width / 256), ceil(rows / 560)), 93184 bytes of dynamic shared memory.

@@ -81,7 +81,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
         __syncthreads();
     }
 
-    // Gets the groups' next item, and waits for its queries. False if there is none.
+    // Gets the groups' next item, and waits for the item's queries. Returns false if no item is left.
     __device__ __forceinline__ bool next(typename Source::Walk &walk, Span &span, const Ring<2> &tile) const {
         const uint32_t full = shared + Q_FULL + tile.stage * 8;
         if constexpr (Source::IS_QUEUE) {
