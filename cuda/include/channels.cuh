@@ -126,7 +126,8 @@ template <typename T, bool ALIGNED> struct Part {
     }
 };
 
-// Two sums in shared memory for each line and channel of a block. `join_lines` later computes two results for each channel from the sums of its lines.
+// Two sums in shared memory for each line and channel of a block. `join_lines` later computes two results for each channel
+// from the sums of its lines.
 template <typename T> struct Slots {
     Acc<T> values[2][MAX_THREADS * WIDE<T>];
 

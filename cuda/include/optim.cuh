@@ -48,13 +48,13 @@ struct Settings {
 // Numbers that one step needs, computed from a group's settings by `<optimizer>_prepare`.
 struct alignas(16) Coefficients {
     float gain;    // gradients are multiplied by this first: 1 / loss scale, negated to maximize
-    uint32_t skip; // 1 if the step changes nothing; the same in all groups
+    uint32_t skip; // 1 if the step leaves parameters and states as they are; the same in all groups
     float decay; // the factor of parameters
     float l2;    // l2 times the parameter is added to the gradient
     float step_size;
     float eps;
-    float beta1, gain1; // weights of the first state and of the gradient
-    float beta2, gain2; // the same for the second state; for SGD, `beta2` is the factor of the buffer in Nesterov's form
+    float beta1, gain1; // weights of the old first state and of the gradient in the new first state
+    float beta2, gain2; // the same for the second state; for SGD, `beta2` is the factor of the momentum buffer in Nesterov's form
     float root_correction2;
     uint32_t nesterov;
 };
@@ -134,7 +134,7 @@ struct RoundNearest {
 
 struct RoundStochastically {
     const Settings *settings;
-    const uint32_t *firsts; // of each piece: the number of its first element, in units of STATE_BLOCK
+    const uint32_t *firsts; // for each piece, the element number (see `Stochastic`) of its first element, in units of STATE_BLOCK
 
     // For the four elements from `index` on of the piece with number `number` in the list of pieces.
     __device__ __forceinline__ Stochastic at(const Piece &piece, uint32_t number, uint32_t index) const {
@@ -175,7 +175,7 @@ template <typename P, typename G, typename C> struct Buffers {
         copy = reinterpret_cast<C *>(__ldg(words + 2));
     }
 
-    // Whether four elements of a piece can be accessed at once. Null is aligned.
+    // Whether one access can take four elements of a piece, in each of the vectors that is not null.
     __device__ __forceinline__ bool is_wide(const Piece &piece) const {
         return is_quad_aligned(params + piece.start) && is_quad_aligned(grads + piece.start) &&
                (copy == nullptr || is_quad_aligned(copy + piece.start));

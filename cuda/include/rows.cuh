@@ -27,7 +27,7 @@ template <int N, typename T> __device__ __forceinline__ Pack<T, N> load_pack(con
 }
 
 // Stores to global memory. Wide stores are in assembly, because the compiler sometimes splits them. The compiler does not know that
-// they write memory, so put `one_at_a_time()` between such a store and a load of the stored values.
+// the assembly writes memory, so put `one_at_a_time()` between such a store and a load of the stored values.
 template <typename T, int N> __device__ __forceinline__ void store_pack(T *to, const Pack<T, N> &pack) {
     typename Words<sizeof(pack)>::type word;
     memcpy(&word, &pack, sizeof(pack));
@@ -175,7 +175,7 @@ template <typename T, int N, int COUNT = HELD> struct Row {
         for (uint64_t pack = threadIdx.x + COUNT * blockDim.x; pack < packs; pack += blockDim.x) f(COUNT, pack * N);
     }
 
-    // The pack at a place, whose first element has the index `at`.
+    // This thread's pack at place `place`. The first element of the pack has the index `at` in the row.
     __device__ __forceinline__ Pack<T, N> get(int place, uint64_t at) const {
         return place < COUNT ? held[place] : load_pack<N>(start + at);
     }

@@ -7,11 +7,11 @@
 //
 // Choose the tile and the number of splits that take the least time:
 //   ceil(blocks * splits / multiprocessors) * ceil(steps / splits) * cost, plus the time of the sum if splits > 1,
-// with blocks = the grid's x times y and steps = taps * ceil(channels summed over / 64). The cost of a step (measured on
-// an H200, in microseconds) is 1.0 for m256n160, 0.97 for m256n128, 0.82 for m128n160 and 0.75 for m128n128. The sum
-// of the splits moves (splits + 1) * 4 bytes for each value of the result at about 3 TB/s. For SDXL at 1024 x 1024 and batch 1 the
-// choice is m256n160 nearly everywhere, with one split for 320 channels, two for 640 and four for 1280. Results of at
-// most 16 channels are faster with conv.cu's `m128n16`.
+// with blocks = the grid's x times y and steps = taps * ceil(channels summed over / 64). The cost of a step (measured
+// on an H200, in microseconds) is 1.0 for m256n160, 0.97 for m256n128, 0.82 for m128n160 and 0.75 for m128n128. The sum
+// of the splits moves (splits + 1) * 4 bytes for each value of the result at about 3 TB/s. For SDXL at 1024 x 1024 and
+// batch 1 the choice is m256n160 nearly everywhere, with one split for 320 channels, two for 640 and four for 1280.
+// Results of at most 16 channels are faster with conv.cu's `m128n16`.
 //
 // Grid: ceil(pixels / (2 M)) * 2 * ceil(result channels / N), phases, splits, with pixels and phases as in conv.cu;
 // clusters of two (compiled in); block: 384. partials as in conv.cu.

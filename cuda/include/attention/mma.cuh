@@ -107,8 +107,8 @@ template <int ROWS> __device__ __forceinline__ uint32_t step_columns(uint32_t ad
 }
 
 // Starts to copy `ROWS` rows and `D` columns to a tile. Row i begins at `source + i * stride`. Only `rows` rows and `width` columns exist
-// in the source; the rest of the tile becomes zero. `source` and the distance between rows are multiples of 16 bytes. `THREADS`
-// threads take part.
+// in the source; the rest of the tile becomes zero. The address `source` and the distance between rows must be multiples of 16 bytes.
+// `THREADS` threads take part.
 template <typename T, int D, int ROWS, int THREADS>
 __device__ __forceinline__ void copy_tile(uint32_t tile, const T *source, uint64_t stride, int rows, int width) {
     constexpr int CHUNKS = D / CHUNK, STEP = THREADS / CHUNKS;
@@ -184,7 +184,7 @@ __device__ __forceinline__ void warpgroup_rows(float (&sum)[N / 8][4], const Hel
 }
 #endif
 
-// sum = a @ b.T, where sum is (16 * M, N), a is (16 * M, D) and b is N rows, (N, D), of a tile of `ROWS` rows. The products of a
+// sum = a @ b.T, where sum is (16 * M, N), a is (16 * M, D), and b (N, D) consists of N rows of a tile of `ROWS` rows. The products of a
 // warpgroup are asynchronous: the caller waits for them.
 template <typename T, int D, int M, int N, int ROWS, template <int, int, int> class Rows, int ROWS_OF_A>
 __device__ __forceinline__ void multiply_rows(float (&sum)[M][N / 8][4], const Rows<D, M, ROWS_OF_A> &a, uint32_t b) {
@@ -235,8 +235,8 @@ template <typename T, int M, int N> struct Weights {
     }
 };
 
-// sum += weights @ x, where sum is (16 * M, D), weights is (16 * M, N) and x is N rows, (N, D), of a tile of `ROWS` rows. The products
-// of a warpgroup are asynchronous: the caller waits for them.
+// sum += weights @ x, where sum is (16 * M, D), weights is (16 * M, N), and x (N, D) consists of N rows of a tile of `ROWS` rows. The
+// products of a warpgroup are asynchronous: the caller waits for them.
 template <typename T, int D, int M, int N, int ROWS>
 __device__ __forceinline__ void add_weighted_rows(float (&sum)[M][D / 8][4], const Weights<T, M, N> &weights, uint32_t x) {
 #if WARPGROUP_PRODUCTS
@@ -277,7 +277,7 @@ __device__ __forceinline__ void write_rows(T *to, uint64_t stride, int rows, int
                                            unsigned char *tile) {
     constexpr int CHUNKS = D / CHUNK, STEP = WARP / CHUNKS;
     const int lane = threadIdx.x % WARP, group = lane / 4, member = lane % 4;
-    // Products of a warpgroup read the rows of all its warps, so all warps must have finished before one overwrites its rows.
+    // Products of a warpgroup read the rows of all its warps, so all warps must have finished before one of them overwrites its rows.
     if constexpr (BY_WARPGROUP<M>)
         __syncthreads();
     else

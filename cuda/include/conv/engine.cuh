@@ -4,9 +4,9 @@
 #include "../engine.cuh"
 #include "copy.cuh"
 
-// Passed by value; conv_hopper.cu says how they are encoded. `dense` maps the weight or, for the gradient of the weight,
-// the gradient of the result. `windows[0]` maps the input; for the gradient of the input, `windows[phase]` maps the
-// gradient of the result for each phase of the stride.
+// Passed by value; conv_hopper.cu says how they are encoded. `dense` maps the weight or, for the gradient of the
+// weight, the gradient of the result. `windows[0]` maps the input; for the gradient of the input, `windows[phase]`
+// maps the gradient of the result for each phase of the stride.
 struct Conv2dMaps {
     TensorMap dense, windows[4];
 };

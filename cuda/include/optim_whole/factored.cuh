@@ -1,4 +1,4 @@
-// Adafactor and CAME: the second moments of a matrix are computed from the moments of its rows and columns; see the host's
+// Adafactor and CAME: the second moments of a matrix's elements are computed from those of its rows and columns; see the host's
 // adafactor.rs and came.rs.
 #pragma once
 

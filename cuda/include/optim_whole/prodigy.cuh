@@ -20,8 +20,8 @@ static __device__ __forceinline__ double prodigy_rate(const Settings &at, const 
     return shared[D] * at.lr * correction;
 }
 
-// Updates the moments and computes the sums. The states s and p0 have a number for every SLICE-th element, v and m for every element; there
-// is no m if the first beta is 0. scratch: two f64, the sums.
+// Updates the moments and computes the variable's terms of the two sums. The states s and p0 have a number for every SLICE-th element, v
+// and m for every element; there is no m if the first beta is 0. scratch: two f64, the terms.
 template <typename G, typename C>
 static __device__ __forceinline__ void prodigy_observe(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
     const Settings &at = by.at;
