@@ -29,7 +29,7 @@
     }
 
 // attention_hopper_sum_w{64,128}_{f16,bf16}: o and log_sums of split items from their parts.
-// Grid ((items - whole) (R width / 2048)) with width = 64 or 128, 256 threads. No dynamic shared memory.
+// Grid ((items - whole) * R * width / 2048) with width = 64 or 128, 256 threads. No dynamic shared memory.
 #define SUM(w, dtype, type, groups)                                                                                                \
     ENTRY(FINISH_THREADS)                                                                                                          \
     attention_hopper_sum_w##w##_##dtype(type *o, float *log_sums, const float *parts, BY_VALUE Strides o_strides,                  \
@@ -40,7 +40,7 @@
 
 // attention_hopper_statistics_w{64,128}_{f16,bf16}: statistics (batch, heads, steps, 2, M) from o, d_o and log_sums; turns (batch,
 // heads, steps) become zero.
-// Grid (batch heads steps) with the backward pass' steps, 256 threads. No dynamic shared memory.
+// Grid (batch * heads * steps) with the backward pass' steps, 256 threads. No dynamic shared memory.
 #define STATISTICS(w, dtype, type, m)                                                                                              \
     ENTRY(FINISH_THREADS)                                                                                                          \
     attention_hopper_statistics_w##w##_##dtype(const type *o, const type *d_o, const float *log_sums, float *statistics,           \
@@ -66,7 +66,7 @@
     }
 
 // attention_hopper_finish_w{64,128}_{f16,bf16}: dq from sums, and dk and dv of split items from their parts.
-// Grid (batch heads steps + (items - whole) width / 8) with width = 64 or 128, 256 threads. No dynamic shared memory.
+// Grid (batch * heads * steps + (items - whole) * width / 8) with width = 64 or 128, 256 threads. No dynamic shared memory.
 #define FINISH(w, dtype, type, m)                                                                                                  \
     ENTRY(FINISH_THREADS)                                                                                                          \
     attention_hopper_finish_w##w##_##dtype(const float *sums, const float *parts, type *dq, type *dk, type *dv,                    \

@@ -49,7 +49,7 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
 }
 
 // attention_varlen_forward_w{64,128}_{f16,bf16}: o and log_sums.
-// Grid (ceil(rows / 64) heads), 128 threads. Dynamic shared memory: w64 40960 bytes, 73728 on compute capability 9.0; w128 81920.
+// Grid (ceil(rows / 64) * heads), 128 threads. Dynamic shared memory: w64 40960 bytes, 73728 on compute capability 9.0; w128 81920.
 #define FORWARD(w, dtype, type, blocks, keys)                                                                                      \
     ENTRY(128, blocks)                                                                                                             \
     attention_varlen_forward_w##w##_##dtype(const type *q, const type *k, const type *v, type *o, float *log_sums,                 \
@@ -97,7 +97,7 @@ ON_TENSOR_CORES(f16, __half)
 ON_TENSOR_CORES(bf16, __nv_bfloat16)
 
 // attention_varlen_plain_forward_{f32,f64,f16,bf16}: o and log_sums.
-// Grid (ceil(rows / 32) heads, max(1, ceil(width / 64))), 256 threads. No dynamic shared memory.
+// Grid (ceil(rows / 32) * heads, max(1, ceil(width / 64))), 256 threads. No dynamic shared memory.
 #define PLAIN_FORWARD(dtype, type)                                                                                                 \
     ENTRY(PLAIN_THREADS, 1)                                                                                                        \
     attention_varlen_plain_forward_##dtype(const type *q, const type *k, const type *v, type *o, Acc<type> *log_sums,              \
@@ -110,7 +110,7 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
     }
 
 // attention_varlen_plain_backward_{query,key,value}_{f32,f64,f16,bf16}: dq, dk or dv from log_sums and delta.
-// Grid (ceil(rows / 32) H, ceil(width / 64)) where H is the number of heads of the gradient, 256 threads. No dynamic shared memory.
+// Grid (ceil(rows / 32) * H, ceil(width / 64)) where H is the number of heads of the gradient, 256 threads. No dynamic shared memory.
 #define PLAIN_BACKWARD(part, dtype, type)                                                                                          \
     ENTRY(PLAIN_THREADS, 1)                                                                                                        \
     attention_varlen_plain_backward_##part##_##dtype(                                                                              \

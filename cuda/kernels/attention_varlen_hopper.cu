@@ -15,8 +15,8 @@
 
 // attention_varlen_hopper_forward_w{64,128}_{f16,bf16}: o (through its map) and log_sums. `taken`, one number, is zero before and
 // after the launch.
-// Grid (at most ceil(rows / R) heads, with R = 192 (w64) or 128 (w128)), 512 threads (w64) or 384 (w128). Dynamic shared memory: w64 139392
-// bytes, w128 229504.
+// Grid (at most ceil(rows / R) * heads, with R = 192 (w64) or 128 (w128)), 512 threads (w64) or 384 (w128). Dynamic shared memory:
+// w64 139392 bytes, w128 229504.
 #define FORWARD(w, dtype, type, groups)                                                                                            \
     ENTRY((groups + 1) * WARPGROUP)                                                                                                \
     attention_varlen_hopper_forward_w##w##_##dtype(float *log_sums, const uint32_t *spans, uint32_t *taken,                        \
@@ -30,7 +30,7 @@
 
 // attention_varlen_hopper_statistics_w{64,128}_{f16,bf16}: plan, and statistics (heads, ceil(rows / M), 2, M) from o, d_o and log_sums;
 // turns (heads, ceil(rows / M)) become zero.
-// Grid (1 + heads ceil(rows / M)), 256 threads. No dynamic shared memory.
+// Grid (1 + heads * ceil(rows / M)), 256 threads. No dynamic shared memory.
 #define STATISTICS(w, dtype, type, m)                                                                                              \
     ENTRY(FINISH_THREADS)                                                                                                          \
     attention_varlen_hopper_statistics_w##w##_##dtype(                                                                             \
@@ -63,7 +63,7 @@
 
 // attention_varlen_hopper_finish_w{64,128}_{f16,bf16}: dq from sums, and dk and dv of split items from their parts. Null gradients are
 // not written.
-// Grid (heads ceil(rows / M) + (blocks - 1) width / 8) with width = 64 or 128, 256 threads. No dynamic shared memory.
+// Grid (heads * ceil(rows / M) + (blocks - 1) * width / 8) with width = 64 or 128, 256 threads. No dynamic shared memory.
 #define FINISH(w, dtype, type, m)                                                                                                  \
     ENTRY(FINISH_THREADS)                                                                                                          \
     attention_varlen_hopper_finish_w##w##_##dtype(const float *sums, const float *parts, const uint32_t *spans,                    \

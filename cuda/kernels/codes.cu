@@ -16,7 +16,7 @@ constexpr float LARGEST_INT8 = 127.0f, LARGEST_E4M3 = 448.0f;
 template <typename T> __device__ __forceinline__ void load_chunk(const T *row, uint32_t column, uint32_t parts, const CodeParts &scales, float (&values)[CHUNK]) {
     load_values(row + column, values);
     if (parts == 0) return;
-    // A chunk never crosses parts.
+    // A chunk never crosses parts, so one part has the scales of all its columns.
     uint32_t index = 0;
     while (index + 1 < parts && column >= scales.list[index + 1].start) index++;
     const CodePart &part = scales.list[index];

@@ -128,8 +128,8 @@ sum_partials(T *y, const Acc<T> *partials, const T *bias, uint64_t count, uint32
     }
 }
 
-// The bf16 parts of f32 operands: to (rows, 3 padded), from (rows, channels); padded is a multiple of 8, with zeros beyond
-// the channels. Grid: any (a thread takes every gridDim.x * blockDim.x-th group of eight channels); block: 256.
+// Writes the bf16 parts of the f32 operand `from` (rows, channels) to `to` (rows, 3 padded). padded is a multiple of 8; the
+// parts have zeros beyond the channels. Grid: any (a thread takes every gridDim.x * blockDim.x-th group of eight channels); block: 256.
 #define DEFINE_PAIRS(NAME, LOW)                                                                                        \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         pairs_##NAME##_f32(__nv_bfloat16 *to, const float *from, uint64_t rows, uint32_t channels, uint32_t padded) {  \
@@ -181,9 +181,9 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_PLAIN)
 
-// Partial sums of the gradient of the weight, always followed by `conv2d_sum`: partials (splits, elements of the weight)
-// in f32, in f64 for f64. Block: 256; no dynamic shared memory. With values = kernel_height * kernel_width * channels /
-// groups:
+// These kernels compute partial sums of the gradient of the weight, which `conv2d_sum` must then add: partials (splits,
+// elements of the weight) in f32, in f64 for f64. Block: 256; no dynamic shared memory. With values = kernel_height *
+// kernel_width * channels / groups:
 // Grid of `plain`: ceil(out_channels / groups / 64) * ceil(values / 64), min(groups, 65535), splits.
 // Grid of `direct`: ceil(out_channels / 32), min(values, 65535), splits.
 #define DEFINE_GRAD_WEIGHT_PLAIN(DTYPE, TYPE)                                                                          \

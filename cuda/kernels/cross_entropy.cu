@@ -117,7 +117,8 @@ __device__ __forceinline__ void backward(const T *x, const Acc<T> *lse, Targets 
 
 } // namespace
 
-// The loss and the log-sum-exp of each row, (rows) of f32 (f64 for f64). Launch: over rows (rows.cuh) of `classes` elements.
+// losses (rows) and lse (rows), of f32 (f64 for f64), become the loss and the log-sum-exp of each row. lse is 0 for a row whose target
+// is ignored or out of range. Launch: over rows (rows.cuh) of `classes` elements.
 #define DEFINE_FORWARD(SUFFIX, T)                                                                                      \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         cross_entropy_forward_##SUFFIX(const T *x, const void *targets, Acc<T> *losses, Acc<T> *lse,                   \

@@ -6,8 +6,8 @@
 //   64 elements. Scales are f32 or quantized again: a code in the signed dynamic map, a scale for each 256 codes, and an offset.
 // - The block formats of ggml (ggml.cuh) divide a row into blocks. Each block holds its scales and its codes.
 //
-// A value is its code's number times the scale, in f32; some formats of ggml add a minimum. The value is then rounded to the dtype of
-// `out`. Values equal those of the CPU bit for bit.
+// A value is the number that its code stands for times the scale, in f32; some formats of ggml add a minimum. The value is then rounded
+// to the dtype of `out`. Values equal those of the CPU bit for bit.
 // Launch: block 256, any grid (blocks, parts). No dynamic shared memory.
 #include "rows.cuh"
 

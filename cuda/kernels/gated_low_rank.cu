@@ -2,10 +2,10 @@
 // products are computed in registers: adding them to x in memory would read and write x once more, which takes most of the time at
 // thousands of rows.
 //
-// A row of x (rows, 2 width) has two halves: h, then the gate. y and its gradient grad are (rows, width); dx, the gradient of the sum,
-// has the shape of x. Rows of hidden (rows, RANK) and up (width, RANK) of a half are `*_row` elements apart; hidden is null for a half
-// without a product. width is a multiple of 32, and `*_row` are multiples of 4. Addresses of hidden and up are multiples of 8 bytes,
-// the other addresses of 16 bytes.
+// A row of x (rows, 2 width) has two halves: h, then the gate. y and its gradient grad are (rows, width); dx, the gradient of x + s
+// hidden upᵀ, has the shape of x. Rows of hidden (rows, RANK) and up (width, RANK) of a half are `*_row` elements apart; hidden is null
+// for a half without a product. width is a multiple of 32, and `*_row` are multiples of 4. Addresses of hidden and up are multiples of 8
+// bytes, the other addresses of 16 bytes.
 // Launch: block 256, grid (ceil(width / 256), ceil(rows / 128)), no dynamic shared memory.
 #include "functions.cuh"
 #include "low_rank.cuh"
