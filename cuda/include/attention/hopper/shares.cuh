@@ -34,8 +34,8 @@ template <int M> struct Shares {
     // The tile of keys of an item.
     __device__ __forceinline__ Task keys(uint32_t item) const { return Task(item, tiles, heads); }
 
-    // The tiles of queries that may see a tile of keys are those from `first` up to but not including `end`. They are at least the tiles of
-    // the keys' own positions, so every tile of queries has at least one step.
+    // The tiles of queries that may see a tile of keys are those from `first` up to but not including `end`. They include the tiles at the
+    // keys' own positions, so every tile of queries has at least one step.
     __device__ __forceinline__ uint32_t first(uint32_t tile) const { return tile * EACH; }
     __device__ __forceinline__ uint32_t end(uint32_t tile) const {
         const uint32_t all = ceil_divide(spans.rows, M), seen = spans.query_end(tile * KEYS_AT_ONCE + KEYS_AT_ONCE - 1);
