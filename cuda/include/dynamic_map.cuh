@@ -15,7 +15,7 @@ constexpr int STATE_BLOCK = 256;
 namespace dynamic_map {
 
 constexpr int DECADES = 7;
-// Quotients below 2^-23 are nearest to zero in both maps.
+// In both maps, the value nearest to a quotient below 2^-23 is zero.
 constexpr int OCTAVES = 23;
 // The table has an entry for each upper half (exponent and 7 bits of the fraction) of the bits of f32 numbers from 2^-23 to 1.
 constexpr int ENTRIES = OCTAVES * 128 + 1;
