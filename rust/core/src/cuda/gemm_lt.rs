@@ -22,8 +22,8 @@ pub(super) const fn alignment(address: Address) -> u32 {
     1 << if zeros < 8 { zeros } else { 8 }
 }
 
-/// Queue a product y = a b of column-major matrices, given the addresses of the operands and the result, and of the
-/// bias if the arithmetic has one. Returns false if cuBLASLt does not support it.
+/// Queue a product y = a b of column-major matrices. `addresses` are those of `a`, `b` and y; `bias` is the address of
+/// the bias if the arithmetic has one. Returns false if cuBLASLt does not support the product.
 ///
 /// # Safety
 /// The addresses are those of matrices that `key` describes.
@@ -85,7 +85,7 @@ fn find(gpu: &Gpu, key: &Key) -> Result<Option<Call>> {
     type Preference = sys::cublasLtMatmulPreferenceAttributes_t;
     let (_, workspace) = gpu.workspace();
     set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace)?;
-    // Sums of products in f16 and bf16 stay in f32 even if they are split.
+    // If cuBLASLt splits a sum over k, it adds up the parts of the sum in f32 for f16 and bf16, too.
     let scheme = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
     set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &scheme)?;
     let [a, b, y] = key.alignments;
@@ -94,7 +94,7 @@ fn find(gpu: &Gpu, key: &Key) -> Result<Option<Call>> {
     set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &y)?;
     set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &y)?;
     let [a, b, y] = layouts.each_ref().map(|layout| layout.0);
-    // SAFETY: all descriptions are alive.
+    // SAFETY: the descriptions of the product, its layouts and the preference are alive.
     let found = unsafe { result::get_matmul_algo_heuristic(handle(gpu), description.0, a, b, y, y, preference.0) };
     match found {
         Ok(found) => Ok(Some(Call { arithmetic: key.arithmetic, description, layouts, algorithm: found.algo })),
@@ -103,7 +103,8 @@ fn find(gpu: &Gpu, key: &Key) -> Result<Option<Call>> {
     }
 }
 
-/// Queue a call for the addresses of the operands and the result, and of the bias if there is one.
+/// Queue a call for the matrices `a`, `b` and `y` at these addresses, and for the bias at the address `bias` if there
+/// is one.
 fn queue(call: &Call, gpu: &Gpu, [a, b, y]: [Address; 3], bias: Option<Address>) -> Result<()> {
     if let Some(bias) = bias {
         let pointer = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
