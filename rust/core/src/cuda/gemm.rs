@@ -151,7 +151,7 @@ impl Joined {
 }
 
 /// The distance in memory between the `a` (`which` = 0), the `b` (1) or the results (2) of consecutive products, in
-/// elements. `None` if the distances differ, are negative, or are not a whole number of elements.
+/// elements; 0 for a single product. `None` if the distances differ, are negative, or are not a whole number of elements.
 fn spacing(products: &[Product], which: usize) -> Option<usize> {
     let place = |product: &Product| product.addresses[which];
     let [first, second, ..] = products else { return Some(0) };

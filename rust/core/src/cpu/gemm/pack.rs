@@ -11,9 +11,9 @@ use crate::cpu::{Elem, Real, dispatch};
 pub struct Side<T> {
     /// The first element.
     pub ptr: *const T,
-    /// Stride along the rows of the result (for `a`) or along its columns (for `b`).
+    /// Distance between neighbouring rows (of `a`) or columns (of `b`).
     pub outer: usize,
-    /// Stride along `k`.
+    /// Distance between neighbouring indices along `k`.
     pub inner: usize,
 }
 
@@ -28,7 +28,7 @@ impl<T> Side<T> {
     }
 }
 
-/// The dimension of a tile that an operand shares with it.
+/// The dimension of a tile for whose indices an operand has elements.
 #[derive(Clone, Copy)]
 pub enum Along {
     /// Rows of the tile: the operand is read as vectors.

@@ -104,7 +104,7 @@ impl Captured {
     ///
     /// # Errors
     /// [`Error::Argument`], [`Error::Shape`] or [`Error::DType`] if the number, a shape or a dtype of the inputs
-    /// differs from those given to [`new`](Self::new). Any error that the function returns. In the call that records,
+    /// differs from those given to [`new`](Self::new). An error of the function is returned. In the call that records,
     /// [`Error::Device`] if the function does what a graph cannot repeat: it reads a tensor's value, waits for the
     /// device, copies a value from the CPU that the previous call did not copy, keeps a tensor that it has created, or
     /// changes state that its own work depends on. That call then has no effect, and the next one runs eagerly.
