@@ -1,8 +1,9 @@
 // Statistics of groups of neighbouring channels, with channels last: how the work on a tensor (batch, positions, channels) is
 // split, and how a block sums over its positions.
 //
-// The channels are divided into tiles, and the positions into pieces. A block has one tile and one piece. A thread has WIDE
-// neighbouring channels and every `lines`-th position of the piece. The split depends only on the sizes:
+// The channels are divided into tiles, and the positions into pieces. A block has one tile and one piece. Its threads form
+// `lines` lines of `columns` threads. A thread has WIDE neighbouring channels and every `lines`-th position of the piece. The split
+// depends only on the sizes:
 //     packs = ceil(channels / WIDE), tiles = ceil(packs / 320), columns = ceil(packs / tiles), lines = max(1, floor(320 / columns)),
 //     pieces = clamp(ceil(positions / (8 lines)), 1, max(1, floor(256 / (batch tiles)))),
 // and the launch of a kernel over the tensor is
@@ -18,7 +19,7 @@ struct ChannelSize {
     uint32_t positions, channels, groups, pieces;
 
     __device__ __forceinline__ uint32_t width() const { return channels / groups; }
-    // The positions of a piece.
+    // The first position of a piece, and the number of its positions.
     __device__ __forceinline__ uint32_t first(uint32_t piece) const { return min(piece * length(), positions); }
     __device__ __forceinline__ uint32_t count(uint32_t piece) const { return min(length(), positions - first(piece)); }
 
@@ -26,7 +27,7 @@ struct ChannelSize {
     __device__ __forceinline__ uint32_t length() const { return (positions + pieces - 1) / pieces; }
 };
 
-// The channels of a tile.
+// The channels of a tile: `low` to `high` (exclusive), in at most `columns` packs of WIDE channels.
 template <typename T> struct Tile {
     uint32_t columns, low, high;
 
@@ -97,8 +98,8 @@ template <typename T, bool ALIGNED> struct Part {
         }
     }
 
-    // Calls f(channel of the thread, its group in the batch) for each channel. A channel that does not exist gets a group that
-    // exists.
+    // Calls f(i, group) for the thread's channels i = 0 to N - 1; `group` is the index of the channel's group over (batch, groups).
+    // For a surplus channel, `group` is some existing group.
     template <typename F> __device__ __forceinline__ void for_each_channel(F f) const {
         const uint32_t width = size.width(), first = min(channel, size.channels - 1);
         uint32_t group = first / width, place = first % width;
@@ -125,7 +126,8 @@ template <typename T, bool ALIGNED> struct Part {
     }
 };
 
-// Two sums for each line and channel of a block, which are later joined to two results for each channel.
+// Two sums in shared memory for each line and channel of a block. `join_lines` later computes two results for each channel
+// from the sums of its lines.
 template <typename T> struct Slots {
     Acc<T> values[2][MAX_THREADS * WIDE<T>];
 
@@ -175,8 +177,8 @@ template <typename A> __device__ __forceinline__ A lanes_sum(A value, uint32_t l
     return value;
 }
 
-// A pair of sums for each piece of each tile of each group: (batch, tiles, groups, pieces, 2). Tiles that a group does not
-// touch are neither written nor read.
+// A pair of sums for each (sample, tile, group, piece), stored as (batch, tiles, groups, pieces, 2). If a tile has no channel of a
+// group, the pairs of this tile and group are neither written nor read.
 template <typename A> struct Partials {
     A *pairs;
     uint32_t tiles;
@@ -185,7 +187,7 @@ template <typename A> struct Partials {
         return pairs + (((sample * tiles + tile) * size.groups + group) * size.pieces + piece) * 2;
     }
 
-    // Calls f(pair, number of elements in its sums) for the pairs of a group that this thread has.
+    // Calls f(pair, number of elements that each sum of the pair adds) for this thread's share of the pairs of a group.
     template <typename T, typename F>
     __device__ __forceinline__ void for_each(const ChannelSize &size, uint64_t sample, uint32_t group, F f) const {
         const uint32_t low = group * size.width(), high = low + size.width();

@@ -15,18 +15,18 @@ constexpr int STATE_BLOCK = 256;
 namespace dynamic_map {
 
 constexpr int DECADES = 7;
-// Quotients below 2^-23 are nearest to zero in both maps.
+// In both maps, the value nearest to a quotient below 2^-23 is zero.
 constexpr int OCTAVES = 23;
-// An entry for each upper half (exponent and 7 bits of the fraction) of the f32 numbers from 2^-23 to 1.
+// The table has an entry for each upper half (exponent and 7 bits of the fraction) of the bits of f32 numbers from 2^-23 to 1.
 constexpr int ENTRIES = OCTAVES * 128 + 1;
 constexpr uint32_t FIRST_ENTRY = (127 - OCTAVES) << 7;
 // `ENTRIES`, rounded up to a multiple of 16 bytes.
 constexpr int PADDED_ENTRIES = (ENTRIES + 3) / 4 * 4;
 
-// `values` has the 256 values by code. `to_rank` gives the rank of a quotient among the magnitudes of the map. It has an entry for each
-// upper half of a quotient's bits. The rank is the upper half of bits + entry, modulo 2^32. So the upper half of an entry is the rank of
-// its smallest quotient, minus the upper half of the bits. If a larger quotient of the entry has the next rank, the entry's lower half
-// makes the sum carry into the upper half from that quotient on. No two ranks begin in one entry.
+// `values` has the 256 values by code. `to_rank` gives the rank of a quotient among the magnitudes of the map. It has an entry e for each
+// upper half of a quotient's bits b, and rank = the upper half of (b + e) mod 2^32. So the upper half of e is the rank of the smallest
+// quotient with this entry, minus the upper half of b. If larger quotients with this entry have the next rank, the lower half of e is the
+// number for which b + e carries into the upper half from the first of these quotients on. No two ranks begin in one entry.
 struct alignas(16) Table {
     float values[256];
     uint32_t to_rank[PADDED_ENTRIES];
@@ -101,8 +101,8 @@ __device__ __forceinline__ uint32_t rank_of(const uint32_t *to_rank, float x) {
 
 constexpr float SMALLEST = 1.0f / (1 << OCTAVES);
 
-// The code of a quotient in the map with signs. A negative quotient never becomes zero: it becomes at most the negative value next
-// to zero. NaN, which 0 / 0 gives in a block of zeros, becomes 255.
+// The code of a quotient in the map with signs. A negative quotient never becomes zero: the negative value nearest to zero is the
+// greatest that it becomes. NaN, which is 0 / 0 in a block of zeros, gets the code 255.
 __device__ __forceinline__ uint32_t encode_signed(const uint32_t *to_rank, float x) {
     // fminf of NaN and 1 is 1.
     const int rank = rank_of(to_rank, fmaxf(fminf(fabsf(x), 1.0f), SMALLEST));

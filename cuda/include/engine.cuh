@@ -17,7 +17,7 @@ __device__ __forceinline__ void barriers_publish() {
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 }
 
-// Arrives at a barrier of this block, and announces the number of bytes that the phase also waits for.
+// Arrives at a barrier of this block, and adds the number of bytes whose copies the barrier's phase waits for.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -27,7 +27,7 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
 
-// Arrives at the same barrier of block `rank` of the cluster.
+// Arrives at the barrier with this address in the shared memory of block `rank` of the cluster.
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier, int rank) {
     asm volatile("{\n.reg .b32 remote;\n"
                  "mapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -36,8 +36,8 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier, int rank) {
                  : "memory");
 }
 
-// Waits for the end of a phase in which the copy engine and threads of this block take part. With CLUSTER, threads of other blocks
-// take part too.
+// Waits for the end of the barrier's phase of parity `parity` (0 for the first phase, then alternating). The copy engine and threads of
+// this block take part in the phase; with CLUSTER, threads of other blocks take part too.
 template <bool CLUSTER = false> __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done = 0;
     while (done == 0) {

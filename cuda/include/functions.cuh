@@ -44,8 +44,8 @@ template <typename T> __device__ __forceinline__ Normal<Acc<T>> normal(Acc<T> x)
     constexpr Acc<T> INV_SQRT_TAU = static_cast<Acc<T>>(0.39894228040143267794);
     const Acc<T> bell = exponential<T>(Acc<T>(-0.5) * x * x);
     if constexpr (IS_HALF<T>) {
-        // The complement of the error function by Abramowitz & Stegun, "Handbook of Mathematical Functions", 7.1.26, within
-        // 1.5e-7; it shares the exponential with the density.
+        // The complement of the error function by Abramowitz & Stegun, "Handbook of Mathematical Functions", 7.1.26, with an
+        // absolute error below 1.5e-7. Its formula shares the exponential with the density.
         constexpr float P = 0.3275911f * 0.70710678118f;
         const float t = fast_reciprocal(fmaf(P, fabsf(x), 1.0f));
         float polynomial = 1.061405429f;

@@ -54,7 +54,8 @@ __device__ __forceinline__ uint2 fifth(uint32_t bits) {
 
 __device__ __forceinline__ uint2 both(uint2 a, uint2 b) { return {a.x | b.x, a.y | b.y}; }
 
-// The scale and the minimum of part `part` (0 to 7) of a block, six bits each, from twelve bytes.
+// The scale and the minimum of part `part` (0 to 7), 32 elements, of a Q4_K or Q5_K block. Each is a number of six bits in the twelve
+// bytes at `scales`.
 __device__ __forceinline__ float2 part_scales(const uint8_t *scales, uint32_t part) {
     const uint32_t middle = __ldg(scales + part % 4 + 4), first = __ldg(scales + part % 4);
     if (part < 4) return {static_cast<float>(first & 63), static_cast<float>(middle & 63)};
@@ -73,8 +74,8 @@ template <Type TYPE> __device__ __forceinline__ Codes load(const uint8_t *block,
         const float least = HAS_LEAST<TYPE> ? scale(block + 2) : 0.0f;
         return {codes, HAS_LEAST<TYPE> ? 0 : HAS_FIFTH ? 16 : 8, scale(block), least};
     } else if constexpr (TYPE == Q6_K) {
-        // Of 128 elements, quarter r has its low four bits in one half of each byte of `low`, and its high two bits in bits 2 r and
-        // 2 r + 1 of each byte of `high`.
+        // The codes of a half block (128 elements) have six bits. Quarter r of the half block (32 elements) has the codes' low four bits
+        // in nibble r / 2 of the bytes 32 (r % 2) to 32 (r % 2) + 31, and the high two bits in bits 2 r and 2 r + 1 of 32 further bytes.
         const uint32_t half = at / 128, quarter = at / 32 % 4, place = at % 32;
         const uint2 low = nibbles(eight(block + 64 * half + 32 * (quarter % 2) + place), quarter / 2 * 4);
         const uint2 high = eight(block + 128 + 32 * half + place);

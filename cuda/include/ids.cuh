@@ -1,9 +1,8 @@
 // Integer ids in device memory: u32 if `id_bytes` is 4, i64 if it is 8.
 //
-// A kernel cannot raise an error for an id out of range. It reads nothing for such an id, writes the value that the kernel's
-// comment names, and sets *out_of_range to the position of the id if that is lower, unless out_of_range is null. The caller
-// first sets *out_of_range to 2^64 - 1. At the next synchronization of the device, a lower value is reported as the position
-// of an error.
+// A kernel cannot raise an error for an id out of range. For such an id, the kernel reads nothing and writes the value that
+// its comment names. Unless out_of_range is null, *out_of_range becomes the lowest index of such an id. The caller first sets
+// *out_of_range to 2^64 - 1. If it is lower at the next synchronization of the device, the host raises an error that names it.
 #pragma once
 
 #include <cstdint>

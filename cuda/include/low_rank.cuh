@@ -1,11 +1,12 @@
-// Fragments of low-rank products, loaded from factors in their memory order.
+// Fragments of products with low-rank factors, loaded in the memory order of the factors.
 //
 // Products are PTX' `mma.m16n8k16` (attention/mma.cuh describes its fragments). Any assignment of columns, features and ranks to the
-// indices of a fragment works if both operands agree. This one makes a thread's values contiguous in memory: with g = lane / 4 and
-// t = lane % 4,
+// indices of a fragment works if both operands agree. The assignment here makes a thread's values contiguous in memory: with
+// g = lane / 4 and t = lane % 4,
 // - among 32 features, a thread has 8t to 8t + 7, for two products one after the other;
-// - among 16 ranks, column g of the two products is 2g and 2g + 1, so that a thread's sums are the ranks 4t to 4t + 3;
-// - among 32 columns of dst, column g of product i is 4g + i, so that a thread's sums are the columns 8t to 8t + 7.
+// - among 16 ranks, which take two products, column g is rank 2g in the first product and rank 2g + 1 in the second, so that a
+//   thread's sums are the ranks 4t to 4t + 3;
+// - among 32 columns of the result, column g of product i is 4g + i, so that a thread's sums are the columns 8t to 8t + 7.
 #pragma once
 
 #include "element.cuh"
@@ -22,7 +23,7 @@ __device__ __forceinline__ uint32_t low_halves(uint32_t first, uint32_t second) 
 __device__ __forceinline__ uint32_t high_halves(uint32_t first, uint32_t second) { return __byte_perm(first, second, 0x7632); }
 
 // Loads the right operands of the four products of 16 ranks with 32 columns: [product][register].
-// `up` is stored as (rank, outer) if `is_turned`, otherwise as (outer, rank).
+// `up` is stored as (rank, outer) if `is_turned`, otherwise as (outer, rank), with rows `row` elements apart.
 template <typename T, bool is_turned>
 __device__ __forceinline__ void load_up(uint32_t (&b)[4][2], const T *up, uint32_t row, uint32_t column, uint32_t rank, int g, int t) {
     if (is_turned) {

@@ -3,7 +3,7 @@
 // A segment has three vectors in the same element order: parameters, their gradients, and their 16-bit copy. The work is a list of
 // pieces of segments, so that one launch covers any set of variables and parameter groups, in one flat buffer (one segment) or in many
 // variables with memory of their own. Buffers of states have the pieces one after another, each from a multiple of STATE_BLOCK
-// elements on. The padding after a piece is zeroed once and then belongs to the kernels.
+// elements on. The host zeroes the padding after a piece once; afterwards the kernels may overwrite it.
 #pragma once
 
 #include "element.cuh"
@@ -47,14 +47,14 @@ struct Settings {
 
 // Numbers that one step needs, computed from a group's settings by `<optimizer>_prepare`.
 struct alignas(16) Coefficients {
-    float gain;    // the first factor of gradients: the sign and the inverse loss scale
-    uint32_t skip; // 1 if the step changes nothing; the same in all groups
+    float gain;    // gradients are multiplied by this first: 1 / loss scale, negated to maximize
+    uint32_t skip; // 1 if the step leaves parameters and states as they are; the same in all groups
     float decay; // the factor of parameters
     float l2;    // l2 times the parameter is added to the gradient
     float step_size;
     float eps;
-    float beta1, gain1; // weights of the first state and of the gradient
-    float beta2, gain2; // the same for the second state; for SGD, `beta2` is the factor of the buffer in Nesterov's form
+    float beta1, gain1; // weights of the old first state and of the gradient in the new first state
+    float beta2, gain2; // the same for the second state; for SGD, `beta2` is the factor of the momentum buffer in Nesterov's form
     float root_correction2;
     uint32_t nesterov;
 };
@@ -103,7 +103,7 @@ struct Nearest {
 struct Stochastic {
     uint4 words[2];
 
-    // For four elements from number `first` on, a multiple of four.
+    // For the four elements from element number `first` on; `first` is a multiple of four.
     __device__ __forceinline__ Stochastic(uint64_t seed, uint64_t step, uint64_t first) {
         const uint64_t block = first / QUAD;
 #pragma unroll
@@ -115,7 +115,7 @@ struct Stochastic {
         }
     }
 
-    // Rounds number `number` (0: the parameter, 1: the first state, ...) of element `k` of the four.
+    // Rounds one of the values of element `k` of the four. `number` tells which: 0 the parameter, 1 the first state, and so on.
     template <typename T> __device__ __forceinline__ T round(float value, int k, int number) const {
         const uint4 pair = words[number / 2];
         const uint32_t word = k == 0 ? pair.x : k == 1 ? pair.y : k == 2 ? pair.z : pair.w;
@@ -134,16 +134,17 @@ struct RoundNearest {
 
 struct RoundStochastically {
     const Settings *settings;
-    const uint32_t *firsts; // of each piece: the number of its first element, in units of STATE_BLOCK
+    const uint32_t *firsts; // for each piece, the element number (see `Stochastic`) of its first element, in units of STATE_BLOCK
 
-    // For four elements from `index` on in piece number `number`.
+    // For the four elements from `index` on of the piece with number `number` in the list of pieces.
     __device__ __forceinline__ Stochastic at(const Piece &piece, uint32_t number, uint32_t index) const {
         const Settings &of = settings[piece.group];
         return {of.seed, of.step, static_cast<uint64_t>(firsts[number]) * STATE_BLOCK + index};
     }
 };
 
-// The inverse of `load_quad`. `number` is 0 for parameters, their copies and gradients, 1 for the first state, and so on.
+// The inverse of `load_quad`. `number` tells `Stochastic::round` which value of the elements it rounds: 0 for parameters, their copies
+// and gradients, 1 for the first state, and so on.
 template <bool WIDE, typename T, typename Rounding>
 __device__ __forceinline__ void store_quad(T *target, const float (&values)[QUAD], uint32_t count, const Rounding &rounding,
                                            int number) {
@@ -174,7 +175,7 @@ template <typename P, typename G, typename C> struct Buffers {
         copy = reinterpret_cast<C *>(__ldg(words + 2));
     }
 
-    // Whether four elements of a piece can be accessed at once. Null is aligned.
+    // Whether one access can take four elements of a piece, in each of the vectors that is not null.
     __device__ __forceinline__ bool is_wide(const Piece &piece) const {
         return is_quad_aligned(params + piece.start) && is_quad_aligned(grads + piece.start) &&
                (copy == nullptr || is_quad_aligned(copy + piece.start));

@@ -16,8 +16,8 @@ __device__ __forceinline__ uint2 philox_key(uint64_t seed, int round) {
     return {static_cast<uint32_t>(seed) + round * 0x9E3779B9u, static_cast<uint32_t>(seed >> 32) + round * 0xBB67AE85u};
 }
 
-// The seed is the key, and the number of a block of four words is the counter. In a CUDA graph, a draw must read seed and offset
-// from device memory.
+// The seed is the key, and the index of a block of four words is the counter. In a CUDA graph, a draw must read seed and offset
+// from device memory, because every replay has the same launch arguments.
 struct Generator {
     static constexpr int ROUNDS = 10;
     uint64_t offset;
@@ -35,7 +35,7 @@ struct Generator {
         }
     }
 
-    // The four words of block `block` after the offset.
+    // The four words of block `offset + block`.
     __device__ __forceinline__ uint4 operator()(uint64_t block) const {
         const uint64_t counter = offset + block;
         uint4 c{static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), 0, 0};

@@ -59,7 +59,7 @@ template <typename T, int N, bool INTERLEAVED> struct Pairs {
     }
 };
 
-// Calls f(N, INTERLEAVED) with both values as types. N, the number of pairs in `Pairs`, is WIDE<T> if `is_wide`, otherwise 1.
+// Calls f(N, INTERLEAVED) with both values as integral constants. N, the number of pairs in `Pairs`, is WIDE<T> if `is_wide`, otherwise 1.
 template <typename T, typename F> __device__ __forceinline__ void choose_pairs(bool is_wide, bool interleaved, F f) {
     using Many = std::integral_constant<int, WIDE<T>>;
     using One = std::integral_constant<int, 1>;

@@ -172,7 +172,7 @@ template <typename T, int N, int COUNT = HELD> struct Row {
         for (uint64_t pack = threadIdx.x + COUNT * blockDim.x; pack < packs; pack += blockDim.x) f(COUNT, pack * N);
     }
 
-    // The pack at a place, whose first element has the index `at`.
+    // This thread's pack at place `place`. The first element of the pack has the index `at` in the row.
     __device__ __forceinline__ Pack<T, N> get(int place, uint64_t at) const {
         return place < COUNT ? held[place] : load_pack<N>(start + at);
     }

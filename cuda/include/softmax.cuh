@@ -4,8 +4,9 @@
 #include "functions.cuh"
 #include "rows.cuh"
 
-// Σ e^(x - largest). A negative infinity adds 0, and NaN makes the sum NaN. A positive infinity makes the sum NaN too, or
-// infinity if `INFINITE`.
+// `sum` is Σ e^(x - largest) over the elements x added so far, and `largest` is the largest of them. An element of
+// negative infinity adds 0, and NaN makes the sum NaN. A positive infinity makes the sum NaN too, or infinity if
+// `INFINITE`.
 template <typename T, bool INFINITE = false> struct Exponentials {
     using A = Acc<T>;
     A largest = -infinity<A>();

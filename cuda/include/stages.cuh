@@ -1,12 +1,12 @@
-// Stages of tiles in shared memory. One thread lets the copy engine of compute capability 9.0 fill them, and two warpgroups multiply
-// them.
+// A ring of stages in shared memory. A stage holds the tiles of one step of a product's sum. One thread lets the copy engine of compute
+// capability 9.0 fill the stages, and two warpgroups multiply their tiles.
 #pragma once
 
 #include "engine.cuh"
 
 constexpr int WARPGROUP = 128;
 
-// Fetches a box of a tensor of three dimensions, the first of which is dense. With BOTH, the engine
+// Starts to copy the box at (first, second, third) of a tensor of three dimensions, the first of which is dense. With BOTH, the engine
 // copies the box into both blocks of the cluster.
 template <bool BOTH> __device__ __forceinline__ void copy_box(uint32_t to, const TensorMap &map, uint32_t barrier,
                                                               int first, int second, int third) {
@@ -55,7 +55,7 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Stages {
         if (++stage == STAGES) stage = 0, ++round;
     }
 
-    // For the copying thread: waits until the stage may be overwritten, and announces what the thread will copy.
+    // For the copying thread: waits until the stage may be overwritten, and announces the STAGE_BYTES bytes that the copies write.
     __device__ __forceinline__ void begin_copies() const {
         if (round > 0) barrier_wait<true>(emptied + stage * 8, (round - 1) & 1);
         barrier_expect(barrier(), STAGE_BYTES);

@@ -2,8 +2,8 @@
 //
 // The form on tensor cores, `attention_*_w64_*` for widths up to 64 and `attention_*_w128_*` up to 128, takes f16 and bf16; a
 // width equal to the width of values and a multiple of 8; pointers and strides that are multiples of 16 bytes; a scale above 0;
-// no mask. The plain form takes everything else. Both forms take any number of queries and keys. The number may be 0 where the formula
-// for the kernel's grid gives no 0.
+// no mask. The plain form takes everything else. Both forms take any number of queries and keys, including 0 where this does
+// not make the kernel's grid empty.
 //
 // q, dq (batch, heads, queries, width); k, dk (batch, heads, keys, width); v, dv (batch, heads, keys, value_width); o, d_o
 // (batch, heads, queries, value_width): each with its `Strides`, in the order of the pointers. log_sums and delta (batch, heads,
@@ -14,7 +14,7 @@
 #define ENTRY(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 
 // attention_forward_w{64,128}_{f16,bf16}: o = softmax(scale q kᵀ) v and log_sums = ln Σ e^(scale q kᵀ).
-// Grid (ceil(queries / 64) batch heads), 128 threads. Dynamic shared memory: w64 40960 bytes, 73728 on compute capability 9.0;
+// Grid (ceil(queries / 64) * batch * heads), 128 threads. Dynamic shared memory: w64 40960 bytes, 73728 on compute capability 9.0;
 // w128 81920.
 #define FORWARD(w, dtype, type, blocks, keys)                                                                                      \
     ENTRY(128, blocks)                                                                                                             \
@@ -28,10 +28,10 @@
 
 // attention_backward_w{64,128}_{f16,bf16}: dq, dk and dv from log_sums and delta. Null gradients are not written. With parts = 1,
 // dk_parts and dv_parts are null; otherwise each holds (parts, batch, heads, keys, width) f32, from which `attention_sum_parts` then
-// computes dk and dv. Parts keep the multiprocessors busy when there are few keys: they save time as long as parts ceil(keys / 64)
-// batch heads is below the number of multiprocessors.
-// Grid (K + Q), 128 threads: K = parts ceil(keys / 64) batch heads blocks compute dk and dv (K = 0 if both are null), and Q =
-// ceil(queries / 64) batch heads blocks compute dq (Q = 0 if it is null). Dynamic shared memory: w64 50176 bytes, w128 99328.
+// computes dk and dv. Parts keep the multiprocessors busy when there are few keys: they save time as long as
+// parts * ceil(keys / 64) * batch * heads is below the number of multiprocessors.
+// Grid (K + Q), 128 threads: K = parts * ceil(keys / 64) * batch * heads blocks compute dk and dv (K = 0 if both are null), and
+// Q = ceil(queries / 64) * batch * heads blocks compute dq (Q = 0 if it is null). Dynamic shared memory: w64 50176 bytes, w128 99328.
 #define BACKWARD(w, dtype, type, blocks, key_step, key_rows, query_step, query_rows)                                               \
     ENTRY(128, blocks)                                                                                                             \
     attention_backward_w##w##_##dtype(const type *q, const type *k, const type *v, const type *d_o, const float *log_sums,         \
@@ -52,8 +52,8 @@
                                                                                 do_strides, dq_strides, shape, Dense());                    \
     }
 
-// attention_sum_parts_{f16,bf16}: dk and dv, unless they are null, from their parts, added in their order.
-// Grid (ceil(batch heads keys width / 1024), 2), 256 threads. No dynamic shared memory.
+// attention_sum_parts_{f16,bf16}: dk and dv, unless they are null. Each is the sum of its parts, added in the order of the parts.
+// Grid (ceil(batch * heads * keys * width / 1024), 2), 256 threads. No dynamic shared memory.
 #define SUM_PARTS(dtype, type)                                                                                                     \
     ENTRY(256, 1)                                                                                                                  \
     attention_sum_parts_##dtype(const float *dk_parts, const float *dv_parts, type *dk, type *dv, BY_VALUE Strides dk_strides,     \
@@ -75,8 +75,8 @@
 ON_TENSOR_CORES(f16, __half)
 ON_TENSOR_CORES(bf16, __nv_bfloat16)
 
-// attention_delta_{f32,f64,f16,bf16}: delta = the sum over each row of o ∘ d_o, which all backward functions need.
-// Grid (ceil(batch heads queries / 32)), 256 threads. No dynamic shared memory.
+// attention_delta_{f32,f64,f16,bf16}: delta = the sum of o ∘ d_o over each row. All backward kernels need delta.
+// Grid (ceil(batch * heads * queries / 32)), 256 threads. No dynamic shared memory.
 #define DELTA(dtype, type)                                                                                                         \
     ENTRY(256, 1)                                                                                                                  \
     attention_delta_##dtype(const type *o, const type *d_o, Acc<type> *delta, BY_VALUE Strides o_strides,                          \
@@ -87,7 +87,7 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
 
 // attention_plain_forward_{f32,f64,f16,bf16}: o = softmax(scale q kᵀ + mask) v and log_sums; a query that sees no key gets a result
 // of zeros and a log-sum of negative infinity.
-// Grid (ceil(queries / 32) batch heads, max(ceil(value_width / 64), 1)), 256 threads. No dynamic shared memory.
+// Grid (ceil(queries / 32) * batch * heads, max(ceil(value_width / 64), 1)), 256 threads. No dynamic shared memory.
 #define PLAIN_FORWARD(dtype, type)                                                                                                 \
     ENTRY(PLAIN_THREADS, 1)                                                                                                        \
     attention_plain_forward_##dtype(const type *q, const type *k, const type *v, type *o, Acc<type> *log_sums,                     \
@@ -98,7 +98,7 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
     }
 
 // attention_plain_backward_{query,key,value}_{f32,f64,f16,bf16}: dq, dk or dv from log_sums and delta.
-// Grid (ceil(rows / 32) batch heads, ceil(columns / 64)) with the rows and columns of the gradient's matrices, 256 threads. No
+// Grid (ceil(rows / 32) * batch * heads, ceil(columns / 64)) with the rows and columns of the gradient's matrices, 256 threads. No
 // dynamic shared memory.
 #define PLAIN_BACKWARD(part, dtype, type)                                                                                          \
     ENTRY(PLAIN_THREADS, 1)                                                                                                        \

@@ -5,12 +5,12 @@
 // `Schedule` (include/attention/hopper/schedule.cuh) divides the work. `blocks` is the number of multiprocessors. `whole` is the number of
 // items if none is split; otherwise it is the largest multiple of `blocks` below that number, and the items beyond are split. Items and
 // steps:
-//   forward: ceil(queries / R) batch heads items of ceil(keys / 128) steps, with R = 192 (w64) or 128 (w128);
-//   backward: ceil(keys / 128) batch heads items of ceil(queries / M) steps, with M = 128 (w64) or 64 (w128).
-// Splitting costs about as much as five steps. steps * blocks * blocks is below 2^32.
+//   forward: ceil(queries / R) * batch * heads items of ceil(keys / 128) steps, with R = 192 (w64) or 128 (w128);
+//   backward: ceil(keys / 128) * batch * heads items of ceil(queries / M) steps, with M = 128 (w64) or 64 (w128).
+// Splitting items takes as much time as about five steps. steps * blocks * blocks must be below 2^32.
 //
 // `maps` have 16-bit elements, dimensions (width, rows, heads, batch), boxes of (64, rows, 1, 1) with the rows that the structures name,
-// element strides 1, no interleave, 128-byte swizzle, zeros outside (FLOAT_OOB_FILL_NONE).
+// element strides 1, no interleave, 128-byte swizzle, zeros for elements outside the tensor (FLOAT_OOB_FILL_NONE).
 #include "../include/attention/hopper/finish.cuh"
 
 #define BY_VALUE const __grid_constant__
@@ -29,7 +29,7 @@
     }
 
 // attention_hopper_sum_w{64,128}_{f16,bf16}: o and log_sums of split items from their parts.
-// Grid ((items - whole) (R width / 2048)) with width = 64 or 128, 256 threads. No dynamic shared memory.
+// Grid ((items - whole) * R * width / 2048) with width = 64 or 128, 256 threads. No dynamic shared memory.
 #define SUM(w, dtype, type, groups)                                                                                                \
     ENTRY(FINISH_THREADS)                                                                                                          \
     attention_hopper_sum_w##w##_##dtype(type *o, float *log_sums, const float *parts, BY_VALUE Strides o_strides,                  \
@@ -40,7 +40,7 @@
 
 // attention_hopper_statistics_w{64,128}_{f16,bf16}: statistics (batch, heads, steps, 2, M) from o, d_o and log_sums; turns (batch,
 // heads, steps) become zero.
-// Grid (batch heads steps) with the backward pass' steps, 256 threads. No dynamic shared memory.
+// Grid (batch * heads * steps) with the backward pass' steps, 256 threads. No dynamic shared memory.
 #define STATISTICS(w, dtype, type, m)                                                                                              \
     ENTRY(FINISH_THREADS)                                                                                                          \
     attention_hopper_statistics_w##w##_##dtype(const type *o, const type *d_o, const float *log_sums, float *statistics,           \
@@ -66,7 +66,7 @@
     }
 
 // attention_hopper_finish_w{64,128}_{f16,bf16}: dq from sums, and dk and dv of split items from their parts.
-// Grid (batch heads steps + (items - whole) width / 8) with width = 64 or 128, 256 threads. No dynamic shared memory.
+// Grid (batch * heads * steps + (items - whole) * width / 8) with width = 64 or 128, 256 threads. No dynamic shared memory.
 #define FINISH(w, dtype, type, m)                                                                                                  \
     ENTRY(FINISH_THREADS)                                                                                                          \
     attention_hopper_finish_w##w##_##dtype(const float *sums, const float *parts, type *dq, type *dk, type *dv,                    \

@@ -1,12 +1,12 @@
-// Causal attention inside the segments of a packed row, forward and backward, in the two forms of attention.cu. Each form takes the
-// operands that it takes there.
+// Causal attention inside the segments of a packed row, forward and backward, in the two forms of attention.cu. Each form has the same
+// requirements as in attention.cu.
 //
 // q, o, d_o, dq (heads, rows, width), k, v, dk, dv (heads / group, rows, width): each with its `Strides`, in the order of the pointers;
-// head h of q sees head h / group of k and v. log_sums and delta (heads, rows), dense. `shape` has one batch, `heads` heads, as many keys as
-// queries, and is causal. spans (2, rows): for each position the first key that its query sees, then the end of the queries that see its
-// key. One more number follows them: `taken`, the counter of attention_varlen_hopper.cu's forward kernel. Of all
-// arguments, only the contents of `spans` depend on the segments: grids depend on sizes alone, so a graph can be replayed with other
-// segments.
+// head h of q sees head h / group of k and v. log_sums and delta (heads, rows), dense. `shape` has one batch, `heads` heads, as many
+// keys as queries, and is causal. The first row of spans (2, rows) has for each position p the first key that query p sees, the second
+// row the end (exclusive) of the queries that see key p. One more number follows the spans: `taken`, the counter of
+// attention_varlen_hopper.cu's forward kernel. Of all arguments, only the contents of `spans` depend on the segments: grids depend on
+// sizes alone, so a graph can be replayed with other segments.
 // `attention_delta` of attention.cu computes delta, and `attention_sum_parts` of attention.cu adds parts.
 #include "../include/attention/forms.cuh"
 #include "../include/ids.cuh"
@@ -29,7 +29,7 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
     }
     if (position == 0) spans[2 * rows] = 0;
     if (position >= rows) return;
-    // Finds the number of bounds up to this position.
+    // Finds the number of bounds that are at most `position`.
     uint32_t low = 0, high = count;
     while (low < high) {
         const uint32_t middle = low + (high - low) / 2;
@@ -49,7 +49,7 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
 }
 
 // attention_varlen_forward_w{64,128}_{f16,bf16}: o and log_sums.
-// Grid (ceil(rows / 64) heads), 128 threads. Dynamic shared memory: w64 40960 bytes, 73728 on compute capability 9.0; w128 81920.
+// Grid (ceil(rows / 64) * heads), 128 threads. Dynamic shared memory: w64 40960 bytes, 73728 on compute capability 9.0; w128 81920.
 #define FORWARD(w, dtype, type, blocks, keys)                                                                                      \
     ENTRY(128, blocks)                                                                                                             \
     attention_varlen_forward_w##w##_##dtype(const type *q, const type *k, const type *v, type *o, float *log_sums,                 \
@@ -64,8 +64,8 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
 // attention_varlen_backward_w{64,128}_{f16,bf16}: dq, dk and dv from log_sums and delta. Null gradients are not written. With parts = 1,
 // dk_parts and dv_parts are null; otherwise each holds (parts, heads / group, rows, width) f32, where a part is the sum over
 // ceil(group / parts) heads of queries.
-// Grid (K + Q), 128 threads: K = parts ceil(rows / 64) heads / group blocks compute dk and dv (K = 0 if both are null), and Q =
-// ceil(rows / 64) heads blocks compute dq (Q = 0 if it is null). Dynamic shared memory: w64 50176 bytes, w128 99328.
+// Grid (K + Q), 128 threads: K = parts * ceil(rows / 64) * heads / group blocks compute dk and dv (K = 0 if both are null), and
+// Q = ceil(rows / 64) * heads blocks compute dq (Q = 0 if it is null). Dynamic shared memory: w64 50176 bytes, w128 99328.
 #define BACKWARD(w, dtype, type, blocks, key_step, key_rows, query_step, query_rows)                                               \
     ENTRY(128, blocks)                                                                                                             \
     attention_varlen_backward_w##w##_##dtype(                                                                                      \
@@ -97,7 +97,7 @@ ON_TENSOR_CORES(f16, __half)
 ON_TENSOR_CORES(bf16, __nv_bfloat16)
 
 // attention_varlen_plain_forward_{f32,f64,f16,bf16}: o and log_sums.
-// Grid (ceil(rows / 32) heads, max(1, ceil(width / 64))), 256 threads. No dynamic shared memory.
+// Grid (ceil(rows / 32) * heads, max(1, ceil(width / 64))), 256 threads. No dynamic shared memory.
 #define PLAIN_FORWARD(dtype, type)                                                                                                 \
     ENTRY(PLAIN_THREADS, 1)                                                                                                        \
     attention_varlen_plain_forward_##dtype(const type *q, const type *k, const type *v, type *o, Acc<type> *log_sums,              \
@@ -110,7 +110,7 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
     }
 
 // attention_varlen_plain_backward_{query,key,value}_{f32,f64,f16,bf16}: dq, dk or dv from log_sums and delta.
-// Grid (ceil(rows / 32) H, ceil(width / 64)) where H is the number of heads of the gradient, 256 threads. No dynamic shared memory.
+// Grid (ceil(rows / 32) * H, ceil(width / 64)) where H is the number of heads of the gradient, 256 threads. No dynamic shared memory.
 #define PLAIN_BACKWARD(part, dtype, type)                                                                                          \
     ENTRY(PLAIN_THREADS, 1)                                                                                                        \
     attention_varlen_plain_backward_##part##_##dtype(                                                                              \

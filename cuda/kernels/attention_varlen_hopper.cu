@@ -2,10 +2,10 @@
 // spans. It takes f16 and bf16, widths that are a multiple of 8 up to 64 (w64) or 128 (w128), and pointers and strides that are multiples
 // of 16 bytes.
 //
-// `maps` are as in attention_hopper.cu, with the heads of each tensor. In the backward pass K = heads / group is the number of heads of
-// keys, M = 128 (w64) or 64 (w128) the number of queries in a tile, and `blocks` the number of multiprocessors. `Shares`
-// (include/attention/hopper/shares.cuh) divides the work by `plan` (ceil(rows / 128) + 1 + blocks). heads ceil(rows / M) ceil(rows / 128)
-// is below 2^31.
+// `maps` are as in attention_hopper.cu; each map has the number of heads of its tensor. In the backward pass, K = heads / group is the
+// number of heads of keys, M = 128 (w64) or 64 (w128) the number of queries in a tile, and `blocks` the number of multiprocessors.
+// `Shares` (include/attention/hopper/shares.cuh) divides the work by `plan`, which has ceil(rows / 128) + 1 + blocks numbers.
+// heads * ceil(rows / M) * ceil(rows / 128) must be below 2^31.
 #include "../include/attention/hopper/finish.cuh"
 #include "../include/attention/hopper/shares.cuh"
 
@@ -15,8 +15,8 @@
 
 // attention_varlen_hopper_forward_w{64,128}_{f16,bf16}: o (through its map) and log_sums. `taken`, one number, is zero before and
 // after the launch.
-// Grid (at most ceil(rows / R) heads, with R = 192 (w64) or 128 (w128)), 512 threads (w64) or 384 (w128). Dynamic shared memory: w64 139392
-// bytes, w128 229504.
+// Grid (at most ceil(rows / R) * heads, with R = 192 (w64) or 128 (w128)), 512 threads (w64) or 384 (w128). Dynamic shared memory:
+// w64 139392 bytes, w128 229504.
 #define FORWARD(w, dtype, type, groups)                                                                                            \
     ENTRY((groups + 1) * WARPGROUP)                                                                                                \
     attention_varlen_hopper_forward_w##w##_##dtype(float *log_sums, const uint32_t *spans, uint32_t *taken,                        \
@@ -30,7 +30,7 @@
 
 // attention_varlen_hopper_statistics_w{64,128}_{f16,bf16}: plan, and statistics (heads, ceil(rows / M), 2, M) from o, d_o and log_sums;
 // turns (heads, ceil(rows / M)) become zero.
-// Grid (1 + heads ceil(rows / M)), 256 threads. No dynamic shared memory.
+// Grid (1 + heads * ceil(rows / M)), 256 threads. No dynamic shared memory.
 #define STATISTICS(w, dtype, type, m)                                                                                              \
     ENTRY(FINISH_THREADS)                                                                                                          \
     attention_varlen_hopper_statistics_w##w##_##dtype(                                                                             \
@@ -63,7 +63,7 @@
 
 // attention_varlen_hopper_finish_w{64,128}_{f16,bf16}: dq from sums, and dk and dv of split items from their parts. Null gradients are
 // not written.
-// Grid (heads ceil(rows / M) + (blocks - 1) width / 8) with width = 64 or 128, 256 threads. No dynamic shared memory.
+// Grid (heads * ceil(rows / M) + (blocks - 1) * width / 8) with width = 64 or 128, 256 threads. No dynamic shared memory.
 #define FINISH(w, dtype, type, m)                                                                                                  \
     ENTRY(FINISH_THREADS)                                                                                                          \
     attention_varlen_hopper_finish_w##w##_##dtype(const float *sums, const float *parts, const uint32_t *spans,                    \

@@ -2,9 +2,9 @@
 // tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415), or the gated linear unit SiLU(gate) h (Shazeer 2020, arXiv:2002.05202).
 // For the gated unit, x = [gate | h].
 //
-// before is (rows, kept); x is (rows, width) or (rows, 2 width), with rows x_row elements apart; y is (rows, kept + width). grad is
-// the gradient of f(x) in y, with rows grad_row elements apart; dx has the shape of x, with rows dx_row elements apart. If kept
-// is 0, before may be null.
+// before is (rows, kept); x is (rows, width) or (rows, 2 width), with rows x_row elements apart; y is (rows, kept +
+// width). grad (rows, width) is the gradient of those columns of y that are f(x), with rows grad_row elements apart; dx
+// has the shape of x, with rows dx_row elements apart. If kept is 0, before may be null.
 // Launch: block 256, grid clamp(ceil(rows (kept + width) / (256 WIDE)), 1, 2^31 - 1), no dynamic shared memory; kept is 0 in
 // this formula for the backward kernels. Any grid gives the same results.
 

@@ -1,9 +1,9 @@
-// For skew-symmetric matrices Q, the difference D of the Cayley transform of Q and the identity: D = (I - Q) (I + Q)^-1 - I. D is the
+// Computes, for skew-symmetric matrices Q, the Cayley transform of Q minus the identity: D = (I - Q) (I + Q)^-1 - I. D is the
 // solution of (I + Q) D = -2 Q, which is found by Gauss-Jordan elimination. The symmetric part of I + Q is I, so each pivot is at least
 // 1, and no rows need to be exchanged.
 //
-// upper and grad_upper are (count, size (size - 1) / 2), the strict upper triangles of Q row by row; change and its gradient grad are
-// (count, size, size).
+// upper and grad_upper are (count, size (size - 1) / 2), the strict upper triangles of Q row by row; change (the matrices D) and its
+// gradient grad are (count, size, size).
 // Launch: block (32, 8), grid min(count, 2^31 - 1); any grid gives the correct result. Dynamic shared memory: 2 size² f32 (f64 for
 // f64).
 
@@ -44,7 +44,7 @@ __device__ __forceinline__ void forward(const T *__restrict__ upper, T *__restri
         });
         __syncthreads();
         for (uint32_t pivot = 0; pivot < size; pivot++) {
-            // This loop scales the pivot's row where it reads it. The loop after it stores the scaled row.
+            // This loop multiplies the elements of the pivot's row by `inverse` as it reads them. The next loop stores the products.
             const A inverse = A(1) / system[pivot * width + pivot];
             for_each(size, pivot + 1, width, [&](uint32_t row, uint32_t column) {
                 if (row == pivot) return;

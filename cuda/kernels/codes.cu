@@ -1,7 +1,7 @@
-// Kernels for products of 8-bit codes: they make the codes of the factors, and scale the sums (rust/core/src/quantized/w8a8).
+// Kernels for products of 8-bit codes: they make the codes of the operands, and scale the sums (rust/core/src/quantized/w8a8).
 //
-// Codes are int8 (-127 to 127) or e4m3 (Micikevicius et al. 2022, arXiv:2209.05433). All rows are multiples of 16 elements and begin
-// at 16-byte boundaries.
+// Codes are int8 (-127 to 127) or e4m3 (Micikevicius et al. 2022, arXiv:2209.05433). The length of every row is a multiple of
+// 16 elements, and every row begins at a 16-byte boundary.
 #include <cuda_fp8.h>
 
 #include "codes/parts.cuh"

@@ -16,7 +16,7 @@
 // `partials` is null.
 //
 // f32 on tensor cores: `pairs_{left,right}` split each operand into x = hi + lo in bf16, and put the parts side by side as
-// three times the channels: hi hi lo of the image and hi lo hi of the weight. The forward pass over these channels sums all
+// three times as many channels: hi hi lo of the image and hi lo hi of the weight. The forward pass over these channels sums all
 // products but lo * lo. `partials` is then the f32 result itself, and `sums_bias` its bias.
 #include "conv/plain.cuh"
 #include "conv/pairs.cuh"
@@ -44,8 +44,7 @@ FOR_EACH_HALF(DEFINE_FORWARD, m128n16, 128, 16, 4, 1, 8, 4, 3)
 FOR_EACH_HALF(DEFINE_FORWARD, m64n64v4, 64, 64, 2, 2, 4, 4, 3)
 
 // grad_x[q, c] = sum over the windows (p, a, b) that contain pixel q, and over o, of grad_y[p, o] * weight[o, a, b, c]. The
-// input's pixels are divided by phase (their coordinates modulo the stride): pixels of one phase use the same positions of
-// the kernel.
+// input's pixels are divided by phase (their coordinates modulo the stride): pixels of one phase use the same kernel taps.
 // Grid: ceil(batch * ceil(height / stride_height) * ceil(width / stride_width) / M) * ceil(channels / N),
 //       stride_height * stride_width, splits; block: 128.
 // Dynamic shared memory: STAGES * (M * 128 + ceil(N / 64) * 8192) bytes: m128n128 98304, m64n64 and m64n64v4 65536,
@@ -68,7 +67,7 @@ FOR_EACH_HALF(DEFINE_GRAD_INPUT, m64n64v4, 64, 64, 2, 2, 4, 4, 3)
 // more. Input and output channels are multiples of 8. `m16v1` takes any number of output channels, and input channels in
 // multiples of 4.
 // Grid: ceil(out_channels / M) * ceil(kernel_height * kernel_width * channels / 128), 1, splits; block: 128. A step
-// takes 64 pixels; there should not be more splits than steps.
+// sums over 64 pixels; there should not be more splits than steps.
 // Dynamic shared memory: STAGES * (ceil(M / 64) + 2) * 8192 bytes: 98304 for each.
 // partials: (splits, elements of the weight). It may also be given with one split, if the sum is needed in f32
 // (`conv2d_sum_accumulate_f32`).
@@ -84,7 +83,7 @@ FOR_EACH_HALF(DEFINE_GRAD_WEIGHT, m16v1, 16, 1, 4, 1, 4, 4)
 FOR_EACH_HALF(DEFINE_GRAD_WEIGHT, m64, 64, 2, 2, 8, 8, 4)
 FOR_EACH_HALF(DEFINE_GRAD_WEIGHT, m128, 128, 2, 2, 8, 8, 3)
 
-// y[i] = sum over the splits s of partials[s, i] + bias[i mod columns], for `count` elements; `bias` may be null.
+// y[i] = bias[i mod columns] + sum over the splits s of partials[s, i], for `count` elements; `bias` may be null.
 // Grid: any (a thread takes every gridDim.x * blockDim.x-th group of four); block: any.
 template <typename T, bool ACCUMULATE> __device__ __forceinline__ void
 sum_partials(T *y, const Acc<T> *partials, const T *bias, uint64_t count, uint32_t columns, uint32_t splits) {
@@ -129,8 +128,8 @@ sum_partials(T *y, const Acc<T> *partials, const T *bias, uint64_t count, uint32
     }
 }
 
-// The bf16 parts of f32 operands: to (rows, 3 padded), from (rows, channels); padded is a multiple of 8, with zeros beyond
-// the channels. Grid: any (a thread takes every gridDim.x * blockDim.x-th group of eight channels); block: 256.
+// Writes the bf16 parts of the f32 operand `from` (rows, channels) to `to` (rows, 3 padded). padded is a multiple of 8; the
+// parts have zeros beyond the channels. Grid: any (a thread takes every gridDim.x * blockDim.x-th group of eight channels); block: 256.
 #define DEFINE_PAIRS(NAME, LOW)                                                                                        \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         pairs_##NAME##_f32(__nv_bfloat16 *to, const float *from, uint64_t rows, uint32_t channels, uint32_t padded) {  \
@@ -156,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     sum_partials<float, true>(y, partials, bias, count, columns, splits);
 }
 
-// The formulas above for every size and dtype. Block: 256; no dynamic shared memory.
+// These kernels compute the formulas above for every size and dtype. Block: 256; no dynamic shared memory.
 // Grid of `plain`: x and y as for the tensor cores, with M = N = 64 and the channels of a group; z: min(groups, 65535).
 // Grid of `direct`: any x (a thread takes every gridDim.x * 256-th element of a phase), y as for the tensor cores, z = 1.
 #define DEFINE_PLAIN(DTYPE, TYPE)                                                                                      \
@@ -182,9 +181,9 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_PLAIN)
 
-// Partial sums of the gradient of the weight, always followed by `conv2d_sum`: partials (splits, elements of the weight)
-// in f32, in f64 for f64. Block: 256; no dynamic shared memory. With values = kernel_height * kernel_width * channels /
-// groups:
+// These kernels compute partial sums of the gradient of the weight, which `conv2d_sum` must then add: partials (splits,
+// elements of the weight) in f32, in f64 for f64. Block: 256; no dynamic shared memory. With values = kernel_height *
+// kernel_width * channels / groups:
 // Grid of `plain`: ceil(out_channels / groups / 64) * ceil(values / 64), min(groups, 65535), splits.
 // Grid of `direct`: ceil(out_channels / 32), min(values, 65535), splits.
 #define DEFINE_GRAD_WEIGHT_PLAIN(DTYPE, TYPE)                                                                          \

@@ -1,4 +1,5 @@
-// Forward pass and gradient of the input of conv.cu's convolution on compute capability 9.0 (for sm_90a alone).
+// Forward pass, gradient of the input and gradient of the weight of conv.cu's convolution on compute capability 9.0 (for
+// sm_90a alone). The last paragraph of this file has the tiles and grids of the gradient of the weight.
 //
 // The functions take f16 and bf16; groups = 1; a kernel of at most 16 x 16; pointers that are multiples of 16 bytes;
 // input channels in multiples of 8; and strides up to 8. For the gradient of the input, output channels are multiples of
@@ -6,11 +7,11 @@
 //
 // Choose the tile and the number of splits that take the least time:
 //   ceil(blocks * splits / multiprocessors) * ceil(steps / splits) * cost, plus the time of the sum if splits > 1,
-// with blocks = the grid's x times y and steps = taps * ceil(channels summed over / 64). The cost of a step (measured on
-// an H200, in microseconds) is 1.0 for m256n160, 0.97 for m256n128, 0.82 for m128n160 and 0.75 for m128n128. The sum
-// moves (splits + 1) * 4 bytes for each value of the result at about 3 TB/s. For SDXL at 1024 x 1024 and batch 1 the
-// choice is m256n160 nearly everywhere, with one split for 320 channels, two for 640 and four for 1280. Results of at
-// most 16 channels are faster with conv.cu's `m128n16`.
+// with blocks = the grid's x times y and steps = taps * ceil(channels summed over / 64). The cost of a step (measured
+// on an H200, in microseconds) is 1.0 for m256n160, 0.97 for m256n128, 0.82 for m128n160 and 0.75 for m128n128. The sum
+// of the splits moves (splits + 1) * 4 bytes for each value of the result at about 3 TB/s. For SDXL at 1024 x 1024 and
+// batch 1 the choice is m256n160 nearly everywhere, with one split for 320 channels, two for 640 and four for 1280.
+// Results of at most 16 channels are faster with conv.cu's `m128n16`.
 //
 // Grid: ceil(pixels / (2 M)) * 2 * ceil(result channels / N), phases, splits, with pixels and phases as in conv.cu;
 // clusters of two (compiled in); block: 384. partials as in conv.cu.
@@ -18,7 +19,8 @@
 //   forward pass:          m128n128 196736, m128n160 221312, m256n128 196736, m256n160 213120
 //   gradient of the input: m128n128 196736, m128n160 204928, m256n128 196736, m256n160 229504
 //
-// `maps` (see Conv2dMaps): 16-bit elements, no interleave, 128-byte swizzle, zeros outside (FLOAT_OOB_FILL_NONE).
+// `maps` (see Conv2dMaps): 16-bit elements, no interleave, 128-byte swizzle, zeros for elements outside the tensor
+// (FLOAT_OOB_FILL_NONE).
 // - dense: cuTensorMapEncodeTiled, element strides 1.
 //   Forward pass and gradient of the input: the weight, dimensions (channels, kernel_height * kernel_width,
 //   out_channels), box (64, 1, N / 2) for the forward pass and (64, 1, 32) for the gradient.
@@ -28,7 +30,7 @@
 //   Forward pass and gradient of the weight: x, with M pixels per column (forward) or 64 (gradient), element strides
 //   (1, stride_width, stride_height, 1), lower corner -padding, upper corner padding - dilation * (kernel - 1).
 //   Gradient of the input: grad_y for each phase, M pixels per column, element strides 1, lower corner
-//   origin + (taps - 1) * move, upper corner lower + pixels - out, in each direction the values of `grad_input_axis`;
+//   origin + (taps - 1) * move, upper corner lower + pixels - out, where `grad_input_axis` gives the values of each axis;
 //   a phase without pixels or taps needs no map.
 //   Corners must be in -128..127, and taps within 255 of each other. For other sizes use conv.cu's functions.
 #include "conv/hopper_weight.cuh"

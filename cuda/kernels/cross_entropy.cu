@@ -2,8 +2,8 @@
 // or their logarithms.
 //
 // With ε the label smoothing (Szegedy et al. 2016, arXiv:1512.00567), C classes and target t, the loss of a row x is
-// lse(x) - (1 - ε) x_t - ε/C Σ x, and its gradient softmax(x) - (1 - ε) 1_t - ε/C, where 1_t is 1 for class t and 0 for all
-// others.
+// lse(x) - (1 - ε) x_t - ε/C Σ x, and its gradient is softmax(x) - (1 - ε) 1_t - ε/C, where 1_t is 1 for class t and 0 for
+// all other classes.
 //
 // Row r of the logits begins at (r / inner) outer_stride + (r % inner) inner_stride, in elements, and its classes are
 // contiguous: for dense logits inner = rows and inner_stride = classes. targets (rows): see ids.cuh. A row whose target is
@@ -117,7 +117,8 @@ __device__ __forceinline__ void backward(const T *x, const Acc<T> *lse, Targets 
 
 } // namespace
 
-// The loss and the log-sum-exp of each row, (rows) of f32 (f64 for f64). Launch: over rows (rows.cuh) of `classes` elements.
+// losses (rows) and lse (rows), of f32 (f64 for f64), become the loss and the log-sum-exp of each row. lse is 0 for a row whose target
+// is ignored or out of range. Launch: over rows (rows.cuh) of `classes` elements.
 #define DEFINE_FORWARD(SUFFIX, T)                                                                                      \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         cross_entropy_forward_##SUFFIX(const T *x, const void *targets, Acc<T> *losses, Acc<T> *lse,                   \
@@ -132,9 +133,9 @@ __device__ __forceinline__ void backward(const T *x, const Acc<T> *lse, Targets 
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_FORWARD)
 
-// dx = the gradient of each row's loss, times the gradient that arrives for this loss; dx is dense. The gradient that arrives is
-// grad (rows) if of_rows = 1, the number *grad if of_rows = 0, and 1 if grad is null. It is divided by *divisor and multiplied
-// by weights (rows), unless these are null.
+// dx = the gradient of each row's loss, times the upstream gradient of this loss; dx is dense. The upstream gradient is grad (rows)
+// if of_rows = 1, the number *grad if of_rows = 0, and 1 if grad is null. The kernel divides it by *divisor unless divisor is null,
+// and multiplies it by weights (rows) unless weights is null.
 // dx may be x if x is dense. Launch: as forward.
 #define DEFINE_BACKWARD(SUFFIX, T)                                                                                     \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \

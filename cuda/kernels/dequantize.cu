@@ -6,8 +6,8 @@
 //   64 elements. Scales are f32 or quantized again: a code in the signed dynamic map, a scale for each 256 codes, and an offset.
 // - The block formats of ggml (ggml.cuh) divide a row into blocks. Each block holds its scales and its codes.
 //
-// A value is its code's number times the scale, in f32; some formats of ggml add a minimum. The value is then rounded to the dtype of
-// `out`. Values equal those of the CPU bit for bit.
+// A value is the number that its code stands for times the scale, in f32; some formats of ggml add a minimum. The value is then rounded
+// to the dtype of `out`. Values equal those of the CPU bit for bit.
 // Launch: block 256, any grid (blocks, parts). No dynamic shared memory.
 #include "rows.cuh"
 
@@ -76,7 +76,7 @@ template <Format FORMAT> struct Codes {
         return __ldg(reinterpret_cast<const Word *>(codes + (IS_NF4 ? index / 2 : index)));
     }
 
-    // The number of element `i` of a chunk.
+    // The number that the code of element `i` of a chunk stands for.
     __device__ __forceinline__ float number(const Word &word, int i) const {
         if constexpr (IS_NF4) return values[word >> (8 * (i / 2) + (i % 2 == 0 ? 4 : 0)) & 0xf];
         else {
@@ -86,7 +86,7 @@ template <Format FORMAT> struct Codes {
         }
     }
 
-    // The number of any element of the part.
+    // The number that the code of any element of the part stands for.
     __device__ __forceinline__ float number_at(uint64_t index) const {
         const auto *codes = static_cast<const uint8_t *>(part.codes);
         if constexpr (IS_NF4) return values[codes[index / 2] >> (index % 2 == 0 ? 4 : 0) & 0xf];
@@ -99,7 +99,8 @@ template <Format FORMAT, typename T> __device__ __forceinline__ void write(const
     using Word = typename Codes<FORMAT>::Word;
     const QuantizedPart &part = codes.part;
     T *to = out + part.start;
-    // A chunk of NF4 never crosses blocks; a chunk of 8-bit codes must not cross rows.
+    // All elements of a chunk must have the same scale. A chunk of NF4 never crosses blocks; a chunk of 8-bit codes does not cross rows
+    // if the length of a row is a multiple of CHUNK.
     const bool is_whole = Codes<FORMAT>::IS_NF4 || part.columns % CHUNK == 0;
     const bool is_aligned = are_wide(to) && reinterpret_cast<uintptr_t>(part.codes) % sizeof(Word) == 0;
     const uint64_t chunks = is_whole && is_aligned ? part.count / CHUNK : 0;

@@ -191,7 +191,7 @@ BINARY(power_slope, b == R(0) ? R(0) : b * pow(a, b - R(1)))
 BINARY(power_log, a == R(0) && b >= R(0) ? R(0) : pow(a, b) * log(a))
 TERNARY(plus_product, a + b * c)
 
-// Steps of reductions and their backward.
+// Functions for reductions and their backward passes.
 BINARY(equal, a == b ? R(1) : R(0))
 BINARY(squared_difference, (a - b) * (a - b))
 BINARY(exp_difference, exp(a - b))

@@ -1,5 +1,6 @@
-// The unit h SiLU(gate) of a feed-forward network with LoRA of rank 16 (ops/gated/feed_forward), and the unit times A of the map that
-// reads it. This product costs almost nothing while the unit is in registers; a separate kernel would have to read the unit from memory.
+// Computes the unit h SiLU(gate) of a feed-forward network with LoRA of rank 16 (ops/gated/feed_forward), and the product of the unit
+// with the LoRA factor A of the linear map that reads the unit. The product costs almost nothing while the unit is in registers; a
+// separate kernel would have to read the unit from memory.
 //
 // A warp has sixteen rows and goes over the columns of its block, 32 at a time; low-rank products and their fragments are as in
 // include/low_rank.cuh.
@@ -39,7 +40,7 @@ template <typename T> struct Warp {
                 values[matrix].rows[half] = words<uint4>(x + (2 * row(half) + matrix) * width + column + 8 * t);
     }
 
-    // hidden of h and of gate as left operands.
+    // Loads hidden of h and of gate as left operands of products.
     __device__ __forceinline__ void load_hidden(uint32_t (&left)[2][4]) const {
 #pragma unroll
         for (int half = 0; half < 2; half++)
@@ -50,7 +51,7 @@ template <typename T> struct Warp {
             }
     }
 
-    // The unit of 32 columns; a thread gets word i of row g and of row g + 8.
+    // Computes 32 columns of the unit. results[half][i] is word i, two neighbouring columns, of row g + 8 half.
     __device__ __forceinline__ void compute(uint32_t (&results)[2][4], const Values (&values)[2], const uint32_t (&left)[2][4],
                                             uint32_t column) const {
         float products[2][4][4] = {};
@@ -80,7 +81,8 @@ template <typename T> struct Warp {
             }
     }
 
-    // sums += unit down.T, for these 32 columns: ranks 2 t and 2 t + 1 of each eight, of row g and of row g + 8.
+    // sums += unit down.T, summed over these 32 columns. Of each group of eight ranks, a thread has the sums of ranks 2 t and 2 t + 1,
+    // for rows g and g + 8.
     __device__ __forceinline__ void sum_columns(float (&sums)[2][4], const uint32_t (&results)[2][4], uint32_t column) const {
 #pragma unroll
         for (int group = 0; group < 2; group++) {
@@ -134,9 +136,9 @@ __device__ __forceinline__ void forward(Warp<T> warp, float *parts, uint32_t row
 } // namespace
 
 // x (rows, 2 width) has the results of the maps to h and to gate without their low-rank products, unit (rows, width) is the unit, or null
-// if only the parts are needed. hidden (rows, 2 x 16) is the input of the maps times A of h, then of gate. up_h and up_gate (width, 16) are
-// B, down (16, width) is A of the map that reads the unit. parts (ceil(width / columns), rows, 16) is unit down.T, each part summed
-// over `columns` columns.
+// if only the parts are needed. hidden (rows, 2 x 16) is the input of the maps times A of the map to h, then times A of the map to gate.
+// up_h and up_gate (width, 16) are the factors B of these maps, down (16, width) is A of the map that reads the unit. parts (ceil(width /
+// columns), rows, 16) is unit down.T, each part summed over `columns` columns.
 // width and columns are multiples of 32; all addresses are multiples of 16 bytes.
 // Launch: block 256, grid (ceil(width / columns), ceil(rows / 128)), no dynamic shared memory.
 #define DEFINE_FORWARD(SUFFIX, T)                                                                                      \

@@ -1,14 +1,14 @@
 // The backward pass of y = W (h SiLU(gate)) with LoRA of rank 16 on W, on the map to h and on the map to gate (ops/gated/feed_forward).
 // One kernel reads the maps' results and the gradient of the unit once, and computes from them
 // - the gradients of h and gate,
-// - parts of the gradients of the factors, each summed over the rows of a block,
-// - parts of s grad B for the maps to h and gate, each summed over the columns of a block.
+// - parts of the gradients of three LoRA factors (B of the maps to h and gate, A of W), each part summed over the rows of a block,
+// - parts of the products of the gradients of h and gate with the maps' factors B, each part summed over the columns of a block.
 // The unit itself, which the gradient of W's factor A needs, exists only in registers. A second kernel adds the parts in a fixed order.
 //
 // The products use PTX' `mma.m16n8k16`. A warp has 32 columns. A thread has eight neighbouring columns of a row, which it loads and
 // stores at once, as four 32-bit words of two columns. Product i computes word i of every thread, so column n of the product is column
-// 8 (n / 2) + 2 i + n % 2 of the warp. The words with results are left operands of products that sum over columns and, after `turn`,
-// right operands of products that sum over rows.
+// 8 (n / 2) + 2 i + n % 2 of the warp. The words with the results serve as left operands of products that sum over columns and,
+// after `turn`, as right operands of products that sum over rows.
 #include "functions.cuh"
 #include "low_rank.cuh"
 #include "rows.cuh"
@@ -19,11 +19,12 @@ constexpr int WARPS = 8, COLUMNS = 32;
 // TILE: the number of rows that a warp works on at a time. ROWS: the number of rows of a block.
 constexpr int TILE = 16;
 constexpr uint32_t ROWS = 560;
-// The matrices with factors: h, gate, and the unit, whose map is W.
+// The matrices for which the kernel sums gradients of factors: h and gate (factors B of their maps) and the unit (factor A of W).
 constexpr int MATRICES = 3;
 constexpr int ROW_OF_RANKS = RANKS * 2;
 
-// A 16-byte chunk in shared memory for each thread of a warp and each half of a tile.
+// Sizes in shared memory, in bytes; SUMS is a number of f32 values. A warp's tile has a 16-byte chunk for each thread and each half
+// (8 rows) of the tile.
 constexpr int TILE_OF_WARP = 2 * WARP * 16, FACTOR_OF_WARP = COLUMNS * ROW_OF_RANKS, HIDDEN = TILE * ROW_OF_RANKS;
 constexpr int STAGE = MATRICES * (WARPS * TILE_OF_WARP + HIDDEN);
 constexpr int SUMS = WARPS * TILE * 2 * RANKS;
@@ -73,7 +74,7 @@ template <typename T> struct Block : Words<T> {
     }
     __device__ __forceinline__ float *sums() const { return reinterpret_cast<float *>(shared + MATRICES * WARPS * FACTOR_OF_WARP + 2 * STAGE); }
 
-    // The factors of the warp's columns: B of h and gate as rows of ranks, and A of W as right operands of products.
+    // Copies the warp's columns of the factors to shared memory: B of h and gate as rows of ranks, A of W as right operands of products.
     __device__ __forceinline__ void load_factors() const {
         if (!is_active) return;
         const uint32_t first = column - 8 * (lane % 4);
@@ -122,7 +123,7 @@ template <typename T> struct Block : Words<T> {
         end_copies();
     }
 
-    // The gradients of h and of gate, and the unit: word i of the rows lane / 4 and lane / 4 + 8.
+    // The gradients of h and of gate, and the unit. values[matrix][half][i] is word i of row lane / 4 + 8 half.
     struct Results {
         uint32_t values[MATRICES][2][4];
     };
@@ -176,7 +177,8 @@ template <typename T> struct Block : Words<T> {
         }
     }
 
-    // Products `i` and `i + 1`: this lane's row of four matrices.
+    // The offset in a factor of the row that this lane passes to `ldmatrix`, which loads the four 8 x 8 matrices of products `i` and
+    // `i + 1`.
     __device__ __forceinline__ uint32_t factor_offset(int i) const { return ranks_offset(8 * i + lane / 16 * 8 + lane % 8, lane / 8 % 2); }
 
     __device__ __forceinline__ void store(const Results &results, uint32_t first) const {
@@ -191,11 +193,11 @@ template <typename T> struct Block : Words<T> {
         }
     }
 
-    // Row r of the warp's sums has the ranks of h, then those of gate, in four groups of eight. Group g is at place g ^ (r % 4), so that
-    // the rows that a warp writes together are in different banks.
+    // Row r of the warp's sums has the ranks of h, then those of gate, in four groups of eight. Group g is stored as group g ^ (r % 4), so
+    // that the rows that a warp writes together are in different banks.
     __device__ __forceinline__ static uint32_t sum_at(int row, int group) { return row * 2 * RANKS + 8 * (group ^ row % 4); }
 
-    // The warp's part of grad B.
+    // The products of the gradients of h and gate with the factors B, summed over the warp's columns.
     __device__ __forceinline__ void sum_columns(const Results &results) const {
 #pragma unroll
         for (int matrix = 0; matrix < 2; matrix++) {
@@ -219,7 +221,7 @@ template <typename T> struct Block : Words<T> {
         }
     }
 
-    // Adds the sums of the block's warps.
+    // Adds the sums of the block's warps and writes them to `hidden_parts`.
     __device__ __forceinline__ void write_hidden_parts(uint32_t first, int warps) const {
         static_assert(WARPS * WARP * 2 == TILE * 2 * RANKS, "a thread adds two sums");
         const int row = threadIdx.x / RANKS, at = threadIdx.x % RANKS * 2;
@@ -234,10 +236,10 @@ template <typename T> struct Block : Words<T> {
         *reinterpret_cast<float2 *>(to) = sum;
     }
 
-    // Of each matrix, rank lane / 4 and lane / 4 + 8 of the eight columns of the thread.
+    // A thread's sums for the gradients of the factors: of each matrix, ranks lane / 4 and lane / 4 + 8 for the thread's eight columns.
     using FactorSums = float[MATRICES][4][4];
 
-    // hidden.T @ gradient for h and gate, last_hidden.T @ unit for W.
+    // sums += hidden.T @ gradient for h and gate, and last_hidden.T @ unit for W.
     __device__ __forceinline__ void sum_rows(FactorSums &sums, const Results &results, int index) const {
 #pragma unroll
         for (int matrix = 0; matrix < MATRICES; matrix++) {
@@ -315,9 +317,9 @@ __device__ __forceinline__ float4 sum_of(const float *parts, uint32_t count, uin
 
 // x (rows, 2 width) has the results of the maps to h and to gate without their low-rank products, dx their gradient. grad (rows, width) is
 // the gradient of the unit without the low-rank product last_hidden last_down. hidden (rows, 2 x 16) has the input of the maps times A
-// of h, then of gate; last_hidden (rows, 16) is s times the gradient of y times B. up_h and up_gate (width, 16) are B, last_down (16,
-// width) is A of W.
-// factor_parts (ceil(rows / 560), 3, 16 width): the parts of the gradients of up_h and up_gate, both without the factor s, and of last_down.
+// of the map to h, then times A of the map to gate; last_hidden (rows, 16) is s times the gradient of y times B of W. up_h and up_gate
+// (width, 16) are the factors B of the maps to h and gate, last_down (16, width) is A of W.
+// factor_parts (ceil(rows / 560), 3, 16 width): the parts of the gradients of up_h and up_gate, without the factors s, and of last_down.
 // hidden_parts (ceil(width / 256), rows, 2 x 16): the parts of the gradient of hidden, without the factors s.
 // width is a multiple of 32; all addresses are multiples of 16 bytes.
 // Launch: block 256, grid (ceil(width / 256), ceil(rows / 560)), 93184 bytes of dynamic shared memory.

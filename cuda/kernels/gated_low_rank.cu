@@ -1,11 +1,11 @@
-// Gated linear units (kernels/gated.cu) of x + s hidden up. Each half of a row has its own low-rank product (include/low_rank.cuh). The
+// Gated linear units (kernels/gated.cu) of x + s hidden upᵀ. Each half of a row has its own low-rank product (include/low_rank.cuh). The
 // products are computed in registers: adding them to x in memory would read and write x once more, which takes most of the time at
 // thousands of rows.
 //
-// A row of x (rows, 2 width) has two halves: h, then the gate. y and its gradient grad are (rows, width); dx, the gradient of the sum,
-// has the shape of x. Rows of hidden (rows, RANK) and up (width, RANK) of a half are `*_row` elements apart; hidden is null for a half
-// without a product. width is a multiple of 32, and `*_row` are multiples of 4. Addresses of hidden and up are multiples of 8 bytes,
-// the other addresses of 16 bytes.
+// A row of x (rows, 2 width) has two halves: h, then the gate. y and its gradient grad are (rows, width); dx, the gradient of x + s
+// hidden upᵀ, has the shape of x. Rows of hidden (rows, RANK) and up (width, RANK) of a half are `*_row` elements apart; hidden is null
+// for a half without a product. width is a multiple of 32, and `*_row` are multiples of 4. Addresses of hidden and up are multiples of 8
+// bytes, the other addresses of 16 bytes.
 // Launch: block 256, grid (ceil(width / 256), ceil(rows / 128)), no dynamic shared memory.
 #include "functions.cuh"
 #include "low_rank.cuh"
@@ -59,7 +59,7 @@ template <typename T, int TILES> struct Half {
             values.hidden[tile][i] = words<uint2>(hidden + static_cast<uint64_t>(at) * row + tile * RANKS + 4 * (threadIdx.x % 4));
     }
 
-    // Adds the product of hidden and up to `products`: column k of row i is at [k % 4][2 i + k / 4].
+    // Adds the product hidden upᵀ to `products`, where column k (of the thread's eight) of row i (of its two) is at [k % 4][2 i + k / 4].
     __device__ __forceinline__ void multiply(float (&products)[4][4], const Values &values) const {
         if (hidden == nullptr) return;
 #pragma unroll

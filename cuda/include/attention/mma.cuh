@@ -1,8 +1,8 @@
 // Tensor-core products of f16 and bf16 tiles (PTX `mma.sync.m16n8k16`, `ldmatrix`) and asynchronous copies into shared memory.
 //
 // A tile in shared memory consists of panels of 64 columns. A panel stores its rows one after another, 128 bytes each. A row of a panel
-// has eight 16-byte chunks; chunk c of row r is stored at place c ^ (r % 8). The eight rows that one `ldmatrix` reads are therefore
-// in different banks.
+// has eight 16-byte chunks; chunk c of row r is stored as chunk c ^ (r % 8) of the row. The eight rows that one `ldmatrix` reads are
+// therefore in different banks.
 //
 // The PTX manual defines which thread has which elements of a 16 x 8 product. With g = lane / 4 and t = lane % 4, the four
 // accumulators of a thread are the elements (g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t) and (g + 8, 2 * t + 1). If the accumulators of
@@ -107,8 +107,8 @@ template <int ROWS> __device__ __forceinline__ uint32_t step_columns(uint32_t ad
 }
 
 // Starts to copy `ROWS` rows and `D` columns to a tile. Row i begins at `source + i * stride`. Only `rows` rows and `width` columns exist
-// in the source; the rest of the tile becomes zero. `source` and the distance between rows are multiples of 16 bytes. `THREADS`
-// threads take part.
+// in the source; the rest of the tile becomes zero. The address `source` and the distance between rows must be multiples of 16 bytes.
+// `THREADS` threads take part.
 template <typename T, int D, int ROWS, int THREADS>
 __device__ __forceinline__ void copy_tile(uint32_t tile, const T *source, uint64_t stride, int rows, int width) {
     constexpr int CHUNKS = D / CHUNK, STEP = THREADS / CHUNKS;
@@ -142,7 +142,8 @@ template <int D, int M, int ROWS> struct SharedRows {
     }
 };
 
-// The same left operand in registers. Warps load it once; warpgroups load it again in each iteration of the loop that uses it.
+// The same left operand in registers. With `mma.sync`, a warp loads it once. With `wgmma`, it is loaded again in each iteration of the loop
+// that uses it (warpgroup.cuh says why).
 template <int D, int M, int ROWS> struct HeldRows {
     SharedRows<D, M, ROWS> shared;
     uint32_t fragments[M][D / 16][4];
@@ -183,7 +184,7 @@ __device__ __forceinline__ void warpgroup_rows(float (&sum)[N / 8][4], const Hel
 }
 #endif
 
-// sum = a @ b.T, where sum is (16 * M, N), a is (16 * M, D) and b is N rows, (N, D), of a tile of `ROWS` rows. The products of a
+// sum = a @ b.T, where sum is (16 * M, N), a is (16 * M, D), and b (N, D) consists of N rows of a tile of `ROWS` rows. The products of a
 // warpgroup are asynchronous: the caller waits for them.
 template <typename T, int D, int M, int N, int ROWS, template <int, int, int> class Rows, int ROWS_OF_A>
 __device__ __forceinline__ void multiply_rows(float (&sum)[M][N / 8][4], const Rows<D, M, ROWS_OF_A> &a, uint32_t b) {
@@ -234,8 +235,8 @@ template <typename T, int M, int N> struct Weights {
     }
 };
 
-// sum += weights @ x, where sum is (16 * M, D), weights is (16 * M, N) and x is N rows, (N, D), of a tile of `ROWS` rows. The products
-// of a warpgroup are asynchronous: the caller waits for them.
+// sum += weights @ x, where sum is (16 * M, D), weights is (16 * M, N), and x (N, D) consists of N rows of a tile of `ROWS` rows. The
+// products of a warpgroup are asynchronous: the caller waits for them.
 template <typename T, int D, int M, int N, int ROWS>
 __device__ __forceinline__ void add_weighted_rows(float (&sum)[M][D / 8][4], const Weights<T, M, N> &weights, uint32_t x) {
 #if WARPGROUP_PRODUCTS
@@ -276,7 +277,7 @@ __device__ __forceinline__ void write_rows(T *to, uint64_t stride, int rows, int
                                            unsigned char *tile) {
     constexpr int CHUNKS = D / CHUNK, STEP = WARP / CHUNKS;
     const int lane = threadIdx.x % WARP, group = lane / 4, member = lane % 4;
-    // Products of a warpgroup read the rows of all its warps, so all warps must have finished before one overwrites its rows.
+    // Products of a warpgroup read the rows of all its warps, so all warps must have finished before one of them overwrites its rows.
     if constexpr (BY_WARPGROUP<M>)
         __syncthreads();
     else

@@ -13,7 +13,8 @@ __device__ __forceinline__ double exponential(double x) { return exp(x); }
 __device__ __forceinline__ float logarithm(float x) { return logf(x); }
 __device__ __forceinline__ double logarithm(double x) { return log(x); }
 
-// Numbers to add to the scores, broadcast by strides of zero; absent if null. Passed by value.
+// An additive mask. `numbers` are added to the scores; if it is null, there is no mask. The other fields are the strides of `numbers` in
+// elements; a stride of zero broadcasts. Passed by value.
 template <typename R> struct Mask {
     const R *numbers;
     uint64_t batch, head, query, key;
@@ -61,7 +62,7 @@ __device__ void row_products(Acc<T> (&sum)[2][2], const MatrixRows<T> &a, uint32
     }
 }
 
-// Scores of 32 queries and 32 keys, negative infinity where a query does not see a key, distributed as the products are.
+// Scores of 32 queries and 32 keys, negative infinity where a query does not see a key. The threads have them as in `row_products`.
 template <typename T, class Sight>
 __device__ void plain_scores(Acc<T> (&scores)[2][2], const MatrixRows<T> &q, uint32_t query, const MatrixRows<T> &k, uint32_t key,
                              const Mask<Acc<T>> &mask, const Task &task, const AttentionShape &shape, const Sight &sight,
@@ -226,7 +227,7 @@ __device__ void attention_plain_backward(const T *q, const T *k, const T *v, con
     write_panel(grad, grad_strides, task, first, rows, column, width, sum);
 }
 
-// Computes delta, the sum over each row of o times its gradient. Eight lanes compute one row.
+// Computes delta, the sum of o ∘ d_o over each row. Eight lanes compute the sum of one row.
 template <typename T>
 __device__ void attention_delta(const T *o, const T *d_o, Acc<T> *delta, const Strides &o_strides, const Strides &do_strides,
                                 const AttentionShape &shape) {

@@ -7,7 +7,8 @@
 // result and its gradient (batch, heads, queries, value_width). Query i sees the keys up to i if `is_causal`. Passed by value.
 struct AttentionShape {
     uint32_t batch, heads, queries, keys, width, value_width, is_causal;
-    // The number of parts into which the sums of gradients of keys and values are split: by queries or, with spans, by heads of queries.
+    // dk and dv are sums over queries. They are computed in this number of parts, each of which sums over some of the queries or, with
+    // spans, over some of the heads of queries.
     uint32_t parts;
     double scale;
 };
@@ -31,8 +32,8 @@ struct Task {
         : tile(block % tiles), index(block / tiles), batch(index / heads), head(index % heads) {}
 };
 
-// `Dense` and `Spans` tell which keys queries see within the limits of the shape. With `Dense`, each head of queries has its own keys, and
-// no spans hide keys.
+// `Dense` and `Spans` tell which of the keys that `AttentionShape` allows a query sees. With `Dense`, each head of queries has its own
+// keys, and a query sees all of them that the shape allows.
 struct Dense {
     static constexpr bool HAS_SPANS = false;
 
@@ -47,8 +48,8 @@ struct Dense {
 // Both rows of `spans` ascend.
 struct Spans {
     static constexpr bool HAS_SPANS = true;
-    // (2, rows): for each position the first key that its query sees, or the next position if it sees none; then the end of the queries
-    // that see its key.
+    // (2, rows), with a column for each position p. The first row has the first key that query p sees, or p + 1 if it sees none. The second
+    // row has the end (exclusive) of the queries that see key p.
     const uint32_t *spans;
     uint32_t rows, heads_a_key;
 

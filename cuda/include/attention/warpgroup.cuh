@@ -36,7 +36,7 @@ template <int PENDING> __device__ __forceinline__ void wait_for_products() {
 #endif
 }
 
-// Keeps the compiler from using accumulators before they have been waited for.
+// Keeps the compiler from moving uses of accumulators to before the wait for the products that write them.
 template <int M, int N> __device__ __forceinline__ void products_are_ready(float (&sum)[M][N][4]) {
 #if WARPGROUP_PRODUCTS
 #pragma unroll
@@ -57,7 +57,7 @@ __device__ __forceinline__ void publish_to_products() {
 
 #if WARPGROUP_PRODUCTS
 
-// The descriptor of rows of 64 values at a multiple of 32 bytes: groups of eight rows are 1024 bytes apart.
+// The descriptor of an operand with rows of 64 values that begins at a multiple of 32 bytes: groups of eight rows are 1024 bytes apart.
 __device__ __forceinline__ uint64_t describe(uint32_t address) {
     return uint64_t(1) << 62 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 16 | (address & 0x3ffff) >> 4;
 }

@@ -13,7 +13,8 @@ struct CodeMaps {
     TensorMap x, w[MOST_PARTS];
 };
 
-// The descriptor of an operand whose rows of 128 bytes a product sums along: 128-byte swizzle, groups of eight rows 1024 bytes apart.
+// The descriptor of an operand with rows of 128 bytes, for a product whose sum runs along the rows: 128-byte swizzle, groups of eight rows
+// 1024 bytes apart.
 __device__ __forceinline__ uint64_t rows_descriptor(uint32_t address) {
     return (address & 0x3ffff) >> 4 | 1ull << 16 | uint64_t(1024 >> 4) << 32 | 1ull << 62;
 }
@@ -52,16 +53,16 @@ __device__ __forceinline__ void multiply_codes(uint32_t (&sums)[128], uint64_t a
                  : "l"(a), "l"(b), "r"(int(adds)));
 }
 
-// Exchanges values among four lanes t = 0 to 3. Each lane has a value of each of the blocks 0 to 3; lane t gets the values of block t
-// from all four lanes.
+// Exchanges values among four lanes t = 0 to 3. Each lane passes a value of each of four column blocks: `a` to `d` belong to column blocks
+// 0 to 3. Lane t gets the four lanes' values of column block t.
 __device__ __forceinline__ uint4 exchange(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-    // First, neighbouring lanes exchange values of blocks 0 and 1, and of blocks 2 and 3.
+    // First, neighbouring lanes exchange values of column blocks 0 and 1, and of column blocks 2 and 3.
     const uint32_t ab = __shfl_xor_sync(ALL_LANES, odd ? a : b, 1), cd = __shfl_xor_sync(ALL_LANES, odd ? c : d, 1);
     if (odd) a = ab, c = cd;
     else b = ab, d = cd;
-    // Lane t now has the values of blocks t % 2 and t % 2 + 2: (a, c) are those of the even lane of its pair, (b, d) those of the odd
-    // lane.
+    // Lane t now has two values of column block t % 2 and two of column block t % 2 + 2: `a` and `c` come from the even lane of its pair
+    // of lanes, `b` and `d` from the odd lane.
     const uint32_t ac = __shfl_xor_sync(ALL_LANES, high ? a : c, 2), bd = __shfl_xor_sync(ALL_LANES, high ? b : d, 2);
     return high ? make_uint4(ac, bd, c, d) : make_uint4(a, b, ac, bd);
 }
@@ -195,7 +196,8 @@ template <typename T, int COLUMNS, int STAGES> struct CodesProduct {
             registers_more<232>();
             multiply(ring);
         }
-        // Both blocks end together, because each may still write to the memory of the other or signal its barriers.
+        // The other block of the cluster may still write to this block's shared memory or signal its barriers, so this block must not end
+        // before the other.
         cluster_wait();
     }
 };

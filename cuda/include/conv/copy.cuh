@@ -1,8 +1,8 @@
 // Tiles in shared memory for the tensor cores, and the copies that fill them.
 //
-// A tile's rows hold 64 values of 16 bits (128 bytes). A row has eight parts of 16 bytes; part p of row r is at
-// position p ^ (r mod 8). This is the 128-byte swizzle of `wgmma`, which also lets `ldmatrix` read eight rows without
-// bank conflicts.
+// A tile's rows hold 64 values of 16 bits (128 bytes). A row has eight chunks of 16 bytes; chunk c of row r is stored
+// as chunk c ^ (r mod 8) of the row. This is the 128-byte swizzle of `wgmma`, which also lets `ldmatrix` read eight
+// rows without bank conflicts.
 // Tiles begin at multiples of 1024 bytes.
 #pragma once
 
@@ -13,8 +13,8 @@ constexpr int STEP = 64;
 constexpr int ROW_BYTES = 128;
 // A tile of 64 rows.
 constexpr int SQUARE_BYTES = 64 * ROW_BYTES;
-// The tensor-core forms take convolution kernels of at most this size in a direction: two masks of this many bits mark
-// the taps of a window that are inside the image.
+// The tensor-core kernels support convolution kernels of at most this height and width: a 32-bit number holds two masks of
+// this many bits, which mark the taps of a window that are inside the image.
 constexpr int MAX_KERNEL = 16;
 
 __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
@@ -25,8 +25,8 @@ __device__ __forceinline__ uint32_t tile_offset(int row, int column) {
     return row * ROW_BYTES + (((column / 8) ^ (row % 8)) * 16) + column % 8 * 2;
 }
 
-// Whether copied data stays in the first-level cache. The next taps read the same pixels of an image again, but not the
-// same values of a weight.
+// Whether copied data stays in the first-level cache. The next kernel taps read the same pixels of an image again, but
+// other values of the weight.
 enum class Reuse { YES, NO };
 
 // Starts the copy of VEC values; writes zeros unless `inside`. VEC = 8 and 4 are asynchronous and need aligned
@@ -54,9 +54,9 @@ template <int PENDING> __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_group %0;\n" ::"n"(PENDING) : "memory");
 }
 
-// A place in the summed dimension, whose order is (block of channels, tap, channel in the block). Blocks are one step
-// long where the number of channels allows it, so that consecutive taps find their part of the image in the first-level
-// cache; otherwise there is one block of all channels.
+// An index of the summed dimension, whose order is (block of channels, kernel tap, channel in the block). A block has STEP
+// channels if the number of channels allows it, so that consecutive taps find their values of the image in the first-level
+// cache. Otherwise one block has all channels.
 struct Place {
     int a, b, channel, block;
 
@@ -82,7 +82,7 @@ struct Place {
     }
 };
 
-// The windows of ROWS pixels, as a tile (pixels, summed values). VEC values are copied at a time.
+// The windows that ROWS result pixels sum over, as a tile (result pixels, summed values). VEC values are copied at a time.
 template <typename T, int ROWS, int VEC, int THREADS> struct WindowTile {
     static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = ROWS / PASS;
     static_assert(ROWS % PASS == 0);
@@ -110,7 +110,7 @@ template <typename T, int ROWS, int VEC, int THREADS> struct WindowTile {
         }
     }
 
-    // `place` is the place of this thread's column.
+    // `place` is the index, in the summed dimension, of the first value that this thread copies of a row.
     __device__ __forceinline__ void load(uint32_t tile, const T *source, const Gather &gather, const Place &place,
                                          int block_channels) const {
         const int channel = place.block * block_channels + place.channel;
@@ -151,14 +151,14 @@ template <typename T, int ROWS, int VEC, int THREADS> struct WeightRows {
     }
 };
 
-// The weights of the gradient of the input, as tiles (64 summed values, 64 input channels). The tiles have COUNT input
-// channels together.
+// The weights for the gradient of the input, as tiles (64 summed values, 64 input channels). COUNT is the number of input
+// channels of all tiles.
 template <typename T, int COUNT, int VEC, int THREADS> struct WeightColumns {
     static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = STEP / PASS,
                          TILES = (COUNT + STEP - 1) / STEP;
     static constexpr int BYTES = TILES * SQUARE_BYTES;
 
-    // `start` is the place of the step's first value.
+    // `start` is the index, in the summed dimension, of the step's first value.
     static __device__ __forceinline__ void load(uint32_t tile, const T *weight, const Gather &gather,
                                                 const Conv2dShape &s, const Place &start, int block_channels,
                                                 int first) {

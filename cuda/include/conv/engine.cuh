@@ -1,19 +1,20 @@
-// Copies of the convolutions with the copy engine of compute capability 9.0.
+// The copies that the convolution kernels make with the copy engine of compute capability 9.0.
 #pragma once
 
 #include "../engine.cuh"
 #include "copy.cuh"
 
-// Passed by value; conv_hopper.cu says how they are encoded. `dense` maps the weight or, for the gradient of the weight,
-// the gradient of the result. `windows[0]` maps the input; for the gradient of the input, `windows[phase]` maps the
-// gradient of the result for each phase of the stride.
+// Passed by value; conv_hopper.cu says how they are encoded. `dense` maps the weight or, for the gradient of the
+// weight, the gradient of the result. `windows[0]` maps the input; for the gradient of the input, `windows[phase]`
+// maps the gradient of the result for each phase of the stride.
 struct Conv2dMaps {
     TensorMap dense, windows[4];
 };
 
-// Fetches 64 channels, from `channel` on, of the windows' pixels at one tap. (image, y, x) is the lowest pixel of the
-// first window, and the tap is (offset_y, offset_x) pixels further. With BOTH, the engine copies into both blocks of
-// the cluster, and the barrier of each block counts the bytes.
+// Starts to copy, for consecutive windows, 64 channels from `channel` on of each window's pixel at one kernel tap.
+// (image, y, x) is the pixel of the first window with the lowest coordinates, and the tap's pixel has the coordinates
+// (y + offset_y, x + offset_x). With BOTH, the engine copies into both blocks of the cluster, and the barrier of each
+// block counts the bytes.
 template <bool BOTH> __device__ __forceinline__ void copy_windows(uint32_t to, const TensorMap &map, uint32_t barrier,
                                                                   int channel, int x, int y, int image,
                                                                   uint16_t offset_x, uint16_t offset_y) {

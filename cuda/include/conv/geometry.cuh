@@ -1,5 +1,6 @@
-// Sizes of a convolution, and the sum behind the forward pass and the gradient of the input:
-//   result[pixel, n] = sum over taps (a, b) and channels c of source[pixel shifted by the tap, c] * weight
+// Sizes of a convolution, and the sum that computes the forward pass and the gradient of the input:
+//   result[pixel, n] = sum over kernel taps (a, b) and channels c of
+//                      source[pixel shifted by the tap, c] * the weight of (a, b, c, n)
 // The source is the input for the forward pass, and the gradient of the result for the gradient of the input.
 #pragma once
 
@@ -17,9 +18,9 @@ struct Conv2dShape {
     uint32_t groups;
 };
 
-// One direction (height or width) of the sum. Result pixel i of the axis has the coordinate `first + every * i` in
-// the result image. Its tap a, at place `tap_first + tap_every * a` of the convolution kernel, reads the source at
-// `origin + step * i + move * a`.
+// One axis (height or width) of the sum, with `pixels` result pixels, `taps` taps and `source` source pixels. Result pixel
+// i has the coordinate `first + every * i` in the result image. Tap a has the coordinate `tap_first + tap_every * a` in the
+// convolution kernel. For result pixel i, it reads the source at `origin + step * i + move * a`.
 struct Axis {
     int pixels, first, every;
     int taps, tap_first, tap_every;
@@ -31,8 +32,9 @@ __device__ __forceinline__ Axis forward_axis(int size, int kernel, int out, int 
     return {out, 0, 1, kernel, 0, 1, -padding, stride, dilation, size};
 }
 
-// The axis of the pixels of the input whose coordinate is `phase` modulo the stride. They all use the same places of
-// the kernel, at consecutive pixels of the result. So the gradient of a strided convolution's input multiplies no zeros.
+// The axis of the pixels of the input whose coordinate is `phase` modulo the stride. All these pixels use the same kernel
+// taps, and neighbours among them read neighbouring pixels of the gradient of the result. So the gradient of a strided
+// convolution's input multiplies no zeros.
 __device__ __forceinline__ Axis grad_input_axis(int size, int kernel, int out, int stride, int padding, int dilation,
                                                 int phase) {
     Axis axis = {0, phase, stride, 0, 0, 1, 0, 1, 0, out};
@@ -86,7 +88,8 @@ struct Gather {
     }
 };
 
-// The window of a result pixel: the image, and the source coordinates of its first tap, which may be outside.
+// The window of a result pixel: the index of the image, and the source coordinates of the first tap, which may be outside
+// the image.
 struct Window {
     int image, y, x;
 

@@ -8,8 +8,9 @@
 #include "engine.cuh"
 #include "tensor.cuh"
 
-// The descriptor of a tile for `wgmma`: 128-byte swizzle, eight rows every 1024 bytes. If a product sums the tile
-// across its rows, the next 64 columns begin a tile later. If it sums along the rows, this distance is not used.
+// The descriptor of a tile for `wgmma`: 128-byte swizzle, eight rows every 1024 bytes. For a product whose sum runs across
+// the rows of the tile, the next 64 columns begin SQUARE_BYTES later. A product whose sum runs along the rows does not
+// use this distance.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
     constexpr uint64_t SWIZZLE_128 = 1ull << 62;
     return (address & 0x3ffff) >> 4 | uint64_t(SQUARE_BYTES >> 4) << 16 | uint64_t((8 * ROW_BYTES) >> 4) << 32 |
@@ -69,7 +70,7 @@ __device__ __forceinline__ void multiply_async(float (&acc)[COUNT / 2], uint64_t
     }
 }
 
-// The stages of a block, with the products of a warpgroup.
+// The stages in a block's shared memory, and the loop in which a warpgroup multiplies their tiles.
 template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline : Stages<STAGES, STAGE_BYTES, CLUSTER> {
     using Base = Stages<STAGES, STAGE_BYTES, CLUSTER>;
     using Base::address, Base::advance, Base::barrier, Base::emptied, Base::round, Base::stage;
@@ -137,7 +138,8 @@ template <Direction D, int ROWS, int COUNT, int STAGES> struct Copies {
                                                const Conv2dMaps &maps, Ring pipeline) {
         const Gather &gather = work.gather;
         const Window window(gather, work.row);
-        // The engine counts taps upwards from the lowest coordinate.
+        // The copy engine takes the pixel of the window with the lowest coordinates and an offset of at least 0 from it. If
+        // `move` is negative, the last tap has the lowest coordinate.
         const int low_y = min(0, (gather.y.taps - 1) * gather.y.move),
                   low_x = min(0, (gather.x.taps - 1) * gather.x.move);
         const int half = int(cluster_rank()) * RIGHT_HALF;
@@ -164,7 +166,7 @@ template <Direction D, int ROWS, int COUNT, int STAGES> struct Copies {
     }
 };
 
-// Tiles of ROWS pixels by COUNT channels, ROWS / 2 for each of the two warpgroups.
+// Computes tiles of ROWS pixels by COUNT channels. Each of the two warpgroups computes ROWS / 2 of the pixels.
 template <typename T, Direction D, int ROWS, int COUNT, int STAGES> __device__ __forceinline__ void
 conv2d_hopper(const Conv2dOperands<T> &operands, const Conv2dShape &s, const Conv2dMaps &maps) {
     using Loads = Copies<D, ROWS, COUNT, STAGES>;
@@ -188,7 +190,8 @@ conv2d_hopper(const Conv2dOperands<T> &operands, const Conv2dShape &s, const Con
             acc, work.end - work.begin, group * STRIPS * SQUARE_BYTES, Loads::LEFT_BYTES);
         finish<T, D, ROWS, COUNT, WORKERS>(work, s, operands, shared,
                                            [&](auto store) { each_strip(acc, group * STRIPS * 64, 0, store); });
-        // Both blocks end together, because each may still write to the memory of the other or signal its barriers.
+        // The other block of the cluster may still write to this block's shared memory or signal its barriers, so this block
+        // must not end before the other.
         cluster_wait();
     }
 }

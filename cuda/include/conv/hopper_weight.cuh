@@ -1,13 +1,13 @@
 // Gradient of the weight with the matrix instructions and the copy engine of compute capability 9.0 (code for sm_90a
-// alone). Computes the product of weight.cuh for input channels in multiples of 64, so that 64 neighbouring columns belong to
-// one tap.
+// alone). Computes the product of weight.cuh. The number of input channels is a multiple of 64, so 64 neighbouring
+// columns belong to one kernel tap.
 #pragma once
 
 #include "hopper.cuh"
 
-// Tiles of ROWS output channels by 256 (tap, channel) values, 128 for each of the two warpgroups. With PAIRED, the
-// two blocks of a cluster take neighbouring tiles of output channels and the same values, and each block fetches half
-// of the windows.
+// Computes tiles of ROWS output channels by 256 (tap, channel) columns; each of the two warpgroups computes 128 of the
+// columns. With PAIRED, the two blocks of a cluster take neighbouring tiles of output channels and the same columns, and
+// each block fetches half of the windows.
 template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
     static constexpr int COUNT = 256, LEFT_TILES = ROWS / STEP, RIGHT_TILES = COUNT / STEP, CLUSTER = PAIRED ? 2 : 1;
     static constexpr int LEFT_BYTES = LEFT_TILES * SQUARE_BYTES, STAGE_BYTES = LEFT_BYTES + RIGHT_TILES * SQUARE_BYTES;
@@ -37,7 +37,7 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
             }
             const Window window(gather, step * STEP);
             for (int j = own; j < own + RIGHT_TILES / CLUSTER; ++j) {
-                // Beyond the last value, the channel is outside the map, so zeros are copied.
+                // Columns beyond the last get a channel outside the tensor map, so zeros are copied.
                 const int value = first_value + j * STEP, tap = value < values ? value / int(s.channels) : 0;
                 const int a = tap / int(s.kernel_width), b = tap - a * int(s.kernel_width);
                 copy_windows<PAIRED>(pipeline.address() + LEFT_BYTES + j * SQUARE_BYTES, maps.windows[0], barrier,
@@ -81,7 +81,8 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
                 workers_wait<WORKERS>();
                 store_staged<T, ROWS, COUNT, WORKERS>(grad_weight, staged, first_value, values, row_of);
             }
-            // Both blocks end together, because each may still write to the memory of the other or signal its barriers.
+            // The other block of the cluster may still write to this block's shared memory or signal its barriers, so this
+            // block must not end before the other.
             cluster_wait();
         }
     }

@@ -40,7 +40,7 @@ template <bool TRANSPOSED> __device__ __forceinline__ void load_fragments(uint32
 // (a row is a summed value; there is a tile for each 64 columns).
 enum class Summed { ALONG_ROWS, ACROSS_ROWS };
 
-// Loads 16 rows of the left operand from `first` on, values `k` to `k + 16` of the step.
+// Loads 16 rows of the left operand from row `first` on, and of these rows the step's summed values k to k + 15.
 template <Summed S> __device__ __forceinline__ void load_left(uint32_t (&to)[4], uint32_t tile, int first, int k) {
     const int lane = int(threadIdx.x) % WARP;
     if constexpr (S == Summed::ALONG_ROWS) {
@@ -52,7 +52,8 @@ template <Summed S> __device__ __forceinline__ void load_left(uint32_t (&to)[4],
     }
 }
 
-// Loads 16 columns of the right operand from `first` on: the first eight to to[0] and to[1], the others to to[2] and to[3].
+// Loads 16 columns of the right operand from column `first` on, and of these columns the step's summed values k to k + 15.
+// to[0] and to[1] get the first eight columns, to[2] and to[3] the last eight.
 template <Summed S> __device__ __forceinline__ void load_right(uint32_t (&to)[4], uint32_t tile, int first, int k) {
     const int lane = int(threadIdx.x) % WARP;
     if constexpr (S == Summed::ALONG_ROWS) {
@@ -63,7 +64,8 @@ template <Summed S> __device__ __forceinline__ void load_right(uint32_t (&to)[4]
     }
 }
 
-// acc += left * right over one step, for a warp's part of MF * 16 rows and NF * 8 columns (NF even) of the tiles.
+// acc += left * right over one step, for this warp's MF * 16 rows from `row` on and NF * 8 columns (NF even) from `column`
+// on.
 template <typename T, Summed LEFT, Summed RIGHT, int MF, int NF> __device__ __forceinline__ void
 multiply_step(float (&acc)[MF][NF][4], uint32_t left, uint32_t right, int row, int column) {
 #pragma unroll 2

@@ -3,7 +3,7 @@
 
 #include "../element.cuh"
 
-// x = hi + lo to within 2^-17 of x. lo is 0 for an infinity, because the difference would be NaN.
+// x = hi + lo with a relative error of at most 2^-17. If hi is infinite, lo is 0, because x - hi would be NaN or infinite.
 struct Pair {
     __nv_bfloat16 hi, lo;
 
@@ -12,8 +12,8 @@ struct Pair {
     }
 };
 
-// Writes each row of `channels` numbers as three parts of `padded` numbers: part LOW has lo, the other two parts have
-// hi.
+// Writes each row of `channels` numbers as a row of three parts, each of `padded` numbers: part LOW has the lo of the
+// numbers, the other two parts have their hi. The numbers after `channels` are 0.
 template <int LOW> __device__ __forceinline__ void
 write_pairs(__nv_bfloat16 *to, const float *from, uint64_t rows, uint32_t channels, uint32_t padded) {
     constexpr int GROUP = 8;

@@ -1,6 +1,6 @@
-// Convolutions without tensor cores, for f32, f64 and grouped channels. A block of 256 threads computes a tile of 64 by
-// 64 sums, 16 summed values at a time. The `direct` forms are for groups of few channels. In them, a thread computes a
-// whole sum; for the gradient of the weight, it computes an eighth of one.
+// Convolutions without tensor cores, for f32, f64 and grouped channels. A block of 256 threads computes a tile of 64
+// by 64 sums, 16 summed values at a time. The `direct` functions are for groups of few channels. In them, a thread
+// computes a whole sum or, for the gradient of the weight, an eighth of one.
 #pragma once
 
 #include "geometry.cuh"
@@ -27,8 +27,8 @@ template <typename T> __device__ __forceinline__ void multiply_plain(Acc<T> (&ac
     }
 }
 
-// The index of the weight for a summed channel, a channel of the result and a tap (a, b). Both channels count within
-// group `group`.
+// The index of the weight for a summed channel, a channel of the result and a tap (a, b). Both channels are counted from
+// the first channel of group `group`.
 template <Direction D> __device__ __forceinline__ int64_t weight_index(const Conv2dShape &s, const Gather &gather,
                                                                        int group, int channel, int result, int a,
                                                                        int b) {
@@ -114,7 +114,7 @@ conv2d_direct(T *result, const T *source, const T *weight, const T *bias, const 
     }
 }
 
-// The input's value for pixel `pixel` of the result at tap (a, b); zero outside the image.
+// The value of the input that tap (a, b) multiplies for pixel `pixel` of the result; zero outside the image.
 template <typename T>
 __device__ __forceinline__ Acc<T> met_value(const T *x, const Conv2dShape &s, int pixel, int a, int b, int channel) {
     const int line = pixel / int(s.out_width), image = line / int(s.out_height);
@@ -126,7 +126,7 @@ __device__ __forceinline__ Acc<T> met_value(const T *x, const Conv2dShape &s, in
     return widen(x[((int64_t(image) * s.height + y) * s.width + x_) * s.channels + channel]);
 }
 
-// The range of the result's pixels in this block's slice of a split sum.
+// The pixels of the result that this block sums over: those of slice blockIdx.z.
 __device__ __forceinline__ int2 slice_pixels(const Conv2dShape &s) {
     const int64_t pixels = int64_t(s.batch) * s.out_height * s.out_width;
     return {int(pixels * blockIdx.z / gridDim.z), int(pixels * (blockIdx.z + 1) / gridDim.z)};

@@ -3,7 +3,7 @@
 
 #include "mma.cuh"
 
-// Stores two neighbouring values of one row, except those beyond its end.
+// Stores two neighbouring values of one row; values beyond the end of the row are not stored.
 template <typename U> __device__ __forceinline__ void store_pair(U *row, int column, int columns, U first, U second) {
     if (column >= columns) return;
     if (columns % 2 == 0 && reinterpret_cast<uintptr_t>(row) % (2 * sizeof(U)) == 0) {
@@ -19,7 +19,7 @@ template <typename U> __device__ __forceinline__ void store_pair(U *row, int col
 template <typename T, int COUNT> constexpr int STAGED_ROW = COUNT + 16 / int(sizeof(T));
 template <typename T, int ROWS, int COUNT> constexpr int STAGED_BYTES = ROWS * STAGED_ROW<T, COUNT> * int(sizeof(T));
 
-// Puts a 16-row strip of sums, laid out as `mma` leaves them, into the staged tile.
+// Puts a 16-row strip of sums, in the layout of `mma`, into the staged tile, plus `bias` unless it is null.
 template <typename T, int COUNT, int NF> __device__ __forceinline__ void
 stage_strip(T *staged, const float (&acc)[NF][4], const T *bias, int row, int column, int first, int results) {
     const int lane = int(threadIdx.x) % WARP;
@@ -40,7 +40,8 @@ stage_strip(T *staged, const float (&acc)[NF][4], const T *bias, int row, int co
     }
 }
 
-// Writes a staged tile to the rows of the result: 16 bytes at a time where the addresses allow it.
+// Writes a staged tile to the rows of the result: 16 bytes at a time where the addresses allow it. row_of(row) is the
+// result's row for a row of the tile, or negative if there is none.
 template <typename T, int ROWS, int COUNT, int THREADS, typename RowOf>
 __device__ __forceinline__ void store_staged(T *result, const T *staged, int first, int results, RowOf row_of) {
     constexpr int PARTS = COUNT / 8;

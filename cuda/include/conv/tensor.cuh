@@ -17,8 +17,8 @@ template <typename T> struct Conv2dOperands {
 };
 
 // Which part of the sum a block computes: a tile of the result and, if the sum is split (gridDim.z), which of its
-// steps. PAIRED: two consecutive blocks (a cluster) take two tiles of the same channels, and a step never crosses from
-// one tap to the next.
+// steps. PAIRED: two consecutive blocks (a cluster) take neighbouring tiles of pixels and the same channels, and all
+// summed values of a step belong to one kernel tap.
 template <Direction D, int ROWS, int COUNT, bool PAIRED = false> struct Work {
     Gather gather;
     int row, column, block_channels, begin, end;
@@ -56,8 +56,8 @@ template <typename T, Direction D, int ROWS, int COUNT, int VEC, int THREADS> st
     static constexpr Summed RIGHT = FORWARD ? Summed::ALONG_ROWS : Summed::ACROSS_ROWS;
 
     Left windows;
-    // `place` is the place of this thread's column. `start`, for the gradient of the input alone, is the place of the
-    // step's first value.
+    // Indices of the summed dimension: `place` is that of the first value that this thread copies of a row. `start`, used
+    // only for the gradient of the input, is that of the step's first value.
     Place place, start;
 
     __device__ __forceinline__ explicit Loader(const Work<D, ROWS, COUNT> &work)
@@ -80,7 +80,7 @@ template <int THREADS> __device__ __forceinline__ void workers_wait() {
     asm volatile("bar.sync 1, %0;\n" ::"n"(THREADS) : "memory");
 }
 
-// Writes the sums and their bias: to the block's slice of `partials` if it is not null, otherwise to the result.
+// Writes the sums plus bias: to the block's slice of `partials` if it is not null, otherwise to the result.
 // `strips` calls its argument with each 16-row strip of the warp, the strip's first row and its first column.
 template <typename T, Direction D, int ROWS, int COUNT, int THREADS, bool PAIRED, typename Strips>
 __device__ __forceinline__ void finish(const Work<D, ROWS, COUNT, PAIRED> &work, const Conv2dShape &s,
@@ -107,7 +107,7 @@ __device__ __forceinline__ void finish(const Work<D, ROWS, COUNT, PAIRED> &work,
     store_staged<T, ROWS, COUNT, THREADS>(operands.result, staged, work.column, results, row_of);
 }
 
-// Tiles of ROWS pixels by COUNT channels, WARPS_M by WARPS_N warps.
+// Computes tiles of ROWS pixels by COUNT channels, each with WARPS_M by WARPS_N warps.
 template <typename T, Direction D, int ROWS, int COUNT, int WARPS_M, int WARPS_N, int VEC, int STAGES>
 __device__ __forceinline__ void conv2d_tensor(const Conv2dOperands<T> &operands, const Conv2dShape &s) {
     constexpr int THREADS = WARPS_M * WARPS_N * WARP, MF = ROWS / WARPS_M / 16, NF = COUNT / WARPS_N / 8;

@@ -5,21 +5,21 @@
 
 #include "store.cuh"
 
-// The pixel of the result for a row of the current step. It advances by one step at a time without divisions.
+// The pixel of the result that a row of a step's tiles stands for. The loader moves it on by STEP pixels without divisions.
 struct StepPixel {
     int image, y, x;
 };
 
 template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THREADS> struct WeightGradLoader {
-    // COLUMNS: the number of copies in a row of a tile. PASS: the number of rows that the block copies at once. A
-    // thread copies the same column of every tile.
+    // COLUMNS: the number of copies, of VEC values each, for a row of a tile. PASS: the number of rows that the block copies
+    // at once. A thread copies the same columns of every tile.
     static constexpr int LEFT_TILES = (ROWS + STEP - 1) / STEP, RIGHT_TILES = COUNT / STEP;
     static constexpr int LEFT_BYTES = LEFT_TILES * SQUARE_BYTES, STAGE_BYTES = LEFT_BYTES + RIGHT_TILES * SQUARE_BYTES;
     static constexpr int LEFT_COLUMNS = (ROWS < STEP ? ROWS : STEP) / LEFT_VEC, LEFT_PASS = THREADS / LEFT_COLUMNS;
     static constexpr int RIGHT_COLUMNS = STEP / RIGHT_VEC, RIGHT_PASS = THREADS / RIGHT_COLUMNS,
                          PASSES = STEP / RIGHT_PASS;
 
-    // For each column of the tile: the channel (negative if there is none), and the offset of its tap.
+    // For this thread's first column in each tile: the channel (negative if there is none), and the offset of the kernel tap.
     int channel[RIGHT_TILES], dy[RIGHT_TILES], dx[RIGHT_TILES];
     StepPixel rows[PASSES], move;
     int pixel;
@@ -87,7 +87,7 @@ template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THRE
     }
 };
 
-// Tiles of ROWS output channels by COUNT (tap, channel) values.
+// Computes tiles of ROWS output channels by COUNT (tap, channel) columns.
 template <typename T, int ROWS, int COUNT, int WARPS_M, int WARPS_N, int LEFT_VEC, int RIGHT_VEC, int STAGES>
 __device__ __forceinline__ void conv2d_grad_weight(T *grad_weight, const T *grad, const T *x, float *partials,
                                                    const Conv2dShape &s) {

@@ -33,7 +33,7 @@ struct WholeStep {
     double *shared; // numbers that the variables of an optimizer share, or null
 };
 
-// The elements of a variable: parameters in f32, gradients after the division by the loss scale.
+// The elements of a variable: parameters in f32, and gradients multiplied by `gain` (see `Coefficients`).
 template <typename G, typename C> struct Elements {
     const Whole &of;
     const G *grads;

@@ -1,13 +1,13 @@
-// Adafactor and CAME: the second moments of a matrix are computed from the moments of its rows and columns; see the host's
+// Adafactor and CAME: the second moments of a matrix's elements are computed from those of its rows and columns; see the host's
 // adafactor.rs and came.rs.
 #pragma once
 
 #include "elements.cuh"
 
-// The matrices of a variable, one after the other, and the moments of their rows and of their columns in the same order.
+// A variable as a sequence of matrices. The moments of the rows and of the columns are in the order of the matrices.
 struct Matrices {
     uint32_t height, width;
-    uint64_t number, rows, columns; // of all matrices
+    uint64_t number, rows, columns; // of matrices; of rows and of columns in all matrices together
 
     __device__ __forceinline__ explicit Matrices(const Whole &of) : height(of.rows), width(of.columns) {
         number = of.count / (static_cast<uint64_t>(height) * width);
@@ -71,8 +71,8 @@ static __device__ __forceinline__ float lerp(float a, float b, float weight) {
     return weight < 0.5f ? a + weight * (b - a) : b - (1.0f - weight) * (b - a);
 }
 
-// As torch.optim.Adafactor. more: beta2_decay, minimum root of the second moment, minimum size of a parameter, d (the
-//   clipping threshold).
+// The step of torch.optim.Adafactor. more: beta2_decay, the minimum of the second moment's root, the minimum of the parameters' root
+//   mean square, d (the clipping threshold).
 //   A vector has the state `variance`; a matrix has a state for rows and one for columns; scratch [number of matrices].
 template <typename G, typename C>
 static __device__ __forceinline__ void adafactor(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
@@ -118,7 +118,7 @@ static __device__ __forceinline__ void adafactor(const Elements<G, C> &of, const
     });
 }
 
-// As came_pytorch.CAME. more: the second eps, clip_threshold, the third beta; `eps` is the first eps.
+// The step of came_pytorch.CAME. more: the second eps, clip_threshold, the third beta; `Settings::eps` is the first eps.
 //   A vector has the states `exp_avg` and `exp_avg_sq`, a matrix has five states; scratch [2][number of matrices].
 template <typename G, typename C>
 static __device__ __forceinline__ void came(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {

@@ -1,14 +1,14 @@
-// Prodigy, in three kernels. The first updates the moments of every variable and computes the variable's part of the estimate's sums.
-// The second computes the estimate, and the third updates the parameters. See the host's prodigy.rs.
+// Prodigy, in three kernels. The first updates the moments of every variable and computes the variable's terms of the two sums behind
+// the estimate D. The second computes the estimate, and the third updates the parameters. See the host's prodigy.rs.
 #pragma once
 
 #include "elements.cuh"
 
-// more: beta3 and the rest of the hyper-parameters.
+// Indices of `Settings::more`.
 enum ProdigySetting { BETA3, D0, D_COEF, GROWTH_RATE, SLICE, DECOUPLE, CORRECT, SAFEGUARD };
 
-// `shared`: the estimate, its maximum, its numerator and the number of steps, which are kept between steps; then the two sums of a
-// step, and the rate of the step, which is 0 if the parameters stay as they are.
+// Indices of `WholeStep::shared`. The estimate, its maximum, its numerator and the number of steps are kept between steps. The two sums
+// and the rate are those of one step; the rate (`IS_TAKEN`) is 0 if the step leaves the parameters as they are.
 enum ProdigyShared { D, D_MAX, NUMERATOR, STEPS, PROGRESS, DISTANCE, IS_TAKEN };
 
 static __device__ __forceinline__ double prodigy_rate(const Settings &at, const double *shared) {
@@ -20,8 +20,8 @@ static __device__ __forceinline__ double prodigy_rate(const Settings &at, const 
     return shared[D] * at.lr * correction;
 }
 
-// Updates the moments and computes the sums. The states s and p0 are for every SLICE-th element, v and m for all elements; there is no
-// m if the first beta is 0. scratch: two f64, the sums.
+// Updates the moments and computes the variable's terms of the two sums. The states s and p0 have a number for every SLICE-th element, v
+// and m for every element; there is no m if the first beta is 0. scratch: two f64, the terms.
 template <typename G, typename C>
 static __device__ __forceinline__ void prodigy_observe(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
     const Settings &at = by.at;
@@ -71,7 +71,8 @@ static __device__ __forceinline__ void prodigy_apply(const Elements<G, C> &of, c
         for_each(of.of.count, [&](uint64_t i) { of.clear(i); });
         return;
     }
-    // The step size uses the estimate from before this step; `STEPS` already counts this step.
+    // The second kernel computed the rate from the estimate before this step. `prodigy_rate` would now compute another rate, because
+    // `shared` already has the new estimate and counts this step.
     const double rate = by.shared[IS_TAKEN], d = by.shared[D];
     const bool decouples = at.more[DECOUPLE] != 0.0;
     const float lost = decouples ? static_cast<float>(at.weight_decay * rate) : 0.0f;

@@ -17,36 +17,39 @@ use std::cell::UnsafeCell;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Smaller blocks come from the C library, which keeps freed blocks of such sizes itself.
+/// Blocks smaller than this come from the C library, which keeps freed blocks of such sizes itself.
 const SMALLEST: usize = 1 << SMALLEST_LOG2;
 const SMALLEST_LOG2: u32 = 16;
-/// Larger blocks are not kept.
+/// Blocks larger than this are not kept.
 const LARGEST: usize = 1 << 37;
-/// A larger block is kept only if blocks of its size are taken repeatedly. A training step takes its buffers
-/// repeatedly; weights are taken once.
+/// A block larger than this is kept only if a block of its size class has been taken after one was freed. Every training
+/// step takes its buffers again; weights are taken only once.
 const LARGEST_AT_ONCE: usize = 1 << 27;
-/// Sizes are rounded up to one of four sizes per octave (a factor of two).
+/// The number of size classes per octave (a factor of two in size). The size of a block is rounded up to the size of its
+/// class.
 const STEPS: usize = 4;
 const CLASSES: usize = (LARGEST.ilog2() - SMALLEST_LOG2) as usize * STEPS + 1;
-/// The most blocks kept of each size.
+/// The most blocks kept of each size class.
 const KEPT: usize = 128;
-/// Up to this many bytes, freed blocks of any size up to [`LARGEST_AT_ONCE`] are kept; beyond that, only blocks of sizes
-/// that are taken repeatedly.
+/// While the store holds at most this many bytes, it keeps freed blocks of any size up to [`LARGEST_AT_ONCE`]. A fuller
+/// store keeps a block only if a block of its size class has been taken after one was freed.
 const MOST_BYTES: usize = 256 << 20;
 
 /// The system's allocator with a store of freed blocks of 64 KiB and more.
 ///
-/// The store keeps up to 256 MiB of freed blocks of any size up to 128 MiB. Beyond that, it keeps only blocks of sizes
-/// that are taken again after they were freed. The bytes in use and in the store together are at most 256 MiB more than
-/// the maximum ever in use.
+/// The sizes of blocks are rounded up to size classes. The store keeps up to 256 MiB of freed blocks of any size up to
+/// 128 MiB. Larger blocks, and blocks for which these 256 MiB have no room, are kept only if a block of their size class
+/// has been taken after one was freed. The bytes in use and in the store together are at most 256 MiB more than the
+/// largest number of bytes that were in use at one time.
 ///
-/// The allocator never waits. While another thread uses the store's list of blocks of one size, or if the process was
-/// forked during such use, blocks of this size come from the system and go back to it.
+/// The allocator never waits. While one thread changes the store's list for a size class, other threads take blocks of
+/// that class from the system and return them to the system. If the process is forked during such a change, the child
+/// process never uses the store for blocks of that class.
 pub struct RecyclingAllocator {
     shelves: [Shelf; CLASSES],
-    /// Bytes of the kept blocks.
+    /// Bytes of the blocks in the store.
     bytes: AtomicUsize,
-    /// Bytes in use in blocks of sizes that may be kept.
+    /// Bytes of the blocks that the program uses at present, counted only for blocks that belong to a size class.
     used: AtomicUsize,
     /// The maximum of `used` so far.
     most_used: AtomicUsize,
@@ -76,7 +79,7 @@ impl RecyclingAllocator {
         }
     }
 
-    /// A block of a class, from the store if it has one.
+    /// A block of a class: from the store if the store has one of this class, otherwise from the system.
     fn take(&self, class: usize) -> *mut u8 {
         let (shelf, size) = (&self.shelves[class], size_of_class(class));
         if shelf.freed.load(Ordering::Relaxed) {
@@ -88,13 +91,14 @@ impl RecyclingAllocator {
             self.bytes.fetch_sub(size, Ordering::Relaxed);
             return block;
         }
-        // The new block adds to the total, so blocks of other sizes are returned to the system.
+        // The new block adds to the bytes in use. So that used + stored <= most_used + MOST_BYTES, stored blocks are
+        // returned to the system first.
         self.shrink(most - used + MOST_BYTES);
         self.fetch(class)
     }
 
-    /// A block of a class from the system. If the system is out of memory, the blocks of the store are returned to it
-    /// first.
+    /// A block of a class from the system. If the system is out of memory, all blocks in the store are returned to it
+    /// and the system is asked once more. Null if it is still out of memory.
     fn fetch(&self, class: usize) -> *mut u8 {
         // SAFETY: the size of a class is not zero.
         let mut block = unsafe { System.alloc(layout_of_class(class)) };
@@ -131,8 +135,9 @@ impl Default for RecyclingAllocator {
     }
 }
 
-// SAFETY: a block is on at most one shelf, and a caller gets it only after it was removed from there. Its layout is a
-// function of the caller's layout, so that it is allocated and freed with the same layout.
+// SAFETY: a block is on at most one shelf, and a caller gets the block only after it was removed from the shelf. The
+// layout that the system gets is a function of the caller's layout: the system allocates and frees a block with the
+// same layout.
 unsafe impl GlobalAlloc for RecyclingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         match class_of(layout) {
@@ -149,7 +154,8 @@ unsafe impl GlobalAlloc for RecyclingAllocator {
         };
         let block = self.take(class);
         if !block.is_null() {
-            // Only the layout's size is zeroed: the rest of the class's size is never touched, and so takes no memory.
+            // Only the `layout.size()` bytes of the caller are zeroed. The block's remaining bytes (up to the size of its
+            // class) are not written, and so may take no physical memory.
             // SAFETY: the block is at least as large as the layout.
             unsafe { block.write_bytes(0, layout.size()) };
         }
@@ -158,7 +164,7 @@ unsafe impl GlobalAlloc for RecyclingAllocator {
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         let Some(class) = class_of(layout) else {
-            // SAFETY: the caller fulfils the conditions of `GlobalAlloc`; blocks of this layout are the system's.
+            // SAFETY: the caller fulfils the conditions of `GlobalAlloc`; a block of this layout came from the system.
             return unsafe { System.dealloc(block, layout) };
         };
         self.put(class, block);
@@ -168,7 +174,7 @@ unsafe impl GlobalAlloc for RecyclingAllocator {
         // SAFETY: the caller promises that the size does not overflow when rounded up to the alignment.
         let wanted = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
         match (class_of(layout), class_of(wanted)) {
-            // SAFETY: the caller fulfils the conditions of `GlobalAlloc`; blocks of both layouts are the system's.
+            // SAFETY: the caller fulfils the conditions of `GlobalAlloc`; the block came from the system.
             (None, None) => unsafe { System.realloc(block, layout, size) },
             (Some(class), Some(same)) if class == same => block,
             _ => {
@@ -186,22 +192,24 @@ unsafe impl GlobalAlloc for RecyclingAllocator {
     }
 }
 
-/// A stack of blocks of one size.
+/// The kept blocks of one size class, a stack.
 struct Shelf {
+    /// Set while a thread uses `blocks`: a lock for which no thread waits.
     busy: AtomicBool,
-    /// Whether a block of this size has been freed.
+    /// Whether a block of this class has ever been freed.
     freed: AtomicBool,
-    /// Whether a block of this size has been taken after one was freed.
+    /// Whether a block of this class has been taken after one was freed.
     taken_again: AtomicBool,
     blocks: UnsafeCell<Blocks>,
 }
 
+/// The stack: the first `count` entries of `kept`.
 struct Blocks {
     count: usize,
     kept: [*mut u8; KEPT],
 }
 
-// SAFETY: `blocks` is only touched while `busy` is held.
+// SAFETY: a thread touches `blocks` only between setting `busy` from false to true and clearing it.
 unsafe impl Sync for Shelf {}
 
 impl Shelf {
@@ -214,7 +222,7 @@ impl Shelf {
         }
     }
 
-    /// Run `action` unless another thread is using this shelf.
+    /// Run `action` on the shelf's blocks; `None`, without running it, while another thread uses the shelf.
     fn with<R>(&self, action: impl FnOnce(&mut Blocks) -> R) -> Option<R> {
         if self.busy.swap(true, Ordering::Acquire) {
             return None;
@@ -245,10 +253,10 @@ impl Shelf {
     }
 }
 
-/// The alignment of all kept blocks: a cache line.
+/// The alignment in bytes of the blocks of every size class: a cache line.
 const ALIGN: usize = 64;
 
-/// The class of a layout, if its blocks are kept.
+/// The size class of a layout; `None` if blocks of this layout always come from the system.
 const fn class_of(layout: Layout) -> Option<usize> {
     let size = layout.size();
     if size < SMALLEST || size > LARGEST || layout.align() > ALIGN {
@@ -344,13 +352,13 @@ mod tests {
             }
         };
         step(1 << 30);
-        assert_eq!(held(), 0, "a size that was in use once");
+        assert_eq!(held(), 0, "blocks of a size that was never taken again are kept");
         let second = step(1 << 30);
         assert_eq!(held(), 3 << 30);
         let mut third = step(1 << 30);
         third.reverse();
         assert_eq!(third, second);
-        // Blocks of other sizes replace them.
+        // When blocks of other size classes are taken, stored 1 GiB blocks go back to the system to keep the bound.
         for size in [(1 << 30) + (1 << 28), 3 << 28, 1 << 29].into_iter().cycle().take(9) {
             step(size);
             let most = allocator.most_used.load(Ordering::Relaxed);

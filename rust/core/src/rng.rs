@@ -1,10 +1,10 @@
 //! The library's random numbers: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 //!
-//! A counter-based generator: element `i` of a draw depends only on the seed and its position in the stream. So draws
-//! do not depend on the number of threads, and a checkpoint repeats draws by going back to a position.
+//! A counter-based generator: a random value depends only on the seed and on the value's position in the stream. So
+//! draws do not depend on the number of threads, and a checkpoint repeats draws by going back to a position.
 //!
-//! Users draw from one generator ([`manual_seed`], [`state`]). A training run draws from streams keyed by its seed, a
-//! [`Purpose`] and a number ([`State::of`]).
+//! Programs draw from the one generator of the process ([`manual_seed`], [`state`]). A training run draws from streams,
+//! each of which is keyed by the run's seed, a [`Purpose`] and a number ([`State::of`]).
 
 mod purpose;
 mod scope;
@@ -40,8 +40,8 @@ pub(crate) fn philox_lanes<const N: usize>(seed: u64, block: u64) -> [[u32; N]; 
     philox_lanes_above(seed, block, [0; 2])
 }
 
-/// As [`philox_lanes`], with `upper` in the upper half of the counters. Counters of draws have `[0, 0]` there, and
-/// those of [`State::of`] have 1 in the last word.
+/// As [`philox_lanes`], with `upper` as the upper two of the four words of each counter. Counters of draws have
+/// `[0, 0]` there; counters of [`State::of`] have the purpose and 1.
 #[inline(always)]
 pub fn philox_lanes_above<const N: usize>(seed: u64, block: u64, upper: [u32; 2]) -> [[u32; N]; 4] {
     let [mut c0, mut c1] = [[0u32; N]; 2];
@@ -52,7 +52,7 @@ pub fn philox_lanes_above<const N: usize>(seed: u64, block: u64, upper: [u32; 2]
     rounds(seed, [c0, c1, [upper[0]; N], [upper[1]; N]])
 }
 
-/// Ten rounds on any counter of 128 bits.
+/// [`philox`] on any counter of 128 bits, its lowest word first.
 fn philox_at(seed: u64, counter: [u32; 4]) -> [u32; 4] {
     rounds::<1>(seed, counter.map(|word| [word])).map(|word| word[0])
 }
@@ -71,12 +71,12 @@ fn rounds<const N: usize>(seed: u64, [mut c0, mut c1, mut c2, mut c3]: [[u32; N]
     [c0, c1, c2, c3]
 }
 
-/// A number in [0, 1) with 24 bits, exact in f32.
+/// The upper 24 bits of `bits` as a multiple of 2⁻²⁴ in [0, 1), exact in f32.
 fn unit(bits: u32) -> f32 {
     (bits >> 8) as f32 * (1.0 / 16_777_216.0)
 }
 
-/// `n` values. `draw` makes four values from each block of random bits; the first block is at `start`.
+/// `n` values. `draw` makes four values from each block of four random words; the first block is the one at `start`.
 fn fill(start: State, n: usize, draw: impl Fn([u32; 4]) -> [f32; 4]) -> Vec<f32> {
     let mut values = Vec::with_capacity(n.next_multiple_of(4));
     for block in 0..n.div_ceil(4) as u64 {
@@ -96,20 +96,19 @@ pub fn normal_vec(n: usize) -> Vec<f32> {
     normal_vec_at(advance(n.div_ceil(4) as u64), n)
 }
 
-/// `size` uniform values in [0, 1) for each sample, from the sample's own stream. `samples` has the numbers of the
-/// samples.
+/// `size` uniform values in [0, 1) for each sample, one sample after the other. The values of sample number `s`, an
+/// element of `samples`, come from the stream `State::of(seed, purpose, s)`.
 pub fn uniform_samples(seed: u64, purpose: Purpose, samples: &[u64], size: usize) -> Vec<f32> {
     let draw = |&sample: &u64| fill(State::of(seed, purpose, sample), size, |bits| bits.map(unit));
     samples.iter().flat_map(draw).collect()
 }
 
-/// `size` standard normal values for each sample, from the sample's own stream. `samples` has the numbers of the
-/// samples.
+/// As [`uniform_samples`], with standard normal values.
 pub fn normal_samples(seed: u64, purpose: Purpose, samples: &[u64], size: usize) -> Vec<f32> {
     samples.iter().flat_map(|&sample| normal_vec_at(State::of(seed, purpose, sample), size)).collect()
 }
 
-/// The values of [`normal_vec`] from a generator at `start`; advances no generator.
+/// The `n` values that [`normal_vec`] would draw from a generator whose state is `start`. Advances no generator.
 pub fn normal_vec_at(start: State, n: usize) -> Vec<f32> {
     fill(start, n, |bits| {
         let pair = |a: u32, b: u32| {
@@ -124,7 +123,8 @@ pub fn normal_vec_at(start: State, n: usize) -> Vec<f32> {
     })
 }
 
-/// `n` integers in `[0, bound)`, by Lemire's multiplication (bias below 2⁻³² × bound).
+/// `n` integers in `[0, bound)`, by Lemire's multiplication. The probability of each integer is `1 / bound` with a
+/// relative error below `bound` × 2⁻³².
 ///
 /// # Errors
 /// [`Error::Argument`] if `bound` is 0.
@@ -148,10 +148,10 @@ fn check_float(op: &'static str, dtype: DType) -> Result<()> {
     Err(Error::dtype(op, format!("random values are floating point; dtype {} is not", dtype.as_str())))
 }
 
-/// Uniform values in `[low, high)`.
+/// A tensor of uniformly distributed values in `[low, high)`, drawn as f32 and rounded to `dtype`.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] if they do not fit, [`Error::DType`] if `dtype` is not floating point.
+/// [`Error::OutOfMemory`] if the values do not fit in memory, [`Error::DType`] if `dtype` is not floating point.
 pub fn uniform(low: f64, high: f64, shape: &Shape, dtype: DType, device: &Device) -> Result<Raw> {
     const OP: &str = "rand";
     check_float(OP, dtype)?;
@@ -174,10 +174,11 @@ pub fn uniform(low: f64, high: f64, shape: &Shape, dtype: DType, device: &Device
     )
 }
 
-/// Normal values of `mean` and `std`.
+/// A tensor of normally distributed values with mean `mean` and standard deviation `std`, drawn as f32 and rounded to
+/// `dtype`.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] if they do not fit, [`Error::DType`] if `dtype` is not floating point.
+/// [`Error::OutOfMemory`] if the values do not fit in memory, [`Error::DType`] if `dtype` is not floating point.
 pub fn normal(mean: f64, std: f64, shape: &Shape, dtype: DType, device: &Device) -> Result<Raw> {
     const OP: &str = "randn";
     check_float(OP, dtype)?;
@@ -206,14 +207,14 @@ mod tests {
 
     #[test]
     fn philox_matches_the_published_vectors() {
-        // Random123's kat_vectors: philox4x32 10, zero counter and key.
+        // `philox4x32 10` of Random123's kat_vectors: counter and key all zeros, then all ones.
         assert_eq!(philox(0, 0), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
         let ones = [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd];
         assert_eq!(philox_at(u64::MAX, [u32::MAX; 4]), ones);
     }
 
     #[test]
-    fn a_draw_at_a_state_is_the_draw_that_follows_it() {
+    fn normal_vec_at_gives_the_values_that_a_generator_at_this_state_draws() {
         let expected = {
             let _stream = Stream::enter(State { seed: 3, offset: 11 });
             normal_vec(10)
@@ -223,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn counters_side_by_side_give_what_each_gives() {
+    fn lanes_equal_philox_of_each_counter() {
         let start = u64::from(u32::MAX) - 3;
         let lanes = philox_lanes::<16>(9, start);
         for i in 0..16 {
@@ -235,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn normal_values_have_their_moments() {
+    fn uniform_values_have_their_mean_and_variance() {
         let values: Vec<f64> = (0..25_000u64).flat_map(|b| philox(7, b).map(unit)).map(f64::from).collect();
         let mean = values.iter().sum::<f64>() / values.len() as f64;
         let var = values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / values.len() as f64;

@@ -9,7 +9,7 @@ use crate::raw::{self, Raw};
 use crate::tape::Node;
 use crate::{Error, Result};
 
-/// A value of the computation: a candle tensor and, if a gradient is wanted, its place on the tape.
+/// A value of the computation: a candle tensor and, if a gradient flows through it, its node on the tape.
 ///
 /// Cloning is cheap (reference counts). Values never change; only a [`Var`](crate::Var) can be set.
 #[derive(Clone)]
@@ -21,7 +21,8 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// Wrap values that no gradient flows through. A candle graph, if there is one, is detached.
+    /// A constant with the values of `raw` (shared storage): no gradient flows through it. If `raw` has a candle graph, the
+    /// constant is detached from it.
     pub fn from_raw(raw: &Raw) -> Self {
         Self::constant(raw.detach())
     }
@@ -35,10 +36,10 @@ impl Tensor {
         Ok(Self::constant(Raw::new(data, device)?))
     }
 
-    /// A tensor of `data` (row-major) in `shape`.
+    /// A tensor of shape `shape` with the elements `data`, in row-major order.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the number of elements differs.
+    /// [`Error::Shape`] if `shape` has another number of elements than `data`.
     pub fn from_vec<T: candle_core::WithDType>(data: Vec<T>, shape: impl Into<Shape>, device: &Device) -> Result<Self> {
         let shape = shape.into();
         if shape.elem_count() != data.len() {
@@ -53,52 +54,54 @@ impl Tensor {
     /// A tensor filled with `value`.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if it does not fit.
+    /// [`Error::OutOfMemory`] if the tensor does not fit in memory.
     pub fn full(value: f64, shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Self> {
         let shape = shape.into();
         raw::check_allocation_on(device, "full", shape.dims(), dtype)?;
         Ok(Self::constant(crate::compute::full(value, shape.dims(), dtype, device)?))
     }
 
-    /// Zeros.
+    /// A tensor of zeros.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if it does not fit.
+    /// As [`full`](Self::full).
     pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Self> {
         let shape = shape.into();
         raw::check_allocation_on(device, "zeros", shape.dims(), dtype)?;
         Ok(Self::constant(crate::compute::zeros(shape.dims(), dtype, device)?))
     }
 
-    /// Ones.
+    /// A tensor of ones.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if it does not fit.
+    /// As [`full`](Self::full).
     pub fn ones(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Self> {
         Self::full(1.0, shape, dtype, device)
     }
 
-    /// Normal values of `mean` and `std` from the library's generator ([`rng`](crate::rng)), drawn in f32 and converted
-    /// to `dtype`.
+    /// Normally distributed values with mean `mean` and standard deviation `std` from the library's generator
+    /// ([`rng`](crate::rng)), drawn in f32 and converted to `dtype`.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if it does not fit.
+    /// [`Error::OutOfMemory`] if the tensor does not fit in memory, [`Error::DType`] if `dtype` is not floating point.
     pub fn randn(mean: f64, std: f64, shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Self> {
         Ok(Self::constant(crate::rng::normal(mean, std, &shape.into(), dtype, device)?))
     }
 
-    /// Uniform values in `[low, high)` from the library's generator ([`rng`](crate::rng)).
+    /// Uniformly distributed values in `[low, high)` from the library's generator ([`rng`](crate::rng)), drawn in f32 and
+    /// converted to `dtype`.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if it does not fit.
+    /// As [`randn`](Self::randn).
     pub fn rand(low: f64, high: f64, shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Self> {
         Ok(Self::constant(crate::rng::uniform(low, high, &shape.into(), dtype, device)?))
     }
 
-    /// Mark this result: operations that read it in their backward pass do not keep it, but compute it again from the
-    /// saved values of the operation that computed it. For results that take much memory and little time: norms of
-    /// rows, gated units. Nothing changes for results of other operations, or inside of a checkpoint, which decides
-    /// itself what to keep.
+    /// Mark this result of an operation as one to recompute. An operation that needs the result in its backward pass does
+    /// not keep it. Instead, the backward pass recomputes the result from the values that the result's own operation has
+    /// saved. Use this for results that take much memory and little time: norms of rows, gated units. The mark has no
+    /// effect on a result that its operation cannot recompute, or inside of a checkpoint, which decides itself which values
+    /// to keep.
     #[must_use]
     pub fn remade(self) -> Self {
         if let Some(node) = &self.node {
@@ -107,7 +110,7 @@ impl Tensor {
         self
     }
 
-    /// The candle tensor with the values. The tape does not record operations on it.
+    /// The candle tensor with the values. The tape does not record candle's operations on it.
     pub const fn raw(&self) -> &Raw {
         &self.raw
     }
@@ -147,7 +150,7 @@ impl Tensor {
         self.node.is_some()
     }
 
-    /// Whether this value is a variable or a constant, not the result of a recorded operation.
+    /// Whether this value is a variable or a constant. The result of an operation on the tape is neither.
     pub fn is_leaf(&self) -> bool {
         self.node.as_ref().is_none_or(|n| n.leaf().is_some())
     }
@@ -173,10 +176,10 @@ impl Tensor {
         Ok(raw::to_f64_vec(&self.raw)?[0])
     }
 
-    /// The only element as a `T`; the method has candle's name.
+    /// The only element as a `T`. The name is that of candle's method.
     ///
     /// # Errors
-    /// [`Error::Shape`] if there is not exactly one element, [`Error::DType`] if `T` is not the dtype.
+    /// [`Error::Shape`] if there is not exactly one element, [`Error::DType`] if `T` is not the type of the tensor's elements.
     pub fn to_scalar<T: candle_core::WithDType>(&self) -> Result<T> {
         if self.elem_count() != 1 {
             return Err(Error::shape(
@@ -192,7 +195,7 @@ impl Tensor {
     /// All elements in row-major order.
     ///
     /// # Errors
-    /// [`Error::DType`] if `T` is not the dtype.
+    /// [`Error::DType`] if `T` is not the type of the tensor's elements.
     pub fn to_vec<T: candle_core::WithDType>(&self) -> Result<Vec<T>> {
         self.check_rust_type::<T>("to_vec")?;
         self.check_readable("to_vec")?;

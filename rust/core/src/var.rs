@@ -28,7 +28,7 @@ impl Var {
         Self::adopt(Raw::new(data, device)?)
     }
 
-    /// A variable with a contiguous copy of `tensor`'s values in its dtype, detached from its graph.
+    /// A variable whose values are a contiguous copy of `tensor`, of the same dtype, detached from the graph of `tensor`.
     ///
     /// # Errors
     /// [`Error::DType`] if the values are not floating point.
@@ -36,7 +36,7 @@ impl Var {
         Self::adopt(raw::own_copy(&tensor.raw)?)
     }
 
-    /// Zeros.
+    /// A variable of zeros.
     ///
     /// # Errors
     /// As [`Tensor::zeros`], and [`Error::DType`] if `dtype` is not floating point.
@@ -44,7 +44,7 @@ impl Var {
         Self::adopt(Tensor::zeros(shape, dtype, device)?.raw)
     }
 
-    /// Normal values, as [`Tensor::randn`].
+    /// A variable of normally distributed values, drawn as [`Tensor::randn`] draws them.
     ///
     /// # Errors
     /// As [`Tensor::randn`], and [`Error::DType`] if `dtype` is not floating point.
@@ -52,7 +52,8 @@ impl Var {
         Self::adopt(Tensor::randn(mean, std, shape, dtype, device)?.raw)
     }
 
-    /// A variable over `storage`, which nothing else may share except the flat buffer that it is a view of.
+    /// A variable whose values are `storage`. Nothing else may share this storage, except a flat buffer of which `storage`
+    /// is a view.
     pub(crate) fn adopt(storage: Raw) -> Result<Self> {
         if !raw::is_float(storage.dtype()) {
             return Err(Error::dtype(
@@ -70,12 +71,12 @@ impl Var {
         (is_leaf && tensor.version.is_some()).then(|| Self(tensor.clone()))
     }
 
-    /// The value as a tensor on the tape (shared storage).
+    /// The value as a tensor on the tape, which shares the variable's storage.
     pub const fn as_tensor(&self) -> &Tensor {
         &self.0
     }
 
-    /// Consume the handle; the tensor is still the variable's leaf.
+    /// [`as_tensor`](Self::as_tensor), consuming this handle: gradients still flow to the variable.
     pub fn into_inner(self) -> Tensor {
         self.0
     }
@@ -96,8 +97,8 @@ impl Var {
         self.update_copies()
     }
 
-    /// Update the copies at once on CUDA, where a captured graph may read them; on the CPU they are updated at their
-    /// next use.
+    /// On CUDA, update the copies of the value in other dtypes at once, because a captured graph may read them. On the CPU,
+    /// a copy is updated at its next use.
     fn update_copies(&self) -> Result<()> {
         if self.0.device().is_cpu() { Ok(()) } else { self.leaf().copies().update(&self.0.raw, self.counter()) }
     }
@@ -111,13 +112,14 @@ impl Var {
         self.leaf().copies().get(dtype, &self.0.raw, self.counter())
     }
 
-    /// The copy for computing in another dtype ([`Tensor::compute_copy`]), if there is one, for an update that writes
-    /// it together with the value. The update must then call [`changed_with_copy`](Self::changed_with_copy).
+    /// The copy of the value for computing in another dtype ([`Tensor::compute_copy`]), if there is one. An update that
+    /// writes the copy together with the value must then call [`changed_with_copy`](Self::changed_with_copy).
     pub fn copy_storage(&self) -> Option<Raw> {
         self.leaf().copies().first()
     }
 
-    /// Mark the value and its [`copy_storage`](Self::copy_storage) as changed in place, to the same numbers.
+    /// Mark the value and the [`copy_storage`](Self::copy_storage) as changed in place. The copy must have the new value,
+    /// rounded to the copy's dtype.
     ///
     /// # Errors
     /// The errors of updating the variable's other copies.
@@ -145,22 +147,23 @@ impl Var {
         Ok(self.leaf().grad()?.map(Tensor::constant))
     }
 
-    /// Clear the gradient.
+    /// Remove the gradient: [`grad`](Self::grad) is `None` until the next backward pass. A flat buffer is zeroed.
     pub fn zero_grad(&self) -> Result<()> {
         self.leaf().clear()
     }
 
-    /// Replace the gradient (clipping, unscaling, averaging).
+    /// Set the gradient to a copy of `grad`, for example a gradient that was clipped, unscaled or averaged.
     ///
     /// # Errors
-    /// [`Error::Shape`] or [`Error::DType`] if `grad` differs from the variable.
+    /// [`Error::Shape`], [`Error::DType`] or [`Error::Device`] if the shape, the dtype or the device of `grad` is not that
+    /// of the variable.
     pub fn set_grad(&self, grad: &Tensor) -> Result<()> {
         self.check_like("set_grad", grad)?;
         self.leaf().replace(&grad.raw)
     }
 
-    /// The gradient, not copied: a view of the flat buffer if there is one. For kernels that only read it; a later
-    /// backward pass changes it.
+    /// The gradient, if there is one, not copied: a view of the flat buffer if the variable has one. Only read it; later
+    /// backward passes change it.
     pub fn grad_storage(&self) -> Option<Raw> {
         self.leaf().grad_storage()
     }
@@ -186,7 +189,8 @@ impl Var {
     /// Overwrite the value in place.
     ///
     /// # Errors
-    /// [`Error::Shape`], [`Error::DType`] or [`Error::Device`] if `value` differs from the variable.
+    /// [`Error::Shape`], [`Error::DType`] or [`Error::Device`] if the shape, the dtype or the device of `value` is not that
+    /// of the variable.
     pub fn set(&self, value: &Tensor) -> Result<()> {
         self.check_like("set", value)?;
         let source = if raw::storage_identity(&value.raw).0 == raw::storage_identity(&self.0.raw).0 {
@@ -198,8 +202,8 @@ impl Var {
         self.changed()
     }
 
-    /// Run `update` over the variable's storage (an optimizer's in-place step) and mark every tensor
-    /// computed from it before as stale.
+    /// Run `update`, which may change the variable's storage in place (an optimizer's step). Every tensor that was computed
+    /// from the variable before becomes stale, even if `update` returns an error.
     pub fn update_in_place<R>(&self, update: impl FnOnce(&Raw) -> Result<R>) -> Result<R> {
         let result = update(&self.0.raw);
         self.changed()?;
@@ -211,7 +215,7 @@ impl Var {
         self.counter().get()
     }
 
-    /// Whether `follower`'s data was computed from the present value.
+    /// Whether the data of `follower` is up to date: computed from the present value of this variable.
     pub fn is_followed_by(&self, follower: &Follower) -> bool {
         follower.is_at(self.counter())
     }

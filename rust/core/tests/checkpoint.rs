@@ -24,7 +24,9 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
 struct Block {
     first: Var,
     second: Var,
+    /// How many calls of `forward` have begun.
     calls: Arc<AtomicUsize>,
+    /// How many calls of `forward` have returned a result.
     finished: Arc<AtomicUsize>,
 }
 
@@ -81,13 +83,13 @@ fn a_recomputation_stops_at_the_last_value_that_was_saved() -> Result<()> {
     assert_eq!(block.calls.load(Ordering::Relaxed), 1);
     y.backward_with(Some(&ones_like(&y)), false)?;
     assert_eq!(block.calls.load(Ordering::Relaxed), 2, "recomputed once");
-    // The second layer saves its input; the sum after it is not needed.
+    // The last saved value is the input of the second layer, so the sum after this layer is not recomputed.
     assert_eq!(block.finished.load(Ordering::Relaxed), 1, "the recomputation ended early");
     Ok(())
 }
 
 #[test]
-fn several_outputs_inputs_and_captured_variables() -> Result<()> {
+fn several_inputs_outputs_and_a_captured_variable_get_their_gradients() -> Result<()> {
     let (a, b, w) = (Var::new(2f32, &CPU)?, Var::new(3f32, &CPU)?, Var::new(5f32, &CPU)?);
     for policy in [Policy::Full, Policy::Selective] {
         let captured = w.clone();
@@ -148,7 +150,7 @@ fn a_retained_graph_can_be_differentiated_twice() -> Result<()> {
 }
 
 #[test]
-fn a_function_that_changes_is_an_error() -> Result<()> {
+fn a_function_that_computes_something_else_when_run_again_is_an_error() -> Result<()> {
     let x = Var::from_tensor(&ramp(&[4], 0.0))?;
     let calls = AtomicUsize::new(0);
     let y = checkpoint(
@@ -161,7 +163,7 @@ fn a_function_that_changes_is_an_error() -> Result<()> {
 }
 
 #[test]
-fn a_captured_variable_changed_in_between_is_an_error() -> Result<()> {
+fn a_captured_variable_changed_before_the_backward_pass_is_an_error() -> Result<()> {
     let (w, x) = (Var::new(3f32, &CPU)?, Var::new(2f32, &CPU)?);
     let captured = w.clone();
     let y = checkpoint(move |xs| xs[0].mul(&captured.detach())?.exp(), &[&x])?;
@@ -185,7 +187,7 @@ fn long_chains_of_checkpoints_drop_without_recursion() -> Result<()> {
     let x = Var::new(1f32, &CPU)?;
     let mut y = x.as_tensor().clone();
     for _ in 0..20_000 {
-        // Each function captures the previous result, the worst case for dropping.
+        // Each function captures the previous result, so that its drop drops the previous checkpoint.
         let previous = y.clone();
         y = checkpoint(move |xs| xs[0].add(&previous)?.mul_scalar(0.5), &[&y])?;
     }

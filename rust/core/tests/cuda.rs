@@ -1,5 +1,5 @@
-//! Compares all cases of the registry on a CUDA device with the CPU in f64. Needs a GPU: `cargo test --features cuda
-//! --test cuda -- --ignored`.
+//! Compares the results of all cases of the registry on a CUDA device with those on the CPU in f64, and tests what only the
+//! CUDA code has. Needs a GPU: `cargo test --features cuda --test cuda -- --ignored`.
 #![cfg(feature = "cuda")]
 
 use std::path::PathBuf;
@@ -37,12 +37,13 @@ fn gpu() -> Result<Device> {
     device::cuda(0, &folders)
 }
 
-/// Copies of inputs on `device`, with the same strides.
+/// Copies of `inputs` on `device`, with the strides of `inputs`.
 fn moved(inputs: &[Tensor], device: &Device) -> Result<Vec<Tensor>> {
     inputs.iter().map(|x| Ok(Tensor::from_raw(&x.raw().to_device(device)?))).collect()
 }
 
-/// Value and gradients on the GPU in every dtype, from dense and from strided inputs.
+/// Compare results on the GPU in every dtype with those on the CPU in f64: the value and the gradients of contiguous
+/// inputs, the value of strided inputs, and the gradients of inputs that the operation reads through transposed views.
 fn check(case: &Case, device: &Device) -> std::result::Result<(), String> {
     let reference = text(draw(case, DType::F64, false))?;
     let (expected, expected_grads) = text(value_and_gradients(&*case.run, &reference))?;
@@ -78,7 +79,8 @@ fn on_cpu(x: &Tensor) -> Result<Tensor> {
     x.to_device(&Device::Cpu)?.to_dtype(DType::F64)
 }
 
-/// Forward and backward passes in every dtype, from dense, strided and transposed inputs; the values are not checked.
+/// Run `case` in every dtype: forward and backward from contiguous and strided inputs, forward from transposed inputs.
+/// The values are not checked.
 fn run(case: &Case, device: &Device) -> std::result::Result<(), String> {
     for (dtype, _) in TOLERANCE {
         let about = |e: Error| format!("{}: {e}", dtype.as_str());
@@ -150,7 +152,7 @@ fn nan_is_never_lost_at_edges_of_blocks_on_cuda() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn random_numbers_are_those_of_the_cpu() {
+fn random_numbers_equal_those_of_the_cpu() {
     let device = gpu().unwrap();
     for count in [1usize, 3, 4, 1001, 100_000] {
         for normal in [false, true] {
@@ -169,8 +171,8 @@ fn random_numbers_are_those_of_the_cpu() {
     }
 }
 
-/// A kernel has several forms, chosen by the shape: with vector or scalar loads, along rows or columns, with one launch or
-/// two. The shapes here are on both sides of each choice.
+/// An operation has several kernels, and the shape decides which of them runs: with vector or scalar loads, along rows or
+/// columns, in one launch or two. The shapes here lead to each of these kernels.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn large_and_odd_shapes_equal_the_cpu() {
@@ -221,7 +223,7 @@ fn memory_is_counted_and_running_out_is_an_error_that_leaves_the_device_usable()
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn devices_are_found_by_number_and_tensors_of_two_devices_do_not_mix() {
+fn devices_are_found_by_number_and_tensors_on_two_devices_are_an_error() {
     let device = gpu().unwrap();
     assert!(device.same_device(&gpu().unwrap()));
     assert!(matches!(device::cuda(99, &[] as &[PathBuf]), Err(Error::Device { .. })));
@@ -230,7 +232,7 @@ fn devices_are_found_by_number_and_tensors_of_two_devices_do_not_mix() {
     assert!(matches!(a.matmul(&b), Err(Error::Device { .. })));
 }
 
-/// Numbers of magnitude about one that every dtype holds exactly.
+/// Multiples of 1/64 in [-1, 1), which every dtype represents exactly.
 fn whole(dims: &[usize], seed: usize, dtype: DType, device: &Device) -> Tensor {
     let number = |i: usize| ((i * 7919 + seed * 104_729 + 13) % 127) as f64 / 64.0 - 1.0;
     let values = Tensor::from_vec((0..dims.iter().product()).map(number).collect(), dims, &Device::Cpu);
@@ -241,7 +243,7 @@ fn whole(dims: &[usize], seed: usize, dtype: DType, device: &Device) -> Tensor {
 /// empty or f64 operands.
 #[test]
 #[ignore = "needs a CUDA device"]
-fn many_products_at_once_are_those_of_the_cpu() {
+fn many_products_in_one_call_equal_those_of_the_cpu() {
     let run = |device: &Device, dtype: DType, wide: bool| -> Vec<Vec<f64>> {
         let raw = |dims: &[usize], seed: usize| whole(dims, seed, dtype, device).raw().clone();
         let to = if wide && dtype != DType::F64 { DType::F32 } else { dtype };
@@ -258,8 +260,8 @@ fn many_products_at_once_are_those_of_the_cpu() {
         }
         let strided = raw(&[5, 66], 3).narrow(1, 1, 64).unwrap();
         add(strided, raw(&[64, 33], 4), 0.5, Destination::New(to));
-        // A factor of rank 4: columns 4 to 7 of a matrix of 8 columns. In the 16-bit dtypes its address is a multiple of
-        // 8 bytes but not of 16.
+        // A factor of rank 4: columns 4 to 7 of a matrix of 8 columns. In the 16-bit dtypes, the address of the factor's
+        // first element is a multiple of 8 bytes but not of 16.
         for seed in 0..3 {
             let part = raw(&[64, 8], seed).narrow(1, 4, 4).unwrap().t().unwrap();
             add(part, raw(&[64, 33], seed + 4), 0.5, Destination::New(to));
@@ -281,7 +283,7 @@ fn many_products_at_once_are_those_of_the_cpu() {
     }
 }
 
-/// Layers that share a flat buffer of f32 factors, in a model that computes in any dtype.
+/// LoRA layers whose f32 factors lie in one flat buffer, in a model that computes in f32, f16 or bf16.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn lora_of_f32_factors_on_cuda_agrees_with_f64() {

@@ -1,4 +1,5 @@
-//! Tests of fused kernels beyond the registry's small cases: sizes beyond one block, layouts, extremes, mixed dtypes.
+//! Tests of fused kernels beyond the registry's small cases: more rows than a kernel takes at a time, memory layouts,
+//! extreme values, operands of two dtypes.
 
 use trainable_candle_core::cpu::pool::set_num_threads;
 use trainable_candle_core::ops::attention::{
@@ -18,7 +19,7 @@ fn draw(dims: &[usize], seed: usize, dtype: DType) -> Tensor {
     Tensor::from_vec(values, dims, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// The result, and the gradients of the inputs for a random gradient of the result.
+/// The result, then the gradient of each input for a fixed gradient of the result.
 fn run(inputs: &[Tensor], f: impl Fn(&[Tensor]) -> Result<Tensor>) -> Vec<Vec<f64>> {
     let vars: Vec<Var> = inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
     let inputs: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
@@ -34,7 +35,10 @@ fn assert_close(found: &[Vec<f64>], expected: &[Vec<f64>], tolerance: f64) {
         assert_eq!(found.len(), expected.len());
         let size = expected.iter().fold(1.0, |m: f64, x| m.max(x.abs()));
         for (i, (f, e)) in found.iter().zip(expected).enumerate() {
-            assert!((f - e).abs() <= tolerance * size, "part {part}, element {i}: {f}, expected {e}");
+            assert!(
+                (f - e).abs() <= tolerance * size,
+                "tensor {part} of the result and the gradients, element {i}: {f}, expected {e}"
+            );
         }
     }
 }
@@ -55,8 +59,9 @@ fn attention_plain(x: &[Tensor], mask: Option<&Tensor>, is_causal: bool) -> Resu
     scores.softmax(scores.rank() - 1)?.matmul(&x[2])
 }
 
-/// Shapes of q, k and v whose queries and keys fill several blocks: few heads, whose gradients are computed in parts,
-/// and many heads; then heads as wide as in large models over a prompt of 77 tokens, and heads of an odd width.
+/// Shapes of q, k and v. The queries and the keys are several blocks of the kernel: with few heads, so that the gradients
+/// are sums of several tasks, and with many heads. Then heads as wide as in large models over a prompt of 77 tokens, and
+/// heads of an odd width.
 const SHAPES: [[[usize; 3]; 3]; 4] = [
     [[2, 300, 8], [2, 600, 8], [2, 600, 5]],
     [[20, 150, 4], [20, 150, 4], [20, 150, 4]],
@@ -65,7 +70,7 @@ const SHAPES: [[[usize; 3]; 3]; 4] = [
 ];
 
 #[test]
-fn attention_of_several_blocks_is_that_of_basic_operations() {
+fn attention_of_several_blocks_equals_basic_operations() {
     for shapes in SHAPES {
         let inputs: Vec<Tensor> = (0..3).map(|i| draw(&shapes[i], i, DType::F64)).collect();
         let mask = draw(&[shapes[0][1], shapes[1][1]], 7, DType::F64);
@@ -138,7 +143,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
 }
 
 #[test]
-fn norms_of_many_rows_are_those_in_double_precision() {
+fn norms_of_many_rows_equal_basic_operations_in_f64() {
     let shapes: [&[usize]; 3] = [&[1500, 40], &[40], &[40]];
     let doubles: Vec<Tensor> = (0..3).map(|i| draw(shapes[i], i, DType::F64)).collect();
     let singles: Vec<Tensor> = doubles.iter().map(|x| x.to_dtype(DType::F32).unwrap()).collect();
@@ -166,13 +171,13 @@ fn norms_of_many_rows_are_those_in_double_precision() {
 
 #[test]
 fn norms_do_not_cancel_where_the_mean_is_large() {
-    // Multiples of 1/256 above 4096 are exact in f32.
+    // Multiples of 1/256 between 4096 and 4097 are exact in f32.
     let values = (0..2000u32).map(|i| 4096.0 + f64::from(i * 37 % 256) / 256.0).collect::<Vec<_>>();
     let x = |dtype| Tensor::from_vec(values.clone(), (1, 50, 40), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
     for norm in [|x: &Tensor| layer_norm(x, 2, None, None, 1e-5), |x: &Tensor| group_norm(x, 1, None, None, 1e-5)] {
         let single = to_f64_vec(norm(&x(DType::F32)).unwrap().raw()).unwrap();
         let double = to_f64_vec(norm(&x(DType::F64)).unwrap().raw()).unwrap();
-        // Rounding moves the mean by up to 2^-24 of its magnitude, which is 1/1200 of the standard deviation.
+        // Rounding the mean to f32 changes it by up to 2^-24 × 4096 = 2^-12, which is 1/1200 of the standard deviation.
         assert_close(&[single], &[double], 1e-3);
     }
 }
@@ -188,7 +193,7 @@ fn parameters_in_f32_serve_inputs_in_bf16() {
         let y = layer_norm(&x[0], 1, Some(&x[1]), Some(&x[2]), 1e-5)?;
         y.to_dtype(DType::BF16)
     });
-    // Sums are in f32: only the results are rounded to bf16.
+    // Sums are in f32: only the result and the gradient of the input are rounded to bf16.
     assert_close(&found[2..], &expected[2..], 1e-6);
     assert_close(&found[..2], &expected[..2], 1e-2);
 }
@@ -220,10 +225,10 @@ fn rope_keeps_lengths_and_layouts() {
     }
 }
 
-/// Many blocks of rows, heads one after the other in memory, heads that are adjacent at each position, and rotated
-/// pairs of both kinds (adjacent features, and features half a width apart).
+/// The input has more rows than the kernel takes at a time. In memory, its heads lie one after the other (`outside`), or
+/// the heads of each position are adjacent (`inside`). Rotated pairs are adjacent features, or features half a width apart.
 #[test]
-fn rms_norm_rope_is_rms_norm_and_rope() {
+fn rms_norm_rope_equals_rms_norm_then_rope() {
     let angles = draw(&[1100, 32], 1, DType::F64);
     let (cos, sin) = (angles.cos().unwrap(), angles.sin().unwrap());
     let heads = draw(&[2, 1100, 3, 64], 0, DType::F64);
@@ -319,9 +324,9 @@ fn operands_that_do_not_fit_are_errors_that_name_the_operation() {
     }
 }
 
-/// Each wrong input is an error that says what was found.
+/// The error of each wrong input names the shape or the value that was found, or the one that is needed.
 #[test]
-fn operations_over_projections_name_what_does_not_fit() {
+fn errors_of_operations_over_projections_name_what_does_not_fit() {
     let x = draw(&[2, 3, 24], 1, DType::F32);
     let sizes = HeadSizes { heads: 2, width: 4, eps: 1e-6 };
     let stream = Stream { x: &x, norms: [None, None], angles: None };

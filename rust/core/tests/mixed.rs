@@ -1,4 +1,5 @@
-//! f32 variables with f16 and bf16 computation: the copies of their values for computing, and their gradients.
+//! f32 variables in f16 and bf16 computation: the copies of the variables' values for computing, and the variables'
+//! gradients.
 
 use trainable_candle_core::ops::linear::linear;
 use trainable_candle_core::ops::lora::{
@@ -34,7 +35,7 @@ fn close(found: &Tensor, expected: &Tensor, tolerance: f64) {
 }
 
 #[test]
-fn a_copy_is_cast_again_only_after_a_change_and_keeps_its_place() -> Result<()> {
+fn a_copy_is_cast_again_only_after_a_change_and_keeps_its_storage() -> Result<()> {
     for flat in [false, true] {
         let start = [draw(&[3], 0), draw(&[4, 2], 1)];
         let buffer = FlatBuffer::new(&start)?;
@@ -49,7 +50,7 @@ fn a_copy_is_cast_again_only_after_a_change_and_keeps_its_place() -> Result<()> 
         assert_eq!(place(&x.compute_copy(DType::BF16)?), place(&second));
         if flat {
             let other = buffer.vars()[0].compute_copy(DType::BF16)?;
-            assert_eq!(place(&other).0, place(&second).0, "copies of neighbours are neighbours");
+            assert_eq!(place(&other).0, place(&second).0, "the copies of a flat buffer's variables share one storage");
             assert_eq!(place(&second).1, 3);
         }
     }
@@ -110,7 +111,7 @@ impl Layer {
             magnitude: trained(&[out], 5)?,
         };
         if factors == DType::F32 {
-            // An adapter has its factors in a flat buffer.
+            // As in an adapter, the factors are in a flat buffer.
             let buffer = FlatBuffer::new(&[layer.down.detach(), layer.up.detach(), layer.magnitude.detach()])?;
             [layer.down, layer.up, layer.magnitude] = [0, 1, 2].map(|i| buffer.vars()[i].clone());
         }
@@ -123,7 +124,7 @@ impl Layer {
         if dora { dora_linear(x, weights, magnitude) } else { lora_linear(x, weights) }
     }
 
-    /// The value and the gradients of two backward passes.
+    /// The last value, and the gradients that two backward passes have added up: of x, down, up and, with DoRA, magnitude.
     fn train(&self, dora: bool) -> Result<Vec<Tensor>> {
         let mut results = Vec::new();
         for seed in [7, 8] {
@@ -150,7 +151,7 @@ fn f32_factors_under_short_dtypes_agree_with_f64_and_have_f32_gradients() -> Res
                 assert_eq!(found.dtype(), if part < 2 { dtype } else { DType::F32 });
                 close(found, exact, tolerance);
             }
-            // Hidden values and results are rounded, the gradients of f32 factors are not.
+            // Hidden values and results are rounded to `dtype`; the gradients of f32 factors are not.
             let gradient = values(&found[3]);
             let rounded = values(&found[3].to_dtype(dtype)?);
             assert!(dtype == DType::F32 || gradient != rounded, "gradients were rounded to {}", dtype.as_str());
@@ -159,9 +160,10 @@ fn f32_factors_under_short_dtypes_agree_with_f64_and_have_f32_gradients() -> Res
     Ok(())
 }
 
-/// Squares of numbers below 2^-7 are subnormal in f16, squares of numbers below 2^-12.5 are 0.
+/// The norms of the weight's rows must not be computed in f16: there, squares of numbers below 2^-7 are subnormal, and
+/// squares of numbers below 2^-12.5 are 0.
 #[test]
-fn dora_of_small_f16_weights_starts_as_its_base() -> Result<()> {
+fn untrained_dora_of_small_f16_weights_equals_the_base_layer() -> Result<()> {
     let x = draw(&[3, 64], 5).to_dtype(DType::F16)?;
     for size in [2e-2, 3e-4, 1e-4, 1e-5] {
         let weight = draw(&[8, 64], 6).mul_scalar(size)?.to_dtype(DType::F16)?;
@@ -197,7 +199,7 @@ fn dtypes_that_do_not_fit_are_errors() -> Result<()> {
 }
 
 #[test]
-fn the_backward_of_many_layers_is_that_of_each() -> Result<()> {
+fn lora_backward_of_many_layers_equals_that_of_each_layer() -> Result<()> {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         let shapes = [(6, 5, 2), (6, 5, 2), (4, 7, 3)];
         let sized = |dims: &[usize], seed| draw(dims, seed).to_dtype(dtype);
@@ -228,7 +230,7 @@ fn the_backward_of_many_layers_is_that_of_each() -> Result<()> {
                 close(&layer.down.grad().unwrap(), &down.mul_scalar(2.0)?, 1e-6);
                 close(&layer.up.grad().unwrap(), &up.mul_scalar(2.0)?, 1e-6);
             }
-            // The last layer does not fit: nothing is added for the first.
+            // The shapes of the last layer do not fit, so nothing is added to the gradients of the first layer either.
             let before = values(&layers[0].down.grad().unwrap());
             let wrong = [layers[0], LoraLayer { input: &grads[2], ..layers[2] }];
             assert!(matches!(lora_backward_(&wrong), Err(Error::Shape { .. })));

@@ -60,7 +60,7 @@ fn recomputed_results_are_not_saved_and_change_no_gradient() -> Result<()> {
     let _alone = ALONE.lock();
     let scale = ramp(8, &[8]);
     type Function = fn(&Tensor, &Tensor) -> Result<Tensor>;
-    // Each function, with the number of elements of its result that the squares would save.
+    // Each function, and the number of elements of its result, which `sqr` saves unless the result is recomputed.
     let functions: [(Function, usize); 4] = [
         (|x, _| swiglu(x), 20),
         (|x, scale| rms_norm(x, Some(scale), 1e-6), 40),
@@ -77,7 +77,7 @@ fn recomputed_results_are_not_saved_and_change_no_gradient() -> Result<()> {
             };
             let y = checkpoint_with(policy, squares, &[&x])?.remove(0).sum_all()?;
             let kept = saved_bytes() - before;
-            // A second backward pass: the node has kept the values from which its result is recomputed.
+            // Two backward passes: with a retained graph, the first keeps the values from which the second recomputes the result.
             y.backward_with(None, true)?;
             y.backward()?;
             let grad = var.grad().expect("a gradient").to_vec::<f32>()?;
@@ -96,7 +96,7 @@ fn recomputed_results_are_not_saved_and_change_no_gradient() -> Result<()> {
 }
 
 #[test]
-fn policies_keep_what_they_say() -> Result<()> {
+fn each_policy_keeps_the_documented_values() -> Result<()> {
     let _alone = ALONE.lock();
     let (first, second) = (Var::from_tensor(&ramp(72, &[12, 6]))?, Var::from_tensor(&ramp(72, &[6, 12]))?);
     // Two trainable layers with an activation in between and a residual connection around them.
@@ -164,7 +164,7 @@ fn a_recomputation_and_draws_of_other_threads_are_independent() -> Result<()> {
     assert_eq!(
         rng::state(),
         rng::State { offset: after.offset + 2 * blocks, ..after },
-        "the other thread's draws count"
+        "only the first run and the other thread's draws advance the generator"
     );
     Ok(())
 }

@@ -22,7 +22,8 @@ fn weights<'a>(weight: &'a Tensor, bias: Option<&'a Tensor>, factors: &'a [Tenso
     LoraWeights { weight: weight.into(), bias, down: &factors[0], up: &factors[1], scale: 0.5 }
 }
 
-/// Rotary attention with two heads of queries and one of keys, on columns of x.
+/// Rotary attention on the projection [x, x] of 8 columns: two heads of queries, one of keys and one of values, each of
+/// two features. The result is multiplied by x.
 fn rotary(x: &Tensor, tables: &Tensor, scale: Option<&Tensor>) -> Result<Tensor> {
     let bounds = Tensor::from_vec(vec![0i64, 3, 4], 3, &CPU)?;
     let (cos, sin) = (tables.narrow(1, 0, 1)?, tables.narrow(1, 1, 1)?);
@@ -69,6 +70,7 @@ const FUNCTIONS: [(&str, Function); 16] = [
     ("target", |x, v| mse_loss(x, v, Reduction::None)),
 ];
 
+/// The gradient of x. With `change`, the variable v changes between the forward and the backward pass.
 fn gradient(f: &dyn Fn(&Tensor, &Tensor) -> Result<Tensor>, change: bool) -> Result<Vec<f64>> {
     let (x, v) = (Var::from_tensor(&ramp(0.0))?, Var::from_tensor(&ramp(1.0))?);
     // The squares read the function's result in their backward pass.
@@ -122,7 +124,7 @@ fn a_change_before_a_recomputation_is_an_error_or_has_no_effect() {
 }
 
 #[test]
-fn a_mask_that_is_cast_is_a_copy() -> Result<()> {
+fn a_change_of_a_mask_that_was_cast_has_no_effect() -> Result<()> {
     let mask = Var::from_tensor(&ramp(1.0).to_dtype(DType::F16)?)?;
     let x = Var::from_tensor(&ramp(0.0).to_dtype(DType::F32)?)?;
     let y = scaled_dot_product_attention(&x, &x, &x, Some(&mask.detach()), false, None)?;

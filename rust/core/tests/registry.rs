@@ -50,7 +50,7 @@ fn declared(folder: &Path, found: &mut BTreeSet<String>) {
     }
 }
 
-/// Every declared operation is in the registry with cases: without cases it would never be tested.
+/// Every declared operation is in the registry and has cases. An operation without cases would never be tested.
 #[test]
 fn every_operation_has_cases() {
     let mut missing = BTreeSet::new();
@@ -100,7 +100,7 @@ fn every_dtype_agrees_with_f64_and_keeps_its_dtype() {
             let (value, grads) =
                 text(value_and_gradients(&*case.run, &inputs)).map_err(|e| format!("{}: {e}", dtype.as_str()))?;
             if value.dtype() != dtype && !cast {
-                return Err(format!("{} became {}", dtype.as_str(), value.dtype().as_str()));
+                return Err(format!("the result for {} inputs is {}", dtype.as_str(), value.dtype().as_str()));
             }
             close(dtype.as_str(), &text(to_f64_vec(value.raw()))?, &text(to_f64_vec(expected.raw()))?, tolerance)?;
             for (index, (f, e)) in grads.iter().zip(&expected_grads).enumerate() {
@@ -112,14 +112,14 @@ fn every_dtype_agrees_with_f64_and_keeps_its_dtype() {
 }
 
 #[test]
-fn strided_inputs_give_what_contiguous_ones_give() {
+fn strided_and_contiguous_inputs_give_equal_results() {
     walk(|case| {
         let contiguous = text(draw(case, DType::F64, false))?;
         let strided = text(draw(case, DType::F64, true))?;
         let expected = text((case.run)(&contiguous))?;
         let found = text((case.run)(&strided))?;
         close("value", &text(to_f64_vec(found.raw()))?, &text(to_f64_vec(expected.raw()))?, 1e-12)?;
-        // Gradients through transposed views of the variables.
+        // The operation reads transposed views of the variables; their gradients are transposed accordingly.
         let through_views = |x: &[Tensor]| -> Result<Tensor> {
             let views = x.iter().map(turned_view).collect::<Result<Vec<_>>>()?;
             (case.run)(&views)
@@ -157,11 +157,13 @@ fn checkpointing_changes_no_bit() {
                 .map(|v| v.to_bits())
                 .ne(text(to_f64_vec(again.raw()))?.iter().map(|v| v.to_bits()))
             {
-                return Err(format!("{policy:?}: another value"));
+                return Err(format!("{policy:?}: the value differs from that without a checkpoint"));
             }
             for (index, (a, b)) in grads.iter().zip(&again_grads).enumerate() {
                 if a.iter().map(|v| v.to_bits()).ne(b.iter().map(|v| v.to_bits())) {
-                    return Err(format!("{policy:?}: another gradient of input {index}"));
+                    return Err(format!(
+                        "{policy:?}: the gradient of input {index} differs from that without a checkpoint"
+                    ));
                 }
             }
         }

@@ -14,7 +14,7 @@ fn ramp(n: usize, shape: &[usize]) -> Tensor {
 }
 
 #[test]
-fn a_square_has_its_slope() -> Result<()> {
+fn the_gradient_of_a_square_is_twice_the_value() -> Result<()> {
     let x = Var::new(2f32, &CPU)?;
     let grads = (&x * &x)?.backward()?;
     assert_eq!(grads.get(&x).unwrap().item()?, 4.0);
@@ -46,7 +46,7 @@ fn a_value_used_many_times_gets_the_sum() -> Result<()> {
 }
 
 #[test]
-fn parts_of_a_tensor_add_into_one_gradient() -> Result<()> {
+fn gradients_of_overlapping_slices_add_up() -> Result<()> {
     let x = Var::new([1f32, 2.0, 3.0, 4.0].as_slice(), &CPU)?;
     let (a, b) = (x.narrow(0, 0, 3)?, x.narrow(0, 1, 3)?);
     let y = a.mul(&b)?.add(&x.narrow(0, 0, 3)?)?;
@@ -111,7 +111,7 @@ fn functional_gradients_leave_the_variables_alone() -> Result<()> {
 }
 
 #[test]
-fn nothing_is_recorded_without_gradients() -> Result<()> {
+fn nothing_is_recorded_under_no_grad_or_from_detached_tensors() -> Result<()> {
     let x = Var::new(2f32, &CPU)?;
     let guard = no_grad();
     assert!(!x.sqr()?.requires_grad());
@@ -132,7 +132,7 @@ fn many_elements_need_a_gradient_argument() -> Result<()> {
 }
 
 #[test]
-fn make_var_copies_any_layout_and_detaches_the_graph() -> Result<()> {
+fn make_var_copies_any_layout_and_detaches_the_copy_from_the_graph() -> Result<()> {
     let candle = Raw::arange(0f32, 24f32, &CPU)?.reshape((2, 3, 4))?;
     let layouts = [
         candle.clone(),
@@ -170,7 +170,7 @@ fn gradients_of_f32_parameters_stay_f32_under_half_precision() -> Result<()> {
 }
 
 #[test]
-fn flat_buffers_hold_values_and_gradients_in_one_piece() -> Result<()> {
+fn flat_buffers_hold_all_values_in_one_vector_and_all_gradients_in_another() -> Result<()> {
     let buffer = FlatBuffer::new(&[ramp(6, &[2, 3]), ramp(4, &[4])])?;
     let (a, b) = (&buffer.vars()[0], &buffer.vars()[1]);
     let loss = a.sqr()?.reshape(6)?.narrow(0, 0, 4)?.mul(b)?;

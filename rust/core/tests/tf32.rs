@@ -1,5 +1,5 @@
-//! TF32, which is set for the whole process. Needs a GPU: `cargo test --features cuda
-//! --test tf32 -- --ignored`.
+//! Matrix products in TF32. The setting holds for the whole process, so this test has a process of its own. Needs a GPU:
+//! `cargo test --features cuda --test tf32 -- --ignored`.
 #![cfg(feature = "cuda")]
 
 use std::path::PathBuf;
@@ -8,10 +8,10 @@ use trainable_candle_core::compute::{MatmulPrecision, set_float32_matmul_precisi
 use trainable_candle_core::raw::to_f64_vec;
 use trainable_candle_core::{DType, Device, Tensor, device};
 
-/// TF32 rounds the factors and nothing else, and only on request.
+/// Products round their factors to TF32 only if `MatmulPrecision::High` is set, and even then they add in f32.
 #[test]
 #[ignore = "needs a CUDA device"]
-fn tf32_is_a_choice() {
+fn products_use_tf32_only_on_request() {
     let folders: Vec<PathBuf> =
         std::env::var_os("TRAINABLE_CANDLE_CUDA_LIBRARIES").iter().flat_map(std::env::split_paths).collect();
     let device = device::cuda(0, &folders).unwrap();

@@ -3,8 +3,8 @@
 //
 // The gradients of a tile of queries are sums over the tiles of keys that the queries see. Blocks add to these sums, which are f32 in
 // memory, in an order that is known in advance: the order in which the blocks would reach the tile of queries if all steps took equally
-// long. So a block waits only briefly for its turn. Because blocks wait for each other, all must run at the same time: one on each
-// multiprocessor, in one stream.
+// long. So a block waits only briefly for its turn. Because blocks wait for each other, all blocks of a launch must run at the same
+// time. So a launch has at most one block for each multiprocessor, and two launches must not overlap (they are in one stream).
 #pragma once
 
 #include "copies.cuh"
@@ -33,7 +33,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
     const Order &order;
     uint32_t shared;
 
-    // The index of a tile of queries among the tiles of all heads.
+    // The index of a tile of queries among the query tiles of the whole batch, over (batch, heads, tiles).
     __device__ __forceinline__ uint32_t place(const Task &queries) const {
         return queries.index * ceil_divide(shape.queries, M) + queries.tile;
     }
@@ -84,8 +84,8 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
         }
     }
 
-    // Adds the sums of the groups to the gradients of the queries when it is the block's turn. The `ADDERS` warps take
-    // the steps in rotation, because waiting for memory takes longer than a step.
+    // Adds the sums of the groups to the gradients of the queries when it is the block's turn. The `ADDERS` warps take the steps in
+    // rotation, because a warp waits until its addition is in memory, which takes longer than a step.
     __device__ __forceinline__ void add(uint32_t adder, float *sums, uint32_t *turns) const {
         typename Order::Walk walk(order);
         Span span;
@@ -125,14 +125,14 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
         if (threadIdx.x % WARPGROUP == 0) barrier_arrive(shared + barrier);
     }
 
-    // The products of 64 rows with the M rows of a tile: of keys with queries, or of values with gradients of results.
+    // Starts the products k qᵀ of 64 keys with M queries, or v doᵀ of 64 values with M gradients of outputs.
     template <int N> __device__ __forceinline__ void multiply_keys(float (&sum)[N], uint32_t keys, uint32_t rows) const {
         begin_products();
         multiply_rows<T, D, KEYS_AT_ONCE, M>(sum, keys, rows);
         end_products();
     }
 
-    // The log-sums (`which` = 0) or deltas (`which` = 1) of two neighbouring queries: those of the thread in the n-th group of eight
+    // The log-sums (`which` = 0) or deltas (`which` = 1) of the two neighbouring queries that the thread has in the n-th group of eight
     // queries.
     __device__ __forceinline__ float2 statistic(uint32_t stage, int which, int n) const {
         float2 x;
@@ -174,7 +174,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
                     const uint32_t do_rows = do_tile + half * 64 * ROW_BYTES;
                     float d_shares[32], shares[32];
                     multiply_keys(d_shares, values, do_rows);
-                    // Computes the weights while the products for their gradients run.
+                    // Computes the attention weights while the products v doᵀ, which are the gradients of the weights, run.
 #pragma unroll
                     for (int n = 0; n < 8; n++) {
                         const float2 log_sums = statistic(q_stage, 0, half * 8 + n);
@@ -205,14 +205,15 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
                     write_narrow<KEYS_AT_ONCE>(ds_tile + half * KEYS_AT_ONCE * ROW_BYTES + group * 64 * ROW_BYTES, narrow);
                 }
                 barrier_arrive(shared + DS_FULL + ds.stage * 8);
-                // Starts the products of the next scores. After the last step they are not used, but they cost less than a condition.
+                // Starts the products for the scores of the next tile of queries. After the last step their results are not used, but
+                // computing them costs less than a branch.
                 const uint32_t parity = q.parity;
                 q.advance();
                 const bool is_end = step + 1 == span.end;
                 const uint32_t next = is_end ? q_stage : q.stage;
                 barrier_wait(shared + Q_FULL + next * 8, is_end ? parity : q.parity);
                 multiply_keys(scores, keys, shared + Q + next * QUERY_BYTES);
-                // Both groups have written their rows.
+                // Waits until both groups have written their rows.
                 barrier_wait(shared + DS_FULL + ds.stage * 8, ds.parity);
                 publish_to_products();
                 ds.advance();

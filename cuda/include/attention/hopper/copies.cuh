@@ -1,5 +1,5 @@
-// Copies between heads in memory and tiles in shared memory, by the copy engine. The dimensions of a map are (width, rows, heads, batch);
-// a box has 64 columns. Elements outside a head are read as zeros and never written.
+// Copies between heads in memory and tiles in shared memory, by the copy engine. The dimensions of a tensor map are (width, rows, heads,
+// batch); a box, the elements that one instruction copies, has 64 columns. Elements outside a head are read as zeros and never written.
 #pragma once
 
 #include "../../engine.cuh"
@@ -38,7 +38,7 @@ __device__ __forceinline__ void store_rows(const TensorMap &map, uint32_t from, 
                      : "memory");
 }
 
-// Starts the copy of consecutive bytes.
+// Start copies of consecutive bytes: `fetch_bytes` to shared memory, `store_bytes` from shared memory to global memory.
 __device__ __forceinline__ void fetch_bytes(uint32_t to, const void *from, int bytes, uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
                  "r"(bytes), "r"(barrier)
@@ -47,7 +47,7 @@ __device__ __forceinline__ void fetch_bytes(uint32_t to, const void *from, int b
 __device__ __forceinline__ void store_bytes(void *to, uint32_t from, int bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
-// Like `store_bytes`, but adds f32 values to those in memory.
+// Starts to add f32 values of shared memory to those in global memory.
 __device__ __forceinline__ void add_bytes(float *to, uint32_t from, int bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                  : "memory");

@@ -1,5 +1,5 @@
-// What the kernels before and after the main kernels compute: statistics of the rows, sums of parts, and gradients of queries narrowed
-// from f32.
+// The computations of the kernels that run before and after the main kernels. Before the backward pass: the statistics of each query.
+// After a pass: the sums of the parts of items that several blocks shared, and dq narrowed from its f32 sums.
 #pragma once
 
 #include "backward.cuh"
@@ -47,9 +47,9 @@ __device__ __forceinline__ void sum_results(T *o, float *log_sums, const float *
     write_eight(o_strides.matrix(o, task.batch, task.head) + query * o_strides.row + column, result);
 }
 
-// Writes the statistics of tile `block` of M queries: log_sums / ln 2 of each query, then the sum over each row of o ∘ d_o. For queries
-// that do not exist, the first number is infinity, so that their weights are zero, and the sum is zero. Also sets the tile's
-// entry of `turns` to zero.
+// Writes the statistics of tile `block` of M queries: first log_sums / ln 2 of each query, then delta, the sum of o ∘ d_o over the
+// columns, of each query. In rows beyond the last query, log_sums / ln 2 is infinity, so that the attention weights are zero, and
+// delta is zero. Also sets the tile's entry of `turns` to zero.
 template <typename T, int D, int M>
 __device__ __forceinline__ void backward_statistics(uint32_t block, const T *o, const T *d_o, const float *log_sums, float *statistics,
                                                     uint32_t *turns, const Strides &o_strides, const Strides &do_strides,
@@ -102,7 +102,8 @@ __device__ __forceinline__ void backward_finish(const float *sums, const float *
         sums += uint64_t(blockIdx.x) * 2 * 4096;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            // The sums are two halves of 64 queries and 64 columns each: the halves of the columns if D = 128, of the queries if D = 64.
+            // The sums of a tile are two arrays of 64 queries x 64 columns: one for each half of the queries if D = 64, one for each
+            // half of the columns if D = 128.
             const uint32_t index = i * FINISH_THREADS + threadIdx.x, row = index / (D / 8), eight = index % (D / 8);
             const uint32_t half = D == 64 ? row / 64 : eight / 8;
             const uint32_t query = task.tile * M + row;

@@ -10,13 +10,15 @@
 #include "queue.cuh"
 #include "schedule.cuh"
 
-// The base of the weights is raised only if a maximum exceeds it by more than this number of powers of two. Most tiles do not raise it.
+// The weights of a row are 2^(score - base). A warp raises the bases of its rows only if a score of the tile exceeds the base of its row by
+// more than this number. So no weight exceeds 2^HEADROOM, and most tiles do not raise a base.
 constexpr float HEADROOM = 8.0f;
 
-// The state of the softmax of a thread's two rows: the base, which includes the factor scale / ln 2, and the sums of the weights in the
-// columns of this thread.
+// The state of the softmax of a thread's two rows: the base, which is a score multiplied by scale / ln 2, and the sum of the weights in
+// the columns of this thread.
 struct RowWeights {
-    // The first base is below all scores, but finite: if a tile hides all keys of a row, the scores of the row are negative infinity.
+    // The first base is below all scores, but finite: if a tile hides all keys of a row, the scores of the row are negative infinity,
+    // and their difference from a base of negative infinity would be NaN.
     float base[2] = {-FLT_MAX, -FLT_MAX}, sum[2] = {0.0f, 0.0f};
 
     // Turns products into weights 2^(scale product - base). Returns whether a base was raised in this warp; if so, the caller multiplies
@@ -79,7 +81,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
         __syncthreads();
     }
 
-    // Gets the groups' next item, and waits for its queries. False if there is none.
+    // Gets the groups' next item, and waits for the item's queries. Returns false if no item is left.
     __device__ __forceinline__ bool next(typename Source::Walk &walk, Span &span, const Ring<2> &tile) const {
         const uint32_t full = shared + Q_FULL + tile.stage * 8;
         if constexpr (Source::IS_QUEUE) {
@@ -114,7 +116,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
             for (int group = 0; group < GROUPS; group++)
                 fetch_rows<D, 64, 64>(q + group * GROUP_BYTES, maps.q, q_full, task.tile * ROWS + group * 64, task);
             tile.advance();
-            // The last keys come first, because only the last tile may be incomplete.
+            // The last tile of keys comes first: it alone may be incomplete, and the groups mask it before they loop over the others.
             for (uint32_t step = span.end; step-- > span.begin; ring.advance()) {
                 const uint32_t at = ring.stage * TILE_BYTES, barrier = ring.stage * 8;
                 barrier_wait(shared + K_EMPTY + barrier, ring.parity ^ 1);
@@ -142,7 +144,8 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
         const float scale = static_cast<float>(shape.scale) * LOG2_E;
         typename Source::Walk walk(source);
         Span span;
-        // Keys are one tile ahead of values.
+        // The scores of a tile are computed while the values of the previous tile are multiplied, so `keys` is one tile ahead of
+        // `values`.
         Ring<2> tile, keys, values;
         if (group == GROUPS - 1) give_turn(group);
         while (next(walk, span, tile)) {
@@ -221,7 +224,8 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
             rows.sum[r] += __shfl_xor_sync(ALL_LANES, rows.sum[r], 2);
         }
         if (span.is_part) {
-            // A part: the sums of its rows, then their bases, then their results.
+            // A part has the sum of weights of each row, then the base of each row, then the rows of results before the division by
+            // the sums.
             float *part = parts + uint64_t(span.slot) * (ROWS * (D + 2));
             if (lane % 4 == 0) {
 #pragma unroll

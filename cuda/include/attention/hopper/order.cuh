@@ -13,7 +13,7 @@ struct SplitItem {
     bool starts;
 };
 
-// The order of attention in which every query sees every key.
+// The order for attention without a mask: every query sees every key.
 template <int M> struct Order {
     const Schedule &schedule;
     uint32_t tiles, heads, keys_of_head;
@@ -29,7 +29,8 @@ template <int M> struct Order {
     // The tile of keys of an item.
     __device__ __forceinline__ Task keys(uint32_t item) const { return Task(item, tiles, heads); }
 
-    // The tiles of keys begin with different tiles of queries, spread evenly over all.
+    // The tile of queries of the first step of tile `tile` of keys. The tiles of keys start at different tiles of queries, spread evenly
+    // over all, so that blocks seldom wait for each other's additions.
     __device__ __forceinline__ uint32_t first(uint32_t tile) const { return tile * schedule.steps / tiles; }
 
     // The tile of queries of a step.
@@ -48,8 +49,9 @@ template <int M> struct Order {
         }
     };
 
-    // The turn of the tile `keys` to add to the gradients of the tile of queries at `way`: how many other tiles of keys add to them first.
-    // The block of `keys` reaches these queries at `time`. All lanes of the warp take part and get the result.
+    // The turn of the tile `keys` to add to the gradients of the tile of queries at `way`: how many other tiles of keys add to these
+    // gradients first. The block of `keys` does `time` steps before it reaches these queries. All lanes of the warp take part and get the
+    // result.
     __device__ __forceinline__ uint32_t turn(const Task &keys, const Way &way, uint32_t time) const {
         const uint32_t queries = way.tile;
         uint32_t before = 0;
@@ -61,7 +63,7 @@ template <int M> struct Order {
         return __reduce_add_sync(ALL_LANES, before);
     }
 
-    // Which of the 64 keys from `first` on exist.
+    // The mask of the 64 keys from `first` on: it hides keys beyond the head's last key.
     struct Sight {
         uint32_t key, keys;
         bool is_last;
@@ -70,9 +72,9 @@ template <int M> struct Order {
             : key(first + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4), keys(order.keys_of_head),
               is_last((first / KEYS_AT_ONCE + 1) * KEYS_AT_ONCE > order.keys_of_head) {}
 
-        // Whether some of the keys are not seen by some of the 64 queries from `query` on.
+        // Whether any of the 64 queries from `query` on does not see one of the keys.
         __device__ __forceinline__ bool hides(uint32_t) const { return is_last; }
-        // Sets weights of keys that are not seen to zero.
+        // Sets a weight to zero if its query does not see its key.
         __device__ __forceinline__ void hide(float (&weights)[32], uint32_t) const {
 #pragma unroll
             for (int i = 0; i < 32; i++)
@@ -80,7 +82,7 @@ template <int M> struct Order {
         }
     };
 
-    // The `index`-th item that blocks share.
+    // Describes the `index`-th item that several blocks share. Always returns true, unlike `Shares::split`.
     __device__ __forceinline__ bool split(uint32_t index, SplitItem &split) const {
         split.item = schedule.whole + index;
         split.first = schedule.first_block(split.item, split.count);

@@ -1,4 +1,4 @@
-// Products of warpgroups, started and waited for one by one (PTX `wgmma`), and the tiles that they read.
+// Matrix products of a warpgroup (PTX `wgmma`), which run asynchronously until a wait, and the tiles that they read.
 //
 // A tile is in shared memory as panels of 64 columns. The rows of a panel have 128 bytes and follow one another, with the 128-byte
 // swizzle of the copy engine. Accumulators are distributed as those of `mma.sync`, warp by warp: with g = lane / 4 and t = lane % 4, a
@@ -16,12 +16,13 @@ __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(ALL
 // The upper half of a tile's descriptor: 128-byte swizzle, groups of eight rows 1024 bytes apart.
 constexpr uint32_t DESCRIPTOR = 1u << 30 | 1024 >> 4;
 
-// The lower half of the descriptor of a tile that a product sums over its rows. The tile's next 64 columns begin `panel` bytes later.
+// The lower half of an operand's descriptor, for a product whose sum runs over the rows of the operand's tile. The tile's next 64 columns
+// begin `panel` bytes later.
 __device__ __forceinline__ uint32_t across_rows(uint32_t address, uint32_t panel) {
     return uniform(panel >> 4 << 16 | (address & 0x3ffff) >> 4);
 }
 
-// The lower half for a tile that a product sums over its columns.
+// The same for a product whose sum runs over the columns of the operand's tile.
 __device__ __forceinline__ uint32_t along_rows(uint32_t address) { return across_rows(address, 16); }
 
 // The lower half for an operand that begins `bytes` later.
@@ -72,7 +73,7 @@ HOPPER_PRODUCTS(__half, "f16", 128, SUM_64, REGISTERS_64, "64", "65", "66", "67"
 HOPPER_PRODUCTS(__nv_bfloat16, "bf16", 64, SUM_32, REGISTERS_32, "32", "33", "34", "35", "36", "37")
 HOPPER_PRODUCTS(__nv_bfloat16, "bf16", 128, SUM_64, REGISTERS_64, "64", "65", "66", "67", "68", "69")
 
-// Keeps the compiler from using accumulators before they have been waited for.
+// Keeps the compiler from moving uses of accumulators to before the wait for the products that write them.
 template <int N> __device__ __forceinline__ void products_are_ready(float (&sum)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(sum[i])::"memory");
@@ -125,10 +126,10 @@ template <int ROWS, int STEPS> __device__ __forceinline__ void write_narrow(uint
                      : "memory");
 }
 
-// The warpgroup of this thread.
+// The index of this thread's warpgroup in the block.
 __device__ __forceinline__ int warpgroup() { return int(uniform(threadIdx.x / WARPGROUP)); }
 
-// A barrier of some of the block's threads.
+// Named barrier `barrier` of `threads` threads of the block: `group_sync` waits until all have arrived, `group_arrive` does not wait.
 __device__ __forceinline__ void group_sync(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }

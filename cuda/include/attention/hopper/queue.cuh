@@ -7,12 +7,13 @@
 
 constexpr int QUEUED_BYTES = 16;
 
-// The thread that copies passes an item to the groups through shared memory, under the barrier of the tile of queries.
+// The thread that copies writes an item to shared memory for the groups. They read it after they have waited for the barrier of the item's
+// tile of queries.
 __device__ __forceinline__ void tell(uint32_t to, const Span &span) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(span.item), "r"(span.begin), "r"(span.end), "r"(span.slot)
                  : "memory");
 }
-// Reads an item. False if there is none: an item has at least one step.
+// Reads what `tell` wrote. Returns false if it has no steps, which means that no item is left.
 __device__ __forceinline__ bool hear(Span &span, uint32_t from) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(span.item), "=r"(span.begin), "=r"(span.end), "=r"(span.slot)
@@ -23,7 +24,7 @@ __device__ __forceinline__ bool hear(Span &span, uint32_t from) {
 }
 
 // The items are tiles of `rows_at_once` queries of `heads` heads. Blocks take the last tiles first. The first queries of a row see the
-// fewest keys, so the items that are taken last are short.
+// fewest keys, so the items that are taken last are short, and all blocks end at nearly the same time.
 struct Queue {
     static constexpr bool IS_QUEUE = true;
     Spans spans;
@@ -31,7 +32,7 @@ struct Queue {
     uint32_t *taken;
     uint32_t heads, rows_at_once, keys_at_once;
 
-    // The thread that copies takes items.
+    // Takes items for the block. Only the thread that copies does this; it passes them on with `tell`.
     struct Walk {
         bool is_first = true;
 
@@ -67,11 +68,11 @@ struct Queue {
             : first(first), last_begin(queue.spans.first_key(first + 63)),
               begin{queue.spans.first_key(row()), queue.spans.first_key(row() + 8)} {}
 
-        // Whether some of the queries do not see some of the `KEYS` keys from `key` on.
+        // Whether any of the queries does not see one of the `KEYS` keys from `key` on.
         template <int KEYS> __device__ __forceinline__ bool hides(uint32_t key) const {
             return key + KEYS > first + 1 || key < last_begin;
         }
-        // Sets scores of invisible keys to negative infinity, in products with keys from `key` on.
+        // Sets a score to negative infinity if its query does not see its key. The scores are those of the keys from `key` on.
         template <int N> __device__ __forceinline__ void hide(float (&scores)[N], uint32_t key) const {
             key += threadIdx.x % 4 * 2;
 #pragma unroll

@@ -1,4 +1,4 @@
-// How the blocks of a launch, one on each multiprocessor, share its work.
+// How the blocks of a launch, one on each multiprocessor, share the launch's work.
 //
 // An item is a tile of queries in the forward pass and a tile of keys in the backward pass. It takes `steps` steps: one for each tile
 // of keys in the forward pass, one for each tile of queries in the backward pass. Each of the first `whole` items goes to one block:
@@ -9,8 +9,8 @@
 
 #include "../shape.cuh"
 
-// Steps `begin` to `end` of an item, which one block computes. If they are only a part of the item, the block stores it in `slot`.
-// `time` is the number of steps that the block has done before.
+// Steps `begin` to `end` (exclusive) of an item, which one block computes. If `is_part`, the block stores their result in slot `slot`,
+// and a later kernel sums the parts of the item. `time` is the number of steps that the block has done before.
 struct Span {
     uint32_t item, begin, end, slot, time;
     bool is_part;
@@ -18,7 +18,8 @@ struct Span {
 
 struct Schedule;
 
-// The position of a block in its work. `place` is the next step of the sequence, and `end` the end of the block's part of it.
+// The position of a block in its work. `item` is the block's next unsplit item. The steps of the sequence that the block still has to do
+// are `place` to `end` (exclusive).
 struct ScheduleWalk {
     uint32_t item = blockIdx.x, place, end, time = 0;
 
@@ -26,11 +27,11 @@ struct ScheduleWalk {
     __device__ __forceinline__ bool next(const Schedule &schedule, Span &span);
 };
 
-// Passed by value.
+// A kernel parameter, passed by value: `items` items of `steps` steps each, of which the first `whole` are not split, for `blocks` blocks.
 struct Schedule {
     static constexpr bool IS_QUEUE = false;
     using Walk = ScheduleWalk;
-    // All keys of a tile that exist are visible.
+    // Every query sees every key, so this mask hides nothing. `HopperForward` itself hides columns beyond the last key.
     struct Sight {
         __device__ __forceinline__ Sight(const Schedule &, uint32_t) {}
         template <int KEYS> __device__ __forceinline__ bool hides(uint32_t) const { return false; }
@@ -42,12 +43,12 @@ struct Schedule {
     // The keys of a task's queries.
     __device__ __forceinline__ Task of_keys(const Task &task) const { return task; }
 
-    // The steps of all items that are split.
+    // The length of the sequence: the number of steps of all split items.
     __device__ __forceinline__ uint32_t rest() const { return (items - whole) * steps; }
-    // How many blocks take at least one of these steps. They are the first blocks, so that the parts of an item are in consecutive
-    // blocks.
+    // The number of blocks that take at least one step of the sequence. They are the first blocks of the launch, so consecutive blocks
+    // compute the parts of an item.
     __device__ __forceinline__ uint32_t sharing() const { return max(1u, min(blocks, rest())); }
-    // `start` is the first of these steps that a block takes, `owner` the block that takes a step.
+    // `start`: the index in the sequence of a block's first step. `owner`: the block that takes step `step` of the sequence.
     __device__ __forceinline__ uint32_t start(uint32_t block) const { return min(block, sharing()) * rest() / sharing(); }
     __device__ __forceinline__ uint32_t owner(uint32_t step) const { return ((step + 1) * sharing() - 1) / rest(); }
 
@@ -58,7 +59,7 @@ struct Schedule {
         return whole / blocks * steps + place - start(owner(place));
     }
 
-    // The first block that computes a part of a split item, and the number of its blocks.
+    // The first block that computes a part of a split item. Sets `count` to the number of blocks that compute parts of the item.
     __device__ __forceinline__ uint32_t first_block(uint32_t item, uint32_t &count) const {
         const uint32_t place = (item - whole) * steps, first = owner(place);
         count = owner(place + steps - 1) - first + 1;

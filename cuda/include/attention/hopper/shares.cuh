@@ -1,9 +1,10 @@
 // How the blocks of the backward pass share a packed row. How many tiles of queries see a tile of keys depends on the spans, which are in
 // device memory. So a kernel before the backward pass counts these tiles, and the blocks find their work in the counts.
 //
-// An item is a tile of keys of one head. Its steps are the tiles of queries that see some of the keys: first those of one head of queries
-// that shares the keys, then those of the next head. So the sums over these heads stay in registers. The steps of all items form one
-// sequence, of which every block takes an equal share. A later kernel sums the parts of an item that several blocks share.
+// An item is a tile of keys of one head. Several heads of queries may share a head of keys (grouped-query attention). The steps of an item
+// are the tiles of queries that see some of its keys: first those of the first head of queries, then those of the next one. So the sums of
+// dk and dv over these heads stay in registers. The steps of all items form one sequence, of which every block takes an equal share. A
+// later kernel sums the parts of an item that several blocks share.
 //
 // Blocks add to the gradients of queries in the order in which they would reach these queries if all steps took equally long. This order
 // depends only on the sequence, so results do not depend on when blocks run.
@@ -11,8 +12,8 @@
 
 #include "order.cuh"
 
-// A place is a position in the sequence; each step has one. Before its steps, every item has this number of further places, for the time
-// in which its first tiles are loaded and its gradients are stored. Without these places, blocks with many short items would end last.
+// The sequence is divided into places. A step takes one place. Before its steps, an item takes this number of further places, which stand
+// for the time of loading its first tiles and storing its gradients. Without these places, blocks with many short items would end last.
 constexpr uint32_t ITEM_PLACES = 2;
 
 // The shares for tiles of M queries.
@@ -20,8 +21,9 @@ template <int M> struct Shares {
     static constexpr uint32_t EACH = KEYS_AT_ONCE / M;
 
     Spans spans;
-    // Two lists. The first has `tiles` + 1 numbers: for each tile of keys, the steps that all earlier tiles of keys have for one head of
-    // queries, and at the end the steps of all tiles. The second has `blocks` numbers: the item in which each block's share begins.
+    // Two lists. The first has `tiles` + 1 numbers: for each tile of keys, the number of steps that all earlier tiles of keys have for
+    // one head of queries, and at the end the number of steps of all tiles. The second has `blocks` numbers: the item in which each
+    // block's share begins.
     const uint32_t *plan;
     uint32_t heads, tiles, blocks;
 
@@ -32,15 +34,16 @@ template <int M> struct Shares {
     // The tile of keys of an item.
     __device__ __forceinline__ Task keys(uint32_t item) const { return Task(item, tiles, heads); }
 
-    // The tiles of queries that may see a tile of keys are those from `first` up to but not including `end`. They are at least the tiles of
-    // the keys' own positions, so every tile of queries has at least one step.
+    // The tiles of queries that may see a tile of keys are those from `first` up to but not including `end`. They include the tiles at the
+    // keys' own positions, so every tile of queries has at least one step.
     __device__ __forceinline__ uint32_t first(uint32_t tile) const { return tile * EACH; }
     __device__ __forceinline__ uint32_t end(uint32_t tile) const {
         const uint32_t all = ceil_divide(spans.rows, M), seen = spans.query_end(tile * KEYS_AT_ONCE + KEYS_AT_ONCE - 1);
         return min(max(ceil_divide(seen, M), first(tile) + EACH), all);
     }
 
-    // `places`: how many places the items of one head have before tile `tile` of keys. `all_places`: how many places all items have.
+    // `places`: the number of places that the items of one head of keys take before tile `tile`. `all_places`: the number that all items
+    // take.
     __device__ __forceinline__ uint32_t places(uint32_t tile) const { return spans.group() * plan[tile] + ITEM_PLACES * tile; }
     __device__ __forceinline__ uint32_t all_places() const { return heads * places(tiles); }
     // How many places a block has.
@@ -88,7 +91,7 @@ template <int M> struct Shares {
         const uint32_t of_head = places(tiles), share = this->share();
         for (uint32_t block = threadIdx.x; block < blocks; block += THREADS) {
             const uint32_t place = block * share, head = min(place / of_head, heads), rest = place - head * of_head;
-            // Finds the last tile of keys that begins at this place or before.
+            // Finds the last tile of keys whose places begin at `rest` or before.
             uint32_t low = 0, high = tiles;
             while (high - low > 1) {
                 const uint32_t middle = low + (high - low) / 2;
@@ -101,7 +104,7 @@ template <int M> struct Shares {
         }
     }
 
-    // The position of a block in its share.
+    // The position of a block in its share: its next item, and the first and the end place of the share.
     struct Walk {
         uint32_t item, start, end;
 
@@ -141,9 +144,10 @@ template <int M> struct Shares {
         }
     };
 
-    // The turn of the tile `keys` to add to the gradients of the tile of queries at `way`: how many other tiles of keys add to them first.
-    // The block of `keys` reaches these queries at `time`. All lanes of the warp take part and get the result. Whatever the spans
-    // are, at least this many steps come earlier, so no block waits forever.
+    // The turn of the tile `keys` to add to the gradients of the tile of queries at `way`: how many other tiles of keys add to these
+    // gradients first. The block of `keys` reaches these queries `time` places after the start of its share. All lanes of the warp take
+    // part and get the result. Whatever the spans are, at least this many additions to these gradients come earlier, so no block waits
+    // forever.
     __device__ __forceinline__ uint32_t turn(const Task &keys, const Way &way, uint32_t time) const {
         const uint32_t own = way.tile / EACH, share = this->share(), before_head = keys.index * places(tiles) + ITEM_PLACES;
         const uint32_t lowest = min(spans.first_key(way.tile * M) / KEYS_AT_ONCE, own);
@@ -165,9 +169,9 @@ template <int M> struct Shares {
         __device__ __forceinline__ Sight(const Shares &shares, uint32_t first)
             : spans(shares.spans), first(first), first_end(shares.spans.query_end(first)) {}
 
-        // Whether some of the keys are not seen by some of the 64 queries from `query` on.
+        // Whether any of the 64 queries from `query` on does not see one of the keys.
         __device__ __forceinline__ bool hides(uint32_t query) const { return query < first + 63 || query + 64 > first_end; }
-        // Sets weights of keys that are not seen to zero.
+        // Sets a weight to zero if its query does not see its key.
         __device__ __forceinline__ void hide(float (&weights)[32], uint32_t query) const {
             const uint32_t key = first + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4;
             uint32_t end[2] = {UINT32_MAX, UINT32_MAX};

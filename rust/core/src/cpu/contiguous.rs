@@ -11,15 +11,17 @@ use super::strided::{Axis, View, collapse};
 use crate::raw::check_allocation;
 use crate::{Raw, Result};
 
-/// Rows and columns of the tiles in which transposed tensors are copied. A tile reads 16 adjacent elements of the source
-/// at a time, at most two cache lines, and writes 64 adjacent elements of the result, two to eight cache lines.
+/// Rows and columns, in the result, of the tiles in which transposed tensors are copied. The copy reads each column of
+/// a tile as 16 adjacent elements of the source (32 to 128 bytes), and writes each row of the tile as 64 adjacent
+/// elements of the result (128 to 512 bytes).
 const TILE_ROWS: usize = 16;
 const TILE_COLUMNS: usize = 64;
 
 /// The tensor itself if it is contiguous, a contiguous copy otherwise; any dtype.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit, which may happen to broadcast views.
+/// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit into memory. The copy of a broadcast view
+/// can be far larger than the memory of the view.
 pub fn contiguous(x: &Raw) -> Result<Raw> {
     if x.is_contiguous() {
         return Ok(x.clone());
@@ -34,8 +36,8 @@ pub fn contiguous(x: &Raw) -> Result<Raw> {
     }
 }
 
-/// A contiguous copy if the elements are in transposed order, because reading them in the tensor's order would fetch a
-/// cache line for each element. Otherwise the tensor itself.
+/// A contiguous copy of `x` if an axis other than the innermost one has stride 1 and no axis is broadcast; `x` itself
+/// otherwise. Reading such a transposed tensor along its innermost axis would fetch a cache line for each element.
 pub(super) fn untransposed(x: &Raw) -> Result<Cow<'_, Raw>> {
     if x.is_contiguous() {
         return Ok(Cow::Borrowed(x));
@@ -45,7 +47,7 @@ pub(super) fn untransposed(x: &Raw) -> Result<Cow<'_, Raw>> {
     Ok(if transposed { Cow::Owned(contiguous(x)?) } else { Cow::Borrowed(x) })
 }
 
-/// The axis along which elements are adjacent in memory, if it is not the innermost one.
+/// The index of the axis with stride 1, if the stride of the innermost axis is larger than 1.
 fn transposed_axis(axes: &[Axis]) -> Option<usize> {
     let (inner, outer) = axes.split_last()?;
     if inner.stride > 1 { outer.iter().position(|a| a.stride == 1) } else { None }
@@ -76,7 +78,8 @@ fn copy_elements<T: WithDType>(x: &[T], layout: &Layout, out: &mut [MaybeUninit<
     });
 }
 
-/// Copies a tensor whose axis `rows` has stride 1, and whose last axis, the columns of the result, has a larger stride.
+/// Copies a tensor whose axis `rows` has stride 1, and whose last axis has a larger stride. In the result, the axis
+/// `rows` indexes the rows of matrices and the last axis their columns; the other axes count the matrices.
 fn copy_transposed<T: WithDType>(x: &[T], axes: &[Axis], rows: usize, out: &mut [MaybeUninit<T>]) {
     let columns = *axes.last().expect("a transposed tensor has axes");
     let row_stride: usize = axes[rows + 1..].iter().map(|a| a.size).product();
@@ -110,7 +113,7 @@ fn copy_transposed<T: WithDType>(x: &[T], axes: &[Axis], rows: usize, out: &mut 
                 }
                 for (r, row) in tile[..height].iter().enumerate() {
                     let at = to + r * row_stride + column;
-                    // SAFETY: tasks differ in the matrix or in the rows, so the parts are disjoint.
+                    // SAFETY: no two tasks share a row of the same matrix, so their slices of `out` are disjoint.
                     unsafe { out.slice(at..at + width) }.copy_from_slice(&row[..width]);
                 }
             }

@@ -15,15 +15,16 @@ pub trait Stored: WithDType {
     fn slice_mut(storage: &mut CpuStorage) -> candle_core::Result<&mut [Self]>;
 }
 
-/// A floating-point type of tensor elements. f16 and bf16 are formats of storage: arithmetic on them is f32.
+/// A floating-point type of tensor elements. f16 and bf16 only store values: kernels convert them to f32 and compute
+/// in f32.
 pub trait Elem: Stored {
     /// The type that arithmetic and accumulation use.
     type Acc: Real;
 
-    /// The number, exactly.
+    /// The value of the element, without rounding.
     fn to_acc(self) -> Self::Acc;
 
-    /// The nearest element, ties to even.
+    /// `x` rounded to the nearest value of this type, ties to even.
     fn from_acc(x: Self::Acc) -> Self;
 }
 
@@ -69,7 +70,8 @@ elem!(f64, f64, std::convert::identity, std::convert::identity);
 elem!(bf16, f32, bf16_to_f32, f32_to_bf16);
 elem!(f16, f32, f16_to_f32, f32_to_f16);
 
-// The conversions of the `half` crate choose an instruction set for each element and so do not vectorise.
+// The `half` crate's conversions choose an instruction set in every call, so a loop over them does not vectorise. The
+// conversions below do.
 
 #[inline(always)]
 fn bf16_to_f32(x: bf16) -> f32 {
@@ -87,7 +89,7 @@ fn f32_to_bf16(x: f32) -> bf16 {
 
 #[inline(always)]
 fn f16_to_f32(x: f16) -> f32 {
-    /// The difference between the exponent biases of f32 and f16, in the exponent field of f32.
+    /// The difference between the exponent biases of f32 and f16, shifted to the exponent field of f32.
     const BIAS: u32 = (127 - 15) << 23;
     let bits = u32::from(x.to_bits());
     let sign = (bits & 0x8000) << 16;
@@ -95,8 +97,8 @@ fn f16_to_f32(x: f16) -> f32 {
     let normal = (magnitude << 13) + BIAS;
     // Infinity and NaN have the largest exponent in both formats.
     let special = normal.wrapping_add(BIAS);
-    // The value of a subnormal f16 is its fraction in units of 2^-24: give it the exponent of 2^-14, then subtract
-    // 2^-14.
+    // The value of a subnormal f16 is magnitude * 2^-24. An f32 with the exponent of 2^-14 and the fraction bits
+    // magnitude << 13 is 2^-14 + magnitude * 2^-24: subtract 2^-14.
     let one = BIAS + (1 << 23);
     let subnormal = (f32::from_bits((magnitude << 13) + one) - f32::from_bits(one)).to_bits();
     let finite = if magnitude < 0x0400 { subnormal } else { normal };
@@ -108,13 +110,15 @@ fn f32_to_f16(x: f32) -> f16 {
     let bits = x.to_bits();
     let sign = (bits >> 16) & 0x8000;
     let magnitude = bits & 0x7fff_ffff;
-    // Normal: move the exponent to the other bias and round to nearest even at bit 13; a carry may lead to infinity.
+    // Normal f16: change the exponent's bias from 127 to 15, then round the low 13 bits away, ties to even. A carry out
+    // of the fraction increments the exponent; the result can become infinity.
     let normal = magnitude.wrapping_sub((127 - 15) << 23).wrapping_add(0x0fff + ((magnitude >> 13) & 1)) >> 13;
-    // Subnormal: adding 0.5 rounds to units of 2^-24; the low bits of the sum are the number of units.
+    // Subnormal f16: neighbouring f32 numbers from 0.5 to 1 differ by 2^-24, so adding 0.5 rounds to a multiple of
+    // 2^-24; the sum's bits less those of 0.5 are the multiplier.
     let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
     let finite = if magnitude < (127 - 14) << 23 { subnormal } else { normal };
     let special = if magnitude > 0x7f80_0000 { 0x7e00 } else { 0x7c00 };
-    // From 2^16 on the result is infinity or NaN.
+    // f32 magnitudes of 2^16 or more become infinity or NaN.
     let result = if magnitude >= (127 + 16) << 23 { special } else { finite };
     f16::from_bits((sign | result) as u16)
 }
@@ -148,7 +152,7 @@ macro_rules! dispatch_float {
     };
 }
 
-/// The error of an operation on floating-point numbers that was given another dtype.
+/// The error of the operation `op`, which takes floating-point tensors only, for a tensor of the dtype `found`.
 #[cold]
 pub fn unsupported_dtype(op: &'static str, found: DType) -> crate::Error {
     let message = format!("found dtype {}, expected f32, f64, f16 or bf16; convert with to()", found.as_str());
@@ -171,7 +175,8 @@ mod tests {
 
     #[test]
     fn f32_rounds_to_halves_as_in_the_half_crate() {
-        // The bit patterns of ties are multiples of 2^12 for f16 and of 2^15 for bf16, so steps of 2^9 hit all ties.
+        // A tie is an f32 halfway between two neighbouring f16 or bf16 numbers. The bits of ties, as an integer, are
+        // multiples of 2^12 for f16 and of 2^15 for bf16, so steps of 2^9 visit every tie.
         for x in (0..=u32::MAX).step_by(1 << 9).chain((0..=u32::MAX).step_by(10_007)).map(f32::from_bits) {
             let (h, b) = (f16::from_acc(x), bf16::from_acc(x));
             if x.is_nan() {

@@ -1,19 +1,19 @@
-//! Folds over one of three dimensions, the basis of sums and extrema.
+//! Folds over the middle one of three dimensions (outer, n, inner). Sums, maxima and minima use them.
 //!
-//! Several threads fold blocks of a fixed size. The results of the blocks are folded in the same way, until one result is
-//! left. So the error of a sum grows with the logarithm of the number of blocks, and results do not depend on the number
-//! of threads.
+//! The n rows are cut into blocks, whose height depends only on the dimensions. Several threads fold the blocks, then
+//! the results of the blocks are folded in the same way, until one row is left. So the error of a sum grows with the
+//! logarithm of the number of blocks, and results do not depend on the number of threads.
 
 use super::pool::{GRAIN, SharedMut, par_ranges};
 use super::simd::{Real, dispatch};
 
-/// Columns folded side by side; their running results stay in the first-level cache.
+/// The columns that a task folds side by side. Their running results, one per column, stay in the first-level cache.
 pub(super) const TILE: usize = 2048;
 
-/// Running results for one row, enough to fill a few vector registers.
+/// The running results in the fold of adjacent elements (inner = 1), enough to fill a few vector registers.
 const LANES: usize = 32;
 
-/// The operation of a reduction on two numbers.
+/// A reduction's operation on two numbers, and its result for none.
 pub(super) trait Fold: Sync {
     /// The result for no elements.
     fn start<A: Real>() -> A;
@@ -24,10 +24,10 @@ pub(super) trait Fold: Sync {
 /// a + b.
 pub(super) struct Sum;
 
-/// The larger number; NaN if one is NaN.
+/// The larger of two numbers; NaN if either is NaN.
 pub(super) struct Max;
 
-/// The smaller number; NaN if one is NaN.
+/// The smaller of two numbers; NaN if either is NaN.
 pub(super) struct Min;
 
 impl Fold for Sum {
@@ -63,7 +63,8 @@ impl Fold for Min {
     }
 }
 
-/// Folds over the middle one of three dimensions; `load` converts elements. Returns (outer, inner) values.
+/// Folds `x`, of the shape (outer, n, inner), over n; `load` converts each element to the accumulator's type. Returns
+/// the (outer, inner) results.
 pub(super) fn fold<T: Copy + Sync, A: Real, F: Fold>(
     x: &[T],
     load: impl Fn(T) -> A + Copy + Sync,
@@ -86,7 +87,7 @@ pub(super) fn fold<T: Copy + Sync, A: Real, F: Fold>(
             let (o, row) = (block / blocks, block % blocks * rows);
             let height = rows.min(n - row);
             let x = &x[(o * n + row) * inner + first..];
-            // SAFETY: tasks have different blocks or columns.
+            // SAFETY: no two tasks fold the same columns of the same block.
             let result = unsafe { shared.slice(block * inner + first..block * inner + first + width) };
             if inner == 1 {
                 result[0] = fold_row::<T, A, F>(&x[..height], load);

@@ -1,7 +1,7 @@
 //! Changes tensors in place, including views of larger buffers.
 //!
-//! The changed tensor must not repeat elements, and its source must have another storage; otherwise candle returns an
-//! error.
+//! No two elements of the changed tensor (`dst`) may have the same memory, as they do in a broadcast view. A second
+//! operand (`src`) must have another storage than `dst`. Otherwise candle returns an error.
 
 use candle_core::{CpuStorage, DType, Layout};
 
@@ -17,7 +17,7 @@ use crate::{Error, Raw, Result, dispatch_float};
 ///
 /// # Errors
 /// [`Error::Shape`] if `src` does not have the shape of `dst`, [`Error::DType`] if a dtype is not a floating-point one,
-/// [`Error::Candle`] if both have the same storage or `dst` repeats elements.
+/// [`Error::Candle`] if both have the same storage or `dst` is a broadcast view.
 pub fn accumulate(dst: &Raw, src: &Raw) -> Result<()> {
     const OP: &str = "accumulate";
     check_dims(OP, dst, src)?;
@@ -28,7 +28,7 @@ pub fn accumulate(dst: &Raw, src: &Raw) -> Result<()> {
     }))
 }
 
-/// dst = src, rounded to the dtype of `dst`. Integer tensors need the same dtype.
+/// dst = src, rounded to the dtype of `dst`. If one dtype is an integer type, the other must be the same.
 ///
 /// # Errors
 /// As [`accumulate`].
@@ -55,7 +55,7 @@ pub fn copy_into(dst: &Raw, src: &Raw) -> Result<()> {
 /// dst = value everywhere, rounded to the dtype of `dst`.
 ///
 /// # Errors
-/// [`Error::DType`] if the dtype is not a floating-point one, [`Error::Candle`] if `dst` repeats elements.
+/// [`Error::DType`] if the dtype is not a floating-point one, [`Error::Candle`] if `dst` is a broadcast view.
 pub fn fill(dst: &Raw, value: f64) -> Result<()> {
     const OP: &str = "fill";
     dispatch_float!(dst.dtype(), OP, T => write1(OP, dst, |dst, layout| {
@@ -74,8 +74,8 @@ pub fn scale_in_place(dst: &Raw, factor: f64) -> Result<()> {
     }))
 }
 
-/// dst += weight * (src - dst), rounded to the dtype of `dst`. The weight is a tensor of one f64, so that replays of a
-/// captured step read its current value.
+/// dst += weight * (src - dst), rounded to the dtype of `dst`. The weight is a tensor of one f64 instead of a number,
+/// so that replays of a captured CUDA graph read the weight's current value.
 ///
 /// # Errors
 /// As [`accumulate`].
@@ -91,16 +91,16 @@ pub fn lerp_in_place(dst: &Raw, src: &Raw, weight: &Raw) -> Result<()> {
     }))
 }
 
-/// Checks that a weight is one f64.
+/// Checks that the weight of [`lerp_in_place`] is a tensor of one f64.
 ///
 /// # Errors
-/// [`Error::DType`] or [`Error::Shape`] if it is something else.
+/// [`Error::DType`] if its dtype is not f64, [`Error::Shape`] if it has not exactly one element.
 pub(crate) fn check_weight(op: &'static str, weight: &Raw) -> Result<()> {
     if weight.dtype() != DType::F64 {
-        return Err(Error::dtype(op, format!("the weight is {}, expected f64", weight.dtype().as_str())));
+        return Err(Error::dtype(op, format!("found a weight of dtype {}, expected f64", weight.dtype().as_str())));
     }
     if weight.elem_count() != 1 {
-        return Err(Error::shape(op, format!("the weight has shape {:?}, expected one number", weight.dims())));
+        return Err(Error::shape(op, format!("found a weight of shape {:?}, expected one number", weight.dims())));
     }
     Ok(())
 }
@@ -164,10 +164,11 @@ fn check_dims(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
     if dst.dims() == src.dims() {
         return Ok(());
     }
-    Err(Error::shape(op, format!("found shape {:?}, expected {:?}", src.dims(), dst.dims())))
+    Err(Error::shape(op, format!("found a source of shape {:?}, expected {:?}", src.dims(), dst.dims())))
 }
 
-/// Calls `kernel` with consecutive pieces of `dst` and the elements of `src` at the same positions.
+/// Calls `kernel` on several threads with pieces of `dst` that are contiguous in memory, each with the elements of
+/// `src` that have the same indices.
 fn update_from<D: Stored, S: Stored>(
     dst: &mut CpuStorage,
     layout: &Layout,
@@ -192,8 +193,8 @@ fn update_from<D: Stored, S: Stored>(
     })
 }
 
-/// Calls `kernel` on several threads with pieces of `dst` that are contiguous in memory, and with the row-major
-/// position of each piece's first element.
+/// Calls `kernel` on several threads with pieces of `dst` that are contiguous in memory, each with the row-major index
+/// of its first element.
 fn update<D: Stored>(
     dst: &mut CpuStorage,
     layout: &Layout,
@@ -252,7 +253,7 @@ mod tests {
             let halves: Vec<f64> = values(&dst).iter().map(|v| v / 2.0).collect();
             scale_in_place(&dst, 3.0).unwrap();
             lerp_in_place(&dst, &src, &Raw::new(&[0.25f64], dst.device()).unwrap()).unwrap();
-            // 3 v + (v - 3 v) / 4.
+            // dst = 3 v becomes 3 v + (v - 3 v) / 4 = 5 v / 2, where v are the elements of src.
             assert_eq!(values(&dst), halves.iter().map(|h| 5.0 * h).collect::<Vec<_>>(), "{d:?}");
         }
     }
@@ -314,7 +315,7 @@ mod tests {
     fn invalid_changes_are_errors() {
         let x = sequence(6, &[2, 3], DType::F32);
         let message = accumulate(&x, &sequence(3, &[3], DType::F32)).unwrap_err().to_string();
-        assert_eq!(message, "accumulate: found shape [3], expected [2, 3]");
+        assert_eq!(message, "accumulate: found a source of shape [3], expected [2, 3]");
         assert!(matches!(fill(&from_vec(vec![1u32], 1), 1.0), Err(Error::DType { .. })));
         assert!(accumulate(&x, &x).is_err());
         assert!(fill(&sequence(1, &[1], DType::F32).broadcast_as(4).unwrap(), 1.0).is_err());

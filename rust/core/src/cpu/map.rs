@@ -15,7 +15,8 @@ use super::strided::{BLOCK, Blocks, Dims, View, broadcast_dims};
 use crate::raw::check_allocation;
 use crate::{Error, Raw, Result, dispatch_float};
 
-/// The name of the operation in errors. Callers that check their operands first report errors under their own name.
+/// The name of the operation in the errors of this file. A caller that wants its own name in errors checks its operands
+/// before it calls a function of this file.
 const OP: &str = "elementwise operation";
 
 /// A function of one number. `apply` must be `#[inline(always)]` to be vectorised.
@@ -23,12 +24,12 @@ pub trait Unary {
     /// The name of the same function in `cuda/kernels/elementwise.cu`.
     const KERNEL: &'static str;
 
-    /// The parameters of the kernel.
+    /// The two numbers that the kernel takes besides the operands, such as a scalar factor; zeros if it uses none.
     fn parameters(&self) -> [f64; 2] {
         [0.0; 2]
     }
 
-    /// The value at `x`.
+    /// The value of the function at `x`.
     fn apply<R: Real>(&self, x: R) -> R;
 }
 
@@ -42,7 +43,7 @@ pub trait Binary {
         [0.0; 2]
     }
 
-    /// The value at `a`, `b`.
+    /// The value of the function at (`a`, `b`).
     fn apply<R: Real>(&self, a: R, b: R) -> R;
 }
 
@@ -56,7 +57,7 @@ pub trait Ternary {
         [0.0; 2]
     }
 
-    /// The value at `a`, `b`, `c`.
+    /// The value of the function at (`a`, `b`, `c`).
     fn apply<R: Real>(&self, a: R, b: R, c: R) -> R;
 }
 
@@ -81,8 +82,8 @@ binary_function!(Add, "add", "a + b.", |a, b| a + b);
 binary_function!(Sub, "sub", "a - b.", |a, b| a - b);
 binary_function!(Mul, "mul", "a * b.", |a, b| a * b);
 binary_function!(Div, "div", "a / b.", |a, b| a / b);
-binary_function!(Maximum, "maximum", "The larger number, or NaN if one is NaN.", |a, b| a.max(b));
-binary_function!(Minimum, "minimum", "The smaller number, or NaN if one is NaN.", |a, b| a.min(b));
+binary_function!(Maximum, "maximum", "The larger of a and b, or NaN if either is NaN.", |a, b| a.max(b));
+binary_function!(Minimum, "minimum", "The smaller of a and b, or NaN if either is NaN.", |a, b| a.min(b));
 
 /// f(x) for each element.
 ///
@@ -150,8 +151,9 @@ pub fn ternary<F: Ternary + Sync>(a: &Raw, b: &Raw, c: &Raw, f: F) -> Result<Raw
     }))
 }
 
-/// The same numbers in another floating-point dtype, rounded to nearest even (from f64 to f16 and bf16 by way of f32);
-/// contiguous. A tensor that has the dtype already is returned unchanged.
+/// A contiguous tensor of the elements of `x` in the floating-point dtype `dtype`, rounded to nearest, ties to even.
+/// From f64 to f16 or bf16, elements are rounded twice: to f32, then to `dtype`. If `x` has the dtype already, the
+/// result is `x` itself, even if not contiguous.
 ///
 /// # Errors
 /// [`Error::DType`] if one of the dtypes is not a floating-point one.
@@ -177,14 +179,19 @@ pub fn cast(x: &Raw, dtype: DType) -> Result<Raw> {
     }))
 }
 
-/// The number in another element type.
+/// `x` rounded to the element type `D`.
 #[inline(always)]
 pub(super) fn convert<S: Elem, D: Elem>(x: S) -> D {
-    // By way of f64, which represents every number of every type; the compiler removes conversions without effect.
+    // f64 represents every number of every element type exactly. The compiler removes the conversions to f64 where they
+    // have no effect.
     D::from_acc(D::Acc::from_f64(x.to_acc().to_f64()))
 }
 
-/// The shape that operands of one dtype broadcast to.
+/// The shape to which the operands broadcast.
+///
+/// # Errors
+/// [`Error::DType`] if their dtypes differ, [`Error::Shape`] if their shapes do not broadcast, [`Error::OutOfMemory`]
+/// if a tensor of the shape does not fit into memory.
 pub(crate) fn operand_dims(operands: &[&Raw]) -> Result<Dims> {
     let Some((first, others)) = operands.split_first() else { return Ok(Dims::new()) };
     others.iter().try_fold(Dims::from_slice(first.dims()), |dims, other| {
@@ -211,10 +218,11 @@ fn common_dims(a: &[usize], b: &[usize], dtype: DType) -> Result<Dims> {
     Ok(dims)
 }
 
-/// A function of `K` slices of operands, all of the same length, that writes a slice of results of this length.
+/// A function that reads `K` slices, one of each operand, and writes every element of the slice of results. All slices
+/// have the same length.
 type Kernel<'f, S, D, const K: usize> = &'f (dyn Fn([&[S]; K], &mut [MaybeUninit<D>]) + Sync);
 
-/// A new storage of shape `dims`, filled by a kernel that writes every element of the slices it is given.
+/// A new storage of shape `dims`, filled by `kernel`, which is called on several threads.
 fn map<S: Elem, D: Elem, const K: usize>(
     operands: [Operand<'_>; K],
     dims: &[usize],
@@ -414,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn operands_that_do_not_fit_are_errors() {
+    fn mismatched_shapes_and_dtypes_are_errors() {
         let (a, b) = (whole(&[2, 3], DType::F32), whole(&[2], DType::F32));
         assert!(matches!(binary(&a, &b, Add), Err(Error::Shape { .. })));
         assert!(matches!(binary(&a, &whole(&[3], DType::BF16), Add), Err(Error::DType { .. })));

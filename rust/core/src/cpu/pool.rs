@@ -16,7 +16,7 @@ use crate::{Error, Result};
 /// Elements that one thread takes at a time.
 pub(super) const GRAIN: usize = 32 * 1024;
 
-/// Number of threads of the pool; 0 until it is first requested.
+/// Number of threads of the pool; 0 until [`num_threads`] or [`set_num_threads`] is first called.
 static NUM_THREADS: AtomicUsize = AtomicUsize::new(0);
 
 /// The pool, created at its first use. It is replaced, never resized, so running calls keep the pool they started on.
@@ -40,8 +40,8 @@ impl Threads {
         (self.process == std::process::id()).then(|| Arc::clone(&self.pool))
     }
 
-    /// Ends the threads if they run in this process. Threads of another process cannot be reached, and may have left
-    /// locks held.
+    /// Ends the threads if they run in this process. Otherwise leaks the pool: its threads are in another process, and
+    /// locks that they held at the fork are never released.
     fn end(self) {
         if self.here().is_none() {
             std::mem::forget(self);
@@ -86,7 +86,7 @@ pub fn set_num_threads(n: usize) -> Result<()> {
         NUM_THREADS.store(n, Ordering::Relaxed);
         slot.replace(new)
     };
-    // Outside the lock, because dropping a pool wakes all its threads.
+    // The old pool is dropped outside the lock, because dropping a pool wakes all its threads.
     if let Some(old) = old {
         old.end();
     }
@@ -134,17 +134,21 @@ pub fn par_ranges(len: usize, grain: usize, f: impl Fn(Range<usize>) + Sync) {
 /// wake too late, the caller does all the work and returns. Spreading small work thus costs little more than waking
 /// threads. Rayon's scopes would wait for the threads, which takes longer than many operations.
 struct Job {
-    /// Valid until the last piece is done.
+    /// Computes the piece with the given index. The pointer is valid until the last piece is done.
     piece: *const (dyn Fn(usize) + Sync),
+    /// Number of pieces.
     pieces: usize,
+    /// Index of the next piece to take; above `pieces` after threads have found no more.
     taken: AtomicUsize,
+    /// Number of pieces that have been computed or have panicked.
     done: AtomicUsize,
+    /// The last panic in a piece.
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
 // SAFETY: the function behind the pointer is `Sync`, so it may be called from any thread.
 unsafe impl Send for Job {}
-// SAFETY: as above; all else is atomic or locked.
+// SAFETY: as above; all other fields are constant, atomic or locked.
 unsafe impl Sync for Job {}
 
 impl Job {
@@ -156,7 +160,7 @@ impl Job {
         Self { piece, pieces, taken: AtomicUsize::new(0), done: AtomicUsize::new(0), panic: Mutex::new(None) }
     }
 
-    /// Does pieces until all are taken.
+    /// Takes and computes pieces until all pieces are taken.
     fn work(&self) {
         loop {
             let i = self.taken.fetch_add(1, Ordering::Relaxed);
@@ -177,7 +181,8 @@ impl Job {
         self.work();
         let mut spins = 0u32;
         while self.done.load(Ordering::Acquire) < self.pieces {
-            // Other threads need microseconds for their last pieces; after that, spinning would only slow them down.
+            // Other threads usually finish their last pieces within microseconds. If they need longer, spinning on this
+            // processor would slow them down.
             if spins < 10_000 {
                 spins += 1;
                 std::hint::spin_loop();
@@ -211,14 +216,14 @@ pub struct SharedMut<'a, T> {
     data: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: safe code cannot reach the elements. The callers of the unsafe `slice` promise that parts are disjoint, so each
-// thread has no more than a `&mut [T]` of its own, which `T: Send` allows.
+// SAFETY: safe code cannot reach the elements. The callers of the unsafe `slice` promise that parts are disjoint, so
+// each thread has no more than a `&mut [T]` of its own, which `T: Send` allows.
 unsafe impl<T: Send> Send for SharedMut<'_, T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Sync for SharedMut<'_, T> {}
 
 impl<'a, T> SharedMut<'a, T> {
-    /// Takes the slice for as long as parts of it are in use.
+    /// Borrows `data` mutably for the lifetime of the result.
     pub fn new(data: &'a mut [T]) -> Self {
         Self { ptr: data.as_mut_ptr(), len: data.len(), data: PhantomData }
     }

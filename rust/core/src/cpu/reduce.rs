@@ -36,7 +36,7 @@ pub fn mean(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
 /// The largest element over `dims`, which stay with size 1 if `keepdim`; NaN if an element is NaN.
 ///
 /// # Errors
-/// As [`sum`], and [`Error::Shape`] if a dimension of `dims` is empty.
+/// As [`sum`], and [`Error::Shape`] if a dimension of `dims` has size 0.
 pub fn max(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
     check_not_empty("max", x, dims)?;
     reduce::<Max>("max", x, dims, keepdim, 1.0)
@@ -51,7 +51,8 @@ pub fn min(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
     reduce::<Min>("min", x, dims, keepdim, 1.0)
 }
 
-/// The position (u32) of the largest element along `dim` (the first if several are equal), or of the first NaN.
+/// The index along `dim` of the first NaN if there is one, otherwise of the largest element (the first if several are
+/// equal), as u32.
 ///
 /// # Errors
 /// As [`max`].
@@ -111,8 +112,13 @@ pub fn cumsum(x: &Raw, dim: usize) -> Result<Raw> {
 
 pub(crate) fn check_dims(op: &'static str, x: &Raw, dims: &[usize]) -> Result<()> {
     match dims.iter().find(|&&d| d >= x.rank()) {
-        Some(d) => Err(Error::index(op, format!("found dimension {d} of a tensor of shape {:?}", x.dims()))),
-        // Check the allocation, because the result of an empty tensor can be larger than the tensor.
+        Some(d) => {
+            let message =
+                format!("found dimension {d}, but a tensor of shape {:?} has {} dimensions", x.dims(), x.rank());
+            Err(Error::index(op, message))
+        }
+        // The result for an empty tensor can be large: the sum of a tensor of shape (0, n) over dimension 0 has n
+        // zeros.
         None if x.elem_count() == 0 => check_allocation(op, &reduced_dims(x.dims(), dims, true), x.dtype()).map(|_| ()),
         None => Ok(()),
     }
@@ -136,7 +142,7 @@ pub(crate) fn around(dims: &[usize], dim: usize) -> [usize; 3] {
     [dims[..dim].iter().product(), dims[dim], dims[dim + 1..].iter().product()]
 }
 
-/// Reduces over `dims` and divides by `divisor`.
+/// Reduces `x` over `dims`, divides each result by `divisor`, then rounds it to the dtype of `x`.
 fn reduce<F: Fold>(op: &'static str, x: &Raw, dims: &[usize], keepdim: bool, divisor: f64) -> Result<Raw> {
     check_dims(op, x, dims)?;
     if dims.is_empty() {
@@ -151,8 +157,8 @@ fn reduce<F: Fold>(op: &'static str, x: &Raw, dims: &[usize], keepdim: bool, div
     }))
 }
 
-/// For each dimension, whether it is reduced, and its size. Neighbouring dimensions are merged if all are reduced or all are
-/// kept.
+/// For each dimension, whether it is reduced, and its size. Neighbouring dimensions are merged if all are reduced or
+/// all are kept.
 pub(crate) fn groups(x: &[usize], dims: &[usize]) -> SmallVec<[(bool, usize); 6]> {
     let mut groups = SmallVec::<[(bool, usize); 6]>::new();
     for (i, &size) in x.iter().enumerate() {
@@ -335,7 +341,7 @@ mod tests {
                 assert_eq!(values(&cumsum(&x, dim).unwrap()), values(&expected), "{dims:?} {dim} {dtype:?}");
             }
         }
-        // If each sum were rounded to bf16, sums of ones would stay at 256.
+        // If each sum were rounded to bf16 before the next addition, the sums of ones would stay at 256.
         let ones = from_vec(vec![bf16::ONE; 1000], 1000);
         assert_eq!(values(&cumsum(&ones, 0).unwrap())[999], 1000.0);
         assert_eq!(cumsum(&whole(&[0, 3], DType::F32), 0).unwrap().dims(), [0, 3]);

@@ -66,7 +66,7 @@ pub trait Real:
     /// Not a number.
     const NAN: Self;
 
-    /// The nearest number of this type.
+    /// `x` rounded to the nearest number of this type.
     fn from_f64(x: f64) -> Self;
     /// The same number as f64.
     fn to_f64(self) -> f64;
@@ -74,9 +74,9 @@ pub trait Real:
     fn mul_add(self, a: Self, b: Self) -> Self;
     /// Absolute value.
     fn abs(self) -> Self;
-    /// The larger of two numbers; NaN if one of them is NaN.
+    /// The larger of `self` and `other`; NaN if either is NaN.
     fn max(self, other: Self) -> Self;
-    /// The smaller of two numbers; NaN if one of them is NaN.
+    /// The smaller of `self` and `other`; NaN if either is NaN.
     fn min(self, other: Self) -> Self;
     /// Square root.
     fn sqrt(self) -> Self;
@@ -86,7 +86,8 @@ pub trait Real:
     fn ln(self) -> Self;
     /// Hyperbolic tangent.
     fn tanh(self) -> Self;
-    /// The distribution function of the standard normal distribution; for f32 within 1.5e-7.
+    /// The cumulative distribution function of the standard normal distribution; for f32 with an absolute error below
+    /// 1.5e-7.
     fn normal_cdf(self) -> Self;
     /// 1 / (1 + e^-self).
     fn sigmoid(self) -> Self;
@@ -195,7 +196,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dispatch_gives_what_the_plain_loop_gives() {
+    fn dispatch_gives_the_same_results_as_a_plain_loop() {
         let x: Vec<f32> = (0..1003).map(|i| i as f32 * 0.01 - 5.0).collect();
         let plain: Vec<f32> = x.iter().map(|&x| Real::normal_cdf(x)).collect();
         let mut fast = vec![0.0f32; x.len()];

@@ -8,11 +8,11 @@ use smallvec::SmallVec;
 /// Sizes of dimensions.
 pub type Dims = SmallVec<[usize; 6]>;
 
-/// Elements in a block: few enough for several blocks to stay in the first-level cache, enough for the work on a block
-/// to outweigh its preparation.
+/// The number of elements in a block: small enough for several blocks to stay in the first-level cache, large enough
+/// for the work on a block to outweigh the work of gathering it.
 pub(super) const BLOCK: usize = 1024;
 
-/// The shape that two shapes broadcast to by numpy's rules, or `None` if they do not fit together.
+/// The shape to which two shapes broadcast by numpy's rules, or `None` if they do not broadcast.
 pub fn broadcast_dims(a: &[usize], b: &[usize]) -> Option<Dims> {
     let (long, short) = if a.len() >= b.len() { (a, b) } else { (b, a) };
     let mut dims = Dims::from_slice(long);
@@ -27,15 +27,15 @@ pub fn broadcast_dims(a: &[usize], b: &[usize]) -> Option<Dims> {
     Some(dims)
 }
 
-/// A dimension: its size and the distance between its elements.
+/// A dimension: its size, and the distance in memory between neighbouring elements along it, in elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Axis {
     pub size: usize,
     pub stride: usize,
 }
 
-/// The axes of `layout` broadcast to `dims`, outermost first. Axes of size 1 are left out, and neighbours are merged if
-/// one step of the outer axis is as long as the whole inner axis.
+/// The axes of `layout` broadcast to `dims`, outermost first. Axes of size 1 are left out. Two neighbouring axes are
+/// merged if the stride of the outer one is the stride of the inner one times its size.
 pub(super) fn collapse(layout: &Layout, dims: &[usize]) -> SmallVec<[Axis; 6]> {
     let added = dims.len() - layout.dims().len();
     let mut axes = SmallVec::<[Axis; 6]>::new();
@@ -57,9 +57,9 @@ pub(super) fn collapse(layout: &Layout, dims: &[usize]) -> SmallVec<[Axis; 6]> {
     axes
 }
 
-/// Calls `f(position, offset, stride, length)` for each run of elements along the innermost axis in `range`. `range`
-/// counts elements in row-major order, and `position` counts them from the start of `range`. `offset` is the index of
-/// the run's first element in memory, and `stride` the distance between its elements.
+/// Splits the elements with the row-major indices `range` into runs of elements along the innermost axis, and calls
+/// `f(position, offset, stride, length)` for each run. The run's first element has the row-major index `range.start +
+/// position` and is stored at index `offset` in memory. The run has `length` elements, `stride` apart in memory.
 #[inline(always)]
 pub(super) fn for_each_run(axes: &[Axis], range: Range<usize>, mut f: impl FnMut(usize, usize, usize, usize)) {
     let Some((inner, outer)) = axes.split_last() else {
@@ -107,7 +107,7 @@ impl<'a, T: Copy> View<'a, T> {
         Self { data, axes: collapse(layout, dims) }
     }
 
-    /// The elements, if they are consecutive.
+    /// The elements as a slice, if they are consecutive in memory.
     pub fn contiguous(&self) -> Option<&'a [T]> {
         match self.axes.as_slice() {
             [] => Some(self.data),
@@ -116,11 +116,12 @@ impl<'a, T: Copy> View<'a, T> {
         }
     }
 
+    /// True if all elements are the same broadcast element.
     fn is_constant(&self) -> bool {
         matches!(self.axes.as_slice(), [Axis { stride: 0, .. }])
     }
 
-    /// Writes the elements of `range`, converted by `wrap`, to `out`.
+    /// Converts the elements with the row-major indices `range` by `wrap` and writes them to `out`.
     pub fn gather<U: Copy>(&self, range: Range<usize>, out: &mut [U], wrap: impl Fn(T) -> U) {
         for_each_run(&self.axes, range, |position, offset, stride, length| {
             let out = &mut out[position..position + length];
@@ -150,7 +151,7 @@ pub(super) struct Blocks<'v, 'a, T> {
 }
 
 impl<'v, 'a, T: Copy> Blocks<'v, 'a, T> {
-    /// Starts reading a view that has elements.
+    /// Starts reading `view`, which must not be empty.
     pub fn new(view: &'v View<'a, T>) -> Self {
         let contiguous = view.contiguous();
         let constant = view.is_constant();
@@ -159,7 +160,7 @@ impl<'v, 'a, T: Copy> Blocks<'v, 'a, T> {
         Self { view, contiguous, constant, scratch }
     }
 
-    /// The elements of `range`, which has at most [`BLOCK`] elements.
+    /// The elements with the row-major indices `range`, at most [`BLOCK`] of them.
     pub fn get(&mut self, range: Range<usize>) -> &[T] {
         if let Some(data) = self.contiguous {
             return &data[range];
@@ -194,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn axes_merge_where_memory_does() {
+    fn axes_with_matching_strides_merge() {
         let axes = |l: &Layout, d: &[usize]| collapse(l, d).iter().map(|a| (a.size, a.stride)).collect::<Vec<_>>();
         assert_eq!(axes(&layout(&[2, 3, 4], &[12, 4, 1]), &[2, 3, 4]), [(24, 1)]);
         assert_eq!(axes(&layout(&[2, 3, 4], &[24, 4, 1]), &[2, 3, 4]), [(2, 24), (12, 1)]);

@@ -1,8 +1,9 @@
 //! Counters with which kernels report ids out of range.
 //!
-//! A kernel cannot return an error, and waiting for its result would stall the queue. So the kernel writes the position
-//! of an id out of range to the counter of its operation, which keeps the smallest position. The next synchronization of
-//! the device reads the counters and returns the error.
+//! A kernel cannot return an error, and waiting for its result would stall the queue. Each operation that takes ids has
+//! a counter. If a kernel of the operation finds an id out of range, it writes the row-major index of the id in the
+//! tensor of ids to the counter; the counter keeps the smallest such index. The next synchronization of the device
+//! reads the counters and returns the error.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -24,13 +25,13 @@ pub struct Board {
     counters: CudaSlice<u64>,
     /// The operations that have a counter, in the order of the counters.
     names: Mutex<Vec<&'static str>>,
-    /// Whether a kernel may have written since the last check.
+    /// Whether a kernel may have written to a counter since the last check.
     is_used: HostState<bool>,
 }
 
 impl Board {
     pub fn new(device: &CudaDevice) -> Result<Self> {
-        // SAFETY: they are set below.
+        // SAFETY: `clear` sets the counters below, before anything reads them.
         let counters = unsafe { device.alloc::<u64>(PLACES) }?;
         let stream = device.cuda_stream();
         let is_used = HostState::new("whether a kernel may have noted an id out of range", false);
@@ -60,10 +61,10 @@ impl Board {
         Mut::new(self.address(), Element::U64).behind(place.min(PLACES - 1) * size_of::<u64>())
     }
 
-    /// Synchronize the device if a kernel may have written a counter.
+    /// If a kernel may have written to a counter since the last check, wait for the device and read the counters.
     ///
     /// # Errors
-    /// [`Error::Index`] if a kernel has written a counter.
+    /// [`Error::Index`] if a kernel has written to a counter.
     pub fn check(&self) -> Result<()> {
         if !self.is_used.change(std::mem::take) {
             return Ok(());

@@ -49,7 +49,7 @@ pub struct Communicator {
 /// The identifier by which the processes find each other. Rank 0 makes it, and the other ranks must receive it.
 ///
 /// # Errors
-/// [`Error::CudaUnavailable`] if NCCL cannot be used, [`Error::Device`] if it cannot listen for the other processes.
+/// [`Error::CudaUnavailable`] if NCCL cannot be used, [`Error::Device`] if NCCL cannot listen for the other processes.
 pub fn unique_id(folders: &[&Path]) -> Result<[u8; 128]> {
     let nccl = load(folders)?;
     Ok(nccl.unique_id().map_err(|result| failed(nccl, result))?.0)
@@ -58,7 +58,7 @@ pub fn unique_id(folders: &[&Path]) -> Result<[u8; 128]> {
 /// The version of NCCL, as `major * 10000 + minor * 100 + patch`.
 ///
 /// # Errors
-/// [`Error::CudaUnavailable`] if it cannot be used.
+/// [`Error::CudaUnavailable`] if NCCL cannot be used.
 pub fn version(folders: &[&Path]) -> Result<i32> {
     Ok(load(folders)?.version())
 }
@@ -69,10 +69,10 @@ fn load(folders: &[&Path]) -> Result<Nccl> {
 
 #[cold]
 fn failed(nccl: Nccl, result: i32) -> Error {
-    Error::device(OP, format!("NCCL reports: {}; set NCCL_DEBUG=INFO to see what it tried", nccl.describe(result)))
+    Error::device(OP, format!("NCCL reports: {}; set NCCL_DEBUG=INFO to see NCCL's log", nccl.describe(result)))
 }
 
-/// The number of a dtype in `nccl.h`.
+/// The value of `ncclDataType_t` in `nccl.h` for a dtype.
 fn number_of(dtype: DType) -> Result<i32> {
     Ok(match dtype {
         DType::U8 => 1,
@@ -82,18 +82,20 @@ fn number_of(dtype: DType) -> Result<i32> {
         DType::F32 => 7,
         DType::F64 => 8,
         DType::BF16 => 9,
-        other => return Err(Error::dtype(OP, format!("found {}, expected u8, u32, i64 or a float", other.as_str()))),
+        other => {
+            return Err(Error::dtype(OP, format!("found dtype {}, expected u8, u32, i64 or a float", other.as_str())));
+        }
     })
 }
 
 impl Communicator {
-    /// Join a group of `size` processes with the same `id`, as number `rank`. Every process of the group must call this
-    /// function.
+    /// Join the group of `size` processes that use the same `id`, as the process with the number `rank` (from 0). Every
+    /// process of the group must call this function.
     ///
     /// # Errors
-    /// [`Error::CudaUnavailable`] if NCCL cannot be used, [`Error::Argument`] if there is no such rank,
-    /// [`Error::Device`] if `device` is not a CUDA device, if NCCL fails, or if not all have joined within `limit`; the
-    /// error of the check that was set with [`interrupt::set_check`].
+    /// [`Error::CudaUnavailable`] if NCCL cannot be used, [`Error::Argument`] if `rank` is not below `size`,
+    /// [`Error::Device`] if `device` is not a CUDA device, if NCCL fails, or if not all processes have joined within
+    /// `limit`. Returns the error of the check that was set with [`interrupt::set_check`], if the check fails.
     pub fn new(
         device: &Device,
         rank: usize,
@@ -104,7 +106,10 @@ impl Communicator {
     ) -> Result<Self> {
         let numbers = i32::try_from(rank).ok().zip(i32::try_from(size).ok()).filter(|_| rank < size);
         let Some((rank_number, size_number)) = numbers else {
-            return Err(Error::argument(OP, format!("found rank {rank} of {size}, expected 0 to {size} - 1")));
+            return Err(Error::argument(
+                OP,
+                format!("found rank {rank} of {size} processes, expected a rank below {size}"),
+            ));
         };
         let nccl = load(folders)?;
         let gpu = Gpu::of_device(OP, device)?;
@@ -135,11 +140,12 @@ impl Communicator {
     /// [`wait`](Self::wait).
     ///
     /// # Errors
-    /// [`Error::Shape`] if a tensor is not dense, [`Error::DType`] if its dtype is not supported, [`Error::Device`] if
-    /// it is on another device, the communicator was aborted, or NCCL fails.
+    /// [`Error::Shape`] if a tensor is not contiguous, [`Error::DType`] if its dtype is not u8, u32, i64 or a
+    /// floating-point one, [`Error::Device`] if it is on another device than the communicator, the communicator was
+    /// aborted, or NCCL fails.
     pub fn all_reduce(&self, tensors: &[&Raw]) -> Result<()> {
         self.queue(tensors, |comm, stream, place, count, dtype| {
-            // SAFETY: the tensor is dense, of this size, and used on this stream.
+            // SAFETY: the tensor is contiguous, has `count` elements, and is used on this stream only.
             unsafe { self.nccl.all_reduce(place, count, dtype, comm, stream) }
         })
     }
@@ -147,7 +153,7 @@ impl Communicator {
     /// Queue a copy of the tensors of process `root` to the tensors of all other processes, in place.
     ///
     /// # Errors
-    /// As [`all_reduce`](Self::all_reduce), and [`Error::Argument`] if there is no such process.
+    /// As [`all_reduce`](Self::all_reduce), and [`Error::Argument`] if `root` is not a rank of the group.
     pub fn broadcast(&self, tensors: &[&Raw], root: usize) -> Result<()> {
         let number = i32::try_from(root).ok().filter(|_| root < self.size);
         let Some(number) = number else {
@@ -172,7 +178,10 @@ impl Communicator {
                 return Err(Error::device(OP, "found a tensor on another device than the communicator's"));
             }
             if !tensor.is_contiguous() {
-                return Err(Error::shape(OP, format!("found strides {:?}, expected a dense tensor", tensor.stride())));
+                return Err(Error::shape(
+                    OP,
+                    format!("found strides {:?}, expected a contiguous tensor", tensor.stride()),
+                ));
             }
             given.push((address(OP, tensor)?, tensor.elem_count(), number_of(tensor.dtype())?));
         }
@@ -180,7 +189,7 @@ impl Communicator {
         let stream = self.gpu.stream().cu_stream().cast();
         let mut calls = Some(given);
         self.wait_for(Duration::from_secs(60), "NCCL did not take a call within 60 s", |state| {
-            // The first iteration makes the calls; later ones poll their state.
+            // The first iteration makes the calls; every iteration asks whether NCCL has finished queueing them.
             if let Some(calls) = calls.take() {
                 let queue = |&(place, count, dtype): &_| call(state.comm, stream, place, count, dtype);
                 let queued = self.nccl.group_start().and_then(|()| {
@@ -196,8 +205,9 @@ impl Communicator {
     /// Wait until all work that is queued on the GPU is done.
     ///
     /// # Errors
-    /// [`Error::Device`] if it is not done within `limit`, [`stop`](Self::stop) was called, or NCCL or the driver
-    /// fails; the communicator is then aborted. The error of the check that was set with [`interrupt::set_check`].
+    /// [`Error::Device`] if the work is not done within `limit`, [`stop`](Self::stop) was called, or NCCL or the driver
+    /// fails. Returns the error of the check that was set with [`interrupt::set_check`], if the check fails. After any
+    /// of these errors the communicator is aborted.
     pub fn wait(&self, limit: Duration) -> Result<()> {
         let what = format!("the GPU is still waiting for the other processes after {} s", limit.as_secs_f64());
         bind(self.gpu)?;
@@ -209,7 +219,8 @@ impl Communicator {
         })
     }
 
-    /// Make the current or next wait end with an error; may be called from any thread.
+    /// Make the current or next wait end with an error because another process has ended. May be called from any
+    /// thread.
     pub fn stop(&self) {
         self.stop.store(true, Ordering::Release);
     }
@@ -267,7 +278,7 @@ impl Communicator {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        // Limit the wait for NCCL, because other processes may have ended: then NCCL would never finish.
+        // The wait for NCCL is limited, because NCCL never finishes if another process has ended.
         const LIMIT: Duration = Duration::from_secs(5);
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         if !std::mem::take(&mut state.is_alive) {

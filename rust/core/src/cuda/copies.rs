@@ -1,11 +1,11 @@
-//! The stream of a device's copies from and to pinned memory, and from other devices; and the events that order this
-//! stream with the stream of the device's work.
+//! Each device has a stream of copies: from pinned memory, to pinned memory, and from other devices. Events order this
+//! stream with the compute stream, which runs all other work of the device.
 //!
-//! In a capture the same events fork the stream of copies off the captured stream and join it again, and the copies
-//! become nodes of the graph. Captured work cannot wait for an event of eager work, and eager work cannot wait for an
-//! event of captured work. So the two streams are joined (they "meet") where a recording or a replay begins and ends.
-//! A replay may overwrite what earlier copies have written. So owners of copies must treat the contents as unknown after
-//! a meeting; [`Copies::epoch`] counts the meetings.
+//! In a capture the same events fork the stream of copies off the captured compute stream and join it again, and the
+//! copies become nodes of the graph. Captured work cannot wait for an event of eager work, and eager work cannot wait
+//! for an event of captured work. So the two streams are joined (they "meet") where a recording or a replay begins and
+//! ends. A replay may overwrite what earlier copies have written. So after a meeting, code that has made copies must
+//! assume that their destinations have changed; [`Copies::epoch`] counts the meetings.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -18,7 +18,7 @@ use super::gpu::Gpu;
 use super::staging::Staging;
 use crate::Result;
 
-/// An event; it lives as long as the process.
+/// An event of the driver. It lives as long as the process.
 #[derive(Clone, Copy)]
 pub(super) struct Event(CUevent);
 
@@ -45,16 +45,19 @@ impl Event {
     }
 }
 
-/// The stream of a device's copies. One is enough, because copies share the bus. It lives as long as the process.
+/// The stream of a device's copies. One stream is enough, because all copies share the bus. The stream lives as long as
+/// the process.
 pub(super) struct Copies {
     stream: CUstream,
-    /// Recorded on the device's stream before a copy.
+    /// Recorded on the compute stream before a copy; the stream of copies then waits for the event.
     forked: Event,
-    /// Recorded on the stream of copies; the device's stream then waits for all copies.
+    /// Recorded on the stream of copies; the compute stream then waits for the event, so for all copies.
     joined: Event,
+    /// Whether copies may have been queued since the compute stream last waited for all copies.
     is_ahead: AtomicBool,
+    /// The number of meetings.
     epoch: AtomicU64,
-    /// The thread that copies from pageable memory, if there is any such memory.
+    /// The thread that copies from pageable memory, if it was started.
     staging: OnceLock<Staging>,
     /// The number of buffers in pageable memory that copies read.
     pageable: AtomicUsize,
@@ -106,13 +109,13 @@ impl Copies {
         Ok(())
     }
 
-    /// The number of meetings; while it does not change, the contents of earlier copies are known.
+    /// The number of meetings. While the number stays the same, no replay has overwritten what copies have written.
     pub(super) fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Acquire)
     }
 
-    /// Let copies that are queued from now on wait for the work of the device's stream. Returns the stream to queue
-    /// them in.
+    /// Let copies that are queued from now on wait for the work that the compute stream has now. Returns the stream in
+    /// which to queue the copies.
     pub(super) fn fork(&self, compute: &CudaStream) -> std::result::Result<CUstream, DriverError> {
         compute.context().bind_to_thread()?;
         self.forked.record(compute.cu_stream())?;
@@ -121,10 +124,10 @@ impl Copies {
         Ok(self.stream)
     }
 
-    /// Let the device's stream wait for all copies.
+    /// Let the compute stream wait for all copies.
     pub(super) fn join(&self, compute: &CudaStream) -> std::result::Result<(), DriverError> {
         if let Some(staging) = self.staging() {
-            // A failed copy is an error where its result is used.
+            // The error is ignored here: it is returned where the result of the failed copy is used.
             let _ = staging.wait_for_all();
         }
         if self.is_ahead.swap(false, Ordering::AcqRel) {
@@ -135,14 +138,15 @@ impl Copies {
         Ok(())
     }
 
-    /// As [`join`](Self::join), where a recording or a replay begins or ends; counts a meeting.
+    /// Does the same as [`join`](Self::join) and counts a meeting. To be called where a recording or a replay begins or
+    /// ends.
     pub(super) fn meet(&self, compute: &CudaStream) -> std::result::Result<(), DriverError> {
         self.epoch.fetch_add(1, Ordering::AcqRel);
         self.join(compute)
     }
 }
 
-/// The stream of copies of a device, made on first use.
+/// The [`Copies`] of a device, made on first use.
 pub(super) struct Lazy(Mutex<Option<&'static Copies>>);
 
 impl Lazy {
@@ -150,7 +154,7 @@ impl Lazy {
         Self(Mutex::new(None))
     }
 
-    /// The stream, if it has been made.
+    /// The [`Copies`], if they have been made.
     pub(super) fn get(&self) -> Option<&'static Copies> {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

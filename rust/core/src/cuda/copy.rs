@@ -70,7 +70,7 @@ pub fn fill(dst: &Raw, value: f64) -> Result<()> {
 /// A new tensor filled with `value`.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] if it does not fit, [`Error::DType`] if the dtype is not a floating-point one.
+/// [`Error::OutOfMemory`] if it does not fit into memory, [`Error::DType`] if the dtype is not a floating-point one.
 pub fn filled(device: &candle_core::Device, value: f64, dims: &[usize], dtype: DType) -> Result<Raw> {
     const OP: &str = "full";
     let y = empty(OP, Gpu::of_device(OP, device)?, dims, dtype)?;
@@ -78,7 +78,8 @@ pub fn filled(device: &candle_core::Device, value: f64, dims: &[usize], dtype: D
     Ok(y)
 }
 
-/// Concatenates tensors along `dim`; their other sizes are equal. Any dtype that kernels support.
+/// Concatenates tensors of one dtype along `dim`; their sizes along the other dimensions must be equal. Any dtype that
+/// kernels support.
 pub fn cat(parts: &[&Raw], dim: usize) -> Result<Raw> {
     const OP: &str = "cat";
     let (first, others) = parts.split_first().ok_or_else(|| Error::argument(OP, "found no tensors"))?;
@@ -118,7 +119,7 @@ pub fn scale_in_place(dst: &Raw, factor: f64) -> Result<()> {
     change("scale_in_place", &SCALE_IN_PLACE, dst, factor)
 }
 
-/// Copies `src` to `dst`, which is dense and has the same shape, dtype and device.
+/// Copies `src` to `dst`, which must be contiguous and have the same shape, dtype and device.
 pub(super) fn transfer(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
     if !src.is_contiguous() {
         return copy_into(dst, src);
@@ -137,14 +138,14 @@ pub(super) fn transfer(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
     run().map_err(|error| driver_error(op, error))
 }
 
-/// A dense copy of a tensor with its own storage.
+/// A contiguous copy of `x` with a storage of its own.
 pub(super) fn duplicate(op: &'static str, x: &Raw) -> Result<Raw> {
     let y = empty(op, Gpu::of(op, x)?, x.dims(), x.dtype())?;
     transfer(op, &y, x)?;
     Ok(y)
 }
 
-/// The suffix of the name of the kernel that copies elements of a dtype without conversion.
+/// The suffix of the name of the kernel that copies elements of a dtype without conversion: their size in bytes.
 fn byte_suffix(dtype: DType) -> &'static [&'static str] {
     match dtype.size_in_bytes() {
         1 => &["1"],
@@ -154,15 +155,16 @@ fn byte_suffix(dtype: DType) -> &'static [&'static str] {
     }
 }
 
-/// How an element changes, if it is not just replaced.
+/// How an element of the destination changes, if it is not just replaced.
 #[derive(Clone, Copy)]
 enum Change {
+    /// The element of the source is added.
     Add,
-    /// Interpolate, with the weight at this address.
+    /// The element moves towards the element of the source; the weight is at this address.
     Lerp(Const),
 }
 
-/// Copies `src` to `dst`, or combines them in `dst` as `change` says; both have the same shape and device.
+/// Copies `src` to `dst`, or combines them in `dst` as `change` says. Both must have the same shape and device.
 fn write(op: &'static str, dst: &Raw, src: &Raw, change: Option<Change>) -> Result<()> {
     if dst.elem_count() == 0 {
         return Ok(());
@@ -189,10 +191,11 @@ fn write(op: &'static str, dst: &Raw, src: &Raw, change: Option<Change>) -> Resu
     }
 }
 
-/// Copies `from` to `to` without conversion; their elements have the same size.
+/// Copies `from` to `to` without conversion. Their elements must have the same size in bytes.
 ///
 /// # Safety
-/// Their strides stay inside of memory that may be written and read.
+/// The strides of `from` stay inside of memory that may be read, and those of `to` inside of memory that may be
+/// written.
 pub(super) unsafe fn copy_bytes(
     op: &'static str,
     gpu: &Gpu,
@@ -223,21 +226,24 @@ fn change(op: &'static str, kernel: &Kernel<Fill>, dst: &Raw, number: f64) -> Re
 
 fn check_pair(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
     if dst.dims() != src.dims() {
-        return Err(Error::shape(op, format!("found shape {:?}, expected {:?}", src.dims(), dst.dims())));
+        return Err(Error::shape(op, format!("found a source of shape {:?}, expected {:?}", src.dims(), dst.dims())));
     }
     same_device(op, dst, &[src])?;
     check_distinct(op, dst)?;
     if dst.elem_count() > 0 && storage_identity(dst).0 == storage_identity(src).0 {
-        return Err(Error::argument(op, "the tensor and its source share one storage"));
+        return Err(Error::argument(op, "the destination and the source share one storage"));
     }
     Ok(())
 }
 
-/// Checks that a tensor to be changed does not repeat elements.
+/// Checks that no two elements of a tensor to be changed have the same memory, as they do in a broadcast view.
 fn check_distinct(op: &'static str, dst: &Raw) -> Result<()> {
     let repeats = dst.dims().iter().zip(dst.stride()).any(|(&size, &stride)| size > 1 && stride == 0);
     if repeats && dst.elem_count() > 0 {
-        return Err(Error::argument(op, format!("a tensor of strides {:?} repeats elements", dst.stride())));
+        return Err(Error::argument(
+            op,
+            format!("the destination is a broadcast view with strides {:?}", dst.stride()),
+        ));
     }
     Ok(())
 }

@@ -20,16 +20,17 @@ pub fn download<T: WithDType>(x: &Raw) -> Result<Vec<T>> {
     let gpu = Gpu::of(OP, x)?;
     if x.dtype() != T::DTYPE {
         let (found, expected) = (x.dtype().as_str(), T::DTYPE.as_str());
-        return Err(Error::dtype(OP, format!("found {found}, expected {expected}")));
+        return Err(Error::dtype(OP, format!("found dtype {found}, expected {expected}")));
     }
     let dense = contiguous(x)?;
     let count = dense.elem_count();
     let mut values: Vec<T> = Vec::with_capacity(count);
-    // An empty tensor has storage, too, which nothing has written.
+    // Copy nothing of an empty tensor: its storage has memory that nothing has written.
     if count > 0 {
         let from = address(OP, &dense)?;
         gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
-        // SAFETY: both have `count` elements of a plain number; all of them are written.
+        // SAFETY: `dense` and the capacity of `values` have `count` elements of the number type `T`, and the copy
+        // writes all elements of `values`.
         unsafe {
             let to = values.as_mut_ptr().cast();
             download::download(to, from, count * size_of::<T>(), gpu.stream().cu_stream().cast())

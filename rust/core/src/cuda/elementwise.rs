@@ -1,5 +1,6 @@
 //! Elementwise functions of one, two and three tensors.
 
+// All functions with the same number of operands take the same arguments: those of `exp`, `add` and `share`.
 use trainable_candle_cuda::kernels::elementwise::{Add as Binary, Exp as Unary, Share as Ternary};
 
 use super::gpu::Gpu;
@@ -10,7 +11,7 @@ use crate::{Raw, Result};
 
 const OP: &str = "elementwise operation";
 
-/// The kernel of a function, and its parameters.
+/// The kernel of a function, and the two numbers that the kernel takes besides the operands.
 #[derive(Clone, Copy, Debug)]
 pub struct Kernel {
     name: &'static str,
@@ -18,7 +19,7 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// The function's name in `kernels/elementwise.cu`, and its parameters.
+    /// `name` is the function's name in `cuda/kernels/elementwise.cu`; unused `parameters` are 0.
     pub const fn new(name: &'static str, parameters: [f64; 2]) -> Self {
         Self { name, parameters }
     }
@@ -56,7 +57,8 @@ fn apply<const N: usize>(operands: [&Raw; N], dims: &[usize], kernel: Kernel) ->
     }
     let [p, q] = kernel.parameters;
     let y_at = to.output();
-    // SAFETY: the strides stay inside of the tensors.
+    // SAFETY: the addresses and strides are those of the tensors, broadcast to `dims`, so they stay inside of the
+    // tensors.
     unsafe {
         match *from.as_slice() {
             [a] => {

@@ -1,4 +1,4 @@
-//! Memory shared with other libraries that use their own streams of the device.
+//! Memory shared by DLPack with other libraries, which use their own streams of the device.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -50,7 +50,8 @@ unsafe fn order(first: CUstream, second: CUstream) -> std::result::Result<(), Dr
 /// Make another library's stream wait until all work that this library has queued is done.
 ///
 /// # Safety
-/// `consumer` is a stream of the device, or 1 or 2 for its default streams.
+/// `consumer` is the handle of a stream of the device, 1 for the legacy default stream, or 2 for the per-thread default
+/// stream.
 ///
 /// # Errors
 /// As [`address`], and if the driver reports an error.
@@ -62,12 +63,12 @@ pub unsafe fn ready_for(device: &Device, consumer: usize) -> Result<()> {
     unsafe { order(gpu.stream().cu_stream(), consumer as CUstream) }.map_err(|error| driver_error(OP, error))
 }
 
-/// Tensors that other libraries released during a capture. They are kept until a later release, because a capture
-/// cannot wait for a stream.
+/// Tensors that other libraries released during a capture, each with the other library's stream if it is known. The
+/// tensors are kept until the next release outside of a capture, because a capture cannot wait for a stream.
 static RETURNED: Mutex<Vec<(Raw, Option<usize>)>> = Mutex::new(Vec::new());
 
-/// Release a tensor that another library no longer uses: the device's stream waits for the work that the other library
-/// has queued.
+/// Release a tensor that another library no longer uses: this library's stream waits for the work that the other
+/// library has queued. `consumer` is the other library's stream, as in [`ready_for`], if it is known.
 pub fn released(tensor: Raw, consumer: Option<usize>) {
     let mut waiting = std::mem::take(&mut *RETURNED.lock().unwrap_or_else(PoisonError::into_inner));
     waiting.push((tensor, consumer));
@@ -81,7 +82,8 @@ pub fn released(tensor: Raw, consumer: Option<usize>) {
     }
 }
 
-/// Make the device's stream wait for a consumer's.
+/// Make this library's stream wait for the stream `consumer` if that is the legacy default stream. Otherwise wait for
+/// all work of the device.
 fn follow(device: &Device, consumer: Option<usize>) -> Result<()> {
     const LEGACY: usize = 1;
     let gpu = Gpu::of_device(OP, device)?;
@@ -98,15 +100,16 @@ fn follow(device: &Device, consumer: Option<usize>) -> Result<()> {
     wait().map_err(|error| driver_error(OP, error))
 }
 
-/// Copy another library's values. The caller has made the device's stream wait until the values are written. Returns once
-/// they have been read.
+/// Copy the values of another library's tensor. Before the call, the caller must have made this library's stream wait
+/// until the values are written. Returns after all values have been read.
 ///
 /// # Safety
 /// Every element that `dims` and `strides` (in elements) reach from `address` is readable on the device.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit, [`Error::Shape`](crate::Error::Shape) if
-/// `strides` leave too many dimensions that cannot be merged, and as [`address`].
+/// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit into memory,
+/// [`Error::Shape`](crate::Error::Shape) if too many dimensions are left after those that `strides` allow to merge are
+/// merged, and as [`address`].
 pub unsafe fn copy(device: &Device, address: u64, dims: &[usize], strides: &[usize], dtype: DType) -> Result<Raw> {
     let gpu = Gpu::of_device(OP, device)?;
     capture::refuse(OP)?;
@@ -116,7 +119,7 @@ pub unsafe fn copy(device: &Device, address: u64, dims: &[usize], strides: &[usi
     }
     let layout = Layout::new(Shape::from(dims), strides.to_vec(), 0);
     let from = Member { layout: &layout, address, dtype };
-    // SAFETY: the caller promises that the source's strides stay inside.
+    // SAFETY: the caller promises that all elements of the source are readable; `y` has the same shape.
     unsafe { copy_bytes(OP, gpu, dims, Member::new(OP, &y)?, from) }?;
     gpu.stream().synchronize().map_err(|error| driver_error(OP, error))?;
     Ok(y)

@@ -60,9 +60,9 @@ fn check_apart(op: &'static str, dst: &Raw, a: &Raw, b: &Raw) -> Result<()> {
     Ok(())
 }
 
-/// As [`cpu::write_products`](crate::cpu::write_products). Large low-rank products that are added to `dst` have kernels
-/// of their own. Other products of one shape are computed as one product if their matrices are adjacent, and as one
-/// batch if their matrices are evenly spaced.
+/// As [`cpu::write_products`](crate::cpu::write_products). Large low-rank products that are added to `dst` are computed
+/// by the kernels of `low_rank`. Other products, if they have the same shape, are computed by one call of cuBLAS: as a
+/// single product if their matrices are adjacent in memory, or as a batch if their matrices are evenly spaced.
 pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Result<()> {
     const OP: &str = "write_products";
     let beta = f64::from(u8::from(accumulate));
@@ -100,13 +100,17 @@ struct Product {
     sizes: [usize; 3],
 }
 
-/// Several products as one call.
+/// Several products that one call of cuBLAS computes.
 struct Joined {
+    /// One product of the batch.
     plan: Plan,
+    /// The layout of `a` in each product.
     left: Matrix,
+    /// The layout of `b` in each product.
     right: Matrix,
+    /// Number of products in the batch.
     count: usize,
-    /// Distances from an operand or result of the batch to the next, in elements.
+    /// Distances of `a`, `b` and the result from those of the next product of the batch, in elements.
     strides: [usize; 3],
 }
 
@@ -135,7 +139,8 @@ impl Joined {
         if count == 1 {
             return joined(plan(m, n), 1, [0; 3]);
         }
-        // Results are neighbouring columns, neighbouring rows, or a batch of separate matrices.
+        // Three cases: the results are neighbouring columns of one matrix, neighbouring rows of one matrix, or a batch
+        // of matrices that do not overlap.
         if stride_a == 0 && stride_b == n * b[1] && stride_y == n && row >= count * n {
             return joined(plan(m, count * n), 1, [0; 3]);
         }
@@ -147,8 +152,8 @@ impl Joined {
     }
 }
 
-/// The distance between the operands or results of consecutive products, in elements; `None` if the distances differ or
-/// are negative.
+/// The distance in memory between the `a` (`which` = 0), the `b` (1) or the results (2) of consecutive products, in
+/// elements; 0 for a single product. `None` if the distances differ, are negative, or are not a whole number of elements.
 fn spacing(products: &[Product], which: usize) -> Option<usize> {
     let place = |product: &Product| product.addresses[which];
     let [first, second, ..] = products else { return Some(0) };
@@ -166,8 +171,8 @@ pub(super) struct Matrix {
 }
 
 impl Matrix {
-    /// The layout of the transpose of a (rows, columns) matrix with these strides; `None` if neither dimension is
-    /// dense.
+    /// The layout of the transpose of a (rows, columns) matrix with these strides. `None` if neither dimension has
+    /// stride 1, or if rows or columns overlap.
     pub(super) fn transpose_of([rows, columns]: [usize; 2], [row_stride, column_stride]: [usize; 2]) -> Option<Self> {
         // The stride of a dimension of one element does not matter.
         let dense = |size: usize, stride: usize| size <= 1 || stride == 1;
@@ -198,7 +203,8 @@ fn run(op: &'static str, y: &Raw, a: &Raw, b: &Raw, alpha: f64, beta: f64) -> Re
     let (Some(left), Some(right)) =
         (Matrix::transpose_of([plan.m, plan.k], plan.a), Matrix::transpose_of([plan.k, plan.n], plan.b))
     else {
-        // cuBLAS cannot read a matrix without a dense dimension, such as a view of every other column of a matrix.
+        // cuBLAS cannot read a matrix without a dimension of stride 1, such as a view of every other column of a
+        // matrix.
         let (a, b) = (dense(a, [plan.m, plan.k], plan.a)?, dense(b, [plan.k, plan.n], plan.b)?);
         return run(op, y, &a, &b, alpha, beta);
     };
@@ -233,13 +239,14 @@ fn dense(operand: &Raw, sizes: [usize; 2], strides: [usize; 2]) -> Result<Raw> {
     if Matrix::transpose_of(sizes, strides).is_some() { Ok(operand.clone()) } else { contiguous(operand) }
 }
 
+/// A call of cuBLAS, without the addresses and the size of the batch.
 struct Call<'a> {
     op: &'static str,
     gpu: &'a Gpu,
     plan: &'a Plan,
     left: Matrix,
     right: Matrix,
-    /// The dtype of the operands and of the result.
+    /// The type of the elements of both operands, then that of the elements of the result.
     types: [Type; 2],
 }
 
@@ -248,7 +255,7 @@ impl Call<'_> {
         let [m, n, k, count] = [self.plan.m, self.plan.n, self.plan.k, count].map(i32::try_from);
         let distances = [self.left.distance, self.right.distance, self.plan.row.max(1) as i64].map(i32::try_from);
         let (Ok(m), Ok(n), Ok(k), Ok(count), [Ok(left), Ok(right), Ok(row)]) = (m, n, k, count, distances) else {
-            let message = format!("a product of shape {:?} is larger than cuBLAS takes", self.plan.dims);
+            let message = format!("a product of shape {:?} has a size or stride above 2^31 - 1", self.plan.dims);
             return Err(Error::shape(self.op, message));
         };
         let [operands, result] = self.types;
@@ -271,8 +278,8 @@ impl Call<'_> {
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(self.op, error))?;
         let name = || format!("gemm {count} x {m}x{k}x{n} {operands:?}");
         let queue = || {
-            // SAFETY: the plan stays within its operands and the result, which are of the types named; cuBLAS queues on
-            // the device's stream.
+            // SAFETY: the plan stays within its operands and the result, whose elements are of `self.types`; cuBLAS
+            // queues the product on the device's stream.
             check_blas(unsafe {
                 cublasGemmStridedBatchedEx(
                     *self.gpu.blas().handle(),

@@ -1,4 +1,4 @@
-//! Many products at once: products of one size are one call of cuBLAS.
+//! Many products at once. Products of the same sizes, layouts, dtypes and factors are computed by one call of cuBLAS.
 
 use std::ffi::c_void;
 
@@ -30,14 +30,17 @@ const ALIGNMENT: Address = 16;
 /// The properties that the products of one call share.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
+    /// m, n and k.
     sizes: [i32; 3],
-    /// Layouts of the left and the right operand.
+    /// Whether cuBLAS transposes `a`, and whether it transposes `b`.
     operations: [Operation; 2],
+    /// Distances between neighbouring columns of `a` and of `b`, both column-major for cuBLAS, in elements.
     distances: [i32; 2],
-    /// The dtype of the operands and of the result.
+    /// The dtype of both operands, then that of the result.
     dtypes: [DType; 2],
+    /// Whether the product is added to the result.
     accumulates: bool,
-    /// The bits of the factor on the product.
+    /// The bits of the factor on the product, an f32.
     alpha: u32,
 }
 
@@ -46,8 +49,8 @@ impl Key {
     fn of(product: &Product) -> Result<Option<Self>> {
         let Product { a, b, alpha, to } = product;
         let plan = Plan::of(OP, a, b)?;
-        // cuBLAS chooses a kernel without the addresses of a batch, and assumes that the addresses are aligned for the
-        // widest access that the sizes allow.
+        // cuBLAS chooses its kernel for a batch without reading the addresses. It assumes that the addresses are
+        // aligned for the widest access that the sizes allow.
         let is_aligned = |tensor: &Raw| Ok::<_, Error>(address(OP, tensor)?.is_multiple_of(ALIGNMENT));
         let mut aligned = is_aligned(a)? && is_aligned(b)?;
         let (result, accumulates) = match to {
@@ -119,7 +122,8 @@ pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
     Ok(results.into_iter().flatten().collect())
 }
 
-/// Splits a group into the products of one call and the rest. No two products of the call add to the same tensor.
+/// Splits a group of products with one key into those that the next call computes and the rest. No two products of the
+/// call add to the same tensor.
 fn distinct(work: &[Product], group: &[usize]) -> Result<(Vec<usize>, Vec<usize>)> {
     let (mut batch, mut rest) = (Vec::new(), Vec::new());
     let mut sums: FxHashSet<Address> = FxHashSet::default();
@@ -133,7 +137,7 @@ fn distinct(work: &[Product], group: &[usize]) -> Result<(Vec<usize>, Vec<usize>
     Ok((batch, rest))
 }
 
-/// Computes products of one key in one call.
+/// Computes products that have the key `key` by one call of cuBLAS.
 fn run(key: &Key, batch: &[&Product]) -> Result<Vec<Raw>> {
     let gpu = Gpu::of(OP, &batch[0].a)?;
     let count = batch.len();
@@ -158,7 +162,7 @@ fn run(key: &Key, batch: &[&Product]) -> Result<Vec<Raw>> {
     let function = gpu.function(&WRITE_ADDRESSES, &[])?;
     let shape = Shape::linear(OP, 1, MOST_ADDRESSES as u32)?;
     let arguments = WriteAddresses { table: Mut::new(to, Element::U64), count: 3 * count as u32, addresses };
-    // SAFETY: the table has room for this many addresses.
+    // SAFETY: the table has room for `3 * count` addresses.
     unsafe { function.launch(OP, gpu, shape, arguments) }?;
     let part = |i: usize| to + (i * count * size_of::<Address>()) as Address;
     let [m, n, k] = key.sizes;
@@ -167,8 +171,8 @@ fn run(key: &Key, batch: &[&Product]) -> Result<Vec<Raw>> {
     gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
     let name = || format!("gemm batch {count} x {m}x{k}x{n} {:?}", types[0]);
     let queue = || {
-        // SAFETY: the table has the addresses of as many operands and results, which are of the sizes and types named;
-        // cuBLAS queues on the device's stream, in whose order the table is freed.
+        // SAFETY: the table holds `count` addresses each of `a`, `b` and the result, whose sizes and types are those of
+        // the key. cuBLAS queues on the device's stream. The table is freed in the order of this stream.
         check_blas(unsafe {
             cublasGemmBatchedEx(
                 *gpu.blas().handle(),

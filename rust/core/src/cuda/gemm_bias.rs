@@ -16,7 +16,8 @@ use crate::{Raw, Result};
 ///
 /// # Errors
 /// [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType) and
-/// [`Error::Device`](crate::Error::Device) if the operands do not fit.
+/// [`Error::Device`](crate::Error::Device) if the shapes of `x` and `w` do not match, if their dtypes differ, or if the
+/// operands are not on one CUDA device or cuBLASLt reports an error.
 pub fn product_with_bias(op: &'static str, x: &Raw, w: &Raw, bias: &Raw) -> Result<Option<Raw>> {
     same_device(op, x, &[w, bias])?;
     let plan = Plan::of(op, x, w)?;

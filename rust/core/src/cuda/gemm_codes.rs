@@ -11,17 +11,18 @@ use crate::Result;
 /// The number format of codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Codes {
-    /// Two's complement.
+    /// 8-bit integers in two's complement.
     Int8,
-    /// e4m3.
+    /// 8-bit floating-point numbers with four exponent bits and three fraction bits (e4m3).
     E4m3,
 }
 
-/// y (m, n) = x (m, k) times the transpose of w (n, k), all dense. The results are sums of products of codes: 32-bit
-/// integers for int8, f32 for e4m3. Returns false if the device does not support such products.
+/// y (m, n) = x (m, k) times the transpose of w (n, k). All matrices are contiguous and row-major. The elements of `y`
+/// are sums of products of codes: 32-bit integers for int8, f32 for e4m3. Returns false if cuBLASLt does not support
+/// the product on this device.
 ///
 /// # Safety
-/// `x`, `w` and `y` are addresses of matrices of these sizes on the device.
+/// `x`, `w` and `y` are the addresses of matrices of these sizes on the device.
 ///
 /// # Errors
 /// [`Error::Device`](crate::Error::Device) if the device reports an error.

@@ -101,7 +101,7 @@ fn find(gpu: &Gpu, key: &Key, vectors: Vectors) -> Result<Option<Call>> {
     type Preference = sys::cublasLtMatmulPreferenceAttributes_t;
     let (_, workspace) = gpu.workspace();
     set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace)?;
-    // Sums of products in f16 and bf16 stay in f32 even if they are split.
+    // If cuBLASLt splits a sum over k, it adds up the parts of the sum in f32 for f16 and bf16, too.
     let scheme = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
     set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &scheme)?;
     let [a, b, y] = key.alignments;

@@ -34,11 +34,12 @@ pub struct Gpu {
     board: Board,
     product_calls: ProductCalls,
     copies: Lazy,
-    /// Memory for cuBLAS and cuBLASLt, which use it one after the other.
+    /// Memory that cuBLAS and cuBLASLt use for intermediate results. They share it, because their work runs in the
+    /// order of one stream.
     workspace: CudaSlice<u8>,
 }
 
-/// The devices in use. They stay until the process ends: tensors may outlive every other owner.
+/// The devices in use. They stay until the process ends, because tensors may outlive all other owners of their device.
 static GPUS: RwLock<Vec<(DeviceId, &'static Gpu)>> = RwLock::new(Vec::new());
 
 fn known(find: impl Fn(&(DeviceId, &'static Gpu)) -> bool) -> Option<&'static Gpu> {
@@ -66,8 +67,8 @@ pub fn open(ordinal: usize, folders: &[&Path]) -> Result<Device> {
         return Ok(Device::Cuda(gpu.device.clone()));
     }
     let device = CudaDevice::new_with_stream(ordinal)?;
-    // SAFETY: all work goes to the device's one stream or is ordered with it (see `copies.rs`), and memory is freed in the
-    // order of this stream.
+    // SAFETY: all work goes to the device's one stream or is ordered with it (see `copies.rs`), and memory is freed in
+    // the order of this stream.
     unsafe { device.disable_event_tracking() };
     gpus.push((device.id(), Gpu::leak(device.clone())?));
     Ok(Device::Cuda(device))
@@ -88,6 +89,7 @@ pub fn devices(folders: &[&Path]) -> Result<usize> {
 }
 
 impl Gpu {
+    /// Makes the state of a device. It lives as long as the process.
     fn leak(device: CudaDevice) -> Result<&'static Self> {
         let stream = device.cuda_stream();
         let blas = device.cublas_handle();
@@ -95,13 +97,13 @@ impl Gpu {
         let is_hopper = capability == (9, 0);
         let multiprocessors = stream.context().attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
         let multiprocessors = multiprocessors.map_err(|error| driver_error("cuda", error))? as usize;
-        // SAFETY: only cuBLAS uses the memory, and it does not read values that it has not written.
+        // SAFETY: only cuBLAS and cuBLASLt use the memory, and they read only values that they have written.
         let workspace = unsafe { device.alloc::<u8>(BLAS_WORKSPACE) }?;
         let (pointer, _) = workspace.device_ptr(&stream);
         // SAFETY: the handle is candle's for this device; the workspace lives as long as the device.
         unsafe {
             check_blas(blas::cublasSetWorkspace_v2(*blas.handle(), pointer as *mut _, BLAS_WORKSPACE))?;
-            // Sums of products in f16 and bf16 stay in f32 even if they are split.
+            // If cuBLAS splits a sum over k, it adds up the parts of the sum in f32 for f16 and bf16, too.
             let mode = blas::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
             check_blas(blas::cublasSetMathMode(*blas.handle(), mode))?;
         }
@@ -124,7 +126,7 @@ impl Gpu {
     ///
     /// # Errors
     /// [`Error::Device`] if the tensor is not on a CUDA device. At the first use of a device, [`Error::OutOfMemory`] if
-    /// it is full, and [`Error::CudaUnavailable`] if there are no kernels for it.
+    /// the device's memory is full, and [`Error::CudaUnavailable`] if the library has no kernels for the device.
     pub fn of(op: &'static str, tensor: &Raw) -> Result<&'static Self> {
         Self::of_device(op, tensor.device())
     }
@@ -144,7 +146,7 @@ impl Gpu {
         if let Some(gpu) = known(|(id, _)| *id == device.id()) {
             return Ok(gpu);
         }
-        // The device was not made with `open`, but with candle.
+        // The device was made by candle instead of by `open`, so it was not checked yet.
         if let DeviceLocation::Cuda { gpu_id } = device.location() {
             check_usable(gpu_id)?;
         }
@@ -162,7 +164,7 @@ impl Gpu {
         &self.device
     }
 
-    /// The stream that all work goes to.
+    /// The stream in which all work is queued, except copies that run in parallel (`copies.rs`).
     pub const fn stream(&self) -> &Arc<CudaStream> {
         &self.stream
     }
@@ -176,8 +178,8 @@ impl Gpu {
         &self.product_calls
     }
 
-    /// The stream of copies from and to the host and from other devices, which run in parallel with the work; made on
-    /// first use.
+    /// The stream of copies from the host, to the host and from other devices. The copies run in parallel with the work
+    /// in [`stream`](Self::stream). The stream of copies is made on first use.
     pub(super) fn copies(&self) -> Result<&'static Copies> {
         self.copies.get_or_make(&self.stream)
     }
@@ -187,7 +189,8 @@ impl Gpu {
         self.copies.get()
     }
 
-    /// Join the stream of copies with the stream of work, where a recording or a replay begins or ends.
+    /// Join the stream of copies with [`stream`](Self::stream). To be called where a recording or a replay begins or
+    /// ends.
     pub(super) fn meet_copies(&self) -> std::result::Result<(), DriverError> {
         self.copies.get().map_or(Ok(()), |copies| copies.meet(&self.stream))
     }

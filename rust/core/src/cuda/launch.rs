@@ -33,14 +33,15 @@ pub struct Function<A> {
     takes: PhantomData<fn(A)>,
 }
 
-/// The launch configuration of a kernel: blocks, threads of a block, and dynamic shared memory of a block.
+/// The launch configuration of a kernel: the number of blocks, the threads of each block, and the dynamic shared memory
+/// of each block.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     /// Blocks in each dimension.
     pub grid: [u32; 3],
     /// Threads of a block in each dimension.
     pub block: [u32; 3],
-    /// Bytes of dynamic shared memory.
+    /// Bytes of dynamic shared memory of a block.
     pub shared: u32,
 }
 
@@ -56,20 +57,21 @@ impl Shape {
         Ok(Self { grid: [grid, 1, 1], block: [threads, 1, 1], shared: 0 })
     }
 
-    /// Blocks of 256 threads for kernels that support any grid, with about `each` of `count` elements per thread.
+    /// Blocks of 256 threads for kernels whose threads loop until all `count` elements are done. Each thread gets about
+    /// `each` elements.
     pub fn flat(count: usize, each: usize) -> Self {
         let blocks = count.div_ceil(256 * each.max(1)).clamp(1, i32::MAX as usize);
         Self { grid: [blocks as u32, 1, 1], block: [256, 1, 1], shared: 0 }
     }
 
-    /// A team of threads for each row of `len` elements, as `include/rows.cuh` requires. The team holds the row in
-    /// registers, unless the row is too long.
+    /// A team of threads for each row of `len` elements, as `cuda/include/rows.cuh` requires. The threads of a team
+    /// hold their row in registers, unless the row is too long.
     pub fn rows(rows: usize, len: usize, dtype: DType) -> Self {
         Self::teams(rows, len, 4, dtype)
     }
 
-    /// [`rows`](Self::rows) for a kernel whose threads hold up to `held` packs of a row; a pack is 16 bytes of
-    /// neighbouring elements.
+    /// As [`rows`](Self::rows), for a kernel whose threads each hold up to `held` packs of a row in registers. A pack
+    /// is 16 bytes of neighbouring elements.
     pub fn teams(rows: usize, len: usize, held: usize, dtype: DType) -> Self {
         const TEAM: usize = 512;
         let threads = (32 * len.div_ceil(32 * held * wide(dtype))).clamp(32, TEAM);
@@ -89,10 +91,11 @@ impl Shape {
 }
 
 impl Gpu {
-    /// The kernel for some dtypes, `<name>_<dtype>_...` of its module; it is looked up only once.
+    /// The kernel `<name>_<dtype>_...` of the kernel's module, for the dtypes `dtypes`. The loader looks up each kernel
+    /// only once.
     ///
     /// # Errors
-    /// [`Error::Device`] if there is none or the driver cannot load it.
+    /// [`Error::Device`] if there is no kernel for these dtypes or the driver cannot load it.
     pub fn function<A: Arguments>(&self, kernel: &Kernel<A>, dtypes: &'static [&'static str]) -> Result<Function<A>> {
         Ok(Function { loaded: self.loader().find(kernel, dtypes)?, takes: PhantomData })
     }
@@ -116,8 +119,8 @@ impl<A: Arguments> Function<A> {
     /// The memory to which the arguments point is valid for the kernel's accesses.
     ///
     /// # Errors
-    /// [`Error::DType`] if memory has other elements than the kernel reads or writes, [`Error::Device`] if the driver
-    /// reports an error.
+    /// [`Error::DType`] if an argument points to elements of another type than the kernel reads or writes there,
+    /// [`Error::Device`] if the driver reports an error.
     pub unsafe fn launch(&self, op: &'static str, gpu: &Gpu, shape: Shape, arguments: A) -> Result<()> {
         arguments.lend(|places, elements| {
             check(op, &self.loaded.name, self.loaded.pointers, elements)?;
@@ -129,8 +132,8 @@ impl<A: Arguments> Function<A> {
 
 impl Loaded {
     /// # Safety
-    /// `arguments` point to the kernel's parameters, in order and of the right types; the memory to which these point
-    /// is valid for the kernel's accesses.
+    /// `arguments` point to the values of the kernel's parameters, in order and of the right types. The memory to which
+    /// these values point is valid for the kernel's accesses.
     unsafe fn launch(&self, op: &'static str, gpu: &Gpu, shape: Shape, arguments: &mut [*mut c_void]) -> Result<()> {
         let mut run = || {
             gpu.stream().context().bind_to_thread()?;
@@ -140,7 +143,8 @@ impl Loaded {
             }
             let (function, stream) = (self.function.cu_function(), gpu.stream().cu_stream());
             if self.overlaps {
-                // SAFETY: the caller's promise; every kernel waits for those before it (`cuda/include/follow.cuh`).
+                // SAFETY: the caller's promise; every kernel waits for the kernel before it
+                // (`cuda/include/follow.cuh`).
                 return unsafe { launch_early(function, shape, stream, arguments) };
             }
             let (grid, block) = (shape.grid.into(), shape.block.into());
@@ -151,10 +155,10 @@ impl Loaded {
     }
 }
 
-/// Queue a kernel that may start while the one before it runs.
+/// Queue a kernel that may start while the kernel before it still runs.
 ///
 /// # Safety
-/// As [`result::launch_kernel`]; the kernel itself waits for those before it.
+/// As [`result::launch_kernel`]. The code of the kernel must wait for the end of the kernel before it.
 unsafe fn launch_early(
     function: CUfunction,
     shape: Shape,
@@ -173,7 +177,7 @@ unsafe fn launch_early(
     unsafe { cuLaunchKernelEx(&raw const config, function, arguments.as_mut_ptr(), null_mut()) }.result()
 }
 
-/// Checks that the arguments point to the kinds of elements that a kernel expects.
+/// Checks that the pointers among a kernel's arguments point to elements of the types that the kernel expects.
 fn check(op: &'static str, kernel: &str, pointers: &[(&'static str, Element)], elements: &[Element]) -> Result<()> {
     match pointers.iter().zip(elements).find(|((_, expected), found)| !found.fits(*expected)) {
         None => Ok(()),
@@ -186,8 +190,8 @@ fn check(op: &'static str, kernel: &str, pointers: &[(&'static str, Element)], e
     }
 }
 
-/// The address of the first element of a tensor. It is valid while the tensor lives, and for all work queued until
-/// then; a graph that is being captured keeps the tensor.
+/// The address of the first element of a tensor. The address is valid while the tensor lives, and for all work that is
+/// queued while the tensor lives. If a graph is being captured, the graph keeps the tensor alive.
 ///
 /// # Errors
 /// [`Error::Device`] if the tensor is not on a CUDA device, [`Error::DType`] if kernels do not support its dtype.
@@ -263,13 +267,13 @@ pub fn optional_output(op: &'static str, tensor: Option<&Raw>) -> Result<Mut> {
     tensor.map_or(Ok(Mut::NULL), |tensor| output(op, tensor))
 }
 
-/// The number of rows of a tensor along its last dimension, and their length.
+/// The number of rows of a tensor, and the length of a row, which is the size of the last dimension (1 for a scalar).
 pub fn rows_of(x: &Raw) -> (usize, usize) {
     let len = x.dims().last().copied().unwrap_or(1);
     (x.elem_count() / len.max(1), len)
 }
 
-/// Elements in an access of 16 bytes.
+/// The number of elements in 16 bytes, the widest access of a thread.
 pub fn wide(dtype: DType) -> usize {
     16 / dtype.size_in_bytes()
 }
@@ -279,10 +283,10 @@ pub const fn accumulator(dtype: DType) -> DType {
     if matches!(dtype, DType::F64) { DType::F64 } else { DType::F32 }
 }
 
-/// A size for a kernel that counts in 32 bits.
+/// `size` as an argument of a kernel that counts in 32 bits.
 ///
 /// # Errors
-/// [`Error::Shape`] if it is larger.
+/// [`Error::Shape`] if `size` is 2^32 or more.
 pub fn count32(op: &'static str, size: usize) -> Result<u32> {
     u32::try_from(size)
         .map_err(|_| Error::shape(op, format!("a dimension of {size} elements is more than CUDA kernels take")))
@@ -291,9 +295,9 @@ pub fn count32(op: &'static str, size: usize) -> Result<u32> {
 /// A new tensor whose values are not set yet.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] with the sizes, [`Error::DType`] if kernels do not support the dtype.
+/// [`Error::OutOfMemory`] if the tensor does not fit into memory, [`Error::DType`] if kernels do not support the dtype.
 pub fn empty(op: &'static str, gpu: &Gpu, dims: &[usize], dtype: DType) -> Result<Raw> {
-    // One element at least, so that there is an address.
+    // An empty tensor gets memory for one element, so that it has an address.
     let count = crate::raw::check_size(op, dims, dtype)?.max(1);
     macro_rules! storage {
         ($($variant:ident $t:ty;)*) => {
@@ -313,7 +317,7 @@ pub fn empty(op: &'static str, gpu: &Gpu, dims: &[usize], dtype: DType) -> Resul
 /// The suffix of a kernel's name for a floating-point dtype.
 ///
 /// # Errors
-/// [`Error::DType`] if it is not floating point.
+/// [`Error::DType`] if `dtype` is not a floating-point one.
 pub fn suffix(op: &'static str, dtype: DType) -> Result<&'static [&'static str]> {
     Ok(match dtype {
         DType::F32 => &["f32"],
@@ -327,7 +331,7 @@ pub fn suffix(op: &'static str, dtype: DType) -> Result<&'static [&'static str]>
 /// The suffixes of a kernel's name for two floating-point dtypes.
 ///
 /// # Errors
-/// [`Error::DType`] if one is not floating point.
+/// [`Error::DType`] if `from` or `to` is not a floating-point dtype.
 pub fn suffixes(op: &'static str, from: DType, to: DType) -> Result<&'static [&'static str]> {
     macro_rules! pairs {
         ($($from:ident $f:literal: $($to:ident $t:literal)*;)*) => {

@@ -1,4 +1,4 @@
-//! Finding kernels: modules and functions that the driver has loaded.
+//! Loads modules of kernels into the driver, and finds the kernels in them.
 
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -10,7 +10,7 @@ use trainable_candle_cuda::kernels::{Arguments, Element, Kernel, Module};
 
 use crate::{Error, Result};
 
-/// A function: its module, its name, and the dtypes in the suffix of its name.
+/// A kernel: the name of its module, its own name without the suffix, and the dtypes that the suffix names.
 type Name = (&'static str, &'static str, &'static [&'static str]);
 
 /// A kernel for some dtypes, loaded by the driver.
@@ -25,11 +25,12 @@ pub(super) struct Loaded {
     pub(super) overlaps: bool,
 }
 
-/// Code that is compiled for this architecture (`__CUDA_ARCH__` / 10) or a later one waits for the kernel before it. A
-/// newer GPU may run code that is compiled for an older architecture.
+/// The oldest architecture (`__CUDA_ARCH__` / 10) for which the compiled code of a kernel waits for the kernel before
+/// it. The architecture of the code decides, not that of the GPU, because a newer GPU may run code for an older
+/// architecture.
 const WAITS: i32 = 90;
 
-/// The modules and functions of a device that were found so far.
+/// The modules and kernels that were loaded on a device so far.
 pub(super) struct Loader {
     stream: Arc<CudaStream>,
     modules: RwLock<FxHashMap<&'static str, Arc<CudaModule>>>,
@@ -41,10 +42,11 @@ impl Loader {
         Self { stream, modules: RwLock::default(), functions: RwLock::default() }
     }
 
-    /// The kernel for some dtypes, `<name>_<dtype>_...` of its module; it is looked up only once.
+    /// The kernel `<name>_<dtype>_...` of the kernel's module, for the dtypes `dtypes`. Each kernel is looked up only
+    /// once.
     ///
     /// # Errors
-    /// [`Error::Device`] if there is none or the driver cannot load it.
+    /// [`Error::Device`] if there is no kernel for these dtypes or the driver cannot load it.
     pub(super) fn find<A: Arguments>(&self, kernel: &Kernel<A>, dtypes: &'static [&'static str]) -> Result<Loaded> {
         let key = (kernel.module.name, kernel.name, dtypes);
         if let Some(loaded) = self.functions.read().unwrap_or_else(PoisonError::into_inner).get(&key) {

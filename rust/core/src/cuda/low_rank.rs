@@ -1,4 +1,4 @@
-//! The low-rank products of adapted linear maps that one kernel can compute.
+//! The low-rank products of adapted linear maps, dst += s · input · down · up, for which the library has kernels of its own.
 
 use candle_core::DType;
 use smallvec::SmallVec;
@@ -19,15 +19,15 @@ use crate::{Raw, Result, product};
 const OP: &str = "low_rank";
 /// The most terms of a launch.
 const MOST_TERMS: usize = 4;
-/// Rows of a block.
+/// Rows of dst that a block of threads computes.
 const ROWS: usize = 16;
-/// The most elements that input and dst of one term have together. Above that, memory bandwidth matters more than launches, and cuBLAS
-/// reads the factors less often: on an H200 the kernel is faster at 4096 rows of 640 + 640 elements and slower at 4096
-/// rows of 1280 + 1280.
+/// The most elements that input and dst of one term have together. For more elements, memory bandwidth matters more than the number of
+/// launches, and cuBLAS reads the factors less often than the kernel: on an H200 the kernel is faster than cuBLAS at 4096 rows of 640 + 640
+/// elements and slower at 4096 rows of 1280 + 1280.
 const MOST_ELEMENTS: usize = 6 << 20;
 /// `inner` and `outer`, the numbers of input and output features, must be multiples of this.
 const STEP: usize = 32;
-/// Addresses and distances between rows must be multiples of this, in bytes.
+/// The addresses of matrices, and the distances between their rows in bytes, must be multiples of this.
 const ALIGNMENT: usize = 16;
 
 /// The most elements of all dst together for which one launch for several terms is faster than a product by cuBLAS and a launch of
@@ -37,6 +37,7 @@ const MOST_OF_SEVERAL: usize = 1 << 20;
 
 /// The number of ranks in a tile, the most tiles that a launch of `low_rank_add` adds to one dst, and its most dst.
 const TILE: usize = 16;
+/// The most tiles of a launch of `low_rank_add`.
 const MOST_TILES: usize = 4;
 const MOST_SUMS: usize = 4;
 /// Rows and columns of the blocks of `low_rank_add`, and the most blocks in the direction of the rows.
@@ -72,14 +73,14 @@ pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]
         let is_aligned = [input, down, up, hidden, dst_at].iter().all(|at| at.is_multiple_of(ALIGNMENT as Address));
         let is_apart = operands.iter().all(|operand| storage_identity(operand).0 != storage_identity(dst).0);
         let is_alike = self::sizes(term, dst) == Some((direction, sizes)) && term.input.dtype() == first.input.dtype();
-        // In the backward pass, the terms add to one matrix.
+        // In the backward pass, all terms must add to the same dst.
         let is_shared = dst_at == shared;
         if !is_aligned || !is_apart || !is_alike || (direction == Direction::Backward && !is_shared) {
             return Ok(false);
         }
     }
-    // In the forward pass the terms run concurrently, so each must write to columns of dst of its own. The direction is inferred from the
-    // layout of the factors, so a forward pass with transposed factors counts as backward.
+    // In the forward pass the terms run concurrently, so the columns of one dst must not be those of another. The direction is inferred
+    // from the layout of the factors: a forward pass with transposed factors counts as backward, so its terms must have the same dst.
     let columns = u64::from(sizes.outer) * first.input.dtype().size_in_bytes() as u64;
     let mut places: Vec<Address> = list[..terms.len()].iter().map(|term| term.dst).collect();
     places.sort_unstable();
@@ -100,7 +101,8 @@ pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]
     let layers = if direction == Direction::Forward { sizes.terms } else { 1 };
     let blocks = (sizes.rows as usize).div_ceil(ROWS);
     let warps: u32 = if first.hidden.dims()[1] == 64 { 8 } else { 16 };
-    // Each block of columns recomputes the hidden values, which costs less than idle multiprocessors.
+    // The columns of dst are divided into `shares`, so that all multiprocessors have work. The blocks of each share recompute the hidden
+    // values, which costs less than idle multiprocessors.
     let most = (sizes.outer as usize).div_ceil(warps as usize * STEP);
     let shares = (gpu.multiprocessors() / (blocks * layers as usize)).clamp(1, most);
     let shape = Shape { grid: [blocks as u32, shares as u32, layers], block: [32 * warps, 1, 1], shared: 0 };
@@ -136,6 +138,7 @@ pub(super) fn add(terms: &[[&Raw; 3]], alpha: f64) -> Result<bool> {
 /// The products that a launch of `low_rank_add` adds to one dst.
 struct Addition<'a> {
     dst: &'a Raw,
+    /// The address of dst.
     at: Address,
     /// Columns of dst.
     outer: u32,
@@ -145,6 +148,7 @@ struct Addition<'a> {
 }
 
 impl<'a> Addition<'a> {
+    /// The addition for one [dst, hidden, up], or None if `low_rank_add` does not support the matrices.
     fn of(&[dst, hidden, up]: &[&'a Raw; 3], alpha: f64) -> Result<Option<Self>> {
         let (dtype, rank) = (dst.dtype(), up.dims()[0]);
         let all = [dst, hidden, up];
@@ -228,7 +232,7 @@ impl<'a> Addition<'a> {
     }
 }
 
-/// The sizes of a term, or None if the kernel does not support its matrices.
+/// The direction and the sizes of a term, or None if the kernel does not support the term's matrices.
 fn sizes(term: &product::LowRankTerm, dst: &Raw) -> Option<(Direction, LowRankSizes)> {
     let product::LowRankTerm { input, down, up, hidden } = term;
     let dtype = input.dtype();
@@ -265,7 +269,7 @@ fn sizes(term: &product::LowRankTerm, dst: &Raw) -> Option<(Direction, LowRankSi
     Some((direction, sizes))
 }
 
-/// The distance between the rows of a matrix with contiguous rows, if they are aligned.
+/// The distance between neighbouring rows of a matrix in elements, or None if the rows are not contiguous or not aligned.
 fn row_distance(strides: &[usize]) -> Option<u32> {
     let elements = ALIGNMENT / DType::BF16.size_in_bytes();
     match strides {

@@ -12,8 +12,8 @@ pub type TensorFn = Arc<dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync>;
 pub struct Entry {
     /// Name and cost class.
     pub info: &'static OpInfo,
-    /// Cases that the tests run, each with at least one input. An operation has at least one case with an odd size, and
-    /// one with an empty input where that has a meaning.
+    /// Cases that the tests run, each with at least one input. An operation has at least one case with an odd size. If the
+    /// operation accepts empty inputs, it also has a case with an empty input.
     pub cases: fn() -> Vec<Case>,
 }
 
@@ -24,8 +24,8 @@ pub enum Domain {
     Normal,
     /// In [0.5, 2).
     Positive,
-    /// For functions with kinks, maxima and division: of either sign, at least 0.25 from zero, and at least 0.125 from the
-    /// values of another input.
+    /// For functions with kinks, maxima and division. Values of both signs. Their absolute values are at least 0.25. The values
+    /// of two inputs of a case differ by at least 0.125.
     Distinct,
 }
 
@@ -51,7 +51,7 @@ pub struct Case {
 }
 
 impl Case {
-    /// A case of normal inputs of the given shapes.
+    /// A case without a plain form. The inputs have the given shapes and standard normal values.
     pub fn new(
         label: &'static str,
         shapes: &[&[usize]],
@@ -70,7 +70,7 @@ impl Case {
         self
     }
 
-    /// The plain form: the same function in basic operations.
+    /// Sets the plain form: the same function in basic operations.
     #[must_use]
     pub fn plain(mut self, plain: impl Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static) -> Self {
         self.plain = Some(Arc::new(plain));

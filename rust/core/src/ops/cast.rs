@@ -1,4 +1,4 @@
-//! The same values in another form: dtype, device, layout.
+//! Conversions that keep the values: of the dtype, of the device, to a contiguous layout.
 
 use candle_core::{DType, Device};
 
@@ -30,8 +30,8 @@ impl Backward for ToDeviceBackward {
     }
 }
 
-/// `x` on `device`, without the rest of its storage: candle would move the whole storage of a small view. A copy to a
-/// GPU does not block the host.
+/// Copies the elements of `x` to `device`. Candle alone would copy the whole storage of `x`, even if `x` is a small view of
+/// it. A copy to a GPU does not block the host.
 fn moved(x: &Raw, device: &Device) -> Result<Raw> {
     if device.is_cpu() {
         capture::refuse(TO_DEVICE.name)?;

@@ -31,10 +31,10 @@ macro_rules! comparisons {
 }
 
 comparisons! {
-    eq eq "1 where elements are equal.";
-    ne ne "1 where elements differ.";
-    lt lt "1 where this element is smaller.";
-    le le "1 where this element is smaller or equal.";
-    gt gt "1 where this element is larger.";
-    ge ge "1 where this element is larger or equal.";
+    eq eq "1 where an element is equal to `other`'s, else 0.";
+    ne ne "1 where an element differs from `other`'s, else 0.";
+    lt lt "1 where an element is smaller than `other`'s, else 0.";
+    le le "1 where an element is smaller than `other`'s or equal, else 0.";
+    gt gt "1 where an element is larger than `other`'s, else 0.";
+    ge ge "1 where an element is larger than `other`'s or equal, else 0.";
 }

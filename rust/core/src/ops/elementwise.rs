@@ -9,7 +9,7 @@ use crate::{Error, Result, Tensor, compute};
 
 /// A function with its derivative.
 ///
-/// `SAVES_RESULT` says what the backward pass reads: the result (`exp`, `tanh`) if true, else the input.
+/// `SAVES_RESULT` says what the backward pass reads: the result of the function (as `exp` and `tanh` do) if true, else its input.
 pub(crate) trait Pointwise: Unary + Binary + Copy + Send + Sync + 'static {
     const SAVES_RESULT: bool;
 }
@@ -26,7 +26,8 @@ impl<F: Pointwise> Backward for PointwiseBackward<F> {
     }
 }
 
-/// Apply `function`; its [`Binary`] form is `(gradient, saved value) -> gradient of the input`.
+/// Applies `function`. As a [`Binary`] function it maps the gradient of the result and the saved value (the result or the input) to
+/// the gradient of the input.
 pub(crate) fn pointwise<F: Pointwise>(info: &'static OpInfo, x: &Tensor, function: F) -> Result<Tensor> {
     if !is_float(x.dtype()) {
         return Err(Error::dtype(

@@ -1,7 +1,7 @@
 //! Fake quantization: the forward pass rounds values to the grid of a format in eight or four bits; the backward pass treats the
 //! rounding as the identity.
 //!
-//! The derivative of rounding counts as 1 where a value is within the range of the codes, and as 0 elsewhere: the straight-through
+//! The derivative of rounding is taken to be 1 where a value is within the range of the codes, and 0 elsewhere: the straight-through
 //! estimator (Bengio et al. 2013, arXiv:1308.3432) with the clipping of Jacob et al. 2018, arXiv:1712.05877. Scales are constants in the
 //! backward pass. Learned factors on the scales have the gradient of LSQ (Esser et al. 2020, arXiv:1902.08153, equation 3), as in
 //! torchao's `range_learning`. LSQ also multiplies this gradient by a constant; it is left out here, because the steps of Adam do not
@@ -22,11 +22,12 @@ use crate::{Error, Result, Tensor, compute};
 static FAKE_QUANTIZE: OpInfo = OpInfo::cheap("fake_quantize");
 static FAKE_QUANTIZE_BY: OpInfo = OpInfo::cheap("fake_quantize_by");
 
-/// Elements of a row that share a scale in [`Grid::Int4`]. torchao's configurations for training with int4 weights have groups of
-/// this size, too.
+/// Number of elements of a row that share a scale in [`Grid::Int4`]. torchao's configurations for training with int4 weights have
+/// groups of this size, too.
 const GROUP: usize = 32;
-/// Elements that share a scale in [`Grid::Nf4`].
+/// Number of elements that share a scale in [`Grid::Nf4`].
 const BLOCK: usize = 64;
+/// The largest e4m3 number.
 const LARGEST_E4M3: f64 = 448.0;
 
 /// The numbers that a fake quantized matrix consists of.
@@ -46,7 +47,7 @@ impl Grid {
     /// Every grid.
     pub const ALL: [Self; 4] = [Self::Int8, Self::Int4, Self::Fp8, Self::Nf4];
 
-    /// Its name in settings and in Python.
+    /// The name of the grid in settings and in Python.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Int8 => "int8",
@@ -69,7 +70,8 @@ impl Grid {
     /// Check that a matrix of these sizes consists of whole groups.
     ///
     /// # Errors
-    /// [`Error::Shape`] if these are not the sizes of a matrix of whole groups.
+    /// [`Error::Shape`] if `dims` is not the shape of a matrix, or if a row (`Int4`) or the matrix (`Nf4`) does not divide into
+    /// groups that share a scale.
     pub fn check(self, dims: &[usize]) -> Result<()> {
         let &[rows, columns] = dims else {
             let text = format!("found shape {dims:?}, expected a matrix (out_features, in_features)");
@@ -112,8 +114,8 @@ impl Grid {
         }
     }
 
-    /// 1 (u8) for each value that rounds to a code without being clipped, otherwise 0. A value beyond the last code still counts if its
-    /// distance from that code is at most half of the last step between codes.
+    /// 1 (u8) for each value that is inside the range of the codes, otherwise 0. The range ends half a step beyond the first and the
+    /// last code, where the step is the distance from this code to the next one: values in that half step round to the code.
     fn inside(self, x: &Tensor, scale: &Tensor) -> Result<Tensor> {
         let [low, high] = match self {
             Self::Int4 => {
@@ -182,7 +184,7 @@ impl Int4 {
     const HIGH: f64 = 7.0;
 
     /// The code before it is clipped. The largest magnitude is 7.5 times the scale, halfway between two codes. As in torchao, x is
-    /// multiplied by the rounded reciprocal of the scale: this rounding decides between the two.
+    /// multiplied by the rounded reciprocal of the scale. The rounding of the reciprocal decides which of the two codes is nearer.
     #[inline(always)]
     fn code<R: Real>(x: R, scale: R) -> R {
         round_to_even(x * (R::ONE / scale))
@@ -218,8 +220,8 @@ impl Binary for E4m3 {
     #[inline(always)]
     fn apply<R: Real>(&self, x: R, scale: R) -> R {
         let x = clamped(x / scale, -LARGEST_E4M3, LARGEST_E4M3);
-        // `unit` is the distance between neighbouring e4m3 numbers at x. It starts as that of subnormal numbers and doubles with each
-        // power of two that x reaches.
+        // `unit` is the distance between neighbouring e4m3 numbers at x. The distance is 2^-9 below 2^-5, and doubles with each power
+        // of two from 2^-5 on that |x| reaches.
         let (mut step, mut power) = (0.001_953_125, 0.015_625);
         let magnitude = x.abs();
         let mut unit = R::from_f64(step);
@@ -241,7 +243,7 @@ impl Binary for Nf4 {
     #[inline(always)]
     fn apply<R: Real>(&self, x: R, scale: R) -> R {
         let values = quantized::nf4_values();
-        // bitsandbytes multiplies by the rounded reciprocal.
+        // As in bitsandbytes, a product with the rounded reciprocal of the scale instead of a division.
         let x = x * (R::ONE / scale);
         let mut nearest = R::from_f64(f64::from(values[0]));
         for pair in values.windows(2) {
@@ -252,7 +254,7 @@ impl Binary for Nf4 {
     }
 }
 
-/// The nearest whole number, ties to even. After the addition of a number this large, the sum has no bits for a fraction.
+/// The nearest whole number, ties to even. x + `large` is so large that it has no bits for a fraction, so the addition rounds.
 #[inline(always)]
 fn round_to_even<R: Real>(x: R) -> R {
     let large = R::from_f64(if size_of::<R>() == size_of::<f32>() { 12_582_912.0 } else { 6_755_399_441_055_744.0 });
@@ -317,13 +319,13 @@ impl Backward for Learned {
 /// A matrix (rows, columns) rounded to `grid`. The rounding is computed in f32 (f64 for f64), and the result has the dtype of the
 /// matrix. The gradient passes unchanged where codes are in range.
 ///
-/// Values are those of [`Quantized::new`](crate::Quantized::new), dequantized, with two exceptions: `Int4`, which is
-/// not a format, and scales of `Nf4`, which are not quantized themselves. `Int8` and `Int4` are torchao's symmetric
-/// grids: codes from -127 to 127 with a scale per row, and from -8 to 7 with a scale per group of 32:
-/// <https://github.com/pytorch/ao/blob/v0.18.0/torchao/quantization/quant_primitives.py>.
+/// For `Int8`, `Fp8` and `Nf4` with scales in f32, the values are those of [`Quantized::new`](crate::Quantized::new), dequantized.
+/// No format stores `Int4`. `Int8` and `Int4` are the symmetric grids of
+/// [torchao](https://github.com/pytorch/ao/blob/v0.18.0/torchao/quantization/quant_primitives.py). `Int8` has codes from -127 to
+/// 127 and a scale per row; `Int4` has codes from -8 to 7 and a scale per group of 32 elements.
 ///
 /// # Errors
-/// [`Error::Shape`] if `x` is not a matrix or not of whole groups, [`Error::DType`] if it is not floating point.
+/// [`Error::Shape`] as [`Grid::check`], [`Error::DType`] if `x` is not floating point.
 pub fn fake_quantize(x: &Tensor, grid: Grid) -> Result<Tensor> {
     rounded(x, grid, |grouped, scale| match grid {
         Grid::Int4 => clipped(grouped, scale),
@@ -335,7 +337,7 @@ pub fn fake_quantize(x: &Tensor, grid: Grid) -> Result<Tensor> {
 /// [`Grid::scales`] factors, in the order of the groups in the row-major matrix.
 ///
 /// # Errors
-/// As [`fake_quantize`]; [`Error::Shape`] if there is another number of factors.
+/// As [`fake_quantize`]; [`Error::Shape`] if `factors` is not a vector of [`Grid::scales`] elements.
 pub fn fake_quantize_by(x: &Tensor, factors: &Tensor, grid: Grid) -> Result<Tensor> {
     rounded(x, grid, |grouped, scale| {
         if factors.dims() != [grouped.dims()[0]] {
@@ -372,7 +374,7 @@ fn rounded(x: &Tensor, grid: Grid, round: impl FnOnce(&Tensor, &Tensor) -> Resul
     let wide = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     let grouped = x.to_dtype(wide)?.reshape(&grid.groups(x.dims()[0], x.dims()[1])[..])?;
     let largest = grouped.detach().abs()?.max(&[1], true)?;
-    // Values are divided by the scale, so the scale of a group of zeros must be above 0, too. Any such scale is right.
+    // Values are divided by the scale, so the scale of a group of zeros must be above 0, too. With any scale above 0, zeros stay zeros.
     let smallest = f64::from(f32::MIN_POSITIVE);
     let scale = largest.div(&Tensor::full(grid.largest(), (), wide, x.device())?)?.clamp(Some(smallest), None)?;
     round(&grouped, &scale)?.reshape(x.shape().clone())?.to_dtype(x.dtype())
@@ -387,8 +389,8 @@ fn clipped(x: &Tensor, scale: &Tensor) -> Result<Tensor> {
     )
 }
 
-/// Registry entries of these operations. The cases return the value of x with the gradient of the rounded x. With the
-/// straight-through estimator that is the gradient of x itself, which agrees with finite differences.
+/// Registry entries of these operations. A case returns the values of x, but its gradient is that of the rounded x. The
+/// straight-through estimator makes this gradient the identity, which agrees with finite differences of the returned values.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {

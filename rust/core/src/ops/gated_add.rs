@@ -1,4 +1,4 @@
-//! A residual with a gate as one operation: the sum of adaLN-zero (Peebles & Xie 2022, arXiv:2212.09748, section 3.2).
+//! x + y · gate as one operation: the gated residual connection of adaLN-zero (Peebles & Xie 2022, arXiv:2212.09748, section 3.2).
 
 use super::arithmetic::{check, reduced};
 #[cfg(feature = "testing")]
@@ -26,8 +26,8 @@ impl Ternary for PlusProduct {
 /// before it is added. Saves `gate` if `y` needs a gradient, and `y` if the gate needs one.
 ///
 /// # Errors
-/// [`Error::Shape`] if `x` and `y` differ in shape or `gate` does not broadcast to their shape, [`Error::DType`] and
-/// [`Error::Device`] if the operands differ in dtype or device, or are not floating-point.
+/// [`Error::Shape`] if `x` and `y` differ in shape or `gate` does not broadcast to their shape, [`Error::DType`] if the operands
+/// differ in dtype or are not floating point, [`Error::Device`] if they differ in device.
 pub fn gated_add(x: &Tensor, y: &Tensor, gate: &Tensor) -> Result<Tensor> {
     let op = GATED_ADD.name;
     check(op, x, y)?;
@@ -42,8 +42,9 @@ pub fn gated_add(x: &Tensor, y: &Tensor, gate: &Tensor) -> Result<Tensor> {
     let fits = crate::cpu::broadcast_dims(gate.dims(), x.dims()).is_some_and(|dims| *dims == *x.dims());
     if y.dims() != x.dims() || !fits {
         let (x, y, gate) = (x.dims(), y.dims(), gate.dims());
-        let message =
-            format!("found shapes {x:?}, {y:?} and {gate:?}, expected two that agree and one that broadcasts to them");
+        let message = format!(
+            "found x {x:?}, y {y:?} and gate {gate:?}, expected x and y of one shape and a gate that broadcasts to it"
+        );
         return Err(Error::shape(op, message));
     }
     // A small gate is kept even inside a checkpoint. Otherwise a recomputation would have to reach this operation to save
@@ -91,9 +92,9 @@ pub static ENTRIES: &[Entry] = &[Entry {
             Case::new(label, shapes, |x| gated_add(&x[0], &x[1], &x[2])).plain(|x| x[0].add(&x[1].mul(&x[2])?))
         };
         vec![
-            case("of samples", &[&[2, 3, 5], &[2, 3, 5], &[2, 1, 5]]),
-            case("of one shape", &[&[3, 7], &[3, 7], &[3, 7]]),
-            case("a number", &[&[3, 7], &[3, 7], &[]]),
+            case("a gate per sample", &[&[2, 3, 5], &[2, 3, 5], &[2, 1, 5]]),
+            case("a gate of the same shape", &[&[3, 7], &[3, 7], &[3, 7]]),
+            case("a scalar gate", &[&[3, 7], &[3, 7], &[]]),
             case("no rows", &[&[0, 7], &[0, 7], &[7]]),
         ]
     },

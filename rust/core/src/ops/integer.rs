@@ -30,7 +30,8 @@ pub(super) fn abs(x: &Tensor) -> Result<Tensor> {
     if x.dtype() == DType::I64 { map(x, i64::wrapping_abs) } else { Ok(x.clone()) }
 }
 
-/// The extreme over `dims`, which candle finds along one dimension at a time.
+/// The maximum or the minimum over `dims`. `along` is candle's function for it over one dimension, which keeps that dimension
+/// with size 1.
 pub(super) fn extreme(
     x: &Tensor,
     dims: &[usize],

@@ -39,7 +39,7 @@ pub struct LinearGroup<'a> {
     pub weight: WeightRef<'a>,
     /// Frozen biases one after the other, (Σ out).
     pub bias: Option<&'a Tensor>,
-    /// Rows of each map's weight.
+    /// The number of rows of each map's weight, in the order of the stacked weights.
     pub sizes: &'a [usize],
     /// The low-rank product of each map, if any.
     pub low_rank: &'a [Option<LowRank>],
@@ -81,7 +81,7 @@ impl LinearGroup<'_> {
         self.low_rank.iter().flatten()
     }
 
-    /// The low-rank products of inputs of `dtype`.
+    /// The low-rank products of the maps, for inputs of `dtype`.
     pub(super) fn low_ranks(&self, dtype: DType) -> Result<LowRanks<'_>> {
         let (mut low_ranks, mut column) = (LowRanks::default(), 0);
         for (&out, low_rank) in self.sizes.iter().zip(self.low_rank) {
@@ -96,7 +96,7 @@ impl LinearGroup<'_> {
 
 /// The results of linear maps of one input side by side: `x (..., in)` → `(..., Σ out)`, columns in the order of the maps.
 ///
-/// Saves x and x Aᵀ where a low-rank product needs them; without low-rank products a group saves nothing.
+/// Saves x and x Aᵀ if the gradients of low-rank factors need them. A group without low-rank products saves nothing.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base needs a gradient.
@@ -130,8 +130,8 @@ pub(super) fn frozen(x: &Tensor, dims: &[usize]) -> Result<Tensor> {
 pub static ENTRIES: &[Entry] = &[Entry {
     info: &LINEAR_GROUP,
     cases: || {
-        /// A group over 5 features: `sizes` has the number of outputs of each map, `adapted` whether it is adapted;
-        /// scales differ if `mixed`.
+        /// A group of maps of 5 input features. For each map, `sizes` has the number of outputs, and `adapted` says whether the
+        /// map has a low-rank product. The products have different scales if `mixed`.
         fn case(
             label: &'static str,
             shapes: &[&[usize]],

@@ -1,8 +1,8 @@
 //! Low-rank adapted linear maps as single operations.
 //!
 //! LoRA (Hu et al. 2021, arXiv:2106.09685): y = x Wᵀ + b + s (x Aᵀ) Bᵀ with A = `down (r, in)`, B = `up (out, r)`.
-//! DoRA (Liu et al. 2024, arXiv:2402.09353): y = c ∘ (x Wᵀ + s (x Aᵀ) Bᵀ) + b, c = m / ‖W + s B A‖ per row, where the
-//! norm is a constant in the backward pass (section 4.3 of the paper), as in peft.
+//! DoRA (Liu et al. 2024, arXiv:2402.09353): y = c ∘ (x Wᵀ + s (x Aᵀ) Bᵀ) + b. c has m / ‖w‖ for each row w of W + s B A,
+//! where m is the magnitude. ‖w‖ is a constant in the backward pass (section 4.3 of the paper), as in peft.
 //!
 //! The base W, b is frozen: it never gets a gradient, and nothing is saved for it.
 //!
@@ -100,7 +100,7 @@ fn check_backward(
         return Err(Error::shape(
             op,
             format!(
-                "grad_output has shape {:?}, input {:?}; all but the last size must agree",
+                "grad_output has shape {:?}, input {:?}; expected equal sizes except for the last dimension",
                 grad_output.dims(),
                 input.dims()
             ),
@@ -111,11 +111,11 @@ fn check_backward(
     same_kind(op, input, "grad_output", grad_output)
 }
 
-/// The gradients of the two LoRA matrices alone.
+/// The gradients of the two LoRA matrices, without that of the input.
 ///
 /// For y = s (x Aᵀ) Bᵀ: `grad_output (..., out)`, `input (..., in)`, `down (r, in)`, `up (out, r)` → (`(r, in)`, `(out,
 /// r)`), in the dtypes of `down` and `up`: the dtype of the input, or f32 if the input is f16 or bf16. CPU tensors use
-/// the CPU form; nothing moves between devices.
+/// the CPU form. All tensors must be on one device.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit.
@@ -150,8 +150,9 @@ pub struct LoraLayer<'a> {
     pub scale: f64,
 }
 
-/// [`lora_backward`] of many layers at once. The results are added to the gradients of the variables: in place if the
-/// gradients are in a flat buffer. On CUDA, products of one size run together, without synchronization.
+/// [`lora_backward`] of many layers at once. The results are added to the gradients of the variables. If these gradients
+/// are in a flat buffer, the products are added in place. On CUDA, products of one size run together, without
+/// synchronization.
 ///
 /// # Errors
 /// As [`lora_backward`]; if an operand does not fit, no gradient changes.
@@ -187,7 +188,7 @@ pub fn lora_backward_(layers: &[LoraLayer<'_>]) -> Result<()> {
     Ok(())
 }
 
-/// The operands that LoRA and DoRA have in common, except for the input.
+/// The operands, besides the input, that LoRA and DoRA have in common.
 #[derive(Clone, Copy)]
 pub struct LoraWeights<'a> {
     /// Frozen base, (out, in).
@@ -242,11 +243,11 @@ pub fn lora_linear(x: &Tensor, w: LoraWeights<'_>) -> Result<Tensor> {
 
 struct DoraBackward {
     low_rank: LowRankBackward,
-    /// m / ‖W + s B A‖, (out).
+    /// m / ‖W + s B A‖ of each row, (out), in the dtype of x.
     ratio: Saved,
-    /// ‖W + s B A‖, (out), in the dtype of [`adapted_row_norm`].
+    /// ‖W + s B A‖ of each row, (out), in f32 (f64 for f64).
     norm: Saved,
-    /// x Wᵀ + s (x Aᵀ) Bᵀ, for the gradient of the magnitude.
+    /// x Wᵀ + s (x Aᵀ) Bᵀ, if the magnitude needs a gradient.
     direction: Option<Saved>,
     /// The dtype of the magnitude.
     dtype: DType,
@@ -266,7 +267,7 @@ impl Backward for DoraBackward {
     }
 }
 
-/// ‖W + s B A‖ of each row, (out), in f32 (f64 for f64), because squares of small f16 weights are 0 in f16.
+/// ‖W + s B A‖ of each row, (out). The norm is computed in f32 (f64 for f64), because squares of small weights are 0 in f16.
 ///
 /// # Errors
 /// [`Error::Shape`] if the operands do not fit.
@@ -340,7 +341,7 @@ fn lora_plain(x: &[Tensor], scale: f64) -> Result<Tensor> {
     base.add(&linear(&linear(&x[0], &x[1], None)?, &x[2], None)?.mul_scalar(scale)?)
 }
 
-/// An f32 copy of a tensor that is f16 or bf16, as for trained tensors in mixed precision.
+/// `x` in f32 if it is f16 or bf16, as trained tensors are in mixed precision; otherwise `x` itself.
 #[cfg(feature = "testing")]
 fn master(x: &Tensor) -> Result<Tensor> {
     if matches!(x.dtype(), DType::F16 | DType::BF16) { x.to_dtype(DType::F32) } else { Ok(x.clone()) }

@@ -13,11 +13,12 @@ pub fn own_copy(raw: &Raw) -> Result<Raw> {
     compute::copy(raw)
 }
 
-/// The same values on the CPU. If `raw` is a view, only its elements are copied, not the whole storage.
+/// A tensor on the CPU with the values of `raw`: `raw` itself (its storage is shared) if it is on the CPU, a copy
+/// otherwise. Of a view, only the elements that the view shows are copied, not its whole storage.
 ///
 /// # Errors
-/// [`Error::Index`] if an operation on the device has found an id out of range since values were last read from the
-/// device, [`Error::Device`] inside a captured function.
+/// For a tensor on a GPU: [`Error::Index`] if an operation on the GPU has found an id out of range since values were
+/// last read from that GPU, [`Error::Device`] inside a captured function, [`Error::DType`] for floats of 8 bits or fewer.
 pub fn to_cpu(raw: &Raw) -> Result<Raw> {
     if raw.device().is_cpu() {
         return Ok(raw.clone());
@@ -39,13 +40,13 @@ pub fn to_cpu(raw: &Raw) -> Result<Raw> {
     }
 }
 
-/// The elements of a tensor on a device, whose type is `T`, in row-major order.
+/// The elements of `raw`, a tensor on a GPU with elements of type `T`, in row-major order.
 fn download<T: WithDType>(raw: &Raw) -> Result<Vec<T>> {
     crate::capture::refuse("to_cpu")?;
     crate::cuda::download(raw)
 }
 
-/// The same values on the CPU in storage of their own: later changes of `raw` do not affect them.
+/// A copy of `raw` on the CPU with storage of its own: later changes of `raw` do not change the copy.
 ///
 /// # Errors
 /// As [`to_cpu`].
@@ -56,7 +57,7 @@ pub fn host_copy(raw: &Raw) -> Result<Raw> {
 /// All elements in row-major order.
 ///
 /// # Errors
-/// As [`to_cpu`]; candle's error if `T` is not the type of the dtype.
+/// As [`to_cpu`]; candle's error if `T` is not the element type of `raw`'s dtype.
 pub fn to_vec<T: WithDType>(raw: &Raw) -> Result<Vec<T>> {
     if raw.elem_count() == 0 {
         // A view without elements may start beyond the end of its storage, which candle does not expect.
@@ -69,7 +70,7 @@ pub fn to_vec<T: WithDType>(raw: &Raw) -> Result<Vec<T>> {
 }
 
 /// Call `with` with the bytes of all elements in row-major order, in the byte order of this machine. A contiguous
-/// tensor on the CPU is not copied; until `with` returns, nothing can change it.
+/// tensor on the CPU is not copied; its storage is locked against writes until `with` returns.
 ///
 /// # Errors
 /// As [`to_cpu`].
@@ -101,12 +102,12 @@ pub fn with_bytes<R>(raw: &Raw, with: impl FnOnce(&[u8]) -> R) -> Result<R> {
     Ok(with(bytes))
 }
 
-/// A contiguous CPU tensor whose elements `fill` writes in the byte order of this machine. Several threads call `fill`
-/// at a time, with the byte offset of a part and the part itself, of up to `part` bytes; `part` must be a multiple of
-/// the element size.
+/// A contiguous CPU tensor whose elements `fill` writes in the byte order of this machine. The tensor's bytes are cut
+/// into slices of `part` bytes (the last may be shorter), and several threads call `fill` at a time, once for each
+/// slice, with the slice's byte offset in the tensor and the slice. `part` must be a multiple of the element size.
 ///
 /// # Errors
-/// [`Error::DType`] if elements of `dtype` are not plain numbers; the errors of `fill`.
+/// [`Error::DType`] if `dtype` is not u8, u32, i64, bf16, f16, f32 or f64; the first error of `fill`.
 pub fn filled_in_parts(
     dims: &[usize],
     dtype: DType,
@@ -123,7 +124,7 @@ pub fn filled_in_parts(
         let room = &mut values.spare_capacity_mut()[..count];
         let failure = Mutex::new(None);
         par_chunks_mut(room, part / size_of::<T>(), |number, room| {
-            // SAFETY: the part is initialised with zeros, which are numbers of every dtype, before it is used as bytes.
+            // SAFETY: the slice is initialised with zero bytes, which are a number of every dtype, before it is read.
             let bytes = unsafe {
                 room.as_mut_ptr().write_bytes(0, room.len());
                 std::slice::from_raw_parts_mut(room.as_mut_ptr().cast::<u8>(), size_of_val(room))
@@ -135,7 +136,7 @@ pub fn filled_in_parts(
         if let Some(error) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
             return Err(error);
         }
-        // SAFETY: every element has been written, at least as zero; every bit pattern is a number.
+        // SAFETY: every element has been written, as zero or by `fill`; every bit pattern is a number of type `T`.
         unsafe { values.set_len(count) };
         Ok(from_vec(values, dims))
     }

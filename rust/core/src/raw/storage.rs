@@ -1,4 +1,4 @@
-//! The storage of tensors: its identity and its size.
+//! The storage of tensors: its identity, its size, its layout, and checks before it is allocated.
 
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Device, Shape, Storage, WithDType};
@@ -13,7 +13,8 @@ pub fn from_vec<T: WithDType>(data: Vec<T>, shape: impl Into<Shape>) -> Raw {
     Raw::from_storage(Storage::Cpu(T::to_cpu_storage_owned(data)), shape, BackpropOp::none(), false)
 }
 
-/// Identity and size in bytes of the storage of `raw`; views of one storage share both.
+/// The address and the size in bytes of the storage of `raw`. All views of one storage have the same address. It
+/// identifies the storage only while the storage exists.
 pub fn storage_identity(raw: &Raw) -> (usize, usize) {
     let (storage, _) = raw.storage_and_layout();
     let address = std::ptr::from_ref::<Storage>(&storage) as usize;
@@ -41,8 +42,9 @@ fn cpu_len(storage: &CpuStorage) -> usize {
     }
 }
 
-/// Whether the heads of a position are adjacent in memory, as after splitting the last dimension of a contiguous
-/// tensor.
+/// Whether `raw`, of shape `[.., heads, positions, features]`, has the heads of one position next to each other in memory
+/// (the stride of heads is smaller than that of positions). This is so if it is a transposed view of a contiguous tensor
+/// of shape `[.., positions, heads * features]`.
 pub fn heads_lie_inside(raw: &Raw) -> bool {
     let rank = raw.rank();
     rank > 2 && raw.dims()[rank - 2] > 1 && raw.stride()[rank - 3] < raw.stride()[rank - 2]
@@ -53,11 +55,11 @@ pub fn is_float(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
 }
 
-/// The number of elements of a shape. Rejects a shape whose element count overflows or that does not fit in memory, before
-/// candle allocates: a failed allocation in candle aborts the process.
+/// The number of elements of the shape `dims`. Call this function before candle allocates a tensor on the CPU, because a
+/// failed allocation in candle aborts the process.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] with the requested size and the available memory.
+/// [`Error::OutOfMemory`] if the tensor's size in bytes overflows, or exceeds the memory that is available.
 pub fn check_allocation(op: &'static str, dims: &[usize], dtype: DType) -> Result<usize> {
     const ALWAYS_FINE: usize = 256 << 20;
     let count = check_size(op, dims, dtype)?;
@@ -86,10 +88,10 @@ pub fn check_allocation_on(device: &Device, op: &'static str, dims: &[usize], dt
     if device.is_cpu() { check_allocation(op, dims, dtype) } else { check_size(op, dims, dtype) }
 }
 
-/// The number of elements of a shape.
+/// The number of elements of the shape `dims`.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] if the number of their bytes overflows.
+/// [`Error::OutOfMemory`] if the number of bytes of these elements in `dtype` exceeds `isize::MAX`.
 pub fn check_size(op: &'static str, dims: &[usize], dtype: DType) -> Result<usize> {
     let count = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
     let fits = |n: &usize| n.checked_mul(dtype.size_in_bytes()).is_some_and(|bytes| bytes <= isize::MAX as usize);

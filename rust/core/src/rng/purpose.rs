@@ -1,15 +1,16 @@
-//! Streams of random numbers of a run: each is a function of the run's seed, a purpose and a number.
+//! Streams of random numbers of a run: each stream is a function of the run's seed, a purpose and a number.
 //!
 //! A stream depends on nothing else: not on earlier draws, the composition of batches, or the process that draws. So a
-//! run can be repeated from any step, with any number of GPUs, given the step's number.
+//! run can be continued at any training step, on any number of GPUs, given the number of the step.
 
 use std::str::FromStr;
 
 use super::{State, philox_at};
 use crate::{Error, Result};
 
-/// The purpose of a stream. Streams of different purposes are independent. The text after "by" says what the number of
-/// such a stream counts. This is the only list of purposes.
+/// The purpose of a stream. Streams of different purposes are independent. Below, "by A" means that the stream's number
+/// is the number of A; "by A and B" means that the number of A is in the upper 32 bits, and that of B in the lower 32
+/// bits. This is the only list of purposes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum Purpose {
@@ -19,13 +20,13 @@ pub enum Purpose {
     Level,
     /// Noise; by the number of the sample.
     Noise,
-    /// Noise that is the same over a channel; by the number of the sample.
+    /// Offset noise, one value for all pixels of a channel; by the number of the sample.
     Offset,
     /// Noise levels of a validation; by the number of the example.
     ValidationLevel,
     /// Noise of a validation; by the number of the example.
     ValidationNoise,
-    /// Other draws of the preparation of a batch; by the number of the batch.
+    /// Draws of the preparation of a batch that have no purpose of their own; by the number of the batch.
     Inputs,
     /// Draws of a forward and backward pass, such as dropout; by the number of the batch.
     Pass,
@@ -35,19 +36,19 @@ pub enum Purpose {
     Crop,
     /// The caption of an image, if any; by the number of the sample.
     Caption,
-    /// The variants of a caption; by image and variant.
+    /// The order and the dropout of the tags of a caption; by image and variant.
     CaptionVariant,
     /// The order of the items of a group; by group and epoch.
     Items,
     /// The order of the batches of groups; by epoch.
     Order,
-    /// The choice of the items for validation.
+    /// The choice of the items for validation; the number is 0.
     Split,
-    /// The next token of a generated text; by the text and the position in it.
+    /// The next token of a generated text; by text and position of the token in the text.
     Token,
-    /// Noise of several resolutions; by the number of the sample.
+    /// Pyramid noise, a sum of noise of several resolutions; by the number of the sample.
     Pyramid,
-    /// The colours of an image's variants; by image and variant.
+    /// The changes to the colours of an image; by image and variant.
     Color,
 }
 
@@ -74,7 +75,7 @@ impl Purpose {
         Self::Color,
     ];
 
-    /// Its name in Python.
+    /// The purpose's name in Python.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Latents => "latents",
@@ -129,7 +130,7 @@ mod tests {
     use crate::rng::{normal_samples, normal_vec_at, uniform_samples};
 
     #[test]
-    fn purposes_have_tags_and_names_of_their_own() {
+    fn each_purpose_has_its_own_number_and_name() {
         assert_eq!(Purpose::ALL.map(|purpose| purpose as u32).to_vec(), (1..=18).collect::<Vec<_>>());
         for purpose in Purpose::ALL {
             assert_eq!(purpose.name().parse::<Purpose>().unwrap(), purpose);
@@ -138,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn seeds_purposes_and_numbers_make_streams_of_their_own() {
+    fn each_seed_purpose_and_number_has_its_own_stream() {
         let mut seen = HashSet::new();
         for seed in [0, 1, u64::MAX] {
             for purpose in Purpose::ALL {
@@ -156,11 +157,11 @@ mod tests {
     }
 
     #[test]
-    fn values_over_many_samples_have_their_moments_and_neighbours_are_unrelated() {
+    fn values_of_many_samples_have_their_moments_and_are_uncorrelated() {
         const COUNT: usize = 50_000;
         let samples: Vec<u64> = (0..COUNT as u64).collect();
         let normals = normal_samples(3, Purpose::Noise, &samples, 2);
-        // Six standard deviations each.
+        // Six standard deviations of a mean of COUNT values with variance 1. Other variances are factors of it below.
         let bound = 6.0 / (COUNT as f64).sqrt();
         let column = |at: usize| normals.iter().skip(at).step_by(2).map(|&v| f64::from(v)).collect::<Vec<_>>();
         let (first, second) = (column(0), column(1));

@@ -1,7 +1,8 @@
 //! The generator that a thread draws from.
 //!
-//! All threads share one generator. Two kinds of work do not advance it: under a [`Stream`] this thread draws from a
-//! generator of its own, and the recomputation of a checkpoint draws from the positions that its first run drew from.
+//! All threads share one generator. Two kinds of work do not advance it. While a [`Stream`] exists, its thread draws from
+//! the stream's generator. The recomputation of a checkpoint draws from the positions from which the checkpoint's
+//! forward pass drew.
 
 use std::cell::RefCell;
 use std::marker::PhantomData;
@@ -12,23 +13,30 @@ use crate::capture::Generator;
 
 static GENERATOR: Mutex<Generator<State>> = Mutex::new(Generator::initial(State { seed: 0x7261_6e64_6f6d, offset: 0 }));
 
-/// One draw: the state of the generator before it, and the number of blocks of random bits that it took.
+/// One draw: the state of the generator before the draw, and the number of blocks of random bits that the draw took.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Draw {
     start: State,
     blocks: u64,
 }
 
+/// A source of a thread's draws, or a record of them. Scopes are nested; in `SCOPES`, the innermost scope is the last.
 enum Scope {
+    /// Draws come from this generator.
     Stream(Generator<State>),
-    /// Records each draw.
+    /// Each draw is recorded here; draws come from the next outer scope with a generator.
     Noting(Vec<Draw>),
+    /// Draws repeat recorded draws.
     Replay(Repeated),
 }
 
+/// Recorded draws that are being repeated.
 struct Repeated {
+    /// The draws that were not repeated yet.
     draws: std::vec::IntoIter<Draw>,
+    /// The generator after the last draw.
     position: Generator<State>,
+    /// Whether a draw took another number of blocks than the recorded draw, or came after the last recorded draw.
     has_differed: bool,
 }
 
@@ -46,7 +54,7 @@ thread_local! {
     static SCOPES: RefCell<Vec<Scope>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The index of the scope that this thread draws from; `None` for the shared generator.
+/// The index of the innermost scope with a generator, from which this thread draws; `None` for the shared generator.
 fn source(scopes: &[Scope]) -> Option<usize> {
     scopes.iter().rposition(|scope| !matches!(scope, Scope::Noting(_)))
 }
@@ -60,12 +68,12 @@ fn place<T>(scope: Option<&mut Scope>, visit: impl FnOnce(&mut Generator<State>)
     }
 }
 
-/// Start the stream of `seed`.
+/// Set the generator that this thread draws from to the beginning of the stream of `seed`.
 pub fn manual_seed(seed: u64) {
     set_state(State { seed, offset: 0 });
 }
 
-/// The generator that this thread draws from.
+/// The state of the generator that this thread draws from.
 pub fn state() -> State {
     SCOPES.with_borrow_mut(|scopes| {
         let source = source(scopes);
@@ -73,7 +81,7 @@ pub fn state() -> State {
     })
 }
 
-/// Continue from `state`.
+/// Set the state of the generator that this thread draws from.
 pub fn set_state(state: State) {
     SCOPES.with_borrow_mut(|scopes| {
         let source = source(scopes);
@@ -81,7 +89,8 @@ pub fn set_state(state: State) {
     });
 }
 
-/// Reserve `blocks` blocks of the stream; returns the state at their start.
+/// Advance the generator that this thread draws from by `blocks` blocks of random bits, and record the draw in the
+/// [`Noting`] scopes inside that generator's scope. Returns the state before the draw.
 pub(crate) fn advance(blocks: u64) -> State {
     SCOPES.with_borrow_mut(|scopes| {
         let source = source(scopes);
@@ -101,7 +110,7 @@ pub(crate) fn advance(blocks: u64) -> State {
 /// A scope of this thread, which ends when this guard is dropped.
 struct Guard {
     depth: usize,
-    /// Makes the guard `!Send`: it belongs to its thread.
+    /// Makes the guard `!Send`: its scope belongs to the thread that entered it.
     _thread: PhantomData<*const ()>,
 }
 
@@ -114,6 +123,7 @@ impl Guard {
         Self { depth, _thread: PhantomData }
     }
 
+    /// End the scope and all scopes inside it. Returns the scope; `None` if an outer guard has ended it already.
     fn leave(self) -> Option<Scope> {
         SCOPES.with_borrow_mut(|scopes| {
             scopes.truncate(self.depth + 1);
@@ -128,8 +138,8 @@ impl Drop for Guard {
     }
 }
 
-/// While this object exists, this thread draws from a generator of its own; no other generator advances.
-#[must_use = "draws come from it until it is dropped"]
+/// While this object exists, this thread draws from the object's own generator, and advances no other generator.
+#[must_use = "the thread draws from the stream only until this object is dropped"]
 pub struct Stream(#[allow(dead_code, reason = "dropping it ends the scope")] Guard);
 
 impl Stream {
@@ -168,7 +178,8 @@ impl Replay {
         })))
     }
 
-    /// Whether the draws differed from the recorded draws.
+    /// Whether a draw took another number of blocks than the recorded draw, or came after the last recorded draw. Fewer
+    /// draws than were recorded are not a difference.
     pub(crate) fn finish(self) -> bool {
         match self.0.leave() {
             Some(Scope::Replay(repeated)) => repeated.has_differed,
@@ -185,7 +196,7 @@ mod tests {
     const START: State = State { seed: 3, offset: 11 };
 
     #[test]
-    fn a_stream_begins_at_its_state_and_advances_no_other() {
+    fn a_stream_begins_at_its_state_and_advances_no_other_generator() {
         let expected = {
             let _outer = Stream::enter(START);
             let inner = Stream::enter(State { seed: 8, offset: 0 });
@@ -213,7 +224,7 @@ mod tests {
         let after = state();
 
         let replay = Replay::begin(draws.clone());
-        // A checkpoint within a recomputation records the repeated draws.
+        // A checkpoint inside of a recomputed function records the draws that the recomputation repeats.
         let noting = Noting::begin();
         assert_eq!(state(), START);
         assert_eq!(uniform_vec(5), first);

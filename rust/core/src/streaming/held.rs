@@ -16,21 +16,24 @@ use crate::cuda::streaming::{Copier, Kept, Source};
 use crate::raw::{Raw, own_copy, with_bytes};
 use crate::{Result, compute};
 
-/// The bytes of a unit, one part for each dtype.
+/// The bytes of a unit, one entry for each dtype.
 pub(super) struct Held(pub(super) Vec<(DType, Bytes)>);
 
+/// Where the bytes of all weights of one dtype of a unit are.
 pub(super) enum Bytes {
-    /// The bytes of a unit of a ring on the CPU.
+    /// For a ring on the CPU: in memory of this process.
     Plain(Raw),
-    /// The bytes of a unit of a ring on the CPU, in memory that processes share.
+    /// For a ring on the CPU: in memory that processes share.
     Shared(Arc<Pages>, Range<usize>),
-    /// In memory of the host, from which the device copies. It is pinned if the system gives enough pinned memory.
+    /// For a ring on a GPU: in host memory, from which the GPU copies. The memory is pinned if the system gives enough
+    /// pinned memory.
     Kept(Kept),
-    /// In slices, of which each process of the machine has one.
+    /// For any ring: in slices. Each process of the machine has one slice.
     Sliced(Arc<Shards>, Place),
 }
 
 impl Held {
+    /// A copy of the weights of `packing`: in memory from `copier` for a ring on a GPU, in a CPU tensor without one.
     pub(super) fn new(packing: &Packing, copier: Option<&Copier>) -> Result<Self> {
         let mut held = Vec::new();
         for dtype in packing.dtypes() {
@@ -76,7 +79,8 @@ impl Bytes {
         }
     }
 
-    /// Copy the bytes to `to`, a part of a slot, at once, or add the copies that a [`Copier`] must make to `copies`.
+    /// Copy the bytes to `to`, the tensor of this dtype in a slot. On the CPU, the bytes are copied at once. On a GPU, the
+    /// copies that a [`Copier`] must make are added to `copies`.
     pub(super) fn bring<'a>(&'a self, to: &Raw, copies: &mut Vec<(Source<'a>, Raw)>) -> Result<()> {
         match self {
             Self::Plain(raw) => compute::copy_into(&to.narrow(0, 0, raw.elem_count())?, raw),
@@ -95,7 +99,8 @@ impl Bytes {
         }
     }
 
-    /// A copy on the CPU of the values that `view`, a part of a slot, has while the slot holds this unit.
+    /// A copy on the CPU of the values that `view`, a view of this dtype's tensor in a slot, has while the slot holds this
+    /// unit. The copy has one dimension.
     pub(super) fn read(&self, view: &Raw) -> Result<Raw> {
         let (start, count) = (view.layout().start_offset(), view.elem_count());
         let size = view.dtype().size_in_bytes();
@@ -113,15 +118,15 @@ impl Bytes {
     }
 }
 
-/// Set the first elements of a part of a slot on the CPU.
+/// Copy `bytes` to the first elements of `to`, the tensor of one dtype in a slot on the CPU.
 fn copy_bytes(to: &Raw, bytes: &[u8]) -> Result<()> {
     let count = bytes.len() / to.dtype().size_in_bytes();
     let raw = Raw::from_raw_buffer(bytes, to.dtype(), &[count], &Device::Cpu)?;
     compute::copy_into(&to.narrow(0, 0, count)?, &raw)
 }
 
-/// A text by which processes compare a unit: its number of bytes in each dtype, a hash of the places and shapes of its
-/// parts, and the digest of its values.
+/// A text by which processes compare the weights that each of them has for `unit`: the number of bytes in each dtype, a
+/// hash of the offsets and shapes of the packed tensors, and the digest of the values.
 pub(super) fn description(packing: &Packing, unit: &Unit) -> String {
     let mut text = String::new();
     let mut places = FxHasher::default();

@@ -1,10 +1,11 @@
-//! Frozen weights in the memory of the host, or of other devices, which are copied to the device ahead of their use.
+//! Frozen weights that are kept in the memory of the host, or of other devices. Before a weight is used, it is copied to
+//! the device that uses it.
 //!
-//! A unit is the weights that are used together: those of one block of a model. A [`Ring`] has two slots on the device.
-//! While the device computes with the unit in one slot, a second CUDA stream fills the other slot with the unit that is
-//! needed next. All units share the memory of the slots, so a [`Streamed`] weight has values only while its unit is the
-//! one that [`Ring::enter`] entered last. Every use checks this and returns an error at any other time. Nothing can
-//! keep the values by mistake: operations get them from [`Streamed::here`], and a backward pass gets them again.
+//! A unit is a set of weights that are used together: those of one block of a model. A [`Ring`] has two slots on the
+//! device. While the device computes with the unit in one slot, a second CUDA stream fills the other slot with the unit
+//! that is needed next. All units share the memory of the slots, so a [`Streamed`] weight has values only while its unit
+//! is the one that [`Ring::enter`] entered last. Every use of the weight checks this; at any other time, it returns an
+//! error. Operations get the values from [`Streamed::here`] and do not keep them; a backward pass calls it again.
 
 mod held;
 mod packing;
@@ -44,9 +45,10 @@ struct Inner {
 }
 
 enum State {
-    /// On the CPU, until the ring is created.
+    /// The weight on the CPU, until the ring is created.
     Gathered(Weight),
-    /// In a ring: views of a slot, with the weight's values while its unit is there.
+    /// The weight in `ring`. The storage of `view` is a part of a slot; it has the weight's values while the weight's unit,
+    /// number `unit` of the ring, is in the slot.
     Placed { ring: Arc<Ring>, unit: usize, view: Weight },
 }
 
@@ -54,7 +56,7 @@ impl Streamed {
     /// A weight on the CPU that will be used on `device`, as one of the weights of `unit`.
     ///
     /// # Errors
-    /// [`Error::Argument`] if it is not frozen, or streamed already.
+    /// [`Error::Argument`] if `weight` is not frozen, or is streamed already.
     pub fn new(weight: Weight, device: &Device, unit: &Unit) -> Result<Self> {
         if matches!(weight, Weight::Streamed(_)) || WeightRef::from(&weight).requires_grad() {
             return Err(Error::argument(OP, "a streamed weight must be frozen, and not streamed already"));
@@ -70,11 +72,12 @@ impl Streamed {
         Ok(streamed)
     }
 
-    /// The weights with their rows stacked, and each of them as a part of these rows. `None` if their units or dtypes
-    /// differ, or some are quantized and others not.
+    /// A weight that has the rows of all `weights`, in their order, and for each of `weights` a weight that consists of
+    /// its rows of the joined weight. `None` if the units or the dtypes of `weights` differ, or if some of `weights` are
+    /// quantized and some are not.
     ///
     /// # Errors
-    /// [`Error::Argument`] if they are in a ring already, [`Error::OutOfMemory`] if the copy does not fit.
+    /// [`Error::Argument`] if one of `weights` is in a ring already, [`Error::OutOfMemory`] if the copy does not fit.
     pub fn join(weights: &[&Self]) -> Result<Option<(Self, Vec<Self>)>> {
         let Some(first) = weights.first() else { return Ok(None) };
         let parts = weights.iter().map(|weight| weight.gathered()).collect::<Result<Vec<_>>>()?;
@@ -111,11 +114,11 @@ impl Streamed {
         &self.0.device
     }
 
-    /// The weight on its device, while its unit is there. Only work that is queued before another unit is entered may
-    /// use the weight, so do not keep it.
+    /// The weight on its device, while its unit is the one that the ring entered last. Only work that is queued before the
+    /// ring enters another unit may use the weight, so do not keep it.
     ///
     /// # Errors
-    /// [`Error::Argument`] at any other time.
+    /// [`Error::Argument`] if the ring entered another unit last, or does not exist yet.
     pub(crate) fn here(&self) -> Result<Weight> {
         match &*self.state() {
             State::Placed { ring, unit, view } if ring.has(*unit) => Ok(view.clone()),
@@ -128,27 +131,29 @@ impl Streamed {
         }
     }
 
-    /// The weight on the CPU, at any time; a copy if it is in a ring.
+    /// The weight on the CPU, whatever unit the ring has entered; a copy if the weight is in a ring.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the copy does not fit, [`Error::Argument`] if another process has its values.
+    /// [`Error::OutOfMemory`] if the copy does not fit, [`Error::Argument`] if the ring does not exist yet and only another
+    /// process has the weight's values.
     pub fn host(&self) -> Result<Weight> {
         match &*self.state() {
-            State::Gathered(_) if self.0.unit.is_hollow() => {
-                Err(Error::argument(OP, "another process has the values of a weight until the model is complete"))
-            }
+            State::Gathered(_) if self.0.unit.is_hollow() => Err(Error::argument(
+                OP,
+                "only another process has the values of this weight until the model is complete",
+            )),
             State::Gathered(weight) => Ok(weight.clone()),
             State::Placed { ring, unit, view } => view.map(|raw| ring.read(*unit, raw)),
         }
     }
 
-    /// The values in `dtype` on its device.
+    /// A copy of the weight's values, in `dtype` and on the weight's device, whatever unit the ring has entered.
     ///
     /// # Errors
     /// [`Error::DType`] if `dtype` is not floating point, [`Error::OutOfMemory`] if the values do not fit.
     pub fn values(&self, dtype: DType) -> Result<Tensor> {
         match self.here() {
-            // A copy: the slot will have other values later.
+            // A copy, because the slot gets the values of other units later.
             Ok(Weight::Plain(view)) if view.dtype() == dtype => Ok(Tensor::constant(crate::raw::own_copy(&view.raw)?)),
             Ok(view) => WeightRef::from(&view).values(dtype),
             Err(_) => WeightRef::from(&self.host()?).values(dtype)?.to_device(&self.0.device),
@@ -180,8 +185,8 @@ impl std::fmt::Debug for Streamed {
 }
 
 impl Weight {
-    /// The same weight over other storage. `of` returns the new storage of each part; the parts are always in the same
-    /// order.
+    /// The same weight with other tensors. `of` gets each tensor of the weight (a quantized weight has several) and returns
+    /// its replacement. The order of the tensors is always the same.
     fn map(&self, mut of: impl FnMut(&Raw) -> Result<Raw>) -> Result<Self> {
         match self {
             Self::Plain(tensor) => Ok(Self::Plain(Tensor::constant(of(&tensor.raw)?))),
@@ -223,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_weight_has_its_values_while_its_unit_is_entered_and_is_an_error_otherwise() {
+    fn a_weight_has_values_only_while_its_unit_is_entered() {
         let (ring, weights) = ring(5);
         let x = weight(50);
         let run = |weight: &Streamed| linear(&x, WeightRef::Streamed(weight), None);
@@ -252,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn joined_weights_lie_there_once() {
+    fn joined_weights_are_stored_once() {
         let unit = Unit::default();
         let parts: Vec<Streamed> =
             (0..3).map(|seed| Streamed::new(weight(seed).into(), &Device::Cpu, &unit).unwrap()).collect();
@@ -269,8 +274,8 @@ mod tests {
         }
     }
 
-    /// Runs `work` in `size` threads, which act as the processes of one machine. Each gets its rank and the exchange
-    /// that connects them.
+    /// Runs `work` in `size` threads, which act as the processes of one machine. Each call of `work` gets its rank, and the
+    /// exchange that connects the threads.
     fn together<T: Send>(size: usize, work: impl Fn(usize, Box<Exchange>) -> T + Sync) -> Vec<T> {
         let (barrier, messages) = (Arc::new(Barrier::new(size)), Arc::new(Mutex::new(vec![Vec::new(); size])));
         let run = |rank: usize| {
@@ -290,7 +295,8 @@ mod tests {
         })
     }
 
-    /// Three units, each with two joined weights and a quantized one. The seeds of their values start at `first`.
+    /// A ring of three units and their weights. Each unit has a joined weight, a quantized weight, and the two parts of the
+    /// joined weight, in this order. The values of unit `i` come from the seeds `first + 10 i` to `first + 10 i + 2`.
     fn shared(
         first: usize,
         rank: usize,
@@ -330,7 +336,8 @@ mod tests {
             assert_eq!(values(weights[2][2].host().unwrap().tensor().unwrap()), values(&weight(20)));
             ring.host_bytes()
         });
-        // Each process has as many bytes as it would have alone, and joined weights are stored once.
+        // All processes report the same number of bytes, which is below the bytes of three plain weights per unit: joined
+        // weights are stored once, and the third weight is quantized.
         assert!(found.iter().all(|&bytes| bytes == found[0] && bytes < 3 * 3 * SIDE * SIDE * 4), "{found:?}");
     }
 
@@ -340,12 +347,12 @@ mod tests {
     }
 
     #[test]
-    fn processes_use_slices_of_each_other() {
+    fn processes_use_slices_that_other_processes_keep() {
         check_one_copy(Origin::Peers);
     }
 
     #[test]
-    fn other_weights_in_one_process_are_an_error_in_all() {
+    fn different_weights_in_one_process_are_an_error_in_all_processes() {
         for origin in [Origin::Host, Origin::Peers] {
             let error = |rank, exchange| shared(7 * rank, rank, origin, exchange).err().unwrap().to_string();
             for error in &together(3, error) {
@@ -355,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_without_peers_is_an_error_in_all() {
+    fn a_process_without_peers_is_an_error_in_all_processes() {
         let alone = Sharing::new(0, Origin::Peers, Box::new(|message: &[u8]| Ok(vec![message.to_vec()])));
         assert!(alone.err().unwrap().to_string().contains("rank 0 has no other process on its machine"));
         let elsewhere = |message: &[u8]| Ok(vec![message.to_vec(), message.to_vec(), b"elsewhere".to_vec()]);
@@ -364,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_of_one_process_ends_all() {
+    fn an_error_of_one_process_is_an_error_in_all_processes() {
         let found = together(2, |rank, exchange| {
             let sharing = Sharing::new(rank, Origin::Host, exchange).unwrap();
             let used = |_| if rank == 1 { Err(Error::argument(OP, "no room")) } else { Ok(()) };

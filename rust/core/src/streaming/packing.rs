@@ -1,4 +1,4 @@
-//! The placement of the weights of a unit side by side.
+//! [`Packing`]: where the weights of a unit lie in the memory of the unit, one after the other.
 
 use std::collections::HashMap;
 
@@ -10,23 +10,27 @@ use crate::{Error, Result};
 
 use super::OP;
 
-/// Parts are aligned to this many bytes, with which copies and kernels are fastest.
+/// Packed tensors begin at multiples of this many bytes, from which copies and kernels are fastest.
 const ALIGNMENT: usize = 256;
 
-/// The place of each part of a joined weight, for weights without values. The key is the identity of the part's
-/// storage. The value is the identity of the joined weight's storage, and the index of the part's first element there.
+/// For each weight that is a part of a joined weight: which elements of the joined weight it has. Used for weights
+/// without values, whose storage does not show this. The key is the address of the part's storage. The value is the
+/// address of the joined weight's storage, and the index of the part's first element in the joined weight.
 pub(super) type Joined = HashMap<usize, (usize, usize)>;
 
-/// A piece of storage of weights, and its offset among the elements of its dtype in the packing.
+/// A tensor that the packing holds. Weights that are views of this tensor have no entry of their own.
 struct Part {
-    /// The identity of the storage, and the index of the first element in it.
+    /// The address of the tensor's storage.
     storage: usize,
+    /// The index of the tensor's first element in its storage.
     start: usize,
     raw: Raw,
+    /// The number of elements of the same dtype that the packing has before the tensor.
     offset: usize,
 }
 
-/// The places of all storage of a unit, separately for each dtype. Weights that share storage keep sharing it.
+/// The offset of every tensor of a unit's weights, counted separately for each dtype. Weights that share storage share it
+/// in the packing too.
 #[derive(Default)]
 pub(super) struct Packing {
     parts: Vec<Part>,
@@ -34,7 +38,7 @@ pub(super) struct Packing {
 }
 
 impl Packing {
-    /// The packing of some weights on the CPU; `hollow` if they have no values.
+    /// The packing of some weights on the CPU. `hollow` is `Some` if the weights have no values.
     pub(super) fn of(weights: &[Weight], hollow: Option<&Joined>) -> Result<Self> {
         let mut raws = Vec::new();
         for weight in weights {
@@ -43,7 +47,7 @@ impl Packing {
                 Ok(raw.clone())
             })?;
         }
-        // Larger tensors first, so that parts are found in them.
+        // Larger tensors first: a weight that is a part of a joined weight comes after it, and so is found in it.
         raws.sort_by_key(|raw| std::cmp::Reverse(raw.elem_count()));
         let mut packing = Self { joined: hollow.cloned().unwrap_or_default(), ..Self::default() };
         for raw in raws {
@@ -59,7 +63,7 @@ impl Packing {
         Ok(packing)
     }
 
-    /// The index of the first element of `raw` among those of its dtype; `None` if it has no place.
+    /// The offset of `raw` among the packed elements of its dtype; `None` if `raw` is not in the packing.
     pub(super) fn place(&self, raw: &Raw) -> Option<usize> {
         let (storage, start) = self.origin(raw);
         let has = |part: &&Part| {
@@ -70,20 +74,21 @@ impl Packing {
         self.parts.iter().find(has).map(|part| part.offset + (start - part.start))
     }
 
-    /// The identity of the storage of `raw`, and the index of its first element there.
+    /// The address of the storage of `raw`, and the index of `raw`'s first element in this storage. If `raw` is a part of a
+    /// joined weight without values: those of the joined weight.
     fn origin(&self, raw: &Raw) -> (usize, usize) {
         let (storage, start) = (storage_identity(raw).0, raw.layout().start_offset());
         self.joined.get(&storage).copied().unwrap_or((storage, start))
     }
 
-    /// The number of elements of `dtype`, rounded up so that the next part is aligned.
+    /// The number of packed elements of `dtype`, rounded up to a multiple of [`ALIGNMENT`] bytes.
     pub(super) fn count(&self, dtype: DType) -> usize {
         let ends =
             self.parts.iter().filter(|part| part.raw.dtype() == dtype).map(|part| part.offset + part.raw.elem_count());
         ends.max().unwrap_or(0).next_multiple_of(ALIGNMENT / dtype.size_in_bytes().max(1))
     }
 
-    /// The dtypes, in an order that is always the same.
+    /// The dtypes of the packed tensors, sorted by name: all processes must have the same order.
     pub(super) fn dtypes(&self) -> Vec<DType> {
         let mut found: Vec<DType> = Vec::new();
         for part in &self.parts {
@@ -95,7 +100,7 @@ impl Packing {
         found
     }
 
-    /// The tensors of `dtype`, each with its offset in elements.
+    /// The packed tensors of `dtype`, each with its offset among the packed elements of `dtype`.
     pub(super) fn parts(&self, dtype: DType) -> impl Iterator<Item = (usize, &Raw)> {
         self.parts.iter().filter(move |part| part.raw.dtype() == dtype).map(|part| (part.offset, &part.raw))
     }

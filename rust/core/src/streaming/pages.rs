@@ -12,29 +12,30 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use super::OP;
 use crate::{Error, Result};
 
-/// Bytes of a page of the system, or a multiple of it.
+/// The sizes of mappings are multiples of this many bytes, which is a multiple of the system's page size.
 const PAGE: usize = 1 << 16;
 
-/// Memory of one process that other processes of the machine map too. It has no name, and the system frees it when no
-/// process maps it any more, however the processes end. It counts as shared memory, but not against the size of
-/// `/dev/shm`.
+/// Memory of one process that other processes of the machine map too. The memory has no name in the file system. The
+/// system frees the memory when no process maps it any more, even if the processes are killed. The memory counts as
+/// shared memory, but not against the size of `/dev/shm`.
 pub struct Pages {
     address: NonNull<u8>,
     len: usize,
-    /// The file of the memory, until all processes have mapped it.
+    /// The open file of the memory, by which other processes map it; `None` after [`close`](Self::close).
     file: Option<File>,
 }
 
-// SAFETY: it is plain memory, which its owner alone changes.
+// SAFETY: the mapping belongs to this object alone and is tied to no thread.
 unsafe impl Send for Pages {}
-// SAFETY: as above; shared references only read it.
+// SAFETY: shared references only read the memory, or use words of it as atomics (the address is in `mapping`).
 unsafe impl Sync for Pages {}
 
 impl Pages {
-    /// A mapping of at least `bytes`. It takes no memory of the machine before it is [written](Self::write).
+    /// A mapping of at least `bytes` bytes. A page of the mapping takes memory of the machine only when it is
+    /// [written](Self::write).
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the system gives none.
+    /// [`Error::OutOfMemory`] if the system cannot map so many bytes.
     pub(crate) fn create(bytes: usize) -> Result<Self> {
         let len = bytes.max(1).next_multiple_of(PAGE);
         let file = memfd_create("trainable-candle", MemfdFlags::CLOEXEC).map_err(|error| no_memory(bytes, error))?;
@@ -42,10 +43,11 @@ impl Pages {
         Self::map(file.into(), len)
     }
 
-    /// The memory that another process of this machine has described.
+    /// The memory of another process of this machine; `description` is what that process got from
+    /// [`description`](Self::description).
     ///
     /// # Errors
-    /// [`Error::Argument`] if this process cannot open it.
+    /// [`Error::Argument`] if this process cannot open the memory, [`Error::OutOfMemory`] if it cannot map it.
     pub(crate) fn open(description: &str) -> Result<Self> {
         let refuse = |why: String| {
             let message = format!(
@@ -56,7 +58,7 @@ impl Pages {
         };
         let fields: Vec<u64> = description.split(' ').filter_map(|field| field.parse().ok()).collect();
         let &[process, descriptor, device, inode, len] = fields.as_slice() else {
-            return Err(refuse(format!("it is described as {description:?}")));
+            return Err(refuse(format!("expected five numbers, found {description:?}")));
         };
         let path = PathBuf::from(format!("/proc/{process}/fd/{descriptor}"));
         let opened = File::options().read(true).write(true).open(&path);
@@ -69,7 +71,7 @@ impl Pages {
     }
 
     fn map(file: File, len: usize) -> Result<Self> {
-        // SAFETY: a new mapping at a place that the system chooses.
+        // SAFETY: a new mapping at an address that the system chooses replaces no other mapping.
         let address =
             unsafe { mmap(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, 0) };
         let address = address.map_err(|error| no_memory(len, error))?;
@@ -79,8 +81,8 @@ impl Pages {
         Ok(Self { address, len, file: Some(file) })
     }
 
-    /// The description that [`open`](Self::open) needs. It is valid until this process [closes](Self::close) the
-    /// memory.
+    /// The description by which another process [opens](Self::open) this memory: process, file descriptor, device, inode,
+    /// size in bytes. It is valid until this process [closes](Self::close) the memory.
     ///
     /// # Errors
     /// [`Error::Argument`] if the memory is closed.
@@ -97,16 +99,16 @@ impl Pages {
         self.file = None;
     }
 
-    /// Write `bytes` from offset `start` on, before other processes read them.
+    /// Write `bytes` from offset `start` on. No process may read these bytes of the memory before this call returns.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the system gives no memory for them.
+    /// [`Error::OutOfMemory`] if the system gives no memory for `bytes`, [`Error::Argument`] if the memory is closed.
     pub(crate) fn write(&mut self, start: usize, bytes: &[u8]) -> Result<()> {
         if bytes.is_empty() {
             return Ok(());
         }
         let Some(file) = &self.file else { return Err(Error::argument(OP, "the memory is closed already")) };
-        // Without this, a write for which there is no memory would end the process.
+        // Reserves the memory: without this call, a write for which the system has no memory would end the process.
         fallocate(file, FallocateFlags::empty(), start as u64, bytes.len() as u64)
             .map_err(|error| no_memory(bytes.len(), error))?;
         let to = self.range(start..start + bytes.len());
@@ -115,15 +117,18 @@ impl Pages {
         Ok(())
     }
 
-    /// Some of its bytes, after they were written.
+    /// The bytes in `range`. No process may write these bytes after this call.
     pub fn bytes(&self, range: Range<usize>) -> &[u8] {
         let len = range.len();
-        // SAFETY: the range is within the mapping, and nothing writes any more.
+        // SAFETY: the range is within the mapping, and no process writes these bytes any more.
         unsafe { std::slice::from_raw_parts(self.range(range).as_ptr(), len) }
     }
 
-    /// The address and the size of the mapping, both multiples of a page.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only CUDA pins memory and counts in it"))]
+    /// The address and the size in bytes of the mapping, both multiples of the system's page size.
+    #[cfg_attr(
+        not(feature = "cuda"),
+        expect(dead_code, reason = "only CUDA code pins the memory or keeps counters in it")
+    )]
     pub(crate) const fn mapping(&self) -> (NonNull<u8>, usize) {
         (self.address, self.len)
     }
@@ -137,7 +142,7 @@ impl Pages {
 
 impl Drop for Pages {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this object's, and no reference to it is left.
+        // SAFETY: the mapping belongs to this object, and no reference into it is left.
         let _ = unsafe { munmap(self.address.as_ptr().cast(), self.len) };
     }
 }

@@ -1,4 +1,4 @@
-//! [`Ring`]: the slots on the device, and the units in them.
+//! [`Ring`]: the slots on the device, and the copies of units to them.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -18,12 +18,14 @@ use crate::{Error, Result, Tensor, checkpoint, compute};
 
 const SLOTS: usize = 2;
 
-/// Two slots on a device for units in the memory of the host or of other devices. Unit i is copied to slot i mod 2.
+/// Two slots on a device, to which units are copied from the memory of the host or of other devices. Unit i is copied to
+/// slot i mod 2.
 pub struct Ring {
     /// The first field, so that it is dropped first: copies to the slots must end before the slots are freed.
     copier: Option<Copier>,
-    /// For each slot a tensor of each dtype.
+    /// For each slot, one tensor for each dtype, large enough for each unit that is copied to the slot.
     slots: [Vec<Raw>; SLOTS],
+    /// The bytes of each unit outside of the slots; empty while [`Ring::new`] runs.
     units: Vec<OnceLock<Arc<Held>>>,
     state: Mutex<State>,
 }
@@ -33,24 +35,29 @@ struct State {
     /// The copier's epoch when this state was set. Recording or replaying a graph starts a new epoch, and may change
     /// the slots.
     epoch: u64,
+    /// The unit in each slot, or on its way there.
     slots: [Option<usize>; SLOTS],
+    /// The unit that was entered last.
     current: Option<usize>,
 }
 
 /// The order in which units are used.
 #[derive(Clone, Copy)]
 enum Direction {
+    /// From the first unit to the last, as in a forward pass.
     Up,
+    /// From the last unit to the first, as in a backward pass.
     Down,
 }
 
 impl Ring {
-    /// Move the weights of `units` to pinned memory of the host, which `device` can read by itself. If the system gives
-    /// too little of it, the last units are in pageable memory, from which a thread copies them. Forward passes use the
-    /// units in the given order, backward passes in reverse order.
+    /// Create the slots on `device`, and move the weights of `units` to pinned memory of the host, which `device` can read
+    /// by itself. If the system gives too little pinned memory, the last units are in pageable memory, from which a thread
+    /// copies them. If `device` is the CPU, the weights move to other memory of this process. Forward passes use the units
+    /// in the given order, backward passes in reverse order.
     ///
-    /// With `sharing`, the processes of a machine share one copy of the weights. It is in the memory of the host, or in
-    /// slices on the devices of these processes ([`Origin`]). All processes of `sharing` must then call this function.
+    /// With `sharing`, the processes of a machine share one copy of the weights. The copy is in the memory of the host, or
+    /// in slices on the devices of these processes ([`Origin`]). All processes of `sharing` must then call this function.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the slots do not fit on the device, or the units do not fit where they are kept;
@@ -85,7 +92,7 @@ impl Ring {
             }
             return Ok(ring);
         }
-        // The originals of a unit are freed before the next unit is moved.
+        // `place` frees the original weights of a unit before the next unit is moved.
         let mut all = Vec::with_capacity(units.len());
         for (index, (weights, unit)) in gathered.into_iter().zip(units).enumerate() {
             let packing = unit.packing(&weights)?;
@@ -99,8 +106,9 @@ impl Ring {
         Ok(ring)
     }
 
-    /// Hold the bytes of the unit that follows the units in `held`. If there is no pinned memory for it, this unit and all
-    /// later ones get pageable memory, and the last three tenths of the units in `held` move to pageable memory too.
+    /// Copy the weights of `packing` to the memory where the ring keeps them; `held` has the units before this one. If
+    /// there is no pinned memory for this unit, this unit and all later units get pageable memory, and the last three
+    /// tenths of the units in `held` move to pageable memory too.
     fn hold(&self, packing: &Packing, held: &mut [Held]) -> Result<Held> {
         let found = Held::new(packing, self.copier.as_ref());
         let (Err(Error::OutOfMemory { .. }), Some(copier)) = (&found, &self.copier) else { return found };
@@ -114,8 +122,8 @@ impl Ring {
         Held::new(packing, Some(copier))
     }
 
-    /// Move the weights of all units to memory that the processes of the machine share, or use the weights that another
-    /// process has moved there.
+    /// Keep all units in host memory that the processes of the machine share. One process copies its weights to this
+    /// memory; the others use these copies.
     fn share(self: &Arc<Self>, units: &[Unit], gathered: Vec<Vec<Streamed>>, sharing: &Sharing) -> Result<()> {
         let mut ranges: Vec<Vec<(DType, Range<usize>)>> = Vec::with_capacity(units.len());
         let mut end = 0;
@@ -159,8 +167,8 @@ impl Ring {
         sharing.pages(end, fill, used)
     }
 
-    /// Divide every unit into slices, one on the device of each of the machine's N processes. Process i mod N has the values
-    /// of unit i, and writes all slices of this unit.
+    /// Divide every unit into slices, one on the device of each of the machine's N processes. Process i mod N has loaded the
+    /// values of unit i, and writes all slices of this unit.
     fn slice(
         self: &Arc<Self>,
         units: &[Unit],
@@ -200,7 +208,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Let the weights of a unit be views of its slot, and drop the originals.
+    /// Replace the weights of a unit by views of the unit's slot, and drop the original weights.
     fn place(self: &Arc<Self>, unit: usize, weights: &[Streamed], packing: &Packing) -> Result<()> {
         let slot = &self.slots[unit % SLOTS];
         let mut views = Vec::with_capacity(weights.len());
@@ -208,7 +216,7 @@ impl Ring {
             views.push(weight.gathered()?.map(|raw| {
                 let part = slot.iter().find(|part| part.dtype() == raw.dtype());
                 let (Some(offset), Some(part)) = (packing.place(raw), part) else {
-                    return Err(Error::argument(OP, "the weights have changed meanwhile"));
+                    return Err(Error::argument(OP, "a weight was replaced while the ring was created"));
                 };
                 Ok(part.narrow(0, offset, raw.elem_count())?.reshape(raw.shape())?)
             })?);
@@ -219,8 +227,8 @@ impl Ring {
         Ok(())
     }
 
-    /// Bring `unit` to its slot and start to copy the unit that is needed next: the one after it, or the one before it
-    /// while a checkpoint recomputes.
+    /// Make the device wait until `unit` is in its slot, and start to copy the unit that is needed next: `unit + 1`, or
+    /// `unit - 1` while a checkpoint recomputes. After this call only the weights of `unit` can be used.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver reports an error.
@@ -228,7 +236,8 @@ impl Ring {
         self.go(unit, if checkpoint::is_replaying() { Direction::Down } else { Direction::Up })
     }
 
-    /// Make the backward pass bring `unit` to its slot before it reaches the operations that computed `result`.
+    /// `result`, with a node on the tape that [enters](Self::enter) `unit` in the backward pass. The backward pass reaches
+    /// this node before the operations that computed `result`.
     #[must_use]
     pub fn reenter(self: &Arc<Self>, unit: usize, result: Tensor) -> Tensor {
         let Some(node) = result.node.clone() else { return result };
@@ -237,12 +246,13 @@ impl Ring {
         Tensor { node: Some(Arc::new(node)), ..result }
     }
 
+    /// [`enter`](Self::enter) with a given direction.
     fn go(&self, unit: usize, direction: Direction) -> Result<()> {
         let mut state = self.state();
         if state.current == Some(unit) {
             return Ok(());
         }
-        // No unit is current until the new one is in its slot.
+        // If one of the calls below fails, no unit is current.
         state.current = None;
         self.bring(&mut state, unit)?;
         if let Some(copier) = &self.copier {
@@ -256,14 +266,17 @@ impl Ring {
         next.map_or(Ok(()), |next| self.bring(&mut state, next))
     }
 
-    /// Copy a unit to its slot, unless it is there already. The copy starts after all work that is queued now.
+    /// Copy a unit to its slot, unless the unit is there already. The copy starts after all work that is queued on the
+    /// device at this call, which may still use the unit that was in the slot.
     fn bring(&self, state: &mut State, unit: usize) -> Result<()> {
         let slot = unit % SLOTS;
         if state.slots[slot] == Some(unit) {
             return Ok(());
         }
         state.slots[slot] = None;
-        let Some(held) = self.units[unit].get() else { return Err(Error::argument(OP, "a unit is not complete")) };
+        let Some(held) = self.units[unit].get() else {
+            return Err(Error::argument(OP, "a streamed block is used before all blocks are in the ring"));
+        };
         let mut copies = Vec::with_capacity(held.0.len());
         for (dtype, bytes) in &held.0 {
             if let Some(to) = self.slots[slot].iter().find(|part| part.dtype() == *dtype) {
@@ -277,15 +290,18 @@ impl Ring {
         Ok(())
     }
 
-    /// Whether `unit` is the one that work may use now.
+    /// Whether `unit` was entered last, so that its weights can be used.
     pub(super) fn has(&self, unit: usize) -> bool {
         self.state().current == Some(unit)
     }
 
-    /// Copy to the CPU the values that a part of a slot, `view`, has when `unit` is in the slot.
+    /// The values that `view`, a view of a tensor of a slot, has while `unit` is in the slot. They are copied to the CPU
+    /// from where the ring keeps the unit; the slot is not read.
     pub(super) fn read(&self, unit: usize, view: &Raw) -> Result<Raw> {
         let held = self.units[unit].get().and_then(|held| held.0.iter().find(|(dtype, _)| *dtype == view.dtype()));
-        let Some((_, bytes)) = held else { return Err(Error::argument(OP, "a unit is not complete")) };
+        let Some((_, bytes)) = held else {
+            return Err(Error::argument(OP, "a streamed block is used before all blocks are in the ring"));
+        };
         Ok(bytes.read(view)?.reshape(view.shape())?)
     }
 
@@ -299,7 +315,8 @@ impl Ring {
         self.units.iter().filter_map(OnceLock::get).flat_map(|held| &held.0).map(|(_, bytes)| bytes.len()).sum()
     }
 
-    /// The units in the slots. Nothing is known about the slots after a graph was recorded or replayed.
+    /// The state of the slots. After a graph was recorded or replayed, the contents of the slots are not known, and the state
+    /// is that of empty slots.
     fn state(&self) -> MutexGuard<'_, State> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let epoch = self.copier.as_ref().map_or(0, Copier::epoch);
@@ -310,7 +327,7 @@ impl Ring {
     }
 }
 
-/// Brings the unit to its slot for the backward pass; the gradient passes unchanged.
+/// In the backward pass, enters `unit`; the gradient of the input is that of the output.
 struct Reenter {
     ring: Arc<Ring>,
     unit: usize,

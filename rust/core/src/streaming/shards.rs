@@ -1,7 +1,9 @@
-//! [`Shards`]: streamed units in slices. Each process of a machine has one slice of every unit.
+//! [`Shards`]: streamed units in slices. Each process of a machine keeps one slice of every unit; a process's shard is the
+//! memory that has its slices of all units.
 //!
-//! Processes that train together need the same unit at the same time. If one process had all of a unit, all others
-//! would read it through that one device's link. With slices, every device sends and receives as much as the others.
+//! Processes that train together need the same unit at the same time. If one process kept a whole unit, all others would
+//! read the unit through the link of that process's device. With slices, every device sends and receives as much as the
+//! others.
 
 use std::ops::Range;
 
@@ -14,10 +16,11 @@ use crate::cuda::streaming::Source;
 use crate::raw::{Raw, to_cpu};
 use crate::{Result, compute};
 
-/// Slices begin at multiples of this many bytes, with which copies are fastest.
+/// Slices begin at multiples of this many bytes, from which copies are fastest.
 const ALIGNMENT: usize = 256;
 
-/// Where the bytes of a part of a unit are: each process has a slice of them, at the same place in its shard.
+/// Where the `len` bytes of one dtype of a unit are: process `p` has bytes `p * slice` to `(p + 1) * slice` of them, from
+/// offset `start` of its shard on. The last slices may be shorter or empty.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
     start: usize,
@@ -25,34 +28,34 @@ pub(super) struct Place {
     len: usize,
 }
 
-/// Bytes that one process has.
+/// Consecutive bytes of a [`Place`] that one process has.
 #[derive(Debug, PartialEq, Eq)]
 struct Piece {
-    /// The number of the process among those of its machine.
+    /// The number of the process among the processes of its machine.
     process: usize,
-    /// The place in its shard.
+    /// The offset of the first byte in the shard of this process.
     start: usize,
-    /// Which bytes of the part of the unit these are.
+    /// The offsets of the bytes among all bytes of the [`Place`].
     range: Range<usize>,
 }
 
 impl Place {
-    /// The place of `len` bytes in the shards of `processes` processes, from `start` on.
+    /// The place of `len` bytes in the shards of `processes` processes. All slices begin at offset `start` of the shards.
     pub(super) fn new(start: usize, len: usize, processes: usize) -> Self {
         Self { start, slice: len.div_ceil(processes).next_multiple_of(ALIGNMENT), len }
     }
 
-    /// The end of the slice in a shard.
+    /// The offset in a shard at which the slice ends.
     pub(super) const fn end(self) -> usize {
         self.start + self.slice
     }
 
-    /// The number of bytes in all slices.
+    /// The number of bytes in all slices together.
     pub(super) const fn len(self) -> usize {
         self.len
     }
 
-    /// The pieces of some of the bytes, in their order.
+    /// The bytes in `range`, one piece for each process that has some of them, in the order of the bytes.
     fn pieces(self, range: Range<usize>) -> impl Iterator<Item = Piece> {
         let processes = if range.is_empty() { 0..0 } else { range.start / self.slice..range.end.div_ceil(self.slice) };
         processes.map(move |process| {
@@ -72,12 +75,13 @@ pub(super) enum Shards {
 }
 
 impl Shards {
-    /// Shards of `bytes` each. All processes call this; `fill` writes what this process has to write, after which all
-    /// processes may read.
+    /// Shards of `bytes` bytes each. All processes of the machine must call this function at the same time. `fill` writes
+    /// the bytes that this process has for all shards. When this function returns, all processes have written, and any
+    /// shard may be read.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if a shard does not fit,
-    /// [`Error::Device`](crate::Error::Device) if the devices do not reach each other, those of `fill`, and
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if a shard does not fit in memory,
+    /// [`Error::Device`](crate::Error::Device) if the devices do not reach each other, the errors of `fill`, and
     /// [`Error::Argument`](crate::Error::Argument) if another process has failed.
     pub(super) fn new(
         sharing: &Sharing,
@@ -93,7 +97,7 @@ impl Shards {
         Ok(shards)
     }
 
-    /// The shard of this process, and the text by which the others open it.
+    /// The shard of this process, and the text by which the other processes open this shard.
     fn own(sharing: &Sharing, device: &Device, bytes: usize) -> Result<(Self, String)> {
         if device.is_cpu() {
             let pages = Pages::create(bytes)?;
@@ -104,7 +108,8 @@ impl Shards {
         Ok((Self::Device(shards), text))
     }
 
-    /// Open the shards of the others; `number` is the number of this process.
+    /// Open the shards of the other processes. `texts` has the text of each process of the machine; `number` is the number
+    /// of this process among them.
     fn open(self, texts: &[&str], number: usize) -> Result<Self> {
         match self {
             Self::Host(mut own) => {
@@ -122,7 +127,8 @@ impl Shards {
         }
     }
 
-    /// Set the bytes of a place from `start` on, in the shards of all processes, before they are closed.
+    /// Write `bytes` to `place`, from its byte number `start` on, into the shards that have these bytes. The shards must not
+    /// be closed yet.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the system gives no memory,
@@ -143,7 +149,7 @@ impl Shards {
         }
     }
 
-    /// Wait until everything is written, and let no further process open the shards.
+    /// Wait until the writes of this process are done, and let no further process open the shards.
     fn close(&mut self) -> Result<()> {
         match self {
             Self::Host(pages) => {
@@ -154,7 +160,7 @@ impl Shards {
         }
     }
 
-    /// Some bytes of a place, if the shards are in the memory of the host.
+    /// Bytes `range` of `place`, if the shards are in the memory of the host.
     pub(super) fn gathered(&self, place: Place, range: Range<usize>) -> Option<Vec<u8>> {
         let Self::Host(pages) = self else { return None };
         let mut all = Vec::with_capacity(range.len());
@@ -164,8 +170,9 @@ impl Shards {
         Some(all)
     }
 
-    /// The copies from a place on the devices to a part of a slot. Each process begins with the slice of the process
-    /// after it, so that no two read from one device at a time while all of them copy.
+    /// The copies that bring all bytes of `place` to `to`, the tensor of this dtype in a slot, if the shards are on the
+    /// devices. Process `p` begins with the slice of process `p + 1`, so that no two processes read from one device at a
+    /// time while all processes copy.
     pub(super) fn copies<'a>(&'a self, place: Place, to: &Raw) -> Result<Vec<(Source<'a>, Raw)>> {
         let Self::Device(shards) = self else { return Ok(Vec::new()) };
         let size = to.dtype().size_in_bytes();
@@ -179,7 +186,8 @@ impl Shards {
         Ok(all)
     }
 
-    /// Some bytes of a place in shards on devices, as a vector on the CPU with the dtype and the element count of `like`.
+    /// Bytes `range` of `place`, if the shards are on the devices: copied to a vector on the CPU that has the dtype and the
+    /// element count of `like`.
     pub(super) fn downloaded(&self, place: Place, range: Range<usize>, like: &Raw) -> Result<Raw> {
         let all = compute::zeros(&[like.elem_count()], like.dtype(), like.device())?;
         if let Self::Device(shards) = self {
@@ -195,7 +203,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slices_are_equal_and_cover_all_bytes_in_their_order() {
+    fn pieces_cover_the_range_in_order_and_lie_in_slices_of_equal_size() {
         for (len, processes) in [(0, 2), (1, 3), (1024, 2), (5000, 3), (256 * 7, 4)] {
             let place = Place::new(512, len, processes);
             assert_eq!(place.slice % ALIGNMENT, 0);

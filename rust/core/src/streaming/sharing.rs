@@ -1,10 +1,11 @@
 //! [`Sharing`]: the processes of a machine that stream the same weights from one copy.
 //!
-//! If the copy is in the memory of the host, the lowest rank of the machine writes it, and the others map it. If it is
-//! in slices on the devices, each process writes some of the units for all. All processes take the same steps: they
-//! build the same model, compare what they would copy, and exchange messages, which also orders writing and reading.
-//! Each process reads every weight once, to compare the digests; after that, only the writer of a weight keeps its
-//! values.
+//! If the copy is in the memory of the host, the process of the lowest rank on the machine writes the copy, and the other
+//! processes map it. If the copy is in slices on the devices, each process writes the slices of some of the units. All
+//! processes take the same steps: they build the same model, compare the descriptions of their units, and exchange
+//! messages. A process reads what another process wrote only after both have exchanged a message. Each process loads
+//! every weight once, to compute the digest for the comparison; after that, only the process that writes the weight keeps
+//! its values.
 
 use std::cell::RefCell;
 use std::os::unix::fs::MetadataExt;
@@ -14,10 +15,10 @@ use super::OP;
 use super::pages::Pages;
 use crate::{Error, Result};
 
-/// Sends a message to all processes and returns the messages of all, by rank.
+/// Sends a message to all processes, waits for theirs, and returns the messages of all processes, by rank.
 pub type Exchange = dyn Fn(&[u8]) -> Result<Vec<Vec<u8>>> + Send + Sync;
 
-/// Where the one copy of a machine is.
+/// Where the one copy of the weights of a machine is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
     /// In the memory of the host.
@@ -31,7 +32,8 @@ pub struct Sharing {
     exchange: Box<Exchange>,
     rank: usize,
     origin: Origin,
-    /// The ranks of this machine, in order. The first writes a copy in the memory of the host.
+    /// The ranks of the processes on this machine, in ascending order. The first process writes a copy in the memory of the
+    /// host.
     machine: Vec<usize>,
 }
 
@@ -39,8 +41,8 @@ thread_local! {
     static CURRENT: RefCell<Option<Arc<Sharing>>> = const { RefCell::new(None) };
 }
 
-/// A name for the processes that can share memory with this one: those with the same boot of the system, the same
-/// namespace of process numbers and the same user. `None` if the system does not report these.
+/// A name that is equal in all processes that can share memory with this one: those with the same boot of the system, the
+/// same PID namespace and the same user. `None` if the system does not report the boot, the namespace or the user.
 pub fn machine() -> Option<String> {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let numbers = std::fs::read_link("/proc/self/ns/pid").ok()?;
@@ -49,19 +51,22 @@ pub fn machine() -> Option<String> {
 }
 
 impl Sharing {
-    /// Find out which processes are on one machine; all processes must call this function. `rank` is the rank of this
-    /// process.
+    /// Find out which processes are on the same machine as this one; all processes must call this function. `rank` is the
+    /// rank of this process.
     ///
     /// # Errors
-    /// Those of `exchange`; [`Error::Argument`] if it returns too few messages or, with [`Origin::Peers`], if a process is
-    /// alone on its machine.
+    /// The errors of `exchange`; [`Error::Argument`] if `exchange` returns too few messages or, with [`Origin::Peers`], if a
+    /// process is alone on its machine.
     pub fn new(rank: usize, origin: Origin, exchange: Box<Exchange>) -> Result<Arc<Self>> {
-        // A process that does not know its machine is alone on it.
+        // A process that cannot name its machine counts as alone on a machine.
         let mine = machine().unwrap_or_else(|| format!("rank {rank}"));
         let found = exchange(mine.as_bytes())?;
         if rank >= found.len() {
             let count = found.len();
-            return Err(Error::argument(OP, format!("found {count} messages of processes, expected more than {rank}")));
+            return Err(Error::argument(
+                OP,
+                format!("the exchange of rank {rank} returned the messages of {count} processes only"),
+            ));
         }
         let with = |name: &[u8]| (0..found.len()).filter(|&rank| found[rank] == name).collect::<Vec<_>>();
         if let Some(alone) =
@@ -86,32 +91,32 @@ impl Sharing {
         CURRENT.set(sharing);
     }
 
-    /// What [`set`](Self::set) has set on this thread.
+    /// The value that [`set`](Self::set) was last called with on this thread.
     pub fn current() -> Option<Arc<Self>> {
         CURRENT.with_borrow(Clone::clone)
     }
 
-    /// Where the copy of a machine is.
+    /// Where the copy of the weights is.
     pub(super) const fn origin(&self) -> Origin {
         self.origin
     }
 
-    /// The ranks of this machine, in order.
+    /// The ranks of the processes on this machine, in ascending order.
     pub(super) fn machine(&self) -> &[usize] {
         &self.machine
     }
 
-    /// The number of processes of this machine.
+    /// The number of processes on this machine.
     pub(super) fn processes(&self) -> usize {
         self.machine.len()
     }
 
-    /// The number of this process among those of its machine.
+    /// The number of this process among the processes of its machine, from 0.
     pub(super) fn number(&self) -> usize {
         self.machine.iter().position(|&rank| rank == self.rank).unwrap_or(0)
     }
 
-    /// Whether this process writes the unit with this number for all processes of its machine.
+    /// Whether this process writes unit number `unit` for all processes of its machine, and so keeps the loaded values.
     pub(super) fn keeps(&self, unit: usize) -> bool {
         match self.origin {
             Origin::Host => self.number() == 0,
@@ -119,7 +124,10 @@ impl Sharing {
         }
     }
 
-    /// Check that all processes have the same units; `mine` has the description of each unit of this process.
+    /// Check that all processes have the same units; `mine` has a description of each unit of this process.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] with the first rank and unit that differ from rank 0, or if a process has failed.
     pub(super) fn agree(&self, mine: &[String]) -> Result<()> {
         let ((), every) = self.tell(Ok(()), |()| mine.join("\n"))?;
         let first: Vec<&str> = every[0].split('\n').collect();
@@ -140,9 +148,10 @@ impl Sharing {
         Ok(())
     }
 
-    /// Memory of at least `bytes` that all processes of this machine share. `fill` is called in every process; only the
-    /// writer's call gets the memory, to write it. `used` then gets the memory in every process. When this function
-    /// returns, `used` has returned in all processes.
+    /// Create memory of at least `bytes` bytes that all processes of this machine share, and return the result of `used`.
+    /// `fill` is called in every process; only in the process that writes the memory, `fill` gets the memory. Then `used`
+    /// is called in every process with the written memory. When this function returns, `used` has returned in all
+    /// processes.
     pub(super) fn pages<T>(
         &self,
         bytes: usize,
@@ -159,14 +168,14 @@ impl Sharing {
         };
         let ((_, made), every) = self.tell(written, |(description, _)| description.clone())?;
         let opened = made.map_or_else(|| Pages::open(&every[self.machine[0]]), Ok);
-        // The descriptor of the writer must stay open until all have opened it.
+        // The file descriptor of the writing process must stay open until all processes have opened the memory by it.
         let (mut pages, _) = self.tell(opened, |_| String::new())?;
         pages.close();
         Ok(self.tell(used(pages), |_| String::new())?.0)
     }
 
-    /// Send `text` of the value `mine` to all processes; returns `mine` and the texts of all, by rank. If one process has an
-    /// error instead, all return an error.
+    /// Send a text made from the value `mine` to all processes; returns `mine`, and the texts of all processes by rank. If
+    /// `mine` is an error in one process, this function returns an error in all processes.
     pub(super) fn tell<T>(&self, mine: Result<T>, text: impl FnOnce(&T) -> String) -> Result<(T, Vec<String>)> {
         let message = match &mine {
             Ok(found) => format!("+{}", text(found)),
@@ -179,7 +188,7 @@ impl Sharing {
             match text.split_at_checked(1) {
                 Some(("+", text)) => Ok(text.to_owned()),
                 Some((_, error)) => Err(Error::argument(OP, format!("rank {rank} has failed: {error}"))),
-                None => Err(Error::argument(OP, format!("rank {rank} has sent nothing"))),
+                None => Err(Error::argument(OP, format!("rank {rank} has sent an empty message"))),
             }
         };
         Ok((mine, every.into_iter().enumerate().map(read).collect::<Result<_>>()?))

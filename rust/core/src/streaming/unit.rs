@@ -1,4 +1,4 @@
-//! [`Unit`]: the weights that are used together, while a model is built.
+//! [`Unit`]: a collection of weights that are used together.
 
 use std::hash::Hasher;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -12,7 +12,7 @@ use crate::quantized::Weight;
 use crate::raw::{Raw, storage_identity, with_bytes};
 use crate::{Result, Tensor};
 
-/// Collects the weights that are used together, those of one block, while a model is built.
+/// Weights that are used together, those of one block of a model. They are collected while the model is built.
 #[derive(Clone, Default)]
 pub struct Unit(Arc<Mutex<Contents>>);
 
@@ -20,11 +20,11 @@ pub struct Unit(Arc<Mutex<Contents>>);
 struct Contents {
     number: usize,
     weights: Vec<Weak<Inner>>,
-    /// The digest of the values that were shared, in the order of the calls.
+    /// The digest of the values that [`Unit::share`] was called with, in the order of the calls.
     digest: u64,
-    /// The places of joined weights, if the weights have no values.
+    /// `Some` if this process does not keep the weights' values: which elements of joined weights their parts have.
     hollow: Option<Joined>,
-    /// The storage that `hollow` names, kept alive so that no other storage gets its address.
+    /// Tensors whose storage `hollow` names by its address, kept alive so that no other storage gets that address.
     kept: Vec<Raw>,
 }
 
@@ -35,7 +35,7 @@ impl Unit {
         Self(Arc::new(Mutex::new(Contents { number, ..Contents::default() })))
     }
 
-    /// Its number.
+    /// The unit's number among the units of a ring.
     pub(super) fn number(&self) -> usize {
         self.contents().number
     }
@@ -53,8 +53,9 @@ impl Unit {
         self.contents().weights.iter().filter_map(Weak::upgrade).map(Streamed).collect()
     }
 
-    /// A weight on the CPU for processes that share units. The process that writes the unit for the others gets `weight`
-    /// itself; the others get a weight of the same shape that takes no memory.
+    /// Add the values of `weight` to the unit's digest. Returns the weight that this process keeps for its model: `weight`
+    /// itself if this process writes the unit for all processes of the machine; in other processes a weight of the same
+    /// shape and dtype that has one element in memory.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the system gives no memory.
@@ -74,23 +75,23 @@ impl Unit {
         weight.map(|raw| hollow(raw, raw.dims()))
     }
 
-    /// The digest of the values that were shared.
+    /// The digest of the values that [`share`](Self::share) was called with, in the order of the calls.
     pub(super) fn digest(&self) -> u64 {
         self.contents().digest
     }
 
-    /// Whether its weights have no values.
+    /// Whether the unit's weights have no values in this process.
     pub(super) fn is_hollow(&self) -> bool {
         self.contents().hollow.is_some()
     }
 
-    /// The packing of some of its weights, which are not in a ring yet.
+    /// The packing of `weights`, weights of this unit that are not in a ring yet.
     pub(super) fn packing(&self, weights: &[Streamed]) -> Result<Packing> {
         let weights = weights.iter().map(Streamed::gathered).collect::<Result<Vec<_>>>()?;
         Packing::of(&weights, self.contents().hollow.as_ref())
     }
 
-    /// Tensors stacked along their first dimension, and each of them as a part of the result.
+    /// The tensors concatenated along their first dimension, and for each of them the part of the result that it became.
     pub(super) fn cat(&self, tensors: &[&Tensor]) -> Result<(Tensor, Vec<Tensor>)> {
         let rows = tensors.iter().map(|tensor| tensor.dims()[0]).sum();
         let contents = &mut *self.contents();
@@ -125,7 +126,7 @@ impl Unit {
     }
 }
 
-/// A tensor on the CPU that has the dtype of `like` and one element in memory.
+/// A tensor of shape `dims` on the CPU that has the dtype of `like` and one element in memory.
 fn hollow(like: &Raw, dims: &[usize]) -> Result<Raw> {
     Ok(Raw::zeros((), like.dtype(), &Device::Cpu)?.broadcast_as(dims)?)
 }

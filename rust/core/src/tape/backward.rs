@@ -19,10 +19,11 @@ use crate::tensor::Tensor;
 use crate::var::Var;
 use crate::{Error, Result, compute};
 
-/// Products that are added to the gradient buffers of variables. On CUDA, products of one size wait for each other and then
-/// run in one launch; the memory of waiting operands is limited.
+/// Products that are added to the gradient buffers of variables. On CUDA, products wait until their operands together have
+/// 128 MiB, or until the pass ends; then, products of equal size run in one launch.
 #[derive(Default)]
 struct Buffered {
+    /// The ids of the variables with such products.
     variables: FxHashSet<u64>,
     waiting: Vec<Product>,
     /// The bytes of the operands of waiting products.
@@ -50,10 +51,13 @@ impl Buffered {
 pub struct BackwardContext<'a> {
     node: &'a Node,
     grad: Raw,
+    /// The ids of the nodes that need a gradient; `None` if all do.
     wanted: Option<&'a FxHashSet<u64>>,
+    /// The gradients of the nodes that the pass has reached and not visited yet, by the node's id.
     table: &'a mut FxHashMap<u64, Pending>,
-    /// Products for the gradient buffers of variables, in a pass that adds to variables.
+    /// Products for the gradient buffers of variables; `None` if the pass does not change the gradients of variables.
     buffered: Option<&'a mut Buffered>,
+    /// The indices of the inputs that have got a gradient in `table`.
     reached: SmallVec<[usize; 3]>,
 }
 
@@ -72,13 +76,13 @@ impl BackwardContext<'_> {
             .is_some_and(|n| self.wanted.is_none_or(|w| w.contains(&n.id())))
     }
 
-    /// Add `grad` (in the input's shape and dtype) to the gradient of input `index`. The first gradient is kept as it
-    /// is; later gradients are added to it.
+    /// Add `grad` (in the input's shape and dtype) to the gradient of input `index`. The first `grad` of an input is kept
+    /// without a copy, and may be a strided view; later ones are added to it.
     pub fn add(&mut self, index: usize, grad: Raw) -> Result<()> {
         self.add_pending(index, Pending::new(grad, false))
     }
 
-    /// [`add`](Self::add) a gradient; if it is `owned`, nothing else uses its storage.
+    /// As [`add`](Self::add), with a gradient that says whether its storage may be changed (`owned`).
     pub(crate) fn add_pending(&mut self, index: usize, grad: Pending) -> Result<()> {
         let Some(id) = self.reach(index) else { return Ok(()) };
         match self.table.get_mut(&id) {
@@ -90,8 +94,8 @@ impl BackwardContext<'_> {
         }
     }
 
-    /// Take out the gradient that input `index` has so far, if it is dense and of `dtype`. A kernel can then compute
-    /// another gradient and add it to this gradient in one step. The caller must then add this sum to the input.
+    /// Take out the gradient that input `index` has so far, if it is contiguous and of `dtype`. A kernel can then compute
+    /// another gradient and add both in one launch. The caller must then [`add`](Self::add) this sum to the input.
     #[cfg(feature = "cuda")]
     pub(crate) fn take_pending(&mut self, index: usize, dtype: DType) -> Option<Pending> {
         let id = self.node.inputs.get(index)?.as_ref()?.id();
@@ -100,8 +104,8 @@ impl BackwardContext<'_> {
         if self.table.get(&id).is_some_and(fits) { self.table.remove(&id) } else { None }
     }
 
-    /// Add `grad` to the part `start..` along `dim` of the gradient of input `index`, whose shape is `dims`.
-    /// The rest of the gradient is zero unless something else adds to it.
+    /// Add `grad` to the gradient of input `index`, at the indices from `start` on along dimension `dim`. The gradient of the
+    /// input has the shape `dims`; its other elements are zero unless another gradient is added there.
     pub fn add_part(&mut self, index: usize, dims: &[usize], dim: usize, start: usize, grad: &Raw) -> Result<()> {
         let part = start..start + grad.dims()[dim];
         if let Some(place) = self.part(index, (grad, dims), dim, part.clone())? {
@@ -116,9 +120,9 @@ impl BackwardContext<'_> {
         compute::accumulate(&pending.sum.narrow(dim, part.start, part.len())?, grad)
     }
 
-    /// A view of `part` along `dim` of the gradient of input `index`; the caller must write all of it. `None` if the
-    /// input needs no gradient, or if the part has been written already: then [`add_part`](Self::add_part) adds to it.
-    /// The gradient has the shape `dims`, and the dtype and the device of `like`.
+    /// A view of the gradient of input `index` at the indices `part` along dimension `dim`. The caller must write the whole
+    /// view. `None` if the input needs no gradient, or if some of the view has been written already; use
+    /// [`add_part`](Self::add_part) then. The gradient has the shape `dims`, and the dtype and the device of `like`.
     pub(crate) fn part(
         &mut self,
         index: usize,
@@ -141,8 +145,8 @@ impl BackwardContext<'_> {
     /// dtype of the gradient. The shape has as many elements as the product. The dtype is that of a and b; if they are
     /// f16 or bf16, it may also be f32.
     ///
-    /// The product is added in place to the gradient buffer of a variable, and to a gradient that the input has
-    /// already, without a temporary tensor or a separate addition.
+    /// If the input is a variable with a gradient buffer, or has a gradient that can change in place, the product kernel
+    /// adds to this buffer or gradient: there is no temporary tensor and no separate addition.
     pub fn add_product(
         &mut self,
         index: usize,
@@ -175,7 +179,7 @@ impl BackwardContext<'_> {
         }
     }
 
-    /// [`add_product`](Self::add_product) of the product of each pair.
+    /// [`add_product`](Self::add_product) for each pair [a, b], with `alpha` 1 and the dtype of a.
     pub fn add_products(&mut self, index: usize, dims: impl Into<Shape>, pairs: &[[Raw; 2]]) -> Result<()> {
         let (Some([a, b]), dims) = (pairs.first(), dims.into()) else { return Ok(()) };
         let (dtype, matrix) = (a.dtype(), (a.dims()[0], b.dims()[1]));
@@ -236,6 +240,7 @@ impl BackwardContext<'_> {
         Ok(())
     }
 
+    /// Note that input `index` gets a gradient. Returns the id of its node; `None` if the input needs no gradient.
     fn reach(&mut self, index: usize) -> Option<u64> {
         if !self.needs(index) {
             return None;
@@ -268,8 +273,8 @@ impl Ord for Youngest {
     }
 }
 
-/// Run the backward pass from `root` to the leaves. `finish` gets each node whose gradient is wanted: all leaves, or
-/// the `targets`.
+/// Run the backward pass from `root`, whose gradient is `seed`. Only nodes in `wanted` get gradients (`None`: all nodes).
+/// `finish` gets each node of `targets` (`None`: each leaf) and its gradient.
 fn walk(
     root: &Arc<Node>,
     seed: Raw,
@@ -345,8 +350,8 @@ fn seed_for(op: &'static str, loss: &Tensor, gradient: Option<&Tensor>) -> Resul
             ));
         }
         Some(g) if g.dtype() != loss.dtype() => compute::cast(&g.raw, loss.dtype())?,
-        // A copy, because the seed may become a gradient. If `g` is a view of a variable, a later change of the
-        // variable must not change the gradient.
+        // A copy, because the seed may become the gradient of a variable. If `g` has the storage of a variable, a later
+        // change of that variable must not change the gradient.
         Some(g) if g.version.is_some() => raw::own_copy(&g.raw)?,
         Some(g) => g.raw.clone(),
         None if loss.elem_count() == 1 => ones_like(&loss.raw)?,
@@ -374,21 +379,21 @@ fn ones_like(raw: &Raw) -> Result<Raw> {
 }
 
 impl Tensor {
-    /// Differentiate this single element with respect to every variable it depends on. Gradients are added to
-    /// [`Var::grad`]; the tape's saved values are freed as they are used.
+    /// Differentiate this tensor of one element with respect to every variable it depends on. The gradients are added to
+    /// [`Var::grad`]. The values that an operation has saved for its backward pass are freed after this pass.
     ///
     /// # Errors
-    /// [`Error::Shape`] if there is more than one element, [`Error::Autograd`] if the element does not depend on a
-    /// variable, the graph was differentiated before, or a variable was changed in place since it was used.
+    /// [`Error::Shape`] if the tensor does not have one element, [`Error::Autograd`] if it does not depend on a variable,
+    /// the graph was differentiated before, or a variable was changed in place since an operation has saved its values.
     pub fn backward(&self) -> Result<GradStore> {
         self.backward_with(None, false)
     }
 
-    /// [`backward`](Tensor::backward) from a given `gradient` of this tensor, which has the tensor's shape. The graph
-    /// is kept for another backward pass if `retain_graph`.
+    /// [`backward`](Tensor::backward) of a tensor of any shape: `gradient`, of the same shape, is the gradient of the loss
+    /// with respect to this tensor. The graph is kept for another backward pass if `retain_graph`.
     ///
     /// # Errors
-    /// As [`backward`](Tensor::backward), and [`Error::Shape`] if `gradient` has another shape.
+    /// As [`backward`](Tensor::backward), and [`Error::Shape`] if `gradient` has another shape than the tensor.
     pub fn backward_with(&self, gradient: Option<&Self>, retain_graph: bool) -> Result<GradStore> {
         let (root, seed) = seed_for("backward", self, gradient)?;
         let (mut reached, mut buffered) = (FxHashSet::default(), Buffered::default());
@@ -438,7 +443,7 @@ pub fn grad(
         .collect()
 }
 
-/// The nodes below `root` from which a target can be reached: only these get gradients.
+/// The ids of the nodes that lie on a path from `root` to a target, along the inputs of nodes: only these get gradients.
 fn on_the_way(root: &Arc<Node>, targets: &FxHashMap<u64, usize>) -> FxHashSet<u64> {
     let mut nodes: Vec<&Arc<Node>> = Vec::new();
     let mut seen: FxHashSet<u64> = FxHashSet::default();
@@ -466,7 +471,7 @@ pub struct GradStore {
 }
 
 impl GradStore {
-    /// The collected gradient of `var`, if this pass reached it.
+    /// [`Var::grad`] of `var` (the sum over all passes since it was cleared), if this pass reached `var`.
     ///
     /// # Panics
     /// As [`Var::grad`].

@@ -11,7 +11,7 @@ use crate::cpu::Add;
 use crate::raw::{self, Raw};
 use crate::{Error, Result, compute};
 
-/// The gradient of a variable, and copies of its values.
+/// The gradient of a variable, and copies of the variable's values in other dtypes.
 pub(crate) struct Leaf {
     shape: Shape,
     dtype: DType,
@@ -23,18 +23,18 @@ struct Gradient {
     shape: Shape,
     dtype: DType,
     device: Device,
-    /// The gradient, if there is no buffer.
+    /// The gradient, if there is a gradient and no buffer.
     own: Option<Raw>,
-    /// Fixed storage, in most cases a view of a flat gradient buffer: gradients are then added in place, never moved.
+    /// Fixed storage to which gradients are added in place; in most cases a view of a flat gradient buffer.
     buffer: Option<Raw>,
-    /// The flat buffer, and the range of the view in it.
+    /// The flat gradient buffer that `buffer` is a view of, and the range of its elements there.
     flat: Option<(Raw, Range<usize>)>,
-    /// Whether the buffer has a gradient; if not, it may have zeros from the last `clear`.
+    /// Whether there is a gradient in `buffer`. If not, all elements of `buffer` are zero.
     filled: bool,
 }
 
 impl Gradient {
-    /// The gradient in its storage, if there is one.
+    /// The gradient, if there is one: the buffer itself, or the tensor that is kept without a buffer.
     fn current(&self) -> Option<&Raw> {
         match &self.buffer {
             Some(buffer) => self.filled.then_some(buffer),
@@ -42,6 +42,8 @@ impl Gradient {
         }
     }
 
+    /// The flat buffer and the range of this gradient in it. A buffer that is not a part of a flat buffer is returned
+    /// whole, as a vector.
     fn vector(&self) -> Option<(Raw, Range<usize>)> {
         let buffer = self.buffer.as_ref()?;
         let whole = || buffer.reshape(buffer.elem_count()).ok().map(|vector| (vector, 0..buffer.elem_count()));
@@ -77,7 +79,7 @@ impl Settle for Gradient {
 }
 
 impl Leaf {
-    /// The leaf of a variable with this storage.
+    /// The leaf of a variable whose values are `storage`.
     pub(crate) fn of(storage: &Raw) -> Self {
         let (shape, dtype) = (storage.shape().clone(), storage.dtype());
         let gradient = Gradient {
@@ -92,7 +94,7 @@ impl Leaf {
         Self { shape, dtype, gradient: GradientSlot::new(gradient), copies: Mutex::default() }
     }
 
-    /// The gradient: the tensor itself, or a copy of the buffer.
+    /// The gradient, if there is one: a copy of the buffer, or without a buffer the kept tensor, which never changes.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if there is no memory for the copy.
@@ -104,19 +106,20 @@ impl Leaf {
         }
     }
 
-    /// The gradient in its storage.
+    /// The gradient, if there is one. It is not a copy: if the gradient is in a buffer, this is the buffer.
     pub(crate) fn grad_storage(&self) -> Option<Raw> {
         self.gradient.read().current().cloned()
     }
 
-    /// The vector that the gradient is accumulated in, and its range there, if there is a gradient.
+    /// The flat buffer that the gradient is accumulated in, as a vector, and the gradient's range in this vector. `None`
+    /// if there is no buffer, or no gradient in it.
     pub(crate) fn vector(&self) -> Option<(Raw, Range<usize>)> {
         let gradient = self.gradient.read();
         gradient.vector().filter(|_| gradient.filled)
     }
 
-    /// As [`vector`](Self::vector), for clearing. During a capture, it also returns a vector without a gradient,
-    /// because the vector may have one when the capture is replayed.
+    /// As [`vector`](Self::vector), for setting the gradient to zero. During a capture, the vector is returned even if
+    /// there is no gradient now, because there may be a gradient when the capture is replayed.
     pub(crate) fn vector_to_clear(&self) -> Option<(Raw, Range<usize>)> {
         let gradient = self.gradient.peek();
         gradient.vector().filter(|_| gradient.filled || capture::is_capturing())
@@ -156,20 +159,21 @@ impl Leaf {
         self.copies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether there is no gradient, and no buffer either. (A buffer without a gradient may have one by the time of a
-    /// replay.)
+    /// Whether there is neither a gradient nor a buffer. (A buffer that has no gradient now may have a gradient when a
+    /// capture is replayed.)
     fn is_empty(&self) -> bool {
         let gradient = self.gradient.peek();
         gradient.buffer.is_none() && gradient.own.is_none()
     }
 
+    /// Remove the gradient. A buffer is kept, and zeroed.
     pub(crate) fn clear(&self) -> Result<()> {
         if self.is_empty() {
             return Ok(());
         }
         let mut gradient = self.gradient.change();
         gradient.own = None;
-        // During a capture, always clear the buffer: it may have a gradient before a replay.
+        // During a capture, always zero the buffer: it may have a gradient when the capture is replayed.
         let is_due = gradient.filled || capture::is_capturing();
         if let Some(buffer) = gradient.buffer.as_ref().filter(|_| is_due) {
             compute::fill(buffer, 0.0)?;
@@ -193,7 +197,8 @@ impl Leaf {
         gradient.filled = gradient.buffer.is_some();
     }
 
-    /// Accumulate gradients in a part of the vector `flat` from now on; its owner has zeroed it.
+    /// Accumulate gradients in the range `part` of the vector `flat` from now on. The caller has zeroed this range. A
+    /// gradient that exists already is added to it.
     pub(crate) fn bind(&self, flat: &Raw, part: Range<usize>) -> Result<()> {
         let view = flat.narrow(0, part.start, part.len())?.reshape(&self.shape)?;
         let existing = {
@@ -205,6 +210,7 @@ impl Leaf {
         existing.map_or(Ok(()), |gradient| self.accumulate(gradient))
     }
 
+    /// Set the gradient to a copy of `value`.
     pub(crate) fn replace(&self, value: &Raw) -> Result<()> {
         let mut gradient = self.gradient.change();
         if let Some(buffer) = &gradient.buffer {
@@ -234,7 +240,8 @@ impl Leaf {
         gradient.buffer.clone()
     }
 
-    /// Add `value` (of the variable's shape) in the variable's dtype.
+    /// Add `value`, which has the variable's shape and any floating dtype, to the gradient. The sum is in the variable's
+    /// dtype.
     pub(crate) fn accumulate(&self, value: Raw) -> Result<()> {
         debug_assert_eq!(value.dims(), self.shape.dims());
         let mut gradient = self.gradient.change();
@@ -246,7 +253,8 @@ impl Leaf {
         if capture::is_capturing() {
             return Err(Error::autograd(
                 "capture",
-                "the function makes a gradient for a variable that got none in its first call; every call must make the same gradients",
+                "the function makes a gradient for a variable that got no gradient in the function's first call; every call must make \
+                 gradients for the same variables",
             ));
         }
         // A tensor that `grad` has returned must not change, so the sum is a new tensor.
@@ -304,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_that_reads_a_gradient_is_stale_when_the_gradient_moves() {
+    fn a_run_that_read_a_gradient_is_stale_after_the_gradient_is_cleared() {
         let value = compute::zeros(&[2, 2], DType::F32, &Device::Cpu).unwrap();
         type Read = fn(&Leaf) -> bool;
         let reads: [(&str, Read); 3] = [

@@ -1,4 +1,4 @@
-//! The thread's recording mode: whether operations are put on the tape, and whether a checkpoint records them.
+//! The modes of a thread: whether operations are put on the tape, and whether a checkpoint records or repeats them.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -11,10 +11,12 @@ const NO_GRAD: u8 = 1;
 const RECORDING: u8 = 2;
 
 impl Flags {
+    /// Whether operations are put on the tape.
     pub(crate) const fn grad_enabled(self) -> bool {
         self.0 & NO_GRAD == 0
     }
 
+    /// Whether the thread runs the function of a checkpoint, which records the operations or repeats them.
     pub(crate) const fn recording(self) -> bool {
         self.0 & RECORDING != 0
     }
@@ -28,6 +30,7 @@ pub(crate) fn flags() -> Flags {
     Flags(MODE.get())
 }
 
+/// Set [`Flags::recording`] of this thread.
 pub(crate) fn set_recording(on: bool) {
     MODE.set(if on { MODE.get() | RECORDING } else { MODE.get() & !RECORDING });
 }
@@ -37,18 +40,19 @@ pub fn is_grad_enabled() -> bool {
     flags().grad_enabled()
 }
 
-/// Switch the tape's recording on or off for this thread; returns the previous state.
+/// Switch the tape on or off for this thread; returns whether it was on.
 pub fn set_grad_enabled(enabled: bool) -> bool {
     let was = is_grad_enabled();
     MODE.set(if enabled { MODE.get() & !NO_GRAD } else { MODE.get() | NO_GRAD });
     was
 }
 
-/// While this guard lives, its thread records nothing on the tape.
-#[must_use = "recording is on again as soon as the guard is dropped"]
+/// While this guard lives, operations of its thread are not put on the tape.
+#[must_use = "the tape is back in its previous mode as soon as the guard is dropped"]
 pub struct NoGrad {
+    /// Whether the tape was on before.
     was: bool,
-    /// The mode belongs to a thread, so the guard must stay on it.
+    /// The mode belongs to a thread, so the guard must not move to another thread.
     _not_send: PhantomData<*const ()>,
 }
 
@@ -58,7 +62,7 @@ impl Drop for NoGrad {
     }
 }
 
-/// Switch the tape's recording off for this thread, until the guard is dropped.
+/// Switch the tape off for this thread, until the guard is dropped.
 pub fn no_grad() -> NoGrad {
     NoGrad { was: set_grad_enabled(false), _not_send: PhantomData }
 }

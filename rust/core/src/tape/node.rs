@@ -11,16 +11,16 @@ use super::leaf::Leaf;
 use crate::raw::Raw;
 use crate::{Error, Result};
 
-/// The derivative of one recorded operation, with what it saved.
+/// The derivative of one recorded operation, with the values that the operation saved.
 pub trait Backward: Send + Sync {
     /// Read [`BackwardContext::grad`], the gradient of the result, and [`add`](BackwardContext::add) a gradient for each
     /// input that [`needs`](BackwardContext::needs) one.
     ///
     /// # Errors
-    /// Those of the arithmetic; the pass stops there.
+    /// The errors of the computation. An error ends the whole backward pass.
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()>;
 
-    /// Recomputes the result, if the saved values suffice.
+    /// A function that recomputes the operation's result; `None` if the saved values do not suffice for it.
     fn again(&self) -> Option<Again<'_>> {
         None
     }
@@ -31,14 +31,14 @@ pub type Again<'a> = Box<dyn Fn() -> Result<Raw> + 'a>;
 
 pub(crate) type Inputs = SmallVec<[Option<Arc<Node>>; 3]>;
 
-/// One result on the tape.
+/// A variable, or the result of one operation, on the tape.
 pub(crate) struct Node {
     /// Creation order: an operation's inputs always have smaller numbers.
     id: u64,
     pub(crate) name: &'static str,
     pub(crate) inputs: Inputs,
     pub(crate) kind: Kind,
-    /// Whether operations that read the result recompute it instead of saving it.
+    /// Whether operations that need the result in their backward pass recompute it there instead of saving it.
     is_remade: AtomicBool,
 }
 
@@ -66,7 +66,7 @@ impl Node {
         Self { id: next_id(), name, inputs, kind, is_remade: AtomicBool::new(false) }
     }
 
-    /// Let operations that read the result recompute it, if possible.
+    /// Let operations that need the result in their backward pass recompute it there, if [`Backward::again`] can.
     pub(crate) fn remake(&self) {
         let can = match &self.kind {
             Kind::Leaf(_) => false,

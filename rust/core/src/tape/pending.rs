@@ -18,7 +18,7 @@ pub struct Pending {
     unset: Unset,
 }
 
-/// Ranges along a dimension.
+/// Ranges of indices along dimension `dim`.
 #[derive(Default)]
 struct Unset {
     dim: usize,
@@ -38,7 +38,7 @@ impl Unset {
 }
 
 impl Pending {
-    /// A gradient all of whose parts are written.
+    /// A gradient whose elements are all written.
     pub fn new(sum: Raw, owned: bool) -> Self {
         Self { sum, owned, unset: Unset::default() }
     }
@@ -49,25 +49,26 @@ impl Pending {
         Self { sum, owned: true, unset: Unset { dim, ranges } }
     }
 
-    /// Whether all of it is written.
+    /// Whether all elements of `sum` are written.
     #[cfg(feature = "cuda")]
     pub(super) fn is_complete(&self) -> bool {
         self.unset.ranges.is_empty()
     }
 
-    /// A view of `part` along `dim`, all of which the caller must write; `None` if some of it has been written already.
+    /// A view of the indices `part` along `dim` of `sum`. The caller must write all elements of the view. `None` if some of
+    /// them have been written already.
     pub(super) fn take(&mut self, dim: usize, part: &Range<usize>) -> Result<Option<Raw>> {
         let is_free = self.unset.take(dim, part);
         Ok(is_free.then(|| self.sum.narrow(dim, part.start, part.len())).transpose()?)
     }
 
-    /// Write zeros where nothing was written.
+    /// Set the elements of `sum` that have not been written to zero.
     pub(super) fn complete(&mut self) -> Result<()> {
         let Unset { dim, ranges } = std::mem::take(&mut self.unset);
         ranges.into_iter().try_for_each(|range| compute::fill(&self.sum.narrow(dim, range.start, range.len())?, 0.0))
     }
 
-    /// Add `grad`, of the same shape.
+    /// Add `grad`, which has the shape of `sum`, to `sum`.
     pub(super) fn add(&mut self, grad: &Raw) -> Result<()> {
         self.complete()?;
         if self.owned {
@@ -87,8 +88,8 @@ mod tests {
     fn parts_are_taken_once() {
         let mut unset = Unset { dim: 1, ranges: std::iter::once(0..10).collect() };
         assert!(unset.take(1, &(3..5)));
-        assert!(!unset.take(1, &(4..6)), "a part of it is written");
-        assert!(!unset.take(0, &(6..8)), "along another dimension");
+        assert!(!unset.take(1, &(4..6)), "indices 4..5 are written already");
+        assert!(!unset.take(0, &(6..8)), "the unset ranges are along dimension 1");
         assert!(unset.take(1, &(0..3)) && unset.take(1, &(5..10)));
         assert!(unset.ranges.is_empty());
     }

@@ -12,12 +12,12 @@ use crate::raw::Raw;
 use crate::tensor::Tensor;
 use crate::{Error, Result};
 
-/// The cost of recomputing an operation: decides whether a selective checkpoint keeps its result.
+/// The cost of recomputing an operation. It decides whether a selective checkpoint keeps the operation's result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cost {
-    /// Bound by memory traffic: norms, activations, sums. Recomputed.
+    /// Bound by memory traffic: norms, activations, sums. A selective checkpoint recomputes the result.
     Cheap,
-    /// Bound by arithmetic: matrix products, convolutions, attention. Kept.
+    /// Bound by arithmetic: matrix products, convolutions, attention. A selective checkpoint keeps the result.
     Expensive,
 }
 
@@ -72,14 +72,16 @@ impl Saver<'_> {
         }
     }
 
-    /// Keep a parameter (a weight, a bias, a norm's scale): it is checked for changes, but not counted as saved.
-    /// A parameter that is itself the result of operations is saved like an activation.
+    /// Keep a parameter (a weight, a bias, a norm's scale). If the parameter is changed in place before the backward pass
+    /// reads it, the backward pass returns an error. The parameter does not count as saved memory. A parameter that is the
+    /// result of operations is [saved](Self::save) like an activation.
     pub fn hold(&mut self, tensor: &Tensor) -> Saved {
         if tensor.is_leaf() { Saved::hold(tensor) } else { self.save(tensor) }
     }
 }
 
-/// Run `forward` and, if an input needs a gradient, put `backward`'s node on the tape.
+/// Run `forward`, which computes the result of `op`. If an input needs a gradient, call `backward` with the result, and put
+/// a node with the derivative that it returns on the tape.
 pub fn record<B: Backward + 'static>(
     op: &'static OpInfo,
     inputs: &[&Tensor],
@@ -109,7 +111,7 @@ pub fn record_with_aux<B: Backward + 'static>(
     Ok(on_tape(op.name, inputs, raw, Box::new(backward)))
 }
 
-/// [`record`] for an operation whose result shares its input's storage.
+/// [`record`] for an operation whose result, `view`, shares the storage of `input`.
 pub fn record_view<B: Backward + 'static>(
     op: &'static OpInfo,
     input: &Tensor,
@@ -128,7 +130,7 @@ pub fn record_view<B: Backward + 'static>(
 /// Run an operation that has no derivative.
 ///
 /// # Errors
-/// [`Error::NoBackward`] if an input needs a gradient and recording is on.
+/// [`Error::NoBackward`] if an input needs a gradient, unless the tape is off ([`no_grad`](super::no_grad)).
 pub fn record_no_backward(
     op: &'static str,
     inputs: &[&Tensor],

@@ -16,20 +16,23 @@ pub struct Saved(Kind);
 enum Kind {
     Kept {
         raw: Raw,
+        /// For the storage of a variable: the counter of its changes in place, and the count when it was kept.
         version: Option<(Arc<Version>, u64)>,
-        /// Absent for parameters, which stay in memory without the tape.
+        /// Absent for variables and other parameters, which would be in memory without the tape too.
         _bytes: Option<SavedBytes>,
     },
     /// Recomputed by a checkpoint when it is first read.
     Slot { region: Arc<Region>, index: usize },
-    /// Recomputed by its node. The backward pass reaches that node, and frees its values, later.
+    /// Recomputed by the node whose result it is, from the values that this node saved. The backward pass frees those
+    /// values only later, when it reaches the node.
     Again(Arc<Node>),
-    /// Created while a checkpoint recomputes: its node is dropped and never used.
+    /// Not kept, because it is never read: while a checkpoint recomputes, the nodes of its operations are dropped unused.
     Nothing,
 }
 
 impl Saved {
-    /// A value to compute again, for a tensor that [`remade`](Tensor::remade) has marked; otherwise `None`.
+    /// The value of `tensor`, to be recomputed when it is read, if [`remade`](Tensor::remade) has marked the tensor;
+    /// otherwise `None`.
     pub(crate) fn again(tensor: &Tensor) -> Option<Self> {
         tensor.node.as_ref().filter(|node| node.is_remade()).map(|node| Self(Kind::Again(node.clone())))
     }
@@ -40,15 +43,17 @@ impl Saved {
         Self(Kind::Kept { raw: tensor.raw.clone(), version: versioned(tensor), _bytes: bytes })
     }
 
+    /// Keep a value that is no variable, counted in [`saved_bytes`](crate::memory::saved_bytes).
     pub(crate) fn keep_raw(raw: &Raw) -> Self {
         Self(Kind::Kept { raw: raw.clone(), version: None, _bytes: Some(SavedBytes::new(raw)) })
     }
 
-    /// Keep a parameter, which is not counted.
+    /// Keep a parameter, which is not counted in [`saved_bytes`](crate::memory::saved_bytes).
     pub(crate) fn hold(tensor: &Tensor) -> Self {
         Self(Kind::Kept { raw: tensor.raw.clone(), version: versioned(tensor), _bytes: None })
     }
 
+    /// Value number `index` of those that `region`, a checkpoint, recomputes.
     pub(crate) const fn slot(region: Arc<Region>, index: usize) -> Self {
         Self(Kind::Slot { region, index })
     }
@@ -60,8 +65,8 @@ impl Saved {
     /// The value.
     ///
     /// # Errors
-    /// [`Error::Autograd`] if it was a variable that has been changed in place since, or if a checkpointed function
-    /// behaves differently when it is run again.
+    /// [`Error::Autograd`] if the value is a variable's and the variable was changed in place after it was kept, or if a
+    /// checkpointed function behaves differently when it is run again.
     pub fn get(&self) -> Result<Raw> {
         match &self.0 {
             Kind::Kept { raw, version, .. } => {
@@ -72,7 +77,9 @@ impl Saved {
             }
             Kind::Slot { region, index } => region.value(*index),
             Kind::Again(node) => node.result(),
-            Kind::Nothing => Err(Error::autograd("backward", "a backward pass reached a node of a recomputation")),
+            Kind::Nothing => {
+                Err(Error::autograd("backward", "a backward pass reached a node of a checkpoint's recomputation"))
+            }
         }
     }
 }

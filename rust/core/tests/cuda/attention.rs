@@ -1,5 +1,5 @@
-//! Attention on a CUDA device at the sizes of models, and the norm and rotation of queries and keys, against the CPU in
-//! f64.
+//! Attention on a CUDA device at the sizes of models, and the fused norm and rotation of queries and keys, compared with
+//! the CPU in f64.
 
 use trainable_candle_core::ops::attention::{
     HeadSizes, Stream, normed_attention, packed_attention, scaled_dot_product_attention,
@@ -25,7 +25,8 @@ fn separate(x: &[Tensor], heads: usize, is_causal: bool) -> Result<Tensor> {
     mixed.transpose(1, 2)?.reshape(x[0].dims())
 }
 
-/// Attention of q, k and v side by side in one tensor, or of q with the k and v of a context side by side.
+/// Attention of q, k and v side by side in one tensor (`is_of_itself`), or of q and a second tensor with the k and v of a
+/// context side by side.
 fn packed(x: &[Tensor], is_of_itself: bool, heads: usize, is_causal: bool) -> Result<Tensor> {
     let first = usize::from(!is_of_itself);
     let joined = Tensor::cat(&x[first..].iter().collect::<Vec<_>>(), 2)?;
@@ -41,9 +42,10 @@ struct Shape {
     /// The number of keys of a context; without a context the tokens attend to one another.
     keys: Option<usize>,
     heads: usize,
+    /// The features of a head.
     width: usize,
     is_causal: bool,
-    /// Whether the model has projections side by side.
+    /// Whether the model has its projections (q, k and v, or k and v of a context) side by side in one tensor.
     is_packed: bool,
 }
 
@@ -51,9 +53,10 @@ const fn shape(model: &'static str, queries: usize, heads: usize, width: usize) 
     Shape { model, queries, keys: None, heads, width, is_causal: false, is_packed: true }
 }
 
-/// The attentions of the models for one image. A head's result does not depend on the number of heads, except that the
-/// gradients of keys are computed in parts if few heads would leave the GPU idle. Where the reference would take long
-/// for all heads, a shape has fewer heads: just enough that the gradients are computed in one part, as with all heads.
+/// The attentions of the models for one image. The result of a head does not depend on the number of heads, with one
+/// exception: if few heads would leave the GPU idle, several thread blocks compute partial sums of the gradients of a tile of
+/// keys. If a name ends in "of N heads", the model has N heads, for which the reference would take long. The shape then has
+/// fewer heads: just enough that one thread block computes the gradients of a tile of keys, as with N heads.
 const SHAPES: [Shape; 9] = [
     shape("SDXL, 64 x 64, of 10 heads", 4096, 4, 64),
     shape("SDXL, 32 x 32", 1024, 20, 64),
@@ -71,7 +74,7 @@ const SHAPES: [Shape; 9] = [
 fn attention_of_the_models_equals_the_cpu() {
     let device = gpu().unwrap();
     for Shape { model, queries, keys, heads, width, is_causal, is_packed } in SHAPES {
-        // Numbers that are exact in every dtype share one reference.
+        // The inputs are exact in every dtype, so that all dtypes share one reference.
         let exact = |length: usize| random(&[1, length, heads * width], 1.0, DType::BF16).to_dtype(DType::F16).unwrap();
         let drawn = [exact(queries), exact(keys.unwrap_or(queries)), exact(keys.unwrap_or(queries))];
         let alone = |x: &[Tensor]| separate(x, heads, is_causal);
@@ -88,8 +91,8 @@ fn attention_of_the_models_equals_the_cpu() {
     }
 }
 
-/// Incomplete tiles, heads that several blocks share and heads of one block, gradients of single operands. Results and
-/// gradients are the same in each run, bit for bit.
+/// Sizes with incomplete tiles, tiles of queries or keys that several thread blocks share, and tiles of one thread block.
+/// Results and gradients are the same in each run, bit for bit, also if only one operand needs a gradient.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_shared_by_blocks_equals_the_cpu_and_repeats() {
@@ -131,8 +134,8 @@ fn attention_shared_by_blocks_equals_the_cpu_and_repeats() {
     }
 }
 
-/// So few items that there are fewer steps than blocks. Blocks without a step write no part, and the sum must not read
-/// these parts.
+/// Sizes with fewer steps (a tile of queries times a tile of keys) than thread blocks. A thread block without a step writes
+/// no partial sum, and the kernel that adds the partial sums must not read the memory for it.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_of_fewer_steps_than_blocks_reads_only_what_was_written() {
@@ -140,7 +143,7 @@ fn attention_of_fewer_steps_than_blocks_reads_only_what_was_written() {
     for (queries, keys, heads, width) in [(257, 1000, 1, 40), (1000, 300, 2, 128), (192 * 132 + 1, 1024, 1, 64)] {
         let drawn = [queries, keys, keys].map(|length| random(&[1, length, heads * width], 1.0, DType::BF16));
         let alone = |x: &[Tensor]| separate(x, heads, false);
-        // Fill the memory that parts and sums will reuse with NaN.
+        // Fill with NaN the memory that the partial sums and their totals will reuse.
         for values in [2 * 132 * 192 * 66, 2 * 132 * 128 * 130, 2 * 132 * 2 * 128 * width, queries * heads * width] {
             drop(Tensor::full(f64::NAN, values, DType::F32, &device).unwrap());
         }
@@ -154,7 +157,7 @@ fn attention_of_fewer_steps_than_blocks_reads_only_what_was_written() {
     }
 }
 
-/// More scores than are in memory at a time.
+/// The scores of all queries do not fit in the memory that the kernels use for scores, so they take some queries at a time.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_of_wide_heads_takes_some_queries_at_a_time() {
@@ -168,7 +171,8 @@ fn attention_of_wide_heads_takes_some_queries_at_a_time() {
     near("2,900 to 12,000", &found, &expected, 2.0 * TOLERANCE[0].1);
 }
 
-/// Projections side by side, at widths such as SDXL's: nothing is copied, and the gradients are side by side.
+/// Projections side by side in one tensor, at widths such as SDXL's. The kernels read them there without a copy, and write
+/// their gradients side by side too.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_over_packed_projections_equals_the_cpu() {
@@ -231,8 +235,8 @@ fn norms_and_rotations_of_queries_and_keys_equal_the_cpu() {
     }
 }
 
-/// One stream and two, with other columns beside queries, keys and values, at sizes for the kernels of compute
-/// capability 9.0 and for the general kernels.
+/// Attention over the tokens of one stream and of two, whose projections have other columns beside queries, keys and values,
+/// at sizes for the kernels of compute capability 9.0 and for the general kernels.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_over_projections_of_streams_equals_the_cpu() {

@@ -1,4 +1,4 @@
-//! Functions captured as CUDA graphs, against the same calls without capture.
+//! Functions captured as CUDA graphs, compared with the same calls without capture.
 
 use trainable_candle_core::capture::{Captured, Function};
 use trainable_candle_core::ops::dropout::dropout;
@@ -7,7 +7,8 @@ use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var, checkpoin
 
 use super::gpu;
 
-/// The bits of the values, with -0 turned into 0: a gradient of -0 that is added to zeros becomes 0.
+/// The bits of the values, with 0 in place of -0. Without capture a gradient may be -0; added to a buffer of zeros, as in a
+/// captured function, it becomes 0.
 fn bits(x: &Tensor) -> Vec<u64> {
     to_f64_vec(x.raw()).unwrap().iter().map(|x| (x + 0.0).to_bits()).collect()
 }
@@ -167,7 +168,7 @@ fn replays_allocate_nothing_and_dropped_graphs_release_their_memory() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn outputs_stay_when_the_next_call_comes() {
+fn the_next_call_does_not_overwrite_outputs() {
     let device = gpu().unwrap();
     let x = normal((64, 64), &device);
     let mut step = Captured::new(&device, Box::new(|x| Ok(vec![x[0].exp()?])), &[&x]).unwrap();
@@ -181,7 +182,7 @@ fn outputs_stay_when_the_next_call_comes() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn ids_out_of_range_are_an_error_when_the_device_is_waited_for() {
+fn ids_out_of_range_are_an_error_when_the_host_waits_for_the_device() {
     let device = gpu().unwrap();
     let x = normal((5, 3), &device);
     let ids = Tensor::from_vec(vec![0i64, 4, 5, -1], 4, &device).unwrap();
@@ -196,7 +197,7 @@ fn ids_out_of_range_are_an_error_when_the_device_is_waited_for() {
     assert!(matches!(wrong.item(), Err(Error::Index { op: "gather", .. })));
 }
 
-/// More bytes than fit in the ring of pinned memory, queued while the device is busy.
+/// The copies have more bytes than fit in the ring of pinned memory, and are queued while the device is busy.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn copies_from_the_host_arrive_in_order() {

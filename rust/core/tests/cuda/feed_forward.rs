@@ -1,4 +1,5 @@
-//! Feed-forward networks with a gated unit on a CUDA device, at sizes of several blocks in each direction, against the CPU in f64.
+//! Feed-forward networks with a gated unit on a CUDA device, at sizes of several thread blocks in each dimension, compared
+//! with the CPU in f64.
 
 use trainable_candle_core::ops::gated::swiglu_feed_forward;
 use trainable_candle_core::ops::linear_group::{LinearGroup, LowRank};
@@ -10,10 +11,13 @@ use super::products::{TOLERANCE, compare_with, in_f64, near, random};
 
 const RANK: usize = 16;
 
-/// The base, and the input with A and B of each map.
+/// A network of three linear maps with LoRA: the features and the gate of the unit, and the map after the unit.
 struct Network {
+    /// The frozen weights of the features and the gate, stacked.
     weight: Tensor,
+    /// The frozen weight of the map after the unit.
     last: Tensor,
+    /// The network's input, then A and B of each map.
     inputs: Vec<Tensor>,
 }
 
@@ -57,7 +61,8 @@ fn feed_forward_networks_equal_the_cpu() {
     }
 }
 
-/// Gradients that are added to f32 buffers: two backward passes add twice the gradient, and each pass computes the same bits.
+/// The gradients of A and B are added to f32 buffers: after two backward passes the buffers have twice the gradient, and
+/// each pass computes the same bits.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn gradients_of_feed_forward_networks_are_added_in_place() {
@@ -68,7 +73,7 @@ fn gradients_of_feed_forward_networks_are_added_in_place() {
     let flat = FlatBuffer::new(&masters.collect::<Result<Vec<_>>>().unwrap()).unwrap();
     let vars = flat.vars();
     let once = || {
-        // The input depends on a variable.
+        // The network's input must need a gradient, so it depends on a variable.
         let zero = vars[0].as_tensor().mul_scalar(0.0)?.to_dtype(DType::BF16)?;
         let all: Vec<Tensor> =
             std::iter::once(x.add(&zero)?).chain(vars[1..].iter().map(|v| v.as_tensor().clone())).collect();

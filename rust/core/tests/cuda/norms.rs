@@ -1,4 +1,5 @@
-//! Norms of rows on a CUDA device, alone and beside residual sums, against the CPU in f64 and against one another.
+//! Norms of rows on a CUDA device, alone and fused with residual sums, compared with the CPU in f64. Fused norms are also
+//! compared with separate kernels on the same device.
 
 use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
 use trainable_candle_core::ops::norm::{add_layer_norm, add_rms_norm, layer_norm, modulated_layer_norm, rms_norm};
@@ -11,9 +12,10 @@ use super::walk::value_and_gradients;
 
 const EPS: f64 = 1e-5;
 
-/// Rows and their length: few and many packs (accesses of 16 bytes) per thread, several rows per block and several
-/// warps per row, lengths that are no multiple of a pack, rows too long for the registers of a team. No number of rows
-/// is a multiple of seven: over seven rows, the test's gradients add up to zero.
+/// Numbers of rows and their lengths: few and many packs (accesses of 16 bytes) per thread, several rows per thread block
+/// and several warps per row, lengths that are no multiple of a pack, rows too long for the registers of the threads that
+/// share a row. No number of rows is a multiple of seven, because over seven rows the gradients of the results
+/// (`weights_like`) add up to zero, and so do the gradients of a bias.
 const SIZES: [[usize; 2]; 8] =
     [[1024, 1280], [4096, 640], [5000, 1280], [79, 768], [3, 12_808], [2, 40_000], [5, 12_301], [300, 33]];
 
@@ -37,7 +39,7 @@ fn norms_of_rows_equal_the_cpu() {
             compare(&of("layer norm beside x"), &|x| layer(x)?.add(&x[0]), &parameters, &device, tolerance);
             let beside = |x: &[Tensor]| layer(x)?.add(&x[0])?.add(&x[0].sqr()?);
             compare(&of("layer norm beside a sum"), &beside, &parameters, &device, tolerance);
-            // The gradient of x is a view that repeats one value for each row.
+            // The gradient of the sum is a view that repeats one value along each row.
             let repeated = |x: &[Tensor]| layer(x)?.add(&x[0])?.mean(&[1], false);
             compare(&of("mean of a layer norm beside x"), &repeated, &parameters, &device, tolerance);
             let rms = |x: &[Tensor]| rms_norm(&x[0], x.get(1), EPS)?.add(&x[0]);
@@ -70,7 +72,8 @@ fn modulated_norms_equal_the_cpu() {
     }
 }
 
-/// The sum is rounded before it is normalised, and the recomputation of a checkpoint runs the same kernels.
+/// The fused kernel rounds the sum to the dtype before it normalises the sum, as separate kernels do. The recomputation of
+/// a checkpoint runs the same kernels as the first run.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn a_fused_residual_norm_equals_sum_and_norm_bit_for_bit() {

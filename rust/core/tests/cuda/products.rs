@@ -1,4 +1,4 @@
-//! Convolution and linear layers on a CUDA device at the sizes of models, against the CPU in f64.
+//! Convolutions and linear layers on a CUDA device at the sizes of models, compared with the CPU in f64.
 
 use trainable_candle_core::ops::conv::{Conv2dOptions, conv2d};
 use trainable_candle_core::ops::linear::linear;
@@ -10,11 +10,11 @@ use trainable_candle_core::{DType, Device, FlatBuffer, Result, Tensor, compute};
 use super::gpu;
 use super::walk::{close, value_and_gradients};
 
-/// The largest difference between a result and the f64 result of the same rounded inputs, relative to the largest
-/// value.
+/// For each dtype, the largest permitted difference between a result and the f64 result of the same rounded inputs,
+/// relative to the largest value of the f64 result.
 pub(super) const TOLERANCE: [(DType, f64); 3] = [(DType::F32, 2e-5), (DType::F16, 2e-3), (DType::BF16, 1.6e-2)];
 
-/// Normal numbers of a shape, rounded to `dtype`.
+/// Normally distributed values with mean 0 and standard deviation `std`, rounded to `dtype`.
 pub(super) fn random(dims: &[usize], std: f64, dtype: DType) -> Tensor {
     Tensor::randn(0.0, std, dims, DType::F32, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
 }
@@ -32,7 +32,7 @@ pub(super) fn in_f64(function: Function<'_>, inputs: &[Tensor]) -> (Tensor, Vec<
     value_and_gradients(function, &wide).unwrap()
 }
 
-/// Compare value and gradients of a function on the GPU in the dtype of `inputs` with the expected ones.
+/// Compare value and gradients of a function on the GPU in the dtype of `inputs` with expected value and gradients.
 pub(super) fn compare_with(
     what: &str,
     function: Function<'_>,
@@ -51,7 +51,8 @@ pub(super) fn compare_with(
     }
 }
 
-/// [`close`] with a tolerance relative to the largest value, also if all values are small; relative to 1 if all are 0.
+/// [`close`] with a tolerance relative to the largest magnitude in `expected`, even if this is small. If all of `expected`
+/// is 0, the tolerance is absolute.
 pub(super) fn near(what: &str, found: &[f64], expected: &[f64], tolerance: f64) {
     let largest = expected.iter().fold(0f64, |m, e| m.max(e.abs()));
     let largest = if largest == 0.0 { 1.0 } else { largest };
@@ -59,8 +60,8 @@ pub(super) fn near(what: &str, found: &[f64], expected: &[f64], tolerance: f64) 
     close(what, &scaled(found), &scaled(expected), tolerance).unwrap();
 }
 
-/// Every kernel for convolutions, also those of compute capability 9.0: incomplete tiles, few and many parts of a sum,
-/// strides, dilations, channels that do not fill a step.
+/// Every kernel for convolutions, also those of compute capability 9.0. The cases have incomplete tiles, sums that few or
+/// many thread blocks share, strides, dilations, and numbers of channels that are no multiple of a kernel's step.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn convolutions_equal_the_cpu() {
@@ -95,9 +96,9 @@ fn convolutions_equal_the_cpu() {
     }
 }
 
-/// Convolutions whose f32 operands are split into sums of two bf16 numbers keep nearly the accuracy of f32. The cases
-/// are: steps that cross the ends of parts, padded channels, few and many parts of a sum, large and small numbers, no
-/// bias.
+/// Convolutions whose f32 operands are split into sums of two bf16 numbers, stored in three times the channels, keep nearly
+/// the accuracy of f32. The cases have kernel steps that cross from one third of the channels to the next, padded channels,
+/// sums that few or many thread blocks share, large and small values, and no bias.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn f32_convolutions_on_tensor_cores_equal_the_cpu() {
@@ -223,10 +224,11 @@ fn groups_of_linear_layers_equal_the_cpu() {
     }
 }
 
-/// Products whose matrices are neighbouring columns or rows, evenly spaced, or neither.
+/// Products whose results are neighbouring columns or rows of one tensor, and whose factors lie at equal or unequal
+/// distances in another tensor.
 #[test]
 #[ignore = "needs a CUDA device"]
-fn products_written_together_are_those_of_the_cpu() {
+fn products_written_in_one_call_equal_those_of_the_cpu() {
     let device = gpu().unwrap();
     for (dtype, tolerance) in TOLERANCE {
         let (x, a) = (random(&[40, 24], 1.0, dtype), random(&[7, 8, 24], 0.2, dtype));
@@ -258,7 +260,8 @@ fn products_written_together_are_those_of_the_cpu() {
     }
 }
 
-/// Ranks and rows that fill tiles and others that do not, also with frozen inputs.
+/// Ranks and numbers of rows that are multiples of the kernels' tiles, and others; inputs that need a gradient, and frozen
+/// inputs.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn low_rank_products_equal_the_cpu() {

@@ -1,4 +1,4 @@
-//! Attention inside the segments of packed rows on a CUDA device, against the CPU in f64.
+//! Attention inside the segments of packed rows on a CUDA device, compared with the CPU in f64. A row is a token.
 
 use trainable_candle_core::capture::{Captured, Function};
 use trainable_candle_core::ops::attention::{RotaryHeads, rotary_attention, varlen_attention};
@@ -9,12 +9,17 @@ use super::gpu;
 use super::products::{TOLERANCE, compare_with, in_f64, random};
 use super::{close, value_and_gradients};
 
+/// One case.
 struct Row {
-    /// Numbers of heads of queries and of keys.
+    /// The number of heads of queries, and that of keys.
     heads: [usize; 2],
+    /// The features of a head.
     width: usize,
+    /// The number of tokens.
     rows: usize,
+    /// Segment i has rows `bounds[i]..bounds[i + 1]`.
     bounds: &'static [i64],
+    /// The number of keys that a query sees at most.
     window: Option<usize>,
 }
 
@@ -29,9 +34,10 @@ const MANY: [i64; 41] = {
     bounds
 };
 
-/// Tiles inside of one segment, tiles with many segments, segments and windows that end inside of tiles, rows of no
-/// segment that begin inside of tiles and fill others, items that several blocks share, blocks with several items, and
-/// widths that the tensor-core kernels do not support: above 128, or no multiple of 8.
+/// The cases have tiles of rows inside of one segment, tiles with many segments, and segments and windows that end inside
+/// of a tile. The rows after the last segment begin inside of a tile and fill further tiles. A tile of a head is shared by
+/// several thread blocks, or a thread block has several of them. Some widths are not supported by the tensor-core kernels:
+/// those above 128, or no multiple of 8.
 const ROWS: [Row; 19] = [
     Row { heads: [12, 2], width: 128, rows: 1024, bounds: &[0, 1024], window: None },
     Row { heads: [12, 2], width: 128, rows: 1000, bounds: &[0, 257, 320, 321, 700, 1000], window: None },
@@ -60,7 +66,7 @@ fn bounds(values: &[i64], device: &Device) -> Result<Tensor> {
 
 fn drawn(row: &Row) -> [Tensor; 3] {
     [row.heads[0], row.heads[1], row.heads[1]].map(|heads| {
-        // The numbers are exact in every dtype, so that all dtypes share one reference.
+        // The values are exact in every dtype, so that all dtypes share one reference.
         random(&[row.rows, heads, row.width], 1.0, DType::BF16).to_dtype(DType::F16).unwrap()
     })
 }
@@ -143,10 +149,11 @@ fn attention_of_projections_equals_the_cpu_and_repeats() {
     }
 }
 
-/// With keys whose heads share memory, the general kernels run in place of those of compute capability 9.0.
+/// For keys and values whose heads share memory (a broadcast view), the general kernels run in place of the kernels for
+/// compute capability 9.0.
 #[test]
 #[ignore = "needs a CUDA device"]
-fn kernels_of_one_gpu_equal_the_general_ones() {
+fn kernels_for_compute_capability_9_0_equal_the_general_kernels() {
     let device = gpu().unwrap();
     for row in ROWS.iter().filter(|row| row.rows >= 256) {
         let [heads, key_heads] = [row.heads[0] / row.heads[1] * 2, 2];
@@ -175,7 +182,7 @@ fn kernels_of_one_gpu_equal_the_general_ones() {
 /// Only kernels read the bounds, so a recorded graph can be replayed with other bounds, if their number is the same.
 #[test]
 #[ignore = "needs a CUDA device"]
-fn a_graph_takes_other_segments() {
+fn a_graph_can_be_replayed_with_other_segments() {
     let device = gpu().unwrap();
     let row = &ROWS[1];
     let inputs = drawn(row).map(|x| x.to_device(&device).unwrap());
@@ -212,7 +219,7 @@ fn a_graph_takes_other_segments() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn bounds_out_of_order_or_range_are_an_error_at_the_next_value() {
+fn bounds_out_of_order_or_range_are_an_error_when_a_value_is_read() {
     let device = gpu().unwrap();
     let x = random(&[200, 2, 64], 1.0, DType::BF16).to_device(&device).unwrap();
     for wrong in [[0, 150, 100], [0, 100, 201], [1, 100, 200], [0, -5, 200], [0, i64::MAX, i64::MIN]] {

@@ -1,4 +1,4 @@
-//! Checkpointed functions of tensors that are results of operations.
+//! Checkpointed functions whose inputs are results of operations.
 
 use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
 use trainable_candle_core::ops::Case;
@@ -10,7 +10,9 @@ use super::walk::{close, draw, text, turned_view, value_and_gradients};
 /// How an input is computed from the variable.
 #[derive(Clone, Copy, Debug)]
 enum Made {
+    /// By an operation with a result in storage of its own.
     Computed,
+    /// As a view, which shares the variable's storage.
     View,
 }
 
@@ -26,13 +28,16 @@ impl Made {
 /// Where a checkpointed function gets its tensors from.
 #[derive(Clone, Copy, Debug)]
 enum From {
+    /// They are computed before the checkpoint and passed as arguments.
     Arguments,
+    /// They are computed before the checkpoint and captured by the function.
     Outside,
+    /// The function computes them from its arguments.
     Inside,
 }
 
-/// Gradients through a checkpoint equal those without a checkpoint, also if one or all inputs of the operation are not
-/// variables.
+/// Check that the value and the gradients through a checkpoint equal those without a checkpoint if one input of the
+/// operation, or all inputs, are computed from variables. `tolerance` is that of [`close`].
 pub fn checkpoints_take_computed_tensors(
     case: &Case,
     device: &Device,

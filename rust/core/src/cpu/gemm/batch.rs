@@ -17,8 +17,8 @@ use crate::{Error, Raw, Result, dispatch_float};
 /// empty dimension are zeros.
 ///
 /// # Errors
-/// [`Error::Shape`] if the sizes do not fit, [`Error::DType`] if the dtypes differ or are not floating-point,
-/// [`Error::OutOfMemory`] if the result does not fit.
+/// [`Error::Shape`] if `a` and `b` have other shapes than above, [`Error::DType`] if their dtypes differ or are not
+/// floating-point, [`Error::OutOfMemory`] if the result does not fit into memory.
 pub fn matmul(a: &Raw, b: &Raw) -> Result<Raw> {
     product(a, b, 1.0, a.dtype())
 }
@@ -27,7 +27,7 @@ pub fn matmul(a: &Raw, b: &Raw) -> Result<Raw> {
 /// operands in f16 or bf16 it may also be f32; then the f32 sums are not rounded.
 ///
 /// # Errors
-/// As [`matmul`], and [`Error::DType`] if the result cannot have this dtype.
+/// As [`matmul`], and [`Error::DType`] if `dtype` is any other dtype.
 pub fn product(a: &Raw, b: &Raw, alpha: f64, dtype: DType) -> Result<Raw> {
     const OP: &str = "matmul";
     let plan = Plan::of(OP, a, b)?;
@@ -41,13 +41,13 @@ pub fn product(a: &Raw, b: &Raw, alpha: f64, dtype: DType) -> Result<Raw> {
 
 /// Adds `alpha` times the matrix product of `a` and `b` to `dst`, in place.
 ///
-/// `a` and `b` are as in [`matmul`]. `dst` has the shape of their product. It is contiguous (it may be part of a larger
-/// buffer) or, if `a` and `b` are matrices, a range of the columns of a contiguous matrix. Its dtype is that of `a` and
-/// `b`. For operands in f16 or bf16 it may also be f32; then the f32 sums are not rounded.
+/// `a` and `b` are as in [`matmul`]. `dst` must have the shape of their product. `dst` must be contiguous (it may be
+/// part of a larger buffer) or, if `a` and `b` are matrices, a range of the columns of a contiguous matrix. The dtype
+/// of `dst` must be that of `a` and `b`, or, if they are in f16 or bf16, may be f32; then the f32 sums are not rounded.
 ///
 /// # Errors
-/// [`Error::Shape`] and [`Error::DType`] if they do not fit, [`Error::Candle`] if `dst` shares its storage
-/// with an operand.
+/// [`Error::Shape`] and [`Error::DType`] if `a`, `b` or `dst` break these rules, [`Error::Candle`] if `dst` shares its
+/// storage with an operand.
 pub fn matmul_accumulate(dst: &Raw, a: &Raw, b: &Raw, alpha: f64) -> Result<()> {
     write_product("matmul_accumulate", dst, a, b, alpha, true)
 }
@@ -70,8 +70,8 @@ fn write_product(op: &'static str, dst: &Raw, a: &Raw, b: &Raw, alpha: f64, accu
     }
 }
 
-/// Checks that a destination is contiguous or a range of columns, has the product's shape, and has the operands' dtype,
-/// or f32 for f16 and bf16.
+/// Checks that `dst` is contiguous or a range of the columns of a matrix, has the product's shape, and has the dtype
+/// `operands` of the operands (or f32 if that is f16 or bf16).
 pub(crate) fn check_destination(op: &'static str, plan: &Plan, dst: &Raw, operands: DType) -> Result<()> {
     if dst.dims() != plan.dims.as_slice() {
         let message = format!("found a destination of shape {:?}, expected {:?}", dst.dims(), plan.dims);
@@ -80,13 +80,14 @@ pub(crate) fn check_destination(op: &'static str, plan: &Plan, dst: &Raw, operan
     let is_columns =
         matches!(*dst.stride(), [row, 1] if row >= plan.n && plan.batch.is_empty() && plan.m == dst.dims()[0]);
     if !dst.is_contiguous() && !is_columns {
-        let message = format!("found a destination with strides {:?}, expected a contiguous one", dst.stride());
+        let expected = "expected a contiguous one, or columns of a contiguous matrix";
+        let message = format!("found a destination with strides {:?}, {expected}", dst.stride());
         return Err(Error::shape(op, message));
     }
     check_result_dtype(op, operands, dst.dtype())
 }
 
-/// Checks that the dtype of a product is that of the operands, or f32 for f16 and bf16.
+/// Checks that the dtype of a product is that of the operands, or f32 if the operands are in f16 or bf16.
 pub(crate) fn check_result_dtype(op: &'static str, operands: DType, result: DType) -> Result<()> {
     match (operands, result) {
         (operands, found) if operands == found => Ok(()),
@@ -111,7 +112,7 @@ fn check_dtypes(op: &'static str, a: &Raw, b: &Raw) -> Result<()> {
     Ok(())
 }
 
-/// A batch dimension: its size and the strides of `a`, `b` and the result.
+/// A batch dimension: its size, and the strides of `a`, `b` and the result along it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BatchAxis {
     pub size: usize,
@@ -189,8 +190,9 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Adds the next outer batch dimension. The dimension is merged with the rows if `b` does not change along it and
-    /// the rows of `a` continue with the same stride. So a batch of inputs times one weight is a single product.
+    /// Adds the next outer batch dimension. The dimension is merged with m, the rows of the result, if all its indices
+    /// use the same matrix of `b` and one stride of `a` leads through the rows of all of them. So a batch of inputs
+    /// times one weight is a single product.
     fn push_outer(&mut self, axis: BatchAxis) {
         if axis.size == 1 {
             return;
@@ -206,8 +208,8 @@ impl Plan {
     }
 
     /// # Safety
-    /// `a` and `b` start at the first elements of the operands, `c` is writable for the whole result, and nothing else
-    /// reads or writes it.
+    /// `a` and `b` start at the first elements of the operands and hold all their elements. `c` is valid for writes of
+    /// the whole result, and nothing else reads or writes that memory during the call.
     unsafe fn run<T, C>(&self, a: &[T], b: &[T], c: *mut C, alpha: f64, accumulate: bool)
     where
         T: Elem,
@@ -225,7 +227,8 @@ impl Plan {
             accumulate,
         };
         let count = self.batch.iter().map(|axis| axis.size).product();
-        // SAFETY: the caller guarantees the result, and candle's layouts guarantee the operands.
+        // SAFETY: the caller guarantees that `c` is writable; candle's layouts guarantee that the offsets and strides
+        // of `a` and `b` stay within their storages.
         unsafe {
             product.run(count, |mut index| {
                 let mut offsets = [0; 3];
@@ -269,15 +272,15 @@ impl Plan {
             let skipped = (self.row - self.n) * self.m.saturating_sub(1);
             let len = if layout.shape().elem_count() == 0 { 0 } else { layout.shape().elem_count() + skipped };
             let c = &mut C::slice_mut(storage)?[start..start + len];
-            // SAFETY: `c` has the elements of the result, and the plan stays within them.
+            // SAFETY: `c` reaches from the first to the last element of the result, and the plan writes nothing else.
             unsafe { self.run::<T, C>(elements(a)?, elements(b)?, c.as_mut_ptr(), alpha, accumulate) };
             Ok(())
         })
     }
 }
 
-/// The batch dimensions of an operand, and the sizes and strides of its matrix; a vector is a row on the left, a column
-/// on the right.
+/// The batch dimensions of an operand, then the sizes and the strides of its matrix. A vector is one row if it is the
+/// left operand, otherwise one column. None for a scalar.
 fn split(layout: &Layout, left: bool) -> Option<(&[usize], [usize; 2], [usize; 2])> {
     let (dims, strides) = (layout.dims(), layout.stride());
     match dims.len() {

@@ -1,4 +1,4 @@
-//! Divides a product into blocks, and computes a block.
+//! Divides the result of a product into blocks, and computes each block.
 
 use std::any::TypeId;
 use std::cell::RefCell;
@@ -9,7 +9,7 @@ use super::pack::{Along, Side, pack, packed_len};
 use super::thin::{self, Dot, Outer};
 use crate::cpu::{Elem, Real, dispatch, pool};
 
-/// Longest stretch of `k` that is packed at once, chosen so that a panel of `b` stays in the first-level cache.
+/// The most indices along `k` that are packed at once, chosen so that a panel of `b` stays in the first-level cache.
 const MAX_K: usize = 384;
 /// Most rows of a block, chosen so that its packed `a` stays in the second-level cache.
 const MAX_ROWS: usize = 512;
@@ -17,14 +17,16 @@ const MAX_ROWS: usize = 512;
 const MAX_COLUMNS: usize = 4096;
 /// The least `k` for which thin products use [`Method::Outer`] or [`Method::Dot`].
 const MIN_THIN_K: usize = 64;
-/// Longest stretch of `k` in [`Method::Outer`], chosen so that the pages of `a` stay in the translation buffer (TLB).
+/// The most indices along `k` in one step of [`Method::Outer`], chosen so that the pages that hold these columns of `a`
+/// stay in the translation buffer (TLB).
 const OUTER_K: usize = 64;
-/// `b` is read in place, instead of being packed, if it extends over fewer bytes than this.
+/// The limit below which `b` is read in place instead of being packed: the bytes from its first to its last element.
 const MAX_IN_PLACE: usize = 32 << 10;
 /// The least number of multiply-adds that is worth another thread.
 const MIN_WORK: usize = 1 << 18;
 
-/// `c (+)= alpha * a * b` as pointers; `c` is (m, n) and the sums are `k` long.
+/// A product `c = alpha * a * b`, or `c += alpha * a * b` with `accumulate`, given by pointers. `a` is (m, k), `b` is
+/// (k, n) and `c` is (m, n).
 #[derive(Clone, Copy)]
 pub struct Product<A: Elem, B, C> {
     pub m: usize,
@@ -39,7 +41,7 @@ pub struct Product<A: Elem, B, C> {
     pub accumulate: bool,
 }
 
-// SAFETY: only `run` dereferences the pointers, and its caller guarantees that this is valid on every thread.
+// SAFETY: only `run` leads to accesses through the pointers. Its caller guarantees that they are valid on every thread.
 unsafe impl<A: Elem, B: Elem, C: Elem> Sync for Product<A, B, C> {}
 
 impl<A, B, C> Product<A, B, C>
@@ -58,8 +60,9 @@ where
         if self.m == 0 || self.n == 0 || batch == 0 {
             return;
         }
-        // SIMD vectors hold neighbouring rows. So the rows of a thin product must be those of its large operand. In any
-        // other product, neighbouring rows must be adjacent in the result. Otherwise, compute the transposed product.
+        // A SIMD vector holds neighbouring rows of one column of the result. So the large operand of a thin product
+        // must be `a`, whose rows are those of the result. The result of any other product should have rows with stride
+        // 1. If a product is not of this form, compute its transpose.
         let thin = self.m.min(self.n) <= thin::max_columns() && self.k >= MIN_THIN_K;
         let method = match thin {
             true if self.n <= self.m => self.a.method(self.n),
@@ -70,7 +73,7 @@ where
             Method::Packed => self.c_strides[0] == 1 && (self.c_strides[1] != 1 || self.m > 1),
             _ => self.n <= self.m,
         };
-        // SAFETY: as the caller promises; a transposed product has the same elements.
+        // SAFETY: the caller promises valid pointers; the transposed product accesses the same elements.
         unsafe {
             if keep {
                 self.run_blocks(method, batch, offsets);
@@ -111,7 +114,8 @@ where
                 let (item, index) = (index / blocks, index % blocks);
                 let (i, j) = (index % grid[0] * rows, index / grid[0] * columns);
                 let offset = offsets(item);
-                // SAFETY: block (i, j) of the product; blocks are disjoint and cover it.
+                // SAFETY: the pointers are moved to row `i` and column `j`, which exist; blocks of the result are
+                // disjoint.
                 unsafe {
                     let block = Self {
                         m: rows.min(this.m - i),
@@ -131,8 +135,8 @@ where
         });
     }
 
-    /// The destination of sums. With `direct` it is the result itself, which must then have the accumulator's type.
-    /// Otherwise it is `sums`, which [`write`] rounds into the result at the end.
+    /// The destination of the sums. With `direct` they are written to the result, which must then have the
+    /// accumulator's type. Otherwise they are written to `sums`, and [`write`] rounds them into the result at the end.
     ///
     /// [`write`]: Self::write
     fn target(&self, direct: bool, sums: *mut A::Acc) -> Target<A::Acc> {
@@ -144,7 +148,7 @@ where
         }
     }
 
-    /// Computes a thin product whose `a` has contiguous columns, on this thread.
+    /// Computes a thin block on the calling thread. The columns of `a` are contiguous.
     unsafe fn outer(self, shape: TileShape) {
         let shape = TileShape { columns: self.n.next_multiple_of(4), ..shape };
         let stretch = self.k.min(OUTER_K);
@@ -157,7 +161,8 @@ where
             let target = self.target(direct, sums);
             for p in (0..self.k).step_by(stretch) {
                 let k = stretch.min(self.k - p);
-                // SAFETY: the caller guarantees the operands and the result, `with_scratch` the panels.
+                // SAFETY: the caller guarantees that the operands and the result are valid; `with_scratch` gives the
+                // panels and the sums the lengths asked for.
                 unsafe {
                     pack(a_rest, shape, Along::Rows, self.a.at(self.m - rest, p), rest, k);
                     pack(b, shape, Along::Columns, self.b.at(0, p), self.n, k);
@@ -167,20 +172,21 @@ where
                 }
             }
             if !direct {
-                // SAFETY: `sums` holds the whole block.
+                // SAFETY: `sums` holds the m × n sums of the block.
                 unsafe { self.write(sums) };
             }
         });
     }
 
-    /// Computes a thin product whose `a` has contiguous rows, on this thread.
+    /// Computes a thin block on the calling thread. The rows of `a` are contiguous.
     unsafe fn dot(self) {
         let direct = is_accumulator::<C>();
         let len_c = if direct { 0 } else { self.m * self.n };
         let in_place = self.b.inner == 1 && is_accumulator::<B>();
         let len_b = if in_place { 0 } else { self.n * self.k };
         with_scratch([0, len_b, len_c], |[_, b, sums]: [*mut A::Acc; 3]| {
-            // SAFETY: the caller guarantees the operands and the result, `with_scratch` the copies.
+            // SAFETY: the caller guarantees that the operands and the result are valid; `with_scratch` gives the copy
+            // of `b` and the sums the lengths asked for.
             unsafe {
                 let (b, b_step) = if in_place {
                     (self.b.ptr.cast(), self.b.outer)
@@ -206,9 +212,9 @@ where
         });
     }
 
-    /// Computes the product on this thread from packed operands.
+    /// Computes a block on the calling thread. `a` is packed; `b` is packed too unless it is small.
     unsafe fn packed(self, shape: TileShape) {
-        // Equal stretches of `k`, none longer than MAX_K.
+        // `k` is cut into stretches of the same length, at most MAX_K; the last may be shorter.
         let stretch = self.k.div_ceil(self.k.div_ceil(MAX_K).max(1)).next_multiple_of(16).min(self.k);
         let len_a = packed_len(shape, Along::Rows, self.m, stretch);
         let in_place = self.b.is_small(self.n, self.k);
@@ -220,10 +226,11 @@ where
         with_scratch([len_a, len_b, len_c], |[a, b, sums]: [*mut A::Acc; 3]| {
             let target = self.target(direct, sums);
             let mut p = 0;
-            // Runs once even if k = 0; the result is then zeros.
+            // The body runs once even if k = 0, and then writes sums of zero.
             loop {
                 let k = stretch.min(self.k - p);
-                // SAFETY: the caller guarantees the operands and the result, `with_scratch` the panels.
+                // SAFETY: the caller guarantees that the operands and the result are valid; `with_scratch` gives the
+                // panels and the sums the lengths asked for.
                 unsafe {
                     pack(a, shape, Along::Rows, self.a.at(0, p), self.m, k);
                     for j in (0..self.n).step_by(shape.columns) {
@@ -250,13 +257,13 @@ where
                 }
             }
             if !direct {
-                // SAFETY: `sums` holds the whole block.
+                // SAFETY: `sums` holds the m × n sums of the block.
                 unsafe { self.write(sums) };
             }
         });
     }
 
-    /// Rounds a block of sums into the result.
+    /// Writes a block of sums, stored by columns, to the result or adds it to the result, with rounding to `C`.
     unsafe fn write(self, sums: *const A::Acc) {
         let [row_stride, column_stride] = self.c_strides;
         for j in 0..self.n {
@@ -291,7 +298,7 @@ where
 /// How a block is computed.
 #[derive(Clone, Copy)]
 enum Method {
-    /// Both operands are packed.
+    /// `a` is packed, and so is `b` unless it is small.
     Packed,
     /// The product is thin, and `a` has contiguous columns.
     Outer,
@@ -300,13 +307,14 @@ enum Method {
 }
 
 impl<T: Elem> Side<T> {
-    /// True if `len × k` elements need no conversion and are close enough together to stay in the first-level cache.
+    /// True if the first `len × k` elements need no conversion and span so few bytes that they stay in the first-level
+    /// cache.
     fn is_small(self, len: usize, k: usize) -> bool {
         let extent = len.saturating_sub(1) * self.outer + k.saturating_sub(1) * self.inner;
         is_accumulator::<T>() && extent * size_of::<T>() < MAX_IN_PLACE
     }
 
-    /// The contiguous runs of the first `len × k` elements, to be prefetched.
+    /// The contiguous runs of the first `len × k` elements, to be prefetched; no runs if neither stride is 1.
     fn ahead(self, len: usize, k: usize) -> Ahead {
         let (runs, run, stride) = match (self.outer, self.inner) {
             (_, 1) => (len, k, self.outer),
@@ -334,13 +342,14 @@ fn is_accumulator<T: Elem>() -> bool {
     TypeId::of::<T>() == TypeId::of::<T::Acc>()
 }
 
-/// Rows and columns of the blocks of an (m, n) result. The blocks are equal parts within the limits, at least `parts`
-/// of them if the result is large enough.
+/// Rows and columns of each block of an (m, n) result, at most MAX_ROWS and MAX_COLUMNS. The result is divided into
+/// equal blocks, at least `parts` if it is large enough; then the size of a block is rounded up to whole vectors and to
+/// multiples of 4 columns.
 fn block_size(shape: TileShape, [m, n]: [usize; 2], parts: usize) -> [usize; 2] {
     let (max_rows, max_columns) = (m.div_ceil(shape.lanes), n.div_ceil(4));
     let mut grid = [m.div_ceil(MAX_ROWS), n.div_ceil(MAX_COLUMNS)];
     while grid[0] * grid[1] < parts {
-        // Divide the longer side of a block, which minimises packing.
+        // Dividing the longer side of a block minimises the elements that are packed.
         let (rows, columns) = (m / grid[0], n / grid[1]);
         if grid[0] < max_rows && (rows >= columns || grid[1] >= max_columns) {
             grid[0] += 1;
@@ -358,8 +367,8 @@ fn block_size(shape: TileShape, [m, n]: [usize; 2], parts: usize) -> [usize; 2] 
 #[repr(align(64))]
 struct Line(#[expect(dead_code, reason = "only its size and alignment matter")] [u8; 64]);
 
-/// Calls `f` with three regions of at least `lens` elements, each starting at a cache line. The memory is reused by the
-/// next call on this thread.
+/// Calls `f` with three disjoint regions of at least `lens` elements, each starting at a cache line. The regions are
+/// not cleared: they may hold what an earlier call on this thread left. `f` must not call this function.
 pub fn with_scratch<T: Real, R>(lens: [usize; 3], f: impl FnOnce([*mut T; 3]) -> R) -> R {
     thread_local! {
         static SCRATCH: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };

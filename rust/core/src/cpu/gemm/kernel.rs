@@ -1,9 +1,9 @@
 //! The innermost loops of a matrix product, written once for every instruction set.
 //!
-//! A tile of the result is held in registers: `V` vectors for each of `N` columns. Each step of `k` adds an outer
-//! product: vectors with the elements of consecutive rows, from the packed `a`, times broadcast elements of the packed
-//! `b`. Every element of the result is one chain of fused multiply-adds in the order of `k`, so its value does not
-//! depend on its tile.
+//! A tile of the result is held in registers: `V` vectors for each of `N` columns. For each index along `k` (a step),
+//! the tile adds an outer product: vectors of consecutive rows of the packed `a`, times broadcast elements of `b`. A
+//! tile sums each element by one chain of fused multiply-adds in the order of the steps, so the sum does not depend on
+//! the tile's size or on the element's row and column in the tile.
 
 use pulp::{Simd, WithSimd};
 
@@ -11,7 +11,7 @@ use crate::cpu::Real;
 use crate::cpu::lane::Lane;
 use crate::cpu::simd::arch;
 
-/// Elements of a register.
+/// The number of elements of type `T` in a SIMD register.
 #[inline(always)]
 pub const fn lanes<T: Lane, S: Simd>() -> usize {
     size_of::<T::Vector<S>>() / size_of::<T>()
@@ -20,7 +20,7 @@ pub const fn lanes<T: Lane, S: Simd>() -> usize {
 /// The size of a tile on this processor.
 #[derive(Clone, Copy, Debug)]
 pub struct TileShape {
-    /// Elements of a register.
+    /// The number of elements in a SIMD register.
     pub lanes: usize,
     /// Rows of a full tile.
     pub rows: usize,
@@ -53,7 +53,7 @@ impl TileShape {
     }
 }
 
-/// Elements of the largest tile over all instruction sets.
+/// An upper bound of the number of elements in a tile, for all instruction sets.
 const MAX_TILE: usize = 512;
 
 /// The destination of a block of the result.
@@ -61,9 +61,9 @@ const MAX_TILE: usize = 512;
 pub struct Target<T> {
     /// The first element.
     pub ptr: *mut T,
-    /// Distance between neighbouring rows.
+    /// Distance between neighbouring rows, in elements.
     pub row_stride: usize,
-    /// Distance between neighbouring columns.
+    /// Distance between neighbouring columns, in elements.
     pub column_stride: usize,
     /// Factor on the product.
     pub alpha: T,
@@ -71,16 +71,16 @@ pub struct Target<T> {
     pub accumulate: bool,
 }
 
-/// Memory that will be read next: `runs` runs of `len` bytes each, whose starts are `stride` bytes apart.
+/// Memory that will be read next: `runs` contiguous ranges of `len` bytes each, whose starts are `stride` bytes apart.
 #[derive(Clone, Copy)]
 pub struct Ahead {
     /// The first byte.
     pub ptr: *const u8,
-    /// Number of runs.
+    /// Number of ranges.
     pub runs: usize,
-    /// Bytes of a run.
+    /// Bytes of a range.
     pub len: usize,
-    /// Distance between the starts of runs in bytes.
+    /// Distance between the starts of neighbouring ranges, in bytes.
     pub stride: usize,
 }
 
@@ -105,7 +105,8 @@ impl Ahead {
         self.runs * self.len.div_ceil(LINE)
     }
 
-    /// Prefetches the line `offset` bytes into the current run and advances to the next.
+    /// Prefetches the cache line at `offset` bytes in the first range that is left, then moves to the next cache line.
+    /// A range is dropped after its last line.
     #[inline(always)]
     fn fetch(&mut self, offset: &mut usize) {
         if self.runs > 0 {
@@ -125,9 +126,9 @@ impl Ahead {
 pub struct Broadcast<T> {
     /// The first element.
     pub ptr: *const T,
-    /// Distance between positions of `k`.
+    /// Distance between neighbouring steps along `k`, in elements.
     pub step: usize,
-    /// Distance between columns.
+    /// Distance between neighbouring columns, in elements.
     pub column: usize,
 }
 
@@ -138,12 +139,12 @@ impl<T> Broadcast<T> {
     }
 }
 
-/// Where a run of consecutive steps of `k` begins in the two operands: offsets in elements.
+/// A run of consecutive steps along `k`, given by the offsets of the run's first step in the two operands, in elements.
 #[derive(Clone, Copy, Debug)]
 pub struct Run {
-    /// Offset of its first step in `a`.
+    /// Offset of the first step in `a`.
     pub a: usize,
-    /// Offset of its first step in `b`.
+    /// Offset of the first step in `b`.
     pub b: usize,
 }
 
@@ -152,7 +153,8 @@ impl Run {
     pub const WHOLE: [Self; 1] = [Self { a: 0, b: 0 }];
 }
 
-/// `c (+)= alpha * a * b` for one panel of columns, with an `a` packed by [`pack`](super::pack::pack).
+/// `c = alpha * a * b`, or `c += alpha * a * b`, for one panel of columns. `a` is packed by
+/// [`pack`](super::pack::pack).
 pub struct Columns<T> {
     /// Rows.
     pub m: usize,
@@ -162,7 +164,7 @@ pub struct Columns<T> {
     pub k: usize,
     /// `a` in panels of rows.
     pub a: *const T,
-    /// `b`; its columns are readable up to a multiple of 4.
+    /// `b`, readable at `n` columns rounded up to a multiple of 4.
     pub b: Broadcast<T>,
     /// The result.
     pub c: Target<T>,
@@ -196,7 +198,7 @@ impl<T: Real> WithSimd for Columns<T> {
                 ahead.fetch(&mut offset);
             }
             let rows = shape.rows.min(self.m - i);
-            // SAFETY: the caller of `run` guarantees the panels and the destination.
+            // SAFETY: the caller of `run` guarantees that the panels and the destination are valid.
             unsafe {
                 let tile = Tile {
                     runs: &Run::WHOLE,
@@ -222,23 +224,24 @@ const COLUMNS: u8 = 1;
 /// Layout of broadcast elements: any strides.
 const STRIDED: u8 = 2;
 
-/// One tile of the result, of which `rows × columns` elements are written.
+/// One tile of the result. Its registers may hold more rows and columns than the `rows × columns` elements that it
+/// writes.
 pub struct Tile<'a, T> {
-    /// The runs of steps to sum over, in this order.
+    /// The runs of steps to sum over, in the order of the sum.
     pub runs: &'a [Run],
     /// Number of steps in each run.
     pub k: usize,
-    /// For each step, as many elements as the registers of the rows hold.
+    /// The elements of `a`: for each step one per row, with `rows` rounded up to whole registers.
     pub a: *const T,
-    /// Distance between steps in `a`.
+    /// Distance between neighbouring steps in `a`, in elements.
     pub a_step: usize,
-    /// For each step, as many elements as there are columns, rounded up to a multiple of 4.
+    /// The elements of `b`: for each step one per column, with `columns` rounded up to a multiple of 4.
     pub b: Broadcast<T>,
     /// The result.
     pub c: Target<T>,
-    /// Rows to write, at most those that fill the registers.
+    /// The number of rows to write.
     pub rows: usize,
-    /// Columns.
+    /// The number of columns to write.
     pub columns: usize,
 }
 
@@ -280,10 +283,10 @@ impl<T: Real> Tile<'_, T> {
             _ => (self.b.step, self.b.column),
         };
         for run in self.runs {
-            // SAFETY: the caller's operands have all runs.
+            // SAFETY: the caller guarantees that both operands are readable at each run.
             let (mut a, mut b) = unsafe { (self.a.add(run.a), self.b.ptr.add(run.b)) };
             for _ in 0..self.k {
-                // SAFETY: the caller gives `V * lanes` and `N` elements for each of the `k` steps.
+                // SAFETY: for each of the `k` steps, `V * lanes` elements of `a` and `N` of `b` are readable.
                 unsafe {
                     let mut vectors = [zero; V];
                     for (v, vector) in vectors.iter_mut().enumerate() {
@@ -337,7 +340,7 @@ impl<T: Real> Tile<'_, T> {
         }
     }
 
-    /// Writes one register of sums to `c`, or adds it.
+    /// Multiplies one register of sums by `alpha`, and writes the products to `c` or adds them to `c`.
     #[inline(always)]
     unsafe fn finish<S: Simd>(&self, simd: S, sum: T::Vector<S>, c: *mut T) {
         let (alpha, c) = (T::splat(simd, self.c.alpha), c.cast::<T::Vector<S>>());

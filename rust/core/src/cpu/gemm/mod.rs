@@ -1,12 +1,14 @@
 //! Matrix products.
 //!
-//! Operands are given with their strides, so a transpose is never copied. Numbers are converted to the accumulator's
-//! type (f32 for f16 and bf16) when a block is packed, and sums stay in this type until the result is written.
+//! Operands are given with their strides, so a transpose is never copied. Elements are converted to the accumulator's
+//! type (f32 for f16 and bf16) when operands are packed. Sums stay in the accumulator's type until they are written to
+//! the result.
 //!
-//! The result is split into blocks that are computed on several threads; each thread packs its operands and runs the
-//! register tiles of [`kernel`] over them (Goto and van de Geijn, "Anatomy of high-performance matrix multiplication",
-//! 2008). Sums are split at multiples of a constant, and each element is computed the same way in any block. So the
-//! result does not depend on the number of threads.
+//! The result is split into blocks, which are computed on several threads. For each block, a thread packs the operands
+//! and computes tiles of the result in registers by [`kernel`] (Goto and van de Geijn, "Anatomy of high-performance
+//! matrix multiplication", 2008). Where a sum over k is split depends only on the sizes, strides and dtypes of the
+//! product, and an element is computed in the same way in any block. So the result does not depend on the number of
+//! threads.
 
 pub(crate) mod batch;
 mod block;
@@ -66,7 +68,8 @@ impl<'a, T> MatRef<'a, T> {
     }
 }
 
-/// A matrix in a mutable slice, with strides as in [`MatRef`]; no two of its elements share a place in the slice.
+/// A matrix in a mutable slice, with strides as in [`MatRef`]. No two elements of the matrix have the same index in the
+/// slice.
 #[derive(Debug)]
 pub struct MatMut<'a, T> {
     data: &'a mut [T],
@@ -80,7 +83,7 @@ impl<'a, T> MatMut<'a, T> {
     /// A matrix of `[rows, cols]` with `[row_stride, col_stride]`, both in elements.
     ///
     /// # Panics
-    /// If an element is beyond the end of `data`, or if rows or columns overlap.
+    /// If an element is beyond the end of `data`, or if the strides may give two elements the same index in `data`.
     pub fn new(data: &'a mut [T], [rows, cols]: [usize; 2], [row_stride, col_stride]: [usize; 2]) -> Self {
         check_bounds(data.len(), [rows, cols], [row_stride, col_stride]);
         let distinct = |inner: usize, count: usize, outer: usize, outer_count: usize| {
@@ -132,11 +135,12 @@ fn check_bounds(len: usize, [rows, cols]: [usize; 2], [row_stride, col_stride]: 
 
 /// `c = alpha * a * b`, or `c += alpha * a * b` with `accumulate`. Without `accumulate`, `c` is not read.
 ///
-/// The operands may have different dtypes with the same accumulator: products of bf16 matrices, or of a bf16 and an
-/// f32 matrix, can be added to an f32 result. f16 and bf16 results are rounded once, at the end.
+/// `a`, `b` and `c` may have different dtypes if these share an accumulator's type. So the product of two bf16
+/// matrices, or of a bf16 and an f32 matrix, can be added to an f32 matrix. An f16 or bf16 result is rounded once, at
+/// the end.
 ///
 /// # Panics
-/// If the sizes do not fit: (m, k) times (k, n) gives (m, n).
+/// If the shapes are not (m, k) for `a`, (k, n) for `b` and (m, n) for `c`.
 pub fn gemm<A, B, C>(c: MatMut<'_, C>, a: MatRef<'_, A>, b: MatRef<'_, B>, alpha: f64, accumulate: bool)
 where
     A: Elem,
@@ -164,8 +168,8 @@ where
         alpha: Real::from_f64(alpha),
         accumulate,
     };
-    // SAFETY: `MatRef::new` and `MatMut::new` have checked that all elements are in their slices and that those of `c`
-    // are distinct.
+    // SAFETY: `MatRef::new` and `MatMut::new` have checked that all elements are in their slices and that no two
+    // elements of `c` have the same index.
     unsafe { product.run(1, |_| [0; 3]) }
 }
 

@@ -1,8 +1,8 @@
-//! Products of an f16 or bf16 matrix with a matrix of a few columns, such as those of a language model that generates
-//! one token.
+//! Products of an f16 or bf16 matrix with a matrix of a few columns. A language model that generates one token computes
+//! such products.
 //!
-//! Such a product takes about as long as reading the matrix once in its own dtype: numbers are converted in registers,
-//! and the matrix is not packed.
+//! A product takes about as long as reading the f16 or bf16 matrix once: its elements are converted in registers, and
+//! the matrix is not packed.
 
 use super::kernel::Target;
 use crate::cpu::{Elem, Real, dispatch};
@@ -12,23 +12,26 @@ use crate::cpu::{Elem, Real, dispatch};
 pub const MAX_COLUMNS: usize = 8;
 /// Columns that are computed at a time.
 const COLUMNS: usize = 4;
-/// Numbers of a row that are processed at a time; the f32 sums of four columns then fill half of the registers of AVX2
-/// and of NEON.
+/// Elements of a row of `a` that are processed at a time. The f32 sums of four columns, 4 × 16 numbers, then fill half
+/// of the registers of AVX2 and of NEON.
 const RUN: usize = 16;
 
-/// `c (+)= alpha * a * b` as dot products; the rows of `a` and the columns of `b` are contiguous.
+/// `c = alpha * a * b`, or `c += alpha * a * b`, as dot products. The rows of `a` and the columns of `b` are
+/// contiguous.
 pub struct Narrow<T: Elem> {
-    /// Rows.
+    /// Rows of `a` and `c`.
     pub m: usize,
-    /// Columns.
+    /// Columns of `b` and `c`.
     pub n: usize,
-    /// Length of the sums.
+    /// Length of the dot products.
     pub k: usize,
-    /// Rows of `a`, `a_step` elements from one to the next.
+    /// The first row of `a`.
     pub a: *const T,
+    /// Distance between the starts of neighbouring rows of `a`, in elements.
     pub a_step: usize,
-    /// Columns of `b`, `b_step` elements from one to the next.
+    /// The first column of `b`.
     pub b: *const T::Acc,
+    /// Distance between the starts of neighbouring columns of `b`, in elements.
     pub b_step: usize,
     /// The result.
     pub c: Target<T::Acc>,
@@ -45,7 +48,7 @@ impl<T: Elem> Narrow<T> {
             || {
                 for i in 0..self.m {
                     for j in (0..self.n).step_by(COLUMNS) {
-                        // SAFETY: row `i` and the columns from `j` on.
+                        // SAFETY: row `i` and the columns from `j` on that the match counts are in the result.
                         unsafe {
                             match self.n - j {
                                 1 => self.row::<1>(i, j),
@@ -65,7 +68,7 @@ impl<T: Elem> Narrow<T> {
     unsafe fn row<const N: usize>(&self, i: usize, j: usize) {
         /// Independent partial sums for a single column, so that additions do not wait for each other.
         const CHAINS: usize = 4;
-        // SAFETY: row `i` of `a`, columns `j..j + N` of `b`, and their elements of `c`.
+        // SAFETY: the caller guarantees that row `i` of `a` and columns `j..j + N` of `b` and `c` exist.
         unsafe {
             let a = self.a.add(i * self.a_step);
             let b: [*const T::Acc; N] = std::array::from_fn(|n| self.b.add((j + n) * self.b_step));
@@ -103,7 +106,8 @@ impl<T: Elem> Narrow<T> {
     }
 }
 
-/// Adds to `sums` the elementwise products of a run of a row with the same run of each of `N` columns.
+/// Multiplies [`RUN`] elements of a row with the elements at the same indices of each of `N` columns, and adds the
+/// products to `sums`.
 ///
 /// # Safety
 /// `a` and all of `b` point to at least [`RUN`] readable elements.

@@ -1,34 +1,34 @@
-//! Packing: copies a block of an operand into panels, in the order in which tiles read it and in the accumulator's
-//! type.
+//! Packing: copies a block of an operand into panels, in the order in which tiles read the elements and in the
+//! accumulator's type. In the functions of this file, a row is a row of the operand `a` or a column of the operand `b`.
 
 use std::any::TypeId;
 
 use super::kernel::{LINE, TileShape, prefetch};
 use crate::cpu::{Elem, Real, dispatch};
 
-/// One operand as the tiles read it: `outer` is the stride along the rows or columns of the result, `inner` along `k`.
+/// One operand of a product as a strided matrix; strides are in elements.
 #[derive(Clone, Copy)]
 pub struct Side<T> {
     /// The first element.
     pub ptr: *const T,
-    /// Stride along the result.
+    /// Distance between neighbouring rows (of `a`) or columns (of `b`).
     pub outer: usize,
-    /// Stride along `k`.
+    /// Distance between neighbouring indices along `k`.
     pub inner: usize,
 }
 
 impl<T> Side<T> {
-    /// The operand from row or column `i` and position `p` of `k` on.
+    /// The operand without its first `i` rows (of `a`) or columns (of `b`) and without its first `p` indices along `k`.
     ///
     /// # Safety
-    /// Both are within the operand.
+    /// The memory of the operand reaches to the element at `i` and `p`.
     pub unsafe fn at(self, i: usize, p: usize) -> Self {
-        // SAFETY: within the operand.
+        // SAFETY: the caller guarantees that the sum is within the operand's memory.
         Self { ptr: unsafe { self.ptr.add(i * self.outer + p * self.inner) }, ..self }
     }
 }
 
-/// The tile dimension that an operand runs along.
+/// The dimension of a tile for whose indices an operand has elements.
 #[derive(Clone, Copy)]
 pub enum Along {
     /// Rows of the tile: the operand is read as vectors.
@@ -37,7 +37,7 @@ pub enum Along {
     Columns,
 }
 
-/// Elements that [`pack`] writes for `len` rows or columns and `k` steps.
+/// The number of elements that [`pack`] writes for `len` rows or columns and `k` indices along `k` (steps).
 pub fn packed_len(shape: TileShape, along: Along, len: usize, k: usize) -> usize {
     match along {
         Along::Rows => len.next_multiple_of(shape.lanes) * k,
@@ -50,8 +50,9 @@ const ROWS: usize = 16;
 /// Steps of `k` that are transposed at a time.
 const RUN: usize = 64;
 
-/// Packs `len × k` elements into panels that have as many rows or columns as a tile, each panel in the order of `k`.
-/// The last panel is padded with zeros.
+/// Packs `len × k` elements into panels that have as many rows or columns as a tile. A panel holds the elements of step
+/// 0, then those of step 1, and so on. The last panel may have fewer rows, rounded up to whole registers, or fewer
+/// columns, rounded up to a multiple of 4; the rows or columns after `len` are zeros.
 ///
 /// # Safety
 /// `src` is readable for `len × k` elements, `dst` writable for [`packed_len`] elements.
@@ -84,13 +85,13 @@ pub unsafe fn pack<T: Elem>(dst: *mut T::Acc, shape: TileShape, along: Along, sr
     }
 }
 
-/// Packs a panel of `N` contiguous elements for each step.
+/// Packs a panel whose `N` elements of each step are contiguous in `src`.
 unsafe fn copy_exact<T: Elem, const N: usize>(dst: *mut T::Acc, src: Side<T>, k: usize) {
     dispatch(
         #[inline(always)]
         || {
             for p in 0..k {
-                // SAFETY: step `p` of the caller's panel.
+                // SAFETY: step `p` is within the caller's panel.
                 unsafe {
                     let from = src.at(0, p).ptr.cast::<[T; N]>().read_unaligned();
                     dst.add(p * N).cast::<[T::Acc; N]>().write_unaligned(widen(from));
@@ -110,24 +111,24 @@ fn widen<T: Elem, const N: usize>(from: [T; N]) -> [T::Acc; N] {
     to
 }
 
-/// Packs a panel of `rows` contiguous elements for each step, filled up to `width` with zeros.
+/// Packs a panel whose `rows` elements of each step are contiguous in `src`, followed by `width - rows` zeros.
 unsafe fn copy<T: Elem>(dst: *mut T::Acc, src: Side<T>, rows: usize, width: usize, k: usize) {
     for p in 0..k {
         for i in 0..width {
-            // SAFETY: step `p` of the caller's panel, within its rows.
+            // SAFETY: step `p` is within the caller's panel, and `src` is read at `rows` elements only.
             unsafe { *dst.add(p * width + i) = if i < rows { (*src.at(i, p).ptr).to_acc() } else { T::Acc::ZERO } };
         }
     }
 }
 
-/// Packs a panel of an operand that is not contiguous along the panel, 16 rows at a time.
+/// Packs a panel whose elements of one step are not contiguous in `src`, 16 rows at a time.
 unsafe fn transpose<T: Elem>(dst: *mut T::Acc, src: Side<T>, rows: usize, width: usize, k: usize) {
     let in_place = TypeId::of::<T>() == TypeId::of::<T::Acc>() && src.inner == 1;
     let mut copied = None;
     for p in (0..k).step_by(RUN) {
         let run = RUN.min(k - p);
         if src.inner == 1 {
-            // Prefetch explicitly, because the processor cannot follow as many streams as there are rows.
+            // Prefetch explicitly: the processor's own prefetching cannot follow as many streams as there are rows.
             for i in 0..rows {
                 let next = src.ptr.wrapping_add(i * src.outer + p + RUN).cast::<u8>();
                 let bytes = (k - p - run).min(RUN) * size_of::<T>();
@@ -136,7 +137,8 @@ unsafe fn transpose<T: Elem>(dst: *mut T::Acc, src: Side<T>, rows: usize, width:
         }
         for i in (0..width).step_by(ROWS) {
             let part = ROWS.min(width - i);
-            // SAFETY: rows from `i` and steps from `p` on, where they are within the caller's panel.
+            // SAFETY: only rows below `rows` of `src` are read, and `part` rows and `run` steps of the panel are
+            // written.
             unsafe {
                 let src = src.at(i.min(rows), p);
                 let (from, stride) = if in_place && i + part <= rows && run.is_multiple_of(ROWS) {
@@ -152,7 +154,8 @@ unsafe fn transpose<T: Elem>(dst: *mut T::Acc, src: Side<T>, rows: usize, width:
     }
 }
 
-/// Copies up to [`ROWS`] rows of `run` elements in the accumulator's type; rows that `src` lacks become zeros.
+/// Copies the first `run` elements of `rows` rows, converted to the accumulator's type. Of the [`ROWS`] rows of
+/// `copied`, those after the first `rows` become zeros.
 unsafe fn convert<T: Elem>(copied: &mut [[T::Acc; RUN]; ROWS], src: Side<T>, rows: usize, run: usize) {
     dispatch(
         #[inline(always)]
@@ -162,7 +165,7 @@ unsafe fn convert<T: Elem>(copied: &mut [[T::Acc; RUN]; ROWS], src: Side<T>, row
                     *row = [T::Acc::ZERO; RUN];
                 } else if src.inner == 1 && run.is_multiple_of(ROWS) {
                     for p in (0..run).step_by(ROWS) {
-                        // SAFETY: within the caller's rows; `run` is at most RUN.
+                        // SAFETY: row `i` of the caller has `run` elements, and `run` is at most RUN.
                         unsafe {
                             let from = src.at(i, p).ptr.cast::<[T; ROWS]>().read_unaligned();
                             let to = row.as_mut_ptr().add(p).cast::<[T::Acc; ROWS]>();
@@ -171,7 +174,7 @@ unsafe fn convert<T: Elem>(copied: &mut [[T::Acc; RUN]; ROWS], src: Side<T>, row
                     }
                 } else {
                     for (p, x) in row.iter_mut().enumerate().take(run) {
-                        // SAFETY: within the caller's rows.
+                        // SAFETY: row `i` of the caller has `run` elements.
                         *x = unsafe { *src.at(i, p).ptr }.to_acc();
                     }
                 }
@@ -180,7 +183,8 @@ unsafe fn convert<T: Elem>(copied: &mut [[T::Acc; RUN]; ROWS], src: Side<T>, row
     );
 }
 
-/// Transposes `width` rows of `run` elements: writes each column contiguously, `dst_stride` elements after the one before.
+/// Transposes `width` rows of `run` elements: writes each column of `width` elements contiguously. The starts of
+/// neighbouring columns are `dst_stride` elements apart.
 unsafe fn store_columns<T: Real>(
     src: *const T,
     src_stride: usize,
@@ -196,13 +200,14 @@ unsafe fn store_columns<T: Real>(
     }
     for p in 0..run {
         for i in 0..width {
-            // SAFETY: the caller gives the rows and the columns.
+            // SAFETY: the caller guarantees that the rows are readable and the columns writable.
             unsafe { *dst.add(p * dst_stride + i) = *src.add(i * src_stride + p) };
         }
     }
 }
 
-/// [`store_columns`] in blocks of 16 × 16 elements. Reads rows up to the next multiple of 16 elements.
+/// [`store_columns`] in blocks of 16 × 16 elements. `width` is at most 16, and each row must be readable up to `run`
+/// rounded up to a multiple of 16 elements.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 unsafe fn transpose_avx512(
@@ -219,12 +224,12 @@ unsafe fn transpose_avx512(
         let mut rows = [_mm512_setzero_ps(); 16];
         for (i, row) in rows.iter_mut().enumerate() {
             if i < width {
-                // SAFETY: within a row, or after its end up to a multiple of 16.
+                // SAFETY: the caller guarantees that row `i` is readable up to the next multiple of 16 elements.
                 *row = unsafe { _mm512_loadu_ps(src.add(i * src_stride + p)) };
             }
         }
-        // Combine rows by two, then by four: the 128-bit part `l` of `fours[4 g + c]` has column `4 l + c` of rows
-        // `4 g..4 g + 4`.
+        // Interleave pairs of rows, then pairs of the results: the 128-bit lane `l` of `fours[4 g + c]` then holds
+        // column `4 l + c` of the rows `4 g..4 g + 4`.
         let mut fours = [_mm512_setzero_pd(); 16];
         for g in 0..4 {
             let [r0, r1, r2, r3] = [rows[4 * g], rows[4 * g + 1], rows[4 * g + 2], rows[4 * g + 3]];
@@ -237,7 +242,7 @@ unsafe fn transpose_avx512(
             fours[4 * g + 2] = _mm512_unpacklo_pd(hi01, hi23);
             fours[4 * g + 3] = _mm512_unpackhi_pd(hi01, hi23);
         }
-        // Join the parts of each column.
+        // Join the four 128-bit lanes of each column, one for each group `g` of four rows.
         for c in 0..4 {
             let part = |g: usize| _mm512_castpd_ps(fours[4 * g + c]);
             let even01 = _mm512_shuffle_f32x4::<0x88>(part(0), part(1));
@@ -253,7 +258,7 @@ unsafe fn transpose_avx512(
             for (l, column) in columns.into_iter().enumerate() {
                 let p = p + 4 * l + c;
                 if p < run {
-                    // SAFETY: column `p` of the destination.
+                    // SAFETY: column `p` is in the destination, and the mask selects its `width` elements.
                     unsafe { _mm512_mask_storeu_ps(dst.add(p * dst_stride), mask, column) };
                 }
             }

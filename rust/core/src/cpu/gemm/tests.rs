@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use super::*;
 use crate::cpu::pool::tests::with_1_and_n_threads;
 
-/// Numbers in -1..1, rounded to the dtype.
+/// Pseudorandom numbers from -1 to 1, rounded to `T`.
 fn numbers<T: Elem>(len: usize, seed: u64) -> Vec<T> {
     let mut state = seed;
     (0..len)
@@ -22,7 +22,7 @@ fn rows<T: Elem>(a: MatRef<'_, T>) -> Vec<f64> {
     (0..a.rows).flat_map(|i| (0..a.cols).map(move |j| at(i, j))).collect()
 }
 
-/// The elements of `alpha * a * b` and the sums of the magnitudes of their terms.
+/// For each element of `alpha * a * b`, row by row: its value, and the sum of the magnitudes of its k terms.
 fn naive<A: Elem, B: Elem>(a: MatRef<'_, A>, b: MatRef<'_, B>, alpha: f64) -> Vec<(f64, f64)> {
     let (m, n, k) = (a.rows, b.cols, a.cols);
     let (a, b) = (rows(a), rows(b));
@@ -43,8 +43,9 @@ fn error_bound<C: Elem>(terms: usize, magnitude: f64) -> f64 {
         candle_core::DType::F16 => unit(11),
         _ => accumulator,
     };
-    // The f64 reference has errors of its own; subnormal numbers of f16 are 2^-24 apart.
+    // Half the distance of 2^-24 between subnormal numbers of f16.
     let smallest = if C::DTYPE == candle_core::DType::F16 { unit(25) } else { 0.0 };
+    // `unit(53)` is for the f64 reference, which has rounding errors too.
     1.01 * ((terms as f64 + 2.0) * (accumulator + unit(53)) + result) * magnitude + smallest
 }
 
@@ -65,7 +66,7 @@ where
             let mut c = vec![nan; len];
             for i in 0..m {
                 for j in 0..n {
-                    // Values that must not be read are NaN.
+                    // Without `accumulate`, the old elements must not be read: they are NaN.
                     c[i * strides[0] + j * strides[1]] = if accumulate { before[i * n + j] } else { nan };
                 }
             }
@@ -84,7 +85,8 @@ where
     }
 }
 
-/// (m, k, n): single elements, less than a register, odd numbers of tiles, several blocks, no elements, empty sums.
+/// (m, k, n) of products of one element, of less than a register, with incomplete tiles, of several blocks, of no
+/// elements, and with k = 0.
 const SIZES: [[usize; 3]; 16] = [
     [1, 1, 1],
     [3, 5, 7],
@@ -124,23 +126,23 @@ where
 }
 
 #[test]
-fn f32_products_are_those_of_the_naive_loop() {
+fn f32_products_match_the_naive_loop() {
     check_layouts::<f32, f32, f32>();
 }
 
 #[test]
-fn f64_products_are_those_of_the_naive_loop() {
+fn f64_products_match_the_naive_loop() {
     check_layouts::<f64, f64, f64>();
 }
 
 #[test]
-fn half_products_are_summed_up_in_f32() {
+fn half_products_are_summed_in_f32() {
     check_layouts::<bf16, bf16, bf16>();
     check_layouts::<f16, f16, f16>();
 }
 
 #[test]
-fn half_operands_can_have_an_f32_result_and_an_f32_partner() {
+fn half_operands_combine_with_f32_operands_and_results() {
     check_layouts::<bf16, bf16, f32>();
     check_layouts::<f16, f32, f32>();
 }
@@ -165,19 +167,19 @@ fn results_do_not_depend_on_the_number_of_threads() {
 
 #[test]
 #[should_panic(expected = "does not fit in 11 elements")]
-fn matrices_stay_in_their_slices() {
+fn matrices_larger_than_their_slices_panic() {
     MatRef::row_major(&[0.0f32; 11], 3, 4);
 }
 
 #[test]
 #[should_panic(expected = "overlap")]
-fn elements_of_a_result_are_distinct() {
+fn results_with_overlapping_elements_panic() {
     MatMut::new(&mut [0.0f32; 11], [3, 4], [2, 1]);
 }
 
 #[test]
 #[should_panic(expected = "gemm: 2 x 3 times 2 x 3 does not give 2 x 3")]
-fn sizes_must_fit() {
+fn mismatched_shapes_panic() {
     let a = [0.0f32; 6];
     gemm(
         MatMut::row_major(&mut [0.0f32; 6], 2, 3),

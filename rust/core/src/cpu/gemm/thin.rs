@@ -1,8 +1,8 @@
-//! Products whose result has few columns or rows, such as those with the factors of an adapter of low rank, or with a
-//! batch of one row.
+//! Thin products, whose result has few columns or few rows. One operand of such a product is a low-rank factor of an
+//! adapter, for example, or a batch of one row.
 //!
-//! They use every element of the large operand for only a few multiply-adds, so it is read in place instead of being
-//! packed.
+//! A thin product uses each element of its large operand for only a few multiply-adds, so the large operand is read in
+//! place instead of being packed.
 
 use pulp::{Simd, WithSimd};
 
@@ -23,18 +23,19 @@ pub fn max_columns() -> usize {
     arch().dispatch(Detect)
 }
 
-/// `c (+)= alpha * a * b` with an `a` whose columns are contiguous, summed up as outer products.
+/// `c = alpha * a * b`, or `c += alpha * a * b`, as a sum of `k` outer products. The columns of `a` are contiguous.
 pub struct Outer<T> {
-    /// Rows.
+    /// Rows of `a` and `c`.
     pub m: usize,
-    /// Columns, at most [`max_columns`].
+    /// Columns of `b` and `c`, at most [`max_columns`].
     pub n: usize,
-    /// Length of the sums.
+    /// Columns of `a` and rows of `b`.
     pub k: usize,
-    /// Columns of `a`, `a_step` elements from one to the next.
+    /// The first column of `a`.
     pub a: *const T,
+    /// Distance between the starts of neighbouring columns of `a`, in elements.
     pub a_step: usize,
-    /// The packed last rows of `a`, which do not fill a register.
+    /// The last rows of `a`, packed, if their number is too small for a register.
     pub a_rest: *const T,
     /// `b` as one packed panel.
     pub b: *const T,
@@ -60,7 +61,8 @@ impl<T: Real> WithSimd for Outer<T> {
         let lanes = lanes::<T, S>();
         let columns = self.n.next_multiple_of(4);
         let b = Broadcast::packed(self.b, self.n);
-        // The number of registers along the rows: as many as the accumulators of the columns leave.
+        // The number of registers of rows in a tile: a tile has `vectors * columns` accumulators, which must fit into
+        // the processor's registers.
         let vectors = match (columns, S::REGISTER_COUNT >= 32) {
             (4, true) => 4,
             (4, false) => 3,
@@ -71,12 +73,12 @@ impl<T: Real> WithSimd for Outer<T> {
         let mut i = 0;
         while i < self.m {
             let (rows, a, a_step) = if i < full {
-                // SAFETY: row `i` of the operand.
+                // SAFETY: `a` has row `i`.
                 ((vectors * lanes).min(full - i), unsafe { self.a.add(i) }, self.a_step)
             } else {
                 (self.m - i, self.a_rest, lanes)
             };
-            // SAFETY: `run` promises the operands and the result.
+            // SAFETY: the caller of `run` guarantees that the operands and the result are valid.
             unsafe {
                 let c = Target { ptr: self.c.ptr.add(i * self.c.row_stride), ..self.c };
                 Tile { runs: &Run::WHOLE, k: self.k, a, a_step, b, c, rows, columns: self.n }.run(simd);
@@ -86,19 +88,22 @@ impl<T: Real> WithSimd for Outer<T> {
     }
 }
 
-/// `c (+)= alpha * a * b` as dot products; the rows of `a` and the columns of `b` are contiguous.
+/// `c = alpha * a * b`, or `c += alpha * a * b`, as dot products. The rows of `a` and the columns of `b` are
+/// contiguous.
 pub struct Dot<T> {
-    /// Rows.
+    /// Rows of `a` and `c`.
     pub m: usize,
-    /// Columns.
+    /// Columns of `b` and `c`.
     pub n: usize,
-    /// Length of the sums.
+    /// Length of the dot products.
     pub k: usize,
-    /// Rows of `a`, `a_step` elements from one to the next.
+    /// The first row of `a`.
     pub a: *const T,
+    /// Distance between the starts of neighbouring rows of `a`, in elements.
     pub a_step: usize,
-    /// Columns of `b`, `b_step` elements from one to the next.
+    /// The first column of `b`.
     pub b: *const T,
+    /// Distance between the starts of neighbouring columns of `b`, in elements.
     pub b_step: usize,
     /// The result.
     pub c: Target<T>,
@@ -113,7 +118,7 @@ impl<T: Real> Dot<T> {
         arch().dispatch(self);
     }
 
-    /// Computes `R` rows and `N` columns from element (i, j) on.
+    /// Computes the elements of `c` in the `R` rows from `i` on and the `N` columns from `j` on.
     #[expect(clippy::needless_range_loop, reason = "with iterators the sums do not stay in registers")]
     #[inline(always)]
     unsafe fn tile<S: Simd, const R: usize, const N: usize>(&self, simd: S, i: usize, j: usize) {
@@ -121,7 +126,7 @@ impl<T: Real> Dot<T> {
         let full = self.k / lanes * lanes;
         let zero = T::splat(simd, T::ZERO);
         let mut acc = [[zero; R]; N];
-        // SAFETY: rows `i..i + R` of `a`, columns `j..j + N` of `b` and their elements of `c`.
+        // SAFETY: rows `i..i + R` of `a` and columns `j..j + N` of `b` exist, and so do their elements of `c`.
         unsafe {
             let a: [*const T; R] = std::array::from_fn(|r| self.a.add((i + r) * self.a_step));
             let b: [*const T; N] = std::array::from_fn(|n| self.b.add((j + n) * self.b_step));
@@ -162,7 +167,7 @@ impl<T: Real> Dot<T> {
     unsafe fn rows<S: Simd, const R: usize>(&self, simd: S, i: usize) {
         let mut j = 0;
         while j < self.n {
-            // SAFETY: within the product.
+            // SAFETY: no more columns are computed than follow `j`.
             unsafe {
                 match self.n - j {
                     1 => self.tile::<S, R, 1>(simd, i, j),
@@ -184,7 +189,7 @@ impl<T: Real> WithSimd for Dot<T> {
         let rows = if S::REGISTER_COUNT >= 32 { 6 } else { 2 };
         let mut i = 0;
         while i < self.m {
-            // SAFETY: `run` promises the operands and the result.
+            // SAFETY: the caller of `run` guarantees that the operands and the result are valid.
             unsafe {
                 if self.m - i < rows {
                     self.rows::<S, 1>(simd, i);

@@ -1,4 +1,4 @@
-//! CUDA graphs of functions: all work that a function queues, launched at once.
+//! CUDA graphs of functions. A graph holds all work that a function queues, and launches it at once.
 //!
 //! The first call of a captured function runs it eagerly, which allocates memory, loads kernels and creates optimizer
 //! states. The second call records the function and replays the record; each later call copies new inputs in and
@@ -6,14 +6,16 @@
 //! creates gradients outside flat buffers, these gradients move to fixed storage after the first call. Then the second
 //! call runs eagerly again, and the third call records.
 //!
-//! All graphs of a device share one pool of memory for temporaries, because they run one after the other; eager work
-//! between two replays may use the pool. A call returns copies of the function's results; it is an error if the function
-//! keeps any other tensor that it has created. A graph keeps alive the tensors outside the pool that it reads or writes.
-//! Random draws read the position of the generator from device memory; each replay sets this position, and advances the
-//! generator by the number of draws. Values that the function creates on the CPU are constants of the graph; it is an
-//! error if such a value differs between calls. It is also an error if the function reads a tensor's value. When host
-//! state that the work depends on ([`HostState`](crate::capture::HostState)) changes, the graph is stale: the next call
-//! runs eagerly and the one after it records again.
+//! All graphs of a device share one pool of memory for temporaries (the memory of graphs). They can share it, because
+//! the graphs of a device run one after the other; eager work between two replays may use the pool, too. A call returns
+//! copies of the function's results; it is an error if the function keeps any other tensor that it has created. A graph
+//! keeps alive the tensors outside the pool that the graph reads or writes.
+//!
+//! Random draws read the seed and the position of the random generator from device memory. Each replay writes both
+//! there, and advances the generator by the number of draws. Values that the function creates on the CPU are constants
+//! of the graph; it is an error if such a value differs between calls. It is also an error if the function reads a
+//! tensor's value. When host state that the work depends on ([`HostState`](crate::capture::HostState)) changes, the
+//! graph is stale: the next call runs eagerly, and the call after that records again.
 
 mod recording;
 
@@ -55,7 +57,7 @@ const OP: &str = "capture";
 pub struct Captured {
     function: Function,
     gpu: &'static Gpu,
-    /// The tensors that the function reads; calls copy their inputs into them.
+    /// The tensors that the function reads as its inputs. Each call copies the caller's tensors into them.
     inputs: Vec<Tensor>,
     stage: Stage,
 }
@@ -65,6 +67,7 @@ enum Stage {
     New,
     /// The function ran eagerly: its effects on the host, and the values that it copied from the CPU.
     Ran(Effects, Known),
+    /// The function was recorded; calls replay the graph.
     Recorded(Graph),
 }
 
@@ -74,7 +77,7 @@ impl Captured {
     ///
     /// # Errors
     /// [`Error::Device`] if `device` is not a CUDA device or cannot run graphs, [`Error::Autograd`] if an input needs a
-    /// gradient, [`Error::OutOfMemory`] if the copies of the inputs do not fit.
+    /// gradient, [`Error::OutOfMemory`] if the copies of the inputs do not fit into memory.
     pub fn new(device: &Device, function: Function, inputs: &[&Tensor]) -> Result<Self> {
         let gpu = Gpu::of_device(OP, device)?;
         capture::refuse(OP)?;
@@ -100,11 +103,11 @@ impl Captured {
     /// The results of the function for `inputs`, detached from the tape.
     ///
     /// # Errors
-    /// [`Error::Shape`] or [`Error::DType`] if an input differs from the one that the function was captured with; the
-    /// function's errors. In the call that records, [`Error::Device`] if a graph cannot do what the function does: read
-    /// a tensor's value, wait for the device, copy a value from the CPU that the previous call did not copy, keep a
-    /// tensor that it has created, or change state that its own work depends on. That call then has no effect, and the
-    /// next one runs eagerly.
+    /// [`Error::Argument`], [`Error::Shape`] or [`Error::DType`] if the number, a shape or a dtype of the inputs
+    /// differs from those given to [`new`](Self::new). An error of the function is returned. In the call that records,
+    /// [`Error::Device`] if the function does what a graph cannot repeat: it reads a tensor's value, waits for the
+    /// device, copies a value from the CPU that the previous call did not copy, keeps a tensor that it has created, or
+    /// changes state that its own work depends on. That call then has no effect, and the next one runs eagerly.
     pub fn call(&mut self, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         self.check(inputs)?;
         if capture::is_running() {
@@ -142,7 +145,7 @@ impl Captured {
         matches!(self.stage, Stage::Recorded(_))
     }
 
-    /// Copies of a replay's results, since the next replay overwrites them.
+    /// Stores `graph` for the next calls, and returns copies of its results: the next replay overwrites the originals.
     fn finish(&mut self, graph: Graph, launched: Result<()>) -> Result<Vec<Tensor>> {
         let copies = || graph.outputs.iter().map(|output| Ok(Tensor::from_raw(&duplicate(OP, output)?))).collect();
         let outputs = launched.and_then(|()| copies());
@@ -159,7 +162,7 @@ impl Captured {
         for (index, (own, new)) in self.inputs.iter().zip(inputs).enumerate() {
             if own.dims() != new.dims() {
                 let message = format!(
-                    "input {index} has shape {:?}, the function was captured with {:?}; capture it for each shape",
+                    "input {index} has shape {:?}, the function was captured with shape {:?}; capture it for each shape",
                     new.dims(),
                     own.dims()
                 );
@@ -167,7 +170,7 @@ impl Captured {
             }
             if own.dtype() != new.dtype() {
                 let message = format!(
-                    "input {index} is {}, the function was captured with {}",
+                    "input {index} has dtype {}, the function was captured with dtype {}",
                     new.dtype().as_str(),
                     own.dtype().as_str()
                 );
@@ -177,7 +180,7 @@ impl Captured {
         Ok(())
     }
 
-    /// Copy new inputs to where the function reads them.
+    /// Copy the inputs of a call into the tensors that the function reads.
     fn take(&self, inputs: &[&Tensor]) -> Result<()> {
         for (own, new) in self.inputs.iter().zip(inputs) {
             if own.elem_count() > 0 && storage_identity(&own.raw).0 != storage_identity(&new.raw).0 {
@@ -188,7 +191,7 @@ impl Captured {
         Ok(())
     }
 
-    /// An eager call.
+    /// Calls the function eagerly.
     fn run(&mut self) -> Result<Vec<Tensor>> {
         let run = Run::begin(false)?;
         let noting = Noting::begin();
@@ -244,7 +247,9 @@ struct Graph {
     outputs: Vec<Raw>,
     /// The tensors that the graph uses outside of the memory of graphs.
     _held: Held,
+    /// What the function changes on the host.
     effects: Effects,
+    /// The values from the CPU that the graph reads, in device memory.
     _constants: Constants,
     /// Seed and position of the generator at the start of a replay.
     generator: Raw,
@@ -257,8 +262,8 @@ impl Graph {
     fn record(gpu: &'static Gpu, function: &Function, inputs: &[Tensor], known: Known) -> Result<Self> {
         let generator = empty(OP, gpu, &[2], DType::I64)?;
         let start = rng::state();
-        // Draws during the recording advance this stream alone; each launch of the graph reserves its draws from the
-        // thread's generator.
+        // Draws during the recording advance this stream of random numbers and leave the thread's generator as it is.
+        // Each launch of the graph reserves its draws from the thread's generator.
         let _stream = rng::Stream::enter(start);
         let recording = Recording::begin(gpu, address(OP, &generator)?, start, known)?;
         let outputs = function(inputs).and_then(values);
@@ -313,7 +318,7 @@ impl Graph {
         })
     }
 
-    /// Queue the recorded work; it takes the next draws of the generator.
+    /// Queue the recorded work. The work uses the next draws of the thread's random generator.
     fn launch(&self) -> Result<()> {
         let (gpu, stream) = (self.gpu, self.gpu.stream());
         stream.context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
@@ -323,7 +328,7 @@ impl Graph {
             let State { seed, offset } = rng::advance(self.draws);
             let function = gpu.function(&SET_GENERATOR, &[])?;
             let state = Mut::new(address(OP, &self.generator)?, Element::U64);
-            // SAFETY: the state has these two numbers.
+            // SAFETY: the kernel writes two 64-bit numbers, and `generator` has two.
             unsafe { function.launch(OP, gpu, Shape::linear(OP, 1, 1)?, SetGenerator { state, seed, offset }) }?;
         }
         let launch = || {
@@ -333,7 +338,7 @@ impl Graph {
         launch().map_err(|error| driver_error(OP, error))
     }
 
-    /// Repeat a call: the recorded work, and its effects on the host.
+    /// Repeat a call of the function: launch the recorded work, and repeat the function's effects on the host.
     fn replay(&self) -> Result<()> {
         self.effects.before()?;
         self.launch()?;
@@ -361,10 +366,10 @@ fn check_kept(kept: &[Range<Address>], outputs: &[Raw]) -> Result<()> {
 /// The driver's executable graph.
 struct Executable(CUgraphExec);
 
-// SAFETY: the driver requires that calls on one graph do not overlap; every call goes through an exclusive reference to
-// its owner.
+// SAFETY: the driver requires that calls on one graph do not overlap. Every call goes through an exclusive reference to
+// the `Captured` that owns the graph.
 unsafe impl Send for Executable {}
-// SAFETY: a shared reference gives no access to it.
+// SAFETY: no method of `Captured` uses the graph through a shared reference.
 unsafe impl Sync for Executable {}
 
 impl Executable {
@@ -389,7 +394,8 @@ impl Executable {
 
 impl Drop for Executable {
     fn drop(&mut self) {
-        // SAFETY: made by `new`; the driver lets a running replay finish. Nothing can be done about an error here.
+        // SAFETY: `new` has made the graph, and the driver lets a running replay finish. An error is ignored, because
+        // nothing can be done about it here.
         let _ = unsafe { result::graph::exec_destroy(self.0) };
     }
 }

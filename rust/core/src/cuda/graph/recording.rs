@@ -16,13 +16,13 @@ use crate::capture::{Effects, Run};
 use crate::rng::state::State;
 use crate::{Error, Result};
 
-/// A graph as it was recorded.
+/// The driver's graph that a capture has recorded. Executable graphs are made from it.
 pub(super) struct Template(pub(super) CUgraph);
 
 impl Drop for Template {
     fn drop(&mut self) {
         if !self.0.is_null() {
-            // SAFETY: made by the end of a capture, and destroyed once.
+            // SAFETY: the end of a capture has made the graph, and it is destroyed once.
             let _ = unsafe { result::graph::destroy(self.0) };
         }
     }
@@ -35,7 +35,8 @@ impl Drop for Lease {
     fn drop(&mut self) {
         let stream = self.0.stream();
         if stream.context().bind_to_thread().is_ok() {
-            // SAFETY: the stream is the device's, which is current. If the driver cannot wait, the memory stays.
+            // SAFETY: the stream is the device's, which is current. An error is ignored; the memory then stays
+            // allocated.
             let _ = unsafe { memory::release_graph(stream.cu_stream().cast()) };
         }
     }
@@ -46,15 +47,20 @@ pub(super) struct Recording {
     gpu: &'static Gpu,
     run: Option<Run>,
     lease: Option<Lease>,
+    /// Whether the stream is capturing.
     is_open: bool,
 }
 
+/// What a capture has collected.
 pub(super) struct Recorded {
     pub(super) template: Result<Template>,
+    /// What the function changes on the host.
     pub(super) effects: Effects,
+    /// The tensors outside of the memory of graphs that the recorded work uses.
     pub(super) held: Held,
-    /// The parts of the memory of graphs that the recording has left in use.
+    /// The blocks in the memory of graphs that tensors still use after the capture.
     pub(super) kept: Vec<Range<Address>>,
+    /// The values from the CPU that the recorded work reads.
     pub(super) constants: Constants,
     pub(super) lease: Option<Lease>,
 }
@@ -73,7 +79,7 @@ impl Recording {
         recorder::begin(generator, start);
         upload::capture(known);
         gpu.meet_copies().map_err(|error| driver_error(OP, error))?;
-        // Relaxed mode, because memory may be mapped and modules loaded during the capture.
+        // The mode is relaxed, because the function may map memory and load modules during the capture.
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream is the device's, and not capturing, because `recorder::claim` allows one capture at a
         // time.
@@ -115,7 +121,7 @@ impl Recording {
 
 impl Drop for Recording {
     fn drop(&mut self) {
-        // The recorded work is discarded.
+        // If `finish` was not called, the recorded work is discarded here.
         let _ = self.close();
         upload::finish_capture();
         recorder::end();

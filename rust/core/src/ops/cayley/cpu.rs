@@ -1,4 +1,4 @@
-//! The CPU form: elimination block by block.
+//! The CPU form: Gauss-Jordan elimination of one matrix after another.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -32,7 +32,7 @@ pub(super) fn forward(upper: &Raw, [count, size, _]: [usize; 3]) -> Result<Raw> 
     .map(|change| from_vec(change, &[count, size, size][..])))
 }
 
-/// Fills `system` with the rows of (I + Q | -2 Q), which have 2 `size` elements, for Q with the triangle `upper`.
+/// Fills `system` with (I + Q | -2 Q), `size` rows of 2 `size` elements. `upper` is the strict upper triangle of Q.
 fn fill<T: Elem>(upper: &[T], size: usize, system: &mut [T::Acc]) {
     system.fill(Real::ZERO);
     let mut upper = upper.iter();
@@ -48,7 +48,8 @@ fn fill<T: Elem>(upper: &[T], size: usize, system: &mut [T::Acc]) {
     }
 }
 
-/// Gauss-Jordan elimination, after which the right half has the solution. All pivots are at least 1, so rows are not exchanged.
+/// Gauss-Jordan elimination, which leaves D in the right half of `system`. The left half is not valid afterwards. All pivots are at
+/// least 1, so rows are not exchanged.
 #[inline(always)]
 fn eliminate<R: Real>(system: &mut [R], size: usize) {
     let width = 2 * size;
@@ -105,7 +106,7 @@ fn gradient<R: Real>(grad: &[R], change: &[R], size: usize) -> Vec<R> {
             }
         }
     }
-    // Elements of the product of `left` with Vᵀ = I + Dᵀ / 2.
+    // An element of `left` Vᵀ, with Vᵀ = I + Dᵀ / 2.
     let element = |row: usize, column: usize| {
         let (left, change) = (&left[row * size..(row + 1) * size], &change[column * size..(column + 1) * size]);
         let products: R = left.iter().zip(change).map(|(l, c)| *l * *c).sum();

@@ -16,8 +16,8 @@ pub use cases::ENTRIES;
 
 static CAYLEY: OpInfo = OpInfo::expensive("cayley");
 
-/// The size n of a matrix whose strict upper triangle has `elements` elements, n (n - 1) / 2; None if there is no such
-/// matrix.
+/// The size n of an n x n matrix whose strict upper triangle has `elements` elements, so n (n - 1) / 2 = `elements`. None
+/// if no n fits.
 pub fn size_of(elements: usize) -> Option<usize> {
     let size = elements.checked_mul(8)?.checked_add(1)?.isqrt().div_ceil(2);
     (size * (size - 1) / 2 == elements).then_some(size)
@@ -25,12 +25,12 @@ pub fn size_of(elements: usize) -> Option<usize> {
 
 /// The Cayley transform of skew-symmetric matrices Q, minus the identity: D = (I - Q) (I + Q)⁻¹ - I. The transform itself is orthogonal.
 /// `upper (count, n (n - 1) / 2)` has the strict upper triangles of the Q, row by row; the result is (count, n, n). D is computed as the
-/// solution of (I + Q) D = -2 Q, so that a small Q loses no digits. I + Q always has an inverse, with pivots of at least 1. Saves the
-/// result.
+/// solution of (I + Q) D = -2 Q: the elements of D are as precise as those of Q even if they are tiny beside 1. I + Q always has an
+/// inverse: the pivots of its elimination are at least 1. Saves the result.
 ///
 /// # Errors
-/// [`Error::Shape`] if `upper` is not of that shape, or the matrices are too large for the shared memory of a GPU (n > 110 in f32),
-/// [`Error::DType`] if it is not floating point, [`Error::OutOfMemory`] if the result is too large.
+/// [`Error::Shape`] if `upper` is not of that shape, or, on a GPU, if two matrices do not fit in shared memory (n > 110, in f64 n > 78),
+/// [`Error::DType`] if `upper` is not floating point, [`Error::OutOfMemory`] if the result is too large.
 pub fn cayley(upper: &Tensor) -> Result<Tensor> {
     let op = CAYLEY.name;
     let found = match upper.dims() {
@@ -40,7 +40,10 @@ pub fn cayley(upper: &Tensor) -> Result<Tensor> {
     let Some(dims) = found else {
         return Err(Error::shape(
             op,
-            format!("found shape {:?}, expected (count, n (n - 1) / 2), triangles of n x n", upper.dims()),
+            format!(
+                "found shape {:?}, expected (count, n (n - 1) / 2): the strict upper triangles of n x n matrices",
+                upper.dims()
+            ),
         ));
     };
     if !is_float(upper.dtype()) {
@@ -64,8 +67,8 @@ struct CayleyBackward {
 }
 
 impl Backward for CayleyBackward {
-    /// With V = (I + Q)⁻¹ = I + D / 2: the gradient of Q is -2 Vᵀ G Vᵀ, and an element of the triangle occurs in Q twice, once
-    /// negated.
+    /// With V = (I + Q)⁻¹ = I + D / 2 and the gradient G of D, the gradient of Q is M = -2 Vᵀ G Vᵀ. An element of the triangle is
+    /// Q_ij and -Q_ji, so its gradient is M_ij - M_ji.
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let (grad, result) = (context.grad(), self.result.get()?);
         let upper =

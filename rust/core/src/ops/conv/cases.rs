@@ -4,8 +4,8 @@ use super::{CONV2D, Conv2dOptions, conv2d, conv2d_nchw};
 use crate::ops::case::{Case, Entry};
 use crate::{Result, Tensor};
 
-/// The plain form. For each position in the kernel, it multiplies the pixels under the position by the position's part
-/// of the weight, and adds up these products.
+/// The plain form. For each kernel tap (i, j), it multiplies the pixels that the tap reads by `weight[:, i, j, :]`. The
+/// result is the sum of these products.
 fn plain(x: &[Tensor], options: Conv2dOptions) -> Result<Tensor> {
     let Conv2dOptions { stride, padding, dilation, groups } = options;
     let (weight, out) = (&x[1], x[1].dims()[0]);
@@ -59,7 +59,7 @@ pub static ENTRIES: &[Entry] = &[Entry {
             case("stride, dilation, groups", &[&[2, 5, 6, 4], &[6, 3, 2, 2], &[6]], all),
             case("depthwise", &[&[1, 4, 4, 3], &[3, 3, 3, 1], &[3]], Conv2dOptions { groups: 3, ..padded }),
             case(
-                "stride beyond the kernel",
+                "stride larger than the kernel",
                 &[&[1, 7, 7, 2], &[2, 2, 2, 2]],
                 Conv2dOptions { stride: [3, 4], ..default },
             ),

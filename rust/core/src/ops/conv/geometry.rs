@@ -2,14 +2,14 @@
 
 use crate::{Error, Result};
 
-/// Stride, padding, dilation and groups of a convolution; pairs are (height, width).
+/// Stride, padding, dilation and groups of a convolution. Arrays are [height, width].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Conv2dOptions {
-    /// Pixels from one window to the next.
+    /// Distance in the image, in pixels, between the windows of neighbouring pixels of the result.
     pub stride: [usize; 2],
-    /// Zeros on each side of the image.
+    /// Number of zeros before the first and after the last pixel of the image.
     pub padding: [usize; 2],
-    /// Distance between the pixels under adjacent elements of the kernel.
+    /// Distance in the image, in pixels, between the pixels that meet adjacent elements of the kernel.
     pub dilation: [usize; 2],
     /// Number of groups of channels, each convolved separately.
     pub groups: usize,
@@ -21,7 +21,8 @@ impl Default for Conv2dOptions {
     }
 }
 
-/// The sizes of one convolution, checked to fit; pairs are (height, width).
+/// The sizes of one convolution, after the check that input, weight, bias and options fit together. Arrays are
+/// [height, width].
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Geometry {
     pub batch: usize,
@@ -93,12 +94,12 @@ impl Geometry {
         self.out_channels / self.options.groups
     }
 
-    /// Pixels of the result.
+    /// Number of pixels of the result, of all images together.
     pub const fn pixels(&self) -> usize {
         self.batch * self.output[0] * self.output[1]
     }
 
-    /// Number of elements of a window, or of the weight of one output channel.
+    /// Number of elements of the weight of one output channel, which is also that of a window in the channels of a group.
     pub const fn row_len(&self) -> usize {
         self.kernel[0] * self.kernel[1] * self.channels_per_group()
     }
@@ -122,7 +123,7 @@ impl Geometry {
         self.kernel == [1, 1] && self.options == options
     }
 
-    /// Whether each channel is convolved separately, into one channel of the result.
+    /// Whether each channel is convolved separately: each group has one input channel and one output channel.
     pub const fn is_depthwise(&self) -> bool {
         self.channels == self.options.groups && self.out_channels == self.options.groups
     }

@@ -1,10 +1,9 @@
 //! Two-dimensional convolution (cross-correlation, as in every deep learning library).
 //!
-//! Images are (batch, height, width, channels) and weights (out, kernel height, kernel width, channels / groups). The
-//! forward pass and the gradient of the input are sums over the places (positions) of the kernel
-//! ([`stencil`](cpu::stencil)), which read copies of parts of the image; there is no im2col matrix. Convolutions by
-//! kernels of 1 × 1 without stride, padding or groups are matrix products; depthwise convolutions have loops of their
-//! own.
+//! Images are (batch, height, width, channels) and weights (out, kernel height, kernel width, channels / groups). There is
+//! no im2col matrix. On the CPU, the forward pass and the gradient of the input are sums over the kernel taps
+//! ([`stencil`](cpu::stencil)), which read copies of parts of the image; depthwise convolutions have loops of their own.
+//! Convolutions by kernels of 1 × 1 without stride, padding or groups are matrix products.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -30,9 +29,9 @@ static CONV2D: OpInfo = OpInfo::expensive("conv2d");
 
 struct Conv2dBackward {
     geometry: Geometry,
-    /// For the gradient of the weight.
+    /// The input, if the gradient of the weight is needed.
     x: Option<Saved>,
-    /// For the gradient of the input.
+    /// The weight, if the gradient of the input is needed.
     weight: Option<Saved>,
 }
 
@@ -66,13 +65,14 @@ impl Backward for Conv2dBackward {
 
 /// Convolution of channels-last images: `x (B, H, W, C)`, `weight (O, KH, KW, C / groups)`, `bias (O)` → `(B, OH, OW, O)`.
 ///
-/// Per direction, the result has `(size + 2 padding - dilation (kernel - 1) - 1) / stride + 1` pixels, rounded down.
+/// In each direction, the result has `⌊(size + 2 padding - dilation (kernel - 1) - 1) / stride⌋ + 1` pixels.
 /// Output channel `o` reads the input channels of its group, `o / (O / groups)`. The input is saved only if the weight
 /// needs a gradient.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit or the kernel is larger than the padded
-/// image, [`Error::Argument`] if a stride or dilation or the number of groups is 0.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the shapes, dtypes or devices of the operands do not fit together,
+/// [`Error::Shape`] if the kernel is larger than the padded image, [`Error::Argument`] if a stride, a dilation or the number of
+/// groups is 0.
 pub fn conv2d(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, options: Conv2dOptions) -> Result<Tensor> {
     let rank_4 = |name: &str, tensor: &Tensor, expected: &str| {
         <[usize; 4]>::try_from(tensor.dims()).map_err(|_| {

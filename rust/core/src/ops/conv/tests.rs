@@ -1,4 +1,4 @@
-//! Tests of convolutions against plain loops in f64: options, sizes in several parts, layouts, threads, errors.
+//! Tests of convolutions against plain loops in f64: options, images in several parts, layouts, threads, errors.
 
 use super::cpu::{patch, stencil};
 use super::*;
@@ -68,7 +68,7 @@ fn check(x_dims: &[usize], weight_dims: &[usize], options: Conv2dOptions, dtype:
 }
 
 #[test]
-fn every_option_is_that_of_plain_loops() {
+fn every_option_matches_plain_loops() {
     let default = Conv2dOptions::default();
     for (x, weight, options) in [
         ([2, 6, 5, 4], [3, 3, 3, 4], default),
@@ -76,7 +76,7 @@ fn every_option_is_that_of_plain_loops() {
         ([1, 6, 5, 4], [3, 1, 1, 4], Conv2dOptions { padding: [1, 2], ..default }),
         ([2, 6, 7, 4], [6, 3, 2, 2], Conv2dOptions { stride: [2, 3], padding: [1, 0], dilation: [1, 2], groups: 2 }),
         ([2, 7, 4, 6], [6, 3, 3, 1], Conv2dOptions { padding: [1, 1], groups: 6, ..default }),
-        // Windows entirely in the padding, and a kernel as wide as the padded image.
+        // Windows in the padding alone, and a kernel as wide as the padded image.
         ([1, 2, 3, 1], [2, 2, 11, 1], Conv2dOptions { padding: [3, 4], ..default }),
     ] {
         check(&x, &weight, options, DType::F64, 1e-13);
@@ -87,7 +87,7 @@ fn every_option_is_that_of_plain_loops() {
 }
 
 #[test]
-fn an_image_in_several_parts_is_one_convolution() {
+fn an_image_in_several_parts_matches_plain_loops() {
     let options = Conv2dOptions { padding: [1, 1], ..Conv2dOptions::default() };
     let (x, weight) = ([2, 61, 103, 130], [3, 3, 3, 130]);
     let geometry = Geometry::new("test", x, weight, None, options).unwrap();
@@ -99,7 +99,7 @@ fn an_image_in_several_parts_is_one_convolution() {
 }
 
 #[test]
-fn channels_that_fill_no_register_or_several_panels() {
+fn channels_below_a_register_and_above_a_panel_match_plain_loops() {
     let options = Conv2dOptions { padding: [1, 1], ..Conv2dOptions::default() };
     for (channels, out, groups) in [(1, 1, 1), (5, 37, 1), (33, 13, 1), (70, 66, 2), (12, 12, 4), (8, 16, 8), (7, 7, 7)]
     {

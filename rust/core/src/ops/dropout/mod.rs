@@ -16,12 +16,12 @@ use crate::{Error, Result, Tensor, compute, dispatch_float};
 
 static DROPOUT: OpInfo = OpInfo::cheap("dropout");
 
-/// Generator blocks computed side by side.
+/// Number of Philox blocks, of four random words each, that are computed together.
 const LANES: usize = 16;
-/// Elements of a group; their random words are in [`LANES`] blocks. Word `w` of block `i` decides element
-/// `LANES * w + i`.
+/// Number of elements of a group, whose random words are in [`LANES`] Philox blocks. Word `w` of block `i` decides
+/// element `LANES * w + i` of the group.
 const GROUP: usize = 4 * LANES;
-/// Elements that one thread takes at a time, a multiple of the group.
+/// Number of elements that a thread computes at a time, a multiple of [`GROUP`].
 const GRAIN: usize = 32 * 1024;
 
 /// In training, zero each element with probability `p` and divide the others by 1 - p. Outside of training, return the
@@ -106,8 +106,8 @@ impl Mask {
         (self.p * 4_294_967_296.0) as u32
     }
 
-    /// The factor of the other elements. With p = 1 it is 0, because the largest word, 2^32 - 1, is not below the
-    /// threshold.
+    /// The factor of the elements that are not zeroed. With p = 1 the factor is 0 too: the threshold is then 2^32 - 1, and
+    /// a word of 2^32 - 1 is not below it.
     fn kept(self) -> f64 {
         if self.p == 1.0 { 0.0 } else { 1.0 / (1.0 - self.p) }
     }
@@ -157,13 +157,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_share_of_zeros_is_p_and_the_mean_stays() {
+    fn the_share_of_zeros_is_p_and_other_elements_are_scaled() {
         let ones = Tensor::ones(200_000, DType::F32, &Device::Cpu).unwrap();
         for p in [0.1, 0.5, 0.9] {
             let y = dropout_from(&ones, p, State { seed: 1, offset: 0 }).unwrap().to_vec::<f32>().unwrap();
             let zeros = y.iter().filter(|y| **y == 0.0).count() as f64 / y.len() as f64;
             // Five standard deviations.
-            assert!((zeros - p).abs() < 5.0 * (p * (1.0 - p) / 200_000.0).sqrt(), "{zeros} for {p}");
+            assert!((zeros - p).abs() < 5.0 * (p * (1.0 - p) / 200_000.0).sqrt(), "{zeros} of all are 0 for p = {p}");
             assert!(y.iter().all(|y| *y == 0.0 || (f64::from(*y) - 1.0 / (1.0 - p)).abs() < 1e-6));
         }
     }
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn draws_follow_one_another() {
+    fn each_call_draws_another_mask() {
         let ones = Tensor::ones(100, DType::F32, &Device::Cpu).unwrap();
         let (first, second) = (dropout(&ones, 0.5, true).unwrap(), dropout(&ones, 0.5, true).unwrap());
         assert_ne!(first.to_vec::<f32>().unwrap(), second.to_vec::<f32>().unwrap());

@@ -1,4 +1,4 @@
-//! Cases of gated units.
+//! Test cases of gated linear units.
 
 use super::feed_forward::SWIGLU_FEED_FORWARD;
 use super::linear::SWIGLU_LINEAR_GROUP;
@@ -32,8 +32,8 @@ pub static ENTRIES: &[Entry] = &[
     Entry { info: &SWIGLU_FEED_FORWARD, cases: of_feed_forward },
 ];
 
-/// Gated units of two maps of one input; a map may have a low-rank product, with a scale of its own. The plain form
-/// applies the unit to the maps' results.
+/// Gated units of two linear layers of one input, the features and the gate. `adapted` says which of the two has a low-rank
+/// product; each has its own scale. The plain form applies [`swiglu`] to the results of [`linear_group`].
 fn of_linear_groups() -> Vec<Case> {
     type Unit = fn(&Tensor, LinearGroup<'_>) -> Result<Tensor>;
     fn run(x: &[Tensor], width: usize, adapted: [bool; 2], unit: Unit) -> Result<Tensor> {
@@ -62,10 +62,11 @@ fn of_linear_groups() -> Vec<Case> {
     ]
 }
 
-/// Units as in [`of_linear_groups`], and a map of their result; the plain form is made of the maps and the unit.
+/// Gated units as in [`of_linear_groups`], followed by a last linear layer. The plain form is made of [`linear_group`],
+/// [`swiglu`] and [`linear_group`].
 fn of_feed_forward() -> Vec<Case> {
     type Network = fn(&Tensor, LinearGroup<'_>, LinearGroup<'_>) -> Result<Tensor>;
-    /// `x` has the input, and A and B of each adapted map.
+    /// `x` has the input, then A and B of each adapted layer. `adapted` is for the features, the gate and the last layer.
     fn run(x: &[Tensor], width: usize, out: usize, adapted: [bool; 3], network: Network) -> Result<Tensor> {
         let inner = x[0].dims()[x[0].rank() - 1];
         let mut factors = x[1..].chunks_exact(2);
@@ -92,7 +93,7 @@ fn of_feed_forward() -> Vec<Case> {
     let wide: &[&[usize]] = &[&[19, 4], &[16, 4], &[64, 16], &[16, 4], &[64, 16], &[16, 64], &[3, 16]];
     vec![
         case("all", all, 4, 6, [true; 3]),
-        case("the last map alone", &[&[3, 5], &[3, 4], &[6, 3]], 4, 6, [false, false, true]),
+        case("the last layer alone", &[&[3, 5], &[3, 4], &[6, 3]], 4, 6, [false, false, true]),
         case("none", &[&[3, 5]], 4, 6, [false; 3]),
         case("rank 16", wide, 64, 3, [true; 3]),
         case("no rows", &[&[0, 4], &[16, 4], &[32, 16], &[16, 4], &[32, 16], &[16, 32], &[3, 16]], 32, 3, [true; 3]),

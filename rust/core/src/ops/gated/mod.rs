@@ -1,4 +1,5 @@
-//! Gated linear units (Shazeer 2020, arXiv:2002.05202): one half of the features times an activation of the other.
+//! Gated linear units (Shazeer 2020, arXiv:2002.05202): one half of the features times an activation of the other half, the
+//! gate.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -41,7 +42,7 @@ pub fn swiglu(x: &Tensor) -> Result<Tensor> {
 }
 
 fn gated<F: Pointwise>(info: &'static OpInfo, x: &Tensor, function: F) -> Result<Tensor> {
-    // The derivative must be a function of the gate, not of its activation.
+    // `function` must compute its derivative from the gate, because the activation of the gate is not saved.
     const { assert!(!F::SAVES_RESULT) };
     let op = info.name;
     let width = match x.dims().last() {

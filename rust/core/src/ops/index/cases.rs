@@ -1,4 +1,4 @@
-//! Cases of index operations.
+//! Test cases of index operations.
 
 use super::{EMBEDDING, GATHER, INDEX_SELECT, embedding};
 use crate::ops::case::{Case, Entry};

@@ -11,7 +11,7 @@ use crate::cpu::{Elem, Real, dispatch, elements, read_all};
 use crate::raw::{check_allocation, from_vec, is_float};
 use crate::{Raw, Result, dispatch_float};
 
-/// Elements that one thread takes at a time.
+/// Number of elements that one thread picks at a time.
 const GRAIN: usize = 32 * 1024;
 
 /// The number of elements before and after dimension `dim`.
@@ -19,6 +19,7 @@ fn around(dims: &[usize], dim: usize) -> (usize, usize) {
     (dims[..dim].iter().product(), dims[dim + 1..].iter().product())
 }
 
+/// `dims` with `size` in place of dimension `dim`.
 fn with_size(dims: &[usize], dim: usize, size: usize) -> Vec<usize> {
     let mut dims = dims.to_vec();
     dims[dim] = size;
@@ -105,7 +106,7 @@ fn add<T: Elem>(sum: &mut [T::Acc], row: &[T]) {
     );
 }
 
-/// Round the sums into `row` and reset them.
+/// Writes the sums, rounded to the dtype, to `row`, and sets them to zero.
 fn take<T: Elem>(sum: &mut [T::Acc], row: &mut [T]) {
     dispatch(
         #[inline(always)]

@@ -13,11 +13,11 @@ use crate::cuda::launch::{Kernel, Mut, Shape, count32, empty, input, output, suf
 use crate::cuda::{Gpu, contiguous, fill};
 use crate::{Error, Raw, Result};
 
-/// The sizes of a tensor around the dimension that is indexed: elements before, in and after it, and the number of ids
-/// along it.
+/// Sizes of a tensor (outer, size, inner), where `size` is the dimension that is indexed.
 struct Around {
     outer: usize,
     size: usize,
+    /// Number of ids along the dimension.
     count: usize,
     inner: usize,
 }
@@ -28,6 +28,7 @@ impl Around {
     }
 }
 
+/// `dims` with `size` in place of dimension `dim`.
 fn with_size(dims: &[usize], dim: usize, size: usize) -> Vec<usize> {
     let mut dims = dims.to_vec();
     dims[dim] = size;
@@ -78,6 +79,7 @@ pub fn gather(op: &'static str, x: &Raw, ids: &Raw, dim: usize, count: usize) ->
     pick(op, &GATHER_FORWARD, x, ids, &dims, &around, 1)
 }
 
+/// Launches a kernel that picks the elements of a result of shape `dims`. A thread picks `each` elements.
 fn pick(
     op: &'static str,
     kernel: &Kernel<IndexSelectForward>,
@@ -136,7 +138,7 @@ pub fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: u
     let (dtypes, grad, ids, to) = (suffix(op, g.dtype())?, input(op, &g)?, input(op, &ids)?, output(op, &dx)?);
     let (outer, size, count) = (around.outer as u64, count32(op, around.size)?, count32(op, around.count)?);
     let inner = count32(op, around.inner)?;
-    // SAFETY: the tensors are dense and of these sizes; `partials` is null because the sums are not split into pieces.
+    // SAFETY: the tensors are dense and of these sizes. The sums are not split into parts, so `partials` is null.
     unsafe {
         if scatters {
             let arguments = IndexSelectScatter { grad, ids, dx: to, outer, size, count, inner, id_bytes: bytes };

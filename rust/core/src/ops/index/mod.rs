@@ -2,8 +2,8 @@
 //!
 //! Ids are i64 or u32 and count from 0. A negative id is an error that names the id: negative ids never wrap around. On
 //! CUDA the next function that reads a value or waits for the device returns the error; results computed from the id
-//! before that are undefined. Where one element is picked several times, its gradients are added in the order of the
-//! ids, in at least f32, so that the sum does not depend on the number of threads.
+//! before that are undefined. If ids pick an element several times, its gradients are added in the order of the ids, so
+//! that the sum does not depend on the number of threads. The sum is in f32, or in f64 for f64.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -24,7 +24,7 @@ static INDEX_SELECT: OpInfo = OpInfo::cheap("index_select");
 static GATHER: OpInfo = OpInfo::cheap("gather");
 static EMBEDDING: OpInfo = OpInfo::cheap("embedding");
 
-/// The ids in row-major order, each below `size`.
+/// Reads the ids in row-major order, and checks that each is below `size`.
 fn positions(op: &'static str, ids: &Raw, size: usize) -> Result<Vec<usize>> {
     let outside = |id: i64, at: usize| {
         Error::index(
@@ -98,10 +98,11 @@ fn check_device(op: &'static str, device: &Device, ids: &Tensor) -> Result<()> {
     Err(Error::device(op, "the ids are on another device than the values; move one with to()"))
 }
 
-/// The backward pass of `index_select` and `embedding`. In the gradient, the flattened ids take the place of dimension
-/// `dim`.
+/// The backward pass of `index_select` and `embedding`. It reshapes the gradient of the result to the input's shape with
+/// the number of ids in place of dimension `dim`.
 struct SelectBackward {
     op: &'static OpInfo,
+    /// The shape of the input.
     dims: Vec<usize>,
     dim: usize,
     ids: Saved,
@@ -118,6 +119,7 @@ impl Backward for SelectBackward {
 }
 
 struct GatherBackward {
+    /// The shape of the input.
     dims: Vec<usize>,
     dim: usize,
     ids: Saved,
@@ -136,7 +138,7 @@ impl Backward for GatherBackward {
     }
 }
 
-/// The first `dims[d]` elements along each dimension d.
+/// A view of the first `dims[d]` elements of `x` along each dimension d.
 fn corner(x: &Raw, dims: &[usize]) -> Result<Raw> {
     let mut part = x.clone();
     for (dim, &length) in dims.iter().enumerate() {
@@ -169,8 +171,8 @@ impl Tensor {
     }
 
     /// One element along `dim` for each id: with `dim` 1 in three dimensions, `y[i][j][k] = x[i][ids[i][j][k]][k]`.
-    /// `ids` has as many dimensions as this tensor and is no larger, except along `dim`; the result has the shape of
-    /// `ids`.
+    /// `ids` has as many dimensions as this tensor, and its sizes are at most those of this tensor, except along `dim`. The
+    /// result has the shape of `ids`.
     ///
     /// # Errors
     /// [`Error::Index`] if `dim` or an id is out of range (as every negative id is), [`Error::Shape`] if the shapes do not fit,
@@ -183,7 +185,8 @@ impl Tensor {
             return Err(Error::shape(
                 GATHER.name,
                 format!(
-                    "ids have shape {:?}, the values {:?}; expected ids of as many dimensions, no larger except along dimension {dim}",
+                    "ids have shape {:?}, the values {:?}; expected as many dimensions in ids as in the values, and no larger sizes \
+                     except along dimension {dim}",
                     ids.dims(),
                     self.dims()
                 ),

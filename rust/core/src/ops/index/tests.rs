@@ -61,8 +61,8 @@ fn assert_close(found: &[f64], expected: &[f64]) {
 }
 
 #[test]
-fn select_and_its_gradient_are_those_of_plain_loops() {
-    // The larger tensors are split into several pieces, in the middle of the outer dimension.
+fn select_and_its_gradient_match_plain_loops() {
+    // The larger tensors are computed in several pieces, which may start between two ids of one outer index.
     for (dims, dim, count) in
         [([3, 4, 5], 1, 6), ([40, 90, 70], 1, 55), ([2000, 3, 41], 0, 700), ([9, 50, 300], 2, 111)]
     {
@@ -77,7 +77,7 @@ fn select_and_its_gradient_are_those_of_plain_loops() {
 }
 
 #[test]
-fn gather_and_its_gradient_are_those_of_plain_loops() {
+fn gather_and_its_gradient_match_plain_loops() {
     for (dims, ids_dims, dim) in
         [([3, 4, 5], [2, 9, 5], 1), ([50, 40, 30], [50, 33, 30], 1), ([300, 7, 20], [300, 7, 21], 2)]
     {
@@ -101,7 +101,7 @@ fn gather_and_its_gradient_are_those_of_plain_loops() {
 }
 
 #[test]
-fn strided_values_and_ids_are_read_in_their_order() {
+fn strided_values_and_ids_give_the_result_of_contiguous_ones() {
     let (x, table) = (numbers(&[5, 4]).t().unwrap(), some_ids(&[3, 4], 4).t().unwrap());
     let contiguous = |t: &Tensor| Tensor::constant(t.raw().force_contiguous().unwrap());
     let expected = embedding(&contiguous(&x), &contiguous(&table)).unwrap();
@@ -141,7 +141,7 @@ fn integers_can_be_picked() {
 }
 
 #[test]
-fn bad_ids_are_errors_that_name_them() {
+fn errors_name_ids_that_are_out_of_range() {
     let x = numbers(&[3, 2]);
     for (picked, id, at) in [(some(&[0, -1], &[2]), "-1", "position 1"), (some(&[3], &[1]), "id 3", "position 0")] {
         for message in [
@@ -161,7 +161,7 @@ fn bad_ids_are_errors_that_name_them() {
 }
 
 #[test]
-fn rows_of_a_quantized_matrix_are_those_of_its_values() {
+fn embedding_of_a_quantized_matrix_matches_its_dequantized_values() {
     let values = Tensor::randn(0.0, 1.0, (5, 64), DType::F32, &Device::Cpu).unwrap();
     let wanted = Tensor::from_vec(vec![4i64, 1, 1, 0], (2, 2), &Device::Cpu).unwrap();
     for format in [Format::Int8, Format::Fp8, Format::Ggml(Ggml::Q8_0)] {

@@ -70,7 +70,7 @@ pub(super) fn forward_unless_unread(x: &Raw, weight: WeightRef<'_>, bias: Option
     forward(x, weight, bias)
 }
 
-/// The bias in each of `rows` rows, in storage of its own.
+/// A matrix of `rows` rows that are all the bias, in new storage.
 fn bias_rows(bias: &Raw, rows: usize) -> Result<Raw> {
     let y = compute::contiguous(&bias.broadcast_as((rows, bias.dims()[0]))?)?;
     if bias.elem_count() == y.elem_count() { crate::raw::own_copy(&y) } else { Ok(y) }
@@ -150,12 +150,13 @@ fn same_device(op: &'static str, x: &Tensor, name: &str, device: &Device) -> Res
 }
 
 struct LinearBackward {
-    /// For the gradient of the weight.
+    /// The input, if the weight needs a gradient.
     x: Option<Saved>,
-    /// For the gradient of the input.
+    /// The weight, if the input needs a gradient.
     weight: Option<HeldWeight>,
     x_shape: Shape,
-    /// The index of the bias among the inputs; a quantized weight is not an input.
+    /// The index of the bias among the inputs: 2, or 1 for a quantized weight, which is not an input. Without a bias, the number
+    /// of inputs.
     bias: usize,
 }
 

@@ -1,4 +1,4 @@
-//! Cases of losses.
+//! Test cases of losses.
 
 use super::cross_entropy::CROSS_ENTROPY;
 use super::linear_cross_entropy::{LINEAR_CROSS_ENTROPY, LOG_PROBS};
@@ -22,7 +22,7 @@ fn reduced(losses: &Tensor, reduction: Reduction) -> Result<Tensor> {
 fn huber_plain(x: &[Tensor], delta: f64, reduction: Reduction) -> Result<Tensor> {
     let distance = x[0].sub(&x[1])?;
     let near = distance.clamp(Some(-delta), Some(delta))?;
-    // d²/2 of the near part, and δ for each unit beyond it.
+    // d²/2 up to |d| = δ, and δ²/2 + δ (|d| - δ) beyond.
     let beyond = distance.abs()?.sub(&near.abs()?)?.mul_scalar(delta)?;
     reduced(&near.sqr()?.mul_scalar(0.5)?.add(&beyond)?, reduction)
 }
@@ -30,7 +30,7 @@ fn huber_plain(x: &[Tensor], delta: f64, reduction: Reduction) -> Result<Tensor>
 fn cross_entropy_plain(logits: &Tensor, targets: &[i64], smoothing: f64, reduction: Reduction) -> Result<Tensor> {
     let classes = logits.dims()[logits.rank() - 1];
     let log_p = logits.reshape((targets.len(), classes))?.log_softmax(1)?;
-    // Ignored targets are those below 0.
+    // Targets below 0 are ignored: id 0 replaces them, and `counted` is 0 for their rows.
     let ids: Vec<i64> = targets.iter().map(|&t| t.max(0)).collect();
     let ids = Tensor::constant(from_vec(ids, (targets.len(), 1)));
     let counted: Vec<f64> = targets.iter().map(|&t| f64::from(u8::from(t >= 0))).collect();
@@ -63,7 +63,7 @@ fn regression_cases(
         regression_case("mean", &[3, 5], Reduction::Mean, fused, plain),
         regression_case("sum", &[3, 5], Reduction::Sum, fused, plain),
         regression_case("none", &[3, 5], Reduction::None, fused, plain),
-        regression_case("sum of nothing", &[0, 5], Reduction::Sum, fused, plain),
+        regression_case("sum of no elements", &[0, 5], Reduction::Sum, fused, plain),
     ]
 }
 
@@ -101,7 +101,8 @@ fn head_case(label: &'static str, targets: &'static [i64], weights: Option<&'sta
     })
 }
 
-/// A head of 7 classes over states of 27 features, in a quantized form that is dequantized by rows or as a whole.
+/// A head of 7 classes over states of 27 features, with a quantized weight. With rows of 27 elements, blocks of NF4 cross the
+/// ends of rows.
 fn quantized_head_case(label: &'static str, format: Format, log_probs: bool) -> Case {
     const TARGETS: [i64; 4] = [3, IGNORE_INDEX, 0, 6];
     Case::new(label, &[&[TARGETS.len(), 27]], move |x| {
@@ -172,7 +173,7 @@ pub static ENTRIES: &[Entry] = &[
                 cross_entropy_case("smoothing, sum", &[3, 7], &[6, -100, 1], 0.1, Reduction::Sum),
                 cross_entropy_case("smoothing, mean", &[3, 7], &[6, -100, 1], 0.3, Reduction::Mean),
                 cross_entropy_case("none, two leading dimensions", &[2, 2, 3], &[0, 2, -100, 1], 0.2, Reduction::None),
-                cross_entropy_case("sum of nothing", &[0, 5], &[], 0.0, Reduction::Sum),
+                cross_entropy_case("sum of no rows", &[0, 5], &[], 0.0, Reduction::Sum),
             ]
         },
     },

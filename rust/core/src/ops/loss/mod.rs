@@ -1,8 +1,8 @@
 //! Losses as single operations.
 //!
-//! Sums over elements are in at least f32. A result has the dtype of the input, as in torch; the losses of a head
-//! ([`linear_cross_entropy`], [`linear_log_probs`]) are in f32 (f64 for f64). To get the loss of bf16 values with more
-//! than three digits, convert the values to f32 first.
+//! Sums over elements are in at least f32. The result of a loss has the dtype of the input, as in torch, but the losses of
+//! a head ([`linear_cross_entropy`], [`linear_log_probs`]) are in f32 (f64 for f64). A bf16 result has fewer than three
+//! decimal digits: to get more, convert the input to f32 first.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -18,15 +18,15 @@ pub use cross_entropy::{IGNORE_INDEX, cross_entropy};
 pub use linear_cross_entropy::{linear_cross_entropy, linear_log_probs};
 pub use regression::{huber_loss, l1_loss, mse_loss, smooth_l1_loss};
 
-/// The reduction of the losses of the elements.
+/// How the losses of the elements (of the rows, for [`cross_entropy`]) are reduced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Reduction {
-    /// Their mean; NaN without elements.
+    /// The mean of the losses; NaN if there are none.
     #[default]
     Mean,
-    /// Their sum; 0 without elements.
+    /// The sum of the losses; 0 if there are none.
     Sum,
-    /// No reduction: a result for each element.
+    /// No reduction: the result has all losses.
     None,
 }
 

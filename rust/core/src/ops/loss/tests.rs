@@ -56,7 +56,7 @@ fn cross_entropy_by_hand(logits: &[f64], classes: usize, targets: &[i64], smooth
 }
 
 #[test]
-fn cross_entropy_is_its_definition() {
+fn cross_entropy_matches_its_definition() {
     // Several blocks of classes, and several pieces of rows.
     for (rows, classes) in [(6, 5), (5, 3001), (900, 301)] {
         let mut targets: Vec<i64> = (0..rows as i64).map(|i| i * 13 % classes as i64).collect();
@@ -128,7 +128,7 @@ fn cross_entropy_of_huge_and_infinite_logits() {
 }
 
 #[test]
-fn bad_targets_are_errors_that_name_them() {
+fn errors_name_targets_that_are_out_of_range() {
     let logits = tensor(&[0.0; 6], &[2, 3], DType::F32);
     let loss = |targets: Vec<i64>, dims: &[usize], smoothing| {
         cross_entropy(&logits, &Tensor::constant(from_vec(targets, dims)), IGNORE_INDEX, smoothing, Reduction::Mean)
@@ -151,7 +151,7 @@ fn bad_targets_are_errors_that_name_them() {
 }
 
 #[test]
-fn distances_are_their_definitions() {
+fn losses_of_differences_match_their_definitions() {
     // Several pieces, the last of them with an incomplete block and incomplete lanes.
     let count = 70_003;
     let (a, b) = (numbers(count, 0, 2.0), numbers(count, 77, 2.0));
@@ -176,9 +176,9 @@ fn distances_are_their_definitions() {
 }
 
 #[test]
-fn the_loss_of_halves_is_rounded_once() {
-    // A square of a bf16 number needs up to 16 significant bits. If all were rounded to the 8 of bf16, each in the same
-    // direction, the errors would add up.
+fn the_loss_of_bf16_values_is_rounded_once() {
+    // The square of a bf16 number has up to 16 significant bits. If each of these equal squares were rounded to the 8 bits
+    // of bf16, all errors would have the same sign and add up.
     let count = 50_000;
     let a = Tensor::constant(from_vec(vec![bf16::from_f32(1.0 + 3.0 / 128.0); count], count));
     let b = Tensor::zeros(count, DType::BF16, &Device::Cpu).unwrap();
@@ -218,7 +218,7 @@ fn the_mean_of_nothing_is_nan_and_its_sum_is_zero() {
 }
 
 #[test]
-fn tensors_that_do_not_agree_are_errors() {
+fn wrong_arguments_are_errors() {
     let x = tensor(&[0.0; 2], &[2], DType::F32);
     assert!(matches!(mse_loss(&x, &tensor(&[0.0; 2], &[1, 2], DType::F32), Reduction::Mean), Err(Error::Shape { .. })));
     assert!(matches!(l1_loss(&x, &tensor(&[0.0; 2], &[2], DType::F64), Reduction::Mean), Err(Error::DType { .. })));
@@ -232,7 +232,7 @@ fn tensors_that_do_not_agree_are_errors() {
 }
 
 #[test]
-fn a_head_in_chunks_is_its_definition() {
+fn a_head_in_chunks_matches_the_loss_of_all_logits() {
     use super::linear_cross_entropy::in_chunks;
     let (rows, width, classes) = (7, 3, 11);
     let targets = [4, IGNORE_INDEX, 0, 10, 3, IGNORE_INDEX, 7];
@@ -262,7 +262,7 @@ fn a_head_in_chunks_is_its_definition() {
 }
 
 #[test]
-fn wrong_operands_of_a_head_are_named() {
+fn wrong_operands_of_a_head_are_errors() {
     let (h, w) = (tensor(&[0.0; 6], &[2, 3], DType::F32), tensor(&[0.0; 12], &[4, 3], DType::F32));
     let ids = |values: &[i64]| Tensor::constant(from_vec(values.to_vec(), values.len()));
     let error = linear_cross_entropy(&h, &w, &ids(&[4, 0]), None).unwrap_err();
@@ -288,7 +288,7 @@ fn a_quantized_head_is_dequantized_in_parts() {
         let values = weight.dequantize(DType::F32).unwrap();
         let targets = Tensor::from_vec(vec![3i64, -100, 69_999, 40_000], 4, &Device::Cpu).unwrap();
         let run = |weight: WeightRef<'_>| {
-            // Gradients of a shared variable would add up.
+            // Each run has a variable of its own: the gradients of a shared variable would add up.
             let h = Var::from_tensor(&states).unwrap();
             let loss = linear_cross_entropy(&h, weight, &targets, None).unwrap();
             let gradient = loss.backward().unwrap().get(&h).unwrap();

@@ -1,4 +1,4 @@
-//! Tests of products of tensors against candle's products in f64: batches, strides, vectors, destinations, errors.
+//! Products of tensors, compared with candle's products in f64: batches, strides, vectors, destinations, errors.
 
 use candle_core::{D, Device};
 
@@ -26,7 +26,7 @@ fn assert_close(found: &Raw, expected: &Raw, k: usize) {
     };
     let values = |x: &Raw| x.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
     for (found, expected) in values(found).into_iter().zip(values(expected)) {
-        // A sum has at most k terms of magnitude 1.
+        // A result is a sum of k terms and at most one old value, all of magnitude 1 or less. So it is at most 1 + k.
         assert!((found - expected).abs() <= 2.0 * unit * (1.0 + k as f64), "found {found}, expected {expected}");
     }
 }
@@ -89,7 +89,7 @@ fn vectors_are_a_row_or_a_column() {
 }
 
 #[test]
-fn empty_dimensions_give_empty_results_and_empty_sums_zeros() {
+fn empty_dimensions_give_empty_results_or_zeros() {
     for (a, b, result) in [
         (&[0, 5][..], &[5, 4][..], &[0, 4][..]),
         (&[3, 5], &[5, 0], &[3, 0]),
@@ -124,7 +124,7 @@ fn products_are_added_to_a_part_of_a_buffer() {
 }
 
 #[test]
-fn operands_that_do_not_fit_are_errors() {
+fn mismatched_shapes_and_dtypes_are_errors() {
     let f32 = |dims: &[usize]| random(dims, DType::F32);
     let shapes = |a: &[usize], b: &[usize]| matmul(&f32(a), &f32(b)).unwrap_err().to_string();
     let expected = "expected (..., m, k) and (..., k, n) with batch dimensions that broadcast";
@@ -144,7 +144,7 @@ fn operands_that_do_not_fit_are_errors() {
     assert!(accumulate(&random(&[3, 5], DType::BF16)).contains("found a destination of dtype bf16"));
 }
 
-/// Products that replace columns of a larger matrix, or are added to them.
+/// Products replace columns of a larger matrix or are added to them; the other columns keep their values.
 #[test]
 fn products_are_written_to_ranges_of_columns() {
     for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
@@ -163,7 +163,7 @@ fn products_are_written_to_ranges_of_columns() {
                     let expected = if accumulate { (product + kept).unwrap() } else { product };
                     assert_close(place, &expected, k);
                 }
-                // Nothing else is touched.
+                // Columns 0 to 2, 9 and 10, and 17 to 19 are not written.
                 let wide = dst.to_dtype(DType::F64).unwrap();
                 for (start, length) in [(0, 3), (9, 2), (17, 3)] {
                     let part = |x: &Raw| x.narrow(1, start, length).unwrap().flatten_all().unwrap().to_vec1::<f64>();

@@ -1,4 +1,4 @@
-//! Depthwise convolutions: each channel by itself. A SIMD vector has neighbouring channels.
+//! Depthwise convolutions: each channel is convolved separately. The lanes of a SIMD vector are adjacent channels.
 
 use super::super::geometry::Geometry;
 use super::patch::Axis;
@@ -10,12 +10,13 @@ use crate::ops::rows::rows_per_block;
 /// Number of channels whose weight gradients one thread sums at a time.
 const CHANNELS: usize = 128;
 
-/// The position of the source that a position of the target reads; `None` in the padding.
+/// The source position that target position `position` of the phase reads at the kernel tap with `offset`; `None` if it
+/// is in the padding.
 fn met(axis: &Axis, position: usize, offset: isize) -> Option<usize> {
     usize::try_from((position * axis.step) as isize + offset).ok().filter(|&met| met < axis.source)
 }
 
-/// The target of each image, for a stencil with a group for each channel.
+/// The target (batch, height, width, channels) of a stencil in which each channel is a group.
 pub(super) fn run<T: Elem>(
     stencil: &Stencil,
     geometry: &Geometry,
@@ -37,7 +38,7 @@ pub(super) fn run<T: Elem>(
         let work = |index: usize| {
             let (image, position) = (index / lines.count, index % lines.count);
             let line = image * height + lines.first + position * lines.stride;
-            // SAFETY: each line of the target has one index.
+            // SAFETY: no two indices have the same line of the target.
             let target = unsafe { shared.slice(line * line_len..(line + 1) * line_len) };
             for (column, y) in target.chunks_exact_mut(channels).skip(columns.first).step_by(columns.stride).enumerate()
             {
@@ -75,7 +76,7 @@ pub(super) fn grad_weight<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> 
     let mut result = vec![T::Acc::ZERO; channels * places];
     let shared = SharedMut::new(&mut result);
     par_ranges(channels, CHANNELS, |range| {
-        // The sums are stored by place (position) of the kernel, so that vectors run along the channels.
+        // The sums are (kernel taps, channels), so that the lanes of a vector are adjacent channels.
         let mut sums = vec![T::Acc::ZERO; places * range.len()];
         for (at, pixel) in grad.chunks_exact(channels).enumerate() {
             let (image, line, column) =

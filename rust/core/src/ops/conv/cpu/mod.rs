@@ -15,7 +15,7 @@ use crate::cpu::{Elem, MatMut, MatRef, Real, elements, gemm, read_all};
 use crate::raw::{Raw, from_vec};
 use crate::{Result, dispatch_float};
 
-/// The result.
+/// The result of the convolution, in the dtype of `x`.
 pub(super) fn forward(geometry: &Geometry, x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Raw> {
     let (x, weight) = (contiguous(x)?, contiguous(weight)?);
     let bias = bias.map(contiguous).transpose()?;
@@ -46,7 +46,7 @@ pub(super) fn grad_weight(geometry: &Geometry, grad: &Raw, x: &Raw) -> Result<Ra
     cast(&sum, grad.dtype())
 }
 
-/// The result, in the accumulator type.
+/// The result of the convolution, in the accumulator type.
 fn product<T: Elem>(geometry: &Geometry, x: &[T], weight: &[T], bias: Option<&[T]>) -> Vec<T::Acc>
 where
     T::Acc: Elem<Acc = T::Acc>,

@@ -1,4 +1,5 @@
-//! Parts of images, copied in the accumulator type with the zeros around them.
+//! Copies of parts of images, in the accumulator type, with the zeros of the padding. Words as in
+//! [`stencil`](super::stencil): the target positions are computed from source positions, one per kernel tap.
 
 use std::ops::Range;
 
@@ -7,60 +8,62 @@ use smallvec::SmallVec;
 use crate::cpu::gemm::Run;
 use crate::cpu::{Elem, Real, dispatch};
 
-/// The maximum width of a part, in positions.
+/// The maximum number of target columns of a part.
 const MAX_COLUMNS: usize = 96;
-/// The maximum number of elements of a copy, so that it stays in the second-level cache. A copy of [`MIN_LINES`] lines
-/// may exceed this.
+/// The maximum number of elements of a copy, so that the copy stays in the second-level cache. Only a copy for a single
+/// target line may have more.
 const MAX_PATCH: usize = 128 << 10;
-/// The minimum number of lines of a part, if the image has as many: smaller parts would mostly copy lines that
-/// neighbouring parts copy too.
+/// The limit for the lines of a part is an eighth of the target lines, so that threads share an image, but it is not below
+/// this number: smaller parts would mostly copy lines that neighbouring parts copy too.
 const MIN_LINES: usize = 4;
 
-/// One direction of a stencil.
+/// One direction, vertical or horizontal, of one phase of a stencil.
 pub(in crate::ops::conv) struct Axis {
-    /// The first position of the target.
+    /// The first target position of the phase.
     pub first: usize,
-    /// Distance between neighbouring positions of the target.
+    /// Distance in the target between neighbouring target positions of the phase.
     pub stride: usize,
-    /// Number of positions of the target.
+    /// Number of target positions of the phase.
     pub count: usize,
-    /// Number of positions of the source.
+    /// Number of source positions.
     pub source: usize,
-    /// Positions of the source from one position of the target to the next.
+    /// Distance in the source between the source positions that neighbouring target positions of the phase read at the
+    /// same kernel tap.
     pub step: usize,
-    /// The places (positions) of the kernel, each with its offset, in the order of rising offsets. At a place, position i of
-    /// the target reads position i · step + offset of the source.
+    /// The kernel taps of the phase: the index in the kernel and the offset of each, in the order of rising offsets. At a
+    /// tap, target position i of the phase reads source position i · step + offset.
     pub places: SmallVec<[(usize, isize); 8]>,
 }
 
 impl Axis {
+    /// The smallest offset of a kernel tap.
     fn origin(&self) -> isize {
         self.places.first().map_or(0, |&(_, offset)| offset)
     }
 
-    /// Distance between the outermost places.
+    /// Distance in the source between the first and the last kernel tap.
     fn span(&self) -> usize {
         self.places.last().map_or(0, |&(_, offset)| offset.abs_diff(self.origin()))
     }
 
-    /// Distance in the source between neighbouring positions of a copy. With a single place, the copy has only the
-    /// positions that are read, and these are `step` apart.
+    /// Distance in the source between neighbouring positions of a copy: 1 if there are several kernel taps. With a single
+    /// tap, the copy has only the source positions that are read, and the distance is `step`.
     fn jump(&self) -> usize {
         if self.span() == 0 { self.step } else { 1 }
     }
 
-    /// Distance between the positions of a copy that neighbouring target positions read at the same place.
+    /// Distance between the positions of a copy that neighbouring target positions read at the same kernel tap.
     fn copy_step(&self) -> usize {
         self.step / self.jump()
     }
 
-    /// The number of positions of a copy that `count` positions of the target read.
+    /// The number of positions of the copy for `count` neighbouring target positions.
     fn copied(&self, count: usize) -> usize {
         (count - 1) * self.copy_step() + self.span() + 1
     }
 
-    /// For the copy that `range` of the target reads, returns the range of the copy's positions that are inside the
-    /// source, and the position in the source at which the copy begins. The copy may begin outside of the source.
+    /// For the copy that the target positions `range` read, returns the range of the copy's positions that are inside the
+    /// source, and the source position at which the copy begins. The copy may begin before the source (a negative position).
     fn inside(&self, range: &Range<usize>) -> (Range<usize>, isize) {
         let (jump, first) = (self.jump() as isize, (range.start * self.step) as isize + self.origin());
         let until = |position: isize| ((position - first).max(0) as usize).div_ceil(jump as usize);
@@ -69,18 +72,18 @@ impl Axis {
         (start..end.max(start), first)
     }
 
-    /// Whether neighbouring places read neighbouring positions of the source.
+    /// Whether a target position reads adjacent source positions at consecutive kernel taps.
     pub fn is_dense(&self) -> bool {
         self.places.windows(2).all(|pair| pair[1].1 - pair[0].1 == 1)
     }
 
-    /// Each place, and its position in a copy.
+    /// For each kernel tap, its index in the kernel, and the position of a copy that the first target position reads at it.
     pub fn copied_places(&self) -> impl Iterator<Item = (usize, usize)> {
         self.places.iter().map(|&(place, offset)| (place, offset.abs_diff(self.origin())))
     }
 }
 
-/// A rectangle of positions of the target.
+/// A rectangle of target positions, counted in their phase.
 #[derive(Clone, Debug)]
 pub(in crate::ops::conv) struct Rect {
     pub lines: Range<usize>,
@@ -88,7 +91,7 @@ pub(in crate::ops::conv) struct Rect {
 }
 
 /// Splits the target positions of a phase (see [`Stencil`](super::stencil::Stencil)) into parts whose copies, with
-/// `channels` channels, stay in the cache. Depends on sizes only.
+/// `channels` channels, stay in the cache. The parts depend on sizes alone, not on the number of threads.
 pub(in crate::ops::conv) fn rects(axes: &[Axis; 2], channels: usize) -> Vec<Rect> {
     let [lines, columns] = axes;
     if lines.count == 0 || columns.count == 0 {
@@ -110,10 +113,13 @@ pub(super) struct Patch {
     channels: usize,
     /// Lines and columns of the copy.
     size: [usize; 2],
-    /// Distance between the positions of the copy that neighbouring target positions read at the same place.
+    /// Distance between the positions of the copy that neighbouring target positions read at the same kernel tap.
     step: [usize; 2],
+    /// Lines and columns of the copy that are inside the source; the rest is zero.
     inside: [Range<usize>; 2],
+    /// The source line and column of the copy's first position; may be outside of the source.
     first: [isize; 2],
+    /// Distance in the source between neighbouring lines and columns of the copy.
     jump: [usize; 2],
 }
 
@@ -130,35 +136,36 @@ impl Patch {
         }
     }
 
-    /// The number of elements of the copy, plus some beyond its end, which tiles that are larger than the part may
-    /// read.
+    /// The number of elements of the copy, plus a margin after its end: the last tiles may be larger than the rest of the
+    /// part, and read the margin.
     pub fn len(&self) -> usize {
         const SLACK: usize = 64;
         self.size[0] * self.line_len() + 3 * self.column_step() + SLACK
     }
 
-    /// Elements from one line of the copy to the next.
+    /// Number of elements of a line of the copy.
     pub fn line_len(&self) -> usize {
         self.size[1] * self.channels
     }
 
-    /// Distance in the copy between the elements that neighbouring positions of a target line read at the same place.
+    /// Distance in the copy between the elements that neighbouring positions of a target line read at the same kernel tap.
     pub fn column_step(&self) -> usize {
         self.step[1] * self.channels
     }
 
-    /// Distance in the copy between the elements that neighbouring lines of the target read at the same place.
+    /// Distance in the copy between the elements that neighbouring target lines read at the same kernel tap.
     pub fn line_step(&self) -> usize {
         self.step[0] * self.line_len()
     }
 
-    /// The element of the copy that a position of the part reads at the first place.
+    /// The index in the copy of the first element that a target position, counted in the part, reads at the first kernel
+    /// tap.
     pub fn at(&self, line: usize, column: usize) -> usize {
         line * self.line_step() + column * self.column_step()
     }
 
-    /// The stretches of the copy that the first position reads, for all places of the kernel, and the length of each
-    /// stretch.
+    /// The runs of adjacent elements of the copy that the part's first target position reads at all kernel taps, and the
+    /// number of elements of each run. If the taps of a kernel line are dense, a run has the whole line, otherwise one tap.
     pub fn runs(&self, axes: &[Axis; 2]) -> (Vec<Run>, usize) {
         let width = axes[1].places.len();
         let dense = axes[1].is_dense();
@@ -171,7 +178,7 @@ impl Patch {
         (starts.map(|b| Run { a: 0, b }).collect(), k)
     }
 
-    /// Copy the channels from `first` on of an image of `[height, width, channels]`.
+    /// Fills `copy` from an image of `[height, width, channels]`, with the channels from channel `first` on.
     pub fn copy<T: Elem>(&self, copy: &mut [T::Acc], image: &[T], [_, width, stride]: [usize; 3], first: usize) {
         let channels = self.channels;
         if channels == 0 {

@@ -1,10 +1,11 @@
-//! Convolutions as sums over the places (positions) of the kernel: the forward pass, and the gradient of the input,
-//! which is a convolution too.
+//! Convolutions as sums over the kernel taps (the elements of the kernel's height x width): the forward pass, and the
+//! gradient of the input, which is a convolution too. The source is what the sums read: the image in the forward pass,
+//! the gradient of the result for the gradient of the input. The target is what the sums are written to.
 //!
-//! A part of the image, with the zeros around it, is copied to memory that stays in the second-level cache. The
-//! register tiles of the matrix product then read it in place, several positions at a time, against packed panels of
-//! the weight. There is no im2col matrix, and each element of the result is summed in the same order, however the image
-//! is divided into parts.
+//! A part of the source, with the zeros around it, is copied to memory that stays in the second-level cache. The
+//! register tiles of the matrix product read this copy directly, for several target positions at a time, and multiply it
+//! by packed panels of the weight. There is no im2col matrix. Each element of the target is summed in the same order,
+//! however the image is divided into parts.
 
 use std::ops::Range;
 
@@ -17,20 +18,23 @@ use crate::cpu::gemm::{Along, Broadcast, Run, Side, Target, Tile, TileShape, pac
 use crate::cpu::pool::{SharedMut, num_threads, par_ranges};
 use crate::cpu::{Elem, Real, vectorized};
 
-/// Terms of a sum that are added at a time, so that the panels of the weight stay in the second-level cache.
+/// The maximum number of terms (kernel taps times source channels) that a tile adds up before the next block of source
+/// channels, so that the panels of the weight stay in the second-level cache. A block has at least 16 channels in any case.
 const STEPS: usize = 2944;
-/// The fewest multiply-adds for which a task of its own is worth its cost.
+/// The minimum number of multiply-adds of a task: for fewer, the cost of a separate task is too high.
 const MIN_WORK: usize = 1 << 18;
 
-/// target(position) = Σ weight(place) · source(position · step + offset of the place), zero outside of the source.
+/// target(position) = Σ weight(tap) · source(position · step + offset of the tap), summed over the kernel taps and the
+/// source channels of the group. The source is zero outside of its bounds.
 pub(in crate::ops::conv) struct Stencil {
     pub batch: usize,
     pub groups: usize,
-    /// Height, width, channels.
+    /// Height, width and channels of the source.
     pub source: [usize; 3],
-    /// Height, width, channels.
+    /// Height, width and channels of the target.
     pub target: [usize; 3],
-    /// Sets of target positions that use the same places of the kernel, each given by its lines and its columns.
+    /// The target positions, divided into phases. The positions of a phase use the same kernel taps. The two axes have
+    /// the lines and the columns of the phase.
     pub phases: Vec<[Axis; 2]>,
     weight: WeightStrides,
 }
@@ -38,13 +42,13 @@ pub(in crate::ops::conv) struct Stencil {
 /// The strides of the weight.
 #[derive(Clone, Copy)]
 struct WeightStrides {
-    /// Stride of channels of the target.
+    /// Distance in the weight between neighbouring target channels of a group.
     target: usize,
-    /// Stride of channels of the source.
+    /// Distance in the weight between neighbouring source channels of a group.
     source: usize,
-    /// Strides of lines and columns of the kernel.
+    /// Distances in the weight between neighbouring lines and neighbouring columns of the kernel.
     places: [usize; 2],
-    /// Stride of groups.
+    /// Distance in the weight between neighbouring groups.
     group: usize,
 }
 
@@ -73,8 +77,9 @@ impl Stencil {
         }
     }
 
-    /// From the gradient of the result to the gradient of the image: pixel i meets result o at place k if o · stride =
-    /// i + padding - k · dilation. Pixels use the same places if they are a multiple of the stride apart.
+    /// From the gradient of the result to the gradient of the image. In each direction, pixel i of the image met pixel o of
+    /// the result at kernel tap k if o · stride = i + padding - k · dilation. Two pixels of the image whose distance is a
+    /// multiple of the stride use the same taps, and are in one phase.
     pub fn transposed(geometry: &Geometry) -> Self {
         let options = &geometry.options;
         let axis = |i: usize, first: usize| {
@@ -114,14 +119,14 @@ impl Stencil {
                 phase.run(source, &phase.pack(weight), bias, SharedMut::new(&mut target.spare_capacity_mut()[..len]));
             }
         }
-        // SAFETY: each position is in one phase, whose parts write all of its channels.
+        // SAFETY: each target position is in one phase, and the parts of this phase write all channels of the position.
         unsafe { target.set_len(len) };
         target
     }
 }
 
 impl WeightStrides {
-    /// The strides that both directions share; `target` and `source` are zero.
+    /// The strides that the forward and the transposed stencil share; `target` and `source` are zero.
     fn of(geometry: &Geometry) -> Self {
         let width = geometry.channels_per_group();
         let group = geometry.out_channels_per_group() * geometry.row_len();
@@ -141,17 +146,18 @@ impl Phase<'_> {
         self.axes[0].places.len() * self.axes[1].places.len()
     }
 
-    /// Channels of the source in a group.
+    /// Number of source channels of a group.
     fn depth(&self) -> usize {
         self.stencil.source[2] / self.stencil.groups
     }
 
-    /// Channels of the target in a group.
+    /// Number of target channels of a group, which are the rows of the matrix product.
     fn rows(&self) -> usize {
         self.stencil.target[2] / self.stencil.groups
     }
 
-    /// The channels of a group of the source in blocks, of equal size except for the last; at least one block, maybe empty.
+    /// Splits the source channels of a group into blocks. All blocks except for the last have the same size. There is at
+    /// least one block; it is empty if the group has no channels.
     fn blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let depth = self.depth();
         let most = (STEPS / self.places().max(1)).max(16);
@@ -159,13 +165,15 @@ impl Phase<'_> {
         (0..depth.max(1)).step_by(size.max(1)).map(move |start| start..depth.min(start + size))
     }
 
-    /// The index in the packed weight of the panels that begin at `row`, for a block of a group's source channels.
+    /// The index in the packed weight at which the panel of a group that begins at target channel `row` starts, for a block
+    /// of source channels.
     fn packed_at(&self, group: usize, block: &Range<usize>, row: usize) -> usize {
         let rows = packed_len(self.shape, Along::Rows, self.rows(), 1);
         self.places() * (rows * (group * self.depth() + block.start) + row * block.len())
     }
 
-    /// Packs the weight: for each group and block of channels, panels of rows, ordered by place, then channel.
+    /// Packs the weight: for each group and each block of source channels, panels of target channels. The columns of a
+    /// panel are ordered by kernel tap, then by source channel.
     fn pack<T: Elem>(&self, weight: &[T]) -> Vec<T::Acc> {
         let strides = self.stencil.weight;
         let len = self.packed_at(self.stencil.groups, &(0..0), 0);
@@ -188,8 +196,8 @@ impl Phase<'_> {
                                 + line * strides.places[0]
                                 + column * strides.places[1]
                                 + block.start * strides.source;
-                            // SAFETY: the slice belongs to this panel, block and place; the strides stay inside of the
-                            // weight.
+                            // SAFETY: the slice belongs to this panel, block and kernel tap alone; the strides stay
+                            // inside of the weight.
                             unsafe {
                                 let dst = shared.slice(at..at + step).as_mut_ptr().cast();
                                 let ptr = weight.as_ptr().wrapping_add(first);
@@ -242,8 +250,8 @@ impl Phase<'_> {
     }
 }
 
-/// The number of parts, at most `most`, into which each of `tasks` tasks is split, so that all threads have work until
-/// the end.
+/// The number of smaller tasks into which each of `tasks` tasks is split: at most `most`, and 1 if `tasks` tasks keep all
+/// threads busy until the end.
 pub(super) fn splits(tasks: usize, most: usize) -> usize {
     let threads = num_threads();
     if tasks >= 4 * threads || tasks.is_multiple_of(threads) {
@@ -252,7 +260,7 @@ pub(super) fn splits(tasks: usize, most: usize) -> usize {
     (4 * threads).div_ceil(tasks.max(1)).min(most.max(1))
 }
 
-/// A part of the work: some panels of the target's channels at some positions.
+/// A part of the work: some panels of a group's target channels, at the target positions of a rectangle of one image.
 struct Part<'a> {
     phase: &'a Phase<'a>,
     rect: &'a Rect,
@@ -262,13 +270,13 @@ struct Part<'a> {
 }
 
 impl Part<'_> {
-    /// The part's channels of the target, counted from the start of their group.
+    /// The part's target channels, counted from the start of their group.
     fn channels(&self) -> Range<usize> {
         let rows = self.phase.shape.rows;
         self.panels.start * rows..(self.panels.end * rows).min(self.phase.rows())
     }
 
-    /// Index in the target of the channel `row` of the group at a position of the part.
+    /// The index in the target of the group's channel `row`, at a line and a column counted in the part's rectangle.
     fn target_at(&self, line: usize, column: usize, row: usize) -> usize {
         let [height, width, channels] = self.phase.stencil.target;
         let [lines, columns] = self.phase.axes;
@@ -310,19 +318,21 @@ impl Part<'_> {
     }
 }
 
-/// The tiles of a part, for one block of channels.
+/// The tiles of a part, for one block of source channels.
 struct Tiles<'a, T, W> {
     part: &'a Part<'a>,
     patch: &'a Patch,
     memory: *const T,
-    /// The runs of adjacent elements of the patch that a position reads, in the order of the weight, and their length.
+    /// The runs of adjacent elements of the patch that a target position reads, in the order of the packed weight, and the
+    /// number of elements of each run.
     runs: &'a (Vec<Run>, usize),
     weight: W,
     target: *mut T,
     accumulate: bool,
 }
 
-/// Columns of the next tile, when `rest` remain and a tile has at most `most`; chosen so that the last tile is not narrow.
+/// The number of columns of the next tile, if `rest` columns remain and a tile has at most `most`. If the tile after it would
+/// have fewer than 8 columns, the two tiles share the rest.
 fn tile_columns(rest: usize, most: usize) -> usize {
     if rest > most && rest < most + 8 { rest.div_ceil(2).next_multiple_of(4).min(most) } else { rest.min(most) }
 }

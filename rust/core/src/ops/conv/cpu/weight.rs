@@ -1,6 +1,6 @@
-//! The gradient of the weight. For each place (position) of the kernel, it is the outer product of the channels of the
-//! result's gradient and the channels of the pixel at that place, summed over the positions of the result. Vectors run
-//! along the channels of the image, which are adjacent in memory.
+//! The gradient of the weight. At each kernel tap, it is a sum over the result positions: the outer product of the
+//! channels of the result's gradient at a position and the channels of the pixel that the position reads at the tap. The
+//! lanes of a SIMD vector are adjacent channels of the image.
 
 use std::ops::Range;
 
@@ -13,12 +13,14 @@ use crate::cpu::gemm::{Along, Broadcast, Run, Side, Target, Tile, TileShape, pac
 use crate::cpu::pool::{SharedMut, par_ranges};
 use crate::cpu::{Elem, Real, vectorized};
 
-/// Adjacent elements of an output channel's weight, whose gradients are computed from adjacent elements of the copy.
+/// Adjacent elements of an output channel's weight. Their gradients are computed from adjacent elements of the copied
+/// part of the image.
 struct Stretch {
-    /// Start in the weight.
+    /// Index of the first element in the weight of an output channel.
     weight: usize,
-    /// Start in the copy.
+    /// Index in the copy of the element that the first result position reads for this first element.
     copy: usize,
+    /// Number of elements.
     len: usize,
 }
 
@@ -29,7 +31,7 @@ pub(super) fn grad_weight<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> 
     let mut result = vec![T::Acc::ZERO; geometry.out_channels * geometry.row_len()];
     let depth = geometry.channels_per_group();
     let out = geometry.out_channels_per_group();
-    // A task has as many channels as a tile, or all if they are fewer.
+    // A task has as many input channels as a tile has rows, or all channels of a group if these are fewer.
     let width = depth.min(shape.rows).max(1);
     let (chunks, panels) = (depth.div_ceil(width), out.div_ceil(shape.columns));
     let tasks = geometry.groups() * chunks;
@@ -95,7 +97,7 @@ impl Part<'_> {
                                 + first_out
                                 + out;
                             let src = Side { ptr: grad[at..].as_ptr(), outer: 1, inner: geometry.out_channels };
-                            // SAFETY: the source has the positions of the line, the scratch room for them.
+                            // SAFETY: the gradient has `columns` positions from `at` on, and the scratch has room for them.
                             unsafe {
                                 let dst = packed.add(out * lines * columns + line * step);
                                 pack(dst, *shape, Along::Columns, src, count, columns);
@@ -120,8 +122,8 @@ impl Part<'_> {
         });
     }
 
-    /// The stretches of an output channel's weight whose gradients this part computes: one per line of the kernel if the
-    /// part has all channels and places are dense, otherwise one per place.
+    /// The stretches of an output channel's weight whose gradients this part computes. There is one per line of the kernel
+    /// if the part has all channels of the group and the taps of a line are dense, otherwise one per kernel tap.
     fn stretches(&self, patch: &Patch) -> Vec<Stretch> {
         let (depth, channels) = (self.geometry.channels_per_group(), self.channels.len());
         let kernel_width = self.geometry.kernel[1];
@@ -142,16 +144,16 @@ impl Part<'_> {
     }
 }
 
-/// The tiles of a part, for the positions of one copy.
+/// The tiles of a part, for the result positions that read one copy.
 struct Tiles<'a, T> {
     part: &'a Part<'a>,
     stretches: &'a [Stretch],
-    /// A run for each line of positions. `b` is the number of the line's first position in the packed gradient, not yet
-    /// multiplied by the width of a panel.
+    /// A run for each line of result positions. `a` is an offset in the copy. `b` counts the positions before the line in a
+    /// panel of the packed gradient; the offset is `b` times the width of the panel.
     runs: Vec<Run>,
-    /// Positions of a line.
+    /// Number of result positions of a line.
     k: usize,
-    /// Distance between neighbouring positions in the copy.
+    /// Distance in the copy between the elements that neighbouring result positions read at the same kernel tap.
     step: usize,
     copy: *const T,
     grad: *const T,

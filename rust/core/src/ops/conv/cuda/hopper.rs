@@ -1,4 +1,5 @@
-//! Convolution on compute capability 9.0, whose copy engine (TMA) loads the windows: the host side of `conv_hopper.cu`.
+//! Convolution on GPUs of compute capability 9.0, whose copy engine (TMA) loads the windows: the host side of
+//! `conv_hopper.cu`.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::conv_hopper::{
@@ -16,21 +17,22 @@ use crate::cuda::launch::{Address, Const, Kernel, Shape, accumulator, empty, opt
 use crate::cuda::tensor_map::{Encoder, NO_MAP, Windows};
 use crate::{Error, Raw, Result};
 
-/// Threads of a block: two groups of 128 multiply, one copies.
+/// Number of threads of a block: two groups of 128 threads multiply, and a third group copies.
 const THREADS: u32 = 384;
-/// The most parts of a sum: more parts make it no faster.
+/// The maximum number of parts of a sum. More parts are not faster.
 const MOST_SPLITS: usize = 32;
-/// Bytes per microsecond that the kernel for the sum of the parts reads and writes.
+/// Bytes per microsecond that the kernel which adds the parts reads and writes.
 const SUM_RATE: f64 = 3e6;
 
 /// A tile for which there are kernels of the forward pass and of the gradient of the input.
 struct Tile {
     rows: usize,
     columns: usize,
-    /// Microseconds of a step.
+    /// Microseconds that a block needs for [`STEP`] terms of the sums of a tile.
     cost: f64,
-    /// A kernel, and the bytes of shared memory that it needs.
+    /// The kernel of the forward pass, and the bytes of shared memory that a block of it needs.
     forward: (&'static Kernel<Forward>, u32),
+    /// The kernel of the gradient of the input, and its bytes of shared memory.
     grad_input: (&'static Kernel<GradInput>, u32),
 }
 
@@ -65,7 +67,8 @@ static TILES: [Tile; 4] = [
     },
 ];
 
-/// A tile, its number of blocks, and the number of parts that each sum is split into.
+/// The tile of a launch, the number of thread blocks for each phase and part of the sums, and the number of parts that each
+/// sum is split into.
 struct Plan {
     tile: &'static Tile,
     blocks: usize,
@@ -73,8 +76,8 @@ struct Plan {
 }
 
 impl Plan {
-    /// The plan of least estimated time for `phases` matrices of (`pixels`, `results`), whose elements are sums of
-    /// `steps` steps.
+    /// The plan with the least estimated time for `phases` matrices (`pixels`, `results`). Each element of a matrix is a sum
+    /// of `steps` · [`STEP`] terms.
     fn of(phases: usize, pixels: usize, results: usize, steps: usize) -> Self {
         let mut best: Option<(f64, Self)> = None;
         for tile in &TILES {
@@ -94,9 +97,9 @@ impl Plan {
     }
 }
 
-/// One direction of the gradient of the input, as `grad_input_axis` of the kernels: the number of pixels of a phase,
-/// the number of taps that contribute to them, the pixel of the result that the first tap reads, and the step from
-/// there to the pixel that the next tap reads.
+/// One direction of a phase of the gradient of the input, as in `grad_input_axis` of the kernels: the number of input pixels
+/// of the phase, the number of kernel taps that contribute to these pixels, the pixel of the result that the first pixel of the
+/// phase reads at its first tap, and the distance from there to the pixel that it reads at its next tap.
 #[derive(Clone, Copy)]
 struct Axis {
     pixels: i64,
@@ -138,7 +141,8 @@ impl Sizes {
         [self.grad_input_axis(0, phase / self.stride[1]), self.grad_input_axis(1, phase % self.stride[1])]
     }
 
-    /// The windows of the gradient of the result for a phase; `None` if no window contains a pixel of the phase.
+    /// The windows in the gradient of the result that the pixels of a phase read; `None` if the phase has no pixels or if no
+    /// kernel tap contributes to them.
     fn grad_windows(&self, phase: u32) -> Option<Windows> {
         let axes = self.grad_input_axes(phase);
         if axes.iter().any(|axis| axis.pixels == 0 || axis.taps == 0) {
@@ -149,7 +153,7 @@ impl Sizes {
         Some(Windows { lower, upper, stride: [1, 1] })
     }
 
-    /// Whether the corners and the distances of the taps are in the range of tensor maps.
+    /// Whether tensor maps can represent the corners of the windows and the distances of the kernel taps.
     fn fit_in_maps(&self, windows: impl IntoIterator<Item = Windows>) -> bool {
         let corner = |corner: &i64| (-128..=127).contains(corner);
         let reach = |i: usize| u64::from(self.dilation[i]) * u64::from(self.kernel[i].saturating_sub(1)) <= 255;
@@ -157,7 +161,8 @@ impl Sizes {
     }
 }
 
-/// Whether the operands meet the requirements that all three kernels have.
+/// Whether the GPU and the operands meet the requirements that the kernels of this file share: forward pass, gradient of the
+/// input, gradient of the weight.
 fn runs_on(gpu: &Gpu, sizes: &Sizes, dtype: DType, channels: &[u32], addresses: &[Address]) -> bool {
     gpu.is_hopper() && !MODULE.image.is_empty() && sizes.fits(dtype, channels, 8, addresses)
 }
@@ -193,13 +198,14 @@ pub(super) fn forward(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, opera
     let function = gpu.function(kernel, suffix(op, dtype)?)?;
     let shape = Shape { grid: [grid(op, blocks)?, 1, splits as u32], block: [THREADS, 1, 1], shared };
     let arguments = Forward { y, bias: narrow_bias, partials, sums_bias, shape: sizes.shape(), maps };
-    // SAFETY: the tensors are dense and of these sizes; there is a part of the sums for each split.
+    // SAFETY: the tensors are dense and of these sizes; `partials` has room for the sums of each split.
     unsafe { function.launch(op, gpu, shape, arguments) }?;
     sums.finish(op, gpu, sizes, bias)?;
     Ok(true)
 }
 
-/// Computes the gradient of the input from dense operands. Returns false as [`forward`] does.
+/// Computes the gradient of the input from dense operands. Returns false, without an effect, if these kernels do not support
+/// the operands.
 pub(super) fn grad_input(
     op: &'static str,
     gpu: &Gpu,
@@ -253,7 +259,8 @@ pub(super) fn grad_input(
     Ok(true)
 }
 
-/// Computes the gradient of the weight from dense operands. Returns false as [`forward`] does.
+/// Computes the gradient of the weight from dense operands. Returns false, without an effect, if these kernels do not support
+/// the operands.
 pub(super) fn grad_weight(
     op: &'static str,
     gpu: &Gpu,
@@ -277,7 +284,7 @@ pub(super) fn grad_weight(
         65..=256 => (&CONV2D_GRAD_WEIGHT_HOPPER_M128, 196_736, 256),
         _ => (&CONV2D_GRAD_WEIGHT_HOPPER_M192, 229_504, 384),
     };
-    // A cluster of two blocks takes two tiles of output channels.
+    // A cluster of two blocks computes two tiles of output channels, together `rows` channels.
     let cluster = if rows == 64 { 1 } else { 2 };
     let blocks = out.div_ceil(rows) * cluster * values.div_ceil(256);
     let splits = splits(blocks, pixels);
@@ -307,8 +314,7 @@ pub(super) fn grad_weight(
 }
 
 fn grid(op: &'static str, blocks: usize) -> Result<u32> {
-    u32::try_from(blocks)
-        .ok()
-        .filter(|&blocks| blocks <= i32::MAX as u32)
-        .ok_or_else(|| Error::argument(op, format!("{blocks} blocks of work are more than a GPU takes")))
+    u32::try_from(blocks).ok().filter(|&blocks| blocks <= i32::MAX as u32).ok_or_else(|| {
+        Error::argument(op, format!("{blocks} thread blocks are more than a GPU can launch; use a smaller batch"))
+    })
 }

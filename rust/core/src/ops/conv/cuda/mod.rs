@@ -1,6 +1,6 @@
-//! Convolution of channels-last images. It runs on tensor cores for f16 and bf16 where the channels allow it, and in
-//! the forward pass for f32 where products are computed [in pairs](crate::compute::with_bf16_pairs) of bf16 numbers;
-//! otherwise on plain kernels.
+//! Convolution of channels-last images. Kernels for tensor cores compute f16 and bf16 convolutions if the numbers of
+//! channels allow it, and f32 forward passes if products are computed [in pairs](crate::compute::with_bf16_pairs) of bf16
+//! numbers. Plain kernels compute the other convolutions.
 
 mod hopper;
 pub mod pairs;
@@ -27,7 +27,7 @@ use crate::ops::linear;
 use crate::product::uses_pairs;
 use crate::{Raw, Result};
 
-/// Sizes of a convolution; pairs are (height, width).
+/// Sizes of a convolution. Arrays are [height, width].
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
     pub batch: u32,
@@ -42,15 +42,15 @@ struct Sizes {
     pub groups: u32,
 }
 
-/// The number of blocks that fills a large GPU; sums are split if a launch would have fewer. It is the same on every
-/// GPU, so that results are the same too.
+/// The number of thread blocks that fills a large GPU. Sums are split if a launch would have fewer blocks. The number does
+/// not depend on the GPU, so that every GPU splits the sums in the same way and computes the same results.
 const BLOCKS: usize = 132;
 /// The largest size of a grid in its second and in its third dimension.
 const MOST: u32 = 65_535;
-/// Values along a sum that a block takes at a time.
+/// Number of terms of each sum that a block adds at a time.
 const STEP: usize = 64;
 
-/// A kernel on tensor cores, the rows and columns of its tiles and its shared memory.
+/// A kernel for tensor cores, the rows and columns of its tiles, and the bytes of shared memory of a block.
 struct Tile<A: 'static> {
     kernel: &'static Kernel<A>,
     rows: usize,
@@ -111,7 +111,7 @@ impl Sizes {
         self.stride[0] * self.stride[1]
     }
 
-    /// Pixels of the input of one phase of the stride.
+    /// The maximum number of input pixels of a phase. The pixels of a phase have the same (line, column) modulo the stride.
     fn phase_pixels(&self) -> usize {
         let along = |i: usize| self.input[i].div_ceil(self.stride[i]) as usize;
         self.batch as usize * along(0) * along(1)
@@ -121,13 +121,14 @@ impl Sizes {
         [self.channels, self.out_channels].map(|channels| (channels / self.groups) as usize)
     }
 
-    /// Dimensions of the weight, the densest first.
+    /// Dimensions of the weight, the innermost first: channels, kernel taps, output channels.
     fn weight_shape(&self) -> [u64; 3] {
         let taps = u64::from(self.kernel[0]) * u64::from(self.kernel[1]);
         [u64::from(self.channels), taps, u64::from(self.out_channels)]
     }
 
-    /// Whether groups have too few channels for tiles, so that each result is computed on its own.
+    /// Whether groups have too few channels for tiles. Kernels without tiles then compute each element of the result
+    /// separately.
     fn is_direct(&self) -> bool {
         self.groups > 1 && self.group_channels().iter().any(|&channels| channels < 8)
     }
@@ -142,12 +143,13 @@ impl Sizes {
     }
 }
 
-/// The number of parts that sums of `length` terms are split into so that `tiles` tiles fill the GPU.
+/// The number of parts that each sum of `length` terms is split into, so that `tiles` tiles times the parts fill the GPU. A
+/// part has at least 8 · [`STEP`] terms.
 fn splits(tiles: usize, length: usize) -> usize {
     (BLOCKS / tiles.max(1)).clamp(1, (length / (8 * STEP)).max(1))
 }
 
-/// Adds the parts of sums, and the bias.
+/// Writes to `y` the sums of the `splits` parts in `partials`, plus `bias`. `columns` is the length of the rows of `y`.
 fn sum_parts(
     op: &'static str,
     gpu: &Gpu,
@@ -161,7 +163,7 @@ fn sum_parts(
     let count = y.elem_count();
     let shape = Shape { grid: [count.div_ceil(1024).clamp(1, 1 << 20) as u32, 1, 1], block: [256, 1, 1], shared: 0 };
     let (y, partials) = (output(op, y)?, input(op, partials)?);
-    // SAFETY: each part is as long as the result, whose rows have as many columns as the bias.
+    // SAFETY: each of the `splits` parts has as many elements as `y`, and the bias, if any, has `columns` elements.
     unsafe { function.launch(op, gpu, shape, Conv2dSum { y, partials, bias, count: count as u64, columns, splits }) }
 }
 
@@ -174,8 +176,8 @@ struct Operands {
     bias: Const,
 }
 
-/// Where a kernel writes its results. If `partials` is null, it writes them plus `bias` to `y`, in the operands' dtype.
-/// Otherwise it writes f32 sums plus `sums_bias` to `partials`.
+/// Where a kernel writes its sums. If `partials` is null, the kernel writes the sums plus `bias` to `y`, in the operands'
+/// dtype. Otherwise the kernel writes the sums plus `sums_bias` to `partials`, in f32.
 struct Places {
     y: Mut,
     bias: Const,
@@ -186,7 +188,7 @@ struct Places {
 /// The tensors for the sums of a forward pass on tensor cores.
 struct Sums<'a> {
     y: &'a Raw,
-    /// The parts of sums that are split.
+    /// The parts of the sums, (splits, pixels, output channels), if sums are split.
     partials: Option<Raw>,
     splits: usize,
 }
@@ -198,7 +200,8 @@ impl<'a> Sums<'a> {
         Ok(Self { y, partials, splits })
     }
 
-    /// The kernel's arguments. If the operands have a narrower dtype than the result, the f32 sums are the result.
+    /// The kernel's arguments. If sums are not split and the operands have a narrower dtype than `y`, which is f32, then
+    /// `partials` is `y` itself.
     fn places(&self, op: &'static str, operands: &Operands) -> Result<Places> {
         let y = if self.y.dtype() == operands.dtype { output(op, self.y)? } else { Mut::NULL };
         let none = Places { y, bias: Const::NULL, partials: Mut::NULL, sums_bias: Const::NULL };
@@ -334,7 +337,7 @@ fn on_tensor_cores(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands
         sums_bias,
         shape: sizes.shape(),
     };
-    // SAFETY: the tensors are dense and of these sizes; there is a part of the sums for each split.
+    // SAFETY: the tensors are dense and of these sizes; `partials` has room for the sums of each split.
     unsafe { function.launch(op, gpu, shape, arguments) }?;
     sums.finish(op, gpu, sizes, bias)?;
     Ok(true)
@@ -396,7 +399,7 @@ fn run_grad_input(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, weigh
     let shape = Shape { grid, block: [128, 1, 1], shared: tile.shared };
     let arguments =
         Conv2dGradInputM64n64 { grad_x: to, grad_y: from, weight: weights, partials: parts, shape: sizes.shape() };
-    // SAFETY: as above; there is a part of the sums for each split.
+    // SAFETY: as above; `partials` has room for the sums of each split.
     unsafe { function.launch(op, gpu, shape, arguments) }?;
     if let Some(partials) = &partials {
         sum_parts(op, gpu, &dx, partials, Const::NULL, sizes.channels, splits as u32)?;
@@ -435,7 +438,7 @@ fn run_grad_weight(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, x]: 
         let shape = Shape { grid: [tiles as u32, 1, splits as u32], block: [128, 1, 1], shared: 98_304 };
         let arguments =
             Conv2dGradWeightM64 { grad_weight: to, grad_y: from, x: images, partials: parts, shape: sizes.shape() };
-        // SAFETY: the tensors are dense and of these sizes; there is a part of the sums for each split.
+        // SAFETY: the tensors are dense and of these sizes; `partials` has room for the sums of each split.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
         if let Some(partials) = &partials {
             sum_parts(op, gpu, &dw, partials, Const::NULL, columns, splits as u32)?;

@@ -1,5 +1,5 @@
-//! f32 operands as sums of two bf16 numbers, stored in three times the channels, so that one bf16 product computes the
-//! f32 product. `conv.cu` describes the layout.
+//! f32 operands as sums hi + lo of two bf16 numbers, stored in three times the channels. One bf16 product of such operands
+//! computes hi · hi + hi · lo + lo · hi, which is nearly the f32 product. `conv.cu` describes the layout.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::conv::{PAIRS_LEFT, PAIRS_RIGHT, PairsLeft};
@@ -10,8 +10,9 @@ use crate::cuda::{Gpu, contiguous};
 use crate::product::uses_pairs;
 use crate::{Error, Raw, Result};
 
+/// Number of bf16 numbers that are stored for an f32 number.
 const PARTS: usize = 3;
-/// Channels that a thread takes at a time.
+/// Number of channels that a thread splits at a time.
 const GROUP: usize = 8;
 
 /// The kernels that split the numbers of the left and of the right factor into hi + lo. `LEFT` stores a number as hi, hi,
@@ -19,7 +20,7 @@ const GROUP: usize = 8;
 pub(in crate::ops) const LEFT: &Kernel<PairsLeft> = &PAIRS_LEFT;
 pub(in crate::ops) const RIGHT: &Kernel<PairsLeft> = &PAIRS_RIGHT;
 
-/// The parts of a dense f32 operand with rows of `channels` numbers, as the kernel `side` stores them: (rows, 3 ·
+/// The bf16 numbers of a dense f32 operand with rows of `channels` numbers, as the kernel `side` stores them: (rows, 3 ·
 /// channels), where channels are rounded up to a multiple of 8.
 pub(in crate::ops) fn pairs(op: &'static str, side: &Kernel<PairsLeft>, from: &Raw, channels: usize) -> Result<Raw> {
     let gpu = Gpu::of(op, from)?;
@@ -40,7 +41,8 @@ pub(in crate::ops) fn pairs(op: &'static str, side: &Kernel<PairsLeft>, from: &R
     Ok(to)
 }
 
-/// Image and weight in parts, and the sizes of their convolution; `None` if tensor cores do not support it.
+/// The bf16 numbers of the image and the weight, and the sizes of their convolution; `None` if the kernels for tensor cores
+/// do not support this convolution.
 pub(super) fn operands(op: &'static str, sizes: Sizes, [x, weight]: [&Raw; 2]) -> Result<Option<(Sizes, [Raw; 2])>> {
     let channels = sizes.channels as usize;
     let split = Sizes { channels: count32(op, PARTS * channels.next_multiple_of(GROUP))?, ..sizes };

@@ -17,22 +17,24 @@ use crate::tape::BackwardContext;
 use crate::{Error, Raw, Result, Tensor, checkpoint, compute};
 
 const OP: &str = SWIGLU_FEED_FORWARD.name;
-/// The rank of all products.
+/// The rank that all three low-rank products must have.
 const RANK: usize = 16;
-/// Columns and rows of a block in the backward pass.
+/// Number of columns of the unit that a block computes in the backward pass.
 const COLUMNS: usize = 256;
+/// Number of rows that a block computes in the backward pass.
 const ROWS: usize = 560;
-/// Rows, and the most columns, of a block in the forward pass.
+/// Number of rows that a block computes in the forward pass.
 const FORWARD_ROWS: usize = 128;
+/// The maximum number of columns of the unit that a block computes in the forward pass.
 const FORWARD_COLUMNS: usize = 2304;
-/// Columns of a warp.
+/// Number of columns that a warp computes at a time.
 const WARP: usize = 32;
 /// Bytes of shared memory of a block in the backward pass.
 const SHARED: u32 = 93184;
 /// Addresses of operands must be multiples of this.
 const ALIGNMENT: Address = 16;
 
-/// Whether the kernel supports the low-rank products of units of `width` columns.
+/// Whether the kernels support `x`, units of `width` columns, and the low-rank products of the features, the gate and the outer map.
 pub fn takes(x: &Tensor, width: usize, products: [&LowRank; 3]) -> Result<bool> {
     let is_half = matches!(x.dtype(), DType::F16 | DType::BF16);
     let has_rank = |product: &&LowRank| product.down.dims()[0] == RANK;
@@ -52,8 +54,8 @@ fn missing() -> Error {
     Error::autograd(OP, "found no low-rank products for the kernels; please report this")
 }
 
-/// The unit (rows, n), and the unit times Aᵀ of the outer product, (rows, 16), from the inner maps' results y (rows, 2 n) without their
-/// late products. The unit is `None` if nothing reads it.
+/// The unit (rows, n), and the unit times the outer map's Aᵀ, (rows, 16). y (rows, 2 n) has the inner maps' results without the products
+/// in `late`. The unit is `None` if nothing reads it, because a recomputation ends with this operation.
 pub fn forward(y: &Raw, late: Option<&Late<Raw>>, outer: &LowRanks<'_>) -> Result<(Option<Raw>, Raw)> {
     let (gpu, dtype, late) = (Gpu::of(OP, y)?, y.dtype(), late.ok_or_else(missing)?);
     let (rows, width) = (y.dims()[0], y.dims()[1] / 2);
@@ -78,7 +80,7 @@ pub fn forward(y: &Raw, late: Option<&Late<Raw>>, outer: &LowRanks<'_>) -> Resul
     };
     let grid = [count32(OP, number)?, count32(OP, rows.div_ceil(FORWARD_ROWS))?, 1];
     let function = gpu.function(&SWIGLU_FEED_FORWARD_UNIT, suffix(OP, dtype)?)?;
-    // SAFETY: the tensors are dense and of these sizes; `takes` has checked those of the products.
+    // SAFETY: the tensors are dense and of these sizes; `takes` has checked the sizes of the low-rank factors.
     unsafe { function.launch(OP, gpu, Shape { grid, block: [256, 1, 1], shared: 0 }, arguments) }?;
     let hidden = empty(OP, gpu, &[rows, RANK], dtype)?;
     let count = hidden.elem_count();
@@ -94,7 +96,7 @@ pub fn forward(y: &Raw, late: Option<&Late<Raw>>, outer: &LowRanks<'_>) -> Resul
     Ok((unit, hidden))
 }
 
-/// As `on_cpu`.
+/// The CUDA form of [`FeedForward::on_cpu`], with the same arguments and results.
 pub fn backward(
     node: &FeedForward,
     context: &mut BackwardContext<'_>,
@@ -131,7 +133,7 @@ pub fn backward(
         rows: rows32,
         width: width32,
     };
-    // SAFETY: the tensors are dense and of these sizes; `takes` has checked those of the products.
+    // SAFETY: the tensors are dense and of these sizes; `takes` has checked the sizes of the low-rank factors.
     unsafe { function.launch(OP, gpu, Shape { grid, block: [256, 1, 1], shared: SHARED }, arguments) }?;
 
     // The inputs whose gradients the second kernel adds up, with the shapes and dtypes of the gradients.

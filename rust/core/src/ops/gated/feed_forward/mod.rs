@@ -1,6 +1,6 @@
-//! Feed-forward networks: a gated unit of adapted linear maps (the inner maps), and an adapted linear map of the unit (the outer
-//! map). On CUDA, the backward pass reads the inner maps' results and the unit's gradient only once, in one kernel:
-//! `kernels/feed_forward_backward.cu`.
+//! Feed-forward networks: two adapted linear maps of the input (the inner maps), the gated unit of their results, and an adapted
+//! linear map of the unit (the outer map). On CUDA, one kernel of the backward pass, `kernels/feed_forward_backward.cu`, computes all
+//! that needs the inner maps' results and the unit's gradient, so that these are read only once.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -22,8 +22,8 @@ use crate::{Result, Tensor, checkpoint};
 pub(super) static SWIGLU_FEED_FORWARD: OpInfo = OpInfo::expensive("swiglu_feed_forward");
 
 /// [`linear_group`] of [`swiglu_linear_group`]: `x (..., in)` → `(..., out)`. The maps of `group` have 2 n results in all, the second half
-/// of which is the gate; `last` has n inputs. This is one operation only if `group` is two maps and `last` is one map, all three have
-/// low-rank products, and everything but the base needs a gradient.
+/// of which is the gate; `last` has n inputs. The function runs as one fused operation only if `group` is two maps and `last` is one
+/// map, all three have low-rank products, and x and all low-rank factors need a gradient. Otherwise it calls these two functions.
 ///
 /// # Errors
 /// [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType), [`Error::Device`](crate::Error::Device) if the operands
@@ -71,7 +71,7 @@ pub fn swiglu_feed_forward(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup
     )
 }
 
-/// Whether the fused form supports the operands.
+/// Whether the fused operation supports the operands.
 fn is_fused(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup<'_>) -> Result<bool> {
     let ([Some(features), Some(gate)], [Some(down)], &[width, of_gate]) = (group.low_rank, last.low_rank, group.sizes)
     else {
@@ -84,13 +84,14 @@ fn is_fused(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup<'_>) -> Result
         && last.weight.dims() == [last.sizes[0], width]
         && needs(x)
         && all.iter().all(|product| needs(&product.down) && needs(&product.up));
-    // One kernel adds to the gradients of these factors, so they must be different variables.
+    // One kernel adds to the gradients of these three factors at once, so they must be different variables.
     let summed = [&features.up, &gate.up, &down.down].map(|factor| factor.node.as_ref().map(|node| node.id()));
     let are_apart = summed[0] != summed[1] && !summed[..2].contains(&summed[2]);
     // In a selective checkpoint the maps stay operations of their own, because the checkpoint keeps the results of expensive operations.
     if !fits || !are_apart || checkpoint::is_selective() {
         return Ok(false);
     }
+    // `last` is checked against a view that has the shape of the unit and a single element of memory.
     let mut unit = x.raw.clone();
     for dim in 0..unit.rank() {
         unit = unit.narrow(dim, 0, 1)?;
@@ -103,8 +104,9 @@ fn is_fused(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup<'_>) -> Result
 struct FeedForward {
     /// The inner maps.
     inner: LowRankBackward,
-    /// The inner maps' results, (rows, 2 n), without the low-rank products that `late` holds.
+    /// The inner maps' results, (rows, 2 n), without the low-rank products in `late`.
     y: Saved,
+    /// On CUDA, the low-rank products that are not added to `y`.
     late: Option<Late<Saved>>,
     /// The outer map.
     outer: LowRankBackward,
@@ -114,8 +116,9 @@ struct FeedForward {
 type InnerGradients = (Raw, Raw);
 
 impl FeedForward {
-    /// Computes the inner gradients. `unit` is the unit's gradient through the outer map's base alone; `outer` is s g B of the outer
-    /// low-rank product. Also adds the gradients of B of the inner products and of A of the outer product to those in `context`.
+    /// Returns the inner gradients. `unit` is the part of the unit's gradient that comes through the outer map's base; `outer` is
+    /// s g B of the outer map's low-rank product, and the function adds the other part of the gradient, `outer` times A. It also adds
+    /// to the gradients in `context`: those of B of the two inner maps, and that of A of the outer map.
     fn on_cpu(&self, context: &mut BackwardContext<'_>, unit: &Raw, outer: &Raw) -> Result<InnerGradients> {
         let mut y = self.y.get()?;
         if let Some(late) = &self.late {

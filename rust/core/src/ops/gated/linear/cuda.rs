@@ -11,14 +11,15 @@ use crate::cuda::launch::{Shape, address, count32, empty, input, output, suffix}
 use crate::ops::low_rank::LastProduct;
 use crate::{Raw, Result};
 
-/// Columns of a block of threads.
+/// Number of columns of the result that a block of threads computes; also its number of threads.
 const BLOCK: usize = 256;
-/// Columns of a warp.
+/// Number of columns that a warp computes.
 const WARP: usize = 32;
-/// Rows of a block of threads.
+/// Number of rows that a block of threads computes.
 const ROWS: usize = 128;
 
-/// Whether the kernels support these products. Each product must be for one half of the columns; a half has `width` columns.
+/// Whether the kernels support these products. Each product must be for the features or for the gate, which have `width` columns
+/// each, and all products must have the same rank: 16, 32 or 64.
 pub fn takes<'a>(dtype: DType, width: usize, products: impl Iterator<Item = LastProduct<&'a Raw>>) -> bool {
     let mut rank = None;
     let mut count = 0;

@@ -1,5 +1,6 @@
-//! Gated units of adapted linear maps. On CUDA the kernel of the unit adds the maps' second low-rank products,
-//! s (x Aᵀ) Bᵀ, to the maps' results while it reads these. So the maps' results need not be read and written once more.
+//! Gated units of adapted linear maps. On CUDA, the low-rank products s (x Aᵀ) Bᵀ are "late": the kernel of the unit computes them
+//! from x Aᵀ and adds them to the maps' results while it reads these results. A separate addition would read and write the
+//! maps' results once more.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -36,7 +37,7 @@ pub fn swiglu_linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor>
     if !features.is_multiple_of(2) {
         return Err(Error::shape(
             op,
-            format!("the maps have {features} results, expected an even number: features and gate"),
+            format!("the linear maps have {features} output features, expected an even number: one half is the gate"),
         ));
     }
     let low_ranks = group.low_ranks(x.dtype())?;
@@ -66,14 +67,16 @@ pub fn swiglu_linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor>
 
 /// The results of the maps.
 pub(super) struct Maps {
-    /// Without the late products, (rows, 2 n).
+    /// The maps' results without the products in `late`, (rows, 2 n).
     pub y: Raw,
     /// x Aᵀ of all adapters side by side.
     pub hidden: Option<Raw>,
+    /// The products that are not added to `y`.
     pub late: Option<Late<Raw>>,
 }
 
 impl Maps {
+    /// Applies the maps to `x`. If `are_late`, the low-rank products are returned in `late`, otherwise they are added to `y`.
     pub fn of(x: &Raw, group: LinearGroup<'_>, low_ranks: &LowRanks<'_>, are_late: bool) -> Result<Self> {
         let y = forward(x, group.weight, group.bias.map(|b| &b.raw))?;
         if !are_late {
@@ -105,7 +108,7 @@ impl Late<Saved> {
 }
 
 impl Late<Raw> {
-    /// The sum of y (rows, 2 n) and the products.
+    /// The sum of y (rows, 2 n) and the late products, in new storage.
     pub fn added_to(&self, y: &Raw) -> Result<Raw> {
         let sum = own_copy(y)?;
         for LastProduct { up, columns, ranks, scale } in &self.products {
@@ -132,9 +135,10 @@ pub(super) fn unit(y: &Raw, late: Option<&Late<Raw>>) -> Result<Raw> {
 
 struct Gated {
     low_rank: LowRankBackward,
-    /// The results of the maps, (rows, 2 n), without the late products.
+    /// The results of the maps, (rows, 2 n), without the products in `late`.
     y: Saved,
     late: Option<Late<Saved>>,
+    /// The shape of the result.
     shape: Shape,
 }
 

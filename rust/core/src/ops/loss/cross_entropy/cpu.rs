@@ -9,12 +9,13 @@ use crate::raw::{Raw, from_vec, to_cpu, to_f64_vec, to_vec};
 use crate::tape::{Backward, BackwardContext, Saved, record_with_aux};
 use crate::{DType, Error, Result, Tensor, dispatch_float};
 
-/// Elements of a row that are processed at a time, so that they stay in the first-level cache.
+/// Number of elements of a row that are processed at a time, so that they stay in the first-level cache.
 const BLOCK: usize = 1024;
 
 /// The class of each row; `None` where the loss ignores the row.
 pub(in crate::ops::loss) type Targets = Vec<Option<usize>>;
 
+/// Reads the class ids, and checks that each is below `classes` or is `ignore_index`.
 pub(in crate::ops::loss) fn read_targets(
     op: &'static str,
     targets: &Tensor,
@@ -53,13 +54,13 @@ impl<'a, T> Rows<'a, T> {
         &self.data[self.offsets[row]..self.offsets[row] + self.classes]
     }
 
-    /// Rows that one thread takes at a time.
+    /// Number of rows that one thread computes at a time.
     fn step(&self) -> usize {
         rows::rows_per_block(self.classes)
     }
 }
 
-/// The offsets of the rows of `logits` from its first element.
+/// The offset of each row of `logits` from the first element of `logits`.
 fn offsets(logits: &Raw) -> Result<Vec<usize>> {
     let last = logits.rank() - 1;
     if logits.elem_count() == 0 {
@@ -76,8 +77,8 @@ fn with_contiguous_rows(logits: &Raw) -> Result<Raw> {
     Ok(if side_by_side { logits.clone() } else { contiguous(logits)? })
 }
 
-/// log Σ exp of a row and the sum of the row, in one pass: when a block has a new maximum, the sum of exponentials so
-/// far is rescaled.
+/// log Σ exp of a row and the sum of the row, in one pass over the blocks of the row. When a block has a new maximum, the
+/// sum of exponentials so far is rescaled.
 fn row_statistics<T: Elem>(row: &[T]) -> (T::Acc, T::Acc) {
     let (mut largest, mut exponentials, mut sum) = (T::Acc::NEG_INFINITY, T::Acc::ZERO, T::Acc::ZERO);
     for block in row.chunks(BLOCK) {
@@ -100,7 +101,7 @@ fn row_statistics<T: Elem>(row: &[T]) -> (T::Acc, T::Acc) {
     (largest + exponentials.ln(), sum)
 }
 
-/// The loss and the log-sum-exp of each row; 0 where the target is ignored.
+/// The loss and the log-sum-exp of each row. Both are 0 if the target of the row is ignored.
 fn row_losses<T: Elem>(x: &Rows<'_, T>, targets: &Targets, smoothing: f64) -> Vec<(T::Acc, T::Acc)> {
     let mut results = vec![(T::Acc::ZERO, T::Acc::ZERO); targets.len()];
     let share = T::Acc::from_f64(smoothing / x.classes as f64);
@@ -131,7 +132,8 @@ pub(in crate::ops::loss) fn losses(logits: &Raw, targets: &Targets, smoothing: f
     }))
 }
 
-/// The gradient of each row: its scale times the gradient of its loss, 0 where the target is ignored.
+/// The gradient of the logits of each row: `scales[row]` times the gradient of the row's loss, or 0 if the target of the row
+/// is ignored.
 fn row_gradients<T: Elem>(x: &Rows<'_, T>, lse: &[f64], targets: &Targets, scales: &[f64], smoothing: f64) -> Vec<T> {
     let mut grad = vec![T::from_acc(T::Acc::ZERO); targets.len() * x.classes];
     par_chunks_mut(&mut grad, x.step() * x.classes, |piece, grad| {
@@ -145,7 +147,7 @@ fn row_gradients<T: Elem>(x: &Rows<'_, T>, lse: &[f64], targets: &Targets, scale
     grad
 }
 
-/// The gradient of the logits: for each row, its scale times the gradient of its loss.
+/// The gradient of the logits. That of a row is `scales[row]` times the gradient of the row's loss.
 pub(in crate::ops::loss) fn gradient(
     logits: &Raw,
     lse: &Raw,
@@ -162,6 +164,7 @@ pub(in crate::ops::loss) fn gradient(
     .map(|grad| from_vec(grad, logits.shape())))
 }
 
+/// Writes the gradient of the logits `x` of one row to `grad`: `scale` times the gradient of the row's loss.
 fn write_gradient<T: Elem>(grad: &mut [T], x: &[T], class: usize, lse: T::Acc, scale: T::Acc, smoothing: f64) {
     let spread = T::Acc::from_f64(smoothing / x.len() as f64);
     dispatch(

@@ -16,7 +16,7 @@ use crate::{Raw, Result, Tensor};
 struct CrossEntropyBackward {
     logits: Saved,
     lse: Saved,
-    /// The divisor of the sum of the losses; none if each row has its own gradient.
+    /// What the sum of the losses was divided by; `None` if the losses were not reduced, so that each has a gradient.
     divisor: Option<Saved>,
     targets: Targets,
     smoothing: f64,
@@ -72,7 +72,7 @@ pub(super) fn cross_entropy(
     )
 }
 
-/// Class ids of rows, and the id that means no class.
+/// The class ids of the rows, and the id of rows that are ignored.
 #[derive(Clone)]
 pub(in crate::ops::loss) struct Targets {
     /// i64 or u32, dense.
@@ -93,8 +93,8 @@ impl Targets {
     }
 }
 
-/// The loss and the log-sum-exp of each row of `logits (..., classes)` in the accumulator dtype. The loss is 0 where there
-/// is no target.
+/// The loss and the log-sum-exp of each row of `logits (..., classes)` in the accumulator dtype. The loss of an ignored row
+/// is 0.
 pub(in crate::ops::loss) fn losses(
     op: &'static str,
     logits: &Raw,
@@ -131,7 +131,7 @@ pub(in crate::ops::loss) fn losses(
     Ok((losses, lse))
 }
 
-/// The sum of the rows' losses, or their mean over the rows that have a target, in `dtype`; and the divisor of the sum.
+/// The sum of the rows' losses in `dtype`, or their mean over the rows that are not ignored, and what the sum was divided by.
 fn total(op: &'static str, losses: &Raw, targets: &Targets, mean: bool, dtype: DType) -> Result<(Raw, Raw)> {
     let gpu = Gpu::of(op, losses)?;
     let result = empty(op, gpu, &[], dtype)?;
@@ -154,17 +154,18 @@ fn total(op: &'static str, losses: &Raw, targets: &Targets, mean: bool, dtype: D
 
 /// The factors of the gradient of the logits.
 pub(in crate::ops::loss) struct Turn<'a> {
-    /// The gradient of each row's loss (`of_rows`), or of the sum or mean of the losses; 1 if absent.
+    /// The gradient of each row's loss, or of the sum or mean of the losses; 1 if absent.
     pub grad: Option<&'a Raw>,
+    /// Whether `grad` has an element for each row.
     pub of_rows: bool,
-    /// The divisor of the sum.
+    /// What the sum of the losses was divided by; 1 if absent.
     pub divisor: Option<&'a Raw>,
-    /// One factor per row, in the accumulator dtype.
+    /// One more factor for each row, in the accumulator dtype; 1 if absent.
     pub weights: Option<&'a Raw>,
     pub smoothing: f64,
 }
 
-/// Write the gradient of dense `logits (rows, classes)` to `dx`, which may be the same tensor.
+/// Writes the gradient of dense `logits (rows, classes)` to `dx`, which may be `logits` itself.
 pub(in crate::ops::loss) fn turn(
     op: &'static str,
     logits: &Raw,

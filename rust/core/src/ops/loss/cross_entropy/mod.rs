@@ -1,8 +1,9 @@
 //! Cross-entropy of logits and class ids, fused: neither log-probabilities nor probabilities are kept, only the logits and
 //! one log-sum-exp per row.
 //!
-//! With ε the label smoothing (Szegedy et al. 2016, arXiv:1512.00567), C classes and target t, the loss of a row x is
-//! lse(x) - (1 - ε) x_t - ε/C Σ x, and its gradient softmax(x) - (1 - ε) 1_t - ε/C.
+//! With label smoothing ε (Szegedy et al. 2016, arXiv:1512.00567), C classes and target t, the loss of a row x is
+//! log Σ exp(x) - (1 - ε) x_t - ε/C Σ x. The gradient of x is softmax(x) - (1 - ε) 1_t - ε/C, where 1_t is the one-hot vector
+//! of t.
 
 pub(super) mod cpu;
 #[cfg(feature = "cuda")]
@@ -20,18 +21,19 @@ const OP: &str = "cross_entropy";
 /// The target that torch ignores by default.
 pub const IGNORE_INDEX: i64 = -100;
 
-/// The cross-entropy of `logits (..., classes)` and the class ids `targets (...)`, i64 or u32, as torch's `cross_entropy` but
-/// with the classes in the last dimension.
+/// The cross-entropy of `logits (..., classes)` and the class ids `targets (...)`, i64 or u32. It is torch's `cross_entropy`, but
+/// the classes are always the last dimension.
 ///
 /// Rows whose target is `ignore_index` (usually [`IGNORE_INDEX`]) have loss 0 and no gradient. The mean is over the
 /// other rows; it is NaN if there are none. `label_smoothing`, from 0 to 1, is the share of each target that is spread
-/// evenly over all classes. With [`Reduction::None`] the result has the shape of `targets`, otherwise it is a number.
+/// evenly over all classes. With [`Reduction::None`] the result has the shape of `targets`, otherwise it is a scalar.
 ///
 /// # Errors
 /// [`Error::Shape`] if `targets` does not have the shape of `logits` without its last dimension, [`Error::Index`]
 /// naming a target that is out of range, [`Error::DType`] if the logits are not floating point or the targets not i64
-/// or u32, [`Error::Argument`] if `label_smoothing` is out of range. On CUDA a target out of range makes the loss NaN,
-/// and the next function that reads a value or waits for the device returns the error.
+/// or u32, [`Error::Device`] if logits and targets are on different devices, [`Error::Argument`] if `label_smoothing` is
+/// out of range. On CUDA a target out of range makes the loss NaN, and the next function that reads a value or waits for
+/// the device returns the error.
 pub fn cross_entropy(
     logits: &Tensor,
     targets: &Tensor,
@@ -40,7 +42,7 @@ pub fn cross_entropy(
     reduction: Reduction,
 ) -> Result<Tensor> {
     let Some((_, leading)) = logits.dims().split_last() else {
-        return Err(Error::shape(OP, "the logits are a number, expected (..., classes)"));
+        return Err(Error::shape(OP, "the logits are a scalar, expected (..., classes)"));
     };
     if targets.dims() != leading {
         return Err(Error::shape(

@@ -25,12 +25,15 @@ pub(super) fn sum(head: &Head<'_>, targets: &Tensor, weights: Option<&Raw>) -> R
     Ok((sum, labelled.scatter(OP, head, gradients)?))
 }
 
-/// The rows that have a target.
+/// The rows whose target is not ignored.
 pub(super) struct Labelled {
+    /// The indices of these rows among all rows.
     pub places: Vec<usize>,
+    /// The targets of these rows.
     pub targets: Targets,
-    /// The states of these rows; `None` if all rows have a target.
+    /// The states of these rows; `None` if these are all rows.
     picked: Option<Raw>,
+    /// `places` as a tensor.
     ids: Raw,
 }
 
@@ -44,12 +47,12 @@ impl Labelled {
         Ok(Self { targets: targets.into_iter().filter(Option::is_some).collect(), places, picked, ids })
     }
 
-    /// The head over these rows alone.
+    /// `head` with the states of these rows alone.
     pub fn head<'a>(&'a self, head: &Head<'a>) -> Head<'a> {
         Head { h: self.picked.as_ref().unwrap_or(head.h), ..*head }
     }
 
-    /// Expands gradients of these rows to all rows, with zeros elsewhere.
+    /// Expands the gradient of the states of these rows to all rows, with zeros in the other rows.
     pub fn scatter(
         &self,
         op: &'static str,

@@ -39,8 +39,8 @@ pub(super) fn log_probs_backward(
     Ok(run(op, head, targets, Some(&scales), true)?.1)
 }
 
-/// The losses of each chunk, and the gradients of the sum of all losses. In this sum, each loss is multiplied by its
-/// element of `scales (N)` if given.
+/// The losses of each chunk, and the gradients of states and weight for the sum of all losses. In this sum, the loss of row
+/// i is multiplied by `scales[i]`, if `scales (N)` is given.
 fn run(
     op: &'static str,
     head: &Head<'_>,
@@ -64,7 +64,7 @@ fn run(
     })
 }
 
-/// The losses of all rows.
+/// The losses of all rows, from those of each chunk.
 fn joined(head: &Head<'_>, parts: &[Raw]) -> Result<Raw> {
     match parts {
         [] => compute::zeros(&[0], accumulator(head.h.dtype()), head.h.device()),

@@ -11,8 +11,9 @@ pub(in crate::ops::loss) static LOG_PROBS: OpInfo = OpInfo::cheap("linear_log_pr
 const OP: &str = LOG_PROBS.name;
 
 /// log softmax(h Wᵀ) at the targets: `h (N, D)`, `weight (V, D)`, `targets (N)` → (N) in f32 (f64 for f64); 0 where the
-/// target is [`IGNORE_INDEX`](super::super::IGNORE_INDEX). Logits are computed in chunks, and again in the backward
-/// pass, because each row has a gradient of its own.
+/// target is [`IGNORE_INDEX`](super::super::IGNORE_INDEX). The forward pass computes the logits in chunks of rows. The
+/// backward pass computes them again: the gradient of a row's logits needs that of the row's result, which the forward pass
+/// does not have.
 ///
 /// # Errors
 /// As [`linear_cross_entropy`](super::linear_cross_entropy).

@@ -1,8 +1,8 @@
 //! The head of a language model and its loss as one operation, so that the matrix of all logits never exists.
 //!
-//! The forward pass computes the logits of some rows at a time, with their loss and its gradient. As the result is a sum, the backward
-//! pass only multiplies the saved gradients by a number (Hsu et al. 2024, Liger Kernel, arXiv:2410.10989; Wijmans et al. 2024, Cut
-//! Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009).
+//! The forward pass computes the logits of some rows at a time, the losses of these rows, and the gradients of states and weight. As the
+//! result is a sum, the backward pass only multiplies these saved gradients by a number (Hsu et al. 2024, Liger Kernel,
+//! arXiv:2410.10989; Wijmans et al. 2024, Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009).
 
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -27,23 +27,24 @@ pub use log_probs::linear_log_probs;
 pub(super) static LINEAR_CROSS_ENTROPY: OpInfo = OpInfo::cheap("linear_cross_entropy");
 const OP: &str = LINEAR_CROSS_ENTROPY.name;
 
-/// Bytes of logits at a time on a GPU: enough to keep the GPU busy and to read the weight only a few times.
+/// Bytes of the logits of a chunk of rows on a GPU: enough to keep the GPU busy and to read the weight only a few times.
 const CHUNK_BYTES: usize = 256 << 20;
-/// Bytes of logits at a time on the CPU.
+/// Bytes of the logits of a chunk of rows on the CPU.
 const CPU_CHUNK_BYTES: usize = 16 << 20;
 
 /// Σ wᵢ · cross-entropy(h Wᵀ, targets)ᵢ → a number in f32 (f64 for f64), for states `h (N, D)`, W = `weight (V, D)` and
-/// class ids `targets (N)`, i64 or u32. The factors w of the rows are `weights (N)`, f32; they are 1 unless given and
-/// get no gradient.
+/// class ids `targets (N)`, i64 or u32. The factors w of the rows are `weights (N)`, f32 or f64; without `weights` they
+/// are 1. They get no gradient.
 ///
-/// Rows whose target is [`IGNORE_INDEX`](super::IGNORE_INDEX) count as 0. Sums are in f32. Logits are in the dtype of
-/// `h`, and only a chunk of bounded size exists at a time. Gradients are computed in the forward pass, for operands
-/// that need one. A quantized weight is dequantized some rows at a time.
+/// Rows whose target is [`IGNORE_INDEX`](super::IGNORE_INDEX) count as 0. Sums are in f32 (f64 for f64). Logits are in the
+/// dtype of `h`, and only those of a chunk of rows exist at a time. The forward pass computes the gradients of `h` and
+/// `weight` if they need one. A quantized weight is dequantized some rows at a time.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Index`] naming a target
-/// that is out of range, [`Error::NoBackward`] if `weights` needs a gradient. On CUDA a target out of range makes the
-/// result NaN, and the next function that reads a value or waits for the device returns the error.
+/// that is out of range, [`Error::NoBackward`] if `weights` needs a gradient, [`Error::Argument`] if `weight` is streamed.
+/// On CUDA a target out of range makes the result NaN, and the next function that reads a value or waits for the device
+/// returns the error.
 pub fn linear_cross_entropy<'a>(
     h: &Tensor,
     weight: impl Into<WeightRef<'a>>,
@@ -100,7 +101,7 @@ impl Backward for LinearCrossEntropyBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         for (index, (gradient, dtype)) in self.gradients.iter().zip(self.dtypes).enumerate() {
             let Some(gradient) = gradient.as_ref().filter(|_| context.needs(index)) else { continue };
-            // The factor is not rounded to the dtype of the states.
+            // The product is computed in f32 or f64, so that the gradient of the sum is not rounded to the dtype of the states.
             let gradient = compute::cast(&gradient.get()?, accumulator(dtype))?;
             context.add(index, compute::cast(&compute::binary(&gradient, context.grad(), Mul)?, dtype)?)?;
         }
@@ -108,7 +109,7 @@ impl Backward for LinearCrossEntropyBackward {
     }
 }
 
-/// The operands on the tape. A quantized weight is not a tensor, so it is not one of them.
+/// The inputs of the operation on the tape: the states, and the weight if it is not quantized.
 fn inputs<'a>(h: &'a Tensor, weight: WeightRef<'a>) -> SmallVec<[&'a Tensor; 2]> {
     std::iter::once(h).chain(weight.tensor()).collect()
 }
@@ -164,21 +165,21 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// The product of rows of states and the weight of a head, some rows at a time.
+/// A head and its states. The logits h Wᵀ are computed for a chunk of rows at a time.
 struct Head<'a> {
     /// The states, (N, D).
     h: &'a Raw,
     weight: Matrix<'a>,
-    /// Rows at a time.
+    /// Number of rows of a chunk.
     rows: usize,
-    /// Which gradients are computed: of the states, of the weight.
+    /// Whether the gradient of the states, and whether that of the weight, is computed.
     wanted: [bool; 2],
 }
 
 impl Head<'_> {
-    /// Call `turn` with the logits of each chunk and its range of rows; `turn` returns a result and, if gradients are
-    /// wanted, the gradient of the logits. Returns all results, the gradient of the states, and the gradient of the
-    /// weight in f32 (f64 for f64).
+    /// Calls `turn` for each chunk, with the logits and the range of rows of the chunk. `turn` returns a result and, if
+    /// gradients are wanted, the gradient of these logits. `run` returns all results, the gradient of the states, and the
+    /// gradient of the weight in f32 (f64 for f64).
     fn run<R>(
         &self,
         mut turn: impl FnMut(Raw, Range<usize>) -> Result<(R, Option<Raw>)>,
@@ -217,12 +218,12 @@ const fn accumulator(dtype: DType) -> DType {
     if matches!(dtype, DType::F64) { DType::F64 } else { DType::F32 }
 }
 
-/// How many rows of logits are computed at a time.
+/// The number of rows of a chunk.
 fn chunk_rows(h: &Tensor, weight: WeightRef<'_>) -> usize {
     let row = weight.dims().first().map_or(1, |classes| classes * h.dtype().size_in_bytes());
     let bytes = if h.device().is_cpu() { CPU_CHUNK_BYTES } else { CHUNK_BYTES };
     let rows = (bytes / row.max(1)).max(1);
-    // A number of rows that fills whole tiles of the products.
+    // Multiples of 128 rows fill whole tiles of the matrix products.
     if rows > 128 { rows / 128 * 128 } else { rows }
 }
 
@@ -260,7 +261,7 @@ fn check_weights(h: &Tensor, targets: &Tensor, weights: &Tensor) -> Result<()> {
     }
     if !matches!(weights.dtype(), DType::F32 | DType::F64) {
         let found = weights.dtype().as_str();
-        return Err(Error::dtype(OP, format!("the weights are {found}, expected f32; convert them with to()")));
+        return Err(Error::dtype(OP, format!("the weights are {found}, expected f32 or f64; convert them with to()")));
     }
     if !weights.device().same_device(h.device()) {
         return Err(Error::device(OP, "the weights are on another device than h; move one with to()"));

@@ -18,23 +18,26 @@ pub(super) static L1: OpInfo = OpInfo::cheap("l1_loss");
 pub(super) static HUBER: OpInfo = OpInfo::cheap("huber_loss");
 pub(super) static SMOOTH_L1: OpInfo = OpInfo::cheap("smooth_l1_loss");
 
-/// Elements that one thread takes at a time.
+/// Number of elements that one thread sums at a time.
 const GRAIN: usize = 32 * 1024;
-/// Elements that are summed in the accumulator dtype; longer sums are in f64.
+/// Number of elements whose sum is in the accumulator dtype; these sums are added in f64.
 const BLOCK: usize = 1024;
 
 /// A loss of the difference d of two elements, with its derivative.
 trait Distance: Copy + Send + Sync + 'static {
-    /// The names of the kernels of the value and of the slope in `cuda/kernels/elementwise.cu`.
+    /// The name of the kernel of the loss in `cuda/kernels/elementwise.cu`.
     const VALUE: &'static str;
+    /// The name of the kernel of the derivative.
     const SLOPE: &'static str;
 
-    /// The distance at which the loss changes its form, for losses with two forms.
+    /// The |d| at which a loss with two formulas changes from one to the other.
     fn threshold(&self) -> f64 {
         0.0
     }
 
+    /// The loss.
     fn value<R: Real>(&self, d: R) -> R;
+    /// The derivative of the loss with respect to d.
     fn slope<R: Real>(&self, d: R) -> R;
 }
 
@@ -138,7 +141,7 @@ impl Distance for SmoothAbsolute {
     }
 }
 
-/// The loss of each pair.
+/// The loss of a pair of elements.
 #[derive(Clone, Copy)]
 struct Value<F>(F);
 
@@ -155,8 +158,8 @@ impl<F: Distance> Binary for Value<F> {
     }
 }
 
-/// The gradient of the first element of each pair times a factor, from (gradient of the loss, first element, second
-/// element).
+/// The gradient of the first element a of a pair (a, b): g · `factor` · slope(a - b), from g, a and b, where g is the gradient
+/// of the result.
 #[derive(Clone, Copy)]
 struct Slope<F> {
     function: F,
@@ -277,7 +280,7 @@ fn distance(
     )
 }
 
-/// The squared distance of `input` and `target`, of the same shape.
+/// The squared difference of `input` and `target`, which have the same shape.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the shapes, dtypes or devices of the tensors differ.
@@ -285,7 +288,7 @@ pub fn mse_loss(input: &Tensor, target: &Tensor, reduction: Reduction) -> Result
     distance(&MSE, input, target, reduction, Square)
 }
 
-/// The absolute distance of `input` and `target`, of the same shape; its gradient at 0 is 0.
+/// The absolute difference of `input` and `target`, which have the same shape. Its gradient at a difference of 0 is 0.
 ///
 /// # Errors
 /// As [`mse_loss`].
