@@ -15,7 +15,7 @@ use crate::{Result, Tensor, Var, compute};
 
 const OP: &str = "low_rank";
 
-/// A trained tensor in the compute dtype, off the tape; for a variable, the copy that it keeps.
+/// Returns `tensor` in `dtype`, off the tape. A variable of another dtype keeps its cast copy; this function returns that copy.
 pub(super) fn operand(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     match Var::of(tensor) {
         _ if tensor.dtype() == dtype => Ok(tensor.detach()),
@@ -24,13 +24,14 @@ pub(super) fn operand(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     }
 }
 
-/// Keeps `operand`, which [`operand()`] has made from `tensor`, for the backward pass. It is held if `tensor` is a
-/// parameter, and saved if `tensor` is the result of an operation.
+/// Keeps `operand`, which [`operand()`] has made from `tensor`, for the backward pass. If `tensor` is a leaf (a parameter),
+/// `operand` is held, and not counted as a saved activation; if `tensor` is the result of an operation, `operand` is saved.
 pub(super) fn keep(saver: &mut Saver<'_>, tensor: &Tensor, operand: &Tensor) -> Saved {
     if tensor.is_leaf() { saver.hold(operand) } else { saver.save(operand) }
 }
 
-/// The columns of one adapted layer in the joint matrices of all layers.
+/// The columns of one adapted layer in the two matrices that all adapted layers of the operation share: the result
+/// (rows, Σ out) and x Aᵀ (rows, Σ rank).
 #[derive(Clone, Copy)]
 struct Place {
     /// First column and number of columns of the result.
@@ -43,7 +44,7 @@ struct Place {
 }
 
 impl Place {
-    /// The layer's columns of a matrix of all results.
+    /// The layer's columns of a `matrix` (rows, Σ out): the result, or its gradient.
     fn of_result(&self, matrix: &Raw) -> Result<Raw> {
         Ok(matrix.narrow(1, self.columns[0], self.columns[1])?)
     }
@@ -52,13 +53,14 @@ impl Place {
         LastProduct { up, columns: self.columns, ranks: self.ranks, scale: self.scale }
     }
 
-    /// The layer's columns of a matrix of all x Aᵀ.
+    /// The layer's columns of a `matrix` (rows, Σ rank): x Aᵀ, or its gradient.
     fn of_hidden(&self, matrix: &Raw) -> Result<Raw> {
         Ok(matrix.narrow(1, self.ranks[0], self.ranks[1])?)
     }
 }
 
-/// The second product of an adapter: s · hidden · Bᵀ, for some columns of a result.
+/// The second product of an adapter, s · hidden · Bᵀ, where hidden is the adapter's x Aᵀ, and the result's columns that it is
+/// added to.
 pub(super) struct LastProduct<B> {
     /// B, (out, rank).
     pub up: B,
@@ -83,7 +85,7 @@ impl LastProduct<Saved> {
     }
 }
 
-/// The ranges of consecutive places with the same scale. The products of a range run together.
+/// The index ranges of consecutive places with the same scale. The products of one range run in one call.
 fn of_one_scale(places: &[Place]) -> impl Iterator<Item = Range<usize>> {
     let mut end = 0;
     places.chunk_by(|a, b| a.scale == b.scale).map(move |alike| {
@@ -105,13 +107,13 @@ pub(super) struct LowRanks<'a> {
 }
 
 impl<'a> LowRanks<'a> {
-    /// The same products, for an operation whose inputs have the factors of `others` between x and the factors of these
-    /// products.
+    /// The same products, for an operation whose inputs are x, the factors of `others`, and then the factors of `self`.
     pub fn after(self, others: &LowRanks<'_>) -> Self {
         Self { skipped: others.skipped + 2 * others.places.len(), ..self }
     }
 
-    /// Add a product of checked factors, whose results begin at `column` and have dtype `dtype`.
+    /// Appends the product of `factors` (A, B), whose shapes the caller has checked. Its result has dtype `dtype`, and
+    /// is added to the columns from `column` on.
     pub fn push(&mut self, factors: [&'a Tensor; 2], scale: f64, column: usize, dtype: DType) -> Result<()> {
         let [down, up] = factors;
         let first = self.places.last().map_or(0, |last| last.ranks[0] + last.ranks[1]);
@@ -199,7 +201,7 @@ impl<'a> LowRanks<'a> {
         self.save_for(saver, (x.shape(), needs_x), Some(x), weight, hidden)
     }
 
-    /// As [`save`](Self::save), for an operation that computes the input of the maps itself, and recomputes it in the
+    /// As [`save`](Self::save), but does not save x: for an operation that computes x itself, and recomputes x in the
     /// backward pass.
     pub fn save_without_input(
         &self,
@@ -279,7 +281,8 @@ impl LowRankBackward {
         self.factors[place][0].as_ref().map(Saved::get).transpose()
     }
 
-    /// s g B of all products, (rows, Σ rank).
+    /// s g B of all products side by side, (rows, Σ rank), where g (`grad`) is the gradient of the result. The columns
+    /// of a product whose B is not kept stay uninitialised.
     pub fn hidden_gradient(&self, grad: &Raw) -> Result<Raw> {
         let ranks = self.places.last().map_or(0, |last| last.ranks[0] + last.ranks[1]);
         let all = compute::unset(OP, grad, &[grad.dims()[0], ranks])?;
@@ -297,13 +300,13 @@ impl LowRankBackward {
         Ok(all)
     }
 
-    /// g W, without low-rank products.
+    /// g W: the gradient of x through the frozen weight alone. `None` if no weight is kept, because x needs no gradient.
     pub fn base_gradient(&self, grad: &Raw) -> Result<Option<Raw>> {
         self.weight.as_ref().map(|weight| weight.input_gradient(grad)).transpose()
     }
 
     /// Returns s g B, (rows, Σ rank), where g is the gradient of the result, for each adapted layer whose x or A needs
-    /// a gradient; other columns stay uninitialised. If x needs a gradient, also adds s g B A to the gradient of x.
+    /// a gradient; the columns of other layers stay uninitialised. If x needs a gradient, also adds s g B A to the gradient of x.
     fn grad_hidden(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<Option<Raw>> {
         let needs_x = context.needs(0);
         let needed: SmallVec<[bool; 4]> =
