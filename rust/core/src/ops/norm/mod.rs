@@ -185,7 +185,7 @@ impl SavedAffine {
         numbers(self.shift.as_ref().map(Saved::get).transpose()?.as_ref(), len, R::ZERO)
     }
 
-    /// Adds `weight` and `bias`, the gradients of scale and shift, to the gradients of those of the two that need one.
+    /// Adds `weight` to the gradient of the scale and `bias` to the gradient of the shift, for each of the two that is wanted.
     fn add<R: WithDType>(&self, context: &mut BackwardContext<'_>, weight: Vec<R>, bias: Vec<R>) -> Result<()> {
         for (place, grad) in [(&self.weight, weight), (&self.bias, bias)] {
             if let Some(place) = place.as_ref().filter(|place| context.needs(place.index)) {

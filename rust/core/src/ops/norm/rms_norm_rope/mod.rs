@@ -30,7 +30,7 @@ pub(super) static RMS_NORM_ROPE: OpInfo = OpInfo::cheap("rms_norm_rope");
 ///
 /// # Errors
 /// [`Error::Argument`](crate::Error::Argument) if `eps` is negative or not finite; [`Error::Shape`](crate::Error::Shape),
-/// [`Error::DType`](crate::Error::DType) or [`Error::Device`](crate::Error::Device) if an operand does not match `x`;
+/// [`Error::DType`](crate::Error::DType) or [`Error::Device`](crate::Error::Device) if D is odd or an operand does not match `x`;
 /// [`Error::NoBackward`](crate::Error::NoBackward) if `cos` or `sin` needs a gradient.
 pub fn rms_norm_rope(
     x: &Tensor,
