@@ -1,5 +1,6 @@
-//! The CUDA form: `kernels/codes.cu` around products of 8-bit numbers. On compute capability 9.0 a kernel computes int8
-//! products and scales the sums itself; cuBLASLt computes all others.
+//! The CUDA form. On compute capability 9.0, one kernel ([`hopper`]) computes the product of int8 codes and scales the sums, for f16
+//! and bf16 results. For all other products, cuBLASLt multiplies the codes, and a kernel of `kernels/codes.cu` scales the sums. Other
+//! kernels of `kernels/codes.cu` round to codes and transpose codes.
 
 mod hopper;
 
@@ -17,12 +18,13 @@ use crate::quantized::Format;
 use crate::{Raw, Result, compute};
 
 const OP: &str = "linear";
-/// Bytes of sums that are computed and scaled at a time, so that they stay in the L2 cache of large GPUs.
+/// Number of bytes of sums that are computed and scaled at a time; so many stay in the L2 cache of large GPUs.
 const SUMS: usize = 24 << 20;
-/// The fewest rows of a product at a time, so that it fills a GPU.
+/// The minimum number of rows that are multiplied at a time; so many keep a GPU busy.
 const FEWEST_ROWS: usize = 256;
 /// The number of rows and of columns of the tiles of a transposition.
 const TILE: usize = 64;
+/// Number of threads of a thread block.
 const BLOCK: u32 = 256;
 
 /// A matrix rounded to codes, with a scale for each row.
@@ -59,7 +61,8 @@ impl Quantized {
 }
 
 impl Rounded {
-    /// Round `x` (rows, columns), multiplied by the scales of the columns if given.
+    /// Rounds `x` (rows, columns). If `column_scales` is given, x is first multiplied by the scales of its columns, which are those of
+    /// the rows of the `parts` parts.
     fn new(gpu: &Gpu, kind: Codes, x: &Raw, column_scales: Option<CodeParts>, parts: usize) -> Result<Self> {
         let x = compute::contiguous(x)?;
         let x = if address(OP, &x)?.is_multiple_of(16) { x } else { crate::raw::own_copy(&x)? };
@@ -82,8 +85,9 @@ impl Rounded {
         Ok(Self { codes, scales, rows, columns })
     }
 
-    /// Write the scaled product of these codes and the transpose of the codes (n, columns) at `w` to the columns of
-    /// `to`. Returns false if the device has no 8-bit products.
+    /// Computes X Wᵀ, where X are these codes and W are the codes (n, columns) at the address `w`. Multiplies the sums by the scales
+    /// of X and of `to`, adds the bias, and writes the result to n columns of `to.y`. Returns false if the device has no 8-bit
+    /// products.
     fn product(&self, gpu: &Gpu, kind: Codes, (w, n): (u64, usize), to: &Columns<'_>) -> Result<bool> {
         let at_once = (SUMS / (4 * n)).max(FEWEST_ROWS) / MULTIPLE * MULTIPLE;
         let sums = empty(OP, gpu, &[at_once.min(self.codes.dims()[0]), n], DType::U32)?;
@@ -94,7 +98,8 @@ impl Rounded {
             let rows = at_once.min(self.rows - first);
             let x = codes + (first * self.columns) as u64;
             let sizes = [rows.next_multiple_of(MULTIPLE), n, self.columns];
-            // SAFETY: the codes have these rows, initialised or not, and the sums have room for their products.
+            // SAFETY: the codes have these rows (rows beyond `self.rows` are uninitialised, and their sums are not read), and `sums` has
+            // room for the products.
             if !unsafe { product_of_codes(OP, gpu, kind, [x, w, address(OP, &sums)?], sizes) }? {
                 return Ok(false);
             }
@@ -125,13 +130,13 @@ impl Rounded {
     }
 }
 
-/// The destination of a product.
+/// The columns of a result that a product is written to.
 struct Columns<'a> {
     /// The result, dense.
     y: &'a Raw,
-    /// The first column.
+    /// The first column of y that the product is written to.
     start: usize,
-    /// Address and number of the scales of columns.
+    /// Address and number of the scales of these columns; one scale is for all of them. `None`: the columns have no scales.
     scales: Option<(u64, u32)>,
     /// The bias of all columns of y, dense.
     bias: Option<&'a Raw>,

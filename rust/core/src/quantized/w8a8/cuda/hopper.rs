@@ -10,15 +10,17 @@ use crate::cuda::tensor_map::{Encoder, NO_MAP};
 use crate::cuda::{Codes, Gpu};
 use crate::{Raw, Result};
 
-/// Rows and columns of a block's tile, and the codes of a row that one stage holds.
+/// Number of rows of the tile of y that a thread block computes.
 const ROWS: usize = 128;
+/// Number of columns of this tile.
 const COLUMNS: usize = 256;
+/// Number of codes of each row of x and W that one stage of the pipeline holds.
 const STEP: u32 = 128;
-/// Bytes of the four stages and their barriers.
+/// Number of bytes of shared memory for the pipeline's four stages and their barriers.
 const SHARED: u32 = 4 * (ROWS + COLUMNS) as u32 * STEP + 64;
 
-/// Write the product of `x` with all parts of a matrix to `y`: the sums of codes times the scales of their row and column,
-/// plus the bias. Returns false if the device, format or dtype is not supported.
+/// Writes x Wᵀ + b to `y`, where the rows of W are those of the `count` parts. An element of y is the sum of products of codes, times
+/// the scales of its row and column, plus the bias. Returns false if the device, format or dtype is not supported.
 pub(super) fn product(
     gpu: &Gpu,
     kind: Codes,
@@ -43,7 +45,7 @@ pub(super) fn product(
     }
     let maps = CodeMaps { x: map(address(OP, &x.codes)?, x.rows as u64)?, w };
     let tiles: usize = parts.list.iter().take(count).map(|part| (part.rows as usize).div_ceil(COLUMNS)).sum();
-    // A cluster takes two tiles of rows.
+    // A cluster of two thread blocks computes two tiles at a time, of neighbouring rows and the same columns.
     let clusters = (x.rows.div_ceil(2 * ROWS) * tiles).min(gpu.multiprocessors() / 2).max(1);
     let arguments = Arguments {
         out: output(OP, y)?,
