@@ -15,7 +15,8 @@ use crate::{Result, Tensor, Var, compute};
 
 const OP: &str = "low_rank";
 
-/// Returns `tensor` in `dtype`, off the tape. A variable of another dtype keeps its cast copy; this function returns that copy.
+/// Returns `tensor` in `dtype`, off the tape. If `tensor` is a variable of another dtype, this is the copy in `dtype` that the variable
+/// keeps.
 pub(super) fn operand(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     match Var::of(tensor) {
         _ if tensor.dtype() == dtype => Ok(tensor.detach()),

@@ -48,7 +48,8 @@ fn forward(factors: [&Raw; 4]) -> Result<Raw> {
 /// (A₁ B₁) ∘ (A₂ B₂): `a1 (n, r₁)`, `b1 (r₁, m)`, `a2 (n, r₂)`, `b2 (r₂, m)` → `(n, m)`. Saves the factors.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the shapes do not match as above, or the factors differ in dtype or device.
+/// [`Error::Shape`] if the factors do not have the shapes above, [`Error::DType`] or [`Error::Device`] if they differ in dtype or
+/// device.
 pub fn low_rank_hadamard(a1: &Tensor, b1: &Tensor, a2: &Tensor, b2: &Tensor) -> Result<Tensor> {
     let factors = [a1, b1, a2, b2];
     let fits = factors.iter().all(|f| f.rank() == 2)
