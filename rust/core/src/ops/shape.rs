@@ -144,7 +144,7 @@ impl Tensor {
         record_view(&PERMUTE, self, self.raw.permute(dims)?, || PermuteBackward(inverse))
     }
 
-    /// Two dimensions swapped.
+    /// The tensor with dimensions `a` and `b` swapped.
     ///
     /// # Errors
     /// [`Error::Index`] if a dimension is out of range.
@@ -156,7 +156,7 @@ impl Tensor {
         self.permute(&dims)
     }
 
-    /// The last two dimensions swapped.
+    /// The tensor with its last two dimensions swapped.
     ///
     /// # Errors
     /// [`Error::Shape`] with fewer than two dimensions.
@@ -286,7 +286,11 @@ impl Tensor {
             if tensor.dtype() != first.dtype() {
                 return Err(Error::dtype(
                     "cat",
-                    format!("tensor {index} is {}, the first is {}", tensor.dtype().as_str(), first.dtype().as_str()),
+                    format!(
+                        "tensor {index} is {}, the first is {}; convert one with to()",
+                        tensor.dtype().as_str(),
+                        first.dtype().as_str()
+                    ),
                 ));
             }
         }
@@ -309,7 +313,7 @@ impl Tensor {
         if let Some((index, other)) = tensors.iter().enumerate().find(|(_, t)| t.dims() != tensors[0].dims()) {
             return Err(Error::shape(
                 "stack",
-                format!("tensor {index} has shape {:?}, the first {:?}", other.dims(), tensors[0].dims()),
+                format!("tensor {index} has shape {:?}, expected {:?} like the first", other.dims(), tensors[0].dims()),
             ));
         }
         let expanded = tensors.iter().map(|t| t.unsqueeze(dim)).collect::<Result<Vec<_>>>()?;

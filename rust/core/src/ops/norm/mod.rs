@@ -117,7 +117,7 @@ fn check_eps(op: &'static str, eps: f64) -> Result<()> {
     if eps.is_finite() && eps >= 0.0 {
         return Ok(());
     }
-    Err(Error::argument(op, format!("eps is {eps}, expected a number of at least 0")))
+    Err(Error::argument(op, format!("eps is {eps}, expected a number that is finite and at least 0")))
 }
 
 /// The values of a parameter in the accumulator type; without a parameter, `len` times `neutral`.

@@ -97,7 +97,7 @@ fn equal_extremes_share_the_gradient_except_over_one_dimension() {
 }
 
 #[test]
-fn nan_is_the_extreme() {
+fn nan_is_both_the_largest_and_the_smallest_element() {
     let x = tensor(&[1.0, f64::NAN, 3.0], &[3]);
     for y in [x.max(&[0], false), x.min(&[0], false), x.max_all(), x.min_all()] {
         assert!(y.unwrap().item().unwrap().is_nan());

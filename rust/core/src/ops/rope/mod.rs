@@ -43,7 +43,10 @@ pub(super) fn check(op: &'static str, x: &Tensor, cos: &Tensor, sin: &Tensor) ->
         return Err(Error::shape(op, format!("the input has shape {:?}, expected (..., length, width)", x.dims())));
     };
     if width % 2 != 0 {
-        return Err(Error::shape(op, format!("the width {width} of shape {:?} is odd, expected pairs", x.dims())));
+        return Err(Error::shape(
+            op,
+            format!("the width {width} of shape {:?} is odd, expected an even width", x.dims()),
+        ));
     }
     for (name, table) in [("cos", cos), ("sin", sin)] {
         if *table.dims() != [length, width / 2] {

@@ -99,7 +99,7 @@ mod tests {
 
     /// torch 2.11: `F.interpolate(torch.arange(m).float()[None, None], n, mode="nearest")`.
     #[test]
-    fn positions_are_those_of_torch() {
+    fn source_positions_are_those_of_torch() {
         assert_eq!(sources(3, 5), [0, 0, 1, 1, 2]);
         assert_eq!(sources(4, 7), [0, 0, 1, 1, 2, 2, 3]);
         assert_eq!(sources(7, 3), [0, 2, 4]);
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn images_that_do_not_fit_are_errors() {
+    fn wrong_images_and_sizes_are_errors() {
         let image = |dims: &[usize]| Tensor::constant(from_vec(vec![0f32; dims.iter().product()], dims));
         assert!(matches!(upsample_nearest2d(&image(&[2, 2, 3]), [4, 4]), Err(Error::Shape { .. })));
         assert!(matches!(upsample_nearest2d(&image(&[1, 0, 2, 3]), [4, 4]), Err(Error::Shape { .. })));
