@@ -35,9 +35,9 @@ pub(super) fn keep(saver: &mut Saver<'_>, tensor: &Tensor, operand: &Tensor) -> 
 /// (rows, Σ out) and x Aᵀ (rows, Σ rank).
 #[derive(Clone, Copy)]
 struct Place {
-    /// First column and number of columns of the result.
+    /// The first of the layer's columns in the result, and their number.
     columns: [usize; 2],
-    /// First column and number of columns in x Aᵀ.
+    /// The first of the layer's columns in x Aᵀ, and their number (the rank).
     ranks: [usize; 2],
     scale: f64,
     /// Dtypes of the gradients of A and B.
@@ -65,9 +65,9 @@ impl Place {
 pub(super) struct LastProduct<B> {
     /// B, (out, rank).
     pub up: B,
-    /// First column and number of columns of the result.
+    /// The first column of the result that the product is added to, and the number of these columns.
     pub columns: [usize; 2],
-    /// First column and number of columns in the x Aᵀ of all adapters.
+    /// The first of the adapter's columns in the x Aᵀ of all adapters, and their number (the rank).
     pub ranks: [usize; 2],
     pub scale: f64,
 }
@@ -103,7 +103,7 @@ pub(super) struct LowRanks<'a> {
     factors: SmallVec<[[&'a Tensor; 2]; 1]>,
     /// The factors in the compute dtype, off the tape.
     operands: SmallVec<[[Tensor; 2]; 1]>,
-    /// How many inputs of the operation are between x and the first factor.
+    /// How many inputs of the operation precede the first factor, not counting x.
     skipped: usize,
 }
 
@@ -157,7 +157,7 @@ impl<'a> LowRanks<'a> {
         Ok(Some(all))
     }
 
-    /// x Aᵀ of all adapters side by side, (rows, Σ rank), without the second products.
+    /// Computes the first products alone: x Aᵀ of all adapters side by side, (rows, Σ rank).
     pub fn hidden(&self, x: &Raw) -> Result<Raw> {
         let ranks = self.places.last().map_or(0, |last| last.ranks[0] + last.ranks[1]);
         let all = compute::unset(OP, x, &[x.dims()[0], ranks])?;
@@ -184,7 +184,7 @@ impl<'a> LowRanks<'a> {
         self.places.iter().zip(&self.operands).map(|(place, [_, up])| place.last_product(&up.raw))
     }
 
-    /// The second products, kept for the backward pass.
+    /// Keeps B of each product for the backward pass, and returns the second products with these saved B.
     pub fn save_last_products(&self, saver: &mut Saver<'_>) -> SmallVec<[LastProduct<Saved>; 2]> {
         let all = self.places.iter().zip(self.factors.iter().zip(&self.operands));
         all.map(|(place, ([_, up], [_, operand]))| place.last_product(keep(saver, up, operand))).collect()
@@ -248,26 +248,28 @@ impl<'a> LowRanks<'a> {
     }
 }
 
-/// The backward pass of a frozen linear map with low-rank products. The inputs of the node are x, then A and B of each product.
+/// The backward pass of a frozen linear map with low-rank products. The inputs of the node are x, then
+/// `skipped` inputs that do not belong to these products, then A and B of each product.
 pub(super) struct LowRankBackward {
     x: Option<Saved>,
     /// x Aᵀ of all adapters, (rows, Σ rank).
     hidden: Option<Saved>,
     weight: Option<HeldWeight>,
+    /// A and B of each product: A is kept if x needs a gradient, B if x or A needs one.
     factors: SmallVec<[[Option<Saved>; 2]; 1]>,
     places: SmallVec<[Place; 1]>,
     x_shape: Shape,
-    /// How many inputs of the node are between x and the first A.
+    /// How many inputs of the node precede the first A, not counting x.
     skipped: usize,
 }
 
 impl LowRankBackward {
-    /// The index of the input A of a product.
+    /// The index of A of product number `place` among the node's inputs.
     pub const fn down(&self, place: usize) -> usize {
         1 + self.skipped + 2 * place
     }
 
-    /// The index of the input B of a product.
+    /// The index of B of product number `place` among the node's inputs.
     pub const fn up(&self, place: usize) -> usize {
         2 + self.skipped + 2 * place
     }
@@ -277,7 +279,7 @@ impl LowRankBackward {
         self.places[place].dtypes
     }
 
-    /// A of a product, in the compute dtype.
+    /// A of a product in the compute dtype; `None` if it is not kept, because x needs no gradient.
     pub fn down_operand(&self, place: usize) -> Result<Option<Raw>> {
         self.factors[place][0].as_ref().map(Saved::get).transpose()
     }

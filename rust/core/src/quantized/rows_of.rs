@@ -56,7 +56,8 @@ impl Quantized {
         })
     }
 
-    /// dx = g W for `g` (rows of dx, rows of W), some rows of W at a time, summed in f32 (f64 for f64).
+    /// dx = g W for `g` (rows of dx, rows of W), some rows of W at a time. The products of these groups of rows are summed in f32, or in
+    /// f64 if `dx` is f64.
     pub(crate) fn input_gradient(&self, dx: &Raw, g: &Raw) -> Result<()> {
         let wide = if dx.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let sum = if dx.dtype() == wide { dx.clone() } else { compute::zeros(dx.dims(), wide, dx.device())? };

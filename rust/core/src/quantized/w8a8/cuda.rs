@@ -22,7 +22,7 @@ const OP: &str = "linear";
 const SUMS: usize = 24 << 20;
 /// The minimum number of rows that are multiplied at a time; so many keep a GPU busy.
 const FEWEST_ROWS: usize = 256;
-/// The number of rows and of columns of the tiles of a transposition.
+/// The number of rows, and of columns, of a tile that a thread block transposes.
 const TILE: usize = 64;
 /// Number of threads of a thread block.
 const BLOCK: u32 = 256;
@@ -42,6 +42,7 @@ impl Quantized {
         if self.format() == Format::Int8 { Codes::Int8 } else { Codes::E4m3 }
     }
 
+    /// The kernels' description of the weight's parts.
     fn code_parts(&self) -> Result<CodeParts> {
         let (mut list, mut start) = ([CodePart::default(); MOST_PARTS], 0);
         for (part, place) in self.parts.iter().zip(&mut list) {
@@ -61,8 +62,8 @@ impl Quantized {
 }
 
 impl Rounded {
-    /// Rounds `x` (rows, columns). If `column_scales` is given, x is first multiplied by the scales of its columns, which are those of
-    /// the rows of the `parts` parts.
+    /// Rounds `x` (rows, columns). If `column_scales` is given, the columns of x are first multiplied by the row scales of a weight,
+    /// which has `parts` parts and one row for each column of x.
     fn new(gpu: &Gpu, kind: Codes, x: &Raw, column_scales: Option<CodeParts>, parts: usize) -> Result<Self> {
         let x = compute::contiguous(x)?;
         let x = if address(OP, &x)?.is_multiple_of(16) { x } else { crate::raw::own_copy(&x)? };
@@ -169,7 +170,7 @@ pub(super) fn input_gradient(w: &Quantized, g: &Raw) -> Result<Option<Raw>> {
     let [rows, columns] = w.dims;
     let (parts, dtype) = (w.code_parts()?, g.dtype());
     let g = Rounded::new(gpu, kind, g, Some(parts), w.parts.len())?;
-    // Tensor cores sum 8-bit products along the rows of both matrices, so W is transposed.
+    // 8-bit products need both factors contiguous along the dimension that is summed over, here the rows of W, so W is transposed.
     let turned = empty(OP, gpu, &[columns, rows], DType::U8)?;
     let most = w.parts.iter().map(|part| part.rows).max().unwrap_or(0);
     let grid = [columns.div_ceil(TILE), most.div_ceil(TILE), w.parts.len()];
