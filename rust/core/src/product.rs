@@ -1,4 +1,4 @@
-//! Matrix products that are requested together, and their precision.
+//! Descriptions of matrix products that are computed in one call, and the settings of their precision.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,7 +7,8 @@ use candle_core::DType;
 
 use crate::{Raw, Result};
 
-/// A low-rank product of an adapted linear map, without the tensor that it is added to. All fields are matrices.
+/// The low-rank product `input` · `down` · `up` of an adapted linear map. The tensor that it is added to is given separately. All
+/// fields are matrices.
 pub struct LowRankTerm {
     /// The input, (rows, inner).
     pub input: Raw,
@@ -19,7 +20,7 @@ pub struct LowRankTerm {
     pub hidden: Raw,
 }
 
-/// One of several independent products.
+/// `alpha` · `a` · `b`, one of several independent products.
 pub struct Product {
     /// The left operand.
     pub a: Raw,
@@ -80,14 +81,14 @@ pub fn float32_matmul_precision() -> MatmulPrecision {
 
 static W8A8: AtomicBool = AtomicBool::new(false);
 
-/// Choose whether linear layers over int8 or fp8 multiply codes (W8A8), from now on: see
-/// [`w8a8`](crate::quantized::w8a8). By default they multiply the values that the codes represent. Captured graphs keep
-/// the choice that they were recorded with.
+/// Chooses whether linear layers with int8 or fp8 weights multiply 8-bit codes (W8A8, see [`w8a8`](crate::quantized::w8a8))
+/// from now on. By default they multiply the values that the weights' codes represent. Captured graphs keep the choice that
+/// they were recorded with.
 pub fn set_w8a8(enabled: bool) {
     W8A8.store(enabled, Ordering::Relaxed);
 }
 
-/// Whether linear layers over int8 or fp8 multiply codes.
+/// Whether linear layers with int8 or fp8 weights multiply 8-bit codes; see [`set_w8a8`].
 pub fn uses_w8a8() -> bool {
     W8A8.load(Ordering::Relaxed)
 }
@@ -96,9 +97,9 @@ thread_local! {
     static PAIRS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Run `work` with f32 operands split into sums of two bf16 numbers: tensor cores then multiply 16 bits of each factor
-/// and sum in f32. This applies to the forward passes of convolutions, linear layers and attention with wide heads that
-/// this thread queues on a CUDA device. Other operations compute in f32 as usual.
+/// Runs `work`, and splits each f32 operand of its products into a sum of two bf16 numbers. Tensor cores then multiply 16
+/// significant bits of each factor and sum in f32. This applies to the forward passes of convolutions, linear layers and
+/// attention with wide heads that this thread queues on a CUDA device. Other operations compute in f32 as usual.
 pub fn with_bf16_pairs<R>(work: impl FnOnce() -> R) -> R {
     struct Restored(bool);
     impl Drop for Restored {

@@ -15,7 +15,8 @@ use crate::{Result, Tensor, Var, compute};
 
 const OP: &str = "low_rank";
 
-/// A trained tensor in the compute dtype, off the tape; for a variable, the copy that it keeps.
+/// Returns `tensor` in `dtype`, off the tape. If `tensor` is a variable of another dtype, this is the copy in `dtype` that the variable
+/// keeps.
 pub(super) fn operand(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     match Var::of(tensor) {
         _ if tensor.dtype() == dtype => Ok(tensor.detach()),
@@ -24,18 +25,19 @@ pub(super) fn operand(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     }
 }
 
-/// Keeps `operand`, which [`operand()`] has made from `tensor`, for the backward pass. It is held if `tensor` is a
-/// parameter, and saved if `tensor` is the result of an operation.
+/// Keeps `operand`, which [`operand()`] has made from `tensor`, for the backward pass. If `tensor` is a leaf (a parameter),
+/// `operand` is held, and not counted as a saved activation; if `tensor` is the result of an operation, `operand` is saved.
 pub(super) fn keep(saver: &mut Saver<'_>, tensor: &Tensor, operand: &Tensor) -> Saved {
     if tensor.is_leaf() { saver.hold(operand) } else { saver.save(operand) }
 }
 
-/// The columns of one adapted layer in the joint matrices of all layers.
+/// The columns of one adapted layer in the two matrices that all adapted layers of the operation share: the result
+/// (rows, Σ out) and x Aᵀ (rows, Σ rank).
 #[derive(Clone, Copy)]
 struct Place {
-    /// First column and number of columns of the result.
+    /// The first of the layer's columns in the result, and their number.
     columns: [usize; 2],
-    /// First column and number of columns in x Aᵀ.
+    /// The first of the layer's columns in x Aᵀ, and their number (the rank).
     ranks: [usize; 2],
     scale: f64,
     /// Dtypes of the gradients of A and B.
@@ -43,7 +45,7 @@ struct Place {
 }
 
 impl Place {
-    /// The layer's columns of a matrix of all results.
+    /// The layer's columns of a `matrix` (rows, Σ out): the result, or its gradient.
     fn of_result(&self, matrix: &Raw) -> Result<Raw> {
         Ok(matrix.narrow(1, self.columns[0], self.columns[1])?)
     }
@@ -52,19 +54,20 @@ impl Place {
         LastProduct { up, columns: self.columns, ranks: self.ranks, scale: self.scale }
     }
 
-    /// The layer's columns of a matrix of all x Aᵀ.
+    /// The layer's columns of a `matrix` (rows, Σ rank): x Aᵀ, or its gradient.
     fn of_hidden(&self, matrix: &Raw) -> Result<Raw> {
         Ok(matrix.narrow(1, self.ranks[0], self.ranks[1])?)
     }
 }
 
-/// The second product of an adapter: s · hidden · Bᵀ, for some columns of a result.
+/// The second product of an adapter, s · hidden · Bᵀ, where hidden is the adapter's x Aᵀ, and the result's columns that it is
+/// added to.
 pub(super) struct LastProduct<B> {
     /// B, (out, rank).
     pub up: B,
-    /// First column and number of columns of the result.
+    /// The first column of the result that the product is added to, and the number of these columns.
     pub columns: [usize; 2],
-    /// First column and number of columns in the x Aᵀ of all adapters.
+    /// The first of the adapter's columns in the x Aᵀ of all adapters, and their number (the rank).
     pub ranks: [usize; 2],
     pub scale: f64,
 }
@@ -83,7 +86,7 @@ impl LastProduct<Saved> {
     }
 }
 
-/// The ranges of consecutive places with the same scale. The products of a range run together.
+/// The index ranges of consecutive places with the same scale. The products of one range run in one call.
 fn of_one_scale(places: &[Place]) -> impl Iterator<Item = Range<usize>> {
     let mut end = 0;
     places.chunk_by(|a, b| a.scale == b.scale).map(move |alike| {
@@ -100,18 +103,18 @@ pub(super) struct LowRanks<'a> {
     factors: SmallVec<[[&'a Tensor; 2]; 1]>,
     /// The factors in the compute dtype, off the tape.
     operands: SmallVec<[[Tensor; 2]; 1]>,
-    /// How many inputs of the operation are between x and the first factor.
+    /// How many inputs of the operation precede the first factor, not counting x.
     skipped: usize,
 }
 
 impl<'a> LowRanks<'a> {
-    /// The same products, for an operation whose inputs have the factors of `others` between x and the factors of these
-    /// products.
+    /// The same products, for an operation whose inputs are x, the factors of `others`, and then the factors of `self`.
     pub fn after(self, others: &LowRanks<'_>) -> Self {
         Self { skipped: others.skipped + 2 * others.places.len(), ..self }
     }
 
-    /// Add a product of checked factors, whose results begin at `column` and have dtype `dtype`.
+    /// Appends the product of `factors` (A, B), whose shapes the caller has checked. Its result has dtype `dtype`, and
+    /// is added to the columns from `column` on.
     pub fn push(&mut self, factors: [&'a Tensor; 2], scale: f64, column: usize, dtype: DType) -> Result<()> {
         let [down, up] = factors;
         let first = self.places.last().map_or(0, |last| last.ranks[0] + last.ranks[1]);
@@ -154,7 +157,7 @@ impl<'a> LowRanks<'a> {
         Ok(Some(all))
     }
 
-    /// x Aᵀ of all adapters side by side, (rows, Σ rank), without the second products.
+    /// Computes the first products alone: x Aᵀ of all adapters side by side, (rows, Σ rank).
     pub fn hidden(&self, x: &Raw) -> Result<Raw> {
         let ranks = self.places.last().map_or(0, |last| last.ranks[0] + last.ranks[1]);
         let all = compute::unset(OP, x, &[x.dims()[0], ranks])?;
@@ -181,7 +184,7 @@ impl<'a> LowRanks<'a> {
         self.places.iter().zip(&self.operands).map(|(place, [_, up])| place.last_product(&up.raw))
     }
 
-    /// The second products, kept for the backward pass.
+    /// Keeps B of each product for the backward pass, and returns the second products with these saved B.
     pub fn save_last_products(&self, saver: &mut Saver<'_>) -> SmallVec<[LastProduct<Saved>; 2]> {
         let all = self.places.iter().zip(self.factors.iter().zip(&self.operands));
         all.map(|(place, ([_, up], [_, operand]))| place.last_product(keep(saver, up, operand))).collect()
@@ -199,7 +202,7 @@ impl<'a> LowRanks<'a> {
         self.save_for(saver, (x.shape(), needs_x), Some(x), weight, hidden)
     }
 
-    /// As [`save`](Self::save), for an operation that computes the input of the maps itself, and recomputes it in the
+    /// As [`save`](Self::save), but does not save x: for an operation that computes x itself, and recomputes x in the
     /// backward pass.
     pub fn save_without_input(
         &self,
@@ -245,26 +248,28 @@ impl<'a> LowRanks<'a> {
     }
 }
 
-/// The backward pass of a frozen linear map with low-rank products. The inputs of the node are x, then A and B of each product.
+/// The backward pass of a frozen linear map with low-rank products. The inputs of the node are x, then
+/// `skipped` inputs that do not belong to these products, then A and B of each product.
 pub(super) struct LowRankBackward {
     x: Option<Saved>,
     /// x Aᵀ of all adapters, (rows, Σ rank).
     hidden: Option<Saved>,
     weight: Option<HeldWeight>,
+    /// A and B of each product: A is kept if x needs a gradient, B if x or A needs one.
     factors: SmallVec<[[Option<Saved>; 2]; 1]>,
     places: SmallVec<[Place; 1]>,
     x_shape: Shape,
-    /// How many inputs of the node are between x and the first A.
+    /// How many inputs of the node precede the first A, not counting x.
     skipped: usize,
 }
 
 impl LowRankBackward {
-    /// The index of the input A of a product.
+    /// The index of A of product number `place` among the node's inputs.
     pub const fn down(&self, place: usize) -> usize {
         1 + self.skipped + 2 * place
     }
 
-    /// The index of the input B of a product.
+    /// The index of B of product number `place` among the node's inputs.
     pub const fn up(&self, place: usize) -> usize {
         2 + self.skipped + 2 * place
     }
@@ -274,12 +279,13 @@ impl LowRankBackward {
         self.places[place].dtypes
     }
 
-    /// A of a product, in the compute dtype.
+    /// A of a product in the compute dtype; `None` if it is not kept, because x needs no gradient.
     pub fn down_operand(&self, place: usize) -> Result<Option<Raw>> {
         self.factors[place][0].as_ref().map(Saved::get).transpose()
     }
 
-    /// s g B of all products, (rows, Σ rank).
+    /// s g B of all products side by side, (rows, Σ rank), where g (`grad`) is the gradient of the result. The columns
+    /// of a product whose B is not kept stay uninitialised.
     pub fn hidden_gradient(&self, grad: &Raw) -> Result<Raw> {
         let ranks = self.places.last().map_or(0, |last| last.ranks[0] + last.ranks[1]);
         let all = compute::unset(OP, grad, &[grad.dims()[0], ranks])?;
@@ -297,13 +303,13 @@ impl LowRankBackward {
         Ok(all)
     }
 
-    /// g W, without low-rank products.
+    /// g W: the gradient of x through the frozen weight alone. `None` if no weight is kept, because x needs no gradient.
     pub fn base_gradient(&self, grad: &Raw) -> Result<Option<Raw>> {
         self.weight.as_ref().map(|weight| weight.input_gradient(grad)).transpose()
     }
 
     /// Returns s g B, (rows, Σ rank), where g is the gradient of the result, for each adapted layer whose x or A needs
-    /// a gradient; other columns stay uninitialised. If x needs a gradient, also adds s g B A to the gradient of x.
+    /// a gradient; the columns of other layers stay uninitialised. If x needs a gradient, also adds s g B A to the gradient of x.
     fn grad_hidden(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<Option<Raw>> {
         let needs_x = context.needs(0);
         let needed: SmallVec<[bool; 4]> =

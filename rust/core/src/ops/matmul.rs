@@ -35,13 +35,14 @@ impl Backward for MatmulBackward {
 
 impl Tensor {
     /// The matrix product (..., m, k) × (..., k, n) → (..., m, n). Batch dimensions broadcast. As in numpy, a vector is
-    /// a row on the left and a column on the right, and the dimension of size 1 is dropped from the result.
+    /// a row (1, k) on the left and a column (k, 1) on the right; its dimension of size 1 is dropped from the result.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the shapes do not fit, [`Error::DType`] if the dtypes differ or are not floating point.
+    /// [`Error::Shape`] if an operand has no dimensions, the inner sizes k differ, or the batch dimensions do not broadcast;
+    /// [`Error::DType`] if the dtypes differ or are not floating point.
     pub fn matmul(&self, other: &Self) -> Result<Self> {
         if self.rank() == 0 || other.rank() == 0 {
-            return Err(Error::shape("matmul", "a number is not a matrix; use * to scale"));
+            return Err(Error::shape("matmul", "a number is not a matrix; use * to multiply a tensor by a number"));
         }
         if self.rank() == 1 {
             let product = self.unsqueeze(0)?.matmul(other)?;

@@ -1,9 +1,9 @@
-//! The operations. Each has one file or folder with its forward pass, what it saves, its backward pass, its cost, and
-//! test cases.
+//! The operations. Each has one file or folder: its forward pass, the tensors that it saves, its backward pass, its cost,
+//! and test cases.
 //!
-//! `REGISTRY` lists the cases, which are behind the feature `testing`. `tests/registry.rs` checks them all: gradients
-//! against finite differences in f64, fused against plain forms, checkpointed against ordinary runs, every dtype,
-//! strided and empty inputs. An operation without a case fails a test.
+//! `REGISTRY` lists the cases, which are behind the feature `testing`. `tests/registry.rs` runs every case
+//! in every dtype, and with strided and empty inputs. It compares gradients with finite differences in f64, fused operations
+//! with their plain forms, and checkpointed runs with ordinary ones. A test fails if an operation has no case.
 
 pub mod activation;
 pub mod arithmetic;

@@ -1,4 +1,5 @@
-//! The common part of kernels that work row by row: blocks of rows for threads, sums in a fixed order.
+//! The common part of CPU kernels that work row by row: how rows are divided into blocks for threads, and sums, maxima and other
+//! reductions over a row in a fixed order.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -6,10 +7,10 @@ use std::ops::Range;
 use crate::cpu::pool::par_chunks_mut;
 use crate::cpu::{Elem, Real};
 
-/// Elements that one thread takes at a time.
+/// Number of elements that one thread takes at a time.
 const GRAIN: usize = 32 * 1024;
 
-/// Number of partial sums of a row: the f32 lanes of a vector in the widest instruction set. More partial sums would make
+/// Number of partial sums of a row: the number of f32 lanes of a vector in the widest instruction set. More partial sums would make
 /// long rows slightly faster, but short rows, such as the scores of a short sequence, much slower.
 const LANES: usize = 16;
 
@@ -36,13 +37,14 @@ pub(super) unsafe fn fill_rows<T: Elem>(
         let start = index * block;
         write(start..start + out.len() / len, out);
     });
-    // SAFETY: within the capacity, and `write` has initialised all of it.
+    // SAFETY: `total` is within the capacity, and `write` has initialised all `total` elements.
     unsafe { result.set_len(total) };
     result
 }
 
-/// The results for at most [`LANES`] elements; the other lanes are `neutral`. Results are stored before they are joined
-/// because two simple loops vectorise for every element type, and a single loop that does both does not.
+/// One lane for each of the at most [`LANES`] `results`; the other lanes are `neutral`. The results are computed in one loop and
+/// joined to the partial sums in another ([`join`]): the compiler vectorises two simple loops for every element type, but not
+/// a single loop that does both.
 #[inline(always)]
 fn stage<R: Real>(neutral: R, results: impl Iterator<Item = R>) -> [R; LANES] {
     let mut stage = [neutral; LANES];
@@ -52,6 +54,7 @@ fn stage<R: Real>(neutral: R, results: impl Iterator<Item = R>) -> [R; LANES] {
     stage
 }
 
+/// Joins each lane of `stage` to the same lane of `lanes`.
 #[inline(always)]
 fn join<R: Real>(lanes: &mut [R; LANES], stage: [R; LANES], operation: impl Fn(R, R) -> R) {
     for (lane, result) in lanes.iter_mut().zip(stage) {
@@ -82,7 +85,8 @@ fn larger<R: Real>(a: R, b: R) -> R {
     if b > a { b } else { a }
 }
 
-/// Joins the results of `f` over a row: lane i joins every [`LANES`]-th element from i on, then the lanes are folded.
+/// Joins the results of `f` for all elements of a row by `operation`. Lane i joins the elements i, i + [`LANES`], i + 2 [`LANES`] and
+/// so on; then the lanes are folded to one value.
 #[inline(always)]
 fn reduce<X: Copy, R: Real>(x: &[X], neutral: R, f: impl Fn(X) -> R, operation: impl Fn(R, R) -> R) -> R {
     let chunks = x.chunks_exact(LANES);
@@ -99,19 +103,19 @@ pub(super) fn sum<X: Copy, R: Real>(x: &[X], f: impl Fn(X) -> R) -> R {
     reduce(x, R::ZERO, f, add)
 }
 
-/// The largest `f` of a row, ignoring NaN; negative infinity if there is no other value.
+/// The largest value of `f` over a row, ignoring NaN; negative infinity if all values are NaN or the row is empty.
 #[inline(always)]
 pub(super) fn max_by<X: Copy, R: Real>(x: &[X], f: impl Fn(X) -> R) -> R {
     reduce(x, R::NEG_INFINITY, f, larger)
 }
 
-/// The largest element of a row, ignoring NaN; negative infinity if there is no other element.
+/// The largest element of a row, ignoring NaN; negative infinity if all elements are NaN or the row is empty.
 #[inline(always)]
 pub(super) fn max<T: Elem>(x: &[T]) -> T::Acc {
     max_by(x, |x: T| x.to_acc())
 }
 
-/// The sum of `f` over the pairs of two rows of the same length.
+/// The sum of `f(x[i], y[i])` over two rows of the same length.
 #[inline(always)]
 pub(super) fn sum_pairs<X: Copy, Y: Copy, R: Real>(x: &[X], y: &[Y], f: impl Fn(X, Y) -> R) -> R {
     let (xs, ys) = (x.chunks_exact(LANES), y.chunks_exact(LANES));
@@ -123,7 +127,7 @@ pub(super) fn sum_pairs<X: Copy, Y: Copy, R: Real>(x: &[X], y: &[Y], f: impl Fn(
     fold(lanes, add)
 }
 
-/// The sum of `f` over three rows of the same length.
+/// The sum of `f(x[i], y[i], z[i])` over three rows of the same length.
 #[inline(always)]
 pub(super) fn sum_triples<X: Copy, Y: Copy, Z: Copy, R: Real>(
     x: &[X],

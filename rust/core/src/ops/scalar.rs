@@ -38,6 +38,7 @@ impl Unary for Affine {
     }
 }
 
+/// The field is the factor `mul` of [`Affine`].
 struct AffineBackward(f64);
 
 impl Backward for AffineBackward {
@@ -96,7 +97,7 @@ impl Unary for Clamp {
 
     #[inline(always)]
     fn apply<R: Real>(&self, x: R) -> R {
-        // NaN compares false and stays NaN.
+        // Comparisons with NaN are false, so NaN stays NaN.
         let (low, high) = (R::from_f64(self.low), R::from_f64(self.high));
         let x = if x < low { low } else { x };
         if x > high { high } else { x }
@@ -151,7 +152,7 @@ impl Tensor {
         self.affine(value, 0.0)
     }
 
-    /// The negative.
+    /// Each element with the opposite sign.
     ///
     /// # Errors
     /// [`Error::DType`] for unsigned integers, which have no negative.
@@ -173,10 +174,11 @@ impl Tensor {
         pointwise(&POW_SCALAR, self, PowScalar(exponent))
     }
 
-    /// Limit each element to `[low, high]`; outside, the gradient is 0.
+    /// Limits each element to `[low, high]`. An element outside this range has gradient 0.
     ///
     /// # Errors
-    /// [`Error::Argument`] if neither limit is given, one is NaN, or `low > high`.
+    /// [`Error::Argument`] if neither limit is given, a limit is NaN, or `low > high`; [`Error::DType`] if the tensor is not
+    /// floating point.
     pub fn clamp(&self, low: Option<f64>, high: Option<f64>) -> Result<Self> {
         let limits = Clamp { low: low.unwrap_or(f64::NEG_INFINITY), high: high.unwrap_or(f64::INFINITY) };
         if low.is_none() && high.is_none() {

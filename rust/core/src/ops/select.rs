@@ -35,17 +35,17 @@ impl Backward for SelectBackward {
 }
 
 impl Tensor {
-    /// `a` where `mask` (u8) is not 0, else `b`; shapes broadcast as in numpy.
+    /// The elements of `a` where `mask` (u8) is not 0, and those of `b` elsewhere. The three shapes broadcast as in numpy.
     ///
     /// # Errors
-    /// [`Error::DType`] if the mask is not u8, or `a` and `b` differ in dtype; [`Error::Device`] if they differ in device;
-    /// [`Error::Shape`] if shapes do not broadcast.
+    /// [`Error::DType`] if the mask is not u8, or `a` and `b` differ in dtype; [`Error::Device`] if `a` and `b` differ in device;
+    /// [`Error::Shape`] if the shapes do not broadcast.
     pub fn select(mask: &Self, a: &Self, b: &Self) -> Result<Self> {
         check(SELECT.name, a, b)?;
         if mask.dtype() != DType::U8 {
             return Err(Error::dtype(
                 SELECT.name,
-                format!("the mask is {}, expected u8 (a comparison)", mask.dtype().as_str()),
+                format!("the mask is {}, expected u8, as comparisons return it", mask.dtype().as_str()),
             ));
         }
         let shape = a.shape().broadcast_shape_binary_op(b.shape(), SELECT.name)?;

@@ -1,4 +1,4 @@
-//! Operations on shapes: views where the layout allows, otherwise copies.
+//! Operations on shapes. They return views where the memory layout allows, otherwise copies.
 
 use candle_core::Shape;
 
@@ -55,7 +55,8 @@ impl Backward for NarrowBackward {
     }
 }
 
-/// The backward pass of taking every `step`-th element along a dimension, at `ids` in the input.
+/// The backward pass of [`Tensor::strided`]. `ids` are the indices of the taken elements along `dim` of the input, whose shape is
+/// `dims`.
 struct StridedBackward {
     dims: Vec<usize>,
     dim: usize,
@@ -123,7 +124,7 @@ impl Tensor {
         Ok(result)
     }
 
-    /// Dimensions in another order: dimension `i` of the result is dimension `dims[i]` of this tensor.
+    /// The tensor with its dimensions in another order: dimension `i` of the result is dimension `dims[i]` of this tensor.
     ///
     /// # Errors
     /// [`Error::Shape`] if `dims` is not a permutation.
@@ -143,7 +144,7 @@ impl Tensor {
         record_view(&PERMUTE, self, self.raw.permute(dims)?, || PermuteBackward(inverse))
     }
 
-    /// Two dimensions swapped.
+    /// The tensor with dimensions `a` and `b` swapped.
     ///
     /// # Errors
     /// [`Error::Index`] if a dimension is out of range.
@@ -155,7 +156,7 @@ impl Tensor {
         self.permute(&dims)
     }
 
-    /// The last two dimensions swapped.
+    /// The tensor with its last two dimensions swapped.
     ///
     /// # Errors
     /// [`Error::Shape`] with fewer than two dimensions.
@@ -166,7 +167,7 @@ impl Tensor {
         self.transpose(self.rank() - 2, self.rank() - 1)
     }
 
-    /// A dimension of size 1 before dimension `dim` (`dim` may be the rank).
+    /// The tensor with a new dimension of size 1 before dimension `dim`, or after the last one if `dim` is the rank.
     ///
     /// # Errors
     /// [`Error::Index`] if `dim` is above the rank.
@@ -194,11 +195,11 @@ impl Tensor {
         record_view(&RESHAPE, self, self.raw.squeeze(dim)?, || ReshapeBackward(shape))
     }
 
-    /// A view in which dimensions of size 1 (and new leading dimensions) repeat up to `shape`.
+    /// A view of shape `shape`, in which dimensions of size 1 and new leading dimensions are repeated.
     ///
     /// # Errors
-    /// [`Error::Shape`] if this tensor does not broadcast to `shape`, [`Error::OutOfMemory`] if this many elements
-    /// would not fit.
+    /// [`Error::Shape`] if this tensor does not broadcast to `shape`, [`Error::OutOfMemory`] if a tensor of shape
+    /// `shape` would not fit into memory.
     pub fn broadcast_as(&self, shape: impl Into<Shape>) -> Result<Self> {
         let shape = shape.into();
         let fits = shape.rank() >= self.rank()
@@ -209,7 +210,7 @@ impl Tensor {
                 format!("shape {:?} cannot be broadcast to {:?}", self.dims(), shape.dims()),
             ));
         }
-        // A view costs nothing, but the first operation on it would fill memory, or its size would overflow.
+        // The view itself needs no memory, but the result of the next operation would not fit, or its element count would overflow.
         check_allocation_on(self.device(), BROADCAST.name, shape.dims(), self.dtype())?;
         let dims = self.dims().to_vec();
         record_view(&BROADCAST, self, self.raw.broadcast_as(&shape)?, || BroadcastBackward(dims))
@@ -259,10 +260,11 @@ impl Tensor {
         )
     }
 
-    /// Tensors one after the other along `dim`; all other sizes must agree.
+    /// Joins tensors one after the other along `dim`; the sizes of all other dimensions must agree.
     ///
     /// # Errors
-    /// [`Error::Argument`] without tensors, [`Error::Shape`] or [`Error::DType`] if they do not fit.
+    /// [`Error::Argument`] if `tensors` is empty, [`Error::Shape`] if other dimensions differ in size, [`Error::DType`] if the
+    /// dtypes differ.
     pub fn cat(tensors: &[&Self], dim: usize) -> Result<Self> {
         let Some(first) = tensors.first() else {
             return Err(Error::argument("cat", "expected at least one tensor, found none"));
@@ -275,7 +277,7 @@ impl Tensor {
                 return Err(Error::shape(
                     "cat",
                     format!(
-                        "tensor {index} has shape {:?}, which does not fit {:?} along dimension {dim}",
+                        "tensor {index} has shape {:?}, expected {:?} except in dimension {dim}",
                         tensor.dims(),
                         first.dims()
                     ),
@@ -284,7 +286,11 @@ impl Tensor {
             if tensor.dtype() != first.dtype() {
                 return Err(Error::dtype(
                     "cat",
-                    format!("tensor {index} is {}, the first is {}", tensor.dtype().as_str(), first.dtype().as_str()),
+                    format!(
+                        "tensor {index} is {}, the first is {}; convert one with to()",
+                        tensor.dtype().as_str(),
+                        first.dtype().as_str()
+                    ),
                 ));
             }
         }
@@ -299,7 +305,7 @@ impl Tensor {
         )
     }
 
-    /// Tensors of one shape along a new dimension `dim`.
+    /// Joins tensors of the same shape along a new dimension `dim`.
     ///
     /// # Errors
     /// As [`cat`](Self::cat).
@@ -307,14 +313,15 @@ impl Tensor {
         if let Some((index, other)) = tensors.iter().enumerate().find(|(_, t)| t.dims() != tensors[0].dims()) {
             return Err(Error::shape(
                 "stack",
-                format!("tensor {index} has shape {:?}, the first {:?}", other.dims(), tensors[0].dims()),
+                format!("tensor {index} has shape {:?}, expected {:?} like the first", other.dims(), tensors[0].dims()),
             ));
         }
         let expanded = tensors.iter().map(|t| t.unsqueeze(dim)).collect::<Result<Vec<_>>>()?;
         Self::cat(&expanded.iter().collect::<Vec<_>>(), dim)
     }
 
-    /// Views of at most `chunks` parts of `dim`, the last possibly smaller (torch's `chunk`: parts of ⌈size / chunks⌉).
+    /// Views of consecutive parts of dimension `dim`, each of ⌈size / chunks⌉ elements. As in torch, the last part may be smaller,
+    /// and there may be fewer than `chunks` parts.
     ///
     /// # Errors
     /// [`Error::Argument`] if `chunks` is 0, [`Error::Index`] if `dim` is out of range.
@@ -332,7 +339,7 @@ impl Tensor {
     /// dimension.
     ///
     /// # Errors
-    /// [`Error::Shape`] if they do not add up, [`Error::Index`] if `dim` is out of range.
+    /// [`Error::Shape`] if the lengths do not add up to this size, [`Error::Index`] if `dim` is out of range.
     pub fn split(&self, lengths: &[usize], dim: usize) -> Result<Vec<Self>> {
         self.check_dim("split", dim)?;
         let total: usize = lengths.iter().sum();

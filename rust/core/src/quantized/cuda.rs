@@ -10,14 +10,14 @@ use crate::cuda::launch::{Shape, address, count32, empty, output, suffix};
 use crate::{Raw, Result};
 
 const OP: &str = "dequantize";
-/// The most parts of a launch.
+/// The maximum number of parts that one launch dequantizes.
 const MOST_PARTS: usize = 8;
-/// Elements that a block of threads processes in one iteration of its loop.
+/// Number of elements that a thread block processes in one iteration of its loop.
 const TURN: usize = 256 * 8 * 4;
-/// Blocks of threads on a multiprocessor.
+/// Number of thread blocks for each multiprocessor.
 const BLOCKS: usize = 8;
 
-/// All values in `dtype`.
+/// All values of the matrix in `dtype`, (rows, columns).
 pub(super) fn values(matrix: &Quantized, dtype: DType) -> Result<Raw> {
     let device = &matrix.parts[0].codes;
     let gpu = Gpu::of(OP, device)?;
@@ -42,9 +42,10 @@ pub(super) fn values(matrix: &Quantized, dtype: DType) -> Result<Raw> {
     Ok(out)
 }
 
-/// The number that the kernel has for the first format of ggml.
+/// The kernel's number for the first format of [`Ggml::ALL`](super::Ggml::ALL).
 const FIRST_GGML: u32 = 4;
 
+/// The kernel's description of a part whose first element is element number `start` of the matrix.
 fn part(part: &Part, columns: usize, start: u64) -> Result<QuantizedPart> {
     let (format, scales, inner, offset) = match &part.scales {
         Scales::Int8(scales) => (0, Some(scales), None, 0.0),

@@ -11,7 +11,7 @@ use crate::cpu::{Elem, Real};
 use crate::raw::{Raw, check_allocation, from_vec, with_bytes};
 use crate::{Result, dispatch_float};
 
-/// Elements that a thread takes at a time; whole blocks.
+/// Number of elements that a thread takes at a time; a multiple of every format's block size.
 const GRAIN: usize = 32 * 1024;
 
 impl Quantized {
@@ -24,7 +24,7 @@ impl Quantized {
         )
     }
 
-    /// The values of the rows `wanted` in `dtype`.
+    /// The values of the rows `wanted` in `dtype`, (number of these rows, columns).
     pub(super) fn rows_on_cpu(&self, wanted: Range<usize>, dtype: DType) -> Result<Raw> {
         let dims = [wanted.len(), self.dims[1]];
         check_allocation("dequantize", &dims, dtype)?;
@@ -43,7 +43,7 @@ impl Quantized {
 }
 
 impl Part {
-    /// Writes the values of the elements from `start` on to `out`; `start` must be the beginning of a row.
+    /// Fills `out` with the values of the part's elements from element number `start` on; `start` must be the beginning of a row.
     fn decode<T: Elem>(&self, start: usize, columns: usize, out: &mut [T]) -> Result<()> {
         with_bytes(&self.codes, |codes| match &self.scales {
             Scales::Int8(scales) => {
@@ -74,7 +74,8 @@ impl Part {
     }
 }
 
-/// Decodes formats that have a code per element, and a scale per row or a single scale.
+/// Fills `out` with values of formats that have a code per element, and a scale per row or a single scale. Element number `start`
+/// is the first.
 fn by_rows<T: Elem>(
     codes: &[u8],
     scales: &[f32],
@@ -94,7 +95,7 @@ fn by_rows<T: Elem>(
     });
 }
 
-/// Decodes formats that have two codes per byte and a scale per block.
+/// Fills `out` with values of formats that have two codes per byte and a scale per block. Element number `start` is the first.
 fn by_blocks<T: Elem>(codes: &[u8], scale: impl Fn(usize) -> f32 + Sync, start: usize, out: &mut [T]) {
     par_chunks_mut(out, GRAIN, |piece, out| {
         let mut at = start + piece * GRAIN;

@@ -2,8 +2,9 @@
 
 /// The 256 values of the dynamic map in ascending order: `signed` for values in [-1, 1], otherwise for [0, 1].
 ///
-/// Decade i of seven (they end at 1e-6, 1e-5 and so on to 1) has 2^i values of each sign (2^(i+1) if unsigned): the middles of as
-/// many equal intervals from a tenth of the decade's end to its end. 0 and 1 complete the map. Dettmers et al., "8-bit
+/// The map has seven decades, which end at 1e-6, 1e-5, ..., 1. Decade i (from 0 on) has 2^i values of each sign, or 2^(i+1) values
+/// if unsigned. They are the midpoints of as many equal intervals between a tenth of the decade's end and the decade's end. 0 and 1
+/// complete the map. Dettmers et al., "8-bit
 /// Optimizers via Block-wise Quantization", arXiv:2110.02861; follows
 /// <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py#L296>.
 pub fn create_dynamic_map(signed: bool) -> [f32; 256] {
@@ -27,8 +28,8 @@ pub fn create_dynamic_map(signed: bool) -> [f32; 256] {
     map
 }
 
-/// Point `i` of `0..=intervals` between two ends, rounded as torch's `linspace` rounds it, because it is computed from
-/// the nearer end.
+/// Point `i` of the points 0 to `intervals` that divide the range from `start` to `end` into equal intervals. It is computed from
+/// the nearer end, so that it is rounded as in torch's `linspace`.
 fn linspace(start: f32, end: f32, intervals: usize, i: usize) -> f32 {
     let step = (end - start) / intervals as f32;
     if i < intervals.div_ceil(2) { step.mul_add(i as f32, start) } else { (-step).mul_add((intervals - i) as f32, end) }

@@ -9,9 +9,9 @@ use crate::{Error, Result};
 /// How a quantized matrix is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// Integers from -127 to 127, a scale per row.
+    /// Integers from -127 to 127, with a scale per row.
     Int8,
-    /// e4m3 (Micikevicius et al. 2022, arXiv:2209.05433), a scale per row or one for the matrix.
+    /// e4m3 (Micikevicius et al. 2022, arXiv:2209.05433), with a scale per row or one for the matrix.
     Fp8,
     /// `NormalFloat` of four bits (Dettmers et al. 2023, arXiv:2305.14314), as bitsandbytes stores it.
     Nf4,
@@ -20,10 +20,10 @@ pub enum Format {
 }
 
 impl Format {
-    /// The formats that matrices can be quantized to; others are read from files.
+    /// The formats that matrices can be quantized to. Matrices in the other formats can only be read from files.
     pub const ALL: [Self; 5] = [Self::Int8, Self::Fp8, Self::Nf4, Self::Ggml(Ggml::Q8_0), Self::Ggml(Ggml::Q4_0)];
 
-    /// Its name in settings and in Python.
+    /// The format's name in settings and in Python.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Int8 => "int8",
@@ -33,7 +33,7 @@ impl Format {
         }
     }
 
-    /// Bytes of a matrix that is quantized as [`Quantized::new`](super::Quantized::new) does.
+    /// Number of bytes of codes and scales of a matrix that [`Quantized::new`](super::Quantized::new) quantizes to this format.
     pub const fn bytes(self, rows: usize, columns: usize) -> usize {
         let (count, scale) = (rows * columns, size_of::<f32>());
         match self {

@@ -1,4 +1,4 @@
-//! The block formats of ggml, as in GGUF files: each block of a row has its scales beside its codes.
+//! The block formats of ggml, as in GGUF files. A row is divided into blocks, and each block contains its scales and its codes.
 //!
 //! Follows `ggml-common.h` and `ggml-quants.c` of
 //! <https://github.com/ggml-org/llama.cpp/tree/0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c/ggml/src>. Values are computed
@@ -12,12 +12,12 @@ use crate::cpu::pool::par_chunks_mut;
 use crate::raw::{Raw, from_vec};
 use crate::{Error, Result};
 
-/// Elements of the largest block.
+/// Number of elements of the largest block.
 const LARGEST_BLOCK: usize = 256;
-/// Elements that a thread takes at a time; whole blocks.
+/// Number of elements that a thread takes at a time; a multiple of every block size.
 const GRAIN: usize = 32 * 1024;
 
-/// A block format of ggml. n is a code; the scale d and the minimum m of a block are f16.
+/// A block format of ggml, and the value of an element with the code n. The scale d and the minimum m of a block are f16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ggml {
     /// 32 codes of four bits: d (n - 8).
@@ -30,11 +30,11 @@ pub enum Ggml {
     Q5_1,
     /// 32 integers of eight bits: d n.
     Q8_0,
-    /// 256 codes of four bits in eight parts; a part has a scale and a minimum of six bits each.
+    /// 256 codes of four bits: d s n - m t. The block has eight parts, each with a scale s and a minimum t of six bits.
     Q4K,
-    /// 256 codes of five bits in eight parts; a part has a scale and a minimum of six bits each.
+    /// 256 codes of five bits: d s n - m t. The block has eight parts, each with a scale s and a minimum t of six bits.
     Q5K,
-    /// 256 codes of six bits in sixteen parts; a part has a scale of eight bits.
+    /// 256 codes of six bits: d s (n - 32). The block has sixteen parts, each with a scale s of eight bits.
     Q6K,
 }
 
@@ -60,7 +60,7 @@ impl Ggml {
     /// The format of this name.
     ///
     /// # Errors
-    /// [`Error::Argument`], which lists all names, for another name.
+    /// [`Error::Argument`] for an unknown name; the message lists all names.
     pub fn of_name(name: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|format| format.name() == name).ok_or_else(|| {
             let known = Self::ALL.map(Self::name).join(", ");
@@ -68,7 +68,7 @@ impl Ggml {
         })
     }
 
-    /// The number of the type in GGUF files.
+    /// The format's type number in GGUF files.
     pub const fn id(self) -> u32 {
         match self {
             Self::Q4_0 => 2,
@@ -82,7 +82,7 @@ impl Ggml {
         }
     }
 
-    /// Elements of a block, all of the same row.
+    /// Number of elements of a block; they all belong to the same row.
     pub const fn block(self) -> usize {
         match self {
             Self::Q4K | Self::Q5K | Self::Q6K => LARGEST_BLOCK,
@@ -90,7 +90,7 @@ impl Ggml {
         }
     }
 
-    /// Bytes of a block.
+    /// Number of bytes of a block.
     pub const fn block_bytes(self) -> usize {
         match self {
             Self::Q4_0 => 2 + 16,
@@ -104,7 +104,7 @@ impl Ggml {
         }
     }
 
-    /// Bytes of a row of `columns`; `None` if these are not whole blocks.
+    /// Number of bytes of a row of `columns` elements; `None` if `columns` is not a multiple of the block size.
     pub const fn row_bytes(self, columns: usize) -> Option<usize> {
         if columns.is_multiple_of(self.block()) {
             (columns / self.block()).checked_mul(self.block_bytes())
@@ -118,8 +118,8 @@ impl Ggml {
         matches!(self, Self::Q4_0 | Self::Q8_0)
     }
 
-    /// The blocks of `values`, whose rows are whole blocks, as in ggml's reference; `None` if a value is non-finite or
-    /// too large for an f16 scale.
+    /// The blocks that represent `values`, rounded as in ggml's reference code. The length of a row must be a multiple of the
+    /// block size. `None` if a value is non-finite or too large for an f16 scale.
     pub(super) fn encode(self, values: &[f32]) -> Option<Raw> {
         let (block, bytes) = (self.block(), self.block_bytes());
         let mut codes = vec![0u8; values.len() / block * bytes];
@@ -137,7 +137,7 @@ impl Ggml {
         is_finite.then(|| from_vec(codes, count))
     }
 
-    /// Writes the values from the block `first` on, as many as fit in `out`.
+    /// Fills `out` with values, from the first element of block number `first` on.
     pub(super) fn decode<T: Elem>(self, codes: &[u8], first: usize, out: &mut [T]) {
         let (block, bytes) = (self.block(), self.block_bytes());
         par_chunks_mut(out, GRAIN, |piece, out| {
@@ -180,8 +180,8 @@ fn word(block: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
 }
 
-/// Writes `value` of each code: the codes in the low halves of sixteen bytes, then those in the high halves. Bit i of
-/// `fifth` is the fifth bit of code i.
+/// Writes `value(code)` for the 32 codes of a block. The low four bits of the sixteen bytes `codes` are the codes 0 to 15, and the
+/// high four bits the codes 16 to 31. Bit i of `fifth` is the fifth bit of code i.
 fn nibbles(codes: &[u8], fifth: u32, out: &mut [f32], value: impl Fn(f32) -> f32) {
     let (low, high) = out.split_at_mut(16);
     for (i, &code) in codes.iter().take(16).enumerate() {
@@ -191,7 +191,7 @@ fn nibbles(codes: &[u8], fifth: u32, out: &mut [f32], value: impl Fn(f32) -> f32
     }
 }
 
-/// Scale and minimum of a part, six bits each, packed in twelve bytes.
+/// Scale and minimum of part number `part`. The twelve bytes `scales` contain these two numbers of all eight parts, six bits each.
 fn part_scales(scales: &[u8], part: usize) -> [f32; 2] {
     let pair = if part < 4 {
         [scales[part] & 63, scales[part + 4] & 63]
@@ -202,8 +202,9 @@ fn part_scales(scales: &[u8], part: usize) -> [f32; 2] {
     pair.map(f32::from)
 }
 
-/// The values of eight parts. The low and the high halves of 32 bytes are the codes of two parts. Bit j of `fifth`
-/// belongs to part j.
+/// Writes the values of a block of eight parts of 32 elements. Each 32 bytes of `codes` hold two parts: the first in the low four bits,
+/// the second in the high four bits. Bit j of byte i of `fifth` is the fifth bit of code i of part j; `fifth` is empty for codes of
+/// four bits.
 fn parts_of_32(block: &[u8], fifth: &[u8], codes: &[u8], out: &mut [f32]) {
     let (d, least) = (scale(block, 0), scale(block, 2));
     for (part, out) in out.chunks_exact_mut(32).enumerate() {
@@ -217,13 +218,15 @@ fn parts_of_32(block: &[u8], fifth: &[u8], codes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// The values of sixteen parts. A block has the low four bits of each code, then the two bits above, then scales.
+/// Writes the values of a block of sixteen parts of 16 elements. The block has the low four bits of all codes, then the two high bits
+/// of all codes, then the scales of the parts, then the scale of the block.
 fn parts_of_16(block: &[u8], out: &mut [f32]) {
     let (low, high, scales, d) = (&block[..128], &block[128..192], &block[192..208], scale(block, 208));
     for (part, out) in out.chunks_exact_mut(16).enumerate() {
         let factor = d * f32::from(scales[part] as i8);
-        // Quarter r of 128 elements has the low or high halves of 32 bytes of `low`, and bits 2 r and 2 r + 1 of 32
-        // bytes of `high`.
+        // Each half of the block (128 elements) has 64 bytes of `low` and 32 bytes of `high`. For quarter r of a half (32 elements), the
+        // low bits are 32 of the 64 bytes (r even: the first 32), in their low (r < 2) or high four bits; the high bits are bits 2 r and
+        // 2 r + 1 of the 32 bytes.
         let (half, quarter, start) = (part / 8, part / 2 % 4, part % 2 * 16);
         let low = &low[64 * half + 32 * (quarter % 2) + start..][..16];
         let high = &high[32 * half + start..][..16];
@@ -244,7 +247,8 @@ fn encode_q8_0(values: &[f32], codes: &mut [u8]) {
 }
 
 fn encode_q4_0(values: &[f32], codes: &mut [u8]) {
-    // The first element of the largest magnitude gets code 0, which represents -8: the range is -8 to 7.
+    // The codes represent -8 d to 7 d. The element of the largest magnitude (the first of several) becomes -8 d, so d has the opposite
+    // sign.
     let largest = values.iter().fold(0f32, |m, &x| if x.abs() > m.abs() { x } else { m });
     let d = largest / -8.0;
     let reciprocal = if d == 0.0 { 0.0 } else { 1.0 / d };

@@ -1,4 +1,4 @@
-//! Frozen matrices quantized to four to eight bits, as bases of adapters where memory is short.
+//! Frozen matrices, quantized to four to eight bits per element: the base weights under adapters where memory is short.
 //!
 //! A [`Quantized`] is not a [`Tensor`]: it has codes and scales, and only operations that take a [`WeightRef`] accept
 //! it. These operations dequantize it right before a product, into memory that is freed after the product, unless they
@@ -38,9 +38,9 @@ const OP: &str = "quantize";
 /// one matrix without rounding again.
 #[derive(Clone)]
 pub struct Quantized {
-    /// Rows of all parts, and columns.
+    /// Number of rows of all parts together, and number of columns.
     dims: [usize; 2],
-    /// The dtype of the values that it represents.
+    /// The dtype of the values that the codes represent.
     dtype: DType,
     parts: Arc<[Part]>,
 }
@@ -58,11 +58,11 @@ struct Part {
 /// The scales that codes are multiplied by, f32.
 #[derive(Clone)]
 enum Scales {
-    /// For two's complement codes: one per row.
+    /// For int8 codes, which are in two's complement: one scale per row.
     Int8(Raw),
-    /// For e4m3 codes: one per row, or one for all.
+    /// For e4m3 codes: one scale per row, or one for all rows.
     Fp8(Raw),
-    /// For NF4: one per block of [`nf4::BLOCK`] elements.
+    /// For NF4: one scale per block of [`nf4::BLOCK`] elements.
     Nf4(Raw),
     /// For NF4 whose scales are quantized: the code of each block's scale in the dynamic map, one f32 scale per
     /// [`nf4::NESTED`] of these codes, and the offset that is added to every block's scale.
@@ -107,16 +107,16 @@ impl Scales {
 impl Quantized {
     /// Quantize a matrix. The CPU computes the codes; the result is on the tensor's device.
     ///
-    /// - `Int8`: a scale per row, the largest magnitude / 127; codes are rounded to even (torchao's symmetric int8 weights).
+    /// - `Int8`: a scale per row, the largest magnitude / 127; ties are rounded to even codes (torchao's symmetric int8 weights).
     /// - `Fp8`: e4m3 with a scale per row, the largest magnitude / 448 (torchao's float8 weights by rows).
     /// - `Nf4`: blocks of 64 elements, whose scales are quantized again in blocks of 256 (Dettmers et al. 2023,
     ///   arXiv:2305.14314); codes, their order and rounding are those of bitsandbytes' `quantize_4bit`.
-    /// - `Ggml`: `Q8_0` and `Q4_0`, a scale (f16) for each 32 elements of a row, as ggml's reference rounds.
+    /// - `Ggml`: `Q8_0` and `Q4_0`, a scale (f16) for each 32 elements of a row; rounded as in ggml's reference code.
     ///
     /// # Errors
     /// [`Error::Shape`] if `matrix` does not have two dimensions, or a row does not divide into blocks of the format,
-    /// [`Error::DType`] if it is not floating point, [`Error::Argument`] if it needs a gradient or has non-finite
-    /// values, or if the format can only be read.
+    /// [`Error::DType`] if `matrix` is not floating point, [`Error::Argument`] if `matrix` needs a gradient, or has values that
+    /// are non-finite or too large for the format, or if the format can only be read.
     pub fn new(matrix: &Tensor, format: Format) -> Result<Self> {
         let &[rows, columns] = matrix.dims() else {
             return Err(Error::shape(
@@ -156,12 +156,12 @@ impl Quantized {
         Self { dims: [rows, columns], dtype: matrix.dtype(), parts: Arc::new([part]) }.to_device(matrix.device())
     }
 
-    /// A matrix (rows, columns) of codes of eight bits (u8) and their scales (f32), as in files: `Int8` has a scale for
-    /// each row, `Fp8` one for each row or one for all. The matrix represents values of `dtype`.
+    /// A matrix from 8-bit codes (u8), (rows, columns), and their scales (f32), as files contain them: `Int8` has a scale for
+    /// each row, `Fp8` one for each row or one for all rows. The matrix represents values of `dtype`.
     ///
     /// # Errors
-    /// [`Error::Shape`] if codes and scales do not fit each other, [`Error::DType`] if they have other dtypes,
-    /// [`Error::Argument`] for another format or if a code is NaN.
+    /// [`Error::Shape`] if `codes` is not a matrix or the number of scales is wrong, [`Error::DType`] if codes or scales have
+    /// another dtype or `dtype` is not floating point, [`Error::Argument`] for another format or if a code is NaN.
     pub fn from_eight_bits(format: Format, codes: &Tensor, scales: &Tensor, dtype: DType) -> Result<Self> {
         let (codes, scales) = (&codes.raw, &scales.raw);
         let &[rows, columns] = codes.dims() else {
@@ -196,7 +196,8 @@ impl Quantized {
     /// block's scale. The matrix represents values of `dtype`.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the parts do not have the sizes of such a matrix, [`Error::DType`] if they have other dtypes.
+    /// [`Error::Shape`] if a tensor does not have the number of elements that such a matrix needs, [`Error::DType`] if it has
+    /// another dtype.
     pub fn from_nf4(
         [rows, columns]: [usize; 2],
         codes: &Tensor,
@@ -231,11 +232,12 @@ impl Quantized {
         Ok(Self { dims: [rows, columns], dtype, parts: Arc::new([Part { rows, codes, scales }]) })
     }
 
-    /// A matrix whose rows are blocks of a format of ggml: `blocks` (rows, bytes of a row), u8. The matrix represents
+    /// A matrix whose rows consist of blocks of a format of ggml: `blocks` (rows, bytes of a row), u8. The matrix represents
     /// values of `dtype`.
     ///
     /// # Errors
-    /// [`Error::Shape`] if a row does not divide into blocks, [`Error::DType`] if the dtypes are wrong.
+    /// [`Error::Shape`] if a row does not divide into blocks, [`Error::DType`] if `blocks` is not u8 or `dtype` is not floating
+    /// point.
     pub fn from_ggml(format: Ggml, blocks: &Tensor, dtype: DType) -> Result<Self> {
         let &[rows, bytes] = blocks.dims() else {
             return Err(Error::shape(OP, format!("the blocks have shape {:?}, expected (rows, bytes)", blocks.dims())));
@@ -256,7 +258,7 @@ impl Quantized {
         Ok(Self { dims: [rows, columns], dtype, parts: Arc::new([part]) })
     }
 
-    /// The rows of several matrices, stacked. The result shares storage with them.
+    /// The rows of several matrices, stacked. The result shares storage with them, and has the dtype of the first one.
     ///
     /// # Errors
     /// [`Error::Shape`] if there are none or their columns differ, [`Error::Device`] if they are on different devices.
@@ -281,12 +283,12 @@ impl Quantized {
         Self { dtype, ..self.clone() }
     }
 
-    /// Rows and columns.
+    /// Number of rows and number of columns.
     pub const fn dims(&self) -> &[usize] {
         &self.dims
     }
 
-    /// The dtype of the values that it represents.
+    /// The dtype of the values that the codes represent.
     pub const fn dtype(&self) -> DType {
         self.dtype
     }
@@ -296,18 +298,18 @@ impl Quantized {
         self.parts.first().map_or(&Device::Cpu, |part| part.codes.device())
     }
 
-    /// The format of the first rows; joined layers may have different formats.
+    /// The format of the first part; the parts of joined layers may have different formats.
     pub fn format(&self) -> Format {
         self.parts.first().map_or(Format::Int8, |part| part.scales.format())
     }
 
-    /// Bytes of codes and scales.
+    /// Number of bytes of codes and scales.
     pub fn bytes(&self) -> usize {
         let size = |raw: &Raw| raw.elem_count() * raw.dtype().size_in_bytes();
         self.parts.iter().map(|part| size(&part.codes) + part.scales.storages().map(size).sum::<usize>()).sum()
     }
 
-    /// Its tensors, part by part: `codes` and `scales`. A part of NF4 with quantized scales also has `scale_codes` and
+    /// The tensors of the matrix, part by part: `codes` and `scales`. A part in NF4 with quantized scales also has `scale_codes` and
     /// `offset`; a part in a format of ggml has `codes` alone.
     ///
     /// # Errors
@@ -364,8 +366,8 @@ impl Quantized {
     }
 }
 
-/// A quantized matrix of fixed values on the device of `like` for the cases of operations, in two parts if it has
-/// enough rows.
+/// A quantized matrix of fixed values for test cases, on the device of `like`. It has two parts, of which the second has half of
+/// the rows (rounded down).
 #[cfg(feature = "testing")]
 pub(crate) fn example(like: &Tensor, [rows, columns]: [usize; 2], format: Format) -> Result<Quantized> {
     let part = |rows: usize, phase: f64| {
@@ -383,14 +385,14 @@ impl std::fmt::Debug for Quantized {
     }
 }
 
-/// Bytes of a row of `columns`.
+/// Number of bytes of a row of `columns` elements.
 ///
 /// # Errors
 /// [`Error::Shape`] if the row does not divide into blocks.
 fn row_bytes(format: Ggml, columns: usize) -> Result<usize> {
     format.row_bytes(columns).ok_or_else(|| {
         let (name, block) = (format.name(), format.block());
-        Error::shape(OP, format!("found rows of {columns}, expected a multiple of {block}, the block of {name}"))
+        Error::shape(OP, format!("found rows of {columns}, expected a multiple of {block}, the block size of {name}"))
     })
 }
 

@@ -1,4 +1,5 @@
-//! NF4 as bitsandbytes stores it: blocks cross the ends of rows, and scales are quantized again.
+//! NF4 as bitsandbytes stores it: a block may contain the end of one row and the beginning of the next, and the blocks' scales are
+//! quantized too.
 //!
 //! Dettmers et al. 2023, "QLoRA", arXiv:2305.14314. Codes, their rounding and order follow
 //! <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/backends/default/ops.py>
@@ -10,12 +11,12 @@ use super::{Scales, create_dynamic_map};
 use crate::cpu::pool::par_chunks_mut;
 use crate::raw::{Raw, from_vec};
 
-/// Elements that share a scale.
+/// Number of elements that share a scale.
 pub(super) const BLOCK: usize = 64;
 /// The number of block scales that share one scale when they are quantized themselves.
 pub(super) const NESTED: usize = 256;
 
-/// The values of the codes, quantiles of the normal distribution.
+/// The values of the sixteen codes: quantiles of the normal distribution, scaled to [-1, 1].
 pub(super) const VALUES: [f32; 16] = [
     -1.0,
     -0.696_192_8,
@@ -43,10 +44,10 @@ pub const fn values() -> [f32; 16] {
 /// The values that the 8-bit codes of block scales represent.
 pub(super) static SCALES: LazyLock<[f32; 256]> = LazyLock::new(|| create_dynamic_map(true));
 
-/// Blocks that a thread takes at a time.
+/// Number of blocks that a thread takes at a time.
 const GRAIN: usize = 256;
 
-/// The codes, two per byte, and their scales; `None` if a value is non-finite.
+/// The codes of `values`, two per byte, and the quantized scales of the blocks; `None` if a value is non-finite.
 pub(super) fn quantize(values: &[f32]) -> Option<(Raw, Scales)> {
     let blocks = values.len().div_ceil(BLOCK);
     let mut largest = vec![0f32; blocks];
@@ -90,7 +91,7 @@ fn nearest(x: f32) -> u8 {
     VALUES.windows(2).map(|pair| u8::from(x > (pair[0] + pair[1]) / 2.0)).sum()
 }
 
-/// The scales of blocks, quantized.
+/// Quantizes the scales of the blocks, which are the blocks' largest magnitudes.
 fn nested(largest: &[f32]) -> Scales {
     let sum: f64 = largest.iter().map(|&m| f64::from(m)).sum();
     let offset = (sum / largest.len().max(1) as f64) as f32;

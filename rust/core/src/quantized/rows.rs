@@ -1,4 +1,4 @@
-//! Codes of eight bits with a scale per row: integers and e4m3.
+//! Quantization to 8-bit codes with a scale per row: int8 and e4m3.
 
 use super::{Format, Scales};
 use crate::cpu::pool::par_chunks_mut;
@@ -6,10 +6,10 @@ use crate::raw::{Raw, from_vec};
 
 /// The largest magnitude of e4m3.
 const LARGEST_E4M3: f32 = 448.0;
-/// The largest code of int8: -128 stays unused, so that no code times the scale leaves the range of the weights.
+/// The largest code of int8. -128 stays unused, so that no code times the scale is beyond the row's largest magnitude.
 const LARGEST_INT8: f32 = 127.0;
 
-/// The codes and a scale for each row; `None` if a value is non-finite.
+/// The codes of `values` (rows, columns), and a scale for each row; `None` if a value is non-finite.
 pub(super) fn quantize(values: &[f32], rows: usize, columns: usize, format: Format) -> Option<(Raw, Scales)> {
     let (mut codes, mut scales) = (vec![0u8; rows * columns], vec![1f32; rows]);
     par_chunks_mut(&mut scales, 1, |row, scale| {
@@ -32,7 +32,7 @@ pub(super) fn quantize(values: &[f32], rows: usize, columns: usize, format: Form
     Some((from_vec(codes, rows * columns), scales))
 }
 
-/// The scale of a row: infinite if a value is non-finite, 1 if all are zero.
+/// The scale of a row: infinite if a value is non-finite, 1 if all values are zero.
 fn scale_of(values: &[f32], format: Format) -> f32 {
     let largest_code = if format == Format::Int8 { LARGEST_INT8 } else { LARGEST_E4M3 };
     // `max` would ignore NaN.
@@ -40,7 +40,7 @@ fn scale_of(values: &[f32], format: Format) -> f32 {
     if largest > 0.0 { largest / largest_code } else { 1.0 }
 }
 
-/// Round a row to the values that its codes would represent; all become NaN if one is non-finite.
+/// Rounds a row to the values that its codes would represent. If one value is non-finite, all become NaN.
 pub(super) fn round(row: &mut [f32], format: Format) {
     let scale = scale_of(row, format);
     let scale = if scale.is_finite() { scale } else { f32::NAN };
@@ -59,7 +59,7 @@ fn to_int8(x: f32) -> i8 {
 }
 
 /// The whole number nearest to `x`, below 2^22 in magnitude; ties to even. `x + LARGE` is so large that an f32 has no
-/// bits for its fraction. `f32::round_ties_even` is a function call on processors without SSE 4.1.
+/// bits for its fraction. `f32::round_ties_even` would be a function call on processors without SSE 4.1.
 #[inline(always)]
 fn round_to_even(x: f32) -> f32 {
     const LARGE: f32 = 12_582_912.0;
@@ -99,14 +99,14 @@ mod tests {
     use super::{from_e4m3, to_e4m3};
 
     #[test]
-    fn every_e4m3_number_is_its_own_nearest() {
+    fn e4m3_numbers_are_not_changed_by_rounding() {
         for code in (0..=u8::MAX).filter(|code| code & 0x7f != 0x7f) {
             assert_eq!(to_e4m3(from_e4m3(code)), code);
         }
     }
 
     #[test]
-    fn numbers_between_two_go_to_the_nearer_and_halfway_to_the_even() {
+    fn to_e4m3_rounds_to_nearest_and_ties_to_even() {
         for code in 0..0x7eu8 {
             let (low, high) = (from_e4m3(code), from_e4m3(code + 1));
             let middle = (low + high) / 2.0;

@@ -1,4 +1,4 @@
-//! Access to some rows of quantized matrices.
+//! Selection of rows of quantized matrices, and products that dequantize some rows at a time.
 
 use super::{Format, Part, Quantized, Scales};
 use crate::compute::on_device;
@@ -6,17 +6,17 @@ use crate::ops::index::select_raw;
 use crate::raw::Raw;
 use crate::{DType, Error, Result, compute};
 
-/// Elements that a GPU dequantizes at a time, of a matrix that is too large to be dequantized as a whole.
+/// Number of elements that a GPU dequantizes at a time, if the matrix is too large to be dequantized as a whole.
 const GPU_PANEL: usize = 32 << 20;
-/// Elements that the CPU dequantizes at a time.
+/// Number of elements that the CPU dequantizes at a time.
 const CPU_PANEL: usize = 4 << 20;
 
 impl Quantized {
-    /// The rows that `ids` name, in their order.
+    /// The rows whose indices are in `ids`, in the order of `ids`.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the blocks of the format cross the ends of rows, or the matrix has several parts;
-    /// [`Error::Index`] if an id is out of range, [`Error::DType`] if ids are not i64 or u32.
+    /// [`Error::Argument`] if the format's blocks contain elements of several rows, or the matrix has several parts;
+    /// [`Error::Index`] if an index is out of range, [`Error::DType`] if `ids` is not i64 or u32.
     pub(crate) fn select(&self, op: &'static str, ids: &Raw) -> Result<Self> {
         let ids = ids.flatten_all()?;
         let picked = self.with_rows(ids.elem_count(), |rows| select_raw(op, rows, &ids, 0))?;
@@ -26,15 +26,15 @@ impl Quantized {
         })
     }
 
-    /// Whether its values take too much memory to be dequantized as a whole for a product. False if the codes cannot be
+    /// Whether the matrix has so many elements that a product dequantizes some rows at a time. False if the codes cannot be
     /// split by rows.
     pub(crate) fn is_large(&self) -> bool {
         self.has_rows() && self.dims.iter().product::<usize>() > 4 * GPU_PANEL
     }
 
-    /// Call `see` once for each panel, a group of consecutive rows, with the number of its first row and its values. The
-    /// panels cover all rows. Their size is bounded, except on a GPU if the codes cannot be split by rows: then one
-    /// panel has all rows.
+    /// Calls `see` once for each panel, a group of consecutive rows, with the index of the panel's first row and the panel's
+    /// values. The panels cover all rows. The size of a panel is bounded, except on a GPU if the codes cannot be split by rows:
+    /// then one panel has all rows.
     pub(crate) fn panels(&self, dtype: DType, mut see: impl FnMut(usize, &Raw) -> Result<()>) -> Result<()> {
         let [rows, columns] = self.dims;
         let cannot_narrow = !self.device().is_cpu() && !self.has_rows();
@@ -56,7 +56,8 @@ impl Quantized {
         })
     }
 
-    /// dx = g W for `g` (rows of dx, rows of W), some rows of W at a time, summed in f32 (f64 for f64).
+    /// dx = g W for `g` (rows of dx, rows of W), some rows of W at a time. The products of these groups of rows are summed in f32, or in
+    /// f64 if `dx` is f64.
     pub(crate) fn input_gradient(&self, dx: &Raw, g: &Raw) -> Result<()> {
         let wide = if dx.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let sum = if dx.dtype() == wide { dx.clone() } else { compute::zeros(dx.dims(), wide, dx.device())? };
@@ -67,6 +68,7 @@ impl Quantized {
         if dx.dtype() == wide { Ok(()) } else { compute::copy_into(dx, &sum) }
     }
 
+    /// The values of `count` rows from row `start` on.
     fn values_of(&self, start: usize, count: usize, dtype: DType) -> Result<Raw> {
         if count == self.dims[0] {
             return self.values(dtype);
@@ -119,8 +121,8 @@ impl Quantized {
         matches!(&*self.parts, [Part { scales: Scales::Int8(_) | Scales::Fp8(_) | Scales::Ggml(_), .. }])
     }
 
-    /// A matrix of `count` of its rows: `pick` takes them from a tensor that has one row, or one number, for each row
-    /// of this matrix. `None` if the codes cannot be split by rows.
+    /// A matrix of `count` rows of this one. `pick` selects them: it is called with a tensor that has one row (codes) or one
+    /// number (scales) for each row of this matrix, and returns the selected ones. `None` if the codes cannot be split by rows.
     fn with_rows(&self, count: usize, pick: impl Fn(&Raw) -> Result<Raw>) -> Result<Option<Self>> {
         let [part] = &*self.parts else { return Ok(None) };
         let of_rows = |scales: &Raw| {

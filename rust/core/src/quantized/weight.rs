@@ -1,4 +1,4 @@
-//! [`Weight`]: the weight of a linear map, as values or codes.
+//! [`Weight`]: the weight of a linear map, stored as values or as codes.
 
 use candle_core::{DType, Device, Shape};
 
@@ -13,9 +13,9 @@ use crate::{Raw, Result, Tensor, checkpoint, compute};
 /// use.
 #[derive(Clone, Debug)]
 pub enum Weight {
-    /// Values.
+    /// Values: an ordinary tensor.
     Plain(Tensor),
-    /// Codes.
+    /// Codes and scales.
     Quantized(Quantized),
     /// Values or codes that are copied to the device for each use.
     Streamed(Streamed),
@@ -24,9 +24,9 @@ pub enum Weight {
 /// A borrowed [`Weight`], the argument of operations.
 #[derive(Clone, Copy, Debug)]
 pub enum WeightRef<'a> {
-    /// Values.
+    /// Values: an ordinary tensor.
     Plain(&'a Tensor),
-    /// Codes.
+    /// Codes and scales.
     Quantized(&'a Quantized),
     /// Values or codes that are copied to the device for each use.
     Streamed(&'a Streamed),
@@ -163,7 +163,7 @@ impl<'a> WeightRef<'a> {
         }
     }
 
-    /// Whether a gradient flows through it; never if it is quantized or streamed.
+    /// Whether the weight needs a gradient; a quantized or streamed weight never does.
     pub fn requires_grad(self) -> bool {
         self.tensor().is_some_and(Tensor::requires_grad)
     }
@@ -172,7 +172,7 @@ impl<'a> WeightRef<'a> {
     ///
     /// # Errors
     /// [`Error::DType`](crate::Error::DType) if `dtype` is not floating point,
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if they do not fit.
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the values do not fit.
     pub fn values(self, dtype: DType) -> Result<Tensor> {
         match self {
             Self::Plain(tensor) => tensor.detach().to_dtype(dtype),
@@ -181,14 +181,14 @@ impl<'a> WeightRef<'a> {
         }
     }
 
-    /// Tell checkpoints that an operation reads this weight in addition to its inputs.
+    /// Reports to checkpoints that an operation reads this weight in addition to the inputs of its tape node.
     pub(crate) fn is_read(self) {
         if let Self::Plain(tensor) = self {
             checkpoint::reads(&[tensor]);
         }
     }
 
-    /// Keep a reference to it for a backward pass.
+    /// Keeps a reference to the weight for a backward pass.
     pub(crate) fn hold(self, saver: &mut Saver<'_>) -> HeldWeight {
         match self {
             Self::Plain(tensor) => HeldWeight::Plain(saver.hold(tensor)),
@@ -206,7 +206,7 @@ pub(crate) enum HeldWeight {
 }
 
 impl HeldWeight {
-    /// Add g W to the gradient of a node's first input, which has shape `shape`; `grad` is the matrix g.
+    /// Adds g W to the gradient of a node's first input. This input has shape `shape`; `grad` is the matrix g.
     pub(crate) fn add_input_gradient(
         &self,
         context: &mut BackwardContext<'_>,
@@ -240,13 +240,13 @@ impl HeldWeight {
             Self::Streamed(streamed) => match streamed.here()? {
                 Weight::Quantized(quantized) => Held::Quantized(quantized),
                 Weight::Plain(tensor) => Held::Plain(tensor.raw),
-                Weight::Streamed(_) => unreachable!("the views of a slot are not streamed themselves"),
+                Weight::Streamed(_) => unreachable!("a copy of a streamed weight on its device is not streamed"),
             },
         })
     }
 }
 
-/// What a backward pass reads of a weight.
+/// The values or the codes of a [`HeldWeight`], on the device.
 enum Held {
     Plain(Raw),
     Quantized(Quantized),

@@ -5,7 +5,7 @@ use super::{group, rms_norm_rope, row};
 use crate::ops::case::{Case, Entry};
 use crate::{Result, Tensor};
 
-/// The product of both results, so that both get a gradient.
+/// The product of the sum and its norm, which are the two results of the `add_*` norms: both results get a gradient.
 fn joined((sum, y): (Tensor, Tensor)) -> Result<Tensor> {
     sum.mul(&y)
 }
@@ -15,8 +15,8 @@ fn plus_input(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Resul
     norm(x)?.add(&x[0])
 }
 
-/// norm(x) + x + x²: as [`plus_input`], but the gradient that x already has is a new tensor, summed in the backward
-/// pass.
+/// norm(x) + x + x²: as [`plus_input`], but the gradient that x already has is itself a sum of two gradients, in a tensor of
+/// its own. The norm's backward pass may overwrite this tensor.
 fn plus_sum(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Tensor> {
     plus_input(x, norm)?.add(&x[0].sqr()?)
 }
@@ -73,7 +73,7 @@ fn add_layer_norm() -> Vec<Case> {
 fn modulated_layer_norm() -> Vec<Case> {
     const EPS: f64 = 1e-6;
     let run = |x: &[Tensor]| super::modulated_layer_norm(&x[0], &x[1], &x[2], EPS);
-    // The input is x (batch, length, features).
+    // x[0] is (batch, length, features); scale and shift, x[1] and x[2], are (batch, features).
     let plain = |x: &[Tensor]| {
         let normal = plain::layer_norm(&x[..1], &[2], EPS)?;
         normal.mul(&x[1].unsqueeze(1)?.add_scalar(1.0)?)?.add(&x[2].unsqueeze(1)?)

@@ -1,4 +1,4 @@
-//! Code that the CUDA forms of norms share.
+//! Code that the CUDA forms of layer, RMS and group norms share.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::norm::{NORM_AFFINE_SUM, NormAffineSum};
@@ -31,7 +31,7 @@ impl Parameters {
     }
 }
 
-/// The gradients of a norm that are wanted: of the input, of the scale and of the shift.
+/// The gradients of a norm's input, scale and shift; `None` for one that is not wanted.
 #[derive(Default)]
 pub(super) struct Gradients {
     pub input: Option<Raw>,
@@ -61,14 +61,14 @@ impl SavedAffine {
         Ok([get(&self.scale)?, get(&self.shift)?])
     }
 
-    /// The gradients that this pass computes. The gradient of the input is not added to an earlier gradient.
+    /// The gradients that this backward pass computes. `before` is `None`.
     pub(super) fn wanted(&self, context: &BackwardContext<'_>) -> Wanted {
         let wants = |place: &Option<Place>| place.as_ref().is_some_and(|place| context.needs(place.index));
         Wanted { input: context.needs(0), weight: wants(&self.weight), bias: wants(&self.bias), before: None }
     }
 
-    /// Add the computed gradients to those of the inputs. The gradient of the input already includes the earlier
-    /// gradient from [`BackwardContext::take_pending`].
+    /// Passes the gradients `grads` on to the operation's inputs. `grads.input` already includes the earlier gradient that
+    /// [`BackwardContext::take_pending`] has returned.
     pub(super) fn add_gradients(&self, context: &mut BackwardContext<'_>, grads: Gradients) -> Result<()> {
         if let Some(sum) = grads.input {
             context.add_pending(0, Pending::new(sum, true))?;
@@ -91,8 +91,8 @@ pub(super) fn destination(op: &'static str, gpu: &Gpu, x: &Raw, before: Option<&
     }
 }
 
-/// The gradients of scale and shift that are wanted, in the accumulator dtype, from partial sums (samples, pieces, 2,
-/// len) for inputs of `dtype`.
+/// The gradients of scale and shift, (samples, len), in the accumulator dtype of inputs of `dtype`: the sums over the pieces
+/// of `partials` (samples, pieces, 2, len), where 2 stands for scale and shift. `wants`: which of the two to compute.
 pub(super) fn sum_affine(
     op: &'static str,
     gpu: &Gpu,
@@ -112,7 +112,7 @@ pub(super) fn sum_affine(
             dbias: optional_output(op, sums[1].as_ref())?,
             pieces: count32(op, pieces)?,
             len: count32(op, len)?,
-            // The sums stay in f32, in which gradients of parameters are accumulated.
+            // The kernel writes f32 sums for inputs of 16 bits too: gradients of parameters are accumulated in f32.
             affine_f32: u32::from(dtype != DType::F64),
         };
         // SAFETY: the tensors are dense and of these sizes.

@@ -98,8 +98,8 @@ impl<'a> Affine<'a> {
         std::iter::once(x).chain(self.weight).chain(self.bias).collect()
     }
 
-    /// Saves what the backward pass needs of scale and shift. `computes_again`: whether the backward pass recomputes
-    /// the scaled and shifted values.
+    /// Saves the scale and the shift where the backward pass reads them. `computes_again`: whether the backward pass
+    /// recomputes the scaled and shifted values, for which it needs both.
     fn save(&self, saver: &mut Saver<'_>, computes_again: bool) -> SavedAffine {
         let place =
             |parameter: &Tensor, index| Place { index, dims: parameter.dims().to_vec(), dtype: parameter.dtype() };
@@ -117,10 +117,10 @@ fn check_eps(op: &'static str, eps: f64) -> Result<()> {
     if eps.is_finite() && eps >= 0.0 {
         return Ok(());
     }
-    Err(Error::argument(op, format!("eps is {eps}, expected a number of at least 0")))
+    Err(Error::argument(op, format!("eps is {eps}, expected a number that is finite and at least 0")))
 }
 
-/// The values of a parameter in the accumulator type; if there is none, `neutral` for each.
+/// The values of a parameter in the accumulator type; without a parameter, `len` times `neutral`.
 fn numbers<R: Real + WithDType>(parameter: Option<&Raw>, len: usize, neutral: R) -> Result<Vec<R>> {
     Ok(match parameter {
         Some(parameter) => compute::cast(parameter, R::DTYPE)?.flatten_all()?.to_vec1()?,
@@ -141,7 +141,7 @@ impl Place {
     }
 }
 
-/// What the backward pass of a norm reads, except scale and shift.
+/// The tensors that the backward pass of a norm reads, except scale and shift.
 struct Reads {
     x: Saved,
     /// 1/√(var + eps) of each row or group.
@@ -185,7 +185,7 @@ impl SavedAffine {
         numbers(self.shift.as_ref().map(Saved::get).transpose()?.as_ref(), len, R::ZERO)
     }
 
-    /// Add the gradients that are wanted to those of the operation's inputs.
+    /// Adds `weight` to the gradient of the scale and `bias` to the gradient of the shift, for each of the two that is wanted.
     fn add<R: WithDType>(&self, context: &mut BackwardContext<'_>, weight: Vec<R>, bias: Vec<R>) -> Result<()> {
         for (place, grad) in [(&self.weight, weight), (&self.bias, bias)] {
             if let Some(place) = place.as_ref().filter(|place| context.needs(place.index)) {
@@ -195,8 +195,8 @@ impl SavedAffine {
         Ok(())
     }
 
-    /// Adds the gradient of the shift, where no other gradient is wanted: the sum over the rows of each sample of `grad
-    /// (samples, rows, len)`.
+    /// Adds the gradient of the shift, for a backward pass in which no other gradient is wanted. `grad (samples, rows, len)` is
+    /// summed over the rows.
     fn add_shift_only(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
         let Some(place) = &self.bias else { return Ok(()) };
         let sum = compute::sum(&compute::cast(grad, place.dtype)?, &[1], false)?;

@@ -1,4 +1,4 @@
-//! The plain forms of norms, and inputs of their cases.
+//! The plain forms of norms, and the frozen inputs of their test cases.
 
 use crate::{Result, Tensor};
 
@@ -21,7 +21,7 @@ pub(super) fn group_norm(x: &[Tensor], groups: usize, eps: f64) -> Result<Tensor
     affine(&normal, x)
 }
 
-/// Scale and shift from the second and third input, if present.
+/// `normal` times the scale `x[1]`, plus the shift `x[2]`; either may be missing.
 pub(super) fn affine(normal: &Tensor, x: &[Tensor]) -> Result<Tensor> {
     let scaled = x.get(1).map_or_else(|| Ok(normal.clone()), |weight| normal.mul(weight))?;
     x.get(2).map_or_else(|| Ok(scaled.clone()), |bias| scaled.add(bias))

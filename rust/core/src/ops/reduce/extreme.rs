@@ -53,7 +53,7 @@ impl Ternary for Share {
     }
 }
 
-/// The gradient is divided equally among all equal extremes.
+/// Divides the gradient of a result equally among all elements that are equal to the result.
 struct SharedBackward {
     reduction: Reduction,
     x: Saved,
@@ -69,11 +69,11 @@ impl Backward for SharedBackward {
     }
 }
 
-/// The element that was picked gets the gradient.
+/// Passes the gradient of a result to the one element that was picked as the extreme.
 struct PickedBackward {
     op: &'static OpInfo,
     reduction: Reduction,
-    /// Positions along the dimension.
+    /// For each result, the index of the picked element along the reduced dimension.
     picked: Saved,
 }
 
@@ -87,7 +87,7 @@ impl Backward for PickedBackward {
     }
 }
 
-/// Check that there is an element to pick for each result.
+/// Checks that each result has at least one element to pick from.
 fn check_not_empty(op: &'static str, reduction: &Reduction) -> Result<()> {
     if reduction.count > 0 {
         return Ok(());
@@ -163,17 +163,18 @@ impl Tensor {
         }
     }
 
-    /// The largest element over `dims`. Over one dimension the first of equal elements gets the gradient, as in torch's
-    /// `max(dim)`; over several dimensions equal elements share it, as in `amax`. Integers have no gradient.
+    /// The largest element over `dims`. Over one dimension, the first of equal elements gets the gradient, as in torch's
+    /// `max(dim)`. Over several dimensions, equal elements share the gradient equally, as in torch's `amax`. Integers have no
+    /// gradient.
     ///
     /// # Errors
-    /// [`Error::Shape`] if there are no elements, [`Error::Index`] if a dimension is out of range, [`Error::Argument`] if one is named
-    /// twice.
+    /// [`Error::Shape`] if a result has no elements to pick from, [`Error::Index`] if a dimension is out of range, [`Error::Argument`] if
+    /// a dimension is named twice.
     pub fn max(&self, dims: &[usize], keepdim: bool) -> Result<Self> {
         self.extreme(Extreme::Max, dims, keepdim)
     }
 
-    /// The largest of all elements; equal elements share the gradient.
+    /// The largest of all elements; equal elements share the gradient equally.
     ///
     /// # Errors
     /// As [`max`](Self::max).
@@ -189,7 +190,7 @@ impl Tensor {
         self.extreme(Extreme::Min, dims, keepdim)
     }
 
-    /// The smallest of all elements; equal elements share the gradient.
+    /// The smallest of all elements; equal elements share the gradient equally.
     ///
     /// # Errors
     /// As [`max`](Self::max).
@@ -197,10 +198,10 @@ impl Tensor {
         self.extreme_all(Extreme::Min)
     }
 
-    /// The position of the largest element along `dim`, the first of equal elements, as u32. It carries no gradient.
+    /// The index along `dim` of the largest element (of the first one, if several are equal), as u32. The result has no gradient.
     ///
     /// # Errors
-    /// As [`max`](Self::max).
+    /// As [`max`](Self::max), and [`Error::DType`] if the tensor is not floating point.
     pub fn argmax(&self, dim: usize, keepdim: bool) -> Result<Self> {
         check_not_empty(ARGMAX, &Reduction::new(ARGMAX, self, &[dim])?)?;
         checkpoint::reads(&[self]);

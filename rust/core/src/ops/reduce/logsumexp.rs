@@ -1,4 +1,4 @@
-//! The logarithm of a sum of exponentials, computed from the differences to the largest element.
+//! The logarithm of a sum of exponentials. It is computed as max + ln Σ e^(x - max), which does not overflow.
 
 use super::{Reduction, accumulator};
 use crate::cpu::{Binary, Real, Ternary, Unary};
@@ -8,7 +8,7 @@ use crate::{Result, Tensor, compute};
 
 pub(super) static LOGSUMEXP: OpInfo = OpInfo::cheap("logsumexp");
 
-/// 0 for infinities, because ∞ - ∞ is NaN.
+/// x, but 0 where x is infinite. Applied to the maximum before it is subtracted from the elements, because ∞ - ∞ is NaN.
 #[derive(Clone, Copy)]
 struct Finite;
 
@@ -47,7 +47,7 @@ impl Binary for LogPlus {
     }
 }
 
-/// a e^(b - c). It is 0 where c, the log-sum-exp, is -∞: all b are -∞ then.
+/// a e^(b - c), where c is the log-sum-exp of the elements b. If c is -∞, all b are -∞; the result is then 0, not NaN.
 #[derive(Clone, Copy)]
 struct TimesExpDifference;
 
@@ -91,10 +91,10 @@ fn forward(x: &Raw, reduction: &Reduction) -> Result<Raw> {
 }
 
 impl Tensor {
-    /// log Σ exp over `dims`; -∞ over no elements. Does not overflow.
+    /// ln Σ e^x over `dims`; -∞ over no elements. Large elements do not overflow.
     ///
     /// # Errors
-    /// As [`sum`](Self::sum).
+    /// As [`sum`](Self::sum), and [`Error::DType`] if the tensor is not floating point.
     pub fn logsumexp(&self, dims: &[usize], keepdim: bool) -> Result<Self> {
         let reduction = Reduction::new(LOGSUMEXP.name, self, dims)?;
         record_with_aux(

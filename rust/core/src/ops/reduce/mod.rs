@@ -1,7 +1,8 @@
 //! Reductions over any set of dimensions.
 //!
-//! `dims` names dimensions in any order, each at most once; without any, each element is reduced by itself. With
-//! `keepdim` the reduced dimensions stay, with size 1. Sums are in at least f32 and rounded once.
+//! `dims` names dimensions in any order, each at most once. If `dims` is empty, each element is reduced by itself. With
+//! `keepdim`, the reduced dimensions stay, with size 1. Floating-point elements are summed in f32 (in f64 for f64 elements), and
+//! the sum is rounded once to the elements' dtype.
 
 mod extreme;
 mod logsumexp;
@@ -44,7 +45,7 @@ struct Reduction {
     input: Vec<usize>,
     /// The input's shape with size 1 for the reduced dimensions.
     kept: Vec<usize>,
-    /// Number of elements that each result is computed from.
+    /// Number of input elements for each element of the result.
     count: usize,
 }
 
@@ -84,13 +85,13 @@ impl Reduction {
         (0..self.input.len()).filter(|dim| !self.dims.contains(dim)).map(|dim| self.input[dim]).collect()
     }
 
-    /// A view of `value`, which has a number for each result: the number is repeated for the elements of the result.
+    /// Broadcasts `value`, which has one element for each element of the result, to the input's shape. This is a view of `value`.
     fn spread(&self, value: &Raw) -> Result<Raw> {
         Ok(value.reshape(self.kept.as_slice())?.broadcast_as(self.input.as_slice())?)
     }
 }
 
-/// The dtype of arithmetic on `dtype` values.
+/// The dtype in which sums of `dtype` elements are computed.
 const fn accumulator(dtype: DType) -> DType {
     match dtype {
         DType::F64 => DType::F64,
@@ -98,7 +99,7 @@ const fn accumulator(dtype: DType) -> DType {
     }
 }
 
-/// The backward of `sum` and `mean`: the gradient times `scale`, for every element.
+/// The backward pass of `sum` and `mean`: every input element gets the gradient of its result times `scale`.
 struct SumBackward {
     reduction: Reduction,
     scale: f64,
@@ -161,7 +162,7 @@ struct CumsumBackward {
 }
 
 impl Backward for CumsumBackward {
-    /// An element is a term of the sums from its position on, so its gradient is the sum of the gradients of these sums.
+    /// Input element i is a term of the results i, i + 1, ..., so its gradient is the sum of the gradients of these results.
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let size = context.grad().dims()[self.dim];
         let backwards: Vec<i64> = (0..size as i64).rev().collect();
@@ -177,10 +178,10 @@ impl Tensor {
         (0..self.rank()).collect()
     }
 
-    /// The sum over `dims`; 0 over no elements. Integers sum to i64, as in torch.
+    /// The sum over `dims`; 0 over no elements. The sum of integers is i64, as in torch.
     ///
     /// # Errors
-    /// [`Error::Index`] if a dimension is out of range, [`Error::Argument`] if one is named twice.
+    /// [`Error::Index`] if a dimension is out of range, [`Error::Argument`] if a dimension is named twice.
     pub fn sum(&self, dims: &[usize], keepdim: bool) -> Result<Self> {
         if !is_float(self.dtype()) {
             return self.sum_integers(dims, keepdim);
@@ -203,7 +204,7 @@ impl Tensor {
     /// The sum of all elements.
     ///
     /// # Errors
-    /// Those of the arithmetic.
+    /// Errors of the device, such as [`Error::OutOfMemory`].
     pub fn sum_all(&self) -> Result<Self> {
         self.sum(&self.all_dims(), false)
     }
@@ -211,7 +212,7 @@ impl Tensor {
     /// The mean over `dims`; NaN over no elements.
     ///
     /// # Errors
-    /// As [`sum`](Self::sum).
+    /// As [`sum`](Self::sum), and [`Error::DType`] if the tensor is not floating point.
     pub fn mean(&self, dims: &[usize], keepdim: bool) -> Result<Self> {
         let reduction = Reduction::new(MEAN.name, self, dims)?;
         record(
@@ -231,10 +232,10 @@ impl Tensor {
     }
 
     /// The variance over `dims`: the sum of squared distances from the mean, divided by the number of elements minus
-    /// `correction` (1: the unbiased estimate). NaN or infinite where this divisor is not positive, as in torch.
+    /// `correction` (1: the unbiased estimate). If this divisor is not positive, the variance is NaN or infinite, as in torch.
     ///
     /// # Errors
-    /// As [`sum`](Self::sum).
+    /// As [`sum`](Self::sum), and [`Error::DType`] if the tensor is not floating point.
     pub fn var(&self, dims: &[usize], keepdim: bool, correction: f64) -> Result<Self> {
         let reduction = Reduction::new(VAR.name, self, dims)?;
         let divisor = (reduction.count as f64 - correction).max(0.0);
@@ -257,7 +258,7 @@ impl Tensor {
         )
     }
 
-    /// The cumulative sums along `dim`: result i is the sum of the elements 0 to i.
+    /// The cumulative sums along `dim`: element i of the result is the sum of the elements 0 to i, both included.
     ///
     /// # Errors
     /// [`Error::Index`] if the dimension is out of range, [`Error::DType`] if the tensor is not floating point.
@@ -267,7 +268,7 @@ impl Tensor {
     }
 }
 
-/// Registry entries of this file and its parts.
+/// Registry entries of this file and its submodules.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {

@@ -61,7 +61,7 @@ fn the_variance_is_the_mean_squared_distance() {
 }
 
 #[test]
-fn the_variance_of_halves_is_computed_in_f32() {
+fn the_variance_of_bf16_is_computed_in_f32() {
     // bf16 cannot represent the mean, 100.25: near 100, bf16 numbers are 0.5 apart.
     let data = [99.5, 100.0, 100.5, 101.0].map(bf16::from_f64);
     let x = Tensor::constant(from_vec(data.to_vec(), 4));
@@ -69,7 +69,7 @@ fn the_variance_of_halves_is_computed_in_f32() {
 }
 
 #[test]
-fn reductions_of_nothing_are_those_of_torch() {
+fn reductions_over_no_elements_return_what_torch_returns() {
     let x = tensor(&[], &[2, 0]);
     assert_eq!(values(&x.sum(&[1], false).unwrap()), [0.0, 0.0]);
     assert_eq!(values(&x.logsumexp(&[1], false).unwrap()), [f64::NEG_INFINITY; 2]);
@@ -85,7 +85,7 @@ fn reductions_of_nothing_are_those_of_torch() {
 }
 
 #[test]
-fn of_equal_extremes_one_dimension_takes_the_first_and_several_share() {
+fn equal_extremes_share_the_gradient_except_over_one_dimension() {
     let x = tensor(&[1.0, 5.0, 5.0, 0.0, 0.0, 5.0], &[2, 3]);
     assert_eq!(gradient(&x, |x| x.max(&[1], false)), [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]);
     assert_eq!(gradient(&x, |x| x.min(&[1], true)), [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]);
@@ -97,7 +97,7 @@ fn of_equal_extremes_one_dimension_takes_the_first_and_several_share() {
 }
 
 #[test]
-fn nan_is_the_extreme() {
+fn nan_is_both_the_largest_and_the_smallest_element() {
     let x = tensor(&[1.0, f64::NAN, 3.0], &[3]);
     for y in [x.max(&[0], false), x.min(&[0], false), x.max_all(), x.min_all()] {
         assert!(y.unwrap().item().unwrap().is_nan());
@@ -106,7 +106,7 @@ fn nan_is_the_extreme() {
 }
 
 #[test]
-fn argmax_is_the_first_of_equals_along_its_dimension() {
+fn argmax_is_the_index_of_the_first_largest_element() {
     let x = tensor(&[1.0, 5.0, 5.0, 0.0, 6.0, 5.0], &[2, 3]);
     assert_eq!(x.argmax(1, false).unwrap().to_vec::<u32>().unwrap(), [1, 1]);
     let first = x.argmax(0, true).unwrap();
@@ -127,8 +127,8 @@ fn logsumexp_neither_overflows_nor_makes_nan_of_infinities() {
 }
 
 #[test]
-fn the_gradient_of_logsumexp_of_halves_sums_to_one() {
-    // A backward pass from the result rounded to bf16 would have exponents that are wrong by up to 1/8.
+fn the_gradient_of_logsumexp_of_bf16_sums_to_one() {
+    // The gradient is e^(x - result). If the backward pass read the result rounded to bf16, x - result would be wrong by up to 1/8.
     let data: Vec<bf16> = (0..64).map(|i| bf16::from_f32(50.0 + (i % 7) as f32)).collect();
     let x = Tensor::constant(from_vec(data, 64));
     let total: f64 = gradient(&x, |x| x.logsumexp(&[0], false)).iter().sum();

@@ -1,10 +1,10 @@
-//! Cases of rotary embeddings.
+//! Test cases of rotary embeddings.
 
 use super::{ROPE, rope};
 use crate::ops::case::{Case, Entry};
 use crate::{Result, Tensor};
 
-/// The plain form.
+/// The plain form of [`rope`].
 pub(in crate::ops) fn plain(x: &Tensor, [cos, sin]: [&Tensor; 2], interleaved: bool) -> Result<Tensor> {
     let (rank, half) = (x.rank(), x.dims()[x.rank() - 1] / 2);
     let (a, b) = if interleaved {
@@ -24,8 +24,8 @@ pub(in crate::ops) fn plain(x: &Tensor, [cos, sin]: [&Tensor; 2], interleaved: b
     }
 }
 
-/// Tables for test cases with `x`. Their values are arbitrary: the operation does not require sines and cosines of
-/// positions.
+/// cos and sin, (S, D / 2) each, for test cases with `x (..., S, D)`. The angles are arbitrary: the operation does not require
+/// that they grow with the position.
 pub(in crate::ops) fn tables(x: &Tensor) -> Result<[Tensor; 2]> {
     let (length, half) = (x.dims()[x.rank() - 2], x.dims()[x.rank() - 1] / 2);
     let table = |f: fn(f64) -> f64| {

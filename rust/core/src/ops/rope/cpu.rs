@@ -11,7 +11,8 @@ use crate::cpu::{Elem, Real, dispatch, elements, read_all};
 use crate::raw::{Raw, from_vec};
 use crate::{Result, dispatch_float};
 
-/// The angles of rows.
+/// The angles by which pairs of features are rotated, and which pairs and rows they belong to. Row i has position
+/// i / `repeats` mod `positions`.
 pub struct Angles<'a, R> {
     /// The cosines, (positions, half); `sin` has the same shape.
     pub cos: &'a [R],
@@ -19,13 +20,15 @@ pub struct Angles<'a, R> {
     pub positions: usize,
     /// How many consecutive rows have the same position.
     pub repeats: usize,
-    /// How many pairs a row has.
+    /// Number of pairs of a row.
     pub half: usize,
+    /// Whether features 2i and 2i + 1 form pair i; else features i and i + `half` do.
     pub interleaved: bool,
 }
 
 impl<R: Real> Angles<'_, R> {
-    /// Rotate the pairs of row `row` by their angles, or by the negative angles if `back`.
+    /// Rotates the pairs of row number `row` by their angles, or by the negative angles if `back`. `read` converts an element of
+    /// `x`; `write` stores a result in an element of `out`.
     #[inline(always)]
     pub fn rotate<X: Copy, Y>(
         &self,
@@ -60,7 +63,8 @@ impl<R: Real> Angles<'_, R> {
     }
 }
 
-/// The dense rows of `x`, rotated as by [`Angles::rotate`]; `repeats` consecutive rows have the same position.
+/// Rotates the rows of a dense `x (..., 2 half)` as [`Angles::rotate`] does. `cos` and `sin` are (positions, half); `repeats`
+/// consecutive rows have the same position.
 pub fn rotate(x: &Raw, [cos, sin]: [&Raw; 2], repeats: usize, interleaved: bool, back: bool) -> Result<Raw> {
     let (positions, half) = (cos.dims()[0], cos.dims()[1]);
     let len = 2 * half;

@@ -6,8 +6,8 @@ use crate::cuda::launch::{Shape, accumulator, count32, empty, input, output, row
 use crate::cuda::{Gpu, cast, contiguous};
 use crate::{Raw, Result};
 
-/// Rows rotated by the angles of their positions; `repeats` consecutive rows have the same position. `back` rotates by
-/// the negative angles.
+/// Rotates the rows of `x (..., 2 half)` by the angles of their positions, or by the negative angles if `back`. `cos` and `sin` are
+/// (positions, half); `repeats` consecutive rows have the same position.
 pub fn rotate(
     op: &'static str,
     x: &Raw,
@@ -37,7 +37,7 @@ pub fn rotate(
             interleaved: u32::from(interleaved),
             back: u32::from(back),
         };
-        // SAFETY: the tensors are dense and of these sizes.
+        // SAFETY: the tensors are dense and have the sizes in the arguments.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok(y)

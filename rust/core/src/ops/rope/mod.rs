@@ -17,15 +17,15 @@ pub(super) use cpu::{Angles, rotate as turn_rows};
 
 static ROPE: OpInfo = OpInfo::cheap("rope");
 
-/// Rotate each pair (a, b) of features of `x (..., S, D)` to (a cos - b sin, a sin + b cos). `cos` and `sin` have the shape
+/// Rotates each pair (a, b) of features of `x (..., S, D)` to (a cos - b sin, a sin + b cos). `cos` and `sin` have the shape
 /// `(S, D/2)` and any floating-point dtype; they get no gradient.
 ///
-/// Pair i is features 2i and 2i + 1 if `interleaved` (Flux, original LLaMA), else i and i + D/2 (GPT-NeoX, Hugging Face's
-/// LLaMA). The result has the memory order of `x`.
+/// Pair i consists of the features 2i and 2i + 1 if `interleaved` (Flux, original LLaMA), else of the features i and i + D/2
+/// (GPT-NeoX, Hugging Face's LLaMA). The result has the memory order of `x`.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::NoBackward`] if `cos` or `sin`
-/// needs a gradient.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if D is odd, or `cos` or `sin` does not match `x`; [`Error::NoBackward`]
+/// if `cos` or `sin` needs a gradient.
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result<Tensor> {
     check(ROPE.name, x, cos, sin)?;
     record(
@@ -36,13 +36,17 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result
     )
 }
 
-/// Check the operands of an operation that rotates pairs; its tables are not inputs on the tape.
+/// Checks the operands of an operation that rotates pairs. `cos` and `sin` are not inputs of its tape node, so this function also
+/// reports to checkpoints that the operation reads them.
 pub(super) fn check(op: &'static str, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
     let &[.., length, width] = x.dims() else {
         return Err(Error::shape(op, format!("the input has shape {:?}, expected (..., length, width)", x.dims())));
     };
     if width % 2 != 0 {
-        return Err(Error::shape(op, format!("the width {width} of shape {:?} is odd, expected pairs", x.dims())));
+        return Err(Error::shape(
+            op,
+            format!("the width {width} of shape {:?} is odd, expected an even width", x.dims()),
+        ));
     }
     for (name, table) in [("cos", cos), ("sin", sin)] {
         if *table.dims() != [length, width / 2] {
@@ -87,7 +91,8 @@ impl Backward for RopeBackward {
 /// The order in which the rows of `(..., S, D)` are in memory.
 #[derive(Clone, Copy)]
 pub(super) struct RowOrder {
-    /// How many heads a position has, if they are next to one another.
+    /// The number of heads, if the heads of a position are adjacent in memory: dimensions (..., heads, S, D), memory order
+    /// (..., S, heads, D). `None` for any other memory order.
     heads: Option<usize>,
 }
 
@@ -96,19 +101,19 @@ impl RowOrder {
         Self { heads: heads_lie_inside(x).then(|| x.dims()[x.rank() - 3]) }
     }
 
-    /// How many consecutive rows have the same position.
+    /// How many rows that are consecutive in memory have the same position.
     pub fn repeats(self) -> usize {
         self.heads.unwrap_or(1)
     }
 
-    /// Permutes the dimensions of `x` to the order of memory, or back.
+    /// Permutes the dimensions of `x` to the memory order; applied twice, it restores them.
     pub fn swap(self, x: &Raw) -> Result<Raw> {
         let rank = x.rank();
         Ok(if self.heads.is_some() { x.transpose(rank - 3, rank - 2)? } else { x.clone() })
     }
 }
 
-/// Rotate the pairs by their angles, or by the negative angles if `back`.
+/// Rotates the pairs of `x` by their angles, or by the negative angles if `back`.
 fn rotate(x: &Raw, cos: &Raw, sin: &Raw, interleaved: bool, back: bool) -> Result<Raw> {
     let order = RowOrder::of(x);
     let x = contiguous(&order.swap(x)?)?;

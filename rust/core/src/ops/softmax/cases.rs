@@ -1,4 +1,4 @@
-//! Cases of softmax.
+//! Test cases of softmax and log-softmax.
 
 use super::{LOG_SOFTMAX, SOFTMAX};
 use crate::ops::case::{Case, Entry};

@@ -1,4 +1,4 @@
-//! The CPU form, row by row: a row stays in the cache between the loops over it.
+//! The CPU form. It works row by row, so that a row stays in the cache between the loops over its elements.
 
 use std::mem::MaybeUninit;
 
@@ -7,11 +7,11 @@ use crate::cpu::{Elem, Real, dispatch, elements, read_all};
 use crate::raw::{Raw, from_vec};
 use crate::{Result, dispatch_float};
 
-/// The two operations on a row.
+/// Softmax or log-softmax of one row.
 pub(super) trait RowFunction: Copy + Send + Sync + 'static {
-    /// The result for `x`; `scratch` is as long as the row.
+    /// Writes the result for the row `x` to `out`. `scratch` has the length of the row.
     fn forward<T: Elem>(&self, x: &[T], scratch: &mut [T::Acc], out: &mut [MaybeUninit<T>]);
-    /// The gradient of the row from the result `y` and its gradient `g`.
+    /// Writes the gradient of the row `x` to `out`, from the result `y` and the gradient `g` of the result.
     fn backward<T: Elem>(&self, y: &[T], g: &[T], out: &mut [MaybeUninit<T>]);
 }
 
@@ -90,7 +90,7 @@ pub(super) fn forward<F: RowFunction>(op: &'static str, x: &Raw, function: F) ->
     .map(|y| from_vec(y, x.shape())))
 }
 
-/// The gradient of [`forward`] from its result.
+/// The gradient of the argument `x` of [`forward`], from the result `y` of `forward` and the gradient `g` of `y`. Both are dense.
 pub(super) fn backward<F: RowFunction>(op: &'static str, y: &Raw, g: &Raw, function: F) -> Result<Raw> {
     let len = y.dims()[y.rank() - 1];
     let rows = y.elem_count() / len.max(1);

@@ -6,7 +6,7 @@ use crate::cuda::Gpu;
 use crate::cuda::launch::{Shape, count32, empty, input, output, rows_of, suffix};
 use crate::{Raw, Result};
 
-/// The softmax `op` over the last dimension of a dense tensor.
+/// The operation `op` (`softmax` or `log_softmax`) over the last dimension of a dense tensor.
 pub fn forward(op: &'static str, x: &Raw) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
     let y = empty(op, gpu, x.dims(), x.dtype())?;
@@ -16,13 +16,13 @@ pub fn forward(op: &'static str, x: &Raw) -> Result<Raw> {
         let shape = Shape::rows(rows, len, x.dtype());
         let (rows, len) = (rows as u64, count32(op, len)?);
         let arguments = SoftmaxForward { x: input(op, x)?, y: output(op, &y)?, rows, len };
-        // SAFETY: both tensors are dense and of these sizes.
+        // SAFETY: both tensors are dense and have the sizes in the arguments.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok(y)
 }
 
-/// The gradient of [`forward`] from its result, over the last dimension of dense tensors.
+/// The gradient of the argument `x` of [`forward`], from the result `y` of `forward` and the gradient `grad` of `y`. Both are dense.
 pub fn backward(op: &'static str, y: &Raw, grad: &Raw) -> Result<Raw> {
     let gpu = Gpu::of(op, y)?;
     let dx = empty(op, gpu, y.dims(), y.dtype())?;
@@ -33,7 +33,7 @@ pub fn backward(op: &'static str, y: &Raw, grad: &Raw) -> Result<Raw> {
         let (rows, len) = (rows as u64, count32(op, len)?);
         let (y, grad) = (input(op, y)?, input(op, grad)?);
         let arguments = SoftmaxBackward { y, grad, dx: output(op, &dx)?, rows, len };
-        // SAFETY: the tensors are dense and of these sizes.
+        // SAFETY: the tensors are dense and have the sizes in the arguments.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok(dx)

@@ -19,7 +19,7 @@ pub use cases::ENTRIES;
 static SOFTMAX: OpInfo = OpInfo::cheap("softmax");
 static LOG_SOFTMAX: OpInfo = OpInfo::cheap("log_softmax");
 
-/// The tensor with dimension `dim` last, contiguous.
+/// `x` with dimension `dim` and the last dimension swapped, contiguous.
 fn as_rows(x: &Raw, dim: usize) -> Result<Raw> {
     contiguous(&x.transpose(dim, x.rank() - 1)?)
 }
@@ -72,7 +72,7 @@ impl Tensor {
         along(&SOFTMAX, self, dim, Softmax)
     }
 
-    /// The logarithm of [`softmax`](Self::softmax), accurate even where a probability would be rounded to 0.
+    /// The logarithm of [`softmax`](Self::softmax). It is accurate even where the softmax itself would be rounded to 0.
     ///
     /// # Errors
     /// As [`softmax`](Self::softmax).

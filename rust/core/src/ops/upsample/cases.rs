@@ -1,10 +1,10 @@
-//! Cases of resizing.
+//! Test cases of nearest-neighbour resizing.
 
 use super::{UPSAMPLE_NEAREST2D, sources, upsample_nearest2d};
 use crate::ops::case::{Case, Entry};
 use crate::{Result, Tensor};
 
-/// The plain form: `index_select` along each axis.
+/// The plain form: `index_select` along height and along width.
 fn plain(x: &Tensor, size: [usize; 2]) -> Result<Tensor> {
     let index = |axis: usize| {
         let positions = sources(x.dims()[axis], size[axis - 1]).into_iter().map(|i| i as i64).collect::<Vec<_>>();

@@ -1,4 +1,4 @@
-//! The CPU form: line by line.
+//! The CPU form. It works line by line; a line is one row of pixels of one image.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -33,7 +33,7 @@ pub(super) fn forward(&Resize { batch, channels, input, output }: &Resize, x: &R
     .map(|y| from_vec(y, &[batch, output[0], output[1], channels][..])))
 }
 
-/// Each pixel gets the sum of its copies' gradients.
+/// The gradient of an input pixel is the sum of the gradients of the output pixels that copy it.
 pub(super) fn backward(&Resize { batch, channels, input, output }: &Resize, grad: &Raw) -> Result<Raw> {
     let grad = contiguous(grad)?;
     let (lines, columns) = (copies(input[0], output[0]), copies(input[1], output[1]));

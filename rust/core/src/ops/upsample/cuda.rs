@@ -1,4 +1,4 @@
-//! The implementation for CUDA, with the kernels in `kernels/upsample.cu`.
+//! The CUDA form: `kernels/upsample.cu`.
 
 use trainable_candle_cuda::kernels::upsample::{
     UPSAMPLE_NEAREST2D_BACKWARD, UPSAMPLE_NEAREST2D_FORWARD, UpsampleNearest2dBackward, UpsampleNearest2dForward,

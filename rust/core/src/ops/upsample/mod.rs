@@ -18,13 +18,13 @@ pub use cases::ENTRIES;
 
 static UPSAMPLE_NEAREST2D: OpInfo = OpInfo::cheap("upsample_nearest2d");
 
-/// The image in another size, where each pixel is a copy of the nearest pixel of `x`: `x (batch, height, width,
-/// channels)` → (batch, `size[0]`, `size[1]`, channels). Pixel i of n copies pixel ⌊i · (m / n)⌋ of m, computed in f32,
-/// as torch's `interpolate(mode="nearest")` does. Saves nothing.
+/// The images `x` in another size, where each output pixel is a copy of the nearest input pixel: `x (batch, height, width,
+/// channels)` → (batch, `size[0]`, `size[1]`, channels). Along an axis with m input pixels and n output pixels, output pixel i
+/// copies input pixel ⌊i · (m / n)⌋, computed in f32, as in torch's `interpolate(mode="nearest")`. Saves nothing.
 ///
 /// # Errors
-/// [`Error::Shape`] if `x` does not have four dimensions, or has no pixels while the result has some, [`Error::DType`] if it is not floating
-/// point, [`Error::OutOfMemory`] if the result is too large.
+/// [`Error::Shape`] if `x` does not have four dimensions, or has no pixels while the result has some, [`Error::DType`] if `x` is not
+/// floating point, [`Error::OutOfMemory`] if the result is too large.
 pub fn upsample_nearest2d(x: &Tensor, size: [usize; 2]) -> Result<Tensor> {
     let op = UPSAMPLE_NEAREST2D.name;
     let &[batch, height, width, channels] = x.dims() else {
@@ -49,7 +49,7 @@ pub fn upsample_nearest2d(x: &Tensor, size: [usize; 2]) -> Result<Tensor> {
     record(&UPSAMPLE_NEAREST2D, &[x], || resize.forward(&x.raw), |_, _| resize)
 }
 
-/// The sizes of an image before and after; pairs are (height, width).
+/// The sizes of the images before (`input`) and after resizing (`output`), as (height, width).
 #[derive(Clone, Copy)]
 struct Resize {
     batch: usize,
@@ -58,10 +58,10 @@ struct Resize {
     output: [usize; 2],
 }
 
-/// For each of `output` positions, the position out of `input` that it copies.
+/// For each of the `output` output positions along an axis, the input position that it copies; there are `input` input positions.
 fn sources(input: usize, output: usize) -> Vec<usize> {
     let scale = input as f32 / output as f32;
-    // Equal and doubled sizes are computed exactly, as in torch.
+    // If the size is unchanged or doubled, positions are computed in integers, as in torch.
     let source = |i: usize| match output {
         _ if output == input => i,
         _ if output == 2 * input => i / 2,
@@ -70,7 +70,7 @@ fn sources(input: usize, output: usize) -> Vec<usize> {
     (0..output).map(source).collect()
 }
 
-/// For each of `input` positions, the range of `output` positions that copy it.
+/// For each of the `input` input positions along an axis, the range of the output positions that copy it.
 fn copies(input: usize, output: usize) -> Vec<Range<usize>> {
     let sources = sources(input, output);
     let first = |position| sources.partition_point(|&source| source < position);
@@ -99,18 +99,18 @@ mod tests {
 
     /// torch 2.11: `F.interpolate(torch.arange(m).float()[None, None], n, mode="nearest")`.
     #[test]
-    fn positions_are_those_of_torch() {
+    fn source_positions_are_those_of_torch() {
         assert_eq!(sources(3, 5), [0, 0, 1, 1, 2]);
         assert_eq!(sources(4, 7), [0, 0, 1, 1, 2, 2, 3]);
         assert_eq!(sources(7, 3), [0, 2, 4]);
-        // The position is exactly 1, but 41 · (2 / 82) is below 1 in f32.
+        // Output position 41 exactly maps to input position 41 · 2 / 82 = 1, but 41 · (2 / 82) is below 1 in f32.
         assert_eq!(sources(2, 82)[40..44], [0, 0, 1, 1]);
         assert_eq!(copies(2, 5), [0..3, 3..5]);
         assert_eq!(copies(3, 2), [0..1, 1..2, 2..2]);
     }
 
     #[test]
-    fn images_that_do_not_fit_are_errors() {
+    fn wrong_images_and_sizes_are_errors() {
         let image = |dims: &[usize]| Tensor::constant(from_vec(vec![0f32; dims.iter().product()], dims));
         assert!(matches!(upsample_nearest2d(&image(&[2, 2, 3]), [4, 4]), Err(Error::Shape { .. })));
         assert!(matches!(upsample_nearest2d(&image(&[1, 0, 2, 3]), [4, 4]), Err(Error::Shape { .. })));

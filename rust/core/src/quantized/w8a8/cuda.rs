@@ -19,12 +19,13 @@ use crate::quantized::Format;
 use crate::{Raw, Result, compute};
 
 const OP: &str = "linear";
-/// Bytes of sums that are computed and scaled at a time, so that they stay in the L2 cache of large GPUs.
+/// Number of bytes of sums that are computed and scaled at a time; so many stay in the L2 cache of large GPUs.
 const SUMS: usize = 24 << 20;
-/// The fewest rows of a product at a time, so that it fills a GPU.
+/// The minimum number of rows that are multiplied at a time; so many keep a GPU busy.
 const FEWEST_ROWS: usize = 256;
 /// Rows and columns of a block's tile of a transposition.
 const TILE: usize = 64;
+/// Number of threads of a thread block.
 const BLOCK: u32 = 256;
 /// How many packs of a row each thread rounds.
 const HELD: usize = 2;
@@ -44,6 +45,7 @@ impl Quantized {
         if self.format() == Format::Int8 { Codes::Int8 } else { Codes::E4m3 }
     }
 
+    /// The kernels' description of the weight's parts.
     fn code_parts(&self) -> Result<CodeParts> {
         let (mut list, mut start) = ([CodePart::default(); MOST_PARTS], 0);
         for (part, place) in self.parts.iter().zip(&mut list) {
@@ -117,8 +119,9 @@ impl Rounded {
         Ok(rounded)
     }
 
-    /// Write the scaled product of these codes and the transpose of the codes (n, columns) at `w` to the columns of
-    /// `to`. Returns false if the device has no 8-bit products.
+    /// Computes X Wᵀ, where X are these codes and W are the codes (n, columns) at the address `w`. Multiplies the sums by the scales
+    /// of X and of `to`, adds the bias, and writes the result to n columns of `to.y`. Returns false if the device has no 8-bit
+    /// products.
     fn product(&self, gpu: &Gpu, kind: Codes, (w, n): (u64, usize), to: &Columns<'_>) -> Result<bool> {
         let at_once = (SUMS / (4 * n)).max(FEWEST_ROWS) / MULTIPLE * MULTIPLE;
         let sums = empty(OP, gpu, &[at_once.min(self.codes.dims()[0]), n], DType::U32)?;
@@ -129,7 +132,8 @@ impl Rounded {
             let rows = at_once.min(self.rows - first);
             let x = codes + (first * self.columns) as u64;
             let sizes = [rows.next_multiple_of(MULTIPLE), n, self.columns];
-            // SAFETY: the codes have these rows, initialised or not, and the sums have room for their products.
+            // SAFETY: the codes have these rows (rows beyond `self.rows` are uninitialised, and their sums are not read), and `sums` has
+            // room for the products.
             if !unsafe { product_of_codes(OP, gpu, kind, [x, w, address(OP, &sums)?], sizes) }? {
                 return Ok(false);
             }
@@ -170,9 +174,9 @@ fn aligned(x: &Raw) -> Result<Raw> {
 struct Columns<'a> {
     /// The result, dense.
     y: &'a Raw,
-    /// The first column.
+    /// The first column of y that the product is written to.
     start: usize,
-    /// Address and number of the scales of columns.
+    /// Address and number of the scales of these columns; one scale is for all of them. `None`: the columns have no scales.
     scales: Option<(u64, u32)>,
     /// The bias of all columns of y, dense.
     bias: Option<&'a Raw>,

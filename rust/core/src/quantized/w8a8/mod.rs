@@ -10,8 +10,8 @@
 //! - dx = s_g (q_g q_w), where q_g and s_g are the codes and scales of g = dy s_w. The sum runs over the rows of the
 //!   weight, which have different scales, so dy is multiplied by these scales before it is rounded.
 //!
-//! Sums of int8 are exact, sums of e4m3 are in f32; a result is rounded once. The backward pass ignores that x was
-//! rounded: the gradient passes the rounding unchanged (a straight-through estimate).
+//! Products of int8 codes are summed exactly, products of e4m3 codes in f32; a result is rounded once to its dtype. The backward
+//! pass ignores that x was rounded: the gradient passes the rounding unchanged (a straight-through estimator).
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -26,15 +26,15 @@ use crate::cpu::pool::par_chunks_mut;
 use crate::product::uses_w8a8;
 use crate::raw::{Raw, from_vec, with_bytes};
 
-/// The numbers of rows and columns of matrices and of their parts must be multiples of this number, as 8-bit products
-/// on tensor cores require.
+/// A matrix's number of columns and each part's number of rows must be multiples of this number, because 8-bit products on tensor
+/// cores require it.
 const MULTIPLE: usize = 16;
-/// The most parts of a matrix.
+/// The maximum number of parts of a matrix whose codes are multiplied.
 const MOST_PARTS: usize = 8;
 
 impl Quantized {
-    /// Whether its products with a matrix of `rows` rows and of `dtype` multiply codes. They do if
-    /// [`set_w8a8`](compute::set_w8a8) has enabled this, there are rows, `dtype` is not f64, there are at most 8 parts,
+    /// Whether the product of this matrix and a matrix of `rows` rows and dtype `dtype` multiplies codes. It does if
+    /// [`set_w8a8`](compute::set_w8a8) has enabled this, `rows` is not 0, `dtype` is not f64, there are at most 8 parts,
     /// all int8 or all fp8, and the numbers of columns and of each part's rows are multiples of 16.
     fn multiplies_codes(&self, dtype: DType, rows: usize) -> bool {
         let format = self.format();
@@ -47,7 +47,7 @@ impl Quantized {
             && self.parts.iter().all(|part| part.scales.format() == format && part.rows.is_multiple_of(MULTIPLE))
     }
 
-    /// x Wᵀ + b over matrices, as a product of codes; `None` if values are multiplied instead.
+    /// x Wᵀ + b for a matrix x, as a product of codes; `None` if the caller must multiply values instead.
     pub(crate) fn product_of_codes(&self, x: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
         if !self.multiplies_codes(x.dtype(), x.dims()[0]) {
             return Ok(None);
@@ -55,7 +55,7 @@ impl Quantized {
         on_device!(x.device(), cuda => cuda::product(self, x, bias), cpu => self.product_on_cpu(x, bias).map(Some))
     }
 
-    /// g W over matrices, as a product of codes; `None` if values are multiplied instead.
+    /// g W for a matrix g, as a product of codes; `None` if the caller must multiply values instead.
     pub(crate) fn input_gradient_of_codes(&self, g: &Raw) -> Result<Option<Raw>> {
         if !self.multiplies_codes(g.dtype(), g.dims()[0]) {
             return Ok(None);
@@ -85,7 +85,8 @@ impl Quantized {
         compute::cast(&compute::matmul(&g_rounded, &self.numbers().values(DType::F32)?)?, g.dtype())
     }
 
-    /// The values in f32 of a matrix, multiplied by `column_scales` and rounded to the format row by row.
+    /// `matrix` in f32, multiplied by `column_scales` if given, and each row rounded to the values that 8-bit codes with one scale
+    /// represent.
     fn rounded(&self, matrix: &Raw, column_scales: Option<&[f32]>) -> Result<Raw> {
         let dims = [matrix.dims()[0], matrix.dims()[1]];
         let values = compute::contiguous(&compute::cast(matrix, DType::F32)?)?;
@@ -100,7 +101,7 @@ impl Quantized {
         Ok(from_vec(values, &dims[..]))
     }
 
-    /// The same codes with scales of one.
+    /// The same codes with scales of 1: a matrix whose values are the codes' numbers.
     fn numbers(&self) -> Self {
         let one = || from_vec(vec![1f32], 1);
         let of = |part: &Part| {

@@ -17,11 +17,15 @@ use crate::ops::norm::cuda::{Gradients, Parameters, Wanted, destination, sum_aff
 use crate::tape::{Aux, BackwardContext};
 use crate::{Raw, Result};
 
-/// How the kernels split the work (`include/channels.cuh`).
+/// How the kernels split the work (`include/channels.cuh` has the formulas).
 struct Split {
+    /// Number of ranges of channels; a thread block has one of them.
     tiles: usize,
+    /// Number of ranges of a sample's positions; a thread block has one of them.
     pieces: usize,
+    /// Launch shape of the kernels over the tensor's elements.
     over_tensor: Shape,
+    /// Launch shape of the kernels with a thread block for each group of each sample.
     over_groups: Shape,
 }
 
@@ -47,7 +51,7 @@ impl Size {
     }
 }
 
-/// The norm of a dense tensor, followed by SiLU if `silu`; and 1/√(var + eps) and the mean of each group.
+/// Returns the norm of a dense tensor, followed by SiLU if `silu`; and 1/√(var + eps) and the mean of each group.
 pub(super) fn forward(
     op: &'static str,
     silu: bool,
@@ -90,7 +94,7 @@ pub(super) fn forward(
         affine_f32: parameters.is_f32(),
     };
     let kernel = if silu { &GROUP_NORM_SILU_FORWARD } else { &GROUP_NORM_FORWARD };
-    // SAFETY: the tensors are dense and of these sizes, and `partials` has the sizes of the split.
+    // SAFETY: the tensors are dense and have the sizes in the arguments; `partials` has the sizes of `split`.
     unsafe {
         gpu.function(&GROUP_NORM_STATISTICS, suffix)?.launch(op, gpu, split.over_tensor, statistics)?;
         gpu.function(&GROUP_NORM_MOMENTS, suffix)?.launch(op, gpu, split.over_groups, moments)?;
@@ -160,7 +164,7 @@ fn gradients<const SILU: bool>(
         pieces,
         affine_f32,
     };
-    // SAFETY: the tensors are dense and of these sizes, and `partials` has the sizes of the split.
+    // SAFETY: the tensors are dense and have the sizes in the arguments; `partials` and `affine` have the sizes of `split`.
     unsafe { gpu.function(sums, suffix)?.launch(op, gpu, split.over_tensor, arguments) }?;
     if let Some(dx) = &dx {
         let joined = GroupNormSlopes {

@@ -14,11 +14,12 @@ pub(super) static GROUP_NORM_SILU: OpInfo = OpInfo::cheap("group_norm_silu");
 
 /// (x - mean) / √(var + eps) · weight + bias, for `x (batch, ..., channels)`. Each sample has `groups` equal groups of
 /// neighbouring channels, and mean and var are computed for each group. `weight` and `bias` have one element per
-/// channel and the dtype of `x`, or f32. The variance is biased; statistics are in f32 (f64 for f64).
+/// channel, and the dtype of `x`; for a 16-bit `x` they may be f32. The variance is biased; the statistics are f32, or f64 for
+/// an f64 `x`.
 ///
 /// # Errors
 /// [`Error::Argument`] if `groups` does not divide the channels, [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the
-/// operands do not fit.
+/// shape, dtype or device of an operand does not match `x`.
 pub fn group_norm(
     x: &Tensor,
     groups: usize,
@@ -29,7 +30,7 @@ pub fn group_norm(
     apply::<false>(&GROUP_NORM, x, groups, weight, bias, eps)
 }
 
-/// SiLU of [`group_norm`] in one operation. Saves what the norm saves, not the result of the norm.
+/// SiLU of [`group_norm`] in one operation. Saves `x` and the statistics, not the result of the norm.
 ///
 /// # Errors
 /// As [`group_norm`].

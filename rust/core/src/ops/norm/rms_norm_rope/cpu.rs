@@ -16,7 +16,7 @@ use crate::raw::{Raw, from_vec};
 use crate::tape::BackwardContext;
 use crate::{Result, dispatch_float};
 
-/// For dense rows: the result, and 1/√(mean(x²) + eps) of each row.
+/// Returns the normalised and rotated rows of a dense `x (..., width)`, and 1/√(mean(x²) + eps) of each row.
 pub(super) fn forward(
     op: &'static str,
     x: &Raw,
@@ -66,7 +66,7 @@ pub(super) fn backward(
     })
 }
 
-/// The gradient of the input alone, for dense rows.
+/// The gradient of `x`, without that of the weight. `x` and `grad` are dense.
 pub(super) fn input_gradient(
     op: &'static str,
     [x, grad, rstd]: [&Raw; 3],
@@ -92,13 +92,13 @@ pub(super) fn input_gradient(
     })
 }
 
-/// Dense tables in the accumulator type of `T`.
+/// The tables of cos and sin, dense and in the accumulator type of `T`.
 fn numbers<T: Elem<Acc: WithDType>>(tables: [&Raw; 2]) -> Result<[Raw; 2]> {
     let numbers = |table: &Raw| contiguous(&cast(table, T::Acc::DTYPE)?);
     Ok([numbers(tables[0])?, numbers(tables[1])?])
 }
 
-/// The sizes of dense rows and of their angles.
+/// The number and length of the rows, and how their angles are arranged (see [`Angles`]).
 #[derive(Clone, Copy)]
 struct Rows {
     count: usize,
@@ -124,7 +124,7 @@ impl Rows {
         Angles { cos, sin, positions, repeats, half, interleaved }
     }
 
-    /// The result, and 1/√(mean(x²) + eps) of each row.
+    /// Returns the normalised and rotated rows, and 1/√(mean(x²) + eps) of each row.
     fn forward<T: Elem>(
         &self,
         x: &[T],
@@ -173,8 +173,8 @@ struct BackwardPass<'a, T: Elem> {
     weight: &'a [T::Acc],
 }
 
-/// The minimum number of rows of a block. Each block has a partial sum of the weight's gradient, so this bounds the
-/// memory for the partial sums.
+/// The minimum number of rows of a block, if the weight's gradient is wanted. Each block has a partial sum of this gradient,
+/// so the minimum bounds the memory for the partial sums.
 const MIN_BLOCK: usize = 16;
 
 impl<T: Elem> BackwardPass<'_, T> {
@@ -190,7 +190,7 @@ impl<T: Elem> BackwardPass<'_, T> {
         let shared = SharedMut::new(&mut partial);
         let work = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
             let index = range.start / block;
-            // SAFETY: blocks do not overlap.
+            // SAFETY: each block writes its own range of `partial`.
             let partial = unsafe { shared.slice(index * width..(index + 1) * width) };
             let mut rotated = vec![T::Acc::ZERO; len];
             dispatch(
@@ -214,8 +214,9 @@ impl<T: Elem> BackwardPass<'_, T> {
         (grad_x, sum)
     }
 
-    /// Writes rows of the input's gradient to `out` and adds the rows' contribution to the weight's gradient to
-    /// `partial`, unless `partial` is empty. `rotated` has room for a row.
+    /// Writes the input's gradient for the rows of `range` to `out`, unless `out` is empty. Adds these rows' part of the
+    /// weight's gradient to `partial`, unless `partial` is empty. `rotated` is scratch memory for one row: the gradient `grad`,
+    /// rotated back.
     #[inline(always)]
     fn block(&self, range: Range<usize>, out: &mut [MaybeUninit<T>], partial: &mut [T::Acc], rotated: &mut [T::Acc]) {
         let len = self.rows.len();

@@ -13,7 +13,8 @@ use crate::ops::norm::cuda::{Gradients, Wanted, sum_affine};
 use crate::tape::BackwardContext;
 use crate::{Raw, Result};
 
-/// The kernels' arguments except inputs and outputs; the tensors here keep the addresses valid.
+/// The arguments that the kernels share, without `x`, gradients and results. The kernels get addresses of `tables` and `weight`;
+/// owning the tensors here keeps these addresses valid.
 struct Arguments {
     tables: [Raw; 2],
     weight: Option<Raw>,
@@ -52,7 +53,7 @@ impl Arguments {
     }
 }
 
-/// The normalised and rotated rows of a dense `x (..., width)`, and 1/√(mean(x²) + eps) of each row.
+/// Returns the normalised and rotated rows of a dense `x (..., width)`, and 1/√(mean(x²) + eps) of each row.
 pub(super) fn forward(
     op: &'static str,
     x: &Raw,
@@ -83,7 +84,7 @@ pub(super) fn forward(
             weight_f32: arguments.weight_is_f32(),
             interleaved,
         };
-        // SAFETY: the tensors are dense and of these sizes.
+        // SAFETY: the tensors are dense and have the sizes in the arguments.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok([y, rstd])
@@ -135,7 +136,7 @@ fn gradients(
                 weight_f32: arguments.weight_is_f32(),
                 interleaved,
             };
-            // SAFETY: as above.
+            // SAFETY: the tensors are dense and have the sizes in the arguments.
             unsafe { function.launch(op, gpu, shape, arguments) }?;
         }
         grads.input = Some(dx);
@@ -160,7 +161,7 @@ fn gradients(
                 width,
                 interleaved,
             };
-            // SAFETY: as above; there is a partial sum for each block along the grid's second dimension.
+            // SAFETY: as above; `partials` has one entry for each thread block along the grid's second dimension.
             unsafe { function.launch(op, gpu, shape, arguments) }?;
         }
         [grads.weight, _] = sum_affine(op, gpu, &partials, x.dtype(), [true, false])?;

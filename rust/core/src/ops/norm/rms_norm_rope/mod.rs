@@ -24,13 +24,13 @@ pub(super) static RMS_NORM_ROPE: OpInfo = OpInfo::cheap("rms_norm_rope");
 /// [`rope`](crate::ops::rope::rope) of [`rms_norm`](super::rms_norm), with `x (..., S, D)`, `weight (D)`, `cos (S, D/2)` and
 /// `sin (S, D/2)`.
 ///
-/// `weight` has the dtype of `x`, or f32; `cos` and `sin` have any floating-point dtype and get no gradient. The
+/// `weight` has the dtype of `x`; for a 16-bit `x` it may be f32. `cos` and `sin` have any floating-point dtype and get no gradient. The
 /// normalised values are not rounded to the dtype of `x` before they are rotated. As in `rope`, `interleaved` says which
 /// two features form a pair. Saves `x` and, for each row, 1/√(mean(x²) + eps). The result has the memory order of `x`.
 ///
 /// # Errors
 /// [`Error::Argument`](crate::Error::Argument) if `eps` is negative or not finite; [`Error::Shape`](crate::Error::Shape),
-/// [`Error::DType`](crate::Error::DType) or [`Error::Device`](crate::Error::Device) if the operands do not fit;
+/// [`Error::DType`](crate::Error::DType) or [`Error::Device`](crate::Error::Device) if D is odd or an operand does not match `x`;
 /// [`Error::NoBackward`](crate::Error::NoBackward) if `cos` or `sin` needs a gradient.
 pub fn rms_norm_rope(
     x: &Tensor,
@@ -69,7 +69,7 @@ pub fn rms_norm_rope(
     )
 }
 
-/// The rotation of contiguous rows.
+/// The rotary embedding of contiguous rows: the angle of each row's pairs, and which two features form a pair.
 struct Rotation<'a> {
     /// cos and sin, (positions, width / 2).
     pub tables: [&'a Raw; 2],

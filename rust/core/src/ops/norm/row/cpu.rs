@@ -8,7 +8,7 @@ use crate::cpu::pool::{SharedMut, par_ranges};
 use crate::cpu::{Elem, Real, dispatch};
 use crate::ops::rows;
 
-/// The result, and the mean (if it is subtracted) and 1/√(var + eps) of each row.
+/// Returns the norm of the rows; and, for each row, the mean (empty unless `CENTER`) and 1/√(var + eps).
 pub(super) fn forward<T: Elem, const CENTER: bool>(
     size: Size,
     x: &[T],
@@ -63,16 +63,16 @@ pub(super) struct BackwardPass<'a, T: Elem> {
     pub scale: &'a [T::Acc],
 }
 
-/// The minimum number of rows of a block. Each block has a partial sum of the parameters' gradients, so this bounds the
-/// memory for the partial sums.
+/// The minimum number of rows of a block, if gradients of scale and shift are wanted. Each block has a partial sum of these
+/// gradients, so the minimum bounds the memory for the partial sums.
 const MIN_BLOCK: usize = 16;
 
 impl<T: Elem> BackwardPass<'_, T> {
-    /// The gradients of the input, and of scale and shift, which are (samples, len) each. A gradient that is not wanted is
-    /// empty.
+    /// Returns the gradient of the input, and the gradients of scale and shift, (samples, len) each. A gradient that is not
+    /// wanted is empty.
     pub fn run<const CENTER: bool>(&self, wants_input: bool, wants_affine: bool) -> (Vec<T>, [Vec<T::Acc>; 2]) {
         let Size { samples, sharing, len } = self.size;
-        // Each block has rows of one sample.
+        // The rows of a block belong to one sample.
         let block = rows::rows_per_block(len).max(if wants_affine { MIN_BLOCK } else { 1 });
         let blocks = if samples * len == 0 { 0 } else { sharing.div_ceil(block) };
         let width = if wants_affine { 2 * len } else { 0 };
@@ -88,7 +88,7 @@ impl<T: Elem> BackwardPass<'_, T> {
                 let first = index % blocks * block;
                 let rows = sample + first..sample + sharing.min(first + block);
                 let elements = if wants_input { rows.start * len..rows.end * len } else { 0..0 };
-                // SAFETY: blocks do not overlap.
+                // SAFETY: each block writes its own ranges of `partial` and of `grad_x`.
                 let partial = unsafe { partials.slice(index * width..(index + 1) * width) };
                 // SAFETY: as above.
                 let out: &mut [MaybeUninit<T>] = unsafe { results.slice(elements) };
@@ -98,7 +98,7 @@ impl<T: Elem> BackwardPass<'_, T> {
                 );
             }
         });
-        // SAFETY: the blocks cover everything, and `block` writes every row that it is given.
+        // SAFETY: the blocks cover all rows, and `block` writes every row that it is given.
         unsafe { grad_x.set_len(total) };
         let mut sums = [0, 1].map(|_| vec![T::Acc::ZERO; samples * width / 2]);
         for (index, partial) in partial.chunks_exact(width.max(1)).enumerate() {
@@ -112,8 +112,8 @@ impl<T: Elem> BackwardPass<'_, T> {
         (grad_x, sums)
     }
 
-    /// Writes rows of the input's gradient to `out` and adds the rows' contributions to the gradients of scale and
-    /// shift to `partial`, unless `partial` is empty.
+    /// Writes the input's gradient for the rows of `range` to `out`, unless `out` is empty. Adds these rows' part of the
+    /// gradients of scale and shift to `partial`, unless `partial` is empty.
     #[inline(always)]
     fn block<const CENTER: bool>(&self, range: Range<usize>, out: &mut [MaybeUninit<T>], partial: &mut [T::Acc]) {
         let len = self.size.len;

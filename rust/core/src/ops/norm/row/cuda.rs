@@ -20,18 +20,19 @@ fn sharing(op: &'static str, kind: Kind, size: Size) -> Result<u32> {
     if kind == Kind::Modulated { count32(op, size.sharing) } else { Ok(1) }
 }
 
-/// Check that there are no more pairs of scale and shift than one launch supports.
+/// Checks that there are no more samples than one launch supports. Each sample has its own scale and shift.
 fn check_samples(op: &'static str, Size { samples, .. }: Size) -> Result<()> {
-    /// The most blocks in the third dimension of a grid.
+    /// The maximum number of thread blocks in the third dimension of a grid.
     const MOST: usize = 65_535;
     if samples <= MOST {
         return Ok(());
     }
-    let message = format!("a batch of {samples} is more than a GPU takes at once, expected up to {MOST}; split it");
+    let message = format!("the batch has {samples} samples, expected at most {MOST} on a GPU; split the batch");
     Err(Error::argument(op, message))
 }
 
-/// The launch shape of the kernels over rows of `kernels/norm.cu`.
+/// The launch shape of those kernels of `kernels/norm.cu` that have a team of threads for each row. A thread holds 1 to `HELD` packs
+/// of its row: the smallest number with which all rows together need at most `THREADS` threads, or else `HELD`.
 fn over_rows(rows: usize, len: usize, dtype: DType) -> Shape {
     const HELD: usize = 3;
     const THREADS: usize = 1 << 17;
@@ -45,7 +46,7 @@ pub(super) fn forward(norm: &RowNorm<'_>, x: &Raw) -> Result<Normalised> {
     run(norm, x, None).map(|(_, normalised)| normalised)
 }
 
-/// The sum of two tensors and the norm of the sum by one kernel; `None` if the tensors are not dense.
+/// The sum of two tensors and the norm of the sum, from one kernel; `None` if one of the two tensors is not dense.
 pub(super) fn sum_and_norm(norm: &RowNorm<'_>, [x, residual]: [&Raw; 2]) -> Result<Option<(Raw, Normalised)>> {
     if !(x.is_contiguous() && residual.is_contiguous()) {
         return Ok(None);
@@ -54,14 +55,14 @@ pub(super) fn sum_and_norm(norm: &RowNorm<'_>, [x, residual]: [&Raw; 2]) -> Resu
     Ok(sum.map(|sum| (sum, normalised)))
 }
 
-/// The norm of a dense tensor; with a residual, their sum and the norm of the sum.
+/// The norm of a dense `x`; with a residual, the sum of `x` and the residual, and the norm of this sum.
 fn run(
     &RowNorm { op, kind, size, ref affine, eps }: &RowNorm<'_>,
     x: &Raw,
     residual: Option<&Raw>,
 ) -> Result<(Option<Raw>, Normalised)> {
     let gpu = Gpu::of(op, x)?;
-    // The backward pass has this limit. Check it here, before the forward pass runs.
+    // Only the backward pass has this limit, but a batch over the limit should fail before the forward pass runs.
     check_samples(op, size)?;
     let parameters = Parameters::new(x.dtype(), affine.parameters())?;
     let y = empty(op, gpu, x.dims(), x.dtype())?;
@@ -91,7 +92,7 @@ fn run(
             eps,
             affine_f32: parameters.is_f32(),
         };
-        // SAFETY: the tensors are dense and of these sizes.
+        // SAFETY: the tensors are dense and have the sizes in the arguments.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok((sum, (y, std::iter::once(rstd).chain(mean).collect())))
@@ -146,7 +147,7 @@ fn gradients(
                 sharing: sharing(op, kind, size)?,
                 affine_f32: parameters.is_f32(),
             };
-            // SAFETY: the tensors are dense and of these sizes.
+            // SAFETY: the tensors are dense and have the sizes in the arguments.
             unsafe { function.launch(op, gpu, over_rows(size.rows(), len, dtype), arguments) }?;
         }
         of_input = Some(dx);
@@ -164,7 +165,7 @@ fn gradients(
         let shape = Shape { grid: [columns, pieces as u32, samples as u32], block: [32, 8, 1], shared: 0 };
         let (partials, rows) = (output(op, &partials)?, rows as u64);
         let arguments = LayerNormAffine { x: from, grad: g, mean, rstd, partials, rows, len: len32 };
-        // SAFETY: as above; there is a partial sum for each block along the grid's second and third dimension.
+        // SAFETY: as above; `partials` has one entry for each thread block along the grid's second and third dimensions.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     let [weight, bias] = sum_affine(op, gpu, &partials, dtype, [wanted.weight, wanted.bias])?;

@@ -1,5 +1,5 @@
-//! Norms of rows by their own statistics: layer norm (Ba et al. 2016, arXiv:1607.06450), RMS norm (Zhang & Sennrich 2019,
-//! arXiv:1910.07467), which is layer norm without the mean and the shift, and modulated layer norm.
+//! Norms with statistics of each row: layer norm (Ba et al. 2016, arXiv:1607.06450), RMS norm (Zhang & Sennrich 2019,
+//! arXiv:1910.07467) and modulated layer norm. RMS norm is layer norm without the mean and the shift.
 
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -29,11 +29,12 @@ pub(super) static RMS_NORM: OpInfo = OpInfo::cheap("rms_norm");
 
 /// (x - mean) / √(var + eps) · weight + bias over the last `normalized_dims` dimensions, with the biased variance.
 ///
-/// `weight` and `bias` have the shape of those dimensions and the dtype of `x`, or f32. Statistics are in f32 (f64 for f64).
+/// `weight` and `bias` have the shape of the normalised dimensions, and the dtype of `x`; for a 16-bit `x` they may be f32.
+/// The statistics are f32, or f64 for an f64 `x`.
 ///
 /// # Errors
 /// [`Error::Argument`] if `normalized_dims` is 0 or above the rank or `eps` is negative or not finite, [`Error::Shape`],
-/// [`Error::DType`], [`Error::Device`] if the operands do not fit.
+/// [`Error::DType`], [`Error::Device`] if `weight` or `bias` does not match `x`.
 pub fn layer_norm(
     x: &Tensor,
     normalized_dims: usize,
@@ -46,11 +47,12 @@ pub fn layer_norm(
 
 /// x / √(mean(x²) + eps) · weight over the last dimension.
 ///
-/// `weight` has the size of that dimension and the dtype of `x`, or f32. Statistics are in f32 (f64 for f64).
+/// `weight` has the size of the last dimension, and the dtype of `x`; for a 16-bit `x` it may be f32. The statistics are f32, or
+/// f64 for an f64 `x`.
 ///
 /// # Errors
 /// [`Error::Argument`] if `x` has no dimension or `eps` is negative or not finite, [`Error::Shape`], [`Error::DType`],
-/// [`Error::Device`] if the operands do not fit.
+/// [`Error::Device`] if `weight` does not match `x`.
 pub fn rms_norm(x: &Tensor, weight: Option<&Tensor>, eps: f64) -> Result<Tensor> {
     RowNorm::new(RMS_NORM.name, Kind::Rms, x, 1, [weight, None], eps)?.record(&RMS_NORM, x, None)
 }
@@ -61,7 +63,7 @@ enum Kind {
     Layer,
     /// The mean is not subtracted.
     Rms,
-    /// The scale is added to 1.
+    /// Layer norm with the factor 1 + scale; each sample has its own scale and shift.
     Modulated,
 }
 
@@ -71,12 +73,12 @@ impl Kind {
     }
 
     /// Whether backward passes may recompute the result instead of saving it. False for modulated norms: their scale
-    /// and shift are results themselves and would have to be saved for the recomputation.
+    /// and shift are results of operations, and would have to be saved for the recomputation.
     const fn is_remade(self) -> bool {
         !matches!(self, Self::Modulated)
     }
 
-    /// The factors of normalised values, from the scale.
+    /// The factors of the normalised values: the scale, or 1 + scale for a modulated norm.
     fn factors<R: Real>(self, mut scale: Vec<R>) -> Vec<R> {
         if self == Self::Modulated {
             scale.iter_mut().for_each(|scale| *scale += R::ONE);
@@ -89,9 +91,9 @@ impl Kind {
 #[derive(Clone, Copy)]
 struct Size {
     samples: usize,
-    /// Rows of a sample, which share a scale and a shift.
+    /// Number of rows of a sample. They share a scale and a shift.
     sharing: usize,
-    /// Elements of a row.
+    /// Number of elements of a row.
     len: usize,
 }
 
@@ -100,7 +102,7 @@ impl Size {
         self.samples * self.sharing
     }
 
-    /// The range of the elements for `row` in the scales of all samples, and in their shifts.
+    /// The range of the scale of `row` in the scales of all samples (samples, len). Its shift has the same range in the shifts.
     #[inline(always)]
     fn parameters(self, row: usize) -> Range<usize> {
         let start = row / self.sharing.max(1) * self.len;
@@ -108,7 +110,8 @@ impl Size {
     }
 }
 
-/// A result, with what the backward pass reads: 1/√(var + eps) of each row, and the mean if it is subtracted.
+/// The result of a norm, and the statistics that the backward pass reads: 1/√(var + eps) of each row, and each row's mean if the
+/// norm subtracts it.
 type Normalised = (Raw, Aux);
 
 /// A norm of rows whose operands were checked.
@@ -121,7 +124,7 @@ struct RowNorm<'a> {
 }
 
 impl<'a> RowNorm<'a> {
-    /// A norm of tensors like `x`, with one scale and shift for all rows.
+    /// Checks the operands of a norm of `x` that has one scale and one shift for all rows.
     fn new(
         op: &'static str,
         kind: Kind,
@@ -142,7 +145,7 @@ impl<'a> RowNorm<'a> {
         Ok(Self { op, kind, size, affine: Affine::new(op, x, weight, bias, normalized)?, eps })
     }
 
-    /// Put the norm of `x` on the tape; `made` is the norm if it has been computed already.
+    /// Records the norm of `x` on the tape. `made` is the norm, if the caller has already computed it.
     fn record(&self, info: &'static OpInfo, x: &Tensor, made: Option<Normalised>) -> Result<Tensor> {
         record_with_aux(
             info,

@@ -1,6 +1,6 @@
-//! A residual sum and its norm, as in blocks of transformers: x + residual, and layer or RMS norm of the sum.
+//! A residual sum and its norm, as in blocks of transformers: x + residual, and layer norm or RMS norm of the sum.
 //!
-//! The tape has two nodes, the sum and the norm. On CUDA one kernel computes both when the sum is recorded.
+//! The sum and the norm are two nodes of the tape. On CUDA, one kernel computes both if x and the residual are dense.
 
 use std::cell::Cell;
 
@@ -14,7 +14,7 @@ use crate::{Error, Result, Tensor, compute};
 pub(in crate::ops::norm) static ADD_LAYER_NORM: OpInfo = OpInfo::cheap("add_layer_norm");
 pub(in crate::ops::norm) static ADD_RMS_NORM: OpInfo = OpInfo::cheap("add_rms_norm");
 
-/// x + residual, rounded to their dtype, and [`layer_norm`](crate::ops::norm::layer_norm) of this rounded sum.
+/// Returns x + residual, rounded to the dtype of `x`, and [`layer_norm`](crate::ops::norm::layer_norm) of this rounded sum.
 ///
 /// `x` and `residual` have the same shape and dtype; the other arguments are those of the norm.
 ///
@@ -32,7 +32,7 @@ pub fn add_layer_norm(
     add_norm(&ADD_LAYER_NORM, &LAYER_NORM, x, residual, &norm)
 }
 
-/// x + residual, rounded to their dtype, and [`rms_norm`](crate::ops::norm::rms_norm) of this rounded sum.
+/// Returns x + residual, rounded to the dtype of `x`, and [`rms_norm`](crate::ops::norm::rms_norm) of this rounded sum.
 ///
 /// `x` and `residual` have the same shape and dtype; the other arguments are those of the norm.
 ///

@@ -38,8 +38,8 @@ impl Tile {
     }
 }
 
-/// Write the product of `x` with all parts of a matrix to `y`: the sums of codes times the scales of their row and column,
-/// plus the bias. Returns false if the device, format or dtype is not supported.
+/// Writes x Wᵀ + b to `y`, where the rows of W are those of the `count` parts. An element of y is the sum of products of codes, times
+/// the scales of its row and column, plus the bias. Returns false if the device, format or dtype is not supported.
 pub(super) fn product(
     gpu: &Gpu,
     kind: Codes,

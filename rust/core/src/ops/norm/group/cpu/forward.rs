@@ -11,7 +11,7 @@ pub(super) struct Statistics<R> {
     pub rstd: Vec<R>,
 }
 
-/// Adds `f(x, constant of the channel)` of each element to the sum of its channel.
+/// For each element `x` of each channel: adds `f(x, constants[channel])` to `sums[channel]`.
 #[inline(always)]
 fn add_to_channels<T: Elem>(x: &[T], constants: &[T::Acc], sums: &mut [T::Acc], f: impl Fn(T::Acc, T::Acc) -> T::Acc) {
     for row in x.chunks_exact(sums.len()) {
@@ -24,11 +24,11 @@ fn add_to_channels<T: Elem>(x: &[T], constants: &[T::Acc], sums: &mut [T::Acc], 
 pub(super) fn statistics<T: Elem>(size: Size, x: &[T], eps: T::Acc) -> Statistics<T::Acc> {
     let Size { channels, groups, .. } = size;
     let width = size.group_width();
-    // Mean and sum of squared deviations of each group in each block.
+    // For each block and group: the mean, and the sum of squared deviations from this mean.
     let mut partial = vec![(0.0, 0.0); size.blocks() * groups];
     let shared = SharedMut::new(&mut partial);
     size.for_each_block(|block| {
-        // SAFETY: each block has its own part.
+        // SAFETY: each block writes its own range of `partial`.
         let partial = unsafe { shared.slice(block.index * groups..(block.index + 1) * groups) };
         let x = &x[block.elements];
         let count = (x.len() / groups) as f64;
@@ -79,7 +79,7 @@ pub(super) fn statistics<T: Elem>(size: Size, x: &[T], eps: T::Acc) -> Statistic
     result
 }
 
-/// The result, from the statistics.
+/// The normalised, scaled and shifted `x`, followed by SiLU if `SILU`.
 pub(super) fn forward<T: Elem, const SILU: bool>(
     size: Size,
     x: &[T],

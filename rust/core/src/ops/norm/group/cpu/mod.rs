@@ -1,8 +1,8 @@
 //! The CPU form.
 //!
-//! A sample is processed in blocks of positions that fit in the cache. A block gives sums for each channel, which are
-//! added up to sums of groups. Chan's formula joins the means and squared deviations of blocks, so that one pass over
-//! memory suffices and no digits cancel.
+//! A sample is processed in blocks of positions that fit in the cache. Within a block, elements are summed by channel, and the
+//! sums of a group's channels are added up. Chan's formula joins the means and squared deviations of a sample's blocks, so that
+//! x is read from memory once for the statistics, and no digits cancel.
 
 mod backward;
 mod forward;
@@ -19,7 +19,7 @@ use crate::tape::{Aux, BackwardContext};
 use crate::{Raw, Result, dispatch_float};
 use backward::BackwardPass;
 
-/// The norm of a dense tensor, and 1/√(var + eps) and the mean of each group.
+/// Returns the norm of a dense tensor, followed by SiLU if `SILU`; and 1/√(var + eps) and the mean of each group.
 pub(super) fn forward<const SILU: bool>(
     op: &'static str,
     raw: &Raw,
@@ -69,12 +69,12 @@ pub(super) fn backward<const SILU: bool>(
     })
 }
 
-/// A few positions of one sample.
+/// A range of neighbouring positions of one sample.
 struct Block {
     sample: usize,
     /// Index among all blocks of all samples.
     index: usize,
-    /// The range of its elements.
+    /// The range of the block's elements in the whole tensor.
     elements: Range<usize>,
 }
 
@@ -105,7 +105,7 @@ impl Size {
 
     /// Calls `f` for each block, on several threads.
     fn for_each_block(self, f: impl Fn(Block) + Sync) {
-        // A thread takes several small samples at a time.
+        // If a sample is one block, a thread takes several samples at a time.
         let sample = (self.positions * self.channels).max(1);
         let grain = if self.blocks_per_sample() > 1 { 1 } else { rows::rows_per_block(sample) };
         par_ranges(self.blocks(), grain, |range| range.for_each(|index| f(self.block(index))));
@@ -124,13 +124,14 @@ impl Size {
             let out = unsafe { shared.slice(block.elements.clone()) };
             write(block, out);
         });
-        // SAFETY: the blocks cover everything, and `write` has initialised all of it.
+        // SAFETY: the blocks cover all elements, and `write` has initialised every one of them.
         unsafe { result.set_len(total) };
         result
     }
 }
 
-/// `value(group, channel)` for each channel of each sample; groups are numbered over all samples.
+/// `value(group, channel)` for each channel of each sample, (batch, channels). `group` counts over all samples: it is
+/// `sample * groups` plus the channel's group in the sample.
 fn channel_table<R: Real>(size: Size, value: impl Fn(usize, usize) -> R) -> Vec<R> {
     let of_sample = |sample| (0..size.channels).map(move |channel| (sample * size.groups, channel));
     (0..size.batch)

@@ -12,15 +12,17 @@ use crate::cuda::launch::{
 use crate::cuda::{Gpu, cast, contiguous};
 use crate::{Error, Raw, Result};
 
-/// The arguments of the kernels for heads except inputs and outputs; the tensors keep addresses valid.
+/// The arguments that both kernels for heads share, without `x`, gradients and results. The kernels get addresses of `tables` and
+/// `weights`; owning the tensors here keeps these addresses valid.
 struct HeadArguments {
     tables: Option<[Raw; 2]>,
     weights: [Option<Raw>; 2],
     positions: u32,
-    /// The number of query heads, of key heads, and of all heads of a token of y.
+    /// Numbers of heads: of queries, of keys, and of all heads that a token of y has.
     heads: [u32; 3],
+    /// Number of heads in the whole y.
     rows: usize,
-    /// Distances between tokens and between samples, in elements.
+    /// Strides in elements: from a token to the next, and from a sample to the next.
     x_strides: [u64; 2],
     y_strides: [u64; 2],
     weight_f32: u32,
@@ -28,7 +30,7 @@ struct HeadArguments {
 }
 
 impl HeadArguments {
-    /// For dense `x (B, S, ...)` and `y (B, S, heads, width)`, whose tokens are dense.
+    /// `x (B, S, ...)` must be dense. In `y (B, S, heads, width)`, the last two dimensions must be dense.
     fn new(norms: &HeadNorms<'_>, x: &Raw, y: &Raw) -> Result<Self> {
         let op = norms.op;
         let numbers = |table: &Raw| contiguous(&cast(table, accumulator(x.dtype()))?);
@@ -91,7 +93,7 @@ pub(super) fn forward(norms: &HeadNorms<'_>, x: &Raw, y: &Raw) -> Result<HeadSta
             weight_f32,
             interleaved: u32::from(norms.interleaved),
         };
-        // SAFETY: the strides stay inside of the tensors, which are of these sizes.
+        // SAFETY: the tensors have the sizes in the arguments, and the strides stay inside them.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok(rstd.into_iter().collect())

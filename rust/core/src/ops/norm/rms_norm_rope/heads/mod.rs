@@ -1,4 +1,5 @@
-//! The norm and the rotation, or one of the two, of queries and keys that are read in place in a projection.
+//! RMS norm and rotary embedding, or one of the two, of an attention's queries and keys. They are read in place from the
+//! columns of a projection.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -12,8 +13,8 @@ use crate::ops::norm::{Affine, check_eps};
 use crate::raw::{Raw, is_float};
 use crate::{Error, Result, Tensor, checkpoint};
 
-/// The computation of an attention's queries and keys from a projection (B, S, ...), whose first columns are queries,
-/// keys and values, each with its heads one after the other.
+/// How an attention's queries and keys are computed from a projection (B, S, columns). The first columns are those of all
+/// query heads, then of all key heads, then of all value heads; a head has `width` columns.
 pub(in crate::ops) struct HeadNorms<'a> {
     /// The name of the operation, for errors.
     pub op: &'static str,
@@ -21,19 +22,20 @@ pub(in crate::ops) struct HeadNorms<'a> {
     pub weights: [Option<&'a Raw>; 2],
     /// cos and sin, (S, width / 2) or (B · S, width / 2); `None` if nothing is rotated.
     pub tables: Option<[&'a Raw; 2]>,
-    /// Number of heads of queries; number of heads of keys and of values.
+    /// Number of query heads; number of key heads, which is also the number of value heads.
     pub heads: [usize; 2],
     pub width: usize,
     pub interleaved: bool,
-    /// The epsilon added to mean squares; `None` if nothing is normalised.
+    /// The epsilon that is added to the mean square of a head; `None` if nothing is normalised.
     pub eps: Option<f64>,
 }
 
-/// 1/√(mean(x²) + eps) of each row; empty if nothing is normalised.
+/// 1/√(mean(x²) + eps) of each head of each token: on CUDA one tensor for all heads, on the CPU one tensor for query heads and one
+/// for key heads. Empty if nothing is normalised.
 pub(in crate::ops) type HeadStatistics = SmallVec<[Raw; 2]>;
 
-/// Check the operands of [`HeadNorms`] for `x` with B samples of S tokens: the scales of queries and of keys, (width),
-/// and cos and sin, (S, width / 2) or (B, S, width / 2). All of them must be frozen.
+/// Checks the operands of [`HeadNorms`] for an `x` of B samples of S tokens. The scales of queries and of keys must have shape
+/// (width), cos and sin (S, width / 2) or (B, S, width / 2). Scales, cos and sin must be frozen.
 pub(in crate::ops) fn check_head_norms(
     op: &'static str,
     x: &Tensor,
@@ -75,14 +77,15 @@ pub(in crate::ops) fn check_head_norms(
 }
 
 impl HeadNorms<'_> {
-    /// Writes normalised, rotated queries and keys of a dense `x (B, S, ...)` to `y (B, S, heads of both, width)`,
-    /// whose tokens are dense. Copies values too, if `y` has heads for them.
+    /// Writes the normalised, rotated queries and keys of a dense `x (B, S, columns)` to `y (B, S, query heads + key heads,
+    /// width)`. The last two dimensions of `y` must be dense. If `y` has as many further heads as there are value heads, the
+    /// values are copied to them.
     pub fn forward(&self, x: &Raw, y: &Raw) -> Result<HeadStatistics> {
         on_device!(x.device(), cuda => cuda::forward(self, x, y), cpu => self.forward_on_cpu(x, y))
     }
 
-    /// Writes the gradient of the columns that [`forward`](Self::forward) read to `dx (B, S, heads · width)`, from the gradient `grad`
-    /// of its result. `dx` and `grad` may be the same memory.
+    /// Writes the gradient of the columns that [`forward`](Self::forward) has read to `dx (B, S, heads · width)`. `grad` is the
+    /// gradient of what `forward` has written to `y`, in the shape of `y`. `dx` and `grad` may be the same memory.
     pub fn backward(&self, x: &Raw, grad: &Raw, statistics: &HeadStatistics, dx: &Raw) -> Result<()> {
         on_device!(
             x.device(),
@@ -106,14 +109,14 @@ impl HeadNorms<'_> {
         if y.dims()[2] > self.heads[0] + self.heads[1] { 3 } else { 2 }
     }
 
-    /// Columns of queries, keys or values as rows (B, S, heads, width), dense.
+    /// The columns of `x` that hold queries (`index` 0), keys (1) or values (2), as a dense tensor (B, S, heads, width).
     fn part(&self, x: &Raw, index: usize) -> Result<Raw> {
         let [first, heads] = self.place(index);
         let rows = contiguous(&x.narrow(2, first * self.width, heads * self.width)?)?;
         Ok(rows.reshape((x.dims()[0], x.dims()[1], heads, self.width))?)
     }
 
-    /// cos and sin; those of angles 0 if nothing is rotated.
+    /// cos and sin; if nothing is rotated, the tables of angle 0: cos = 1, sin = 0.
     fn tables_or_still(&self, x: &Raw) -> Result<[Raw; 2]> {
         if let Some([cos, sin]) = self.tables {
             return Ok([cos.clone(), sin.clone()]);
