@@ -31,7 +31,7 @@ class Frame:
     original: tuple[int, int]
     """Width and height of the image before it is scaled."""
     left: int
-    """Column where the crop starts, in the scaled image (mirrored if the crop is mirrored)."""
+    """First column of the crop in the scaled image, or in its mirror image for a mirrored crop."""
     top: int
     """Row where the crop starts, in the scaled image."""
     bucket: Bucket
