@@ -1,8 +1,8 @@
-"""Train the demo's image generator from the start, on real handwritten digits of nine classes.
+"""Train the demo's image generator from random weights on handwritten digits of nine classes.
 
 The tenth class, 0, is left for the demo's LoRA: the model never sees images of 0, and the row of 0
-in the class embedding keeps its random initial values. Takes some minutes on two cores and writes
-the two files that ship in the package:
+in the class embedding keeps its random initial values. The script takes some minutes on two cores.
+It writes the model's two files (configuration and weights), which ship in the package:
 
     python examples/01_train_digits_base.py
 """

@@ -1,8 +1,9 @@
-"""Train the built-in language model from the start, on tasks about made-up words.
+"""Train the built-in language model from random weights on tasks about made-up words.
 
-Its tokens are bytes. Its training data has no sentences, only short chats that name a task and a
-word. The demo's task is not among them, and one word in eight is held out for judging. Takes some
-minutes on two cores and writes the folder that ships in the package:
+The model's tokens are bytes. Its training data has no sentences, only short chats that name a task
+and a word. The demo's task is not among these tasks, and one word in eight is held out for
+evaluation. The script takes some minutes on two cores and writes the folder that ships in the
+package:
 
     python examples/02_train_tiny_llama.py
 """
@@ -97,7 +98,7 @@ def main() -> None:
     )
     trainer.train()
 
-    # In bf16 the model is half as large and answers the same.
+    # In bf16 the file is half as large, and the model gives the same answers.
     wide = output / "f32"
     model.save_pretrained(wide)
     tc.models.CausalLM.from_pretrained(wide, dtype="bf16").save_pretrained(output)
@@ -106,7 +107,7 @@ def main() -> None:
 
 
 class Chats:
-    """Batches of chats, never the same twice.
+    """An endless sequence of batches of newly drawn chats.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -130,14 +131,14 @@ class Chats:
 
 
 def tensors(batch: Packed) -> dict[str, tc.Tensor]:
-    """The inputs of the loss."""
+    """The inputs of `loss` in `main`: the batch's arrays and 1 / the number of learnt tokens."""
     names = ("input_ids", "targets", "positions", "cu_seqlens")
     given = {name: tc.tensor(getattr(batch, name)) for name in names}
     return given | {"scale": tc.tensor(np.float32(1.0 / batch.count))}
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer whose tokens are bytes and three special ones, with the chat template."""
+    """Write a tokenizer of 256 byte tokens and three special tokens, with the chat template."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,8 +1,8 @@
-"""LoRA on a model of your own: a classifier of digits learns to read them upside down.
+"""LoRA on a model of your own: a classifier of upright digits learns to read digits upside down.
 
 The model is a module as in torch. `get_peft_model` freezes it and puts adapters on its linear
-layers; the adapters are saved to a small folder, and the model itself does not change. Takes some
-seconds on a CPU:
+layers; the adapters are saved to a small folder, and the model's own weights do not change. The
+script takes some seconds on a CPU:
 
     python examples/03_lora_on_your_own_model.py [FOLDER]
 """
@@ -19,7 +19,7 @@ from trainable_candle.demo import digits
 
 
 class Classifier(nn.Module):
-    """From 8x8 pixels to one number for each digit."""
+    """From (B, 64), the pixels of 8x8 images, to (B, 10), a logit for each digit."""
 
     def __init__(self) -> None:
         self.hidden = nn.Linear(64, 128)
@@ -30,13 +30,13 @@ class Classifier(nn.Module):
 
 
 def pixels(pictures: digits.Digits, *, turned: bool) -> tc.Tensor:
-    """The images as rows of numbers from 0 to 1, upright or turned upside down."""
+    """The images as (N, 64), values from 0 to 1; `turned` turns them upside down."""
     found = pictures.pixels[:, ::-1, ::-1] if turned else pictures.pixels
     return tc.tensor(np.ascontiguousarray(found).reshape(-1, 64) / 16, dtype="f32")
 
 
 def fit(model: nn.Module, x: tc.Tensor, labels: tc.Tensor, steps: int, lr: float) -> None:
-    """Train the model's parameters; if it has adapters, these are the adapters' parameters."""
+    """Train the model's parameters; if the model has adapters, only those of the adapters."""
     optimizer = tc.optim.AdamW(model.parameters(), lr=lr)
     for _ in range(steps):
         loss = nn.functional.cross_entropy(model(x), labels)
@@ -52,7 +52,7 @@ def accuracy(model: nn.Module, x: tc.Tensor, labels: tc.Tensor) -> float:
 
 
 def main(folder: Path) -> dict[str, Any]:
-    """Train the model, then its adapters, and save these to `folder`."""
+    """Train the model, then its adapters, and save the adapters to `folder`."""
     tc.manual_seed(0)
     train, test = digits.split(digits.load())
     learnt, asked = tc.tensor(train.labels, dtype="i64"), tc.tensor(test.labels, dtype="i64")
@@ -70,7 +70,7 @@ def main(folder: Path) -> dict[str, Any]:
 
     # The folder has peft's format: peft loads it onto the same model written in torch.
     model.save_pretrained(folder)
-    # A plain model again, whose weights contain what the adapters have learnt.
+    # The model without adapters, with their change added to its weights.
     merged = model.merge_and_unload()
     print(f"read upside down: {before:.1%} before, {after:.1%} with LoRA -> {folder}")
     return {"before": before, "after": after, "merged": accuracy(merged, upside_down, asked)}

@@ -1,8 +1,9 @@
 """Train SDXL from a folder of images in Python, with the settings of `train-lora`.
 
-Trains the tiny SDXL that ships in the package on the photographs beside this script. For your own
-images, give `weights="sd_xl_base_1.0.safetensors"` and a folder with captions in `.txt` files; a
-GPU is used if there is one. Takes about a minute on two cores:
+The script trains the tiny SDXL that ships in the package on the photographs beside the script. To
+train SDXL itself on your own images, set `weights="sd_xl_base_1.0.safetensors"` in the settings,
+and `dataset` to a folder of images with captions in `.txt` files. A GPU is used if there is one.
+The script takes about a minute on two cores:
 
     python examples/04_sdxl_from_pictures.py [FOLDER]
 """
@@ -27,7 +28,7 @@ def main(folder: Path, steps: int = STEPS, **settings: object) -> TrainingRun:
     Args:
         folder: gets the adapter, logs, checkpoints and the image.
         steps: optimizer steps.
-        **settings: from `docs/settings.md`; they override those below.
+        **settings: settings of `docs/settings.md`; they override the ones in this function.
     """
     config = tc.train.TrainConfig(
         model="sdxl",

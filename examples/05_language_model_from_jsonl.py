@@ -1,8 +1,8 @@
 """A language model from a JSONL file: the built-in Llama learns Pig Latin.
 
 A line of the file is a conversation, `{"messages": [{"role": "user", "content": ...}, ...]}`; the
-model learns the answers in it. The same code trains Qwen or Llama: give `weights`, a folder or a
-name on the Hugging Face hub. Takes half a minute on two cores:
+model learns the assistant's messages. The same code trains Qwen or Llama if the settings have
+`weights`, a folder or a name on the Hugging Face hub. The script takes half a minute on two cores:
 
     python examples/05_language_model_from_jsonl.py [FOLDER]
 """
@@ -30,7 +30,7 @@ def write_chats(path: Path, count: int) -> None:
 
 
 def main(folder: Path, steps: int = STEPS) -> float:
-    """Train and ask; returns the share of correct answers for words that were not trained on."""
+    """Train, then ask for new words; returns the share of correct answers, 0 to 1."""
     folder.mkdir(parents=True, exist_ok=True)
     write_chats(folder / "chats.jsonl", 600)
     run = train_adapter(

@@ -1,7 +1,8 @@
-"""Use two adapters at once: with a weight for each, as a joined or smaller file, and merged.
+"""Four ways to use two adapters at once.
 
-Two LoRAs of the tiny SDXL are trained for a few steps, each on photographs of one subject. Takes
-about a minute on two cores:
+The script loads both with a weight for each, joins them into one file, shrinks this file to a lower
+rank, and merges both into the checkpoint. The adapters are two LoRAs of the tiny SDXL, trained for
+a few steps, each on photographs of one subject. The script takes about a minute on two cores:
 
     python examples/06_many_adapters.py [FOLDER]
 """
@@ -61,18 +62,23 @@ def distance(one: Picture, other: Picture) -> float:
 
 
 def main(folder: Path, steps: int = STEPS) -> dict[str, float]:
-    """Train both adapters, and compare the ways to use them together."""
+    """Train both adapters and draw with them in four ways.
+
+    Returns:
+        For each other way and for no adapter ("without any"), the distance of its image from the
+        image with two loaded adapters.
+    """
     files = [train(name, folder, steps) for name in SUBJECTS]
     together = draw(*zip(files, WEIGHTS, strict=True))
 
-    # One file that does the same: the ranks of a module add up, 8 + 8.
+    # One file with the effect of both adapters: each layer's rank is the sum of the ranks, 8 + 8.
     joined = combine([LoraFile.read(file) for file in files], WEIGHTS)
     joined.write(folder / "joined.safetensors")
 
     # The nearest file of rank 8, by singular values.
     resize(joined, rank=8).write(folder / "small.safetensors")
 
-    # A checkpoint that contains both and needs no adapter.
+    # A checkpoint into whose weights both adapters are merged.
     task = families.load("sdxl", None, "f32", "cpu")
     task.load_adapters(list(zip(files, WEIGHTS, strict=True)))
     task.save_merged(folder / "merged")

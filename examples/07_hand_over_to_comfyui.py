@@ -1,9 +1,9 @@
-"""Use an adapter in ComfyUI: train it, check what ComfyUI will apply, put the file in its folder.
+"""Use an adapter in ComfyUI: train it, check what ComfyUI applies, copy it to ComfyUI's folder.
 
 ComfyUI finds a LoRA by its file's name in `models/loras` and applies the modules whose names it
 recognises; for other modules it only writes a line in its log. `verify_adapter`, or
-`trainable-candle verify FILE`, compares a file with the names and formulas of ComfyUI, A1111,
-diffusers, sd-scripts and peft. Takes some seconds on two cores:
+`trainable-candle verify FILE`, says which modules of a file ComfyUI, A1111, diffusers, sd-scripts
+and peft apply as they were trained. The script takes some seconds on two cores:
 
     python examples/07_hand_over_to_comfyui.py [FOLDER]
 """
@@ -27,14 +27,14 @@ def main(folder: Path, steps: int = STEPS, comfyui: Path | None = None) -> tc.Ad
     Args:
         folder: the folder of the run.
         steps: optimizer steps.
-        comfyui: ComfyUI's folder; one inside `folder` by default.
+        comfyui: ComfyUI's folder; by default `ComfyUI` in `folder`.
     """
     run = train_adapter(
         tc.train.TrainConfig(
             model="sdxl",
             dataset=str(PHOTOS),
             output=str(folder),
-            # ComfyUI shows the adapter by the file's name.
+            # The stem of the adapter's file, which ComfyUI shows in its list of LoRAs.
             name="my-photos",
             # The text in a prompt that activates the adapter.
             trigger="myphotos",
@@ -43,7 +43,7 @@ def main(folder: Path, steps: int = STEPS, comfyui: Path | None = None) -> tc.Ad
             batch_size=2,
         )
     )
-    # The sizes are those of the built-in model; for the published SDXL leave `weights` out.
+    # `weights` gives the sizes of the built-in model's layers; for the published SDXL, omit it.
     weights = families.find("sdxl").default_weights()
     report = tc.verify_adapter(run.adapter_path, "sdxl", weights)
     for tool in report.tools:
@@ -51,8 +51,8 @@ def main(folder: Path, steps: int = STEPS, comfyui: Path | None = None) -> tc.Ad
         print(f"{tool}: {applied} of {len(report.modules)} modules as they were trained")
     if not report.good:
         raise SystemExit(
-            "ComfyUI would leave modules out, or some have no effect; "
-            "`trainable-candle verify` says which"
+            "ComfyUI would not apply all modules of the adapter as they were trained, or some have "
+            "no effect; `trainable-candle verify` names them"
         )
 
     # Metadata that programs show: title, trigger, size, resolution, hashes.

@@ -1,7 +1,7 @@
 """A training loop of your own: batches, schedule, averaged weights, a checkpoint to resume from.
 
-`tc.train.Trainer` does all this; here the loop is written out, as torch users write it. Takes some
-seconds on a CPU:
+`tc.train.Trainer` does all this; here the loop is written out, as torch users write it. The script
+takes some seconds on a CPU:
 
     python examples/08_training_loop.py [FOLDER]
 """
@@ -33,7 +33,7 @@ class State:
     epoch: int = 0
 
     def save(self, path: Path) -> None:
-        """Write one file, complete or not at all."""
+        """Write the state to one file; if writing is interrupted, no partial file appears."""
         parts = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -58,7 +58,7 @@ class State:
 
 
 def make(steps: int) -> State:
-    """The initial state of a run of this many steps."""
+    """The initial state of a run of `steps` optimizer steps."""
     tc.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Dropout(0.1), nn.Linear(64, 10))
     optimizer = tc.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.01)
@@ -67,7 +67,7 @@ def make(steps: int) -> State:
 
 
 def pixels(pictures: digits.Digits) -> tc.Tensor:
-    """The images as rows of numbers from 0 to 1."""
+    """The images as (N, 64), values from 0 to 1."""
     return tc.tensor(pictures.pixels.reshape(-1, 64) / 16, dtype="f32")
 
 

@@ -1,7 +1,8 @@
-"""Train one model in two processes, each on half of every batch, as one process would train it.
+"""Train one model in two processes, each on half of every batch.
 
-On one machine with GPUs, `train-lora --gpus 2` does all of this itself. A training loop of your own
-needs the calls of `tc.distributed` below, and a launcher that gives each process its rank:
+The steps are those of one process with whole batches. On one machine with GPUs, `train-lora --gpus
+2` does all of this itself. A training loop of your own needs the calls of `tc.distributed` in this
+script, and a launcher that gives each process its rank:
 
     torchrun --nproc-per-node 2 examples/09_two_processes.py
 
@@ -25,7 +26,11 @@ BATCH_SIZE = 64
 
 
 def train(device: str) -> tuple[float, int]:
-    """Train as one of the processes; return the last mean loss, and a checksum of weights."""
+    """Train as one of the processes.
+
+    Returns:
+        The last step's loss, averaged over the processes, and a checksum of the trained weights.
+    """
     device = tc.distributed.init(device)
     rank, size = tc.distributed.rank(), tc.distributed.world_size()
 
@@ -37,7 +42,7 @@ def train(device: str) -> tuple[float, int]:
     optimizer = tc.optim.AdamW(parameters, lr=5e-3)
 
     for step in range(STEPS):
-        # The images of a step are the same for any number of processes; each takes a part.
+        # Any number of processes trains on the same images in a step; each process takes a part.
         start = step * BATCH_SIZE % (len(pictures) - BATCH_SIZE)
         mine = slice(start + rank * BATCH_SIZE // size, start + (rank + 1) * BATCH_SIZE // size)
         x = tc.tensor(pictures.pixels[mine].reshape(-1, 64) / 16, dtype="f32", device=device)
@@ -55,7 +60,7 @@ def train(device: str) -> tuple[float, int]:
 
 
 def launch(size: int) -> int:
-    """Start the processes, as torchrun does, and wait for them."""
+    """Start `size` processes, as torchrun does; returns the highest of their exit statuses."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -71,7 +76,7 @@ def launch(size: int) -> int:
 
 
 def main() -> int:
-    """Train under a launcher, or start two processes that do."""
+    """Under a launcher, train as one process; otherwise start two processes that train."""
     if "RANK" not in os.environ:
         return launch(2)
     loss, weights = train(sys.argv[1] if len(sys.argv) > 1 else "auto")

@@ -25,11 +25,14 @@ GAMMA = 5.0
 
 @dataclass
 class Latents:
-    """Latents (N, 4, 16, 16), time ids (N, 6) and the row of each one's first caption (N,)."""
+    """The latents of N crops, with their conditions."""
 
     values: torch.Tensor
+    """Latents, (N, 4, 16, 16)."""
     time_ids: torch.Tensor
+    """SDXL's sizes and crop offsets, (N, 6)."""
     rows: torch.Tensor
+    """The row of each crop's first caption in the caption table, (N,)."""
 
 
 def scheduler() -> EulerDiscreteScheduler:
@@ -44,7 +47,11 @@ def scheduler() -> EulerDiscreteScheduler:
 
 
 def caption_table(data: photos.Photos) -> tuple[list[str], dict[tuple[int, str], int], int]:
-    """All captions, the first row of each (flower, colour), and the number of rows of each."""
+    """The captions of all pairs (flower, colour), each pair with the same number of wordings.
+
+    Returns:
+        The captions; the row of the first caption of each pair; the number of captions of a pair.
+    """
     groups = sorted(set(zip(data.flowers.tolist(), data.colours, strict=True)))
     worded = [photos.captions(photos.FLOWERS[flower], colour) for flower, colour in groups]
     width = len(worded[0])
@@ -53,7 +60,7 @@ def caption_table(data: photos.Photos) -> tuple[list[str], dict[tuple[int, str],
 
 
 def tokenise(folder: Path, texts: list[str], device: torch.device) -> list[torch.Tensor]:
-    """Token ids (N, 77) for each of the two encoders."""
+    """The token ids of N texts, (N, 77), for each of the two text encoders."""
     ids = []
     for name in ("tokenizer", "tokenizer_2"):
         tokenizer = CLIPTokenizer.from_pretrained(folder / name)
@@ -67,7 +74,11 @@ def tokenise(folder: Path, texts: list[str], device: torch.device) -> list[torch
 def encode_texts(
     networks: nn.ModuleDict, ids: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The states before each encoder's last layer, joined (N, 77, 128); the pooled vector."""
+    """The text features of N captions.
+
+    Returns:
+        The inputs of each encoder's last layer, concatenated, (N, 77, 128); the pooled vectors.
+    """
     first = networks["text_encoder"](ids[0], output_hidden_states=True)
     second = networks["text_encoder_2"](ids[1], output_hidden_states=True)
     hidden = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
@@ -85,11 +96,20 @@ def train(
 ) -> nn.ModuleDict:
     """Train noise prediction with min-SNR weights (Hang et al., 2023).
 
-    The table's last row is the empty caption. A dropped caption becomes that row or zeros, so that
-    both work as negative prompts.
+    A dropped caption is replaced by the empty caption or by zero features, each half of the time,
+    so that both the empty caption and zeros work as negative prompts.
+
+    Args:
+        networks: UNet and text encoders.
+        latents: the training data.
+        table: the token ids of all captions, for each encoder; the last row is the empty caption.
+        width: the number of captions from whose rows each sample draws one.
+        seconds: how long to train.
+        rate: the peak learning rate.
+        batch: samples in a step.
 
     Returns:
-        The networks with averaged weights.
+        The networks with exponentially averaged weights.
     """
     device = latents.values.device
     cuda = device.type == "cuda"
@@ -148,7 +168,7 @@ def train(
 
 
 def captured(take_step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Record a step as a CUDA graph: in so small a model, launches take most of the time."""
+    """Record a step as a CUDA graph; in so small a model, kernel launches take most of the time."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -185,7 +205,7 @@ def save(folder: Path, networks: nn.ModuleDict, vae: AutoencoderKL) -> None:
 
 
 def sample(folder: Path, prompts: list[str], count: int, scale: float, size: int) -> Image.Image:
-    """Load the folder as a user would and draw one row of images for each prompt."""
+    """Load the folder with diffusers and draw one row of `count` images for each prompt."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pipeline = StableDiffusionXLPipeline.from_pretrained(
         folder, torch_dtype=torch.float32, add_watermarker=False

@@ -1,6 +1,7 @@
 """Train the small SDXL-shaped checkpoint that ships with trainable-candle.
 
-Needs torch, diffusers and transformers, which trainable-candle itself does not, and a CUDA GPU:
+The script needs torch, diffusers and transformers, which trainable-candle itself does not need. Run
+it on a CUDA GPU; the options set training times in seconds, in which a CPU takes few steps:
 
     python examples/sdxl_tiny/make.py --photos flower_photos --output sdxl_tiny
 
@@ -39,7 +40,7 @@ PROMPTS = [
 
 
 def reconstructions(vae: AutoencoderKL, pixels: torch.Tensor) -> Image.Image:
-    """The images in a row, above their reconstructions by the autoencoder."""
+    """A row of the images above a row of their reconstructions; prints the mean PSNR."""
     with torch.no_grad():
         latents = autoencoding.encode(vae, pixels) / vae.config.scaling_factor
         made = vae.decode(latents).sample.clamp(-1, 1).permute(0, 2, 3, 1)
@@ -78,7 +79,7 @@ def main() -> None:
     parser.add_argument("--vae-seconds", type=float, default=150)
     parser.add_argument("--unet-seconds", type=float, default=300)
     parser.add_argument("--rate", type=float, default=2e-3, help="the UNet's peak learning rate")
-    parser.add_argument("--variants", type=int, default=8, help="crops of each image")
+    parser.add_argument("--variants", type=int, default=8, help="number of crops of each image")
     arguments = parser.parse_args()
 
     torch.manual_seed(SEED)

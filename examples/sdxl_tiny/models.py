@@ -9,7 +9,7 @@ POOLED_WIDTH = 64
 
 
 def autoencoder() -> AutoencoderKL:
-    """Four levels and 8x down-sampling to 4 channels, like SDXL's."""
+    """An autoencoder of SDXL's structure: four levels, 8x down-sampling, 4 latent channels."""
     return AutoencoderKL(
         block_out_channels=(24, 40, 64, 64),
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -25,7 +25,13 @@ def autoencoder() -> AutoencoderKL:
 def text_encoders(
     vocabulary_size: int, start: int, end: int
 ) -> tuple[CLIPTextModel, CLIPTextModelWithProjection]:
-    """A CLIP-L-shaped (quick GELU) and an OpenCLIP-bigG-shaped (GELU, projection) encoder."""
+    """SDXL's two text encoders: like CLIP-L (quick GELU) and like OpenCLIP bigG (GELU, projection).
+
+    Args:
+        vocabulary_size: the number of tokens.
+        start: the id of the token before a text.
+        end: the id of the token after a text.
+    """
     shared = {
         "vocab_size": vocabulary_size,
         "max_position_embeddings": TOKENS,
@@ -55,7 +61,7 @@ def text_encoders(
 
 
 def unet() -> UNet2DConditionModel:
-    """A UNet with text, time, image-size and crop conditioning, wired exactly as in SDXL."""
+    """A UNet with SDXL's structure and its conditions: text, timestep, image size and crop."""
     return UNet2DConditionModel(
         sample_size=RESOLUTION // 8,
         block_out_channels=(48, 64, 64),

@@ -22,11 +22,14 @@ HUES = (
 
 @dataclass
 class Photos:
-    """Images, (N, 128, 128, 3) bytes; for each the index of its flower, and its colour or ''."""
+    """N photographs of flowers."""
 
     pixels: np.ndarray
+    """The images, (N, 128, 128, 3) bytes."""
     flowers: np.ndarray
+    """The index in `FLOWERS` of each image's flower, (N,)."""
     colours: list[str]
+    """The colour of each image's flower, or ''."""
 
     def keep(self, chosen: np.ndarray) -> "Photos":
         """The images where `chosen`, (N,) booleans, is true."""
@@ -38,7 +41,10 @@ class Photos:
 
 
 def load(folder: Path) -> Photos:
-    """Read FOLDER/daisy/*.jpg and so on; only the images that FOLDER/LICENSE.txt names."""
+    """Read FOLDER/daisy/*.jpg and so on, without duplicates.
+
+    Images that FOLDER/LICENSE.txt does not name are left out.
+    """
     licensed = {
         line.split()[0].split("/")[1]
         for line in (folder / "LICENSE.txt").read_text("utf-8").splitlines()
@@ -60,12 +66,12 @@ def load(folder: Path) -> Photos:
             flowers.append(index)
             colours.append(main_colour(rgb))
     if not pixels:
-        raise SystemExit(f"{folder}: no image that LICENSE.txt names")
+        raise SystemExit(f"{folder} has none of the images that its LICENSE.txt names")
     return Photos(np.stack(pixels), np.asarray(flowers), colours)
 
 
 def main_colour(picture: Image.Image) -> str:
-    """The most frequent colour of petals in the middle of the image; '' if none is frequent."""
+    """The petals' colour: the most frequent one in the middle of the image, or '' below 8 %."""
     border = RESOLUTION // 8
     middle = picture.crop((border, border, RESOLUTION - border, RESOLUTION - border))
     hue, saturation, value = np.moveaxis(np.asarray(middle.convert("HSV"), np.float32), -1, 0)
@@ -83,7 +89,10 @@ def main_colour(picture: Image.Image) -> str:
 
 
 def captions(flower: str, colour: str) -> list[str]:
-    """Every wording that an image of this flower and colour is trained with."""
+    """The captions for images of this flower and colour; each step draws one per image.
+
+    The usual wording is in the list twice, so it is drawn twice as often as each other one.
+    """
     named = f"{colour} {flower}".strip()
     article = "an" if named[0] in "aeiou" else "a"
     return [
@@ -98,10 +107,11 @@ def captions(flower: str, colour: str) -> list[str]:
 
 
 def crops(photos: Photos, variants: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Enlarged, cropped, mirrored and blurred copies with SDXL's time ids.
+    """Make `variants` copies of each photograph: enlarged and cropped, mirrored, or blurred.
 
-    Returns the pixels (variants * N, 128, 128, 3), the index of each copy's photograph, and the
-    time ids (original height and width, top and left of the crop, target height and width).
+    Returns:
+        The pixels, (variants * N, 128, 128, 3); the index of each copy's photograph; and SDXL's
+        time ids (original height and width, top and left of the crop, target height and width).
     """
     generator = random.Random(seed)
     pixels, sources, ids = [], [], []

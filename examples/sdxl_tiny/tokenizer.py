@@ -9,19 +9,20 @@ START, END, PAD_SECOND = "<|startoftext|>", "<|endoftext|>", "!"
 WORD_END = "</w>"
 MERGES = 640
 
-# Words that prompts often have: they become one or two tokens each, not a token per letter.
+# Words that are frequent in prompts. The merges are trained on these words too, so that each word
+# becomes one or two tokens instead of a token per letter.
 COMMON = (Path(__file__).parent / "words.txt").read_text("utf-8").split()
 
 
 def byte_symbols() -> list[str]:
-    """GPT-2's printable stand-ins for the 256 bytes, in CLIP's order ('!' first)."""
+    """The printable characters with which GPT-2 represents the 256 bytes, in CLIP's order."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) for byte in printable] + [chr(256 + index) for index in range(len(others))]
 
 
 def train_merges(words: Counter[str], count: int) -> list[tuple[str, str]]:
-    """Byte-pair encoding: `count` times, join the most frequent pair (Sennrich et al., 2016)."""
+    """Byte-pair encoding: `count` times, merge the most frequent pair (Sennrich et al., 2016)."""
     spelled = {word: (*word[:-1], word[-1] + WORD_END) for word in words}
     merges = []
     for _ in range(count):
@@ -48,7 +49,7 @@ def joined(symbols: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
 
 
 def write(folder: Path, captions: list[str]) -> int:
-    """Write FOLDER/tokenizer and FOLDER/tokenizer_2; returns the number of tokens."""
+    """Write FOLDER/tokenizer and FOLDER/tokenizer_2; returns the size of the vocabulary."""
     words = Counter(word.strip(",") for caption in captions for word in caption.split())
     words.update(dict.fromkeys(COMMON, 5))
     merges = train_merges(words, MERGES)

@@ -1,4 +1,4 @@
-"""Train the autoencoder, and the small classifier that cleans the data and judges details."""
+"""Train the autoencoder, and the classifier for selecting images and for the perceptual loss."""
 
 import itertools
 import time
@@ -15,10 +15,14 @@ KL_WEIGHT = 2e-4
 DETAIL_WEIGHT = 0.3
 ADVERSARY_WEIGHT = 0.15
 ADVERSARY_START = 0.4
+"""The share of the training time after which the adversary is used."""
 
 
 class Classifier(nn.Module):
-    """Tells which flower an image shows. The perceptual loss compares its hidden states."""
+    """Tells which flower an image shows.
+
+    The perceptual loss compares the classifier's hidden states of two images.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +54,7 @@ class Classifier(nn.Module):
 
 
 def augmented(pixels: torch.Tensor) -> torch.Tensor:
-    """Mirror a batch at random and shift it by up to 8 pixels."""
+    """Mirror all images of a batch, or none, and shift all by the same offset of up to 8 pixels."""
     if torch.rand(()) < 0.5:
         pixels = pixels.flip(-1)
     size = pixels.shape[-1]
@@ -83,7 +87,11 @@ def train_classifier(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> 
 
 @torch.no_grad()
 def clear_pictures(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> torch.Tensor:
-    """Whether each image shows its flower, as judged by a classifier that was not trained on it."""
+    """Whether each image shows its flower clearly, (N,) booleans.
+
+    Four classifiers are trained, each without a quarter of the images. An image is clear if the
+    classifier that was not trained on the image gives its flower a probability of over 0.35.
+    """
     fold = torch.arange(len(pixels), device=pixels.device) % 4
     chance = torch.zeros(len(pixels), device=pixels.device)
     correct = 0
@@ -124,7 +132,10 @@ def detail_distance(judge: Classifier, real: torch.Tensor, made: torch.Tensor) -
 def train(
     pixels: torch.Tensor, judge: Classifier, seconds: float, batch: int = 64
 ) -> AutoencoderKL:
-    """Train with L1, perceptual and KL losses, and later also an adversary weighted as in VQGAN."""
+    """Train with L1, perceptual and KL losses, later also with an adversarial loss.
+
+    The weight of the adversarial loss follows the gradients, as in VQGAN (Esser et al., 2021).
+    """
     device = pixels.device
     model = autoencoder().to(device, memory_format=torch.channels_last).train()
     critic = adversary().to(device, memory_format=torch.channels_last)
@@ -188,9 +199,10 @@ def encode(model: AutoencoderKL, pixels: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def standardise(model: AutoencoderKL, pixels: torch.Tensor) -> None:
-    """Fold a scale and shift per channel into the 1x1 convolutions around the latents.
+    """Scale and shift each latent channel, without a change of the reconstructions.
 
-    Afterwards `scaling_factor` 0.13025, SDXL's, gives latents of mean 0 and variance 1.
+    The two 1x1 convolutions before and after the latents absorb the scale and the shift. Afterwards
+    latents times SDXL's `scaling_factor`, 0.13025, have mean 0 and variance 1 in each channel.
     """
     latents = encode(model, pixels[:2048]) / model.config.scaling_factor
     channels = latents.shape[1]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _RENAMED: Final = ("argmax", "softmax", "cumsum")
-"""Methods to which `attach` adds `axis` as another name of `dim`; reductions already have it."""
+"""Methods to which `attach` adds `axis` as another name of `dim`; reductions already have both."""
 _MISSING: Final = {
     "register_hook": "use tc.grad(loss, [v]) and change the gradients that it returns, or "
     "change v.grad between backward() and the optimizer's step",
@@ -25,13 +25,15 @@ _MISSING: Final = {
     "data_ptr": "use tensor.__dlpack__(), which shares the memory",
     "stride": "strides are not visible; use contiguous()",
 }
+"""What to use instead of attributes that torch's tensors have and `Tensor` lacks."""
 
 
 def attach() -> None:
     """Add the alternative arguments and the advice to `Tensor`."""
     for name in _RENAMED:
         setattr(_core.Tensor, name, _renamed(getattr(_core.Tensor, name)))
-    # Not a method of `ComposedMethods`: type checkers would accept every name as an attribute.
+    # `__getattr__` is set here instead of in the class `ComposedMethods`, because there it would
+    # make type checkers accept every name as an attribute.
     _core.Tensor.__getattr__ = _missing  # type: ignore[attr-defined]
     where, known = vars(_core.Tensor)["device"], lru_cache(device)
     _core.Tensor.device = property(  # type: ignore[method-assign,assignment]

@@ -35,13 +35,14 @@ def tensor(
     Args:
         data: A number, nested lists of numbers, a numpy array, or anything with `__dlpack__` or
             `__array__`.
-        dtype: The dtype. By default, an array keeps its own, except that int8, int16 and int32
+        dtype: The dtype. By default, an array keeps its dtype, except that int8, int16 and int32
             become i64, and uint16 becomes u32. Python floats become f32, integers i64, bools u8.
         device: The device.
         requires_grad: Whether the result is a `Var`.
 
     Raises:
-        DTypeError: If the data are not numbers, or no dtype can represent them (complex, uint64).
+        DTypeError: If the data are not numbers, or are of a kind for which there is no dtype
+            (complex, uint64).
         ShapeError: If nested lists are ragged.
         DeviceError, CudaUnavailableError: If the device is unknown or cannot be used.
     """
@@ -138,7 +139,7 @@ def rand(
         shape: The sizes, as arguments or one sequence.
         dtype: A floating point dtype; default f32.
         device: The device.
-        generator: Draws the values; default: the library's own (see `manual_seed`).
+        generator: The generator that draws the values; by default the library's (`manual_seed`).
         requires_grad: Whether the result is a `Var`.
 
     Raises:
@@ -166,7 +167,7 @@ def randn(
         shape: The sizes, as arguments or one sequence.
         dtype: A floating point dtype; default f32.
         device: The device.
-        generator: Draws the values; default: the library's own (see `manual_seed`).
+        generator: The generator that draws the values; by default the library's (`manual_seed`).
         requires_grad: Whether the result is a `Var`.
 
     Raises:
@@ -196,7 +197,7 @@ def randint(
         high: The integer after the largest one.
         shape: The sizes.
         device: The device.
-        generator: Draws the values; default: the library's own (see `manual_seed`).
+        generator: The generator that draws the values; by default the library's (`manual_seed`).
 
     Raises:
         ArgumentError: If the range is empty, or a size is negative.

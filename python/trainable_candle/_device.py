@@ -1,4 +1,4 @@
-"""Devices as values."""
+"""Checked device names, like `torch.device`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEVICE = re.compile(r"(cpu|cuda)(?::(\d+))?")
 
 
 class device(str):  # noqa: N801 - torch's name
-    """The name of a device; functions take it like a string.
+    """The name of a device, a string with the properties `type` and `index`.
 
         device = tc.device("cuda" if tc.cuda.is_available() else "cpu")
         x = tc.zeros(2, 3, device=device)
@@ -24,7 +24,7 @@ class device(str):  # noqa: N801 - torch's name
 
     Args:
         type: "cpu", "cuda" or "cuda:1"; or the number of a GPU.
-        index: The number of a GPU, if the name has none.
+        index: The number of a GPU, if `type` does not contain it.
 
     Raises:
         ArgumentError: If there is no device of this name.
@@ -50,6 +50,6 @@ class device(str):  # noqa: N801 - torch's name
 
     @property
     def index(self) -> int | None:  # type: ignore[override]  # torch's `index`, not that of `str`
-        """The number of the GPU, if there is one."""
+        """The number of the GPU, or None if the name has no number."""
         number = self.partition(":")[2]
         return int(number) if number else None

@@ -1,4 +1,4 @@
-"""Floor division and remainder as Python defines them, computed on the host."""
+"""Python's operators `//` and `%` for tensors, computed on the host."""
 
 from __future__ import annotations
 
@@ -28,8 +28,13 @@ def floor_divided(name: str, one: Any, other: Any) -> Tensor:
         other: The divisor.
 
     Returns:
-        The quotients, or `NotImplemented` if an operand is not a number; Python then raises
-        `TypeError`.
+        The quotients, or `NotImplemented` if an operand is neither a tensor nor a number; Python
+        then raises `TypeError`.
+
+    Raises:
+        ArgumentError: If the operands are integers and an element of the divisor is 0.
+        ShapeError: If the operands' shapes do not broadcast.
+        DeviceError: If the operands are on different devices.
     """
     quotient: Tensor = _computed(name, np.floor_divide, one, other)
     return quotient
@@ -38,11 +43,11 @@ def floor_divided(name: str, one: Any, other: Any) -> Tensor:
 def remainder(name: str, one: Any, other: Any) -> Tensor:
     """Return the remainder, with the sign of the divisor; at least one operand is a tensor.
 
-    Its derivatives with respect to the operands are 1 and minus the rounded quotient. Arguments
-    and errors are those of `floor_divided`.
+    The derivative with respect to the dividend is 1, and with respect to the divisor minus the
+    rounded-down quotient. Arguments and errors are those of `floor_divided`.
 
     Returns:
-        The remainders, or `NotImplemented` if an operand is not a number.
+        The remainders, or `NotImplemented` if an operand is neither a tensor nor a number.
     """
     rest: Any = _computed(name, np.remainder, one, other)
     if rest is not NotImplemented and _needs_gradient(one):

@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def explained(function: Callable[P, R]) -> Callable[P, R]:
-    """Put the name of the function, or of the class of a constructor, in front of its errors.
+    """Put the function's name in front of its errors' messages; for `__init__`, the class's name.
 
     `TypeError` and `AttributeError` become `TypeError`. `ValueError`, `IndexError`,
     `OverflowError` and `MemoryError` become `ArgumentError`. Other errors pass unchanged.

@@ -32,7 +32,7 @@ NAMES = (
 
 
 def function(name: str) -> Callable[..., Any]:
-    """The function that calls a method of its first argument."""
+    """Make a function that calls the method `name` of its first argument, a tensor."""
 
     def call(input: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(input, _core.Tensor):
@@ -114,7 +114,7 @@ def randperm(n: int, device: str = "cpu", *, generator: Generator | None = None)
     Args:
         n: How many numbers.
         device: The device.
-        generator: Draws the values; default: the library's own (see `manual_seed`).
+        generator: The generator that draws the values; by default the library's (`manual_seed`).
 
     Raises:
         ArgumentError: If n is negative.
@@ -144,7 +144,7 @@ def normal(
         std: The standard deviation.
         size: The sizes.
         device: The device.
-        generator: Draws the values; default: the library's own (see `manual_seed`).
+        generator: The generator that draws the values; by default the library's (`manual_seed`).
 
     Raises:
         ArgumentError: If the deviation is negative.
@@ -173,7 +173,7 @@ def multinomial(
         input: Weights of at least 0: (n,), or (rows, n).
         num_samples: How many indices to draw per row.
         replacement: Whether an index may be drawn again.
-        generator: Draws the values; default: the library's own (see `manual_seed`).
+        generator: The generator that draws the values; by default the library's (`manual_seed`).
 
     Returns:
         (num_samples,) or (rows, num_samples), i64.
@@ -192,7 +192,7 @@ def multinomial(
     rows = np.atleast_2d(input.detach().to("f64").numpy())
     if not np.isfinite(rows).all() or (rows < 0).any() or (rows.sum(1) <= 0).any():
         raise ArgumentError(
-            "multinomial: expected finite weights of at least 0, one above 0 in each row"
+            "multinomial: expected finite weights of at least 0, in each row at least one above 0"
         )
     if not replacement and ((rows > 0).sum(1) < count).any():
         raise ArgumentError(f"multinomial: fewer than {count} weights of a row are above 0")
@@ -204,8 +204,8 @@ def multinomial(
         found = np.stack([np.searchsorted(e, d, "right") for e, d in zip(ends, drawn, strict=True)])
         found = np.minimum(found, rows.shape[1] - 1)
     else:
-        # Draw exponential variables whose rates are the weights; the indices of the smallest ones
-        # are the sample (Efraimidis and Spirakis 2006).
+        # For each index, draw an exponential variable whose rate is the index's weight. The sample
+        # is the indices of the `count` smallest variables (Efraimidis and Spirakis 2006).
         with np.errstate(divide="ignore", invalid="ignore"):
             times = np.where(rows > 0, -np.log1p(-drawn) / rows, np.inf)
         found = np.argsort(times, 1, kind="stable")[:, :count]
@@ -273,7 +273,18 @@ def _summed(labels: str, tensor: Tensor, kept: set[str]) -> Tensor:
 
 
 def _product(one: str, a: Tensor, other: str, b: Tensor, kept: set[str]) -> tuple[str, Tensor]:
-    """Multiply two operands as matrices, and sum over labels that are not `kept`."""
+    """Multiply two operands as matrices, and sum over labels that are not in `kept`.
+
+    Args:
+        one: The labels of the dimensions of `a`.
+        a: The first operand.
+        other: The labels of the dimensions of `b`.
+        b: The second operand.
+        kept: The labels that the output or a later operand has.
+
+    Returns:
+        The labels of the product's dimensions, and the product.
+    """
     a, b = _summed(one, a, kept | set(other)), _summed(other, b, kept | set(one))
     one = "".join(label for label in one if label in kept or label in other)
     other = "".join(label for label in other if label in kept or label in one)

@@ -16,9 +16,9 @@ __all__ = ["Generator", "drawing"]
 
 
 class Generator:
-    """A stream of random numbers in addition to the library's, for arguments named `generator`.
+    """A stream of random numbers besides the library's, for arguments named `generator`.
 
-    As a context manager, it replaces the library's generator inside the context.
+    In a `with` block, all functions draw from this generator instead of the library's.
 
         noise = tc.randn(2, 3, generator=tc.Generator().manual_seed(0))
 
@@ -51,11 +51,11 @@ class Generator:
         return self.get_state()[0]
 
     def get_state(self) -> tuple[int, int]:
-        """Return the seed and the position."""
+        """Return the seed and the position in the seed's stream."""
         return _core.get_rng_state() if self._is_open() else self._state
 
     def set_state(self, state: tuple[int, int]) -> Generator:
-        """Continue from what `get_state` returned."""
+        """Set the seed and the position, as `get_state` returns them, and return the generator."""
         if self._is_open():
             _core.set_rng_state(state)
         self._state = state
@@ -74,7 +74,10 @@ class Generator:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Restore the outer context's generator (perhaps this same one), or else the library's."""
+        """Continue with the generator of the enclosing `with` block, or with the library's.
+
+        The same generator may be in use in both blocks.
+        """
         self._leave()
         self._entered.pop()
         outside = self._entered[-1]._state if self._entered else Generator._library  # noqa: SLF001
@@ -93,7 +96,15 @@ class Generator:
 
 
 def drawing(function: str, generator: object) -> Any:
-    """The context for a function's draws, from its argument `generator`."""
+    """Return a context in which `generator` draws; with None, the generator in use goes on.
+
+    Args:
+        function: The function that draws, for error messages.
+        generator: The function's argument `generator`.
+
+    Raises:
+        TypeError: If `generator` is neither a `Generator` nor None.
+    """
     if generator is None:
         return nullcontext()
     if not isinstance(generator, Generator):

@@ -1,4 +1,4 @@
-"""Turn the recording of operations on and off."""
+"""Turn the recording of operations for the backward pass on and off."""
 
 from collections.abc import Callable
 from contextlib import ContextDecorator
@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Decorator(ContextDecorator):
-    """A context that decorates functions; for generator functions it surrounds every step."""
+    """A context that decorates functions; it is open while a decorated generator function runs."""
 
     def __call__(self, function: F) -> F:
         """Decorate a function."""
@@ -24,7 +24,7 @@ class _Decorator(ContextDecorator):
 
         @wraps(function)
         def steps(*args: Any, **kwargs: Any) -> Any:
-            # The mode applies to the generator's own code, not to the code between its values.
+            # The mode applies to the generator's own code, not to the code that uses its values.
             generator = function(*args, **kwargs)
             resume, argument = generator.send, None
             try:
@@ -115,7 +115,7 @@ class inference_mode(_GradMode):  # noqa: N801 - torch's name
             assert not model(x).requires_grad
 
     Args:
-        mode: False to leave recording on.
+        mode: Whether recording is off; False turns it on, like `enable_grad`.
     """
 
     def __init__(self, mode: bool = True) -> None:
@@ -127,7 +127,10 @@ class inference_mode(_GradMode):  # noqa: N801 - torch's name
 
 
 class set_grad_enabled(_Decorator):  # noqa: N801 - torch's name
-    """Turn this thread's recording on or off: from now on, in a `with` block or in a function.
+    """Turn this thread's recording on or off.
+
+    A call alone sets the mode from now on. In `with`, the mode applies to the block; as a
+    decorator, to the calls of the function.
 
         with tc.set_grad_enabled(False):
             assert not model(x).requires_grad

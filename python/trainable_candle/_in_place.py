@@ -56,7 +56,7 @@ class VarMethods:
         return _changed(self, own(self).detach() / plain(other))
 
     def lerp_(self, end: Tensor, weight: float) -> Var:
-        """Interpolate linearly to another tensor, as moving averages do."""
+        """Add `weight * (end - variable)`, as moving averages do."""
         start = own(self).detach()
         return _changed(self, start + (end.detach() - start) * weight)
 
@@ -67,7 +67,7 @@ class VarMethods:
     def normal_(
         self, mean: float = 0.0, std: float = 1.0, *, generator: Generator | None = None
     ) -> Var:
-        """Draw normal values, like `nn.init.normal_`."""
+        """Set every element to a normally distributed random number, like `nn.init.normal_`."""
         if not std >= 0:
             raise ArgumentError(f"normal_: std is {std}, expected at least 0")
         with drawing("normal_", generator):
@@ -77,7 +77,7 @@ class VarMethods:
     def uniform_(
         self, a: float = 0.0, b: float = 1.0, *, generator: Generator | None = None
     ) -> Var:
-        """Draw values from [a, b), like `nn.init.uniform_`."""
+        """Set every element to a uniform random number of [a, b), like `nn.init.uniform_`."""
         if not a <= b:
             raise ArgumentError(f"uniform_: [{a}, {b}) has no values, expected a to be at most b")
         with drawing("uniform_", generator):
@@ -86,7 +86,7 @@ class VarMethods:
 
 
 def _changed(variable: object, value: Tensor) -> Var:
-    """Set a variable; a floating-point value takes the dtype of a floating-point variable."""
+    """Set a variable; if it and the value are floating-point, convert the value to its dtype."""
     var = cast("Var", variable)
     both = var.dtype in _FLOATS and value.dtype in _FLOATS
     var.set(value.to(var.dtype) if both else value)

@@ -9,13 +9,13 @@ __all__ = ["info"]
 
 
 def info() -> dict[str, Any]:
-    """Return versions, the chosen backend and the reason, devices and threads.
+    """Return versions, the backend, why CUDA is not used, devices and the number of threads.
 
         assert tc.info()["backend"] in {"cpu", "cuda"}
 
     Returns:
         A dictionary with `version`, `python`, `platform`, `backend` ("cpu" or "cuda"), `reason`
-        (why the backend is not CUDA, or None), `devices`, `threads`.
+        (why the backend is not CUDA, or None), `devices`, `threads` (their number on the CPU).
     """
     reason = cuda.unavailable_reason()
     return {

@@ -1,4 +1,4 @@
-"""Functions that make a tensor with the shape of another."""
+"""Functions that make a tensor with the shape of a given tensor."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _FLOATS = ("f32", "f16", "bf16", "f64")
 
 
 def _whole(tensor: Tensor) -> float:
-    """A magnitude from which on all numbers of this dtype are whole: 2^52 for f64, else 2^23."""
+    """A magnitude above which all numbers of the dtype are integers: 2^52 for f64, else 2^23."""
     return 2.0**52 if tensor.dtype == "f64" else 2.0**23
 
 
@@ -142,31 +142,31 @@ class ComposedMethods:
     # Logic.
 
     def __and__(self, other: Any) -> Tensor:
-        """Return where both masks are true, as u8.
+        """Return the mask (u8) of elements where both masks are true.
 
         Raises:
-            DTypeError: If one is not u8 or bool.
+            DTypeError: If an operand is neither u8 nor bool.
         """
         return mask("and", self) * mask("and", other, self)
 
     def __or__(self, other: Any) -> Tensor:
-        """Return where at least one of two masks is true, as u8.
+        """Return the mask (u8) of elements where at least one of two masks is true.
 
         Raises:
-            DTypeError: If one is not u8 or bool.
+            DTypeError: If an operand is neither u8 nor bool.
         """
         return mask("or", self).maximum(mask("or", other, self))
 
     def __xor__(self, other: Any) -> Tensor:
-        """Return where exactly one of two masks is true, as u8.
+        """Return the mask (u8) of elements where exactly one of two masks is true.
 
         Raises:
-            DTypeError: If one is not u8 or bool.
+            DTypeError: If an operand is neither u8 nor bool.
         """
         return mask("xor", self) != mask("xor", other, self)
 
     def __invert__(self) -> Tensor:
-        """Return where a mask is false, as u8.
+        """Return the mask (u8) of elements where this mask is false.
 
         Raises:
             DTypeError: If the tensor is not u8.
@@ -182,17 +182,17 @@ class ComposedMethods:
         return reduced(true(self), "max", dim, keepdim)
 
     def isnan(self) -> Tensor:
-        """Return where the tensor is NaN, as u8."""
+        """Return the mask (u8) of elements that are NaN."""
         tensor = own(self).detach()
         return tensor != tensor  # noqa: PLR0124 - NaN alone differs from itself
 
     def isfinite(self) -> Tensor:
-        """Return where the tensor is neither NaN nor infinite, as u8."""
+        """Return the mask (u8) of elements that are neither NaN nor infinite."""
         tensor = own(self).detach()
         return (tensor - tensor) == 0
 
     def isinf(self) -> Tensor:
-        """Return where the tensor is infinite, as u8."""
+        """Return the mask (u8) of elements that are infinite."""
         tensor = own(self).detach()
         return tensor.abs() == math.inf
 
@@ -218,7 +218,7 @@ class ComposedMethods:
         return -(-own(self)).floor()
 
     def round(self) -> Tensor:
-        """Round to the nearest whole number, halves to even ones."""
+        """Round to the nearest integer, and halves to the even neighbour."""
         tensor = own(self).detach()
         if tensor.dtype not in _FLOATS:
             return tensor
@@ -232,7 +232,7 @@ class ComposedMethods:
         """Divide and round down, on the host.
 
         Raises:
-            ArgumentError: If both have integer dtypes, and the divisor has an element 0.
+            ArgumentError: If both operands are integers and an element of the divisor is 0.
         """
         return _division.floor_divided("floordiv", own(self), other)
 
@@ -244,7 +244,7 @@ class ComposedMethods:
         """Return the remainder, with the sign of the divisor; the host computes it.
 
         Raises:
-            ArgumentError: If both have integer dtypes, and the divisor has an element 0.
+            ArgumentError: If both operands are integers and an element of the divisor is 0.
         """
         return _division.remainder("mod", own(self), other)
 
@@ -257,7 +257,7 @@ class ComposedMethods:
         return own(self).sqrt().reciprocal()
 
     def log1p(self) -> Tensor:
-        """Return log(1 + x), exact for small x too (Higham, Accuracy and Stability, 1.14.1)."""
+        """Return log(1 + x), accurate for small x (Higham, Accuracy and Stability, 1.14.1)."""
         x = own(self)
         u = x + 1
         # The factor x / (u - 1) corrects the rounding of u.
@@ -270,6 +270,7 @@ class ComposedMethods:
         """Return the error function."""
         x = own(self)
         zero = x.detach() == 0
+        # gelu(z) = z / 2 * (1 + erf(z / sqrt(2))); near 0, erf(x) = 2 x / sqrt(pi).
         z = _core.where(zero, 1.0, x) * math.sqrt(2)
         return _core.where(zero, x * (2 / math.sqrt(math.pi)), z.gelu() * 2 / z - 1)
 
@@ -284,7 +285,7 @@ class ComposedMethods:
         return own(self).var(*args, **kwargs).sqrt()
 
     def norm(self, p: float | str = 2, dim: Any = None, keepdim: bool = False) -> Tensor:
-        """Return the p-norm of the elements: 1, 2, infinity, "fro" or any number above 0.
+        """Return the p-norm of the elements; p is a number above 0, infinity, or "fro" (p = 2).
 
         Raises:
             ArgumentError: If p is not supported.
@@ -301,7 +302,7 @@ class ComposedMethods:
         return powers if p == 1 else powers ** (1 / p)
 
     def prod(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
-        """Return the product of all elements, or of those along a dimension."""
+        """Return the product of all elements, or the products along a dimension."""
         x = own(self)
         whole = dim is None
         if dim is None:
@@ -317,7 +318,7 @@ class ComposedMethods:
         return x if keepdim and not whole else x.squeeze(dim)
 
     def argmin(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
-        """Return the index of the smallest of all elements, or of those along a dimension."""
+        """Return the index of the smallest element, of all elements or along a dimension."""
         x = own(self).detach()
         return (-(x if x.dtype in _FLOATS else x.to("f64"))).argmax(dim, keepdim)
 
@@ -335,7 +336,7 @@ class ComposedMethods:
         """Return the k largest or smallest values in order; the host finds their indices.
 
         Raises:
-            ArgumentError: If there are fewer than k.
+            ArgumentError: If k is negative, or the dimension has fewer than k elements.
         """
         x = own(self)
         place = place_of("topk", x.shape, dim)
@@ -362,7 +363,10 @@ class ComposedMethods:
         """
         x, counts = own(self), sizes_of(sizes)
         if len(counts) < x.ndim:
-            raise ArgumentError(f"repeat: {len(counts)} sizes for the shape {x.shape}")
+            raise ArgumentError(
+                f"repeat: found {len(counts)} sizes for the shape {x.shape}, expected at least "
+                f"{x.ndim}"
+            )
         x = x.reshape((1,) * (len(counts) - x.ndim) + x.shape)
         for dim, count in enumerate(counts):
             if count != 1:
@@ -422,7 +426,7 @@ class ComposedMethods:
     def scatter(self, dim: int, index: Tensor, src: Any) -> Tensor:
         """Return this tensor with `src` at the indices along a dimension, like torch's `scatter`.
 
-        The host reads the indices. If several values go to one element, the last one counts.
+        The host reads the indices. If several values have the same index, the last value is taken.
         Gradients go to this tensor and to `src`.
         """
         x = own(self)
@@ -444,7 +448,7 @@ class ComposedMethods:
     # In-place operations of torch.
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Set a part of a variable, on the host; a tensor that is not a variable never changes.
+        """Set elements of a variable, on the host; only variables can change.
 
         Raises:
             TypeError: If this tensor is not a variable.
@@ -453,7 +457,7 @@ class ComposedMethods:
         if not isinstance(tensor, _core.Var):
             raise TypeError(
                 "a Tensor does not change; make another with tc.where, masked_fill or scatter, or "
-                "use a tc.Var, whose parts can be set"
+                "use a tc.Var, whose elements can be set"
             )
         chosen = np.zeros(tensor.shape, np.uint8)
         place = key.numpy().astype(bool) if is_mask(key) else plain(key)

@@ -28,7 +28,7 @@ def is_mask(key: object) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A value without gradient; tensors of an index become numpy arrays."""
+    """A tensor without its gradient; a tuple of indices with numpy arrays in place of tensors."""
     if isinstance(value, tuple):
         return tuple(v.numpy() if is_tensor(v) else v for v in value)
     return value.detach() if is_tensor(value) else value
@@ -41,10 +41,10 @@ def no_tape() -> Any:
 
 
 def mask(op: str, value: Any, like: Any = None) -> Tensor:
-    """Zeros and ones (u8) of a mask, which is a u8 tensor or a bool.
+    """Convert a mask, a u8 tensor or a bool, to a u8 tensor of zeros and ones.
 
     Raises:
-        DTypeError: It has another dtype, for which torch's operators would work on bits.
+        DTypeError: If the value has another dtype; torch's operators would combine its bits.
     """
     kind = value.dtype.name if is_tensor(value) else type(value).__name__
     if kind not in {"u8", "bool", "bool_"}:
@@ -74,7 +74,9 @@ def reduced(tensor: Tensor, how: str, dim: Any, keepdim: bool) -> Tensor:
 
 def place_of(function: str, shape: Sequence[int], dim: int) -> int:
     if not -len(shape) <= dim < len(shape):
-        raise ArgumentError(f"{function}: dimension {dim} of a tensor of shape {tuple(shape)}")
+        raise ArgumentError(
+            f"{function}: dimension {dim} is out of range for the shape {tuple(shape)}"
+        )
     return dim % len(shape)
 
 
@@ -88,7 +90,8 @@ def order_of(x: Tensor, dim: int, *, descending: bool) -> Tensor:
     x = x.detach()
     values = (x.to("f32") if x.dtype in {"bf16", "f16"} else x).numpy()
     if descending:
-        # Flipping twice keeps the order of equal values, as in ascending sorts.
+        # An ascending sort of the flipped values, flipped back, is a descending sort in which equal
+        # values keep their order, as they do in the ascending sort below.
         flipped = np.argsort(np.flip(values, place), axis=place, kind="stable")
         order = np.flip(values.shape[place] - 1 - flipped, place)
     else:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 class BackgroundWriter:
     """Runs jobs one after the other in its own thread.
 
-    If a job fails, the jobs in the queue are dropped. The next `submit`, `check` or `wait` raises
-    the error; after that, jobs run again. The thread ends when the queue is empty; the
-    interpreter does not exit before that.
+    If a job fails, the jobs in the queue are dropped, and the next call of `submit`, `check` or
+    `wait` raises the error. Later jobs run again. The thread ends when the queue is empty, and the
+    interpreter waits for the end of the thread before it exits.
 
     Args:
         name: the thread's name.

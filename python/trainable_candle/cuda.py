@@ -1,4 +1,4 @@
-"""CUDA devices, by name or by number: memory, profiles and CUDA graphs."""
+"""Memory, profiles and CUDA graphs of CUDA devices, which are given by name or by number."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,8 +59,8 @@ def synchronize(device: str | int = "cuda") -> None:
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
         DeviceError: If `device` is not a CUDA device, or a kernel failed.
-        IndexOutOfRangeError: If an operation met an id out of range. Such ids on a GPU are reported
-            when a value is read or the device is synchronized.
+        IndexOutOfRangeError: If an earlier operation on the GPU used an index out of range. The GPU
+            reports this error only when a value is read or the device is synchronized.
     """
     _core.cuda_synchronize(_named(device))
 
@@ -99,8 +99,8 @@ def memory_stats(device: str | int = "cuda") -> dict[str, int]:
         In bytes: `allocated` and `peak_allocated` (tensors and workspaces), `reserved` and
         `peak_reserved` (allocated, cached, or used by captured functions), `graphs` (used by
         captured functions), `free` and `total` (of the whole device, for any process). Counts:
-        `allocations`, `growths` (memory was mapped from the device), `retries` (memory ran out, and
-        cached memory was released).
+        `allocations`, `growths` (how often memory was mapped from the device), `retries` (how often
+        memory ran out and cached memory was released).
 
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
@@ -122,7 +122,7 @@ def memory_stats(device: str | int = "cuda") -> dict[str, int]:
 
 
 def empty_cache(device: str | int = "cuda") -> int:
-    """Release the cached memory of `device` to other processes; return its bytes.
+    """Release the cached memory of `device` to other processes; return the released bytes.
 
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
@@ -132,7 +132,7 @@ def empty_cache(device: str | int = "cuda") -> int:
 
 
 def reset_peak_memory_stats(device: str | int = "cuda") -> None:
-    """Reset the peaks to the memory in use now.
+    """Set `peak_allocated` and `peak_reserved` of `memory_stats` to the current values.
 
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
@@ -143,31 +143,31 @@ def reset_peak_memory_stats(device: str | int = "cuda") -> None:
 
 @dataclass(frozen=True)
 class KernelTime:
-    """The time of a GPU for the launches of one kernel."""
+    """The GPU time of one kernel."""
 
     name: str
-    """The kernel's name; for a matrix product, its sizes."""
+    """The kernel's name; for a matrix product, the product's sizes."""
     count: int
     """The number of launches."""
     milliseconds: float
-    """The time of all launches."""
+    """The sum of the times of all launches."""
 
 
 @dataclass
 class Profile:
-    """The time of a GPU by kernel."""
+    """The GPU time of every kernel that was launched during a profile."""
 
     kernels: list[KernelTime] = field(default_factory=list)
-    """The slowest first; empty until the profile ends."""
+    """The kernels, the longest total time first; empty until the profile ends."""
 
     @property
     def milliseconds(self) -> float:
-        """The time of all kernels."""
+        """The sum of the times of all kernels."""
         return sum(kernel.milliseconds for kernel in self.kernels)
 
     @property
     def launches(self) -> int:
-        """The launches of all kernels."""
+        """The number of launches of all kernels."""
         return sum(kernel.count for kernel in self.kernels)
 
     def __str__(self) -> str:
@@ -241,25 +241,26 @@ class Captured:
 def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Captured:
     """Make a CUDA graph of `function`; one launch of the graph does all work of the function.
 
-    The first call runs the function. The second call records it and replays the record. Later calls
-    copy their inputs and replay the record. (If the function makes gradients of variables outside
-    an adapter, the second call runs it too, and the third records.) Every call has the
-    effects of a call without a graph: the same random numbers, gradients and parameters. A training
-    step can be one function: forward, backward, `step`, `zero_grad`.
+    The first call runs the function. The second call records the function as a graph and replays
+    the graph. Later calls copy their inputs and replay the graph. (If the function computes
+    gradients of variables outside an adapter, the second call runs it too, and the third records.)
+    Every call has the effects of a call without a graph: the same random numbers, gradients and
+    parameters. A training step can be one function: forward, backward, `step`, `zero_grad`.
 
     Decisions of the function on the CPU (shapes, branches, Python numbers) are recorded once. The
     function cannot read values (`item`, `numpy`, `print`); return tensors and read them after the
     call. A value that the function copies from the CPU must be the same in each call: if two calls
     in a row copy the same value, it is recorded as a constant, and replays ignore later changes.
-    Pass changing values as inputs, or set a `Var` between calls. The function cannot keep tensors
-    that it makes; they would change with every replay. No other thread may use CUDA during the
+    Pass changing values as inputs, or set a `Var` between calls. The function must not keep tensors
+    that it makes, because every replay overwrites them. No other thread may use CUDA during the
     recording.
 
     You may change the optimizer and its helpers between calls: replays follow learning rates,
-    schedules, loaded states and `EMA`. If a record cannot follow (variables whose numbers of steps
-    differ, a gradient that is now missing), the next call runs the function and the one after it
-    records again. Inside the function, such changes raise errors, except `step`, `update` of an
-    `EMA` (once) and of a `GradScaler`, and `zero_grad`, which every replay repeats.
+    schedules, loaded states and `EMA`. If a graph cannot follow a change (the variables have taken
+    different numbers of steps, or a gradient is missing now), the next call runs the function and
+    the call after it records again. Inside the function, changes of the optimizer and its helpers
+    raise errors. The exceptions are `step`, `zero_grad`, `update` of a `GradScaler` and one call of
+    `update` of an `EMA`; every replay repeats these.
 
     Args:
         function: Takes tensors on the device; returns a tensor, None, or tuples, lists and dicts

@@ -39,7 +39,10 @@ def test_a_good_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     [
         (lora(MODULE, up=0.0), "zero everywhere"),
         (lora(MODULE) | lora("lora_unet_blocks_0_to_x"), "no such layer"),
-        (lora(MODULE) | {"strange": tc.ones(1)}, "strange: no parameter of an adapter"),
+        (
+            lora(MODULE) | {"strange": tc.ones(1)},
+            "strange: this tensor is no parameter of an adapter",
+        ),
         (lora("lora_unet_input_blocks_7_1_transformer_blocks_0_attn1_to_q"), "do not fit a weight"),
         (
             lora("unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"),
@@ -81,7 +84,7 @@ def test_an_adapter_for_the_built_in_model_is_compared_with_that_model(
     tc.save_adapters(path, [adapter])
     assert main(["verify", str(path)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("note: its sizes are those of the built-in `sdxl`")
+    assert text.startswith("note: the adapter's sizes are those of the built-in `sdxl`")
     assert "problems" not in text
     assert main(["verify", str(path), "--weights", str(base)]) == 0
     assert "note: its sizes" not in capsys.readouterr().out
@@ -159,4 +162,4 @@ def test_language_models_are_judged_by_peft(
     assert text.endswith("not good\n")
     own = {f"base_model.model.{layer}.lora_{f}.weight": t for f, t in (("A", down), ("B", up))}
     assert verified(file, own, "--model", "causal-lm") == 0
-    assert capsys.readouterr().out.endswith("good: peft applies all of it\n")
+    assert capsys.readouterr().out.endswith("good: peft applies all modules\n")

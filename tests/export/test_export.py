@@ -279,7 +279,7 @@ def test_verify_reports_what_each_program_cannot_load(
     capsys.readouterr()
     assert main(["verify", str(folder), "--model", "causal-lm", "--weights", str(weights)]) == 0
     told = capsys.readouterr().out
-    assert "good: peft applies all of it" in told
+    assert "good: peft applies all modules" in told
     assert "transformers and peft: loads it as it is" in told
     assert "vLLM: it does not load DoRA; use export --for merged" in told
     # Given the file instead of the folder, verify reads the configuration beside the file.

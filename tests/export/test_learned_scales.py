@@ -138,7 +138,7 @@ def test_a_run_learns_and_resumes_the_scales(
     assert facts["trainable_candle.qat_scales"] == "learned"
     merging = ["merge", "--model", "causal-lm", "--to", "nf4", "--output", str(tmp_path / "o")]
     assert main([*merging, "--adapter", str(whole.output / "peft")]) == 2
-    assert "lacks the scales that were learned" in capsys.readouterr().err
+    assert "lacks the learned scales" in capsys.readouterr().err
     assert main([*merging, "--adapter", str(whole.adapter_path)]) == 0
 
 

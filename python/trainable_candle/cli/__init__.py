@@ -30,10 +30,12 @@ TRACEBACK: Final = "TRAINABLE_CANDLE_TRACEBACK"
 
 @dataclass(frozen=True)
 class Command:
-    """One command: `module` has `run(arguments, program) -> exit status`."""
+    """A command of `trainable-candle`."""
 
     module: str
+    """The module that has `run(arguments, program)`, which returns the exit status."""
     summary: str
+    """The command's line in `trainable-candle --help`."""
 
 
 COMMANDS: Final = {
@@ -49,7 +51,9 @@ COMMANDS: Final = {
     "export": Command(
         "trainable_candle.cli.export", "write a language model's adapter for other programs"
     ),
-    "extract": Command("trainable_candle.cli.extract", "write the difference of models as a LoRA"),
+    "extract": Command(
+        "trainable_candle.cli.extract", "write the difference of two checkpoints as a LoRA"
+    ),
     "resize": Command("trainable_candle.cli.resize", "reduce a LoRA to a lower rank"),
     "combine": Command("trainable_candle.cli.combine", "write several LoRAs as one file"),
     "verify": Command("trainable_candle.cli.verify", "show which tools apply an adapter"),
@@ -119,15 +123,16 @@ def guarded(action: Callable[[], int]) -> int:
     """Run `action` and return the exit status; prints an error as one line without traceback."""
     try:
         status = action()
-        # Flush here, because at its exit the interpreter reports a closed pipe on stderr.
+        # If the pipe is closed, this flush raises BrokenPipeError, which is handled below. Without
+        # it, the interpreter would flush at exit and report the error on stderr.
         sys.stdout.flush()
         return status  # noqa: TRY300 - an else would run outside the guard
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader, `head` for example, has closed the pipe. The interpreter flushes stdout again
-        # when it exits, so replace the pipe by /dev/null.
+        # The program that reads stdout, such as `head`, has closed the pipe. The interpreter
+        # flushes stdout again when it exits, so replace the pipe by /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except Exception as error:  # noqa: BLE001 - the outermost frame

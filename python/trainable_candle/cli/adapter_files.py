@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def new_file(text: str, *, overwrite: bool, suffix: str = ".safetensors") -> Path:
-    """The path of a file to write.
+    """Check the value `text` of `--output`, and return it as a path.
 
     Raises:
         ConfigError: the path has another suffix, the file exists already, or a parent of the path
@@ -61,7 +61,7 @@ def precision(text: str) -> str:
 
 
 def scales_of(given: Mapping[str, Any], count: int) -> list[float]:
-    """The factor on each of `count` adapters.
+    """Return a factor for the effect of each of `count` adapters.
 
     Raises:
         ConfigError: the number of scales is neither 1 nor `count`.

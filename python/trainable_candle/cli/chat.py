@@ -50,7 +50,7 @@ def run(arguments: Sequence[str], program: str) -> int:
 def _talk(task: TextTask, messages: list[dict[str, str]], options: WritingOptions) -> None:
     """Answer lines of standard input as one conversation, until an empty line or the end."""
     if sys.stdin.isatty():
-        print("an empty line or Ctrl-D ends", file=sys.stderr)
+        print("an empty line or Ctrl-D ends the conversation", file=sys.stderr)
     while True:
         if sys.stdin.isatty():
             print("> ", end="", flush=True, file=sys.stderr)
@@ -87,7 +87,7 @@ def make_parser(program: str) -> Parser:
         "--prompt",
         metavar="TEXT",
         action="append",
-        help="a message, instead of standard input; may be given again",
+        help="a message, instead of standard input; each --prompt is a new conversation",
     )
     group.add_argument("--system", metavar="TEXT", help="the system message")
     add_writing(group)

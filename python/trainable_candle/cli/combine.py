@@ -41,7 +41,7 @@ def make_parser(program: str) -> Parser:
     """Make the parser of the flags."""
     parser = Parser(
         program,
-        "Write the sum of several LoRAs as one LoRA, whose rank is the sum of theirs.",
+        "Write the sum of several LoRAs as one LoRA, whose rank is the sum of their ranks.",
         "--adapter FILE --adapter FILE --output FILE",
     )
     group = parser.add_argument_group("options")
@@ -53,7 +53,7 @@ def make_parser(program: str) -> Parser:
         metavar="X",
         type=factor,
         action="append",
-        help="factor on the effect: one for all, or one for each (default: 1)",
+        help="factor on a LoRA's effect: once for all, or once per --adapter (default: 1)",
     )
     group.add_argument("--rank", metavar="N", type=whole(1), help="reduce the sum to this rank")
     add_output(group)

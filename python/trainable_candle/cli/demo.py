@@ -41,7 +41,7 @@ def make_parser(program: str) -> Parser:
         program,
         "Fine-tune the built-in generator of handwritten digits on a digit that is new to it, the "
         "built-in SDXL on hearts, or the built-in language model on a task that is new to it, in "
-        "the same way as train-lora, and judge the result.",
+        "the same way as train-lora, and report whether the model has learnt it.",
         "[options]",
     )
     group = parser.add_argument_group("options")
@@ -52,7 +52,7 @@ def make_parser(program: str) -> Parser:
         "--output", metavar="DIR", help="folder for the results (default: demo-output)"
     )
     group.add_argument(
-        "--seed", metavar="N", type=whole(0), help="seed of everything random (default: 0)"
+        "--seed", metavar="N", type=whole(0), help="seed of all random numbers (default: 0)"
     )
     group.add_argument("--threads", metavar="N", type=whole(1), help="CPU threads (default: all)")
     add_help(group)

@@ -1,4 +1,4 @@
-"""`trainable-candle doctor`: check what this machine can train with, and how to fix faults."""
+"""`trainable-candle doctor`: check this machine for training, and say how to fix its faults."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ def make_parser(program: str) -> Parser:
         "[options]",
     )
     group = parser.add_argument_group("options")
-    group.add_argument("--output", metavar="DIR", help="where runs are to be written (default: .)")
+    group.add_argument(
+        "--output", metavar="DIR", help="the folder for runs, whose disk is checked (default: .)"
+    )
     add_help(group)
     return parser

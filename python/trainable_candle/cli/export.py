@@ -42,8 +42,8 @@ def run(arguments: Sequence[str], program: str) -> int:
     task = families.load(model, given.get("weights"), None, "cpu")
     if not isinstance(task, TextTask):
         raise ConfigError(
-            f"--model {model} draws images, and export is for language models; for other programs, "
-            "use train-lora --format or trainable-candle merge"
+            f"--model {model} draws images, and export is for language models; for adapters of "
+            "image models, use train-lora --format or trainable-candle merge"
         )
     family = task.family
     adapter = export.read_adapter(path, model, family.weights)
@@ -87,20 +87,22 @@ def make_parser(program: str) -> Parser:
     """Make the parser of the flags."""
     parser = Parser(
         program,
-        "Write a language model's adapter in the form that another program loads, or the model\n"
-        "with the adapter in it: peft (transformers), vllm, gguf (llama.cpp), mlx, ollama, merged.",
+        "Write a language model's adapter in the format of another program: peft (transformers),\n"
+        "vllm, gguf (llama.cpp), mlx or ollama; or write the merged model.",
         "--adapter PATH --for NAME --output DIR [options]",
     )
     group = parser.add_argument_group("options")
     group.add_argument("--model", metavar="NAME", help="which model (default: causal-lm)")
     group.add_argument(
-        "--weights", metavar="DIR", help="the folder of the base (default: the built-in one)"
+        "--weights", metavar="DIR", help="the base model (default: the built-in one)"
     )
     group.add_argument("--adapter", metavar="PATH", help="the adapter that train-lora wrote")
     group.add_argument("--for", metavar="NAME", help="peft, vllm, gguf, mlx, ollama or merged")
     group.add_argument("--output", metavar="DIR", help="new folder")
     group.add_argument(
-        "--base", metavar="NAME", help="name of the base for the program (default: --weights)"
+        "--base",
+        metavar="NAME",
+        help="name of the base model to write into the files (default: --weights)",
     )
     group.add_argument(
         "--dataset", metavar="PATH", help="with --for merged: texts to compare losses on"
@@ -108,7 +110,7 @@ def make_parser(program: str) -> Parser:
     group.add_argument(
         "--gguf",
         metavar="TYPE",
-        help="with --for merged: one file for llama.cpp, of f32, f16, bf16, q8_0 or q4_0",
+        help="with --for merged: write one GGUF file of f32, f16, bf16, q8_0 or q4_0 weights",
     )
     add_help(group)
     return parser

@@ -76,12 +76,15 @@ def make_parser(program: str) -> Parser:
     group.add_argument("--tuned", metavar="PATH", help="the fine-tuned checkpoint")
     group.add_argument("--rank", metavar="N", type=whole(1), help="the highest rank (default: 32)")
     group.add_argument(
-        "--keep", metavar="X", type=share, help="fraction of the squared norm to keep (default: 1)"
+        "--keep",
+        metavar="X",
+        type=share,
+        help="fraction of each layer's squared norm to keep (default: 1)",
     )
     group.add_argument(
-        "--target-modules", metavar="TEXT", help="layers, comma-separated (default: model's)"
+        "--target-modules", metavar="TEXT", help="layers, comma-separated (default: the model's)"
     )
-    group.add_argument("--format", metavar="NAME", help="format of the file (default: model's)")
+    group.add_argument("--format", metavar="NAME", help="format of the file (default: the model's)")
     add_output(group)
     add_help(group)
     return parser

@@ -41,7 +41,7 @@ def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
         metavar="X",
         type=factor,
         action="append",
-        help="factor on the effect of all adapters, or of each (default: 1)",
+        help="factor on an adapter's effect: once for all, or once per --adapter (default: 1)",
     )
     group.add_argument("--precision", metavar="NAME", help=precision)
     group.add_argument(
@@ -62,8 +62,8 @@ def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Task
         dtype: the dtype of the weights; None keeps the stored dtype.
 
     Raises:
-        ConfigError: a flag has no effect, there is no such model, or the model needs weights and
-            none are given.
+        ConfigError: a flag has no effect, there is no model of this name, the model needs weights
+            and none are given, or the adapters or scales are too many.
         MissingFileError: a file does not exist; the message names the flag.
         WeightsFormatError: the weights or the adapter are damaged, or belong to another model.
     """

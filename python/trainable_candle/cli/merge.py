@@ -75,7 +75,8 @@ def _quantized_image(task: LatentTask, given: Mapping[str, Any], output: Path) -
     task.save_merged(output, given["to"])
 
     def merged() -> Task:
-        # The file has no tokenizers: only the denoiser is read from it.
+        # The merged file has no tokenizers. So only the denoiser is read from the merged file, and
+        # everything else from --weights.
         task = cast("LatentTask", _unadapted(given))
         cast("PipelineFamily[Any]", task.family).use_model(output)
         return task
@@ -130,10 +131,12 @@ def make_parser(program: str) -> Parser:
     group.add_argument(
         "--to",
         metavar="FORMAT",
-        help="quantize to int8, fp8 or (language models) nf4; image models become one file",
+        help="quantize to int8, fp8 or (language models) nf4; writes image models as one file",
     )
     group.add_argument(
-        "--dataset", metavar="PATH", help="with --to: compare the losses on this data"
+        "--dataset",
+        metavar="PATH",
+        help="with --to: print the losses before and after merging on this data",
     )
     group.add_argument(
         "--resolution", metavar="PX", type=whole(1), help="resolution of the images of --dataset"

@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         program: the command as the user types it.
-        description: what it does.
+        description: what the command does.
         usage: the arguments that the usage line shows; argparse would list every flag.
     """
 
@@ -142,7 +142,7 @@ class _OnOrOff(argparse.BooleanOptionalAction):
 
 
 class _AddToList(argparse.Action):
-    """Adds comma-separated values to those that the same flag was given before."""
+    """Joins the comma-separated values of a flag that is given several times."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, name: str | None = None
@@ -184,7 +184,7 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
         for synonym in (text for text in setting.synonyms if "." not in text):
             parser.add_argument(flag(synonym), **{**facts, "help": argparse.SUPPRESS})
     groups[TRAINING].add_argument(
-        flag(PRESET), metavar="NAME", help=f"{', '.join(PRESETS)}: default values"
+        flag(PRESET), metavar="NAME", help=f"default values: {', '.join(PRESETS)}"
     )
     files = groups[FILES]
     files.add_argument(
@@ -227,7 +227,8 @@ def factor(text: str) -> float:
     value = float(text)
     if value == 0 or not math.isfinite(value):
         raise argparse.ArgumentTypeError(
-            f"expected a finite number other than 0, found {text}; leave --adapter out for the base"
+            f"expected a finite number other than 0, found {text}; for the base model, leave "
+            "--adapter out"
         )
     return value
 
@@ -252,7 +253,7 @@ def _kind(hint: Any) -> type:
 def _reader(setting: Setting, kind: type) -> Callable[[str], Any]:
     """The function that converts a flag's text to its value."""
     if setting.read is not None:
-        return str  # `TrainConfig` reads it.
+        return str  # `TrainConfig` converts the text.
     if not setting.words:
         return kind
 

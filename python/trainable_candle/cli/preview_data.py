@@ -59,10 +59,13 @@ def make_parser(program: str) -> Parser:
     group.add_argument("--weights", metavar="DIR", help="folder of a model, or its tokenizer.json")
     group.add_argument("--dataset", metavar="PATH", help="file or folder of examples")
     group.add_argument(
-        "--examples", metavar="N", type=whole(0), help="how many are shown (default: 3)"
+        "--examples", metavar="N", type=whole(0), help="number of examples to show (default: 3)"
     )
     group.add_argument(
-        "--sequence-length", metavar="N", type=whole(2), help="longest example (default: 2048)"
+        "--sequence-length",
+        metavar="N",
+        type=whole(2),
+        help="longest example, tokens (default: 2048)",
     )
     group.add_argument("--objective", choices=OBJECTIVES, metavar="NAME", help="sft (default), dpo")
     group.add_argument("--train-on", choices=TRAIN_ON, metavar="NAME", help=", ".join(TRAIN_ON))

@@ -46,19 +46,22 @@ def continuation(program: str, arguments: Sequence[str]) -> str:
 
 
 def make_parser(program: str) -> Parser:
-    """Make the parser of the flags that say where the processes are."""
+    """Make the parser of the flags for the placement of the processes."""
     parser = Parser(
         program,
-        "Fine-tune a model in several processes of a Ray cluster. Takes all options of "
-        "`trainable-candle train`, too.",
+        "Fine-tune a model in several processes of a Ray cluster. All options of "
+        "`trainable-candle train` can be given, too.",
         "--model NAME --dataset DIR --output DIR [options]",
     )
     group = parser.add_argument_group("options")
     group.add_argument(
-        "--workers", metavar="N", type=whole(1), help="processes (default: one for each GPU)"
+        "--workers", metavar="N", type=whole(1), help="number of processes (default: one per GPU)"
     )
     group.add_argument(
-        "--cpus-per-worker", metavar="N", type=whole(1), help="CPUs that Ray reserves (default: 1)"
+        "--cpus-per-worker",
+        metavar="N",
+        type=whole(1),
+        help="CPUs reserved per process (default: 1)",
     )
     group.add_argument(
         "--strategy", metavar="NAME", help="PACK (default), SPREAD, STRICT_PACK, STRICT_SPREAD"
@@ -73,7 +76,7 @@ def make_parser(program: str) -> Parser:
         "--wait-seconds",
         metavar="N",
         type=whole(1),
-        help="wait for free CPUs and GPUs (default: 300)",
+        help="longest wait for free CPUs and GPUs (default: 300)",
     )
     group.add_argument(
         "--address", metavar="ADDRESS", help="the cluster's address, as ray.init takes it"

@@ -54,7 +54,7 @@ def make_parser(program: str) -> Parser:
         "--keep",
         metavar="X",
         type=share,
-        help="fraction of the squared norm to keep, e.g. 0.95",
+        help="fraction of each module's squared norm to keep, e.g. 0.95",
     )
     add_output(group)
     add_help(group)

@@ -1,4 +1,4 @@
-"""Notes on a base whose quantization differs from training; learned scales in adapter files."""
+"""What adapter files record about quantization: the formats in training, and learned scales."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CURES: Final = {form: f": use merge --to {form}" for form in FORMATS}
 
 
 def notes(adapter: Path, base: str | None, merged: str | None = None) -> list[str]:
-    """Notes for the user where quantization differs from the adapter's training, a sentence each.
+    """A note for each difference between the quantization in the adapter's training and here.
 
     A file without metadata about its training gets no notes.
 
@@ -40,7 +40,7 @@ def notes(adapter: Path, base: str | None, merged: str | None = None) -> list[st
     told = []
     trained, grid = facts.get(BASE), facts.get(QAT)
     if trained not in {None, base}:
-        why = " and offsets its quantization error" if facts.get(INIT) == LOFTQ else ""
+        why = " and offsets this base's rounding error" if facts.get(INIT) == LOFTQ else ""
         told.append(
             f"note: {adapter.name} was trained over a base in {trained}{why}, but here the base is "
             f"in {base or 'its own precision'}: give --base-precision {trained}"
@@ -48,7 +48,7 @@ def notes(adapter: Path, base: str | None, merged: str | None = None) -> list[st
     if grid not in {None, merged, base}:
         told.append(
             f"note: {adapter.name} was trained for weights rounded to {grid} (--qat), but here "
-            f"they are not rounded to it{_CURES.get(str(grid), '')}"
+            f"the weights are not rounded to {grid}{_CURES.get(str(grid), '')}"
         )
     return told
 
@@ -78,7 +78,7 @@ def learned_scales(adapter: Path, to: str) -> dict[str, Tensor]:
     }
     if QAT_SCALES in facts and not found:
         raise ConfigError(
-            f"--adapter: {path} lacks the scales that were learned with it (--qat-learned-scales); "
-            "folders of peft do not have them: give the adapter file of the run"
+            f"--adapter: {path} was trained with --qat-learned-scales and lacks the learned "
+            "scales; folders of peft do not have them: give the adapter file of the run"
         )
     return found

@@ -84,7 +84,7 @@ def make_parser(program: str) -> Parser:
     group.add_argument("--output", metavar="PNG", help="the image to write")
     group.add_argument("--overwrite", action="store_true", help="replace an existing image")
     group.add_argument(
-        "--columns", metavar="N", type=whole(1), help="images in a row (default: square)"
+        "--columns", metavar="N", type=whole(1), help="images in a row (default: a square grid)"
     )
     group = parser.add_argument_group("how")
     group.add_argument("--steps", metavar="N", type=whole(1), help="sampling steps (default: 25)")
@@ -92,12 +92,13 @@ def make_parser(program: str) -> Parser:
         "--sampler", metavar="NAME", choices=SAMPLERS, help="sampler: " + ", ".join(SAMPLERS)
     )
     group.add_argument(
-        "--guidance", metavar="X", type=guidance, help="guidance scale; 1: none (default: model's)"
+        "--guidance",
+        metavar="X",
+        type=guidance,
+        help="guidance scale; 1: off (default: the model's)",
     )
-    group.add_argument(
-        "--negative-prompt", metavar="TEXT", help="prompt that guidance leads away from"
-    )
-    group.add_argument("--size", metavar="WxH", help="size of an image, px (default: model's)")
+    group.add_argument("--negative-prompt", metavar="TEXT", help="what the images should not show")
+    group.add_argument("--size", metavar="WxH", help="size of an image, px (default: the model's)")
     group.add_argument("--seed", metavar="N", type=whole(0), help="seed of the noise (default: 0)")
     group.add_argument("--device", metavar="TEXT", help="auto (default), cpu, cuda or cuda:N")
     add_help(group)

@@ -33,7 +33,8 @@ def run(arguments: Sequence[str], program: str) -> int:
         return 0
     config = read_config(given)
     world = from_environment()
-    # A single process of `launch` has no world either.
+    # `launch` starts this function again in each process. With one process it sets no world, so
+    # `is_launched` is needed to tell that process from the user's command.
     if config.gpus is not None and world is None and not is_launched():
         return _launch(config, arguments)
     follow_launcher()
@@ -60,11 +61,11 @@ def _launch(config: TrainConfig, arguments: Sequence[str]) -> int:
     gpus = str(config.gpus)
     on_gpu = config.device != "cpu"
     if config.device not in {"auto", "cuda", "cpu"}:
-        raise ConfigError(f"gpus: --device {config.device} is one GPU; leave it out")
+        raise ConfigError(f"gpus: --device {config.device} names one GPU; leave --device out")
     numbers = chosen_gpus(gpus) if on_gpu else list(range(int(gpus.split(",", maxsplit=1)[0])))
     output = Path(config.output).expanduser()
-    # The check must run before the processes write their logs into the output folder. Its import is
-    # expensive, so it is here.
+    # `require_apart` must run before the processes write their logs into the output folder. It is
+    # imported here because its import is expensive.
     from trainable_candle.tasks.checks import require_apart  # noqa: PLC0415
 
     require_apart(config, output)
@@ -96,7 +97,8 @@ def read_config(given: dict[str, Any]) -> TrainConfig:
         source = f"{path} with the flags given" if flags else str(path)
         stored = read_settings(path)
         if LENGTHS & flags.keys():
-            # The file of a run has its steps, even if its length was given in epochs.
+            # A run's config.yaml has `steps` even if the length was given in epochs. So a length
+            # in the flags replaces every length in the file.
             stored = {name: value for name, value in stored.items() if name not in LENGTHS}
         values = {**stored, **flags}
     preset = values.pop(PRESET, None)
@@ -118,7 +120,7 @@ def read_config(given: dict[str, Any]) -> TrainConfig:
 
 
 def _of_preset(error: ConfigError, preset: str, taken: Collection[str]) -> ConfigError:
-    """Add to an error which of the settings in its message come from the preset."""
+    """Add to an error the names of the settings in its message that come from the preset."""
     words = re.findall(r"[a-z]\w+", str(error).replace("-", "_"))
     named = [flag(name) for name in sorted(taken) if name in words or f"__{name}" in words]
     if not named:

@@ -22,7 +22,7 @@ _SHOWN: Final = 20
 
 
 def run(arguments: Sequence[str], program: str) -> int:
-    """Print the report; the exit status is 0 if its first program applies all of the file."""
+    """Print the report; the exit status is 0 if its first program applies all modules."""
     parser = make_parser(program)
     given = parser.parse(arguments)
     parser.require(given, "file")
@@ -39,9 +39,15 @@ def run(arguments: Sequence[str], program: str) -> int:
         other = verify_adapter(path, model, built_in)
         if _misfits(other) < _misfits(report):
             report = other
-            print(f"note: its sizes are those of the built-in `{model}`, not of the published one")
+            print(
+                f"note: the adapter's sizes are those of the built-in `{model}`, not those of the "
+                "published model"
+            )
     if weights is None and _misfits(report) == len(report.modules):
-        print(f"note: compared with the published `{model}`; for another size, give --weights")
+        print(
+            f"note: compared with the published `{model}`; for a model of other sizes, give "
+            "--weights"
+        )
     for line in lines(path, report, every="all" in given):
         print(line)
     if weights is not None and Texts in families.find(model).groups:
@@ -70,7 +76,7 @@ def lines(path: Path, report: AdapterReport, *, every: bool) -> list[str]:
     text += [f"  {_applied(tool, modules)}" for tool in report.tools]
     first = report.tools[0] if report.tools else "this library"
     wrong = [f"  {m.module}: {fault}" for m in modules if (fault := _fault(m, first))]
-    wrong += [f"  {key}: no parameter of an adapter" for key in report.others]
+    wrong += [f"  {key}: this tensor is no parameter of an adapter" for key in report.others]
     if wrong:
         more = len(wrong) - _SHOWN
         text += ["problems:", *(wrong if every else wrong[:_SHOWN])]
@@ -84,7 +90,7 @@ def lines(path: Path, report: AdapterReport, *, every: bool) -> list[str]:
             f"scale {m.scale:g})"
             for m in modules
         ]
-    text.append(f"good: {first} applies all of it" if report.good else "not good")
+    text.append(f"good: {first} applies all modules" if report.good else "not good")
     return text
 
 
@@ -141,7 +147,7 @@ def _fault(module: AdapterModule, tool: str) -> str | None:
     if module.fault:
         return module.fault
     if module.zero:
-        return "a factor is zero everywhere: it has no effect"
+        return "a factor is zero everywhere: the module has no effect"
     return module.ignored_by.get(tool) or module.changed_by.get(tool)
 
 
@@ -150,8 +156,8 @@ def make_parser(program: str) -> Parser:
     parser = Parser(
         program,
         "Show which modules of an adapter file ComfyUI, diffusers, kohya's sd-scripts, peft and\n"
-        "others would apply, wholly or in part.\n"
-        "The exit status is 0 if ComfyUI (peft for language models) applies all of them, else 1.",
+        "others apply wholly, in part or not at all.\n"
+        "The exit status is 0 if ComfyUI (peft for language models) applies all modules, else 1.",
         "FILE [options]",
     )
     group = parser.add_argument_group("options")
@@ -160,7 +166,7 @@ def make_parser(program: str) -> Parser:
     group.add_argument(
         "--weights",
         metavar="PATH",
-        help="the model's files, if its sizes are not the published ones",
+        help="the model's files, if its sizes are not those of the published model",
     )
     group.add_argument("--all", action="store_true", help="list every module")
     add_help(group)

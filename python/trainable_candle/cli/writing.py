@@ -23,7 +23,7 @@ def add_writing(group: argparse._ArgumentGroup) -> None:
         "--temperature", metavar="X", type=guidance, help="0 (default): take the likeliest token"
     )
     group.add_argument(
-        "--top-k", metavar="N", type=whole(0), help="draw from the N likeliest; 0: from all"
+        "--top-k", metavar="N", type=whole(0), help="draw from the N likeliest tokens; 0: all"
     )
     group.add_argument(
         "--top-p",
@@ -35,13 +35,16 @@ def add_writing(group: argparse._ArgumentGroup) -> None:
         "--min-p",
         metavar="X",
         type=guidance,
-        help="least probability, relative to the likeliest token",
+        help="least probability of a token, divided by that of the likeliest token",
     )
     group.add_argument(
         "--repetition-penalty", metavar="X", type=guidance, help="above 1: fewer repetitions"
     )
     group.add_argument(
-        "--stop", metavar="TEXT", action="append", help="ends an answer; may be given again"
+        "--stop",
+        metavar="TEXT",
+        action="append",
+        help="text that ends an answer; may be given again",
     )
     group.add_argument("--seed", metavar="N", type=whole(0), help="seed of the draws (default: 0)")
 
@@ -68,6 +71,7 @@ def writing_options(given: Mapping[str, Any]) -> WritingOptions:
         raise ConfigError("--stop is empty; give a text")
     if not options.temperature and {"top_k", "top_p", "min_p", "seed"} & given.keys():
         raise ConfigError(
-            "--top-k, --top-p, --min-p and --seed have no effect without --temperature"
+            "--top-k, --top-p, --min-p and --seed have no effect without --temperature; give "
+            "--temperature, or leave them out"
         )
     return options

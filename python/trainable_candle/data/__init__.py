@@ -11,20 +11,21 @@ How a folder becomes batches::
     latents = LatentCache(dataset, encode, cache, {"vae": file_identity(path)}, folder=folder)
     texts = TextCache(encode_text, cache, {"encoders": file_identity(path)}, folder=folder)
     latents.fill(progress=True)  # from here on the VAE is not needed
-    texts.fill(dataset.possible_captions())  # nor the text encoders
+    texts.fill(dataset.possible_captions())  # from here on the text encoders are not needed
     batches = dataset.batches(config.batch_size)  # a `BatchSource` for `Trainer`
 
     def loss(batch: Batch) -> Tensor:
         latents.batch(batch)  # {name: Tensor (B, ...)} of what `encode` returned
         texts.batch(batch.captions)  # {name: Tensor (B, ...)} of what `encode_text` returned
-        batch.frames  # which part of its image each example shows
+        batch.frames  # for each example, which part of the image it shows
         batch.loss_weights  # (B,) f32
         dataset.masks(batch)  # (B, h / 8, w / 8) f32 from 0 to 1, or None
 
 `encode` takes pixels, uint8 of shape (n, h, w, 3), and returns tensors of n rows by name;
 `encode_text` takes n captions and also returns tensors of n rows by name. A batch depends only on
-the seed and its number, so a resumed run repeats it. A validation set is another data set,
-`dataset.fixed()`, whose `fixed_batches(size)` gives every image once.
+the seed and the number of the batch, so a resumed run gets the same batches. For validation,
+`dataset.fixed()` returns a data set without random crops, mirroring and changes of colour. Its
+`fixed_batches(size)` gives every image once, with the plain caption.
 """
 
 from trainable_candle.data.batches import ShuffledBatches

@@ -57,8 +57,8 @@ class ShuffledBatches:
         if group.shape != (items,) or often.shape != (items,) or not (often > 0).all():
             raise ConfigError(
                 f"batches: {items} items with {group.size} groups and {often.size} repeats, "
-                f"the least of which is {often.min(initial=1):g}; expected one group and one "
-                "number of repeats for each item, and repeats above 0"
+                f"the smallest of these repeats is {often.min(initial=1):g}; expected one group "
+                "and one number of repeats for each item, and repeats above 0"
             )
         self._batch_size = batch_size
         self._seed = seed
@@ -81,7 +81,8 @@ class ShuffledBatches:
     def first_batch(self, epoch: int) -> int:
         """The number of the first batch of an epoch; epochs are counted from 0.
 
-        Items that do not fill the last batch of a group come first in the next epoch.
+        If the last items of a group in an epoch do not fill a batch, the first batch of this group
+        in the next epoch begins with them.
         """
         return sum(self._batches_before(group, epoch) for group in self._groups)
 
@@ -100,7 +101,10 @@ class ShuffledBatches:
 
 
 class _Group:
-    """The endless sequence of a group's items, epoch after epoch."""
+    """The endless sequence of a group's items, epoch after epoch.
+
+    `number` is the group's number in `__init__`, and the epoch's number in all other methods.
+    """
 
     def __init__(
         self,
@@ -113,7 +117,7 @@ class _Group:
         self._number = number
         self._items = items
         self._repeats = repeats[items]
-        # Spreads items that occur in every n-th epoch over different epochs.
+        # If items occur only in every n-th epoch, these phases put them into different epochs.
         self._phases = (np.arange(len(items)) + 0.5) / len(items)
         self._pass = lru_cache(maxsize=2)(self._shuffled)
         self.occurrences_before = lru_cache(maxsize=_REMEMBERED)(self._occurrences_before)
@@ -146,7 +150,7 @@ class _Group:
 
 
 def _last(holds: Callable[[int], bool]) -> int:
-    """The largest number that meets a condition, if all smaller numbers from 0 also meet it."""
+    """The largest integer n for which `holds(n)`; `holds` must be true from 0 to n, then false."""
     above = 1
     while holds(above):
         above *= 2

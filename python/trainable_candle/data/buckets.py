@@ -26,19 +26,20 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Frame:
-    """The part of an image that is trained on, px; the input of size and crop conditioning."""
+    """The crop of an image that is trained on, px: the values of size and crop conditioning."""
 
     original: tuple[int, int]
     """Width and height of the image before it is scaled."""
     left: int
-    """Column where the crop starts, in the scaled image (mirrored if the crop is mirrored)."""
+    """First column of the crop in the scaled image, or in its mirror image for a mirrored crop."""
     top: int
+    """Row where the crop starts, in the scaled image."""
     bucket: Bucket
     """The size of the crop."""
 
     @classmethod
     def whole(cls, width: int, height: int) -> Frame:
-        """An image that is neither scaled nor cropped."""
+        """The frame of an image that is neither scaled nor cropped."""
         return cls((width, height), 0, 0, Bucket(width, height))
 
 
@@ -63,7 +64,7 @@ class Fit:
         return 1 - self.bucket.width * self.bucket.height / (self.scaled[0] * self.scaled[1])
 
     def box(self, across: float = 0.5, down: float = 0.5) -> tuple[int, int]:
-        """The left column and top row of a crop at a relative position; 0.5 is the centre."""
+        """The left column and top row of a crop; `across` and `down` are its position, 0 to 1."""
         columns, rows = self.margin
         return round(columns * across), round(rows * down)
 
@@ -80,13 +81,13 @@ class Fit:
 
 
 class Buckets:
-    """The sizes that `DatasetOptions` allow, and the choice of one for an image.
+    """The buckets that `DatasetOptions` allow, and the choice of a bucket for an image.
 
     The sides of a full-size bucket are multiples of the step; its area is as large as possible but
-    at most that of a square of `resolution`. An image goes to the full-size bucket with the nearest
-    aspect ratio. If it is smaller than this bucket and must not be enlarged, it goes to the
-    bucket with the nearest aspect ratio among these: the full-size ones that it covers, and the one
-    whose sides are the largest multiples of the step within the sides of the image.
+    at most that of a square of `resolution`. An image goes to the bucket with the nearest aspect
+    ratio. If images may be enlarged, all full-size buckets are candidates. Otherwise the candidates
+    are the full-size buckets that the image covers, and the bucket whose sides are the largest
+    multiples of the step within the image's sides.
     """
 
     def __init__(self, options: DatasetOptions) -> None:
