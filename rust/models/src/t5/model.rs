@@ -90,7 +90,7 @@ fn unseen(mask: &Tensor, input_ids: &Tensor) -> Result<Tensor> {
     if mask.dims() != input_ids.dims() {
         return Err(Error::shape(
             T5Encoder::CLASS_NAME,
-            format!("attention_mask has shape {:?}, expected {:?}, the shape of input_ids", mask.dims(), input_ids.dims()),
+            format!("attention_mask has shape {:?}, expected {:?} like input_ids", mask.dims(), input_ids.dims()),
         ));
     }
     // A lookup avoids comparing integers on a GPU with candle's kernels: the driver would compile these kernels at
