@@ -116,7 +116,7 @@ impl SD3Transformer {
             return misfit("hidden_states", hidden_states, format!("(B, {channels}, H, W)"));
         };
         if c != channels || height == 0 || width == 0 || height % patch != 0 || width % patch != 0 {
-            let expected = format!("(B, {channels}, H, W), H and W multiples of {patch}");
+            let expected = format!("(B, {channels}, H, W), H and W positive multiples of {patch}");
             return misfit("hidden_states", hidden_states, expected);
         }
         if !is_float(hidden_states.dtype()) {

@@ -4,8 +4,8 @@ use std::sync::{Mutex, PoisonError};
 
 use trainable_candle_core::{Device, Error, Result, Tensor};
 
-/// The number of image sizes whose position embeddings are cached on the device. A new size
-/// replaces the size that was cached first.
+/// The number of image sizes whose position embeddings are cached on the device. A new size replaces the size that was
+/// cached first.
 const KEPT: usize = 8;
 
 /// The embeddings of `side` × `side` positions. They stay in host memory, because in SD3.5-medium the table is a tenth of

@@ -7,8 +7,8 @@ use trainable_candle_io::WeightFiles;
 use super::UNetConfig;
 use crate::pretrained::{Key, Layout, Naming, Original, OwnNames};
 
-/// The keys of the UNet's parameters in a diffusers folder (`original` is `None`), or in a checkpoint whose keys have
-/// the prefix and the naming of `original`.
+/// The keys of the UNet's parameters: original names after a prefix if `original` has original naming, otherwise
+/// diffusers' names.
 pub(super) fn layout(original: Option<Original>, config: &UNetConfig) -> Box<dyn Layout> {
     match original {
         Some(Original { prefix, naming: Naming::Original }) => {
@@ -34,8 +34,8 @@ impl Layout for OriginalUNet {
 }
 
 /// The name of a parameter or layer in original checkpoints, without the checkpoint's prefix. For example,
-/// `down_blocks.1.resnets.0.conv1` becomes `input_blocks.4.0.in_layers.2`. None if the
-/// model has no such parameter or layer.
+/// `down_blocks.1.resnets.0.conv1` becomes `input_blocks.4.0.in_layers.2`. None if the model
+/// has no such parameter or layer.
 pub fn original_name(name: &str, config: &UNetConfig) -> Option<String> {
     let (block, rest) = name.split_once('.')?;
     // A level has `stride` entries of `input_blocks`: the residual blocks, then the downsampling. It also has `stride`

@@ -137,7 +137,7 @@ impl SDXLUNet {
         let channels = self.config.in_channels;
         let batch = match *sample.dims() {
             [batch, c, height, width] if c == channels && height > 0 && width > 0 => batch,
-            _ => return misfit("sample", sample, format!("(B, {channels}, H, W)")),
+            _ => return misfit("sample", sample, format!("(B, {channels}, H, W), H and W at least 1")),
         };
         if !is_float(sample.dtype()) {
             let found = sample.dtype().as_str();

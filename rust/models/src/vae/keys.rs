@@ -7,14 +7,15 @@ use trainable_candle_io::WeightFiles;
 use super::VaeConfig;
 use crate::pretrained::{Form, Key, Layout, Naming, Original};
 
-/// The keys of the autoencoder's parameters in a diffusers folder (`original` is `None`), or in an original checkpoint.
-/// `files` is the checkpoint, or `None` if it is still to be written.
+/// The keys of the autoencoder's parameters: original names after a prefix if `original` has original naming, otherwise
+/// diffusers' names. `files` is the original checkpoint, or `None` if it is still to be written.
 pub(super) fn layout(original: Option<Original>, config: &VaeConfig, files: Option<&WeightFiles>) -> Box<dyn Layout> {
     let Some(Original { prefix, naming: Naming::Original }) = original else { return Box::new(Diffusers) };
     let is_last = |files: &WeightFiles, level: &usize| {
         files.shape(&format!("{prefix}decoder.up.{level}.block.0.conv1.weight")).is_some()
     };
-    // Files that diffusers' converter wrote number the decoder's levels from 3 down, even if there are fewer than 4 levels.
+    // In files of diffusers' converter, the indices of the decoder's levels fall from 3, even if there are fewer than 4
+    // levels.
     let last_level = files.and_then(|files| (0..HIGHEST_LEVEL).rev().find(|level| is_last(files, level)));
     let last_level = last_level.unwrap_or(config.block_out_channels.len() - 1);
     Box::new(OriginalCoders { prefix, last_level, is_normed: config.latent_norm_eps.is_some() })
@@ -55,7 +56,7 @@ impl Layout for Diffusers {
 
 struct OriginalCoders {
     prefix: &'static str,
-    /// The file's index of the level that the decoder runs first. The next levels have smaller indices, down to 0.
+    /// The file's index of the level that the decoder runs first. The index falls by 1 from each level to the next.
     last_level: usize,
     /// Whether the file has the latents' statistics.
     is_normed: bool,
@@ -102,7 +103,7 @@ impl OriginalCoders {
                 format!("mid.block_{}.{rest}", index.parse::<usize>().ok()? + 1)
             }
             "down_blocks" => level(inside, "down", Some)?,
-            // Level 0 of the decoder in original files has the largest feature map and runs last.
+            // In original files, the level with the largest feature map, which the decoder runs last, has the lowest index.
             "up_blocks" => level(inside, "up", |index| self.last_level.checked_sub(index))?,
             _ => rest.to_owned(),
         };

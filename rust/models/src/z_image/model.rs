@@ -154,7 +154,7 @@ impl ZImageTransformer {
             Err(Error::shape(Self::CLASS_NAME, format!("{name} has shape {:?}, expected {expected}", found.dims())))
         };
         let channels = self.config.in_channels;
-        let expected = || format!("(B, {channels}, H, W), H and W multiples of {PATCH}");
+        let expected = || format!("(B, {channels}, H, W), H and W positive multiples of {PATCH}");
         let &[batch, c, height, width] = hidden_states.dims() else {
             return misfit("hidden_states", hidden_states, expected());
         };

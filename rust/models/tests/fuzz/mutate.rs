@@ -106,9 +106,8 @@ pub fn json(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
     }
 }
 
-/// Changes a safetensors file: any of its bytes, or the bytes of its data, or the values or bytes of its header. If only
-/// header and data are changed, the length before the header is adjusted, except in one case of 50, which has a wrong
-/// length.
+/// Changes a safetensors file: either any of its bytes, or only bytes of the data and bytes or values of the header. In the
+/// second case, the length before the header is set to the new header's length, or to a wrong length once in 50 cases.
 pub fn safetensors(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
     let length = u64::from_le_bytes(seed[..8].try_into().unwrap()) as usize;
     let (header, data) = seed[8..].split_at(length);

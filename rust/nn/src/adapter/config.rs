@@ -33,7 +33,8 @@ pub struct LoraConfig {
     pub wd_on_output: bool,
     /// LoKr: whether the smaller factor may be low-rank, too (peft's name).
     pub decompose_both: bool,
-    /// LoKr: the size of the smaller factor (peft's name); `None` for one near the square root of the layer's size.
+    /// LoKr: the size of the smaller factor (peft's name); `None` for a size near the square root of the number of outputs
+    /// (or inputs) of the layer.
     pub decompose_factor: Option<usize>,
     /// OFT: the size of blocks (peft's name). If it does not divide the number of features, the nearest divisor is used.
     pub oft_block_size: usize,

@@ -83,10 +83,10 @@ fn check_base(
 }
 
 impl<K: LayerKind> AdaptedLinear<K> {
-    /// A layer over a frozen `base_weight (out, in)` with scale alpha / rank. Until it is trained, it computes the same
-    /// results as the base. The adapter's parameters are f32: A (rank, in) starts with uniform values like the weight
-    /// of a linear layer of torch, B (out, rank) starts at zero, and DoRA's magnitude (out) starts as the norms of the
-    /// weight's rows.
+    /// A layer over a frozen `base_weight (out, in)` with scale alpha / rank. Until the layer is trained, it computes
+    /// the same results as the base. The adapter's parameters are f32: A (rank, in) starts with uniform values like the
+    /// weight of a linear layer of torch, B (out, rank) starts at zero, and DoRA's magnitude (out) starts as the norms of
+    /// the weight's rows.
     ///
     /// # Errors
     /// [`Error::Shape`] if the weight is not a matrix, [`Error::DType`] if it is not floating-point, [`Error::Argument`] if

@@ -80,7 +80,7 @@ impl LayerValues {
     /// The kind of adapter that has these parameters.
     ///
     /// # Errors
-    /// [`Error::Config`] if no kind has all of them.
+    /// [`Error::Config`] if no kind has all of these parameters.
     pub fn kind(&self) -> Result<&'static AdapterKind> {
         let has = |kind: &&&AdapterKind| {
             self.parameters.keys().all(|name| kind.parameter(name).is_some())
