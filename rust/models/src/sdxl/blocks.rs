@@ -21,7 +21,7 @@ fn resnet(config: &UNetConfig, channels: usize, out_channels: usize) -> ResnetSi
     ResnetSizes { channels, out_channels, time_dim: Some(config.time_embed_dim()), groups, eps }
 }
 
-/// A transformer of a level.
+/// A transformer that follows a residual block of a level.
 fn transformer(config: &UNetConfig, level: usize, weights: &mut Weights<'_>) -> Result<SpatialTransformer> {
     let sizes = TransformerSizes {
         dim: config.block_out_channels[level],

@@ -18,7 +18,7 @@ pub(super) const fn stream_dtype(dtype: DType) -> DType {
     if matches!(dtype, DType::F64) { DType::F64 } else { DType::F32 }
 }
 
-/// RMS norm from the stream to the model's dtype.
+/// RMS norm that reads the stream in its dtype and returns the model's dtype.
 pub(super) struct Norm {
     weight: Tensor,
     eps: f64,
