@@ -311,7 +311,7 @@ def test_positions_are_cut_from_the_middle() -> None:
     model, case = family.load(), family.case
     with pytest.raises(tc.ShapeError, match="13 x 2 tokens, but the model has only 12 x 12"):
         family.predict(model, hidden_states=tc.zeros((2, 16, 26, 4)))
-    with pytest.raises(tc.ShapeError, match="H and W multiples of 2"):
+    with pytest.raises(tc.ShapeError, match="H and W positive multiples of 2"):
         family.predict(model, hidden_states=case["hidden_states"][:, :, :5])
 
 

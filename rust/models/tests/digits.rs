@@ -70,8 +70,8 @@ fn velocity_and_gradients_equal_torchs() {
     assert_eq!(vars.len(), case.0.keys().filter(|name| name.starts_with("grad.")).count());
     for (name, var) in vars {
         let expected = &case.0[&format!("grad.{name}")];
-        // A key's bias shifts a whole row of scores, which does not change the softmax, so its gradient is only
-        // rounding error.
+        // The bias of `to_k` adds the same number to all scores of a query, which does not change the softmax. So the
+        // gradient of this bias is only rounding error.
         if !name.ends_with("to_k.bias") {
             assert!(error(&var.grad().unwrap(), expected) < 1e-4, "{name}");
         }

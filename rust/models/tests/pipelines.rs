@@ -17,7 +17,7 @@ fn published_configurations_identify_their_parts() {
         let config = (place.part.published)();
         let found = Place::by_configuration(place.part.model, &config).unwrap();
         if found.part.subfolder.is_empty() && !place.part.subfolder.is_empty() {
-            // This text encoder is also a language model that can stand alone.
+            // `found` is a language model on its own that has the same configuration as this text encoder.
             continue;
         }
         // Several pipelines share parts, so only the configuration is compared.
@@ -43,7 +43,7 @@ fn every_probe_is_a_key_of_its_part() {
 }
 
 #[test]
-fn parts_of_a_pipeline_have_different_names() {
+fn parts_of_a_pipeline_have_different_names_in_adapter_files() {
     for pipeline in PIPELINES {
         let outlines = pipeline.outlines(None).unwrap();
         let keys = |style| {
@@ -62,7 +62,7 @@ fn parts_of_a_pipeline_have_different_names() {
 /// By its configuration alone, an encoder that projects its pooled text counts as SDXL's second encoder. In a known
 /// pipeline, the name of the encoder's folder decides.
 #[test]
-fn the_place_of_an_encoder_takes_precedence_over_its_sizes() {
+fn the_folder_of_an_encoder_takes_precedence_over_its_sizes() {
     let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join("projecting_pipeline");
     let folder = root.join("text_encoder");
     std::fs::create_dir_all(&folder).unwrap();

@@ -53,7 +53,7 @@ fn original_names_are_unique() {
     let original: std::collections::BTreeSet<String> =
         names.iter().map(|name| original_name(name, &config).unwrap_or_else(|| panic!("{name}"))).collect();
     assert_eq!(original.len(), names.len());
-    // Names in the published checkpoint.
+    // The published checkpoint has these names.
     for (ours, theirs) in [
         ("down_blocks.1.attentions.0.proj_in.weight", "input_blocks.4.1.proj_in.weight"),
         ("down_blocks.1.resnets.0.conv_shortcut.weight", "input_blocks.4.0.skip_connection.weight"),
@@ -68,7 +68,7 @@ fn original_names_are_unique() {
 }
 
 #[test]
-fn models_without_weights_keep_their_configuration() {
+fn configurations_are_read_as_written() {
     let config = UNetConfig::default();
     assert_eq!(UNetConfig::from_json(&config.to_json()).unwrap(), config);
     assert_eq!(VaeConfig::from_json(&VaeConfig::default().to_json()).unwrap(), VaeConfig::default());
@@ -83,7 +83,7 @@ fn unsupported_fields_are_named() {
         ("addition_embed_type", "null", "addition_embed_type is null, expected \"text_time\""),
         ("layers_per_block", "[1, 2, 2]", "layers_per_block is [1,2,2], expected the same number"),
         ("attention_head_dim", "[5, 10]", "a list of 3"),
-        ("attention_head_dim", "7", "does not divide"),
+        ("attention_head_dim", "7", "it must divide"),
         (
             "down_block_types",
             r#"["DownBlock2D"]"#,

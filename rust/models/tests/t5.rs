@@ -8,11 +8,12 @@ use trainable_candle_models::t5::{FeedForward, T5Config, T5Encoder, bucket};
 use trainable_candle_models::{Architecture, Configuration, Model};
 use trainable_candle_nn::{Module, Source};
 
-/// A rule of `full_size.json`: the shape of a parameter, and the number of blocks that have it.
+/// What `full_size.json` has for each name: the shape of the parameter, and the number of blocks that have it. Block
+/// indices replace the `*` in the name.
 type Rule = (Vec<usize>, usize);
 
 #[test]
-fn at_full_size_it_has_transformers_names_and_shapes() {
+fn the_encoder_at_full_size_has_transformers_names_and_shapes() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/t5/full_size.json");
     let rules: BTreeMap<String, Rule> = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
     let expected: BTreeMap<String, Vec<usize>> = rules

@@ -1,4 +1,4 @@
-//! Tests of the transformers without their weights: names and shapes at full size.
+//! Tests of the diffusion transformers without their weights: names and shapes at full size.
 
 mod published;
 

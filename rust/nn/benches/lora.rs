@@ -5,7 +5,7 @@
 //! cargo bench -p trainable-candle-nn --bench lora -- [cpu|cuda[:N]|rows] [FOLDER_OF_CUDA_LIBRARIES ...]
 //! ```
 //!
-//! `rows` shows how this library's cost on the CPU grows with the number of rows. For CUDA, build with
+//! `rows` shows how the time of this library's layer on the CPU grows with the number of input rows. For CUDA, build with
 //! `--features cuda`; the executable then also runs on machines without cargo.
 #![allow(clippy::print_stdout)]
 
@@ -22,9 +22,11 @@ use trainable_candle_nn::adapter::LoRALinear;
 #[global_allocator]
 static ALLOCATOR: RecyclingAllocator = RecyclingAllocator::new();
 
-/// (dtype, rows, width, rank), as in `benches/lora_linear.py` and `benches/gpu_lora.py`.
+/// The cases on the CPU, as in `benches/lora_linear.py`: (dtype, rows of the input, features of the input and of the
+/// result, rank).
 const ON_CPU: [(DType, usize, usize, usize); 4] =
     [(DType::F32, 512, 1024, 16), (DType::F32, 1024, 768, 16), (DType::F32, 2048, 640, 32), (DType::F32, 64, 256, 8)];
+/// The cases on CUDA devices, as in `benches/gpu_lora.py`.
 const ON_CUDA: [(DType, usize, usize, usize); 7] = [
     (DType::F32, 1024, 768, 16),
     (DType::F32, 1024, 2048, 16),
@@ -34,7 +36,7 @@ const ON_CUDA: [(DType, usize, usize, usize); 7] = [
     (DType::BF16, 4096, 3072, 16),
     (DType::BF16, 16384, 3072, 32),
 ];
-/// The numbers of rows that `rows` measures.
+/// The numbers of input rows that the argument `rows` measures.
 const ROWS: [usize; 5] = [4096, 16384, 65_536, 262_144, 1_048_576];
 const WIDTH: usize = 512;
 
@@ -116,7 +118,7 @@ fn candle(dtype: DType, rows: usize, width: usize, rank: usize, device: &Device)
         // `y`.
         let grads = (y * &grad)?.sum_all()?.backward()?;
         let all = [&x, &down, &up].iter().all(|var| grads.get(var.as_tensor()).is_some());
-        if all { Ok(()) } else { Err(Error::argument("bench", "candle has lost a gradient")) }
+        if all { Ok(()) } else { Err(Error::argument("bench", "candle computed no gradient for x, down or up")) }
     }))
 }
 

@@ -1,5 +1,7 @@
-//! Prints the milliseconds per step of several optimizers, and of gradient clipping ("clip"). The columns are one large
-//! variable, adapter-sized variables in one flat buffer, and such variables with separate storage:
+//! Prints the milliseconds per step of several optimizers, and of gradient clipping ("clip"). The columns are:
+//! `one`, one large variable; `flat`, adapter-sized variables in one flat buffer; `loose`, adapter-sized variables with
+//! separate storage.
+//!
 //! `cargo bench -p trainable-candle-nn --bench optim -- [MILLIONS_OF_ELEMENTS]`.
 #![allow(clippy::print_stdout)]
 
@@ -10,7 +12,7 @@ use trainable_candle_core::{DType, Device, FlatBuffer, Result, Tensor, Var};
 use trainable_candle_nn::optim::{Adam, AdamW, AdamW8bit, Lion, Lion8bit, NormType, Optimizer, SGD, clip_grad_norm_};
 
 const STEPS: usize = 15;
-/// Elements of a rank-16 matrix on 1280 features.
+/// Elements of an adapter-sized variable: a LoRA matrix of rank 16 for 1280 features.
 const ADAPTER: usize = 16 * 1280;
 
 fn main() -> Result<()> {

@@ -109,7 +109,7 @@ def test_the_product_is_added_and_taken_out_exactly(
     np.testing.assert_array_equal(model(**inputs).to("f32").numpy(), alone)
     product.set_enabled(True)
     np.testing.assert_array_equal(model(**inputs).to("f32").numpy(), both)
-    with pytest.raises(ConfigError, match="it has a training adapter already"):
+    with pytest.raises(ConfigError, match="the layer has a training adapter already"):
         model.add_training_adapter(over)
     product.remove()
     np.testing.assert_array_equal(model(**inputs).to("f32").numpy(), alone)

@@ -7,7 +7,8 @@ use trainable_candle_io::WeightFiles;
 use super::SD3Config;
 use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, renamed};
 
-/// The layout of a folder, or of an original checkpoint.
+/// The keys of the transformer's parameters in a diffusers folder (`original` is `None`), or in a checkpoint whose keys
+/// have the prefix and the naming of `original`.
 pub(super) fn layout(original: Option<Original>, config: &SD3Config) -> Box<dyn Layout> {
     match original {
         Some(Original { prefix, naming: Naming::Original }) => {
@@ -20,7 +21,7 @@ pub(super) fn layout(original: Option<Original>, config: &SD3Config) -> Box<dyn 
 
 struct OriginalTransformer {
     prefix: &'static str,
-    /// The number of the last block.
+    /// The index of the last block, from 0.
     last: usize,
 }
 
@@ -34,6 +35,7 @@ impl Layout for OriginalTransformer {
     }
 }
 
+/// The layers outside the blocks: diffusers' name, the original name, and the form of the tensor in original files.
 const OUTSIDE: [Renaming; 8] = [
     ("pos_embed.proj", "x_embedder.proj", Form::Plain),
     ("time_text_embed.timestep_embedder.linear_1", "t_embedder.mlp.0", Form::Plain),
@@ -46,6 +48,7 @@ const OUTSIDE: [Renaming; 8] = [
     ("proj_out", "final_layer.linear", Form::Plain),
 ];
 
+/// The layers of a block, in the same three columns.
 const INSIDE: [Renaming; 24] = [
     ("norm1.linear", "x_block.adaLN_modulation.1", Form::Plain),
     ("attn.to_q", "x_block.attn.qkv", Form::share(0, 3)),
@@ -78,8 +81,8 @@ pub(super) fn original_layer(layer: &str, last: usize) -> Option<Key> {
     original(&format!("{layer}.weight"), last)?.of_layer()
 }
 
-/// The key of a parameter or layer in an original checkpoint, without a prefix; `last` is the index of the model's last
-/// block.
+/// The key of the parameter `name` in an original checkpoint, without the checkpoint's prefix; `last` is the index of the
+/// model's last block.
 fn original(name: &str, last: usize) -> Option<Key> {
     if name == "pos_embed.pos_embed" {
         return Some(Key::plain("pos_embed"));
@@ -87,8 +90,8 @@ fn original(name: &str, last: usize) -> Option<Key> {
     let Some(rest) = name.strip_prefix("transformer_blocks.") else { return renamed(name, &OUTSIDE) };
     let (index, inside) = rest.split_once('.')?;
     let Key { key, mut form } = renamed(inside, &INSIDE)?;
-    // The text's norm in the last block has only a shift and a scale. Their order differs between the two sets of names,
-    // as in the norm before the output.
+    // The linear layer of the last block's text norm computes only a shift and a scale. As in `norm_out.linear`, original
+    // files have the shift first, diffusers has the scale first.
     if inside.starts_with("norm1_context.") && index.parse() == Ok(last) {
         form = Form::Swapped;
     }
@@ -96,14 +99,15 @@ fn original(name: &str, last: usize) -> Option<Key> {
 }
 
 /// The configuration of the transformer in a checkpoint, from the shapes of its tensors. Fields that shapes do not
-/// determine come from the first of the `known` configurations with the same sizes, or else from the published models.
+/// determine come from the first of the `known` configurations that have the deduced sizes, or else from the published
+/// models.
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be determined.
 pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<SD3Config>) -> Result<SD3Config> {
     let key = |name: &str| match naming.naming {
         Naming::Own | Naming::LlamaCpp => Some(name.to_owned()),
-        // The index of the last block affects the form of its norm, but no key.
+        // The index of the last block affects the form of the text norm's tensor, but no key.
         Naming::Original => original(name, usize::MAX).map(|key| key.key),
     };
     let shape = |name: &str| files.shape(&format!("{}{}", naming.prefix, key(name)?));

@@ -1,4 +1,4 @@
-//! The transformer of Stable Diffusion 3 and 3.5 (Esser et al. 2024, arXiv:2403.03206). Follows
+//! The transformer of Stable Diffusion 3 and 3.5 (Esser et al. 2024, arXiv:2403.03206). The code follows
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/transformers/transformer_sd3.py#L80>.
 
 mod config;

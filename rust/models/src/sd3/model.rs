@@ -20,7 +20,7 @@ use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
 /// SD3's and SD3.5's transformer, with the results and the parameter names of diffusers' `SD3Transformer2DModel`. It
-/// predicts the velocity noise − latents of flow matching.
+/// predicts the velocity of flow matching: noise − latents.
 pub struct SD3Transformer {
     config: SD3Config,
     patch_embed: Conv2d<Tensor>,
@@ -34,11 +34,11 @@ pub struct SD3Transformer {
 /// The inputs of one call except the noisy latents.
 #[derive(Clone, Copy)]
 pub struct SD3Conditions<'a> {
-    /// The text's tokens, (B, L, joint_attention_dim).
+    /// The features of the text's tokens, (B, L, joint_attention_dim).
     pub encoder_hidden_states: &'a Tensor,
-    /// The pooled text, (B, pooled_projection_dim).
+    /// The pooled features of the text, (B, pooled_projection_dim).
     pub pooled_projections: &'a Tensor,
-    /// The time from 0 (clean) to 1000 (noise), (B), (1) or without dimensions.
+    /// The time from 0 (clean) to 1000 (noise), of shape (B), (1) or ().
     pub timestep: &'a Tensor,
 }
 
@@ -84,8 +84,8 @@ impl SD3Transformer {
     /// has the shape of `hidden_states`, but with the model's output channels, and the dtype of the weights.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, or there is no token; [`Error::DType`] if
-    /// `hidden_states` is not floating-point.
+    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, or the image or the text has no token;
+    /// [`Error::DType`] if `hidden_states` is not floating-point.
     pub fn forward(&self, hidden_states: &Tensor, conditions: SD3Conditions<'_>) -> Result<Tensor> {
         let [batch, height, width] = self.check(hidden_states, conditions)?;
         let (dtype, dim) = (self.dtype(), self.config.inner_dim());
@@ -98,7 +98,7 @@ impl SD3Transformer {
         let modulation = |_, block: &DoubleBlock| block.modulation(&condition);
         let [image, _] = run_double(&self.blocks, [image, text], Sight::default(), modulation)?;
         let patch = self.config.patch_size;
-        // Channels come last within a patch.
+        // The output layer orders the values of a patch as (row, column, channel).
         self.output
             .forward(&image, &condition)?
             .reshape(vec![batch, height, width, patch, patch, self.config.out_channels])?
@@ -116,7 +116,7 @@ impl SD3Transformer {
             return misfit("hidden_states", hidden_states, format!("(B, {channels}, H, W)"));
         };
         if c != channels || height == 0 || width == 0 || height % patch != 0 || width % patch != 0 {
-            let expected = format!("(B, {channels}, H, W), H and W multiples of {patch}");
+            let expected = format!("(B, {channels}, H, W), H and W positive multiples of {patch}");
             return misfit("hidden_states", hidden_states, expected);
         }
         if !is_float(hidden_states.dtype()) {

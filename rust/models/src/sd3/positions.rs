@@ -1,19 +1,21 @@
-//! The table of positions: fixed sines and cosines. An image uses the middle of the table.
+//! The table of position embeddings: fixed sines and cosines. An image uses the middle of the table.
 
 use std::sync::{Mutex, PoisonError};
 
 use trainable_candle_core::{Device, Error, Result, Tensor};
 
-/// The number of image sizes whose positions are cached on the device; the oldest are dropped.
+/// The number of image sizes whose position embeddings are cached on the device. A new size replaces the size that was
+/// cached first.
 const KEPT: usize = 8;
 
-/// A table of `side` × `side` positions. It stays in host memory, because SD3.5-medium's table is a tenth of its file,
-/// and an image of 1024 × 1024 pixels uses 1/36 of the table.
+/// The embeddings of `side` × `side` positions. They stay in host memory, because in SD3.5-medium the table is a tenth of
+/// the transformer's file, and an image of 1024 × 1024 pixels uses 1/36 of the table.
 pub(super) struct Positions {
-    /// (1, side², D), as in files.
+    /// The embeddings of all positions, row by row, (1, side², D), as in files.
     pub table: Tensor,
     side: usize,
     device: Device,
+    /// The embeddings of recent images by [height, width] in tokens, on the device.
     cut: Mutex<Vec<([usize; 2], Tensor)>>,
 }
 
@@ -21,16 +23,16 @@ impl Positions {
     /// The table of a model that computes on `device`.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if it does not fit into host memory.
+    /// [`Error::OutOfMemory`] if the table does not fit into host memory.
     pub fn new(table: &Tensor, side: usize, device: &Device) -> Result<Self> {
         let table = table.to_device(&Device::Cpu)?;
         Ok(Self { table, side, device: device.clone(), cut: Mutex::new(Vec::new()) })
     }
 
-    /// The middle `height` × `width` positions, row by row, (1, height · width, D), on the device.
+    /// The embeddings of the middle `height` × `width` positions, row by row, (1, height · width, D), on the device.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the table is smaller.
+    /// [`Error::Shape`] if the table is smaller than `height` × `width`.
     pub fn middle(&self, height: usize, width: usize) -> Result<Tensor> {
         let side = self.side;
         if height > side || width > side {

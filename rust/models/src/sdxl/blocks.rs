@@ -1,4 +1,4 @@
-//! The levels of the UNet: residual blocks and transformers, and a change of size.
+//! The levels of the UNet: residual blocks and transformers, then downsampling or upsampling.
 
 use trainable_candle_core::{Error, Result, Tensor};
 use trainable_candle_nn::{Blocks, Module, Visitor, Weights};
@@ -11,7 +11,7 @@ use crate::saved::Saved;
 pub(super) struct Conditions<'a> {
     /// SiLU of the time's embedding, (B, T).
     pub time: Tensor,
-    /// (B, L, E).
+    /// The features of the text's tokens, (B, L, E).
     pub text: &'a Tensor,
 }
 
@@ -21,7 +21,7 @@ fn resnet(config: &UNetConfig, channels: usize, out_channels: usize) -> ResnetSi
     ResnetSizes { channels, out_channels, time_dim: Some(config.time_embed_dim()), groups, eps }
 }
 
-/// A transformer of a level.
+/// A transformer that follows a residual block of a level.
 fn transformer(config: &UNetConfig, level: usize, weights: &mut Weights<'_>) -> Result<SpatialTransformer> {
     let sizes = TransformerSizes {
         dim: config.block_out_channels[level],
@@ -34,7 +34,7 @@ fn transformer(config: &UNetConfig, level: usize, weights: &mut Weights<'_>) -> 
     SpatialTransformer::new(sizes, weights)
 }
 
-/// Run residual block `index` on an image. `parts` are the image, or images that are joined along the channels.
+/// Runs residual block `index` on the feature maps `parts`, which are joined along the channels.
 fn run(blocks: &Blocks<ResnetBlock>, index: usize, parts: &[&Tensor], conditions: &Conditions<'_>) -> Result<Tensor> {
     let inputs: Vec<&Tensor> = std::iter::once(&conditions.time).chain(parts.iter().copied()).collect();
     // The tape keeps the parts as results of other blocks. Joining them inside the checkpoint avoids keeping the joined
@@ -73,8 +73,8 @@ impl DownBlock {
         Ok(Self { resnets: resnets.into_iter().collect(), attentions, downsample })
     }
 
-    /// `x (B, H, W, C)` → the next level's image. The result of each residual block (or of the transformer after it)
-    /// and the result of the downsampling are appended to `skips`.
+    /// `x (B, H, W, C)` → the next level's feature map. The result of each residual block (or of the transformer after
+    /// it) and the result of the downsampling are appended to `skips`.
     pub(super) fn forward(
         &self,
         mut x: Tensor,
@@ -97,7 +97,8 @@ impl DownBlock {
 }
 
 impl DownBlock {
-    /// Counts what the tape keeps if the level's image has `area` pixels and the next level's image `smaller` pixels.
+    /// Counts what the tape keeps if the level's feature map has `area` pixels and the next level's feature map has
+    /// `smaller` pixels.
     pub(super) fn saved(&self, (area, smaller): (usize, usize), tokens: usize, saved: &mut Saved) {
         for (i, block) in self.resnets.iter().enumerate() {
             block.saved(area, None, saved);
@@ -150,7 +151,7 @@ impl MidBlock {
 }
 
 impl MidBlock {
-    /// Counts what the tape keeps for an image of `area` pixels.
+    /// Counts what the tape keeps for a feature map of `area` pixels.
     pub(super) fn saved(&self, area: usize, tokens: usize, saved: &mut Saved) {
         for (i, block) in self.resnets.iter().enumerate() {
             block.saved(area, None, saved);
@@ -175,7 +176,7 @@ pub(super) struct UpBlock {
 }
 
 impl UpBlock {
-    /// The up block `index`, counted from the last level to the first.
+    /// The up block `index`. Up block 0 belongs to the last level, which has the smallest feature map.
     pub(super) fn new(config: &UNetConfig, index: usize, weights: &mut Weights<'_>) -> Result<Self> {
         let level = config.block_out_channels.len() - 1 - index;
         let width = |level: usize| config.block_out_channels[level.min(config.block_out_channels.len() - 1)];
@@ -183,7 +184,7 @@ impl UpBlock {
         let (mut resnets, mut attentions) = (Vec::new(), Vec::new());
         for i in 0..=config.layers_per_block {
             let image = if i == 0 { width(level + 1) } else { channels };
-            // The last skip is the input of the level's down block.
+            // The last layer's skip is the input of the level's down block: it has the channels of the level before.
             let skip = if i == config.layers_per_block { width(level.saturating_sub(1)) } else { channels };
             let sizes = resnet(config, image + skip, channels);
             resnets.push(ResnetBlock::new(sizes, &mut weights.pp(&format!("resnets.{i}")))?);
@@ -195,7 +196,8 @@ impl UpBlock {
         Ok(Self { resnets: resnets.into_iter().collect(), attentions, upsample })
     }
 
-    /// `x (B, H, W, C)` → the image of the previous level. Its size is that of the last of the remaining `skips`.
+    /// `x (B, H, W, C)` → the feature map of the previous level, with the height and width of the last skip that
+    /// remains in `skips`.
     pub(super) fn forward(
         &self,
         mut x: Tensor,
@@ -205,22 +207,23 @@ impl UpBlock {
         for i in 0..self.resnets.len() {
             let skip = skips
                 .pop()
-                .ok_or_else(|| Error::shape("SDXLUNet", "the up blocks have more layers than the down blocks"))?;
+                .ok_or_else(|| Error::shape("SDXLUNet", "the up blocks read more skips than the down blocks make"))?;
             x = run(&self.resnets, i, &[&x, &skip], conditions)?;
             if let Some(attention) = self.attentions.get(i) {
                 x = attention.forward(&x, conditions.text)?;
             }
         }
         let Some(upsample) = &self.upsample else { return Ok(x) };
-        // The size is doubled, minus 1 where the down block's halving rounded up.
+        // The height and the width are doubled. Where the down block rounded half of an odd size up, 1 is subtracted.
         let size = skips.last().map(|skip| [skip.dims()[1], skip.dims()[2]]);
         upsample.forward(&x, size)
     }
 }
 
 impl UpBlock {
-    /// Counts what the tape keeps if the level's image has `area` pixels, the previous level's image `larger` pixels,
-    /// and the input `channels` channels. Returns the channels of the result. The down blocks count the skips.
+    /// Counts what the tape keeps if the level's feature map has `area` pixels, the previous level's feature map has
+    /// `larger` pixels, and the input without the skip has `channels` channels. Returns the channels of the result. The
+    /// skips are not counted here, because the down blocks count them.
     pub(super) fn saved(
         &self,
         (area, larger): (usize, usize),

@@ -7,8 +7,9 @@ use super::SDXLUNet;
 use crate::fields::Fields;
 use crate::pretrained::Configuration;
 
-/// `config.json` of a UNet as diffusers writes it (`UNet2DConditionModel`), with the fields in which SDXL's models
-/// differ. Lists have one entry per level, from the largest image to the smallest. The default is SDXL's base model.
+/// `config.json` of a UNet as diffusers writes it (`UNet2DConditionModel`): the fields in which SDXL's models differ.
+/// Lists have one entry per level, from the level with the largest feature map to the level with the smallest. The
+/// default is SDXL's base model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct UNetConfig {
     /// Channels of the latents.
@@ -21,15 +22,16 @@ pub struct UNetConfig {
     pub block_out_channels: Vec<usize>,
     /// Residual blocks of each down block; up blocks have one more.
     pub layers_per_block: usize,
-    /// Whether a down block has attention (`CrossAttnDownBlock2D`) or not (`DownBlock2D`).
+    /// Whether each level's down block has attention (`CrossAttnDownBlock2D`) or not (`DownBlock2D`).
     pub down_attention: Vec<bool>,
-    /// The same for the up blocks, in the order in which they run: the smallest image first.
+    /// Whether each up block has attention (`CrossAttnUpBlock2D`) or not (`UpBlock2D`), in the order in which the up
+    /// blocks run: the block with the smallest feature map first.
     pub up_attention: Vec<bool>,
     /// Transformer blocks after each residual block.
     pub transformer_layers_per_block: Vec<usize>,
     /// Heads of each attention; the file calls them `attention_head_dim`.
     pub num_attention_heads: Vec<usize>,
-    /// Width of the text's tokens.
+    /// Features of each text token.
     pub cross_attention_dim: Vec<usize>,
     /// Groups of the group norms.
     pub norm_num_groups: usize,
@@ -39,7 +41,7 @@ pub struct UNetConfig {
     pub use_linear_projection: bool,
     /// Sinusoids for each of the six `time_ids`.
     pub addition_time_embed_dim: usize,
-    /// Sum of the widths of the pooled text and of the sinusoids of `time_ids`.
+    /// Sum of the numbers of features of the pooled text and of the sinusoids of `time_ids`.
     pub projection_class_embeddings_input_dim: usize,
 }
 
@@ -105,8 +107,8 @@ impl Configuration for UNetConfig {
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(SDXLUNet::CLASS_NAME, map);
         fields.only(&fixed())?;
-        // upcast_attention requests scores in f32, as they always are in this library; addition_embed_type_num_heads
-        // belongs to other embeddings.
+        // upcast_attention requests attention scores in f32: this library always computes them in f32.
+        // addition_embed_type_num_heads belongs to other values of addition_embed_type. sample_size is read below.
         fields.ignore(&["upcast_attention", "addition_embed_type_num_heads", "sample_size"]);
         if fields.text("addition_embed_type").is_none() {
             return Err(fields.wrong("addition_embed_type", "\"text_time\", which SDXL's models have"));
@@ -184,7 +186,7 @@ impl UNetConfig {
             }
             if channels % heads != 0 {
                 return wrong(format!(
-                    "attention_head_dim (the number of heads) is {heads} at level {level}, which does not divide its {channels} channels"
+                    "attention_head_dim (the number of heads) is {heads} at level {level}; it must divide the level's {channels} channels"
                 ));
             }
         }
@@ -193,13 +195,13 @@ impl UNetConfig {
         }
         if self.cross_attention_dim.iter().any(|&dim| dim != self.cross_attention_dim[0]) {
             return wrong(format!(
-                "cross_attention_dim is {:?}, expected the same for every level, because all levels read the same text",
+                "cross_attention_dim is {:?}, expected the same value for every level, because all levels read the same text",
                 self.cross_attention_dim
             ));
         }
         if self.projection_class_embeddings_input_dim <= TIME_IDS * self.addition_time_embed_dim {
             return wrong(format!(
-                "projection_class_embeddings_input_dim is {}, expected more than {TIME_IDS} x addition_time_embed_dim, {}",
+                "projection_class_embeddings_input_dim is {}, expected more than {TIME_IDS} x addition_time_embed_dim = {}",
                 self.projection_class_embeddings_input_dim,
                 TIME_IDS * self.addition_time_embed_dim
             ));
@@ -207,7 +209,7 @@ impl UNetConfig {
         Ok(())
     }
 
-    /// Width of the pooled text.
+    /// The number of features of the pooled text.
     pub const fn pooled_dim(&self) -> usize {
         self.projection_class_embeddings_input_dim - TIME_IDS * self.addition_time_embed_dim
     }

@@ -7,7 +7,8 @@ use trainable_candle_io::WeightFiles;
 use super::UNetConfig;
 use crate::pretrained::{Key, Layout, Naming, Original, OwnNames};
 
-/// The layout of a folder, or of an original checkpoint.
+/// The keys of the UNet's parameters: original names after a prefix if `original` has original naming, otherwise
+/// diffusers' names.
 pub(super) fn layout(original: Option<Original>, config: &UNetConfig) -> Box<dyn Layout> {
     match original {
         Some(Original { prefix, naming: Naming::Original }) => {
@@ -32,11 +33,14 @@ impl Layout for OriginalUNet {
     }
 }
 
-/// The original name of a parameter or layer, without a prefix. For example, `down_blocks.1.resnets.0.conv1` becomes
-/// `input_blocks.4.0.in_layers.2`. None if the model has no such parameter or layer.
+/// The name of a parameter or layer in original checkpoints, without the checkpoint's prefix. For example,
+/// `down_blocks.1.resnets.0.conv1` becomes `input_blocks.4.0.in_layers.2`. None if the model
+/// has no such parameter or layer.
 pub fn original_name(name: &str, config: &UNetConfig) -> Option<String> {
     let (block, rest) = name.split_once('.')?;
-    // The number of residual blocks of a level, plus one for the change of size after them.
+    // A level has `stride` entries of `input_blocks`: the residual blocks, then the downsampling. It also has `stride`
+    // entries of `output_blocks`: the residual blocks, of which the up block has one more. The last entry of
+    // `output_blocks` also has the upsampling.
     let stride = config.layers_per_block + 1;
     match block {
         "time_embedding" => Some(format!("time_embed.{}", mlp(rest)?)),
@@ -96,13 +100,13 @@ fn indexed(text: &str) -> Option<(&str, usize, &str)> {
     Some((kind, index.parse().ok()?, rest))
 }
 
-/// The original name of a part of an embedding's network.
+/// The original name of a parameter or layer of an embedding's two linear layers.
 fn mlp(text: &str) -> Option<String> {
     let place = [("linear_1", 0), ("linear_2", 2)];
     place.iter().find_map(|(name, index)| Some(format!("{index}{}", text.strip_prefix(name)?)))
 }
 
-/// The original name of a part of a residual block.
+/// The original name of a parameter or layer of a residual block.
 fn resnet(text: &str) -> String {
     const PARTS: [(&str, &str); 6] = [
         ("norm1", "in_layers.0"),
@@ -118,13 +122,14 @@ fn resnet(text: &str) -> String {
         .unwrap_or_else(|| text.to_owned())
 }
 
-/// Channels of the first level of published models. The heads of these models are 64 wide.
+/// The first level's number of channels in the published models. Their attention heads have [`PUBLISHED_HEAD_DIM`]
+/// channels each.
 const PUBLISHED_WIDTHS: [usize; 2] = [320, 384];
 const PUBLISHED_HEAD_DIM: usize = 64;
 
-/// The configuration of the UNet in an original checkpoint, from the shapes of its tensors. Shapes do not determine the
-/// number of heads, which comes from the first of the `known` configurations with the same sizes, or else from the
-/// published models.
+/// The configuration of the UNet in an original checkpoint, from the shapes of its tensors. Fields that shapes do not
+/// determine, such as the number of heads, come from the first of the `known` configurations that have the deduced
+/// sizes, or else from the published models.
 ///
 /// # Errors
 /// [`Error::Config`] if a size or the number of heads cannot be determined.
@@ -144,8 +149,8 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
     };
     if shape("input_blocks.0.0.weight".to_owned()).is_some() && shape("label_emb.0.0.weight".to_owned()).is_none() {
         return Err(Error::Config(format!(
-            "{}: the UNet has no {prefix}label_emb, which embeds SDXL's sizes, so it belongs to Stable Diffusion 1 or \
-             2, which are not supported",
+            "{}: the UNet has no {prefix}label_emb, which embeds image sizes in SDXL, so it belongs to Stable \
+             Diffusion 1 or 2, which are not supported",
             files.path().display()
         )));
     }
@@ -169,14 +174,15 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
     }
     let (levels, stride) = (channels.len(), layers[0] + 1);
     if layers.iter().any(|&count| count != layers[0] || count == 0) || depth("middle_block") != depths[levels - 1] {
-        return Err(unknown("its blocks, which are not those of an SDXL model"));
+        return Err(unknown("the UNet's levels, because its blocks are not those of an SDXL model"));
     }
     let attention = (1..=levels * stride)
         .map(|i| format!("input_blocks.{i}.1"))
         .find(|block| shape(format!("{block}.proj_in.weight")).is_some())
-        .ok_or_else(|| unknown("the width of the text, because no level attends to it"))?;
+        .ok_or_else(|| unknown("the number of features of the text, because no level attends to the text"))?;
     let projection = size("label_emb.0.0.weight", 1)?;
-    // Only the text encoder beside the UNet determines the width of the pooled text.
+    // The UNet's shapes determine the sum of the pooled text's features and of the sinusoids of `time_ids`, but neither
+    // number. The projection of the text encoder in the same file has the number of the pooled text's features.
     let pooled = files.shape("conditioner.embedders.1.model.text_projection").and_then(|dims| dims.get(1).copied());
     let deduced = UNetConfig {
         in_channels: size("input_blocks.0.0.weight", 1)?,
@@ -203,9 +209,9 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
     }
 }
 
-/// Whether `beside` has the same values as `deduced` in all fields that shapes determine.
+/// Whether the configuration `beside` has the same values as `deduced` in all fields that shapes determine.
 fn same_sizes(beside: &UNetConfig, deduced: &UNetConfig) -> bool {
-    // Shapes do not determine the depth and heads of a level without attention.
+    // Shapes determine the depth only of levels with attention.
     let depths = |config: &UNetConfig| {
         let levels = config.transformer_layers_per_block.iter().zip(&deduced.down_attention);
         levels.filter(|(_, attends)| **attends).map(|(&depth, _)| depth).collect::<Vec<_>>()

@@ -1,4 +1,4 @@
-//! SDXL's UNet (Podell et al. 2023, arXiv:2307.01952). Follows
+//! SDXL's UNet (Podell et al. 2023, arXiv:2307.01952). The code follows
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/unets/unet_2d_condition.py#L76>.
 
 mod blocks;

@@ -1,4 +1,4 @@
-//! The UNet, which computes a prediction from noisy latents, time, text and sizes.
+//! The UNet, which computes a prediction from noisy latents, time, text and image sizes.
 
 use std::sync::Arc;
 
@@ -38,9 +38,9 @@ pub struct SDXLUNet {
 /// The inputs of one call except the noisy latents and the time.
 #[derive(Clone, Copy)]
 pub struct UNetConditions<'a> {
-    /// The text's tokens, (B, L, cross_attention_dim).
+    /// The features of the text's tokens, (B, L, cross_attention_dim).
     pub encoder_hidden_states: &'a Tensor,
-    /// The pooled text, (B, P).
+    /// The pooled features of the text, (B, P).
     pub text_embeds: &'a Tensor,
     /// Original height and width, top and left of the crop, target height and width in pixels, (B, 6).
     pub time_ids: &'a Tensor,
@@ -89,12 +89,13 @@ impl SDXLUNet {
     }
 
     /// The prediction (noise or velocity, as the model was trained) for noisy latents `sample (B, C, H, W)` at
-    /// `timestep` (B), (1) or without dimensions, from 0 (clean) to 999 (noise). The result has the shape of `sample`,
+    /// `timestep` of shape (B), (1) or (), from 0 (clean) to 999 (noise). The result has the shape of `sample`,
     /// but with the model's output channels, and the dtype of the weights.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, or there is no token; [`Error::DType`] if `sample`
-    /// is not floating-point; [`Error::Argument`] if a timestep in host memory is not finite.
+    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, `sample` has no pixel, or the text has
+    /// no token; [`Error::DType`] if `sample` is not floating-point; [`Error::Argument`] if a timestep in host memory is
+    /// not finite.
     pub fn forward(&self, sample: &Tensor, timestep: &Tensor, conditions: UNetConditions<'_>) -> Result<Tensor> {
         let batch = self.check(sample, timestep, conditions)?;
         let dtype = self.dtype();
@@ -115,7 +116,7 @@ impl SDXLUNet {
         x.permute(&[0, 3, 1, 2])?.contiguous()
     }
 
-    /// SiLU of the embedding of the time, the pooled text and the sizes, (B, T), which every residual block reads.
+    /// SiLU(embedding of the time + embedding of the pooled text and the sizes), (B, T). Every residual block reads it.
     fn time(&self, timestep: &Tensor, conditions: UNetConditions<'_>, batch: usize) -> Result<Tensor> {
         let timestep = timestep.reshape(timestep.elem_count())?;
         let time = self.time_embedding.forward(&self.time_sinusoids.forward(&timestep)?)?;
@@ -136,7 +137,7 @@ impl SDXLUNet {
         let channels = self.config.in_channels;
         let batch = match *sample.dims() {
             [batch, c, height, width] if c == channels && height > 0 && width > 0 => batch,
-            _ => return misfit("sample", sample, format!("(B, {channels}, H, W)")),
+            _ => return misfit("sample", sample, format!("(B, {channels}, H, W), H and W at least 1")),
         };
         if !is_float(sample.dtype()) {
             let found = sample.dtype().as_str();

@@ -23,20 +23,20 @@ const FEED_FORWARD: [(&str, FeedForward); 2] = [("gated-gelu", FeedForward::Gate
 pub struct T5Config {
     /// Number of tokens of the vocabulary: the rows of the embedding.
     pub vocab_size: usize,
-    /// Width of the tokens.
+    /// Features of each token.
     pub d_model: usize,
-    /// Width of one head's queries, keys and values. `num_heads · d_kv` may differ from `d_model`.
+    /// Features of one head's queries, keys and values. `num_heads · d_kv` may differ from `d_model`.
     pub d_kv: usize,
-    /// Width of the feed-forward networks' middle.
+    /// Hidden features of the feed-forward networks.
     pub d_ff: usize,
     /// Number of blocks.
     pub num_layers: usize,
     /// Heads of each attention.
     pub num_heads: usize,
-    /// Number of buckets: ranges of distances, each with a bias of its own. Half of the buckets are for keys at or
-    /// before the query, half for keys after it.
+    /// Number of buckets. A bucket is a range of distances between query and key that share one bias per head. Half of the
+    /// buckets are for keys at or before the query, half for keys after it.
     pub relative_attention_num_buckets: usize,
-    /// All distances of at least this many tokens share a bias.
+    /// All distances of at least this many tokens share the last bucket of their direction.
     pub relative_attention_max_distance: usize,
     /// Added to the mean square in the norms.
     pub layer_norm_epsilon: f64,
@@ -107,7 +107,7 @@ impl Configuration for T5Config {
 }
 
 impl T5Config {
-    /// Width of all heads' queries, keys or values.
+    /// Features of the queries of all heads together; keys and values have as many.
     pub const fn inner_dim(&self) -> usize {
         self.num_heads * self.d_kv
     }
@@ -125,7 +125,8 @@ impl T5Config {
         let (furthest, exact) = (self.relative_attention_max_distance, buckets / 4);
         if furthest <= exact {
             return wrong(format!(
-                "relative_attention_max_distance is {furthest}, expected more than {exact}, a quarter of the buckets"
+                "relative_attention_max_distance is {furthest}, expected more than {exact}, a quarter of \
+                 relative_attention_num_buckets"
             ));
         }
         Ok(())

@@ -6,10 +6,12 @@ use trainable_candle_io::WeightFiles;
 use super::{FeedForward, T5Config};
 use crate::pretrained::{Key, Layout, Naming, Original};
 
-/// The embedding's names, as a part of the model and as a part of the encoder. Files have either or both.
+/// The two names of the token embedding in files: the encoder and the decoder share it under the first name, and the
+/// second name is the encoder's. A file has one of the names or both.
 const EMBEDDINGS: [&str; 2] = ["shared.weight", "encoder.embed_tokens.weight"];
 
-/// The layout of a folder, of a file that holds other models too, or of a GGUF file.
+/// The keys of the encoder's parameters in a transformers folder (`original` is `None`), in a file that holds other models
+/// too, or in a GGUF file.
 pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     if original.is_some_and(|original| original.naming == Naming::LlamaCpp) {
         return Box::new(LlamaCpp);
@@ -33,7 +35,7 @@ impl Layout for Transformers {
         vec![Key::plain(name)]
     }
 
-    /// Readers skip a second copy of the embedding, and the decoder.
+    /// Readers skip a second copy of the embedding, the decoder, and the decoder's output layer.
     fn ignores(&self, key: &str) -> bool {
         EMBEDDINGS.contains(&key) || key.starts_with("decoder.") || key == "lm_head.weight"
     }
@@ -72,15 +74,15 @@ impl Layout for LlamaCpp {
         inside().into_iter().collect()
     }
 
-    /// Readers skip the decoder.
+    /// Readers skip the decoder and the decoder's output layer.
     fn ignores(&self, key: &str) -> bool {
         key.starts_with("dec.") || key == "output.weight"
     }
 }
 
 /// The configuration of an encoder in a file, from the shapes of its tensors. Fields that shapes do not determine come
-/// from the first of the `known` configurations with the same sizes, or else from [`T5Config::default`]: T5 models of all
-/// sizes have the same values in these fields.
+/// from the first of the `known` configurations that have the deduced sizes, or else from [`T5Config::default`]: T5 models
+/// of all sizes have the same values in these fields.
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be determined.

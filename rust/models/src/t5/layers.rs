@@ -1,9 +1,9 @@
 //! One block of the encoder.
 //!
-//! In the published models, the residual stream (the sum of the blocks' results), results of `wo` and the products of
-//! the gated feed-forward networks exceed the largest f16, 65504. In half precision the stream, the norms' statistics
-//! and those products are therefore in f32. Weights and the inputs of their products have the model's dtype. bf16 has
-//! enough range, but its stream is in f32 too, for precision.
+//! In the published models, three kinds of values exceed the largest f16, 65504: the residual stream (the sum of the
+//! blocks' results), the results of `wo`, and the elementwise products gelu(`wi_0` x) · `wi_1` x. In half precision the
+//! stream, the norms' statistics and the elementwise products are therefore in f32. Weights and the inputs of linear
+//! layers have the model's dtype. bf16 has enough range, but a bf16 model's stream is in f32 too, for precision.
 
 use trainable_candle_core::ops::activation::Gelu;
 use trainable_candle_core::ops::attention::scaled_dot_product_attention;
@@ -18,7 +18,7 @@ pub(super) const fn stream_dtype(dtype: DType) -> DType {
     if matches!(dtype, DType::F64) { DType::F64 } else { DType::F32 }
 }
 
-/// RMS norm from the stream to the model's dtype.
+/// RMS norm that reads the stream in its dtype and returns the model's dtype.
 pub(super) struct Norm {
     weight: Tensor,
     eps: f64,
@@ -48,7 +48,7 @@ const GATED: [&str; 2] = ["layer.1.DenseReluDense.wi_0", "layer.1.DenseReluDense
 const PLAIN: &str = "layer.1.DenseReluDense.wi";
 const WO: &str = "layer.1.DenseReluDense.wo";
 
-/// The first half of a feed-forward network.
+/// The linear layers of a feed-forward network before its activation: `wi_0` and `wi_1`, or `wi`.
 enum Middle {
     Gated(LinearGroup),
     Relu(Linear<Tensor>),
@@ -118,9 +118,10 @@ impl EncoderBlock {
         if normed.dtype() != DType::F16 {
             return self.wo.forward(&hidden.to_dtype(normed.dtype())?)?.to_dtype(wide);
         }
-        // A linear layer commutes with a factor for each token. So each token is divided by its largest magnitude
-        // before the product, and the result is multiplied by this magnitude. The product then stays in the range of
-        // f16 without f32 weights. The backward pass treats the factor as a constant, which gives the same gradient.
+        // A linear layer without bias commutes with a scalar factor for each token. So each token's vector is divided by
+        // its largest magnitude before `wo`, and the result of `wo` is multiplied by this magnitude. The result of `wo`
+        // then stays in the range of f16 without f32 weights. The backward pass treats the magnitude as a constant. The
+        // gradient is the same, because the magnitude cancels.
         let largest = hidden.detach().abs()?.max(&[2], true)?.clamp(Some(f64::from(f32::MIN_POSITIVE)), None)?;
         self.wo.forward(&hidden.div(&largest)?.to_dtype(DType::F16)?)?.to_dtype(wide)?.mul(&largest)
     }
@@ -134,7 +135,7 @@ fn split_heads(projected: &Projected, heads: usize) -> Result<[Tensor; 3]> {
     };
     match projected {
         Projected::Joined(all) => {
-            // The parts are views, without copies.
+            // q, k and v are views, without copies.
             let (batch, length, inner) = (all.dims()[0], all.dims()[1], all.dims()[2] / 3);
             let parts = all.reshape((batch, length, 3, heads, inner / heads))?;
             let part = |index: usize| parts.narrow(2, index, 1)?.squeeze(2)?.transpose(1, 2);
@@ -147,7 +148,7 @@ fn split_heads(projected: &Projected, heads: usize) -> Result<[Tensor; 3]> {
     }
 }
 
-/// The results of the two members of a group.
+/// The results of the group's two layers, `wi_0` and `wi_1`.
 fn halves(projected: &Projected) -> Result<[Tensor; 2]> {
     match projected {
         Projected::Joined(both) => {

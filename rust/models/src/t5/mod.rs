@@ -1,5 +1,5 @@
 //! The encoder of T5 (Raffel et al. 2019, arXiv:1910.10683) and of its version 1.1, the text encoder of Stable
-//! Diffusion 3 and Flux. Follows
+//! Diffusion 3 and Flux. The code follows
 //! <https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/t5/modeling_t5.py>.
 
 mod config;
@@ -14,7 +14,7 @@ pub use relative::bucket;
 
 use crate::registry::ModelKind;
 
-/// The class of a folder that holds the decoder too. The decoder is not read.
+/// The class in the `config.json` of a folder whose files hold the decoder too. This library does not read the decoder.
 const WHOLE_CLASS_NAME: &str = "T5ForConditionalGeneration";
 
 /// The registry entry of T5's encoder.

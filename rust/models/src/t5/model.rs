@@ -21,12 +21,12 @@ const BIASES: &str = "encoder.block.0.layer.0.SelfAttention.relative_attention_b
 /// they get equal weights, as in transformers.
 const UNSEEN: f32 = -1e30;
 
-/// An encoder with the results of transformers' `T5EncoderModel`. It computes in f16 too, although its values exceed
-/// the range of f16.
+/// An encoder with the results of transformers' `T5EncoderModel`. Its results in f16 are finite, although values
+/// within its blocks exceed the range of f16; `layers.rs` says how.
 pub struct T5Encoder {
     config: T5Config,
     embedding: Tensor,
-    /// (buckets, heads).
+    /// The bias of each bucket for each head, (buckets, heads).
     biases: Tensor,
     blocks: Blocks<EncoderBlock>,
     final_norm: Norm,
@@ -64,8 +64,8 @@ impl T5Encoder {
     /// where the mask is 1. The mask has the values 0 and 1.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an input has another shape, [`Error::Index`] if an id is not a token or the mask has other
-    /// values, [`Error::DType`] if an input does not have integers.
+    /// [`Error::Shape`] if an input has another shape, [`Error::Index`] if an id is not in the vocabulary or a value of the
+    /// mask is neither 0 nor 1, [`Error::DType`] if an input does not have integers.
     pub fn forward(&self, input_ids: &Tensor, attention_mask: Option<&Tensor>) -> Result<Tensor> {
         let length = match *input_ids.dims() {
             [_, length] if length > 0 => length,
@@ -90,7 +90,7 @@ fn unseen(mask: &Tensor, input_ids: &Tensor) -> Result<Tensor> {
     if mask.dims() != input_ids.dims() {
         return Err(Error::shape(
             T5Encoder::CLASS_NAME,
-            format!("attention_mask has shape {:?}, expected {:?}, as input_ids", mask.dims(), input_ids.dims()),
+            format!("attention_mask has shape {:?}, expected {:?} like input_ids", mask.dims(), input_ids.dims()),
         ));
     }
     // A lookup avoids comparing integers on a GPU with candle's kernels: the driver would compile these kernels at

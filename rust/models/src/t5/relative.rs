@@ -1,4 +1,4 @@
-//! The bias of attention's scores, which depends on the distance of two tokens.
+//! The position bias: attention adds to each score a bias that depends on the distance between the query and the key.
 
 use trainable_candle_core::ops::index::embedding;
 use trainable_candle_core::{DType, Result, Tensor};
@@ -8,7 +8,7 @@ use super::T5Config;
 /// The row in the table of biases for a query at position `query` and a key at position `key`. Keys at or before the
 /// query are in the first half of the rows, keys after it in the second half. Each short distance has its own row.
 /// Longer distances share rows on a logarithmic scale, and all distances from `relative_attention_max_distance` on
-/// share the last row.
+/// share the last row of their half.
 pub fn bucket(config: &T5Config, query: usize, key: usize) -> usize {
     let half = config.relative_attention_num_buckets / 2;
     let exact = half / 2;

@@ -1,4 +1,4 @@
-//! The middle of the encoder and the decoder.
+//! The middle block of the encoder and of the decoder.
 
 use trainable_candle_core::{Error, Result, Tensor};
 use trainable_candle_nn::{Blocks, GroupNorm, Init, Module, Visitor, Weights};
@@ -20,12 +20,12 @@ pub(super) fn resnet(
     ResnetBlock::new(sizes, weights)
 }
 
-/// Run residual block `index` on an image.
+/// Runs residual block `index` on the feature map `x (B, H, W, C)`.
 fn run(blocks: &Blocks<ResnetBlock>, index: usize, x: &Tensor) -> Result<Tensor> {
     blocks.run_one(index, &[x], |block, inputs| block.forward(&inputs[0], None))
 }
 
-/// Attention of one head over the pixels, added to the image.
+/// Self-attention with one head over the pixels of a feature map. Its result is added to the feature map.
 struct PixelAttention {
     group_norm: GroupNorm,
     attention: Attention,
@@ -44,7 +44,7 @@ impl PixelAttention {
         let &[batch, height, width, channels] = x.dims() else {
             return Err(Error::shape(
                 "AutoencoderKL",
-                format!("an image has shape {:?}, expected (B, H, W, C)", x.dims()),
+                format!("the feature map has shape {:?}, expected (B, H, W, C)", x.dims()),
             ));
         };
         let pixels = self.group_norm.forward(x)?.reshape((batch, height * width, channels))?;

@@ -7,14 +7,15 @@ use super::VaeConfig;
 use super::blocks::{EPS, MidBlock, resnet};
 use crate::layers::{Downsample, ResnetBlock, Upsample, conv3x3};
 
-/// Residual blocks, then the layer that changes the image's size, if there is one.
+/// The residual blocks of a level, then its downsampling or upsampling, if it has one.
 struct Level<S> {
     resnets: Blocks<ResnetBlock>,
     resize: Option<S>,
 }
 
 impl<S> Level<S> {
-    /// `count` blocks from `channels` to `out_channels`.
+    /// `count` residual blocks. The first reads `channels` channels, the others read `out_channels`; all return
+    /// `out_channels`.
     fn new(
         config: &VaeConfig,
         count: usize,

@@ -1,5 +1,5 @@
-//! What autoencoders do with images and latents before and after their networks: checks, conversion to channels-last
-//! tensors, and tiles.
+//! What autoencoders do with images and latents before and after the encoder and the decoder: checks, conversion to
+//! channels-last tensors, and tiles.
 
 use trainable_candle_core::compute::with_bf16_pairs;
 use trainable_candle_core::{DType, Error, Result, Tensor};
@@ -22,11 +22,12 @@ pub struct Coding {
 impl Coding {
     /// The distribution of the latents of `image (B, C, H, W)`: mean and logarithm of the variance, (B, latent
     /// channels, h, w) each. `run` computes the moments (B, h, w, 2 · latent channels) of channels-last images.
-    /// `of_image` and `of_latents` are the channels of images and of latents. With `tile_size`, an image with more pixels
-    /// than that along a side is encoded in tiles.
+    /// `of_image` and `of_latents` are the numbers of channels of images and of latents. With `tile_size`, an image with
+    /// more than `tile_size` pixels along a side is encoded in tiles. `tile_size` is rounded down to whole latents.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the image does not fit, [`Error::Argument`] if tiles are too small.
+    /// [`Error::Shape`] if the image has another number of channels or a side is shorter than one latent,
+    /// [`Error::Argument`] if `tile_size` is less than four latents.
     pub fn encode(
         &self,
         image: &Tensor,
@@ -49,10 +50,11 @@ impl Coding {
     }
 
     /// The image of `latent (B, channels, h, w)`; `run` decodes channels-last latents. With `tile_size`, an image with
-    /// more pixels than that along a side is decoded in tiles.
+    /// more than `tile_size` pixels along a side is decoded in tiles. `tile_size` is rounded down to whole latents.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the latent does not fit, [`Error::Argument`] if tiles are too small.
+    /// [`Error::Shape`] if the latent has another number of channels or is empty, [`Error::Argument`] if `tile_size` is
+    /// less than four latents.
     pub fn decode(
         &self,
         latent: &Tensor,
@@ -71,9 +73,9 @@ impl Coding {
         image.permute(&[0, 3, 1, 2])?.contiguous()
     }
 
-    /// The size of tiles in pixels and in latents.
+    /// The side of a tile in pixels and in latents.
     fn tiling(&self, tile_size: Option<usize>) -> Result<Option<(usize, usize)>> {
-        /// A quarter of this many latents is 1, the smallest overlap.
+        /// The fewest latents along a tile's side. Neighbouring tiles overlap by a quarter of the side: 1 latent here.
         const FEWEST: usize = 4;
         let Some(pixels) = tile_size else { return Ok(None) };
         let latents = pixels / self.downscale;
@@ -85,7 +87,7 @@ impl Coding {
         Ok(Some((latents * self.downscale, latents)))
     }
 
-    /// (B, C, H, W) → (B, H, W, C) in the dtype of the weights.
+    /// (B, C, H, W) → (B, H, W, C) in the dtype of the weights. H and W are at least `least`.
     fn to_channels_last(&self, name: &str, x: &Tensor, channels: usize, least: usize) -> Result<Tensor> {
         match *x.dims() {
             [_, c, height, width] if c == channels && height.min(width) >= least => {

@@ -10,11 +10,12 @@ use crate::pretrained::Configuration;
 /// `config.json` of an autoencoder as diffusers writes it (`AutoencoderKL`). The default is SDXL's.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VaeConfig {
-    /// Channels of an image.
+    /// Channels of an encoded image.
     pub in_channels: usize,
     /// Channels of a decoded image.
     pub out_channels: usize,
-    /// Channels of each level, from the largest image to the smallest. Each level but the last halves the size.
+    /// Channels of each level, from the level with the largest feature map to the level with the smallest. In the encoder,
+    /// each level but the last halves height and width; the decoder doubles them in reverse order.
     pub block_out_channels: Vec<usize>,
     /// Residual blocks of each level of the encoder; those of the decoder have one more.
     pub layers_per_block: usize,
@@ -26,7 +27,7 @@ pub struct VaeConfig {
     pub sample_size: usize,
     /// The input of a diffusion model is (latent - shift_factor) · scaling_factor.
     pub scaling_factor: f64,
-    /// See `scaling_factor`. None, which means 0, if the file has no such field.
+    /// The shift in the formula of `scaling_factor`. None means 0: the file has no such field.
     pub shift_factor: Option<f64>,
     /// Whether half precision is insufficient.
     pub force_upcast: bool,
@@ -36,8 +37,8 @@ pub struct VaeConfig {
     pub use_post_quant_conv: bool,
     /// Whether the middle blocks have attention.
     pub mid_block_add_attention: bool,
-    /// The epsilon added to the variance with which FLUX.2 normalises squares of 2 × 2 latents. None for autoencoders that
-    /// have a factor and a shift instead of stored means and variances.
+    /// For FLUX.2, whose file stores means and variances of squares of 2 × 2 latents: the epsilon that is added to the
+    /// variances when the latents are normalised. None for autoencoders with a scaling factor and a shift instead.
     pub latent_norm_eps: Option<f64>,
 }
 
@@ -130,7 +131,7 @@ impl Configuration for VaeConfig {
     }
 }
 
-/// The name of the field for `latent_norm_eps`, so called because diffusers keeps the statistics in a batch norm.
+/// The name of the field for `latent_norm_eps`: diffusers keeps the means and variances of the latents in a batch norm.
 const NORM_EPS: &str = "batch_norm_eps";
 
 impl VaeConfig {

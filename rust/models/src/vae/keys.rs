@@ -7,13 +7,15 @@ use trainable_candle_io::WeightFiles;
 use super::VaeConfig;
 use crate::pretrained::{Form, Key, Layout, Naming, Original};
 
-/// The layout of a folder, or of an original checkpoint, which is `files` if it exists already.
+/// The keys of the autoencoder's parameters: original names after a prefix if `original` has original naming, otherwise
+/// diffusers' names. `files` is the original checkpoint, or `None` if it is still to be written.
 pub(super) fn layout(original: Option<Original>, config: &VaeConfig, files: Option<&WeightFiles>) -> Box<dyn Layout> {
     let Some(Original { prefix, naming: Naming::Original }) = original else { return Box::new(Diffusers) };
     let is_last = |files: &WeightFiles, level: &usize| {
         files.shape(&format!("{prefix}decoder.up.{level}.block.0.conv1.weight")).is_some()
     };
-    // A file of diffusers' converter numbers the decoder's levels from 3 down, even if there are fewer levels.
+    // In files of diffusers' converter, the indices of the decoder's levels fall from 3, even if there are fewer than 4
+    // levels.
     let last_level = files.and_then(|files| (0..HIGHEST_LEVEL).rev().find(|level| is_last(files, level)));
     let last_level = last_level.unwrap_or(config.block_out_channels.len() - 1);
     Box::new(OriginalCoders { prefix, last_level, is_normed: config.latent_norm_eps.is_some() })
@@ -22,8 +24,8 @@ pub(super) fn layout(original: Option<Original>, config: &VaeConfig, files: Opti
 /// More levels than any autoencoder has.
 const HIGHEST_LEVEL: usize = 16;
 
-/// The key of a parameter of the attention. `names` pairs this library's names of layers with those of a file. The
-/// projections are linear layers in this library, but 1×1 convolutions in files with other names.
+/// The key of a parameter of the attention. `names` pairs this library's names of layers with a file's names. The
+/// projections are linear layers in this library, but 1×1 convolutions in files that use other names than this library.
 fn attention(name: &str, names: [(&str, &str); 5]) -> Option<Key> {
     let (before, rest) = name.split_once("mid_block.attentions.0.")?;
     names.iter().find_map(|(ours, theirs)| {
@@ -54,13 +56,13 @@ impl Layout for Diffusers {
 
 struct OriginalCoders {
     prefix: &'static str,
-    /// The number of the decoder's first level in the file.
+    /// The file's index of the level that the decoder runs first. The index falls by 1 from each level to the next.
     last_level: usize,
     /// Whether the file has the latents' statistics.
     is_normed: bool,
 }
 
-/// The number of batches that the statistics were computed from.
+/// The key of the number of batches from which the latents' statistics were computed. Readers skip this tensor.
 const COUNT: &str = "bn.num_batches_tracked";
 /// In original files of FLUX.2, the convolutions next to the latents are part of the encoder and the decoder. Each
 /// entry has a convolution's name in this library, and the prefix that precedes the same name in these files.
@@ -101,7 +103,7 @@ impl OriginalCoders {
                 format!("mid.block_{}.{rest}", index.parse::<usize>().ok()? + 1)
             }
             "down_blocks" => level(inside, "down", Some)?,
-            // Original files number the decoder's levels from the largest image.
+            // In original files, the level with the largest feature map, which the decoder runs last, has the lowest index.
             "up_blocks" => level(inside, "up", |index| self.last_level.checked_sub(index))?,
             _ => rest.to_owned(),
         };
@@ -121,8 +123,8 @@ fn level(text: &str, direction: &str, place: impl Fn(usize) -> Option<usize>) ->
 }
 
 /// The configuration of the autoencoder in an original checkpoint, from the shapes of its tensors. Fields that shapes
-/// do not determine, such as the scale of the latents, come from the first of the `known` configurations with the same
-/// sizes, or else from SDXL.
+/// do not determine, such as the scale of the latents, come from the first of the `known` configurations that have
+/// the deduced sizes, or else from SDXL's autoencoder.
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be determined.

@@ -1,24 +1,26 @@
-//! Processes large images in overlapping tiles whose seams are blended, as in diffusers, so that memory does not grow
-//! with the image. Images are (batch, height, width, channels).
+//! Processes large images in overlapping tiles whose seams are blended, as in diffusers. The memory of the network's
+//! activations then depends on the size of a tile and not of the image. Images are (batch, height, width, channels).
 
 use trainable_candle_core::{Result, Tensor};
 
-/// How an image is split into tiles and the results are joined. The fields count pixels of the input and of the result.
-/// If the input or the result consists of latents, its fields count latents.
+/// How an image is split into tiles and the tiles' results are joined. `tile` and `step` count pixels of the input,
+/// `blend` and `keep` count pixels of the result. If the input or the result consists of latents, its fields count
+/// latents.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tiling {
     /// Height and width of a tile of the input.
     pub tile: usize,
-    /// The distance from one tile of the input to the next.
+    /// The distance from the start of one tile of the input to the start of the next.
     pub step: usize,
-    /// Pixels of the result over which neighbours are blended.
+    /// Width of the band in which the results of neighbouring tiles are blended.
     pub blend: usize,
-    /// Height and width of each tile's part of the result.
+    /// Height and width of the region of the joined result that each tile fills.
     pub keep: usize,
 }
 
 impl Tiling {
-    /// Tiles of `tile` input pixels, which become `result` pixels and overlap by a quarter.
+    /// Tiles with `tile` pixels along a side, whose results have `result` pixels along a side. Neighbouring tiles overlap
+    /// by a quarter of the side.
     pub fn new(tile: usize, result: usize) -> Self {
         let blend = result / 4;
         Self { tile, step: (tile * 3 / 4).max(1), blend, keep: result - blend }
@@ -52,7 +54,8 @@ impl Tiling {
     }
 }
 
-/// Blends the first `extent` pixels of `tile` along `dim` linearly with the last `extent` pixels of `before`.
+/// Blends the first `extent` pixels of `tile` along `dim` linearly with the last `extent` pixels of `before`:
+/// the weight of `tile` rises from 0 to 1.
 fn blend(before: &Tensor, tile: &Tensor, dim: usize, extent: usize) -> Result<Tensor> {
     let length = tile.dims()[dim];
     let extent = extent.min(length).min(before.dims()[dim]);

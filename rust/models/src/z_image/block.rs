@@ -8,12 +8,13 @@ use super::ZImageConfig;
 use crate::layers::joint::{SelfAttention, Sight};
 use crate::saved::Saved;
 
-/// The number of parts of the modulation: scale and gate of the attention, then of the feed-forward layer.
+/// The number of vectors of D values in the modulation: scale and gate of the attention, then scale and gate of the
+/// feed-forward layer.
 const PARTS: usize = 4;
 
-/// Attention, then a feed-forward layer. Each computes x + tanh(g) · norm(f(norm(x) · (1 + s))), where f is the attention
-/// or the feed-forward layer. The scale s and the gate g of each are computed from the condition. Without modulation, s
-/// is 0 and tanh(g) is 1.
+/// Attention, then a feed-forward layer. Both compute x + tanh(g) · norm(f(norm(x) · (1 + s))), where f is the attention
+/// or the feed-forward layer. The block computes a scale s and a gate g for each of the two from the condition. Without
+/// modulation, s is 0 and tanh(g) is 1.
 pub(super) struct Block {
     modulation: Option<Linear<Tensor>>,
     attention: SelfAttention,
@@ -90,8 +91,8 @@ impl Block {
         self.part(&x, &self.feed_forward_norms, modulation.map(|all| (all, 2)), feed)
     }
 
-    /// Computes one part (attention or feed-forward layer) between its norms. `modulation` has the modulation of the
-    /// block, and the index of the scale for this part; the gate for this part follows its scale.
+    /// Computes one part (attention or feed-forward layer) between its norms. `modulation` is the modulation of the
+    /// whole block, and the index of the vector in it that is this part's scale. The next vector is this part's gate.
     fn part(
         &self,
         x: &Tensor,
@@ -109,7 +110,7 @@ impl Block {
     /// Counts what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let inside = tokens * self.dim;
-        // If the modulation's layer is adapted, the tape keeps the values that scales and gates multiply.
+        // If the modulation's layer has an adapter, the tape keeps the values that scales and gates multiply.
         let learns = self.modulation.as_ref().is_some_and(|layer| saved.adapts(layer));
         let multiplied = if learns { 2 * inside } else { 0 };
         saved.outside(|saved| {

@@ -13,7 +13,7 @@ use crate::pretrained::Configuration;
 pub struct ZImageConfig {
     /// Channels of the latents.
     pub in_channels: usize,
-    /// Width of the tokens.
+    /// Features of each token.
     pub dim: usize,
     /// Number of blocks over image and text.
     pub n_layers: usize,
@@ -21,15 +21,15 @@ pub struct ZImageConfig {
     pub n_refiner_layers: usize,
     /// Heads of each attention.
     pub n_heads: usize,
-    /// Width of the text's tokens.
+    /// Features of each text token before its projection to `dim`.
     pub cap_feat_dim: usize,
     /// Added to the mean square in the norms.
     pub norm_eps: f64,
     /// The base of the rotary embedding's frequencies.
     pub rope_theta: f64,
-    /// Number of features of a head that each axis of the positions rotates.
+    /// Number of a head's features that the rotary embedding of each position axis rotates.
     pub axes_dims: Vec<usize>,
-    /// Number of positions along each axis.
+    /// Number of positions along each of these axes.
     pub axes_lens: Vec<usize>,
 }
 
@@ -52,7 +52,7 @@ impl Default for ZImageConfig {
 
 /// Latents along one side of the square that becomes a token.
 pub(super) const PATCH: usize = 2;
-/// The epsilon added to the mean square of queries and keys. It does not depend on `norm_eps`.
+/// The epsilon added to the mean square in the norms of queries and keys. It does not depend on `norm_eps`.
 const QK_EPS: f64 = 1e-5;
 
 impl Configuration for ZImageConfig {
@@ -134,12 +134,12 @@ impl ZImageConfig {
         Ok(())
     }
 
-    /// Width of the condition, which is computed from the time.
+    /// Number of features of the condition, which is computed from the time.
     pub fn condition_dim(&self) -> usize {
         self.dim.min(256)
     }
 
-    /// Width of the feed-forward layers' middle: 8/3 of the tokens' width, rounded down.
+    /// Hidden features of the feed-forward layers: 8/3 · `dim`, rounded down.
     pub const fn middle(&self) -> usize {
         8 * self.dim / 3
     }

@@ -7,7 +7,8 @@ use trainable_candle_io::WeightFiles;
 use super::ZImageConfig;
 use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, StoredSizes, renamed};
 
-/// The layout of a folder, or of a checkpoint in one file.
+/// The keys of the transformer's parameters in a diffusers folder (`original` is `None`), or in a checkpoint whose keys
+/// have the prefix and the naming of `original`.
 pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     match original {
         Some(Original { prefix, naming: Naming::Original }) => Box::new(OriginalTransformer(prefix)),
@@ -33,12 +34,15 @@ impl Layout for OriginalTransformer {
     }
 }
 
+/// The layers outside attention whose names differ: diffusers' name, `ComfyUI`'s name, and the form of the tensor in
+/// `ComfyUI`'s files.
 const OUTSIDE: [Renaming; 3] = [
     ("all_x_embedder.2-1", "x_embedder", Form::Plain),
     ("all_final_layer.2-1.linear", "final_layer.linear", Form::Plain),
     ("all_final_layer.2-1.adaLN_modulation.1", "final_layer.adaLN_modulation.1", Form::Plain),
 ];
 
+/// The layers of an attention, in the same three columns.
 const ATTENTION: [Renaming; 6] = [
     ("to_q", "qkv", Form::share(0, 3)),
     ("to_k", "qkv", Form::share(1, 3)),
@@ -48,7 +52,7 @@ const ATTENTION: [Renaming; 6] = [
     ("norm_k", "k_norm", Form::Plain),
 ];
 
-/// The key of a parameter or layer in a file of `ComfyUI`, without a prefix.
+/// The key of a parameter or layer in a file of `ComfyUI`, without the file's prefix.
 fn original(name: &str) -> Key {
     let inside = |(block, rest): (&str, &str)| {
         let Key { key, form } = renamed(rest, &ATTENTION)?;
@@ -64,7 +68,7 @@ pub(super) fn original_layer(layer: &str) -> Option<Key> {
 }
 
 /// The configuration of the transformer in a file, from the shapes of its tensors. Fields that shapes do not determine
-/// come from the first of the `known` configurations with the same sizes, or else from the published model.
+/// come from the first of the `known` configurations that have the deduced sizes, or else from the published model.
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is a variant or a relative of
@@ -74,7 +78,7 @@ pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<ZImageCon
     let size = |name: &str, dim: usize| sizes.size(name, dim);
     let relatives = [
         (sizes.has("siglip_embedder.0.weight"), "Z-Image-Omni, which also reads images"),
-        (sizes.has("dec_net.cond_embed.weight"), "a Z-Image that works on pixels"),
+        (sizes.has("dec_net.cond_embed.weight"), "a variant of Z-Image that works on pixels instead of latents"),
         (!sizes.has("cap_pad_token"), "Lumina 2 or another relative of Z-Image without cap_pad_token"),
     ];
     if let Some((_, what)) = relatives.iter().find(|(is, _)| *is) {

@@ -1,4 +1,4 @@
-//! The transformer of Z-Image (Tongyi-MAI 2025, arXiv:2511.22699). Follows
+//! The transformer of Z-Image (Tongyi-MAI 2025, arXiv:2511.22699). The code follows
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/transformers/transformer_z_image.py>.
 
 mod block;

@@ -22,7 +22,7 @@ use crate::saved::{SampleSize, Saved};
 
 /// The time is multiplied by this before its sinusoids are computed.
 const TIME_SCALE: f64 = 1000.0;
-/// The number of sinusoids of the time, and the width between the two layers of the time's embedding.
+/// The number of sinusoids of the time, and the hidden features of the time's embedding.
 const SINUSOIDS: [usize; 2] = [256, 1024];
 
 /// Z-Image's transformer, with the results and the parameter names of diffusers' `ZImageTransformer2DModel`. Its time
@@ -47,14 +47,14 @@ pub struct ZImageTransformer {
 /// The inputs of one call except the noisy latents.
 #[derive(Clone, Copy)]
 pub struct ZImageConditions<'a> {
-    /// The text's tokens, (B, L, cap_feat_dim).
+    /// The features of the text's tokens, (B, L, cap_feat_dim).
     pub encoder_hidden_states: &'a Tensor,
-    /// The time from 0 (noise) to 1 (clean), (B), (1) or without dimensions.
+    /// The time from 0 (noise) to 1 (clean), of shape (B), (1) or ().
     pub timestep: &'a Tensor,
-    /// The number of tokens of each text that are words, (B), at least 1. Later tokens are not read. With None, all
-    /// tokens are words.
+    /// The number of tokens of each text without its padding, (B), at least 1 each. Tokens after these are not read. With
+    /// None, no text has padding.
     pub lengths: Option<&'a Tensor>,
-    /// Whether every text fills its row: its length equals L, if both are rounded up to a multiple of 32 tokens.
+    /// Whether the length of every text equals L after both are rounded up to a multiple of 32 tokens.
     /// Attention then needs no mask. The value is not checked, because the check would wait for a GPU.
     pub rows_are_full: bool,
 }
@@ -108,8 +108,8 @@ impl ZImageTransformer {
     /// result has the shape of `hidden_states` and the dtype of the weights.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, or there is no token; [`Error::DType`] if
-    /// `hidden_states` is not floating-point.
+    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, or the image or the text has no token;
+    /// [`Error::DType`] if `hidden_states` is not floating-point.
     pub fn forward(&self, hidden_states: &Tensor, conditions: ZImageConditions<'_>) -> Result<Tensor> {
         let extent = self.check(hidden_states, conditions)?;
         let (dtype, batch) = (self.dtype(), hidden_states.dims()[0]);
@@ -120,7 +120,7 @@ impl ZImageTransformer {
         let image = padded(&image, &self.pads[0])?;
         let text = self.cap_norm.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let mut text = padded(&self.cap_embedder.forward(&text)?, &self.pads[1])?;
-        // Each text gets padding after its own words.
+        // After each text's own tokens, the model's padding token replaces the values in `encoder_hidden_states`.
         let mut shown = None;
         if let Some(lengths) = conditions.lengths {
             text = Tensor::select(&self.positions.words(lengths, extent.text)?, &text, &self.pads[1])?;
@@ -140,7 +140,7 @@ impl ZImageTransformer {
         let scale = self.output_modulation.forward(&condition.silu()?)?.add_scalar(1.0)?.unsqueeze(1)?;
         let normed = layer_norm(&both.narrow(1, 0, extent.area())?, 1, None, None, EPS)?;
         let Extent { height, width, .. } = extent;
-        // Channels come last within a patch.
+        // The output layer orders the values of a patch as (row, column, channel).
         self.output
             .forward(&normed.mul(&scale)?)?
             .reshape(vec![batch, height, width, PATCH, PATCH, self.config.in_channels])?
@@ -154,7 +154,7 @@ impl ZImageTransformer {
             Err(Error::shape(Self::CLASS_NAME, format!("{name} has shape {:?}, expected {expected}", found.dims())))
         };
         let channels = self.config.in_channels;
-        let expected = || format!("(B, {channels}, H, W), H and W multiples of {PATCH}");
+        let expected = || format!("(B, {channels}, H, W), H and W positive multiples of {PATCH}");
         let &[batch, c, height, width] = hidden_states.dims() else {
             return misfit("hidden_states", hidden_states, expected());
         };
@@ -193,7 +193,8 @@ const X_EMBEDDER: &str = "all_x_embedder.2-1";
 const OUTPUT: &str = "all_final_layer.2-1.linear";
 const OUTPUT_MODULATION: &str = "all_final_layer.2-1.adaLN_modulation.1";
 
-/// (B, C, H, W) → (B, H W / 4, 4 C): squares row by row, with channels innermost.
+/// (B, C, H, W) → (B, H W / 4, 4 C): the squares of 2 × 2 latents, row by row. The values of a square have the order
+/// (row, column, channel).
 fn patches(latents: &Tensor) -> Result<Tensor> {
     let &[batch, channels, height, width] = latents.dims() else { unreachable!("checked to be latents") };
     let (rows, columns) = (height / PATCH, width / PATCH);
@@ -204,7 +205,7 @@ fn patches(latents: &Tensor) -> Result<Tensor> {
     ))
 }
 
-/// Tokens `(B, S, D)` with `pad (1, D)` after them up to a multiple of 32.
+/// `tokens (B, S, D)`, then copies of `pad (1, D)` up to a multiple of 32 tokens.
 fn padded(tokens: &Tensor, pad: &Tensor) -> Result<Tensor> {
     let &[batch, count, dim] = tokens.dims() else { unreachable!("made of three dimensions") };
     let missing = count.next_multiple_of(MULTIPLE) - count;
@@ -214,7 +215,7 @@ fn padded(tokens: &Tensor, pad: &Tensor) -> Result<Tensor> {
     Tensor::cat(&[tokens, &pad.unsqueeze(0)?.broadcast_as((batch, missing, dim))?], 1)
 }
 
-/// The result of all blocks.
+/// Runs all `blocks` on `x`, one after the other.
 fn run(
     blocks: &Blocks<Block>,
     mut x: Tensor,
@@ -306,7 +307,7 @@ impl Model for ZImageTransformer {
         self.layers.iter().for_each(|block| block.saved(extent.padded_area() + extent.text, saved));
         saved.outside(|saved| {
             saved.linear(&self.output_modulation, (self.output_modulation.in_features(), 1));
-            // The tape keeps the inputs of the norm and of its scale.
+            // The tape keeps the input of the norm, and the norm's result, which the scale multiplies.
             saved.keep(2 * area * dim);
             saved.linear(&self.output, (area * dim, area));
         });

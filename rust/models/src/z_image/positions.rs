@@ -6,26 +6,26 @@ use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use super::{ZImageConfig, ZImageTransformer};
 use crate::layers::joint::{Rope, RopeAxes};
 
-/// Tokens of an image and of a text are padded to multiples of this.
+/// Padding makes the number of an image's tokens, and the number of a text's tokens, a multiple of this.
 pub(super) const MULTIPLE: usize = 32;
 
-/// The positions of the tokens of an image, followed by those of a text.
+/// The positions of an image's tokens, followed by the positions of a text's tokens.
 pub(super) struct Positions {
     axes: RopeAxes,
     /// The number of positions along each axis.
     lengths: Vec<usize>,
     /// The numbers 0, 1, 2, …, N - 1: (N) in f64.
     numbers: Tensor,
-    /// For each number, the largest multiple of 32 that does not exceed it: (1, N) in f32.
+    /// For each of these numbers, the largest multiple of 32 that does not exceed it: (1, N) in f32.
     starts: Tensor,
 }
 
 /// The numbers of tokens of an image and a text.
 #[derive(Clone, Copy)]
 pub(super) struct Extent {
-    /// Rows of the image.
+    /// Rows of image tokens.
     pub height: usize,
-    /// Columns of the image.
+    /// Columns of image tokens.
     pub width: usize,
     /// Tokens of the text with its padding.
     pub text: usize,
@@ -66,15 +66,15 @@ impl Positions {
         Err(Error::shape(
             ZImageTransformer::CLASS_NAME,
             format!(
-                "{height} x {width} tokens and a text of {text} need {needed:?} positions along the axes, but the model \
-                 has {:?} (axes_lens)",
+                "{height} x {width} image tokens and {text} text tokens need {needed:?} positions along the axes, but the \
+                 model has {:?} (axes_lens)",
                 self.lengths
             ),
         ))
     }
 
-    /// The angles of all tokens. `shown (B, L)` says which tokens of the texts are present. Along the first axis, the
-    /// position of the image follows the last present token.
+    /// The angles of all tokens. `shown (B, L)` is the mask of [`shown`](Self::shown); without it, all text tokens are
+    /// shown. Along the first axis, the position of the image follows the position of the last shown text token.
     pub fn angles(&self, extent: Extent, shown: Option<&Tensor>) -> Result<Rope> {
         let Some(shown) = shown else {
             return self.axes.at(&self.ids(extent, &self.numbers.narrow(0, extent.text + 1, 1)?)?);
@@ -99,14 +99,15 @@ impl Positions {
         Tensor::cat(&[&image, &zeros(extent.padded_area() - area, 3)?, &caption], 0)
     }
 
-    /// A mask (B, L, 1), u8: 1 for the words and 0 for padding, in texts of `text` tokens with `lengths (B)` words.
+    /// A mask (B, L, 1), u8: 1 for a text's own tokens and 0 for its padding. Each text has L = `text` tokens with its
+    /// padding; without it, the texts have `lengths (B)` tokens.
     pub fn words(&self, lengths: &Tensor, text: usize) -> Result<Tensor> {
         let numbers = self.numbers.narrow(0, 0, text)?.to_dtype(DType::F32)?.unsqueeze(0)?;
         numbers.lt(&column(lengths)?)?.unsqueeze(2)
     }
 
-    /// A mask (B, L), u8: 1 for the words and the padding up to a multiple of 32, in texts of `text` tokens with
-    /// `lengths (B)` words.
+    /// A mask (B, L), u8: 1 for a text's own tokens and for its padding up to a multiple of 32, 0 for further padding.
+    /// `lengths` and `text` are as in [`words`](Self::words).
     pub fn shown(&self, lengths: &Tensor, text: usize) -> Result<Tensor> {
         self.starts.narrow(1, 0, text)?.lt(&column(lengths)?)
     }

@@ -1,5 +1,5 @@
-//! Runs a reader over damaged files. Checks that it does not panic, does not hang, and takes at most ten times the size
-//! of its input plus 1 MiB of memory.
+//! Runs a reader over damaged files. Checks that the reader does not panic, does not hang, and takes at most
+//! 10 · (bytes of its input) + 1 MiB of memory.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::env::VarError;
@@ -18,10 +18,12 @@ const MEMORY_FREE: usize = 1 << 20;
 /// Seconds after which a reader of a few kilobytes counts as hanging.
 const HANG: u64 = 120;
 
-/// The system's allocator, which counts allocated bytes.
+/// Counts allocated bytes, and passes each call to the system's allocator.
 struct Counting;
 
+/// Bytes that are allocated now.
 static NOW: AtomicUsize = AtomicUsize::new(0);
+/// The largest value of `NOW` since the start of the current case.
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
 #[global_allocator]
@@ -60,7 +62,7 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 /// A folder for the files of one reader. It is also a lock: memory is counted for the whole process, so only one test at a
-/// time may have a folder. Tests take it before they prepare their files.
+/// time may have a folder. Tests create their folder before they prepare their files.
 pub struct Folder {
     path: PathBuf,
     _alone: MutexGuard<'static, ()>,
@@ -93,7 +95,7 @@ impl Drop for Folder {
     }
 }
 
-/// A number from the environment.
+/// The number in the environment variable `name`.
 fn setting(name: &str, default: u64) -> u64 {
     match std::env::var(name) {
         Ok(text) => text.parse().unwrap_or_else(|_| panic!("{name}={text}, expected a whole number")),
@@ -102,8 +104,10 @@ fn setting(name: &str, default: u64) -> u64 {
     }
 }
 
-/// Write `FUZZ_CASES` damaged versions of `seeds` to `file` and read each. `read` returns whether the reader accepted
-/// the file; the reader must accept the seeds. `others` is the size in bytes of the other files that the reader reads.
+/// Writes `FUZZ_CASES` damaged versions of the valid files `seeds` to `file`, one after the other, and reads each. `read`
+/// returns whether the reader accepted the file; the reader must accept the valid files. `others` is the total size in
+/// bytes of the other files that the reader reads. `FUZZ_SEED` seeds the random numbers, and `FUZZ_FIRST` is the number
+/// of the first case.
 pub fn run(
     reader: &str,
     file: &Path,
@@ -131,19 +135,19 @@ pub fn run(
         let name = || format!("{reader}: case {case} of seed {seed}, in {}", file.display());
         let Ok(good) = outcome else { panic!("{}: panicked", name()) };
         let most = MEMORY_FACTOR * (damaged.len() + others) + MEMORY_FREE;
-        assert!(taken <= most, "{}: took {taken} bytes for {} of input", name(), damaged.len() + others);
+        assert!(taken <= most, "{}: took {taken} bytes of memory, expected at most {most}", name());
         accepted += u64::from(good);
     }
     progress.store(u64::MAX, Ordering::Relaxed);
-    println!("{reader}: {cases} cases of seed {seed} from {first} on, {accepted} of them accepted");
+    println!("{reader}: {cases} cases of seed {seed} from case {first} on, {accepted} of them accepted");
 }
 
 fn rng_pick(seeds: &[Vec<u8>], case: u64) -> &[u8] {
     &seeds[case as usize % seeds.len()]
 }
 
-/// Starts a thread that aborts the process if a case hangs. The caller stores the number of each case in the result, and
-/// `u64::MAX` after the last case.
+/// Starts a thread that aborts the process if a case hangs. The caller stores the number of each case in the returned
+/// counter, and `u64::MAX` after the last case.
 fn watch(reader: &str) -> Arc<AtomicU64> {
     let progress = Arc::new(AtomicU64::new(0));
     let (seen, reader) = (Arc::clone(&progress), reader.to_owned());

@@ -101,7 +101,7 @@ fn adapters() {
         }
         set.set_enabled(false);
     }
-    assert!(seeds.len() >= 8, "{} kinds and formats", seeds.len());
+    assert!(seeds.len() >= 8, "{} pairs of kind and format could be saved, expected at least 8", seeds.len());
     let shapes = layers.iter().map(|(name, layer)| (name.clone(), layer.base().weight.dims().to_vec()));
     let outline = [Outline { names: names.clone(), layers: shapes.collect() }];
     run("adapters", &path, &seeds, 0, mutate::safetensors, || {
@@ -141,7 +141,7 @@ fn adapter_configurations() {
     });
 }
 
-/// Copies a golden model's configuration and weights to `folder`; returns their size in bytes.
+/// Copies a golden model's configuration and weights to `folder`; returns their total size in bytes.
 fn copied(name: &str, folder: &Folder) -> usize {
     let files = ["config.json", "model.safetensors"];
     files.iter().map(|file| std::fs::copy(golden(name).join(file), folder.join(file)).unwrap() as usize).sum()
@@ -165,7 +165,7 @@ fn configurations() {
 #[test]
 fn configurations_of_other_models() {
     let folder = Folder::new("configurations_of_other_models");
-    // These weights fit no model, so the reader rejects every configuration at its first parameter.
+    // These weights fit no model, so the reader rejects every configuration at the model's first parameter.
     let others = small_file(&folder.join("model.safetensors"), "").len();
     let path = folder.join("config.json");
     let seeds = ["sdxl/unet", "sdxl/vae", "sdxl/text_encoder_2"]
@@ -174,6 +174,7 @@ fn configurations_of_other_models() {
     let mut first = seeds.len();
     run("configurations_of_other_models", &path, &seeds, others, mutate::json, || {
         let loaded = loads(folder.path());
+        // `run` reads the seeds first and requires `true` for them: here, that the configuration is JSON and is rejected.
         let is_seed = first > 0;
         first = first.saturating_sub(1);
         if is_seed { valid && !loaded } else { loaded }

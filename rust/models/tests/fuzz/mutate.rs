@@ -106,7 +106,8 @@ pub fn json(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
     }
 }
 
-/// Changes a safetensors file: its bytes, its data, or the header's values or text, with the header's length adjusted.
+/// Changes a safetensors file: either any of its bytes, or only bytes of the data and bytes or values of the header. In the
+/// second case, the length before the header is set to the new header's length, or to a wrong length once in 50 cases.
 pub fn safetensors(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
     let length = u64::from_le_bytes(seed[..8].try_into().unwrap()) as usize;
     let (header, data) = seed[8..].split_at(length);
@@ -135,7 +136,7 @@ fn text_of(rng: &mut Rng, mut value: Value) -> Vec<u8> {
     value.to_string().into_bytes()
 }
 
-/// Change a value somewhere below `value`.
+/// Changes, removes, renames or repeats one value within `value`, or replaces `value`.
 fn change(rng: &mut Rng, value: &mut Value) {
     let descend = rng.below(5) > 0;
     match value {
@@ -162,7 +163,7 @@ fn change(rng: &mut Rng, value: &mut Value) {
                 _ => change(rng, &mut items[at]),
             }
         }
-        // Texts in headers are often JSON themselves.
+        // Strings in headers often contain JSON.
         Value::String(text) if rng.below(2) == 0 => *text = String::from_utf8_lossy(&json(rng, text.as_bytes())).into(),
         other => *other = fresh(rng),
     }

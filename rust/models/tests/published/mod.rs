@@ -1,13 +1,14 @@
-//! Reads the names and shapes of published models from `tests/golden`.
+//! Reads the names and shapes of the parameters of published models from `tests/golden`.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Shapes by name.
+/// The shapes of parameters by name.
 pub type Shapes = BTreeMap<String, Vec<usize>>;
 
-/// The parameters that the file `name` of `tests/golden` describes. The file has rules: a name, a shape, and a list of
-/// block numbers, which replace `*` in the name. The list is empty if the name has no `*`.
+/// The parameters that the file `name` of `tests/golden` describes. The file is a list of rules. A rule has a name, a
+/// shape, and a list of block indices. It stands for one parameter per index, whose name has the index in place of `*`.
+/// The list of indices is empty if the name has no `*`.
 pub fn published(name: &str) -> Shapes {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden").join(name);
     let rules: Vec<(String, Vec<usize>, Vec<usize>)> =

@@ -1,5 +1,5 @@
-//! Frozen low-rank products that layers add beside the adapter in training, for example the training adapter of a
-//! distilled model.
+//! Frozen low-rank products that layers add to their results in training, beside the adapter that is trained. An example
+//! is the training adapter of a distilled model.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -37,15 +37,15 @@ impl TrainingAdapter {
         for (name, given) in values {
             let layer = known.get(name.as_str()).ok_or_else(|| wrong(name, "the model has no such layer"))?;
             if layer.slot().has_beside() {
-                return Err(wrong(name, "it has a training adapter already"));
+                return Err(wrong(name, "the layer has a training adapter already"));
             }
             let kind = given.kind().map_err(|error| wrong(name, &error.to_string()))?;
             if kind.name != lora::KIND.name {
-                return Err(wrong(name, &format!("it is a \"{}\", expected a \"lora\"", kind.name)));
+                return Err(wrong(name, &format!("the adapter is a \"{}\", expected a \"lora\"", kind.name)));
             }
             let base = layer.base();
             if base.operation != Operation::Linear {
-                return Err(wrong(name, "it is a convolution, expected linear layers only"));
+                return Err(wrong(name, "the layer is a convolution, expected a linear layer"));
             }
             let (device, dtype) = (base.weight.device(), base.weight.dtype());
             let factor = |parameter: &str| {
@@ -99,13 +99,13 @@ impl TrainingAdapter {
 
 /// The factors of one layer's product B A, in the layer's dtype; B includes the scale.
 pub(crate) struct Product {
-    /// (rank, in).
+    /// A, (rank, in).
     down: Tensor,
-    /// (out, rank).
+    /// B, (out, rank).
     up: Tensor,
 }
 
-/// Computes with a frozen product and, if there is one, an adapter.
+/// The forward pass of a layer that has a frozen product and, if `inner` is given, an adapter.
 pub(crate) struct Beside {
     inner: Option<Arc<dyn Adapter>>,
     product: Arc<Product>,

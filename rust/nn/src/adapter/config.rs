@@ -14,7 +14,7 @@ use super::{AdapterKind, AdapterSettings, KINDS, OftSide};
 pub struct LoraConfig {
     /// Rank, at least 1.
     pub r: usize,
-    /// The numerator of the scale.
+    /// Alpha, the numerator of the scale alpha / r.
     pub lora_alpha: f64,
     /// The layers to adapt. An entry matches a layer whose name is the entry, or ends in `.` and the entry. An entry with
     /// characters that no name has (`*`, `(`, `|`, …) is a regular expression for the whole name or its end after a `.`.
@@ -29,11 +29,12 @@ pub struct LoraConfig {
     pub adapter: String,
     /// Use the weight-decomposed adapter (DoRA), as `adapter` = `dora` does.
     pub use_dora: bool,
-    /// DoRA: one magnitude for each output, as in peft; otherwise one for each input. The setting has LyCORIS' name.
+    /// DoRA: whether there is one magnitude for each output, as in peft, or one for each input. The name is LyCORIS'.
     pub wd_on_output: bool,
     /// LoKr: whether the smaller factor may be low-rank, too (peft's name).
     pub decompose_both: bool,
-    /// LoKr: the size of the smaller factor (peft's name); `None` for one near the square root of the layer's size.
+    /// LoKr: the size of the smaller factor (peft's name); `None` for a size near the square root of the number of outputs
+    /// (or inputs) of the layer.
     pub decompose_factor: Option<usize>,
     /// OFT: the size of blocks (peft's name). If it does not divide the number of features, the nearest divisor is used.
     pub oft_block_size: usize,
@@ -43,7 +44,7 @@ pub struct LoraConfig {
     /// OFT of inputs: the number of terms of the series that replaces the Cayley transform (peft's `use_cayley_neumann`
     /// and `num_cayley_neumann_terms`); `None` for the transform itself.
     pub cayley_neumann_terms: Option<usize>,
-    /// Scale alpha / √r instead of alpha / r (Kalajdzievski 2023, arXiv:2312.03732).
+    /// Whether the scale is alpha / √r instead of alpha / r (Kalajdzievski 2023, arXiv:2312.03732).
     pub use_rslora: bool,
     /// Quantization-aware training of linear layers: the grid that adapted weights are rounded to.
     pub qat: Option<Grid>,
@@ -118,7 +119,7 @@ impl LoraConfig {
         if let Some(grid) = self.qat.filter(|_| self.lora_dropout > 0.0) {
             return Err(Error::Config(format!(
                 "LoraConfig: lora_dropout is {}, expected 0 with qat \"{}\", which computes base and adapter as one \
-                 weight, so that the adapter has no input of its own",
+                 weight, so that dropout cannot change the input of the adapter alone",
                 self.lora_dropout,
                 grid.name()
             )));
@@ -136,7 +137,8 @@ impl LoraConfig {
         self.validate_oft()?;
         if self.decompose_factor == Some(0) {
             return Err(Error::Config(
-                "LoraConfig: decompose_factor is 0, expected at least 1, or -1 for a factor near the square root"
+                "LoraConfig: decompose_factor is 0, expected at least 1, or -1 for a size near the square root \
+                 of the layer's size"
                     .into(),
             ));
         }
@@ -165,11 +167,13 @@ impl LoraConfig {
             ));
         }
         if self.cayley_neumann_terms.is_some() && self.oft_side == Some(OftSide::Output) {
-            return wrong("use_cayley_neumann is for oft_side \"input\": no program reads it for outputs".into());
+            return wrong(
+                "use_cayley_neumann is for oft_side \"input\": no program reads use_cayley_neumann for outputs".into(),
+            );
         }
         if self.lora_dropout > 0.0 {
             return wrong(format!(
-                "lora_dropout is {}, expected 0 with adapter \"oft\", which rotates the base and has no input of its own",
+                "lora_dropout is {}, expected 0 with adapter \"oft\", which rotates the base weight and has no separate input",
                 self.lora_dropout
             ));
         }
@@ -296,7 +300,7 @@ enum Pattern<'a> {
     AllLinear,
     AllConv,
     AllAttention,
-    /// The whole name or its end after a dot, as peft matches names; or a regular expression for one of these.
+    /// The whole name or its end after a dot, as peft matches names; or a regular expression for the whole name or its end.
     Name(&'a str, Option<Regex>),
 }
 
@@ -319,7 +323,7 @@ impl<'a> Pattern<'a> {
         })
     }
 
-    /// Whether the layer `name` is selected.
+    /// Whether the layer `name` matches the pattern.
     fn matches(&self, name: &str, is_conv: bool) -> bool {
         let ends_in = |end: &str| name == end || name.strip_suffix(end).is_some_and(|rest| rest.ends_with('.'));
         match self {
@@ -384,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn words_stand_for_layers_of_a_sort() {
+    fn all_linear_all_conv_and_all_attention_match_layers_of_their_kind() {
         assert_eq!(targeted(&config(&["all-linear"]), "x"), (true, false));
         assert_eq!(targeted(&config(&["all-conv"]), "x"), (false, true));
         assert_eq!(targeted(&config(&["all-linear", "all-conv"]), "x"), (true, true));
@@ -410,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_follow_patterns_and_rslora() {
+    fn rank_and_scale_follow_patterns_and_rslora() {
         let mut c = config(&["all-linear"]);
         c.rank_pattern.insert("to_q".into(), 4);
         c.alpha_pattern.insert("to_q".into(), 2.0);

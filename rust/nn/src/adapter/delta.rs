@@ -1,4 +1,4 @@
-//! Adapters that add a whole matrix to the weight: W + s Δ.
+//! Adapters that add a scaled matrix of the weight's shape to the weight: W + s Δ.
 
 use trainable_candle_core::capture::HostState;
 use trainable_candle_core::ops::dropout::dropout;
@@ -7,14 +7,14 @@ use trainable_candle_core::{DType, Result, Tensor};
 use super::{Adapter, AdapterSettings, training};
 use crate::base::Base;
 
-/// The matrix of an adapter.
+/// The parameters of an adapter, from which it computes the matrix Δ.
 pub(super) trait Delta: Send + Sync {
     /// Δ of the shape of the base's weight, from parameters converted to `dtype`.
     fn delta(&self, base: &Base<'_>, dtype: DType) -> Result<Tensor>;
 }
 
-/// The adapter of one layer. Merging returns the weight W + s Δ. The forward pass computes with the same single weight, except
-/// while dropout is active: dropout changes the input of s Δ alone.
+/// The adapter of one layer. Merging returns the weight W + s Δ. The forward pass computes with the same single weight,
+/// except while dropout is active: dropout changes the input of s Δ, but not the input of W.
 pub(super) struct Added<D> {
     delta: D,
     scale: f64,

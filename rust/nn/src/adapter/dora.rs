@@ -1,9 +1,9 @@
 //! DoRA (Liu et al. 2024, arXiv:2402.09353): m (W + s B A) / ‖W + s B A‖. The backward pass treats the norm as a constant.
 //!
-//! There is one norm per output, as in the paper and in peft, or one per input (feature or channel), taken over outputs
-//! and kernel, as in kohya's files and in `ComfyUI`.
+//! There is either one norm per output, as in the paper and in peft, or one norm per input (feature or channel), as in
+//! kohya's files and in `ComfyUI`. The norm of an input is taken over the outputs and the kernel positions.
 //!
-//! Follows <https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/lora/dora.py#L86>
+//! The code follows <https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/lora/dora.py#L86>
 //! and <https://github.com/comfyanonymous/ComfyUI/blob/9c0cf36cd7964978850fd40f8cf76ac2cf9f9e15/comfy/weight_adapter/base.py>.
 
 use trainable_candle_core::ops::dropout::dropout;
@@ -36,7 +36,8 @@ pub static KIND: AdapterKind = AdapterKind {
     build,
 };
 
-/// Initial values: LoRA's. The magnitude starts as the norms of the weight, so that the layer's results do not change.
+/// The initial values of the factors, which are LoRA's, and of the magnitude: the norms of the weight, so that the layer's
+/// results do not change.
 fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     let mut parameters = lora::start(base, settings);
     parameters.push(if settings.wd_on_output {
@@ -52,7 +53,11 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
     let (magnitude, expected) = match (find(parameters, PER_OUTPUT), find(parameters, PER_INPUT)) {
         (Some(magnitude), None) => (Magnitude::PerOutput(magnitude), vec![base.rows()]),
         (None, Some(magnitude)) => (Magnitude::PerInput(magnitude), vec![1, base.inputs()]),
-        _ => return Err(Error::Config(format!("DoRA: expected one of {PER_OUTPUT} and {PER_INPUT}"))),
+        _ => {
+            return Err(Error::Config(format!(
+                "DoRA: expected exactly one of the parameters {PER_OUTPUT} and {PER_INPUT}"
+            )));
+        }
     };
     if magnitude.var().dims() != expected {
         return Err(Error::shape(
@@ -107,8 +112,8 @@ impl Dora {
             let y = unbiased.forward(x)?.add(&self.factors.low_rank(x, base)?)?.mul(&ratio)?;
             return base.bias.map_or_else(|| Ok(y.clone()), |bias| y.add(bias));
         };
-        // With dropout, peft adds (c - 1) W x' + c s B A x' to W x, where x' is x after dropout and c = m / ‖W + s B
-        // A‖.
+        // With dropout, peft adds (c - 1) W x' + c s B A x' to W x, where x' is x after dropout and
+        // c = m / ‖W + s B A‖.
         let dropped = dropout(x, p, true)?;
         let change = unbiased.forward(&dropped)?.mul(&ratio.add_scalar(-1.0)?)?;
         let low_rank = self.factors.low_rank(&dropped, base)?.mul(&ratio)?;

@@ -12,10 +12,11 @@ pub struct AdapterKind {
     pub name: &'static str,
     /// Its parameters: the name that follows the layer's name in peft's files, and the layout in files.
     pub parameters: &'static [(&'static str, Layout)],
-    /// Names of parameters that no other kind has. Each adapter has one of them. The list is empty if the kind has no such
-    /// parameter.
+    /// Names of parameters that no other kind has, by which readers of files recognize the kind. Each adapter of the kind
+    /// has exactly one of these parameters. The list is empty if the kind has no parameter of its own.
     pub mark: &'static [&'static str],
-    /// Names of parameters whose first dimension is the rank. The first of them that an adapter has determines its rank.
+    /// Names of parameters whose first dimension is the rank. The first of these parameters that an adapter
+    /// has determines the adapter's rank.
     pub ranked: &'static [&'static str],
     /// What the tape keeps of a layer with this kind of adapter.
     pub kept: fn(base: &Base<'_>, settings: &AdapterSettings) -> Kept,
@@ -32,15 +33,16 @@ pub struct Kept {
     pub input: bool,
     /// Whether the tape keeps the input even if the backward pass could compute it again ([`Tensor::remade`]).
     pub remade: bool,
-    /// The number of further values at each position of the result.
+    /// The number of further values that the tape keeps for each output position (a token or a pixel).
     pub values: usize,
-    /// The number of values at each position that only selective checkpointing keeps: results of matrix products.
+    /// The number of values for each output position that the tape keeps only under selective checkpointing: results of
+    /// matrix products.
     pub products: usize,
 }
 
 impl Kept {
-    /// For a low-rank product: the input, and the result of the first factor, with as many values per position as the
-    /// rank.
+    /// For a low-rank product: the input, and the result of the first factor, which has as many values per
+    /// position as the rank.
     pub(super) fn low_rank(_base: &Base<'_>, settings: &AdapterSettings) -> Self {
         Self { input: true, remade: false, values: settings.rank, products: 0 }
     }
@@ -113,7 +115,7 @@ impl AdapterKind {
     /// adapter.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`](trainable_candle_core::Error::OutOfMemory) if they do not fit.
+    /// [`Error::OutOfMemory`](trainable_candle_core::Error::OutOfMemory) if the values do not fit into memory.
     pub fn init(&self, base: &Base<'_>, settings: &AdapterSettings) -> Result<Parameters<Tensor>> {
         (self.start)(base, settings).into_iter().map(|(name, start)| Ok((name, start.draw(base)?))).collect()
     }

@@ -77,20 +77,20 @@ fn check_base(
         return Err(Error::argument(op, "the rank is 0, expected at least 1"));
     }
     if !weight.device().same_device(device) {
-        return Err(Error::device(op, "the base weight is on another device; move it with to_device()"));
+        return Err(Error::device(op, "the base weight is not on the layer's device; move it with to_device()"));
     }
     Ok(())
 }
 
 impl<K: LayerKind> AdaptedLinear<K> {
-    /// A layer over a frozen `base_weight (out, in)` with scale alpha / rank. Until it is trained, it computes the same
-    /// results as the base. The adapter's parameters are f32: A (rank, in) starts with uniform values like the weight
-    /// of a linear layer of torch, B (out, rank) starts at zero, and DoRA's magnitude (out) starts as the norms of the
-    /// weight's rows.
+    /// A layer over a frozen `base_weight (out, in)` with scale alpha / rank. Until the layer is trained, it computes
+    /// the same results as the base. The adapter's parameters are f32: A (rank, in) starts with uniform values like the
+    /// weight of a linear layer of torch, B (out, rank) starts at zero, and DoRA's magnitude (out) starts as the norms of
+    /// the weight's rows.
     ///
     /// # Errors
     /// [`Error::Shape`] if the weight is not a matrix, [`Error::DType`] if it is not floating-point, [`Error::Argument`] if
-    /// the rank is 0, [`Error::Device`] if the weight is on another device.
+    /// the rank is 0, [`Error::Device`] if the weight is not on `device`.
     pub fn new(base_weight: impl Into<Weight>, rank: usize, alpha: f64, device: &Device) -> Result<Self> {
         let settings = AdapterSettings { rank, scale: alpha / rank.max(1) as f64, ..AdapterSettings::default() };
         Self::with_settings(base_weight, None, settings, device)
@@ -145,7 +145,7 @@ impl<K: LayerKind> AdaptedLinear<K> {
     /// W + scale · up · down; DoRA then scales each row to the norm in the magnitude.
     ///
     /// # Errors
-    /// Those of the arithmetic.
+    /// The errors of the operations on tensors.
     pub fn merge(&self) -> Result<Tensor> {
         self.adapter.merged_weight(&self.base())
     }

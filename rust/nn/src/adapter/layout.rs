@@ -6,9 +6,9 @@ use trainable_candle_core::{DType, Error, Result, Tensor};
 use super::oft::upper_places;
 use crate::base::Base;
 
-/// How the shape of an adapter's parameter in files differs from its shape in memory, for a convolution of kernel (h,
-/// w). Parameters in memory are channels-last, as convolutions need them. For a linear layer both shapes are the same,
-/// except for [`UpperTriangle`](Self::UpperTriangle).
+/// How the shape of an adapter's parameter in files differs from its shape in memory, for a convolution whose kernel
+/// has the size (h, w). Parameters in memory are channels-last, as this library's convolutions read them. For a linear layer
+/// both shapes are the same, except for [`UpperTriangle`](Self::UpperTriangle).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// The same as in memory.
@@ -23,8 +23,8 @@ pub enum Layout {
     Channels,
     /// (1, n) in memory, (1, n, 1, 1) in files.
     Row,
-    /// (k, n (n - 1) / 2) in memory, the strict upper triangles of skew-symmetric matrices. Files have matrices (k, n, n)
-    /// that are zero outside these triangles; such a matrix minus its transpose is the skew-symmetric matrix.
+    /// (k, n (n - 1) / 2) in memory: the strict upper triangles of k skew-symmetric matrices S. (k, n, n) in files:
+    /// matrices M with the same upper triangles and zeros elsewhere, so that S = M - Mᵀ.
     UpperTriangle,
 }
 
@@ -54,7 +54,7 @@ impl Layout {
         }
     }
 
-    /// Convert a parameter from the layout of files to that in memory.
+    /// Convert a parameter from the layout of files to the layout in memory.
     ///
     /// # Errors
     /// [`Error::Shape`] if the value does not have the layout of files.

@@ -1,8 +1,9 @@
 //! LoHa (Hyeon-Woo et al. 2022, arXiv:2108.06098, as in `LyCORIS`, arXiv:2309.14859): W + s (A₁ B₁) ∘ (A₂ B₂).
 //!
-//! A convolution's weight counts as a matrix (out, in · height · width). The Tucker form is not supported.
+//! A convolution's weight counts as a matrix (out, in · height · width). LyCORIS' Tucker form of convolutions is
+//! not supported.
 //!
-//! Follows <https://github.com/KohakuBlueleaf/LyCORIS/blob/f49d30d670591ec8841d241d79aaa8449b30a715/lycoris/functional/loha.py#L78>.
+//! The code follows <https://github.com/KohakuBlueleaf/LyCORIS/blob/f49d30d670591ec8841d241d79aaa8449b30a715/lycoris/functional/loha.py#L78>.
 
 use trainable_candle_core::ops::low_rank_hadamard::low_rank_hadamard;
 use trainable_candle_core::{DType, Error, Result, Tensor, Var};
@@ -51,7 +52,12 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
         let found: Vec<String> = parameters.iter().map(|(name, var)| format!("{name} {:?}", var.dims())).collect();
         return Err(Error::shape(
             "LoHa",
-            format!("found {}, expected ({}, r) and (r, {})", found.join(", "), base.rows(), base.columns()),
+            format!(
+                "found {}, expected ({}, r) for {A1} and {A2}, (r, {}) for {B1} and {B2}",
+                found.join(", "),
+                base.rows(),
+                base.columns()
+            ),
         ));
     }
     Ok(Box::new(Added::new(loha, settings)))

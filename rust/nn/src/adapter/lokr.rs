@@ -1,9 +1,9 @@
 //! LoKr (`LyCORIS`, arXiv:2309.14859): W + s C ⊗ D, a Kronecker product of a small matrix C and a larger matrix D. Each of
-//! the two is a whole matrix or a low-rank product.
+//! the matrices C and D is stored whole or as a low-rank product.
 //!
-//! On a convolution, D has the dimensions of the kernel. The Tucker form is not supported.
+//! On a convolution, D also has the kernel's height and width. LyCORIS' Tucker form of convolutions is not supported.
 //!
-//! Follows <https://github.com/KohakuBlueleaf/LyCORIS/blob/f49d30d670591ec8841d241d79aaa8449b30a715/lycoris/functional/lokr.py#L11>
+//! The code follows <https://github.com/KohakuBlueleaf/LyCORIS/blob/f49d30d670591ec8841d241d79aaa8449b30a715/lycoris/functional/lokr.py#L11>
 //! and <https://github.com/KohakuBlueleaf/LyCORIS/blob/f49d30d670591ec8841d241d79aaa8449b30a715/lycoris/functional/general.py#L14>.
 
 use trainable_candle_core::{DType, Error, Result, Tensor, Var};
@@ -13,7 +13,9 @@ use super::kind::{Kept, Parameters, Start, StartValues, find};
 use super::{Adapter, AdapterKind, AdapterSettings, Layout};
 use crate::base::Base;
 
+/// The names of C's parameters: C as a whole, and the two factors of a low-rank C.
 const SMALL: [&str; 3] = ["lokr_w1", "lokr_w1_a", "lokr_w1_b"];
+/// The names of D's parameters: D as a whole, and the two factors of a low-rank D.
 const LARGE: [&str; 3] = ["lokr_w2", "lokr_w2_a", "lokr_w2_b"];
 
 /// LoKr in the registry.
@@ -34,8 +36,9 @@ pub static KIND: AdapterKind = AdapterKind {
     build,
 };
 
-/// Splits `size` into two factors, the smaller first. If `factor` divides `size`, it is one of the two. Otherwise the smaller
-/// is the largest divisor of `size` that is at most √`size` and, if a `factor` is given, at most `factor`.
+/// Two numbers whose product is `size`, the smaller first. If `factor` divides `size`, `factor` is one of the two numbers.
+/// Otherwise the smaller number is the largest divisor of `size` that is at most √`size` and, if a `factor` is given, at
+/// most `factor`.
 fn factorization(size: usize, factor: Option<usize>) -> (usize, usize) {
     if let Some(factor) = factor.filter(|&f| f > 0 && size.is_multiple_of(f)) {
         return (factor.min(size / factor), factor.max(size / factor));
@@ -48,7 +51,8 @@ fn factorization(size: usize, factor: Option<usize>) -> (usize, usize) {
     (small, size / small)
 }
 
-/// `LyCORIS`' initial values: D (or its second factor) is zero, and all other parameters have the initial values of torch's linear layers.
+/// `LyCORIS`' initial values: D (or its second factor) is zero, and all other parameters have the initial values of torch's
+/// linear layers.
 fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     let rank = settings.rank;
     let (out_small, out_large) = factorization(base.rows(), settings.decompose_factor);
@@ -85,7 +89,7 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
         return Err(Error::shape(
             "LoKr",
             format!(
-                "found {} (channels last), which do not make a weight of shape {:?}",
+                "found {} (channels last), whose Kronecker product does not have the weight's shape, {:?}",
                 found.join(", "),
                 base.weight.dims()
             ),
@@ -137,8 +141,7 @@ struct LoKr {
 }
 
 impl Delta for LoKr {
-    /// D has c rows and, at each place of the kernel, d columns. In row a · c + i, at place p of the kernel, in column
-    /// b · d + j, Δ has the value C[a, b] · D[i, p, j].
+    /// Δ[a · c + i, p, b · d + j] = C[a, b] · D[i, p, j], where D has c rows and, for each kernel tap p, d columns.
     fn delta(&self, base: &Base<'_>, dtype: DType) -> Result<Tensor> {
         let (small, large) = (self.small.value(dtype)?, self.large.value(dtype)?);
         let (rows, columns) = (small.dims()[0], small.dims()[1]);

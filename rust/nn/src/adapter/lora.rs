@@ -39,7 +39,8 @@ pub(super) fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<S
     vec![(DOWN, Start::new(dims, StartValues::Kaiming)), (UP, up)]
 }
 
-/// Convert a parameter to `dtype` for a fused operation, or return it unchanged if the operation takes f32 parameters.
+/// Convert a parameter to `dtype` for a fused operation, or return it unchanged if the operation converts f32
+/// parameters itself.
 pub(super) fn operand(parameter: &Var, dtype: DType) -> Result<Tensor> {
     match (parameter.dtype(), dtype) {
         (DType::F32, DType::F16 | DType::BF16) => Ok(parameter.as_tensor().clone()),
@@ -105,7 +106,8 @@ impl Lora {
         linear(&base.operation.apply(x, &down, None)?, &up, None)?.mul_scalar(self.scale)
     }
 
-    /// The dropout probability if dropout is active now. The input of the adapter then differs from that of the layer.
+    /// The dropout probability if dropout is active now. The input of the adapter then differs from the input of the
+    /// layer.
     pub(super) fn active_dropout(&self) -> Option<f64> {
         (self.dropout > 0.0 && self.training.read()).then_some(self.dropout)
     }

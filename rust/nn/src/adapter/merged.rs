@@ -1,11 +1,11 @@
-//! A weight that replaces the layer's own.
+//! An adapter that replaces the layer's weight by another, for example by the merged weight.
 
 use trainable_candle_core::{Result, Tensor};
 
 use super::Adapter;
 use crate::base::Base;
 
-/// Computes with `weight` in place of the layer's.
+/// Computes with `weight` in place of the layer's weight.
 pub(super) struct Merged {
     pub(super) weight: Tensor,
 }

@@ -44,10 +44,10 @@ pub trait Adapter: Send + Sync {
     fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor>;
 
     /// The low-rank product that the adapter adds to a linear layer's result for an input of `dtype`; None if the adapter
-    /// does anything else, as LoRA does while its dropout is active.
+    /// changes the result in another way. LoRA does so while its dropout is active.
     ///
     /// # Errors
-    /// Those of the arithmetic.
+    /// The errors of the operations on tensors.
     fn as_low_rank(&self, _dtype: DType) -> Result<Option<LowRank>> {
         Ok(None)
     }
@@ -56,19 +56,20 @@ pub trait Adapter: Send + Sync {
     /// flow through it to the adapter's parameters.
     ///
     /// # Errors
-    /// Those of the arithmetic.
+    /// The errors of the operations on tensors.
     fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor>;
 
     /// [`adapted_weight`](Self::adapted_weight) in the dtype of the base, without recording on the tape.
     ///
     /// # Errors
-    /// Those of the arithmetic.
+    /// The errors of the operations on tensors.
     fn merged_weight(&self, base: &Base<'_>) -> Result<Tensor> {
         let _constant = no_grad();
         Ok(self.adapted_weight(base)?.to_dtype(base.weight.dtype())?.detach())
     }
 
-    /// The weight with which this adapter computes in place of the layer's own weight; None if it does anything else.
+    /// The weight with which this adapter computes in place of the layer's own weight; None if the adapter
+    /// changes the result in another way.
     fn replaces_weight(&self) -> Option<Tensor> {
         None
     }
@@ -94,12 +95,13 @@ pub struct AdapterSettings {
     pub scale: f64,
     /// Probability of dropping an element of the adapter's input while training.
     pub dropout: f64,
-    /// DoRA: one magnitude for each output, as in the paper; otherwise one for each input.
+    /// DoRA: whether there is one magnitude for each output, as in the paper, or one for each input.
     pub wd_on_output: bool,
     /// LoKr: whether the smaller factor may be low-rank, too.
     pub decompose_both: bool,
-    /// LoKr: the size of the smaller factor. If it does not divide the layer's size, the largest divisor up to it and up to
-    /// the square root of the layer's size is used. `None` means the largest divisor up to the square root.
+    /// LoKr: the size of the smaller factor, for outputs and for inputs. If the size does not divide the layer's number of
+    /// outputs (or inputs), the largest divisor up to this size and up to the square root of that number is used. `None`
+    /// means the largest divisor up to the square root.
     pub decompose_factor: Option<usize>,
     /// OFT: the size of blocks. If it does not divide the number of features, the nearest divisor is used.
     pub oft_block_size: usize,

@@ -1,14 +1,15 @@
 //! OFT (Qiu et al. 2023, arXiv:2306.07280): rotations of blocks of a layer's inputs or outputs, y = W R x + b or y = R W x + b.
 //!
-//! R is block diagonal. Each block is the Cayley transform (I - Q) (I + Q)⁻¹ of a skew-symmetric Q. The strict upper
-//! triangle of Q is trained; Q = 0 gives the identity. Activations are rotated, not weights. They are computed as x + x D with
-//! D = Rᵀ - I, because small rotations would vanish in a bf16 R.
+//! R is block diagonal. A block of outputs is the Cayley transform C = (I - Q) (I + Q)⁻¹ of a skew-symmetric Q; a block of
+//! inputs is Cᵀ. The strict upper triangle of Q is trained; Q = 0 gives the identity. The layer rotates activations, not the
+//! weight. Row vectors x become x + x D with D = Rᵀ - I, because in a bf16 R small rotations would vanish beside the ones of the
+//! diagonal.
 //!
-//! peft rotates inputs; `LyCORIS` and `ComfyUI` rotate outputs. Each side's parameter has the name that the tools of that
-//! side use. In place of the inverse, peft can sum the first terms of a series (`use_cayley_neumann`). The sum approximates the
-//! inverse rotation, which can be trained equally well.
+//! peft rotates inputs; `LyCORIS` and `ComfyUI` rotate outputs. The parameter of each side has the name that these
+//! programs give it. In place of C, peft can use the first terms of a series (`use_cayley_neumann`). Their sum approximates
+//! (I + Q) (I - Q)⁻¹ = C⁻¹: also a rotation, which can be trained equally well.
 //!
-//! Follows <https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/oft/layer.py#L116>,
+//! The code follows <https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/oft/layer.py#L116>,
 //! <https://github.com/KohakuBlueleaf/LyCORIS/blob/01ca138aead1b5d2e5c4b1b22c3ba6ba274e7d14/lycoris/modules/diag_oft.py#L87> and
 //! <https://github.com/comfyanonymous/ComfyUI/blob/3684cff31bb470fc106b2c843224e69780266cca/comfy/weight_adapter/oft.py#L118>.
 
@@ -24,7 +25,7 @@ use crate::base::{Base, Operation};
 
 /// The parameter that rotates inputs: the strict upper triangles of its blocks, (blocks, n (n - 1) / 2).
 const INPUT: &str = "oft_R.weight";
-/// The parameter that rotates outputs: the same triangles. Files have a square matrix M for each block, and Q is M - Mᵀ.
+/// The parameter that rotates outputs: triangles as in [`INPUT`]. Files have a square matrix M for each block, and Q is M - Mᵀ.
 const OUTPUT: &str = "oft_blocks";
 
 /// The numbers of terms that a series may have.
@@ -126,7 +127,7 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
     let (side, upper) = match (find(parameters, INPUT), find(parameters, OUTPUT)) {
         (Some(upper), None) => (OftSide::Input, upper),
         (None, Some(upper)) => (OftSide::Output, upper),
-        _ => return Err(Error::Config(format!("OFT: expected one of {INPUT} and {OUTPUT}"))),
+        _ => return Err(Error::Config(format!("OFT: expected either {INPUT} or {OUTPUT}"))),
     };
     if base.operation != Operation::Linear && side == OftSide::Input {
         return Err(Error::Config(
@@ -156,8 +157,8 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
     };
     if size == 1 {
         return Err(Error::Config(format!(
-            "OFT: no divisor of the layer's {features} features is near oft_block_size; give another oft_block_size, or \
-             leave the layer out with exclude_modules"
+            "OFT: the divisor of the layer's {features} features nearest to oft_block_size is 1, and blocks of 1 feature \
+             cannot rotate; give another oft_block_size, or leave the layer out with exclude_modules"
         )));
     }
     if let Some(terms) = settings.cayley_neumann_terms.filter(|terms| !TERMS.contains(terms)) {
@@ -228,7 +229,8 @@ struct Oft {
 }
 
 impl Oft {
-    /// s (R - I), (blocks, n, n), as a factor on the right of row vectors. The dtype is f64 for `dtype` f64, otherwise f32.
+    /// s (Rᵀ - I), (blocks, n, n): the matrices by which row vectors are multiplied from the right. The dtype is f64 for
+    /// `dtype` f64, otherwise f32.
     fn change(&self, dtype: DType) -> Result<Tensor> {
         let upper = self.upper.to_dtype(if dtype == DType::F64 { DType::F64 } else { DType::F32 })?;
         let change = match &self.series {
@@ -238,7 +240,7 @@ impl Oft {
         let change = if self.scale == 1.0 { change } else { change.mul_scalar(self.scale)? };
         match self.side {
             OftSide::Input => Ok(change),
-            // `LyCORIS` and `ComfyUI` multiply column vectors of outputs.
+            // `LyCORIS` and `ComfyUI` multiply column vectors of outputs by C, so row vectors are multiplied by Cᵀ.
             OftSide::Output => change.transpose(1, 2),
         }
     }

@@ -1,8 +1,8 @@
 //! Quantization-aware training: a layer computes with its adapted weight, rounded as a quantized model would store it.
 //!
 //! Every forward pass, in training or not, computes the whole adapted weight (with LoRA W + s B A) and rounds it to a
-//! [`Grid`]; gradients pass through the rounding unchanged. When the result is merged and stored in the grid's format,
-//! its rounding errors are the same as in training (Liu et al. 2023, "LLM-QAT", arXiv:2305.17888, for weights only).
+//! [`Grid`]; gradients pass through the rounding unchanged. When the adapted weight is merged and stored in the grid's
+//! format, its rounding errors are the same as in training (Liu et al. 2023, "LLM-QAT", arXiv:2305.17888, for weights only).
 
 use trainable_candle_core::ops::fake_quantize::{Grid, fake_quantize, fake_quantize_by};
 use trainable_candle_core::{Error, Result, Tensor, Var, WeightRef};
@@ -10,7 +10,7 @@ use trainable_candle_core::{Error, Result, Tensor, Var, WeightRef};
 use super::{Adapter, AdapterSettings};
 use crate::base::{Base, Operation};
 
-/// An adapter whose weight is rounded to a grid.
+/// An adapter whose adapted weight is rounded to a grid.
 pub struct QuantizationAware {
     inner: Box<dyn Adapter>,
     grid: Grid,
@@ -52,8 +52,8 @@ impl QuantizationAware {
         Ok(Self { inner, grid, activations: false, scales: None })
     }
 
-    /// Round inputs too. Each token has one scale, computed from its largest magnitude. torchao does the same in
-    /// `Int8DynamicActivationInt8Weight` with symmetric activations, and in `Float8DynamicActivationFloat8Weight` by rows
+    /// If `activations`, round inputs too. Each token has one scale, computed from its largest magnitude. torchao does the same in
+    /// `Int8DynamicActivationInt8Weight` with symmetric activations, and in `Float8DynamicActivationFloat8Weight` with a scale per row
     /// (<https://github.com/pytorch/ao/blob/v0.18.0/torchao/quantization/quant_api.py>).
     #[must_use]
     pub fn with_activations(self, activations: bool) -> Self {

@@ -80,7 +80,7 @@ impl LayerValues {
     /// The kind of adapter that has these parameters.
     ///
     /// # Errors
-    /// [`Error::Config`] if no kind has all of them.
+    /// [`Error::Config`] if no kind has all of these parameters.
     pub fn kind(&self) -> Result<&'static AdapterKind> {
         let has = |kind: &&&AdapterKind| {
             self.parameters.keys().all(|name| kind.parameter(name).is_some())
@@ -144,7 +144,7 @@ impl AdapterSet {
         Self::build(config, planned)
     }
 
-    /// Put given adapters on the layers that `values` names. Other layers do not change.
+    /// Put the adapters in `values` on the layers that it names. Other layers do not change.
     ///
     /// # Errors
     /// [`Error::Config`] if a layer is missing or already has an adapter, or if no kind has the parameters;
@@ -245,8 +245,8 @@ impl AdapterSet {
         self.buffer.vars()
     }
 
-    /// The trainable parameters under peft's names (`blocks.0.attn.to_q.lora_A.weight`). Those of convolutions are
-    /// channels-last; [`Layout`](super::Layout) describes their shapes in files.
+    /// The trainable parameters under peft's names (`blocks.0.attn.to_q.lora_A.weight`). Parameters of convolutions
+    /// are channels-last; [`Layout`](super::Layout) describes their shapes in files.
     pub fn named_vars(&self) -> Vec<(String, Var)> {
         self.members
             .iter()
@@ -261,7 +261,7 @@ impl AdapterSet {
     /// The learned factors on the scales of rounded weights, by layer. The list is empty if scales are not learned.
     ///
     /// # Errors
-    /// Those of the arithmetic.
+    /// The errors of the operations on tensors.
     pub fn scales(&self) -> Result<Vec<(&str, Tensor)>> {
         let learned = self.members.iter().filter_map(|m| Some((m.name.as_str(), m.scales.as_ref()?)));
         learned.map(|(name, var)| Ok((name, var.detach().exp()?))).collect()
@@ -295,7 +295,7 @@ impl AdapterSet {
     /// The adapted layers, with parameters laid out as in files.
     ///
     /// # Errors
-    /// Those of the arithmetic.
+    /// The errors of the operations on tensors.
     pub fn layers(&self) -> Result<Vec<AdaptedLayer<'_>>> {
         self.members
             .iter()
@@ -324,7 +324,7 @@ impl AdapterSet {
         self.members.is_empty()
     }
 
-    /// Overwrite the parameters with those of a file with the same layers, kinds, ranks and scales.
+    /// Overwrite the parameters with `values` from a file that has the same layers, kinds, ranks and scales.
     ///
     /// # Errors
     /// [`Error::Config`] that names a missing or unexpected parameter, or a scale that differs; [`Error::Shape`] if a
@@ -396,7 +396,7 @@ impl AdapterSet {
             {
                 if own_side != Some(side) {
                     let side = side.name();
-                    let asked = format!("of the other side; make it with oft_side=\"{side}\" (--oft-side {side})");
+                    let asked = format!("OFT of the other side; make it with oft_side=\"{side}\" (--oft-side {side})");
                     return cure(&format!("OFT of {side}s"), &asked);
                 }
                 if given.cayley_neumann_terms != member.settings.cayley_neumann_terms {
@@ -412,7 +412,7 @@ impl AdapterSet {
             }
             let own_rank = if member.has_rank() { member.settings.rank } else { 0 };
             if (rank == 0) != (own_rank == 0) {
-                // One side has parameters that the other does not have. The caller's error lists their names.
+                // Either the file or this set has parameters that the other does not. The caller's error lists their names.
                 continue;
             }
             let (there, here) = (given.scale, member.settings.scale);
@@ -449,7 +449,7 @@ impl AdapterSet {
     /// which restores the adapters exactly.
     ///
     /// # Errors
-    /// Those of the arithmetic. After an error, the layers have not changed.
+    /// The errors of the operations on tensors. After an error, the layers have not changed.
     pub fn merge(&self) -> Result<()> {
         let merged = self.members.iter().map(|m| m.adapter.merged_weight(&m.base())).collect::<Result<Vec<_>>>()?;
         for (member, weight) in self.members.iter().zip(merged) {
