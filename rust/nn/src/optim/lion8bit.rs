@@ -146,7 +146,7 @@ mod tests {
     use super::{Coefficients, Lion8bitConfig};
 
     #[test]
-    fn forms_are_equal() {
+    fn all_implementations_of_lanes_give_equal_steps() {
         let Lion8bitConfig { lr, betas, .. } = Lion8bitConfig::default();
         check_forms(Coefficients::<f32>::new(lr, betas, 0.01));
     }
