@@ -17,8 +17,8 @@ pub struct LinearGroup {
     joined: Option<Joined>,
 }
 
-/// The parameters of all members, stacked along the output features. Each member's own parameters are views of its rows, or
-/// share the storage of its quantized or streamed rows where possible.
+/// The parameters of all members, stacked along the output features. Each member's own parameters are the member's rows of
+/// these parameters, in the same storage.
 struct Joined {
     weight: Weight,
     bias: Option<Tensor>,

@@ -114,8 +114,8 @@ impl Lines {
     }
 }
 
-/// The codes of `values * scale`. The products are finite and, up to a few roundings, in [-1, 1] or, in a map without
-/// negative values, in [0, 1].
+/// Writes the codes of `values * scale` to `codes`. The products must be finite and, up to a few roundings, in [-1, 1] or, in
+/// a map without negative values, in [0, 1].
 #[inline(always)]
 pub(super) fn encode<R: Registers>(
     r: R,
