@@ -55,8 +55,8 @@ impl Adafactor {
 
 registered!(
     AdafactorRule,
-    "Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: Adam, with a matrix's second \
-     moments estimated from those of its rows and columns.",
+    "Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: Adam without a first moment; the \
+     second moments of a matrix are estimated from the second moments of its rows and columns.",
     5,
     AdafactorConfig::default()
 );

@@ -114,8 +114,7 @@ impl DeviceMaster {
 /// The states of all variables with the same kinds of states.
 struct Layout {
     specs: Specs,
-    /// Whether the variables are bf16 and rounded stochastically. Their float states are then also bf16, otherwise f32. The
-    /// dtypes of 8-bit codes and scales do not depend on this field.
+    /// Whether the variables are bf16 and rounded stochastically. Their float states are then also bf16, otherwise f32.
     rounded: bool,
     /// One buffer for each state of `specs`.
     buffers: Vec<Raw>,
@@ -303,7 +302,8 @@ impl OnDevice {
         of_group.try_for_each(|slot| self.settings.configure(R::NAME, slot, settings, Some(slot)))
     }
 
-    /// Queues a step of the variables that are `wanted` and have a gradient.
+    /// Queues a step of the variables that are `wanted` and have a gradient. The step divides gradients by `loss_scale`, and does
+    /// not change variables and states if `norm` is non-finite. With `zero`, it also clears the gradients of these variables.
     pub(super) fn step<R: Rule>(
         &mut self,
         groups: &[Group<R::Config>],
