@@ -35,9 +35,9 @@ pub struct Kept {
 /// device.
 #[derive(Default)]
 struct Turns {
-    /// Of the blocks that read streamed weights while they run.
+    /// The turns of the blocks that read streamed weights while they run.
     runs: HashMap<usize, Turn>,
-    /// Of the blocks whose streamed weights [`Blocks::aside`] reads.
+    /// The turns of the blocks whose streamed weights [`Blocks::aside`] reads.
     asides: HashMap<usize, Turn>,
 }
 

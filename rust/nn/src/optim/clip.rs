@@ -40,6 +40,7 @@ pub(super) fn cuda_device(params: &[Var]) -> Option<Device> {
     params.iter().map(|var| var.device()).find(|device| device.is_cuda()).cloned()
 }
 
+/// The norm of the gradients of `params`, and the factor that clips this norm to `max_norm`, both on the CUDA device `device`.
 pub(super) fn clip(
     op: &'static str,
     params: &[Var],

@@ -38,7 +38,7 @@ pub struct Codebook {
     /// The map as lines, for computing the codes of optimizer states in registers.
     #[cfg(target_arch = "x86_64")]
     lines: Lines,
-    /// Four tables with one byte of each value, for look-ups in registers.
+    /// Four tables for look-ups in registers: table `i` holds byte `i` of each of the 256 values.
     #[cfg(target_arch = "x86_64")]
     planes: [[u8; 256]; 4],
 }

@@ -1,7 +1,7 @@
 //! Stochastic rounding of f32 values to bf16: each value becomes one of the two bf16 numbers around it, the nearer one
 //! with the higher probability, so that the expected value is the value itself.
 //!
-//! Rounding to nearest loses updates of less than half a unit in the last place; with stochastic rounding, they take
+//! Rounding to nearest loses updates of less than half a unit in the last place; with stochastic rounding, such updates take
 //! effect on average (Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", arXiv:1502.02551).
 //!
 //! The random bits are a function of the optimizer's seed, the number of the step, the number of the element among all
@@ -58,7 +58,8 @@ impl Bits {
 }
 
 /// Rounds to one of the neighbouring bf16 numbers by the lower 16 of `bits`. The probability of the neighbour of larger
-/// magnitude is the distance to the other neighbour, divided by the distance between the two. Infinities and NaN do not change.
+/// magnitude is the distance to the other neighbour, divided by the distance between the two. Infinities do not change, and NaN
+/// stays NaN.
 #[inline(always)]
 fn round(value: f32, bits: u32) -> bf16 {
     let found = value.to_bits();

@@ -59,7 +59,8 @@ fn stages(stages: FxHashMap<u64, Stage>) -> HostState<FxHashMap<u64, Stage>> {
     HostState::new("which gradients are unscaled", stages)
 }
 
-/// The scale, and the number of steps in a row with finite gradients since the scale last changed.
+/// The scale, and the number of steps with finite gradients since the last step with a non-finite gradient or the last growth
+/// of the scale.
 #[derive(Clone, Debug)]
 enum State {
     Host(f64, u64),
@@ -110,7 +111,8 @@ impl GradScaler {
         if self.config.enabled { Ok(self.read()?.0) } else { Ok(1.0) }
     }
 
-    /// The number of steps in a row with finite gradients. Waits for a CUDA device.
+    /// The number of steps with finite gradients since the last step with a non-finite gradient or the last growth of the
+    /// scale. Waits for a CUDA device.
     ///
     /// # Errors
     /// As [`get_scale`](Self::get_scale).

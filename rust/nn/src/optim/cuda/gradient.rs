@@ -103,8 +103,8 @@ pub fn scale_gradients(
     unsafe { function.launch(op, gpu, Shape::flat(count, each), arguments) }
 }
 
-/// The state of dynamic loss scaling: the scale, and the number of finite steps since the scale was last set or reduced, or
-/// since the last `interval` of such steps.
+/// The state of dynamic loss scaling: the scale, and the number of steps with finite gradients since the last step with a
+/// non-finite gradient or the last growth of the scale.
 #[derive(Clone, Debug)]
 pub struct LossScale(Raw);
 
@@ -125,7 +125,7 @@ impl LossScale {
         Ok(self.0.narrow(0, 0, 1)?.reshape(())?)
     }
 
-    /// The scale and the number of finite steps; waits for the device.
+    /// The scale and the number of steps with finite gradients; waits for the device.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails.
