@@ -1,4 +1,5 @@
-//! [`Base`]: the frozen part of a linear or convolutional layer, which an adapter computes with.
+//! [`Base`]: the frozen weight and bias of a linear or convolutional layer, and the layer's operation. Adapters compute
+//! with them.
 
 use trainable_candle_core::ops::conv::{Conv2dOptions, conv2d};
 use trainable_candle_core::ops::linear::linear;
@@ -14,7 +15,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// Apply the operation to `x` with any weight and bias.
+    /// Apply the operation to `x` with the given weight and bias, which need not be the layer's own.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`], `DType` or `Device` if the operands do not fit.
@@ -24,7 +25,7 @@ impl Operation {
             (Self::Conv2d(options), WeightRef::Plain(weight)) => conv2d(x, weight, bias, options),
             (Self::Conv2d(_), WeightRef::Quantized(_) | WeightRef::Streamed(_)) => Err(Error::argument(
                 "conv2d",
-                "the weight is quantized or streamed, which only weights of linear layers can be",
+                "the convolution's weight is quantized or streamed, but only linear layers can have such a weight",
             )),
         }
     }
@@ -50,22 +51,23 @@ impl Base<'_> {
         self.operation.apply(x, self.weight, self.bias)
     }
 
-    /// Output features or channels.
+    /// The number of output features, or of output channels.
     pub fn rows(&self) -> usize {
         self.weight.dims().first().copied().unwrap_or(0)
     }
 
-    /// Elements of the weight per output: input features, or kernel height x kernel width x channels per group.
+    /// Elements of the weight per output: the number of input features, or kernel height x kernel width x input channels
+    /// per group.
     pub fn columns(&self) -> usize {
         self.weight.dims().iter().skip(1).product()
     }
 
-    /// Input features, or channels per group.
+    /// The number of input features, or of input channels per group.
     pub fn inputs(&self) -> usize {
         self.weight.dims().last().copied().unwrap_or(0)
     }
 
-    /// Height and width of the kernel of a convolution.
+    /// Height and width of a convolution's kernel; `None` for a linear layer.
     pub fn kernel(&self) -> Option<[usize; 2]> {
         match self.weight.dims() {
             &[_, height, width, _] => Some([height, width]),

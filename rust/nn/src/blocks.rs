@@ -1,5 +1,5 @@
-//! [`Blocks`]: the repeated blocks of a model, and the policy by which they keep results between forward and backward
-//! pass.
+//! [`Blocks`]: the repeated blocks of a model, and the checkpointing policy, which says which results of the blocks are
+//! kept from the forward pass to the backward pass.
 
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
@@ -10,8 +10,9 @@ use trainable_candle_core::{Result, Tensor};
 use crate::streaming::Turn;
 use crate::{Module, Visitor};
 
-/// The number of stretches (runs of consecutive blocks) in which nested blocks are recomputed. With this number, the
-/// results that the blocks of one stretch keep need less memory than the results that the layers around the blocks keep.
+/// The number of stretches (runs of consecutive blocks) into which [nested](Blocks::nested) blocks are divided. Each
+/// stretch is one checkpoint: the backward pass recomputes its blocks together. With three stretches, the recomputed
+/// results of one stretch need less memory than the results that the layers around the blocks keep.
 const STRETCHES: usize = 3;
 
 /// Blocks of one kind. They run one after another, or the model runs each separately. They keep all results between forward
@@ -30,17 +31,18 @@ pub struct Kept {
     turns: RwLock<Turns>,
 }
 
-/// The places of streamed blocks in rings, by the index of the block.
+/// The [`Turn`]s of the blocks with streamed weights, by the index of the block. A turn copies the block's weights to the
+/// device.
 #[derive(Default)]
 struct Turns {
-    /// The blocks whose run needs streamed weights.
+    /// The turns of the blocks that read streamed weights while they run.
     runs: HashMap<usize, Turn>,
-    /// The blocks for which [`Blocks::aside`] needs streamed weights.
+    /// The turns of the blocks whose streamed weights [`Blocks::aside`] reads.
     asides: HashMap<usize, Turn>,
 }
 
 impl Kept {
-    /// Blocks keep everything, and none is streamed.
+    /// The initial state: all results are kept, and no block has streamed weights.
     fn everything() -> Self {
         Self { policy: RwLock::new(Policy::None), turns: RwLock::default() }
     }
@@ -53,8 +55,8 @@ impl Kept {
         *self.policy.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Set which blocks, by index, have weights in host memory. `runs` are the blocks whose run needs such weights, `asides`
-    /// those for which [`Blocks::aside`] needs them.
+    /// Set the turns of the blocks that have weights in host memory, by the index of the block: `runs` for the weights that
+    /// a block reads while it runs, `asides` for the weights that [`Blocks::aside`] reads.
     pub(crate) fn stream(&self, runs: HashMap<usize, Turn>, asides: HashMap<usize, Turn>) {
         *self.turns.write().unwrap_or_else(PoisonError::into_inner) = Turns { runs, asides };
     }
@@ -80,9 +82,9 @@ impl<B> FromIterator<B> for Blocks<B> {
 }
 
 impl<B> Blocks<B> {
-    /// Mark the blocks as part of a network whose other layers keep more for the backward pass than several blocks do.
-    /// Under [`Policy::Full`] the tape then keeps one input for each of a few stretches of blocks, not one for each block.
-    /// This takes less memory.
+    /// Mark the blocks as nested in a network whose other layers keep more for the backward pass than several of these
+    /// blocks together. Under [`Policy::Full`] the tape then keeps the input of every stretch of [`stretch`](Self::stretch)
+    /// blocks instead of the input of every block, which takes less memory.
     #[must_use]
     pub fn nested(mut self) -> Self {
         self.nested = true;
@@ -104,9 +106,9 @@ impl<B> Blocks<B> {
         self.blocks.iter().map(AsRef::as_ref)
     }
 
-    /// The number of blocks that are recomputed together if everything is recomputed, at least 1. It is 1 if weights are
-    /// streamed, because weights are copied one block at a time. It is also 1 if inputs are offloaded, because the inputs
-    /// then take no memory of the device.
+    /// The number of blocks that the backward pass recomputes together under a policy that recomputes everything, at least
+    /// 1. The number is 1 if weights are streamed, because weights are copied one block at a time. It is also 1 under
+    /// [`Policy::Offloaded`], because the blocks' inputs then take no memory of the device.
     pub fn stretch(&self) -> usize {
         if self.nested && !self.kept.streams() && self.kept.policy() != Policy::Offloaded {
             self.blocks.len().div_ceil(STRETCHES).max(1)
@@ -166,8 +168,8 @@ impl<B: Send + Sync + 'static> Blocks<B> {
         Ok(forward(&self.blocks[index])?.map(|result| turn.reenter(result)))
     }
 
-    /// Run `forward` of a block under the policy. Streamed weights are copied to the device before `forward`, and again in
-    /// the backward pass.
+    /// Run `forward` of a block under the checkpointing policy. The block's streamed weights are copied to the device before
+    /// `forward`, and again before the backward pass of the block.
     fn checkpointed<F>(&self, turn: Option<Turn>, forward: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
     where
         F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync + 'static,

@@ -10,7 +10,7 @@ use crate::slot::AdapterSlot;
 /// A two-dimensional convolution. `Conv2d<Tensor>` is frozen, `Conv2d<Var>` trainable.
 ///
 /// Images and weight are channels-last in memory, as [`conv2d`](trainable_candle_core::ops::conv::conv2d) takes them.
-/// Files hold the weight as (out, in / groups, height, width), see [`weight_to_file`].
+/// Files hold the weight as (out, in / groups, kernel height, kernel width), see [`weight_to_file`].
 pub struct Conv2d<T: AsRef<Tensor>> {
     /// (out_channels, kernel height, kernel width, in_channels / groups).
     pub weight: T,
@@ -21,7 +21,8 @@ pub struct Conv2d<T: AsRef<Tensor>> {
     adapter: AdapterSlot,
 }
 
-/// Convert a weight from a file, (out, in / groups, height, width), to a layer's layout.
+/// Copy a file's weight, (out, in / groups, kernel height, kernel width), into a layer's layout, (out, kernel height, kernel
+/// width, in / groups).
 ///
 /// # Errors
 /// [`Error::Shape`] if the weight does not have four dimensions.
@@ -29,7 +30,7 @@ pub fn weight_from_file(weight: &Tensor) -> Result<Tensor> {
     weight.permute(&[0, 2, 3, 1])?.contiguous()
 }
 
-/// View a layer's weight in the layout of files: (out, in / groups, height, width).
+/// View a layer's weight in the layout of files: (out, in / groups, kernel height, kernel width).
 ///
 /// # Errors
 /// [`Error::Shape`] if the weight does not have four dimensions.
@@ -38,12 +39,12 @@ pub fn weight_to_file(weight: &Tensor) -> Result<Tensor> {
 }
 
 impl Conv2d<Var> {
-    /// A trainable f32 layer with torch's initial values: weight and bias uniform in ±1/√(in_channels / groups · height
-    /// · width).
+    /// A trainable f32 layer with torch's initial values: weight and bias are uniform in ±1/√fan_in, where fan_in =
+    /// in_channels / groups · kernel height · kernel width.
     ///
     /// # Errors
-    /// [`Error::Argument`] if `groups` is 0 or does not divide the channels, [`Error::OutOfMemory`] if the weight does not
-    /// fit.
+    /// [`Error::Argument`] if `groups` is 0 or does not divide both numbers of channels, [`Error::OutOfMemory`] if the
+    /// weight does not fit in the device's memory.
     pub fn new(
         in_channels: usize,
         out_channels: usize,
@@ -66,14 +67,15 @@ impl Conv2d<Var> {
 }
 
 impl<T: AsRef<Tensor>> Conv2d<T> {
-    /// A layer over given parameters, `weight` (out_channels, kernel height, kernel width, in_channels / groups) and `bias` (out_channels).
+    /// A layer over given parameters: `weight` (out_channels, kernel height, kernel width, in_channels / groups) and `bias`
+    /// (out_channels).
     ///
     /// # Errors
     /// [`Error::Shape`] if the weight does not have four dimensions or the bias does not fit it.
     pub fn from_parameters(weight: T, bias: Option<T>, options: Conv2dOptions) -> Result<Self> {
         let dims = weight.as_ref().dims();
         if dims.len() != 4 {
-            let expected = "(out channels, kernel height, kernel width, channels / groups)";
+            let expected = "(out channels, kernel height, kernel width, in channels / groups)";
             return Err(Error::shape("Conv2d", format!("the weight has shape {dims:?}, expected {expected}")));
         }
         if let Some(bias) = bias.as_ref().map(AsRef::as_ref).filter(|b| b.dims() != [dims[0]]) {
@@ -103,7 +105,7 @@ impl<T: AsRef<Tensor>> Conv2d<T> {
         self.weight.as_ref().dims().first().copied().unwrap_or(0)
     }
 
-    /// The weight that the layer computes with: its own, or the one that an adapter has merged.
+    /// The weight that the layer computes with: its own weight, or the merged weight while an adapter is merged.
     pub fn effective_weight(&self) -> Weight {
         self.adapter.effective_weight(self.weight.as_ref().into())
     }

@@ -7,8 +7,8 @@ use trainable_candle_core::{Error, Quantized, Result, Tensor, Var, Weight};
 
 use crate::{Layer, Linear, Visitor};
 
-/// Linear layers that share one input. One matrix product computes frozen layers together; each keeps its name and its
-/// slot for an adapter.
+/// Linear layers that share one input. One matrix product computes the results of all layers if the layers are frozen.
+/// Each layer keeps its name and its slot for an adapter.
 pub struct LinearGroup {
     names: Vec<&'static str>,
     members: Vec<Linear<Tensor>>,
@@ -17,8 +17,8 @@ pub struct LinearGroup {
     joined: Option<Joined>,
 }
 
-/// The parameters of all members, one after another. The parameters of a member are views of these, or hold the same
-/// quantized or streamed rows.
+/// The parameters of all members, stacked along the output features. Each member's own parameters are the member's rows of
+/// these parameters, in the same storage.
 struct Joined {
     weight: Weight,
     bias: Option<Tensor>,
@@ -33,7 +33,8 @@ pub enum Projected {
 }
 
 impl LinearGroup {
-    /// A group of named layers. Parameters of frozen layers move to common storage; trainable layers keep their own.
+    /// A group of named layers. The parameters of frozen layers move to common storage; trainable layers keep their own
+    /// storage.
     ///
     /// # Errors
     /// [`Error::Shape`] if the layers have different numbers of input features, [`Error::OutOfMemory`] if the common
@@ -77,9 +78,9 @@ impl LinearGroup {
         }
     }
 
-    /// Apply two members, features and gate, to `x (..., in_features)`, and
-    /// [`swiglu`](trainable_candle_core::ops::gated::swiglu) to their results, in one operation. The result is
-    /// `(..., out_features)`. If one operation computed the result, the result is [`remade`](Tensor::remade).
+    /// [`swiglu`](trainable_candle_core::ops::gated::swiglu) of the results of two members, features and gate, for
+    /// `x (..., in_features)`: `(..., out_features)`. Under the conditions of [`forward`](Self::forward) for one matrix
+    /// product, one operation computes the result, and the result is marked as [`remade`](Tensor::remade).
     ///
     /// # Errors
     /// As [`forward`](Self::forward); [`Error::Shape`] if there are not two members with the same number of output
@@ -90,13 +91,14 @@ impl LinearGroup {
         }
         let [features, gate] = self.members.as_slice() else {
             let found = self.members.len();
-            return Err(Error::shape("LinearGroup", format!("found {found} layers, expected features and a gate")));
+            return Err(Error::shape("LinearGroup", format!("found {found} layers, expected 2: features and gate")));
         };
         features.forward(x)?.mul(&gate.forward(x)?.silu()?)
     }
 
-    /// `last`, a layer of `out_features` inputs, applied to the result of [`forward_swiglu`](Self::forward_swiglu), in one
-    /// operation where possible.
+    /// Apply the layer `last`, which has `out_features` input features, to the result of
+    /// [`forward_swiglu`](Self::forward_swiglu). One operation computes both if `last` has an adapter that is a low-rank
+    /// product and one operation can compute the members.
     ///
     /// # Errors
     /// As [`forward_swiglu`](Self::forward_swiglu) and [`Linear::forward`].
@@ -145,7 +147,8 @@ impl LinearGroup {
 }
 
 /// Join the parameters of frozen layers. None if there are fewer than two layers, if a layer is trainable or has shapes but
-/// no values, or if the layers differ in dtype, device, presence of a bias or kind of weight.
+/// no values, if the layers differ in dtype, device, presence of a bias or kind of weight (plain, quantized, streamed), or if
+/// [`Streamed::join`] cannot join their streamed weights.
 fn join(members: &mut [Linear<Tensor>]) -> Result<Option<Joined>> {
     let Some(first) = members.first() else { return Ok(None) };
     let (dtype, has_bias) = (first.weight.dtype(), first.bias.is_some());

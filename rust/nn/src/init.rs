@@ -2,8 +2,8 @@
 
 use trainable_candle_core::{DType, Device, Result, Shape, Tensor};
 
-/// Uniform in ±√(1 / fan_in), as torch's `kaiming_uniform_(a=√5)`. torch's linear layers and the down matrices of most
-/// LoRAs start with these values. `fan_in` is the product of all dimensions but the first.
+/// Initial values of a weight: uniform in ±√(1 / fan_in), where `fan_in` is the product of all dimensions but the first. This
+/// is torch's `kaiming_uniform_(a=√5)`, with which torch's linear layers and the down matrices of most LoRAs start.
 ///
 /// # Errors
 /// As [`Tensor::rand`].
@@ -13,7 +13,7 @@ pub fn kaiming_uniform(shape: impl Into<Shape>, dtype: DType, device: &Device) -
     uniform_by_fan(fan_in, shape, dtype, device)
 }
 
-/// Uniform in ±√(1 / fan_in), for the bias of a layer whose weight has that fan-in.
+/// Initial values of a bias: uniform in ±√(1 / fan_in), where `fan_in` is that of the layer's weight.
 ///
 /// # Errors
 /// As [`Tensor::rand`].

@@ -6,17 +6,17 @@ use crate::base::{Base, Operation};
 use crate::init;
 use crate::slot::AdapterSlot;
 
-/// The type of a layer's parameters.
+/// The types that a layer's parameters can have: [`Tensor`] for frozen parameters, [`Var`] for trainable ones.
 pub trait Parameter: AsRef<Tensor> + Sized {
     /// The type of a linear layer's weight.
     type Weight: From<Self>;
 
-    /// The weight as operations take it.
+    /// A reference to the weight, of the type that operations take.
     fn weight(weight: &Self::Weight) -> WeightRef<'_>;
 }
 
 impl Parameter for Tensor {
-    /// A frozen weight may be quantized.
+    /// A frozen weight may be quantized or streamed.
     type Weight = Weight;
 
     fn weight(weight: &Weight) -> WeightRef<'_> {
@@ -32,10 +32,10 @@ impl Parameter for Var {
     }
 }
 
-/// A linear layer. `Linear<Tensor>` is frozen, and its weight may be quantized; `Linear<Var>` is trainable.
+/// A linear layer. `Linear<Tensor>` is frozen, and its weight may be quantized or streamed; `Linear<Var>` is trainable.
 ///
-/// The slot can be changed through a shared reference, so an adapter can be attached or removed without mutable access to the
-/// layer.
+/// The adapter's slot can be changed through a shared reference, so an adapter can be attached or removed without mutable
+/// access to the layer.
 pub struct Linear<T: Parameter> {
     /// (out_features, in_features).
     pub weight: T::Weight,
@@ -48,7 +48,7 @@ impl Linear<Var> {
     /// A trainable f32 layer with torch's initial values: weight and bias uniform in ±1/√in_features.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the weight does not fit.
+    /// [`Error::OutOfMemory`] if the weight does not fit in the device's memory.
     pub fn new(in_features: usize, out_features: usize, device: &Device) -> Result<Self> {
         let weight = init::kaiming_uniform((out_features, in_features), DType::F32, device)?;
         let bias = init::uniform_by_fan(in_features, out_features, DType::F32, device)?;
@@ -108,7 +108,7 @@ impl<T: Parameter> Linear<T> {
         T::weight(&self.weight).dims().first().copied().unwrap_or(0)
     }
 
-    /// The weight that the layer computes with: its own, or the one that an adapter has merged.
+    /// The weight that the layer computes with: its own weight, or the merged weight while an adapter is merged.
     pub fn effective_weight(&self) -> Weight {
         self.adapter.effective_weight(T::weight(&self.weight))
     }

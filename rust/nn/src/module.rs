@@ -1,4 +1,4 @@
-//! Iterate over the named layers and tensors of a model.
+//! [`Module`]: iteration over the named layers and tensors of a model.
 
 use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::{Result, Tensor, Var, Weight, WeightRef};
@@ -40,7 +40,7 @@ impl<'a> Layer<'a> {
     }
 
     /// The weight that the layer computes with, in the layout of files. The weight of a convolution is (out, in /
-    /// groups, height, width).
+    /// groups, kernel height, kernel width).
     fn file_weight(self) -> Result<Weight> {
         match self {
             Self::Linear(linear) => Ok(linear.effective_weight()),
@@ -64,7 +64,7 @@ pub trait Module {
     /// Every layer that adapters can attach to, with its name (`blocks.0.attn.to_q`).
     fn named_layers(&self) -> Vec<(String, Layer<'_>)> {
         let mut layers = Vec::new();
-        // `visit` returns only errors of the closure, which has none.
+        // `visit` returns no errors but those of the closure, and this closure returns none.
         let _ = self.visit(&mut Visitor::new(&mut |part| {
             if let Part::Layer(name, layer) = part {
                 layers.push((name, layer));
@@ -74,8 +74,8 @@ pub trait Module {
         layers
     }
 
-    /// Every parameter with its name (`blocks.0.attn.to_q.weight`) in the layout of files, dequantized. Parameters of
-    /// adapters are not among them, but a merged adapter is part of its layer's weight.
+    /// Every parameter with its name (`blocks.0.attn.to_q.weight`), dequantized and in the layout of files. Parameters of
+    /// adapters are not in the list, but the weight of a layer includes the layer's merged adapter.
     fn named_tensors(&self) -> Vec<(String, Tensor)> {
         let values = |(name, weight): (String, Weight)| match weight {
             Weight::Plain(tensor) => Some((name, tensor)),
@@ -110,7 +110,7 @@ pub trait Module {
         found.map(|weight| WeightRef::from(&weight).values(weight.dtype())).transpose()
     }
 
-    /// As [`named_tensors`](Self::named_tensors), but quantized weights stay quantized.
+    /// As [`named_tensors`](Self::named_tensors), but quantized weights stay quantized and streamed weights stay streamed.
     fn named_weights(&self) -> Vec<(String, Weight)> {
         let mut tensors = Vec::new();
         let _ = self.visit(&mut Visitor::new(&mut |part| {
@@ -148,8 +148,8 @@ pub trait Module {
         vars
     }
 
-    /// Set the policy by which all [`Blocks`] keep results between forward and backward pass from now on. By default they
-    /// keep everything.
+    /// Set the policy of all [`Blocks`] from now on: which results the blocks keep from the forward pass to the backward pass.
+    /// By default blocks keep all results.
     fn set_checkpointing(&self, policy: Policy) {
         let _ = self.visit(&mut Visitor::new(&mut |part| {
             if let Part::Blocks { kept, .. } = part {
@@ -168,18 +168,18 @@ pub enum Part<'a> {
     Tensor(String, &'a Tensor),
     /// A parameter that belongs to no layer and may be quantized, and its name.
     Matrix(String, &'a Weight),
-    /// Repeated blocks. The visitor receives their parts after this.
+    /// Repeated blocks. The visitor receives the blocks' layers and parameters after this item.
     Blocks {
-        /// Their name without the number.
+        /// The common prefix of the blocks' names: `blocks` for `blocks.0`, `blocks.1` and so on.
         name: String,
-        /// What they keep.
+        /// The blocks' checkpointing policy and streamed weights.
         kept: &'a Kept,
-        /// How many there are.
+        /// The number of blocks.
         count: usize,
     },
 }
 
-/// Passes the parts of modules to a function. It stores the current prefix of their names.
+/// Passes the parts of modules to a function, under their full names: the visitor stores the prefix of the current module.
 pub struct Visitor<'a, 'f> {
     path: String,
     see: &'f mut dyn FnMut(Part<'a>) -> Result<()>,

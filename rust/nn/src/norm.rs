@@ -61,7 +61,7 @@ impl RmsNorm {
     }
 }
 
-/// Group normalisation of channels that come last (Wu & He 2018, arXiv:1803.08494).
+/// Group normalisation of channels-last tensors (Wu & He 2018, arXiv:1803.08494).
 pub struct GroupNorm {
     /// Scale, (channels).
     pub weight: Tensor,

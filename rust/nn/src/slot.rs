@@ -99,7 +99,7 @@ impl AdapterSlot {
         }
     }
 
-    /// The weight that the layer computes with: its own, or the one that an adapter has merged.
+    /// The weight that the layer computes with: its own weight, or the merged weight while an adapter is merged.
     pub(crate) fn effective_weight(&self, own: WeightRef<'_>) -> Weight {
         let replaced = self.get().and_then(|adapter| adapter.replaces_weight());
         replaced.map_or_else(|| own.to_owned(), Weight::from)

@@ -1,5 +1,5 @@
-//! Adafactor, as `torch.optim.Adafactor`: Adam, with a matrix's second moments estimated from those of its rows and
-//! columns.
+//! Adafactor, as `torch.optim.Adafactor`: Adam without a first moment. The second moment of each element of a matrix is
+//! estimated from the second moments of the element's row and column.
 //!
 //! Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", <https://arxiv.org/abs/1804.04235>.
 
@@ -14,16 +14,17 @@ use super::rule::{Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSp
 hyper_parameters! {
     /// Hyper-parameters of [`Adafactor`]; names, meaning and defaults are torch's.
     pub struct AdafactorConfig {
-        /// Bound of the relative step size, at least 0: step t changes a parameter by min(lr, 1/√t) times its root mean
-        /// square.
+        /// Upper bound of the relative step size; at least 0. The step size of step t is min(lr, 1/√t) times the
+        /// parameter's root mean square.
         pub lr: f64,
         /// At most 0: in step t, the squared gradient enters the second moments with weight t^`beta2_decay`.
         pub beta2_decay: f64,
-        /// Two numbers of at least 0. Second moments are at least the square of the first number, by default the
-        /// machine epsilon of the dtype that is computed in; the root mean square of a parameter counts as at least the
-        /// second number.
+        /// Two numbers of at least 0. The square of the first number is the smallest second moment; the first number is
+        /// by default the machine epsilon of the dtype of the computation. The second number is the smallest root mean
+        /// square of a parameter in the formula of the step size.
         pub eps: (Option<f64>, f64),
-        /// At least 1: an update is clipped to this root mean square before it is multiplied by the step size.
+        /// At least 1: the largest root mean square of an update (the gradient divided by the roots of the second
+        /// moments). A larger update is scaled down to it before the multiplication by the step size.
         pub d: f64,
         /// At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         pub weight_decay: f64,
@@ -54,8 +55,8 @@ impl Adafactor {
 
 registered!(
     AdafactorRule,
-    "Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: Adam, with a matrix's second \
-     moments estimated from those of its rows and columns.",
+    "Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: Adam without a first moment; the \
+     second moments of a matrix are estimated from the second moments of its rows and columns.",
     5,
     AdafactorConfig::default()
 );
@@ -125,7 +126,7 @@ impl Rule for AdafactorRule {
     }
 }
 
-/// The number of matrices in a parameter; 0 for a vector.
+/// The number of matrices in a parameter, which is the product of all dimensions but the last two; 0 for a vector.
 pub(super) fn matrices(dims: &[usize]) -> usize {
     if dims.len() < 2 { 0 } else { dims[..dims.len() - 2].iter().product() }
 }
@@ -137,7 +138,7 @@ fn update<T: Precision>(config: &AdafactorConfig, step: u64, chunk: Chunk<'_, T>
     );
 }
 
-/// A type with its machine epsilon, the distance from 1 to the next number.
+/// A floating-point type with its machine epsilon: the distance from 1 to the next larger number of the type.
 trait Precision: Real {
     const EPSILON: f64;
 }
@@ -208,8 +209,8 @@ fn update_moments<T: Real>(rows: &mut [T], columns: &mut [T], grad: &[T], weight
     }
 }
 
-/// Estimates the second moment of each element from those of its row and its column, and writes its root, at least `eps`, to
-/// `roots`.
+/// Estimates the second moment of each element from the second moments of its row and its column: row · column / mean of all
+/// rows. Writes the root of each element's second moment, or `eps` if that is larger, to `roots`.
 #[inline(always)]
 fn factored_roots<T: Real>(rows: &[T], columns: &[T], eps: f64, roots: &mut [T]) {
     let mean = rows.iter().map(|row| row.to_f64()).sum::<f64>() / rows.len() as f64;
@@ -221,7 +222,7 @@ fn factored_roots<T: Real>(rows: &[T], columns: &[T], eps: f64, roots: &mut [T])
     }
 }
 
-/// Moves `a` towards `b` by `weight` times their distance; returns exactly `b` if `weight` is 1.
+/// Returns `a + weight * (b - a)`, and exactly `b` if `weight` is 1.
 #[inline(always)]
 fn lerp<T: Real>(a: T, b: T, weight: T) -> T {
     if weight.to_f64() < 0.5 { a + weight * (b - a) } else { b - (T::ONE - weight) * (b - a) }

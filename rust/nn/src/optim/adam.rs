@@ -25,7 +25,7 @@ hyper_parameters! {
         /// At least 0. Adam adds `weight_decay * param` to the gradient, an L2 penalty; AdamW leaves the gradient
         /// unchanged and multiplies the parameters by `1 - lr * weight_decay` in each step.
         pub weight_decay: f64,
-        /// Divide by the largest second moment so far instead of the current one.
+        /// Divide by the root of each element's largest second moment so far, instead of its current second moment.
         pub amsgrad: bool,
         /// Ascend instead of descend.
         pub maximize: bool,
@@ -149,15 +149,21 @@ fn kernel_settings(config: &AdamConfig) -> Settings {
 /// The numbers that one step computes from an [`AdamConfig`].
 #[derive(Clone, Copy)]
 struct Coefficients<T> {
+    /// 1 - beta1.
     gain1: T,
     beta2: T,
+    /// 1 - beta2.
     gain2: T,
     eps: T,
+    /// lr / (1 - beta1^step).
     step_size: T,
+    /// √(1 - beta2^step).
     root_correction2: T,
-    /// 1 or -1.
+    /// The factor of the gradient: 1, or -1 to ascend.
     sign: T,
+    /// The factor of the parameter: AdamW's weight decay, or 1.
     decay: T,
+    /// The parameter's weight in the gradient: Adam's weight decay, or 0.
     l2: T,
 }
 

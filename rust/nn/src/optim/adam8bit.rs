@@ -27,7 +27,7 @@ hyper_parameters! {
         pub eps: f64,
         /// At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         pub weight_decay: f64,
-        /// Parameters with fewer elements keep their moments in f32.
+        /// Parameters with fewer elements than this number keep their moments in f32.
         pub min_8bit_size: usize,
     }
 }
@@ -86,7 +86,7 @@ registered!(
 /// The arithmetic of [`Adam8bit`].
 pub struct Adam8bitRule;
 
-/// The arithmetic of [`AdamW8bit`], which is that of [`Adam8bit`] under another name.
+/// The arithmetic of [`AdamW8bit`]: the same as that of [`Adam8bit`], under the name of [`AdamW8bit`].
 pub struct AdamW8bitRule;
 
 macro_rules! rule {
@@ -138,8 +138,8 @@ fn kernel_settings(config: &Adam8bitConfig) -> Settings {
     Settings { lr, beta1: betas.0, beta2: betas.1, eps, weight_decay, ..Settings::default() }
 }
 
-/// The values of an [`Adam8bitConfig`] that a step uses, rounded as the kernels of bitsandbytes round them. Fused
-/// multiply-adds are in the same places as in these kernels, so that moments equal theirs bit for bit.
+/// The values of an [`Adam8bitConfig`] that a step uses, rounded as the kernels of bitsandbytes round them. A step also fuses
+/// the same multiplications and additions as these kernels, so that its moments equal the kernels' moments bit for bit.
 #[derive(Clone, Copy)]
 struct Coefficients {
     beta1: f32,
@@ -202,7 +202,7 @@ impl Step<2> for Coefficients {
         for grad in block.grad.chunks_exact(L::WIDTH) {
             largest = l.max_bits(largest, l.abs(l.load(grad)));
         }
-        // If this is true, no square is above 1e36 and no second moment above the largest f32.
+        // If the condition holds, the squares of the gradients are at most 1e36, and all new second moments are finite in f32.
         if l.all_at_most(largest, l.splat(1e18)) && *block.states[1].1 <= 1e37 {
             self.update_block::<L, false>(l, block, values);
         } else {
@@ -292,7 +292,7 @@ mod tests {
     use super::{Adam8bitConfig, Coefficients};
 
     #[test]
-    fn forms_are_equal() {
+    fn all_implementations_of_lanes_give_equal_steps() {
         check_forms(Coefficients::new(&Adam8bitConfig::adamw(0.01), 3));
     }
 }

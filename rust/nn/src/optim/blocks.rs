@@ -4,8 +4,8 @@ use super::lanes::{Lanes, WithLanes, with_lanes};
 use super::quant::BLOCK_SIZE;
 use super::rule::{Chunk, StateSlice};
 
-/// A block of a parameter, its gradient and its `N` states. Each state consists of codes and their scale, the largest
-/// magnitude in the block.
+/// A block of a parameter's elements, with their gradients and `N` states. Each state consists of the elements' codes and one
+/// scale, which is the largest magnitude of the state's values in the block.
 pub(super) struct Block<'a, const N: usize> {
     pub(super) param: &'a mut [f32; BLOCK_SIZE],
     pub(super) grad: &'a [f32; BLOCK_SIZE],
@@ -14,7 +14,8 @@ pub(super) struct Block<'a, const N: usize> {
 
 /// One step of a rule with `N` 8-bit states.
 pub(super) trait Step<const N: usize>: Copy {
-    /// The codes that bitsandbytes assumes beyond the end of a parameter, in a block that is not full.
+    /// For each state, the code that bitsandbytes assumes for the missing elements of the last block, if this block is not
+    /// full.
     const BEHIND: [u8; N];
 
     /// Updates a block. `values` is a buffer for the new states in f32. Callers reuse it, because a new buffer would have to be
@@ -27,7 +28,7 @@ pub(super) trait Step<const N: usize>: Copy {
 #[repr(align(64))]
 pub(super) struct Values(pub(super) [f32; BLOCK_SIZE]);
 
-/// Updates a chunk whose states alternate between codes and scales.
+/// Updates a chunk with `N` 8-bit states. `chunk.states` holds the codes and then the scales of each state.
 pub(super) fn update_blocks<const N: usize>(step: impl Step<N>, chunk: Chunk<'_, f32>) {
     with_lanes(Blocks { step, chunk });
 }
@@ -124,7 +125,7 @@ pub(super) fn check_forms<const N: usize>(step: impl Step<N>) {
     let results = RefCell::new(Vec::new());
     in_each_form(Run(step, &results));
     let results = results.into_inner();
-    assert!(results.iter().all(|found| *found == results[0]), "forms differ");
+    assert!(results.iter().all(|found| *found == results[0]), "implementations of `Lanes` differ");
     let param = &results[0][..1000];
-    assert!(param.iter().all(|&bits| f32::from_bits(bits).is_finite()), "a non-finite gradient changes nothing");
+    assert!(param.iter().all(|&bits| f32::from_bits(bits).is_finite()), "a non-finite gradient spread to an element");
 }

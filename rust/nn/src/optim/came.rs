@@ -1,4 +1,5 @@
-//! CAME, as in `came-pytorch`: Adafactor with smaller steps where recent updates have differed from their mean.
+//! CAME, as in `came-pytorch`: Adafactor with smaller steps for the elements whose recent updates have differed from the
+//! moving average of their updates.
 //!
 //! Luo et al., "CAME: Confidence-guided Adaptive Memory Efficient Optimization", <https://arxiv.org/abs/2307.02047>; the order of
 //! operations is that of `came_pytorch.CAME` 0.1.3, <https://github.com/yangluo7/CAME>.
@@ -17,12 +18,13 @@ hyper_parameters! {
     pub struct CAMEConfig {
         /// Learning rate, at least 0.
         pub lr: f64,
-        /// Two numbers of at least 0: the first is added to squared gradients, the second to the squared differences of
-        /// updates from their mean.
+        /// Two numbers of at least 0: the first is added to squared gradients, the second to the squared differences
+        /// between the update and the moving average of updates.
         pub eps: (f64, f64),
-        /// Above 0: an update is clipped to this root mean square before it is multiplied by the step size.
+        /// Above 0: the largest root mean square of an update (the gradient divided by the roots of the second moments).
+        /// A larger update is scaled down to it.
         pub clip_threshold: f64,
-        /// Decay rates of the mean update, of the second moments and of the differences, each in [0, 1).
+        /// Decay rates of three moving averages: updates, squared gradients and squared differences; each in [0, 1).
         pub betas: (f64, f64, f64),
         /// At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         pub weight_decay: f64,
@@ -35,8 +37,8 @@ impl Default for CAMEConfig {
     }
 }
 
-/// CAME, as `came_pytorch.CAME`. It keeps a mean update for each element, and two moments for each row and column of
-/// each matrix.
+/// CAME, as `came_pytorch.CAME`. Its states are a moving average of updates for each element, and for each row and each
+/// column of a matrix the moving averages of squared gradients and of squared differences.
 pub type CAME = Stepper<CAMERule>;
 
 registered!(
@@ -172,8 +174,8 @@ fn decay<T: Real>(averages: &mut [T], values: &[T], beta: f64) {
     }
 }
 
-/// Moves the averages of rows and columns of matrices towards the means of `values`. Then estimates each value from the
-/// averages, and replaces it by the inverse root of the estimate.
+/// Moves the averages of each matrix's rows and columns towards the means of `values` in each row and column. Then replaces
+/// each value by 1/√(row average · column average / mean of the row averages).
 #[inline(always)]
 fn factored<T: Real>(dims: &[usize], rows: &mut [T], columns: &mut [T], values: &mut [T], beta: f64) {
     let (height, width) = (dims[dims.len() - 2], dims[dims.len() - 1]);

@@ -10,7 +10,7 @@ use super::cuda::{Clip, LossScale, scale_gradients};
 
 const OP: &str = "clip_grad_norm_";
 
-/// Elements that one thread sums at a time.
+/// The number of elements that one thread reduces to a sum or a maximum at a time.
 const CHUNK: usize = 1 << 14;
 
 /// The norm of the vector that all gradients together form.
@@ -23,8 +23,8 @@ pub enum NormType {
     Inf,
 }
 
-/// The norm of the gradients of `params` (0 if none has a gradient), as a scalar f64 tensor on their device. The sum is in
-/// f64, in an order that depends only on sizes. The host does not wait for a CUDA device.
+/// The norm of the gradients of `params` (0 if none has a gradient), as a scalar f64 tensor on the gradients' device. The sum
+/// is computed in f64, in an order that depends only on the sizes of the gradients. The host does not wait for a CUDA device.
 ///
 /// # Errors
 /// [`Error::Device`] if gradients are on different devices.
@@ -35,11 +35,12 @@ pub fn grad_norm(params: &[Var], norm_type: NormType) -> Result<Tensor> {
     Tensor::new(host_norm(params, norm_type)?, &Device::Cpu)
 }
 
-/// The CUDA device that `params` are on.
+/// The CUDA device of `params`; `None` if no parameter is on a CUDA device.
 pub(super) fn cuda_device(params: &[Var]) -> Option<Device> {
     params.iter().map(|var| var.device()).find(|device| device.is_cuda()).cloned()
 }
 
+/// The norm of the gradients of `params`, and the factor that clips this norm to `max_norm`, both on the CUDA device `device`.
 pub(super) fn clip(
     op: &'static str,
     params: &[Var],
@@ -78,8 +79,8 @@ pub(super) fn host_norm(params: &[Var], norm_type: NormType) -> Result<f64> {
     Ok(if norm_type == NormType::L2 { norm.sqrt() } else { norm })
 }
 
-/// Scales the gradients of `params` by `max_norm / (norm + 1e-6)` if this factor is less than 1. Returns the `norm` before
-/// scaling, in the form of [`grad_norm`]. The host waits for a CUDA device only if `error_if_nonfinite` is set.
+/// Scales the gradients of `params` by `max_norm / (norm + 1e-6)` if this factor is less than 1. Returns the norm before
+/// scaling as a tensor, as [`grad_norm`] does. The host waits for a CUDA device only if `error_if_nonfinite` is set.
 ///
 /// Unless `error_if_nonfinite` is set, a non-finite norm makes the gradients zero or NaN, as in torch.
 ///

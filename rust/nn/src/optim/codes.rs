@@ -1,28 +1,29 @@
 //! Computes the 8-bit codes of a block of values by arithmetic in registers, without look-ups in memory.
 //!
-//! Within a decade (the magnitudes between two powers of ten), the values of the dynamic map, which the codes represent,
-//! are evenly spaced. If the values are numbered from zero, the number of the value nearest to a magnitude is therefore a
-//! linear function of the magnitude, rounded. The rounding may be wrong for magnitudes near the border of two codes. These
-//! are few, and their codes are looked up.
+//! The codes represent the values of the dynamic map. Within a decade (the magnitudes between two powers of ten), the map's
+//! values are evenly spaced. Number the map's magnitudes in ascending order from zero: in each decade, the number of the
+//! map's value nearest to a magnitude is then a linear function of the magnitude, rounded. The rounding may be wrong for
+//! magnitudes near the border between two codes. Such magnitudes are few, and their codes are looked up.
 
 use super::lanes::Lanes;
 use super::quant::{BLOCK_SIZE, Codebook};
 
 /// The code of zero in the map for values of both signs.
 pub(super) const ZERO: u8 = 127;
-/// Decades of the dynamic map; the last ends at 1.
+/// The number of decades of the dynamic map; the last decade ends at 1.
 const DECADES: usize = 7;
 /// The nominal end of the first decade. All smaller magnitudes are in this decade, so this value replaces them where the decade
 /// is computed.
 const FIRST_END: f32 = 1e-6;
-/// The upper half of a value's bits times this factor, divided by 2^16, is the value's logarithm in decades plus a constant.
-/// The reason: the upper half grows by 2^7 per octave, that is by 2^16 in 154.1 decades. For the value 1 the result is 38.2.
-/// The whole part of the result, minus 32, is the value's decade or the decade below. This is also true at the end of the
-/// first decade, which is at up to 1.9e-6 instead of 1e-6.
+/// The upper 16 bits of an f32, as an integer, times this factor, divided by 2^16, are approximately the f32's logarithm in
+/// decades plus a constant: the upper 16 bits grow by 2^7 per octave, that is by 2^16 in 154.1 decades. For the value 1 the
+/// result is 38.2. The whole part of the result, minus 32, is the index of the value's decade or of the decade below. This
+/// also holds at the actual end of the first decade, which is up to 1.9e-6 instead of 1e-6.
 const DECADES_PER_BIT: u16 = 154;
-/// The code of a value is looked up if the fraction of its number is below this limit, in units of 2^-16. The rounding errors
-/// of numbers (up to 255), lines and borders together are less than half of the limit. Lines are raised by half of the limit,
-/// so that no fraction just below a whole number is uncertain.
+/// The code of a value is looked up if the fraction of the value's number before rounding is below this limit, in units of
+/// 2^-16. The rounding errors of numbers (up to 255), lines and borders together are less than half of the limit. Half of the
+/// limit is added to each line, so that the uncertain fractions on both sides of a whole number become those from 0 to the
+/// limit.
 const UNCERTAIN: u16 = 8;
 
 /// Registers that can look up a table of eight values.
@@ -34,18 +35,18 @@ pub(super) trait Registers: Lanes {
     fn min(self, a: Self::Values, b: Self::Values) -> Self::Values;
     /// The bits of values.
     fn bits(self, x: Self::Values) -> Self::Bits;
-    /// The upper half of each value's bits times `factor`, without the lower half of the product.
+    /// For each value: its upper 16 bits times `factor`, shifted right by 16.
     fn upper_times(self, x: Self::Bits, factor: u16) -> Self::Bits;
-    /// Shifts each value's bits up by one.
+    /// Shifts each value's bits left by one.
     fn double(self, x: Self::Bits) -> Self::Bits;
-    /// The values of a [`Table`] at the lowest three bits of each index.
+    /// The entry of a [`Table`] for the lowest three bits of each index.
     fn pick(self, table: Self::Values, index: Self::Bits) -> Self::Values;
     /// `index`, plus one where `a > b`. `a` and `b` are magnitudes.
     fn count_above(self, index: Self::Bits, a: Self::Values, b: Self::Values) -> Self::Bits;
     /// Whether the lower half of any number's bits is below `limit`. The upper halves must not be below `limit`.
     fn any_fraction_below(self, limit: u16, numbers: [Self::Bits; 4]) -> bool;
-    /// Writes the codes of `values`. The third byte of each element of `numbers` is the number of the magnitude of the
-    /// corresponding value. The code of zero is [`ZERO`] with `SIGNED`, otherwise 0.
+    /// Writes the codes of `values`. Bits 16 to 23 of each element of `numbers` are the number of the corresponding value's
+    /// magnitude. The code of zero is [`ZERO`] with `SIGNED`, otherwise 0.
     fn write<const SIGNED: bool>(self, numbers: [Self::Bits; 4], values: [Self::Values; 4], codes: &mut [u8]);
 }
 
@@ -60,9 +61,10 @@ impl Table {
     }
 }
 
-/// The constant that is added to numbers so that the sums are between two successive powers of two. Such an f32 has the number
-/// in its upper bits and the number's fraction in its lower bits. In the map for values of both signs, the number of magnitudes
-/// above the last decade is an exception: its sum is the next power of two.
+/// The constant that is added to numbers so that all sums have the same exponent: they are at least this power of two and less
+/// than the next. The upper bits of such an f32's mantissa are the whole part of the number, the lower bits the fraction. In
+/// the map for values of both signs, the number of magnitudes above the last decade is an exception: the sum is the next power
+/// of two.
 const fn base(signed: bool) -> f32 {
     if signed { 128.0 } else { 256.0 }
 }
@@ -82,13 +84,14 @@ impl Lines {
     /// The lines of a map. `border(n)` is the largest magnitude with a number of at most `n`. `signed` tells whether the map
     /// has values of both signs.
     pub(super) fn new(signed: bool, border: impl Fn(usize) -> f32) -> Self {
+        // The number of map values in a decade, and the number (index) of the decade's first value.
         let items = |decade: usize| 1usize << (decade + usize::from(!signed));
         let first = |decade: usize| 1 + (0..decade).map(items).sum::<usize>();
-        // The slope and the offset of a decade. The borders in a decade are a whole number of steps above a tenth of the
-        // decade's end. At each border the line reaches a whole number.
+        // The slope and the offset of a decade. The distance of each border in a decade from the decade's start (a tenth of
+        // its end) is a multiple of the distance between two map values. At each border the line reaches a whole number.
         let line = |decade: usize| match decade {
             DECADES => (0.0, first(DECADES) as f64 + 0.5),
-            // The first decade is an exception, because its lowest border is that of zero.
+            // The first decade is an exception: its lowest border is the one between zero and the smallest magnitude.
             0 => {
                 let zero = f64::from(border(0));
                 let slope = if signed { 0.5 / zero } else { 1.0 / (f64::from(border(1)) - zero) };
@@ -111,8 +114,8 @@ impl Lines {
     }
 }
 
-/// The codes of `values * scale`. The products are finite and, up to a few roundings, in [-1, 1] or, in a map without
-/// negative values, in [0, 1].
+/// Writes the codes of `values * scale` to `codes`. The products must be finite and, up to a few roundings, in [-1, 1] or, in
+/// a map without negative values, in [0, 1].
 #[inline(always)]
 pub(super) fn encode<R: Registers>(
     r: R,
@@ -159,8 +162,8 @@ fn encode_block<R: Registers, const SIGNED: bool>(
     }
 }
 
-/// The numbers of four registers of magnitudes. The third byte of a result is the number, and the two lower bytes are its
-/// fraction.
+/// The numbers of four registers of magnitudes. Bits 16 to 23 of a result are the number, and the lower 16 bits are the
+/// number's fraction.
 ///
 /// Each operation runs on all four registers before the next operation, so that the processor can overlap these independent
 /// computations. If all operations ran on one register before the next register, the processor could not look far enough ahead.
@@ -168,19 +171,19 @@ fn encode_block<R: Registers, const SIGNED: bool>(
 #[inline(always)]
 fn numbers<R: Registers, const SIGNED: bool>(r: R, lines: &Lines, x: [R::Values; 4]) -> [R::Bits; 4] {
     let ends = r.load(&lines.ends.0);
-    // The bits of a value grow with its logarithm, about evenly: by 2^23 an octave.
+    // The bits of an f32, as an integer, are about linear in its logarithm: they grow by 2^23 per octave.
     let mut decade = [r.bits(ends); 4];
     for (decade, x) in decade.iter_mut().zip(x) {
         let bits = r.bits(r.max_bits(x, r.splat(FIRST_END)));
         *decade = r.upper_times(bits, DECADES_PER_BIT);
     }
-    // `decade` is the right decade or the decade below. It is the decade below if the magnitude is above its end.
+    // `decade` is the magnitude's decade or the decade below. If the magnitude is above the end of `decade`, add one.
     for (decade, x) in decade.iter_mut().zip(x) {
         *decade = r.count_above(*decade, x, r.pick(ends, *decade));
     }
     let (slopes, offsets) = (r.load(&lines.slopes.0), r.load(&lines.offsets.0));
-    // The last number of a decade is the whole part of 9/4 of its offset plus a constant. With the fraction that this constant
-    // has, the whole part is also right for the first decade, whose line differs.
+    // The last number of a decade is the whole part of 9/4 of the decade's offset plus a constant. The fraction of this
+    // constant is chosen so that the whole part is also right for the first decade, whose line differs.
     let last_of_zero = r.splat(if SIGNED { -0.06 } else { 0.95 } - 1.25 * base(SIGNED));
     let mut number = decade;
     for ((number, x), decade) in number.iter_mut().zip(x).zip(decade) {

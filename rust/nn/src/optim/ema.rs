@@ -15,8 +15,8 @@ const UPDATES: &str = "updates";
 pub struct EMAConfig {
     /// Weight of the old average in each update, in [0, 1).
     pub decay: f64,
-    /// Use the decay min(`decay`, (1 + n) / (10 + n)) after n updates, so that the initial values soon lose their weight, as
-    /// TensorFlow's `ExponentialMovingAverage` does with `num_updates`.
+    /// Use the decay min(`decay`, (1 + n) / (10 + n)) in the update that follows n other updates, so that the initial values
+    /// soon lose their weight. TensorFlow's `ExponentialMovingAverage` does the same with `num_updates`.
     pub warmup: bool,
 }
 
@@ -53,8 +53,8 @@ impl EMA {
     /// Averages that start as the values of `buffer`.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the decay is outside its range, [`Error::DType`] if the buffer is not f32 (averages in
-    /// shorter dtypes would never change), [`Error::OutOfMemory`] if the averages do not fit.
+    /// [`Error::Argument`] if the decay is outside its range, [`Error::DType`] if the buffer is not f32 (shorter dtypes
+    /// would round the small changes of averages away), [`Error::OutOfMemory`] if the averages do not fit.
     pub fn new(buffer: &FlatBuffer, config: EMAConfig) -> Result<Self> {
         if !(0.0..1.0).contains(&config.decay) {
             return Err(Error::argument(OP, format!("found decay {}, expected a number in [0, 1)", config.decay)));
@@ -95,8 +95,8 @@ impl EMA {
         self.is_swapped_in.get()
     }
 
-    /// Moves the averages towards the variables, in one pass over the buffer. Call it after each step of the optimizer.
-    /// Every replay of a captured step updates with the decay that belongs to its number of updates.
+    /// Moves the averages towards the variables, in one pass over the buffer. Call this function after each step of the
+    /// optimizer. Every replay of a captured step uses the decay for the number of updates before that replay.
     ///
     /// # Errors
     /// [`Error::Argument`] while the averages replace the variables; [`Error::Device`] if a captured function updates twice.

@@ -52,14 +52,14 @@ hyper!(
     bool: Switch, usize: Count
 );
 
-/// A hyper-parameter.
+/// A hyper-parameter of a configuration.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Field {
-    /// Its name.
+    /// The name of the hyper-parameter.
     pub name: &'static str,
-    /// Its meaning and its range: the documentation of the configuration's field.
+    /// The meaning and the range of the hyper-parameter: the documentation of the configuration's field.
     pub doc: &'static str,
-    /// Its default.
+    /// The value in the configuration; the default if the configuration is [`Registered::defaults`].
     pub value: Value,
 }
 
@@ -102,16 +102,16 @@ pub(super) use hyper_parameters;
 
 /// An optimizer that the registry can hold.
 pub trait Registered: Optimizer + Sized + 'static {
-    /// The hyper-parameters of a group.
+    /// The hyper-parameters of a group of variables.
     type Config: HyperParameters;
-    /// The name of its class.
+    /// The name of the optimizer's class.
     const NAME: &'static str;
-    /// What it is, in a sentence or two, with its source.
+    /// What the optimizer is, in a sentence or two, with its source.
     const ABOUT: &'static str;
     /// The number of hyper-parameters that the reference implementation takes by position; the others are passed by
     /// name.
     const POSITIONAL: usize;
-    /// Whether it can round bf16 variables stochastically.
+    /// Whether the optimizer can round bf16 variables stochastically.
     const ROUNDS: bool = false;
 
     /// The default hyper-parameters.
@@ -120,11 +120,12 @@ pub trait Registered: Optimizer + Sized + 'static {
     /// The states kept for a parameter of shape `dims`.
     fn states(config: &Self::Config, dims: &[usize]) -> SmallVec<[StateSpec; 4]>;
 
-    /// The optimizer of several groups of variables. With a `seed`, it rounds bf16 variables stochastically
+    /// The optimizer of several groups of variables. With a `seed`, the optimizer rounds bf16 variables stochastically
     /// ([`Stepper::with_stochastic_rounding`](super::Stepper::with_stochastic_rounding)).
     ///
     /// # Errors
-    /// Those of its constructor; [`Error::Argument`] if there is a seed, but the optimizer does not round stochastically.
+    /// Those of the optimizer's constructor; [`Error::Argument`] if there is a seed, but the optimizer does not round
+    /// stochastically.
     fn build(groups: Vec<ParamGroup<Self::Config>>, seed: Option<u64>) -> Result<Self>;
 }
 
@@ -171,23 +172,23 @@ pub type NamedGroup<'a> = (Vec<Var>, Vec<(&'a str, Value)>);
 /// An optimizer in the registry.
 #[derive(Debug)]
 pub struct OptimizerKind {
-    /// The name of its class.
+    /// The name of the optimizer's class.
     pub name: &'static str,
-    /// What it is, in a sentence or two, with its source.
+    /// What the optimizer is, in a sentence or two, with its source.
     pub about: &'static str,
     /// The number of hyper-parameters that the reference implementation takes by position; the others are passed by
     /// name.
     pub positional: usize,
-    /// Whether it can round bf16 variables stochastically.
+    /// Whether the optimizer can round bf16 variables stochastically.
     pub rounds: bool,
-    /// Its hyper-parameters with their defaults, in order.
+    /// The hyper-parameters with their defaults, in order.
     pub fields: fn() -> Vec<Field>,
-    /// The states that it keeps for an f32 parameter of shape `dims`, with its default hyper-parameters.
+    /// The states of an f32 parameter of shape `dims`, with default hyper-parameters.
     pub states: fn(dims: &[usize]) -> SmallVec<[StateSpec; 4]>,
     make: Make,
 }
 
-/// Makes an optimizer of groups of variables, with a seed if it rounds stochastically.
+/// Makes an optimizer of groups of variables. With a seed, the optimizer rounds stochastically.
 type Make = fn(Vec<NamedGroup<'_>>, Option<u64>) -> Result<Box<dyn Optimizer>>;
 
 impl OptimizerKind {
@@ -203,11 +204,11 @@ impl OptimizerKind {
         }
     }
 
-    /// The optimizer over groups of variables. With a `seed`, it rounds bf16 variables stochastically.
+    /// The optimizer over groups of variables. With a `seed`, the optimizer rounds bf16 variables stochastically.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the optimizer has no hyper-parameter of a given name and type, or if it does not round
-    /// stochastically and there is a seed; the errors of its constructor.
+    /// [`Error::Argument`] if the optimizer has no hyper-parameter of a given name and type, or if there is a seed but the
+    /// optimizer cannot round stochastically; the errors of the optimizer's constructor.
     pub fn build(&self, groups: Vec<NamedGroup<'_>>, seed: Option<u64>) -> Result<Box<dyn Optimizer>> {
         (self.make)(groups, seed)
     }
@@ -217,7 +218,7 @@ impl OptimizerKind {
         self.name.to_lowercase()
     }
 
-    /// The optimizer that an option names.
+    /// The optimizer with this [`option`](Self::option) name; `None` if there is none.
     pub fn find(option: &str) -> Option<&'static Self> {
         super::KINDS.iter().find(|kind| kind.option() == option)
     }

@@ -1,4 +1,5 @@
-//! Lion: the sign of an interpolated momentum.
+//! Lion: each step moves every parameter by the learning rate, against the sign of an interpolation between the momentum and
+//! the gradient.
 //!
 //! Chen et al., "Symbolic Discovery of Optimization Algorithms", <https://arxiv.org/abs/2302.06675>; the order of
 //! operations is that of bitsandbytes' `Lion32bit`.
@@ -20,7 +21,7 @@ hyper_parameters! {
     pub struct LionConfig {
         /// Learning rate, at least 0; 3 to 10 times smaller than Adam's.
         pub lr: f64,
-        /// Weight of the momentum in the update, and its decay rate; each in [0, 1).
+        /// The momentum's weight in the update, and the momentum's decay rate; each in [0, 1).
         pub betas: (f64, f64),
         /// At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         pub weight_decay: f64,
@@ -48,7 +49,8 @@ impl Lion {
 
 registered!(
     LionRule,
-    "Lion (Chen et al. 2023, arXiv:2302.06675): the sign of an interpolated momentum.",
+    "Lion (Chen et al. 2023, arXiv:2302.06675): each step moves every parameter by `lr`, against the sign of an \
+     interpolation between the momentum and the gradient.",
     3,
     LionConfig::default()
 );
@@ -90,8 +92,8 @@ impl Rule for LionRule {
     }
 }
 
-/// The numbers that one step computes from a [`LionConfig`]. The step uses fused multiply-adds in the same places as
-/// the CUDA code of bitsandbytes, so that both compute the same momentum, bit for bit.
+/// The numbers that one step computes from a [`LionConfig`]. The step fuses the same multiplications and additions as the
+/// CUDA code of bitsandbytes, so that both compute the same momentum, bit for bit.
 #[derive(Clone, Copy)]
 pub(crate) struct Coefficients<T> {
     pub(crate) beta1: T,
@@ -127,7 +129,7 @@ fn update<T: Real>(config: &LionConfig, _step: u64, chunk: Chunk<'_, T>) {
     update_float(at, chunk);
 }
 
-/// One step with a momentum in full precision.
+/// One step with a momentum that is not quantized.
 pub(crate) fn update_float<T: Real>(at: Coefficients<T>, chunk: Chunk<'_, T>) {
     dispatch(
         #[inline(always)]

@@ -20,11 +20,11 @@ hyper_parameters! {
     pub struct Lion8bitConfig {
         /// Learning rate, at least 0.
         pub lr: f64,
-        /// Weight of the momentum in the update, and its decay rate; each in [0, 1).
+        /// The momentum's weight in the update, and the momentum's decay rate; each in [0, 1).
         pub betas: (f64, f64),
         /// At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         pub weight_decay: f64,
-        /// Parameters with fewer elements keep their momentum in f32.
+        /// Parameters with fewer elements than this number keep their momentum in f32.
         pub min_8bit_size: usize,
     }
 }
@@ -102,7 +102,7 @@ impl Step<1> for Coefficients<f32> {
     const BEHIND: [u8; 1] = [128];
 
     /// If an element's gradient is non-finite, the element does not change and its momentum becomes zero. bitsandbytes
-    /// would set its momentum to the block's largest value.
+    /// would set the element's momentum to the block's largest value.
     #[inline(always)]
     fn update<L: Lanes>(self, l: L, block: Block<'_, 1>, [Values(m)]: &mut [Values; 1]) {
         let Block { param, grad, states: [(codes, absmax)] } = block;
@@ -117,8 +117,8 @@ impl Step<1> for Coefficients<f32> {
             let decoded = l.decode(codebook, codes);
             for part in 0..4 {
                 let here = start + part * L::WIDTH;
-                // The 8-bit CUDA kernel fuses the product with the gradient and the addition; the f32 kernel fuses the
-                // product with the momentum and the addition.
+                // As in the 8-bit kernel of bitsandbytes, the product with the gradient is fused with the addition. In the f32
+                // kernel, the product with the momentum is fused with the addition.
                 let g = l.load(&grad[here..]);
                 let old_momentum = l.mul(l.part(codebook, decoded, codes, part), scale);
                 let direction = l.mul_add(weight1, g, l.mul(old_momentum, beta1));
@@ -146,7 +146,7 @@ mod tests {
     use super::{Coefficients, Lion8bitConfig};
 
     #[test]
-    fn forms_are_equal() {
+    fn all_implementations_of_lanes_give_equal_steps() {
         let Lion8bitConfig { lr, betas, .. } = Lion8bitConfig::default();
         check_forms(Coefficients::<f32>::new(lr, betas, 0.01));
     }

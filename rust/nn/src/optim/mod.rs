@@ -21,7 +21,8 @@
 //! full precision also take f64. Variables that share one flat buffer are updated in one pass over the buffer.
 //!
 //! For CUDA variables, states, hyper-parameters and step counters are on the device. A step usually is two launches for
-//! all variables, without synchronization. It also writes the f16 or bf16 copies of variables that the forward pass reads.
+//! all variables, without synchronization. If the forward pass reads f16 or bf16 copies of variables, the step also writes
+//! these copies.
 //! State dicts do not depend on the device, so a run can continue on another kind of device. CUDA devices need a rule
 //! with [`KERNELS`](Rule::KERNELS), and do not support f64 variables.
 

@@ -27,18 +27,19 @@ hyper_parameters! {
         pub weight_decay: f64,
         /// Decay rate of the momentum, in [0, 1).
         pub momentum: f64,
-        /// Nesterov momentum: orthogonalize the gradient moved towards the momentum, instead of the momentum itself.
+        /// Nesterov momentum: orthogonalize `(1 - momentum) * g + momentum * m` instead of m, where g is the gradient and m
+        /// the new momentum.
         pub nesterov: bool,
         /// Coefficients (a, b, c) of the Newton-Schulz iteration: X becomes `a X + b S X + c S^2 X`, where S is `X X^T`.
         pub ns_coefficients: (f64, f64, f64),
-        /// Above 0: the iteration starts with the update divided by its norm, or by this if the norm is smaller.
+        /// Above 0: the iteration starts with the matrix to orthogonalize, divided by the larger of its norm and `eps`.
         pub eps: f64,
-        /// Steps of the Newton-Schulz iteration, less than 100.
+        /// The number of steps of the Newton-Schulz iteration, less than 100.
         pub ns_steps: usize,
         /// Scale the update of an A x B matrix by `0.2 * sqrt(max(A, B))`, which suits learning rates of AdamW (torch:
         /// `adjust_lr_fn="match_rms_adamw"`). If false, scale it by `sqrt(max(1, A / B))`.
         pub match_rms_adamw: bool,
-        /// Decay rates of AdamW, which updates vectors; each in [0, 1).
+        /// Decay rates of the first and the second moment of AdamW, which updates vectors; each in [0, 1).
         pub vector_betas: (f64, f64),
         /// At least 0: AdamW, which updates vectors, adds this to the root of the second moment.
         pub vector_eps: f64,
@@ -248,7 +249,7 @@ fn dot<T: Real>(x: &[T], y: &[T]) -> T {
     total
 }
 
-/// The product of a square matrix with `rows` rows and a matrix with as many rows.
+/// The product of a square matrix with `rows` rows and another matrix with `rows` rows.
 #[inline(always)]
 fn multiply<T: Real>(left: &[T], right: &[T], rows: usize) -> Vec<T> {
     let width = right.len() / rows;

@@ -42,9 +42,9 @@ hyper_parameters! {
         pub d0: f64,
         /// Factor on the estimate, above 0; tune the method with it, for example 0.5 or 2.
         pub d_coef: f64,
-        /// The estimate grows by at most this factor in a step, at least 1.
+        /// At least 1: the largest factor by which the estimate grows in a step.
         pub growth_rate: f64,
-        /// Compute the estimate from every n-th element, at least 1; 11 saves almost half of the memory.
+        /// At least 1: the estimate is computed from every `slice_p`-th element; 11 saves almost half of the states' memory.
         pub slice_p: usize,
     }
 }
@@ -103,7 +103,7 @@ impl ProdigyConfig {
 /// Its state dict has, besides each variable's states, `estimate` (4), f64: the estimate d, its maximum, its numerator and
 /// the number of steps.
 pub struct Prodigy {
-    /// Its `shared` numbers begin with the fields of [`Estimate`], in the order that kernels read.
+    /// The stepper's `shared` numbers begin with the fields of [`Estimate`], in the order that kernels read.
     stepper: Stepper<Observe>,
 }
 
@@ -148,7 +148,7 @@ impl Prodigy {
     ///
     /// # Errors
     /// [`Error::Argument`] if a hyper-parameter is out of range, if groups differ in a hyper-parameter that must be the same
-    /// in all, if there is no variable, or if one appears twice; [`Error::DType`] if a dtype is not floating point.
+    /// in all, if there is no variable, or if a variable appears twice; [`Error::DType`] if a dtype is not floating point.
     pub fn with_groups(groups: Vec<ParamGroup<ProdigyConfig>>) -> Result<Self> {
         let first = groups.first().map(|group| group.config.clone()).unwrap_or_default();
         for (index, ParamGroup { config, .. }) in groups.iter().enumerate() {
@@ -325,20 +325,20 @@ impl Registered for Prodigy {
     }
 }
 
-/// The configuration of a group during a step.
+/// The configuration of a group, with the numbers of the current step.
 #[derive(Clone, Debug, PartialEq)]
 struct Pass {
     config: ProdigyConfig,
-    /// The estimate.
+    /// The estimate d of the distance to the solution.
     d: f64,
-    /// The step size.
+    /// The step size: d · lr · bias correction.
     dlr: f64,
 }
 
-/// The first half of a step: the moments, and the sums for the estimate.
+/// The first half of a step: it updates the moments, and computes the sums for the estimate.
 struct Observe;
 
-/// The second half: the variables.
+/// The second half of a step: it updates the variables.
 struct Apply;
 
 /// The states that are kept for a parameter.

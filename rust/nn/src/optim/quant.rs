@@ -20,24 +20,25 @@ use trainable_candle_core::{Error, Result};
 use super::codes::Lines;
 use super::lanes::Lanes;
 
-/// Elements of an optimizer state that share one scale.
+/// The number of elements of an optimizer state that share one scale.
 pub const BLOCK_SIZE: usize = 256;
 
-/// Elements that one thread quantises at a time.
+/// The number of elements that one thread quantises at a time.
 const GRAIN: usize = 1 << 14;
 
-/// A map of 256 ascending values, with tables that find the nearest of them in a few instructions.
+/// A map of 256 ascending values, with tables that give the code of the nearest map value in a few instructions.
 pub struct Codebook {
     values: [f32; 256],
-    /// Indexed by the upper half of a value's bits. The sum of an entry and the lower half of the bits has the code in its
-    /// upper half. The upper half of an entry is the code of the smallest value with this index. If the next code begins at
-    /// a larger value with this index, the entry's lower half makes the sum carry from that value on. At most one code
-    /// begins within an index. The lower half of a negative value's bits is inverted, so that it grows with the value.
+    /// Entries for the f32 values to encode, indexed by a value's upper 16 bits. The value's code is the upper half of the sum
+    /// of the entry and the value's lower 16 bits. The upper half of an entry is the code of the smallest value with this
+    /// index. If the next code begins at a larger value with this index, the entry's lower half makes the sum carry from that
+    /// value on. Among the values with one index, at most one code begins. The lower 16 bits of a negative value are inverted
+    /// before the addition, so that they grow with the value.
     table: Box<[u32; 1 << 16]>,
     /// The map as lines, for computing the codes of optimizer states in registers.
     #[cfg(target_arch = "x86_64")]
     lines: Lines,
-    /// Four tables with one byte of each value, for look-ups in registers.
+    /// Four tables for look-ups in registers: table `i` holds byte `i` of each of the 256 values.
     #[cfg(target_arch = "x86_64")]
     planes: [[u8; 256]; 4],
 }
@@ -74,8 +75,8 @@ impl Codebook {
         encode(&self.table, x)
     }
 
-    /// The codes of `values * scale`, the same as from [`encode`](Self::encode). `scale` is one over the largest magnitude of
-    /// `values`. The map [`signed`](Self::signed) is not supported.
+    /// Writes the codes of `values * scale`, which are those of [`encode`](Self::encode), to `codes`. `scale` is one over the
+    /// largest magnitude of `values`. The map [`signed`](Self::signed) is not supported.
     #[inline(always)]
     pub(super) fn encode_block<L: Lanes>(
         &self,
@@ -91,7 +92,7 @@ impl Codebook {
         }
     }
 
-    /// The codes of `values * scale`, one by one.
+    /// Writes the codes of `values * scale` to `codes`, one by one.
     #[inline(always)]
     pub(super) fn encode_each(&self, values: &[f32], scale: f32, codes: &mut [u8]) {
         // The loop vectorises only with a plain reference to the table.
@@ -128,7 +129,7 @@ impl Codebook {
         let mut table = vec![if preserve_sign { 255 << 16 } else { 0 }; 1 << 16];
         let mut code = 0;
         for order in 0..1u32 << 16 {
-            // The upper half of bits at this position among all upper halves, sorted by value from the most negative on.
+            // The upper 16 bits at index `order`, if all upper halves are sorted by value in ascending order.
             let upper = if order < 0x8000 { 0xffff - order } else { order - 0x8000 };
             if f32::from_bits(upper << 16).is_nan() {
                 continue;
@@ -177,8 +178,8 @@ fn border(values: &[f32; 256], code: usize) -> f32 {
     if code.is_multiple_of(2) { middle } else { middle.next_down() }
 }
 
-/// Quantises `values` in blocks of `block_size` (the last may be shorter): the codes of `values / absmax`, and each
-/// block's `absmax`, its largest magnitude.
+/// Quantises `values` in blocks of `block_size` elements (the last block may be shorter). Writes each block's largest magnitude
+/// to `absmax`, and the codes of the block's values divided by this magnitude to `codes`.
 ///
 /// # Errors
 /// [`Error::Argument`] if `block_size` is 0; [`Error::Shape`] if `codes` is not as long as `values` or `absmax` does
@@ -271,8 +272,8 @@ mod tests {
         nearest as u8
     }
 
-    /// Every upper half of an f32 with lower halves at both ends and in the middle of their range, and every border
-    /// between codes with its neighbours.
+    /// Every upper half of an f32, combined with lower halves at both ends and in the middle of their range, and every border
+    /// between two codes with the f32 values next to it.
     fn probes(codebook: &Codebook) -> impl Iterator<Item = f32> {
         let grid = (0..=0xffffu32).flat_map(|upper| [0, 1, 0x7fff, 0x8000, 0xffff].map(|lower| upper << 16 | lower));
         let borders = (0..255).flat_map(|code| {
@@ -306,7 +307,8 @@ mod tests {
         assert_eq!(codebook.encode(f32::NAN), 255);
     }
 
-    /// Compares a block's codes and values in registers with those of single values.
+    /// Compares the codes and the values that [`Lanes`] compute for a block with those of [`Codebook::encode`] and
+    /// [`Codebook::values`].
     #[derive(Clone, Copy)]
     struct Compare<'a> {
         codebook: &'a Codebook,
@@ -335,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_equal_single_codes() {
+    fn encode_block_and_decode_equal_the_functions_of_single_values() {
         for (codebook, least) in [(Codebook::sign_preserving(), -1.0), (Codebook::unsigned(), 0.0)] {
             let probes: Vec<f32> = probes(codebook).filter(|x| (least..=1.0).contains(x)).collect();
             let mut values = [0f32; BLOCK_SIZE];
@@ -365,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn blockwise_round_trip_keeps_the_largest_value_and_a_few_percent() {
+    fn blockwise_round_trip_errors_are_at_most_half_a_gap_of_the_map() {
         let values: Vec<f32> = (0..1000).map(|i| ((i as f32) * 0.37).sin() * 10f32.powi(i / 300 - 2)).collect();
         let (mut codes, mut absmax, mut back) = (vec![0; 1000], vec![0.0; 16], vec![0.0; 1000]);
         quantize_blockwise(&values, Codebook::signed(), 64, &mut codes, &mut absmax).unwrap();

@@ -1,12 +1,12 @@
 //! Stochastic rounding of f32 values to bf16: each value becomes one of the two bf16 numbers around it, the nearer one
 //! with the higher probability, so that the expected value is the value itself.
 //!
-//! Rounding to nearest loses updates of less than half a unit in the last place; with stochastic rounding, they take
+//! Rounding to nearest loses updates of less than half a unit in the last place; with stochastic rounding, such updates take
 //! effect on average (Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", arXiv:1502.02551).
 //!
-//! The random bits are a function of the optimizer's seed, the number of the step, the position of the element among all
-//! elements of the optimizer's variables, and the parameter or state that is rounded. So they are the same on the CPU, on
-//! a GPU, in a captured step and in a resumed run.
+//! The random bits are a function of the optimizer's seed, the number of the step, the number of the element among all
+//! elements of the optimizer's variables, and which of the element's values (the parameter or one of its states) is rounded.
+//! Therefore the bits are the same on the CPU, on a GPU, in a captured step and in a resumed run.
 
 use half::bf16;
 use trainable_candle_core::cpu::dispatch;
@@ -17,10 +17,10 @@ use super::rule::Rule;
 use super::state;
 use super::stepper::Stepper;
 
-/// The number of blocks of random bits that are computed side by side.
+/// The number of Philox blocks (128 random bits each) that are computed side by side.
 const LANES: usize = 16;
 
-/// The elements that one block of random bits is for.
+/// The number of elements that take their random bits from one Philox block: one 32-bit word for each element.
 const QUAD: usize = 4;
 
 /// The random bits of consecutive elements in one step.
@@ -29,16 +29,16 @@ pub(super) struct Bits {
     pub(super) seed: u64,
     /// The number of the step, which counts from 1; its upper 32 bits have no effect.
     pub(super) step: u64,
-    /// The number of the first element, a multiple of 4.
+    /// The number of the first element among all elements of the optimizer's variables, a multiple of 4.
     pub(super) first: u64,
 }
 
 impl Bits {
-    /// Rounds f32 values to bf16. `number` is 0 for the parameter, 1 for the first state, and so on.
+    /// Rounds f32 values to bf16. `number` is 0 if the values are parameters, 1 if they are the first state, and so on.
     ///
-    /// Element `e` takes 16 bits from word `e % 4` of block `e / 4`: the lower half of the word if `number` is even, the upper
-    /// half if it is odd. So `number` 0 and 1 share blocks, as do 2 and 3, and so on. The upper half of a block's counter has
-    /// the step and 2 + `number` / 2.
+    /// Element `e` takes 16 bits from word `e % 4` of Philox block `e / 4`: the lower half of the word if `number` is even, the
+    /// upper half if `number` is odd. So `number` 0 and 1 share blocks, as do 2 and 3, and so on. The upper half of a block's
+    /// counter holds the step and 2 + `number` / 2.
     pub(super) fn round(self, values: &[f32], rounded: &mut [bf16], number: usize) {
         let upper = [self.step as u32, 2 + number as u32 / 2];
         let shift = if number.is_multiple_of(2) { 0 } else { 16 };
@@ -58,7 +58,8 @@ impl Bits {
 }
 
 /// Rounds to one of the neighbouring bf16 numbers by the lower 16 of `bits`. The probability of the neighbour of larger
-/// magnitude is the distance to the other neighbour, divided by the distance between the two. Infinities and NaN do not change.
+/// magnitude is the distance to the other neighbour, divided by the distance between the two. Infinities do not change, and NaN
+/// stays NaN.
 #[inline(always)]
 fn round(value: f32, bits: u32) -> bf16 {
     let found = value.to_bits();
@@ -69,7 +70,8 @@ fn round(value: f32, bits: u32) -> bf16 {
 impl<R: Rule> Stepper<R> {
     /// Keeps bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round
     /// stochastically, with random bits that depend on `seed`, the number of the step, the variable and the element.
-    /// Other variables, and 8-bit states, are updated as before. Call this before the first step.
+    /// Other variables, and 8-bit states, are updated as without stochastic rounding. Call this function before the first
+    /// step.
     ///
     /// # Errors
     /// [`Error::Argument`] if the update is not elementwise, [`Error::DType`] if no variable is bf16.
@@ -93,7 +95,7 @@ impl<R: Rule> Stepper<R> {
 
 /// The error for an optimizer that cannot round stochastically.
 pub(super) fn no_rounding(name: &'static str) -> Error {
-    let message = "its update needs whole variables, for which there is no stochastic rounding; use an optimizer that \
+    let message = "its update needs whole variables, and such updates cannot round stochastically; use an optimizer that \
         updates each element alone, such as AdamW, AdamW8bit, Lion or SGD";
     Error::argument(name, message)
 }
@@ -118,16 +120,16 @@ mod tests {
             let neighbours = |found: &bf16| (f64::from(*found) - value).abs() < unit;
             assert!(rounded.iter().all(neighbours), "{value}");
             let mean = rounded.iter().map(|&found| f64::from(found) - value).sum::<f64>() / COUNT as f64;
-            // The error takes one of two values that are one unit apart, so its standard deviation is at most half a unit,
-            // and the standard deviation of the mean is at most unit / 2 / √COUNT. The bound is six of the latter, and
-            // 2⁻¹⁶ units because probabilities have 16 bits.
+            // The error of a rounding takes one of two values that are one unit apart, so its standard deviation is at most
+            // half a unit, and the standard deviation of the mean error is at most unit / 2 / √COUNT. The bound is six standard
+            // deviations of the mean, plus 2⁻¹⁶ units because probabilities are multiples of 2⁻¹⁶.
             let bound = unit * (3.0 / (COUNT as f64).sqrt() + 2f64.powi(-16));
             assert!(mean.abs() < bound, "{value}: {mean} of {bound}");
         }
     }
 
     #[test]
-    fn numbers_of_bf16_infinities_and_nan_stay() {
+    fn rounding_keeps_bf16_values_infinities_and_nan() {
         for bits in [0, 0xffff, 0x8000] {
             for value in [0.0, -0.0, 1.0, -2.5, f32::MIN_POSITIVE, f32::INFINITY, f32::NEG_INFINITY] {
                 assert_eq!(round(value, bits).to_f32().to_bits(), value.to_bits());
@@ -159,7 +161,7 @@ mod tests {
         for (index, one) in all.iter().enumerate() {
             for other in &all[..index] {
                 let same = one.iter().zip(other).filter(|(a, b)| a == b).count();
-                // Independent roundings of values that are spread over the units agree for two thirds of the elements.
+                // If fractions of a unit are uniform, independent roundings agree for two thirds of the elements on average.
                 assert!((600..735).contains(&same), "{index}: {same}");
             }
         }

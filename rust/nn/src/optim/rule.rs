@@ -42,7 +42,7 @@ pub trait Rule: Sized + Send + Sync + 'static {
     /// Checks the ranges of hyper-parameters.
     ///
     /// # Errors
-    /// [`Error::Argument`] naming the first one outside its range.
+    /// [`Error::Argument`] that names the first hyper-parameter outside its range.
     fn validate(config: &Self::Config) -> Result<()>;
 
     /// The states kept for a parameter of shape `dims`.
@@ -57,8 +57,8 @@ pub trait Rule: Sized + Send + Sync + 'static {
     fn lr(config: &mut Self::Config) -> &mut f64;
 }
 
-/// An average of a parameter over the steps: the parameter moved towards a state of the same shape, by `weight` times
-/// their distance.
+/// An average of a parameter over the steps: `parameter + weight * (state - parameter)`, where the state has the shape of the
+/// parameter.
 #[derive(Clone, Copy)]
 pub struct Average<C> {
     /// The index of the state.
@@ -88,18 +88,18 @@ pub struct Kernels<C> {
 /// Updates a chunk in step number `step`, which counts from 1.
 pub type Update<C, T> = fn(config: &C, step: u64, chunk: Chunk<'_, T>);
 
-/// Consecutive elements of one parameter, or all of its elements; all slices cover the same elements. A chunk starts at
-/// a multiple of [`BLOCK_SIZE`].
+/// Consecutive elements of one parameter, or all elements of the parameter, with their gradients and states. A chunk starts at
+/// a multiple of [`BLOCK_SIZE`] elements.
 pub struct Chunk<'a, T> {
     /// The shape of the whole parameter.
     pub dims: &'a [usize],
-    /// The values, which the update changes.
+    /// The values of the elements, which the update changes.
     pub param: &'a mut [T],
-    /// The gradient.
+    /// The gradients of the elements.
     pub grad: &'a [T],
     /// The states in the order of [`Rule::states`]; all zeros before the first step.
     pub states: SmallVec<[StateSlice<'a, T>; 4]>,
-    /// If the chunk is a whole variable, two numbers that the update may return to the optimizer.
+    /// Where the update may write two numbers for the optimizer; only present if the chunk is a whole variable.
     pub sums: Option<&'a mut [f64; 2]>,
 }
 
@@ -116,13 +116,13 @@ pub enum StateSlice<'a, T> {
 /// A state that an optimizer keeps for each parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StateSpec {
-    /// Its name in a state dict.
+    /// The name of the state in a state dict.
     pub name: &'static str,
-    /// The kind of its entries.
+    /// What the entries of the state are.
     pub kind: StateKind,
 }
 
-/// The kind of a state's entries.
+/// What the entries of a state are, and to which elements of the parameter they belong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StateKind {
     /// A number for each element: f64 for f64 parameters, bf16 for those that are rounded stochastically, otherwise f32.
@@ -131,9 +131,9 @@ pub enum StateKind {
     Codes,
     /// A scale (f32) for each [`BLOCK_SIZE`] elements.
     Scales,
-    /// As `Float`, with one number for each row of the last two dimensions.
+    /// As `Float`, with one number for each row of each matrix (the last two dimensions of the parameter).
     Rows,
-    /// As `Float`, with one number for each column of the last two dimensions.
+    /// As `Float`, with one number for each column of each matrix (the last two dimensions of the parameter).
     Columns,
     /// As `Float`, with one number for the first element and every n-th element after it; n is at least 1.
     Every(usize),
@@ -178,7 +178,7 @@ impl<'a, T> StateSlice<'a, T> {
         }
     }
 
-    /// Splits the state after the entries of the first `at` elements, a multiple of [`BLOCK_SIZE`].
+    /// Splits the state after the entries of the first `at` elements; `at` is a multiple of [`BLOCK_SIZE`].
     pub(crate) fn split_at(self, at: usize) -> (Self, Self) {
         match self {
             Self::Float(data) => {

@@ -16,9 +16,9 @@ const OP: &str = "GradScaler";
 pub struct GradScalerConfig {
     /// The first scale.
     pub init_scale: f64,
-    /// The scale is multiplied by this after `growth_interval` steps in a row with finite gradients; above 1.
+    /// The scale is multiplied by this factor after `growth_interval` steps in a row with finite gradients; above 1.
     pub growth_factor: f64,
-    /// The scale is multiplied by this after a step with an infinity or a NaN; in (0, 1).
+    /// The scale is multiplied by this factor after a step with an infinite or NaN gradient; in (0, 1).
     pub backoff_factor: f64,
     /// The number of steps in a row with finite gradients before the scale grows.
     pub growth_interval: u64,
@@ -42,8 +42,8 @@ impl Default for GradScalerConfig {
 #[derive(Debug)]
 pub struct GradScaler {
     config: GradScalerConfig,
-    /// The scale and the counter. They cannot move to a device during a capture, because captured functions read them on
-    /// the device.
+    /// The scale and the counter of finite steps. They must be on the device before a capture, because captured functions read
+    /// them there.
     state: Fixed<State>,
     /// What was done for each optimizer since the last update, by the optimizer's id.
     stages: HostState<FxHashMap<u64, Stage>>,
@@ -59,17 +59,20 @@ fn stages(stages: FxHashMap<u64, Stage>) -> HostState<FxHashMap<u64, Stage>> {
     HostState::new("which gradients are unscaled", stages)
 }
 
-/// The scale, and the number of steps in a row with finite gradients.
+/// The scale, and the number of steps with finite gradients since the last step with a non-finite gradient or the last growth
+/// of the scale.
 #[derive(Clone, Debug)]
 enum State {
     Host(f64, u64),
     Device(LossScale),
 }
 
+/// What was done for an optimizer since the last update: its gradients were unscaled, or it has taken its step.
 #[derive(Clone, Debug)]
 struct Stage {
     /// The largest magnitude of all gradients, as a tensor of one element; it is non-finite if a gradient is.
     norm: Tensor,
+    /// Whether [`GradScaler::step`] was called.
     stepped: bool,
 }
 
@@ -108,7 +111,8 @@ impl GradScaler {
         if self.config.enabled { Ok(self.read()?.0) } else { Ok(1.0) }
     }
 
-    /// The number of steps in a row with finite gradients. Waits for a CUDA device.
+    /// The number of steps with finite gradients since the last step with a non-finite gradient or the last growth of the
+    /// scale. Waits for a CUDA device.
     ///
     /// # Errors
     /// As [`get_scale`](Self::get_scale).
@@ -148,7 +152,8 @@ impl GradScaler {
             return Ok(loss.clone());
         }
         if loss.device().is_cuda() {
-            // The factor is a copy, because the backward pass reads it, and `update` may write the state before that.
+            // The factor is a copy, because the backward pass reads it, and `update` may change the state before the backward
+            // pass.
             let scale = Tensor::from_raw(&own_copy(&self.on_device(loss.device())?.scale()?)?);
             return loss.mul(&scale.to_dtype(loss.dtype())?);
         }
@@ -158,7 +163,8 @@ impl GradScaler {
     /// Divides the gradients of the optimizer's variables by the scale, to clip or read them before the step.
     ///
     /// # Errors
-    /// [`Error::Argument`] if it was already called for this optimizer since the last [`update`](Self::update).
+    /// [`Error::Argument`] if `unscale` or `step` was already called for this optimizer since the last
+    /// [`update`](Self::update).
     pub fn unscale(&mut self, optimizer: &dyn Optimizer) -> Result<()> {
         if !self.config.enabled {
             return Ok(());
@@ -191,7 +197,7 @@ impl GradScaler {
     /// optimizer divides gradients while it reads them, and the stored gradients do not change.
     ///
     /// # Errors
-    /// [`Error::Argument`] if it was already called for this optimizer since the last [`update`](Self::update); the
+    /// [`Error::Argument`] if `step` was already called for this optimizer since the last [`update`](Self::update); the
     /// errors of the optimizer's step.
     pub fn step(&mut self, optimizer: &mut dyn Optimizer) -> Result<Option<bool>> {
         if !self.config.enabled {
@@ -279,7 +285,7 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Sets the scale and the counter to those of a saved run.
+    /// Sets the scale and the counter of finite steps to those of a saved run.
     ///
     /// # Errors
     /// [`Error::Argument`] if the scale is not a number above 0.

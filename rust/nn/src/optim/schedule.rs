@@ -1,4 +1,4 @@
-//! Learning-rate schedules: the factor on the learning rate as a pure function of the step.
+//! Learning-rate schedules: the factor of the learning rate as a pure function of the number of the step.
 //!
 //! Definitions are those of transformers' `get_*_schedule_with_warmup`: over the first `warmup_steps` steps the factor
 //! rises linearly from 0, afterwards it follows the schedule's [`Decay`].
@@ -9,31 +9,31 @@ use std::f64::consts::PI;
 
 use trainable_candle_core::{Error, Result};
 
-/// The factor as a function of the step after the warm-up.
+/// The factor of the learning rate after the warm-up. In the formulas, progress is the fraction of the steps after the warm-up
+/// that are done.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Decay {
     /// Constant 1.
     Constant,
     /// Falls linearly from 1 to 0 at `total_steps`.
     Linear {
-        /// Steps of the training, warm-up included.
+        /// The number of steps of the training, including the warm-up.
         total_steps: u64,
     },
-    /// (1 + cos(2π · `cycles` · progress)) / 2, where progress is the fraction of the steps after the warm-up that
-    /// are done. With half a cycle, the factor falls from 1 to 0 at `total_steps`.
+    /// (1 + cos(2π · `cycles` · progress)) / 2. With half a cycle, the factor falls from 1 to 0 at `total_steps`.
     Cosine {
-        /// Steps of the training, warm-up included.
+        /// The number of steps of the training, including the warm-up.
         total_steps: u64,
         /// The number of cycles of the cosine; transformers' default is 0.5.
         cycles: f64,
     },
-    /// Falls from 1 to `end` at `total_steps` along (1 - progress)^`power`, then stays at `end`.
+    /// `end` + (1 - `end`) · (1 - progress)^`power`: falls from 1 to `end` at `total_steps`, then stays at `end`.
     Polynomial {
-        /// Steps of the training, warm-up included.
+        /// The number of steps of the training, including the warm-up.
         total_steps: u64,
         /// The last factor, in [0, 1): `lr_end / lr` in transformers, whose default for `lr_end` is 1e-7.
         end: f64,
-        /// 1 for a straight line.
+        /// The exponent, above 0; 1 gives a straight line.
         power: f64,
     },
 }
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_warmup_longer_than_the_training_is_finite() {
+    fn factors_stay_in_range_if_the_warmup_is_longer_than_the_training() {
         for decay in [
             Decay::Linear { total_steps: 5 },
             Decay::Cosine { total_steps: 5, cycles: 0.5 },

@@ -19,7 +19,8 @@ hyper_parameters! {
         /// Learning rate, at least 0; use it without a schedule.
         pub lr: f64,
         /// Two numbers below 1. The first, above 0, is the weight of the average in the point at which gradients are
-        /// computed; the second, at least 0, is the decay rate of the second moment.
+        /// computed: `betas[0] * average + (1 - betas[0]) * iterate`. The second, at least 0, is the decay rate of the
+        /// second moment.
         pub betas: (f64, f64),
         /// Added to the root of the second moment, at least 0.
         pub eps: f64,
@@ -27,10 +28,10 @@ hyper_parameters! {
         pub weight_decay: f64,
         /// The number of steps in which the learning rate grows linearly from 0.
         pub warmup_steps: usize,
-        /// In the average, step number k has the weight `k^r`, times the factor of `weight_lr_power`.
+        /// At least 0: the iterate of step k has the weight `k^r * lr_max^weight_lr_power` in the average, where `lr_max`
+        /// is the largest learning rate so far.
         pub r: f64,
-        /// The weight of a step in the average has the factor `lr_max^weight_lr_power`, where `lr_max` is the largest
-        /// learning rate so far.
+        /// At least 0; see `r`.
         pub weight_lr_power: f64,
     }
 }
@@ -128,6 +129,7 @@ fn update<T: Real>(config: &AdamWScheduleFreeConfig, step: u64, chunk: Chunk<'_,
     );
 }
 
+/// As in the paper, z are the iterates and y (the parameters) the points at which gradients are computed.
 #[inline(always)]
 fn update_all<T: Real>(config: &AdamWScheduleFreeConfig, step: u64, mut chunk: Chunk<'_, T>) {
     let [StateSlice::Float(z), StateSlice::Float(square), StateSlice::Float(weight_sum), StateSlice::Float(lr_max)] =

@@ -13,9 +13,9 @@ hyper_parameters! {
     pub struct SGDConfig {
         /// Learning rate, at least 0.
         pub lr: f64,
-        /// The momentum buffer is multiplied by this in each step; with 0 there is no buffer.
+        /// At least 0: the factor by which each step multiplies the momentum buffer; with 0 there is no buffer.
         pub momentum: f64,
-        /// The gradient enters the buffer with weight `1 - dampening`.
+        /// Each step after the first adds `1 - dampening` times the gradient to the momentum buffer.
         pub dampening: f64,
         /// L2 penalty, at least 0: `weight_decay * param` is added to the gradient.
         pub weight_decay: f64,

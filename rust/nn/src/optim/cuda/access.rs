@@ -16,7 +16,7 @@ impl OnDevice {
         self.shared.as_ref().map_or_else(|| Ok(Vec::new()), to_vec::<f64>)
     }
 
-    /// Replaces the numbers that the steps of all variables share; captured steps use the new ones.
+    /// Replaces the numbers that the steps of all variables share; captured steps then use the new numbers.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails.
@@ -34,8 +34,8 @@ impl OnDevice {
         Ok(slots.of.iter().map(|&slot| steps[slot]).collect())
     }
 
-    /// State number `state` of variable number `index`, and its f32 master values if it has any. Both are views, not
-    /// copies.
+    /// State number `state` of variable number `index`, and the variable's f32 master values if it has any. State and master
+    /// values are views, not copies.
     ///
     /// # Errors
     /// None that a caller could cause.
@@ -48,8 +48,8 @@ impl OnDevice {
         Ok((part, place.master.as_ref().map(|master| master.values.clone())))
     }
 
-    /// Marks the f32 master values of variable number `index` as current. Call this after the variable was set back to its
-    /// trained values.
+    /// Marks the f32 master values of variable number `index` as current. Call this function after the variable was set back
+    /// to its trained values.
     pub(in crate::optim) fn follow(&self, var: &Var, index: usize) {
         if let Some(master) = &self.places[index].master {
             var.set_followed_by(&master.follower);
@@ -96,6 +96,7 @@ impl OnDevice {
         parameters(groups).zip(&self.places).zip(&slots.of).map(download).collect()
     }
 
+    /// The bytes of device memory that states and master values take.
     pub(in crate::optim) fn state_bytes(&self) -> usize {
         let bytes = |raw: &Raw| raw.elem_count() * raw.dtype().size_in_bytes();
         let states: usize = self.layouts.iter().flat_map(|layout| &layout.buffers).map(bytes).sum();

@@ -16,8 +16,8 @@ use trainable_candle_core::{Error, Raw, Result};
 pub struct Clip(Raw);
 
 impl Clip {
-    /// Computes the norm of all `vectors` together, divided by `loss_scale`: the largest magnitude if `is_max`, else
-    /// the root of the sum of squares. The factor is `max_norm / (norm + 1e-6)`, at most 1.
+    /// Computes the norm of all `vectors` together, divided by `loss_scale`. The norm is the largest magnitude if `is_max`,
+    /// else the root of the sum of squares. The clip factor is min(1, `max_norm / (norm + 1e-6)`).
     ///
     /// # Errors
     /// [`Error::Device`] if a vector is on another device, [`Error::DType`] if one is not floating point.
@@ -43,7 +43,7 @@ impl Clip {
             let grads = input(op, vector)?;
             let arguments = GradientNormL2 { grads, count: vector.elem_count() as u64, parts: room };
             let shape = Shape::linear(op, blocks(vector), 256)?;
-            // SAFETY: the result has room for one number per block.
+            // SAFETY: `parts` has one number for each block of each vector.
             unsafe { function.launch(op, gpu, shape, arguments) }?;
             count += blocks(vector);
             room = room.behind(blocks(vector) * size_of::<f64>());
@@ -57,7 +57,7 @@ impl Clip {
             loss_scale: optional_input(op, loss_scale.map(|scale| &scale.0))?,
             clip: output(op, &clip)?,
         };
-        // SAFETY: the parts have this many numbers, and the result has two.
+        // SAFETY: `parts` has `count` numbers, and `clip` has two.
         unsafe { function.launch(op, gpu, Shape::linear(op, 1, 256)?, arguments) }?;
         Ok(Self(clip))
     }
@@ -99,11 +99,12 @@ pub fn scale_gradients(
     };
     // With few blocks, a launch that has nothing to scale is cheap.
     let each = count.div_ceil(256 * 2048).max(4);
-    // SAFETY: there are this many gradients.
+    // SAFETY: `gradients` has `count` elements.
     unsafe { function.launch(op, gpu, Shape::flat(count, each), arguments) }
 }
 
-/// The state of dynamic loss scaling: the scale, and the number of finite steps in a row.
+/// The state of dynamic loss scaling: the scale, and the number of steps with finite gradients since the last step with a
+/// non-finite gradient or the last growth of the scale.
 #[derive(Clone, Debug)]
 pub struct LossScale(Raw);
 
@@ -124,7 +125,7 @@ impl LossScale {
         Ok(self.0.narrow(0, 0, 1)?.reshape(())?)
     }
 
-    /// The scale and the number of finite steps in a row; waits for the device.
+    /// The scale and the number of steps with finite gradients; waits for the device.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails.

@@ -35,8 +35,8 @@ type Specs = SmallVec<[StateSpec; 4]>;
 
 /// The device state of an optimizer.
 pub(super) struct OnDevice {
-    /// The settings, coefficients and step counters, one of each for every set of variables that share them. There is room
-    /// for one set per variable.
+    /// The settings, coefficients and step counters of all slots (sets of variables that share one of each). There is room for
+    /// as many slots as the optimizer has variables.
     settings: Groups,
     /// Which variables share settings and a step counter. A captured step is valid only with the slots that it was captured
     /// with.
@@ -45,6 +45,7 @@ pub(super) struct OnDevice {
     places: Vec<Place>,
     /// The states. There is one layout for each combination of kinds of states.
     layouts: Vec<Layout>,
+    /// The cached tables, each with the index of its layout.
     tables: Vec<(usize, Arc<Work>)>,
     /// f64 numbers that the steps of all variables share, if the optimizer has any.
     shared: Option<Raw>,
@@ -70,9 +71,9 @@ impl Work {
 /// Where the states of a variable are.
 struct Place {
     layout: usize,
-    /// The first block of each of its states.
+    /// The first block of each state of the variable in the layout's buffers.
     blocks: SmallVec<[u32; 4]>,
-    /// The number of f32 that its update needs as scratch memory.
+    /// The number of f32 that the variable's update needs as scratch memory.
     scratch: usize,
     master: Option<DeviceMaster>,
 }
@@ -81,7 +82,7 @@ struct Place {
 #[derive(Clone)]
 struct DeviceMaster {
     values: Raw,
-    /// Follows the version of the variable that the values belong to.
+    /// The version of the variable from which the values were last derived.
     follower: Follower,
 }
 
@@ -100,7 +101,7 @@ impl DeviceMaster {
         Ok(())
     }
 
-    /// Takes the variable's values if it was set outside the optimizer.
+    /// Copies the variable's values to the master values if the variable was set outside the optimizer.
     fn refresh(&self, var: &Var) -> Result<()> {
         if !var.is_followed_by(&self.follower) {
             copy_into(&self.values, var.raw())?;
@@ -113,10 +114,9 @@ impl DeviceMaster {
 /// The states of all variables with the same kinds of states.
 struct Layout {
     specs: Specs,
-    /// Whether the variables and their states are bf16 and rounded stochastically; otherwise they are f32. 8-bit codes and
-    /// their scales do not depend on this.
+    /// Whether the variables are bf16 and rounded stochastically. Their float states are then also bf16, otherwise f32.
     rounded: bool,
-    /// One for each of `specs`.
+    /// One buffer for each state of `specs`.
     buffers: Vec<Raw>,
 }
 
@@ -142,8 +142,8 @@ const fn entries(kind: StateKind, blocks: usize) -> usize {
     if matches!(kind, StateKind::Scales) { blocks } else { blocks * STATE_BLOCK }
 }
 
-/// The number of blocks that a state takes for a variable of shape `dims`. It is the same for states with a number per element,
-/// a code per element or a scale per block.
+/// The number of blocks that a state takes for a variable of shape `dims`. States with a number per element, a code per element
+/// or a scale per block take the same number of blocks.
 fn blocks(kind: StateKind, dims: &[usize]) -> usize {
     let elements = match kind {
         StateKind::Float | StateKind::Codes | StateKind::Scales => dims.iter().product(),
@@ -302,7 +302,8 @@ impl OnDevice {
         of_group.try_for_each(|slot| self.settings.configure(R::NAME, slot, settings, Some(slot)))
     }
 
-    /// Queues a step of the variables that are `wanted` and have a gradient.
+    /// Queues a step of the variables that are `wanted` and have a gradient. The step divides gradients by `loss_scale`, and does
+    /// not change variables and states if `norm` is non-finite. With `zero`, it also clears the gradients of these variables.
     pub(super) fn step<R: Rule>(
         &mut self,
         groups: &[Group<R::Config>],
@@ -371,8 +372,8 @@ impl OnDevice {
     ) -> Result<()> {
         let old = self.slots.get();
         let Some((new, split)) = old.split(vars, found.iter().map(|(index, _)| *index)) else { return Ok(()) };
-        // A captured function cannot change slots, so this call returns an error there. Therefore no work may be queued
-        // before it.
+        // In a captured function `set` returns an error, because captured functions cannot change slots. Therefore this
+        // function queues no work before `set`.
         self.slots.set(Arc::new(new))?;
         for (new, slot) in (old.group_of.len()..).zip(split) {
             let settings = settings::<R>(&groups[old.group_of[slot]].config, 0, self.seed)?;
@@ -480,6 +481,7 @@ impl OnDevice {
 
 /// The variables that one launch updates.
 struct Launch {
+    /// The layout, and the dtypes of gradients and copies.
     key: (usize, DType, DType),
     layout: usize,
     members: Vec<Member>,
@@ -487,7 +489,7 @@ struct Launch {
     variables: Vec<usize>,
 }
 
-/// The f16 or bf16 copy of an f32 variable, if it has one; the launch writes it.
+/// The f16 or bf16 copy of an f32 variable, if the variable has one; a step's launch writes this copy.
 fn short_copy(parameter: &Parameter) -> Option<Raw> {
     let copy = parameter.var.copy_storage().filter(|copy| matches!(copy.dtype(), DType::F16 | DType::BF16));
     copy.filter(|_| parameter.rounded.is_none())

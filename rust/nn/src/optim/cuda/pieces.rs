@@ -1,4 +1,4 @@
-//! The launch that updates the pieces of variables of an elementwise optimizer.
+//! The launch of an elementwise optimizer's step. It updates pieces of variables (runs of consecutive elements).
 
 use candle_core::DType;
 use trainable_candle_core::cuda::Gpu;
@@ -87,7 +87,8 @@ pub fn step(
     }
 }
 
-/// The launch has at most as many blocks as run at a time. The warps of these blocks take the pieces in turn.
+/// The shape of a launch with at most as many blocks of threads as the device runs at a time (`BLOCKS` per multiprocessor). The
+/// warps of these blocks take the pieces in turn.
 fn shape_8bit(op: &'static str, gpu: &Gpu, pieces: usize) -> Result<Shape> {
     const BLOCKS: usize = 3;
     const WARPS: usize = 8;

@@ -16,13 +16,14 @@ use trainable_candle_core::{Error, Raw, Result, capture};
 
 use super::gradient::LossScale;
 
-/// The number of elements that share a scale of 8-bit states. The states of each variable start at a multiple of it.
+/// The number of elements that share a scale of 8-bit states. The states of each variable start at a multiple of this number.
 pub const STATE_BLOCK: usize = 256;
 
-/// The largest number of elements that one block of threads updates.
+/// The largest number of elements of a piece without 8-bit states. One block of threads updates such a piece.
 const LONGEST: usize = 4 * STATE_BLOCK;
 
-/// The groups of an optimizer in device memory.
+/// The groups of an optimizer in device memory: one [`Settings`] and one [`Coefficients`] for each group. A group here is a set
+/// of variables with the same hyper-parameters and the same step counter, which the optimizer calls a slot.
 pub struct Groups {
     settings: Raw,
     coefficients: Raw,
@@ -39,8 +40,8 @@ impl Groups {
         Ok(Self { settings: room(size_of::<Settings>())?, coefficients: room(size_of::<Coefficients>())? })
     }
 
-    /// Sets a group's hyper-parameters and its step counter. The counter becomes that of the group `like`, or the one in
-    /// `settings` if `like` is None. The change applies to the steps that are queued after it; the host does not wait.
+    /// Sets a group's hyper-parameters and step counter. The new counter is that of the group `like`, or that of `settings` if
+    /// `like` is None. The change applies to the steps that are queued after this call; the host does not wait.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver reports an error.
@@ -95,7 +96,7 @@ impl Groups {
             coefficients: output(op, &self.coefficients)?.behind(groups.start * size_of::<Coefficients>()),
         };
         let shape = Shape::linear(op, count.div_ceil(32) as usize, 32)?;
-        // SAFETY: there are this many settings and coefficients from the first group on.
+        // SAFETY: there are settings and coefficients for `count` groups from the first group on.
         unsafe { function.launch(op, gpu, shape, arguments) }
     }
 
@@ -126,21 +127,22 @@ impl Groups {
     }
 }
 
-/// One variable's part in a step. Its tensors are contiguous, on one device, and have the same number of elements.
+/// What a step reads and writes of one variable. The tensors are contiguous, on one device, and have the same number of
+/// elements.
 #[derive(Clone, Debug)]
 pub struct Member {
     /// The parameters or master values, f32; bf16 parameters if they are rounded stochastically.
     pub params: Raw,
-    /// The gradient, in f32 or the dtype of the copy.
+    /// The gradient: f32 or the dtype of the copy; bf16 if the variable is rounded stochastically.
     pub grads: Raw,
     /// An f16 or bf16 tensor to which the step also writes the new parameters.
     pub copy: Option<Raw>,
-    /// Where its states begin, in units of [`STATE_BLOCK`] elements.
+    /// Where the variable's states begin in their buffers, in units of [`STATE_BLOCK`] elements.
     pub state: u32,
-    /// Its group.
+    /// The index of the variable's group in [`Groups`].
     pub group: u16,
-    /// If it is rounded stochastically: the number of its first element among those of all variables, in units of
-    /// [`STATE_BLOCK`].
+    /// If the variable is rounded stochastically: the number of the variable's first element, counted over all variables, in
+    /// units of [`STATE_BLOCK`].
     pub first: Option<u32>,
 }
 
@@ -159,9 +161,9 @@ struct Place {
 pub struct Known {
     places: Vec<Place>,
     pub(super) dtypes: &'static [&'static str],
-    /// The lowest number of a group; on the device, groups are numbered relative to it.
+    /// The smallest group index of the members. The table on the device holds group indices relative to this index.
     pub(super) first_group: u16,
-    /// The tensors at the addresses.
+    /// The members, which own the tensors at the addresses in `places`.
     pub(super) members: Vec<Member>,
 }
 
@@ -187,8 +189,8 @@ impl Known {
         Ok(Self { places, dtypes, first_group, members })
     }
 
-    /// For each variable, the addresses of parameters, gradients and copy (0 if there is none), and its group relative
-    /// to the first.
+    /// For each variable, the addresses of parameters, gradients and copy (0 if there is none), and the variable's group
+    /// relative to `first_group`.
     pub fn addresses(&self) -> impl Iterator<Item = ([Address; 3], u16)> {
         self.places.iter().map(|place| (place.addresses, place.group - self.first_group))
     }
@@ -210,18 +212,21 @@ impl Known {
     }
 }
 
-/// The table of one launch in device memory: pieces of variables.
+/// The table of one launch in device memory: the pieces of its variables, and the segments of memory that hold the pieces.
 pub struct Table {
     pub(super) known: Known,
+    /// A [`Piece`] for each run of elements that one block of threads, or one warp with 8-bit states, updates.
     pub(super) pieces: Raw,
+    /// The addresses from which the starts of pieces are counted.
     pub(super) segments: Raw,
     /// For stochastic rounding, the number of each piece's first element in units of [`STATE_BLOCK`]; otherwise None.
     pub(super) firsts: Option<Raw>,
+    /// The number of pieces.
     pub(super) count: usize,
 }
 
 impl Table {
-    /// Cuts the variables into pieces and copies them to the device.
+    /// Cuts the variables into pieces and copies the descriptions of pieces and segments to the device.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the device is full.
@@ -305,8 +310,8 @@ struct Work {
 }
 
 impl Work {
-    /// Cuts variables into pieces of at most `longest` elements. Variables that are neighbours in parameters, gradients
-    /// and copies share a segment.
+    /// Cuts variables into pieces of at most `longest` elements. Variables share a segment if their parameters, their
+    /// gradients and their copies are all at the same element offsets from the segment's three addresses.
     fn cut(places: &[Place], sizes: [usize; 3], longest: usize, first_group: u16) -> Self {
         let mut work = Self { pieces: Vec::new(), segments: Vec::new(), firsts: Vec::new() };
         for place in places {
@@ -329,8 +334,8 @@ impl Work {
         work
     }
 
-    /// The index of the segment that contains `place`, and the offset of `place` in it, in elements. Starts a new segment if
-    /// the last one does not contain `place`.
+    /// The index of the segment of `place`, and the offset of `place` from the segment's addresses, in elements. Starts a new
+    /// segment if the three addresses of `place` are not at one offset from those of the last segment.
     fn locate(&mut self, place: Segment, sizes: [usize; 3]) -> (u32, u32) {
         if let Some(last) = self.segments.last() {
             let base = addresses(last);
@@ -376,7 +381,7 @@ mod tests {
 
     #[test]
     fn neighbours_in_flat_buffers_share_a_segment() {
-        // Parameters, bf16 copies and f32 gradients of 300 and 5 elements, one after the other.
+        // Variables of 300 and 5 elements: their parameters, their f32 gradients and their bf16 copies are neighbours.
         let places = [place([4096, 8192, 1024], 300, 0, 2), place([4096 + 1200, 8192 + 1200, 1024 + 600], 5, 2, 3)];
         let work = Work::cut(&places, [4, 4, 2], 256, 2);
         assert_eq!(work.segments, [segment([4096, 8192, 1024])]);
@@ -384,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_of_rounded_variables_know_the_numbers_of_their_elements() {
+    fn pieces_of_rounded_variables_have_the_number_of_their_first_block() {
         let rounded = |place| Place { first: Some(5), ..place };
         let places = [rounded(place([4096, 8192, 0], 2500, 0, 0)), place([1 << 20, 1 << 21, 0], 3, 10, 0)];
         let work = Work::cut(&places[..1], [2, 2, 2], 1024, 0);
@@ -395,8 +400,8 @@ mod tests {
     #[test]
     fn loose_variables_have_segments_of_their_own() {
         let cases = [
-            // The order differs, gradients have a gap, only one variable has a copy, or parameters are more than 2^32
-            // elements apart.
+            // The order of parameters and gradients differs, gradients have a gap, only one variable has a copy, or parameters
+            // are more than 2^32 elements apart.
             [place([4096, 8192, 0], 3, 0, 0), place([64, 8204, 0], 3, 1, 0)],
             [place([4096, 8192, 0], 3, 0, 0), place([4108, 9000, 0], 3, 1, 0)],
             [place([4096, 8192, 0], 3, 0, 0), place([4108, 8204, 512], 3, 1, 0)],

@@ -8,7 +8,8 @@ use trainable_candle_core::{DType, Device, Raw, Result};
 
 use crate::optim::state::{Number, StateData};
 
-/// Copies the values of a state to `start` in `host`, where every state is padded to whole blocks.
+/// Copies the values of one variable's state into `host` from element `start` on. `host` holds this state of all variables; the
+/// values of each variable are padded to whole blocks.
 pub(super) fn place_in(host: &mut StateData, data: &StateData, start: usize) {
     match (host, data) {
         (StateData::BF16(host), StateData::BF16(data)) => host[start..start + data.len()].copy_from_slice(data),
@@ -18,7 +19,7 @@ pub(super) fn place_in(host: &mut StateData, data: &StateData, start: usize) {
     }
 }
 
-/// Zeros of the dtype of a state's buffer.
+/// `len` zeros in host memory, for a device buffer of `dtype`.
 pub(super) fn host_zeros(dtype: DType, len: usize) -> StateData {
     match dtype {
         DType::U8 => StateData::U8(vec![0; len]),
@@ -27,7 +28,7 @@ pub(super) fn host_zeros(dtype: DType, len: usize) -> StateData {
     }
 }
 
-/// Copies a part of host data to `device`.
+/// Copies the elements `part` of `data` to `device`.
 pub(super) fn to_device(data: &StateData, part: Range<usize>, device: &Device) -> Result<Raw> {
     let len = part.len();
     Ok(match data {
@@ -38,7 +39,7 @@ pub(super) fn to_device(data: &StateData, part: Range<usize>, device: &Device) -
     })
 }
 
-/// Overwrites a vector part by part, so that at most one part of it is in memory twice.
+/// Overwrites `buffer` part by part, so that device memory holds at most one part of the new values beside the buffer.
 pub(super) fn overwrite(buffer: &Raw, values: impl Fn(Range<usize>) -> Result<Raw>) -> Result<()> {
     const PART: usize = 1 << 24;
     let len = buffer.elem_count();

@@ -15,11 +15,11 @@ const THREADS: u32 = 512;
 /// The shape, states and scratch memory of a variable.
 #[derive(Clone, Debug)]
 pub struct Extent {
-    /// Its shape.
+    /// The shape of the variable.
     pub dims: Vec<usize>,
-    /// Where each of its states begins, in units of [`STATE_BLOCK`](super::step::STATE_BLOCK).
+    /// Where each state of the variable begins in its buffer, in units of [`STATE_BLOCK`](super::step::STATE_BLOCK).
     pub states: Vec<u32>,
-    /// The number of f32 that its update needs as scratch memory.
+    /// The number of f32 that the variable's update needs as scratch memory.
     pub scratch: usize,
 }
 
@@ -59,6 +59,8 @@ impl WholeTable {
     }
 }
 
+/// The kernels' structure of a variable. `first` is the size of the first dimension; `rows` and `columns` are the sizes of the
+/// last two, 1 if the variable has too few dimensions.
 fn whole(
     op: &'static str,
     [params, grads, copy]: [Address; 3],
@@ -132,7 +134,7 @@ pub fn launch(
     let first = usize::from(table.known.first_group);
     let state = |index: usize| optional_output(op, states.get(index));
     if states.len() > 5 {
-        return Err(Error::argument(op, "a kernel takes at most five states"));
+        return Err(Error::argument(op, "the variables have more than five states, the most that a kernel takes"));
     }
     let arguments = AdafactorStep {
         variables: input(op, &table.variables)?,

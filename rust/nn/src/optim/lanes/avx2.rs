@@ -17,7 +17,7 @@ use crate::optim::quant::{BLOCK_SIZE, Codebook};
 
 const WIDTH: usize = 8;
 
-/// Exists only where the processor has AVX2 and FMA.
+/// A token that can exist only on a processor with AVX2 and FMA.
 #[derive(Clone, Copy)]
 pub(in crate::optim) struct Avx2(());
 
@@ -36,10 +36,10 @@ impl Avx2 {
     }
 }
 
-/// Calls intrinsics.
+/// Evaluates an expression of intrinsics.
 macro_rules! intrinsics {
     ($e:expr) => {{
-        // SAFETY: the token exists only where the processor has the instructions; they touch no memory.
+        // SAFETY: the token `self` exists only if the processor has the instructions; these intrinsics access no memory.
         unsafe { $e }
     }};
 }
@@ -47,7 +47,7 @@ macro_rules! intrinsics {
 impl Lanes for Avx2 {
     type Values = __m256;
     type Mask = __m256;
-    /// Empty, because there are too few registers for the values of four registers of codes.
+    /// Empty: AVX2 has too few registers to hold the values of `4 * WIDTH` codes, so `part` looks the codes up instead.
     type Decoded = ();
     const WIDTH: usize = WIDTH;
 
@@ -204,7 +204,8 @@ impl Registers for Avx2 {
         // SAFETY: the processor has the instructions; 32 bytes are stored to a slice of 32.
         unsafe {
             let codes = &mut codes[..4 * WIDTH];
-            // Selects the third bytes of four values. Each half of a result comes from the same half of the operands.
+            // Selects byte 2 (bits 16 to 23, the number) of each of the four 32-bit elements in a 128-bit half. The shuffle and
+            // the unpacking take each half of a result from the same half of the operands; `in_order` undoes this at the end.
             let third = _mm256_set1_epi32(0x0e0a_0602);
             let [a, b, c, d] = numbers;
             let (a, b) = (_mm256_shuffle_epi8(a, third), _mm256_shuffle_epi8(b, third));

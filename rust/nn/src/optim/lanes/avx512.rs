@@ -18,7 +18,7 @@ use crate::optim::quant::{BLOCK_SIZE, Codebook};
 
 const WIDTH: usize = 16;
 
-/// Exists only where the processor has AVX-512 with VBMI.
+/// A token that can exist only on a processor with AVX-512 and VBMI.
 #[derive(Clone, Copy)]
 pub(in crate::optim) struct Avx512(());
 
@@ -55,7 +55,8 @@ impl Avx512 {
         }
     }
 
-    /// The values of 64 codes, in the order of the codes: each byte of a value is looked up in a table of 256.
+    /// The values of 64 codes, in the order of the codes. Each of a value's four bytes is looked up in that byte's table of 256
+    /// entries.
     ///
     /// A gather of 16 values takes 16 loads; `vpermi2b` looks up 64 codes in 128 bytes.
     #[inline(always)]
@@ -63,8 +64,8 @@ impl Avx512 {
         let codes = &codes[..4 * WIDTH];
         // SAFETY: the processor has the instructions; 64 bytes are loaded from a slice of 64.
         unsafe {
-            // Unpacking takes each quarter of its result from the same quarter of the bytes. The codes are transposed
-            // before, so that the result is in order.
+            // Unpacking takes each 128-bit quarter of its result from the same quarter of its operands. The groups of four
+            // codes are therefore transposed first, so that the unpacked values are in order.
             let transposed = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
             let indices = _mm512_permutexvar_epi32(transposed, _mm512_loadu_si512(codes.as_ptr().cast()));
             let (b0, b1) = (self.plane(&planes[0], indices), self.plane(&planes[1], indices));
@@ -81,10 +82,10 @@ impl Avx512 {
     }
 }
 
-/// Calls intrinsics.
+/// Evaluates an expression of intrinsics.
 macro_rules! intrinsics {
     ($e:expr) => {{
-        // SAFETY: the token exists only where the processor has the instructions; they touch no memory.
+        // SAFETY: the token `self` exists only if the processor has the instructions; these intrinsics access no memory.
         unsafe { $e }
     }};
 }

@@ -1,9 +1,9 @@
 //! An interface to registers of f32, with which a step over 8-bit states is written once for AVX-512, AVX2 and any other
 //! processor.
 //!
-//! The compiler vectorises the arithmetic of plain loops, but not the look-ups of codes around it. It also turns a
-//! conditional store into a masked store, which takes AMD's processors 42 micro-operations. All implementations of
-//! [`Lanes`] round in the same way, so that states and parameters are equal bit for bit.
+//! The compiler vectorises the arithmetic of plain loops, but not the look-ups of codes before and after the arithmetic. The
+//! compiler also turns a conditional store into a masked store, which takes AMD's processors 42 micro-operations. All
+//! implementations of [`Lanes`] round in the same way, so that all give states and parameters that are equal bit for bit.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -45,7 +45,7 @@ pub(super) trait Lanes: Copy {
     fn max_bits(self, a: Self::Values, b: Self::Values) -> Self::Values;
     /// `a <= b`; false if one is NaN.
     fn at_most(self, a: Self::Values, b: Self::Values) -> Self::Mask;
-    /// `a <= b` everywhere.
+    /// Whether `a <= b` for all values.
     fn all_at_most(self, a: Self::Values, b: Self::Values) -> bool;
     /// `a` where `mask` is true, otherwise `b`.
     fn select(self, mask: Self::Mask, a: Self::Values, b: Self::Values) -> Self::Values;
@@ -58,8 +58,8 @@ pub(super) trait Lanes: Copy {
     fn decode(self, codebook: &Codebook, codes: &[u8]) -> Self::Decoded;
     /// The values of register `index` of the four registers of `codes`, whose look-up returned `decoded`.
     fn part(self, codebook: &Codebook, decoded: Self::Decoded, codes: &[u8], index: usize) -> Self::Values;
-    /// The codes of `values * scale`. The products are finite and, up to a few roundings, in [-1, 1] or, in a map without
-    /// negative values, in [0, 1].
+    /// Writes the codes of `values * scale` to `codes`. The products must be finite and, up to a few roundings, in [-1, 1]
+    /// or, in a map without negative values, in [0, 1].
     fn encode(self, codebook: &Codebook, values: &[f32; BLOCK_SIZE], scale: f32, codes: &mut [u8; BLOCK_SIZE]);
 }
 
