@@ -27,35 +27,27 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
 
-// Arrives at the barrier with this address in the shared memory of block `rank` of the cluster.
+// Arrives at the barrier with this address in the shared memory of block `rank` of the cluster. It publishes nothing that this thread
+// has written: a release for the whole cluster would wait for all its stores to global memory.
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier, int rank) {
     asm volatile("{\n.reg .b32 remote;\n"
                  "mapa.shared::cluster.u32 remote, %0, %1;\n"
-                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
+                 "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
                  "r"(rank)
                  : "memory");
 }
 
-// Waits for the end of the barrier's phase of parity `parity` (0 for the first phase, then alternating). The copy engine and threads of
-// this block take part in the phase; with CLUSTER, threads of other blocks take part too.
-template <bool CLUSTER = false> __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+// Waits for the end of the barrier's phase of parity `parity` (0 for the first phase, then alternating). Values that the copy engine or
+// threads of this block have written before can be read then.
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done = 0;
-    while (done == 0) {
-        if constexpr (CLUSTER)
-            asm volatile("{\n.reg .pred done;\n"
-                         "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
-                         "selp.u32 %0, 1, 0, done;\n}\n"
-                         : "=r"(done)
-                         : "r"(barrier), "r"(parity)
-                         : "memory");
-        else
-            asm volatile("{\n.reg .pred done;\n"
-                         "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-                         "selp.u32 %0, 1, 0, done;\n}\n"
-                         : "=r"(done)
-                         : "r"(barrier), "r"(parity)
-                         : "memory");
-    }
+    while (done == 0)
+        asm volatile("{\n.reg .pred done;\n"
+                     "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+                     "selp.u32 %0, 1, 0, done;\n}\n"
+                     : "=r"(done)
+                     : "r"(barrier), "r"(parity)
+                     : "memory");
 }
 
 __device__ __forceinline__ uint32_t cluster_rank() {

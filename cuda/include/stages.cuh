@@ -57,7 +57,7 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Stages {
 
     // For the copying thread: waits until the stage may be overwritten, and announces the STAGE_BYTES bytes that the copies write.
     __device__ __forceinline__ void begin_copies() const {
-        if (round > 0) barrier_wait<true>(emptied + stage * 8, (round - 1) & 1);
+        if (round > 0) barrier_wait(emptied + stage * 8, (round - 1) & 1);
         barrier_expect(barrier(), STAGE_BYTES);
     }
 

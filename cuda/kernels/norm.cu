@@ -8,7 +8,8 @@
 
 // The most packs of a row that a thread keeps in registers. With this number, 32 warps of a forward pass can run on a multiprocessor.
 // At a launch, the host chooses how many packs each thread of a team holds (HELD in rows.cuh): the smallest number from 1 to NORM_HELD
-// with which all rows together need at most 2^17 threads (about as many as an H100 runs at once). If none suffices, it is NORM_HELD.
+// with which all rows together need at most 2^17 threads in a forward pass and 2^16 in a backward pass (about as many as an H100 runs at
+// once). If none suffices, it is NORM_HELD.
 constexpr int NORM_HELD = 3;
 
 namespace {

@@ -124,7 +124,7 @@ template <typename T, int COLUMNS, int STAGES> struct CodesProduct {
         for (uint32_t index = blockIdx.x / 2; find(index, tile); index += gridDim.x / 2) {
             uint32_t sums[SUMS];
             for (uint32_t k = 0; k < inner; k += STEP) {
-                barrier_wait<true>(ring.barrier(), ring.round & 1);
+                barrier_wait(ring.barrier(), ring.round & 1);
                 multiply_fence();
 #pragma unroll
                 for (uint32_t slice = 0; slice < STEP; slice += 32)

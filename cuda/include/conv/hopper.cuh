@@ -82,7 +82,7 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline : Stages<STA
         constexpr int LEFT_SLICE = LEFT == Summed::ALONG_ROWS ? 32 : 16 * ROW_BYTES;
         constexpr int RIGHT_SLICE = RIGHT == Summed::ALONG_ROWS ? 32 : 16 * ROW_BYTES;
         for (int step = 0; step < steps; ++step) {
-            barrier_wait<true>(barrier(), round & 1);
+            barrier_wait(barrier(), round & 1);
             multiply_fence();
 #pragma unroll
             for (int k = 0; k < STEP / 16; ++k) {

@@ -31,13 +31,16 @@ fn check_samples(op: &'static str, Size { samples, .. }: Size) -> Result<()> {
     Err(Error::argument(op, message))
 }
 
+/// About as many threads as an H100 runs at once, by the registers of the kernels.
+const FORWARD_THREADS: usize = 1 << 17;
+const BACKWARD_THREADS: usize = 1 << 16;
+
 /// The launch shape of those kernels of `kernels/norm.cu` that have a team of threads for each row. A thread holds 1 to `HELD` packs
-/// of its row: the smallest number with which all rows together need at most `THREADS` threads, or else `HELD`.
-fn over_rows(rows: usize, len: usize, dtype: DType) -> Shape {
+/// of its row: the smallest number with which all rows together need at most `threads` threads, or else `HELD`.
+fn over_rows(rows: usize, len: usize, dtype: DType, threads: usize) -> Shape {
     const HELD: usize = 3;
-    const THREADS: usize = 1 << 17;
     let shape = |held| Shape::teams(rows, len, held, dtype);
-    let fits = |held: &usize| rows.saturating_mul(shape(*held).block[0] as usize) <= THREADS;
+    let fits = |held: &usize| rows.saturating_mul(shape(*held).block[0] as usize) <= threads;
     shape((1..=HELD).find(fits).unwrap_or(HELD))
 }
 
@@ -76,7 +79,7 @@ fn run(
             Kind::Modulated => &MODULATED_LAYER_NORM_FORWARD,
         };
         let function = gpu.function(kernel, suffix(op, x.dtype())?)?;
-        let shape = over_rows(size.rows(), size.len, x.dtype());
+        let shape = over_rows(size.rows(), size.len, x.dtype(), FORWARD_THREADS);
         let arguments = LayerNormForward {
             x: input(op, x)?,
             residual: optional_input(op, residual)?,
@@ -148,7 +151,7 @@ fn gradients(
                 affine_f32: parameters.is_f32(),
             };
             // SAFETY: the tensors are dense and have the sizes in the arguments.
-            unsafe { function.launch(op, gpu, over_rows(size.rows(), len, dtype), arguments) }?;
+            unsafe { function.launch(op, gpu, over_rows(size.rows(), len, dtype, BACKWARD_THREADS), arguments) }?;
         }
         of_input = Some(dx);
     }
