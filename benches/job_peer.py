@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,9 +108,17 @@ def save(given: argparse.Namespace, pipeline: Any, part: str, layers: list[str])
             pipeline.load_lora_weights(str(adapter))
             pipeline.fuse_lora()
             pipeline.unload_lora_weights()
-            denoiser.save_pretrained(given.folder / "peer-merged")
+            # The other parts are copied, as they are in a folder that our `merge` writes.
+            to = given.folder / "peer-merged"
+            denoiser.save_pretrained(to / part)
+            for other in (given.folder / given.model).iterdir():
+                if other.is_dir() and other.name != part:
+                    shutil.copytree(other, to / other.name)
+                elif other.is_file():
+                    shutil.copy(other, to)
 
-        phase(given, f"merge the adapter and save the {part}", merged)
+        phase(given, "merge the adapter and save a folder", merged)
+        shutil.rmtree(given.folder / "peer-merged")
     denoiser.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=layers))
     state = {f"{part}_lora_layers": get_peft_model_state_dict(denoiser)}
     write = lambda: type(pipeline).save_lora_weights(given.folder / "peer", **state)  # noqa: E731
