@@ -13,7 +13,8 @@ use crate::base::Base;
 #[derive(Clone)]
 pub(crate) struct AdapterSlot(HostState<Occupant>);
 
-/// An adapter and a frozen low-rank product, whose results are added to the layer's. Each of the two may be missing.
+/// An adapter, and a frozen low-rank product whose result is added to that of the adapted layer. Each of the two may be
+/// missing.
 #[derive(Clone, Default)]
 struct Occupant {
     adapter: Option<Arc<dyn Adapter>>,
@@ -25,7 +26,8 @@ struct Occupant {
     is_off: bool,
 }
 
-/// Occupants are equal if the layer computes with the same adapter object. A CUDA graph is valid for equal occupants.
+/// Occupants are equal if the layer computes with the same adapter object, or with none. A CUDA graph stays valid for
+/// an equal occupant.
 impl PartialEq for Occupant {
     fn eq(&self, other: &Self) -> bool {
         match (self.computes(), other.computes()) {
@@ -101,7 +103,7 @@ impl AdapterSlot {
         }
     }
 
-    /// The weight that the layer computes with: its own weight, or the merged weight by which the adapter replaces it.
+    /// The weight that the layer computes with: its own weight, or the merged weight while an adapter is merged.
     pub(crate) fn effective_weight(&self, own: WeightRef<'_>) -> Weight {
         let replaced = self.get().and_then(|adapter| adapter.replaces_weight());
         replaced.map_or_else(|| own.to_owned(), Weight::from)

@@ -15,8 +15,8 @@ use crate::{Layer, Module, Part, Visitor};
 pub struct StreamOptions {
     /// The number of blocks whose linear layers are in the memory of the host.
     pub blocks: usize,
-    /// Whether the layers that compute the modulation of all blocks are in the memory of the host. If false, only those
-    /// of the blocks that [`blocks`](Self::blocks) counts are.
+    /// Whether the layers that compute the modulation are in the memory of the host for all blocks. If false, they are
+    /// in it only for the streamed [`blocks`](Self::blocks).
     pub modulation: bool,
 }
 
@@ -172,7 +172,7 @@ impl Streaming {
 }
 
 /// The names of the blocks with at least one linear layer that `layers` includes and that does not compute the
-/// modulation. They have the order in which the model visits them.
+/// modulation. The names are in the order in which the model visits the blocks.
 fn blocks(model: &dyn Module, layers: &Quantizable) -> Vec<String> {
     let mut names = Vec::new();
     let mut held = HashSet::new();

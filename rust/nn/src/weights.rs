@@ -36,7 +36,7 @@ pub enum Init {
 }
 
 impl Weights<'_> {
-    /// The parameters whose names start with `name.` below this prefix.
+    /// The parameters whose names start with this object's prefix and `name.`.
     pub fn pp(&mut self, name: &str) -> Weights<'_> {
         let prefix = self.join(name);
         Weights { source: self.source, prefix }

@@ -156,10 +156,11 @@ fn adamw_in_bf16_follows_f32() -> Result<()> {
     };
     let (expected, found) = (moved(DType::F32, false)?, moved(DType::BF16, true)?);
     // The first term bounds the rounding of the parameter, as in the test above, with units of 2⁻⁸. The second term
-    // bounds the rounding of the states, which changes single steps, but hardly their mean: the relative standard
-    // deviation of the second moment, which decays by 0.999 a step, is at most σ = 2⁻⁸ / 2 · √(1 / (1 − 0.999²)) = 4.4
-    // %. This raises the mean of the second moment's inverse square root by the fraction 3 / 8 · σ², which is less than
-    // 0.1 %.
+    // bounds the rounding of the states, which changes single steps, but hardly their mean. In a step, the second
+    // moment decays by the factor 0.999, and rounding adds an error with a relative standard deviation of at most 2⁻⁷ /
+    // 2. After 200 steps, the relative standard deviation of the second moment is at most σ = 2⁻⁷ / 2 · √(Σ 0.999²ᵏ) =
+    // 5.0%. This raises the mean of the second moment's inverse square root by the fraction 3 / 8 · σ², which is less
+    // than 0.1%.
     let bound = 6.0 * 2f64.powi(-9) * (STEPS as f64 / COUNT as f64).sqrt() + 0.001 * expected;
     assert!((found - expected).abs() < bound, "{found}, expected {expected} to within {bound}");
     assert!(expected > 10.0 * bound, "{expected} {bound}");

@@ -116,7 +116,8 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Integer {
         if let Ok(value) = object.extract::<i64>() {
             return Ok(Self(Value::Number(i128::from(value))));
         }
-        // Neither is an integer: a float, which has no `__index__`, and a tensor whose `__index__` raises.
+        // The call fails for what is not an integer: a float has no `__index__`, and the `__index__` of a tensor may
+        // raise.
         let Ok(integer) = object.py().import("operator")?.call_method1("index", (object,)) else {
             return Ok(Self(Value::Other(found(&object))));
         };

@@ -197,7 +197,7 @@ fn outputs(op: &'static str, returned: &Bound<'_, PyAny>) -> PyResult<(Vec<tc::T
 ///
 /// Args:
 ///     function: takes the tensors, returns a Tensor or a tuple of Tensors.
-///     tensors: the arguments of the function, which must capture all other values that it needs.
+///     tensors: the arguments of the function. The function must capture all other values that it needs.
 ///     policy: "full" saves only the tensors. "selective" also saves the results of matrix products and attention, so
 ///         that only cheap operations are recomputed. "none" saves everything. "offload" is "full" with large tensors
 ///         in the memory of the host until the backward pass.

@@ -98,7 +98,7 @@ impl CapturedFunction {
         Ok(outputs?.into_iter().map(Tensor).collect())
     }
 
-    /// Whether the function is recorded, so that the next call replays the graph.
+    /// Whether the function has been recorded, so that calls replay its graph.
     #[getter]
     fn is_recorded(&self, py: Python<'_>) -> bool {
         py.detach(|| self.captured.lock().unwrap_or_else(PoisonError::into_inner).is_recorded())

@@ -193,7 +193,7 @@ impl PartFacts {
         Ok((flops.layers, flops.attention))
     }
 
-    /// The approximate number of values that are saved for the backward pass, at its peak, for one sample.
+    /// The approximate peak of the number of values that are saved for the backward pass of one sample.
     ///
     /// Args:
     ///     config: the configuration of the adapters.

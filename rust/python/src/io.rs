@@ -57,7 +57,9 @@ pub fn save_file(
             match format.as_str() {
                 "int8" => Ok((name, io::EightBits::Int8)),
                 "fp8" => Ok((name, io::EightBits::Fp8)),
-                _ => Err(tc::Error::argument(OP, format!("codes has \"{format}\", expected \"int8\" or \"fp8\""))),
+                _ => {
+                    Err(tc::Error::argument(OP, format!("codes[{name:?}] is {format:?}, expected \"int8\" or \"fp8\"")))
+                }
             }
         })
         .collect::<tc::Result<BTreeMap<_, _>>>()?;

@@ -32,8 +32,8 @@ use crate::error::Result;
 ///     lora_dropout: probability of dropping an element of an adapter's input while training, in [0, 1).
 ///     use_dora: whether adapters are weight-decomposed (DoRA) instead of LoRA.
 ///     use_rslora: whether the scale is lora_alpha / sqrt(r) instead of lora_alpha / r.
-///     rank_pattern: ranks that differ from `r`, by entries that select layers.
-///     alpha_pattern: alphas that differ from `lora_alpha`, by entries that select layers.
+///     rank_pattern: ranks other than `r`, by the entry that selects their layers.
+///     alpha_pattern: alphas other than `lora_alpha`, by the entry that selects their layers.
 ///     adapter: the kind of adapter: "lora", "dora", "loha", "lokr" or "oft". OFT has no rank, so it ignores `r` and
 ///         `lora_alpha`.
 ///     wd_on_output: whether DoRA has one magnitude for each output, as in the paper, instead of one for each input.
@@ -266,13 +266,13 @@ impl LoraConfig {
         self.0.qat_learned_scales
     }
 
-    /// Ranks that differ from `r`, by entries that select layers.
+    /// The ranks other than `r`, by the entry that selects their layers.
     #[getter]
     fn rank_pattern(&self) -> BTreeMap<String, usize> {
         self.0.rank_pattern.clone()
     }
 
-    /// Alphas that differ from `lora_alpha`, by entries that select layers.
+    /// The alphas other than `lora_alpha`, by the entry that selects their layers.
     #[getter]
     fn alpha_pattern(&self) -> BTreeMap<String, f64> {
         self.0.alpha_pattern.clone()

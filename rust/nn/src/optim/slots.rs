@@ -18,7 +18,8 @@ pub(super) struct Slots {
 }
 
 impl Slots {
-    /// Gives one slot to the variables of one group that have taken the same number of steps.
+    /// Assigns the variables of `groups` to slots. Two variables share a slot if they are in the same group and have
+    /// taken the same number of steps.
     pub(super) fn new<C>(groups: &[Group<C>]) -> Self {
         let mut slots = Self::default();
         let mut known = FxHashMap::default();

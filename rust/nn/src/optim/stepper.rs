@@ -55,8 +55,8 @@ pub trait Optimizer: Send {
     /// The variables, group by group.
     fn vars(&self) -> Vec<Var>;
 
-    /// Updates every variable that has a gradient, unless the guard skips the step. On CUDA, the kernels read the norm,
-    /// and the host does not wait. The gradients are kept until [`zero_grad`](Self::zero_grad).
+    /// Updates every variable that has a gradient, unless the guard skips the step. On CUDA, the kernels check
+    /// the norm, so the host does not wait for it. The gradients are kept until [`zero_grad`](Self::zero_grad).
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the states do not fit.
@@ -120,8 +120,8 @@ pub trait Optimizer: Send {
     /// # Errors
     /// [`Error::Config`] that names states that are missing or not expected, [`Error::Shape`] or [`Error::DType`] that
     /// names a state of another shape or dtype, [`Error::Device`] within a captured function. After these errors,
-    /// nothing has changed. If the copy to a device fails, the states are loaded on the host, captured steps become
-    /// invalid, and the next step copies the states.
+    /// nothing has changed. If the copy to a device fails, the host has the loaded states, and the next step copies
+    /// them again.
     fn load_state_dict(&mut self, states: &StateDict) -> Result<()>;
 
     /// Replaces the variables' values by the averages that the optimizer keeps of them, for validation or for saving. Does

@@ -16,7 +16,7 @@ const LEGACY: i64 = 1;
 /// The stream of a consumer that requests a capsule; `None` for -1, with which the consumer synchronizes itself.
 ///
 /// # Errors
-/// `BufferError` for 0 and for numbers below -1, which the protocol does not define.
+/// `BufferError` for 0 and for numbers below -1, which the protocol does not allow.
 pub fn consumer(stream: Option<i64>) -> PyResult<Option<usize>> {
     match stream.unwrap_or(LEGACY) {
         -1 => Ok(None),
@@ -50,8 +50,7 @@ fn dtype(element: Element) -> Option<DType> {
     })
 }
 
-/// Copy values on the device. The producer has made them ready for the stream that [`import`](super::import) passed to
-/// it.
+/// Copy values on the device. The producer has made the values ready for the stream on which this library copies them.
 ///
 /// # Safety
 /// Every element that the source's dims and strides reach is readable on the device.
