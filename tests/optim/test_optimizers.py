@@ -237,7 +237,7 @@ def test_8bit_states_are_small():
         (
             lambda x: optim.Adam([x]).load_state_dict(optim.SGD([x]).state_dict()),
             tc.ConfigError,
-            "load_state_dict: Adam: the states are those of SGD",
+            "load_state_dict: Adam: the states were saved by SGD",
         ),
         (
             lambda x: optim.SGD([{"params": [x], "lr": "x"}]),

@@ -2,19 +2,20 @@
 
 use trainable_candle_core::quantized::Format;
 
-/// The layers of an architecture that may be quantized. Norms, convolutions, projections outside of the blocks (the
-/// first and the last), and embeddings that are not among `rows` keep their dtype.
+/// The layers of an architecture that may be quantized. Norms, convolutions, the first and the last projection of a
+/// model (outside of its blocks), and embeddings that are not among `rows` keep their dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quantizable {
-    /// Prefixes of the names of layers in blocks. Layers without such a prefix are not quantized, except `rows`.
+    /// Prefixes of the names of layers in blocks. Of the other layers, only those of `rows` are quantized.
     pub blocks: &'static [&'static str],
-    /// Layers in blocks whose names contain one of these keep their dtype.
+    /// Substrings of layer names. A layer in a block keeps its dtype if its name contains one of them.
     pub kept: &'static [&'static str],
-    /// Layers whose names contain one of these compute a block's modulation. The model computes the modulation before the
-    /// block runs.
+    /// Substrings of layer names. A layer whose name contains one of them computes a block's modulation. The model
+    /// computes the modulation before the block runs.
     pub modulation: &'static [&'static str],
-    /// Matrices outside of blocks whose rows are looked up, or which are too large to be dequantized as a whole: the
-    /// embedding and the head of a language model. They are quantized in int8 or in a format of ggml.
+    /// Names of matrices outside of blocks: the embedding of a language model, of which only some rows are dequantized
+    /// at a time, and the head, which is too large to be dequantized as a whole. They are quantized to int8 or a ggml
+    /// format.
     pub rows: &'static [&'static str],
 }
 
@@ -36,7 +37,7 @@ impl Quantizable {
 /// How a model is quantized while it is built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quantization {
-    /// The format of its layers. With None, layers keep the format in which files store them, whether quantized or not.
+    /// The format of the model's `layers`. With None, they keep the format in which files store them, quantized or not.
     pub format: Option<Format>,
     /// The layers that are quantized.
     pub layers: Quantizable,
@@ -53,7 +54,7 @@ impl Quantization {
     }
 }
 
-/// The format of matrices in `rows`, if other layers have `format`.
+/// The format of the matrices in [`Quantizable::rows`] of a model whose layers in blocks have `format`.
 const fn by_rows(format: Format) -> Format {
     match format {
         Format::Int8 | Format::Fp8 | Format::Nf4 => Format::Int8,

@@ -1,4 +1,4 @@
-//! [`AdapterSlot`]: the slot of a layer that holds its adapter.
+//! [`AdapterSlot`]: the place in a layer for its adapter.
 
 use std::sync::Arc;
 
@@ -13,18 +13,21 @@ use crate::base::Base;
 #[derive(Clone)]
 pub(crate) struct AdapterSlot(HostState<Occupant>);
 
-/// An adapter and a frozen product beside it. Each of them may be missing.
+/// An adapter, and a frozen low-rank product whose result is added to that of the adapted layer. Each of the two may be
+/// missing.
 #[derive(Clone, Default)]
 struct Occupant {
     adapter: Option<Arc<dyn Adapter>>,
     product: Option<Arc<Product>>,
-    /// An adapter that computes `adapter` and `product` together. It is made once, because CUDA graphs depend on this
-    /// object.
+    /// If there is a product: an adapter that computes `adapter` and `product` together. It is not made anew for each
+    /// call, because a CUDA graph is recorded again if the object has changed.
     both: Option<Arc<dyn Adapter>>,
     /// Whether the product is disabled.
     is_off: bool,
 }
 
+/// Occupants are equal if the layer computes with the same adapter object, or with none. A CUDA graph stays valid for
+/// an equal occupant.
 impl PartialEq for Occupant {
     fn eq(&self, other: &Self) -> bool {
         match (self.computes(), other.computes()) {
@@ -35,11 +38,12 @@ impl PartialEq for Occupant {
 }
 
 impl Occupant {
+    /// The adapter that the layer computes with.
     fn computes(&self) -> Option<&Arc<dyn Adapter>> {
         self.both.as_ref().filter(|_| !self.is_off).or(self.adapter.as_ref())
     }
 
-    /// Make the adapter that computes `adapter` and `product` together.
+    /// Makes the adapter that computes `adapter` and `product` together.
     fn join(&mut self) {
         let both = |product: &Arc<Product>| Arc::new(Beside::new(self.adapter.clone(), product.clone()));
         self.both = self.product.as_ref().map(|product| both(product) as Arc<dyn Adapter>);
@@ -58,13 +62,13 @@ impl AdapterSlot {
         self.0.read().computes().cloned()
     }
 
-    /// Whether an adapter is attached, whatever else the slot holds.
+    /// Whether an adapter is attached. A frozen product does not count.
     pub(crate) fn is_taken(&self) -> bool {
         self.0.read().adapter.is_some()
     }
 
-    /// Put `adapter` into the slot, or remove the slot's adapter if it is None. A frozen product in the slot does not
-    /// change.
+    /// Puts `adapter` into the slot, or removes the slot's adapter if `adapter` is None. A frozen product in the slot
+    /// does not change.
     pub(crate) fn set(&self, adapter: Option<Arc<dyn Adapter>>) {
         self.0.change(|occupant| {
             occupant.adapter = adapter;
@@ -72,7 +76,7 @@ impl AdapterSlot {
         });
     }
 
-    /// Set the frozen product and enable it, or remove it if `product` is None. An attached adapter does not change.
+    /// Sets the frozen product and enables it, or removes it if `product` is None. An attached adapter does not change.
     pub(crate) fn set_beside(&self, product: Option<Arc<Product>>) {
         self.0.change(|occupant| {
             occupant.product = product;
@@ -81,7 +85,7 @@ impl AdapterSlot {
         });
     }
 
-    /// Enable or disable the frozen product.
+    /// Enables or disables the frozen product.
     pub(crate) fn enable_beside(&self, enabled: bool) {
         self.0.change(|occupant| occupant.is_off = !enabled);
     }

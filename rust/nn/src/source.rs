@@ -9,7 +9,7 @@ use trainable_candle_core::{DType, Device, Error, Quantized, Result, Shape, Tens
 use crate::conv::weight_from_file;
 use crate::{Init, Quantization, Streaming, Weights, init};
 
-/// Provides parameters: stored (frozen), fresh (trainable or frozen), or shapes alone.
+/// Provides parameters: stored values (frozen), new initial values (trainable or frozen), or shapes alone.
 pub struct Source {
     kind: Kind,
     quantization: Option<Quantization>,
@@ -30,8 +30,8 @@ pub trait Stored {
     /// [`Error::Io`] if reading fails, [`Error::OutOfMemory`] if the values do not fit.
     fn read(&mut self, name: &str) -> Result<Tensor>;
 
-    /// The weight of a linear layer. It is quantized to `format` if that is given. Otherwise it is quantized only if the
-    /// whole layer is stored in one quantized form.
+    /// The weight of a linear layer. With a `format`, the weight is quantized to it. Without, the weight is quantized
+    /// only if the store has the whole weight in one quantized format.
     ///
     /// # Errors
     /// As [`read`](Self::read); as [`Quantized::new`].
@@ -40,7 +40,7 @@ pub trait Stored {
         format.map_or_else(|| Ok(values.clone().into()), |format| Ok(Quantized::new(&values, format)?.into()))
     }
 
-    /// As [`read_weight`](Self::read_weight), on the CPU.
+    /// As [`read_weight`](Self::read_weight), but the weight is on the CPU.
     ///
     /// # Errors
     /// As [`read_weight`](Self::read_weight).
@@ -48,7 +48,8 @@ pub trait Stored {
         on_cpu(self.read_weight(name, format)?)
     }
 
-    /// The stored parameters of the model that are not in `taken`, under the names in the store.
+    /// The stored parameters that belong to no name in `taken`, the names that the model has requested. Returns the
+    /// names that the store uses, which may differ from the model's.
     fn unexpected(&self, taken: &BTreeSet<String>) -> Vec<String>;
 }
 
@@ -72,7 +73,7 @@ enum Kind {
     },
 }
 
-/// The layout of a parameter in memory, compared with a file.
+/// How the layout of a parameter in memory differs from its layout in a file.
 #[derive(Clone, Copy)]
 pub(crate) enum Packing {
     /// As in the file.
@@ -82,6 +83,7 @@ pub(crate) enum Packing {
 }
 
 impl Packing {
+    /// Converts a tensor from the layout of the file.
     fn pack(self, tensor: Tensor) -> Result<Tensor> {
         match self {
             Self::Plain => Ok(tensor),
@@ -89,6 +91,7 @@ impl Packing {
         }
     }
 
+    /// The shape in memory of a parameter of `shape` in the file.
     fn shape(self, shape: &Shape) -> Shape {
         match (self, shape.dims()) {
             (Self::ChannelsLast, &[out, input, height, width]) => Shape::from((out, height, width, input)),
@@ -98,23 +101,23 @@ impl Packing {
 }
 
 impl Source {
-    /// Provide stored parameters, frozen.
+    /// Provides stored parameters, frozen.
     pub fn stored(stored: impl Stored + 'static) -> Self {
         Self::of(Kind::Stored { stored: Box::new(stored), taken: BTreeSet::new(), missing: Vec::new() })
     }
 
-    /// Provide fresh trainable f32 variables, drawn from the library's generator.
+    /// Provides fresh trainable f32 variables, drawn from the library's generator.
     pub fn fresh(device: &Device) -> Self {
         Self::of(Kind::Fresh { device: device.clone() })
     }
 
-    /// Provide fresh frozen tensors, drawn from the library's generator, to measure the speed and size of a model.
+    /// Provides fresh frozen tensors, drawn from the library's generator, to measure the speed and size of a model.
     pub fn random(dtype: DType, device: &Device) -> Self {
         Self::of(Kind::Random { dtype, device: device.clone() })
     }
 
-    /// Provide zeros that take no memory. Their names, shapes and dtype suffice to list a model and to estimate its
-    /// memory.
+    /// Provides zeros that take no memory. Their names, shapes and dtype suffice to list a model's parameters and to
+    /// estimate the memory that the model needs.
     pub const fn shapes(dtype: DType) -> Self {
         Self::of(Kind::Shapes { dtype })
     }
@@ -123,14 +126,14 @@ impl Source {
         Self { kind, quantization: None, streaming: None }
     }
 
-    /// Quantize each linear layer when it is requested; None quantizes nothing. Trainable parameters and bare shapes do
-    /// not change.
+    /// Quantizes each linear layer when it is requested; None quantizes nothing. Trainable parameters and bare shapes
+    /// do not change.
     #[must_use]
     pub fn quantized(self, quantization: Option<Quantization>) -> Self {
         Self { quantization, ..self }
     }
 
-    /// Keep streamed weights on the CPU, for [`Streaming::start`]; None streams nothing. Trainable parameters and bare
+    /// Keeps streamed weights on the CPU, for [`Streaming::start`]; None streams nothing. Trainable parameters and bare
     /// shapes do not change.
     #[must_use]
     pub fn streamed(self, streaming: Option<Arc<Streaming>>) -> Self {
@@ -142,7 +145,7 @@ impl Source {
         Weights::root(self)
     }
 
-    /// Check, after the model is built, that no parameter was missing and that no stored parameter is unused.
+    /// Checks, after the model is built, that no parameter was missing and that no stored parameter is unused.
     ///
     /// # Errors
     /// [`Error::Config`] naming the missing and the unexpected parameters.
@@ -159,7 +162,7 @@ impl Source {
         )))
     }
 
-    /// The matrix `layer.weight` of `shape`, which may be quantized.
+    /// The matrix `layer.weight` of `shape`, quantized and streamed as the source was told for this layer.
     pub(crate) fn weight(&mut self, layer: &str, shape: &Shape, init: Init) -> Result<Weight> {
         let name = format!("{layer}.weight");
         let wanted = self.quantization.and_then(|quantization| quantization.of(layer));
@@ -196,7 +199,7 @@ impl Source {
         }
     }
 
-    /// The parameter `name`, of `shape` in files.
+    /// The parameter `name`. `shape` is its shape in files, `packing` its layout in memory.
     pub(crate) fn get(&mut self, name: String, shape: &Shape, init: Init, packing: Packing) -> Result<Tensor> {
         match &mut self.kind {
             Kind::Stored { stored, taken, missing } => match stored.shape(&name)? {
@@ -226,7 +229,7 @@ impl Source {
     }
 }
 
-/// A weight on the CPU.
+/// Copies a weight to the CPU, if it is on another device.
 fn on_cpu(weight: Weight) -> Result<Weight> {
     match weight {
         Weight::Plain(tensor) => Ok(tensor.to_device(&Device::Cpu)?.into()),
@@ -235,7 +238,7 @@ fn on_cpu(weight: Weight) -> Result<Weight> {
     }
 }
 
-/// Check that a stored parameter has the shape that the model expects.
+/// Checks that a stored parameter has the shape that the model expects.
 fn check_shape(name: &str, found: &[usize], expected: &Shape) -> Result<()> {
     if found == expected.dims() {
         return Ok(());
@@ -249,12 +252,12 @@ fn check_shape(name: &str, found: &[usize], expected: &Shape) -> Result<()> {
 /// The number of missing parameters after which building stops, because a wrong configuration may request millions.
 const MOST_MISSING: usize = 512;
 
-/// Zeros of a shape that share one element.
+/// Zeros of `shape` with one element in memory.
 fn without_memory(shape: &Shape, dtype: DType) -> Result<Tensor> {
     Tensor::zeros((), dtype, &Device::Cpu)?.broadcast_as(shape)
 }
 
-/// The first names of a list and the number of the others.
+/// The first names of a list and the number of the names after them.
 fn listed<S: AsRef<str>>(names: &[S]) -> String {
     const SHOWN: usize = 8;
     if names.is_empty() {

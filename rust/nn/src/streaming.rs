@@ -1,4 +1,5 @@
-//! [`Streaming`]: which weights of a model are in the memory of the host. This is decided before the model is built.
+//! [`Streaming`]: which weights of a model are in the memory of the host. The weights are chosen before the model is
+//! built.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -14,8 +15,8 @@ use crate::{Layer, Module, Part, Visitor};
 pub struct StreamOptions {
     /// The number of blocks whose linear layers are in the memory of the host.
     pub blocks: usize,
-    /// Whether the layers that compute the modulation are in the memory of the host for all blocks. Otherwise they are
-    /// there only for the blocks that [`blocks`](Self::blocks) counts.
+    /// Whether the layers that compute the modulation are in the memory of the host for all blocks. If false, they are
+    /// in it only for the streamed [`blocks`](Self::blocks).
     pub modulation: bool,
 }
 
@@ -33,13 +34,14 @@ pub struct StreamedBytes {
     pub blocks: usize,
     /// Weights in the memory of the host that compute the modulation of blocks.
     pub modulation: usize,
-    /// The slots on the device to which these weights are copied.
+    /// The device memory of the slots to which the weights are copied.
     pub slots: usize,
 }
 
-/// The units of one [`Ring`], one for each streamed block. Names such as `blocks.3` identify the blocks.
+/// The units of one [`Ring`], one for each streamed block.
 #[derive(Default)]
 struct Units {
+    /// The index of each block's unit, by the block's name, such as `blocks.3`.
     blocks: HashMap<String, usize>,
     units: Vec<Unit>,
 }
@@ -50,7 +52,7 @@ impl Units {
         Self { units: (0..blocks.len()).map(Unit::new).collect(), blocks }
     }
 
-    /// The number and the unit of each streamed block among `name.0`, `name.1`, … (`count` blocks).
+    /// The streamed blocks among the `count` blocks `name.0`, `name.1`, …: the index of each block and of its unit.
     fn of(&self, name: &str, count: usize) -> Vec<(usize, usize)> {
         let unit = |index: usize| Some((index, *self.blocks.get(&format!("{name}.{index}"))?));
         (0..count).filter_map(unit).collect()
@@ -66,7 +68,7 @@ pub struct Streaming {
     runs: Units,
     /// The units of the weights of the modulation, which is computed before a block runs.
     asides: Units,
-    /// The processes that load the model at the same time, if there are others.
+    /// The processes that load the model together with this process, if there are any.
     sharing: Option<Arc<Sharing>>,
 }
 
@@ -83,7 +85,7 @@ impl Streaming {
         let (names, count) = (blocks(shapes, &layers), options.blocks);
         if count > names.len() {
             let found = names.len();
-            let message = format!("found {count} blocks to stream, expected at most {found}: the model has no more");
+            let message = format!("found {count} blocks to stream, expected at most {found}, all that the model has");
             return Err(Error::argument("stream_blocks", message));
         }
         if options.modulation && layers.modulation.is_empty() {
@@ -131,7 +133,7 @@ impl Streaming {
         Ok(Weight::Streamed(Streamed::new(weight, &self.device, unit)?))
     }
 
-    /// The bytes that are streamed; `layers` gives the bytes of each layer.
+    /// The bytes that are streamed; `layers` yields the name and the bytes of each layer.
     pub fn bytes<'a>(&self, layers: impl Iterator<Item = (&'a str, usize)>) -> StreamedBytes {
         let mut sizes = [vec![0; self.runs.units.len()], vec![0; self.asides.units.len()]];
         for (layer, bytes) in layers {
@@ -139,13 +141,15 @@ impl Streaming {
                 sizes[usize::from(std::ptr::eq(units, &raw const self.asides))][unit] += bytes;
             }
         }
+        // A ring has two slots, one for the units with even indices and one for those with odd indices. A slot is as
+        // large as its largest unit.
         let slot = |sizes: &[usize], parity: usize| sizes.iter().skip(parity).step_by(2).max().copied().unwrap_or(0);
         let [blocks, modulation] = [0, 1].map(|ring| sizes[ring].iter().sum());
         StreamedBytes { blocks, modulation, slots: sizes.iter().map(|sizes| slot(sizes, 0) + slot(sizes, 1)).sum() }
     }
 
-    /// Start to stream the weights of the complete `model`: make the rings, and give each streamed block its place in
-    /// them.
+    /// Starts to stream the weights of `model`, after the model is built: makes the rings, and tells each streamed
+    /// block the index of its unit in each ring.
     ///
     /// # Errors
     /// As [`Ring::new`].
@@ -167,8 +171,8 @@ impl Streaming {
     }
 }
 
-/// The names of a model's blocks that have at least one of `layers` besides the modulation, in the order in which the model
-/// visits them.
+/// The names of the blocks with at least one linear layer that `layers` includes and that does not compute the
+/// modulation. The names are in the order in which the model visits the blocks.
 fn blocks(model: &dyn Module, layers: &Quantizable) -> Vec<String> {
     let mut names = Vec::new();
     let mut held = HashSet::new();
@@ -187,7 +191,7 @@ fn blocks(model: &dyn Module, layers: &Quantizable) -> Vec<String> {
     names
 }
 
-/// A block's place in a ring.
+/// The unit of one block in a ring.
 #[derive(Clone)]
 pub(crate) struct Turn {
     ring: Arc<Ring>,
@@ -195,7 +199,7 @@ pub(crate) struct Turn {
 }
 
 impl Turn {
-    /// The turns of some blocks, by their numbers.
+    /// The turn of each block in `units`, by the index of the block.
     fn each(ring: &Arc<Ring>, units: Vec<(usize, usize)>) -> HashMap<usize, Self> {
         units.into_iter().map(|(block, unit)| (block, Self { ring: ring.clone(), unit })).collect()
     }

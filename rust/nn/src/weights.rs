@@ -1,4 +1,4 @@
-//! [`Weights`]: where a model under construction gets its parameters.
+//! [`Weights`]: access by name to the parameters of a model under construction.
 
 use trainable_candle_core::ops::conv::Conv2dOptions;
 use trainable_candle_core::{Result, Shape, Tensor, Weight};
@@ -9,8 +9,8 @@ use crate::{Conv2d, GroupNorm, LayerNorm, Linear, LinearGroup, RmsNorm, Source};
 
 /// Gives a model under construction its parameters by name, from a [`Source`].
 ///
-/// Calls of [`pp`](Weights::pp) are cheap. The source records which parameters were taken, so that errors can name the
-/// others.
+/// Calls of [`pp`](Weights::pp) are cheap. The source records which parameters the model has requested, so that
+/// [`Source::finish`] can name the missing and the unused ones.
 pub struct Weights<'a> {
     source: &'a mut Source,
     prefix: String,
@@ -36,7 +36,7 @@ pub enum Init {
 }
 
 impl Weights<'_> {
-    /// The parameters below `name`.
+    /// The parameters whose names start with this object's prefix and `name.`.
     pub fn pp(&mut self, name: &str) -> Weights<'_> {
         let prefix = self.join(name);
         Weights { source: self.source, prefix }
@@ -99,8 +99,8 @@ impl Weights<'_> {
         Ok(Linear::from_weight(weight, bias))
     }
 
-    /// Linear layers that share an input, given by their names and output features. Their initial values are those of
-    /// [`linear_init`](Weights::linear_init).
+    /// Linear layers that share an input. `layers` has the name and the number of output features of each. Their
+    /// initial values are those of [`linear_init`](Weights::linear_init).
     ///
     /// # Errors
     /// As [`get`](Weights::get).
@@ -119,7 +119,8 @@ impl Weights<'_> {
     /// A convolution `name` with torch's initial values. Files hold its weight as (out, in / groups, height, width).
     ///
     /// # Errors
-    /// As [`get`](Weights::get); [`Error::Argument`](trainable_candle_core::Error::Argument) if the channels do not divide into the groups.
+    /// As [`get`](Weights::get); [`Error::Argument`](trainable_candle_core::Error::Argument) if the number of input or
+    /// output channels is not a multiple of the number of groups.
     pub fn conv2d(
         &mut self,
         name: &str,

@@ -85,7 +85,7 @@ fn fresh_layers_are_trainable() {
 }
 
 #[test]
-fn wrong_sizes_are_named() {
+fn errors_name_wrong_shapes_and_channels() {
     let mut source = Source::stored(InFile(BTreeMap::from([("conv.weight".to_string(), random(&[6, 3, 3, 3]))])));
     let error = source.root().conv2d("conv", 4, 6, [3, 3], Conv2dOptions::default(), false).err().unwrap();
     assert!(error.to_string().contains("conv.weight has shape [6, 3, 3, 3]"), "{error}");
@@ -94,7 +94,7 @@ fn wrong_sizes_are_named() {
 }
 
 #[test]
-fn a_removed_adapter_leaves_the_layer_unchanged() {
+fn a_disabled_adapter_leaves_the_layer_unchanged() {
     let options = Conv2dOptions { groups: 1, ..OPTIONS };
     let weight = random(&[6, 3, 2, 4]);
     let model = One(Conv2d::from_parameters(weight, Some(random(&[6])), options).unwrap());

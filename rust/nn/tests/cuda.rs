@@ -1,5 +1,5 @@
-//! Compares optimizers on a CUDA device with the CPU, bit for bit. Needs a GPU:
-//! `cargo test -p trainable-candle-nn --features cuda --test cuda -- --ignored`.
+//! Compares optimizers on a CUDA device with those on the CPU: the updates bit for bit, norms and averages up to
+//! rounding. Needs a GPU: `cargo test -p trainable-candle-nn --features cuda --test cuda -- --ignored`.
 #![cfg(feature = "cuda")]
 
 use std::path::PathBuf;
@@ -13,7 +13,8 @@ use trainable_candle_nn::optim::{
 
 const STEPS: usize = 5;
 
-/// Sizes below and above those of blocks and pieces. Some are too small for 8-bit states, and one is empty.
+/// The numbers of elements of the variables. They are below and above the sizes of quantized blocks and of the pieces
+/// of a launch; some are too small for 8-bit states, and one is 0.
 const SIZES: [usize; 7] = [1, 300, 4099, 0, 1024, 20_000, 4096];
 
 fn gpu() -> Device {
@@ -43,7 +44,7 @@ fn variables(dtype: DType, layout: Layout, device: &Device) -> Vec<Var> {
     }
 }
 
-/// Two groups. `change` modifies the hyper-parameters of the second group.
+/// Two groups: the first three variables with `config`, the others with what `change` makes of `config`.
 fn groups<C: Clone>(vars: &[Var], config: C, change: impl Fn(&mut C)) -> Vec<ParamGroup<C>> {
     let mut second = config.clone();
     change(&mut second);
@@ -51,8 +52,8 @@ fn groups<C: Clone>(vars: &[Var], config: C, change: impl Fn(&mut C)) -> Vec<Par
     vec![ParamGroup { params: first.to_vec(), config }, ParamGroup { params: rest.to_vec(), config: second }]
 }
 
-/// Every optimizer that computes bitwise the same on CUDA devices and the CPU, with different options in its two groups. With a
-/// `seed`, they round bf16 variables stochastically.
+/// Every optimizer whose updates are bitwise the same on CUDA devices and the CPU, with different options in its two
+/// groups. With a `seed`, the optimizers round bf16 variables stochastically.
 fn optimizers(vars: &[Var], seed: Option<u64>) -> Vec<Box<dyn Optimizer>> {
     fn made<R: Rule>(optimizer: Result<Stepper<R>>, seed: Option<u64>) -> Box<dyn Optimizer> {
         let optimizer = optimizer.unwrap();
@@ -217,7 +218,7 @@ fn norms_equal_those_of_the_cpu() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn runs_continue_on_the_other_device() {
+fn saved_runs_continue_on_either_device() {
     let gpu = gpu();
     for (dtype, seeds) in [(DType::F32, None), (DType::BF16, None), (DType::BF16, Some([3, 4]))] {
         for number in 0..optimizers(&variables(dtype, Layout::Flat, &Device::Cpu), None).len() {
@@ -231,7 +232,7 @@ fn runs_continue_on_the_other_device() {
                 };
                 let (first, second) = (variables(dtype, Layout::Flat, from), variables(dtype, Layout::Loose, to));
                 let mut whole = optimizers(&first, seeds.map(|seeds| seeds[0])).swap_remove(number);
-                // The second optimizer takes the seed of the first.
+                // Loading the states below replaces this seed by the seed of `whole`.
                 let mut resumed = optimizers(&second, seeds.map(|seeds| seeds[1])).swap_remove(number);
                 train(&mut *whole, 0..3);
                 for (to, from) in second.iter().zip(&first) {
@@ -250,7 +251,7 @@ fn runs_continue_on_the_other_device() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn the_launch_of_a_step_writes_the_copies() -> Result<()> {
+fn compute_copies_follow_steps_and_set_values() -> Result<()> {
     let device = gpu();
     for (dtype, layout) in [(DType::BF16, Layout::Flat), (DType::F16, Layout::Loose)] {
         for number in 0..optimizers(&variables(DType::F32, layout, &device), None).len() {
@@ -272,7 +273,7 @@ fn the_launch_of_a_step_writes_the_copies() -> Result<()> {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn a_step_with_a_store_clears_the_gradients_it_has_used() -> Result<()> {
+fn a_step_with_a_grad_store_clears_only_the_gradients_it_has_used() -> Result<()> {
     let device = gpu();
     let vars = variables(DType::F32, Layout::Flat, &device);
     let mut opt = AdamW::new(vars.clone(), 0.01, 0.1)?;
@@ -317,7 +318,7 @@ fn averages_equal_those_of_the_cpu() -> Result<()> {
     };
     assert!(found_trained == trained);
     for (found, expected) in [(found_averages, averages), (found_saved, saved)] {
-        // The GPU fuses the multiplication of an average with its addition.
+        // The GPU computes an average with a fused multiply-add, which rounds once instead of twice.
         assert!(found.iter().zip(expected).all(|(f, e)| (f - e).abs() <= 1e-6 * e.abs().max(1.0)));
     }
     Ok(())
@@ -325,7 +326,7 @@ fn averages_equal_those_of_the_cpu() -> Result<()> {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn variables_without_a_kernel_are_an_error() {
+fn f64_variables_and_mixed_devices_are_errors() {
     let device = gpu();
     let vars = variables(DType::F32, Layout::Loose, &device);
     let wide = Var::zeros(3, DType::F64, &device).unwrap();

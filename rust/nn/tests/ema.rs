@@ -1,4 +1,5 @@
-//! Compares the moving average of an adapter's parameters with its definition in f64.
+//! Tests of the moving averages of variables ([`EMA`]): their definition, computed in f64; swapping; resuming; and
+//! errors.
 
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Tensor};
 use trainable_candle_nn::optim::{Adam, EMA, EMAConfig, Optimizer, StateDict};
@@ -18,7 +19,7 @@ fn averages(state: &StateDict) -> Vec<f32> {
     averages.flat_map(|(_, average)| average.to_vec::<f32>().unwrap()).collect()
 }
 
-/// A step that moves every variable.
+/// Adds random numbers to every variable, as a stand-in for a training step.
 fn train(buffer: &FlatBuffer) {
     for var in buffer.vars() {
         let step = Tensor::randn(0.0, 1.0, var.shape(), DType::F32, &Device::Cpu).unwrap();
@@ -49,7 +50,7 @@ fn averages_follow_the_definition() {
 }
 
 #[test]
-fn swapping_shows_the_averages_and_restores_the_bits() {
+fn swapping_in_sets_the_averages_and_swapping_out_restores_the_bits() {
     let buffer = buffer();
     let mut ema = EMA::new(&buffer, EMAConfig::default()).unwrap();
     for _ in 0..3 {
@@ -61,7 +62,7 @@ fn swapping_shows_the_averages_and_restores_the_bits() {
     ema.swap_in().unwrap();
     assert_eq!(values(&buffer), expected);
     assert_eq!(averages(&ema.state_dict().unwrap()), expected);
-    assert!(matches!(loss.backward(), Err(Error::Autograd { .. })), "the saved variable has changed");
+    assert!(matches!(loss.backward(), Err(Error::Autograd { .. })), "the variable saved for backward has changed");
     assert!(matches!(ema.update(), Err(Error::Argument { .. })));
     assert!(matches!(ema.swap_in(), Err(Error::Argument { .. })));
     ema.swap_out().unwrap();

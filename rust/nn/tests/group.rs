@@ -10,7 +10,7 @@ use trainable_candle_nn::{Linear, LinearGroup, Module, Projected, Visitor};
 
 const NAMES: [&str; 3] = ["to_q", "to_k", "to_v"];
 
-/// Tests lock this to use the process's only generator, because they run at the same time.
+/// A lock of the process's random number generator. Tests run at the same time, and each of them seeds the generator.
 static GENERATOR: Mutex<()> = Mutex::new(());
 
 struct Projections(LinearGroup);
@@ -45,7 +45,7 @@ fn config(targets: &[&str]) -> LoraConfig {
     LoraConfig { r: 2, target_modules: targets.iter().map(ToString::to_string).collect(), ..LoraConfig::default() }
 }
 
-/// Attach an adapter whose product is not zero.
+/// Attaches adapters with random factors, so that their products are not zero.
 fn adapt(module: &impl Module, config: LoraConfig) -> AdapterSet {
     let _alone = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
     let set = AdapterSet::attach(config, &module.named_layers()).unwrap();
@@ -61,7 +61,7 @@ fn x() -> Var {
     Var::from_tensor(&Tensor::from_vec(values, (5, 8), &Device::Cpu).unwrap()).unwrap()
 }
 
-/// The results concatenated, and whether one product computed them.
+/// The results of all layers, concatenated along the features, and whether one matrix product computed all of them.
 fn joined(projected: Projected) -> (Tensor, bool) {
     match projected {
         Projected::Joined(all) => (all, true),
@@ -72,7 +72,7 @@ fn joined(projected: Projected) -> (Tensor, bool) {
 fn assert_close(found: &Tensor, expected: &Tensor) {
     assert_eq!(found.dims(), expected.dims());
     for (f, e) in found.to_vec::<f32>().unwrap().iter().zip(expected.to_vec::<f32>().unwrap()) {
-        assert!((f - e).abs() < 2e-5, "{f} instead of {e}");
+        assert!((f - e).abs() < 2e-5, "found {f}, expected {e}");
     }
 }
 

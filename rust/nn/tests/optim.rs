@@ -34,7 +34,7 @@ fn all(params: &[Var]) -> Vec<Box<dyn Optimizer>> {
     KINDS.iter().map(|kind| kind.build(vec![(params.to_vec(), settings(kind.name))], None).unwrap()).collect()
 }
 
-/// Steps `from..to` with gradients that depend on the step and the variable.
+/// Takes the `steps`, with gradients that depend on the index of the step and of the variable.
 fn train(opt: &mut dyn Optimizer, steps: std::ops::Range<usize>) {
     for step in steps {
         for (index, var) in opt.vars().iter().enumerate() {
@@ -86,11 +86,11 @@ fn results_do_not_depend_on_threads_or_layout() {
 }
 
 #[test]
-fn short_dtypes_are_rounded_master_values() {
+fn f16_and_bf16_variables_are_rounded_master_values() {
     for dtype in [DType::BF16, DType::F16] {
         for index in 0..number_of_optimizers() {
             let short = fresh(dtype);
-            // The same start and the same gradients in f32.
+            // f32 variables with the same initial values; each step gives them the same gradients.
             let long: Vec<Var> = short
                 .iter()
                 .map(|v| Var::from_tensor(&Tensor::from(v.raw().to_dtype(DType::F32).unwrap())).unwrap())
@@ -197,10 +197,10 @@ fn a_step_makes_tensors_saved_before_it_stale() -> Result<()> {
 }
 
 #[test]
-fn eight_bit_optimizers_skip_non_finite_gradients() -> Result<()> {
+fn eight_bit_optimizers_keep_elements_with_non_finite_gradients() -> Result<()> {
     for (index, kind) in KINDS.iter().enumerate().filter(|(_, kind)| kind.name.ends_with("8bit")) {
         let (x, clean) = (var(5000, 0), var(5000, 0));
-        // 1e30 overflows when squared; Lion computes no squares, so it gets a NaN.
+        // The square of 1e30 overflows. Lion computes no squares, so its gradient has a NaN instead of 1e30.
         let large = if kind.name == "Lion8bit" { f32::NAN } else { 1e30 };
         let mut grad = wave(5000, 1);
         clean.set_grad(&Tensor::from_vec(grad.clone(), 5000, &Device::Cpu)?)?;

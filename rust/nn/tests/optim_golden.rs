@@ -41,7 +41,7 @@ impl Golden {
         self.tensor(name).to_vec().unwrap()
     }
 
-    /// A variable of `name` in `dtype`.
+    /// A variable with the values of the tensor `name`, in `dtype`.
     fn var(&self, name: &str, dtype: DType) -> Var {
         Var::from_tensor(&cast(&self.tensor(name), dtype)).unwrap()
     }
@@ -62,7 +62,7 @@ fn difference(found: &Tensor, expected: &Tensor) -> f64 {
     pairs.map(|(f, e)| (f - e).abs() / e.abs().max(1.0)).fold(0.0, f64::max)
 }
 
-/// Eight steps with the gradients of the file, for one variable.
+/// Takes eight steps of an optimizer of one variable, with the gradients of the file.
 fn train(golden: &Golden, opt: &mut dyn Optimizer, dtype: DType) -> Result<()> {
     for i in 0..8 {
         opt.vars()[0].set_grad(&cast(&golden.tensor(&format!("grad.{i}")), dtype))?;
@@ -183,7 +183,8 @@ fn prodigy_follows_prodigyopt() {
             },
         ),
     ];
-    // The f32 tolerance allows two roundings of the estimate, whose square enters `s`.
+    // The f32 tolerance is twice that of the other optimizers, because `s` depends on the square of the estimate d,
+    // which doubles relative errors.
     for (dtype, suffix, tolerance) in [(DType::F32, "", 2e-6), (DType::F64, ".f64", 1e-13)] {
         for (name, config) in &cases {
             let vars = ["p0", "p1"].map(|p| golden.var(p, dtype));
@@ -221,8 +222,8 @@ fn prodigy_follows_prodigyopt() {
 }
 
 /// Compares six steps of an optimizer with bitsandbytes. bitsandbytes computes bias corrections with CUDA's `__powf`,
-/// which has a relative error of about 5e-5 for 0.999. So each update, of at most `lr`, may differ by 5e-5 of its size.
-/// The states do not depend on `__powf` and are equal bit for bit.
+/// which has a relative error of about 5e-5 for powers of 0.999. So an update, which is at most `lr`, may differ by
+/// 5e-5 · `lr`. The states do not depend on `__powf` and are equal bit for bit.
 fn follows_bitsandbytes(name: &str, n: usize, lr: f64, make: impl Fn(Vec<Var>) -> Box<dyn Optimizer>) {
     let golden = Golden::open("bitsandbytes.safetensors");
     let mut opt = make(vec![golden.var(&format!("p0.{n}"), DType::F32)]);
@@ -232,7 +233,7 @@ fn follows_bitsandbytes(name: &str, n: usize, lr: f64, make: impl Fn(Vec<Var>) -
         opt.step_all().unwrap();
         if [1, 6].contains(&step) {
             let error = difference(&opt.vars()[0], &golden.tensor(&format!("{name}.p{step}.{n}")));
-            // 1.2e-7 is half a unit in the last place of values up to 4, for each step.
+            // Each step also rounds the values: the error is at most half a unit in the last place, 1.2e-7 below 4.
             let allowed = f64::from(step) * (5e-5 * lr + 1.2e-7);
             assert!(error <= allowed, "{name}: values differ by {error:e} after step {step}, {allowed:e} allowed");
         }
@@ -247,7 +248,7 @@ fn follows_bitsandbytes(name: &str, n: usize, lr: f64, make: impl Fn(Vec<Var>) -
 
 #[test]
 fn eight_bit_optimizers_follow_bitsandbytes() {
-    // 5000 elements are 19 whole blocks and a part of one.
+    // 5000 elements are 19 whole blocks of 256 elements, and a part of another block.
     follows_bitsandbytes("adamw8bit", 5000, 0.01, |p| Box::new(AdamW8bit::new(p, 0.01, 0.1).unwrap()));
     follows_bitsandbytes("adam8bit", 5000, 0.01, |p| Box::new(Adam8bit::new(p, 0.01, 0.0).unwrap()));
     follows_bitsandbytes("lion8bit", 5000, 0.001, |p| Box::new(Lion8bit::new(p, 0.001, 0.1).unwrap()));
@@ -260,7 +261,8 @@ fn small_parameters_keep_f32_states_as_in_bitsandbytes() {
 }
 
 #[test]
-fn lion_follows_lion32bit() {
+fn lion_follows_lion_of_bitsandbytes() {
+    // The Lion8bit of bitsandbytes keeps f32 states for 1000 elements.
     let golden = Golden::open("bitsandbytes.safetensors");
     let mut opt = Lion::new(vec![golden.var("p0.1000", DType::F32)], 0.001, 0.1).unwrap();
     for i in 0..6 {
@@ -273,7 +275,7 @@ fn lion_follows_lion32bit() {
 }
 
 #[test]
-fn flat_buffers_quantise_each_variable_separately() {
+fn flat_buffers_quantize_each_variable_separately() {
     let golden = Golden::open("bitsandbytes.safetensors");
     let starts = [golden.tensor("p0.5000"), golden.tensor("p0.1000"), golden.tensor("p0.5000")];
     let flat = FlatBuffer::new(&starts).unwrap();

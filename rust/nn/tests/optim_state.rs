@@ -78,6 +78,8 @@ fn a_state_dict_is_a_snapshot() {
 
 #[test]
 fn state_bytes_count_states_and_master_values() {
+    // One variable has 6000 elements, the other one has 40. 8-bit optimizers store codes and one f32 scale per block of
+    // 256 codes for the 6000 elements, and f32 states for the 40.
     let blocks = 6000usize.div_ceil(256);
     let expected =
         [4 * 6040, 3 * 4 * 6040, 2 * (6000 + 4 * blocks) + 2 * 4 * 40, 6000 + 4 * blocks + 4 * 40, 4 * 4 * 6040];
@@ -113,7 +115,7 @@ fn states_that_do_not_fit_are_rejected_and_change_nothing() -> Result<()> {
         (with(&|s| drop(s.insert("step".into(), zeros(3, DType::I64)))), "\"step\" has shape [3], expected [2]"),
         (with(&|s| drop(s.remove("step"))), "the state \"step\" is missing"),
         (StateDict::new(), "the entry \"kind\" is missing"),
-        (of_sgd, "load_state_dict: AdamW: the states are those of SGD"),
+        (of_sgd, "load_state_dict: AdamW: the states were saved by SGD"),
     ];
     for (states, expected) in cases {
         let message = opt.load_state_dict(&states).unwrap_err().to_string();

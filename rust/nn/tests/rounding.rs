@@ -106,7 +106,8 @@ fn states_take_two_bytes_and_there_are_no_master_values() -> Result<()> {
     Ok(())
 }
 
-/// Updates of an eighth of the distance between bf16 numbers, 64 times that distance in total.
+/// Each of the 512 updates is an eighth of the distance between neighbouring bf16 numbers in [0.5, 1]. The updates are
+/// 64 times that distance in total.
 #[test]
 fn small_updates_take_effect_on_average_where_rounding_to_nearest_stalls() -> Result<()> {
     const COUNT: usize = 4096;
@@ -154,9 +155,12 @@ fn adamw_in_bf16_follows_f32() -> Result<()> {
         Ok(1.0 - values.iter().map(|&value| f64::from(value)).sum::<f64>() / COUNT as f64)
     };
     let (expected, found) = (moved(DType::F32, false)?, moved(DType::BF16, true)?);
-    // The first term bounds the rounding of the parameter, as in the test above, with units of 2⁻⁸. The second term bounds the
-    // rounding of the states, which changes single steps, but hardly their mean: the second moment's relative deviation is at
-    // most 2⁻⁸ / 2 · √(1 / 0.002) = 4.4 %, which raises the mean of its inverse root by 3 / 8 of the square, 0.1 %.
+    // The first term bounds the rounding of the parameter, as in the test above, with units of 2⁻⁸. The second term
+    // bounds the rounding of the states, which changes single steps, but hardly their mean. In a step, the second
+    // moment decays by the factor 0.999, and rounding adds an error with a relative standard deviation of at most 2⁻⁷ /
+    // 2. After 200 steps, the relative standard deviation of the second moment is at most σ = 2⁻⁷ / 2 · √(Σ 0.999²ᵏ) =
+    // 5.0%. This raises the mean of the second moment's inverse square root by the fraction 3 / 8 · σ², which is less
+    // than 0.1%.
     let bound = 6.0 * 2f64.powi(-9) * (STEPS as f64 / COUNT as f64).sqrt() + 0.001 * expected;
     assert!((found - expected).abs() < bound, "{found}, expected {expected} to within {bound}");
     assert!(expected > 10.0 * bound, "{expected} {bound}");
@@ -164,7 +168,7 @@ fn adamw_in_bf16_follows_f32() -> Result<()> {
 }
 
 #[test]
-fn what_cannot_round_is_rejected() -> Result<()> {
+fn optimizers_and_dtypes_that_cannot_round_are_rejected() -> Result<()> {
     for kind in KINDS.iter().filter(|kind| !kind.rounds) {
         let Err(error) = kind.build(vec![(loose(), Vec::new())], Some(0)) else { panic!("{}", kind.name) };
         assert!(matches!(error, Error::Argument { .. }), "{error}");
@@ -173,7 +177,7 @@ fn what_cannot_round_is_rejected() -> Result<()> {
     let f32 = || vec![Var::zeros(3, DType::F32, &Device::Cpu).unwrap()];
     let error = AdamW::new(f32(), 0.1, 0.0)?.with_stochastic_rounding(0).err().unwrap();
     assert!(error.to_string().contains("such as f32; convert them to bf16"), "{error}");
-    // A variable of another dtype beside a bf16 one is updated as without rounding.
+    // An f32 variable in an optimizer with bf16 variables is updated as without stochastic rounding.
     let (with, without) = (f32(), f32());
     let mut opts = [
         AdamW::new([loose(), with.clone()].concat(), 0.1, 0.0)?.with_stochastic_rounding(0)?,

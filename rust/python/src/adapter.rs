@@ -24,13 +24,13 @@ use crate::var::Var;
 ///     rank: rank of the low-rank product, at least 1.
 ///     alpha: the low-rank product is multiplied by alpha / rank.
 ///     dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
-///     rslora: whether the factor is alpha / sqrt(rank) instead.
+///     rslora: whether the low-rank product is multiplied by alpha / sqrt(rank) instead of alpha / rank.
 ///     qat: the format to which every forward pass rounds the adapted weight, as `nn.functional.fake_quantize` does.
 ///
 /// Raises:
 ///     ArgumentError: if the kind is unknown, or a number is out of range.
 ///     ShapeError: if the weight is not a matrix or the bias does not fit it.
-///     ConfigError: if the weight cannot be rounded as `qat` says.
+///     ConfigError: if the weight cannot be rounded to the format `qat`.
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct Adapter {
     inner: Box<dyn adapter::Adapter>,
@@ -86,12 +86,12 @@ impl Adapter {
         Ok(Self { inner, vars })
     }
 
-    /// The trainable parameters of the kind of adapter: for LoRA down and up, for DoRA also the magnitude.
+    /// The adapter's trainable parameters, which depend on its kind: for LoRA down and up, for DoRA also the magnitude.
     fn vars(&self, py: Python<'_>) -> Vec<Py<Var>> {
         self.vars.iter().map(|var| var.clone_ref(py)).collect()
     }
 
-    /// The factor of the low-rank product.
+    /// The number by which the low-rank product is multiplied.
     #[getter]
     fn scale(&self) -> f64 {
         self.inner.scale()
@@ -121,8 +121,8 @@ impl Adapter {
     }
 }
 
-/// Initial parameters of a linear layer: weight (out_features, in_features) and bias (out_features,), uniform in +-1 /
-/// sqrt(in_features), as torch initializes them.
+/// Initial parameters of a linear layer: weight (out_features, in_features) and bias (out_features,). As in torch, both
+/// are drawn uniformly between -1 / sqrt(in_features) and 1 / sqrt(in_features).
 ///
 /// Raises:
 ///     OutOfMemoryError: if the parameters do not fit into memory.

@@ -90,8 +90,8 @@ impl AdapterSet {
     ///     path: the file.
     ///     format: "kohya", "diffusers", "peft" or "comfyui". Default: the format that most tools load, such as "kohya"
     ///         for SDXL, or "peft" for a model that no other tool supports.
-    ///     metadata: text entries for the file's header, in addition to those for other tools.
-    ///     dtype: the dtype of the parameters, "f32", "f16" or "bf16".
+    ///     metadata: text entries for the file's header, in addition to the entries that other tools read.
+    ///     dtype: the dtype of the parameters in the file, "f32", "f16" or "bf16". Default: f32.
     ///
     /// Returns:
     ///     The names of layers whose adapter has no effect because a factor is zero everywhere; empty if all adapters
@@ -116,11 +116,11 @@ impl AdapterSet {
         detached(py, || Ok(io::save_adapters(&path, &[(&names, &self.set)], &options)?.zero))
     }
 
-    /// Read the parameters of an adapter file with the same layers, ranks and alphas.
+    /// Read the parameters of an adapter file with the same layers, ranks and alphas as these adapters.
     ///
     /// Raises:
-    ///     MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
-    ///     ConfigError, ShapeError: if the file does not fit the model. In this case nothing changes.
+    ///     MissingFileError, WeightsFormatError: if there is no such file, or the file has no adapter for this model.
+    ///     ConfigError, ShapeError: if the file does not fit these adapters. In this case no parameter changes.
     fn load(&self, py: Python<'_>, path: FilePath) -> Result<()> {
         let path = path.get("load")?;
         detached(py, || {
@@ -158,10 +158,10 @@ fn options(
 ///
 /// Args:
 ///     path: the file.
-///     adapters: the adapters of each model.
+///     adapters: the adapter set of each model.
 ///     format: "kohya" (the default for SDXL), "diffusers" or "comfyui".
-///     metadata: text entries for the file's header, in addition to those for other tools.
-///     dtype: the dtype of the parameters, "f32", "f16" or "bf16".
+///     metadata: text entries for the file's header, in addition to the entries that other tools read.
+///     dtype: the dtype of the parameters in the file, "f32", "f16" or "bf16". Default: f32.
 ///
 /// Returns:
 ///     The names of layers whose adapter has no effect, because a factor is zero everywhere.
@@ -196,10 +196,10 @@ pub fn save_adapters(
 ///
 /// Args:
 ///     path: the file.
-///     adapters: the adapters of each model.
+///     adapters: the adapter set of each model.
 ///     format: "kohya" (the default for SDXL), "diffusers" or "comfyui".
-///     metadata: text entries for the file's header, in addition to those for other tools.
-///     dtype: the dtype of the parameters, "f32", "f16" or "bf16".
+///     metadata: text entries for the file's header, in addition to the entries that other tools read.
+///     dtype: the dtype of the parameters in the file, "f32", "f16" or "bf16". Default: f32.
 ///
 /// Raises:
 ///     ArgumentError: if the format is unknown or cannot hold these adapters.
@@ -216,7 +216,7 @@ pub fn prepare_adapters(
     prepared(py, "prepare_adapters", path, &adapters, (format, metadata, dtype))
 }
 
-/// The options for writing a file: its format, its metadata and the dtype of the parameters.
+/// The options for writing an adapter file: its format, its metadata and the dtype of the parameters.
 type FileOptions<'a> = (Option<&'a str>, Argument<Option<BTreeMap<String, String>>>, Option<DTypeArg>);
 
 fn prepared(
@@ -236,7 +236,7 @@ fn prepared(
     })
 }
 
-/// An adapter file that is complete but not written yet, made by `prepare_adapters`.
+/// The contents of an adapter file that is not written yet, made by `prepare_adapters`.
 ///
 /// ```python
 /// unet = tc.models.load("sdxl")
@@ -278,7 +278,7 @@ impl Attached {
         self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    /// Attach the set that `make` builds, for the operation `op`.
+    /// Attach the set that `make` builds, and return its Python object. Errors name the operation `op`.
     pub fn attach(
         &self,
         py: Python<'_>,
@@ -288,7 +288,7 @@ impl Attached {
     ) -> Result<Py<AdapterSet>> {
         self.refuse_second(op)?;
         let set = Arc::new(detached(py, make)?);
-        // Another thread may have attached a set in the meantime.
+        // Another thread may have attached a set while `make` ran.
         if let Err(error) = self.refuse_second(op) {
             set.set_enabled(false);
             return Err(error);
@@ -305,7 +305,7 @@ impl Attached {
         Err(tc::Error::Config(format!("{op}: the model has an adapter already; {cure}")).into())
     }
 
-    /// Return the set, or an error that names the operation `op` if there is no set.
+    /// Return the set. If there is none, return an error that names the operation `op`.
     pub fn get(&self, op: &'static str) -> Result<Arc<adapter::AdapterSet>> {
         let missing =
             || tc::Error::argument(op, "the model has no adapter; call add_adapter() or load_adapter() first");

@@ -12,9 +12,9 @@ use trainable_candle_core as tc;
 use crate::arguments::{found, wrong_type};
 use crate::error::Result;
 
-/// The type of a parameter.
+/// A type to which the argument for a parameter is converted.
 pub trait Expected {
-    /// The type's name in errors.
+    /// What an error says was expected, if an argument has another type.
     const EXPECTED: &'static str;
 }
 
@@ -39,13 +39,13 @@ expected!(
     Option<BTreeMap<String, String>>: "a dict of texts, or None"
 );
 
-/// The argument for a parameter of type `T`.
+/// The argument for a parameter of type `T`, or a description of an argument that is no `T`.
 pub struct Argument<T>(std::result::Result<T, Wrong>);
 
 enum Wrong {
-    /// A value of another type.
+    /// A value of another type, described as in "lr is a value of type list".
     Type(String),
-    /// An integer too large for a float, or a container with such an integer.
+    /// An integer too large for a float, or a container with such an integer, described by its type.
     TooLarge(String),
 }
 
@@ -58,7 +58,7 @@ impl<T: Expected> Argument<T> {
     /// The value.
     ///
     /// # Errors
-    /// `TypeError` if it is of another type, `ArgumentError` if a number is too large for a float.
+    /// `TypeError` if the argument has another type, `ArgumentError` if a number is too large for a float.
     pub fn get(self, op: &'static str, name: &str) -> Result<T> {
         self.0.map_err(|wrong| match wrong {
             Wrong::Type(found) => wrong_type(op, name, &found, T::EXPECTED),

@@ -1,7 +1,8 @@
-//! Whole numbers and names as a user passed them.
+//! Integers, names and paths as a user passed them.
 //!
-//! PyO3 extracts an argument without the names of the function and the parameter, but an error must name both. So these
-//! types accept any object. The function then reads the value, and passes both names for the error.
+//! PyO3 extracts an argument without the names of the function and the parameter, but an error must name both. So
+//! extraction to the types of this module accepts any object. The function then reads the value with a method, to which
+//! it passes both names for an error.
 
 use std::path::PathBuf;
 
@@ -14,10 +15,10 @@ use trainable_candle_core as tc;
 
 use crate::error::{Error, Result};
 
-/// The largest length at which a message quotes a text that a user passed.
+/// The largest number of characters of a value that a message quotes; it describes longer ones by their type.
 const LONGEST: usize = 40;
 
-/// Describe an object in an error: a number, None or a short text by its value, anything else by its type.
+/// Describe an object in an error: None, a float or a short str by its value, anything else by its type.
 pub fn found(object: &Bound<'_, PyAny>) -> String {
     let short = object.is_none() || object.is_instance_of::<PyFloat>() || object.is_instance_of::<PyString>();
     if short
@@ -35,16 +36,16 @@ pub fn wrong_type(op: &str, name: &str, found: &str, expected: &str) -> Error {
     PyTypeError::new_err(format!("{op}: {name} is {found}, expected {expected}")).into()
 }
 
-/// An integer.
+/// An argument that must be an integer.
 #[derive(Clone)]
 pub struct Integer(Value);
 
 #[derive(Clone)]
 enum Value {
     Number(i128),
-    /// An integer that fits neither i64 nor u64, described by its size.
+    /// An integer that fits neither i64 nor u64, described by its sign and number of bits.
     Huge(String),
-    /// Not an integer.
+    /// Not an integer: the description that [`found`] returns.
     Other(String),
 }
 
@@ -54,10 +55,10 @@ impl Integer {
         Self(Value::Number(value as i128))
     }
 
-    /// The value, in the range of `T`.
+    /// The value as a `T`; `expected` describes the range of `T` in an error.
     ///
     /// # Errors
-    /// `TypeError` if it is not an integer, `ArgumentError` if it is out of range.
+    /// `TypeError` if the argument is not an integer, `ArgumentError` if it is outside the range of `T`.
     fn ranged<T: TryFrom<i128>>(&self, op: &'static str, name: &str, expected: &str) -> Result<T> {
         let out_of_range = |found: &dyn std::fmt::Display| {
             Err(tc::Error::argument(op, format!("{name} is {found}, expected {expected}")).into())
@@ -101,7 +102,7 @@ impl Integer {
         self.ranged(op, name, "an integer from 0 to 2**32 - 1")
     }
 
-    /// The position of a dimension (a negative number counts from the end) among `rank` dimensions.
+    /// The index of the dimension that the value names among `rank` dimensions. A negative value counts from the end.
     pub fn dim(&self, op: &'static str, rank: usize) -> Result<usize> {
         Ok(resolve_dim(op, self.signed(op, "dim")?, rank)?)
     }
@@ -115,7 +116,8 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Integer {
         if let Ok(value) = object.extract::<i64>() {
             return Ok(Self(Value::Number(i128::from(value))));
         }
-        // Floats have no `__index__`, and the `__index__` of a tensor may raise.
+        // The call fails for what is not an integer: a float has no `__index__`, and the `__index__` of a tensor may
+        // raise.
         let Ok(integer) = object.py().import("operator")?.call_method1("index", (object,)) else {
             return Ok(Self(Value::Other(found(&object))));
         };
@@ -130,7 +132,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Integer {
     }
 }
 
-/// The position of dimension `dim` (a negative number counts from the end) among `rank` dimensions.
+/// The index of dimension `dim` among `rank` dimensions. A negative `dim` counts from the end.
 fn resolve_dim(op: &'static str, dim: i64, rank: usize) -> tc::Result<usize> {
     let resolved = if dim < 0 { dim.saturating_add_unsigned(rank as u64) } else { dim };
     if (0..rank as i64).contains(&resolved) {
@@ -166,7 +168,8 @@ impl Integers {
         if arguments.len() == 1 { Self::read(&arguments.get_item(0)?) } else { Self::read(arguments) }
     }
 
-    /// The values: `value` reads each integer.
+    /// The values, each read by `value`, which gets `op` and the name of the integer for errors: `name` or
+    /// `name[index]`.
     fn get<T>(
         &self,
         op: &'static str,
@@ -199,7 +202,7 @@ impl Dims {
         Integers::from_arguments(arguments).map(Self)
     }
 
-    /// The positions, without duplicates.
+    /// The indices of the dimensions among `rank` dimensions. Returns an error if a dimension was given twice.
     pub fn resolve(&self, op: &'static str, rank: usize) -> Result<Vec<usize>> {
         let given = self.0.get(op, "dim", Integer::signed)?;
         let mut dims = Vec::with_capacity(given.len());
@@ -232,17 +235,17 @@ impl Shape {
         Integers::from_arguments(arguments).map(Self)
     }
 
-    /// The numbers without a check; they may be negative.
+    /// The sizes as they were passed. They may be negative.
     pub fn numbers(&self, op: &'static str) -> Result<Vec<i64>> {
         self.0.get(op, "shape", Integer::signed)
     }
 
-    /// The sizes, none negative.
+    /// The sizes. Returns an error if a size is negative.
     pub fn sizes(&self, op: &'static str) -> Result<Vec<usize>> {
         sizes(op, &self.numbers(op)?)
     }
 
-    /// The sizes with one -1 replaced so that the product is `elements`.
+    /// The sizes. If one of them is -1, it is replaced so that the product of the sizes is `elements`.
     pub fn infer(&self, op: &'static str, elements: usize) -> Result<Vec<usize>> {
         let given = self.numbers(op)?;
         let Some(unknown) = given.iter().position(|&size| size == -1) else { return sizes(op, &given) };
@@ -261,7 +264,7 @@ impl Shape {
     }
 }
 
-/// The sizes of a shape, none negative.
+/// The sizes of `shape`. Returns an error if a size is negative.
 pub fn sizes(op: &'static str, shape: &[i64]) -> Result<Vec<usize>> {
     let negative = |size: i64| tc::Error::shape(op, format!("negative size {size} in shape {shape:?}"));
     Ok(shape.iter().map(|&size| usize::try_from(size).map_err(|_| negative(size))).collect::<tc::Result<_>>()?)
@@ -276,7 +279,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Shape {
     }
 }
 
-/// One number for both directions, or (height, width).
+/// One number for both height and width, or (height, width).
 pub struct Pair(Integers);
 
 impl Pair {
@@ -307,11 +310,12 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Pair {
     }
 }
 
-/// One size for all parts of a dimension, or a size for each.
+/// How a dimension is split into parts: one size for all parts, or the size of each part.
 pub struct Sections(Integers);
 
 impl Sections {
-    /// The lengths of the parts of `total` elements.
+    /// The lengths of the parts of a dimension with `total` elements. If one size was passed, the last part may be
+    /// shorter. If several sizes were passed, the caller must check that their sum is `total`.
     pub fn lengths(&self, op: &'static str, name: &str, total: usize) -> Result<Vec<usize>> {
         let given = self.0.get(op, name, Integer::count)?;
         match (&self.0, given.as_slice()) {
@@ -388,7 +392,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for FilePath {
     );
 
     fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        // Decodes bytes with the encoding of file names.
+        // `fsdecode` accepts str, bytes and PathLike, and decodes bytes with the encoding of file names.
         let path = object.py().import("os")?.call_method1("fsdecode", (object,)).and_then(|path| path.extract());
         Ok(Self(path.map_err(|_| found(&object))))
     }

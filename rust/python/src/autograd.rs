@@ -26,7 +26,7 @@ impl Tensor {
     /// The backward pass frees each saved tensor after its last use, unless `retain_graph` is True.
     ///
     /// Args:
-    ///     gradient: the gradient of this tensor, in its shape; not needed for a single element.
+    ///     gradient: the gradient with respect to this tensor, of its shape; not needed if the tensor has one element.
     ///     retain_graph: whether the graph can be differentiated again.
     ///
     /// Raises:
@@ -76,7 +76,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Tensors {
 /// Args:
 ///     loss: a tensor on the tape.
 ///     inputs: variables, or any tensors on the tape.
-///     gradient: the gradient of `loss`, in its shape; not needed for a single element.
+///     gradient: the gradient with respect to `loss`, of the same shape; not needed if `loss` has a single element.
 ///     retain_graph: whether the graph can be differentiated again.
 ///
 /// Returns:
@@ -100,7 +100,7 @@ pub fn grad(
     Ok(grads.into_iter().map(|grad| grad.map(Tensor)).collect())
 }
 
-/// Whether operations of this thread are recorded.
+/// Whether operations of this thread are recorded for backward passes.
 ///
 /// ```python
 /// with tc.no_grad():
@@ -184,7 +184,7 @@ fn outputs(op: &'static str, returned: &Bound<'_, PyAny>) -> PyResult<(Vec<tc::T
 }
 
 /// Run `function(*tensors)` and save only a part of its intermediate results. The backward pass calls the function
-/// again for the others.
+/// again to recompute the results that were not saved.
 ///
 /// The function must compute the same when it is called again. The second call gets the same random numbers, so that
 /// dropout has the same mask. Variables that the function captures get their gradients.
@@ -197,7 +197,7 @@ fn outputs(op: &'static str, returned: &Bound<'_, PyAny>) -> PyResult<(Vec<tc::T
 ///
 /// Args:
 ///     function: takes the tensors, returns a Tensor or a tuple of Tensors.
-///     tensors: its arguments; capture anything else in the function.
+///     tensors: the arguments of the function. The function must capture all other values that it needs.
 ///     policy: "full" saves only the tensors. "selective" also saves the results of matrix products and attention, so
 ///         that only cheap operations are recomputed. "none" saves everything. "offload" is "full" with large tensors
 ///         in the memory of the host until the backward pass.
@@ -256,7 +256,7 @@ pub fn checkpoint<'py>(
 /// Args:
 ///     function: takes the inputs, returns a Tensor of any shape.
 ///     inputs: one or several f64 tensors.
-///     eps: step of the differences.
+///     eps: how much the central differences change an entry, in both directions.
 ///     atol: absolute tolerance.
 ///     rtol: relative tolerance.
 ///
@@ -264,7 +264,8 @@ pub fn checkpoint<'py>(
 ///     True.
 ///
 /// Raises:
-///     AutogradError: if the difference of an entry exceeds the tolerance. The message names the worst entry.
+///     AutogradError: if an analytic gradient differs from the numeric one by more than the tolerance. The message
+///         names the entry that exceeds the tolerance most.
 ///     DTypeError: if an input is not f64.
 ///     The exceptions of the function.
 #[pyfunction]

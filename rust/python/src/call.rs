@@ -33,7 +33,7 @@ pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> tc::Result<T> + 
 /// Run `work` that is short (a view, a small tensor) or needs the GIL.
 #[inline]
 pub fn quick<T>(work: impl FnOnce() -> tc::Result<T>) -> Result<T> {
-    // A panic leaves no state partly changed, because values are immutable; poisoned locks remain usable.
+    // After a panic, the values of tensors are intact, because they are immutable, and poisoned locks remain usable.
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(result) => result.map_err(Error::Core),
         Err(payload) => Err(Error::Panic(message(&*payload))),

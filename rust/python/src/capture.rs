@@ -13,8 +13,8 @@ use crate::device;
 use crate::error::{Error, Result, from_callback};
 use crate::tensor::Tensor;
 
-/// Holds the Python function during a call. Between calls the slot is empty: only [`CapturedFunction`] refers to the
-/// function, so that Python's garbage collector finds reference cycles through it.
+/// Holds the Python function during a call. Between calls the slot is empty, and only [`CapturedFunction`] refers to
+/// the function, so that Python's garbage collector finds reference cycles through the function.
 type Slot = Arc<Mutex<Option<Py<PyAny>>>>;
 
 /// A function of tensors that returns a list of tensors. After its first calls, it is recorded as a CUDA graph, which
@@ -26,7 +26,7 @@ pub struct CapturedFunction {
     captured: Mutex<Captured>,
 }
 
-/// Run the function in `slot` on tensors.
+/// Run the function in `slot` on tensors. If the slot is empty, return no tensors.
 fn call(slot: &Slot, inputs: &[tc::Tensor]) -> tc::Result<Vec<tc::Tensor>> {
     Python::attach(|py| {
         let function = {
@@ -39,7 +39,7 @@ fn call(slot: &Slot, inputs: &[tc::Tensor]) -> tc::Result<Vec<tc::Tensor>> {
             let tensors = returned.extract::<Vec<PyRef<'_, Tensor>>>()?;
             let tensors = tensors.iter().map(|tensor| tensor.0.clone()).collect();
             if tc::capture::is_capturing() {
-                // This frees tensors that the function has left in unreachable cycles.
+                // The garbage collector frees the tensors of unreachable reference cycles that the function has left.
                 drop(returned);
                 py.import("gc")?.call_method0("collect")?;
             }
@@ -72,7 +72,7 @@ impl CapturedFunction {
         Ok(Self { function: Some(function.into()), slot, captured: Mutex::new(captured) })
     }
 
-    /// The results of the function for `inputs`.
+    /// Call the function, or replay its graph; return the results for `inputs`.
     ///
     /// Raises:
     ///     ShapeError, DTypeError: if an input has another shape or dtype than in `static_inputs`.
@@ -85,7 +85,7 @@ impl CapturedFunction {
                 Ok(captured) => captured,
                 Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
                 Err(TryLockError::WouldBlock) => {
-                    return Err(tc::Error::device("capture", "the captured function was called again while it runs"));
+                    return Err(tc::Error::device("capture", "the captured function was called while it was running"));
                 }
             };
             let set = |function| *self.slot.lock().unwrap_or_else(PoisonError::into_inner) = function;
@@ -98,7 +98,7 @@ impl CapturedFunction {
         Ok(outputs?.into_iter().map(Tensor).collect())
     }
 
-    /// Whether calls replay a graph.
+    /// Whether the function has been recorded, so that calls replay its graph.
     #[getter]
     fn is_recorded(&self, py: Python<'_>) -> bool {
         py.detach(|| self.captured.lock().unwrap_or_else(PoisonError::into_inner).is_recorded())

@@ -33,7 +33,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for DeviceArg {
     }
 }
 
-/// Find the device of a name.
+/// Find the device with the name `text`, such as "cuda:1".
 ///
 /// # Errors
 /// `DeviceError` if the name is unknown, `CudaUnavailableError` if CUDA cannot be used.
@@ -41,7 +41,7 @@ pub fn parse(text: &str) -> Result<tc::Device> {
     Ok(device::parse(text, || Python::attach(library_folders))?)
 }
 
-/// The folders of NVIDIA's pip packages, in every folder that Python imports from.
+/// The folders with the CUDA libraries of NVIDIA's pip packages, in every folder that Python imports from.
 fn library_folders(py: Python<'_>) -> Vec<PathBuf> {
     pip_folders(py, "nvidia/cu13/lib")
 }
@@ -82,8 +82,9 @@ pub fn cuda_synchronize(py: Python<'_>, device: DeviceArg) -> Result<()> {
 }
 
 /// Memory statistics of a CUDA device, in this order: bytes allocated and their peak; bytes reserved and their peak;
-/// bytes reserved by captured graphs; the numbers of allocations, of mappings of device memory and of retries; bytes
-/// free on the device and in total.
+/// bytes reserved by captured graphs; how often tensors and workspaces allocated memory, how often more memory of the
+/// device was reserved, and how often memory ran out and cached memory was released; bytes free on the device and in
+/// total.
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
@@ -123,7 +124,7 @@ pub fn cuda_stages_weights(device: DeviceArg) -> bool {
     tc::streaming::is_staging(&device.0)
 }
 
-/// The name of a CUDA device, as its manufacturer gives it.
+/// The product name of a CUDA device, such as "NVIDIA A100-SXM4-80GB".
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
@@ -141,8 +142,9 @@ pub fn cuda_bus_id(device: DeviceArg) -> Result<String> {
     Ok(device::bus_id(&device.0)?)
 }
 
-/// How a CUDA device reads the memory of another device, whose address on the bus is `bus_id`: "nvlink", "bus" or "none". None if
-/// this process does not see the other device, or if both are the same.
+/// How a CUDA device reads the memory of the device with the address `bus_id` on the PCI bus: "nvlink", "bus", or
+/// "none" if it cannot read that memory. Returns None if this process does not see the device `bus_id`, or if both are
+/// the same device.
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
@@ -175,7 +177,8 @@ pub fn cuda_start_profile(device: DeviceArg) -> Result<()> {
     Ok(device::start_profile(&device.0)?)
 }
 
-/// Wait for the device; returns (name, launches, milliseconds) of each kernel since `cuda_start_profile`, the longest first.
+/// Wait for the device; returns (name, number of launches, total milliseconds) of each kernel that was launched since
+/// `cuda_start_profile`, in descending order of the milliseconds.
 ///
 /// Raises:
 ///     ArgumentError: if no launches are being measured.

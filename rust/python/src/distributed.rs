@@ -1,4 +1,4 @@
-//! Sums over processes with NCCL, and gradients as vectors.
+//! Sums over processes with NCCL, gradients as vectors, and streamed weights that processes share.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -98,7 +98,8 @@ impl NcclCommunicator {
     /// Return the sum of a tensor over all processes. The call only queues the work.
     ///
     /// Raises:
-    ///     DTypeError, DeviceError: if the tensor does not fit, or NCCL fails.
+    ///     DTypeError, DeviceError: if NCCL cannot send the tensor's dtype, if the tensor is not on the device of this
+    ///         communicator, or if NCCL fails.
     fn all_reduce(&self, py: Python<'_>, tensor: &Tensor) -> Result<Tensor> {
         detached(py, || {
             let sum = own_copy(tensor.0.raw())?;
@@ -112,7 +113,8 @@ impl NcclCommunicator {
     ///
     /// Raises:
     ///     ArgumentError: if there is no such process.
-    ///     DTypeError, DeviceError: if the variable does not fit, or NCCL fails.
+    ///     DTypeError, DeviceError: if NCCL cannot send the variable's dtype, if the variable is not on the device of
+    ///         this communicator, or if NCCL fails.
     fn broadcast_(&self, py: Python<'_>, var: &Var, root: usize) -> Result<()> {
         detached(py, || {
             let values = own_copy(var.0.as_tensor().raw())?;
@@ -125,8 +127,8 @@ impl NcclCommunicator {
     ///
     /// Args:
     ///     parameters: the variables, in the same order in all processes. A missing gradient counts as zeros.
-    ///     tail: the tensor of this process for the second sum, such as numbers about the step.
-    ///     narrow: send the gradients as bf16, which halves the bytes and rounds every sum.
+    ///     tail: this process's tensor for the second sum, such as losses and counts of the step.
+    ///     narrow: send the gradients as bf16, which halves the bytes of f32 gradients, and rounds every sum to bf16.
     ///
     /// Returns:
     ///     The sum of the tails.
@@ -195,8 +197,9 @@ pub fn gradient_vectors(py: Python<'_>, parameters: Variables) -> Result<Vec<Ten
 /// Overwrite the gradients of variables with vectors of the sizes that `gradient_vectors` returns.
 ///
 /// Raises:
-///     ArgumentError: if there are more or fewer vectors.
-///     ShapeError, DTypeError, DeviceError: if a vector has another size, dtype or device than its gradients.
+///     ArgumentError: if there are more or fewer vectors than `gradient_vectors` returns.
+///     ShapeError, DTypeError, DeviceError: if a vector has another size, dtype or device than the gradients that it
+///         replaces.
 #[pyfunction]
 pub fn set_gradient_vectors(py: Python<'_>, parameters: Variables, vectors: Vec<PyRef<'_, Tensor>>) -> Result<()> {
     let vectors: Vec<tc::Tensor> = vectors.iter().map(|vector| vector.0.clone()).collect();
@@ -210,8 +213,8 @@ pub fn set_gradient_vectors(py: Python<'_>, parameters: Variables, vectors: Vec<
     })
 }
 
-/// Return a name that identifies the machine, the process namespace and the user: processes with equal names can share memory. None if the
-/// system does not provide this information.
+/// Return a name that identifies the machine, the process namespace and the user. Processes with equal names can share
+/// memory. None if the system does not provide this information.
 #[pyfunction]
 pub fn memory_machine() -> Option<String> {
     streaming::machine()
@@ -222,8 +225,9 @@ pub fn memory_machine() -> Option<String> {
 ///
 /// Args:
 ///     rank: the number of this process, from 0.
-///     exchange: sends bytes to all processes and returns the bytes of every process, by rank; None ends the sharing.
-///     peers: keep the copy in slices on the devices of the processes instead of in host memory.
+///     exchange: a function that sends its argument, bytes, to all processes and returns a list of the bytes that each
+///         process has sent, by rank. None ends the sharing.
+///     peers: whether the devices of the processes keep the copy, each a slice, instead of host memory.
 ///
 /// Raises:
 ///     ArgumentError: if `exchange` returns too few messages, or with `peers` a process is alone on its machine.

@@ -39,8 +39,8 @@ fn unknown(found: &str) -> Error {
 
 /// The type of a tensor's elements.
 ///
-/// A dtype equals its names: `t.dtype == "bf16"`, `t.dtype == "bfloat16"`, `t.dtype == tc.bfloat16`. A name works
-/// wherever a dtype is expected.
+/// A dtype compares equal to its names: `t.dtype == "bf16"`, `t.dtype == "bfloat16"`, `t.dtype == tc.bfloat16`. A name
+/// works wherever a dtype is expected.
 ///
 /// ```python
 /// dtype = tc.zeros(2).dtype
@@ -135,7 +135,7 @@ impl<'py> IntoPyObject<'py> for Reduced<'py> {
     }
 }
 
-/// A dtype argument: a [`DType`], a name, or numpy's dtype.
+/// A dtype argument: a [`DType`], a name, or a dtype of numpy or torch.
 #[derive(Clone, Copy)]
 pub struct DTypeArg(pub Kind);
 
@@ -155,7 +155,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for DTypeArg {
     }
 }
 
-/// Recognise numpy's dtypes and scalar types by their names, and torch's dtypes by their text.
+/// Recognize numpy's dtypes and scalar types by their names, and torch's dtypes by their `str()`.
 fn foreign(object: &Bound<'_, PyAny>) -> Result<Kind> {
     let name = match object.getattr_opt("name")? {
         Some(name) => name,

@@ -8,7 +8,7 @@ use crate::exceptions as py;
 /// A result whose error becomes a Python exception.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// The failure of a binding.
+/// Why a function of the bindings failed.
 #[derive(Debug)]
 pub enum Error {
     /// The library returned an error.
@@ -84,7 +84,7 @@ fn raise(error: tc::Error) -> PyErr {
 /// set.
 fn raise_io(path: &std::path::Path, source: &std::io::Error) -> PyErr {
     let reason = source.to_string();
-    // The text of an operating system error ends with its number, which `OSError` takes as a separate argument.
+    // The text of an operating system error ends with the error's number, which `OSError` takes as a separate argument.
     let reason = reason.split(" (os error").next().unwrap_or_default().to_owned();
     let arguments = (source.raw_os_error(), reason, path.as_os_str().to_owned());
     if source.kind() == std::io::ErrorKind::NotFound {
@@ -95,7 +95,7 @@ fn raise_io(path: &std::path::Path, source: &std::io::Error) -> PyErr {
     }
 }
 
-/// Return an error if the user pressed Ctrl-C. Long computations check it from time to time.
+/// Return an error if the user has pressed Ctrl-C. Long computations call this from time to time.
 pub fn check_signals() -> tc::Result<()> {
     Python::attach(|py| py.check_signals().map_err(from_callback))
 }

@@ -60,19 +60,19 @@ pub struct PartFacts(facts::PartFacts);
 
 #[pymethods]
 impl PartFacts {
-    /// The name of its class in `trainable_candle.models`.
+    /// The name of the model's class in `trainable_candle.models`.
     #[getter]
     fn class_name(&self) -> &'static str {
         self.0.kind.name
     }
 
-    /// Its `config.json`.
+    /// The contents of the model's `config.json`.
     #[getter]
     fn config(&self) -> Json {
         Json(Value::Object(self.0.config()))
     }
 
-    /// Check that a format of files can hold adapters of a kind on some of its layers.
+    /// Check that a file format can hold adapters of a kind on some of the model's layers.
     ///
     /// Args:
     ///     format: "diffusers", "kohya", "comfyui" or "peft".
@@ -80,14 +80,14 @@ impl PartFacts {
     ///     layers: the names of the layers that get an adapter.
     ///
     /// Raises:
-    ///     ArgumentError: if the format cannot hold them. The message names a format that can.
+    ///     ArgumentError: if the format cannot hold these adapters. The message names a format that can.
     ///     ConfigError: if there is no such kind.
     fn check_format(&self, format: &str, adapter: &str, layers: Vec<String>) -> Result<()> {
         let layers: Vec<&str> = layers.iter().map(String::as_str).collect();
         Ok(self.0.check_format(Some(format.parse()?), adapter, &layers)?)
     }
 
-    /// The dtype of most of its tensors.
+    /// The dtype of most of the model's tensors.
     #[getter]
     fn dtype(&self) -> Option<DType> {
         self.0.dtype.map(DType::new)
@@ -99,7 +99,7 @@ impl PartFacts {
         self.0.path.clone()
     }
 
-    /// The shapes of its parameters by name, as in files.
+    /// The shapes of the model's parameters by name, as in files.
     #[getter]
     fn tensors(&self) -> BTreeMap<String, Vec<usize>> {
         self.0.tensors()
@@ -111,19 +111,20 @@ impl PartFacts {
         self.0.layers()
     }
 
-    /// The number of elements of all its parameters.
+    /// The number of elements of all parameters of the model.
     #[getter]
     fn elements(&self) -> usize {
         self.0.tensors().values().map(|dims| dims.iter().product::<usize>()).sum()
     }
 
-    /// Bytes of its weights.
+    /// Bytes of the model's weights on a device. With streaming, these include the device memory to which streamed
+    /// weights are copied, but not the weights in host memory.
     ///
     /// Args:
     ///     dtype: the dtype of the weights.
     ///     quantize: the format of linear layers in blocks, as in `from_pretrained`.
-    ///     stream_blocks: as in `from_pretrained`; weights in host memory are not counted.
-    ///     stream_modulation: as in `from_pretrained`; weights in host memory are not counted.
+    ///     stream_blocks: as in `from_pretrained`.
+    ///     stream_modulation: as in `from_pretrained`.
     ///
     /// Raises:
     ///     ArgumentError: if the format is unknown, if the model has no layers that may be quantized, or if it has
@@ -139,8 +140,8 @@ impl PartFacts {
         Ok(self.bytes("weight_bytes", dtype, quantize, (stream_blocks, stream_modulation))?.0)
     }
 
-    /// Bytes of the weights in host memory, as a pair: those of blocks, and those of the blocks' modulation. The
-    /// arguments are those of `weight_bytes`.
+    /// Bytes of the weights in host memory, as a pair: without the layers that compute the blocks' modulation, and
+    /// those layers alone. The arguments are those of `weight_bytes`.
     #[pyo3(signature = (dtype, quantize=None, *, stream_blocks=Integer::of(0), stream_modulation=false))]
     fn streamed_bytes(
         &self,
@@ -153,8 +154,8 @@ impl PartFacts {
         Ok((streamed.blocks, streamed.modulation))
     }
 
-    /// Whether `from_pretrained` can quantize the model. False also if layers are quantized in its file, because they
-    /// keep their format.
+    /// Whether `from_pretrained` can quantize the model. False also if the model's file has quantized layers, because
+    /// these layers keep their format.
     #[getter]
     fn can_be_quantized(&self) -> bool {
         self.0.can_be_quantized()
@@ -172,12 +173,12 @@ impl PartFacts {
         self.0.streamable().1
     }
 
-    /// Floating-point operations of a forward pass over one sample, without adapters, as a pair: those of layers, and
-    /// those of attention.
+    /// The number of floating-point operations of a forward pass over one sample, without adapters, as a pair: the
+    /// operations of layers, and those of attention.
     ///
     /// Args:
     ///     height: the height of the latents or the image that is the model's input.
-    ///     width: the width of the same.
+    ///     width: the width of the latents or the image.
     ///     tokens: the number of tokens of the text.
     #[pyo3(signature = (*, height=Integer::of(0), width=Integer::of(0), tokens=Integer::of(0)))]
     fn forward_flops(
@@ -192,17 +193,17 @@ impl PartFacts {
         Ok((flops.layers, flops.attention))
     }
 
-    /// The approximate number of values that are kept between forward and backward at the peak, for one sample.
+    /// The approximate peak of the number of values that are saved for the backward pass of one sample.
     ///
     /// Args:
-    ///     config: the layers that get adapters, and the ranks.
+    ///     config: the configuration of the adapters.
     ///     policy: "none", "full", "selective" or "offload" checkpointing.
     ///     height: the height of the latents or the image that is the model's input.
-    ///     width: the width of the same.
+    ///     width: the width of the latents or the image.
     ///     tokens: the number of tokens of the text.
     ///
     /// Returns:
-    ///     The values on the device, and those in the memory of the host ("offload" alone).
+    ///     The number of values on the device, and the number in host memory, which only "offload" uses.
     ///
     /// Raises:
     ///     ConfigError: if a pattern is not a regular expression.
@@ -249,17 +250,17 @@ fn sample_size(op: &'static str, [height, width, tokens]: [Integer; 3]) -> Resul
 /// Determine the contents of a checkpoint from its headers and configurations, without reading weights.
 ///
 /// ```python
-/// assert tc.inspect("sdxl").resolution == 128  # the built-in one
+/// assert tc.inspect("sdxl").resolution == 128  # the built-in model
 /// ```
 ///
 /// Args:
 ///     path: a pipeline's folder, an original checkpoint in one file, or a single model.
-///     model: the family, such as "sdxl". If it is given, all models of this family must exist.
+///     model: the family, such as "sdxl". With a family, `path` and `others` must have all models of the family.
 ///     others: folders and files of single text encoders and autoencoders, which replace those of `path`.
 ///
 /// Raises:
 ///     MissingFileError: if nothing is at `path`.
-///     WeightsFormatError: if a file is damaged, or a part of the family is missing.
+///     WeightsFormatError: if a file is damaged, or a model of the family is missing.
 ///     ConfigError: if a configuration is wrong, or there is no such family.
 #[pyfunction]
 #[pyo3(signature = (path, model=None, others=Vec::new()))]
@@ -281,10 +282,10 @@ pub fn inspect(py: Python<'_>, path: FilePath, model: Option<&str>, others: Vec<
     })
 }
 
-/// The metadata of a GGUF file about its model, under the format's names; None for other files.
+/// The metadata of a GGUF file about its model, under the names that GGUF uses; None for files of other formats.
 ///
 /// Raises:
-///     MissingFileError, WeightsFormatError: if there is no such file, or it is damaged.
+///     MissingFileError, WeightsFormatError: if there is no such file, or the file is damaged.
 #[pyfunction]
 pub fn gguf_facts(py: Python<'_>, path: FilePath) -> Result<Option<Json>> {
     let path = path.get("gguf_facts")?;
@@ -299,7 +300,7 @@ pub fn gguf_facts(py: Python<'_>, path: FilePath) -> Result<Option<Json>> {
 ///     model: the family, such as "sdxl".
 ///
 /// Raises:
-///     MissingFileError, WeightsFormatError: if there is no such file, or it is damaged.
+///     MissingFileError, WeightsFormatError: if there is no such file, or the file is damaged.
 ///     ConfigError: if there is no such family.
 #[pyfunction]
 pub fn adapted_parts(py: Python<'_>, path: FilePath, model: &str) -> Result<Vec<&'static str>> {

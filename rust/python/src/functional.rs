@@ -53,7 +53,7 @@ pub fn linear(py: Python<'_>, input: &Tensor, weight: WeightArg<'_>, bias: Optio
 /// ```python
 /// weight = tc.Var(tc.randn(64, 64))
 /// y = F.linear(tc.randn(2, 64), F.fake_quantize(weight, "int8"))
-/// y.sum().backward()  # as if nothing had been rounded
+/// y.sum().backward()  # the gradients of an unrounded weight, except for clipped elements
 /// ```
 ///
 /// Args:
@@ -81,7 +81,7 @@ pub fn fake_quantize(py: Python<'_>, input: &Tensor, format: &str, factors: Opti
     compute(py, input.0.elem_count(), rounded).map(Tensor)
 }
 
-/// The gradients of the two matrices of y = scale * (input @ lora_down.T) @ lora_up.T.
+/// The gradients of `lora_down` and `lora_up`, the matrices in y = scale * (input @ lora_down.T) @ lora_up.T.
 ///
 /// ```python
 /// x, down, up = tc.randn(5, 8), tc.randn(2, 8), tc.randn(4, 2)
@@ -90,7 +90,7 @@ pub fn fake_quantize(py: Python<'_>, input: &Tensor, format: &str, factors: Opti
 /// ```
 ///
 /// Args:
-///     grad_output: (..., out_features), the gradient of y.
+///     grad_output: (..., out_features), the gradient with respect to y.
 ///     input: (..., in_features).
 ///     lora_down: (rank, in_features).
 ///     lora_up: (out_features, rank).
@@ -118,7 +118,7 @@ pub fn lora_backward(
     Ok((Tensor(down), Tensor(up)))
 }
 
-/// Compute `lora_backward` of many layers at once, and add the results to the gradients of the matrices. Gradients that are in a flat
+/// Compute `lora_backward` of many layers at once, and add the results to the `.grad` of the matrices. Gradients that are in a flat
 /// buffer change in place. On a CUDA device, matrix products of equal size run in one launch, without synchronization.
 ///
 /// ```python
@@ -216,8 +216,8 @@ pub fn conv2d(
     compute(py, input.0.elem_count(), || apply(&input.0, &weight.0, inner(bias), options)).map(Tensor)
 }
 
-/// Call `apply` with `x` in the channels-last layout. Unless `channels_last`, the channels of `x` are its second dimension, and so are
-/// the channels of the result.
+/// Call `apply`, which takes and returns the channels-last layout, on `x`. If `channels_last` is false, the channels are the second
+/// dimension of both `x` and the result, and this function permutes the dimensions.
 pub fn with_channels_last(
     x: &tc::Tensor,
     channels_last: bool,
@@ -271,7 +271,7 @@ pub fn upsample_nearest2d(
             let scaled = |axis: usize| x.dims().get(axis + 1).map_or(0, |size| size.saturating_mul(factor[axis]));
             upsample::upsample_nearest2d(x, [scaled(0), scaled(1)])
         }
-        _ => Err(tc::Error::argument(OP, "expected either size or scale_factor")),
+        _ => Err(tc::Error::argument(OP, "expected exactly one of size and scale_factor")),
     };
     if input.0.rank() != 4 {
         let found = input.0.dims();
@@ -372,7 +372,7 @@ pub fn scaled_dot_product_attention(
 
 /// Causal attention inside the segments of a packed row. A packed row is several sequences, the segments, one after another. The result
 /// for a query is softmax(query @ key.T * scale) @ value over the keys of the query's segment, up to the position of the query. On CUDA
-/// the host does not read `cu_seqlens`, so a recorded CUDA graph can be replayed with other values in it.
+/// the host does not read `cu_seqlens`, so a recorded CUDA graph can be replayed with other values in `cu_seqlens`.
 ///
 /// ```python
 /// q, k, v = (tc.randn(10, 2, 8) for _ in range(3))
@@ -417,7 +417,7 @@ pub fn varlen_attention(
     compute(py, work, || attention_of_segments(&query.0, &key.0, &value.0, &cu_seqlens.0, window, scale)).map(Tensor)
 }
 
-/// Zero each element with probability `p` and scale the others by 1 / (1 - p) (Srivastava et al. 2014).
+/// Zero each element with probability `p` and multiply the other elements by 1 / (1 - p) (Srivastava et al. 2014).
 ///
 /// ```python
 /// x = tc.ones(1000)

@@ -25,12 +25,12 @@ use crate::tensor::Tensor;
 ///     tensors: tensors by name.
 ///     path: the file.
 ///     metadata: text entries for the file's header.
-///     codes: for each u8 tensor that holds the codes of a QuantizedTensor, by name, the kind of numbers that the codes
-///         represent: "int8" or "fp8" (e4m3).
+///     codes: the dtype in the file of each u8 tensor that has the codes of a QuantizedTensor, by the tensor's name:
+///         "int8" or "fp8" (e4m3).
 ///
 /// Raises:
 ///     FileError: if the file cannot be written.
-///     ArgumentError: if a name in `codes` is not among `tensors`, or a kind is neither "int8" nor "fp8".
+///     ArgumentError: if a name in `codes` is not among `tensors`, or a dtype in `codes` is neither "int8" nor "fp8".
 ///     DTypeError: if a tensor of codes is not u8, or if safetensors files do not support the dtype of a tensor.
 #[pyfunction]
 #[pyo3(signature = (tensors, path, metadata=Argument::of(None), codes=Argument::of(None)))]
@@ -57,7 +57,9 @@ pub fn save_file(
             match format.as_str() {
                 "int8" => Ok((name, io::EightBits::Int8)),
                 "fp8" => Ok((name, io::EightBits::Fp8)),
-                _ => Err(tc::Error::argument(OP, format!("codes: found \"{format}\", expected int8 or fp8"))),
+                _ => {
+                    Err(tc::Error::argument(OP, format!("codes[{name:?}] is {format:?}, expected \"int8\" or \"fp8\"")))
+                }
             }
         })
         .collect::<tc::Result<BTreeMap<_, _>>>()?;
@@ -83,7 +85,7 @@ pub fn save_file(
 ///
 /// Raises:
 ///     MissingFileError: if there is no such file.
-///     WeightsFormatError: if it is not a safetensors file, or holds a dtype that is not supported.
+///     WeightsFormatError: if the file is not a safetensors file, or a tensor in it has a dtype that is not supported.
 #[pyfunction]
 #[pyo3(signature = (path, device="cpu"))]
 pub fn load_file<'py>(py: Python<'py>, path: FilePath, device: &str) -> Result<NamedTensors<'py>> {

@@ -31,9 +31,9 @@ use crate::error::Result;
 ///     exclude_modules: layers that get no adapter although `target_modules` selects them.
 ///     lora_dropout: probability of dropping an element of an adapter's input while training, in [0, 1).
 ///     use_dora: whether adapters are weight-decomposed (DoRA) instead of LoRA.
-///     use_rslora: whether the scale is lora_alpha / sqrt(r).
-///     rank_pattern: ranks that differ from `r`, by name of layers.
-///     alpha_pattern: alphas that differ from `lora_alpha`, by name of layers.
+///     use_rslora: whether the scale is lora_alpha / sqrt(r) instead of lora_alpha / r.
+///     rank_pattern: ranks other than `r`, by the entry that selects their layers.
+///     alpha_pattern: alphas other than `lora_alpha`, by the entry that selects their layers.
 ///     adapter: the kind of adapter: "lora", "dora", "loha", "lokr" or "oft". OFT has no rank, so it ignores `r` and
 ///         `lora_alpha`.
 ///     wd_on_output: whether DoRA has one magnitude for each output, as in the paper, instead of one for each input.
@@ -44,13 +44,13 @@ use crate::error::Result;
 ///     oft_side: "input" if OFT rotates the inputs of layers, as in peft; "output" if it rotates their outputs, as in
 ///         LyCORIS and ComfyUI. The default depends on the default file format of the model's adapters: "input" for
 ///         peft's format, "output" for the others.
-///     use_cayley_neumann: whether OFT of inputs computes a Neumann series in place of the Cayley transform, as peft
-///         does by default.
-///     num_cayley_neumann_terms: the number of terms of that series, at least 2.
+///     use_cayley_neumann: whether OFT of inputs (`oft_side`) computes a Neumann series instead of the Cayley transform,
+///         as peft does by default.
+///     num_cayley_neumann_terms: the number of terms of the Neumann series, at least 2.
 ///     qat: the format for quantization-aware training, "int8", "int4", "fp8" or "nf4". Every forward pass rounds the
 ///         adapted weights of linear layers to this format, as `nn.functional.fake_quantize` does.
-///     qat_activations: whether the inputs of the layers whose weights are rounded are rounded too, with a scale per
-///         token; needs `qat` "int8" or "fp8".
+///     qat_activations: whether layers with rounded weights also round their inputs, with a scale per token. This needs
+///         `qat` "int8" or "fp8".
 ///     qat_learned_scales: whether each scale of the weights is multiplied by a learned factor, which starts at 1.
 ///     dtype: the dtype of the parameters in training, "f32", or "bf16" for an optimizer with `stochastic_rounding`.
 ///
@@ -137,8 +137,8 @@ impl LoraConfig {
         detached(py, || self.0.select(layers.iter().map(|(name, dims)| (name.as_str(), dims.len() == 4))))
     }
 
-    /// The memory that the adapters need: the number of elements of their parameters, and the bytes of an optimizer's
-    /// states. With `dtype` "bf16", the optimizer rounds stochastically.
+    /// The number of elements of the adapters' parameters, and the bytes of an optimizer's states for them. If `dtype`
+    /// is "bf16", the states are those of an optimizer that rounds stochastically.
     ///
     /// Args:
     ///     layers: as for `select`.
@@ -236,13 +236,13 @@ impl LoraConfig {
         self.0.oft_side.map(adapter::OftSide::name)
     }
 
-    /// Whether OFT computes peft's series in place of the Cayley transform.
+    /// Whether OFT of inputs computes a Neumann series instead of the Cayley transform.
     #[getter]
     fn use_cayley_neumann(&self) -> bool {
         self.0.cayley_neumann_terms.is_some()
     }
 
-    /// The number of terms of the series that OFT computes in place of the Cayley transform.
+    /// The number of terms of the Neumann series that OFT computes instead of the Cayley transform.
     #[getter]
     fn num_cayley_neumann_terms(&self) -> usize {
         self.0.cayley_neumann_terms.unwrap_or(5)
@@ -254,7 +254,7 @@ impl LoraConfig {
         self.0.qat.map(tc::ops::fake_quantize::Grid::name)
     }
 
-    /// Whether the inputs of layers whose weights are rounded are rounded too.
+    /// Whether layers with rounded weights also round their inputs.
     #[getter]
     const fn qat_activations(&self) -> bool {
         self.0.qat_activations
@@ -266,13 +266,13 @@ impl LoraConfig {
         self.0.qat_learned_scales
     }
 
-    /// Ranks that differ from `r`, by name of layers.
+    /// The ranks other than `r`, by the entry that selects their layers.
     #[getter]
     fn rank_pattern(&self) -> BTreeMap<String, usize> {
         self.0.rank_pattern.clone()
     }
 
-    /// Alphas that differ from `lora_alpha`, by name of layers.
+    /// The alphas other than `lora_alpha`, by the entry that selects their layers.
     #[getter]
     fn alpha_pattern(&self) -> BTreeMap<String, f64> {
         self.0.alpha_pattern.clone()

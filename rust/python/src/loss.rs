@@ -56,7 +56,7 @@ pub fn l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str)
     compute(py, input.0.elem_count(), || loss::l1_loss(&input.0, &target.0, reduction)).map(Tensor)
 }
 
-/// The Huber loss (Huber 1964): half the square of a difference of at most `delta`, linear for a larger one.
+/// The Huber loss (Huber 1964) of a difference d: d² / 2 if |d| <= delta, otherwise delta * (|d| - delta / 2).
 ///
 /// ```python
 /// loss = F.huber_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -87,7 +87,8 @@ pub fn huber_loss(
     compute(py, input.0.elem_count(), || loss::huber_loss(&input.0, &target.0, delta, reduction)).map(Tensor)
 }
 
-/// torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083): the Huber loss divided by its threshold.
+/// torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083) of a difference d: d² / (2 * beta) if |d| < beta,
+/// otherwise |d| - beta / 2. It is the Huber loss with the delta `beta`, divided by `beta`.
 ///
 /// ```python
 /// loss = F.smooth_l1_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -127,7 +128,7 @@ pub fn smooth_l1_loss(
 /// Args:
 ///     input: (..., classes) logits.
 ///     target: (...) class ids, i64 or u32.
-///     ignore_index: rows with this target are ignored.
+///     ignore_index: rows with this target have no loss and no gradient.
 ///     reduction: "mean" (over the rows that are not ignored), "sum", or "none" for the losses of the rows.
 ///     label_smoothing: the fraction of each target's probability that is spread evenly over all classes, in [0, 1].
 ///
@@ -154,8 +155,9 @@ pub fn cross_entropy(
     .map(Tensor)
 }
 
-/// The sum of the cross-entropies of `input @ weight.T` and class ids, a scalar in f32 (f64 for f64). It is computed
-/// some rows at a time, without a matrix of all logits, and its gradients are computed together with it.
+/// The sum of the cross-entropies of the logits `input @ weight.T` and class ids, a scalar in f32 (f64 for f64 input).
+/// The forward pass computes the logits of some rows at a time, without a matrix of all logits, and also computes the
+/// gradients.
 ///
 /// ```python
 /// states, head, ids = tc.randn(3, 8), tc.randn(100, 8), tc.tensor([5, 7, -100])
@@ -167,7 +169,7 @@ pub fn cross_entropy(
 ///     input: (N, D) states.
 ///     weight: (classes, D), in the dtype of the states. The gradient of a frozen weight is not computed.
 ///     target: (N) class ids, i64 or u32; rows with -100 are ignored.
-///     weights: (N) f32, a factor of each row's loss. The factors get no gradient. Default: all 1.
+///     weights: (N) f32, the factors by which the rows' losses are multiplied. They get no gradient. Default: all 1.
 ///
 /// Raises:
 ///     ShapeError, DTypeError: if the operands do not fit.
@@ -188,7 +190,7 @@ pub fn linear_cross_entropy(
 }
 
 /// For each row, the logarithm of the probability of its class id under the softmax of `input @ weight.T`: (N), in f32
-/// (f64 for f64 input). The scores are computed for some rows at a time, and again in the backward pass.
+/// (f64 for f64 input). The logits are computed for some rows at a time, and again in the backward pass.
 ///
 /// ```python
 /// states, head = tc.randn(3, 8), tc.randn(100, 8)

@@ -71,7 +71,7 @@ impl EMA {
             buffer: buffer.clone(),
             updates: HostState::new("how often averages were updated", 0),
             is_swapped_in: HostState::new("whether averages are in the place of parameters", false),
-            trained: Fixed::new("whether averages or parameters are in place", None),
+            trained: Fixed::new("whether the variables hold averages or trained values", None),
         })
     }
 

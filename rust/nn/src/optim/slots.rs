@@ -1,4 +1,4 @@
-//! [`Slots`]: which variables of an optimizer share settings and a step counter on a device.
+//! [`Slots`]: which variables of an optimizer share settings and a step counter in device memory.
 
 use std::ops::Range;
 
@@ -11,14 +11,15 @@ use super::state::Group;
 /// have taken the same number of steps.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Slots {
-    /// The optimizer's group of each slot.
+    /// For each slot, the index of its parameter group in the optimizer.
     pub(super) group_of: Vec<usize>,
-    /// The slot of each variable, in the optimizer's order.
+    /// For each variable, in the optimizer's order, the index of its slot.
     pub(super) of: Vec<usize>,
 }
 
 impl Slots {
-    /// Assigns the variables of `groups` to slots by the number of steps that they have taken.
+    /// Assigns the variables of `groups` to slots. Two variables share a slot if they are in the same group and have
+    /// taken the same number of steps.
     pub(super) fn new<C>(groups: &[Group<C>]) -> Self {
         let mut slots = Self::default();
         let mut known = FxHashMap::default();
@@ -34,7 +35,8 @@ impl Slots {
         slots
     }
 
-    /// The number of steps that the variables of each slot have taken; None if it differs within a slot.
+    /// For each slot, the number of steps that its variables have taken. None if two variables of one slot have taken
+    /// different numbers of steps.
     pub(super) fn steps<C>(&self, groups: &[Group<C>]) -> Option<Vec<u64>> {
         let mut steps = vec![None; self.group_of.len()];
         let parameters = groups.iter().flat_map(|group| &group.parameters);
@@ -44,13 +46,13 @@ impl Slots {
                 return None;
             }
         }
-        // A slot without variables has taken no steps.
+        // A slot whose variables are all empty has taken no steps.
         Some(steps.into_iter().map(Option::unwrap_or_default).collect())
     }
 
-    /// Splits slots for a step in which only the variables with the indices `found` take part. If only some variables of
-    /// a slot take part, these move to a new slot. Returns the new assignment and the slots that were split, in the order
-    /// of their new slots; None if no slot must be split.
+    /// Splits slots for a step in which only the variables with the indices `found` take part. If only some variables
+    /// of a slot take part, they move to a new slot. Returns the new assignment and, for each new slot, the old slot
+    /// that its variables come from; None if no slot must be split.
     pub(super) fn split(
         &self,
         vars: &[&Var],
@@ -130,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_have_no_steps_if_loaded_steps_differ_within_them() {
+    fn steps_are_none_if_loaded_steps_differ_within_a_slot() {
         let slots = Slots::new(&groups(&[&[0, 0, 0], &[0]]));
         assert_eq!(slots.steps(&groups(&[&[7, 7, 7], &[5]])), Some(vec![7, 5]));
         let other = groups(&[&[7, 6, 7], &[5]]);

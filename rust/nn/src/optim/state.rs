@@ -17,14 +17,14 @@ const KIND: &str = "kind";
 const MASTER: &str = "master";
 const SEED: &str = "seed";
 
-/// A copy of an optimizer's states on the CPU, which later steps do not change. Its entries are:
+/// A copy of an optimizer's states on the CPU. Later steps do not change the copy. Its entries are:
 ///
-/// - `INDEX.NAME`: a state of the parameter with that index, counted through all groups
-/// - `INDEX.master`: the f32 master values of that parameter
+/// - `INDEX.NAME`: the state NAME of parameter INDEX; indices count the parameters of all groups, from 0
+/// - `INDEX.master`: the f32 master values of parameter INDEX
 /// - `step` (i64): the number of steps of each parameter
 /// - `lr` (f64): the learning rate of each group
-/// - `kind` (u8): the optimizer's name as text
-/// - `seed` (i64): the seed of stochastic rounding, if there is any
+/// - `kind` (u8): the bytes of the optimizer's name
+/// - `seed` (i64): the seed of stochastic rounding, if the optimizer rounds stochastically
 /// - states of the optimizer that belong to no variable, under their names
 pub type StateDict = BTreeMap<String, Tensor>;
 
@@ -42,16 +42,16 @@ pub(super) struct Parameter {
     /// Empty before the first step.
     pub(super) states: SmallVec<[State; 4]>,
     pub(super) master: Option<Master>,
-    /// If the variable and its states are rounded stochastically to bf16: the number of its first element among the
-    /// elements of all variables of the optimizer, a multiple of [`BLOCK_SIZE`].
+    /// The number of the variable's first element, as [`number_elements`] counts, if the variable and its states are
+    /// rounded stochastically to bf16; otherwise None.
     pub(super) rounded: Option<u64>,
-    /// The two numbers that the last update has returned in [`Chunk::sums`](super::Chunk::sums).
+    /// The two numbers that the variable's last update wrote to [`Chunk::sums`](super::Chunk::sums).
     pub(super) sums: [f64; 2],
 }
 
 pub(super) struct State {
     pub(super) spec: StateSpec,
-    /// The values. The kind of the state determines their type.
+    /// The values, of the dtype that [`State::dtype`] returns.
     pub(super) data: StateData,
 }
 
@@ -70,7 +70,7 @@ pub(super) struct Master {
     pub(super) version: u64,
 }
 
-/// The types of states that are numbers.
+/// The element types of states that are not quantized to codes.
 pub(super) trait Number: Elem {
     fn zeros(len: usize) -> StateData;
     fn slice(data: &mut StateData) -> Option<&mut [Self]>;
@@ -120,7 +120,7 @@ impl State {
     }
 
     pub(super) fn slice<T: Number>(&mut self) -> StateSlice<'_, T> {
-        const MADE: &str = "a state has the type of its kind";
+        const MADE: &str = "make_states and State::from_tensor store states that are not quantized as T";
         match (self.spec.kind, &mut self.data) {
             (StateKind::Codes, StateData::U8(data)) => StateSlice::Codes(data),
             (StateKind::Scales, StateData::F32(data)) => StateSlice::Scales(data),
@@ -128,7 +128,7 @@ impl State {
         }
     }
 
-    /// The dtype of a state of `parameter`.
+    /// The dtype of the state `spec` of `parameter`.
     fn dtype(spec: StateSpec, parameter: &Parameter) -> DType {
         match spec.kind {
             StateKind::Codes => DType::U8,
@@ -170,7 +170,8 @@ impl Parameter {
         Self { rounded: self.rounded, ..Self::new(self.var.clone()) }
     }
 
-    /// Whether the variable has f32 master values, which the update changes in place of the variable's own values.
+    /// Whether updates compute on f32 master values and round them to the variable's dtype. The first step makes the
+    /// master values.
     pub(super) fn has_master(&self) -> bool {
         self.rounded.is_none() && matches!(self.var.dtype(), DType::F16 | DType::BF16)
     }
@@ -188,7 +189,7 @@ impl Parameter {
         self.step == 0 || self.states.iter().map(|s| &s.spec).eq(specs)
     }
 
-    /// A copy of one of the states, and of the master values if there are any.
+    /// Copies of the state with index `number` and of the master values, if there are any.
     pub(super) fn state(&self, number: usize) -> Result<(Raw, Option<Raw>)> {
         let master = |master: &Master| Raw::from_slice(&master.values, self.var.shape(), &Device::Cpu);
         let state = self.states[number].to_tensor(&self.var)?;
@@ -201,8 +202,9 @@ impl Parameter {
     }
 }
 
-/// Numbers the elements of the bf16 variables of `groups`, which will be rounded stochastically. The numbers of a
-/// variable's elements begin at a multiple of [`BLOCK_SIZE`] and depend only on the variables before this variable.
+/// Numbers the elements of all variables of `groups`, and sets [`Parameter::rounded`] of the bf16 variables, which will
+/// be rounded stochastically. The number of a variable's first element is a multiple of [`BLOCK_SIZE`] and depends only
+/// on the sizes of the variables before this variable.
 pub(super) fn number_elements<C>(groups: &mut [Group<C>]) {
     let mut next = 0;
     for parameter in groups.iter_mut().flat_map(|group| &mut group.parameters) {
@@ -312,7 +314,7 @@ impl<'a> Reader<'a> {
         Error::Config(format!("load_state_dict: {}: {message}", self.name))
     }
 
-    /// Check that the states were saved by an optimizer of the same name.
+    /// Checks that the states were saved by an optimizer of the same name.
     fn check_kind(&self) -> Result<()> {
         let Some(kind) = self.dict.get(KIND).filter(|kind| kind.dtype() == DType::U8) else {
             return Err(self.error(format!("the entry {KIND:?} is missing; expected what state_dict() returned")));
@@ -321,10 +323,12 @@ impl<'a> Reader<'a> {
         if kind == self.name.as_bytes() {
             return Ok(());
         }
-        Err(self.error(format!("the states are those of {}", String::from_utf8_lossy(&kind))))
+        Err(self.error(format!("the states were saved by {}", String::from_utf8_lossy(&kind))))
     }
 
-    /// The seed of stochastic rounding, which is there if the optimizer `rounds`.
+    /// The seed of stochastic rounding; None if the optimizer does not round stochastically (`rounds` is false).
+    ///
+    /// Returns an error if only one of the optimizer and the saved states uses stochastic rounding.
     fn seed(&self, rounds: bool) -> Result<Option<u64>> {
         match (rounds, self.dict.contains_key(SEED)) {
             (false, false) => Ok(None),

@@ -14,17 +14,17 @@ use super::rule::{Average, Rule};
 use super::state::{self, Group, Loaded, Parameter, StateDict};
 use super::update::{self, Item};
 
-/// Conditions of a step.
+/// When a step is skipped, and the scale of its gradients.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Guard<'a> {
-    /// If this number is infinite or NaN, the step is skipped.
+    /// The norm of the gradients. If it is infinite or NaN, the step is skipped.
     pub(super) norm: Option<&'a Tensor>,
     /// The loss scale, by which the step divides the gradients.
     pub(super) loss_scale: Option<&'a LossScale>,
 }
 
 impl<'a> Guard<'a> {
-    /// Skip the step if `norm` (one element) is infinite or NaN.
+    /// A guard that skips the step if `norm` (one element) is infinite or NaN.
     ///
     /// # Errors
     /// [`Error::Shape`] if `norm` does not have exactly one element.
@@ -35,10 +35,10 @@ impl<'a> Guard<'a> {
         Ok(Self { norm: Some(norm), loss_scale: None })
     }
 
-    /// Whether the step may be taken. Waits for the device of the norm.
+    /// Whether the step may be taken. Waits until the norm's device has computed it.
     ///
     /// # Errors
-    /// [`Error::Device`] if that device fails.
+    /// [`Error::Device`] if the norm's device fails.
     pub fn allows(&self) -> Result<bool> {
         self.norm.map_or(Ok(true), |norm| Ok(norm.item()?.is_finite()))
     }
@@ -55,8 +55,8 @@ pub trait Optimizer: Send {
     /// The variables, group by group.
     fn vars(&self) -> Vec<Var>;
 
-    /// Updates every variable that has a gradient, unless the guard skips the step. A CUDA device decides whether to
-    /// skip, without synchronization. The gradients are kept until [`zero_grad`](Self::zero_grad).
+    /// Updates every variable that has a gradient, unless the guard skips the step. On CUDA, the kernels check
+    /// the norm, so the host does not wait for it. The gradients are kept until [`zero_grad`](Self::zero_grad).
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the states do not fit.
@@ -119,8 +119,9 @@ pub trait Optimizer: Send {
     ///
     /// # Errors
     /// [`Error::Config`] that names states that are missing or not expected, [`Error::Shape`] or [`Error::DType`] that
-    /// names a state of another shape or dtype, [`Error::Device`] within a captured function. After an error, nothing
-    /// has changed.
+    /// names a state of another shape or dtype, [`Error::Device`] within a captured function. After these errors,
+    /// nothing has changed. If the copy to a device fails, the host has the loaded states, and the next step copies
+    /// them again.
     fn load_state_dict(&mut self, states: &StateDict) -> Result<()>;
 
     /// Replaces the variables' values by the averages that the optimizer keeps of them, for validation or for saving. Does
@@ -149,7 +150,7 @@ pub trait Optimizer: Send {
     }
 
     /// Bytes of all existing states and master values. The first step of a variable creates its states; on a CUDA
-    /// device, the first step of any variable creates the states of all.
+    /// device, the first step of any variable creates the states of all variables.
     fn state_bytes(&self) -> usize;
 }
 
@@ -168,8 +169,8 @@ pub struct Stepper<R: Rule> {
     pub(super) groups: Vec<Group<R::Config>>,
     /// The states of CUDA variables; the first step moves them here from `groups`.
     device: Option<OnDevice>,
-    /// Numbers that the steps of all variables share, for steps on the host. The first step on a device copies them to
-    /// `device`.
+    /// The values that are common to all variables, such as Prodigy's estimate, for steps on the CPU. The first step on
+    /// CUDA copies them to `device`.
     shared: Vec<f64>,
     /// The variables' own values while averages replace them.
     trained: Fixed<Option<Vec<Raw>>>,
@@ -189,7 +190,7 @@ impl<R: Rule> Stepper<R> {
     /// An optimizer of several groups of variables.
     ///
     /// # Errors
-    /// [`Error::Argument`] if a hyper-parameter is outside its range, if there is no variable, or if a variable appears
+    /// [`Error::Argument`] if a hyper-parameter is outside its range, if a group is empty, or if a variable appears
     /// twice; [`Error::DType`] or [`Error::Device`] if the optimizer does not support a variable's dtype on its device,
     /// or if variables are on different devices.
     pub fn with_groups(groups: Vec<ParamGroup<R::Config>>) -> Result<Self> {
@@ -217,7 +218,7 @@ impl<R: Rule> Stepper<R> {
         };
         if let Some(other) = vars.iter().find(|var| !var.device().same_device(first.device())) {
             let message =
-                format!("a Var of shape {:?} is on another device than the first; move it with to()", other.dims());
+                format!("a Var of shape {:?} is on another device than the first Var; move it with to()", other.dims());
             return Err(Error::device(R::NAME, message));
         }
         if !first.device().is_cpu() {
@@ -235,7 +236,7 @@ impl<R: Rule> Stepper<R> {
             groups,
             device: None,
             shared: Vec::new(),
-            trained: Fixed::new("whether averages or parameters are in place", None),
+            trained: Fixed::new("whether the variables hold averages or trained values", None),
             seed: None,
         })
     }
@@ -248,8 +249,8 @@ impl<R: Rule> Stepper<R> {
     /// Changes the hyper-parameters of one group.
     ///
     /// # Errors
-    /// [`Error::Argument`] if a hyper-parameter is outside its range, if there is no such group, or if the new values
-    /// need other states.
+    /// [`Error::Argument`] if a hyper-parameter is outside its range, if there is no such group, or if the new
+    /// hyper-parameters need other states than the existing ones.
     pub fn set_config(&mut self, group: usize, config: R::Config) -> Result<()> {
         R::validate(&config)?;
         let fits = self.group_mut(group)?.parameters.iter().all(|p| p.states_are(&R::states(&config, p.var.dims())));
@@ -262,7 +263,7 @@ impl<R: Rule> Stepper<R> {
         self.configure(group, config)
     }
 
-    /// Sets hyper-parameters that were already checked, on the device too.
+    /// Sets hyper-parameters that were already checked, on the host and on the device.
     fn configure(&mut self, index: usize, config: R::Config) -> Result<()> {
         let place = self.groups[index].config.get_mut()?;
         if let Some(device) = &self.device {
@@ -272,12 +273,12 @@ impl<R: Rule> Stepper<R> {
         Ok(())
     }
 
-    /// The numbers that the steps of all variables share; waits for a device.
+    /// The values that are common to all variables. If a device holds them, waits for it.
     pub(super) fn shared(&self) -> Result<Vec<f64>> {
         self.device.as_ref().map_or_else(|| Ok(self.shared.clone()), OnDevice::shared)
     }
 
-    /// Sets the numbers that the steps of all variables share.
+    /// Sets the values that are common to all variables.
     pub(super) fn set_shared(&mut self, numbers: Vec<f64>) -> Result<()> {
         if let Some(device) = &self.device {
             device.set_shared(&numbers)?;
@@ -291,7 +292,8 @@ impl<R: Rule> Stepper<R> {
         self.parameters().any(|parameter| parameter.var.device().is_cuda())
     }
 
-    /// Takes a step of the variables that are `wanted` and have a gradient. If `zero`, it also clears their gradients.
+    /// Updates the variables that are `wanted` and have a gradient. If `zero`, also clears the gradients of the
+    /// `wanted` variables.
     pub(super) fn run(&mut self, wanted: impl Fn(&Var) -> bool, guard: Guard<'_>, zero: bool) -> Result<()> {
         self.check_training("step")?;
         if self.is_on_cuda() {
@@ -301,7 +303,7 @@ impl<R: Rule> Stepper<R> {
             };
             return device.step::<R>(&self.groups, wanted, (guard.norm, guard.loss_scale), zero);
         }
-        debug_assert!(guard.loss_scale.is_none(), "on the CPU, a scaler divides gradients before the step");
+        debug_assert!(guard.loss_scale.is_none(), "on the CPU, divide the gradients by the scale before a step");
         if guard.allows()? {
             let seed = self.seed;
             update::run::<R>(self.items(&wanted), seed)?;
@@ -450,7 +452,7 @@ impl<R: Rule> Optimizer for Stepper<R> {
 
     fn eval(&mut self) -> Result<()> {
         let Some(average) = R::AVERAGE.filter(|_| Option::is_none(&self.trained)) else { return Ok(()) };
-        // Fails within a captured function.
+        // Within a captured function, return the error before anything is computed.
         self.trained.get_mut()?;
         let values = self.averaged(&average)?;
         let vars = self.vars();

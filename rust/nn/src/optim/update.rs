@@ -1,5 +1,5 @@
-//! Steps on the CPU. They update the storage of variables: a flat buffer in one pass, a large variable on several
-//! threads.
+//! Steps on the CPU. A step updates the storage of variables in place: all variables of a flat buffer together, and
+//! large variables on several threads.
 
 use std::cell::Cell;
 
@@ -37,9 +37,10 @@ impl<C> Item<'_, C> {
     }
 }
 
-/// Variables whose values share one storage and whose gradients share another.
+/// Variables whose values share one storage and whose gradients share another storage.
 struct Bucket<'a, C> {
     items: Vec<Item<'a, C>>,
+    /// The result of the update; an error of a pool thread reaches the caller here.
     result: Result<()>,
 }
 
@@ -80,8 +81,8 @@ pub(super) fn run<R: Rule>(items: Vec<Item<'_, R::Config>>, seed: Option<u64>) -
         });
         buckets[index].items.push(item);
     }
-    // Large buckets run one after another, each on all threads. Small buckets run at the same time, each on one thread,
-    // because a thread that holds the lock of a storage must not wait for other threads.
+    // Large buckets run one after another, each on all threads. Small buckets run at the same time, each on one thread
+    // of the pool: such a thread holds the lock of its bucket's storage and must not wait for other threads meanwhile.
     let is_small = |bucket: &Bucket<'_, R::Config>| {
         let numel: usize = bucket.items.iter().map(Item::numel).sum();
         numel <= CHUNK || (bucket.items.len() == 1 && !R::ELEMENTWISE)
@@ -110,7 +111,7 @@ fn run_bucket<R: Rule>(mut items: Vec<Item<'_, R::Config>>, seed: Option<u64>, p
     }
 }
 
-/// Updates variables of the dtype that the update computes in.
+/// Updates f32 or f64 variables; the update computes in their dtype `T`.
 fn run_direct<R: Rule, T: Number + Real>(
     mut items: Vec<Item<'_, R::Config>>,
     update: Update<R::Config, T>,
@@ -136,7 +137,7 @@ fn run_direct<R: Rule, T: Number + Real>(
     })
 }
 
-/// Converts stored values to f32.
+/// Converts f16 or bf16 values to f32.
 fn widen<D: Elem<Acc = f32>>(stored: &[D], values: &mut [f32]) {
     dispatch(
         #[inline(always)]
@@ -144,7 +145,7 @@ fn widen<D: Elem<Acc = f32>>(stored: &[D], values: &mut [f32]) {
     );
 }
 
-/// Rounds f32 values to the stored dtype.
+/// Rounds f32 values to f16 or bf16.
 fn narrow<D: Elem<Acc = f32>>(values: &[f32], stored: &mut [D]) {
     dispatch(
         #[inline(always)]
@@ -152,7 +153,7 @@ fn narrow<D: Elem<Acc = f32>>(values: &[f32], stored: &mut [D]) {
     );
 }
 
-/// Updates f32 master values, and rounds them to the dtype of the variables.
+/// Updates the f32 master values of f16 or bf16 variables, and rounds them to the variables' dtype `D`.
 fn run_mastered<R: Rule, D: Elem<Acc = f32>>(mut items: Vec<Item<'_, R::Config>>, parallel: bool) -> Result<()> {
     for item in &mut items {
         let specs = R::states(item.config, item.parameter.var.dims());
@@ -190,7 +191,7 @@ fn run_mastered<R: Rule, D: Elem<Acc = f32>>(mut items: Vec<Item<'_, R::Config>>
     Ok(())
 }
 
-/// Updates bf16 variables in f32, and rounds them and their states stochastically.
+/// Updates bf16 variables in f32, and rounds the new values and states to bf16 stochastically.
 fn run_rounded<R: Rule>(mut items: Vec<Item<'_, R::Config>>, seed: u64, parallel: bool) -> Result<()> {
     for item in &mut items {
         let specs = R::states(item.config, item.parameter.var.dims());
@@ -237,20 +238,23 @@ fn run_rounded<R: Rule>(mut items: Vec<Item<'_, R::Config>>, seed: u64, parallel
     })
 }
 
-/// Consecutive elements of one variable.
+/// Consecutive elements of one variable, and what their update needs. The update changes values of type `T`; the
+/// gradient has the variable's type `D`.
 struct Work<'a, C, T, D> {
     config: &'a C,
     step: u64,
     /// The shape of the variable.
     dims: &'a [usize],
-    /// The number of the first element, for stochastic rounding.
+    /// The number of the first element (see [`Parameter::rounded`]), for stochastic rounding.
     start: u64,
+    /// The values to change: the variable's own, or its master values.
     param: &'a mut [T],
-    /// The variable's own elements, if `param` is its master values.
+    /// The variable's own elements if `param` has its master values; otherwise empty.
     stored: &'a mut [D],
     grad: &'a [D],
     states: SmallVec<[StateSlice<'a, T>; 4]>,
-    /// None if these are only a part of a variable.
+    /// Numbers that the update may return ([`Chunk::sums`]); None if the elements are not the whole variable, or with
+    /// stochastic rounding.
     sums: Option<&'a mut [f64; 2]>,
 }
 
@@ -306,8 +310,8 @@ impl<'a, C, T, D> Work<'a, C, T, D> {
 /// The values and the gradient of one variable.
 type Part<'s, D> = (&'s mut [D], &'s [D]);
 
-/// Calls `f` with the values and the gradients of all items, then marks the variables as changed. The items share one
-/// storage and are sorted by offset.
+/// Calls `f` with the values and the gradient of each item, then marks the variables as changed. All items have their
+/// values in one storage and their gradients in another storage, and are sorted by the offsets of their values.
 fn with_storages<C, D: Elem>(
     op: &'static str,
     items: &mut [Item<'_, C>],
@@ -338,7 +342,8 @@ fn with_storages<C, D: Elem>(
     result
 }
 
-/// A closure as an in-place operation of candle, which locks the two storages and passes them to it.
+/// Makes a closure an in-place operation of candle. Candle locks the storages of values and gradients and passes both
+/// to the closure.
 struct InPlace<F> {
     op: &'static str,
     f: Cell<Option<F>>,

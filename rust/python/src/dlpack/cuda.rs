@@ -13,10 +13,10 @@ use crate::tensor::source::{Element, Source};
 /// The stream that the protocol assumes if none is given: CUDA's legacy default stream.
 const LEGACY: i64 = 1;
 
-/// The stream of a consumer that requests a capsule; `None` if the consumer synchronizes itself.
+/// The stream of a consumer that requests a capsule; `None` for -1, with which the consumer synchronizes itself.
 ///
 /// # Errors
-/// `BufferError` for 0, which the protocol leaves undefined.
+/// `BufferError` for 0 and for numbers below -1, which the protocol does not allow.
 pub fn consumer(stream: Option<i64>) -> PyResult<Option<usize>> {
     match stream.unwrap_or(LEGACY) {
         -1 => Ok(None),
@@ -35,7 +35,7 @@ pub fn ordinal(device: &Device) -> i32 {
     }
 }
 
-/// The dtype of elements that can be copied without a conversion.
+/// The dtype of a tensor with these elements; `None` if they would have to be converted.
 fn dtype(element: Element) -> Option<DType> {
     Some(match element {
         // A bool is one byte, 0 or 1.
@@ -50,7 +50,7 @@ fn dtype(element: Element) -> Option<DType> {
     })
 }
 
-/// Copy values on the device; the producer has made them ready for our stream.
+/// Copy values on the device. The producer has made the values ready for the stream on which this library copies them.
 ///
 /// # Safety
 /// Every element that the source's dims and strides reach is readable on the device.

@@ -82,7 +82,7 @@ struct ManagedVersioned {
     view: View,
 }
 
-/// The two structures that a capsule can hold.
+/// One of the two structures that a capsule can hold.
 trait Exchange: Sized {
     const NAME: &'static CStr;
     const USED: &'static CStr;
@@ -185,8 +185,8 @@ fn address<T>(values: &[T], offset: usize) -> *const c_void {
 }
 
 /// The address of the first element. A tensor's storage is neither moved nor freed while a clone of the tensor exists.
-/// A tensor without elements gives null, as the protocol requires, because such a view may start beyond the end of its
-/// storage.
+/// For a tensor without elements, the address is null, as the protocol requires; such a tensor may be a view that
+/// starts beyond the end of its storage.
 fn data_of(tensor: &Raw) -> tc::Result<*const c_void> {
     if tensor.elem_count() == 0 {
         return Ok(std::ptr::null());
@@ -211,7 +211,7 @@ fn data_of(tensor: &Raw) -> tc::Result<*const c_void> {
     })
 }
 
-/// A capsule that owns a reference to `tensor`.
+/// A capsule that keeps the memory of `tensor` until its consumer or the capsule's destructor releases it.
 fn export<'py, E: Exchange>(
     py: Python<'py>,
     tensor: Raw,
@@ -232,7 +232,8 @@ fn export<'py, E: Exchange>(
         byte_offset: 0,
     };
     let managed = Box::into_raw(Box::new(E::pack(view, std::ptr::from_mut(exported).cast(), flags)));
-    // SAFETY: `managed` is valid until its deleter runs; the destructor runs it unless a consumer took the structure.
+    // SAFETY: `managed` is valid until its deleter runs. The destructor runs the deleter, unless a consumer took
+    // `managed`.
     let capsule = unsafe {
         Bound::from_owned_ptr_or_err(py, ffi::PyCapsule_New(managed.cast(), E::NAME.as_ptr(), Some(dispose::<E>)))
     };
@@ -243,7 +244,8 @@ fn export<'py, E: Exchange>(
     Ok(capsule?)
 }
 
-/// The destructor of a capsule. Consumers rename capsules that they take.
+/// The destructor of a capsule. It frees the structure unless a consumer has taken the structure; consumers then rename
+/// the capsule.
 unsafe extern "C" fn dispose<E: Exchange>(capsule: *mut ffi::PyObject) {
     // SAFETY: Python passes the capsule that it frees. The capsule's name says whether a consumer has taken the
     // structure.
@@ -273,12 +275,12 @@ fn element(dtype: DataType) -> Option<Element> {
     })
 }
 
-/// Frees the producer's structure after the copy was made, or after an error.
+/// The structure of a producer. Dropping it, after the copy was made or after an error, frees the structure.
 struct Taken<E: Exchange>(NonNull<E>);
 
 impl<E: Exchange> Drop for Taken<E> {
     fn drop(&mut self) {
-        // SAFETY: the capsule was renamed, so this is the structure's only owner.
+        // SAFETY: the capsule was renamed, so `self` is the structure's only owner.
         unsafe {
             if let Some(deleter) = self.0.as_ref().deleter() {
                 deleter(self.0.as_ptr());
@@ -315,7 +317,7 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
         let message = format!("elements of DLPack type code {code}, {bits} bits, {lanes} lanes cannot be imported");
         return Err(tc::Error::dtype(OP, message).into());
     };
-    let rank = usize::try_from(view.ndim).map_err(|_| tc::Error::shape(OP, "a negative number of dimensions"))?;
+    let rank = usize::try_from(view.ndim).map_err(|_| tc::Error::shape(OP, "the number of dimensions is negative"))?;
     // SAFETY: DLPack guarantees that `shape` has `ndim` entries, and `strides` too unless it is null.
     let dims: Vec<usize> = (0..rank).map(|dim| unsafe { *view.shape.add(dim) }.max(0) as usize).collect();
     let strides = if view.strides.is_null() {
@@ -325,7 +327,7 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
         }
         strides
     } else {
-        // SAFETY: as for the shape.
+        // SAFETY: `strides` is not null, so it has `ndim` entries.
         (0..rank).map(|dim| unsafe { *view.strides.add(dim) } as isize * element.size() as isize).collect()
     };
     let data = view.data.cast::<u8>().wrapping_add(view.byte_offset as usize);
@@ -343,7 +345,7 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
 ///
 /// # Errors
 /// `DeviceError` if the values are neither on the CPU nor on a CUDA device, `DTypeError` if no dtype can represent
-/// them, or an exception of the producer.
+/// the values, or an exception of the producer.
 pub fn import(object: &Bound<'_, PyAny>) -> Result<Raw> {
     let py = object.py();
     let capsule = if object.is_instance_of::<PyCapsule>() {
@@ -414,10 +416,10 @@ impl<'py> IntoPyObject<'py> for Capsule<'py> {
 
 #[pymethods]
 impl Tensor {
-    /// A capsule for other libraries' `from_dlpack`. It shares memory with consumers that support read-only tensors
-    /// (DLPack 1.0), and holds a copy for others unless `copy=False`. On a CUDA device, the consumer's `stream` waits
-    /// for the values; by default this is the default stream, and with -1 no stream waits. The memory is reused only
-    /// after the consumer has released it.
+    /// A capsule for other libraries' `from_dlpack`. Consumers that support read-only tensors (DLPack 1.0) share this
+    /// tensor's memory; older consumers get a copy unless `copy=False`. On a CUDA device, the consumer's `stream` waits
+    /// for the values. Without `stream`, the default stream waits; with -1, no stream waits. The memory is reused only
+    /// after the consumer has released the capsule's tensor.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
@@ -458,7 +460,7 @@ impl Tensor {
         capsule.map(Capsule)
     }
 
-    /// DLPack's device type and number.
+    /// DLPack's type of the device (1 for the CPU, 2 for CUDA), and the device's index.
     fn __dlpack_device__(&self) -> (i32, i32) {
         let Device { kind, id } = device_of(self.0.raw());
         (kind, id)
