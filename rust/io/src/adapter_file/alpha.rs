@@ -67,8 +67,8 @@ pub(super) fn trained(metadata: &HashMap<String, String>) -> BTreeMap<String, f6
     metadata.get(TRAINED).and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default()
 }
 
-/// Undo [`rescale`]: set the scale of `values` to the scale of training, `alpha / rank`, and divide the up factor so that
-/// the adapter's effect stays the same. Does nothing if the quotient of the two scales is 0 or not finite.
+/// Undo [`rescale`]: set the scale of `values` to the scale of training, `alpha / rank`, and multiply the up factor by (old
+/// scale / scale of training). Does nothing if this quotient is 0 or not finite, or if the adapter has no up factor.
 pub(super) fn to_trained(values: &mut LayerValues, rank: usize, alpha: f64) -> Result<()> {
     let scale = alpha / rank as f64;
     let quotient = values.scale / scale;

@@ -31,7 +31,7 @@ const SLOW_ROWS: [&str; 2] = ["lokr_w1", "lokr_w1_a"];
 /// The right factors of LoKr's Kronecker product. Their row index is the faster digit of the output index.
 const FAST_ROWS: [&str; 2] = ["lokr_w2", "lokr_w2_a"];
 
-/// OFT's rotations (blocks, size, size), one for each block of consecutive outputs.
+/// OFT's square matrices (blocks, size, size), one for each block of consecutive outputs.
 const BLOCKS: &str = oft::BLOCKS;
 
 /// Join the adapters of several layers to the parameters of one module. The layers must have the same scale.

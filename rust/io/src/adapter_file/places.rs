@@ -23,7 +23,7 @@ pub(super) fn places<'a>(parts: impl Iterator<Item = (&'a PartNames, Vec<&'a str
             for style in Style::ALL {
                 let Some(Key { key, form }) = names.place(layer, style) else { continue };
                 let place = places.entry(key).or_insert_with(|| Place { part, style, layers: Vec::new() });
-                // If two styles give the same name, the name belongs to the style that comes first.
+                // If two styles give the same name, the name belongs to the style that was found first.
                 if (place.part, place.style) == (part, style) {
                     place.layers.push((layer, form));
                 }

@@ -28,7 +28,7 @@ pub enum Style {
 }
 
 impl Style {
-    /// All styles. If two styles give the same name, the name belongs to the style that comes first.
+    /// All styles, the most likely first. If two styles give a layer the same name, the first style counts.
     pub(super) const ALL: [Self; 10] = [
         Self::KohyaOriginal,
         Self::Kohya,

@@ -267,8 +267,8 @@ fn rescale(
     Ok(trained)
 }
 
-/// The parameters of one layer with the values that a file in `format` stores, under peft's names. DoRA for kohya's and
-/// `ComfyUI`'s formats adds the entry [`magnitude::MARK`] to `entries`.
+/// The parameters of one layer with the values that a file in `format` stores, under peft's names. If a file in kohya's or
+/// `ComfyUI`'s format gets magnitudes of outputs (DoRA), the entry [`magnitude::MARK`] is added to `entries`.
 fn file_parameters(
     format: AdapterFormat,
     (layer, values): (&AdaptedLayer<'_>, &[(&'static str, Tensor)]),
