@@ -34,7 +34,7 @@ pub(crate) struct State {
 }
 
 impl State {
-    /// Parse the JSON of a weight's state. The error is a message that says what is wrong with the weight, "it".
+    /// Parse the JSON of a weight's state. The error is a message about the weight, without the weight's name.
     pub(crate) fn parse(json: &[u8]) -> Result<Self, String> {
         let found: Value = serde_json::from_slice(json).map_err(|error| format!("its state is damaged: {error}"))?;
         let text = |name: &str| found.get(name).and_then(Value::as_str).unwrap_or("missing");

@@ -37,7 +37,7 @@ pub(crate) struct Info {
     pub kind: Kind,
     /// The offset of the tensor's data from the beginning of the file, in bytes.
     pub start: u64,
-    /// The size of the tensor's data.
+    /// The size of the tensor's data in bytes.
     pub bytes: usize,
 }
 
