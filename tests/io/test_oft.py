@@ -222,7 +222,7 @@ def test_verify_says_who_reads_which_side(
     tc.save_file(tensors | low, path)
     limited = tc.verify_adapter(path, "sdxl", sdxl)
     assert not limited.good
-    assert "alpha times the outputs" in limited.modules[0].changed_by["ComfyUI"]
+    assert "alpha times the number of outputs" in limited.modules[0].changed_by["ComfyUI"]
 
 
 @pytest.mark.gpu

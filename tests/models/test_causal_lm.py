@@ -98,7 +98,7 @@ def test_hidden_states_are_counted_as_in_transformers(family: str) -> None:
     ):
         part(ids)
     with pytest.raises(
-        tc.ArgumentError, match="layers of hidden states include 3, expected 0 to 2"
+        tc.ArgumentError, match="hidden states after 3 layers were requested, expected 0 to 2"
     ):
         part.hidden_states(ids, layers=[3])
     with pytest.raises(tc.ArgumentError, match="layers is 4, expected 1 to 3"):

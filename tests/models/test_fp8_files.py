@@ -100,5 +100,5 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
     tensors, _ = quantised("old")
     name = "transformer_blocks.0.attn.to_q.scale_weight"
     write(path, tensors | {name: ("F32", (2,), np.ones(2, np.float32).tobytes())})
-    with pytest.raises(tc.WeightsFormatError, match="expected one scale for the tensor"):
+    with pytest.raises(tc.WeightsFormatError, match="expected one scale for"):
         FluxTransformer.from_pretrained(path, config=GOLDEN / "config.json")

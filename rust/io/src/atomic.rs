@@ -6,14 +6,14 @@ use std::path::Path;
 
 use trainable_candle_core::{Error, Result};
 
-/// Size of the write buffer; larger pieces are written directly.
+/// The size of the write buffer in bytes. A single write of this size or more bypasses the buffer.
 const BUFFER: usize = 1 << 20;
 
-/// Call `write` on a temporary file beside `path`, sync it, and rename it to `path`. After a crash, `path` is the old
-/// file or the complete new one.
+/// Call `write` on a temporary file in the folder of `path`, sync the temporary file to the disk, and rename it to `path`.
+/// After a crash, `path` is the old file or the complete new file.
 ///
 /// # Errors
-/// [`Error::Io`] that names `path`, if the folder is missing, read-only or full, or if `write` fails.
+/// [`Error::Io`] that names `path`, if the folder is missing or read-only, the disk is full, or `write` fails.
 pub fn write_atomically(path: &Path, write: impl FnOnce(&mut dyn Write) -> std::io::Result<()>) -> Result<()> {
     let failed = |source| Error::io(path, source);
     let name = path.file_name().ok_or_else(|| failed(std::io::Error::other("the path names no file")))?;
@@ -29,13 +29,13 @@ pub fn write_atomically(path: &Path, write: impl FnOnce(&mut dyn Write) -> std::
         sync_folder(path)
     })();
     if outcome.is_err() {
-        // Report the first error, not a failure to remove the temporary file.
+        // The function returns the error in `outcome`, not a failure to remove the temporary file.
         let _ = std::fs::remove_file(&temporary);
     }
     outcome.map_err(failed)
 }
 
-/// Sync the folder of `path`, because a power failure could otherwise undo the rename.
+/// Sync the folder of `path` to the disk, because a power failure could otherwise undo the rename.
 #[cfg(unix)]
 fn sync_folder(path: &Path) -> std::io::Result<()> {
     match path.parent() {

@@ -1,35 +1,40 @@
 //! NF4 weights of bitsandbytes in folders that diffusers and transformers write.
 //!
-//! The tensor X of a weight with n elements holds two codes per byte, in shape (n / 2, 1). The weight's shape is in the
-//! JSON of `X.quant_state.bitsandbytes__nf4`. Beside X there are `X.absmax` and `X.quant_map`, and, if the scales are
-//! quantized, `X.nested_absmax` and `X.nested_quant_map`. Follows `QuantState` in
+//! A weight X with n elements is stored as a tensor named X, of shape (n / 2, 1), with two codes in each byte. The tensor
+//! `X.quant_state.bitsandbytes__nf4` (the weight's *state*) is JSON with the weight's shape. `X.absmax` has the scales of
+//! the weight's blocks and `X.quant_map` the values of the 16 codes. If the scales are quantized too, `X.nested_absmax` has
+//! the scales of the blocks of scales, and `X.nested_quant_map` the values of the scales' codes. Follows `QuantState` in
 //! <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py>.
 
 use serde_json::Value;
 use trainable_candle_core::DType;
 
-/// Endings of the key of a weight's state, after the weight's name. The first is for NF4, the second for FP4, which is
-/// not supported.
+/// The ending of the key of an NF4 weight's state, after the weight's name.
 pub(crate) const STATE: &str = ".quant_state.bitsandbytes__nf4";
+/// The ending of the key of an FP4 weight's state, after the weight's name. FP4 is not supported.
 pub(crate) const OTHER_STATE: &str = ".quant_state.bitsandbytes__fp4";
-/// Endings of the keys of the other tensors of a weight, after the weight's name.
+/// The ending of the key of the scales of a weight's blocks, after the weight's name.
 pub(crate) const SCALES: &str = ".absmax";
+/// The ending of the key of the values of a weight's 16 codes.
 pub(crate) const CODE: &str = ".quant_map";
+/// The ending of the key of the scales of the blocks of scales, if the scales are quantized.
 pub(crate) const OUTER: &str = ".nested_absmax";
+/// The ending of the key of the values of the scales' codes, if the scales are quantized.
 pub(crate) const OUTER_CODE: &str = ".nested_quant_map";
 
 /// The metadata of a weight, parsed from its state.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct State {
+    /// The shape (out, in) of the weight.
     pub dims: [usize; 2],
     /// The dtype of the weight before it was quantized.
     pub dtype: DType,
-    /// The number that is added to the weight's scales if they are quantized; otherwise `None`.
+    /// The number that is added to the dequantized scales. `None` if the scales are not quantized.
     pub offset: Option<f32>,
 }
 
 impl State {
-    /// Parse the state's JSON, or return a message about what is wrong with it.
+    /// Parse the JSON of a weight's state. The error is a message about the weight, without the weight's name.
     pub(crate) fn parse(json: &[u8]) -> Result<Self, String> {
         let found: Value = serde_json::from_slice(json).map_err(|error| format!("its state is damaged: {error}"))?;
         let text = |name: &str| found.get(name).and_then(Value::as_str).unwrap_or("missing");
@@ -42,7 +47,7 @@ impl State {
         let (block, outer) = (number("blocksize"), number("nested_blocksize"));
         if block != Some(64) || outer.is_some_and(|size| size != 256) {
             let blocks =
-                |size: Option<usize>| size.map_or_else(|| "an unknown size".to_owned(), |size| size.to_string());
+                |size: Option<usize>| size.map_or_else(|| "an unknown number of".to_owned(), |size| size.to_string());
             let scales = outer.map_or_else(String::new, |size| format!(", with blocks of {size} scales"));
             return unsupported(format!("blocks of {} weights{scales}", blocks(block)));
         }
@@ -61,10 +66,13 @@ impl State {
         };
         let offset = found.get("nested_offset").and_then(Value::as_f64).map(|offset| offset as f32);
         if outer.is_some() && !offset.is_some_and(f32::is_finite) {
-            return Err("its state has no offset for its scales".to_owned());
+            return Err("its state has no offset for the quantized scales (nested_offset)".to_owned());
         }
         if outer.is_none() && offset.is_some() {
-            return Err("its state has an offset for its scales, but no block size for them".to_owned());
+            return Err(
+                "its state has an offset for quantized scales (nested_offset), but no block size (nested_blocksize)"
+                    .to_owned(),
+            );
         }
         Ok(Self { dims: [rows, columns], dtype, offset })
     }
@@ -77,7 +85,7 @@ mod tests {
     const GOOD: &str = r#"{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [4, 6]"#;
 
     #[test]
-    fn supported_states_are_parsed_and_errors_name_the_others() {
+    fn supported_states_are_parsed_and_other_states_are_errors() {
         let parse = |end: &str| State::parse(format!("{GOOD}{end}}}").as_bytes());
         let plain = State { dims: [4, 6], dtype: DType::BF16, offset: None };
         assert_eq!(parse("").unwrap(), plain);

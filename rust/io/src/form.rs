@@ -2,7 +2,7 @@
 
 use trainable_candle_core::{Error, Result, Tensor};
 
-/// One parameter in a file.
+/// Where a file stores a parameter: in which tensor, and in which form.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Key {
     /// The name of the tensor in the file.
@@ -18,46 +18,48 @@ pub enum Form {
     Plain,
     /// The parameter is a matrix, and the tensor is its transpose.
     Transposed,
-    /// The parameter is the matrix of a linear layer, and the tensor is the weight of a 1×1 convolution, (out, in, 1, 1).
+    /// The parameter is the matrix (out, in) of a linear layer. The tensor is the weight (out, in, 1, 1) of a 1×1 convolution.
     Pointwise,
     /// The tensor stacks several parameters. Its rows are divided into `of` equal shares. The parameter consists of
     /// `count` consecutive shares, beginning with share `first`.
     Rows {
-        /// The parameter's first share, from 0.
+        /// The index of the parameter's first share, from 0.
         first: usize,
-        /// The parameter's number of shares.
+        /// The number of shares that belong to the parameter.
         count: usize,
-        /// The number of shares of the tensor.
+        /// The total number of shares of the tensor.
         of: usize,
     },
     /// The tensor has the second half of the parameter's rows first, then the first half.
     Swapped,
-    /// The tensor has the rows of each head in another order than the parameter: row 0 of the first half, row 0 of the
-    /// second half, row 1 of the first half, and so on.
+    /// The rows of the parameter are divided into heads, and the rows of each head into two halves. The tensor has the rows
+    /// of a head in this order: row 0 of the first half, row 0 of the second half, row 1 of the first half, row 1 of the
+    /// second half, and so on.
     Interleaved {
         /// The number of heads.
         heads: usize,
     },
-    /// The parameter is a vector, and the tensor has further dimensions of 1, (size, 1, …).
+    /// The parameter is a vector (size). The tensor has further dimensions of size 1: (size, 1, …).
     Vector {
         /// The number of the tensor's dimensions.
         rank: usize,
     },
-    /// The tensor is the kernel of a convolution that is causal in time, (out, in, time, height, width). The parameter is its
-    /// last slice in time: for a single image, the other slices multiply only padding. They are written as zeros.
+    /// The tensor is the kernel (out, in, time, height, width) of a convolution that is causal in time. The parameter is the
+    /// kernel's last slice in time, (out, in, height, width). For a single image, the earlier slices multiply only padding.
+    /// Writing gives the earlier slices the value 0.
     LastFrame {
-        /// The number of slices.
+        /// The size of the kernel in time.
         frames: usize,
     },
 }
 
 impl Key {
-    /// The parameter itself under `key`.
+    /// A parameter that a file stores unchanged as the tensor `key`.
     pub fn plain(key: impl Into<String>) -> Self {
         Self { key: key.into(), form: Form::Plain }
     }
 
-    /// The name of the layer: this key without `.weight`; `None` if the key does not end in it.
+    /// This key without its ending `.weight`, which names the layer. `None` if the key does not end in `.weight`.
     pub fn of_layer(self) -> Option<Self> {
         Some(Self { key: self.key.strip_suffix(".weight")?.to_owned(), form: self.form })
     }
@@ -69,8 +71,8 @@ impl Form {
         Self::Rows { first: index, count: 1, of }
     }
 
-    /// The parameter's shape if the tensor has the shape `stored`; `None` if a tensor of that shape cannot have this
-    /// form.
+    /// The shape of the parameter, given the shape `stored` of the tensor. `None` if a tensor of the shape `stored` cannot
+    /// have this form.
     pub fn shape(self, stored: &[usize]) -> Option<Vec<usize>> {
         match (self, stored) {
             (Self::Plain, dims) => Some(dims.to_vec()),
@@ -93,7 +95,7 @@ impl Form {
         }
     }
 
-    /// The shape of the tensor if the parameter has the shape `dims`.
+    /// The shape of the tensor, given the shape `dims` of the parameter.
     #[must_use]
     pub fn stored_shape(self, dims: &[usize]) -> Vec<usize> {
         match (self, dims) {
@@ -106,10 +108,10 @@ impl Form {
         }
     }
 
-    /// The parameter in the tensor `stored`, whose shape [`shape`](Self::shape) must accept.
+    /// The parameter in the tensor `stored`. [`shape`](Self::shape) must accept the shape of `stored`.
     ///
     /// # Errors
-    /// Those of the copy.
+    /// The errors of the tensor operations.
     pub fn read(self, stored: &Tensor) -> Result<Tensor> {
         match self {
             Self::Plain => Ok(stored.clone()),
@@ -117,7 +119,7 @@ impl Form {
             Self::Pointwise => stored.reshape(&stored.dims()[..2]),
             Self::Rows { first, count, of } => {
                 let share = stored.dims()[0] / of;
-                // A copy: a view would keep the whole tensor.
+                // The rows are copied, because a view would keep the memory of the whole tensor allocated.
                 Ok(Tensor::from_raw(&stored.narrow(0, first * share, count * share)?.raw().force_contiguous()?))
             }
             Self::Vector { .. } => stored.reshape(stored.elem_count()),
@@ -130,18 +132,18 @@ impl Form {
         }
     }
 
-    /// Whether the form only moves whole rows, so that it also works for rows of quantized elements.
+    /// Whether the form only selects or reorders whole rows, so that it can be applied to rows of quantized elements.
     pub const fn keeps_rows(self) -> bool {
         matches!(self, Self::Plain | Self::Rows { .. } | Self::Swapped | Self::Interleaved { .. })
     }
 
-    /// Make the tensor that a file has under one key. `parts` are the parameters in this tensor, each with its form.
+    /// Make one tensor of a file. `parts` are all parameters that this tensor contains, each with its form.
     ///
     /// # Errors
-    /// [`Error::Argument`] if `parts` is empty; the errors of the copy.
+    /// [`Error::Argument`] if `parts` is empty; the errors of the tensor operations.
     pub fn write(parts: &[(Self, Tensor)]) -> Result<Tensor> {
         let [(form, parameter), ..] = parts else {
-            return Err(Error::argument("save", "there is nothing to write"));
+            return Err(Error::argument("save", "there is no parameter to write"));
         };
         match form {
             Self::Plain => Ok(parameter.clone()),
@@ -168,8 +170,8 @@ impl Form {
     }
 }
 
-/// Reshapes the rows of a tensor to three dimensions and exchanges the last two of them. `sizes` gets the number
-/// of rows in half a head and returns the three dimensions.
+/// Reshapes the rows of a tensor to three dimensions (heads, a, b) and exchanges the dimensions a and b. `sizes` gets the
+/// number of rows in half a head and returns the sizes of the three dimensions.
 fn turned(tensor: &Tensor, sizes: impl Fn(usize) -> [usize; 3]) -> Result<Tensor> {
     let dims = tensor.dims();
     let heads = sizes(0)[0];
@@ -178,10 +180,10 @@ fn turned(tensor: &Tensor, sizes: impl Fn(usize) -> [usize; 3]) -> Result<Tensor
     tensor.reshape((heads, outer, inner, columns))?.transpose(1, 2)?.contiguous()?.reshape(dims)
 }
 
-/// The tensor with the two halves of its rows exchanged.
+/// A copy of `tensor` with the second half of its rows first, then the first half.
 ///
 /// # Errors
-/// Those of the copy.
+/// The errors of the tensor operations.
 pub fn swapped(tensor: &Tensor) -> Result<Tensor> {
     let half = tensor.dims()[0] / 2;
     Tensor::cat(&[&tensor.narrow(0, half, half)?, &tensor.narrow(0, 0, half)?], 0)

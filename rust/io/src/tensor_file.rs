@@ -16,24 +16,24 @@ use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor};
 use crate::eight_bits;
 use crate::tensor_writer::EightBits;
 
-/// The longest header that the format allows.
+/// The largest size of a header, in bytes, that the format allows.
 const LONGEST_HEADER: u64 = 100_000_000;
-/// Bytes read at a time; a multiple of every element's size.
+/// The number of bytes that are read and converted at a time, a multiple of the size of every dtype's elements.
 const CHUNK: usize = 1 << 20;
-/// Bytes that a thread reads at a time when several threads read one tensor.
+/// The number of bytes that a thread reads in one call when several threads read one tensor.
 const PART: usize = 4 << 20;
 
 /// An open safetensors file whose tensors are read one at a time.
 pub struct TensorFile {
     path: PathBuf,
     file: File,
-    /// The offset of the data in the file.
+    /// The offset of the tensors' data from the beginning of the file, in bytes.
     data: u64,
     metadata: Metadata,
 }
 
 impl TensorFile {
-    /// Open `path` and check its header against its length.
+    /// Open the file at `path`, parse its header, and check that the file's size is the size that follows from the header.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be read; [`Error::WeightsFormat`] if it is not a complete safetensors file.
@@ -42,10 +42,10 @@ impl TensorFile {
         let io = |source| Error::io(&path, source);
         let mut file = File::open(&path).map_err(io)?;
         let length = file.metadata().map_err(io)?.len();
-        // The length of the header, and the brace that every header begins with.
+        // Eight bytes with the header's length, and the brace with which every header begins.
         let mut start = [0u8; 9];
         if length < start.len() as u64 {
-            return Err(Error::weights(&path, format!("not a safetensors file: only {length} bytes long")));
+            return Err(Error::weights(&path, format!("not a safetensors file: the file has only {length} bytes")));
         }
         file.read_exact(&mut start).map_err(io)?;
         let [length_bytes @ .., brace] = start;
@@ -61,7 +61,8 @@ impl TensorFile {
             return Err(Error::weights(
                 &path,
                 format!(
-                    "not a safetensors file, or an incomplete one: {length} bytes long with a header of {header_length}"
+                    "not a safetensors file, or an incomplete one: the file has {length} bytes, and its first eight \
+                     bytes give a header of {header_length} bytes"
                 ),
             ));
         }
@@ -76,7 +77,8 @@ impl TensorFile {
             return Err(Error::weights(
                 &path,
                 format!(
-                    "the file is incomplete or damaged: {length} bytes long, its header says {}; download or copy it again",
+                    "the file is incomplete or damaged: it has {length} bytes, but its header says {}; download or copy \
+                     it again",
                     data + end
                 ),
             ));
@@ -91,17 +93,18 @@ impl TensorFile {
         names
     }
 
-    /// The text entries of the header.
+    /// The text entries of the header (`__metadata__`).
     pub fn metadata(&self) -> HashMap<String, String> {
         self.metadata.metadata().clone().unwrap_or_default()
     }
 
-    /// The shape of a tensor, if there is one of that name.
+    /// The shape of the tensor `name`; `None` if the file has no tensor `name`.
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
         self.metadata.info(name).map(|info| info.shape.as_slice())
     }
 
-    /// The dtype of a tensor, if there is one of that name and its dtype is supported.
+    /// The dtype in which [`read`](Self::read) returns the tensor `name`: the stored dtype, bf16 for e4m3 and u8 for bool.
+    /// `None` if the file has no tensor `name`, or if the tensor's dtype is not supported.
     pub fn dtype_of(&self, name: &str) -> Option<DType> {
         let info = self.metadata.info(name)?;
         self.dtype(name, info).ok()
@@ -121,9 +124,9 @@ impl TensorFile {
         self.read_as(name, None, device)
     }
 
-    /// Read one tensor to `device`, with floating-point values converted to `dtype` if one is given. For the CPU, small parts
-    /// are converted one after another, so that this needs memory for the result and a few megabytes. Another device
-    /// converts the values after they were copied to it.
+    /// Read one tensor to `device`. Floating-point values are converted to `dtype`, if it is given. For the CPU, the values are
+    /// read and converted 1 MiB at a time, so that reading needs little memory beside the result. Other devices get the
+    /// stored values and convert them.
     ///
     /// # Errors
     /// As [`read`](Self::read); [`Error::DType`] if `dtype` is not floating-point.
@@ -158,7 +161,7 @@ impl TensorFile {
         Ok(Tensor::from_raw(&result.reshape(info.shape)?))
     }
 
-    /// A tensor of e4m3 numbers, which are converted to bf16 without loss and then to `dtype`.
+    /// Read a tensor of e4m3 numbers. The numbers are converted to bf16, which represents them exactly, and then to `dtype`.
     fn read_fp8(&mut self, info: &TensorInfo, dtype: DType, device: &Device) -> Result<Tensor> {
         let elements = check_allocation("load", &info.shape, dtype)?;
         let bytes = self.read_stored(info, DType::U8)?.reshape(elements)?.to_vec1::<u8>()?;
@@ -168,7 +171,7 @@ impl TensorFile {
         Ok(Tensor::from_raw(&if dtype == DType::BF16 { read } else { cast(&read, dtype)? }))
     }
 
-    /// The bytes of a tensor of eight-bit numbers, u8 in the shape of the tensor.
+    /// Read the bytes of a tensor of eight-bit numbers, as u8 in the shape of the tensor.
     pub(crate) fn read_codes(&self, name: &str) -> Result<Tensor> {
         let Some(info) = self.metadata.info(name) else {
             return Err(Error::weights(&self.path, format!("there is no tensor \"{name}\"")));
@@ -177,7 +180,7 @@ impl TensorFile {
         Ok(Tensor::from_raw(&self.read_stored(info, DType::U8)?))
     }
 
-    /// The kind of eight-bit numbers of a tensor, if its elements are such numbers.
+    /// The type of the elements of the tensor `name` if they are int8 or e4m3 numbers, otherwise `None`.
     pub(crate) fn eight_bits(&self, name: &str) -> Option<EightBits> {
         match self.metadata.info(name)?.dtype {
             Dtype::F8_E4M3 => Some(EightBits::Fp8),
@@ -186,7 +189,7 @@ impl TensorFile {
         }
     }
 
-    /// The values of a tensor as they are stored, read by several threads.
+    /// Read the stored values of a tensor with several threads. `stored` is the dtype of these values.
     fn read_stored(&self, info: &TensorInfo, stored: DType) -> Result<Raw> {
         let start = self.data + info.data_offsets.0 as u64;
         filled_in_parts(&info.shape, stored, PART, |at, part| {
@@ -194,12 +197,13 @@ impl TensorFile {
         })
     }
 
+    /// The dtype in which a tensor is read.
     fn dtype(&self, name: &str, info: &TensorInfo) -> Result<DType> {
         match info.dtype {
             Dtype::F64 => Ok(DType::F64),
             Dtype::F32 => Ok(DType::F32),
             Dtype::F16 => Ok(DType::F16),
-            // e4m3 numbers are converted to bf16.
+            // The values of e4m3 numbers are read as bf16.
             Dtype::BF16 | Dtype::F8_E4M3 => Ok(DType::BF16),
             Dtype::I64 => Ok(DType::I64),
             Dtype::U32 => Ok(DType::U32),
@@ -212,8 +216,8 @@ impl TensorFile {
     }
 }
 
-/// Whether these are the first bytes of a zip archive (`torch.save`) or of a bare pickle. Call it only for files that
-/// are not safetensors files, because the header length of a safetensors file could have the same bytes.
+/// Whether a file that begins with `start` looks like a zip archive (`torch.save`) or a bare pickle. Call this function only
+/// for files that are not safetensors files: the header length of a safetensors file could have the same bytes.
 fn looks_like_pickle(start: &[u8; 8]) -> bool {
     start.starts_with(b"PK\x03\x04")
         || (start[0] == 0x80 && (2..=5).contains(&start[1]) && start[2..].iter().any(|&b| b != 0))

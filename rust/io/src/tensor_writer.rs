@@ -1,8 +1,8 @@
 //! Writes safetensors files.
 //!
-//! The safetensors crate writes text entries in random order and needs all bytes at once. This module writes equal
-//! files for equal contents, and converts one tensor at a time to bytes. The format is the header's length in eight
-//! bytes, a JSON header with offsets, and the data (<https://github.com/huggingface/safetensors#format>).
+//! The safetensors crate writes text entries in random order and needs the bytes of all tensors in memory. This module
+//! writes equal files for equal contents, and computes and writes one tensor at a time. A file consists of the header's
+//! length in eight bytes, a JSON header with the tensors' offsets, and the data (<https://github.com/huggingface/safetensors#format>).
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -17,24 +17,25 @@ use crate::atomic::write_atomically;
 #[cfg(target_endian = "big")]
 compile_error!("big-endian targets are not supported: safetensors stores little-endian numbers");
 
-/// A tensor to write, whose values are computed when it is written.
+/// A tensor to write. The tensor's values are computed when it is written.
 pub struct TensorEntry<'a> {
     /// The tensor's name in the file.
     pub name: String,
-    /// Its shape.
+    /// The tensor's shape.
     pub shape: Vec<usize>,
-    /// Its dtype.
+    /// The dtype of the tensor that `values` returns.
     pub dtype: DType,
-    /// The kind of its eight-bit numbers, if its values are codes (u8) of such numbers.
+    /// The type of the tensor's elements in the file if the u8 values are the bytes of eight-bit numbers. `None` if the
+    /// elements in the file have the dtype `dtype`.
     pub codes: Option<EightBits>,
-    /// Computes its values.
+    /// Computes the tensor's values.
     pub values: Box<dyn FnOnce() -> Result<Tensor> + 'a>,
 }
 
-/// Kinds of eight-bit numbers that [`DType`] does not have.
+/// Types of eight-bit numbers that are no [`DType`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EightBits {
-    /// Two's complement.
+    /// Signed integers in two's complement.
     Int8,
     /// e4m3 (Micikevicius et al. 2022, arXiv:2209.05433).
     Fp8,
@@ -52,8 +53,8 @@ impl<'a> TensorEntry<'a> {
         }
     }
 
-    /// The same entry, marked so that its values are codes (u8) of eight-bit numbers of the kind `codes`. `None`
-    /// removes the mark.
+    /// The same entry, but its u8 values are the bytes of eight-bit numbers of the type `codes`, or plain numbers if `codes`
+    /// is `None`.
     #[must_use]
     pub fn with_codes(self, codes: Option<EightBits>) -> Self {
         Self { codes, ..self }
@@ -75,10 +76,12 @@ pub fn save_tensors<'a>(
 /// Write tensors and text `metadata` to `path`, atomically, one tensor at a time.
 ///
 /// # Errors
-/// [`Error::Io`] naming the path if it cannot be written, [`Error::DType`] for a dtype that the format does not have,
-/// and the errors of computing the values.
+/// [`Error::Io`] with the path if the file cannot be written, [`Error::DType`] for a dtype that safetensors files cannot
+/// hold, [`Error::Argument`] for a tensor with the name `__metadata__`, [`Error::Shape`] if computed values do not have the
+/// shape and dtype of their entry, and the errors of computing the values.
 pub fn save_entries(path: &Path, mut entries: Vec<TensorEntry<'_>>, metadata: &BTreeMap<String, String>) -> Result<()> {
-    // The widest dtypes come first, so that every tensor begins at a multiple of its element size.
+    // The tensors with the largest elements come first, so that the offset of every tensor is a multiple of the size of the
+    // tensor's elements.
     entries.sort_by(|a, b| (b.dtype.size_in_bytes(), &a.name).cmp(&(a.dtype.size_in_bytes(), &b.name)));
     let header = header(&entries, metadata)?;
     let mut failure = None;
@@ -89,7 +92,8 @@ pub fn save_entries(path: &Path, mut entries: Vec<TensorEntry<'_>>, metadata: &B
             let values = (entry.values)().and_then(|tensor| {
                 let fits = tensor.dims() == entry.shape && tensor.dtype() == entry.dtype;
                 fits.then_some(tensor).ok_or_else(|| {
-                    Error::shape("save", format!("\"{}\" has another shape or dtype than its entry", entry.name))
+                    let message = format!("the values of \"{}\" do not have the entry's shape and dtype", entry.name);
+                    Error::shape("save", message)
                 })
             });
             match values {
@@ -130,14 +134,14 @@ fn header(tensors: &[TensorEntry<'_>], metadata: &BTreeMap<String, String>) -> R
     Ok(header)
 }
 
+/// The name of the type of the tensor's elements in the header.
 fn dtype_name(entry: &TensorEntry<'_>) -> Result<&'static str> {
     let TensorEntry { name, dtype, codes, .. } = entry;
     Ok(match (dtype, codes) {
         (DType::U8, Some(EightBits::Int8)) => "I8",
         (DType::U8, Some(EightBits::Fp8)) => "F8_E4M3",
         (other, Some(_)) => {
-            let message =
-                format!("tensor \"{name}\" has dtype {}, expected u8 for codes of eight bits", other.as_str());
+            let message = format!("tensor \"{name}\" has dtype {}, expected u8 for eight-bit numbers", other.as_str());
             return Err(Error::dtype("save", message));
         }
         (dtype, None) => match dtype {
@@ -157,7 +161,7 @@ fn dtype_name(entry: &TensorEntry<'_>) -> Result<&'static str> {
     })
 }
 
-/// Write the elements in memory order. Errors other than those of the file are stored in `failure`.
+/// Write the elements of `raw` in row-major order. An error of reading the elements is stored in `failure`.
 fn write_elements(file: &mut dyn Write, raw: &Raw, failure: &mut Option<Error>) -> std::io::Result<()> {
     with_bytes(raw, |bytes| file.write_all(bytes)).unwrap_or_else(|error| {
         *failure = Some(error);

@@ -1,4 +1,4 @@
-//! [`WeightFile`]: a file of weights in any supported file format.
+//! [`WeightFile`]: a file of weights in one of the supported file formats, safetensors and GGUF.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -11,16 +11,16 @@ use crate::gguf::{self, GgufFile};
 use crate::tensor_file::TensorFile;
 use crate::tensor_writer::EightBits;
 
-/// An open file whose tensors are read one at a time.
+/// An open file of weights whose tensors are read one at a time.
 pub enum WeightFile {
-    /// safetensors.
+    /// A safetensors file.
     Safetensors(TensorFile),
-    /// GGUF.
+    /// A GGUF file.
     Gguf(GgufFile),
 }
 
 impl WeightFile {
-    /// Open `path` in the format that its first bytes indicate.
+    /// Open the file at `path`: as GGUF if it begins with GGUF's first four bytes, otherwise as safetensors.
     ///
     /// # Errors
     /// As [`TensorFile::open`] and [`GgufFile::open`].
@@ -30,7 +30,7 @@ impl WeightFile {
         if is_gguf { Ok(Self::Gguf(GgufFile::open(path)?)) } else { Ok(Self::Safetensors(TensorFile::open(path)?)) }
     }
 
-    /// The GGUF file, if it is one.
+    /// The GGUF file; `None` if this is a safetensors file.
     pub const fn gguf(&self) -> Option<&GgufFile> {
         match self {
             Self::Safetensors(_) => None,
@@ -38,7 +38,7 @@ impl WeightFile {
         }
     }
 
-    /// The safetensors file, if it is one.
+    /// The safetensors file; `None` if this is a GGUF file.
     pub(crate) const fn safetensors(&self) -> Option<&TensorFile> {
         match self {
             Self::Safetensors(file) => Some(file),
@@ -54,12 +54,12 @@ impl WeightFile {
         }
     }
 
-    /// The text entries of a safetensors file's header.
+    /// The text entries of a safetensors file's header; empty for a GGUF file.
     pub fn metadata(&self) -> HashMap<String, String> {
         self.safetensors().map_or_else(HashMap::new, TensorFile::metadata)
     }
 
-    /// The shape of a tensor, if there is one of that name.
+    /// The shape of the tensor `name`; `None` if the file has no tensor `name`.
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
         match self {
             Self::Safetensors(file) => file.shape(name),
@@ -67,7 +67,8 @@ impl WeightFile {
         }
     }
 
-    /// The dtype of a tensor, if there is one of that name and its dtype is supported.
+    /// The dtype in which [`read_as`](Self::read_as) returns the tensor `name` if no other dtype is requested. `None` if the
+    /// file has no tensor `name`, or if the tensor's dtype is not supported.
     pub fn dtype_of(&self, name: &str) -> Option<DType> {
         match self {
             Self::Safetensors(file) => file.dtype_of(name),
@@ -83,7 +84,7 @@ impl WeightFile {
         }
     }
 
-    /// Read one tensor to `device` in its own dtype.
+    /// Read one tensor to `device` in the dtype [`dtype_of`](Self::dtype_of).
     ///
     /// # Errors
     /// As [`read_as`](Self::read_as).
@@ -91,7 +92,7 @@ impl WeightFile {
         self.read_as(name, None, device)
     }
 
-    /// Read one tensor to `device`, floating-point values in `dtype` if one is given.
+    /// Read one tensor to `device`. Floating-point values are converted to `dtype`, if it is given.
     ///
     /// # Errors
     /// As [`TensorFile::read_as`] and [`GgufFile::read_as`].
@@ -102,7 +103,7 @@ impl WeightFile {
         }
     }
 
-    /// The kind of eight-bit numbers of a tensor, if its elements are such numbers.
+    /// The type of the elements of the tensor `name` if they are int8 or e4m3 numbers, otherwise `None`.
     pub(crate) fn eight_bits(&self, name: &str) -> Option<EightBits> {
         self.safetensors()?.eight_bits(name)
     }

@@ -17,24 +17,24 @@ use crate::weight_file::WeightFile;
 /// Open files whose tensors are read one at a time, as if they were one file.
 pub struct WeightFiles {
     files: Vec<WeightFile>,
-    /// By tensor name, the index of the file that has the tensor.
+    /// A map from a tensor's name to the index in `files` of the file that has the tensor.
     index: BTreeMap<String, usize>,
-    /// The scales of each eight-bit weight (f32): one for all its codes, or one for each row.
+    /// The scales (f32) of the eight-bit weights by the weights' names: one scale for a weight, or one for each of its rows.
     scales: BTreeMap<String, Tensor>,
-    /// The four-bit weights by name.
+    /// The four-bit weights of bitsandbytes by name.
     packed: BTreeMap<String, Packed>,
 }
 
-/// A four-bit weight. The tensor with the weight's name holds the codes; other tensors hold the scales and the values of
-/// codes.
+/// A four-bit weight of bitsandbytes. The tensor with the weight's name holds the codes. Other tensors hold the scales and the
+/// values of the codes.
 struct Packed {
     state: State,
-    /// The indices of the files of the other tensors, by the tensors' names.
+    /// The other tensors of the weight: a map from a tensor's name to the index of the file that has the tensor.
     parts: BTreeMap<String, usize>,
 }
 
 impl WeightFiles {
-    /// Open a file, or all shards of a model.
+    /// Open one file, or all files (shards) of a model.
     ///
     /// # Errors
     /// As [`WeightFile::open`]; [`Error::WeightsFormat`] if two shards have a tensor of the same name.
@@ -55,8 +55,8 @@ impl WeightFiles {
         Ok(found)
     }
 
-    /// Read the tensors beside eight-bit weights, and remove them from the names, because they are part of the weights'
-    /// values.
+    /// Read the scales and the other tensors that belong to eight-bit weights. These tensors are removed from the names,
+    /// because they are part of the weights' values.
     fn take_scales(&mut self) -> Result<()> {
         let kind = |(name, &file): (&String, &usize)| Some((name.clone(), self.files[file].eight_bits(name)?));
         let weights: Vec<(String, EightBits)> = self.index.iter().filter_map(kind).collect();
@@ -70,7 +70,8 @@ impl WeightFiles {
         Ok(())
     }
 
-    /// Read the tensor `key` of `file`, which belongs to an eight-bit weight.
+    /// Read the tensor `key`, which belongs to an eight-bit weight, from the file with the index `file`. `beside` is what the
+    /// tensor contains.
     fn take_beside(&mut self, (weight, bits): (&str, EightBits), key: &str, beside: Beside, file: usize) -> Result<()> {
         let rows = self.shape(weight).and_then(|dims| dims.first().copied()).unwrap_or(1);
         let file = &mut self.files[file];
@@ -80,7 +81,7 @@ impl WeightFiles {
                 if ![1, rows].contains(&scales.elem_count()) {
                     let found = file.shape(key).unwrap_or_default();
                     let text = format!(
-                        "\"{key}\" has shape {found:?}, expected one scale for the tensor or one for each of its {rows} rows"
+                        "\"{key}\" has shape {found:?}, expected one scale for \"{weight}\" or one for each of its {rows} rows"
                     );
                     return Err(Error::weights(file.path(), text));
                 }
@@ -95,7 +96,7 @@ impl WeightFiles {
             Beside::Comfy => {
                 if let Some(format) = eight_bits::other_format(&bytes(file, key)?, bits) {
                     let text = format!(
-                        "\"{weight}\" is quantised as \"{format}\", which is not supported; use a file of bf16, f16 or fp8 \
+                        "\"{weight}\" is quantized as \"{format}\", which is not supported; use a file of bf16, f16 or fp8 \
                          (float8_e4m3fn)"
                     );
                     return Err(Error::weights(file.path(), text));
@@ -115,8 +116,8 @@ impl WeightFiles {
         Ok(())
     }
 
-    /// Read the states of four-bit weights, and remove all other tensors of these weights from the names, because they
-    /// are part of the weights' values.
+    /// Read the states of four-bit weights. All tensors of these weights except the codes are removed from the names, because
+    /// they are part of the weights' values.
     fn take_packed(&mut self) -> Result<()> {
         let states: Vec<(String, usize)> = self
             .index
@@ -152,7 +153,7 @@ impl WeightFiles {
         self.files.first().map_or(Path::new(""), WeightFile::path)
     }
 
-    /// The shape of a tensor, if there is one of that name.
+    /// The shape of the tensor or four-bit weight `name`. `None` if the files have no tensor `name`.
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
         if let Some(packed) = self.packed.get(name) {
             return Some(&packed.state.dims);
@@ -160,8 +161,8 @@ impl WeightFiles {
         self.files[*self.index.get(name)?].shape(name)
     }
 
-    /// The dtype of a tensor's values, if there is a tensor of that name and its dtype is supported. bf16 for eight-bit
-    /// integers.
+    /// The dtype in which [`read`](Self::read) returns the tensor `name` if no other dtype is requested. It is bf16 for int8
+    /// weights with scales. `None` if the files have no tensor `name`, or if the tensor's dtype is not supported.
     pub fn dtype(&self, name: &str) -> Option<DType> {
         if let Some(packed) = self.packed.get(name) {
             return Some(packed.state.dtype);
@@ -172,11 +173,12 @@ impl WeightFiles {
         self.files[*self.index.get(name)?].dtype_of(name)
     }
 
-    /// The floating-point dtype of most elements of the tensors whose names begin with `prefix`.
+    /// The floating-point dtype that the largest number of elements has, among the tensors whose names begin with `prefix`.
+    /// `None` if no tensor with such a name has a floating-point dtype. Int8 weights do not count.
     pub fn common_dtype(&self, prefix: &str) -> Option<DType> {
         let mut elements: Vec<(DType, usize)> = Vec::new();
         for name in self.names().filter(|name| name.starts_with(prefix)) {
-            // Eight-bit integers do not record the dtype that they were quantized from.
+            // An int8 weight does not record the dtype that it was quantized from.
             if self.eight_bits(name).is_some_and(|(bits, _)| bits == EightBits::Int8) {
                 continue;
             }
@@ -190,13 +192,13 @@ impl WeightFiles {
         elements.into_iter().max_by_key(|&(_, count)| count).map(|(dtype, _)| dtype)
     }
 
-    /// The text entries of the headers.
+    /// The text entries of the headers of all files.
     pub fn metadata(&self) -> BTreeMap<String, String> {
         self.files.iter().flat_map(WeightFile::metadata).collect()
     }
 
-    /// Read one tensor to `device`, with floating-point values converted to `dtype` if one is given. Quantized weights
-    /// are dequantized.
+    /// Read one tensor to `device`. Floating-point values are converted to `dtype`, if it is given. Quantized weights are
+    /// dequantized.
     ///
     /// # Errors
     /// As [`WeightFile::read_as`], [`read_nf4`](Self::read_nf4) and [`read_eight_bits`](Self::read_eight_bits).
@@ -214,23 +216,23 @@ impl WeightFiles {
         let Some((bits, codes, scales)) = self.read_eight_bits(name)? else {
             return Err(Error::weights(self.path(), format!("\"{name}\" has scales but is not an eight-bit weight")));
         };
-        // A row of a convolution's weight is the part for one output channel.
+        // The rows of a convolution's weight are the weights of the output channels.
         let rows = codes.dims().first().copied().unwrap_or(1);
         let matrix = codes.reshape((rows, codes.elem_count() / rows.max(1)))?;
         let values = quantized(bits, &matrix, &scales, dtype.unwrap_or(DType::BF16))?.to_device(device)?;
         values.dequantize(values.dtype())?.reshape(codes.dims())
     }
 
-    /// Whether a weight has four bits, in the format of bitsandbytes.
+    /// Whether the tensor `name` is a four-bit weight of bitsandbytes.
     pub fn is_nf4(&self, name: &str) -> bool {
         self.packed.contains_key(name)
     }
 
-    /// A four-bit weight as stored, on the CPU.
+    /// Read a four-bit weight to the CPU without dequantizing it.
     ///
     /// # Errors
-    /// [`Error::WeightsFormat`] if the weight is not a four-bit weight, one of its tensors is missing, or the codes
-    /// do not represent the values of NF4; the errors of [`Quantized::from_nf4`].
+    /// [`Error::WeightsFormat`] if the weight is not a four-bit weight, one of its tensors is missing, or the file's values of
+    /// the codes are not those of NF4; the errors of [`Quantized::from_nf4`].
     pub fn read_nf4(&mut self, name: &str) -> Result<Quantized> {
         let error = |text: String| Error::weights(self.path(), format!("\"{name}\": {text}"));
         let (Some(packed), Some(&file)) = (self.packed.get(name), self.index.get(name)) else {
@@ -263,8 +265,9 @@ impl WeightFiles {
         Quantized::from_nf4(state.dims, &codes, &scales, nested, state.dtype)
     }
 
-    /// Read an eight-bit weight: the kind of its numbers, its codes (u8) in the weight's shape, and its scales (f32),
-    /// one for all codes or one for each row. `None` for other weights, and for integers without scales.
+    /// Read an eight-bit weight: the type of its codes, the codes' bytes (u8) in the weight's shape, and its scales (f32),
+    /// one for the weight or one for each row. An e4m3 weight without scales gets the scale 1. `None` for other weights, and
+    /// for int8 weights without scales.
     ///
     /// # Errors
     /// [`Error::Io`] if reading fails.
@@ -277,24 +280,25 @@ impl WeightFiles {
         Ok(Some((bits, file.read_codes(name)?, scales)))
     }
 
-    /// The kind of an eight-bit weight, and its file.
+    /// The type of an eight-bit weight's codes, and the weight's file. `None` for other weights, and for int8 weights without
+    /// scales.
     fn eight_bits(&self, name: &str) -> Option<(EightBits, &TensorFile)> {
         let file = self.files[*self.index.get(name)?].safetensors()?;
         let bits = file.eight_bits(name)?;
         (bits == EightBits::Fp8 || self.scales.contains_key(name)).then_some((bits, file))
     }
 
-    /// The first file, if it is a GGUF file.
+    /// The first file if it is a GGUF file, otherwise `None`.
     pub fn gguf(&self) -> Option<&GgufFile> {
         self.files.first().and_then(WeightFile::gguf)
     }
 
-    /// The format of a matrix in a GGUF file; as [`GgufFile::format_of`].
+    /// The block format of a matrix in a GGUF file, as [`GgufFile::format_of`]. `None` for tensors in other files.
     pub fn block_format(&self, name: &str) -> Option<Ggml> {
         self.files[*self.index.get(name)?].gguf()?.format_of(name)
     }
 
-    /// The stored blocks of a matrix in a GGUF file; as [`GgufFile::read_blocks`].
+    /// The stored blocks of a matrix in a GGUF file, as [`GgufFile::read_blocks`]. `None` for tensors in other files.
     ///
     /// # Errors
     /// As [`GgufFile::read_blocks`].
@@ -304,8 +308,8 @@ impl WeightFiles {
     }
 }
 
-/// Make a quantized matrix from `codes` (rows, columns) and `scales`, one for all codes or one for each row. The values
-/// of the matrix have `dtype`.
+/// Make a quantized matrix from `codes` (rows, columns) and `scales`: one scale for the matrix, or one for each row. The
+/// dequantized values have the dtype `dtype`.
 ///
 /// # Errors
 /// As [`Quantized::from_eight_bits`].
@@ -323,10 +327,12 @@ pub fn quantized(bits: EightBits, codes: &Tensor, scales: &Tensor, dtype: DType)
     }
 }
 
+/// `tensor` with one dimension.
 fn flat(tensor: &Tensor) -> Result<Tensor> {
     tensor.reshape(tensor.elem_count())
 }
 
+/// The elements of the u8 tensor `key`.
 fn bytes(file: &mut WeightFile, key: &str) -> Result<Vec<u8>> {
     flat(&file.read(key, &Device::Cpu)?)?.to_vec::<u8>()
 }

@@ -12,6 +12,7 @@ use trainable_candle_nn::adapter::{AdapterSet, LayerValues, LoraConfig, OftSide}
 use trainable_candle_nn::conv::weight_from_file;
 use trainable_candle_nn::{Conv2d, Linear, Module, Visitor};
 
+/// A network with a convolution, a 1×1 convolution and a linear layer.
 struct Net {
     conv: Conv2d<Tensor>,
     pointwise: Conv2d<Tensor>,
@@ -32,7 +33,7 @@ impl Net {
         }
     }
 
-    /// The output for x (B, C, H, W).
+    /// The output (batch, height, width, features) for x (batch, channels, height, width).
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let x = self.conv.forward(&x.permute(&[0, 2, 3, 1])?)?.tanh()?;
         self.linear.forward(&self.pointwise.forward(&x)?.tanh()?)
@@ -47,8 +48,10 @@ impl Module for Net {
     }
 }
 
+/// The results of the references for several adapters (*cases*).
 struct Golden {
     tensors: BTreeMap<String, Tensor>,
+    /// The adapter's scale alpha / rank by case.
     scales: BTreeMap<String, f64>,
 }
 
@@ -64,7 +67,8 @@ impl Golden {
         Self { tensors, scales }
     }
 
-    /// The tensors named `CASE.part.LAYER.PARAMETER`, by layer and parameter.
+    /// The tensors with names `{case}.{part}.LAYER.PARAMETER`, by layer and parameter. `part` is `start` for the adapter's
+    /// parameters and `grad` for their gradients.
     fn parts(&self, case: &str, part: &str) -> BTreeMap<(String, String), Tensor> {
         let prefix = format!("{case}.{part}.");
         self.tensors
@@ -76,7 +80,7 @@ impl Golden {
             .collect()
     }
 
-    /// The adapters of a case in the layout of files.
+    /// The adapters of a case by layer, in the layout of adapter files.
     fn adapters(&self, case: &str) -> BTreeMap<String, LayerValues> {
         let mut layers: BTreeMap<String, LayerValues> = BTreeMap::new();
         let cayley_neumann_terms = match case {
@@ -96,7 +100,7 @@ impl Golden {
     }
 }
 
-/// The largest difference, relative to the largest expected value.
+/// The largest absolute difference of two elements, divided by the largest absolute expected element.
 fn error_of(found: &Tensor, expected: &Tensor) -> f64 {
     assert_eq!(found.dims(), expected.dims());
     let values =
@@ -119,7 +123,7 @@ fn values_gradients_and_merged_weights_equal_the_references() {
         mse_loss(&y, &golden.tensors["target"], Reduction::Mean).unwrap().backward().unwrap();
         assert!(error_of(&x.grad().unwrap(), get("grad_input")) < 1e-4, "{case}");
 
-        // Setting the variables to their gradients lets `layers` convert the gradients to the layout of files.
+        // The variables are set to their gradients, so that `layers` returns the gradients in the layout of adapter files.
         let gradients = golden.parts(case, "grad");
         for var in set.vars() {
             var.set(&var.grad().unwrap()).unwrap();
@@ -180,12 +184,12 @@ fn parameters_have_the_names_and_shapes_of_the_references_and_start_as_the_ident
 }
 
 #[test]
-fn adapters_of_another_layer_are_rejected() {
+fn adapters_that_do_not_fit_the_layer_are_rejected() {
     let golden = Golden::load();
     let net = Net::load(&golden.tensors, DType::F32);
     for case in golden.scales.keys() {
         let mut adapters = golden.adapters(case);
-        // Some cases adapt the linear layer alone.
+        // Some cases adapt only the linear layer.
         let Some(conv) = adapters.remove("conv") else { continue };
         adapters.insert("pointwise".into(), conv);
         let error = AdapterSet::attach_values(&adapters, &net.named_layers()).err().unwrap().to_string();
@@ -211,7 +215,7 @@ fn bf16_layers_keep_f32_parameters_and_their_own_dtype() {
 }
 
 #[test]
-fn oft_of_outputs_is_on_every_layer_and_of_inputs_on_linear_ones() {
+fn oft_rotates_outputs_of_every_layer_but_inputs_of_linear_layers_only() {
     let golden = Golden::load();
     let config = LoraConfig {
         adapter: "oft".into(),
@@ -228,12 +232,13 @@ fn oft_of_outputs_is_on_every_layer_and_of_inputs_on_linear_ones() {
     let set = AdapterSet::attach(config, &net.named_layers()).unwrap();
     assert_eq!(error_of(&net.forward(&golden.tensors["x"]).unwrap(), &before), 0.0);
     let dims: Vec<_> = set.layers().unwrap().iter().map(|layer| layer.parameters[0].1.dims().to_vec()).collect();
-    // The block sizes are the divisors of 8, 12 and 10 channels that are nearest to 3.
+    // The layers have 8, 12 and 10 outputs. The block size is the divisor of the number of outputs that is nearest to the
+    // requested size 3.
     assert_eq!(dims, [[4, 2, 2], [4, 3, 3], [5, 2, 2]]);
 }
 
-/// A rotation of the inputs keeps the inner product of every two rows of the weight; a rotation of the outputs keeps the
-/// inner product of every two columns.
+/// For a weight (out, in): a rotation of the inputs keeps the inner product of every two rows. A rotation of the outputs keeps
+/// the inner product of every two columns.
 #[test]
 fn merged_weights_are_rotations() {
     let golden = Golden::load();

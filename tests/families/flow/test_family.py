@@ -137,9 +137,9 @@ def test_formats_that_cannot_hold_the_adapters_are_rejected_before_training(
     formats = families.find(name).formats
     # Each original layer of Qwen-Image is one layer in diffusers, so none holds several adapters.
     if "kohya" in formats and name != "qwen-image":
-        with pytest.raises(ConfigError, match=r"apply to all rows.* format .comfyui"):
+        with pytest.raises(ConfigError, match=r"apply to all outputs.* format .comfyui"):
             train_adapter(configure(format="kohya", adapter="lokr"))
-        with pytest.raises(ConfigError, match="layers in it that have no adapter"):
+        with pytest.raises(ConfigError, match="layers that have no adapter"):
             train_adapter(configure(format="kohya", adapter="dora", target_modules=["to_q"]))
     other = "comfyui" if "comfyui" in formats else "peft"
     with pytest.raises(ConfigError, match=f"give --format {other}"):

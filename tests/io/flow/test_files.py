@@ -13,9 +13,9 @@ from .conftest import FAMILIES, KINDS, RANK, Family, merged
 CANNOT = {
     # Kohya's names are those of the original matrices. Such a matrix combines queries, keys and
     # values, and in single blocks also the first layer of the MLP.
-    ("kohya", "lokr"): "apply to all rows of the matrix; save with format \"comfyui\"",
-    ("kohya", "dora_input"): "it has one magnitude for each input, which",
-    ("kohya", "dora_attention"): "would change the layers in it that have no adapter",
+    ("kohya", "lokr"): "apply to all outputs of the module; save with format \"comfyui\"",
+    ("kohya", "dora_input"): "the adapter has one magnitude for each input, which",
+    ("kohya", "dora_attention"): "would change the module's layers that have no adapter",
     ("diffusers", "loha"): 'save with format "comfyui"',
     ("diffusers", "lokr"): 'save with format "comfyui"',
     ("diffusers", "oft"): 'save with format "comfyui"',
@@ -240,7 +240,7 @@ def test_a_matrix_of_several_layers_is_split(
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("lokr_w1", (4, 8), "applies to several layers together"),
+        ("lokr_w1", (4, 8), "applies to all outputs of a fused module"),
         ("lora_up.weight", (191, 3), "expected rows in 3 equal shares"),
     ],
 )

@@ -1,16 +1,16 @@
-//! Helpers for tests over the registry: fixed inputs, weighted results, comparisons.
+//! Helpers for tests that run the cases of all registered operations: fixed inputs, weighted results, comparisons.
 
 use trainable_candle_core::ops::{Case, Domain, REGISTRY};
 use trainable_candle_core::raw::{from_vec, to_f64_vec};
 use trainable_candle_core::{DType, Raw, Result, Tensor, Var, grad};
 
-/// The largest difference between a result in a dtype and the f64 result, relative to the largest value or to 1, whichever
-/// is larger.
+/// For each dtype, the largest allowed difference between an element of the result in this dtype and the same element of the
+/// f64 result, divided by `max(1, largest absolute element of the f64 result)`.
 pub const TOLERANCE: [(DType, f64); 4] =
     [(DType::F64, 1e-12), (DType::F32, 2e-5), (DType::F16, 1e-2), (DType::BF16, 6e-2)];
 
-/// Fixed inputs from the domains of a case, different for each input. If `strided`, they are transposed views of larger
-/// tensors.
+/// One tensor of fixed values for each input of `case`, inside the input's domain. Two inputs of a case get different values.
+/// If `strided`, the tensors are transposed views of larger tensors.
 pub fn draw(case: &Case, dtype: DType, strided: bool) -> Result<Vec<Tensor>> {
     case.inputs
         .iter()
@@ -19,7 +19,8 @@ pub fn draw(case: &Case, dtype: DType, strided: bool) -> Result<Vec<Tensor>> {
             let n: usize = input.dims.iter().product();
             let values: Vec<f64> = (0..n)
                 .map(|i| {
-                    // A low-discrepancy sequence, coarse enough to be exact in every dtype.
+                    // A low-discrepancy sequence. The values below are rounded to fractions that every dtype represents
+                    // exactly.
                     let u = ((i as f64 + 1.0) * 0.618_033_988_7 + index as f64 * 0.377).fract();
                     match input.domain {
                         Domain::Normal => ((u - 0.5) * 4.0 * 64.0).round() / 64.0,
@@ -38,7 +39,8 @@ pub fn draw(case: &Case, dtype: DType, strided: bool) -> Result<Vec<Tensor>> {
         .collect()
 }
 
-/// The same values with other strides and an offset.
+/// A view with the values of `tensor`, but with strides in reverse order and a storage offset. A scalar or empty `tensor` is
+/// returned as it is.
 pub fn strided_copy(tensor: &Raw) -> Result<Raw> {
     let rank = tensor.rank();
     if rank == 0 || tensor.elem_count() == 0 {
@@ -58,7 +60,8 @@ pub fn all_cases() -> impl Iterator<Item = (&'static str, Case)> {
     })
 }
 
-/// The value of `run`, and the gradients of its sum weighted with fixed numbers.
+/// The value of `run`, and for each input the gradient of `sum(value * weights_like(value))`. The gradient is zeros for an
+/// input that `run` does not use.
 pub fn value_and_gradients(
     run: &dyn Fn(&[Tensor]) -> Result<Tensor>,
     inputs: &[Tensor],
@@ -88,6 +91,8 @@ pub fn leaf(tensor: &Tensor) -> Result<Tensor> {
     Ok(Var::from_tensor(tensor)?.into_inner())
 }
 
+/// An error that names the first element of `found` that differs from `expected` by more than
+/// `tolerance * max(1, largest absolute expected element)`. NaN equals NaN.
 pub fn close(what: &str, found: &[f64], expected: &[f64], tolerance: f64) -> std::result::Result<(), String> {
     if found.len() != expected.len() {
         return Err(format!("{what}: {} elements, expected {}", found.len(), expected.len()));
@@ -103,11 +108,12 @@ pub fn close(what: &str, found: &[f64], expected: &[f64], tolerance: f64) -> std
     Ok(())
 }
 
+/// `result` with its error converted to a message.
 pub fn text<T>(result: Result<T>) -> std::result::Result<T, String> {
     result.map_err(|e| e.to_string())
 }
 
-/// A view with the dimensions in reverse order; its own inverse.
+/// A view of `tensor` with the dimensions in reverse order. Two calls give the original order again.
 pub fn turned_view(tensor: &Tensor) -> Result<Tensor> {
     let reversed: Vec<usize> = (0..tensor.rank()).rev().collect();
     tensor.permute(&reversed)

@@ -1,4 +1,5 @@
-//! NaN is never lost: every result that depends on an element is NaN if the element is.
+//! NaN is never lost: if an input element is NaN, every element of the value and of the gradients that depends on the input
+//! element is NaN.
 
 use trainable_candle_core::ops::Case;
 use trainable_candle_core::ops::activation::Gelu;
@@ -16,7 +17,8 @@ use super::walk::{TOLERANCE, draw, text, value_and_gradients};
 
 type Checked = std::result::Result<(), String>;
 
-/// Operations whose gradient is always one of several constants, even at NaN, as in torch.
+/// Operations whose gradient is always one of several constants, even where the input is NaN, as in torch. Their gradients
+/// are not checked.
 const CHOOSING: [&str; 8] = ["relu", "clamp", "max", "min", "maximum", "minimum", "abs", "l1_loss"];
 
 /// `x` with the element at `at` replaced by `value`, in `dtype`.
@@ -26,7 +28,7 @@ fn with_element(x: &Tensor, at: usize, value: f64, dtype: DType) -> Result<Tenso
     Ok(Tensor::from_raw(&from_vec(values, x.shape().clone()).to_dtype(dtype)?))
 }
 
-/// The value's number of elements, and the value followed by the gradients of all inputs.
+/// The number of elements of the value, and a list: the elements of the value, then those of the gradients of all inputs.
 fn numbers(case: &Case, inputs: &[Tensor]) -> Result<(usize, Vec<f64>)> {
     let (value, gradients) = value_and_gradients(&*case.run, inputs)?;
     let mut numbers = to_f64_vec(value.raw())?;
@@ -35,8 +37,9 @@ fn numbers(case: &Case, inputs: &[Tensor]) -> Result<(usize, Vec<f64>)> {
     Ok((count, numbers))
 }
 
-/// Sets each element of each input to NaN in turn. A number of the result depends on the element if another value of
-/// the element changes the number, in f64 on the CPU.
+/// Sets each element of each input to NaN in turn, and checks the elements of the value and the gradients that depend on it.
+/// An output element depends on an input element if another finite value of the input element changes the output element,
+/// computed in f64 on the CPU.
 pub fn is_passed_on(name: &str, case: &Case, device: &Device) -> Checked {
     let wide = text(draw(case, DType::F64, false))?;
     let (value_count, before) = text(numbers(case, &wide))?;
@@ -68,7 +71,7 @@ pub fn is_passed_on(name: &str, case: &Case, device: &Device) -> Checked {
                     let found = found[lost];
                     let dtype = dtype.as_str();
                     return Err(format!(
-                        "{dtype}: with NaN at {at} of input {index}, number {lost} ({part}) is {found}"
+                        "{dtype}: with NaN at element {at} of input {index}, number {lost} ({part}) is {found}, not NaN"
                     ));
                 }
             }
@@ -77,24 +80,25 @@ pub fn is_passed_on(name: &str, case: &Case, device: &Device) -> Checked {
     Ok(())
 }
 
-/// A function of rows (3, n), and the places where results must be NaN if row 1 has a NaN.
+/// A function of a tensor (3, n), and the elements of its value that must be NaN if row 1 of the tensor has a NaN.
 struct Rows {
     name: &'static str,
     run: fn(&Tensor) -> Result<Tensor>,
     lands: Lands,
-    /// Whether the gradient of the row is NaN as well.
+    /// Whether the gradient of the whole row 1 must be NaN as well. If false, the gradient is not checked.
     gradient: bool,
 }
 
+/// The elements of a function's value that are NaN.
 #[derive(Clone, Copy, PartialEq)]
 enum Lands {
-    /// Every result of row 1, and no other.
+    /// All elements of row 1, and no element of another row.
     Row,
-    /// The last result of row 1, and none of another row.
+    /// The last element of row 1, and no element of another row. Other elements of row 1 may be NaN.
     Last,
-    /// The place of the NaN in the input.
+    /// The elements of row 1 in the columns where the input is NaN, and no other element.
     Place,
-    /// The only result.
+    /// All elements; the value is usually a scalar.
     All,
 }
 
@@ -211,29 +215,29 @@ const FUNCTIONS: &[Rows] = &[
     Rows { name: "swiglu", run: |x| swiglu(&Tensor::cat(&[x, &like(x)?], 1)?), lands: Lands::Place, gradient: false },
 ];
 
-/// Fixed numbers of the shape of `x`.
+/// Fixed numbers with the shape, the dtype and the device of `x`.
 fn like(x: &Tensor) -> Result<Tensor> {
     let values: Vec<f64> = (0..x.elem_count()).map(|i| ((i * 7 + 3) % 13) as f64 / 8.0 - 0.75).collect();
     Tensor::from_raw(&from_vec(values, x.shape().clone()).to_dtype(x.dtype())?).to_device(x.device())
 }
 
-/// The last class is the target, so that a sum over the classes reaches NaN before the target.
+/// The target of every row is the last class. A sum over the classes thus meets NaN in an earlier class before the target.
 fn targets(x: &Tensor) -> Result<Tensor> {
     let last = x.dims()[1] as i64 - 1;
     Tensor::from_vec(vec![last; x.dims()[0]], x.dims()[0], x.device())
 }
 
-/// Three attentions of one query each. Each element of a row is repeated to a key of width 16; query and values are
-/// fixed numbers.
+/// Three attentions (one for each row of `x`) with one query each. Each element of a row gives one key: the element
+/// repeated 16 times. The query and the values are fixed numbers.
 fn attend(x: &Tensor, attention: impl Fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
     let keys = x.reshape((3, x.dims()[1], 1))?.broadcast_as((3, x.dims()[1], 16))?.contiguous()?;
     attention(&like(&keys.narrow(1, 0, 1)?.contiguous()?)?, &keys, &like(&keys)?)
 }
 
-/// Row lengths below, at and above the sizes of warps, packs and blocks.
+/// Row lengths around the sizes of warps, vectorized loads and blocks of the kernels.
 const LENGTHS: [usize; 15] = [1, 2, 31, 33, 63, 65, 127, 255, 257, 1023, 1024, 1025, 2049, 4097, 8193];
 
-/// Places single NaNs, and runs of them, at the edges of warps and blocks.
+/// Writes single NaNs, and runs of consecutive NaNs, into row 1 at the edges of warps and blocks, and checks [`FUNCTIONS`].
 pub fn is_passed_on_at_edges(device: &Device) -> Checked {
     let mut failures = Vec::new();
     for n in LENGTHS {
@@ -284,12 +288,13 @@ impl Rows {
                 Lands::Place => Some(place.contains(&column)),
             };
             if expected.is_some_and(|expected| expected != number.is_nan()) {
-                return Err(format!("result {i} is {number}"));
+                let wanted = if number.is_nan() { "no NaN" } else { "NaN" };
+                return Err(format!("element {i} of the value is {number}, expected {wanted}"));
             }
         }
         let gradient = &gradients[0];
         match (n..2 * n).find(|&i| self.gradient && !gradient[i].is_nan()) {
-            Some(i) => Err(format!("gradient {i} is {}", gradient[i])),
+            Some(i) => Err(format!("element {i} of the gradient is {}, expected NaN", gradient[i])),
             None => Ok(()),
         }
     }

@@ -1,5 +1,5 @@
-//! Variables that change after their use: results computed from them stay the same, or a backward pass through them is
-//! an error.
+//! A variable changes after an operation used it. Then the operation's result keeps its old values, or a backward pass
+//! through the result is an error.
 
 use trainable_candle_core::ops::Case;
 use trainable_candle_core::raw::to_f64_vec;
@@ -17,10 +17,12 @@ fn run(case: &Case, vars: &[Var]) -> Result<Tensor> {
     (case.run)(&vars.iter().map(|var| var.as_tensor().clone()).collect::<Vec<_>>())
 }
 
+/// Overwrites `var` with other values.
 fn change(var: &Var) -> Result<()> {
     var.set(&var.detach().mul_scalar(-3.0)?.add_scalar(0.125)?)
 }
 
+/// The stored gradient of each variable, zeros for a variable without one.
 fn gradients(vars: &[Var]) -> Result<Vec<Vec<f64>>> {
     vars.iter()
         .map(|var| match var.grad() {
@@ -34,8 +36,8 @@ fn same(what: &str, found: &[Vec<f64>], expected: &[Vec<f64>]) -> Checked {
     found.iter().zip(expected).enumerate().try_for_each(|(index, (f, e))| close(&format!("{what} {index}"), f, e, 1e-6))
 }
 
-/// Whether a backward pass succeeded; false for the error about a changed variable, which is as correct as the right
-/// gradient.
+/// True if a backward pass succeeded, false if it reported a changed variable (`Error::Autograd`). The tests accept that
+/// report in place of the right gradient. Any other error is an error here too.
 fn walked(outcome: Result<impl Sized>) -> std::result::Result<bool, String> {
     match outcome {
         Ok(_) => Ok(true),
@@ -44,7 +46,9 @@ fn walked(outcome: Result<impl Sized>) -> std::result::Result<bool, String> {
     }
 }
 
-/// A result shares no storage with a variable, unless it is a view that has the variable's version.
+/// Changes each input of `case` in turn after its result was computed. Every backward pass that succeeds must give the
+/// gradients of the unchanged inputs. A result may follow the changed input only if it is a view that has the variable's
+/// version, so that a backward pass that needs the result fails.
 pub fn results_do_not_follow_variables(case: &Case, device: &Device) -> Checked {
     let expected = {
         let vars = text(variables(case, device))?;
@@ -56,7 +60,7 @@ pub fn results_do_not_follow_variables(case: &Case, device: &Device) -> Checked 
         let vars = text(variables(case, device))?;
         let y = text(run(case, &vars))?;
         let before = text(to_f64_vec(y.raw()))?;
-        // The factor's gradient is the result before the change.
+        // The gradient of `factor` is `y`, with the values that `y` had before the change.
         let factor = text(Tensor::ones(y.shape(), y.dtype(), device).and_then(|ones| Var::from_tensor(&ones)))?;
         let product = text(factor.mul(&y.detach()))?;
         text(change(&vars[changed]))?;
@@ -64,9 +68,11 @@ pub fn results_do_not_follow_variables(case: &Case, device: &Device) -> Checked 
         let ones = text(Tensor::ones(y.shape(), y.dtype(), device))?;
         if text_of(changed, walked(product.backward_with(Some(&ones), false)))? {
             if follows {
-                return Err(format!("the result changes with input {changed}, and a gradient depends on it"));
+                return Err(format!(
+                    "the result changed with input {changed}, but a backward pass that uses the result succeeded"
+                ));
             }
-            same("snapshot", &text(gradients(std::slice::from_ref(&factor)))?, &[before])?;
+            same("gradient of the factor", &text(gradients(std::slice::from_ref(&factor)))?, &[before])?;
         }
         let weights = text(weights_like(&y))?;
         if text_of(changed, walked(y.backward_with(Some(&weights), false)))? {
@@ -80,8 +86,8 @@ fn text_of<T>(input: usize, result: std::result::Result<T, String>) -> std::resu
     result.map_err(|error| format!("input {input} changed: {error}"))
 }
 
-/// A gradient shares no storage with the inputs, and none with the variable that was passed as the gradient of the
-/// result.
+/// A gradient shares no storage with the inputs. It also shares none with the variable whose value (or whose reshaped view)
+/// was passed to the backward pass as the gradient of the result.
 pub fn gradients_do_not_follow_variables(case: &Case, device: &Device) -> Checked {
     for as_view in [false, true] {
         let vars = text(variables(case, device))?;

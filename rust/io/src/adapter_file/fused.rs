@@ -1,11 +1,12 @@
-//! Modules that hold the adapters of several layers. The weights of these layers, for example of queries, keys and
-//! values, are one matrix in the original checkpoint.
+//! Fused modules: one module of an adapter file that holds the adapters of several layers of the model. The weights of
+//! these layers (for example the query, key and value projections) are one matrix in the original checkpoint.
 //!
-//! The rows of the matrix are divided into equal *shares* ([`Form::Rows`]), and each layer has one or several consecutive
-//! shares. The factors of n layers of rank r become one pair of rank n r: the Bs are the blocks of a block-diagonal B,
-//! and the As are stacked. If the layers have the same A, the module stores it once, with rank r. Both pairs of a LoHa
-//! are joined in the same way. DoRA's magnitudes for each output are stacked, and so are OFT's blocks of outputs.
-//! Parameters that apply to all rows (LoKr's factors, a magnitude for each input) cannot be joined.
+//! The rows (outputs) of the matrix are divided into equal *shares* ([`Form::Rows`]). Each layer has one or several
+//! consecutive shares. The LoRA factors of n layers of rank r become one pair of rank n · r: the layers' B factors are the
+//! blocks of a block-diagonal B, and their A factors are stacked. If all layers have the same A, the module stores this A
+//! once, with rank r. The two factor pairs of a LoHa are each joined like a LoRA's. DoRA's magnitudes are stacked if there
+//! is one for each output, and so are OFT's blocks of outputs. Parameters that apply to all rows (LoKr's factors, a
+//! magnitude for each input) cannot be joined.
 
 use std::collections::BTreeMap;
 
@@ -22,21 +23,21 @@ pub(super) type Parameters = BTreeMap<&'static str, Tensor>;
 const UPS: [&str; 3] = ["lora_B.weight", "hada_w1_a", "hada_w2_a"];
 /// Down factors (r, in).
 const DOWNS: [&str; 3] = ["lora_A.weight", "hada_w1_b", "hada_w2_b"];
-/// DoRA's magnitudes. If the first dimension is the number of outputs, there is one for each output, otherwise one for each
-/// input.
+/// DoRA's magnitudes: one for each output if the first dimension is the number of outputs, otherwise one for each input.
 const MAGNITUDES: [&str; 2] = ["lora_magnitude_vector.weight", "dora_scale"];
-/// The factors of LoKr whose row index is the slower part of the output index.
+/// The left factors of LoKr's Kronecker product. Their row index is the slower digit of the output index: output =
+/// left row · (number of right rows) + right row.
 const SLOW_ROWS: [&str; 2] = ["lokr_w1", "lokr_w1_a"];
-/// The factors of LoKr whose row index is the faster part of the output index.
+/// The right factors of LoKr's Kronecker product. Their row index is the faster digit of the output index.
 const FAST_ROWS: [&str; 2] = ["lokr_w2", "lokr_w2_a"];
 
-/// OFT's blocks of outputs, one after another.
+/// OFT's square matrices (blocks, size, size), one for each block of consecutive outputs.
 const BLOCKS: &str = oft::BLOCKS;
 
-/// Join the adapters of several layers, which must have the same scale, to the parameters of one module.
+/// Join the adapters of several layers to the parameters of one module. The layers must have the same scale.
 ///
 /// # Errors
-/// [`Error::Argument`] if there is no layer; the errors of the arithmetic.
+/// [`Error::Argument`] if `members` is empty; [`Error::Shape`] if the rows of a parameter do not fit the layer's shares.
 pub(super) fn join(mut members: Vec<(Form, Parameters)>) -> Result<Parameters> {
     members.sort_by_key(|(form, _)| if let Form::Rows { first, .. } = form { *first } else { 0 });
     let Some((form, first)) = members.first() else {
@@ -65,7 +66,7 @@ pub(super) fn join(mut members: Vec<(Form, Parameters)>) -> Result<Parameters> {
     Ok(joined)
 }
 
-/// Whether all layers have the same down factors.
+/// Whether there are several layers, and all of them have the same down factors.
 fn share_downs(members: &[(Form, Parameters)]) -> Result<bool> {
     let numbers = |values: &Parameters, name: &str| match values.get(name) {
         Some(value) => Ok(Some((value.dims().to_vec(), value.to_dtype(DType::F32)?.contiguous()?.to_vec::<f32>()?))),
@@ -82,8 +83,8 @@ fn share_downs(members: &[(Form, Parameters)]) -> Result<bool> {
     Ok(members.len() > 1)
 }
 
-/// The up factor of a module with `of` shares of `unit` rows each. All layers have the same columns if `shared`,
-/// otherwise each layer has columns of its own. The rows of shares without a layer are zero.
+/// The up factor of a module with `of` shares of `unit` rows each. If `shared`, all layers use the same columns; otherwise
+/// each layer has columns of its own. The rows of shares that belong to no layer are zero.
 fn diagonal(parts: &[(Form, &Tensor)], unit: usize, of: usize, shared: bool) -> Result<Tensor> {
     let ranks: Vec<usize> = parts.iter().map(|(_, value)| value.dims()[1]).collect();
     let width: usize = if shared { ranks[0] } else { ranks.iter().sum() };
@@ -93,7 +94,8 @@ fn diagonal(parts: &[(Form, &Tensor)], unit: usize, of: usize, shared: bool) -> 
     for ((form, value), rank) in parts.iter().zip(&ranks) {
         let Form::Rows { first, count, .. } = *form else { continue };
         if value.dims()[0] != unit * count {
-            let message = format!("found {} rows for {count} shares, expected {}", value.dims()[0], unit * count);
+            let message =
+                format!("an up factor has {} rows for {count} shares, expected {}", value.dims()[0], unit * count);
             return Err(Error::shape(OP, message));
         }
         if first > row {
@@ -116,8 +118,8 @@ fn diagonal(parts: &[(Form, &Tensor)], unit: usize, of: usize, shared: bool) -> 
     Tensor::cat(&blocks.iter().collect::<Vec<_>>(), 0)
 }
 
-/// OFT's stacked blocks: `unit` blocks for each of the module's `of` shares. Shares without a layer have blocks of zeros,
-/// which rotate nothing.
+/// OFT's stacked blocks: `unit` blocks for each of the module's `of` shares. Shares that belong to no layer get blocks of
+/// zeros, which stand for no rotation.
 fn stacked(parts: &[(Form, &Tensor)], unit: usize, of: usize) -> Result<Tensor> {
     let (size, dtype) = (parts[0].1.dims()[1], parts[0].1.dtype());
     let zeros = |shares: usize| Tensor::zeros((shares * unit, size, size), dtype, &Device::Cpu);
@@ -136,12 +138,12 @@ fn stacked(parts: &[(Form, &Tensor)], unit: usize, of: usize) -> Result<Tensor> 
     Tensor::cat(&blocks.iter().collect::<Vec<_>>(), 0)
 }
 
-/// The parameters of one layer of a module. The module has `rows` rows, and `form` tells which of them belong to the layer.
-/// `None` if the module does not change the layer.
+/// The parameters of one layer of a module. The module has `rows` outputs, and `form` tells which of these outputs belong to
+/// the layer. `None` if the module does not change the layer.
 ///
 /// # Errors
-/// [`Error::Config`] if a parameter of the module applies to all rows together, [`Error::Shape`] if the rows of a
-/// parameter cannot be divided into equal shares.
+/// [`Error::Config`] if the module has a parameter that cannot be divided because it applies to all outputs together,
+/// [`Error::Shape`] if the rows of a parameter cannot be divided into equal shares.
 pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: usize) -> Result<Option<Parameters>> {
     let Form::Rows { first, count, of } = form else {
         return if form == Form::Swapped { swap(module).map(Some) } else { Ok(Some(module.clone())) };
@@ -154,7 +156,7 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
             || MAGNITUDES.contains(name) && height == rows
             || SLOW_ROWS.contains(name) && height % of == 0
             || *name == BLOCKS && height % of == 0
-            // If the slower factor has one row, the faster factor has all rows of the module.
+            // If LoKr's left factor has one row, its right factor has one row for each output of the module.
             || FAST_ROWS.contains(name) && slow == Some(1) && height % of == 0;
         let of_all = (MAGNITUDES.contains(name) || *name == BLOCKS) && !per_row
             || SLOW_ROWS.contains(name) && !per_row && slow != Some(1)
@@ -165,8 +167,8 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
         }
         if of_all {
             return Err(Error::Config(format!(
-                "{name} {:?} applies to several layers together, which are separate layers in this model; use an \
-                 adapter without this parameter",
+                "{name} (shape {:?}) applies to all outputs of a fused module, but the module's layers are separate \
+                 in this model; use an adapter without this parameter",
                 value.dims()
             )));
         }
@@ -193,9 +195,10 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
     Ok(Some(own))
 }
 
-/// The columns of up factors that only this layer uses, as runs (start, length). [`join`] and kohya's trainers write
-/// modules in which every column belongs to one layer. `None` if the layer needs all columns. This is so if it shares a
-/// column with another layer, if all columns are zero, or if the module has a magnitude and the layer has no column.
+/// The columns of the module's up factors that only this layer uses, as runs (start, length). ([`join`] and kohya's
+/// trainers write modules in which every column belongs to one layer.) A column is used by a share if it is not zero in the
+/// share's rows. `None` if the layer keeps all columns: it shares a column with another layer, or all columns are zero, or
+/// the module has a magnitude and the layer uses no column.
 fn kept(module: &Parameters, (first, count, of): (usize, usize, usize)) -> Result<Option<Vec<(usize, usize)>>> {
     let Some(up) = UPS.iter().find_map(|name| module.get(name)).filter(|up| up.rank() == 2) else { return Ok(None) };
     let (rows, rank) = (up.dims()[0], up.dims()[1]);
@@ -208,7 +211,7 @@ fn kept(module: &Parameters, (first, count, of): (usize, usize, usize)) -> Resul
     for column in 0..rank {
         let mut owner = None;
         for share in (0..of).filter(|&share| used(share, column)) {
-            // Shares of one layer may have a column in common.
+            // All shares of this layer count as its first share.
             let share = if (first..first + count).contains(&share) { first } else { share };
             if owner.is_some_and(|other| other != share) {
                 let both_others = owner != Some(first) && share != first;
@@ -236,12 +239,12 @@ fn kept(module: &Parameters, (first, count, of): (usize, usize, usize)) -> Resul
     Ok(Some(runs))
 }
 
-/// Whether all values are 0.
+/// Whether all elements of `value` are 0.
 fn is_zero(value: &Tensor) -> Result<bool> {
     Ok(value.to_dtype(DType::F32)?.contiguous()?.to_vec::<f32>()?.iter().all(|x| *x == 0.0))
 }
 
-/// Exchanges the two halves of the rows of every parameter whose rows belong to outputs.
+/// For [`Form::Swapped`]: exchanges the first and the second half of the rows of every parameter whose rows are outputs.
 fn swap(values: &Parameters) -> Result<Parameters> {
     let slow = SLOW_ROWS.iter().find_map(|name| values.get(name)).map(|value| value.dims()[0]);
     values

@@ -1,5 +1,5 @@
-//! The assignment of layers to the modules of a file. A module is an adapter under one name in the file; it holds the
-//! adapters of one or several layers.
+//! The assignment of a model's layers to the modules of an adapter file. A module is the set of adapter parameters under one
+//! name in the file. It holds the adapter of one layer, or the joined adapters of several layers.
 
 use std::collections::BTreeMap;
 
@@ -10,21 +10,21 @@ use super::readers::{self, Tool};
 use super::{AdapterFormat, OP, PartNames, Style, oft};
 use crate::form::{Form, Key};
 
-/// The modules of a part by their names in a file. Each entry lists the module's layers by index, with the rows of the
-/// module that belong to each layer.
+/// The modules of a part by their names in a file. Each module lists its layers as (the rows of the module that belong to
+/// the layer, the layer's index).
 pub(super) type Modules = BTreeMap<String, Vec<(Form, usize)>>;
 
-/// The properties of a layer's adapter that decide its place in a file.
+/// The properties of a layer's adapter that decide which module of a file can hold it.
 #[derive(Clone, Copy)]
 pub(super) struct Adapted<'a> {
     pub name: &'a str,
     pub kind: &'static str,
-    /// For DoRA: whether it has one magnitude for each input.
+    /// For DoRA: true if the adapter has one magnitude for each input, false if it has one for each output.
     pub per_input: bool,
-    /// For `LoKr`: whether its first factor (`lokr_w1`) has an odd number of rows. For OFT of outputs: whether it has an
-    /// odd number of blocks.
+    /// For `LoKr`: whether the left factor (`lokr_w1` or `lokr_w1_a`) has an odd number of rows. For OFT that rotates the
+    /// outputs: whether the number of blocks is odd.
     pub odd_rows: bool,
-    /// For OFT of outputs: the size of its blocks, if it is known.
+    /// For OFT that rotates the outputs: the number of outputs in a block. `None` for other adapters, or if it is unknown.
     pub block: Option<usize>,
 }
 
@@ -46,11 +46,11 @@ impl<'a> Adapted<'a> {
     }
 }
 
-/// Check that a format can represent adapters of a kind on some layers of a part. DoRA is assumed to have one magnitude
-/// for each output.
+/// Check that a file format can represent adapters of the kind `kind` on the given layers of a part. `None` stands for the
+/// part's default format. The check assumes that a DoRA has one magnitude for each output.
 ///
 /// # Errors
-/// [`Error::Argument`] if the format cannot represent them; the message names a format that can.
+/// [`Error::Argument`] if the format cannot represent these adapters; the message names a format that can.
 pub fn check_format(
     format: Option<AdapterFormat>,
     names: &PartNames,
@@ -62,8 +62,9 @@ pub fn check_format(
     modules(format.unwrap_or_else(|| names.default_format()), names, &layers).map(drop)
 }
 
-/// The modules of a part in a format. kohya's format has two styles of names. If a file mixes them, diffusers ignores the
-/// names of one style, so all layers of a part get names of the same style.
+/// The modules of a part in a file of the given format. kohya's format has two styles of names ([`Style::KohyaOriginal`] and
+/// [`Style::Kohya`]). If a file mixes the two styles, diffusers ignores the names of one of them. Therefore all layers of a
+/// part get names of the same style.
 ///
 /// # Errors
 /// As [`check_format`].
@@ -110,8 +111,8 @@ pub(super) fn modules(format: AdapterFormat, names: &PartNames, layers: &[Adapte
                 return Err(Error::argument(
                     OP,
                     format!(
-                        "format \"{format}\" has {name} in the matrix {key}, which cannot hold this \"{kind}\" adapter: \
-                         {why}; save with format \"{cure}\""
+                        "format \"{format}\" stores the adapter of {name} in the module {key}, which cannot hold this \
+                         \"{kind}\" adapter: {why}; save with format \"{cure}\""
                     ),
                 ));
             }
@@ -127,30 +128,33 @@ fn unnamed(format: AdapterFormat, layer: &str) -> Error {
     )
 }
 
-/// The reason why adapters cannot be in one module; `None` if they can.
+/// The reason why one module cannot hold the adapters of all its layers; `None` if it can.
 fn obstacle(members: &[(Form, Adapted<'_>)]) -> Option<&'static str> {
     let [(form, first), ..] = members else { return None };
     let Form::Rows { of, .. } = *form else {
         return (*form == Form::Swapped && first.odd_rows)
-            .then_some("it has an odd number of rows or blocks, so its two halves cannot be exchanged");
+            .then_some("the adapter has an odd number of rows or blocks, so its two halves cannot be exchanged");
     };
     let shares: usize = members.iter().map(|(form, _)| count(*form)).sum();
     match first.kind {
-        kind if members.iter().any(|(_, layer)| layer.kind != kind) => Some("its layers have different adapters"),
+        kind if members.iter().any(|(_, layer)| layer.kind != kind) => {
+            Some("the module's layers have adapters of different kinds")
+        }
         "lora" | "loha" => None,
         "dora" if first.per_input => {
-            Some("it has one magnitude for each input, which applies to all rows of the matrix")
+            Some("the adapter has one magnitude for each input, which applies to all outputs of the module")
         }
         "oft" if members.iter().any(|(_, layer)| layer.block != first.block) => {
-            Some("its layers have blocks of different sizes")
+            Some("the module's layers have blocks of different sizes")
         }
         "oft" => None,
-        "dora" if shares < of => Some("DoRA would change the layers in it that have no adapter"),
+        "dora" if shares < of => Some("DoRA would change the module's layers that have no adapter"),
         "dora" => None,
-        _ => Some("its parameters apply to all rows of the matrix"),
+        _ => Some("the adapter's parameters apply to all outputs of the module"),
     }
 }
 
+/// The number of shares of the module's rows that a layer has.
 fn count(form: Form) -> usize {
     if let Form::Rows { count, .. } = form { count } else { 1 }
 }

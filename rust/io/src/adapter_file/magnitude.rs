@@ -1,9 +1,9 @@
 //! DoRA's magnitude in files.
 //!
-//! With W for the base weight, ΔW for the trained change and m for the magnitude: `ComfyUI` divides by ‖W + ΔW‖ if
-//! there is one magnitude for each input, but by ‖W‖ if there is one for each output (`comfy/weight_adapter/base.py`,
-//! `weight_decompose`). In the second case a file for `ComfyUI` therefore stores m ‖W‖ / ‖W + ΔW‖, with which `ComfyUI`
-//! computes exactly the trained adapter.
+//! Let W be the base weight, ΔW the trained change and m the magnitude. The trained weight is m (W + ΔW) / ‖W + ΔW‖.
+//! `ComfyUI` computes this formula if there is one magnitude for each input. If there is one for each output, `ComfyUI`
+//! divides by ‖W‖ instead of ‖W + ΔW‖ (`comfy/weight_adapter/base.py`, `weight_decompose`). A file for `ComfyUI` with one
+//! magnitude for each output therefore stores m ‖W‖ / ‖W + ΔW‖ in place of m, so that `ComfyUI` computes the trained weight.
 //!
 //! Follows <https://github.com/comfyanonymous/ComfyUI/blob/9c0cf36cd7964978850fd40f8cf76ac2cf9f9e15/comfy/weight_adapter/base.py>.
 
@@ -11,11 +11,11 @@ use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 use trainable_candle_nn::Base;
 use trainable_candle_nn::adapter::{AdapterSettings, KINDS};
 
-/// The metadata entry that marks files whose magnitudes are for `ComfyUI`'s formula.
+/// The metadata entry (name, value) of files that store m ‖W‖ / ‖W + ΔW‖ in place of the magnitudes m.
 pub(super) const MARK: (&str, &str) = ("trainable_candle.dora_scale", "divided_by_base_norm");
 
-/// ‖W + s B A‖ / ‖W‖ for each output, (out), f32. W is the weight of `base`, A is `down` and B is `up` in the layout of
-/// files, and s is `scale`.
+/// ‖W + s B A‖ / ‖W‖ for each output, shape (out), f32. W is the weight of `base` and s is `scale`. A is `down` and B is
+/// `up`, both in the layout of adapter files.
 ///
 /// # Errors
 /// [`Error::Shape`] if the factors do not fit the base.
@@ -38,7 +38,7 @@ pub(super) fn growth(base: &Base<'_>, down: &Tensor, up: &Tensor, scale: f64) ->
     norms(&adapter.merged_weight(&base)?)?.div(&norms(&weight)?)
 }
 
-/// The norm of each output's row of a weight, (out).
+/// The L2 norm of the weights of each output, shape (out), for a `weight` of shape (out, ...).
 fn norms(weight: &Tensor) -> Result<Tensor> {
     let dims: Vec<usize> = (1..weight.rank()).collect();
     weight.sqr()?.sum(&dims, false)?.sqrt()

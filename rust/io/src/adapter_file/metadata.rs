@@ -1,4 +1,4 @@
-//! The text entries of adapter files.
+//! The metadata (text entries) of adapter files.
 
 use std::collections::BTreeMap;
 
@@ -7,12 +7,13 @@ use trainable_candle_nn::adapter::{AdaptedLayer, AdapterSet};
 
 use super::{AdapterFormat, PartNames, alpha, oft, peft};
 
-/// The entry with peft's configuration of each part, as diffusers writes and reads it.
+/// The name of the entry with peft's configuration of each part as JSON, as diffusers writes and reads it.
 pub(super) const CONFIGURATION: &str = "lora_adapter_metadata";
 
-/// The entries that tools read: the few entries of kohya that A1111 needs to recognise SDXL, and the entries of
-/// modelspec 1.0.1. Files in the formats of diffusers and peft also have the configuration from which these tools take
-/// alphas. A file in diffusers' format has no configuration if its factors include the scale (`folds`).
+/// The metadata entries that other tools read: those entries of kohya that A1111 needs to recognise SDXL, and the entries of
+/// modelspec 1.0.1. Files in the formats of diffusers and peft also have the entry [`CONFIGURATION`], from which diffusers
+/// and peft take the alphas. A file in diffusers' format has no configuration if its factors are already multiplied by the
+/// scale (`folds`).
 pub(super) fn entries(
     format: AdapterFormat,
     folds: bool,

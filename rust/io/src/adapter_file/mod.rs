@@ -1,9 +1,9 @@
 //! Adapter files: an adapter's parameters under the names that other tools read.
 //!
 //! One file may have adapters of several parts of a pipeline (a UNet and its text encoders). [`PartNames`] has the
-//! names that tools use for a part and its layers. Reading accepts every known style of names. The tensors under one
-//! name are a *module*: usually the adapter of one layer, or of several layers that are one matrix in the original
-//! checkpoint.
+//! names that tools use for a part and its layers. Reading accepts every known style of names. The tensors whose keys
+//! start with the same name are a *module*. A module is the adapter of one layer, or the joined adapters of several
+//! layers whose weights are one matrix in the original checkpoint.
 
 mod alpha;
 mod fused;
@@ -34,7 +34,7 @@ use trainable_candle_nn::adapter::OftSide;
 pub use verify::{ModuleReport, Outline, Report, verify_adapter};
 pub use write::{AdapterFile, SaveOptions, Saved, prepare_adapters, save_adapters};
 
-/// The name of the function that writes adapters, for errors.
+/// The function name in error messages.
 const OP: &str = "save_adapter";
 
 /// The tool whose names an adapter file uses.
@@ -42,15 +42,15 @@ const OP: &str = "save_adapter";
 pub enum AdapterFormat {
     /// `lora_unet_input_blocks_4_1_….lora_down.weight` (kohya's trainers): ComfyUI, A1111 and diffusers load it.
     Kohya,
-    /// `unet.down_blocks.1.….lora_A.weight` (diffusers). If `ComfyUI` reads these names too, the factors include the
-    /// scale.
+    /// `unet.down_blocks.1.….lora_A.weight` (diffusers). For a part whose diffusers names `ComfyUI` also reads, the
+    /// factors are already multiplied by the scale.
     Diffusers,
-    /// `base_model.model.LAYER.lora_A.weight` (peft). A file holds one part. If the path is a folder, its files are
-    /// `adapter_model.safetensors` and `adapter_config.json`, which `PeftModel.from_pretrained` loads.
+    /// `base_model.model.LAYER.lora_A.weight` (peft). A file holds one part. If the path is a folder, the folder gets the
+    /// files `adapter_model.safetensors` and `adapter_config.json`, which `PeftModel.from_pretrained` loads.
     Peft,
-    /// `diffusion_model.input_blocks.4.1.….lora_A.weight` (ComfyUI's names, which follow the original checkpoint). If
-    /// the original checkpoint joins layers in one matrix and their adapters cannot be joined in the same way, the file
-    /// uses diffusers' names for these layers, provided that `ComfyUI` reads the names.
+    /// `diffusion_model.input_blocks.4.1.….lora_A.weight` (ComfyUI's names, which follow the original checkpoint). Some
+    /// layers are one matrix in the original checkpoint. If their adapters cannot be joined to one module, the file uses
+    /// diffusers' names for these layers, provided that `ComfyUI` reads diffusers' names of the part.
     ComfyUi,
 }
 
@@ -63,7 +63,7 @@ impl AdapterFormat {
         Self::NAMES.iter().map(|(name, _)| *name)
     }
 
-    /// The side of layers that OFT rotates in the programs that read the format.
+    /// The side of a layer (inputs or outputs) that OFT rotates in the programs that read the format.
     pub const fn oft_side(self) -> OftSide {
         match self {
             Self::Peft => OftSide::Input,

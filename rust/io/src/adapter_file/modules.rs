@@ -14,7 +14,7 @@ use crate::tensor_file::TensorFile;
 pub(super) struct Stored {
     /// Parameters under peft's names, laid out as in files.
     pub parameters: BTreeMap<&'static str, Tensor>,
-    /// The numerator of the scale. For OFT of outputs, the limit of its rotations (see [`oft`]).
+    /// The numerator of the scale alpha / rank. For OFT that rotates the outputs, the limit of the rotations (see [`oft`]).
     pub alpha: Option<f64>,
 }
 
@@ -26,18 +26,21 @@ impl Stored {
     }
 }
 
-/// A file's modules, by name (the key without the parameter's name), and the keys that belong to no module.
+/// The contents of an adapter file.
 pub(super) struct Contents {
+    /// The modules by name. A module's name is the part of its keys before the parameter's name.
     pub modules: BTreeMap<String, Stored>,
+    /// The keys that belong to no module.
     pub others: Vec<String>,
     pub metadata: HashMap<String, String>,
     /// peft's configuration, from the header or from `adapter_config.json` beside the file.
     config: Option<serde_json::Value>,
 }
 
+/// The entry of [`ALIASES`] for a module's alpha, which is not a parameter.
 const ALPHA: &str = "alpha";
 
-/// Endings of keys in files of other tools, and the parameters' names in this crate.
+/// Pairs (ending of a key in a file of another tool, the parameter's name in this crate).
 const ALIASES: [(&str, &str); 12] = [
     (".lora_down.weight", "lora_A.weight"),
     (".lora_up.weight", "lora_B.weight"),
@@ -53,18 +56,19 @@ const ALIASES: [(&str, &str); 12] = [
     (".alpha", ALPHA),
 ];
 
-/// Split a key into module and parameter. It may end in a parameter's name in this crate or in one of [`ALIASES`].
+/// Split a key into the module's name and the parameter's name. `None` if the key ends neither in one of [`ALIASES`] nor in
+/// a parameter's name of this crate.
 fn split(key: &str) -> Option<(&str, &'static str)> {
     let alias = ALIASES.iter().find_map(|(ending, parameter)| Some((key.strip_suffix(ending)?, *parameter)));
     let mut parameters = KINDS.iter().flat_map(|kind| kind.parameters);
     alias.or_else(|| parameters.find_map(|(name, _)| Some((key.strip_suffix(name)?.strip_suffix('.')?, *name))))
 }
 
-/// The prefix of the keys of the scales that quantization-aware training learns; the layer's name follows it. The scales do
-/// not change the adapter: they serve to round the sum of base and adapter.
+/// The scales that quantization-aware training learns have keys `qat_scales.LAYER`. The scales are no part of the adapter:
+/// they are needed to quantize the sum of base weight and adapter.
 pub(super) const SCALES: &str = "qat_scales.";
 
-/// Endings of parameters that are not supported, and the form of adapters that they belong to.
+/// Pairs (ending of the key of an unsupported parameter, the variant of adapter that has such parameters).
 const UNSUPPORTED: [(&str, &str); 6] = [
     (".lora_mid.weight", TUCKER),
     (".hada_t1", TUCKER),
@@ -77,11 +81,12 @@ const UNSUPPORTED: [(&str, &str); 6] = [
 const TUCKER: &str = "the Tucker form of convolutions";
 
 impl Contents {
-    /// Read the file at `path`, or peft's file if `path` is a folder.
+    /// Read the adapter file at `path`, or peft's adapter file in the folder `path`.
     ///
     /// # Errors
-    /// [`Error::WeightsFormat`] if the file is not a safetensors file, has no tensors, has an alpha that is not a number,
-    /// or has a module of an unsupported form; [`Error::Config`] if the configuration beside the file is not JSON.
+    /// [`Error::WeightsFormat`] if the file is not a safetensors file, has no tensors, has an alpha that is not one finite
+    /// number, or has a parameter of an unsupported variant of adapter. [`Error::Config`] if `adapter_config.json` beside
+    /// the file is not JSON.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let path = &peft::file_to_read(path);
         let mut file = TensorFile::open(path)?;
@@ -99,7 +104,9 @@ impl Contents {
             if let Some((ending, form)) = UNSUPPORTED.iter().find(|(ending, _)| key.ends_with(ending)) {
                 return Err(Error::weights(
                     path,
-                    format!("\"{key}\": {form} (\"{ending}\") is not supported; train the adapter without it"),
+                    format!(
+                        "\"{key}\": {form} (parameter \"{ending}\") is not supported; train the adapter without it"
+                    ),
                 ));
             }
             let Some((module, parameter)) = split(&key) else {
@@ -111,7 +118,8 @@ impl Contents {
             if parameter == ALPHA {
                 let alpha = tensor.item().ok().filter(|alpha| alpha.is_finite());
                 stored.alpha = Some(alpha.ok_or_else(|| {
-                    Error::weights(path, format!("\"{key}\" has shape {:?}, expected one finite number", tensor.dims()))
+                    let shape = tensor.dims();
+                    Error::weights(path, format!("\"{key}\" (shape {shape:?}) must hold one finite number"))
                 })?);
             } else {
                 stored.parameters.insert(parameter, tensor);
@@ -132,22 +140,22 @@ impl Contents {
         Ok(contents)
     }
 
-    /// The scale of a layer according to the configuration, for files without alphas.
+    /// The scale of a layer according to peft's configuration, for modules without an alpha. `None` without a configuration.
     pub(super) fn configured_scale(&self, part: &str, layer: &str) -> Option<f64> {
         peft::configured_scale(self.config.as_ref()?, part, layer)
     }
 
-    /// The number of terms of the series with which OFT computes rotations, from the configuration. `None` for other
-    /// adapters and for the exact Cayley transform.
+    /// The number of terms of the Neumann series with which OFT approximates the Cayley transform, from peft's
+    /// configuration. `None` for other adapters, and if OFT uses the exact Cayley transform.
     pub(super) fn cayley_neumann_terms(&self) -> Option<usize> {
         peft::cayley_neumann_terms(self.config.as_ref()?)
     }
 }
 
-/// The first parameter with a non-finite element.
+/// The name of the first parameter with an infinite or NaN element.
 ///
 /// # Errors
-/// Those of the conversion.
+/// Errors of the conversion to f32.
 pub(super) fn non_finite(values: &LayerValues) -> Result<Option<&str>> {
     for (name, value) in &values.parameters {
         let elements = value.to_dtype(DType::F32)?.contiguous()?.to_vec::<f32>()?;
@@ -158,7 +166,7 @@ pub(super) fn non_finite(values: &LayerValues) -> Result<Option<&str>> {
     Ok(None)
 }
 
-/// The learned scales that the file at `path` has, by layer.
+/// The scales of quantization-aware training in the file at `path`, by layer. Empty if the file has none.
 ///
 /// # Errors
 /// As [`TensorFile::open`] and [`TensorFile::read`].
@@ -168,7 +176,7 @@ pub(super) fn scales(path: &Path) -> Result<BTreeMap<String, Tensor>> {
     keys.into_iter().map(|key| Ok((key[SCALES.len()..].to_owned(), file.read(&key, &Device::Cpu)?))).collect()
 }
 
-/// The keys of the adapter file at `path`, or of peft's file if `path` is a folder; reads no values.
+/// The keys of the adapter file at `path`, or of peft's adapter file in the folder `path`. Reads no values.
 ///
 /// # Errors
 /// As [`TensorFile::open`].

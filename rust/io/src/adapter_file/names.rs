@@ -18,8 +18,8 @@ pub struct BaseModel {
     pub resolution: usize,
 }
 
-/// A function from a layer's name to its place in the original checkpoint, if it has one: the name of a matrix, and
-/// which of the matrix's rows belong to the layer.
+/// A function from a layer's name to the name of its matrix in the original checkpoint, and to the rows of the matrix that
+/// belong to the layer. `None` for a layer without a matrix there.
 pub type Original = Arc<dyn Fn(&str) -> Option<Key> + Send + Sync>;
 
 /// The names that tools use for one part of a pipeline and its layers.
@@ -34,13 +34,13 @@ pub struct PartNames {
     pub comfyui: Option<&'static str>,
     /// The base model, if other tools know it.
     pub base: Option<BaseModel>,
-    /// Whether this is the part that generates images, not a text encoder.
+    /// True for the part that denoises images, false for a text encoder.
     pub is_denoiser: bool,
-    /// The layers' places in original checkpoints.
+    /// The matrix and rows of each layer in original checkpoints.
     pub original: Original,
     /// The tools that load adapters of the part.
     pub readers: &'static [Reader],
-    /// The prefixes of the keys of all known parts, including this one.
+    /// The prefixes that keys of adapter files have for all known parts, including this part.
     pub prefixes: Arc<[String]>,
 }
 
@@ -65,7 +65,7 @@ const PEFT: &str = "base_model.model.";
 const LYCORIS: &str = "lycoris_";
 
 impl PartNames {
-    /// The format that most tools load.
+    /// The format that the most tools load for this part.
     pub fn default_format(&self) -> AdapterFormat {
         match self.base {
             _ if self.folds() => AdapterFormat::Diffusers,
@@ -74,19 +74,19 @@ impl PartNames {
         }
     }
 
-    /// Whether a file in diffusers' format includes the scale in its factors. It does if the part is a denoiser and
-    /// `ComfyUI` reads diffusers' names of the layers that are usually adapted, because diffusers and `ComfyUI` look for
-    /// the scale in different places.
+    /// Whether the factors in a file in diffusers' format are multiplied by the scale. This is so if the part is a denoiser
+    /// and `ComfyUI` reads diffusers' names of the layers that are usually adapted. (diffusers takes the scale from the
+    /// metadata, `ComfyUI` from tensors. Both compute the same if the scale is 1.)
     pub(super) fn folds(&self) -> bool {
         self.is_denoiser && readers::knows_usual(self.readers, Tool::ComfyUi, Style::Diffusers)
     }
 
-    /// The known prefix that `key` begins with, a part's or `LyCORIS`'; `None` if there is none.
+    /// The prefix of a known part, or `LyCORIS`' prefix, that `key` begins with. `None` if `key` begins with no known prefix.
     pub(super) fn prefix_of<'a>(&'a self, key: &str) -> Option<&'a str> {
         self.prefixes.iter().map(String::as_str).chain([LYCORIS]).find(|prefix| key.starts_with(prefix))
     }
 
-    /// Whether `prefix`, the beginning of a key, identifies this part.
+    /// Whether keys that begin with `prefix` belong to this part.
     pub(super) fn begins(&self, prefix: &str) -> bool {
         let kohya = prefix == LYCORIS && self.is_denoiser
             || prefix
@@ -98,12 +98,13 @@ impl PartNames {
             || self.comfyui.is_some_and(|name| prefix.starts_with(name) || name.starts_with(prefix))
     }
 
-    /// The name of a layer in a style, if it has one.
+    /// The name in the style `style` of the module that holds a layer. `None` if the style has no name for the layer.
     pub fn key(&self, layer: &str, style: Style) -> Option<String> {
         self.place(layer, style).map(|place| place.key)
     }
 
-    /// The module that holds a layer: its name in a style, and which of its rows belong to the layer.
+    /// The module that holds a layer: the module's name in the style `style`, and the rows of the module that belong to the
+    /// layer. `None` if the style has no name for the layer.
     pub(super) fn place(&self, layer: &str, style: Style) -> Option<Key> {
         let flat = || layer.replace('.', "_");
         let prefixed = |name: &str| match self.diffusers {

@@ -1,8 +1,8 @@
-//! peft's files: `adapter_model.safetensors` beside `adapter_config.json`, and the configuration that gives the scales.
+//! peft's files: `adapter_model.safetensors`, and beside it `adapter_config.json`, the configuration with the scales.
 //!
-//! peft multiplies every layer by alpha / r, even a LoKr without a rank, whose two factors are full matrices.
-//! `LyCORIS` and tools that read its files multiply such a LoKr by 1. In peft's files, its factor [`FOLDED`] is therefore
-//! divided by peft's alpha / r.
+//! peft multiplies the change of every layer's weight by alpha / r. It does so even for a LoKr without a rank, whose two
+//! factors are full matrices. `LyCORIS`, and tools that read the files of `LyCORIS`, multiply a LoKr without a rank by 1.
+//! Therefore peft's files store the factor [`FOLDED`] of a LoKr without a rank divided by peft's alpha / r.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -18,27 +18,29 @@ use super::{alpha, oft};
 const MODEL: &str = "adapter_model.safetensors";
 const CONFIG: &str = "adapter_config.json";
 
-/// The full factor of a LoKr that is rescaled in peft's files.
+/// The factor of a LoKr without a rank that peft's files store divided by alpha / r.
 pub(super) const FOLDED: &str = "lokr_w1";
 
-/// The file to write for `path`: `path` itself if it ends in `.safetensors` and is no folder, otherwise peft's file in
-/// the folder `path`, which need not exist. A path such as `x_v1.5` therefore names a folder.
+/// The file to write for `path`: `path` itself if it ends in `.safetensors` and is no folder, otherwise
+/// `adapter_model.safetensors` in the folder `path`. The folder need not exist. A path such as `x_v1.5` thus names a folder.
 pub(super) fn file_to_write(path: &Path) -> PathBuf {
     let is_file = path.extension().is_some_and(|extension| extension == "safetensors") && !path.is_dir();
     if is_file { path.to_path_buf() } else { path.join(MODEL) }
 }
 
-/// The file to read for `path`: `path` itself, or peft's file in it if `path` is a folder.
+/// The file to read for `path`: `adapter_model.safetensors` in `path` if `path` is a folder, otherwise `path` itself.
 pub(super) fn file_to_read(path: &Path) -> PathBuf {
     if path.is_dir() { path.join(MODEL) } else { path.to_path_buf() }
 }
 
-/// The path of an adapter file's configuration, if the file has peft's name.
+/// The path of `adapter_config.json` beside the adapter file at `path`. `None` if the file's name is not
+/// `adapter_model.safetensors`.
 pub(super) fn config_beside(path: &Path) -> Option<PathBuf> {
     (path.file_name()? == MODEL).then(|| path.with_file_name(CONFIG))
 }
 
-/// The rank and alpha of peft's configuration, for layers without entries of their own.
+/// The fields `r` and alpha of peft's configuration. They hold for every layer that `rank_pattern` and `alpha_pattern` do not
+/// list.
 #[derive(Clone, Copy)]
 pub(super) struct Common {
     rank: usize,
@@ -66,19 +68,20 @@ impl Common {
         (if layer.settings.rank > 0 { layer.settings.rank } else { largest() }, self.alpha)
     }
 
-    /// The number by which the factor [`FOLDED`] of a layer without a rank is multiplied in peft's files.
+    /// For a layer without a rank: the number by which the factor [`FOLDED`] is multiplied when peft's file is written.
     pub(super) fn fold(self, layer: &AdaptedLayer<'_>) -> f64 {
         let (rank, alpha) = self.sizes(layer);
         layer.settings.scale * rank as f64 / alpha
     }
 }
 
-/// Whether one of a layer's parameters has a rank.
+/// Whether one of a layer's parameters has a dimension of the size of the rank.
 pub(super) fn has_rank(layer: &AdaptedLayer<'_>) -> bool {
     layer.parameters.iter().any(|(name, _)| layer.kind.ranked.contains(name))
 }
 
-/// peft's configuration of a part, with each layer's own rank and alpha; the scale is alpha / r.
+/// peft's configuration of a part. The configuration gives every layer its rank r and its alpha; the layer's scale is
+/// alpha / r.
 pub(super) fn configuration(set: &AdapterSet, layers: &[AdaptedLayer<'_>]) -> Map<String, Value> {
     let Some(first) = layers.first() else { return Map::new() };
     if first.kind.name == "oft" {
@@ -130,7 +133,7 @@ fn oft_configuration(set: &AdapterSet, layers: &[AdaptedLayer<'_>]) -> Map<Strin
     let targets: Vec<&str> = layers.iter().map(|layer| module(layer.name)).collect();
     let fields = json!({
         "peft_type": "OFT",
-        // peft before this release used another series.
+        // Releases of peft before 0.18.0 used another series for the rotations.
         "peft_version": "0.18.0",
         "r": 0,
         "oft_block_size": block_size(layers).unwrap_or(set.config().oft_block_size),
@@ -143,8 +146,8 @@ fn oft_configuration(set: &AdapterSet, layers: &[AdaptedLayer<'_>]) -> Map<Strin
     if let Value::Object(fields) = fields { fields } else { Map::new() }
 }
 
-/// The `oft_block_size` from which peft computes the size of every layer's blocks; `None` if no single value gives all
-/// sizes.
+/// A value of `oft_block_size` from which peft computes the actual block size of every layer. `None` if no single value
+/// gives the block sizes of all layers.
 pub(super) fn block_size(layers: &[AdaptedLayer<'_>]) -> Option<usize> {
     let sizes: BTreeSet<(usize, usize)> = layers
         .iter()
@@ -158,8 +161,8 @@ pub(super) fn block_size(layers: &[AdaptedLayer<'_>]) -> Option<usize> {
     (2..=2 * most).find(makes)
 }
 
-/// The triangles of all blocks of a layer with `inputs` input features. If the file has one triangle for all blocks
-/// (`block_share`), it is repeated for each block.
+/// The triangles of all blocks of a layer with `inputs` input features, (blocks, elements of a triangle). If the file has
+/// only one triangle (`block_share`), the triangle is repeated for each block.
 pub(super) fn unshared(triangles: &Tensor, inputs: usize) -> Result<Tensor> {
     match *triangles.dims() {
         [1, elements] => {
@@ -170,8 +173,9 @@ pub(super) fn unshared(triangles: &Tensor, inputs: usize) -> Result<Tensor> {
     }
 }
 
-/// Limit the norm of each block to `eps` / √(number of blocks), as peft does before each forward pass if its configuration
-/// says `coft` (<https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/oft/layer.py#L158>).
+/// If `config` has `coft: true`, limit the Frobenius norm of each block's Q to `eps` / √(number of blocks). peft does this
+/// before each forward pass
+/// (<https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/oft/layer.py#L158>).
 pub(super) fn project(config: Option<&Value>, stored: &mut Stored) -> Result<()> {
     let Some(config) = config.filter(|config| config.get("coft").and_then(Value::as_bool) == Some(true)) else {
         return Ok(());
@@ -181,7 +185,7 @@ pub(super) fn project(config: Option<&Value>, stored: &mut Stored) -> Result<()>
     };
     let limit = config.get("eps").and_then(Value::as_f64).unwrap_or(6e-5) / (triangles.dims()[0] as f64).sqrt();
     let value = triangles.to_dtype(DType::F32)?;
-    // An element of the triangle occurs twice in its matrix.
+    // Each element of a triangle occurs twice in its block's skew-symmetric matrix Q.
     let norms = value.sqr()?.sum(&[1], true)?.mul_scalar(2.0)?.sqrt()?;
     let factors =
         norms.to_vec::<f32>()?.into_iter().map(|norm| if f64::from(norm) > limit { limit as f32 / norm } else { 1.0 });
@@ -190,24 +194,24 @@ pub(super) fn project(config: Option<&Value>, stored: &mut Stored) -> Result<()>
     Ok(())
 }
 
-/// The number of terms of the series in a configuration of OFT; `None` if the configuration selects the exact Cayley
-/// transform.
+/// The number of terms of the Neumann series with which OFT approximates the Cayley transform. `None` if the configuration
+/// selects the exact Cayley transform, or is not one of OFT.
 pub(super) fn cayley_neumann_terms(config: &Value) -> Option<usize> {
-    // A missing entry has peft's default.
+    // peft's default for missing entries: the Neumann series with five terms.
     let asked = config.get("use_cayley_neumann").and_then(Value::as_bool).unwrap_or(true);
     let is_oft = config.get("peft_type").and_then(Value::as_str) == Some("OFT");
     let terms = config.get("num_cayley_neumann_terms").and_then(Value::as_u64).unwrap_or(5);
     (is_oft && asked).then(|| usize::try_from(terms).ok()).flatten()
 }
 
-/// The name of a module in a configuration. transformers 5 has removed `text_model.` from the layer names of one of its
-/// CLIP encoders and kept it in the other. peft matches modules by the end of their names, so names without this prefix
-/// match in both encoders.
+/// The name of a layer in peft's configuration, which is the layer's name without `text_model.`. transformers 5 removed this
+/// prefix from the layer names of one of its two CLIP encoders and kept it in the other. peft compares only the ends of
+/// layer names, so names without the prefix match in both encoders.
 fn module(layer: &str) -> &str {
     layer.strip_prefix("text_model.").unwrap_or(layer)
 }
 
-/// The text of `adapter_config.json`.
+/// The content of `adapter_config.json`.
 pub(super) fn config_text(configuration: Map<String, Value>) -> String {
     let mut fields = json!({"base_model_name_or_path": null, "inference_mode": true, "task_type": null});
     if let Value::Object(fields) = &mut fields {
@@ -216,18 +220,19 @@ pub(super) fn config_text(configuration: Map<String, Value>) -> String {
     format!("{fields:#}\n")
 }
 
-/// The configuration in `adapter_config.json` beside a file with peft's name.
+/// The content of `adapter_config.json` beside the adapter file at `path`. `None` if the adapter file's name is not
+/// `adapter_model.safetensors`, or if there is no configuration.
 ///
 /// # Errors
-/// [`Error::Io`] if it cannot be read, [`Error::Config`] if it is not JSON.
+/// [`Error::Io`] if the configuration cannot be read, [`Error::Config`] if it is not JSON.
 pub(super) fn read_config_beside(path: &Path) -> Result<Option<Value>> {
     let Some(path) = config_beside(path).filter(|path| path.is_file()) else { return Ok(None) };
     let text = std::fs::read_to_string(&path).map_err(|e| Error::io(&path, e))?;
     let config = serde_json::from_str(&text);
-    config.map(Some).map_err(|e| Error::Config(format!("{}: {e}", path.display())))
+    config.map(Some).map_err(|e| Error::Config(format!("{} is not valid JSON: {e}", path.display())))
 }
 
-/// The scale that a configuration gives a layer of a part.
+/// The scale that a configuration gives to a layer of a part. `None` if the configuration has no valid rank and alpha.
 pub(super) fn configured_scale(config: &Value, part: &str, layer: &str) -> Option<f64> {
     let get = |name: &str| config.get(format!("{part}.{name}")).or_else(|| config.get(name));
     let mut config = LoraConfig {
@@ -245,7 +250,8 @@ pub(super) fn configured_scale(config: &Value, part: &str, layer: &str) -> Optio
     Some(config.settings(layer).ok()?.scale)
 }
 
-/// Give a layer without a rank the scale 1: its factor [`FOLDED`] is multiplied by `scale`, the scale in peft's configuration.
+/// Undo [`Common::fold`] for a layer without a rank: multiply the factor [`FOLDED`] by `scale`, the alpha / r of peft's
+/// configuration, so that the layer has the scale 1.
 pub(super) fn unfold(values: &mut LayerValues, scale: f64) -> Result<()> {
     if let Some(factor) = values.parameters.get_mut(FOLDED) {
         *factor = factor.to_dtype(DType::F32)?.mul_scalar(scale)?;

@@ -5,17 +5,17 @@ use std::collections::HashMap;
 use super::{PartNames, Style};
 use crate::form::{Form, Key};
 
-/// The meaning of a module's name.
+/// What a module's name in a file stands for.
 pub(super) struct Place<'a> {
-    /// The index of the part.
+    /// The index of the part whose layers the module adapts.
     pub part: usize,
     /// The style of the name.
     pub style: Style,
-    /// The layers of the module, with the rows of the module that belong to each.
+    /// The module's layers, each with the rows of the module that belong to the layer.
     pub layers: Vec<(&'a str, Form)>,
 }
 
-/// The [`Place`] of every name under which a file may hold the adapter of a layer.
+/// A map from every name that a module of these layers may have in a file, in any style, to the name's [`Place`].
 pub(super) fn places<'a>(parts: impl Iterator<Item = (&'a PartNames, Vec<&'a str>)>) -> HashMap<String, Place<'a>> {
     let mut places: HashMap<String, Place<'a>> = HashMap::new();
     for (part, (names, layers)) in parts.enumerate() {
@@ -23,7 +23,7 @@ pub(super) fn places<'a>(parts: impl Iterator<Item = (&'a PartNames, Vec<&'a str
             for style in Style::ALL {
                 let Some(Key { key, form }) = names.place(layer, style) else { continue };
                 let place = places.entry(key).or_insert_with(|| Place { part, style, layers: Vec::new() });
-                // A name that two styles share belongs to the first style.
+                // If two styles give the same name, the name belongs to the style that was found first.
                 if (place.part, place.style) == (part, style) {
                     place.layers.push((layer, form));
                 }

@@ -21,8 +21,8 @@ pub struct PartLayers<'a> {
     pub layers: &'a [(String, Layer<'a>)],
 }
 
-/// Read the adapters in the file at `path`, or in peft's file if `path` is a folder. The result has, for each of
-/// `parts`, the adapters by layer name. Modules of other parts are skipped.
+/// Read the adapters in the file at `path`, or in peft's file if `path` is a folder. The result has one map for each of
+/// `parts`, from a layer's name to its adapter. Modules of parts other than `parts` are skipped.
 ///
 /// # Errors
 /// [`Error::WeightsFormat`] if the file is not an adapter file, has no adapter for any of the parts, names layers that
@@ -64,7 +64,8 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
     let part_prefix = |key: &str| parts.first().and_then(|part| part.names.prefix_of(key));
     let prefixes: Vec<&str> =
         contents.modules.keys().filter(|m| places.contains_key(*m)).filter_map(|m| part_prefix(m)).collect();
-    // Modules of parts that were not requested are skipped without an error.
+    // A key is an error if it has no known prefix, or a prefix that modules of the requested parts have too. Keys with
+    // another known prefix belong to parts that were not requested and are skipped, unless no module fits any part.
     let strange = |key: &String| part_prefix(key).is_none_or(|prefix| prefixes.contains(&prefix));
     let nothing = found.iter().all(BTreeMap::is_empty);
     let wrong: Vec<&String> = lost.into_iter().chain(&contents.others).filter(|key| nothing || strange(key)).collect();
@@ -75,11 +76,11 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
     Ok(found)
 }
 
-/// The largest number of unknown keys that the error message asks the user to remove. If there are more, the message says
-/// that the file is for another model.
+/// The largest number of unknown keys that the error message asks the user to remove. If a file has more unknown keys, the
+/// message says that the file is for another model.
 const FOREIGN: usize = 3;
 
-/// The error message for a file whose keys `wrong` belong to none of the parts `asked` for.
+/// The error message for a file in which the keys `wrong` belong to none of the requested parts `asked`.
 fn mismatch(contents: &Contents, asked: &[&PartNames], wrong: &[&String]) -> String {
     let list = |keys: &[&String]| keys.iter().take(3).map(|key| key.as_str()).collect::<Vec<_>>().join(", ");
     let modules = contents.modules.len();
@@ -101,7 +102,7 @@ fn mismatch(contents: &Contents, asked: &[&PartNames], wrong: &[&String]) -> Str
     }
     if wrong.len() <= FOREIGN && lost < modules {
         return format!(
-            "{} of the file's keys ({}) fit no layer of the model, while its other {} modules fit; remove these keys \
+            "{} of the file's keys ({}) fit no layer of the model, while the other {} modules fit; remove these keys \
              from the file",
             wrong.len(),
             list(wrong),
@@ -114,8 +115,9 @@ fn mismatch(contents: &Contents, asked: &[&PartNames], wrong: &[&String]) -> Str
     )
 }
 
-/// The adapter of one layer of a module. The layer has `rows` rows, and `form` tells where they are in the module. `None`
-/// if the module does not change the layer.
+/// The adapter of one layer of a module. The layer has `rows` outputs, and `form` tells which rows of the module they are.
+/// `None` if the module does not change the layer. The alpha is multiplied by (rank of the layer's adapter / rank of the
+/// module), so that the scale alpha / rank stays the same.
 pub(super) fn own(stored: &Stored, form: Form, rows: usize) -> Result<Option<Stored>> {
     let all = form.stored_shape(&[rows]).first().copied().unwrap_or(rows);
     let Some(parameters) = fused::split(&stored.parameters, form, all)? else { return Ok(None) };
@@ -127,11 +129,11 @@ pub(super) fn own(stored: &Stored, form: Form, rows: usize) -> Result<Option<Sto
     Ok(Some(own))
 }
 
-/// The adapter of one layer, with parameters under peft's names.
+/// The adapter of one layer, with parameters under peft's names, from `stored`, the layer's own part of a module.
 ///
-/// `divided` tells whether the file's magnitudes are for `ComfyUI`'s formula (see [`magnitude`]). `trained` is the
-/// layer's alpha in training, given only if the alpha in the file differs. `configured` returns the scale in peft's
-/// configuration.
+/// `divided` tells whether the file stores m ‖W‖ / ‖W + ΔW‖ in place of the magnitudes m (see [`magnitude`]). `trained` is
+/// the layer's alpha in training if the alpha in the file differs from it, otherwise `None`. `configured` returns the
+/// layer's scale in peft's configuration.
 fn values(
     stored: &Stored,
     base: &Base<'_>,
@@ -162,7 +164,7 @@ fn values(
     Ok(values)
 }
 
-/// A `dora_scale` (out, 1, …) as a magnitude (out).
+/// The magnitudes m, shape (out), from the file's `dora_scale`, shape (out, 1, …).
 fn output_magnitude(scale: &Tensor, values: &LayerValues, base: &Base<'_>, divided: bool) -> Result<Tensor> {
     if scale.elem_count() != base.rows() {
         return Err(Error::shape("dora_scale", format!("found {:?}, expected ({}, 1)", scale.dims(), base.rows())));
@@ -174,8 +176,8 @@ fn output_magnitude(scale: &Tensor, values: &LayerValues, base: &Base<'_>, divid
     }
 }
 
-/// Read the parameters of an adapter file into `set`, which is attached to `part`. Learned scales are read for the
-/// layers that have them both in the file and in `set`.
+/// Read the parameters of an adapter file into `set`, which is attached to `part`. The scales of quantization-aware training
+/// are read for those layers that have such scales both in the file and in `set`.
 ///
 /// # Errors
 /// As [`read_adapters`], [`AdapterSet::load`] and [`AdapterSet::set_scales`].
@@ -185,11 +187,11 @@ pub fn load_adapter(path: &Path, set: &AdapterSet, part: PartLayers<'_>) -> Resu
     set.set_scales(&scales(path)?)
 }
 
-/// Put the adapters of a file on the layers of `part` that the file names, with the file's ranks, kinds and alphas, and
-/// multiply their scales by `scale`.
+/// Attach the adapters of a file to the layers of `part` that the file names. Ranks, kinds and alphas are those of the file;
+/// the adapters' scales are multiplied by `scale`.
 ///
 /// # Errors
-/// As [`read_adapters`] and [`AdapterSet::attach_values`].
+/// [`Error::Argument`] if `scale` is 0 or not finite; as [`read_adapters`] and [`AdapterSet::attach_values`].
 pub fn attach_adapter(path: &Path, scale: f64, part: PartLayers<'_>) -> Result<AdapterSet> {
     if !scale.is_finite() || scale == 0.0 {
         let cure = "give a finite number other than 0, or leave the adapter off the model";
@@ -202,8 +204,8 @@ pub fn attach_adapter(path: &Path, scale: f64, part: PartLayers<'_>) -> Result<A
     AdapterSet::attach_values(&values, part.layers)
 }
 
-/// Put the LoRA of a file on the layers of `part` that the file names, beside other adapters, and multiply its scale by
-/// `scale`.
+/// Attach the LoRA of a file to the layers of `part` that the file names, beside the adapters that these layers already
+/// have. The LoRA's scales are multiplied by `scale`.
 ///
 /// # Errors
 /// As [`read_adapters`] and [`TrainingAdapter::attach`].

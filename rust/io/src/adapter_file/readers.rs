@@ -1,7 +1,7 @@
-//! [`Reader`]: the styles of names that a tool reads, and how it applies adapters under these names.
+//! [`Reader`]: the styles of names that a tool reads, and how the tool applies adapters whose names are in these styles.
 //!
-//! Each part of a model family has a table of readers. The table determines the default format, and what `verify`
-//! reports.
+//! Each part of a model family has a table of readers. The table determines the format in which adapters of the part are
+//! saved by default, and what `verify` reports.
 
 use super::Style;
 
@@ -34,17 +34,17 @@ impl Tool {
     }
 }
 
-/// A tool with the names and adapters that it reads.
+/// The styles of names and the kinds of adapters that one tool reads.
 #[derive(Clone, Copy, Debug)]
 pub struct Reader {
     /// The tool.
     pub tool: Tool,
-    /// The styles of names that it reads.
+    /// The styles of names that the tool reads.
     pub styles: &'static [Known],
-    /// The kinds of adapters that it loads.
+    /// The kinds of adapters that the tool loads.
     pub kinds: &'static [&'static str],
-    /// The parameter in which the tool expects DoRA's magnitude; `None` if it ignores the magnitude and applies the
-    /// rest of the adapter.
+    /// The name of the parameter in which the tool expects DoRA's magnitude. `None` if the tool ignores the magnitude and
+    /// applies the rest of the adapter.
     pub magnitude: Option<&'static str>,
 }
 
@@ -53,44 +53,44 @@ pub struct Reader {
 pub struct Known {
     /// The style.
     pub style: Style,
-    /// Whether the tool reads a layer's name in this style; `None` if it reads the names of all layers.
+    /// Whether the tool reads the name of `layer` in this style. `None` if the tool reads the names of all layers.
     pub only: Option<fn(layer: &str) -> bool>,
-    /// What the tool does with an alpha beside the parameters.
+    /// What the tool does with a tensor `….alpha` of a module.
     pub alpha: Alpha,
-    /// Whether the tool applies an alpha in the configuration.
+    /// Whether the tool applies an alpha in peft's configuration.
     pub configured: bool,
 }
 
-/// What a tool does with an alpha beside the parameters, that is, a tensor `….alpha` of the module.
+/// What a tool does with a tensor `….alpha` beside the parameters of a module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Alpha {
-    /// It is the numerator of the scale.
+    /// The tool uses the alpha as the numerator of the scale alpha / rank.
     Applied,
-    /// It is ignored.
+    /// The tool ignores the alpha.
     LeftOut,
-    /// It is an error.
+    /// The tool reports an error and loads nothing.
     Refused,
 }
 
 impl Known {
-    /// The tool reads every layer's name in `style`, and applies an alpha beside the parameters.
+    /// A tool reads every layer's name in `style`, and applies a tensor `….alpha` of a module.
     pub const fn all(style: Style) -> Self {
         Self { style, only: None, alpha: Alpha::Applied, configured: false }
     }
 
-    /// Say that the tool reads only the names of layers for which `only` is true.
+    /// The same, but the tool reads only the names of layers for which `only` is true.
     #[must_use]
     pub const fn only(self, only: fn(&str) -> bool) -> Self {
         Self { only: Some(only), ..self }
     }
 
-    /// Say that the tool applies alphas in the configuration.
+    /// The same, but the tool also applies alphas in peft's configuration.
     #[must_use]
     pub const fn configured(self) -> Self {
         Self { configured: true, ..self }
     }
 
-    /// Set what the tool does with alphas beside the parameters.
+    /// The same, but the tool treats a tensor `….alpha` of a module as `alpha` says.
     #[must_use]
     pub const fn alpha(self, alpha: Alpha) -> Self {
         Self { alpha, ..self }
@@ -108,7 +108,7 @@ pub const PEFT: Reader = Reader {
     magnitude: Some("lora_magnitude_vector.weight"),
 };
 
-/// The tools that load adapters of a model that no tool knows: peft alone, which loads adapters of any model.
+/// The readers of a model that no other tool supports: only peft, which loads adapters of any model.
 pub const UNKNOWN: &[Reader] = &[PEFT];
 
 /// What a tool does with one module.
@@ -116,34 +116,39 @@ pub const UNKNOWN: &[Reader] = &[PEFT];
 pub(super) enum Outcome {
     /// The tool applies the trained adapter.
     Whole,
-    /// The tool applies the adapter, but not as it was trained; the text says why.
+    /// The tool applies the adapter, but not as it was trained. The string is the reason.
     Part(&'static str),
-    /// The tool ignores the module; the text says why.
+    /// The tool ignores the module. The string is the reason.
     Not(&'static str),
 }
 
-/// The properties of a module of a file that decide what a tool does with it.
+/// The properties of a module that decide what a tool does with the module.
 pub(super) struct Found<'a> {
+    /// The name of a layer that the module adapts.
     pub layer: &'a str,
     pub style: Style,
     pub kind: &'a str,
     /// The name of DoRA's magnitude in the file, if there is one.
     pub magnitude: Option<&'a str>,
-    /// Whether there is one magnitude for each input, or OFT rotates inputs.
+    /// For DoRA: whether it has one magnitude for each input (not for each output). For OFT: whether it rotates inputs (not
+    /// outputs).
     pub per_input: bool,
-    /// Whether OFT has an alpha that limits rotations more in `ComfyUI` than in training.
+    /// Whether OFT has an alpha that limits the rotations in `ComfyUI` to less than in training.
     pub limited: bool,
-    /// Whether the file has an alpha beside the parameters.
+    /// Whether the module has a tensor `….alpha`.
     pub has_alpha: bool,
-    /// Where the file has an alpha that gives a scale other than 1.
+    /// Where the file stores the module's alpha, if this alpha gives a scale other than 1.
     pub scaled: AlphaAt,
 }
 
-/// Where a file has an alpha.
+/// Where a file stores an alpha that gives a scale other than 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AlphaAt {
+    /// The file has no such alpha.
     Nowhere,
+    /// In a tensor `….alpha` of the module.
     Beside,
+    /// In peft's configuration.
     Configuration,
 }
 
@@ -173,7 +178,8 @@ impl Reader {
                 _ => "it ignores DoRA's magnitude",
             });
         }
-        // A1111's `NetworkModule.apply_weight_decompose` ignores the shape of the magnitude.
+        // A1111's `NetworkModule.apply_weight_decompose` always divides by one norm for each input, whatever the shape of
+        // the magnitude.
         if self.tool == Tool::A1111 && found.magnitude.is_some() && !found.per_input {
             return Outcome::Part(
                 "it divides DoRA's weights by one norm for each input; train with --dora-axis input for it",
@@ -199,15 +205,15 @@ impl Reader {
             (_, true) => Outcome::Not("its OFT rotates outputs; for it, train with --oft-side output"),
             (Tool::A1111, false) => Outcome::Part("it rotates biases too"),
             (_, false) if found.limited => {
-                Outcome::Part("it limits rotations to alpha, not to alpha times the outputs")
+                Outcome::Part("it limits rotations to alpha, not to alpha times the number of outputs")
             }
             _ => Outcome::Whole,
         }
     }
 }
 
-/// Whether a tool reads the names in `style` of the layers that are usually adapted. Only the name of an attention
-/// projection is checked.
+/// Whether `tool` reads names in `style` of the layers that are usually adapted. Checked for one layer, an attention
+/// projection.
 pub(super) fn knows_usual(readers: &[Reader], tool: Tool, style: Style) -> bool {
     const USUAL: &str = "transformer_blocks.0.attn.to_q";
     let mut known = readers.iter().filter(|reader| reader.tool == tool).flat_map(|reader| reader.styles);

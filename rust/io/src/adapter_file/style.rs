@@ -1,32 +1,34 @@
-//! [`Style`]: the ways to write the names of layers.
+//! [`Style`]: the ways to write a layer's name as a module's name in an adapter file.
 
-/// A way to write the name of a layer.
+/// A way to write a layer's name as a module's name in an adapter file. An *original name* is the name of the layer's
+/// matrix in the original checkpoint. *With underscores* means that underscores replace the dots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Style {
-    /// kohya's prefix and the original name with underscores.
+    /// kohya's prefix of the part, and the original name with underscores.
     KohyaOriginal,
-    /// kohya's prefix and diffusers' name with underscores.
+    /// kohya's prefix of the part, and diffusers' name with underscores.
     Kohya,
-    /// `lora_`, diffusers' prefix and name with underscores (`OneTrainer`).
+    /// `lora_`, diffusers' name of the part, and diffusers' name of the layer with underscores (`OneTrainer`).
     OneTrainer,
     /// `lycoris_` and diffusers' name with underscores (`SimpleTuner`).
     Lycoris,
-    /// diffusers' prefix and name.
+    /// diffusers' names of the part and of the layer.
     Diffusers,
-    /// diffusers' name with `.processor` before the projections of attention, as early releases of diffusers wrote it.
+    /// As [`Diffusers`](Self::Diffusers), but with `.processor` before the name of an attention projection
+    /// (`attn1.processor.to_q`). Early releases of diffusers wrote such names.
     Processor,
-    /// `ComfyUI`'s prefix and the original name.
+    /// `ComfyUI`'s prefix of the part, and the original name.
     ComfyUi,
-    /// `ComfyUI`'s prefix and diffusers' name.
+    /// `ComfyUI`'s prefix of the part, and diffusers' name.
     ComfyUiOwn,
     /// `base_model.model.` and diffusers' name.
     Peft,
-    /// diffusers' name alone.
+    /// diffusers' name of the layer, without a prefix.
     Bare,
 }
 
 impl Style {
-    /// Every style in which files may name a layer, the most likely first.
+    /// All styles, the most likely first. If two styles give a layer the same name, the first style counts.
     pub(super) const ALL: [Self; 10] = [
         Self::KohyaOriginal,
         Self::Kohya,

@@ -13,8 +13,8 @@ use super::readers::{AlphaAt, Found, Outcome, Tool};
 use super::{PartNames, Style, alpha, oft, read};
 use crate::form::Form;
 
-/// A part of a model without its weights: the names that tools use, and its layers with the shapes of their weights in
-/// files.
+/// A part of a model without its weights: the names that tools use for the part, and the part's layers with the shapes
+/// that their weights have in files.
 pub struct Outline {
     /// The names that tools use for the part.
     pub names: PartNames,
@@ -22,24 +22,24 @@ pub struct Outline {
     pub layers: BTreeMap<String, Vec<usize>>,
 }
 
-/// One layer's adapter in a file. A module with the adapters of several layers is reported once for each layer.
+/// The report of one layer's adapter in a file. A module with the adapters of several layers has one report for each layer.
 pub struct ModuleReport {
-    /// The name in the file, without the parameter's name.
+    /// The module's name in the file: the keys of its tensors without the parameters' names.
     pub module: String,
     /// The name of the layer, preceded by diffusers' name of the part; `None` if the model has no such layer.
     pub layer: Option<String>,
-    /// The kind of adapter.
+    /// The kind of adapter; `None` if the parameters form no complete adapter.
     pub kind: Option<&'static str>,
-    /// Its rank; 0 if it has no low-rank factors.
+    /// The adapter's rank; 0 if it has no low-rank factors.
     pub rank: usize,
-    /// The numerator of the scale, if the file has it beside the parameters.
+    /// The value of the module's tensor `….alpha`, the numerator of the scale. `None` if the module has no such tensor.
     pub alpha: Option<f64>,
-    /// The factor that tools apply: alpha / rank according to the file or its configuration, 1 without an alpha in
-    /// either.
+    /// The scale alpha / rank, by which tools multiply the adapter. The alpha is that of the module's tensor or of peft's
+    /// configuration. The scale is 1 if neither has an alpha.
     pub scale: f64,
-    /// Whether a factor is zero everywhere.
+    /// Whether all elements of one of the factors are 0, so that the adapter has no effect.
     pub zero: bool,
-    /// A message about wrong shapes or parameters, if there are any.
+    /// A message about wrong shapes, missing parameters or non-finite elements; `None` if the adapter has no such fault.
     pub fault: Option<String>,
     /// Tools that ignore the module, with the reason.
     pub ignored_by: Vec<(Tool, &'static str)>,
@@ -49,9 +49,9 @@ pub struct ModuleReport {
 
 /// How other tools would apply a file.
 pub struct Report {
-    /// The tools that the report covers, in the order of the parts' tables.
+    /// The tools that the report covers, in the order of the parts' tables of readers.
     pub tools: Vec<Tool>,
-    /// Every module in the order of names.
+    /// The reports of all modules, in the order of the modules' names.
     pub modules: Vec<ModuleReport>,
     /// Keys that are not parameters of an adapter.
     pub others: Vec<String>,
@@ -61,7 +61,7 @@ pub struct Report {
 
 impl Report {
     /// Whether the file has modules and no other keys, every module fits a layer and has an effect, and the first of
-    /// the tools, if there is one, applies every module as it was trained.
+    /// [`tools`](Self::tools), if there is one, applies every module as it was trained.
     pub fn is_good(&self) -> bool {
         let first = self.tools.first();
         self.others.is_empty()
@@ -79,13 +79,13 @@ impl Report {
 ///
 /// # Errors
 /// [`Error::WeightsFormat`](trainable_candle_core::Error::WeightsFormat) if the file is not a safetensors file, has no
-/// tensors, has an alpha that is not a number, or has a module of an unsupported form;
+/// tensors, has an alpha that is not one finite number, or has a parameter of an unsupported variant of adapter;
 /// [`Error::Config`](trainable_candle_core::Error::Config) if peft's configuration beside the file is not JSON.
 pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (&p.names, p.layers.keys().map(String::as_str).collect())));
     let found = contents.modules.keys().filter_map(|module| Some((module.as_str(), places.get(module)?)));
-    // A name that is the same in both of kohya's styles does not mix styles, so it is left out here.
+    // A name that is the same in both of kohya's styles is no sign of mixed styles, so such names are skipped.
     let is_one = |(module, place): &(&str, &Place<'_>)| {
         let name = |layer| parts[place.part].names.key(layer, Style::Kohya);
         place.layers.iter().all(|(layer, _)| name(layer).as_deref() != Some(*module)) || place.style == Style::Kohya
@@ -106,7 +106,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
                     report.fault = report.fault.or_else(|| misfit(&own.layer_values(), &part.layers[layer]));
                     report
                 }
-                // An incomplete adapter cannot be split, so the whole module is reported for each of its layers.
+                // An incomplete module cannot be split, so the report of each of its layers describes the whole module.
                 Err(error) => {
                     let mut report = described(module, stored)?;
                     report.fault.get_or_insert(error.to_string());
@@ -152,7 +152,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     Ok(Report { tools, modules, others: contents.others, remarks })
 }
 
-/// A module's report with the entries that follow from the parameters alone.
+/// A module's report with only those fields that follow from the module's tensors.
 fn described(module: &str, stored: &Stored) -> Result<ModuleReport> {
     let values = stored.layer_values();
     let (kind, rank) = (values.kind().ok(), values.rank().unwrap_or(0));
@@ -180,6 +180,7 @@ fn described(module: &str, stored: &Stored) -> Result<ModuleReport> {
     })
 }
 
+/// Whether both of kohya's styles occur in `styles`.
 fn mixes_kohya_names(styles: impl Iterator<Item = Style>) -> bool {
     let (mut original, mut own) = (false, false);
     for style in styles {
@@ -189,7 +190,7 @@ fn mixes_kohya_names(styles: impl Iterator<Item = Style>) -> bool {
     original && own
 }
 
-/// The reason why a low-rank pair or OFT's blocks do not fit a weight of `shape`; `None` if they fit.
+/// The reason why the factors of a LoRA, or OFT's blocks, do not fit a weight of `shape`; `None` if they fit.
 fn misfit(values: &LayerValues, shape: &[usize]) -> Option<String> {
     for (name, features) in [(oft::TRIANGLES, shape.get(1)), (oft::BLOCKS, shape.first())] {
         let Some(value) = values.parameters.get(name) else { continue };
@@ -198,14 +199,14 @@ fn misfit(values: &LayerValues, shape: &[usize]) -> Option<String> {
             [_, size, columns] if size == columns => Some(size),
             _ => None,
         };
-        // OFT of inputs may share one triangle among all blocks.
+        // If OFT rotates inputs, all blocks may share one triangle.
         let count = value.dims().first().copied().unwrap_or(0);
         let is_shared = name == oft::TRIANGLES && count == 1;
         let fits = size.zip(features).is_some_and(|(size, features)| {
             if is_shared { features.is_multiple_of(size) } else { count * size == *features }
         });
         if !fits {
-            return Some(format!("{name} {:?} does not fit a weight {shape:?}", value.dims()));
+            return Some(format!("{name} of shape {:?} does not fit a weight of shape {shape:?}", value.dims()));
         }
     }
     let (down, up) = (values.parameters.get("lora_A.weight"), values.parameters.get("lora_B.weight"));
@@ -215,15 +216,20 @@ fn misfit(values: &LayerValues, shape: &[usize]) -> Option<String> {
     let columns: usize = shape.iter().skip(1).product();
     let per_rank = down.elem_count() / down.dims().first().copied().unwrap_or(1).max(1);
     let fits = up.dims().first() == shape.first() && per_rank == columns && up.dims().get(1) == down.dims().first();
-    (!fits).then(|| format!("down {:?} and up {:?} do not fit a weight {shape:?}", down.dims(), up.dims()))
+    (!fits).then(|| {
+        let (down, up) = (down.dims(), up.dims());
+        format!(
+            "the shapes of the down factor {down:?} and the up factor {up:?} do not fit a weight of shape {shape:?}"
+        )
+    })
 }
 
-/// Adds to the report what each tool does with a module.
+/// Adds to `report` those tools of the part's table of readers that ignore the module or change its effect.
 fn read_by(names: &PartNames, found: &Found<'_>, mixes: bool, report: &mut ModuleReport) {
     for reader in names.readers {
         let mut outcome = reader.outcome(found);
         if mixes && reader.tool == Tool::Diffusers && found.style == Style::KohyaOriginal {
-            let why = "the file mixes kohya's two kinds of names, of which it ignores this kind";
+            let why = "the file mixes kohya's two styles of names, and it ignores names of this style";
             outcome = if outcome == Outcome::Whole { Outcome::Not(why) } else { outcome };
         }
         match outcome {
@@ -234,8 +240,8 @@ fn read_by(names: &PartNames, found: &Found<'_>, mixes: bool, report: &mut Modul
     }
 }
 
-/// A remark if diffusers reads wrong alphas: for attention's projections under kohya's names, it uses the most common
-/// alpha.
+/// A remark if diffusers reads wrong alphas of the part with the index `part`. For attention projections with kohya's
+/// names, diffusers uses the most common alpha of the part instead of the projection's alpha.
 fn misread_alphas(
     contents: &Contents,
     places: &HashMap<String, Place<'_>>,
@@ -244,7 +250,8 @@ fn misread_alphas(
 ) -> Option<String> {
     let is_split = |layer: &String| (parts[part].names.original)(layer).is_some_and(|key| key.form != Form::Plain);
     if parts[part].layers.keys().any(is_split) {
-        // For models whose original checkpoints join layers, diffusers' converter reads each alpha correctly.
+        // If several layers of the model are one matrix in original checkpoints, diffusers converts the names with another
+        // function, which reads each alpha correctly.
         return None;
     }
     let alphas = contents.modules.iter().filter_map(|(module, stored)| {
@@ -257,14 +264,14 @@ fn misread_alphas(
     let others = alphas.iter().filter(|(layer, alpha)| layer.contains("attn") && !alpha::same(*alpha, common)).count();
     let remark = || {
         format!(
-            "diffusers uses the alpha {common} for {others} attention projections that have another alpha; load the \
-             file and save it again"
+            "diffusers uses the alpha {common} for {others} attention projections whose alpha in the file differs; \
+             load the file and save it again"
         )
     };
     (others > 0).then(remark)
 }
 
-/// A remark about modules without an alpha.
+/// A remark about modules without a tensor `….alpha`; `None` if every module has this tensor.
 fn unread_scales(contents: &Contents, modules: &[ModuleReport]) -> Option<String> {
     // OFT has no scale.
     let modules = modules.iter().filter(|m| m.kind != Some("oft"));
@@ -274,15 +281,17 @@ fn unread_scales(contents: &Contents, modules: &[ModuleReport]) -> Option<String
         (0, 0) => None,
         (0, unknown) => Some(format!("{unknown} modules have no alpha, so tools use the scale 1")),
         (configured, _) => Some(format!(
-            "the alphas of {configured} modules are in the configuration, which diffusers and peft read; other tools \
-             use the scale 1"
+            "the alphas of {configured} modules are in peft's configuration, which only diffusers and peft read; other \
+             tools use the scale 1"
         )),
     }
 }
 
-/// The metadata entry with the name of the training adapter that was active on a distilled model during training.
+/// The name of the metadata entry with the name of the training adapter that was active during training. (A training adapter
+/// changes a distilled model so that it can be trained, and is removed afterwards.)
 const TRAINED_OVER: &str = "ss_training_adapter";
 
+/// Remarks about the metadata of the file.
 fn remarks(contents: &Contents, parts: &[Outline]) -> Vec<String> {
     let mut remarks = Vec::new();
     if let Some(name) = contents.metadata.get(TRAINED_OVER) {

@@ -18,12 +18,12 @@ use crate::tensor_writer::save_tensors;
 /// Options for writing an adapter file.
 #[derive(Clone, Debug, Default)]
 pub struct SaveOptions {
-    /// The format; by default the one that most tools load.
+    /// The format of the file. By default, the format that the most tools load for the first part.
     pub format: Option<AdapterFormat>,
-    /// The dtype of the parameters; f32 by default.
+    /// The dtype of the parameters in the file; f32 by default.
     pub dtype: Option<DType>,
-    /// Text entries of the header, in addition to those that are written for other tools. An entry given here replaces
-    /// one of the same name for other tools.
+    /// Text entries for the file's header. The file also gets the entries that other tools need. If an entry given here has
+    /// the same name as one of those, the file gets the entry given here.
     pub metadata: BTreeMap<String, String>,
 }
 
@@ -32,21 +32,24 @@ pub struct SaveOptions {
 pub struct Saved {
     /// The number of adapted layers.
     pub layers: usize,
-    /// Layers whose adapter has no effect because a factor is zero everywhere, as before training.
+    /// The layers whose adapter has no effect because all elements of a factor are 0, as before training.
     pub zero: Vec<String>,
 }
 
 /// Write the adapters of one or several parts to `path`, atomically, with the metadata that tools look for.
 ///
-/// - The alphas in the file are such that alpha / rank is the scale of training, for rsLoRA too. Each layer has its alpha
-///   beside its parameters. In the formats of diffusers and peft, alphas are in the header instead.
-/// - In kohya's format all LoRA layers of a part have the same alpha, and their factors are rescaled to fit it.
-/// - In diffusers' format the factors include the whole scale if `ComfyUI` reads the names too.
-/// - With names of original checkpoints, layers that are one matrix in the original checkpoint are one module.
+/// - The alphas in the file are such that alpha / rank is the scale of training, for rsLoRA too. Each module has a tensor
+///   `….alpha`. In the formats of diffusers and peft, the alphas are in the header instead.
+/// - In kohya's format all LoRA layers of a part have the same alpha, and each layer's up factor is multiplied so that the
+///   adapter's effect stays the same.
+/// - In diffusers' format the factors are multiplied by the scale if `ComfyUI` also reads diffusers' names of the part. Such
+///   a file has no alphas.
+/// - If the format uses the names of original checkpoints, layers that are one matrix in the original checkpoint are stored
+///   as one module.
 /// - In peft's format, a path that does not end in `.safetensors` becomes a folder with `adapter_model.safetensors` and
 ///   `adapter_config.json`, which `PeftModel.from_pretrained` loads.
-/// - The scales that quantization-aware training learns are f32 factors under `qat_scales.LAYER`. Folders in peft's
-///   format leave them out.
+/// - The scales that quantization-aware training learns are f32 tensors `qat_scales.LAYER`. A folder in peft's format does not
+///   get them.
 ///
 /// # Errors
 /// As [`prepare_adapters`] and [`AdapterFile::write`].
@@ -59,8 +62,9 @@ pub fn save_adapters(path: &Path, parts: &[(&PartNames, &AdapterSet)], options: 
 /// Copy to the CPU everything that [`save_adapters`] writes, so that the file can be written while training continues.
 ///
 /// # Errors
-/// [`Error::Argument`] if there are no parts, the dtype is not floating-point, the format cannot represent these adapters,
-/// or `path` is a folder and the format is not peft's.
+/// [`Error::Argument`] if `parts` is empty, the dtype is not floating-point, the format cannot represent these adapters, the
+/// format is peft's and there are several parts, two parts have the same name for a layer, or `path` is a folder and the
+/// format is not peft's.
 pub fn prepare_adapters(
     path: &Path,
     parts: &[(&PartNames, &AdapterSet)],
@@ -122,8 +126,8 @@ pub fn prepare_adapters(
                 }
             }
             let mut values = fused::join(own)?;
-            // diffusers and peft reject the key of an alpha. Their files have alphas in the configuration, or a scale
-            // of 1.
+            // diffusers and peft reject the key of an alpha. In their formats the alphas are in peft's configuration, or
+            // every scale is 1.
             if !matches!(format, AdapterFormat::Diffusers | AdapterFormat::Peft) {
                 let rank = RANKED.iter().find_map(|name| values.get(name)).map(|down| down.dims()[0]);
                 let first = &layers[members[0].1];
@@ -140,14 +144,15 @@ pub fn prepare_adapters(
                 if tensors.insert(format!("{key}.{ending}"), value).is_some() {
                     return Err(Error::argument(
                         OP,
-                        format!("two parts have a layer {key}; save each part separately"),
+                        format!("two parts have the key \"{key}.{ending}\"; save each part separately"),
                     ));
                 }
             }
         }
     }
     entries.extend(options.metadata.clone());
-    // Tools that read peft's folders may reject keys that belong to no adapter.
+    // Tools that read peft's folders may reject keys that belong to no adapter, so folders get no scales of
+    // quantization-aware training.
     if peft::config_beside(path).is_none() {
         for (name, factors) in parts.iter().map(|(_, set, _)| set.scales()).collect::<Result<Vec<_>>>()?.concat() {
             tensors.insert(format!("{SCALES}{name}"), Tensor::from_raw(&host_copy(factors.raw())?));
@@ -161,18 +166,19 @@ pub fn prepare_adapters(
     Ok(AdapterFile { path: path.clone(), tensors, metadata: entries, config, saved })
 }
 
-/// A complete adapter file that is not written yet. Its tensors are copies on the CPU, which training does not change.
+/// The complete content of an adapter file, to be written by [`write`](Self::write). The tensors are copies on the CPU, so
+/// further training does not change them.
 pub struct AdapterFile {
     path: PathBuf,
     tensors: BTreeMap<String, Tensor>,
     metadata: BTreeMap<String, String>,
-    /// peft's separate configuration file: its path and text.
+    /// The path and the content of peft's `adapter_config.json`. `None` if this file is not written.
     config: Option<(PathBuf, String)>,
     saved: Saved,
 }
 
 impl AdapterFile {
-    /// A summary of its contents.
+    /// A summary of the file's contents.
     pub const fn saved(&self) -> &Saved {
         &self.saved
     }
@@ -180,7 +186,7 @@ impl AdapterFile {
     /// Write the file, atomically.
     ///
     /// # Errors
-    /// [`Error::Io`] naming the path if it cannot be written.
+    /// [`Error::Io`] with the path of the file or folder that cannot be written.
     pub fn write(&self) -> Result<()> {
         if let (Some(_), Some(folder)) = (&self.config, self.path.parent()) {
             std::fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
@@ -193,13 +199,13 @@ impl AdapterFile {
     }
 }
 
-/// Copies a layer's parameters to the CPU. The only other values that writing copies from the device are learned scales
-/// and, for DoRA, norms.
+/// Copies a layer's parameters to the CPU. Apart from the parameters, saving copies only the scales of quantization-aware
+/// training and DoRA's norms from the device.
 fn on_host<'a>(layer: &AdaptedLayer<'a>) -> Result<Vec<(&'static str, Tensor)>> {
     layer.parameters.iter().map(|(name, value)| Ok((*name, Tensor::from_raw(&host_copy(value.raw())?)))).collect()
 }
 
-/// Check that a format can represent the OFT of some layers.
+/// Check that a format can represent the OFT adapters among `layers`.
 fn check_oft(format: AdapterFormat, layers: &[AdaptedLayer<'_>]) -> Result<()> {
     let refuse = |text: String| Err(Error::argument(OP, text));
     let Some((first, side)) = layers.iter().find_map(|layer| Some((layer, oft::side(layer)?))) else { return Ok(()) };
@@ -226,11 +232,12 @@ fn check_oft(format: AdapterFormat, layers: &[AdaptedLayer<'_>]) -> Result<()> {
     Ok(())
 }
 
-/// Parameters whose first dimension is the module's rank, for the kinds whose modules may hold several layers.
+/// For the kinds of low-rank adapters whose modules may hold several layers: the parameters whose first dimension is the
+/// module's rank.
 const RANKED: [&str; 2] = ["lora_A.weight", "hada_w1_b"];
 
-/// Change the layers' scales to those that the format needs. Returns the previous alphas of the layers whose scale
-/// changes, by diffusers' names.
+/// Change the layers' scales to those that the format needs, without changing the adapters' effects. Returns the alphas that
+/// the changed layers had before, by diffusers' names.
 fn rescale(
     format: AdapterFormat,
     folds: bool,
@@ -260,7 +267,8 @@ fn rescale(
     Ok(trained)
 }
 
-/// The parameters of one layer, under peft's names, with the values that the format needs.
+/// The parameters of one layer with the values that a file in `format` stores, under peft's names. If a file in kohya's or
+/// `ComfyUI`'s format gets magnitudes of outputs (DoRA), the entry [`magnitude::MARK`] is added to `entries`.
 fn file_parameters(
     format: AdapterFormat,
     (layer, values): (&AdaptedLayer<'_>, &[(&'static str, Tensor)]),
@@ -271,7 +279,7 @@ fn file_parameters(
     let fold = match format {
         _ if peft::has_rank(layer) => 1.0,
         AdapterFormat::Peft => common.fold(layer),
-        // If no parameter has a rank, other readers use the scale 1, so a parameter includes the scale.
+        // If no parameter has a rank, tools other than peft use the scale 1. Therefore a factor is multiplied by the scale.
         _ => layer.settings.scale,
     };
     let mut found = Parameters::new();
@@ -299,9 +307,10 @@ fn file_parameters(
     Ok(found)
 }
 
-/// The magnitude for each output as `ComfyUI` needs it (see [`magnitude`]), (out, 1) or (out, 1, 1, 1).
+/// m ‖W‖ / ‖W + ΔW‖ for the magnitudes m of the outputs (see [`magnitude`]), of shape (out, 1) or (out, 1, 1, 1).
 fn magnitude_for_comfyui(layer: &AdaptedLayer<'_>, magnitude: &Tensor, dtype: DType) -> Result<Tensor> {
-    // The norms are computed on the device of the base, from factors rounded to the dtype of the file.
+    // The norms are computed on the device of the base weight. They use the factors as the file stores them, rounded to the
+    // file's dtype.
     let rounded = |wanted: &str| {
         let factor = layer.parameters.iter().find(|(name, _)| *name == wanted);
         let missing = || Error::argument(OP, format!("the layer {} has no {wanted}", layer.name));
@@ -314,19 +323,19 @@ fn magnitude_for_comfyui(layer: &AdaptedLayer<'_>, magnitude: &Tensor, dtype: DT
     magnitude.reshape(growth.shape().clone())?.div(&growth)?.reshape(dims)?.to_dtype(dtype)
 }
 
-/// The ending of a parameter's key in a format.
+/// The part of a parameter's key after the module's name, in a file of the given format.
 fn ending(format: AdapterFormat, names: &PartNames, name: &'static str) -> &'static str {
     match (name, format) {
         ("lora_A.weight", AdapterFormat::Kohya) => "lora_down.weight",
         ("lora_B.weight", AdapterFormat::Kohya) => "lora_up.weight",
-        // transformers 5 looks up the keys of text encoders unchanged; for other parts, peft adds `.weight` itself.
+        // transformers 5 loads text encoders and expects the key with `.weight`. peft loads other parts and adds `.weight`.
         ("lora_magnitude_vector.weight", AdapterFormat::Diffusers) if !names.is_denoiser => name,
         ("lora_magnitude_vector.weight", _) => "lora_magnitude_vector",
         _ => name,
     }
 }
 
-/// Whether a factor is zero everywhere.
+/// Whether all elements of one of the factors are 0.
 fn is_zero(values: &[(&'static str, Tensor)]) -> Result<bool> {
     for (name, value) in values {
         let is_factor = !matches!(*name, "lora_magnitude_vector.weight" | "dora_scale");

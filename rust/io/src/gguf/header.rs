@@ -1,7 +1,7 @@
-//! The header of a GGUF file: facts about the model (metadata) by name, and the type, shape and position of each
-//! tensor.
+//! The header of a GGUF file. It contains the metadata (called *facts* here), which describes the model, and the type,
+//! shape and file offset of each tensor.
 //!
-//! Versions 2 and 3 of <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
+//! Supports the versions 2 and 3 of <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -10,41 +10,47 @@ use serde_json::{Map, Value};
 use trainable_candle_core::DType;
 use trainable_candle_core::quantized::Ggml;
 
-/// The first bytes of a file.
+/// The first four bytes of a GGUF file.
 pub(crate) const MAGIC: [u8; 4] = *b"GGUF";
-/// The largest number of elements of an array in the facts. Vocabularies have a few hundred thousand.
+/// The largest allowed number of elements of an array in the metadata. The longest arrays are vocabularies, with a few hundred
+/// thousand elements.
 const LONGEST_ARRAY: u64 = 1 << 23;
 /// The largest number of dimensions of a tensor.
 const MOST_DIMENSIONS: u32 = 4;
-/// The key of the alignment of the tensors' data, and the alignment in bytes of files without this key.
+/// The name of the fact with the alignment of the tensors' data, and the alignment in bytes if a file does not have this fact.
 const ALIGNMENT: (&str, u64) = ("general.alignment", 32);
 
 /// How the values of a tensor are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
+    /// As floating-point numbers.
     Plain(DType),
+    /// As blocks of quantized elements.
     Blocks(Ggml),
 }
 
-/// A tensor in a file.
+/// The header's entry of a tensor.
 #[derive(Clone, Debug)]
 pub(crate) struct Info {
-    /// Sizes, the slowest dimension first.
+    /// The shape, with the slowest dimension first.
     pub dims: Vec<usize>,
     pub kind: Kind,
-    /// Offset from the beginning of the file.
+    /// The offset of the tensor's data from the beginning of the file, in bytes.
     pub start: u64,
+    /// The size of the tensor's data in bytes.
     pub bytes: usize,
 }
 
 /// A complete header.
 #[derive(Debug)]
 pub(crate) struct Header {
+    /// The metadata: values by name.
     pub facts: Map<String, Value>,
+    /// The entries of the tensors by name.
     pub tensors: BTreeMap<String, Info>,
 }
 
-/// Parse the header of a file of `length` bytes, or return a message about what is wrong with it.
+/// Parse the header of a file of `length` bytes. The error is a message that says what is wrong with the file.
 pub(crate) fn parse(file: impl Read, length: u64) -> Result<Header, String> {
     let mut reader = Reader { file, at: 0, length };
     let magic = reader.bytes::<4>()?;
@@ -88,7 +94,8 @@ pub(crate) fn parse(file: impl Read, length: u64) -> Result<Header, String> {
         let (Some(start), Some(end)) = (start, end) else { return Err(Reader::<&[u8]>::incomplete()) };
         if end > length {
             return Err(format!(
-                "the file is incomplete or damaged: {length} bytes long, tensor \"{name}\" ends at {end}; download or copy it again"
+                "the file is incomplete or damaged: it has {length} bytes, but tensor \"{name}\" ends at byte {end}; \
+                 download or copy it again"
             ));
         }
         info.start = start;
@@ -98,7 +105,9 @@ pub(crate) fn parse(file: impl Read, length: u64) -> Result<Header, String> {
 
 struct Reader<R> {
     file: R,
+    /// The number of bytes read so far.
     at: u64,
+    /// The file's size in bytes.
     length: u64,
 }
 
@@ -122,7 +131,7 @@ impl<R: Read> Reader<R> {
         self.bytes().map(u64::from_le_bytes)
     }
 
-    /// Read a text. Invalid UTF-8, which occurs in tokens of old files, is replaced.
+    /// Read a string. Invalid UTF-8, which occurs in the vocabularies of old files, is replaced by U+FFFD.
     fn text(&mut self) -> Result<String, String> {
         let length = self.u64()?;
         if length > self.length.saturating_sub(self.at) {
@@ -134,6 +143,7 @@ impl<R: Read> Reader<R> {
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 
+    /// Read the value of the fact `name`. `kind` is the format's number for the value's type.
     fn value(&mut self, kind: u32, name: &str) -> Result<Value, String> {
         Ok(match kind {
             0 => self.bytes().map(u8::from_le_bytes)?.into(),
@@ -149,7 +159,8 @@ impl<R: Read> Reader<R> {
                 let (kind, count) = (self.u32()?, self.u64()?);
                 if kind == 9 || count > LONGEST_ARRAY.min(self.length) {
                     return Err(format!(
-                        "{name} is a list of lists or longer than {LONGEST_ARRAY}; is the file damaged?"
+                        "the metadata entry {name} is a list of lists or has more than {LONGEST_ARRAY} elements; is the \
+                         file damaged?"
                     ));
                 }
                 (0..count).map(|_| self.value(kind, name)).collect::<Result<Vec<_>, _>>()?.into()
@@ -159,13 +170,13 @@ impl<R: Read> Reader<R> {
             12 => f64::from_le_bytes(self.bytes()?).into(),
             other => {
                 return Err(format!(
-                    "{name} has the type {other}, which the format does not have; is the file damaged?"
+                    "the metadata entry {name} has type {other}, which the format does not have; is the file damaged?"
                 ));
             }
         })
     }
 
-    /// The entry of a tensor; `start` is relative to the beginning of the data.
+    /// Read the entry of the tensor `name`. The entry's `start` is relative to the beginning of the file's tensor data.
     fn info(&mut self, name: &str, facts: &Map<String, Value>) -> Result<Info, String> {
         let rank = self.u32()?;
         if rank > MOST_DIMENSIONS {
@@ -193,13 +204,15 @@ impl<R: Read> Reader<R> {
             }
         };
         let bytes = bytes.ok_or_else(overflow)?;
-        // A tensor whose rows are not whole blocks is stored in another shape. This fact holds the original shape.
+        // If the rows of a tensor are not whole blocks, the tensor is stored in another shape, and this fact holds the
+        // original shape.
         let original = facts.get(&format!("comfy.gguf.orig_shape.{name}")).and_then(Value::as_array);
         if let Some(shape) = original {
             let shape: Option<Vec<usize>> = shape.iter().map(|size| usize::try_from(size.as_u64()?).ok()).collect();
             let Some(shape) = shape.filter(|shape| count(shape) == Some(elements)) else {
                 return Err(format!(
-                    "tensor \"{name}\" has {elements} elements, but comfy.gguf.orig_shape gives it another number of elements"
+                    "tensor \"{name}\" has {elements} elements, but the shape in comfy.gguf.orig_shape has another number \
+                     of elements"
                 ));
             };
             dims = shape;
@@ -208,12 +221,12 @@ impl<R: Read> Reader<R> {
     }
 }
 
-/// The f64 that has the same shortest decimal text as an f32: 1e-6, not 9.999999974752427e-7.
+/// The f64 that prints like the f32 `value` (1e-6, not 9.999999974752427e-7). Null if `value` is not finite.
 fn short_number(value: f32) -> Value {
     value.to_string().parse::<f64>().map_or(Value::Null, Value::from)
 }
 
-/// Types of tensors that are not supported.
+/// The numbers and names of the tensor types that are not supported.
 const OTHERS: [(u32, &str); 27] = [
     (9, "Q8_1"),
     (10, "Q2_K"),
@@ -244,6 +257,7 @@ const OTHERS: [(u32, &str); 27] = [
     (40, "NVFP4"),
 ];
 
+/// How the values of the tensor `name` are stored. `id` is the format's number for the tensor's type.
 fn kind_of(id: u32, name: &str) -> Result<Kind, String> {
     match id {
         0 => return Ok(Kind::Plain(DType::F32)),

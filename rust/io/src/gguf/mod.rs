@@ -1,5 +1,5 @@
-//! Reads GGUF files tensor by tensor. This is the format of llama.cpp, and of image models with llama.cpp's
-//! quantization.
+//! Reads GGUF files tensor by tensor. GGUF is the file format of llama.cpp, and of image models whose weights are quantized
+//! in llama.cpp's formats.
 
 mod header;
 
@@ -17,9 +17,9 @@ use trainable_candle_core::{DType, Device, Error, Quantized, Raw, Result, Tensor
 pub(crate) use header::MAGIC;
 use header::{Header, Info, Kind};
 
-/// Bytes that each of several threads reads at a time.
+/// The number of bytes that a thread reads in one call.
 const PART: usize = 4 << 20;
-/// The dtype of dequantized blocks unless another is requested.
+/// The dtype to which blocks are dequantized if the caller requests no dtype.
 const BLOCK_DTYPE: DType = DType::BF16;
 
 /// An open GGUF file whose tensors are read one at a time.
@@ -30,7 +30,7 @@ pub struct GgufFile {
 }
 
 impl GgufFile {
-    /// Open `path` and check its header against its length.
+    /// Open the file at `path`, parse its header, and check that every tensor of the header lies inside the file.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be read; [`Error::WeightsFormat`] if it is damaged, or has tensors of a type that is not
@@ -48,7 +48,7 @@ impl GgufFile {
         &self.path
     }
 
-    /// The file's metadata about its model, under the names of the format.
+    /// The file's metadata, under GGUF's names (`general.architecture`).
     pub const fn facts(&self) -> &Map<String, Value> {
         &self.header.facts
     }
@@ -58,12 +58,12 @@ impl GgufFile {
         self.header.tensors.keys().cloned().collect()
     }
 
-    /// The shape of a tensor, its slowest dimension first, if there is one of that name.
+    /// The shape of the tensor `name`, with the slowest dimension first. `None` if the file has no tensor `name`.
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
         Some(&self.header.tensors.get(name)?.dims)
     }
 
-    /// The dtype of a tensor's values, if there is one of that name; bf16 if it is quantized.
+    /// The dtype of the values of the tensor `name`, bf16 if the tensor is quantized. `None` if the file has no tensor `name`.
     pub fn dtype_of(&self, name: &str) -> Option<DType> {
         Some(match self.header.tensors.get(name)?.kind {
             Kind::Plain(dtype) => dtype,
@@ -71,14 +71,16 @@ impl GgufFile {
         })
     }
 
-    /// The format of a matrix whose rows are whole blocks, if there is one of that name.
+    /// The block format of the matrix `name`. `None` if the file has no tensor `name`, or if the tensor is not a matrix of
+    /// quantized blocks whose rows are whole blocks.
     pub fn format_of(&self, name: &str) -> Option<Ggml> {
         let info = self.header.tensors.get(name)?;
         let (Kind::Blocks(format), &[_, columns]) = (info.kind, info.dims.as_slice()) else { return None };
         format.row_bytes(columns).is_some().then_some(format)
     }
 
-    /// Read the values of one tensor to `device`, in `dtype` if one is given.
+    /// Read the values of the tensor `name` to `device`, converted to `dtype`. If `dtype` is `None`, the values have the
+    /// dtype [`dtype_of`](Self::dtype_of).
     ///
     /// # Errors
     /// [`Error::WeightsFormat`] if there is no such tensor, [`Error::Io`] if reading fails,
@@ -104,8 +106,8 @@ impl GgufFile {
         }
     }
 
-    /// Read the blocks of a matrix as stored, u8 (rows, bytes of a row), and their format. `None` for tensors that
-    /// are not matrices of blocks, and for matrices whose rows are not whole blocks.
+    /// Read the stored bytes of the matrix `name`, u8 (rows, bytes of a row), and the format of its blocks. `None` if the
+    /// tensor is not a matrix of quantized blocks, or if its rows are not whole blocks.
     ///
     /// # Errors
     /// As [`read_as`](Self::read_as).
@@ -117,12 +119,13 @@ impl GgufFile {
         Ok(Some((format, Tensor::from_raw(&self.read_stored(info, &[rows, bytes], DType::U8)?))))
     }
 
+    /// The header's entry of the tensor `name`.
     fn info(&self, name: &str) -> Result<&Info> {
         let missing = || Error::weights(&self.path, format!("there is no tensor \"{name}\""));
         self.header.tensors.get(name).ok_or_else(missing)
     }
 
-    /// The bytes of a tensor as elements of `dtype` in the shape `dims`, read by several threads.
+    /// Read the bytes of a tensor with several threads. The result interprets them as elements of `dtype` in the shape `dims`.
     fn read_stored(&self, info: &Info, dims: &[usize], dtype: DType) -> Result<Raw> {
         filled_in_parts(dims, dtype, PART, |at, part| {
             self.file.read_exact_at(part, info.start + at as u64).map_err(|error| Error::io(&self.path, error))

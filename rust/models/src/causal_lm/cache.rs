@@ -1,16 +1,16 @@
-//! The cache for generation: the tokens of texts, and the keys and values of every layer.
+//! The cache for generation: the tokens of several texts, and the attention keys and values of these tokens in every layer.
 
 use trainable_candle_core::{DType, Device, Raw, Result, Tensor, compute};
 
-/// Texts that [`CausalLM::extend`](super::CausalLM::extend) continues: their tokens and, for each layer, the keys and
-/// values of the tokens that the model has read.
+/// The texts that [`CausalLM::extend`](super::CausalLM::extend) continues. For each text, the cache has all tokens and, for
+/// each layer, the keys and values of those tokens that the model has already processed.
 #[derive(Default)]
 pub struct KvCache {
     pub(super) texts: Vec<Text>,
 }
 
 impl KvCache {
-    /// A cache of this many texts without tokens.
+    /// A cache of `texts` texts without tokens.
     pub fn new(texts: usize) -> Self {
         Self { texts: (0..texts).map(|_| Text::default()).collect() }
     }
@@ -25,15 +25,15 @@ impl KvCache {
         self.texts.is_empty()
     }
 
-    /// The tokens of a text.
+    /// The tokens of the text with the index `text`.
     ///
     /// # Panics
-    /// If there is no such text.
+    /// If `text` is not less than the number of texts.
     pub fn tokens(&self, text: usize) -> &[u32] {
         &self.texts[text].tokens
     }
 
-    /// Drop the keys and values of a text that has ended.
+    /// Drop the keys and values of the text with the index `text`, which will not be continued.
     pub(super) fn release(&mut self, text: usize) {
         self.texts[text].forget();
     }
@@ -43,10 +43,12 @@ impl KvCache {
 #[derive(Default)]
 pub(super) struct Text {
     pub tokens: Vec<u32>,
-    /// The number of tokens whose keys are in the cache.
+    /// The number of tokens, from the first, that the model has processed. Their keys and values are in `layers`, except
+    /// those that a layer's window has dropped.
     pub known: usize,
-    /// The [`Rope::stage`](super::Rope::stage) of the frequencies by which these keys are rotated.
+    /// The [`Rope::stage`](super::Rope::stage) of the frequencies that the keys in `layers` are rotated with.
     pub stage: usize,
+    /// The keys and values of every layer. Empty before the model has processed a token.
     pub layers: Vec<Kept>,
 }
 
@@ -58,21 +60,23 @@ impl Text {
     }
 }
 
-/// Keys and values of a layer, each (key heads, capacity, width of a head), of which the first `filled` tokens are
-/// valid. When the buffers of a layer with a window are full, they drop the tokens that no later query attends to. So
-/// their memory does not grow with the text.
+/// The keys and values of one layer for one text, in two buffers of shape (key heads, capacity in tokens, width of a head).
+/// If a layer with a window has full buffers, the tokens that no later query attends to are dropped. The memory of such a
+/// layer is therefore bounded, however long the text is.
 pub(super) struct Kept {
     keys: Raw,
     values: Raw,
+    /// The number of tokens whose keys and values are in the buffers. They are the text's latest processed tokens.
     filled: usize,
+    /// The number of tokens that a query attends to, its own included. `None` if a query attends to all earlier tokens.
     window: Option<usize>,
 }
 
-/// New buffers have room for at least this many tokens more than they receive.
+/// The least number of free tokens in new buffers.
 const ROOM: usize = 64;
 
 impl Kept {
-    /// Empty buffers in `dtype` with room for `tokens` tokens and some more.
+    /// Empty buffers in `dtype` with room for `tokens` + [`ROOM`] tokens.
     pub fn new(
         tokens: usize,
         [heads, width]: [usize; 2],
@@ -83,7 +87,7 @@ impl Kept {
         Ok(Self { keys, values, filled: 0, window })
     }
 
-    /// Add the next tokens' `keys` and `values`, (tokens, key heads, width).
+    /// Add the keys and values of the next tokens. `keys` and `values` have the shape (tokens, key heads, width of a head).
     pub fn append(&mut self, keys: &Tensor, values: &Tensor) -> Result<()> {
         let count = keys.dims()[0];
         if self.filled + count > self.keys.dims()[1] {
@@ -96,11 +100,12 @@ impl Kept {
         Ok(())
     }
 
-    /// Move the keys and values that later queries attend to into new buffers. Their capacity is twice the sum of the
-    /// moved tokens and `count`, plus [`ROOM`].
+    /// Copy the keys and values that later queries attend to into new buffers, before `count` tokens are added. The capacity
+    /// of the new buffers is 2 · (copied tokens + `count`) + [`ROOM`] tokens.
     fn make_room(&mut self, count: usize) -> Result<()> {
         let &[heads, _, width] = self.keys.dims() else { unreachable!("buffers have three dimensions") };
-        // The window of the next query includes its own key, which is not stored yet.
+        // The window of the next query includes the query's own key, which is not in the buffers yet. So the query attends
+        // to at most `window - 1` of the tokens in the buffers.
         let seen = self.window.map_or(self.filled, |window| self.filled.min(window - 1));
         let capacity = 2 * (seen + count) + ROOM;
         let [keys, values] = buffers(heads, capacity, width, self.keys.dtype(), self.keys.device())?;
@@ -113,7 +118,7 @@ impl Kept {
         Ok(())
     }
 
-    /// The keys and values that the query of the last token attends to, each (key heads, tokens, width).
+    /// The keys and the values that the query of the last added token attends to, each (key heads, tokens, width of a head).
     pub fn seen(&self) -> Result<[Tensor; 2]> {
         let count = self.window.map_or(self.filled, |window| self.filled.min(window));
         let part =
@@ -122,6 +127,7 @@ impl Kept {
     }
 }
 
+/// Buffers for keys and for values, each (heads, capacity, width), filled with zeros.
 fn buffers(heads: usize, capacity: usize, width: usize, dtype: DType, device: &Device) -> Result<[Raw; 2]> {
     let buffer = || Tensor::zeros((heads, capacity, width), dtype, device).map(|tensor| tensor.raw().clone());
     Ok([buffer()?, buffer()?])

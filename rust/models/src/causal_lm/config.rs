@@ -1,4 +1,4 @@
-//! The configuration of a decoder.
+//! The configuration of a decoder (causal language model).
 
 use serde_json::{Map, Value, json};
 use trainable_candle_core::{Error, Result};
@@ -17,15 +17,15 @@ pub enum Family {
     Mistral,
     /// Qwen2 and 2.5: biases of queries, keys and values.
     Qwen2,
-    /// The language model of Qwen2.5-VL as a text encoder, without its head and without the part that reads images. The
-    /// rotary embedding has three axes of positions. A token of text has the same position on all three axes, so the
-    /// angles equal those of Qwen2.
+    /// The language model of Qwen2.5-VL as a text encoder, without the language-model head and without the vision encoder.
+    /// The rotary embedding has three position axes (time, height, width). A text token has the same position on all three
+    /// axes, so the rotation angles equal those of Qwen2.
     Qwen25Vl,
     /// Qwen3: norms of queries and keys.
     Qwen3,
 }
 
-/// Each family with its `model_type` and its class in `architectures`.
+/// Each family with its `model_type` and its class name in `architectures`.
 const FAMILIES: [(Family, &str, &str); 5] = [
     (Family::Llama, "llama", "LlamaForCausalLM"),
     (Family::Mistral, "mistral", "MistralForCausalLM"),
@@ -37,27 +37,29 @@ const FAMILIES: [(Family, &str, &str); 5] = [
 /// The `model_type` of Qwen2.5-VL.
 const VL: &str = "qwen2_5_vl";
 
+/// The class names of all families.
 pub(super) static CLASS_NAMES: [&str; 5] = [FAMILIES[0].2, FAMILIES[1].2, FAMILIES[2].2, FAMILIES[3].2, FAMILIES[4].2];
 
-/// `config.json` of a decoder as transformers writes it, in its old form (`rope_theta`, `rope_scaling`) or its new one
-/// (`rope_parameters`). The default is Qwen2.5 0.5B.
+/// `config.json` of a decoder as transformers writes it. The fields of the rotary embedding may have their old names
+/// (`rope_theta`, `rope_scaling`) or their new name (`rope_parameters`). The default is the configuration of Qwen2.5 0.5B.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CausalLMConfig {
-    /// The family.
+    /// The decoder's family.
     pub family: Family,
     /// Number of tokens of the vocabulary: the rows of the embedding.
     pub vocab_size: usize,
-    /// Width of the tokens.
+    /// Number of features of a token's hidden state.
     pub hidden_size: usize,
-    /// Width of the hidden layer of the feed-forward networks.
+    /// Number of features of the hidden layer of the feed-forward networks.
     pub intermediate_size: usize,
     /// Number of layers that are built.
     pub num_hidden_layers: usize,
-    /// Heads of the queries.
+    /// Number of query heads.
     pub num_attention_heads: usize,
-    /// Heads of the keys and values; each serves the same number of heads of queries.
+    /// Number of key and value heads, a divisor of `num_attention_heads`. `num_attention_heads / num_key_value_heads` query
+    /// heads share one key and value head.
     pub num_key_value_heads: usize,
-    /// Width of one head. `num_attention_heads · head_dim` need not equal `hidden_size`.
+    /// Number of features of one head, an even number. `num_attention_heads · head_dim` need not equal `hidden_size`.
     pub head_dim: usize,
     /// The epsilon added to the mean square in the norms.
     pub rms_norm_eps: f64,
@@ -67,20 +69,20 @@ pub struct CausalLMConfig {
     pub out_bias: bool,
     /// Whether the feed-forward networks have biases.
     pub mlp_bias: bool,
-    /// Whether the head uses the embedding's matrix.
+    /// Whether the language-model head uses the embedding's matrix.
     pub tie_word_embeddings: bool,
-    /// The longest text that the model is made for.
+    /// The largest number of tokens of a text that the model was trained for.
     pub max_position_embeddings: usize,
     /// The rotary position embedding of queries and keys.
     pub rope: Rope,
     /// For each layer, the largest number of tokens that a token attends to, itself included; `None` for no limit.
     pub windows: Vec<Option<usize>>,
-    /// Tokens that end a text.
+    /// The ids of the tokens that end a text.
     pub eos_token_ids: Vec<u32>,
-    /// Number of layers in the files; the first `num_hidden_layers` of them are built. A model with only a part of the
-    /// layers has no head.
+    /// Number of layers in the files. The model consists of the first `num_hidden_layers` of these layers. If it does not have
+    /// all layers, it has no language-model head.
     stored_layers: usize,
-    /// The contents of the file, kept because other tools read its other fields.
+    /// All fields of the file, so that [`to_json`](Configuration::to_json) keeps the fields that only other tools read.
     json: Map<String, Value>,
 }
 
@@ -111,8 +113,7 @@ impl Default for CausalLMConfig {
 }
 
 impl Configuration for CausalLMConfig {
-    // Fields about initial values, dropout in training from scratch and generation are ignored. Missing fields have the
-    // defaults of transformers.
+    // Fields about initial values, dropout and generation are ignored. Missing fields have the defaults of transformers.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let (whole, text) = (map, text_part(map));
         let map = text.as_ref().unwrap_or(map);
@@ -172,8 +173,8 @@ impl Configuration for CausalLMConfig {
     }
 }
 
-/// The fields of the language model in a configuration of Qwen2.5-VL, which may have them inside `text_config`; None
-/// for other models.
+/// The fields of a Qwen2.5-VL's language model, if the configuration has them inside `text_config`. `None` for other models,
+/// and for a configuration without `text_config`.
 fn text_part(map: &Map<String, Value>) -> Option<Map<String, Value>> {
     let is_vl = match map.get("model_type") {
         Some(kind) => kind.as_str() == Some(VL),
@@ -187,30 +188,30 @@ fn text_part(map: &Map<String, Value>) -> Option<Map<String, Value>> {
 }
 
 impl CausalLMConfig {
-    /// Whether the head is a matrix of its own.
+    /// Whether the model has a language-model head whose matrix is not that of the embedding.
     pub(super) fn has_own_head(&self) -> bool {
         !self.tie_word_embeddings && self.has_head()
     }
 
-    /// Whether the model scores the next token.
+    /// Whether the model has a language-model head, which computes the scores of the next token.
     pub(super) fn has_head(&self) -> bool {
         self.family != Family::Qwen25Vl && !self.is_part()
     }
 
-    /// Whether the files have the names of Qwen2.5-VL.
+    /// Whether the tensors in the files have Qwen2.5-VL's names.
     pub(super) fn is_vl(&self) -> bool {
         self.family == Family::Qwen25Vl
     }
 
-    /// Whether the files have more layers than are built. Such a model computes states and has no head.
+    /// Whether the model has fewer layers than the files. Such a model computes hidden states and has no language-model head.
     pub const fn is_part(&self) -> bool {
         self.num_hidden_layers < self.stored_layers
     }
 
-    /// The configuration of the first `count` layers of a model.
+    /// The configuration of a model that consists of the first `count` layers of this model.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the model has fewer.
+    /// [`Error::Argument`] if `count` is 0 or larger than this model's number of layers.
     pub fn first_layers(self, count: usize) -> Result<Self> {
         if !(1..=self.num_hidden_layers).contains(&count) {
             let most = self.num_hidden_layers;
@@ -219,7 +220,7 @@ impl CausalLMConfig {
         Ok(Self { num_hidden_layers: count, ..self })
     }
 
-    /// The class that `architectures` names.
+    /// The name of the model's class in `architectures`.
     pub(super) fn class_name(&self) -> &'static str {
         FAMILIES.iter().find(|(family, ..)| *family == self.family).map_or("", |&(_, _, class)| class)
     }
@@ -239,7 +240,7 @@ impl CausalLMConfig {
     }
 }
 
-/// The family that the file names.
+/// The family that `model_type`, or else the class name in `architectures`, stands for.
 fn family(fields: &mut Fields<'_>, map: &Map<String, Value>) -> Result<Family> {
     let (kind, class) = (fields.text("model_type"), class_of(map));
     let known = FAMILIES.iter().find(|(_, name, class_name)| match kind {
@@ -252,9 +253,9 @@ fn family(fields: &mut Fields<'_>, map: &Map<String, Value>) -> Result<Family> {
     })
 }
 
-/// For each layer, the largest number of tokens that a token attends to.
+/// For each layer, the largest number of tokens that a token attends to, itself included; `None` for no limit.
 fn windows(fields: &mut Fields<'_>, family: Family, layers: usize) -> Result<Vec<Option<usize>>> {
-    // A missing field means the default; null means no window.
+    // If `sliding_window` is missing, the window has transformers' default. If it is null, there is no window.
     let default = (!fields.is_null("sliding_window")).then_some(4096);
     let window = |fields: &mut Fields<'_>| match fields.optional_number("sliding_window")? {
         None => Ok(default),
@@ -276,7 +277,7 @@ fn windows(fields: &mut Fields<'_>, family: Family, layers: usize) -> Result<Vec
     }
 }
 
-/// The ids in a field that has one token id, a list of ids, or nothing.
+/// The token ids in a field whose value is one id or a list of ids. Empty if the field is missing.
 pub(super) fn tokens(value: Option<&Value>) -> Vec<u32> {
     let token = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
     match value {

@@ -1,5 +1,5 @@
-//! Computes scores of the next token of growing texts. The model reads new texts whole, as one packed row. If a text
-//! grows by one token, the model computes that token alone, with the cached keys and values.
+//! Computes the scores of the next token of growing texts. New texts get one forward pass over all their tokens, packed one
+//! after another. If a text grows by one token, the forward pass has only that token and uses the cached keys and values.
 
 use trainable_candle_core::ops::attention::{scaled_dot_product_attention, varlen_attention};
 use trainable_candle_core::{Device, Error, Result, Tensor, tape::no_grad};
@@ -10,16 +10,16 @@ use super::model::CausalLM;
 
 impl CausalLM {
     /// Add the tokens `new[i]` to text i of `cache`, and compute the scores of the next token of each text that got
-    /// tokens: (texts, vocab), in their order.
+    /// tokens. The result has the shape (texts that got tokens, vocab), with the texts in the order of `cache`.
     ///
-    /// A text that was read before and gets one token costs a forward pass over that token; any other text is read
-    /// whole. Scores equal those of a forward pass over the whole text. If the angles depend on the length of the text
-    /// (dynamic scaling, `LongRoPE`), the text is read again whenever they change. A text's scores do not depend on the
-    /// other texts.
+    /// If a text whose tokens are all in the cache gets one token, the forward pass has only this token. Any other text that
+    /// gets tokens needs a forward pass over all its tokens. In both cases the scores equal those of a forward pass over
+    /// the whole text. If the rotary angles depend on the length of the text (dynamic scaling, `LongRoPE`), every change of
+    /// the angles needs a forward pass over the whole text. A text's scores do not depend on the other texts.
     ///
     /// # Errors
-    /// [`Error::Argument`] if `new` has another number of texts than `cache`, no text gets a token, or the model has no head;
-    /// [`Error::Index`] naming an id that is not a token.
+    /// [`Error::Argument`] if `new` has another number of texts than `cache`, no text gets a token, or the model has no
+    /// language-model head; [`Error::Index`] with an id that is not less than the vocabulary's size.
     pub fn extend(&self, cache: &mut KvCache, new: &[&[u32]]) -> Result<Tensor> {
         let _no_grad = no_grad();
         self.check(cache, new)?;
@@ -38,7 +38,8 @@ impl CausalLM {
         let (whole, steps): (Vec<_>, Vec<_>) = growing.into_iter().partition(|(_, text)| text.known == 0);
         let (mut order, mut states) = (Vec::with_capacity(count), Vec::new());
         for mut group in [whole, steps] {
-            // Texts share tables of angles, unless the angles depend on the lengths of texts.
+            // The texts of one call of `decode` share tables of rotary angles. So each text gets a call of its own if the
+            // angles depend on the length of the text.
             let together = if rope.follows_length() { 1 } else { group.len().max(1) };
             for texts in group.chunks_mut(together) {
                 order.extend(texts.iter().map(|&(place, _)| place));
@@ -57,13 +58,14 @@ impl CausalLM {
         self.logits(&states.index_select(&Tensor::from_vec(places, count, states.device())?, 0)?)
     }
 
+    /// Check the arguments of [`extend`](Self::extend).
     fn check(&self, cache: &KvCache, new: &[&[u32]]) -> Result<()> {
         self.head()?;
         if cache.len() != new.len() {
             let (texts, lists) = (cache.len(), new.len());
             return Err(Error::argument(
                 OP,
-                format!("{lists} lists of tokens for {texts} texts, expected one for each"),
+                format!("found {lists} lists of tokens for {texts} texts, expected one list for each text"),
             ));
         }
         if new.iter().all(|tokens| tokens.is_empty()) {
@@ -74,13 +76,14 @@ impl CausalLM {
         wrong.map_or(Ok(()), |id| {
             Err(Error::index(
                 OP,
-                format!("the id {id} is not a token; expected less than {vocab}, the number of tokens"),
+                format!("the id {id} is not a token; expected an id below {vocab}, the size of the vocabulary"),
             ))
         })
     }
 
-    /// The states that the head reads after the last token of each text, (texts, D). Either all texts are read whole,
-    /// or all have one token that is not in the cache.
+    /// The hidden states of the last token of each text after the last norm, (texts, hidden size). Adds the keys and values
+    /// of the new tokens to the cache. Either none of the texts has tokens in the cache, or each text has exactly one token
+    /// that is not in the cache.
     fn decode(&self, texts: &mut [&mut Text]) -> Result<Tensor> {
         let device = self.device();
         let row = |values: Vec<i64>| {
@@ -95,7 +98,7 @@ impl CausalLM {
         let bounds = row(std::iter::once(0).chain(ends.iter().copied()).map(|end| end as i64).collect())?;
         let (mut x, [cos, sin]) = self.start(&row(ids.collect())?, &row(positions.collect())?)?;
         for text in texts.iter_mut() {
-            // This stays 0 until all layers are done, so that after an error the text is read whole again.
+            // `known` is 0 until all layers are done. After an error, the next call therefore computes the whole text again.
             text.known = 0;
         }
         let config = self.config();
@@ -112,8 +115,8 @@ impl CausalLM {
                 let kept = &mut text.layers[index];
                 kept.append(&k.narrow(0, end - new, *new)?, &v.narrow(0, end - new, *new)?)?;
                 if !whole {
-                    // The queries of a token that share a head of keys attend to the same keys. So these queries become
-                    // the rows of one attention.
+                    // The query heads of a group share one key head. Their queries of the new token attend to the same
+                    // keys, so they are computed as the query rows of one attention per key head.
                     let [keys, values] = kept.seen()?;
                     let queries = q.narrow(0, end - 1, 1)?.reshape((heads, groups, width))?;
                     let seen = scaled_dot_product_attention(&queries, &keys, &values, None, false, None)?;

@@ -1,4 +1,4 @@
-//! Generation of texts until a stop token or a limit ends them.
+//! Generation of texts. A text ends with a stop token, or when it has got the largest number of new tokens.
 
 use trainable_candle_core::interrupt::Interrupt;
 use trainable_candle_core::rng::{Purpose, uniform_samples};
@@ -13,11 +13,12 @@ use super::{CausalLM, Sampling};
 pub struct GenerateOptions {
     /// The largest number of tokens that are added to each text.
     pub max_new_tokens: usize,
-    /// How tokens are chosen.
+    /// How the next token is chosen from the scores of all tokens.
     pub sampling: Sampling,
-    /// Tokens that end a text, and are not part of it.
+    /// The ids of stop tokens. A stop token ends a text and is not added to it.
     pub stops: Vec<u32>,
-    /// The seed. A draw depends only on the seed, the number of the text and the position.
+    /// The seed of the random numbers. The random number for a token depends only on the seed, the index of the text and the
+    /// index of the token in its text.
     pub seed: u64,
 }
 
@@ -27,23 +28,23 @@ impl Default for GenerateOptions {
     }
 }
 
-/// Generation of several texts, one token of each per step.
+/// The generation of several texts. Each step adds at most one token to each text.
 pub struct Generation {
     options: GenerateOptions,
     cache: KvCache,
-    /// The tokens of each text that the model has not read yet: the prompt, or the last chosen token; empty once the
-    /// text has ended.
+    /// The tokens of each text that are not in `cache` yet: the prompt, or the last chosen token. Empty for texts that have
+    /// ended.
     unread: Vec<Vec<u32>>,
-    /// The number of tokens added to each text.
+    /// The number of tokens added to each text, without the prompt.
     added: Vec<usize>,
     interrupt: Interrupt,
 }
 
 impl Generation {
-    /// Texts that begin with `prompts`.
+    /// A generation that continues each of `prompts`.
     ///
     /// # Errors
-    /// [`Error::Argument`] if a prompt is empty or an option out of range.
+    /// [`Error::Argument`] if a prompt is empty or an option is out of range.
     pub fn new(prompts: Vec<Vec<u32>>, options: GenerateOptions) -> Result<Self> {
         options.sampling.check()?;
         if let Some(text) = prompts.iter().position(Vec::is_empty) {
@@ -68,7 +69,8 @@ impl Generation {
         self.unread.iter().all(Vec::is_empty)
     }
 
-    /// The next token of each text; `None` for texts that have ended or end now.
+    /// Choose the next token of each text that has not ended. The result is `None` for texts that ended before, and for texts
+    /// that now end with a stop token.
     ///
     /// # Errors
     /// As [`CausalLM::extend`]; [`Error::NonFinite`] if a score is NaN.
@@ -104,16 +106,16 @@ impl Generation {
         Ok(tokens)
     }
 
-    /// End a text.
+    /// End the text with the index `text`; later steps add no token to it.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there is no such text.
+    /// [`Error::Argument`] if `text` is not less than the number of texts.
     pub fn end(&mut self, text: usize) -> Result<()> {
         let count = self.unread.len();
         let Some(unread) = self.unread.get_mut(text) else {
             return Err(Error::argument(
                 OP,
-                format!("there is no text {text}; expected less than {count}, the number of texts"),
+                format!("there is no text {text}; expected an index below {count}, the number of texts"),
             ));
         };
         unread.clear();
@@ -123,7 +125,8 @@ impl Generation {
 }
 
 impl CausalLM {
-    /// Generate tokens after each of `prompts`. The result does not include tokens that end texts.
+    /// Generate tokens after each of `prompts`. The result has the generated tokens of each text, without the prompt and
+    /// without the stop token.
     ///
     /// # Errors
     /// As [`Generation::new`] and [`Generation::step`].

@@ -1,4 +1,4 @@
-//! Decoders in GGUF files: llama.cpp's names, and configurations made from the facts (metadata) of files.
+//! Decoders in GGUF files: llama.cpp's names of tensors, and configurations made from the metadata (*facts*) of files.
 //!
 //! Follows `gguf-py/gguf/constants.py` and `convert_hf_to_gguf.py` of
 //! <https://github.com/ggml-org/llama.cpp/tree/0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c>.
@@ -11,23 +11,24 @@ use super::config::Family;
 use super::{CausalLMConfig, keys};
 use crate::pretrained::{Configuration, Form, Key, Layout};
 
-/// Architectures of llama.cpp: their names, and transformers' `model_type` and class. Files of Mistral have the name of
-/// Llama's architecture, because both compute the same.
+/// llama.cpp's names of the supported architectures, each with transformers' `model_type` and class name. Files of Mistral
+/// have the architecture name of Llama, because llama.cpp computes both in the same way.
 const ARCHITECTURES: [(&str, &str, &str); 3] = [
     ("llama", "llama", "LlamaForCausalLM"),
     ("qwen2", "qwen2", "Qwen2ForCausalLM"),
     ("qwen3", "qwen3", "Qwen3ForCausalLM"),
 ];
 
-/// Names outside of the layers: first transformers', then llama.cpp's.
+/// The names of the parameters outside of the decoder's layers, as (transformers' name, llama.cpp's name).
 const OUTSIDE: [(&str, &str); 3] =
     [(keys::EMBEDDING, "token_embd"), (keys::NORM, "output_norm"), (keys::HEAD, "output")];
 
-/// The embedding and the head in llama.cpp's names.
+/// llama.cpp's name of the embedding's matrix.
 const EMBEDDING: &str = "token_embd.weight";
+/// llama.cpp's name of the language-model head's matrix.
 const HEAD: &str = "output.weight";
 
-/// Names inside a layer: first transformers', then llama.cpp's.
+/// The names of the parameters inside a decoder layer, as (transformers' name, llama.cpp's name).
 const INSIDE: [(&str, &str); 11] = [
     ("input_layernorm", "attn_norm"),
     ("self_attn.q_proj", "attn_q"),
@@ -42,14 +43,15 @@ const INSIDE: [(&str, &str); 11] = [
     ("mlp.down_proj", "ffn_down"),
 ];
 
-/// The tensor with the divisors of the rotary frequencies. The divisors become part of the configuration.
+/// The tensor with the numbers by which the rotary frequencies are divided. These divisors become part of the configuration.
 const FACTORS: &str = "rope_freqs.weight";
 
-/// The names in a GGUF file.
+/// The names and forms of a decoder's parameters in a GGUF file.
 pub(super) fn layout(config: &CausalLMConfig) -> Box<dyn Layout> {
     let heads = match config.family {
-        // Rotary embedding rotates pairs of features. For these models llama.cpp pairs neighbours, but this library
-        // pairs features that are half a head apart, so the rows of queries and keys are in another order.
+        // A rotary embedding rotates pairs of features. For these families llama.cpp pairs neighbouring features, but this
+        // library pairs features that are half a head apart. So the query and key projections have their rows in another
+        // order in the file.
         Family::Llama | Family::Mistral => Some([config.num_attention_heads, config.num_key_value_heads]),
         Family::Qwen2 | Family::Qwen25Vl | Family::Qwen3 => None,
     };
@@ -63,10 +65,14 @@ pub(super) fn layout(config: &CausalLMConfig) -> Box<dyn Layout> {
 }
 
 struct LlamaCpp {
-    /// Heads of queries and keys, if their rows are interleaved.
+    /// The numbers of query heads and of key heads if the rows of their projections are interleaved ([`Form::Interleaved`]),
+    /// otherwise `None`.
     heads: Option<[usize; 2]>,
+    /// The model's number of layers.
     layers: usize,
+    /// Whether the file has more layers than the model. Such a model has no final norm and no language-model head.
     is_part: bool,
+    /// Whether the model has a language-model head whose matrix is not that of the embedding.
     has_head: bool,
 }
 
@@ -75,8 +81,9 @@ impl Layout for LlamaCpp {
         self.place(name).into_iter().collect()
     }
 
-    /// Readers skip the divisors of frequencies, which are in the configuration; the head, if it is tied to the
-    /// embedding or not built; and the final norm and layers that are not built.
+    /// Whether readers skip the tensor `key`. They skip the divisors of frequencies, which are in the configuration. They
+    /// skip the language-model head if the model has none of its own. If the file has more layers than the model, they also
+    /// skip the final norm and the further layers.
     fn ignores(&self, key: &str) -> bool {
         let layer = key.strip_prefix("blk.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
         key == FACTORS
@@ -86,6 +93,7 @@ impl Layout for LlamaCpp {
 }
 
 impl LlamaCpp {
+    /// The key and form in the file of the parameter with transformers' name `name`. `None` if the file has no such parameter.
     fn place(&self, name: &str) -> Option<Key> {
         let outside =
             |(ours, theirs): &(&str, &str)| Some(format!("{theirs}.{}", name.strip_prefix(ours)?.strip_prefix('.')?));
@@ -103,10 +111,10 @@ impl LlamaCpp {
     }
 }
 
-/// The configuration of the decoder in a file.
+/// The configuration of the decoder in a GGUF file.
 ///
 /// # Errors
-/// [`Error::Config`] for another architecture, or if a fact is missing or not supported.
+/// [`Error::Config`] if the file's architecture is not one of [`ARCHITECTURES`], or if a fact is missing or not supported.
 pub(super) fn config(file: &GgufFile) -> Result<CausalLMConfig> {
     let facts = file.facts();
     let wrong = |text: String| Error::Config(format!("{}: {text}", file.path().display()));
@@ -163,7 +171,7 @@ pub(super) fn config(file: &GgufFile) -> Result<CausalLMConfig> {
     })
 }
 
-/// The field `rope_scaling` of the configuration, if positions are scaled.
+/// The field `rope_scaling` of the configuration. `None` if the file scales neither positions nor frequencies.
 fn scaling(file: &GgufFile, fact: impl Fn(&str) -> Option<Value>) -> Result<Option<Value>> {
     if file.shape(FACTORS).is_some() {
         let factors = file.read_as(FACTORS, Some(DType::F32), &Device::Cpu)?.to_vec::<f32>()?;
@@ -183,7 +191,7 @@ fn scaling(file: &GgufFile, fact: impl Fn(&str) -> Option<Value>) -> Result<Opti
         ("rope.scaling.yarn_beta_slow", "beta_slow"),
     ];
     let given = fields.into_iter().filter_map(|(theirs, ours)| Some((ours.to_owned(), fact(theirs)?)));
-    // For linear scaling, the factor is the only field in transformers' configuration.
+    // transformers' configuration of linear scaling has only the field `factor`.
     found.extend(given.filter(|(ours, _)| kind != "linear" || ours == "factor"));
     Ok(Some(found.into()))
 }

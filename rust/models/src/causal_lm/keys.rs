@@ -1,4 +1,4 @@
-//! The names of a decoder's parameters in files: transformers', with or without the prefix `model.`.
+//! The names of a decoder's parameters in files: transformers' names, with or without the prefix `model.`.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -6,15 +6,19 @@ use trainable_candle_io::WeightFiles;
 use super::CausalLMConfig;
 use crate::pretrained::{Key, Layout, Original};
 
+/// The name of the embedding of tokens.
 pub(super) const EMBEDDING: &str = "model.embed_tokens";
+/// The name of the list of layers.
 pub(super) const LAYERS: &str = "model.layers";
+/// The name of the final norm.
 pub(super) const NORM: &str = "model.norm";
+/// The name of the language-model head.
 pub(super) const HEAD: &str = "lm_head";
-/// The prefix of all names except the head's. Files of a model without its head omit the prefix.
+/// The prefix of all names except that of the language-model head. Files of a model without this head omit the prefix.
 const BODY: &str = "model.";
-/// The same prefix in files of Qwen2.5-VL that transformers 5 wrote.
+/// The prefix in place of [`BODY`] in files of Qwen2.5-VL that transformers 5 wrote.
 const VL_BODY: &str = "model.language_model.";
-/// The keys of the part of Qwen2.5-VL that reads images begin with this, after the prefix.
+/// The beginning, after [`BODY`], of the keys of Qwen2.5-VL's vision encoder.
 const VISUAL: &str = "visual.";
 
 /// The name of the parameter that holds the matrix `name`.
@@ -22,8 +26,8 @@ pub(super) fn weight_of(name: &str) -> String {
     format!("{name}.weight")
 }
 
-/// The names in a folder, or in a file that holds other models too. In such a file, the model's prefix precedes each
-/// name.
+/// The names of a decoder's parameters in the files of a folder (`original` is `None`), or in one file that holds other models
+/// too. In such a file, the prefix `original.prefix` precedes each name.
 pub(super) fn layout(config: &CausalLMConfig, original: Option<Original>) -> Box<dyn Layout> {
     Box::new(Transformers {
         prefix: original.map_or("", |original| original.prefix),
@@ -35,10 +39,15 @@ pub(super) fn layout(config: &CausalLMConfig, original: Option<Original>) -> Box
 }
 
 struct Transformers {
+    /// The prefix of the model's keys in a file that holds other models too, otherwise empty.
     prefix: &'static str,
+    /// The model's number of layers.
     layers: usize,
+    /// Whether the files have more layers than the model. Such a model has no final norm and no language-model head.
     is_part: bool,
+    /// Whether the model has a language-model head whose matrix is not that of the embedding.
     has_head: bool,
+    /// Whether the files have Qwen2.5-VL's names.
     is_vl: bool,
 }
 
@@ -53,8 +62,9 @@ impl Layout for Transformers {
         std::iter::once(name).chain(inside).map(Key::plain).chain(nested).collect()
     }
 
-    /// Readers skip angles, which are computed; the head, if it is tied to the embedding or not used; the final norm
-    /// and layers that are not built; and the part of Qwen2.5-VL that reads images.
+    /// Whether readers skip the tensor `key`. They skip rotary frequencies, which are computed, and Qwen2.5-VL's vision
+    /// encoder. They skip the language-model head if the model has none of its own. If the files have more layers than the
+    /// model, they also skip the final norm and the further layers.
     fn ignores(&self, key: &str) -> bool {
         let key = key.strip_prefix(BODY).unwrap_or(key);
         let layer = key.strip_prefix("layers.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
@@ -65,8 +75,8 @@ impl Layout for Transformers {
     }
 }
 
-/// The configuration of a decoder in a file: the first of `known` whose sizes fit the tensors. Shapes alone do not
-/// determine the number of heads or the angles.
+/// The configuration of a decoder in a file without `config.json`: the first of `known` whose sizes equal those of the file's
+/// tensors. (The tensors' shapes alone do not determine the number of heads and the rotary frequencies.)
 ///
 /// # Errors
 /// [`Error::Config`] if none of `known` fits.
@@ -86,8 +96,8 @@ pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CausalL
     };
     known.into_iter().find(fits).ok_or_else(|| {
         Error::Config(format!(
-            "{}: the shapes of the checkpoint do not determine the number of heads of its language model; give \
-             config=, the path of its config.json",
+            "{}: the checkpoint has no known language model, and the shapes of its tensors do not determine the \
+             model's number of heads; give config=, the path of the model's config.json",
             files.path().display()
         ))
     })

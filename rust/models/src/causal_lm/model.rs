@@ -1,4 +1,4 @@
-//! The decoder: token ids in, states or scores of the next token out.
+//! The decoder: from token ids to hidden states, or to the scores of the next token.
 
 use std::sync::Arc;
 
@@ -18,27 +18,31 @@ use crate::pretrained::{Architecture, Configuration, Key, Layout, Naming, Origin
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
-/// A language model that computes the same as transformers' `LlamaForCausalLM` and its siblings. Inside, the tokens of
-/// all texts are in one row: N tokens at `positions (N)` (i64 or u32) in M texts, whose bounds are `cu_seqlens (M + 1)`.
+/// A language model that computes the same as transformers' class for its family (`LlamaForCausalLM` for Llama). The tokens
+/// of all texts are concatenated to one sequence: M texts with N tokens in total. `positions (N)` (i64 or u32) are the tokens'
+/// positions for the rotary embedding. `cu_seqlens (M + 1)` are the bounds of the texts: text i has the tokens `cu_seqlens[i]` to
+/// `cu_seqlens[i + 1] - 1` of the sequence. D is the hidden size.
 pub struct CausalLM {
     config: CausalLMConfig,
     embedding: Weight,
     layers: Blocks<DecoderLayer>,
+    /// `None` if the model has fewer layers than the files.
     top: Option<Top>,
 }
 
-/// The final norm and the head, after the last layer.
+/// The final norm and the language-model head, after the last layer.
 struct Top {
     norm: RmsNorm,
-    /// (vocab, D); `None` if the head uses the embedding's matrix.
+    /// The head's matrix (vocab, D). `None` if the head uses the embedding's matrix, or if the model is a text encoder without
+    /// a head.
     head: Option<Weight>,
 }
 
 impl CausalLM {
-    /// A model over `weights`.
+    /// A model with the parameters `weights`.
     ///
     /// # Errors
-    /// [`Error::Config`] if the weights belong to another model.
+    /// [`Error::Config`] if the parameters belong to another model.
     pub fn new(config: CausalLMConfig, weights: &mut Weights<'_>) -> Result<Self> {
         let (vocab, dim) = (config.vocab_size, config.hidden_size);
         let start = Init::Normal(0.02);
@@ -58,7 +62,7 @@ impl CausalLM {
         Ok(Self { config, embedding, layers, top })
     }
 
-    /// A model whose parameters are drawn from the library's generator and trainable.
+    /// A model with trainable parameters, whose initial values are drawn from the library's generator.
     ///
     /// # Errors
     /// [`Error::Argument`] if an initial value cannot be drawn.
@@ -71,6 +75,7 @@ impl CausalLM {
         &self.config
     }
 
+    /// The final norm and the head, or an error if the model has none.
     fn top(&self) -> Result<&Top> {
         self.top.as_ref().ok_or_else(|| {
             let layers = self.config.num_hidden_layers;
@@ -84,7 +89,7 @@ impl CausalLM {
         })
     }
 
-    /// The matrix of the head, (vocab, D), which may be the matrix of the embedding.
+    /// The matrix of the language-model head, (vocab, D). It may be the matrix of the embedding.
     ///
     /// # Errors
     /// [`Error::Argument`] if only a part of the layers was loaded, or the model is a text encoder.
@@ -96,12 +101,13 @@ impl CausalLM {
         Ok(self.top()?.head.as_ref().unwrap_or(&self.embedding))
     }
 
-    /// The states that the head reads, (N, D), after the final norm, for `input_ids (N)` (i64 or u32).
+    /// The hidden states after the final norm, (N, D), for `input_ids (N)` (i64 or u32). The language-model head computes the
+    /// scores from these states.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an input has another shape, [`Error::Index`] if an id is not a token or a bound is out of
-    /// order or range, [`Error::DType`] if an input does not have integers, [`Error::Argument`] if only a part of the
-    /// layers was loaded.
+    /// [`Error::Shape`] if an input has another shape. [`Error::Index`] if an id is not less than the vocabulary's size, or a
+    /// bound in `cu_seqlens` is out of order or range. [`Error::DType`] if an input does not have integers.
+    /// [`Error::Argument`] if only a part of the layers was loaded.
     pub fn hidden(&self, input_ids: &Tensor, positions: &Tensor, cu_seqlens: &Tensor) -> Result<Tensor> {
         let top = self.top()?;
         let (x, [cos, sin]) = self.start(input_ids, positions)?;
@@ -111,7 +117,7 @@ impl CausalLM {
         top.norm.forward(&x)
     }
 
-    /// The final norm of `x (..., D)`, a result of the last layer.
+    /// Applies the final norm to `x (..., D)`, a result of the last layer.
     pub(super) fn last_norm(&self, x: &Tensor) -> Result<Tensor> {
         self.top()?.norm.forward(x)
     }
@@ -125,17 +131,17 @@ impl CausalLM {
         &self.layers
     }
 
-    /// The scores of every token of the vocabulary, (..., vocab), for states `hidden (..., D)` from
+    /// The scores of every token of the vocabulary, (..., vocab), for hidden states `hidden (..., D)` from
     /// [`hidden`](Self::hidden).
     ///
     /// # Errors
-    /// As [`head`](Self::head); [`Error::Shape`] if the states have another width.
+    /// As [`head`](Self::head); [`Error::Shape`] if the last dimension of `hidden` is not D.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
         linear(hidden, self.head()?, None)
     }
 
-    /// The scores of the next token for each token of `input_ids (B, S)`: (B, S, vocab). Where `attention_mask (B, S)` is
-    /// 0, the scores are zeros.
+    /// For each token of `input_ids (B, S)`, the scores of the token that follows it: (B, S, vocab). Where
+    /// `attention_mask (B, S)` is 0, the scores are zeros.
     ///
     /// # Errors
     /// As [`PackedTexts::new`] and [`hidden`](Self::hidden).
@@ -145,9 +151,9 @@ impl CausalLM {
         texts.unpack(&self.logits(&hidden)?)
     }
 
-    /// The mean loss of the labels (B, S), i64 or u32: each label is predicted by the token before it. Labels of
-    /// [`IGNORE_INDEX`], labels in the first column and labels after padding do not count. If no label counts, the loss
-    /// is 0.
+    /// The mean cross entropy of the labels (B, S), i64 or u32. The label in column s is predicted from the tokens up to column
+    /// s - 1. Three sorts of labels do not count: [`IGNORE_INDEX`], labels in the first column, and labels that directly
+    /// follow padding. If no label counts, the loss is 0.
     ///
     /// # Errors
     /// As [`PackedTexts::targets`] and [`packed_loss`](Self::packed_loss).
@@ -158,9 +164,9 @@ impl CausalLM {
         self.packed_loss(&hidden, &targets, None)?.mul_scalar(1.0 / counted.max(1) as f64)
     }
 
-    /// The sum in f32 of the losses of `targets (N)` for `hidden (N, D)`, each multiplied by its weight in `weights
-    /// (N)`. A target is the token to predict, or [`IGNORE_INDEX`]. The sum is computed in parts, without the whole
-    /// matrix of logits, to save memory.
+    /// The sum, in f32, of `weights[i]` · cross entropy of `targets[i]`, given the hidden states `hidden (N, D)`. A target is
+    /// the id of the token to predict, or [`IGNORE_INDEX`]. Without `weights`, all weights are 1. The sum is computed in
+    /// parts, so that the whole matrix of logits (N, vocab) never exists in memory.
     ///
     /// # Errors
     /// As [`linear_cross_entropy`] and [`head`](Self::head).
@@ -168,8 +174,8 @@ impl CausalLM {
         linear_cross_entropy(hidden, self.head()?, targets, weights)
     }
 
-    /// The logarithm of the probability of each of `targets (N)` for `hidden (N, D)`: (N) in f32, 0 where the target is
-    /// [`IGNORE_INDEX`].
+    /// The logarithms of the probabilities of `targets (N)`, given the hidden states `hidden (N, D)`. The result (N) is in f32,
+    /// and 0 where the target is [`IGNORE_INDEX`].
     ///
     /// # Errors
     /// As [`linear_log_probs`] and [`head`](Self::head).
@@ -177,11 +183,11 @@ impl CausalLM {
         linear_log_probs(hidden, self.head()?, targets)
     }
 
-    /// For each number in `after`, the states after this many layers: (N, D), before the final norm. 0 layers means the
-    /// embedding. Layers after the largest of these numbers are not computed.
+    /// For each number n in `after`, the hidden states (N, D) after the first n layers, before the final norm. For n = 0 these
+    /// are the embedded tokens. Only as many layers as the largest n are computed.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the model has fewer layers; as [`hidden`](Self::hidden).
+    /// [`Error::Argument`] if a number in `after` exceeds the model's number of layers; as [`hidden`](Self::hidden).
     pub fn states(
         &self,
         input_ids: &Tensor,
@@ -196,11 +202,12 @@ impl CausalLM {
         })
     }
 
-    /// As [`states`](Self::states), for one text `input_ids (N)` whose first `words` tokens are words and the others
-    /// padding. Padding attends to the words, but not to any padding, as in transformers with a mask of the padding.
+    /// As [`states`](Self::states), for one text. The first `words` tokens of `input_ids (N)` are the text, and the other
+    /// tokens are padding. Padding tokens attend to the tokens of the text, but not to padding tokens, as in transformers
+    /// with an attention mask.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there are no words, or more words than tokens; as [`states`](Self::states).
+    /// [`Error::Argument`] if `words` is 0 or larger than N; as [`states`](Self::states).
     pub fn padded_states(&self, input_ids: &Tensor, words: usize, after: &[usize]) -> Result<Vec<Tensor>> {
         let (tokens, device) = (input_ids.elem_count(), input_ids.device());
         if words == 0 || words > tokens {
@@ -219,8 +226,8 @@ impl CausalLM {
         })
     }
 
-    /// The states after each number of layers in `after`. `run(i, x, [cos, sin])` computes layer i from its input `x` and
-    /// the cosines and sines of the positions.
+    /// The hidden states after each number of layers in `after`. `run(i, x, [cos, sin])` computes layer i from the layer's
+    /// input `x` and the cosines and sines of the positions' rotary angles.
     fn states_by(
         &self,
         input_ids: &Tensor,
@@ -230,7 +237,10 @@ impl CausalLM {
     ) -> Result<Vec<Tensor>> {
         let count = self.layers.len();
         if let Some(wrong) = after.iter().find(|&&layer| layer > count) {
-            return Err(Error::argument(OP, format!("layers of hidden states include {wrong}, expected 0 to {count}")));
+            return Err(Error::argument(
+                OP,
+                format!("hidden states after {wrong} layers were requested, expected 0 to {count} layers"),
+            ));
         }
         let last = after.iter().copied().max().unwrap_or(0);
         let (x, [cos, sin]) = self.start(input_ids, positions)?;
@@ -241,15 +251,18 @@ impl CausalLM {
         Ok(after.iter().map(|&layer| states[layer].clone()).collect())
     }
 
-    /// The embedded tokens, (N, D), and cosines and sines of their positions.
+    /// The embedded tokens (N, D), and the cosines and sines of the rotary angles of their positions.
     pub(super) fn start(&self, input_ids: &Tensor, positions: &Tensor) -> Result<(Tensor, [Tensor; 2])> {
         if input_ids.rank() != 1 {
-            let text = format!("input_ids has shape {:?}, expected (N), all texts in one row", input_ids.dims());
+            let text = format!(
+                "input_ids has shape {:?}, expected (N), the tokens of all texts in sequence",
+                input_ids.dims()
+            );
             return Err(Error::shape(OP, text));
         }
         if positions.dims() != input_ids.dims() {
             let (found, expected) = (positions.dims(), input_ids.dims());
-            let text = format!("positions have shape {found:?}, expected {expected:?}, as input_ids");
+            let text = format!("positions have shape {found:?}, expected {expected:?}, the shape of input_ids");
             return Err(Error::shape(OP, text));
         }
         let tables = self.config.rope.tables(positions, self.embedding.device())?;
@@ -258,7 +271,7 @@ impl CausalLM {
 }
 
 impl Module for CausalLM {
-    /// The head is visited as a parameter, not as a layer, so that adapters skip it, as peft's `all-linear` does.
+    /// The head is visited as a parameter, not as a layer, so that adapters skip the head, as peft's `all-linear` does.
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
         visitor.matrix(&weight_of(keys::EMBEDDING), &self.embedding)?;
         visitor.blocks(keys::LAYERS, &self.layers)?;
@@ -273,6 +286,7 @@ fn is_llama_cpp(original: Original) -> bool {
     original.naming == Naming::LlamaCpp
 }
 
+/// The names of the model's parameters in a file or folder.
 fn layout(config: &CausalLMConfig, original: Option<Original>) -> Box<dyn Layout> {
     if original.is_some_and(is_llama_cpp) { gguf::layout(config) } else { keys::layout(config, original) }
 }
@@ -350,7 +364,7 @@ impl Model for CausalLM {
         Ok(())
     }
 
-    /// Other tools use transformers' names of the layers, which are also this library's.
+    /// Other tools use transformers' names of the layers. This library uses the same names.
     fn original_names(&self) -> OriginalNames {
         Arc::new(|layer| Some(Key::plain(layer)))
     }

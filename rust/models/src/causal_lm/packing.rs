@@ -1,30 +1,33 @@
-//! Packs batches of padded texts into one row of tokens.
+//! Packs batches of padded texts: concatenates the texts' tokens to one sequence without padding.
 
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
 use super::OP;
 
-/// The texts of a batch (B, S), concatenated without padding: N tokens in M segments.
+/// The texts of a batch (B, S), concatenated without padding to one sequence of N tokens. The sequence has a segment for each
+/// of the B texts.
 pub struct PackedTexts {
-    /// The ids, (N).
+    /// The tokens' ids, (N).
     pub input_ids: Tensor,
-    /// The column of each token, (N).
+    /// The column of each token in the batch, (N).
     pub positions: Tensor,
-    /// The starts of the segments and the end of the last one, (M + 1).
+    /// The bounds of the segments, (B + 1): the index in the sequence at which each segment starts, and N.
     pub cu_seqlens: Tensor,
-    /// The index of each token in the batch, flattened row by row.
+    /// For each token of the sequence, row · S + column of the token in the batch.
     places: Vec<usize>,
+    /// B and S.
     batch: [usize; 2],
+    /// The device of `input_ids`.
     device: Device,
 }
 
 impl PackedTexts {
-    /// Packs the texts of `input_ids (B, S)`: all tokens, or those where `attention_mask (B, S)` is 1. The host reads
-    /// the mask and therefore waits for a GPU.
+    /// Packs the tokens of `input_ids (B, S)` where `attention_mask (B, S)` is 1, or all tokens without a mask. The mask is
+    /// copied to the CPU, so the call waits for the GPU that computes it.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an input has another shape, [`Error::DType`] if it is not i64 or u32, [`Error::Index`] if the mask has
-    /// other values than 0 and 1.
+    /// [`Error::Shape`] if an input has another shape, [`Error::DType`] if an input is not i64 or u32, [`Error::Index`] if the
+    /// mask has a value other than 0 and 1.
     pub fn new(input_ids: &Tensor, attention_mask: Option<&Tensor>) -> Result<Self> {
         let &[rows, columns] = input_ids.dims() else {
             return Err(Error::shape(OP, format!("input_ids has shape {:?}, expected (B, S)", input_ids.dims())));
@@ -35,7 +38,8 @@ impl PackedTexts {
             Some(mask) => {
                 if mask.dims() != input_ids.dims() {
                     let (found, expected) = (mask.dims(), input_ids.dims());
-                    let text = format!("attention_mask has shape {found:?}, expected {expected:?}, as input_ids");
+                    let text =
+                        format!("attention_mask has shape {found:?}, expected {expected:?}, the shape of input_ids");
                     return Err(Error::shape(OP, text));
                 }
                 let flag = |value: i64| match value {
@@ -64,15 +68,17 @@ impl PackedTexts {
         Ok(Self { input_ids: packed_ids, positions, cu_seqlens, places, batch: [rows, columns], device })
     }
 
-    /// The target of each token, (N), and the number of targets that are not ignored. The target is the label of the
-    /// next column, or `ignored` at the end of a row. The host reads the labels and therefore waits for a GPU.
+    /// The target of each token of the sequence, (N), and the number of targets that are not `ignored`. The target of a token
+    /// is the label in the next column of the token's row, or `ignored` for a token in the last column. The labels are copied
+    /// to the CPU, so the call waits for the GPU that computes them.
     ///
     /// # Errors
-    /// [`Error::Shape`] if `labels` are not (B, S), [`Error::DType`] if they are not i64 or u32.
+    /// [`Error::Shape`] if the shape of `labels` is not (B, S), [`Error::DType`] if `labels` is not i64 or u32.
     pub fn targets(&self, labels: &Tensor, ignored: i64) -> Result<(Tensor, usize)> {
         let [rows, columns] = self.batch;
         if *labels.dims() != self.batch {
-            let text = format!("labels have shape {:?}, expected {:?}, as input_ids", labels.dims(), [rows, columns]);
+            let found = labels.dims();
+            let text = format!("labels have shape {found:?}, expected {:?}, the shape of input_ids", [rows, columns]);
             return Err(Error::shape(OP, text));
         }
         let labels = host(labels, "labels")?;
@@ -83,10 +89,10 @@ impl PackedTexts {
         Ok((Tensor::from_vec(targets, count, &self.device)?, counted))
     }
 
-    /// `x (N, D)` in the layout of the batch, (B, S, D), with zeros for padding.
+    /// Moves the rows of `x (N, D)` to the places of their tokens in the batch: (B, S, D), with zeros for padding.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the result does not fit.
+    /// [`Error::OutOfMemory`] if the result does not fit in memory.
     pub fn unpack(&self, x: &Tensor) -> Result<Tensor> {
         let ([rows, columns], width) = (self.batch, x.dims()[1]);
         if self.places.len() == rows * columns {
@@ -102,7 +108,7 @@ impl PackedTexts {
     }
 }
 
-/// The integers of a tensor.
+/// The elements of `tensor`, copied to the CPU. `name` is the tensor's name in errors.
 fn host(tensor: &Tensor, name: &str) -> Result<Vec<i64>> {
     if !matches!(tensor.dtype(), DType::I64 | DType::U32) {
         let found = tensor.dtype().as_str();

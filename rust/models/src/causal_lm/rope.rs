@@ -1,4 +1,5 @@
-//! The angles by which queries and keys are rotated, and their scaling for texts longer than in pretraining.
+//! Rotary position embedding: the angles by which queries and keys are rotated, and the scaling of the frequencies for texts
+//! longer than those of pretraining.
 
 use std::f64::consts::PI;
 
@@ -7,18 +8,19 @@ use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use super::OP;
 use crate::fields::Fields;
 
-/// Rotary position embedding. Without scaling, pair i of a head's features is rotated by `position · θ^(-2i / width)`.
+/// Rotary position embedding. Pair i of a head's features has a frequency, the angle per position. The token at `position` is
+/// rotated by `position · frequency`. Without scaling, the frequency is `θ^(-2i / width)`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
     theta: f64,
     scaling: Scaling,
-    /// Width of a head.
+    /// Number of features of a head.
     width: usize,
-    /// The longest text that the model is made for.
+    /// The largest number of tokens of a text that the model was trained for.
     longest: usize,
 }
 
-/// The scaling of frequencies.
+/// The scaling of the frequencies. A frequency *makes* `original · frequency / 2π` rotations in a text of the original length.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Scaling {
     /// No scaling.
@@ -28,55 +30,57 @@ pub enum Scaling {
         /// The divisor of frequencies.
         factor: f64,
     },
-    /// For texts longer than `longest`, θ grows with the length (NTK-aware scaling).
+    /// NTK-aware scaling: for a text of L tokens, more than `longest`, θ is replaced by
+    /// `θ (factor · L / longest - (factor - 1))^(width / (width - 2))`.
     Dynamic {
-        /// How fast θ grows.
+        /// The factor in the formula.
         factor: f64,
     },
-    /// Llama 3.1's scaling: low frequencies are divided by a factor, high frequencies are not, and between them is a
-    /// smooth transition.
+    /// Llama 3.1's scaling: low frequencies are divided by a factor, high frequencies are unchanged, and the frequencies in
+    /// between are interpolated linearly in their number of rotations.
     Llama3 {
         /// The divisor of low frequencies.
         factor: f64,
-        /// A frequency is low if it makes fewer rotations than this in a text of the original length.
+        /// A frequency is low if it makes at most this many rotations in a text of the original length.
         low: f64,
-        /// A frequency is high if it makes at least this many rotations.
+        /// A frequency is high if it makes at least this many rotations in a text of the original length.
         high: f64,
-        /// The length of texts in pretraining.
+        /// The original length: the number of tokens of the texts in pretraining.
         original: f64,
     },
     /// `YaRN` (Peng et al. 2023, arXiv:2309.00071).
     Yarn {
         /// The divisor of low frequencies.
         factor: f64,
-        /// The length of texts in pretraining.
+        /// The original length: the number of tokens of the texts in pretraining.
         original: f64,
-        /// If a frequency makes at least this many rotations in a text of the original length, it is not divided.
+        /// A frequency that makes at least this many rotations in a text of the original length is unchanged.
         fast: f64,
-        /// If a frequency makes at most this many rotations in a text of the original length, it is divided by the
-        /// whole factor.
+        /// A frequency that makes at most this many rotations in a text of the original length is divided by `factor`.
         slow: f64,
-        /// The frequencies of pairs between `fast` and `slow` are divided by a part of the factor. `truncate` says whether
-        /// the indices of the first and the last such pair are rounded.
+        /// The frequencies between `slow` and `fast` rotations are interpolated linearly in the index of their pair.
+        /// `truncate` tells whether the interpolation begins and ends at whole indices: the index of `fast` rotations rounded
+        /// down, and the index of `slow` rotations rounded up.
         truncate: bool,
-        /// Cosines and sines are multiplied by this.
+        /// The number by which cosines and sines are multiplied.
         attention: f64,
     },
     /// `LongRoPE` (Ding et al. 2024, arXiv:2402.13753): the frequency of each pair has its own divisor.
     LongRope {
-        /// The divisors for texts up to the original length.
+        /// The divisors for texts up to the original length, one for each pair.
         short: Vec<f64>,
-        /// The divisors for longer texts.
+        /// The divisors for texts longer than the original length, one for each pair.
         long: Vec<f64>,
-        /// The length of texts in pretraining.
+        /// The original length: the number of tokens of the texts in pretraining.
         original: f64,
-        /// Cosines and sines are multiplied by this.
+        /// The number by which cosines and sines are multiplied.
         attention: f64,
     },
 }
 
 impl Rope {
-    /// Reads the embedding from a configuration in its new form (`rope_parameters`) or its old form (`rope_scaling`).
+    /// Reads the rotary embedding from a configuration. The fields are inside `rope_parameters` in new configurations and inside
+    /// `rope_scaling` in old ones.
     pub(super) fn read(fields: &mut Fields<'_>, width: usize, longest: usize) -> Result<Self> {
         let theta = fields.number("rope_theta", Some(10_000.0))?;
         let top = fields.optional_number("original_max_position_embeddings")?;
@@ -95,7 +99,8 @@ impl Rope {
         let factor = |inner: &mut Fields<'_>| inner.number("factor", None);
         let name = inner.text("rope_type").or_else(|| inner.text("type")).unwrap_or("default");
         let scaling = match name {
-            // "mrope" splits the angles among three axes, on which the tokens of texts have the same position.
+            // "mrope" computes each angle from the position on one of three axes. A text token has the same position on
+            // all three axes.
             "default" | "mrope" => Scaling::Plain,
             "linear" => Scaling::Linear { factor: factor(&mut inner)? },
             "dynamic" => Scaling::Dynamic { factor: factor(&mut inner)? },
@@ -137,8 +142,8 @@ impl Rope {
         Ok(rope(theta, scaling))
     }
 
-    /// The frequency of each pair (its angle per position), and the factor of cosines and sines, for texts of up to
-    /// `length` tokens.
+    /// The frequency of each pair, and the number by which cosines and sines are multiplied. The longest text has `length`
+    /// tokens.
     fn frequencies(&self, length: usize) -> (Vec<f64>, f64) {
         let width = self.width as f64;
         let pairs = |theta: f64| (0..self.width / 2).map(move |i| theta.powf(-2.0 * i as f64 / width));
@@ -180,7 +185,7 @@ impl Rope {
         }
     }
 
-    /// Whether the angles depend on the length of a text.
+    /// Whether the frequencies depend on the number of tokens of a text.
     pub(super) fn follows_length(&self) -> bool {
         match &self.scaling {
             Scaling::Dynamic { .. } => true,
@@ -189,7 +194,8 @@ impl Rope {
         }
     }
 
-    /// A number for a text of `length` tokens that changes whenever the angles do.
+    /// A number that identifies the frequencies for a text of `length` tokens: two texts with equal numbers have the same
+    /// frequencies.
     pub(super) fn stage(&self, length: usize) -> usize {
         match &self.scaling {
             Scaling::Dynamic { .. } => length.max(self.longest),
@@ -198,11 +204,11 @@ impl Rope {
         }
     }
 
-    /// Cosines and sines of `positions (N)`, each (N, width / 2) in f32.
+    /// The cosines and the sines of the angles at `positions (N)`, each (N, width / 2) in f32.
     pub(super) fn tables(&self, positions: &Tensor, device: &Device) -> Result<[Tensor; 2]> {
         let (frequencies, factor) = self.frequencies(self.length(positions)?);
         let count = frequencies.len();
-        // Frequencies and products are in f32, as in transformers.
+        // The frequencies, and their products with the positions, are in f32, as in transformers.
         let frequencies: Vec<f32> = frequencies.into_iter().map(|f| f as f32).collect();
         let frequencies = Tensor::from_vec(frequencies, (1, count), device)?;
         let angles = positions.detach().to_dtype(DType::F32)?.unsqueeze(1)?.mul(&frequencies)?;
@@ -210,8 +216,8 @@ impl Rope {
         Ok([scaled(angles.cos()?)?, scaled(angles.sin()?)?])
     }
 
-    /// The length of the longest text, or 0 if the angles do not depend on the length. To compute the length, the host
-    /// reads the positions and therefore waits for a GPU.
+    /// The largest of `positions` plus 1 (the length of the longest text), or 0 if the frequencies do not depend on the length.
+    /// The positions are copied to the CPU to find the largest, so the call waits for the GPU that computes them.
     fn length(&self, positions: &Tensor) -> Result<usize> {
         if !self.follows_length() {
             return Ok(0);
@@ -222,7 +228,8 @@ impl Rope {
     }
 }
 
-/// The factor by which `YaRN` multiplies cosines and sines.
+/// The number by which `YaRN` multiplies cosines and sines: the field `attention_factor`, or transformers' default for the
+/// scaling factor `factor`.
 fn yarn_attention(fields: &mut Fields<'_>, factor: f64) -> Result<f64> {
     if let Some(given) = fields.optional_number("attention_factor")? {
         return Ok(given);

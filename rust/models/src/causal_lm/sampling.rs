@@ -1,4 +1,4 @@
-//! The choice of the next token.
+//! The choice of the next token from the scores of all tokens.
 
 use std::collections::HashSet;
 
@@ -6,23 +6,23 @@ use trainable_candle_core::{Error, Result};
 
 use super::OP;
 
-/// How the next token is chosen from the scores. The penalty, the temperature and the limits apply in transformers'
-/// order.
+/// How the next token is chosen from the scores of all tokens. The options apply in transformers' order:
+/// `repetition_penalty`, `temperature`, `top_k`, `top_p`, `min_p`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
-    /// 0 chooses the token with the highest score. Otherwise scores are divided by the temperature, and a token is
-    /// drawn.
+    /// The temperature t, at least 0. If t is 0, the token with the highest score is chosen. Otherwise a token is drawn with
+    /// the probabilities `softmax(scores / t)`, and the following options limit the tokens.
     pub temperature: f64,
-    /// Draw from this many tokens with the highest scores; 0 draws from all.
+    /// The number of tokens, those with the highest scores, from which one is drawn. 0 means all tokens.
     pub top_k: usize,
-    /// Draw from the smallest set of most likely tokens whose probabilities sum to at least this, above 0 and up to 1
-    /// (Holtzman et al. 2020, arXiv:1904.09751).
+    /// A probability above 0 and up to 1. A token is drawn from the smallest set of most likely tokens whose probabilities
+    /// sum to at least `top_p` (Holtzman et al. 2020, arXiv:1904.09751).
     pub top_p: f64,
-    /// Draw only tokens whose probability is at least this fraction of the probability of the most likely token, 0 to 1
-    /// (Nguyen et al. 2024, arXiv:2407.01082).
+    /// A fraction from 0 to 1. A token can be drawn only if its probability is at least `min_p` · the probability of the most
+    /// likely token (Nguyen et al. 2024, arXiv:2407.01082).
     pub min_p: f64,
-    /// If this is above 1, tokens that are already in the text become less likely (Keskar et al. 2019,
-    /// arXiv:1909.05858).
+    /// A number above 0. For tokens that are already in the text, positive scores are divided by it and negative scores are
+    /// multiplied by it (Keskar et al. 2019, arXiv:1909.05858). Values above 1 make these tokens less likely.
     pub repetition_penalty: f64,
 }
 
@@ -32,15 +32,15 @@ impl Default for Sampling {
     }
 }
 
-/// The number of candidates that are sorted first. This usually suffices, because a few tokens have nearly all of the
-/// probability.
+/// The number of tokens that `top_p` sorts at first. More tokens are sorted only if these do not reach `top_p`, which is
+/// rare, because a few tokens usually have nearly all of the probability.
 const FIRST: usize = 256;
 
 impl Sampling {
     /// Check that all values are in range.
     ///
     /// # Errors
-    /// [`Error::Argument`] naming a value out of range.
+    /// [`Error::Argument`] with the option that is out of range.
     pub(super) fn check(&self) -> Result<()> {
         let wrong = |name: &str, found: f64, expected: &str| {
             Err(Error::argument(OP, format!("{name} is {found}, expected {expected}")))
@@ -56,8 +56,8 @@ impl Sampling {
         }
     }
 
-    /// Choose the next token of a text with the tokens `known` from `scores (vocab)`. The function may change `scores`.
-    /// `draw` is uniform in 0..1.
+    /// Choose the next token of a text from `scores (vocab)`. `known` are the text's tokens. `draw` is a random number, uniform
+    /// in [0, 1). The function applies the repetition penalty to `scores` in place.
     ///
     /// # Errors
     /// [`Error::NonFinite`] if a score is NaN.
@@ -79,9 +79,10 @@ impl Sampling {
         Ok(if self.temperature == 0.0 { best } else { self.drawn(scores, best, draw) })
     }
 
+    /// Draw a token, given the random number `draw`. `best` is the token with the highest score.
     fn drawn(&self, scores: &[f32], best: u32, draw: f64) -> u32 {
         let highest = f64::from(scores[best as usize]);
-        // The most likely token has weight 1.
+        // The probability of a token is proportional to its weight. The most likely token has the weight 1.
         let weight = |id: u32| ((f64::from(scores[id as usize]) - highest) / self.temperature).exp();
         let mut ids: Vec<u32> = (0..scores.len() as u32).collect();
         let mut sorted = 0;
@@ -92,7 +93,7 @@ impl Sampling {
         if self.top_p < 1.0 {
             let bound = self.top_p * ids.iter().map(|&id| weight(id)).sum::<f64>();
             let (mut sum, mut kept) = (0.0, 0);
-            // The token with which the sum reaches the bound is kept.
+            // The last token that is kept is the one with which the sum reaches the bound.
             while sum < bound && kept < ids.len() {
                 if kept == sorted {
                     sorted = sort_highest(&mut ids, sorted, FIRST.max(3 * sorted), scores);
@@ -110,13 +111,13 @@ impl Sampling {
             left -= weight(id);
             left < 0.0
         });
-        // If rounding makes the search run past the last token, take the last one.
+        // Rounding errors may leave `left` at 0 or more after the last token. Then the last token is drawn.
         drawn.or(ids.last().copied()).unwrap_or(best)
     }
 }
 
-/// Move the ids of the `count` highest scores in `ids[from..]` to the front of this slice, highest first; of equal
-/// scores, the lower id comes first. Returns the end of the sorted part.
+/// Move the ids of the `count` highest scores in `ids[from..]` to the front of this slice, with the highest score first. Of
+/// two equal scores, the one with the lower id comes first. Returns the index in `ids` of the first id that is not sorted.
 fn sort_highest(ids: &mut [u32], from: usize, count: usize, scores: &[f32]) -> usize {
     let order = |a: &u32, b: &u32| scores[*b as usize].total_cmp(&scores[*a as usize]).then(a.cmp(b));
     let rest = &mut ids[from..];
@@ -132,7 +133,7 @@ fn sort_highest(ids: &mut [u32], from: usize, count: usize, scores: &[f32]) -> u
 mod tests {
     use super::*;
 
-    /// The fraction of evenly spaced draws that choose each token.
+    /// For each token, the fraction of evenly spaced numbers `draw` with which it is chosen.
     fn shares(sampling: &Sampling, scores: &[f32]) -> Vec<f64> {
         let mut counts = vec![0.0; scores.len()];
         let draws = 4000;
@@ -156,7 +157,7 @@ mod tests {
         let warm = Sampling { temperature: 1.0, ..Sampling::default() };
         near(&shares(&warm, &scores), &probabilities);
         near(&shares(&Sampling { top_k: 2, ..warm.clone() }, &scores), &[0.0, 2.0 / 3.0, 0.0, 1.0 / 3.0]);
-        // The probability 0.5 is below `top_p`, so the token with the probability 0.25 is kept too.
+        // The probability 0.5 of the most likely token is below `top_p`, so the token with the probability 0.25 is kept too.
         near(&shares(&Sampling { top_p: 0.6, ..warm.clone() }, &scores), &[0.0, 2.0 / 3.0, 0.0, 1.0 / 3.0]);
         near(&shares(&Sampling { top_p: 0.45, ..warm.clone() }, &scores), &[0.0, 1.0, 0.0, 0.0]);
         near(&shares(&Sampling { min_p: 0.29, ..warm.clone() }, &scores), &[0.0, 5.0 / 9.0, 1.0 / 6.0, 5.0 / 18.0]);
@@ -166,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn only_as_many_tokens_are_sorted_as_needed() {
+    fn sorting_in_steps_gives_the_same_order_and_the_same_tokens_within_top_p() {
         let scores: Vec<f32> = (0..5000).map(|i| ((i * 7919) % 5000) as f32 * 1e-4).collect();
         let mut all: Vec<u32> = (0..5000).collect();
         let mut end = 0;
@@ -177,8 +178,9 @@ mod tests {
         let sampling = Sampling { temperature: 1.0, top_p: 0.999, ..Sampling::default() };
         let last = sampling.choose(&mut scores.clone(), &[], 1.0 - 1e-12).unwrap();
         let below = scores.iter().filter(|&&score| score < scores[last as usize]).count();
-        // The weights sum to 3935. The tokens below have at most 0.001 of this sum, 3.93, and a weight of exp(-0.5) =
-        // 0.607 each. These are six tokens.
+        // `draw` is so large that the least likely token within `top_p` is chosen. The weights sum to 3935. The less likely
+        // tokens outside of `top_p` have at most 0.001 of this sum, 3.93. Each of them has a weight of about exp(-0.5) =
+        // 0.607, so there are six of them.
         assert_eq!(below, 6);
     }
 

@@ -1,5 +1,6 @@
-//! The network that computes the modulation of all blocks. In Flux, each block has its own layers for this. The network
-//! was distilled from these layers of Flux.1-schnell. Its name in files is `distilled_guidance_layer`.
+//! The network that computes the modulation (shifts, scales and gates) of all transformer blocks. In Flux, each block has its
+//! own layers that compute its modulation. Chroma's network was distilled from these layers of Flux.1-schnell. Its name in
+//! files is `distilled_guidance_layer`.
 
 use trainable_candle_core::{DType, Device, Result, Tensor};
 use trainable_candle_nn::{Linear, Module, RmsNorm, Visitor, Weights};
@@ -8,49 +9,50 @@ use crate::layers::timestep::LINEAR;
 use crate::layers::{Sinusoids, TimestepEmbedding};
 use crate::saved::Saved;
 
-/// The epsilon added to the mean square in the norms, as in the original code. diffusers adds the machine epsilon of
-/// the dtype, which makes no difference in f32.
+/// The epsilon that the norms add to the mean square, as in the original code. diffusers adds the machine epsilon of the
+/// dtype instead, which makes no difference in f32.
 const EPS: f64 = 1e-6;
-/// Row numbers of the table of modulation are multiplied by this before their sinusoids are computed.
+/// The row numbers of the modulation table are multiplied by this number before their sinusoids are computed.
 const ROW_SCALE: f32 = 1000.0;
-/// The number of rows of the table for a block of one stream.
+/// The number of rows of the modulation table for a single-stream block: shift, scale, gate.
 const SINGLE: usize = 3;
-/// The number of rows of the table for each of the two streams of a block.
+/// The number of rows of the modulation table for one of the two streams of a double-stream block: shift, scale and gate of
+/// attention, and of the feed-forward network.
 const DOUBLE: usize = 6;
-/// The number of rows of the table for the last norm.
+/// The number of rows of the modulation table for the last norm: shift and scale.
 const OUTPUT: usize = 2;
 
 /// The sizes of an [`Approximator`].
 #[derive(Clone, Copy)]
 pub(super) struct ApproximatorSizes {
-    /// Number of features from which a row is computed.
+    /// Number of input features from which a row of the modulation table is computed.
     pub channels: usize,
-    /// Width of the layers.
+    /// Number of features of the hidden layers.
     pub width: usize,
     /// Number of residual layers.
     pub layers: usize,
-    /// Number of blocks of two streams.
+    /// Number of double-stream blocks.
     pub doubles: usize,
-    /// Number of blocks of one stream.
+    /// Number of single-stream blocks.
     pub singles: usize,
-    /// Width of the tokens.
+    /// Number of features of a token, and of a row of the modulation table.
     pub dim: usize,
 }
 
 impl ApproximatorSizes {
-    /// Number of rows of the table.
+    /// Number of rows of the modulation table.
     const fn rows(self) -> usize {
         SINGLE * self.singles + 2 * DOUBLE * self.doubles + OUTPUT
     }
 }
 
-/// Computes a table of shifts, scales and gates from the time. For each row, features of the time and of the row's number
-/// go through a projection, residual layers with RMS norms, and a projection to the width of the tokens.
+/// Computes the modulation table from the time. Each row is computed from the sinusoids of the time and of the row's number.
+/// They pass through a projection, residual layers with RMS norms, and a projection to the number of features of a token.
 pub(super) struct Approximator {
     sizes: ApproximatorSizes,
     sinusoids: Sinusoids,
-    /// The features that do not depend on the time, (rows, channels · 3 / 4): sinusoids of the guidance, which is always
-    /// 0, and of the row's number.
+    /// The input features that do not depend on the time, (rows, channels · 3 / 4): the sinusoids of the guidance, which is
+    /// always 0, and of the row's number.
     fixed: Tensor,
     in_proj: Linear<Tensor>,
     layers: Vec<TimestepEmbedding>,
@@ -80,10 +82,10 @@ impl Approximator {
         })
     }
 
-    /// The table for `times (T)`, from 0 to 1000.
+    /// The modulation tables for `times (T)`, one table for each time. Times are from 0 to 1000.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] if the times have another shape.
+    /// [`trainable_candle_core::Error::Shape`] if `times` is not one-dimensional.
     pub fn forward(&self, times: &Tensor) -> Result<ModulationTable> {
         let &[rows, fixed] = self.fixed.dims() else { unreachable!("made of rows and columns") };
         let (count, channels) = (times.elem_count(), self.sizes.channels);
@@ -97,13 +99,13 @@ impl Approximator {
         Ok(ModulationTable { sizes: self.sizes, rows: self.out_proj.forward(&x)? })
     }
 
-    /// Counts what the tape keeps for one sample.
+    /// Adds the number of values that the tape keeps of a forward pass for one time to `saved`.
     pub fn saved(&self, saved: &mut Saved) {
         let ApproximatorSizes { channels, width, .. } = self.sizes;
         let rows = self.sizes.rows();
         saved.linear(&self.in_proj, (rows * channels, rows));
         for layer in &self.layers {
-            // The tape keeps the input of the norm, then what the layer keeps.
+            // The tape keeps the input of the norm, and the values that the layer keeps.
             saved.keep(rows * width);
             layer.saved_rows(rows, saved);
         }
@@ -122,7 +124,7 @@ impl Module for Approximator {
     }
 }
 
-/// The features that do not depend on the time.
+/// The value of [`Approximator::fixed`].
 fn fixed(sizes: ApproximatorSizes, device: &Device) -> Result<Tensor> {
     let (rows, channels) = (sizes.rows(), sizes.channels);
     let guidance = Sinusoids::new(channels / 4, device)?.forward(&Tensor::zeros(rows, DType::F32, device)?)?;
@@ -131,16 +133,16 @@ fn fixed(sizes: ApproximatorSizes, device: &Device) -> Result<Tensor> {
     Tensor::cat(&[&guidance, &Sinusoids::new(channels / 2, device)?.forward(&numbers)?], 1)
 }
 
-/// Shifts, scales and gates of all blocks. The rows are, in order: three for each block of one stream, six for the image
-/// in each block of two streams, six for the text in each block of two streams, and two for the last norm.
+/// The shifts, scales and gates of all blocks. The rows are, in order: three for each single-stream block, six for the image
+/// stream of each double-stream block, six for the text stream of each double-stream block, and two for the last norm.
 pub(super) struct ModulationTable {
     sizes: ApproximatorSizes,
-    /// (B, rows, D).
+    /// The tables (B, rows, D) of B samples or times.
     rows: Tensor,
 }
 
 impl ModulationTable {
-    /// The table for a batch. If it was computed for one time, all samples get the same rows.
+    /// The tables of the `batch` samples. If they were computed for a single time, all samples get the same table.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if the number of times is not 1 or the number of samples.
@@ -155,20 +157,21 @@ impl ModulationTable {
         self.rows.narrow(1, first, count)?.reshape((batch, count * self.sizes.dim))
     }
 
-    /// The modulation of the image and of the text, (B, 6 · D) each, in the block of two streams with this index.
+    /// The modulation of the image stream and of the text stream, (B, 6 · D) each, in the double-stream block `index`, which
+    /// must be less than the number of these blocks.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Index`] if there is no such block.
+    /// As [`Tensor::narrow`].
     pub fn double(&self, index: usize) -> Result<[Tensor; 2]> {
         let image = SINGLE * self.sizes.singles;
         let text = image + DOUBLE * self.sizes.doubles;
         Ok([self.side_by_side(image + DOUBLE * index, DOUBLE)?, self.side_by_side(text + DOUBLE * index, DOUBLE)?])
     }
 
-    /// The modulation of the block of one stream with this index, (B, 3 · D).
+    /// The modulation (B, 3 · D) of the single-stream block `index`, which must be less than the number of these blocks.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Index`] if there is no such block.
+    /// As [`Tensor::narrow`].
     pub fn single(&self, index: usize) -> Result<Tensor> {
         self.side_by_side(SINGLE * index, SINGLE)
     }

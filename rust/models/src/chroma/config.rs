@@ -1,4 +1,4 @@
-//! The sizes of a Chroma transformer.
+//! The configuration of a Chroma transformer.
 
 use serde_json::{Map, Value, json};
 use trainable_candle_core::{Error, Result};
@@ -9,28 +9,30 @@ use crate::fields::Fields;
 use crate::layers::joint::{BlockSizes, EPS, RopeAxes};
 use crate::pretrained::Configuration;
 
-/// `config.json` of a transformer as diffusers writes it (`ChromaTransformer2DModel`). The default is the published model's.
+/// `config.json` of a transformer as diffusers writes it (`ChromaTransformer2DModel`). The default is the configuration of the
+/// published model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChromaConfig {
-    /// The number of values of a token, which is a square of 2 × 2 latents: four times the latents' channels.
+    /// Number of values of an input image token. A token is a square of 2 × 2 latents, so this is 4 · the number of latent
+    /// channels.
     pub in_channels: usize,
-    /// The number of values of a token of the prediction.
+    /// Number of values of a token of the prediction.
     pub out_channels: usize,
-    /// Number of blocks of two streams.
+    /// Number of double-stream blocks.
     pub num_layers: usize,
-    /// Number of blocks of one stream.
+    /// Number of single-stream blocks.
     pub num_single_layers: usize,
-    /// Heads of each attention.
+    /// Number of heads of each attention.
     pub num_attention_heads: usize,
-    /// Width of each head. The width of the tokens is the number of heads times this width.
+    /// Number of features of each head. A token has `num_attention_heads · attention_head_dim` features.
     pub attention_head_dim: usize,
-    /// Width of the text's tokens.
+    /// Number of features of a token of the text encoder.
     pub joint_attention_dim: usize,
-    /// Number of features of a head that each axis of the positions rotates.
+    /// For each position axis, the even number of features of a head that the axis rotates. The sum is `attention_head_dim`.
     pub axes_dims_rope: Vec<usize>,
-    /// Number of features from which the approximator computes a row of the modulation; a multiple of 8.
+    /// Number of input features from which the approximator computes a row of the modulation table; a multiple of 8.
     pub approximator_num_channels: usize,
-    /// Width of the approximator.
+    /// Number of features of the approximator's hidden layers.
     pub approximator_hidden_dim: usize,
     /// Number of the approximator's residual layers.
     pub approximator_layers: usize,
@@ -104,7 +106,7 @@ impl ChromaConfig {
     /// Check that the sizes fit together.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field and what it must be.
+    /// [`Error::Config`] with the field's name and the values that are allowed.
     pub fn validate(&self) -> Result<()> {
         let (model, channels) = (ChromaTransformer::CLASS_NAME, self.approximator_num_channels);
         if !channels.is_multiple_of(8) {
@@ -115,12 +117,12 @@ impl ChromaConfig {
         RopeAxes::check(model, &self.axes_dims_rope, self.attention_head_dim)
     }
 
-    /// Width of the tokens.
+    /// Number of features of a token.
     pub const fn inner_dim(&self) -> usize {
         self.num_attention_heads * self.attention_head_dim
     }
 
-    /// The sizes of a block.
+    /// The sizes of a transformer block.
     pub const fn block(&self) -> BlockSizes {
         BlockSizes {
             heads: self.num_attention_heads,

@@ -1,5 +1,4 @@
-//! The names of the transformer's parameters in files: diffusers' names, which are also the model's own, and the names in
-//! original checkpoints.
+//! The names of the transformer's parameters in files. The model uses diffusers' names. Original checkpoints have other names.
 
 use trainable_candle_core::Result;
 use trainable_candle_io::WeightFiles;
@@ -8,7 +7,8 @@ use super::ChromaConfig;
 use crate::flux::keys::{BlockNames, DOUBLE_ATTENTION, DOUBLE_BLOCKS, DOUBLE_MLP, SINGLE, SINGLE_BLOCKS};
 use crate::pretrained::{Form, Original, Renaming, StoredSizes};
 
-/// Flux's names, without those of the modulation, and the names of the approximator.
+/// Pairs (diffusers' name, name in original checkpoints): those of Flux, without the layers of the modulation, and those of
+/// the approximator.
 pub(super) static NAMES: BlockNames = BlockNames {
     outside: &OUTSIDE,
     blocks: &[
@@ -18,6 +18,7 @@ pub(super) static NAMES: BlockNames = BlockNames {
     ],
 };
 
+/// The names of the parameters outside of blocks and residual layers.
 const OUTSIDE: [Renaming; 6] = [
     ("x_embedder", "img_in", Form::Plain),
     ("context_embedder", "txt_in", Form::Plain),
@@ -27,11 +28,13 @@ const OUTSIDE: [Renaming; 6] = [
     ("distilled_guidance_layer.out_proj", "distilled_guidance_layer.out_proj", Form::Plain),
 ];
 
+/// The names inside a residual layer of the approximator.
 const APPROXIMATOR_LAYER: [Renaming; 2] =
     [("linear_1", "in_layer", Form::Plain), ("linear_2", "out_layer", Form::Plain)];
 
-/// The configuration of the transformer in a checkpoint, from the shapes of its tensors. Fields that shapes do not
-/// determine come from the first of the `known` configurations with the same sizes, or else from the published model.
+/// The configuration of the transformer in a checkpoint, from the shapes of the checkpoint's tensors. The shapes determine all
+/// fields except `axes_dims_rope`. This field comes from the first configuration in `known` whose other fields agree, or else
+/// from the published model.
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is Chroma Radiance.
@@ -39,7 +42,9 @@ pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<ChromaCon
     let sizes = StoredSizes::new(files, NAMES.layout(Some(naming)));
     let radiance = format!("{}nerf_blocks.", naming.prefix);
     if files.names().any(|name| name.starts_with(&radiance)) {
-        return Err(sizes.wrong("the transformer is Chroma Radiance, which works on pixels and is not supported"));
+        return Err(sizes.wrong(
+            "the transformer is Chroma Radiance, which works on pixels instead of latents and is not supported",
+        ));
     }
     let size = |name: &str, dim: usize| sizes.size(name, dim);
     let head_dim = size("transformer_blocks.0.attn.norm_q.weight", 0)?;

@@ -1,4 +1,4 @@
-//! The transformer, which predicts the velocity from noisy latents (as tokens), time and text.
+//! Chroma's transformer. It predicts the velocity from the noisy latents (as tokens), the time and the text.
 
 use std::sync::Arc;
 
@@ -18,15 +18,15 @@ use crate::pretrained::{Architecture, Configuration, Layout, Original};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
-/// The base of the rotary embedding's frequencies; fixed in diffusers.
+/// The base θ of the rotary embedding's frequencies. It is a constant in diffusers too.
 const THETA: f64 = 10_000.0;
-/// The time is multiplied by this before its sinusoids are computed.
+/// The time is multiplied by this number before its sinusoids are computed.
 const TIME_SCALE: f64 = 1000.0;
-/// Latents along one side of the square that becomes a token.
+/// The height and width, in latents, of the square that becomes an image token.
 const PATCH: usize = 2;
 
-/// Chroma's transformer, with the results and the parameter names of diffusers' `ChromaTransformer2DModel`. It predicts
-/// the velocity noise − latents of flow matching.
+/// Chroma's transformer. It computes the same as diffusers' `ChromaTransformer2DModel` and has the same parameter names. It
+/// predicts flow matching's velocity, which is noise − latents.
 pub struct ChromaTransformer {
     config: ChromaConfig,
     x_embedder: Linear<Tensor>,
@@ -39,30 +39,30 @@ pub struct ChromaTransformer {
     lengths: TextLengths,
 }
 
-/// The inputs of one call except the noisy latents.
+/// The inputs of a forward pass, except the noisy latents.
 #[derive(Clone, Copy)]
 pub struct ChromaConditions<'a> {
-    /// The text's tokens, (B, L, joint_attention_dim).
+    /// The results of the text encoder for the text tokens, (B, L, joint_attention_dim).
     pub encoder_hidden_states: &'a Tensor,
-    /// The time from 0 (clean) to 1 (noise), (B), (1) or without dimensions.
+    /// The time from 0 (clean latents) to 1 (pure noise), of shape (B), (1) or ().
     pub timestep: &'a Tensor,
-    /// Positions of the image's tokens, (S, axes): 0, row, column.
+    /// The positions of the image tokens, (S, axes): 0, row, column.
     pub img_ids: &'a Tensor,
-    /// Positions of the text's tokens, (L, axes): zeros.
+    /// The positions of the text tokens, (L, axes): zeros.
     pub txt_ids: &'a Tensor,
-    /// The number of tokens of each text that attention reads, (B), at least 1: the words and one token of padding.
-    /// With `None`, attention reads all tokens and needs no mask, which saves time.
+    /// For each sample, the number of text tokens that other tokens attend to, (B), at least 1: all tokens of the text and
+    /// one padding token. `None` means all L tokens; then attention needs no mask, which saves time.
     pub lengths: Option<&'a Tensor>,
 }
 
 impl ChromaTransformer {
-    /// The `_class_name` in its `config.json`.
+    /// The `_class_name` in the model's `config.json`.
     pub const CLASS_NAME: &'static str = "ChromaTransformer2DModel";
 
-    /// A model over `weights`.
+    /// A model with the parameters `weights`.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Config`] if the configuration is wrong or the weights belong to another model.
+    /// [`trainable_candle_core::Error::Config`] if the configuration is wrong or the parameters belong to another model.
     pub fn new(config: ChromaConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
         let (dim, sizes) = (config.inner_dim(), config.block());
@@ -91,8 +91,8 @@ impl ChromaTransformer {
         &self.config
     }
 
-    /// The velocity at noisy latents `hidden_states (B, S, in_channels)`, whose tokens are squares of latents. The
-    /// result is (B, S, out_channels), in the dtype of the weights.
+    /// The velocity (B, S, out_channels), in the dtype of the weights, for the noisy latents `hidden_states (B, S,
+    /// in_channels)`. Each of the S image tokens is a square of 2 × 2 latents.
     ///
     /// # Errors
     /// As [`TokenSizes::check`]; [`trainable_candle_core::Error::Shape`] if the lengths do not fit.
@@ -104,8 +104,8 @@ impl ChromaTransformer {
         let image = self.x_embedder.forward(&hidden_states.to_dtype(dtype)?)?;
         let text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let angles = self.axes.at(&Tensor::cat(&[conditions.txt_ids, conditions.img_ids], 0)?)?;
-        // The original code also masks the queries of tokens beyond the lengths. Nothing reads the results of these
-        // queries.
+        // The mask hides the keys of text tokens beyond the lengths. The original code also masks the queries of these
+        // tokens. That is not needed, because the results of these queries are not used.
         let mask = conditions.lengths.map(|lengths| self.lengths.mask(lengths, length, area)).transpose()?;
         let sight = Sight { angles: Some(&angles), mask: mask.as_ref() };
         let [image, text] = run_double(&self.double_blocks, [image, text], sight, |i, _| table.double(i))?;
@@ -115,7 +115,7 @@ impl ChromaTransformer {
         self.output.modulated(&x.narrow(1, length, area)?, [&shift, &scale])
     }
 
-    /// Check the inputs; returns the numbers of tokens of the image and of the text.
+    /// Check the inputs. Returns the numbers of image tokens and of text tokens.
     fn check(&self, hidden_states: &Tensor, conditions: ChromaConditions<'_>) -> Result<[usize; 2]> {
         let ChromaConditions { encoder_hidden_states, timestep, img_ids, txt_ids, lengths } = conditions;
         let sizes = TokenSizes {
@@ -140,6 +140,7 @@ impl ChromaTransformer {
     }
 }
 
+/// The name of the approximator.
 const APPROXIMATOR: &str = "distilled_guidance_layer";
 
 impl Module for ChromaTransformer {

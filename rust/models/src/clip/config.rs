@@ -1,4 +1,4 @@
-//! The sizes of a text encoder.
+//! The configuration of a CLIP text encoder.
 
 use serde_json::{Map, Value, json};
 use trainable_candle_core::{Error, Result};
@@ -10,38 +10,39 @@ use crate::pretrained::Configuration;
 /// The activation between the two layers of a feed-forward network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
-    /// x · sigmoid(1.702 x), OpenAI's.
+    /// x · sigmoid(1.702 x), as in OpenAI's CLIP.
     QuickGelu,
-    /// The exact GELU, OpenCLIP's.
+    /// The exact GELU, as in OpenCLIP.
     Gelu,
 }
 
+/// The activations with their names in `hidden_act`.
 const ACTIVATIONS: [(&str, Activation); 2] = [("quick_gelu", Activation::QuickGelu), ("gelu", Activation::Gelu)];
 
 /// `config.json` of a text encoder as transformers writes it (`CLIPTextModel`, `CLIPTextModelWithProjection`). The default is
-/// SDXL's first encoder, CLIP ViT-L.
+/// the configuration of SDXL's first text encoder, CLIP ViT-L.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CLIPTextConfig {
     /// Number of tokens in the vocabulary.
     pub vocab_size: usize,
-    /// Width of the tokens.
+    /// Number of features of a token's hidden state.
     pub hidden_size: usize,
-    /// Width of the feed-forward networks' middle.
+    /// Number of features of the hidden layer of the feed-forward networks.
     pub intermediate_size: usize,
     /// Number of layers.
     pub num_hidden_layers: usize,
-    /// Heads of each attention.
+    /// Number of heads of each attention, a divisor of `hidden_size`.
     pub num_attention_heads: usize,
-    /// The longest text in tokens.
+    /// The largest number of tokens of a text, the start and end tokens included.
     pub max_position_embeddings: usize,
     /// The activation of the feed-forward networks.
     pub hidden_act: Activation,
-    /// Added to the variance in the norms.
+    /// The epsilon that the norms add to the variance.
     pub layer_norm_eps: f64,
-    /// The id of the token whose state represents the text. 2 means the token with the largest id in the text, as in
-    /// OpenAI's files.
+    /// The id of the end token, whose hidden state represents the text. If this is 2, as in OpenAI's files, the token with the
+    /// largest id in the text is the end token.
     pub eos_token_id: u32,
-    /// Width of the projected text, if the model projects it.
+    /// Number of features to which the end token's state is projected. `None` if the model has no projection.
     pub projection_dim: Option<usize>,
 }
 
@@ -63,7 +64,7 @@ impl Default for CLIPTextConfig {
 }
 
 impl Configuration for CLIPTextConfig {
-    // Fields about initial values, generation or other parts of CLIP are ignored.
+    // Fields about initial values, generation and CLIP's vision encoder are ignored.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(CLIPTextModel::CLASS_NAME, map);
         let projects = map
@@ -122,7 +123,7 @@ impl CLIPTextConfig {
     /// Check that the sizes fit together.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field and what it must be.
+    /// [`Error::Config`] with the field's name and the values that are allowed.
     pub fn validate(&self) -> Result<()> {
         if !self.hidden_size.is_multiple_of(self.num_attention_heads) {
             return Err(Error::Config(format!(

@@ -7,10 +7,10 @@ use trainable_candle_io::WeightFiles;
 use super::{Activation, CLIPTextConfig};
 use crate::pretrained::{Form, Key, Layout, Naming, Original};
 
-/// The prefix of all names except the projection's.
+/// The prefix of all parameter names except that of the projection.
 const WRAPPER: &str = "text_model.";
 
-/// The layout of a folder, or of an original checkpoint.
+/// The names of a text encoder's parameters in a folder (`original` is `None`) or in an original checkpoint.
 pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     match original {
         Some(Original { prefix, naming: Naming::Original }) => Box::new(OpenClip { prefix }),
@@ -18,13 +18,15 @@ pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     }
 }
 
-/// Whether a key is not a parameter of the text encoder: the position ids are constants, and the scale belongs to CLIP's
-/// similarities of texts and images.
+/// Whether readers skip the tensor `key`, which is no parameter of the text encoder. The position ids are constants, and
+/// CLIP multiplies the similarities of texts and images by the logit scale.
 fn unused(key: &str) -> bool {
     key.ends_with("position_ids") || key == "logit_scale"
 }
 
+/// transformers' names.
 struct Transformers {
+    /// The prefix of the text encoder's keys in a file that holds other models too, otherwise empty.
     prefix: &'static str,
 }
 
@@ -34,7 +36,7 @@ impl Layout for Transformers {
     }
 
     fn places(&self, name: &str) -> Vec<Key> {
-        // transformers 5 omits the prefix in models without a projection.
+        // transformers 5 omits `text_model.` in files of models without a projection.
         std::iter::once(name).chain(name.strip_prefix(WRAPPER)).map(Key::plain).collect()
     }
 
@@ -43,7 +45,9 @@ impl Layout for Transformers {
     }
 }
 
+/// OpenCLIP's names.
 struct OpenClip {
+    /// The prefix of the text encoder's keys in the original checkpoint.
     prefix: &'static str,
 }
 
@@ -65,8 +69,10 @@ impl Layout for OpenClip {
     }
 }
 
-/// Where OpenCLIP's files have a parameter; `name` is transformers' name without the prefix [`WRAPPER`].
+/// The key and form in OpenCLIP's files of the parameter whose name in transformers is `text_model.{name}`. `None` if
+/// OpenCLIP's files have no such parameter.
 fn open_clip(name: &str) -> Option<Key> {
+    // Pairs (transformers' name, OpenCLIP's name) outside and inside of the encoder's layers.
     const OUTSIDE: [(&str, &str); 4] = [
         ("embeddings.token_embedding.weight", "token_embedding.weight"),
         ("embeddings.position_embedding.weight", "positional_embedding"),
@@ -96,14 +102,15 @@ fn open_clip(name: &str) -> Option<Key> {
     })
 }
 
-/// Width, heads and activation of the published encoders: CLIP ViT-L, OpenCLIP ViT-H and ViT-bigG.
+/// `hidden_size`, number of heads and activation of the published text encoders: CLIP ViT-L, OpenCLIP ViT-H and ViT-bigG.
 const PUBLISHED: [(usize, usize, Activation); 3] =
     [(768, 12, Activation::QuickGelu), (1024, 16, Activation::Gelu), (1280, 20, Activation::Gelu)];
 
-/// The configuration of a text encoder in an original checkpoint, from the shapes of its tensors. Shapes do not
-/// determine the number of heads, the activation, the epsilon and the id of the end token. These come from the first of
-/// the `known` configurations with the same sizes. Otherwise heads and activation are those of the published model of
-/// the same width, and the rest is [`CLIPTextConfig::default`].
+/// The configuration of a text encoder in an original checkpoint, from the shapes of the checkpoint's tensors. The shapes do
+/// not determine the number of heads, the activation, the norms' epsilon and the id of the end token. These fields come from
+/// the first configuration in `known` whose other fields agree. If there is none, the number of heads and the activation are
+/// those of the published text encoder with the same `hidden_size`, and the epsilon and the id are those of
+/// [`CLIPTextConfig::default`].
 ///
 /// # Errors
 /// [`Error::Config`] if a size, the number of heads or the activation cannot be determined.
@@ -155,6 +162,6 @@ pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CLIPTex
         Some(&(_, num_attention_heads, hidden_act)) => {
             Ok(CLIPTextConfig { num_attention_heads, hidden_act, ..deduced })
         }
-        None => Err(unknown("the number of attention heads")),
+        None => Err(unknown("the number of attention heads and the activation")),
     }
 }

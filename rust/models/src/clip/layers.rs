@@ -8,10 +8,10 @@ use super::{Activation, CLIPTextConfig};
 use crate::layers::attend;
 use crate::saved::Saved;
 
+/// The names of the query, key and value projections.
 const PROJECTIONS: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
 
-/// Causal attention, then a feed-forward network. Each reads the norm of its input, and its result is added to the
-/// input itself.
+/// A pre-norm encoder layer with causal attention: `x + attention(norm(x))`, then `x + feed_forward(norm(x))`.
 pub(super) struct EncoderLayer {
     layer_norm1: LayerNorm,
     /// `q_proj`, `k_proj` and `v_proj`.
@@ -39,7 +39,7 @@ impl EncoderLayer {
         })
     }
 
-    /// `x (B, S, D)` → the same shape.
+    /// The layer's result (B, S, D) for the hidden states `x (B, S, D)`.
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let normed = self.layer_norm1.forward(x)?;
         let mixed = attend(&self.projections.forward(&normed)?, self.heads, true)?;
@@ -54,7 +54,7 @@ impl EncoderLayer {
 }
 
 impl EncoderLayer {
-    /// Counts what the tape keeps for `tokens` tokens.
+    /// Adds the number of values that the tape keeps of a forward pass over one text of `tokens` tokens to `saved`.
     pub(super) fn saved(&self, tokens: usize, saved: &mut Saved) {
         let &[width, middle] = self.fc2.weight.dims() else { return };
         let inside = tokens * width;

@@ -1,4 +1,4 @@
-//! CLIP's text encoders (Radford et al. 2021, arXiv:2103.00020), OpenAI's and OpenCLIP's. Follows
+//! The text encoders of CLIP (Radford et al. 2021, arXiv:2103.00020), with the weights of OpenAI or of OpenCLIP. Follows
 //! <https://github.com/huggingface/transformers/blob/679021a6b0ded09d623a96e2bd2f822c5a548872/src/transformers/models/clip/modeling_clip.py>.
 
 mod config;
@@ -11,7 +11,7 @@ pub use model::{CLIPTextModel, TextFeatures};
 
 use crate::registry::ModelKind;
 
-/// The class in the `config.json` of an encoder that projects its pooled text.
+/// The class name in the `config.json` of a text encoder with a projection of the pooled state.
 pub const PROJECTING_CLASS_NAME: &str = "CLIPTextModelWithProjection";
 
 /// The registry entry of CLIP's text encoder.

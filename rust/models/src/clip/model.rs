@@ -1,4 +1,4 @@
-//! The text encoder, which computes one state per token, and one state for the whole text, from token ids.
+//! The text encoder. From token ids it computes a hidden state for each token, and a pooled state for the whole text.
 
 use std::sync::Arc;
 
@@ -15,8 +15,8 @@ use crate::pretrained::{Architecture, Configuration, Key, Layout, Original};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
-/// A text encoder with the results of transformers' `CLIPTextModel` or `CLIPTextModelWithProjection`. The names of its
-/// parameters begin with `text_model.`, as in the published files.
+/// A text encoder that computes the same as transformers' `CLIPTextModel` or `CLIPTextModelWithProjection`. The names of its
+/// parameters, except the projection's, begin with `text_model.`, as in the published files.
 pub struct CLIPTextModel {
     config: CLIPTextConfig,
     token_embedding: Tensor,
@@ -24,28 +24,29 @@ pub struct CLIPTextModel {
     layers: Blocks<EncoderLayer>,
     final_layer_norm: LayerNorm,
     text_projection: Option<Linear<Tensor>>,
-    /// (vocab_size, 1), f32: the token with the largest score ends a text.
+    /// A score (f32) for each token of the vocabulary, (vocab_size, 1). The token of a text with the largest score is the
+    /// text's end token.
     end_scores: Tensor,
 }
 
-/// The `eos_token_id` in older files, which is wrong. If a configuration has this value, the token with the largest id
-/// ends a text.
+/// The `eos_token_id` in older configurations, which is not the id of the end token. If a configuration has this value, the
+/// token of a text with the largest id is the text's end token.
 const LEGACY_END: u32 = 2;
 
-/// The text encoder's results for a text.
+/// The text encoder's results for B texts of S tokens. D is the hidden size.
 #[derive(Clone)]
 pub struct TextFeatures {
-    /// The states after the embedding and after each layer, (B, S, D) each, before the final norm.
+    /// The hidden states after the embedding and after each layer, before the final norm, (B, S, D) each.
     pub hidden_states: Vec<Tensor>,
-    /// The last layer's states after the final norm, (B, S, D).
+    /// The hidden states after the last layer and the final norm, (B, S, D).
     pub last_hidden_state: Tensor,
-    /// The state at the token that ends the text, after the final norm, (B, D); in models with a projection, the
-    /// projected state, (B, P).
+    /// The pooled states. Without a projection: the end tokens' states in `last_hidden_state`, (B, D). With a projection:
+    /// these states projected to P = `projection_dim` features, (B, P).
     pub pooled: Tensor,
 }
 
 impl TextFeatures {
-    /// The input of the last layer, which SDXL reads.
+    /// The hidden states before the last layer, which SDXL uses.
     ///
     /// # Errors
     /// As [`skipped`](Self::skipped).
@@ -53,10 +54,11 @@ impl TextFeatures {
         self.skipped(0)
     }
 
-    /// The states `clip_skip` layers before [`penultimate`](Self::penultimate), as diffusers' SDXL pipelines count.
+    /// The hidden states `clip_skip` layers before [`penultimate`](Self::penultimate). diffusers' SDXL pipelines count in the
+    /// same way.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there are fewer layers.
+    /// [`Error::Argument`] if `clip_skip` is not less than the number of layers.
     pub fn skipped(&self, clip_skip: usize) -> Result<&Tensor> {
         let count = self.hidden_states.len();
         count.checked_sub(clip_skip.saturating_add(2)).and_then(|at| self.hidden_states.get(at)).ok_or_else(|| {
@@ -67,12 +69,12 @@ impl TextFeatures {
 }
 
 impl CLIPTextModel {
-    /// The class in its `config.json`.
+    /// The class name in the `config.json` of a text encoder without a projection.
     pub const CLASS_NAME: &'static str = "CLIPTextModel";
-    /// A model over `weights`.
+    /// A model with the parameters `weights`.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is wrong or the weights belong to another model.
+    /// [`Error::Config`] if the configuration is wrong or the parameters belong to another model.
     pub fn new(config: CLIPTextConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
         let dim = config.hidden_size;
@@ -105,11 +107,12 @@ impl CLIPTextModel {
         &self.config
     }
 
-    /// The features of `input_ids (B, S)` (i64 or u32), S up to `max_position_embeddings`. Each token attends to itself
-    /// and to earlier tokens. Results are in the dtype of the weights.
+    /// The features of the texts `input_ids (B, S)` (i64 or u32), with S from 1 to `max_position_embeddings`. Each token
+    /// attends to itself and to earlier tokens. The results have the dtype of the weights.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the ids have another shape or the text is too long, [`Error::Index`] if an id is not a token.
+    /// [`Error::Shape`] if the ids have another shape or S is out of range, [`Error::Index`] if an id is not less than the
+    /// vocabulary's size.
     pub fn forward(&self, input_ids: &Tensor) -> Result<TextFeatures> {
         let longest = self.config.max_position_embeddings;
         let &[_, length] = input_ids.dims() else {
@@ -140,9 +143,9 @@ impl CLIPTextModel {
         Ok(TextFeatures { hidden_states, last_hidden_state, pooled })
     }
 
-    /// The state of the token that ends each text: `states (B, S, D)` → (B, D).
+    /// The states (B, D) of the texts' end tokens, from the states of all tokens, `states (B, S, D)`.
     fn state_at_end(&self, states: &Tensor, input_ids: &Tensor) -> Result<Tensor> {
-        // Of equal scores, argmax returns the first.
+        // A text may have several end tokens: some tokenizers pad texts with them. Of equal scores, argmax returns the first.
         let place = embedding(&self.end_scores, input_ids)?.squeeze(2)?.argmax(1, true)?;
         let (batch, dim) = (states.dims()[0], states.dims()[2]);
         let place = place.unsqueeze(2)?.broadcast_as((batch, 1, dim))?.contiguous()?;
@@ -150,10 +153,11 @@ impl CLIPTextModel {
     }
 }
 
-/// A table of scores by token id; the token with the highest score ends a text. A lookup avoids comparing ids on a GPU
-/// with candle's kernels. The driver compiles these kernels at their first use, which takes 10 s on a new machine.
+/// The value of [`CLIPTextModel::end_scores`]. The end token is found by looking up scores in this table instead of comparing
+/// ids: a comparison on a GPU would use candle's kernels, which the driver compiles at their first use. That takes 10 s on a
+/// new machine.
 fn end_scores(config: &CLIPTextConfig, device: &Device) -> Result<Tensor> {
-    // f32 holds every id exactly.
+    // f32 represents ids up to 2^24 exactly.
     let score = |id: u32| match config.eos_token_id {
         LEGACY_END => id as f32,
         end => f32::from(u8::from(id == end)),
@@ -223,7 +227,7 @@ impl Model for CLIPTextModel {
         Self::names(&self.config, original, files)
     }
 
-    /// Other tools use transformers' names of the layers, which are also this library's.
+    /// Other tools use transformers' names of the layers. This library uses the same names.
     fn original_names(&self) -> OriginalNames {
         Arc::new(|layer| Some(Key::plain(layer)))
     }
