@@ -62,4 +62,3 @@ def test_gradients_of_factors_of_many_layers(dtype: Any) -> None:
         assert down.grad is not None
         close(up.grad, calls * 0.5 * wide(grad).T @ hidden, tolerance)
         close(down.grad, calls * 0.5 * (wide(grad) @ rounded(up)).T @ wide(x), tolerance)
-
