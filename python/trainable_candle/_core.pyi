@@ -3502,6 +3502,10 @@ class Var(VarMethods, Tensor):
     def __new__(
         cls, /, data: Any, dtype: DType | str | None = None, device: str | None = None
     ) -> Var: ...
+    def _replace(self, /) -> None:
+        """
+        Note that a copy has taken the place of this variable; a step of an optimizer that still has it raises.
+        """
     @property
     def grad(self, /) -> Tensor | None:
         """
