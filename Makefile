@@ -101,8 +101,8 @@ test-python: $(VENV)/.tools ## Run the Python tests against the wheel
 test-wheel: $(VENV)/.tools ## Check the wheel's size, contents and import time in a clean environment
 	.ci/check_wheel.py $(DIST)/*.whl
 
-# CUDA has its own target directory, because the feature changes candle. candle's few kernels are PTX for compute capability 8.0, which
-# the driver compiles for every newer GPU.
+# CUDA has its own target directory, because the feature changes candle. candle's kernels are PTX for compute capability 8.0, which the
+# driver compiles for every newer GPU; only sums, differences, products and extremes of integers use them.
 cuda wheel-cuda: export CARGO_TARGET_DIR := $(CARGO_TARGET_DIR)/cuda
 cuda wheel-cuda: export CUDA_COMPUTE_CAP := 80
 cuda wheel-cuda: export NVCC_APPEND_FLAGS := --compress-mode=size

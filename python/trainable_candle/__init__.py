@@ -14,6 +14,7 @@ from trainable_candle._core import (
     AdapterSet,
     CheckpointFacts,
     DType,
+    LoraConfig,
     PartFacts,
     QuantizedTensor,
     Tensor,
@@ -105,10 +106,7 @@ if TYPE_CHECKING:
         testing,
         train,
     )
-    from trainable_candle._core import LoraConfig
     from trainable_candle.peft import PeftModel, get_peft_model
-else:
-    from trainable_candle.lora_config import LoraConfig
 
 _methods.attach()
 

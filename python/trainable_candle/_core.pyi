@@ -1575,7 +1575,7 @@ class KVCache:
             ArgumentError: if there is no such text.
         """
 
-@final
+@disjoint_base
 class LoraConfig:
     """
     The configuration of adapters: which layers get them, and their kind and size. The names of fields are peft's.
@@ -1618,10 +1618,14 @@ class LoraConfig:
             token; needs `qat` "int8" or "fp8".
         qat_learned_scales: whether each scale of the weights is multiplied by a learned factor, which starts at 1.
         dtype: the dtype of the parameters in training, "f32", or "bf16" for an optimizer with `stochastic_rounding`.
+        peft: other arguments of peft's class, with values that mean what happens here, such as `bias="none"`.
 
     Raises:
-        ConfigError: if a value is out of range.
+        ConfigError: if a value is out of range, or an argument of peft asks for something else than what happens here.
+        TypeError: if there is no such argument.
     """
+    @classmethod
+    def __init_subclass__(cls, /) -> None: ...
     def __new__(
         cls,
         /,
@@ -1646,7 +1650,9 @@ class LoraConfig:
         qat_activations: bool = False,
         qat_learned_scales: bool = False,
         dtype: DType | str | None = None,
+        **peft: object,
     ) -> LoraConfig: ...
+    def __reduce__(self, /) -> tuple[Any, ...]: ...
     def __repr__(self, /) -> str: ...
     @property
     def adapter(self, /) -> str:
@@ -3502,6 +3508,10 @@ class Var(VarMethods, Tensor):
     def __new__(
         cls, /, data: Any, dtype: DType | str | None = None, device: str | None = None
     ) -> Var: ...
+    def _replace(self, /) -> None:
+        """
+        Note that a copy has taken the place of this variable; a step of an optimizer that still has it raises.
+        """
     @property
     def grad(self, /) -> Tensor | None:
         """

@@ -29,14 +29,22 @@ def mark(name):
 """
 
 
-def load_simulate() -> ModuleType:
-    path = Path(__file__).parent / "simulate.py"
-    spec = importlib.util.spec_from_file_location("simulate", path)
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def load_simulate() -> ModuleType:
+    return load(Path(__file__).parent / "simulate.py")
+
+
+# Tiny pipelines of every family.
+_families = load(Path(__file__).parents[1] / "families" / "conftest.py")
+globals().update({k: v for k, v in vars(_families).items() if k.endswith("_base")})
 
 
 @dataclass(frozen=True)

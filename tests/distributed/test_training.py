@@ -87,6 +87,18 @@ def test_one_gpu_starts_one_process(
     assert (tmp_path / "run" / "adapter.safetensors").is_file()
 
 
+@pytest.mark.gpu
+def test_one_gpu_computes_as_without_a_launcher(
+    gpu: str, digits_base: Path, digits_folder: Path, tmp_path: Path
+) -> None:
+    for name, gpus in (("alone", {}), ("launched", {"gpus": 1})):
+        command = training(digits_base, digits_folder, tmp_path / name, device=gpu, **gpus)
+        result = run(command)
+        assert result.returncode == 0, result.stderr
+        assert (tmp_path / name / "adapter.safetensors").is_file()
+    np.testing.assert_allclose(losses(tmp_path / "launched"), losses(tmp_path / "alone"), rtol=1e-6)
+
+
 def test_two_processes_equal_one_with_twice_the_accumulation(
     alone: Path, digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
 ) -> None:

@@ -213,6 +213,49 @@ def test_adapters_follow_the_module_to_another_dtype(kind: str) -> None:
     np.testing.assert_array_equal(model(x.to("bf16")).to("f32").numpy(), frozen)
 
 
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_an_optimizer_from_before_a_move_raises(kind: str) -> None:
+    net = tc.nn.Sequential(tc.nn.Linear(4, 2))
+    model = tc.get_peft_model(net, tc.LoraConfig(r=2, target_modules=["0"], adapter=kind))
+    optimizer = tc.optim.SGD(model.parameters(), lr=1.0)
+    x = tc.ones(3, 4)
+    for target in ("cpu", "f32"):  # Nothing moves.
+        before = model.to(target)(x).numpy()
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        assert (model(x).numpy() != before).any()
+    model.to("bf16")(x.to("bf16")).sum().backward()
+    with pytest.raises(ArgumentError, match=r"SGD: step.* move the model first, then make the opt"):
+        optimizer.step()
+    tc.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_that_move_to_a_gpu_are_trained_there(gpu: str, kind: str) -> None:
+    losses = []
+    for device in ("cpu", gpu):
+        tc.manual_seed(0)
+        net = tc.nn.Sequential(tc.nn.Linear(4, 8), tc.nn.ReLU(), tc.nn.Linear(8, 2))
+        model = tc.get_peft_model(net, tc.LoraConfig(r=2, target_modules=["0", "2"], adapter=kind))
+        early = tc.optim.SGD(model.parameters(), lr=0.5)
+        x = tc.randn(16, 4).to(device)
+        model.to(device)
+        assert {var.device.type for var in model.parameters()} == {device}
+        optimizer = early if device == "cpu" else tc.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(5):
+            loss = ((model(x) - 1) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    with pytest.raises(ArgumentError, match=r"SGD: step.* move the model first, then make the opt"):
+        early.step()
+    assert losses[9] < losses[5]
+    np.testing.assert_allclose(losses[5:], losses[:5], rtol=1e-5)
+
+
 def test_a_configuration_is_copied() -> None:
     config = tc.LoraConfig(
         r=3, target_modules=["a", "b"], rank_pattern={"a": 2}, qat="nf4", oft_side="output"

@@ -235,7 +235,8 @@ class Module:
     ) -> Self:
         """Move all tensors to a device, and floating point ones to a dtype.
 
-        Variables are replaced by new ones without gradients, so do this before making an optimizer.
+        Variables of another device or dtype are replaced by new ones without gradients. Do this
+        before making an optimizer: the next step of an optimizer that has the old ones raises.
         Adapters of linear layers stay f32.
 
         Args:
@@ -260,13 +261,15 @@ class Module:
         if wanted is not None and wanted not in _FLOATS:
             raise DTypeError(f"to: the dtype is {wanted}, expected one of {', '.join(_FLOATS)}")
 
-        def moved(value: Tensor) -> Tensor:
-            value = value.detach()
-            if wanted is not None and value.dtype in _FLOATS:
-                value = value.to(wanted)
-            return value if device is None else value.to(device)
+        place = None if device is None else zeros((), device=device).device
 
-        return self._replaced(lambda value: _alike(moved(value), value))
+        def moved(value: Tensor) -> Tensor:
+            to = wanted if wanted is not None and value.dtype in _FLOATS else value.dtype
+            if value.dtype == to and place in {None, value.device}:
+                return value
+            return _alike(value.detach().to(to).to(place or value.device), value)
+
+        return self._replaced(moved)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Freeze all variables, or turn all floating point tensors but buffers into variables.
@@ -300,7 +303,10 @@ class Module:
             if id(slot.tensor) not in new:
                 new[id(slot.tensor)] = change(slot.tensor)
         for slot in slots:
-            _put(slot, new[id(slot.tensor)])
+            old, changed = slot.tensor, new[id(slot.tensor)]
+            _put(slot, changed)
+            if isinstance(old, Var) and isinstance(changed, Var) and changed is not old:
+                old._replace()
         for module in self.modules():
             module._tensors_replaced()  # noqa: SLF001 - a module's own
         return self

@@ -135,12 +135,16 @@ pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
     )
 }
 
-/// The same values in another dtype, which may be an integer one; contiguous if the dtype changes.
+/// The same values in another dtype, which may be an integer one; contiguous if the dtype changes. Conversions to
+/// integers are those of Rust's `as`.
 ///
 /// # Errors
-/// Candle's, for dtypes that it cannot convert.
+/// [`Error::DType`] or candle's, for dtypes that cannot be converted.
 pub fn convert(x: &Raw, dtype: DType) -> Result<Raw> {
-    if is_float(x.dtype()) && is_float(dtype) { cast(x, dtype) } else { Ok(x.to_dtype(dtype)?) }
+    if is_float(x.dtype()) && is_float(dtype) {
+        return cast(x, dtype);
+    }
+    on_device!(x.device(), cuda => crate::cuda::convert(x, dtype), cpu => Ok(x.to_dtype(dtype)?))
 }
 
 /// A contiguous copy with its own storage, detached from any candle graph; any dtype.
@@ -183,15 +187,16 @@ pub fn zeros(dims: &[usize], dtype: DType, device: &Device) -> Result<Raw> {
 /// # Errors
 /// [`Error::OutOfMemory`] if it does not fit.
 pub fn full(value: f64, dims: &[usize], dtype: DType, device: &Device) -> Result<Raw> {
-    let by_candle = || {
-        let scalar = Raw::new(value, device)?.to_dtype(dtype)?;
-        Ok(scalar.broadcast_as(dims)?.contiguous()?)
-    };
-    on_device!(
+    #[cfg(feature = "cuda")]
+    if device.is_cuda() && is_float(dtype) {
+        return crate::cuda::filled(device, value, dims, dtype);
+    }
+    let scalar = on_device!(
         device,
-        cuda => if is_float(dtype) { crate::cuda::filled(device, value, dims, dtype) } else { by_candle() },
-        cpu => by_candle(),
-    )
+        cuda => crate::cuda::convert(&crate::cuda::filled(device, value, &[], DType::F64)?, dtype)?,
+        cpu => Raw::new(value, device)?.to_dtype(dtype)?,
+    );
+    contiguous(&scalar.broadcast_as(dims)?)
 }
 
 /// The reverse of broadcasting a tensor of shape `dims` to the shape of `x`: sums `x` over the dimensions that

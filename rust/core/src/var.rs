@@ -2,6 +2,7 @@
 
 use std::ops::Deref;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use candle_core::{DType, Device, NdArray, Shape};
 
@@ -79,6 +80,17 @@ impl Var {
     /// [`as_tensor`](Self::as_tensor), consuming this handle: gradients still flow to the variable.
     pub fn into_inner(self) -> Tensor {
         self.0
+    }
+
+    /// Note that a copy has taken the place of this variable, for example on another device. A step of an optimizer that
+    /// still has this variable is then an error, because it would not train the copy.
+    pub fn replace(&self) {
+        self.leaf().is_replaced().store(true, Ordering::Relaxed);
+    }
+
+    /// Whether a copy has taken the place of this variable.
+    pub fn is_replaced(&self) -> bool {
+        self.leaf().is_replaced().load(Ordering::Relaxed)
     }
 
     pub(crate) fn leaf(&self) -> &Leaf {

@@ -118,7 +118,7 @@ impl DType {
 }
 
 /// What `__reduce__` returns.
-pub struct Reduced<'py>(Bound<'py, PyTuple>);
+pub struct Reduced<'py>(pub Bound<'py, PyTuple>);
 
 impl<'py> IntoPyObject<'py> for Reduced<'py> {
     type Target = PyTuple;

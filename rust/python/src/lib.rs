@@ -25,6 +25,7 @@ mod models;
 mod named;
 mod norm;
 mod optim;
+mod peft_arguments;
 mod quantized;
 mod rng;
 mod runtime;

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyString, PyType};
 use trainable_candle_core as tc;
 use trainable_candle_models::facts;
 use trainable_candle_nn::adapter;
@@ -10,8 +12,9 @@ use trainable_candle_nn::adapter;
 use crate::argument::Argument;
 use crate::arguments::{Integer, Names};
 use crate::call::detached;
-use crate::dtype::{DType, DTypeArg};
+use crate::dtype::{DType, DTypeArg, Reduced};
 use crate::error::Result;
+use crate::peft_arguments;
 
 /// The configuration of adapters: which layers get them, and their kind and size. The names of fields are peft's.
 ///
@@ -53,10 +56,12 @@ use crate::error::Result;
 ///         `qat` "int8" or "fp8".
 ///     qat_learned_scales: whether each scale of the weights is multiplied by a learned factor, which starts at 1.
 ///     dtype: the dtype of the parameters in training, "f32", or "bf16" for an optimizer with `stochastic_rounding`.
+///     peft: other arguments of peft's class, with values that mean what happens here, such as `bias="none"`.
 ///
 /// Raises:
-///     ConfigError: if a value is out of range.
-#[pyclass(frozen, module = "trainable_candle")]
+///     ConfigError: if a value is out of range, or an argument of peft asks for something else than what happens here.
+///     TypeError: if there is no such argument.
+#[pyclass(frozen, subclass, module = "trainable_candle")]
 pub struct LoraConfig(pub adapter::LoraConfig);
 
 #[pymethods]
@@ -66,7 +71,7 @@ impl LoraConfig {
         use_dora=false, use_rslora=false, rank_pattern=None, alpha_pattern=Argument::of(None), adapter="lora", wd_on_output=true,
         decompose_both=false, decompose_factor=Integer::of(-1), oft_block_size=Integer::of(32), oft_side=None, use_cayley_neumann=false,
         num_cayley_neumann_terms=Integer::of(5), qat=None, qat_activations=false,
-        qat_learned_scales=false, dtype=None))]
+        qat_learned_scales=false, dtype=None, **peft: "object"))]
     #[allow(clippy::too_many_arguments)] // each is a field of the configuration
     fn new(
         r: Integer,
@@ -90,8 +95,10 @@ impl LoraConfig {
         qat_activations: bool,
         qat_learned_scales: bool,
         dtype: Option<DTypeArg>,
+        peft: Option<&Bound<'_, PyDict>>,
     ) -> Result<Self> {
         const OP: &str = "LoraConfig";
+        peft.map_or(Ok(()), peft_arguments::check)?;
         let rank =
             |(name, rank): (String, Integer)| Ok((name.clone(), rank.count(OP, &format!("rank_pattern[{name:?}]"))?));
         let config = adapter::LoraConfig {
@@ -124,6 +131,26 @@ impl LoraConfig {
         };
         config.validate()?;
         Ok(Self(config))
+    }
+
+    #[classmethod]
+    fn __init_subclass__(_class: &Bound<'_, PyType>) -> Result<()> {
+        let message = "LoraConfig has no subclasses; make one by a function that calls it";
+        Err(PyTypeError::new_err(message).into())
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Reduced<'py>> {
+        let (py, class) = (slf.py(), slf.get_type());
+        let values = PyDict::new(py);
+        // The arguments are fields, too, except the last, which has the further arguments of peft.
+        for name in py.import("inspect")?.call_method1("signature", (&class,))?.getattr("parameters")?.try_iter()? {
+            let name = name?.cast_into::<PyString>()?;
+            if name != "peft" {
+                values.set_item(&name, slf.getattr(&name)?)?;
+            }
+        }
+        let make = py.import("functools")?.getattr("partial")?.call((class,), Some(&values))?;
+        Ok(Reduced((make, ()).into_pyobject(py)?))
     }
 
     /// The layers that get an adapter, with their ranks.

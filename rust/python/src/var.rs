@@ -71,6 +71,11 @@ impl Var {
         quick(|| grad.map_or_else(|| self.0.zero_grad(), |grad| self.0.set_grad(&grad.0)))
     }
 
+    /// Note that a copy has taken the place of this variable; a step of an optimizer that still has it raises.
+    fn _replace(&self) {
+        self.0.replace();
+    }
+
     /// Clear the gradient.
     fn zero_grad(&self) -> Result<()> {
         quick(|| self.0.zero_grad())

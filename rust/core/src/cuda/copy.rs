@@ -2,13 +2,16 @@
 
 use candle_core::DType;
 use candle_core::cuda_backend::cudarc::driver::result;
+use trainable_candle_cuda::kernels::cast::{CAST, Cast};
 use trainable_candle_cuda::kernels::copy::{
     ACCUMULATE, COPY, COPY_BYTES, Copy as CopyArguments, FILL, Fill, LERP, Lerp, SCALE_IN_PLACE,
 };
 
 use super::error::driver_error;
 use super::gpu::Gpu;
-use super::launch::{Const, Kernel, Mut, address, empty, input, same_device, suffix, suffixes};
+use super::launch::{
+    Const, Kernel, Mut, address, any_suffixes, byte_suffix, empty, input, same_device, suffix, suffixes,
+};
 use super::strided::{Member, strided};
 use crate::cpu::inplace::check_weight;
 use crate::raw::storage_identity;
@@ -36,6 +39,27 @@ pub fn cast(x: &Raw, dtype: DType) -> Result<Raw> {
     suffixes(OP, x.dtype(), dtype)?;
     let y = empty(OP, Gpu::of(OP, x)?, x.dims(), dtype)?;
     write(OP, &y, x, None)?;
+    Ok(y)
+}
+
+/// The same values in another dtype, where one of both dtypes is an integer one.
+///
+/// # Errors
+/// [`Error::DType`] for dtypes that kernels do not support, [`Error::OutOfMemory`] if the result does not fit.
+pub fn convert(x: &Raw, dtype: DType) -> Result<Raw> {
+    const OP: &str = "cast";
+    if x.dtype() == dtype {
+        return Ok(x.clone());
+    }
+    let gpu = Gpu::of(OP, x)?;
+    let function = gpu.function(&CAST, any_suffixes(OP, x.dtype(), dtype)?)?;
+    let y = empty(OP, gpu, x.dims(), dtype)?;
+    if y.elem_count() > 0 {
+        let (to, from) = (Member::new(OP, &y)?, Member::new(OP, x)?);
+        let (tensors, shape) = strided(OP, x.dims(), [to, from])?;
+        // SAFETY: the strides stay inside of the tensors.
+        unsafe { function.launch(OP, gpu, shape, Cast { y: to.output(), x: from.input(), tensors }) }?;
+    }
     Ok(y)
 }
 
@@ -143,16 +167,6 @@ pub(super) fn duplicate(op: &'static str, x: &Raw) -> Result<Raw> {
     let y = empty(op, Gpu::of(op, x)?, x.dims(), x.dtype())?;
     transfer(op, &y, x)?;
     Ok(y)
-}
-
-/// The suffix of the name of the kernel that copies elements of a dtype without conversion: their size in bytes.
-fn byte_suffix(dtype: DType) -> &'static [&'static str] {
-    match dtype.size_in_bytes() {
-        1 => &["1"],
-        2 => &["2"],
-        4 => &["4"],
-        _ => &["8"],
-    }
 }
 
 /// How an element of the destination changes, if it is not just replaced.

@@ -328,26 +328,60 @@ pub fn suffix(op: &'static str, dtype: DType) -> Result<&'static [&'static str]>
     })
 }
 
+/// The suffix of a kernel's name for a floating-point dtype, u8, u32 or i64.
+///
+/// # Errors
+/// [`Error::DType`] if it is another one.
+pub fn any_suffix(op: &'static str, dtype: DType) -> Result<&'static [&'static str]> {
+    match dtype {
+        DType::U8 => Ok(&["u8"]),
+        DType::U32 => Ok(&["u32"]),
+        DType::I64 => Ok(&["i64"]),
+        other => suffix(op, other),
+    }
+}
+
+/// The suffix of the name of a kernel that only moves elements: their size.
+pub fn byte_suffix(dtype: DType) -> &'static [&'static str] {
+    match dtype.size_in_bytes() {
+        1 => &["1"],
+        2 => &["2"],
+        4 => &["4"],
+        _ => &["8"],
+    }
+}
+
 /// The suffixes of a kernel's name for two floating-point dtypes.
 ///
 /// # Errors
 /// [`Error::DType`] if `from` or `to` is not a floating-point dtype.
 pub fn suffixes(op: &'static str, from: DType, to: DType) -> Result<&'static [&'static str]> {
+    suffix(op, from).and(suffix(op, to))?;
+    any_suffixes(op, from, to)
+}
+
+/// The suffixes of a kernel's name for two dtypes, each as for [`any_suffix`].
+///
+/// # Errors
+/// [`Error::DType`] if one is another one.
+pub fn any_suffixes(op: &'static str, from: DType, to: DType) -> Result<&'static [&'static str]> {
     macro_rules! pairs {
-        ($($from:ident $f:literal: $($to:ident $t:literal)*;)*) => {
-            match (from, to) {
-                $($((DType::$from, DType::$to) => &[$f, $t],)*)*
-                (DType::F32 | DType::F64 | DType::F16 | DType::BF16, other) | (other, _) => {
-                    return Err(crate::cpu::elem::unsupported_dtype(op, other));
-                }
+        ($($from:ident $f:literal)*; $to:tt) => {
+            match from {
+                $(DType::$from => pairs!(@to $f $to),)*
+                other => return Err(crate::cpu::elem::unsupported_dtype(op, other)),
+            }
+        };
+        (@to $f:literal [$($to:ident $t:literal)*]) => {
+            match to {
+                $(DType::$to => &[$f, $t],)*
+                other => return Err(crate::cpu::elem::unsupported_dtype(op, other)),
             }
         };
     }
     Ok(pairs! {
-        F32 "f32": F32 "f32" F64 "f64" F16 "f16" BF16 "bf16";
-        F64 "f64": F32 "f32" F64 "f64" F16 "f16" BF16 "bf16";
-        F16 "f16": F32 "f32" F64 "f64" F16 "f16" BF16 "bf16";
-        BF16 "bf16": F32 "f32" F64 "f64" F16 "f16" BF16 "bf16";
+        F32 "f32" F64 "f64" F16 "f16" BF16 "bf16" U8 "u8" U32 "u32" I64 "i64";
+        [F32 "f32" F64 "f64" F16 "f16" BF16 "bf16" U8 "u8" U32 "u32" I64 "i64"]
     })
 }
 

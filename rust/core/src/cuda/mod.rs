@@ -38,11 +38,11 @@ mod reduce;
 mod staging;
 mod storage;
 pub mod streaming;
-mod strided;
+pub mod strided;
 pub(crate) mod tensor_map;
 
 pub use copy::{
-    accumulate, cast, cat, contiguous, copy, copy_into, fill, filled, lerp_in_place, scale_in_place, zeros,
+    accumulate, cast, cat, contiguous, convert, copy, copy_into, fill, filled, lerp_in_place, scale_in_place, zeros,
 };
 pub use elementwise::{Kernel, binary, ternary, unary};
 pub use gemm::{matmul, matmul_accumulate, product, write_products};

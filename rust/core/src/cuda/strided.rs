@@ -15,9 +15,9 @@ const ACCESS: usize = 16;
 /// A tensor of an elementwise kernel.
 #[derive(Clone, Copy)]
 pub struct Member<'a> {
-    pub layout: &'a Layout,
-    pub address: Address,
-    pub dtype: DType,
+    pub(crate) layout: &'a Layout,
+    pub(crate) address: Address,
+    pub(crate) dtype: DType,
 }
 
 impl<'a> Member<'a> {

@@ -61,7 +61,7 @@ impl Tensor {
         if !is_float(dtype) {
             // Integers carry no gradient, as in torch.
             checkpoint::reads(&[self]);
-            return Ok(Self::constant(self.raw.to_dtype(dtype)?));
+            return compute::convert(&self.raw, dtype).map(Self::constant);
         }
         let from = self.dtype();
         record(&CAST, &[self], || compute::convert(&self.raw, dtype), |_, _| CastBackward(from))

@@ -4,6 +4,7 @@ use candle_core::Shape;
 
 #[cfg(feature = "testing")]
 use super::case::{Case, Entry};
+use super::index::{select_backward, select_raw};
 use crate::raw::{Raw, check_allocation_on};
 use crate::tape::{Backward, BackwardContext, OpInfo, record, record_view};
 use crate::{Error, Result, Tensor, compute};
@@ -58,16 +59,15 @@ impl Backward for NarrowBackward {
 /// The backward pass of [`Tensor::strided`]. `ids` are the indices of the taken elements along `dim` of the input, whose shape is
 /// `dims`.
 struct StridedBackward {
-    dims: Vec<usize>,
+    size: usize,
     dim: usize,
     ids: Raw,
 }
 
 impl Backward for StridedBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let grad = compute::contiguous(context.grad())?;
-        let zeros = compute::zeros(&self.dims, grad.dtype(), grad.device())?;
-        context.add(0, zeros.index_add(&self.ids, &grad, self.dim)?)
+        let grad = select_backward(STRIDED.name, context.grad(), &self.ids, self.dim, self.size)?;
+        context.add(0, grad)
     }
 }
 
@@ -255,8 +255,8 @@ impl Tensor {
         record(
             &STRIDED,
             &[self],
-            || Ok(compute::contiguous(&self.raw)?.index_select(&ids, dim)?),
-            |_, _| StridedBackward { dims: self.dims().to_vec(), dim, ids: ids.clone() },
+            || select_raw(STRIDED.name, &self.raw, &ids, dim),
+            |_, _| StridedBackward { size: self.dims()[dim], dim, ids: ids.clone() },
         )
     }
 

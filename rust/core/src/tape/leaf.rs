@@ -1,6 +1,7 @@
 //! [`Leaf`]: a variable's node, which collects its gradient.
 
 use std::ops::Range;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Shape};
@@ -17,6 +18,8 @@ pub(crate) struct Leaf {
     dtype: DType,
     gradient: GradientSlot<Gradient>,
     copies: Mutex<Copies>,
+    /// Whether a copy has taken the variable's place.
+    is_replaced: AtomicBool,
 }
 
 struct Gradient {
@@ -91,7 +94,13 @@ impl Leaf {
             flat: None,
             filled: false,
         };
-        Self { shape, dtype, gradient: GradientSlot::new(gradient), copies: Mutex::default() }
+        let (gradient, copies) = (GradientSlot::new(gradient), Mutex::default());
+        Self { shape, dtype, gradient, copies, is_replaced: AtomicBool::new(false) }
+    }
+
+    /// Whether a copy has taken the variable's place.
+    pub(crate) const fn is_replaced(&self) -> &AtomicBool {
+        &self.is_replaced
     }
 
     /// The gradient, if there is one: a copy of the buffer, or without a buffer the kept tensor, which never changes.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 use trainable_candle_core::ops::index::embedding;
-use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_core::{DType, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
 use trainable_candle_io::adapter_file::Original as OriginalNames;
 use trainable_candle_nn::{Blocks, Init, LayerNorm, Linear, Module, Quantizable, Visitor, Weights};
@@ -24,9 +24,6 @@ pub struct CLIPTextModel {
     layers: Blocks<EncoderLayer>,
     final_layer_norm: LayerNorm,
     text_projection: Option<Linear<Tensor>>,
-    /// A score (f32) for each token of the vocabulary, (vocab_size, 1). The token of a text with the largest score is the
-    /// text's end token.
-    end_scores: Tensor,
 }
 
 /// The `eos_token_id` in older configurations, which is not the id of the end token. If a configuration has this value, the
@@ -81,10 +78,8 @@ impl CLIPTextModel {
         let mut inner = weights.pp("text_model");
         let start = Init::Normal(0.02);
         let token_embedding = inner.get("embeddings.token_embedding.weight", (config.vocab_size, dim), start)?;
-        let end_scores = end_scores(&config, token_embedding.device())?;
         Ok(Self {
             token_embedding,
-            end_scores,
             position_embedding: inner.get(
                 "embeddings.position_embedding.weight",
                 (config.max_position_embeddings, dim),
@@ -145,25 +140,17 @@ impl CLIPTextModel {
 
     /// The states (B, D) of the texts' end tokens, from the states of all tokens, `states (B, S, D)`.
     fn state_at_end(&self, states: &Tensor, input_ids: &Tensor) -> Result<Tensor> {
+        let scores = match self.config.eos_token_id {
+            LEGACY_END => input_ids.clone(),
+            end => input_ids.eq(&Tensor::full(f64::from(end), (), input_ids.dtype(), input_ids.device())?)?,
+        };
         // A text may have several end tokens: some tokenizers pad texts with them. Of equal scores, argmax returns the first.
-        let place = embedding(&self.end_scores, input_ids)?.squeeze(2)?.argmax(1, true)?;
+        // f32 represents every id exactly.
+        let place = scores.to_dtype(DType::F32)?.argmax(1, true)?;
         let (batch, dim) = (states.dims()[0], states.dims()[2]);
         let place = place.unsqueeze(2)?.broadcast_as((batch, 1, dim))?.contiguous()?;
         states.gather(&place, 1)?.squeeze(1)
     }
-}
-
-/// The value of [`CLIPTextModel::end_scores`]. The end token is found by looking up scores in this table instead of comparing
-/// ids: a comparison on a GPU would use candle's kernels, which the driver compiles at their first use. That takes 10 s on a
-/// new machine.
-fn end_scores(config: &CLIPTextConfig, device: &Device) -> Result<Tensor> {
-    // f32 represents ids up to 2^24 exactly.
-    let score = |id: u32| match config.eos_token_id {
-        LEGACY_END => id as f32,
-        end => f32::from(u8::from(id == end)),
-    };
-    let ids = 0..u32::try_from(config.vocab_size).unwrap_or(u32::MAX);
-    Tensor::from_vec(ids.map(score).collect(), (config.vocab_size, 1), device)
 }
 
 impl Module for CLIPTextModel {

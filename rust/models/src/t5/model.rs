@@ -93,8 +93,7 @@ fn unseen(mask: &Tensor, input_ids: &Tensor) -> Result<Tensor> {
             format!("attention_mask has shape {:?}, expected {:?} like input_ids", mask.dims(), input_ids.dims()),
         ));
     }
-    // A lookup avoids comparing integers on a GPU with candle's kernels: the driver would compile these kernels at
-    // their first use.
+    // The lookup rejects a mask of other numbers than 0 and 1.
     let table = Tensor::from_vec(vec![UNSEEN, 0.0], (2, 1), mask.device())?;
     embedding(&table, mask)?.reshape((mask.dims()[0], 1, 1, mask.dims()[1]))
 }

@@ -296,6 +296,14 @@ impl<R: Rule> Stepper<R> {
     /// `wanted` variables.
     pub(super) fn run(&mut self, wanted: impl Fn(&Var) -> bool, guard: Guard<'_>, zero: bool) -> Result<()> {
         self.check_training("step")?;
+        if let Some(parameter) = self.parameters().find(|parameter| parameter.var.is_replaced()) {
+            let message = format!(
+                "step() found a variable of shape {:?} that a copy on another device or of another dtype has replaced; move the \
+                 model first, then make the optimizer",
+                parameter.var.dims()
+            );
+            return Err(Error::argument(R::NAME, message));
+        }
         if self.is_on_cuda() {
             let device = match &mut self.device {
                 Some(device) => device,

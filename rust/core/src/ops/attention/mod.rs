@@ -20,6 +20,7 @@ pub use varlen::varlen_attention;
 
 #[cfg(feature = "testing")]
 use super::case::Entry;
+use super::select::select_raw;
 use crate::compute::on_device;
 use crate::raw::{Raw, check_allocation_on, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
@@ -141,10 +142,8 @@ fn additive(mask: &Tensor, dtype: DType) -> Result<Tensor> {
     if mask.dtype() != DType::U8 {
         return mask.detach().to_dtype(dtype)?.contiguous();
     }
-    let number =
-        |x: f64| -> Result<Raw> { Ok(Raw::new(x, mask.device())?.to_dtype(dtype)?.broadcast_as(mask.shape())?) };
-    let numbers = mask.raw.where_cond(&number(0.0)?, &number(f64::NEG_INFINITY)?)?;
-    Ok(Tensor::constant(compute::contiguous(&numbers)?))
+    let number = |x: f64| compute::full(x, &[], dtype, mask.device());
+    select_raw(&mask.raw, &number(0.0)?, &number(f64::NEG_INFINITY)?, mask.dims()).map(Tensor::constant)
 }
 
 /// The result, and for each query the logarithm of the sum of e^score.

@@ -9,7 +9,7 @@ use trainable_candle_cuda::kernels::index::{
     IndexSelectBackward, IndexSelectForward, IndexSelectScatter,
 };
 
-use crate::cuda::launch::{Kernel, Mut, Shape, count32, empty, input, output, suffix, wide};
+use crate::cuda::launch::{Kernel, Mut, Shape, any_suffix, count32, empty, input, output, suffix, wide};
 use crate::cuda::{Gpu, contiguous, fill};
 use crate::{Error, Raw, Result};
 
@@ -52,16 +52,6 @@ pub(in crate::ops) fn id_bytes(op: &'static str, ids: &Raw) -> Result<u32> {
         other => {
             Err(Error::dtype(op, format!("ids are {}, expected i64 or u32; convert them with to()", other.as_str())))
         }
-    }
-}
-
-/// The kernel's suffix for a dtype whose elements can be picked.
-fn any_suffix(op: &'static str, dtype: DType) -> Result<&'static [&'static str]> {
-    match dtype {
-        DType::U8 => Ok(&["u8"]),
-        DType::U32 => Ok(&["u32"]),
-        DType::I64 => Ok(&["i64"]),
-        other => suffix(op, other),
     }
 }
 

@@ -82,8 +82,7 @@ impl Backward for LogsumexpBackward {
 fn forward(x: &Raw, reduction: &Reduction) -> Result<Raw> {
     let x = compute::cast(x, accumulator(x.dtype()))?;
     if reduction.count == 0 {
-        let nothing = Raw::new(f64::NEG_INFINITY, x.device())?.to_dtype(x.dtype())?;
-        return Ok(nothing.broadcast_as(reduction.kept.as_slice())?.contiguous()?);
+        return compute::full(f64::NEG_INFINITY, &reduction.kept, x.dtype(), x.device());
     }
     let largest = compute::unary(&compute::max(&x, &reduction.dims, true)?, Finite)?;
     let sum = compute::sum(&compute::binary(&x, &largest, ExpDifference)?, &reduction.dims, true)?;

@@ -1,10 +1,14 @@
 //! Selection by a mask.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use candle_core::DType;
 
 use super::arithmetic::{check, reduced};
 #[cfg(feature = "testing")]
 use super::case::{Case, Entry};
+use crate::compute::{self, on_device};
 use crate::raw::{Raw, check_allocation_on};
 use crate::tape::{Backward, BackwardContext, OpInfo, record};
 use crate::{Error, Result, Tensor};
@@ -19,14 +23,10 @@ struct SelectBackward {
 impl Backward for SelectBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let grad = context.grad().clone();
-        let zeros = Raw::zeros((), grad.dtype(), grad.device())?.broadcast_as(grad.shape())?;
-        for index in 0..2 {
+        let zero = compute::zeros(&[], grad.dtype(), grad.device())?;
+        for (index, [a, b]) in [[&grad, &zero], [&zero, &grad]].into_iter().enumerate() {
             if context.needs(index) {
-                let part = if index == 0 {
-                    self.mask.where_cond(&grad, &zeros)?
-                } else {
-                    self.mask.where_cond(&zeros, &grad)?
-                };
+                let part = select_raw(&self.mask, a, b, grad.dims())?;
                 context.add(index, reduced(part, &self.dims[index])?)?;
             }
         }
@@ -34,12 +34,21 @@ impl Backward for SelectBackward {
     }
 }
 
+/// `a` where `mask` (u8) is not 0, else `b`. The operands broadcast to `dims`; `a` and `b` have one dtype.
+pub(super) fn select_raw(mask: &Raw, a: &Raw, b: &Raw, dims: &[usize]) -> Result<Raw> {
+    on_device!(
+        mask.device(),
+        cuda => cuda::select(SELECT.name, mask, a, b, dims),
+        cpu => Ok(mask.broadcast_as(dims)?.where_cond(&a.broadcast_as(dims)?, &b.broadcast_as(dims)?)?),
+    )
+}
+
 impl Tensor {
     /// The elements of `a` where `mask` (u8) is not 0, and those of `b` elsewhere. The three shapes broadcast as in numpy.
     ///
     /// # Errors
-    /// [`Error::DType`] if the mask is not u8, or `a` and `b` differ in dtype; [`Error::Device`] if `a` and `b` differ in device;
-    /// [`Error::Shape`] if the shapes do not broadcast.
+    /// [`Error::DType`] if the mask is not u8, or `a` and `b` differ in dtype; [`Error::Device`] if the tensors are on
+    /// different devices; [`Error::Shape`] if the shapes do not broadcast.
     pub fn select(mask: &Self, a: &Self, b: &Self) -> Result<Self> {
         check(SELECT.name, a, b)?;
         if mask.dtype() != DType::U8 {
@@ -48,15 +57,20 @@ impl Tensor {
                 format!("the mask is {}, expected u8, as comparisons return it", mask.dtype().as_str()),
             ));
         }
+        if !mask.device().same_device(a.device()) {
+            return Err(Error::device(
+                SELECT.name,
+                "the mask is on another device than the values; move one with to()",
+            ));
+        }
         let shape = a.shape().broadcast_shape_binary_op(b.shape(), SELECT.name)?;
         let shape = shape.broadcast_shape_binary_op(mask.shape(), SELECT.name)?;
         check_allocation_on(a.device(), SELECT.name, shape.dims(), a.dtype())?;
-        let mask = mask.raw.broadcast_as(&shape)?;
         record(
             &SELECT,
             &[a, b],
-            || Ok(mask.where_cond(&a.raw.broadcast_as(&shape)?, &b.raw.broadcast_as(&shape)?)?),
-            |_, _| SelectBackward { mask: mask.clone(), dims: [a.dims().to_vec(), b.dims().to_vec()] },
+            || select_raw(&mask.raw, &a.raw, &b.raw, shape.dims()),
+            |_, _| SelectBackward { mask: mask.raw.clone(), dims: [a.dims().to_vec(), b.dims().to_vec()] },
         )
     }
 }

@@ -1,0 +1,59 @@
+// Conversions from and to integers. `copy.cu` has those between floating-point types.
+//
+// `cast_<from>_<to>(y, x, tensors)`: y = x. Numbers become floating-point ones by rounding to nearest even; f16 and bf16 through f32.
+// Floating-point numbers become integers by rounding to zero, the nearest integer of the type if they are out of its range, and 0 if they
+// are NaN. Integers become others modulo 2^bits. These are the rules of Rust's `as`.
+// Launch: count / width threads in blocks of 256, no shared memory. `tensors` has the strides of y and x.
+#include <limits>
+#include <type_traits>
+
+#include "strided.cuh"
+
+template <typename D> constexpr D LOW = std::numeric_limits<D>::min();
+template <typename D> constexpr D HIGH = std::numeric_limits<D>::max();
+
+template <typename D, typename R> __device__ __forceinline__ D saturated(R x) {
+    // R(HIGH) may be rounded up, but no smaller number of type R is then above HIGH.
+    return x != x ? D(0) : x <= R(LOW<D>) ? LOW<D> : x >= R(HIGH<D>) ? HIGH<D> : static_cast<D>(x);
+}
+
+template <typename D, typename S> __device__ __forceinline__ D cast(S x) {
+    if constexpr (!std::is_integral_v<D>) return narrow<D>(static_cast<Acc<D>>(x));
+    else if constexpr (std::is_integral_v<S>) return static_cast<D>(x);
+    else return saturated<D>(widen(x));
+}
+
+template <typename D, typename S> constexpr int BOTH = 16 / (sizeof(D) > sizeof(S) ? sizeof(D) : sizeof(S));
+
+template <typename D, typename S> struct Cast {
+    D *y;
+    const S *x;
+
+    template <int N> __device__ __forceinline__ void run(const uint64_t *offsets, const uint64_t *strides) const {
+        const Pack<S, N> from = load<N>(x + offsets[1], strides[1]);
+        Pack<D, N> to;
+#pragma unroll
+        for (int i = 0; i < N; ++i) to.values[i] = cast<D>(from.values[i]);
+        *reinterpret_cast<Pack<D, N> *>(y + offsets[0]) = to;
+    }
+};
+
+#define CAST(FROM, S, TO, D)                                                                                           \
+    extern "C" __global__ void cast_##FROM##_##TO(D *y, const S *x, Strided<2> tensors) {                              \
+        follow();                                                                                                      \
+        for_each<BOTH<D, S>>(tensors, Cast<D, S>{y, x});                                                               \
+    }
+#define BOTH_WAYS(INTEGER, I, OTHER, T)                                                                                \
+    CAST(INTEGER, I, OTHER, T)                                                                                         \
+    CAST(OTHER, T, INTEGER, I)
+#define WITH_FLOATS(INTEGER, I)                                                                                        \
+    BOTH_WAYS(INTEGER, I, f32, float)                                                                                  \
+    BOTH_WAYS(INTEGER, I, f16, __half)                                                                                 \
+    BOTH_WAYS(INTEGER, I, bf16, __nv_bfloat16)                                                                         \
+    BOTH_WAYS(INTEGER, I, f64, double)
+WITH_FLOATS(u8, uint8_t)
+WITH_FLOATS(u32, uint32_t)
+WITH_FLOATS(i64, int64_t)
+BOTH_WAYS(u8, uint8_t, u32, uint32_t)
+BOTH_WAYS(u8, uint8_t, i64, int64_t)
+BOTH_WAYS(u32, uint32_t, i64, int64_t)

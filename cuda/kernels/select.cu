@@ -1,0 +1,30 @@
+// Selection by a mask.
+//
+// `select_<size>(y, mask, a, b, tensors)`: y = a where the mask is not 0, else b, for elements of 1, 2, 4 or 8 bytes of any kind.
+// Launch: count / width threads in blocks of 256, no shared memory. `tensors` has the strides of y, mask, a and b.
+#include "strided.cuh"
+
+template <typename T> struct Select {
+    T *y;
+    const uint8_t *mask;
+    const T *a, *b;
+
+    template <int N> __device__ __forceinline__ void run(const uint64_t *offsets, const uint64_t *strides) const {
+        const Pack<uint8_t, N> takes_a = load<N>(mask + offsets[1], strides[1]);
+        Pack<T, N> x = load<N>(a + offsets[2], strides[2]);
+        const Pack<T, N> other = load<N>(b + offsets[3], strides[3]);
+#pragma unroll
+        for (int i = 0; i < N; ++i) x.values[i] = takes_a.values[i] ? x.values[i] : other.values[i];
+        *reinterpret_cast<Pack<T, N> *>(y + offsets[0]) = x;
+    }
+};
+
+#define SELECT(SIZE, T)                                                                                                \
+    extern "C" __global__ void select_##SIZE(T *y, const uint8_t *mask, const T *a, const T *b, Strided<4> tensors) {  \
+        follow();                                                                                                      \
+        for_each<WIDE<T>>(tensors, Select<T>{y, mask, a, b});                                                          \
+    }
+SELECT(1, uint8_t)
+SELECT(2, uint16_t)
+SELECT(4, uint32_t)
+SELECT(8, uint64_t)
