@@ -69,7 +69,9 @@ pub const PEER_ACCESS: c_int = 2;
 pub const PEER_ATOMICS: c_int = 3;
 
 unsafe extern "C" {
+    pub fn cuCtxGetCurrent(context: *mut *mut c_void) -> c_int;
     pub fn cuCtxGetDevice(device: *mut c_int) -> c_int;
+    pub fn cuCtxSetCurrent(context: *mut c_void) -> c_int;
     pub fn cuDeviceGetByPCIBusId(device: *mut c_int, id: *const c_char) -> c_int;
     pub fn cuDeviceGetP2PAttribute(value: *mut c_int, attribute: c_int, from: c_int, to: c_int) -> c_int;
     pub fn cuDeviceGetPCIBusId(id: *mut c_char, length: c_int, device: c_int) -> c_int;

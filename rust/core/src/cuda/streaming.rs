@@ -14,7 +14,7 @@ use std::sync::{Arc, LazyLock};
 use candle_core::Device;
 use candle_core::cuda_backend::cudarc::driver::result;
 use trainable_candle_cuda::host::{self, Pinned as Own};
-use trainable_candle_cuda::{peers, upload};
+use trainable_candle_cuda::{mapped, peers, upload};
 
 use super::copies::{Copies, Event};
 use super::error::{driver_error, status_error};
@@ -28,14 +28,19 @@ use crate::{Error, Raw, Result, capture};
 
 const OP: &str = "stream_blocks";
 
-/// The most bytes of pinned memory that the streamed weights of this process may take.
+/// The most bytes of pinned memory that the streamed weights and the mapped tensors of this process may take.
 static LIMIT: LazyLock<usize> = LazyLock::new(|| {
     let given = std::env::var("TRAINABLE_CANDLE_PINNED_BYTES").ok();
     given.and_then(|text| text.parse().ok()).unwrap_or(usize::MAX)
 });
 
-/// The bytes that they take.
+/// The bytes that streamed weights take.
 static TAKEN: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether the limit allows `bytes` more of pinned memory.
+pub(super) fn may_pin(bytes: usize) -> bool {
+    TAKEN.load(Ordering::Acquire).saturating_add(mapped::held()).saturating_add(bytes) <= *LIMIT
+}
 
 /// What a copy reads.
 pub enum Source<'a> {
@@ -108,7 +113,7 @@ impl Copier {
             let gib = bytes as f64 / (1u64 << 30) as f64;
             Error::OutOfMemory { op: OP, message: format!("the system gives no further {gib:.2} GiB of pinned memory") }
         };
-        if TAKEN.load(Ordering::Acquire).saturating_add(bytes) > *LIMIT {
+        if !may_pin(bytes) {
             return Err(short());
         }
         let memory = Own::new(bytes)

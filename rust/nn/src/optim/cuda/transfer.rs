@@ -3,10 +3,11 @@
 use std::ops::Range;
 
 use half::bf16;
-use trainable_candle_core::compute::copy_into;
+use trainable_candle_core::compute::{copy_into, zeros};
+use trainable_candle_core::cuda::zeros_on_host;
 use trainable_candle_core::{DType, Device, Raw, Result};
 
-use crate::optim::state::{Number, StateData};
+use crate::optim::state::{Number, StateData, StatePlace};
 
 /// Copies the values of a state to `start` in `host`, where every state is padded to whole blocks.
 pub(super) fn place_in(host: &mut StateData, data: &StateData, start: usize) {
@@ -15,6 +16,14 @@ pub(super) fn place_in(host: &mut StateData, data: &StateData, start: usize) {
         (StateData::F32(host), StateData::F32(data)) => host[start..start + data.len()].copy_from_slice(data),
         (StateData::U8(host), StateData::U8(data)) => host[start..start + data.len()].copy_from_slice(data),
         _ => {}
+    }
+}
+
+/// A vector of zeros for states.
+pub(super) fn vector(op: &'static str, place: StatePlace, len: usize, dtype: DType, device: &Device) -> Result<Raw> {
+    match place {
+        StatePlace::Device => zeros(&[len], dtype, device),
+        StatePlace::Host => zeros_on_host(op, device, &[len], dtype),
     }
 }
 
