@@ -155,7 +155,9 @@ class Session:
         if config.on_gpu and _core.cuda_stages_weights(config.device):
             report(
                 "streamed blocks: the system gives too little pinned memory, so a thread copies "
-                "them through a small part of it, and steps run without CUDA graphs"
+                "them through a small part of it, as fast as one core copies at most, and steps "
+                "run without CUDA graphs; raise the memory limit of the container or `ulimit -l` "
+                "(under WSL2, the memory in .wslconfig), or stream fewer blocks"
             )
         report(
             f"training: {counted(config.steps, 'step')} of {size}{of}, "

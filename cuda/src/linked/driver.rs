@@ -11,6 +11,10 @@ pub const INVALID_VALUE: c_int = 1;
 pub const OUT_OF_MEMORY: c_int = 2;
 /// `CUDA_ERROR_NOT_READY`.
 pub const NOT_READY: c_int = 600;
+/// `CUDA_ERROR_NOT_PERMITTED`.
+pub const NOT_PERMITTED: c_int = 800;
+/// `CUDA_ERROR_NOT_SUPPORTED`.
+pub const NOT_SUPPORTED: c_int = 801;
 /// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`.
 pub const CAPTURE_UNSUPPORTED: c_int = 900;
 

@@ -20,6 +20,11 @@ impl Status {
     pub const fn is_out_of_memory(self) -> bool {
         self.0 == driver::OUT_OF_MEMORY
     }
+
+    /// Whether the system does not let the driver pin memory: too much of it is pinned, or it may not be pinned at all.
+    pub const fn is_unpinnable(self) -> bool {
+        matches!(self.0, driver::OUT_OF_MEMORY | driver::NOT_PERMITTED | driver::NOT_SUPPORTED)
+    }
 }
 
 pub(crate) const fn check(status: c_int) -> Result<(), Status> {

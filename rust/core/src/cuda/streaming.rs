@@ -150,27 +150,30 @@ impl Copier {
         self.pageable(kept.bytes().to_vec())
     }
 
-    /// Pin memory that other processes share.
+    /// Pin memory that other processes share. If the system does not let the driver pin it, it stays pageable, and a thread
+    /// copies it through a small ring of pinned memory.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the system does not let the driver pin as much.
+    /// [`Error::Device`] if the driver reports another error, or the system starts no thread.
     pub fn register(&self, pages: Pages) -> Result<Arc<Registered>> {
         let bind = || self.gpu.stream().context().bind_to_thread();
         bind().map_err(|error| driver_error(OP, error))?;
         let (address, size) = pages.mapping();
+        let may_pin = may_pin(size);
         // SAFETY: the mapping is whole pages, and lives as long as the registration, which owns it.
-        unsafe { host::register(address, size) }.map_err(|status| {
-            if status.is_out_of_memory() {
-                let gib = size as f64 / (1u64 << 30) as f64;
-                let message = format!(
-                    "the driver cannot pin the {gib:.2} GiB of memory that processes share for streamed blocks; raise the memory limit of \
-                     the container or `ulimit -l`, stream fewer blocks, or quantize the base"
-                );
-                return Error::OutOfMemory { op: OP, message };
-            }
-            status_error(OP, status)
-        })?;
-        Ok(Arc::new(Registered(pages)))
+        let is_pinned = may_pin
+            && match unsafe { host::register(address, size) } {
+                Ok(()) => true,
+                Err(status) if status.is_unpinnable() => false,
+                Err(status) => return Err(status_error(OP, status)),
+            };
+        if is_pinned {
+            TAKEN.fetch_add(size, Ordering::AcqRel);
+        } else {
+            self.start_staging()?;
+            self.copies.pageable().fetch_add(1, Ordering::AcqRel);
+        }
+        Ok(Arc::new(Registered { pages, is_pinned, copies: self.copies }))
     }
 
     /// A part of shared memory.
@@ -252,12 +255,22 @@ impl Drop for Copier {
     }
 }
 
-/// Memory that other processes share, pinned in this one.
-pub struct Registered(Pages);
+/// Memory that other processes share, pinned in this one if the system allows it.
+pub struct Registered {
+    pages: Pages,
+    is_pinned: bool,
+    copies: &'static Copies,
+}
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        host::unregister(self.0.mapping().0);
+        let (address, size) = self.pages.mapping();
+        if self.is_pinned {
+            host::unregister(address);
+            TAKEN.fetch_sub(size, Ordering::AcqRel);
+        } else {
+            self.copies.pageable().fetch_sub(1, Ordering::AcqRel);
+        }
     }
 }
 
@@ -279,8 +292,12 @@ pub struct Kept {
 
 impl Kept {
     /// Whether the memory is not pinned.
-    pub const fn is_pageable(&self) -> bool {
-        matches!(self.memory, Memory::Pageable(_))
+    pub fn is_pageable(&self) -> bool {
+        match &self.memory {
+            Memory::Own(_) => false,
+            Memory::Pageable(_) => true,
+            Memory::Shared(registered, _) => !registered.is_pinned,
+        }
     }
 
     /// The bytes.
@@ -288,7 +305,7 @@ impl Kept {
         match &self.memory {
             Memory::Pageable(bytes) => bytes,
             Memory::Own(own) => own.bytes(),
-            Memory::Shared(registered, range) => registered.0.bytes(range.clone()),
+            Memory::Shared(registered, range) => registered.pages.bytes(range.clone()),
         }
     }
 
