@@ -20,7 +20,7 @@ from trainable_candle.settings.training import OF_RUNS
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "settings.md"
 # Arguments that have their own rows in the tables of settings.
-ELSEWHERE = {"params", "lr", "weight_decay", "stochastic_rounding"}
+ELSEWHERE = {"params", "lr", "weight_decay", "stochastic_rounding", "states"}
 ELSEWHERE |= {"optimizer", "total_steps", "warmup_steps"}
 HEAD = """# Every setting
 

@@ -52,6 +52,7 @@ def stubs(library: str) -> str:
         if len(defaults) == positional:
             arguments.append("*")
         arguments.append("stochastic_rounding: bool = False")
+        arguments.append("states: str = 'device'")
         arguments += [f"{flag}: bool | None = None" for flag in ("fused", "foreach")]
         new = f"    def __new__({', '.join(arguments)}) -> {name}: ..."
         parts.append(f'class {name}(GroupedOptimizer):\n    """\n{body}\n    """\n{new}')

@@ -40,7 +40,7 @@ RANK, SIDE, ROW = 16, 1024, 2048
 SHORT = {
     "gradient_checkpointing": "checkpointing", "base_precision": "base",
     "text_encoder_precision": "texts", "stream_modulation": "modulation streamed",
-    "stream_blocks": "blocks streamed",
+    "stream_blocks": "blocks streamed", "optimizer_states": "states",
 }  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def _line(model: str, gib: int, gpu: str, plan: Plan | None, budget: Budget) -> 
     if plan is None:
         return f"| {model} | {card} | does not fit | | | | |"
     work = plan.estimate.work
-    host = 0.0 if work is None else work.streamed + work.modulation
+    host = 0.0 if work is None else work.streamed + work.modulation + work.states
     peak = plan.estimate.peak / GIB
     phase = max(
         plan.estimate.phases,

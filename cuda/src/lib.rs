@@ -21,7 +21,7 @@ use std::path::Path;
 use thiserror::Error;
 
 #[cfg(feature = "cuda")]
-pub use linked::{check_device, download, host, kernels, memory, nccl, peers, upload};
+pub use linked::{check_device, download, host, kernels, mapped, memory, nccl, peers, upload};
 
 /// The lowest CUDA version that the driver must offer, as (major, minor).
 pub const MINIMUM_DRIVER: (i32, i32) = (13, 0);

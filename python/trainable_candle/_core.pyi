@@ -2203,6 +2203,7 @@ class Optimizer:
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
         settings: dict[str, Any],
         stochastic_rounding: bool = False,
+        states: str = "device",
     ) -> Optimizer:
         """
         The optimizer of a kind, over `params`, with the hyper-parameters that differ from its defaults.

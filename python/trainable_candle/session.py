@@ -9,6 +9,8 @@ import trainable_candle as tc
 from trainable_candle import _core
 from trainable_candle.data.folder import counted
 from trainable_candle.distributed.agreement import SameParameters
+from trainable_candle.errors import OutOfMemoryError
+from trainable_candle.settings.machine import DEVICE
 from trainable_candle.sheet import PAGE
 from trainable_candle.train.ema import AdapterAverage, Average, OptimizerAverage
 from trainable_candle.train.epochs import Epochs, Moments, is_due
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from trainable_candle import Var
     from trainable_candle.distributed.group import Group
+    from trainable_candle.optim import Optimizer
     from trainable_candle.settings import TrainConfig
     from trainable_candle.tasks.task import Prepared, Split, Task
     from trainable_candle.train.adapters import Adapters
@@ -42,6 +46,21 @@ SAMPLES = "samples"
 def adapter_path(config: TrainConfig, output: Path) -> Path:
     """The file of the finished adapter."""
     return output / f"{config.stem}.safetensors"
+
+
+def _optimizer(
+    config: TrainConfig,
+    groups: Sequence[tuple[Sequence[Var], float]],
+    report: Callable[[str], None],
+) -> Optimizer:
+    """The optimizer; with its states in GPU memory if the host gives too little pinned memory."""
+    try:
+        return make_optimizer(config, groups)
+    except OutOfMemoryError as error:
+        if not config.states_on_host:
+            raise
+        report(f"optimizer: its states are in GPU memory, not in host memory: {error}")
+        return make_optimizer(config.with_(optimizer_states=DEVICE), groups)
 
 
 class Session:
@@ -68,7 +87,7 @@ class Session:
         self._batches = prepared.train.batches(config.batch_size)
         self.epochs = Epochs(self._batches.first_batch, config.gradient_accumulation * group.size)
         self.totals = Totals(task.counts)
-        self._optimizer = make_optimizer(config, adapters.groups(config))
+        self._optimizer = _optimizer(config, adapters.groups(config), report)
         self._average: Average | None = None
         self.callbacks: list[Callback] = []
         # All processes need the average for validation. The first process also needs it for files
@@ -155,7 +174,9 @@ class Session:
         if config.on_gpu and _core.cuda_stages_weights(config.device):
             report(
                 "streamed blocks: the system gives too little pinned memory, so a thread copies "
-                "blocks through a small pinned buffer, and steps run without CUDA graphs"
+                "them through a small part of it, as fast as one core copies at most, and steps "
+                "run without CUDA graphs; raise the memory limit of the container or `ulimit -l` "
+                "(under WSL2, the memory in .wslconfig), or stream fewer blocks"
             )
         report(
             f"training: {counted(config.steps, 'step')} of {size}{of}, "

@@ -61,6 +61,7 @@ SAMPLES: dict[str, Any] = {
     "stream_blocks": 2,
     "stream_modulation": True,
     "stream_from": "peers",
+    "optimizer_states": "host",
     "caption": "c",
     "trigger": "sks, a dog",
     "caption_dropout": 1.0,

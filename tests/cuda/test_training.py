@@ -50,7 +50,9 @@ def digits(base: Path, folder: Path, output: Path, **settings: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"gradient_accumulation": 2}, {"precision": "bf16"}], ids=str
+    "settings",
+    [{}, {"gradient_accumulation": 2}, {"precision": "bf16"}, {"optimizer_states": "host"}],
+    ids=str,
 )
 def test_a_step_is_replayed_and_waits_once(
     cuda: Any, digits_base: Path, digits_folder: Path, tmp_path: Path, settings: dict[str, Any]
@@ -63,6 +65,18 @@ def test_a_step_is_replayed_and_waits_once(
         assert len(done.of("replay")) == passes, step
         assert waits_at_its_end(done), done.calls
         assert done.of("grow", "map", "capture-begin") == [], step
+
+
+def test_states_that_cannot_be_pinned_stay_on_the_gpu(
+    cuda: Any, digits_base: Path, digits_folder: Path, tmp_path: Path
+) -> None:
+    code = digits(digits_base, digits_folder, tmp_path / "run", optimizer_states="host")
+    code = code.replace("report=lambda _: None", "report=print")
+    run = cuda.run("    os.environ['TRAINABLE_CANDLE_PINNED_BYTES'] = '0'" + code)
+    assert run.of("refused") == []
+    (line,) = (line for line in run.output.splitlines() if line.startswith("optimizer: "))
+    assert "its states are in GPU memory, not in host memory: AdamW: the system gives no" in line
+    assert (tmp_path / "run" / "adapter.safetensors").is_file()
 
 
 def test_without_graphs_a_step_waits_once_too(

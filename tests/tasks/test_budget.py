@@ -335,7 +335,7 @@ def test_a_weight_that_is_rounded_in_training_is_not_rounded_otherwise(flux: Mod
 
 
 def test_models_without_such_blocks_stream_nothing() -> None:
-    work = Work(1e9, 1e8, 1e6, False, 0, 0, 0, 0, 0, False, False)
+    work = Work(1e9, 1e8, 1e6, False, 0, 0, 0, 0, 0, 0, False, False)
     estimates: list[TrainConfig] = []
 
     def estimate(config: TrainConfig) -> Estimate:

@@ -11,6 +11,10 @@ pub const INVALID_VALUE: c_int = 1;
 pub const OUT_OF_MEMORY: c_int = 2;
 /// `CUDA_ERROR_NOT_READY`.
 pub const NOT_READY: c_int = 600;
+/// `CUDA_ERROR_NOT_PERMITTED`.
+pub const NOT_PERMITTED: c_int = 800;
+/// `CUDA_ERROR_NOT_SUPPORTED`.
+pub const NOT_SUPPORTED: c_int = 801;
 /// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`.
 pub const CAPTURE_UNSUPPORTED: c_int = 900;
 
@@ -69,7 +73,9 @@ pub const PEER_ACCESS: c_int = 2;
 pub const PEER_ATOMICS: c_int = 3;
 
 unsafe extern "C" {
+    pub fn cuCtxGetCurrent(context: *mut *mut c_void) -> c_int;
     pub fn cuCtxGetDevice(device: *mut c_int) -> c_int;
+    pub fn cuCtxSetCurrent(context: *mut c_void) -> c_int;
     pub fn cuDeviceGetByPCIBusId(device: *mut c_int, id: *const c_char) -> c_int;
     pub fn cuDeviceGetP2PAttribute(value: *mut c_int, attribute: c_int, from: c_int, to: c_int) -> c_int;
     pub fn cuDeviceGetPCIBusId(id: *mut c_char, length: c_int, device: c_int) -> c_int;

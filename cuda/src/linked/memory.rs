@@ -4,9 +4,11 @@
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 use super::driver::{self, Access, AllocationProperties, Location, Stream};
+use super::mapped;
 use crate::allocator::{Allocator, Backend, Origin, PAGE, Stats};
 
 /// A driver's status that is not success.
@@ -17,6 +19,11 @@ impl Status {
     /// Whether memory has run out.
     pub const fn is_out_of_memory(self) -> bool {
         self.0 == driver::OUT_OF_MEMORY
+    }
+
+    /// Whether the system does not let the driver pin memory: too much of it is pinned, or it may not be pinned at all.
+    pub const fn is_unpinnable(self) -> bool {
+        matches!(self.0, driver::OUT_OF_MEMORY | driver::NOT_PERMITTED | driver::NOT_SUPPORTED)
     }
 }
 
@@ -230,16 +237,16 @@ pub(crate) fn allocate_from(origin: Option<Origin>, size: usize, stream: Stream)
 }
 
 /// `cuMemFreeAsync`. Memory is always freed on the stream that it was allocated for.
-pub(crate) extern "C" fn free(address: u64, _stream: Stream) -> c_int {
+pub(crate) extern "C" fn free(address: u64, stream: Stream) -> c_int {
     if *PLAIN {
+        if mapped::free(address, stream) {
+            return driver::SUCCESS;
+        }
         // SAFETY: the caller got the address from `allocate`. The driver waits for the work that uses it.
         return unsafe { driver::cuMemFree_v2(address) };
     }
-    if address == 0 || allocators().iter_mut().any(|allocator| allocator.free(address)) {
-        driver::SUCCESS
-    } else {
-        driver::INVALID_VALUE
-    }
+    let is_freed = address == 0 || allocators().iter_mut().any(|allocator| allocator.free(address));
+    if is_freed || mapped::free(address, stream) { driver::SUCCESS } else { driver::INVALID_VALUE }
 }
 
 /// The statistics of a device: sums over its allocators, and the memory outside of them.
@@ -288,9 +295,18 @@ pub fn reset_peaks(device: i32) {
 /// # Errors
 /// The driver's error.
 pub fn trim(device: i32) -> Result<u64, Status> {
+    mapped::sweep();
     let mut allocators = allocators();
     let of_device = allocators.iter_mut().filter(|known| known.backend().device == device);
     of_device.map(Allocator::trim).sum()
+}
+
+/// Whether a graph is being captured.
+static IS_CAPTURING: AtomicBool = AtomicBool::new(false);
+
+/// Whether a graph is being captured.
+pub(crate) fn is_capturing() -> bool {
+    IS_CAPTURING.load(Ordering::Acquire)
 }
 
 /// Whether an address is in the memory of graphs.
@@ -309,7 +325,10 @@ pub unsafe fn begin_capture(stream: *mut c_void) -> Result<(), Status> {
     if *PLAIN {
         return Err(Status(driver::CAPTURE_UNSUPPORTED));
     }
-    with_allocator(stream, Allocator::begin_capture)
+    with_allocator(stream, Allocator::begin_capture)?;
+    // One capture is under way at a time.
+    IS_CAPTURING.store(true, Ordering::Release);
+    Ok(())
 }
 
 /// The blocks that the running capture of a stream has allocated and not freed. The stream's device is current.
@@ -331,6 +350,7 @@ pub unsafe fn kept_by_capture(stream: *mut c_void) -> Result<Vec<Range<u64>>, St
 /// # Safety
 /// The conditions of [`begin_capture`].
 pub unsafe fn end_capture(stream: *mut c_void) -> Result<(), Status> {
+    IS_CAPTURING.store(false, Ordering::Release);
     with_allocator(stream, |allocator| {
         allocator.end_capture();
         Ok(())

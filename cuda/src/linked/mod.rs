@@ -5,6 +5,7 @@ mod driver;
 pub mod host;
 pub mod kernels;
 mod library;
+pub mod mapped;
 pub mod memory;
 pub mod nccl;
 pub mod peers;

@@ -10,8 +10,8 @@ from trainable_candle.optim.groups import GroupedOptimizer, listed, set_groups
 
 _ALWAYS = ("fused", "foreach")
 """Arguments of torch that are accepted and ignored, because every step is fused."""
-_ROUNDING = "stochastic_rounding"
-"""An argument of every optimizer; it is not a hyper-parameter of a group."""
+_OF_ALL = {"stochastic_rounding": False, "states": "device"}
+"""The arguments of every optimizer that are no hyper-parameters of a group, with their defaults."""
 
 
 def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> type[Optimizer]:
@@ -20,7 +20,8 @@ def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> ty
         by_position = index < positional
         kind = Parameter.POSITIONAL_OR_KEYWORD if by_position else Parameter.KEYWORD_ONLY
         parameters.append(Parameter(field, kind, default=default))
-    parameters.append(Parameter(_ROUNDING, Parameter.KEYWORD_ONLY, default=False))
+    for field, default in _OF_ALL.items():
+        parameters.append(Parameter(field, Parameter.KEYWORD_ONLY, default=default))
     signature = Signature(parameters)
 
     def new(cls: type[Optimizer], /, *args: Any, **kwargs: Any) -> GroupedOptimizer:
@@ -32,8 +33,8 @@ def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> ty
             params = listed(settings.pop("params"))
         except TypeError as error:
             raise TypeError(f"{name}: {error}") from None
-        rounding = settings.pop(_ROUNDING, False)
-        optimizer = GroupedOptimizer.__new__(cls, name, params, settings, rounding)
+        others = {field: settings.pop(field, default) for field, default in _OF_ALL.items()}
+        optimizer = GroupedOptimizer.__new__(cls, name, params, settings, **others)
         set_groups(optimizer, params, {**defaults, **settings})
         return optimizer
 

@@ -38,10 +38,12 @@ class AdamW8bit(GroupedOptimizer):
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         min_8bit_size: Parameters with fewer elements keep their moments in f32.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
+        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
         DTypeError: if a variable's dtype is not supported.
+        OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
         cls,
@@ -54,6 +56,7 @@ class AdamW8bit(GroupedOptimizer):
         *,
         min_8bit_size: int = 4096,
         stochastic_rounding: bool = False,
+        states: str = "device",
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> AdamW8bit: ...
@@ -77,10 +80,12 @@ class Adam8bit(GroupedOptimizer):
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         min_8bit_size: Parameters with fewer elements keep their moments in f32.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
+        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
         DTypeError: if a variable's dtype is not supported.
+        OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
         cls,
@@ -93,6 +98,7 @@ class Adam8bit(GroupedOptimizer):
         *,
         min_8bit_size: int = 4096,
         stochastic_rounding: bool = False,
+        states: str = "device",
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> Adam8bit: ...
@@ -117,10 +123,12 @@ class AdamW(GroupedOptimizer):
         amsgrad: Divide by the largest second moment so far instead of the current one.
         maximize: Ascend instead of descend.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
+        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
         DTypeError: if a variable's dtype is not supported.
+        OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
         cls,
@@ -134,6 +142,7 @@ class AdamW(GroupedOptimizer):
         *,
         maximize: bool = False,
         stochastic_rounding: bool = False,
+        states: str = "device",
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> AdamW: ...
@@ -158,10 +167,12 @@ class Adam(GroupedOptimizer):
         amsgrad: Divide by the largest second moment so far instead of the current one.
         maximize: Ascend instead of descend.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
+        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
         DTypeError: if a variable's dtype is not supported.
+        OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
         cls,
@@ -175,6 +186,7 @@ class Adam(GroupedOptimizer):
         *,
         maximize: bool = False,
         stochastic_rounding: bool = False,
+        states: str = "device",
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> Adam: ...
@@ -197,10 +209,12 @@ class Lion8bit(GroupedOptimizer):
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         min_8bit_size: Parameters with fewer elements keep their momentum in f32.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
+        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
         DTypeError: if a variable's dtype is not supported.
+        OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
         cls,
@@ -212,6 +226,7 @@ class Lion8bit(GroupedOptimizer):
         *,
         min_8bit_size: int = 4096,
         stochastic_rounding: bool = False,
+        states: str = "device",
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> Lion8bit: ...
@@ -233,10 +248,12 @@ class Lion(GroupedOptimizer):
         betas: Weight of the momentum in the update, and its decay rate; each in [0, 1).
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
+        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
         DTypeError: if a variable's dtype is not supported.
+        OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
         cls,
@@ -247,6 +264,7 @@ class Lion(GroupedOptimizer):
         weight_decay: SupportsFloat | SupportsIndex = 0.0,
         *,
         stochastic_rounding: bool = False,
+        states: str = "device",
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> Lion: ...
@@ -271,10 +289,12 @@ class Adafactor(GroupedOptimizer):
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         maximize: Ascend instead of descend.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects it.
+        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
         DTypeError: if a variable's dtype is not supported.
+        OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
         cls,
@@ -291,6 +311,7 @@ class Adafactor(GroupedOptimizer):
         *,
         maximize: bool = False,
         stochastic_rounding: bool = False,
+        states: str = "device",
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> Adafactor: ...
@@ -314,10 +335,12 @@ class CAME(GroupedOptimizer):
         betas: Decay rates of the mean update, of the second moments and of the differences, each in [0, 1).
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects it.
+        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
         DTypeError: if a variable's dtype is not supported.
+        OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
         cls,
@@ -334,6 +357,7 @@ class CAME(GroupedOptimizer):
         weight_decay: SupportsFloat | SupportsIndex = 0.0,
         *,
         stochastic_rounding: bool = False,
+        states: str = "device",
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> CAME: ...
@@ -364,10 +388,12 @@ class Prodigy(GroupedOptimizer):
         growth_rate: The estimate grows by at most this factor in a step, at least 1.
         slice_p: Compute the estimate from every n-th element, at least 1; 11 saves almost half of the memory.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects it.
+        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
         DTypeError: if a variable's dtype is not supported.
+        OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
         cls,
@@ -387,6 +413,7 @@ class Prodigy(GroupedOptimizer):
         *,
         slice_p: int = 1,
         stochastic_rounding: bool = False,
+        states: str = "device",
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> Prodigy: ...
@@ -412,10 +439,12 @@ class AdamWScheduleFree(GroupedOptimizer):
         r: In the average, step number k has the weight `k^r`, times the factor of `weight_lr_power`.
         weight_lr_power: The weight of a step in the average has the factor `lr_max^weight_lr_power`, where `lr_max` is the largest learning rate so far.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects it.
+        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
         DTypeError: if a variable's dtype is not supported.
+        OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
         cls,
@@ -430,6 +459,7 @@ class AdamWScheduleFree(GroupedOptimizer):
         weight_lr_power: SupportsFloat | SupportsIndex = 2.0,
         *,
         stochastic_rounding: bool = False,
+        states: str = "device",
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> AdamWScheduleFree: ...
@@ -458,10 +488,12 @@ class Muon(GroupedOptimizer):
         vector_betas: Decay rates of AdamW, which updates vectors; each in [0, 1).
         vector_eps: At least 0: AdamW, which updates vectors, adds this to the root of the second moment.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects it.
+        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
         DTypeError: if a variable's dtype is not supported.
+        OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
         cls,
@@ -486,6 +518,7 @@ class Muon(GroupedOptimizer):
         ),
         vector_eps: SupportsFloat | SupportsIndex = 1e-08,
         stochastic_rounding: bool = False,
+        states: str = "device",
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> Muon: ...
@@ -510,10 +543,12 @@ class SGD(GroupedOptimizer):
         nesterov: Use Nesterov momentum. Needs `momentum > 0` and `dampening == 0`.
         maximize: Ascend instead of descend.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
+        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
         DTypeError: if a variable's dtype is not supported.
+        OutOfMemoryError: if the system gives too little pinned memory for the states.
     """
     def __new__(
         cls,
@@ -527,6 +562,7 @@ class SGD(GroupedOptimizer):
         *,
         maximize: bool = False,
         stochastic_rounding: bool = False,
+        states: str = "device",
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> SGD: ...

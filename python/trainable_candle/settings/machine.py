@@ -32,6 +32,7 @@ EIGHT_BITS: Final = ("int8", "fp8")
 """The formats whose codes can be multiplied directly."""
 HOST: Final = "host"
 PEERS: Final = "peers"
+DEVICE: Final = "device"
 CHECKPOINTING: Final = ("none", "full", "selective", "offload")
 
 
@@ -57,6 +58,11 @@ class Machine(Group):
             ("stream_from",),
             lambda c: c.stream_blocks != 0 or c.stream_modulation is not False,
             "--stream-blocks or --stream-modulation",
+        ),
+        Condition(
+            ("optimizer_states",),
+            lambda c: c.on_gpu or not c.wants_host_states,
+            "--device cuda (on the CPU, the states are in host memory anyway)",
         ),
         Condition(
             ("w8a8",),
@@ -145,6 +151,16 @@ class Machine(Group):
             free=True,
         ),
     ] = HOST
+    optimizer_states: Annotated[
+        str,
+        Setting(
+            "where the optimizer's states are: in GPU memory, or in pinned host memory, which "
+            "steps read and write over the bus",
+            choices=(AUTO, DEVICE, HOST),
+            rare=True,
+            free=True,
+        ),
+    ] = AUTO
     cuda_graphs: Annotated[
         int,
         Setting(
@@ -182,6 +198,16 @@ class Machine(Group):
     def streams(self) -> bool:
         """Whether any weights are streamed."""
         return any(self.streaming.values())
+
+    @property
+    def wants_host_states(self) -> bool:
+        """Whether the optimizer's states of a GPU are to be in host memory."""
+        return self.optimizer_states == HOST
+
+    @property
+    def states_on_host(self) -> bool:
+        """Whether the optimizer's states are in host memory while the adapter is on a GPU."""
+        return self.on_gpu and self.wants_host_states
 
     @property
     def from_peers(self) -> bool:

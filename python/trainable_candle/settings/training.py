@@ -62,7 +62,11 @@ def _wrong_arguments(config: Any) -> str | None:
         config.weight_decay != Training.weight_decay
     ):
         return "--weight-decay and optimizer_args both say the weight decay; give one"
-    flags = {"lr": "--learning-rate", "stochastic_rounding": "--stochastic-rounding"}
+    flags = {
+        "lr": "--learning-rate",
+        "stochastic_rounding": "--stochastic-rounding",
+        "states": "--optimizer-states",
+    }
     check_names("optimizer_args", values, config.optimizer, kind, flags)
     own = {"optimizer": "--optimizer", "total_steps": "--steps", "warmup_steps": "--warmup-steps"}
     check_names("lr_scheduler_args", course, config.lr_scheduler, schedule, own)

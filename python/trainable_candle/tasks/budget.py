@@ -20,10 +20,17 @@ from trainable_candle.distributed.streamed import (
 from trainable_candle.errors import OutOfMemoryError
 from trainable_candle.placement import AUTO
 from trainable_candle.settings.config import group_of
-from trainable_candle.settings.machine import SAME
+from trainable_candle.settings.machine import DEVICE, HOST, SAME
 from trainable_candle.tasks.estimate import RUNTIME_BYTES, Item, memory_limit, size
+from trainable_candle.tasks.pinned import can_pin, pinned_limit, ring_share, with_ring
 from trainable_candle.tasks.refusal import as_flag, refuse, refuse_for_the_host
-from trainable_candle.tasks.speed import ANY_GPU, rates_of, seconds, with_peers
+from trainable_candle.tasks.speed import (
+    ANY_GPU,
+    rates_of,
+    seconds,
+    states_seconds,
+    with_peers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -39,16 +46,20 @@ _CHECKPOINTING: Final = "gradient_checkpointing"
 _TEXTS: Final = "text_encoder_precision"
 _BLOCKS: Final = "stream_blocks"
 _MODULATION: Final = "stream_modulation"
+_STATES: Final = "optimizer_states"
 _BATCH: Final = "batch_size"
-_CHOSEN: Final = (_CHECKPOINTING, _PRECISION, _TEXTS, _MODULATION, _BLOCKS)
+_CHOSEN: Final = (_CHECKPOINTING, _PRECISION, _TEXTS, _MODULATION, _BLOCKS, _STATES)
 PLANNED: Final = (*_CHOSEN, _BATCH)
 """The settings that a plan chooses if the user leaves them open."""
 KEPT: Final = (_PRECISION, _TEXTS, _BATCH)
 """The planned settings that a resumed run keeps, because its results depend on them."""
-_PLENTY: Final = {_CHECKPOINTING: "none", _PRECISION: SAME, _TEXTS: SAME}
+_PLENTY: Final = {_CHECKPOINTING: "none", _PRECISION: SAME, _TEXTS: SAME, _STATES: DEVICE}
 """Values of planned settings if memory suffices; the others stay open, so nothing is streamed."""
 _COST: Final = {SAME: 1.0, "int8": 1.1, "fp8": 1.1, "nf4": 1.25}
-"""A base is rounded to this format only if that makes a step faster by this factor."""
+"""How many times faster a step must be for the rounding of a base to this format to be worth it."""
+_HOST_STATES: Final = 1.05
+"""How many times slower a step must be without states in host memory for these to be chosen: how
+fast kernels read and write them has not been measured."""
 _FORMATS: Final = (SAME, "int8", "nf4")
 _POLICIES: Final = ("none", "selective", "full", "offload")
 _SHARES: Final = 8
@@ -83,7 +94,9 @@ class Budget:
     sharing: int = 1
     """How many processes of a machine share one copy of the streamed weights."""
     peers: str | None = None
-    """The slowest link between GPUs, if these hold the copy; None if host memory holds it."""
+    """The slowest link between their GPUs, if these have the copy; None if host memory has it."""
+    pinned: float = math.inf
+    """Bytes of host memory that each process may pin."""
 
     @property
     def planned(self) -> float:
@@ -97,6 +110,25 @@ class Budget:
         """
         streamed = _streamed(found) if found.host else 0
         return found.host - streamed + streamed / self.sharing
+
+    def can_pin(self, found: Estimate) -> bool:
+        """Whether states in host memory can be pinned beside the streamed weights."""
+        if found.work is None:
+            return True
+        shared = self.sharing > 1
+        return can_pin(found.work, self._pinnable(found), self.pinned, shared=shared)
+
+    def paced(self, found: Estimate) -> Rates:
+        """The rates of the GPU with which the run copies streamed weights."""
+        rates = self.rates or ANY_GPU
+        if self.peers is not None:
+            return with_peers(rates, self.peers)
+        share = ring_share(self._pinnable(found), self.pinned, shared=self.sharing > 1)
+        return with_ring(rates, share)
+
+    def _pinnable(self, found: Estimate) -> float:
+        """Bytes of streamed weights in host memory."""
+        return _streamed(found) if self.peers is None else 0
 
     def sliced(
         self, estimate: Callable[[TrainConfig], Estimate]
@@ -135,6 +167,7 @@ def find_budget(group: Group, config: TrainConfig) -> Budget:
     if not config.on_gpu and config.vram is None:
         memory /= group.local_size
     mine = {"memory": memory, "host": host, "name": name, "machine": machine()}
+    mine["pinned"] = pinned_limit()
     found = [json.loads(facts) for facts in group.exchange(json.dumps(mine).encode())]
     known = [rates for facts in found if (rates := rates_of(facts["name"])) is not None]
     return Budget(
@@ -145,6 +178,7 @@ def find_budget(group: Group, config: TrainConfig) -> Budget:
         group.local_size,
         min(group.local_size, least_sharing([facts["machine"] for facts in found])),
         slowest_link(group, config.device) if config.from_peers and config.on_gpu else None,
+        min(facts["pinned"] for facts in found),
     )
 
 
@@ -209,8 +243,9 @@ def make_plan(
 
     A batch size of `auto` is 1 on the CPU; on a GPU it is doubled as long as that makes a sample
     faster. The time with a quantized base is multiplied by `_COST`, because rounding changes the
-    model. Modulation is streamed before blocks, because each step reads it only once. Text encoders
-    are quantized only if the run does not fit otherwise.
+    model. Modulation is streamed before blocks, because each step reads it only once. The
+    optimizer's states are in host memory only if everything else that fits is slower by more than
+    `_HOST_STATES`. Text encoders are quantized only if the run does not fit otherwise.
 
     Args:
         config: the settings.
@@ -251,6 +286,9 @@ def _plan_batch(
 ) -> Plan:
     """`make_plan` with a given batch size."""
     names = [name for name in _CHOSEN if is_open(config, name) and group_of(name) in groups]
+    if not config.on_gpu:
+        # There is only one memory.
+        names = [name for name in names if name != _STATES]
 
     def plan(choice: Mapping[str, Any]) -> Plan:
         values = {name: choice.get(name, _PLENTY.get(name)) for name in names}
@@ -263,12 +301,9 @@ def _plan_batch(
         return first
     plans: list[Plan] = []
     for texts in _FORMATS if _TEXTS in names else (SAME,):
-        plans = []
-        for ladder in _ladders(config, names, first.estimate.work):
-            *others, least = ({**choice, _TEXTS: texts} for choice in ladder)
-            plans.append(plan(least))
-            if plans[-1].estimate.peak <= budget.planned:
-                plans += _until_it_fits(map(plan, others), budget)
+        ladders = _ladders(config, names, first.estimate.work)
+        with_texts = [[{**choice, _TEXTS: texts} for choice in ladder] for ladder in ladders]
+        plans = _explored(with_texts, plan, budget)
         fitting = [found for found in plans if _fits(found, budget)]
         if fitting:
             best = min(fitting, key=lambda found: _cost(found, budget))
@@ -283,6 +318,25 @@ def _plan_batch(
         return refuse_for_the_host(first.estimate, fits, groups, host)
     smallest = min(plans, key=lambda found: found.estimate.peak)
     return refuse(first.estimate, smallest.config, groups, budget.planned, estimate)
+
+
+def _explored(
+    ladders: Iterable[list[dict[str, Any]]],
+    plan: Callable[[Mapping[str, Any]], Plan],
+    budget: Budget,
+) -> list[Plan]:
+    """The plans of ladders of choices that may be the best, and the least of each ladder."""
+    plans: list[Plan] = []
+    for *others, least in ladders:
+        if least[_STATES] == HOST and others:
+            # Streaming makes a step longer, so the first choice is the fastest.
+            costs = [_cost(found, budget) for found in plans if _fits(found, budget)]
+            if costs and min(costs) <= _cost(plan(others[0]), budget):
+                continue
+        plans.append(plan(least))
+        if plans[-1].estimate.peak <= budget.planned:
+            plans += _until_it_fits(map(plan, others), budget)
+    return [found for found in plans if _can_pin(found, budget)]
 
 
 def _until_it_fits(plans: Iterable[Plan], budget: Budget) -> Iterator[Plan]:
@@ -309,12 +363,19 @@ def _ladders(
         streams += [(modulation, None)] if modulation else []
         streams += [(modulation, count) for count in blocks]
     policies = _POLICIES if _CHECKPOINTING in names else (_POLICIES[0],)
+    places = (DEVICE, HOST) if _STATES in names else (DEVICE,)
     return [
         [
-            {_CHECKPOINTING: policy, _PRECISION: base, _MODULATION: modulation, _BLOCKS: blocks}
+            {
+                _STATES: place,
+                _CHECKPOINTING: policy,
+                _PRECISION: base,
+                _MODULATION: modulation,
+                _BLOCKS: blocks,
+            }
             for modulation, blocks in streams
         ]
-        for policy, base in product(policies, formats)
+        for place, policy, base in product(places, policies, formats)
     ]
 
 
@@ -325,20 +386,28 @@ def _streamed(found: Estimate) -> float:
 
 def _fits(plan: Plan, budget: Budget) -> bool:
     found = plan.estimate
-    return found.peak <= budget.planned and budget.host_need(found) <= budget.host
+    in_host = budget.host_need(found) <= budget.host and _can_pin(plan, budget)
+    return found.peak <= budget.planned and in_host
+
+
+def _can_pin(plan: Plan, budget: Budget) -> bool:
+    """Whether states can be in host memory, if the plan has chosen that."""
+    return _STATES not in plan.chosen or budget.can_pin(plan.estimate)
 
 
 def _cost(plan: Plan, budget: Budget) -> float:
-    """The time of a step, increased for a quantized base."""
-    return step_seconds(plan, budget) * _COST[plan.config.base_format or SAME]
+    """The time of a step, increased for a quantized base and for states in host memory."""
+    penalty = _COST[plan.config.base_format or SAME]
+    if plan.config.states_on_host and _STATES in plan.chosen:
+        penalty *= _HOST_STATES
+    return step_seconds(plan, budget) * penalty
 
 
 def step_seconds(plan: Plan, budget: Budget) -> float:
     """The approximate time of a step; 0 if the estimate has no `work`."""
-    if plan.estimate.work is None:
+    work = plan.estimate.work
+    if work is None:
         return 0.0
-    rates = budget.rates or ANY_GPU
-    if budget.peers is not None:
-        rates = with_peers(rates, budget.peers)
-    pace = seconds(plan.estimate.work, rates)
-    return pace * plan.config.gradient_accumulation
+    rates = budget.paced(plan.estimate)
+    pace = seconds(work, rates) * plan.config.gradient_accumulation
+    return pace + states_seconds(work, rates)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import trainable_candle as tc
 from trainable_candle.errors import OutOfMemoryError
 from trainable_candle.settings.adapter import LOFTQ
-from trainable_candle.tasks.speed import work_of
+from trainable_candle.tasks.speed import states_on_host, work_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -53,7 +53,7 @@ class Estimate:
     """The arithmetic and transfers of a micro-batch, if the task estimates them."""
     host: int = 0
     """Bytes of host memory in addition to GPU memory: streamed weights, offloaded inputs of blocks,
-    the original weights for LoftQ."""
+    the optimizer's states, the original weights for LoftQ."""
 
     @property
     def place(self) -> str:
@@ -148,6 +148,8 @@ def adapter_items(
 ) -> list[Item]:
     """The memory of the adapters' parameters, their gradients and the optimizer's states.
 
+    States in host memory are left out; `states_on_host` counts them.
+
     Args:
         component: the adapted model.
         layers: shapes of weights by the names of layers, which `adapter` chooses from.
@@ -159,6 +161,7 @@ def adapter_items(
     computes_in_it = config.precision == adapter.dtype
     copies = 0 if computes_in_it else ITEM_BYTES[config.precision] * count
     average = 4 * count if config.ema_decay else 0
+    states -= states_on_host(layers, adapter, config)
     return [
         Item(component, "adapter", parameters + copies + average),
         Item(component, "gradients", parameters),
@@ -207,7 +210,7 @@ def trained_model(
     if config.qat is not None:
         items.append(_rounded(component, facts, adapter, config))
     work = work_of(facts, adapter, config, itemsize, **sizes)
-    host = int(work.streamed + work.modulation + work.offloaded)
+    host = int(work.streamed + work.modulation + work.offloaded + work.states)
     start: dict[str, list[Item]] = {}
     if config.init == LOFTQ and not config.resume:
         original = facts.weight_bytes(config.precision)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final
 from trainable_candle.distributed.streamed import NVLINK
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from trainable_candle import LoraConfig, PartFacts
     from trainable_candle.settings import TrainConfig
 
@@ -49,6 +51,8 @@ class Work:
     offloaded: float
     """Bytes of blocks' inputs, copied to host memory in the forward pass and back in the backward
     pass."""
+    states: float
+    """Bytes of the optimizer's states in host memory, which an optimizer step reads and writes."""
     blocks: int
     """How many blocks of the model can be streamed."""
     has_modulation: bool
@@ -68,7 +72,8 @@ class Rates:
     link: float
     """Bytes copied from host memory."""
     streams: float | None = None
-    """Bytes of streamed weights copied from other GPUs; None: they come from host memory."""
+    """Bytes of streamed weights copied from other GPUs, or from memory that is not pinned; None:
+    they come from pinned memory."""
 
 
 def _rates(tera: float, memory: float, link: float) -> Rates:
@@ -137,10 +142,32 @@ def work_of(
         facts.elements if base else 0,
         *facts.streamed_bytes(config.precision, base, **config.streaming),
         offloaded * itemsize * count if config.on_gpu else 0,
+        states_on_host(facts.layers, adapter, config),
         facts.blocks,
         facts.has_modulation,
         facts.can_be_quantized,
     )
+
+
+def states_on_host(
+    layers: Mapping[str, Sequence[int]], adapter: LoraConfig, config: TrainConfig
+) -> int:
+    """Bytes of the optimizer's states in host memory for the adapters of a model.
+
+    Args:
+        layers: shapes of weights by the names of layers, which `adapter` chooses from.
+        adapter: which layers get adapters, and of what sizes.
+        config: the settings.
+    """
+    return adapter.plan(dict(layers), config.optimizer)[1] if config.states_on_host else 0
+
+
+def states_seconds(work: Work, rates: Rates) -> float:
+    """The approximate time that an optimizer step takes longer because of states in host memory.
+
+    Its kernels read and write them over the link. Nothing else runs meanwhile.
+    """
+    return 2 * work.states / rates.link
 
 
 def seconds(work: Work, rates: Rates) -> float:

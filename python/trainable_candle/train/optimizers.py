@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainable_candle.optim import KINDS
 from trainable_candle.optim.lr_scheduler import SCHEDULES
+from trainable_candle.settings.machine import DEVICE, HOST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -13,22 +14,27 @@ if TYPE_CHECKING:
     from trainable_candle import Var
     from trainable_candle.optim import Optimizer
     from trainable_candle.optim.lr_scheduler import LRScheduler
-    from trainable_candle.settings.training import Training
+    from trainable_candle.settings import TrainConfig
 
 
-def make_optimizer(config: Training, groups: Sequence[tuple[Sequence[Var], float]]) -> Optimizer:
-    """The optimizer over (variables, learning rate) groups."""
+def make_optimizer(config: TrainConfig, groups: Sequence[tuple[Sequence[Var], float]]) -> Optimizer:
+    """The optimizer over (variables, learning rate) groups.
+
+    Raises:
+        OutOfMemoryError: its states are to be in host memory, which the system does not let pin.
+    """
     kind: Callable[..., Optimizer] = KINDS[config.optimizer]
     parameters: list[dict[str, Any]] = [{"params": list(vars_), "lr": lr} for vars_, lr in groups]
     return kind(
         parameters,
         lr=config.rate,
         stochastic_rounding=config.stochastic_rounding,
+        states=HOST if config.states_on_host else DEVICE,
         **config.optimizer_arguments,
     )
 
 
-def make_scheduler(config: Training, optimizer: Optimizer) -> LRScheduler:
+def make_scheduler(config: TrainConfig, optimizer: Optimizer) -> LRScheduler:
     """The learning-rate schedule, for `optimizer`."""
     schedule = SCHEDULES[config.lr_scheduler]
     steps = {"total_steps": config.steps, "warmup_steps": config.warmup_steps}

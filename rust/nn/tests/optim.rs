@@ -3,7 +3,8 @@
 use trainable_candle_core::cpu::pool::set_num_threads;
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor, Var};
 use trainable_candle_nn::optim::{
-    Adam, Adam8bit, AdamConfig, AdamW, KINDS, NormType, Optimizer, ParamGroup, SGD, SGDConfig, Value, clip_grad_norm_,
+    Adam, Adam8bit, AdamConfig, AdamW, KINDS, NormType, Optimizer, ParamGroup, SGD, SGDConfig, StatePlace, Value,
+    clip_grad_norm_,
 };
 
 /// Values that depend on the seed and are the same on every machine.
@@ -246,6 +247,24 @@ fn empty_variables_do_not_change() -> Result<()> {
     empty.set_grad(&Tensor::zeros((0, 3), DType::F32, &Device::Cpu)?)?;
     for mut opt in all(std::slice::from_ref(&empty)) {
         opt.step_all()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn on_the_cpu_the_place_of_states_changes_nothing() -> Result<()> {
+    for number in 0..number_of_optimizers() {
+        let (vars, others) = (fresh(DType::F32), fresh(DType::F32));
+        let (mut opt, mut other) = (all(&vars).swap_remove(number), all(&others).swap_remove(number));
+        other.place_states(StatePlace::Host)?;
+        assert_eq!(other.state_bytes(), 0);
+        train(&mut *opt, 0..2);
+        train(&mut *other, 0..2);
+        other.place_states(StatePlace::Device)?;
+        assert_eq!(other.state_bytes(), opt.state_bytes());
+        for (var, expected) in others.iter().zip(&vars) {
+            assert_eq!(values(var), values(expected), "{}", opt.name());
+        }
     }
     Ok(())
 }

@@ -115,8 +115,8 @@ pub use trainable_candle_models as models;
 pub use trainable_candle_nn as nn;
 pub use trainable_candle_nn::Linear;
 pub use trainable_candle_nn::adapter::{DoRALinear, LoRABackwardOps, LoRALinear, LoraConfig};
-pub use trainable_candle_nn::optim::Optimizer;
 pub use trainable_candle_nn::optim::kinds::*;
+pub use trainable_candle_nn::optim::{Optimizer, StatePlace};
 pub use trainable_candle_train as train;
 
 /// The names that most programs need.

@@ -429,6 +429,8 @@ static CUresult host_register(void *address, size_t bytes, unsigned flags) {
     bool whole = bytes && (uintptr_t)address % 4096 == 0 && bytes % 4096 == 0;
     if (!whole || flags & ~(unsigned)CU_MEMHOSTREGISTER_PORTABLE || find(&pinned_ranges, (uintptr_t)address))
         return simulated_fail("cuMemHostRegister", CUDA_ERROR_INVALID_VALUE, "arguments");
+    const char *status = getenv("SIMULATED_CUDA_REGISTER");
+    if (status) return simulated_fail("cuMemHostRegister", (CUresult)atoi(status), "registration");
     const char *limit = getenv("SIMULATED_CUDA_PINNED");
     if (limit && pinned_bytes + bytes > strtoull(limit, NULL, 10))
         return simulated_fail("cuMemHostRegister", CUDA_ERROR_OUT_OF_MEMORY, "pinned-memory");

@@ -3,8 +3,8 @@
 //
 // Environment: SIMULATED_CUDA_INIT (status of cuInit), _VERSION (of the driver), _DEVICES (how many), _CAPABILITY (such as 9.0, or a
 // list with commas, one for each device, the last for all that follow), _MEMORY (bytes of each device), _PINNED (the most bytes of
-// pinned memory), _KERNELS (a table of the kernels of modules), _LOG (the file of the log), _PEERS (how devices reach each other: nvlink, bus
-// or none).
+// pinned memory), _REGISTER (status of cuMemHostRegister), _KERNELS (a table of the kernels of modules), _LOG (the file of the log), _PEERS
+// (how devices reach each other: nvlink, bus or none).
 #pragma once
 
 #include <pthread.h>

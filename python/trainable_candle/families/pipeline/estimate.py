@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from trainable_candle.data.kept import MEMORY_LIMIT
@@ -17,6 +18,7 @@ from trainable_candle.tasks.estimate import (
     trained_model,
 )
 from trainable_candle.tasks.latent.tiles import area_at_once
+from trainable_candle.tasks.speed import states_on_host
 from trainable_candle.train.adapters import adapter_config
 
 if TYPE_CHECKING:
@@ -95,8 +97,8 @@ def estimate(
     # On a GPU the cache is not counted: batches are made in host memory.
     cache = [] if config.on_gpu else [Item("latents and text", "cache", cached)]
 
-    states = text_parts(family, config, limit) * family.text_working_values * itemsize
-    captions = [texts, Item("text encoders", "activations", states), *cache]
+    hidden = text_parts(family, config, limit) * family.text_working_values * itemsize
+    captions = [texts, Item("text encoders", "activations", hidden), *cache]
     at_once = max(area_at_once(area), min(encode_area(facts, config, limit), area * pictures))
     images = [vae, Item("vae", "activations", _working(facts) * at_once), *cache]
     if _keeps_texts(config):
@@ -114,9 +116,11 @@ def estimate(
         trained.append(Item(name, "training adapter", size))
     if _keeps_texts(config):
         trained.append(texts)
+    states = 0
     if config.train_text_encoder:
         for part in facts.text_encoders:
             found, adapter = facts.parts[part], family.text_adapter(part, config)
+            states += states_on_host(found.layers, adapter, config)
             trained += adapter_items("text encoders", found.layers, adapter, config)
             trained.append(activations("text encoders", found, adapter, config, **sample))
     if config.cache == "off" or config.sample_prompts:
@@ -127,7 +131,8 @@ def estimate(
         **{phase: [*items, *cache] for phase, items in model.start.items()},
         "training": _together(trained),
     }
-    return Estimate(phases, config.on_gpu, model.work, model.host)
+    work = replace(model.work, states=model.work.states + states)
+    return Estimate(phases, config.on_gpu, work, model.host + states)
 
 
 def _keeps_texts(config: TrainConfig) -> bool:

@@ -7,6 +7,7 @@ use super::copy::contiguous;
 use super::error::{driver_error, status_error};
 use super::gpu::Gpu;
 use super::launch::address;
+use super::mapped;
 use crate::{Error, Raw, Result};
 
 /// The elements of a tensor in row-major order, on the host. Only these elements are copied, not the whole storage. `T`
@@ -23,11 +24,15 @@ pub fn download<T: WithDType>(x: &Raw) -> Result<Vec<T>> {
         return Err(Error::dtype(OP, format!("found dtype {found}, expected {expected}")));
     }
     let dense = contiguous(x)?;
-    let count = dense.elem_count();
+    let (count, from) = (dense.elem_count(), address(OP, &dense)?);
+    if let Some(values) = mapped::read(OP, gpu, from, count) {
+        let values = values?;
+        gpu.board().check()?;
+        return Ok(values);
+    }
     let mut values: Vec<T> = Vec::with_capacity(count);
     // Copy nothing of an empty tensor: its storage has memory that nothing has written.
     if count > 0 {
-        let from = address(OP, &dense)?;
         gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
         // SAFETY: `dense` and the capacity of `values` have `count` elements of the number type `T`, and the copy
         // writes all elements of `values`.

@@ -297,12 +297,35 @@ pub fn count32(op: &'static str, size: usize) -> Result<u32> {
 /// # Errors
 /// [`Error::OutOfMemory`] if the tensor does not fit into memory, [`Error::DType`] if kernels do not support the dtype.
 pub fn empty(op: &'static str, gpu: &Gpu, dims: &[usize], dtype: DType) -> Result<Raw> {
-    // An empty tensor gets memory for one element, so that it has an address.
+    made(op, gpu, dims, dtype, &InDeviceMemory { op, gpu, dims })
+}
+
+/// Allocates the memory of a tensor.
+pub(super) trait Allocate {
+    /// Memory for `count` elements.
+    fn allocate<T: DeviceRepr>(&self, count: usize) -> Result<CudaSlice<T>>;
+}
+
+struct InDeviceMemory<'a> {
+    op: &'static str,
+    gpu: &'a Gpu,
+    dims: &'a [usize],
+}
+
+impl Allocate for InDeviceMemory<'_> {
+    fn allocate<T: DeviceRepr>(&self, count: usize) -> Result<CudaSlice<T>> {
+        allocate(self.op, self.gpu, count, self.dims)
+    }
+}
+
+/// A new tensor of a device in the memory that `memory` allocates.
+pub(super) fn made(op: &'static str, gpu: &Gpu, dims: &[usize], dtype: DType, memory: &impl Allocate) -> Result<Raw> {
+    // One element at least, so that there is an address.
     let count = crate::raw::check_size(op, dims, dtype)?.max(1);
     macro_rules! storage {
         ($($variant:ident $t:ty;)*) => {
             match dtype {
-                $(DType::$variant => CudaStorageSlice::$variant(allocate::<$t>(op, gpu, count, dims)?),)*
+                $(DType::$variant => CudaStorageSlice::$variant(memory.allocate::<$t>(count)?),)*
                 other => return Err(Error::dtype(op, format!("dtype {} is not supported on CUDA", other.as_str()))),
             }
         };

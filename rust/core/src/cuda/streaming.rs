@@ -14,7 +14,7 @@ use std::sync::{Arc, LazyLock};
 use candle_core::Device;
 use candle_core::cuda_backend::cudarc::driver::result;
 use trainable_candle_cuda::host::{self, Pinned as Own};
-use trainable_candle_cuda::{peers, upload};
+use trainable_candle_cuda::{mapped, peers, upload};
 
 use super::copies::{Copies, Event};
 use super::error::{driver_error, status_error};
@@ -28,14 +28,19 @@ use crate::{Error, Raw, Result, capture};
 
 const OP: &str = "stream_blocks";
 
-/// The most bytes of pinned memory that the streamed weights of this process may take.
+/// The most bytes of pinned memory that the streamed weights and the mapped tensors of this process may take.
 static LIMIT: LazyLock<usize> = LazyLock::new(|| {
     let given = std::env::var("TRAINABLE_CANDLE_PINNED_BYTES").ok();
     given.and_then(|text| text.parse().ok()).unwrap_or(usize::MAX)
 });
 
-/// The bytes of pinned memory that the streamed weights of this process take now.
+/// The bytes that streamed weights take.
 static TAKEN: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether the limit allows `bytes` more of pinned memory.
+pub(super) fn may_pin(bytes: usize) -> bool {
+    TAKEN.load(Ordering::Acquire).saturating_add(mapped::held()).saturating_add(bytes) <= *LIMIT
+}
 
 /// What a copy reads.
 pub enum Source<'a> {
@@ -108,7 +113,7 @@ impl Copier {
             let gib = bytes as f64 / (1u64 << 30) as f64;
             Error::OutOfMemory { op: OP, message: format!("the system gives no further {gib:.2} GiB of pinned memory") }
         };
-        if TAKEN.load(Ordering::Acquire).saturating_add(bytes) > *LIMIT {
+        if !may_pin(bytes) {
             return Err(short());
         }
         let memory = Own::new(bytes)
@@ -145,27 +150,30 @@ impl Copier {
         self.pageable(kept.bytes().to_vec())
     }
 
-    /// Pin memory that other processes share.
+    /// Pin memory that other processes share. If the system does not let the driver pin it, it stays pageable, and a thread
+    /// copies it through a small ring of pinned memory.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the system does not let the driver pin as much.
+    /// [`Error::Device`] if the driver reports another error, or the system starts no thread.
     pub fn register(&self, pages: Pages) -> Result<Arc<Registered>> {
         let bind = || self.gpu.stream().context().bind_to_thread();
         bind().map_err(|error| driver_error(OP, error))?;
         let (address, size) = pages.mapping();
+        let may_pin = may_pin(size);
         // SAFETY: the mapping is whole pages, and lives as long as the registration, which owns it.
-        unsafe { host::register(address, size) }.map_err(|status| {
-            if status.is_out_of_memory() {
-                let gib = size as f64 / (1u64 << 30) as f64;
-                let message = format!(
-                    "the driver cannot pin the {gib:.2} GiB of memory that processes share for streamed blocks; raise the memory limit of \
-                     the container or `ulimit -l`, stream fewer blocks, or quantize the base"
-                );
-                return Error::OutOfMemory { op: OP, message };
-            }
-            status_error(OP, status)
-        })?;
-        Ok(Arc::new(Registered(pages)))
+        let is_pinned = may_pin
+            && match unsafe { host::register(address, size) } {
+                Ok(()) => true,
+                Err(status) if status.is_unpinnable() => false,
+                Err(status) => return Err(status_error(OP, status)),
+            };
+        if is_pinned {
+            TAKEN.fetch_add(size, Ordering::AcqRel);
+        } else {
+            self.start_staging()?;
+            self.copies.pageable().fetch_add(1, Ordering::AcqRel);
+        }
+        Ok(Arc::new(Registered { pages, is_pinned, copies: self.copies }))
     }
 
     /// A part of shared memory.
@@ -247,12 +255,22 @@ impl Drop for Copier {
     }
 }
 
-/// Memory that other processes share, pinned in this one.
-pub struct Registered(Pages);
+/// Memory that other processes share, pinned in this one if the system allows it.
+pub struct Registered {
+    pages: Pages,
+    is_pinned: bool,
+    copies: &'static Copies,
+}
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        host::unregister(self.0.mapping().0);
+        let (address, size) = self.pages.mapping();
+        if self.is_pinned {
+            host::unregister(address);
+            TAKEN.fetch_sub(size, Ordering::AcqRel);
+        } else {
+            self.copies.pageable().fetch_sub(1, Ordering::AcqRel);
+        }
     }
 }
 
@@ -274,8 +292,12 @@ pub struct Kept {
 
 impl Kept {
     /// Whether the memory is not pinned.
-    pub const fn is_pageable(&self) -> bool {
-        matches!(self.memory, Memory::Pageable(_))
+    pub fn is_pageable(&self) -> bool {
+        match &self.memory {
+            Memory::Own(_) => false,
+            Memory::Pageable(_) => true,
+            Memory::Shared(registered, _) => !registered.is_pinned,
+        }
     }
 
     /// The bytes.
@@ -283,7 +305,7 @@ impl Kept {
         match &self.memory {
             Memory::Pageable(bytes) => bytes,
             Memory::Own(own) => own.bytes(),
-            Memory::Shared(registered, range) => registered.0.bytes(range.clone()),
+            Memory::Shared(registered, range) => registered.pages.bytes(range.clone()),
         }
     }
 

@@ -20,9 +20,9 @@
 //! optimizers take f32, f16 and bf16 variables; for f16 and bf16 they hold f32 master values. Optimizers with states in
 //! full precision also take f64. Variables that share one flat buffer are updated in one pass over the buffer.
 //!
-//! For CUDA variables, states, hyper-parameters and step counters are on the device. A step usually is two launches for
-//! all variables, without synchronization. If the forward pass reads f16 or bf16 copies of variables, the step also writes
-//! these copies.
+//! For CUDA variables, states, hyper-parameters and step counters are on the device;
+//! [`place_states`](Optimizer::place_states) moves the states to memory of the host. A step usually is two launches for
+//! all variables, without synchronization. It also writes the f16 or bf16 copies of variables that the forward pass reads.
 //! State dicts do not depend on the device, so a run can continue on another kind of device. CUDA devices need a rule
 //! with [`KERNELS`](Rule::KERNELS), and do not support f64 variables.
 
@@ -36,6 +36,7 @@ mod cuda;
 #[path = "no_cuda.rs"]
 mod cuda;
 mod ema;
+mod guard;
 mod kind;
 mod lanes;
 pub mod quant;
@@ -51,12 +52,13 @@ mod update;
 
 pub use clip::{NormType, clip_grad_norm_, grad_norm};
 pub use ema::{EMA, EMAConfig};
+pub use guard::Guard;
 pub use kind::{Field, HyperParameters, NamedGroup, OptimizerKind, Registered, Value};
 pub use rule::Rule;
 pub use scaler::{GradScaler, GradScalerConfig};
 pub use schedule::{Decay, Schedule};
-pub use state::StateDict;
-pub use stepper::{Guard, Optimizer, ParamGroup, Stepper};
+pub use state::{StateDict, StatePlace};
+pub use stepper::{Optimizer, ParamGroup, Stepper};
 
 /// The registry: declares the module of each file, exports its optimizers and collects their [`OptimizerKind`]s.
 macro_rules! registry {

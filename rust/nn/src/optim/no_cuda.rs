@@ -6,7 +6,7 @@ use std::convert::Infallible;
 use trainable_candle_core::{Device, Error, Raw, Result, Tensor, Var};
 
 use super::rule::Rule;
-use super::state::{Group, Parameter};
+use super::state::{Group, Parameter, StatePlace};
 
 fn unavailable<T>() -> Result<T> {
     Err(Error::CudaUnavailable("this build has no CUDA support".to_owned()))
@@ -71,7 +71,11 @@ impl LossScale {
 pub struct OnDevice(Infallible);
 
 impl OnDevice {
-    pub fn new<R: Rule>(_groups: &mut [Group<R::Config>], _shared: &[f64], _seed: Option<u64>) -> Result<Self> {
+    pub fn new<R: Rule>(
+        _groups: &mut [Group<R::Config>],
+        _place: StatePlace,
+        _shared_and_seed: (&[f64], Option<u64>),
+    ) -> Result<Self> {
         unavailable()
     }
 

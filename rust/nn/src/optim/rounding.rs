@@ -70,14 +70,21 @@ fn round(value: f32, bits: u32) -> bf16 {
 impl<R: Rule> Stepper<R> {
     /// Keeps bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round
     /// stochastically, with random bits that depend on `seed`, the number of the step, the variable and the element.
-    /// Other variables, and 8-bit states, are updated as without stochastic rounding. Call this function before the first
-    /// step.
+    /// Other variables, and 8-bit states, are updated as before. Call this before the first step, and before the states are
+    /// placed in memory of the host.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the update is not elementwise, [`Error::DType`] if no variable is bf16.
+    /// [`Error::Argument`] if the update is not elementwise, or if states exist on a device; [`Error::DType`] if no variable is
+    /// bf16.
     pub fn with_stochastic_rounding(mut self, seed: u64) -> Result<Self> {
         if !R::ELEMENTWISE {
             return Err(no_rounding(R::NAME));
+        }
+        if self.device.is_some() {
+            return Err(Error::argument(
+                R::NAME,
+                "the states exist already; round stochastically from the first step on",
+            ));
         }
         if self.parameters().all(|parameter| parameter.var.dtype() != DType::BF16) {
             let found = self.parameters().next().map_or("", |parameter| parameter.var.dtype().as_str());

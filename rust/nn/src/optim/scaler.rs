@@ -7,7 +7,8 @@ use trainable_candle_core::{Device, Error, Result, Tensor};
 
 use super::clip::{NormType, clip, cuda_device, host_norm, rescale};
 use super::cuda::LossScale;
-use super::stepper::{Guard, Optimizer};
+use super::guard::Guard;
+use super::stepper::Optimizer;
 
 const OP: &str = "GradScaler";
 

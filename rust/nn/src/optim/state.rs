@@ -28,6 +28,16 @@ const SEED: &str = "seed";
 /// - states of the optimizer that belong to no variable, under their names
 pub type StateDict = BTreeMap<String, Tensor>;
 
+/// Where the states of variables on a CUDA device are. Results do not depend on it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum StatePlace {
+    /// In the memory of the device.
+    #[default]
+    Device,
+    /// In pinned memory of the host, which steps read and write over the bus. Master values stay on the device.
+    Host,
+}
+
 /// Variables that share hyper-parameters.
 pub(super) struct Group<C> {
     pub(super) config: Fixed<C>,

@@ -7,42 +7,13 @@ use trainable_candle_core::capture::Fixed;
 use trainable_candle_core::compute::{copy_into, lerp_in_place};
 use trainable_candle_core::flat::{collect_grads, zero_grads};
 use trainable_candle_core::raw::own_copy;
-use trainable_candle_core::{Error, GradStore, Raw, Result, Tensor, Var};
+use trainable_candle_core::{Error, GradStore, Raw, Result, Var};
 
-use super::cuda::{LossScale, OnDevice};
+use super::cuda::OnDevice;
+use super::guard::Guard;
 use super::rule::{Average, Rule};
-use super::state::{self, Group, Loaded, Parameter, StateDict};
+use super::state::{self, Group, Loaded, Parameter, StateDict, StatePlace};
 use super::update::{self, Item};
-
-/// When a step is skipped, and the scale of its gradients.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Guard<'a> {
-    /// The norm of the gradients. If it is infinite or NaN, the step is skipped.
-    pub(super) norm: Option<&'a Tensor>,
-    /// The loss scale, by which the step divides the gradients.
-    pub(super) loss_scale: Option<&'a LossScale>,
-}
-
-impl<'a> Guard<'a> {
-    /// A guard that skips the step if `norm` (one element) is infinite or NaN.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] if `norm` does not have exactly one element.
-    pub fn finite(norm: &'a Tensor) -> Result<Self> {
-        if norm.elem_count() != 1 {
-            return Err(Error::shape("step", format!("found a norm of shape {:?}, expected one number", norm.dims())));
-        }
-        Ok(Self { norm: Some(norm), loss_scale: None })
-    }
-
-    /// Whether the step may be taken. Waits until the norm's device has computed it.
-    ///
-    /// # Errors
-    /// [`Error::Device`] if the norm's device fails.
-    pub fn allows(&self) -> Result<bool> {
-        self.norm.map_or(Ok(true), |norm| Ok(norm.item()?.is_finite()))
-    }
-}
 
 /// The methods of all optimizers.
 pub trait Optimizer: Send {
@@ -124,6 +95,15 @@ pub trait Optimizer: Send {
     /// them again.
     fn load_state_dict(&mut self, states: &StateDict) -> Result<()>;
 
+    /// Decides where the states of CUDA variables are; by default on the device. With [`StatePlace::Host`], this makes the
+    /// states, so that a lack of memory shows before the first step. Call it last, before the first step. On the CPU it has
+    /// no effect, because the states are in the memory of the host anyway.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if the system gives too little pinned memory, [`Error::Argument`] if the states exist
+    /// elsewhere, [`Error::Device`] within a captured function. After an error, nothing has changed.
+    fn place_states(&mut self, place: StatePlace) -> Result<()>;
+
     /// Replaces the variables' values by the averages that the optimizer keeps of them, for validation or for saving. Does
     /// nothing if the optimizer keeps no averages, or if the averages have already replaced the values. Tensors
     /// computed from the variables become stale, as after a step.
@@ -168,10 +148,12 @@ pub struct Stepper<R: Rule> {
     id: u64,
     pub(super) groups: Vec<Group<R::Config>>,
     /// The states of CUDA variables; the first step moves them here from `groups`.
-    device: Option<OnDevice>,
-    /// The values that are common to all variables, such as Prodigy's estimate, for steps on the CPU. The first step on
-    /// CUDA copies them to `device`.
+    pub(super) device: Option<OnDevice>,
+    /// Numbers that the steps of all variables share, for steps on the host. The first step on a device copies them to
+    /// `device`.
     shared: Vec<f64>,
+    /// Where the states of CUDA variables are.
+    place: StatePlace,
     /// The variables' own values while averages replace them.
     trained: Fixed<Option<Vec<Raw>>>,
     /// The seed of stochastic rounding, if bf16 variables are rounded stochastically.
@@ -236,7 +218,8 @@ impl<R: Rule> Stepper<R> {
             groups,
             device: None,
             shared: Vec::new(),
-            trained: Fixed::new("whether the variables hold averages or trained values", None),
+            place: StatePlace::Device,
+            trained: Fixed::new("whether averages or parameters are in place", None),
             seed: None,
         })
     }
@@ -307,7 +290,7 @@ impl<R: Rule> Stepper<R> {
         if self.is_on_cuda() {
             let device = match &mut self.device {
                 Some(device) => device,
-                none => none.insert(OnDevice::new::<R>(&mut self.groups, &self.shared, self.seed)?),
+                none => none.insert(OnDevice::new::<R>(&mut self.groups, self.place, (&self.shared, self.seed))?),
             };
             return device.step::<R>(&self.groups, wanted, (guard.norm, guard.loss_scale), zero);
         }
@@ -451,6 +434,19 @@ impl<R: Rule> Optimizer for Stepper<R> {
             self.device = None;
             return Err(error);
         }
+        Ok(())
+    }
+
+    fn place_states(&mut self, place: StatePlace) -> Result<()> {
+        if self.is_on_cuda() && place != self.place {
+            if self.device.is_some() {
+                let message = "the states exist already; build a new optimizer with the states elsewhere, and load the state dict of \
+                    this one";
+                return Err(Error::argument(R::NAME, message));
+            }
+            self.device = Some(OnDevice::new::<R>(&mut self.groups, place, (&self.shared, self.seed))?);
+        }
+        self.place = place;
         Ok(())
     }
 

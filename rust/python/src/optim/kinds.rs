@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 use trainable_candle_core as tc;
-use trainable_candle_nn::optim::{self, Field, KINDS, NamedGroup, OptimizerKind, Value};
+use trainable_candle_nn::optim::{self, Field, KINDS, NamedGroup, OptimizerKind, StatePlace, Value};
 
 use super::{Params, items, variables};
 use crate::argument::Argument;
@@ -48,8 +48,12 @@ fn docstring(kind: &OptimizerKind) -> String {
     text += "    stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute \
         in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. ";
     text += if kind.rounds { "Other variables are updated as before.\n" } else { "This optimizer rejects it.\n" };
+    text += "    states: where the states of variables on a GPU are: \"device\", or \"host\": pinned memory of the host, which \
+        steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 \
+        master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.\n";
     text + "\nRaises:\n    ArgumentError: if a number is out of range, there is no variable, or one appears twice.\n    \
-        DTypeError: if a variable's dtype is not supported.\n"
+        DTypeError: if a variable's dtype is not supported.\n    \
+        OutOfMemoryError: if the system gives too little pinned memory for the states.\n"
 }
 
 /// The optimizer of a kind.
@@ -62,6 +66,7 @@ pub fn build(
     params: &Params<'_>,
     settings: &Bound<'_, PyDict>,
     stochastic_rounding: bool,
+    states: &str,
 ) -> Result<Box<dyn optim::Optimizer>> {
     let Some(kind) = KINDS.iter().find(|kind| kind.name == name) else {
         let known: Vec<&str> = KINDS.iter().map(|kind| kind.name).collect();
@@ -75,7 +80,17 @@ pub fn build(
         common.extend(setting(kind, &fields, key.to_str()?, "", &value)?);
     }
     let seed = stochastic_rounding.then(|| tc::rng::state().seed);
-    Ok(kind.build(params.groups(kind, &fields, &common)?, seed)?)
+    let place = match states {
+        "device" => StatePlace::Device,
+        "host" => StatePlace::Host,
+        other => {
+            let message = format!("found states {other:?}, expected \"device\" or \"host\"");
+            return Err(tc::Error::argument(kind.name, message).into());
+        }
+    };
+    let mut optimizer = kind.build(params.groups(kind, &fields, &common)?, seed)?;
+    optimizer.place_states(place)?;
+    Ok(optimizer)
 }
 
 /// Converts the hyper-parameter `key`; `None` if the optimizer has no hyper-parameter of this name.

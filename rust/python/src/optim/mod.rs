@@ -52,9 +52,15 @@ impl Optimizer {
 impl Optimizer {
     /// The optimizer of a kind, over `params`, with the hyper-parameters that differ from its defaults.
     #[new]
-    #[pyo3(signature = (kind, params, settings, stochastic_rounding=false))]
-    fn new(kind: &str, params: Params<'_>, settings: &Bound<'_, PyDict>, stochastic_rounding: bool) -> Result<Self> {
-        Ok(Self(Mutex::new(kinds::build(kind, &params, settings, stochastic_rounding)?)))
+    #[pyo3(signature = (kind, params, settings, stochastic_rounding=false, states="device"))]
+    fn new(
+        kind: &str,
+        params: Params<'_>,
+        settings: &Bound<'_, PyDict>,
+        stochastic_rounding: bool,
+        states: &str,
+    ) -> Result<Self> {
+        Ok(Self(Mutex::new(kinds::build(kind, &params, settings, stochastic_rounding, states)?)))
     }
 
     /// Update every variable that has a gradient. The gradients are kept until `zero_grad`.

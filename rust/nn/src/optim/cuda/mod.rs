@@ -19,9 +19,9 @@ use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor, Var};
 use super::quant::BLOCK_SIZE;
 use super::rule::{Kernels, Rule, Settings, StateKind, StateSpec};
 use super::slots::Slots;
-use super::state::{Group, Parameter};
+use super::state::{Group, Parameter, StatePlace};
 use step::{Groups, Known, Member, STATE_BLOCK, Table};
-use transfer::{host_zeros, overwrite, place_in, to_device};
+use transfer::{host_zeros, overwrite, place_in, to_device, vector};
 use whole::{Call, Extent, WholeTable};
 
 pub(super) use gradient::{Clip, LossScale, scale_gradients};
@@ -124,9 +124,7 @@ impl Layout {
     fn has_codes(&self) -> bool {
         self.specs.iter().any(|spec| spec.kind == StateKind::Codes)
     }
-}
 
-impl Layout {
     fn dtype(&self, kind: StateKind) -> DType {
         match kind {
             StateKind::Codes => DType::U8,
@@ -165,9 +163,14 @@ fn no_kernels(op: &'static str) -> Error {
 }
 
 impl OnDevice {
-    /// Moves the states of `groups` to the device of their variables; variables without states get zeros. `shared` are
-    /// the numbers that the steps of all variables share, and `seed` is the seed of stochastic rounding.
-    pub(super) fn new<R: Rule>(groups: &mut [Group<R::Config>], shared: &[f64], seed: Option<u64>) -> Result<Self> {
+    /// Moves the states of `groups` to the device of their variables, or to memory of the host that this device reads;
+    /// variables without states get zeros. `shared` are the numbers that the steps of all variables share, and `seed` that
+    /// of stochastic rounding.
+    pub(super) fn new<R: Rule>(
+        groups: &mut [Group<R::Config>],
+        place: StatePlace,
+        (shared, seed): (&[f64], Option<u64>),
+    ) -> Result<Self> {
         let count: usize = groups.iter().map(|group| group.parameters.len()).sum();
         let first = groups.first().and_then(|group| group.parameters.first());
         let device = first.ok_or_else(|| no_kernels(R::NAME))?.var.device().clone();
@@ -209,7 +212,7 @@ impl OnDevice {
         }
         for (layout, ends) in made.layouts.iter_mut().zip(ends) {
             for (spec, end) in layout.specs.iter().zip(ends) {
-                layout.buffers.push(zeros(&[entries(spec.kind, end)], layout.dtype(spec.kind), &device)?);
+                layout.buffers.push(vector(R::NAME, place, entries(spec.kind, end), layout.dtype(spec.kind), &device)?);
             }
         }
         made.make_masters(groups, &device)?;

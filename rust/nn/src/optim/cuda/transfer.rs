@@ -3,10 +3,11 @@
 use std::ops::Range;
 
 use half::bf16;
-use trainable_candle_core::compute::copy_into;
+use trainable_candle_core::compute::{copy_into, zeros};
+use trainable_candle_core::cuda::zeros_on_host;
 use trainable_candle_core::{DType, Device, Raw, Result};
 
-use crate::optim::state::{Number, StateData};
+use crate::optim::state::{Number, StateData, StatePlace};
 
 /// Copies the values of one variable's state into `host` from element `start` on. `host` holds this state of all variables; the
 /// values of each variable are padded to whole blocks.
@@ -19,7 +20,15 @@ pub(super) fn place_in(host: &mut StateData, data: &StateData, start: usize) {
     }
 }
 
-/// `len` zeros in host memory, for a device buffer of `dtype`.
+/// A vector of zeros for states.
+pub(super) fn vector(op: &'static str, place: StatePlace, len: usize, dtype: DType, device: &Device) -> Result<Raw> {
+    match place {
+        StatePlace::Device => zeros(&[len], dtype, device),
+        StatePlace::Host => zeros_on_host(op, device, &[len], dtype),
+    }
+}
+
+/// Zeros of the dtype of a state's buffer.
 pub(super) fn host_zeros(dtype: DType, len: usize) -> StateData {
     match dtype {
         DType::U8 => StateData::U8(vec![0; len]),

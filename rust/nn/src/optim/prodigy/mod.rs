@@ -4,15 +4,18 @@
 //! reference:
 //! <https://github.com/konstmish/prodigy/blob/3efb213ee8af5a6bf76f28726398433a847b38e9/prodigyopt/prodigy.py#L101>.
 
-use smallvec::{SmallVec, smallvec};
-use trainable_candle_core::cpu::{Real, dispatch};
+mod rule;
+
+use smallvec::SmallVec;
 use trainable_candle_core::{DType, Device, Error, GradStore, Result, Tensor, Var};
 
+use super::guard::Guard;
 use super::kind::{Registered, hyper_parameters};
-use super::rule::{Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative};
-use super::state::StateDict;
-use super::stepper::{Guard, Optimizer, ParamGroup, Stepper};
+use super::rule::{Rule, StateSpec, check_betas, check_not_negative};
+use super::state::{StateDict, StatePlace};
+use super::stepper::{Optimizer, ParamGroup, Stepper};
 use super::update;
+use rule::{Apply, Observe, Pass, states};
 
 const NAME: &str = "Prodigy";
 /// The entry of the state dict with the estimate d, its maximum, its numerator and the number of steps.
@@ -299,6 +302,10 @@ impl Optimizer for Prodigy {
         self.stepper.set_shared(Estimate { d, d_max, numerator, steps }.to_shared())
     }
 
+    fn place_states(&mut self, place: StatePlace) -> Result<()> {
+        self.stepper.place_states(place)
+    }
+
     fn state_bytes(&self) -> usize {
         self.stepper.state_bytes()
     }
@@ -322,179 +329,5 @@ impl Registered for Prodigy {
 
     fn build(groups: Vec<ParamGroup<ProdigyConfig>>, seed: Option<u64>) -> Result<Self> {
         seed.map_or_else(|| Self::with_groups(groups), |_| Err(super::rounding::no_rounding(NAME)))
-    }
-}
-
-/// The configuration of a group, with the numbers of the current step.
-#[derive(Clone, Debug, PartialEq)]
-struct Pass {
-    config: ProdigyConfig,
-    /// The estimate d of the distance to the solution.
-    d: f64,
-    /// The step size: d · lr · bias correction.
-    dlr: f64,
-}
-
-/// The first half of a step: it updates the moments, and computes the sums for the estimate.
-struct Observe;
-
-/// The second half of a step: it updates the variables.
-struct Apply;
-
-/// The states that are kept for a parameter.
-fn states(config: &ProdigyConfig) -> SmallVec<[StateSpec; 4]> {
-    let every = StateKind::Every(config.slice_p);
-    let mut states = smallvec![every.named("s"), every.named("p0"), StateKind::Float.named("exp_avg_sq")];
-    if config.betas.0 > 0.0 {
-        states.push(StateKind::Float.named("exp_avg"));
-    }
-    states
-}
-
-impl Rule for Observe {
-    const NAME: &'static str = NAME;
-    type Config = Pass;
-    const UPDATE: Update<Pass, f32> = observe::<f32>;
-    const UPDATE_F64: Option<Update<Pass, f64>> = Some(observe::<f64>);
-    const KERNELS: Option<Kernels<Pass>> = Some(Kernels {
-        prepare: "whole",
-        step: "prodigy_step",
-        before: &[("prodigy_observe", false), ("prodigy_estimate", true)],
-        step_8bit: None,
-        settings: |Pass { config, .. }| Settings {
-            lr: config.lr,
-            beta1: config.betas.0,
-            beta2: config.betas.1,
-            eps: config.eps,
-            weight_decay: config.weight_decay,
-            more: [
-                config.beta3(),
-                config.d0,
-                config.d_coef,
-                config.growth_rate,
-                config.slice_p as f64,
-                f64::from(u8::from(config.decouple)),
-                f64::from(u8::from(config.use_bias_correction)),
-                f64::from(u8::from(config.safeguard_warmup)),
-            ],
-            ..Settings::default()
-        },
-    });
-    const ELEMENTWISE: bool = false;
-
-    fn validate(pass: &Pass) -> Result<()> {
-        pass.config.validate()
-    }
-
-    fn states(pass: &Pass, _dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
-        states(&pass.config)
-    }
-
-    /// Room for two f64, the variable's sums.
-    fn scratch(_dims: &[usize]) -> usize {
-        4
-    }
-
-    fn lr(pass: &mut Pass) -> &mut f64 {
-        &mut pass.config.lr
-    }
-}
-
-impl Rule for Apply {
-    const NAME: &'static str = NAME;
-    type Config = Pass;
-    const UPDATE: Update<Pass, f32> = apply::<f32>;
-    const UPDATE_F64: Option<Update<Pass, f64>> = Some(apply::<f64>);
-    const ELEMENTWISE: bool = false;
-    const COUNTS: bool = false;
-
-    fn validate(pass: &Pass) -> Result<()> {
-        Observe::validate(pass)
-    }
-
-    fn states(pass: &Pass, dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
-        Observe::states(pass, dims)
-    }
-
-    fn lr(pass: &mut Pass) -> &mut f64 {
-        Observe::lr(pass)
-    }
-}
-
-fn observe<T: Real>(pass: &Pass, step: u64, chunk: Chunk<'_, T>) {
-    dispatch(
-        #[inline(always)]
-        || observe_elements(pass, step, chunk),
-    );
-}
-
-#[inline(always)]
-fn observe_elements<T: Real>(pass: &Pass, step: u64, mut chunk: Chunk<'_, T>) {
-    let Pass { config, d, dlr } = pass;
-    let l2 = T::from_f64(if config.decouple { 0.0 } else { config.weight_decay });
-    let Chunk { param, grad, states, sums, .. } = &mut chunk;
-    let [StateSlice::Float(s), StateSlice::Float(p0), StateSlice::Float(exp_avg_sq), exp_avg @ ..] =
-        states.as_mut_slice()
-    else {
-        unreachable!("the states are those that the rule declares")
-    };
-    let sampled = param.iter().zip(grad.iter()).step_by(config.slice_p);
-    let (beta3, gain3) = (T::from_f64(config.beta3()), d / config.d0 * if config.safeguard_warmup { *d } else { *dlr });
-    let gain3 = T::from_f64(gain3);
-    let [mut progress, mut distance] = [0f64; 2];
-    for ((&p, &g), (s, p0)) in sampled.zip(s.iter_mut().zip(p0.iter_mut())) {
-        if step == 1 {
-            *p0 = p;
-        }
-        let g = g + l2 * p;
-        progress += (g * (*p0 - p)).to_f64();
-        *s = beta3 * *s + gain3 * g;
-        distance += s.abs().to_f64();
-    }
-    if let Some(sums) = sums {
-        **sums = [progress, distance];
-    }
-    let (beta1, beta2) = config.betas;
-    let (gain1, gain2) = (T::from_f64(d * (1.0 - beta1)), T::from_f64(d * d * (1.0 - beta2)));
-    let (beta1, beta2) = (T::from_f64(beta1), T::from_f64(beta2));
-    for ((&p, &g), v) in param.iter().zip(grad.iter()).zip(exp_avg_sq.iter_mut()) {
-        let g = g + l2 * p;
-        *v = beta2 * *v + gain2 * g * g;
-    }
-    if let [StateSlice::Float(exp_avg)] = exp_avg {
-        for ((&p, &g), m) in param.iter().zip(grad.iter()).zip(exp_avg.iter_mut()) {
-            *m = beta1 * *m + gain1 * (g + l2 * p);
-        }
-    }
-}
-
-fn apply<T: Real>(pass: &Pass, _step: u64, chunk: Chunk<'_, T>) {
-    dispatch(
-        #[inline(always)]
-        || apply_elements(pass, chunk),
-    );
-}
-
-#[inline(always)]
-fn apply_elements<T: Real>(pass: &Pass, mut chunk: Chunk<'_, T>) {
-    let Pass { config, d, dlr } = pass;
-    let (decay, l2) = if config.decouple { (config.weight_decay, 0.0) } else { (0.0, config.weight_decay) };
-    // The decay is subtracted, because f32 would round the factor 1 - decay · dlr to 1 while the estimate is small.
-    let (lost, l2) = (T::from_f64(decay * dlr), T::from_f64(l2));
-    let (step_size, eps, d) = (T::from_f64(*dlr), T::from_f64(d * config.eps), T::from_f64(*d));
-    let elements = chunk.param.iter_mut().zip(chunk.grad);
-    match chunk.states.as_mut_slice() {
-        [_, _, StateSlice::Float(exp_avg_sq), StateSlice::Float(exp_avg)] => {
-            for ((p, _), (v, m)) in elements.zip(exp_avg_sq.iter().zip(exp_avg.iter())) {
-                *p = *p - lost * *p - step_size * *m / (v.sqrt() + eps);
-            }
-        }
-        [_, _, StateSlice::Float(exp_avg_sq)] => {
-            for ((p, &g), v) in elements.zip(exp_avg_sq.iter()) {
-                let g = g + l2 * *p;
-                *p = *p - lost * *p - step_size * d * g / (v.sqrt() + eps);
-            }
-        }
-        _ => unreachable!("the states are those that the rule declares"),
     }
 }

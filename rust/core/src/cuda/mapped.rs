@@ -1,0 +1,75 @@
+//! Tensors in pinned memory of the host that kernels of a device read and write over the bus.
+//!
+//! Kernels, graphs and views treat them as other tensors of the device. Only copies to the host differ: the host reads the
+//! memory itself ([`read`]).
+
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DeviceRepr};
+use candle_core::{DType, Device, WithDType};
+use trainable_candle_cuda::mapped;
+
+use super::error::{driver_error, status_error};
+use super::gpu::Gpu;
+use super::launch::{Allocate, made};
+use super::streaming::may_pin;
+use crate::{Error, Raw, Result, capture};
+
+struct InHostMemory<'a> {
+    op: &'static str,
+    gpu: &'a Gpu,
+}
+
+impl Allocate for InHostMemory<'_> {
+    fn allocate<T: DeviceRepr>(&self, count: usize) -> Result<CudaSlice<T>> {
+        let (op, bytes) = (self.op, count * size_of::<T>());
+        let short = || {
+            let mib = bytes as f64 / (1u64 << 20) as f64;
+            let message = format!(
+                "the system gives no further {mib:.1} MiB of pinned memory for states of the optimizer; keep them in the memory of the \
+                 device (states \"device\"), or use an 8-bit optimizer (under WSL2 a .wslconfig with more memory raises the limit)"
+            );
+            Error::OutOfMemory { op, message }
+        };
+        if !may_pin(bytes) {
+            return Err(short());
+        }
+        self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(op, error))?;
+        let address = mapped::allocate(bytes)
+            .map_err(|status| if status.is_out_of_memory() { short() } else { status_error(op, status) })?;
+        // SAFETY: the memory has this many elements, all zero, which is a value of every dtype. Dropping the slice frees it.
+        Ok(unsafe { self.gpu.stream().upgrade_device_ptr(address, count) })
+    }
+}
+
+/// A tensor of zeros in pinned memory of the host, at whose address kernels of the device read and write it.
+///
+/// # Errors
+/// [`Error::OutOfMemory`] if the system gives no more pinned memory, [`Error::DType`] if kernels do not support the dtype,
+/// [`Error::Device`] if it is not a CUDA device or within a captured function.
+pub fn zeros_on_host(op: &'static str, device: &Device, dims: &[usize], dtype: DType) -> Result<Raw> {
+    let gpu = Gpu::of_device(op, device)?;
+    capture::refuse(op)?;
+    made(op, gpu, dims, dtype, &InHostMemory { op, gpu })
+}
+
+/// The elements of a dense tensor at `address`, if it is in this memory. Waits for the device.
+///
+/// # Errors
+/// [`Error::Device`] if the driver reports an error.
+pub(super) fn read<T: WithDType>(op: &'static str, gpu: &Gpu, address: u64, count: usize) -> Option<Result<Vec<T>>> {
+    if count == 0 || !mapped::owns(address) {
+        return None;
+    }
+    let copy = || {
+        gpu.stream().context().bind_to_thread().map_err(|error| driver_error(op, error))?;
+        let mut values: Vec<T> = Vec::with_capacity(count);
+        // SAFETY: both have `count` elements of a plain number; all of them are written.
+        unsafe {
+            let to = values.as_mut_ptr().cast();
+            mapped::read(to, address, count * size_of::<T>(), gpu.stream().cu_stream().cast())
+                .map_err(|status| status_error(op, status))?;
+            values.set_len(count);
+        }
+        Ok(values)
+    };
+    Some(copy())
+}

@@ -1,0 +1,169 @@
+"""Optimizer states in host memory, on a simulated GPU that does not compute."""
+
+from typing import Any
+
+import pytest
+
+import trainable_candle as tc
+
+TRAIN = """
+    def train(layer, optimizer, x):
+        loss = layer(x).sum()
+        loss.backward()
+        optimizer.step(if_finite=tc.optim.clip_grad_norm_(layer.parameters(), 1.0))
+        optimizer.zero_grad()
+        return loss
+
+    def make(kind, states, **more):
+        tc.manual_seed(0)
+        base = tc.randn(64, 96, dtype="bf16", device="cuda")
+        layer = tc.nn.LoRALinear(base, 8, 8.0)
+        return layer, tc.optim.KINDS[kind](layer.parameters(), lr=0.1, states=states, **more)
+
+    x = tc.randn(32, 96, dtype="bf16", device="cuda")
+"""
+MORE: dict[str, dict[str, Any]] = {
+    "sgd": {"momentum": 0.9},
+    **{kind: {"min_8bit_size": 1} for kind in ("adamw8bit", "adam8bit", "lion8bit")},
+}
+"""Arguments with which every optimizer has states, those of 8 bits as codes."""
+
+
+@pytest.mark.parametrize("kind", tc.optim.KINDS)
+def test_states_are_in_pinned_memory_and_steps_stay_as_they_are(cuda: Any, kind: str) -> None:
+    run = cuda.run(
+        TRAIN
+        + f"""
+    for states in ("device", "host"):
+        before = tc.cuda.memory_stats()["allocated"]
+        layer, optimizer = make({kind!r}, states, **{MORE.get(kind, {})!r})
+        for step in range(3):
+            mark(f"{{states}}-{{step}}")
+            train(layer, optimizer, x)
+        mark(f"{{states}}-end")
+        print(tc.cuda.memory_stats()["allocated"] - before, optimizer.state_bytes)
+        mark(f"{{states}}-dropped")
+        del layer, optimizer
+    mark("end")
+    """
+    )
+    assert run.of("refused") == []
+    assert run.after("host-2").launches == run.after("device-2").launches
+    assert run.after("host-2").waits == []
+    assert run.after("host-2").of("alloc-pinned", "grow") == []
+    lines = [list(map(int, line.split())) for line in run.output.splitlines()]
+    (on_device, held), (on_host, same) = lines
+    assert same == held
+    # Blocks of the device are multiples of 512 bytes.
+    assert held <= on_device - on_host <= held + 5 * 512
+    # The other pinned memory is pieces of 8 MiB for copying values.
+    freed = [int(call["bytes"]) for call in run.after("host-dropped").of("free-pinned")]
+    assert sum(freed) == held
+    pinned = [int(call["bytes"]) for call in run.of("alloc-pinned")]
+    assert sum(pinned) % (8 << 20) == held
+
+
+def test_a_graph_keeps_the_states_that_it_updates(cuda: Any) -> None:
+    run = cuda.run(
+        TRAIN
+        + """
+    layer, optimizer = make("adamw", "host")
+    step = tc.cuda.capture(lambda x: train(layer, optimizer, x), [x])
+    for number in range(5):
+        mark(f"step-{number}")
+        step(x)
+        optimizer.lr = 0.1 / (number + 1)
+    assert step.is_recorded
+    mark("loaded")
+    optimizer.load_state_dict(optimizer.state_dict())
+    mark("after")
+    step(x)
+    mark("optimizer")
+    del optimizer, layer
+    mark("graph")
+    del step
+    tc.cuda.empty_cache()
+    mark("end")
+    """
+    )
+    assert run.of("refused") == []
+    assert all(end["valid"] == "1" for end in run.of("capture-end"))
+    for name in ("step-4", "after"):
+        assert len(run.after(name).of("replay")) == 1
+        assert run.after(name).waits == []
+    assert run.after("optimizer").of("free-pinned") == []
+    assert len(run.after("graph").of("free-pinned")) == 2
+
+
+def test_states_are_loaded_and_saved_without_copies_between_host_and_gpu(cuda: Any) -> None:
+    # The simulated steps are not counted, so only states from the CPU have values.
+    run = cuda.run(
+        TRAIN
+        + """
+    made = {states: make("adamw8bit", states, min_8bit_size=1) for states in ("device", "host")}
+    variables = [tc.Var(tc.zeros(*var.shape)) for var in made["host"][0].parameters()]
+    cpu = tc.optim.AdamW8bit(variables, min_8bit_size=1, states="host")
+    for var in variables:
+        var.grad = tc.ones(*var.shape)
+    cpu.step()
+    saved = cpu.state_dict()
+    assert len(saved) == 3 + 2 * 4
+    for states, (layer, optimizer) in made.items():
+        train(layer, optimizer, x)
+        optimizer.load_state_dict(saved)
+        mark(f"saved-{states}")
+        found = optimizer.state_dict()
+        mark(f"trained-{states}")
+        assert found.keys() <= saved.keys()
+        train(layer, optimizer, x)
+    """
+    )
+    assert run.of("refused") == []
+    counts = []
+    for states in ("device", "host"):
+        saved = run.after(f"saved-{states}")
+        counts.append(sum(call["kind"] == "cuMemcpyDtoHAsync" for call in saved.of("copy")))
+        assert saved.of("synchronize")
+    # Only the step counters are copied; the host reads four vectors of states itself.
+    assert counts[0] - counts[1] == 4
+
+
+@pytest.mark.parametrize("limited", ["driver", "setting"])
+def test_too_little_pinned_memory_is_an_error_that_names_the_cure(cuda: Any, limited: str) -> None:
+    settings = {"PINNED": str(1 << 10)} if limited == "driver" else {}
+    start = "" if settings else "os.environ['TRAINABLE_CANDLE_PINNED_BYTES'] = '1000'"
+    run = cuda.run(
+        f"    {start}"
+        + TRAIN
+        + """
+    try:
+        make("adamw", "host")
+    except tc.errors.OutOfMemoryError as error:
+        print(error)
+    layer, optimizer = make("adamw", "device")
+    train(layer, optimizer, x)
+    """,
+        settings=settings,
+    )
+    assert "AdamW: " in run.output
+    assert "of pinned memory for states of the optimizer" in run.output
+    assert 'states "device"' in run.output
+
+
+def test_they_cannot_be_made_within_a_captured_function(cuda: Any) -> None:
+    run = cuda.run(
+        TRAIN
+        + """
+    def step(x):
+        make("adamw", "host")
+        return x * 2
+    captured = tc.cuda.capture(step, [x])
+    try:
+        for _ in range(3):
+            captured(x)
+    except tc.errors.Error as error:
+        print(error)
+    (x * 2).sum().item()
+    """
+    )
+    assert run.output
