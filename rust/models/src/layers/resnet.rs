@@ -1,4 +1,4 @@
-//! The blocks of convolutions that U-Nets and autoencoders share (He et al. 2016, arXiv:1603.05027), under diffusers' names.
+//! The convolutional blocks that U-Nets and autoencoders share (He et al. 2016, arXiv:1603.05027), under diffusers' names.
 //! Images are (batch, height, width, channels).
 
 use trainable_candle_core::ops::conv::Conv2dOptions;
@@ -8,7 +8,7 @@ use trainable_candle_nn::{Conv2d, GroupNorm, Linear, Module, Visitor, Weights};
 
 use crate::saved::Saved;
 
-/// A 3×3 convolution that keeps the size.
+/// A 3×3 convolution that keeps height and width.
 pub(crate) fn conv3x3(
     name: &str,
     channels: usize,
@@ -38,14 +38,14 @@ pub struct ResnetSizes {
     pub out_channels: usize,
     /// Width of the timestep's embedding, if the block takes one.
     pub time_dim: Option<usize>,
-    /// Groups of the norms.
+    /// Number of groups of the group norms.
     pub groups: usize,
     /// Added to the variance in the norms.
     pub eps: f64,
 }
 
-/// Applies norm, SiLU and convolution twice, and adds the result to the input. The time's embedding is added after the
-/// first convolution.
+/// Applies norm, SiLU and convolution twice, and adds the result to the input. If the numbers of channels differ, a 1×1
+/// convolution projects the input first. A projection of the time's embedding is added after the first 3×3 convolution.
 pub struct ResnetBlock {
     norm1: GroupNorm,
     conv1: Conv2d<Tensor>,
@@ -98,8 +98,8 @@ impl ResnetBlock {
         self.conv1.weight.dims()[0]
     }
 
-    /// Counts what the tape keeps for an image of `area` pixels. If the block's input is joined from several images,
-    /// `own` is the number of input channels that no other block keeps.
+    /// Counts what the tape keeps for an image of `area` pixels. If the block's input is concatenated from several
+    /// feature maps, `own` is the number of input channels that no other block keeps.
     pub fn saved(&self, area: usize, own: Option<usize>, saved: &mut Saved) {
         let &[out, _, _, channels] = self.conv1.weight.dims() else { return };
         let input = area * channels;
@@ -134,10 +134,10 @@ impl Module for ResnetBlock {
     }
 }
 
-/// The usual name of the convolution that changes the size.
+/// The name that the convolution of a [`Downsample`] or [`Upsample`] has in most models.
 const CONV: &str = "conv";
 
-/// Halves the size of an image with a convolution.
+/// Halves height and width of an image with a strided convolution.
 pub struct Downsample {
     conv: Conv2d<Tensor>,
     name: &'static str,
