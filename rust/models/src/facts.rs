@@ -53,7 +53,7 @@ pub struct PartFacts {
 
 impl Facts {
     /// Side in pixels of the square images that the denoiser was trained on. The denoiser's configuration states it
-    /// (`sample_size`); if it does not, the side is the one of the pipeline's base model.
+    /// (`sample_size`) or, if it does not, the side is the `resolution` of the pipeline's base model.
     pub fn resolution(&self) -> Option<usize> {
         let is_denoiser = |part: &&PartFacts| part.place.is_some_and(|place| place.part.role == Role::Denoiser);
         let denoiser = self.parts.values().find(is_denoiser)?;
@@ -305,7 +305,7 @@ fn has_originals(place: Place) -> bool {
     place.part.sections.iter().any(|section| section.is_written())
 }
 
-/// The error for a folder without some parts of a pipeline.
+/// The error for a folder that lacks the parts `missing` of a pipeline.
 fn incomplete_folder(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Error {
     let class = read_json::<Map<String, Value>>(&path.join(CONFIG)).ok();
     let class = class.as_ref().and_then(|map| map.get("_class_name")?.as_str());
@@ -316,7 +316,7 @@ fn incomplete_folder(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Erro
     Error::weights(path, text)
 }
 
-/// The error for a file without some parts of a pipeline.
+/// The error for a file that lacks the parts `missing` of a pipeline.
 fn incomplete_file(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Result<Error> {
     let names = WeightFile::open(path)?.names();
     let like = pipelines::recognised(&names).map_or_else(String::new, |what| format!("; it looks like {what}"));

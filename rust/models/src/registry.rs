@@ -58,8 +58,8 @@ pub trait Model: Module + Any + Send + Sync {
 pub type Made = Result<Arc<dyn Model>>;
 
 /// Makes a model of random weights, in a dtype and on a device. Its sizes come from the `config.json` at the path, or
-/// from the published model if there is no path. The last argument is the format of quantized linear layers, and the
-/// options that say which blocks are streamed from host memory.
+/// from the published model if there is no path. The last argument is a pair: the format of quantized linear layers,
+/// and the options that say which blocks are streamed from host memory.
 pub type Random = fn(Option<&Path>, DType, &Device, (Option<Format>, StreamOptions)) -> Made;
 
 /// A kind of model: its names in files, and how it is made from files.
@@ -69,7 +69,7 @@ pub struct ModelKind {
     pub name: &'static str,
     /// The model's name in messages, such as `a UNet`.
     pub noun: &'static str,
-    /// A prefix of some keys in the weight file of a folder. It shows which kind of model the file has.
+    /// A prefix of some keys in the weight file of a folder. The prefix shows which kind of model the file has.
     pub mark: &'static str,
     /// The class names that a `config.json` of this kind may have: diffusers' `_class_name` or transformers'
     /// `architectures`.
@@ -78,7 +78,7 @@ pub struct ModelKind {
     pub weights_name: &'static str,
     /// Loads a frozen model, with its weights converted to a dtype if one is given.
     pub load: fn(&Pretrained, Option<DType>, &Device) -> Made,
-    /// A frozen model of random weights.
+    /// Makes a frozen model of random weights.
     pub random: Random,
     /// The linear layers that may be quantized.
     pub quantizable: Quantizable,

@@ -31,7 +31,7 @@ pub struct Saved {
     /// What the adapter of each layer keeps, by the layer's [`key`].
     adapted: HashMap<*const (), Kept>,
     policy: Policy,
-    /// Whether a gradient reaches the following layers.
+    /// Whether a layer with an adapter came already. Gradients then pass through all layers that follow.
     reached: bool,
     /// Values that the tape holds when the forward pass ends.
     held: usize,
@@ -57,10 +57,11 @@ pub struct Flops {
     pub attention: usize,
 }
 
-/// The values that one block keeps.
+/// Numbers of values of one block.
 #[derive(Default)]
 struct Block {
-    /// Values that the tape keeps. Under full checkpointing, they are kept only while the block is recomputed.
+    /// Values that the tape keeps. Under full checkpointing, it keeps them only from the recomputation of
+    /// the block to the block's backward pass.
     kept: usize,
     /// Values that the backward pass recomputes.
     again: usize,
@@ -183,8 +184,8 @@ impl Saved {
         self.adapted.contains_key(&key(Layer::Linear(layer)))
     }
 
-    /// Count a linear layer that is applied to `positions` tokens or pixels. `inputs` is the number of its input values
-    /// for all of them together.
+    /// Count a linear layer that is applied to `positions` tokens or pixels. `inputs` is the number of input values of
+    /// all tokens or pixels together.
     pub fn linear(&mut self, layer: &Linear<Tensor>, (inputs, positions): (usize, usize)) {
         self.layers(&[Layer::Linear(layer)], (inputs, positions), false);
     }

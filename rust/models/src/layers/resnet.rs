@@ -32,9 +32,9 @@ pub(crate) fn conv1x1(
 /// The sizes of a [`ResnetBlock`].
 #[derive(Clone, Copy, Debug)]
 pub struct ResnetSizes {
-    /// Channels of the input.
+    /// Number of channels of the input.
     pub channels: usize,
-    /// Channels of the result.
+    /// Number of channels of the result.
     pub out_channels: usize,
     /// Width of the timestep's embedding, if the block takes one.
     pub time_dim: Option<usize>,
@@ -44,8 +44,8 @@ pub struct ResnetSizes {
     pub eps: f64,
 }
 
-/// Applies norm, SiLU and convolution twice, and adds the result to the input. If the numbers of channels differ, a 1×1
-/// convolution projects the input first. A projection of the time's embedding is added after the first 3×3 convolution.
+/// Applies norm, SiLU and 3×3 convolution twice, and adds the result to the input, or to a 1×1 convolution of the input if
+/// the numbers of channels differ. A projection of the time's embedding is added after the first 3×3 convolution.
 pub struct ResnetBlock {
     norm1: GroupNorm,
     conv1: Conv2d<Tensor>,
@@ -77,7 +77,8 @@ impl ResnetBlock {
     /// `x (B, H, W, C)` and SiLU of the time's embedding `(B, T)` → `(B, H, W, out_channels)`.
     ///
     /// # Errors
-    /// [`Error::Shape`], `DType` or `Device` if an input does not fit, [`Error::Argument`] if the time is missing.
+    /// [`Error::Shape`], `DType` or `Device` if an input does not fit, [`Error::Argument`] if the time's embedding
+    /// is missing.
     pub fn forward(&self, x: &Tensor, time: Option<&Tensor>) -> Result<Tensor> {
         let mut hidden = self.conv1.forward(&self.norm1.forward_silu(x)?)?;
         if let Some(project) = &self.time_emb_proj {
@@ -141,7 +142,7 @@ const CONV: &str = "conv";
 pub struct Downsample {
     conv: Conv2d<Tensor>,
     name: &'static str,
-    /// Whether zeros are added only below and to the right, as in the autoencoder.
+    /// Whether zeros are added only at the lower and right edges, as in the autoencoder, instead of at all edges.
     asymmetric: bool,
 }
 
@@ -165,7 +166,7 @@ impl Downsample {
         Ok(Self { conv: weights.conv2d(name, channels, channels, [3, 3], options, true)?, name, asymmetric })
     }
 
-    /// `x (B, H, W, C)` → `(B, ⌈H / 2⌉, ⌈W / 2⌉, C)`, rounded down if asymmetric.
+    /// `x (B, H, W, C)` → `(B, ⌈H / 2⌉, ⌈W / 2⌉, C)`, or `(B, ⌊H / 2⌋, ⌊W / 2⌋, C)` if asymmetric.
     ///
     /// # Errors
     /// [`Error::Shape`] if the input does not fit.

@@ -5,8 +5,8 @@ use super::{PIPELINES, Pipeline, Place, Role, Section, adapter_prefixes, kinds, 
 use crate::pretrained::{CONFIG, Choice};
 use crate::registry::{Model, ModelKind};
 
-/// The first place of `model` whose probe key is in a file, with the section and the key prefix under which the file has
-/// it. `is_there` says whether the file has a key; `choice` may name the part or the pipeline.
+/// The first place of `model` of which a file has a probe key, with the section of this key and the key's prefix.
+/// `is_there` says whether the file has a key; `choice` may name the part or the pipeline.
 pub fn of_file(
     model: &ModelKind,
     choice: &Choice,
@@ -33,8 +33,7 @@ fn has_denoiser(pipeline: &Pipeline, is_there: impl Fn(&str) -> bool) -> bool {
 }
 
 /// The pipeline that has all of `models`, given as pairs of subfolder and model. If several pipelines have them, a
-/// pipeline takes precedence whose denoiser is in the file that the models come from. `is_there` says whether this file
-/// has a key.
+/// pipeline whose denoiser is in a file takes precedence. `is_there` says whether this file has a key.
 pub fn of_models(models: &[(&str, &dyn Model)], is_there: impl Fn(&str) -> bool) -> Option<&'static Pipeline> {
     let has = |pipeline: &Pipeline, subfolder: &str, model: &dyn Model| {
         let mut parts = pipeline.parts.iter();

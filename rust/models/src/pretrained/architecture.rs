@@ -68,8 +68,8 @@ pub trait Architecture: Model + Sized {
     }
 
     /// The frozen model of `files`. If the model needs f32 and `dtype` is half precision or None, the weights are
-    /// converted to f32. Otherwise they are converted to `dtype`, or keep the dtype of most stored weights if `dtype` is
-    /// None.
+    /// converted to f32. Otherwise they are converted to `dtype`, or to the dtype of most stored weights if `dtype`
+    /// is None.
     ///
     /// # Errors
     /// [`Error::Config`] if the configuration is wrong or does not fit the weights; as [`Pretrained::build`].

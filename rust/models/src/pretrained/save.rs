@@ -104,8 +104,8 @@ pub fn save_checkpoint(
     save_entries(path, all, &metadata)
 }
 
-/// The sections of original checkpoints that hold the model in a pipeline's `subfolder`. This is the pipeline
-/// `preferred` if it has a model of this kind in `subfolder`, or else the first pipeline that has one.
+/// The sections of original checkpoints that hold the model in a pipeline's `subfolder`. The pipeline is
+/// `preferred` if `preferred` has a model of this kind in `subfolder`, or else the first pipeline that has one there.
 fn sections(subfolder: &str, model: &dyn Model, preferred: Option<&Pipeline>) -> Result<&'static [Section]> {
     let places = || places(model.kind()).filter(|place| place.part.sections.first().is_some_and(Section::is_written));
     let is_preferred = |place: &Place| preferred.is_none_or(|pipeline| pipeline.name == place.pipeline.name);

@@ -35,8 +35,8 @@ impl Norm {
     }
 }
 
-/// Applies norm, SiLU and convolution twice, and adds the result to the input. If the numbers of channels differ, a 1×1
-/// convolution projects the input first.
+/// Applies norm, SiLU and 3×3 convolution twice, and adds the result to the input, or to a 1×1 convolution of the input if
+/// the numbers of channels differ.
 pub(super) struct ResidualBlock {
     norm1: Norm,
     conv1: Conv2d<Tensor>,
