@@ -52,8 +52,8 @@ pub struct PartFacts {
 }
 
 impl Facts {
-    /// Side in pixels of the square images that the denoiser was trained on. The denoiser's configuration states it
-    /// (`sample_size`) or, if it does not, the side is the `resolution` of the pipeline's base model.
+    /// Side in pixels of the square images that the denoiser was trained on: the `sample_size` of the denoiser's
+    /// configuration, in pixels. If the configuration has no `sample_size`, the `resolution` of the pipeline's base model.
     pub fn resolution(&self) -> Option<usize> {
         let is_denoiser = |part: &&PartFacts| part.place.is_some_and(|place| place.part.role == Role::Denoiser);
         let denoiser = self.parts.values().find(is_denoiser)?;
@@ -192,8 +192,8 @@ impl PartFacts {
 
 /// The facts of `path`: a pipeline's folder, an original checkpoint in one file, or a single model. Reads headers and
 /// configurations, no weights. If `pipeline` is given, or if the `model_index.json` of the folder names a pipeline, each
-/// part of the pipeline must be at `path` or in `others`. `others` are folders and files of single models: each must hold a text
-/// encoder or an autoencoder of the pipeline, which is used instead of the one at `path`.
+/// part of the pipeline must be at `path` or in `others`. `others` are folders and files of single models. Each must hold
+/// a text encoder or an autoencoder of the pipeline, which is used instead of the one at `path`.
 ///
 /// # Errors
 /// [`Error::Io`] if nothing is at `path`, [`Error::WeightsFormat`] if a file is damaged, or a part is missing,
