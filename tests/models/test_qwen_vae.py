@@ -111,7 +111,7 @@ def test_files_of_comfyui_hold_the_same_model(tmp_path: Path) -> None:
     in_time = {"encoder.downsamples.1.time_conv.weight": tc.ones((4, 4, 3, 1, 1))}
     tc.save_file({name.removeprefix(prefix): t for name, t in written.items()} | in_time, bare)
     with pytest.raises(
-        tc.ConfigError, match="16 channels in its latents and 2 in its largest images"
+        tc.ConfigError, match="16 channels in its latents and 2 after its first convolution"
     ):
         AutoencoderKLQwenImage.from_pretrained(bare)
     for found in (

@@ -23,12 +23,12 @@ use crate::saved::{Flops, SampleSize, Saved};
 
 /// The contents of a checkpoint.
 pub struct Facts {
-    /// The pipeline of all parts; None for a single model that is part of several pipelines or of none.
+    /// The pipeline that all parts belong to. None for a single model that fits no part of a pipeline.
     pub pipeline: Option<&'static Pipeline>,
     /// The models by the names of their folders in a pipeline's folder. The name of a model without a pipeline is empty.
     pub parts: BTreeMap<String, PartFacts>,
-    /// What the denoiser predicts: `epsilon` or `v_prediction`. In a folder, the scheduler's configuration states it. A
-    /// checkpoint in one file is `v_prediction` if it has a tensor `v_pred`, as in `ComfyUI`.
+    /// What the denoiser predicts: `epsilon` or `v_prediction`. In a folder, the scheduler's configuration states it. In a
+    /// checkpoint in one file, a tensor `v_pred` marks `v_prediction`, as in `ComfyUI`.
     pub prediction_type: Option<String>,
     /// Whether the last timestep is pure noise. In a folder, the scheduler's configuration states it; in a checkpoint in
     /// one file, a tensor `ztsnr` marks it.
@@ -37,13 +37,13 @@ pub struct Facts {
 
 /// One model of a checkpoint.
 pub struct PartFacts {
-    /// Its kind.
+    /// The model's kind.
     pub kind: &'static ModelKind,
-    /// Its place in the pipeline, if it has one.
+    /// The model's place in a pipeline; None if the model fits no part of a pipeline.
     pub place: Option<Place>,
     /// The folder or file in which the model was found: the pipeline's or the model's own.
     pub path: PathBuf,
-    /// The dtype of most of its tensors.
+    /// The dtype of most tensors of the model's file.
     pub dtype: Option<DType>,
     /// The model without its weights.
     model: Arc<dyn Model>,
@@ -52,8 +52,8 @@ pub struct PartFacts {
 }
 
 impl Facts {
-    /// Height and width in pixels of the images that the denoiser was made for. They come from its configuration or, if
-    /// that does not state them, from the pipeline's base model.
+    /// Side in pixels of the square images that the denoiser was trained on: the `sample_size` of the denoiser's
+    /// configuration, in pixels. If the configuration has no `sample_size`, the `resolution` of the pipeline's base model.
     pub fn resolution(&self) -> Option<usize> {
         let is_denoiser = |part: &&PartFacts| part.place.is_some_and(|place| place.part.role == Role::Denoiser);
         let denoiser = self.parts.values().find(is_denoiser)?;
@@ -93,7 +93,7 @@ impl PartFacts {
         Ok(Self { kind, place: files.place(), path, dtype: weights.common_dtype(prefix), model, stored })
     }
 
-    /// Its `config.json`.
+    /// The model's `config.json`.
     pub fn config(&self) -> Map<String, Value> {
         self.model.configuration()
     }
@@ -110,7 +110,7 @@ impl PartFacts {
         check_format(format, &place.names(self.model.as_ref()), known.name, layers)
     }
 
-    /// Its parameters with their shapes in files.
+    /// The model's parameters with their shapes in files.
     pub fn tensors(&self) -> BTreeMap<String, Vec<usize>> {
         self.model.named_weights().into_iter().map(|(name, tensor)| (name, tensor.dims().to_vec())).collect()
     }
@@ -120,8 +120,9 @@ impl PartFacts {
         pipelines::layer_shapes(self.model.as_ref())
     }
 
-    /// Bytes of the weights on a device, and bytes of the streamed weights. Weights have `dtype`, except those of layers
-    /// that may be quantized: they have `format` if it is given, or else the format of their file if that is quantized.
+    /// Bytes of the weights on a device, and bytes of the streamed weights. A weight that may be quantized has `format`;
+    /// if `format` is None, the weight keeps the block format in which its file stores it. A weight that may not be
+    /// quantized, or that has none of these formats, has `dtype`.
     ///
     /// # Errors
     /// [`Error::Argument`] if a format is given but no layer may be quantized; as [`Streaming::new`].
@@ -176,7 +177,8 @@ impl PartFacts {
         Saved::forward_flops(self.model.as_ref(), size)
     }
 
-    /// Whether its layers can be quantized: the kind of model allows it, and its file is not already quantized.
+    /// Whether the model's layers can be quantized: the kind of model has such layers, and no weight in the model's file
+    /// is quantized already.
     pub fn can_be_quantized(&self) -> bool {
         self.kind.check_quantizable("quantize").is_ok() && self.stored.is_empty()
     }
@@ -189,9 +191,9 @@ impl PartFacts {
 }
 
 /// The facts of `path`: a pipeline's folder, an original checkpoint in one file, or a single model. Reads headers and
-/// configurations, no weights. With `pipeline`, or in a folder whose `model_index.json` names one, each part of the
-/// pipeline must be at `path` or in `others`. `others` are folders and files of single models: each must hold a text
-/// encoder or an autoencoder of the pipeline, which is used instead of the one at `path`.
+/// configurations, no weights. If `pipeline` is given, or if the `model_index.json` of the folder names a pipeline, each
+/// part of the pipeline must be at `path` or in `others`. `others` are folders and files of single models. Each must hold
+/// a text encoder or an autoencoder of the pipeline, which is used instead of the one at `path`.
 ///
 /// # Errors
 /// [`Error::Io`] if nothing is at `path`, [`Error::WeightsFormat`] if a file is damaged, or a part is missing,
@@ -303,7 +305,7 @@ fn has_originals(place: Place) -> bool {
     place.part.sections.iter().any(|section| section.is_written())
 }
 
-/// The error for a folder without some parts of a pipeline.
+/// The error for a folder that lacks the parts `missing` of a pipeline.
 fn incomplete_folder(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Error {
     let class = read_json::<Map<String, Value>>(&path.join(CONFIG)).ok();
     let class = class.as_ref().and_then(|map| map.get("_class_name")?.as_str());
@@ -314,7 +316,7 @@ fn incomplete_folder(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Erro
     Error::weights(path, text)
 }
 
-/// The error for a file without some parts of a pipeline.
+/// The error for a file that lacks the parts `missing` of a pipeline.
 fn incomplete_file(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Result<Error> {
     let names = WeightFile::open(path)?.names();
     let like = pipelines::recognised(&names).map_or_else(String::new, |what| format!("; it looks like {what}"));
@@ -340,8 +342,8 @@ fn marked(path: &Path) -> Result<(Option<String>, bool)> {
     Ok((Some(if there("v_pred") { "v_prediction" } else { "epsilon" }.to_owned()), there("ztsnr")))
 }
 
-/// The parts of a pipeline that an adapter file has adapters for, in any style of names. A name that identifies no part
-/// belongs to the denoiser.
+/// The subfolders of the parts of a pipeline for which a file has adapters. The keys of the file may be in any of the
+/// adapter formats. A key that names no part belongs to the denoiser.
 ///
 /// # Errors
 /// As [`adapter_keys`].
@@ -364,8 +366,8 @@ pub struct Plan {
     pub state_bytes: usize,
 }
 
-/// The memory that `config` takes on `layers`, given by the shapes of their weights in files, with an optimizer. The
-/// optimizer rounds bf16 parameters stochastically.
+/// The memory that the adapters of `config` on `layers` take, with the optimizer's states. `layers` maps the name of a
+/// layer to the shape of its weight in files. The optimizer is assumed to round bf16 parameters stochastically.
 ///
 /// # Errors
 /// [`Error::Config`] if a value is out of range, or if there is no such optimizer or kind of adapter.
@@ -391,7 +393,7 @@ pub fn plan(config: &LoraConfig, layers: &BTreeMap<String, Vec<usize>>, optimize
     Ok(plan)
 }
 
-/// Call `run` with a base that takes no memory. In files, the base's weight has the shape `dims`.
+/// Call `run` with a base whose weight takes no memory. `dims` is the shape that this weight has in files.
 fn with_base<T>(dims: &[usize], run: impl FnOnce(&Base<'_>) -> T) -> Result<T> {
     let (dims, operation) = match *dims {
         [out, input] => (vec![out, input], Operation::Linear),

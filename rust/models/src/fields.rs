@@ -10,8 +10,8 @@ use trainable_candle_core::{Error, Result};
 const LARGEST: u64 = 1 << 20;
 
 /// The fields of a configuration. Callers read them by name. [`finish`](Self::finish) rejects a field that no caller
-/// has read, unless its name begins with `_` or its value is null or false: newer libraries write these values for new
-/// features that a model does not use.
+/// has read, unless its name begins with `_` or its value is null or false: newer versions of the libraries write
+/// null or false for new features that a model does not use.
 pub(crate) struct Fields<'a> {
     owner: &'static str,
     map: &'a Map<String, Value>,
@@ -24,7 +24,7 @@ impl<'a> Fields<'a> {
         Self { owner, map, seen: BTreeSet::new() }
     }
 
-    /// A field that is present and not null.
+    /// The value of a field, which counts as read from now on; None if the field is missing or null.
     fn get(&mut self, name: &'static str) -> Option<&'a Value> {
         self.seen.insert(name);
         self.map.get(name).filter(|value| !value.is_null())
@@ -49,8 +49,8 @@ impl<'a> Fields<'a> {
         .ok_or_else(|| self.wrong(name, &format!("an integer from 1 to {LARGEST}")))
     }
 
-    /// A positive integer for each of `count` levels. The field is one integer for all levels, or a list; `default` is
-    /// for all levels if the field is missing.
+    /// A positive integer for each of `count` levels. The field holds one integer for all levels, or a list with one
+    /// integer for each level. If the field is missing, every level has `default`.
     pub fn sizes(&mut self, name: &'static str, count: usize, default: Option<usize>) -> Result<Vec<usize>> {
         let sizes = match self.get(name) {
             Some(Value::Array(list)) => list.iter().map(Self::as_size).collect::<Option<Vec<_>>>(),
@@ -71,7 +71,7 @@ impl<'a> Fields<'a> {
             .ok_or_else(|| self.wrong(name, "a list of positive integers"))
     }
 
-    /// A list of different numbers from 0 to `count` - 1; an empty list if the field is missing.
+    /// A list of different numbers from 0 to `count` - 1, sorted; an empty list if the field is missing.
     pub fn indices(&mut self, name: &'static str, count: usize) -> Result<Vec<usize>> {
         let Some(value) = self.get(name) else { return Ok(Vec::new()) };
         let index = |value: &Value| value.as_u64().map(|n| n as usize).filter(|&n| n < count);
@@ -96,7 +96,7 @@ impl<'a> Fields<'a> {
         })
     }
 
-    /// A number.
+    /// A number; `default` if the field is missing.
     pub fn number(&mut self, name: &'static str, default: Option<f64>) -> Result<f64> {
         match self.get(name) {
             Some(value) => value.as_f64(),
@@ -106,7 +106,7 @@ impl<'a> Fields<'a> {
         .ok_or_else(|| self.wrong(name, "a number"))
     }
 
-    /// A number that may be missing.
+    /// A number; None if the field is missing.
     pub fn optional_number(&mut self, name: &'static str) -> Result<Option<f64>> {
         if self.get(name).is_none() { Ok(None) } else { self.number(name, None).map(Some) }
     }
@@ -137,7 +137,7 @@ impl<'a> Fields<'a> {
         self.map.get(name).is_some_and(Value::is_null)
     }
 
-    /// A boolean.
+    /// A boolean; `default` if the field is missing.
     pub fn flag(&mut self, name: &'static str, default: bool) -> Result<bool> {
         match self.get(name) {
             Some(value) => value.as_bool().ok_or_else(|| self.wrong(name, "true or false")),
@@ -145,12 +145,12 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A text.
+    /// A string; None if the field is missing or holds another type.
     pub fn text(&mut self, name: &'static str) -> Option<&'a str> {
         self.get(name).and_then(Value::as_str)
     }
 
-    /// Fields of which only one value is supported; a missing or null field means that value.
+    /// Check fields of which only one value is supported. A missing or null field stands for the supported value.
     pub fn only(&mut self, supported: &[(&'static str, Value)]) -> Result<()> {
         for (name, value) in supported {
             let equal = |found: &Value| match (found.as_f64(), value.as_f64()) {
@@ -164,7 +164,7 @@ impl<'a> Fields<'a> {
         Ok(())
     }
 
-    /// Ignore fields that do not affect the model.
+    /// Accept fields that do not affect the model, with any value.
     pub fn ignore(&mut self, names: &[&'static str]) {
         self.seen.extend(names);
     }

@@ -1,4 +1,4 @@
-//! The interface of all models, and loading of models of any kind.
+//! [`Model`], the interface of all models, and functions that load a model of any kind.
 
 use std::any::Any;
 use std::ops::Deref;
@@ -18,24 +18,24 @@ use crate::saved::{SampleSize, Saved};
 
 /// A model that can be loaded, saved and fine-tuned.
 pub trait Model: Module + Any + Send + Sync {
-    /// Its entry in the registry of models.
+    /// The model's entry in the registry of models.
     fn kind(&self) -> &'static ModelKind;
 
-    /// Its `config.json`.
+    /// The model's `config.json`.
     fn configuration(&self) -> Map<String, Value>;
 
-    /// The dtype of its weights, in which it computes.
+    /// The dtype of the model's weights, in which the model computes.
     fn dtype(&self) -> DType;
 
-    /// The names of its parameters in a folder, or in an original checkpoint. `files` is the original checkpoint, if it
-    /// exists already.
+    /// The layout of the model's parameters: in a folder if `original` is None, or in an original checkpoint. `files` is
+    /// this checkpoint, if it exists already.
     fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout>;
 
     /// Adds to `saved` what the tape keeps of a forward pass of one sample. A model that is not fine-tuned adds
     /// nothing.
     fn saved(&self, _size: SampleSize, _saved: &mut Saved) {}
 
-    /// The class that its `config.json` names.
+    /// The class that the model's `config.json` names.
     fn class_name(&self) -> &'static str {
         self.kind().class_names[0]
     }
@@ -48,7 +48,7 @@ pub trait Model: Module + Any + Send + Sync {
         Ok(())
     }
 
-    /// The names of its layers in original checkpoints, which adapter files use too.
+    /// The names of the model's layers in original checkpoints. Adapter files of some tools use these names too.
     fn original_names(&self) -> OriginalNames {
         Arc::new(|_| None)
     }
@@ -58,32 +58,33 @@ pub trait Model: Module + Any + Send + Sync {
 pub type Made = Result<Arc<dyn Model>>;
 
 /// Makes a model of random weights, in a dtype and on a device. Its sizes come from the `config.json` at the path, or
-/// from the published model if there is no path. The last argument is the format of quantized linear layers, and the
-/// options that say which blocks are streamed from host memory.
+/// from the published model if there is no path. The last argument is a pair: the format of quantized linear layers,
+/// and the options that say which blocks are streamed from host memory.
 pub type Random = fn(Option<&Path>, DType, &Device, (Option<Format>, StreamOptions)) -> Made;
 
 /// A kind of model: its names in files, and how it is made from files.
 #[derive(Debug)]
 pub struct ModelKind {
-    /// The name of its class in the library.
+    /// The name of the model's class in this library.
     pub name: &'static str,
-    /// Its name in messages, such as `a UNet`.
+    /// The model's name in messages, such as `a UNet`.
     pub noun: &'static str,
-    /// A prefix of some keys in the weight file of a folder. It shows which kind of model the file has.
+    /// A prefix of some keys in the weight file of a folder. The prefix shows which kind of model the file has.
     pub mark: &'static str,
-    /// Its class names in `config.json`: diffusers' `_class_name` or transformers' `architectures`.
+    /// The class names that a `config.json` of this kind may have: diffusers' `_class_name` or transformers'
+    /// `architectures`.
     pub class_names: &'static [&'static str],
-    /// The name of its weight file in a folder.
+    /// The name of the weight file in the model's folder.
     pub weights_name: &'static str,
     /// Loads a frozen model, with its weights converted to a dtype if one is given.
     pub load: fn(&Pretrained, Option<DType>, &Device) -> Made,
-    /// A frozen model of random weights.
+    /// Makes a frozen model of random weights.
     pub random: Random,
     /// The linear layers that may be quantized.
     pub quantizable: Quantizable,
     /// Returns the `config.json` of files without reading weights.
     pub config: fn(&Pretrained) -> Result<Map<String, Value>>,
-    /// Makes a model without weights from a configuration; it has layers and shapes.
+    /// Makes a model from a configuration. The model has layers and shapes, but no weights.
     pub shapes: fn(&Map<String, Value>) -> Made,
 }
 
@@ -114,7 +115,7 @@ impl ModelKind {
 }
 
 impl ModelKind {
-    /// Check that some of its layers may be quantized.
+    /// Check that some layers of this kind of model may be quantized.
     ///
     /// # Errors
     /// [`Error::Argument`] if no layer may be quantized.
@@ -162,7 +163,7 @@ impl Deref for Loaded {
 /// The model at `path`: its files and its kind.
 ///
 /// # Errors
-/// [`Error::Config`] if its configuration belongs to no known model; as [`Pretrained::find`].
+/// [`Error::Config`] if the `config.json` at `path` names no supported class; as [`Pretrained::find`].
 pub fn find(path: &Path, choice: &Choice) -> Result<(&'static ModelKind, Pretrained)> {
     if let Some(kind) = choice.kind {
         return Ok((kind, Pretrained::find(path, kind, choice)?));
@@ -196,9 +197,9 @@ pub fn find(path: &Path, choice: &Choice) -> Result<(&'static ModelKind, Pretrai
     }
 }
 
-/// Load the model at `path`, frozen; `choice` or the files name its kind. `path` is a model's folder, a weight file
-/// beside its `config.json`, a pipeline's folder, or an original checkpoint. From a pipeline's folder or an original
-/// checkpoint, this loads the model that is fine-tuned, unless `choice` names another.
+/// Load the frozen model at `path`: a model's folder, a weight file beside a `config.json`, a pipeline's folder, or an
+/// original checkpoint. `choice` or the files name the kind of model. From a pipeline's folder or an original checkpoint,
+/// this function loads the model that is fine-tuned, unless `choice` names another model.
 ///
 /// # Errors
 /// As [`find`] and the kind's loader.

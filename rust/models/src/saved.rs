@@ -14,34 +14,34 @@ use trainable_candle_nn::{Conv2d, Layer, Linear};
 
 use crate::registry::Model;
 
-/// The sizes of one sample that a forward pass is estimated for.
+/// The sizes of the sample for which a forward pass is estimated.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleSize {
     /// Height of the latents or the image that the model reads.
     pub height: usize,
     /// Width of the latents or the image.
     pub width: usize,
-    /// Tokens of the text.
+    /// Number of text tokens.
     pub tokens: usize,
 }
 
 /// Counts the values that the tape keeps for one sample. Blocks add their values in the order of the forward pass. The
 /// tape keeps nothing before the first adapter, because no gradient is computed there.
 pub struct Saved {
-    /// What the adapters of layers keep.
+    /// What the adapter of each layer keeps, by the layer's [`key`].
     adapted: HashMap<*const (), Kept>,
     policy: Policy,
-    /// Whether a gradient reaches the following layers.
+    /// Whether a layer with an adapter came already. Gradients then pass through all layers that follow.
     reached: bool,
     /// Values that the tape holds when the forward pass ends.
     held: usize,
-    /// The largest number of values that the backward pass recomputes at a time.
+    /// The largest number of recomputed values that the backward pass holds at a time.
     again: usize,
     /// The current block.
     block: Block,
     /// Values of the latest blocks that full checkpointing recomputes together.
     together: usize,
-    /// Whether the input of the blocks in `together` is counted.
+    /// Whether the input of the first block in `together` is counted already.
     is_entered: bool,
     /// Values in the memory of the host: inputs of offloaded checkpoints.
     offloaded: usize,
@@ -57,10 +57,13 @@ pub struct Flops {
     pub attention: usize,
 }
 
-/// The values that one block keeps.
+/// Numbers of values of one block.
 #[derive(Default)]
 struct Block {
+    /// Values that the tape keeps. Under full checkpointing, it keeps them only from the recomputation of
+    /// the block to the block's backward pass.
     kept: usize,
+    /// Values that the backward pass recomputes.
     again: usize,
 }
 
@@ -110,7 +113,8 @@ impl Saved {
         self.flops.attention += 4 * queries * keys * width;
     }
 
-    /// Count the operations of a product with `weight` at `positions` positions. The tape keeps nothing of it.
+    /// Count the operations of a product with `weight` at `positions` tokens or pixels. The tape keeps nothing of the
+    /// product.
     pub fn product(&mut self, weight: &[usize], positions: usize) {
         self.flops.layers += 2 * weight.iter().product::<usize>() * positions;
     }
@@ -150,7 +154,7 @@ impl Saved {
         self.again = self.again.max(self.together);
     }
 
-    /// Count values that the backward pass reads if a gradient passes through.
+    /// Count values that the backward pass of an operation reads. They are kept if a gradient reaches the operation.
     pub fn keep(&mut self, values: usize) {
         if self.reached {
             self.block.kept += values;
@@ -180,7 +184,8 @@ impl Saved {
         self.adapted.contains_key(&key(Layer::Linear(layer)))
     }
 
-    /// Count a linear layer with `inputs` input values in total, at `positions` positions.
+    /// Count a linear layer that is applied to `positions` tokens or pixels. `inputs` is the number of input values of
+    /// all tokens or pixels together.
     pub fn linear(&mut self, layer: &Linear<Tensor>, (inputs, positions): (usize, usize)) {
         self.layers(&[Layer::Linear(layer)], (inputs, positions), false);
     }
@@ -201,8 +206,8 @@ impl Saved {
         self.layers(&[Layer::Conv(layer)], (inputs, positions), true);
     }
 
-    /// Count layers that share an input. Without checkpointing, the backward pass computes this input again
-    /// ([`Tensor::remade`]), unless an adapter needs it kept. Under checkpointing, this counts as
+    /// Count layers that share an input. Without checkpointing, the backward pass computes the input again
+    /// ([`Tensor::remade`]), unless an adapter needs the tape to keep it. Under checkpointing, the layers count as in
     /// [`cheap_linear`](Self::cheap_linear).
     pub fn remade_layers(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize)) {
         if self.policy == Policy::None && !self.kept(layers).any(|kept| kept.remade) {

@@ -1,5 +1,6 @@
-//! The blocks of a diffusion transformer with adaLN-zero conditioning (arXiv:2212.09748, section 3.2). A layer computes
-//! shift, scale and gate from the condition; its weights start at zero, so that a fresh block is the identity.
+//! The blocks of a diffusion transformer with adaLN-zero conditioning (arXiv:2212.09748, section 3.2). In
+//! each block, one linear layer (`norm1.linear`) computes the shifts, scales and gates from the condition. The weights
+//! of this layer start at zero. The gates are zero then, and a fresh block is the identity.
 
 use trainable_candle_core::ops::activation::Gelu;
 use trainable_candle_core::ops::norm::modulated_layer_norm;
@@ -19,7 +20,8 @@ pub(super) fn xavier(in_features: usize, out_features: usize) -> Init {
     Init::Normal((2.0 / (in_features + out_features) as f64).sqrt())
 }
 
-/// Attention and feed-forward layers, each modulated, gated and added to its input.
+/// Attention, then a feed-forward network. The input of each is normalised and modulated; the output of each is
+/// multiplied by a gate and added to the residual stream.
 pub(super) struct Block {
     norm1: Linear<Tensor>,
     attn: Attention,

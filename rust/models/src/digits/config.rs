@@ -6,27 +6,28 @@ use trainable_candle_core::{Error, Result};
 
 use crate::pretrained::Configuration;
 
-/// `config.json` of a digits transformer. The default is the model in the package.
+/// `config.json` of a digits transformer. The default values describe the model that ships in the
+/// package.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DigitsConfig {
-    /// The class of the model.
+    /// The name of the model's class.
     pub _class_name: String,
     /// Height and width of an image in pixels; a multiple of `patch_size`.
     pub sample_size: usize,
-    /// Height and width of the square that becomes one token.
+    /// Height and width in pixels of a patch. Each patch becomes one token.
     pub patch_size: usize,
-    /// Channels of an image.
+    /// Number of channels of an image.
     pub in_channels: usize,
     /// Number of blocks.
     pub num_layers: usize,
-    /// Heads of each attention.
+    /// Number of attention heads of each block.
     pub num_attention_heads: usize,
     /// Width of each head. The width of the tokens is the number of heads times this width.
     pub attention_head_dim: usize,
-    /// Width of the feed-forward layers' middle, as a multiple of the model's width.
+    /// Width of the feed-forward network's hidden layer, as a multiple of the width of the tokens.
     pub mlp_ratio: usize,
-    /// Number of sinusoids of the timestep embedding; even.
+    /// Number of features of a timestep's sinusoidal embedding, half of them sines and half cosines; even.
     pub frequency_embedding_size: usize,
     /// Number of classes.
     pub num_classes: usize,
@@ -68,12 +69,12 @@ impl DigitsConfig {
         self.num_attention_heads * self.attention_head_dim
     }
 
-    /// Patches along one side of an image.
+    /// Number of patches along one side of an image.
     pub const fn grid(&self) -> usize {
         self.sample_size / self.patch_size
     }
 
-    /// Values of one patch.
+    /// Number of values in one patch: pixels times channels.
     pub const fn patch_dim(&self) -> usize {
         self.patch_size * self.patch_size * self.in_channels
     }

@@ -1,4 +1,4 @@
-//! The digits transformer, which predicts the velocity from patches.
+//! The digits transformer: its parameters, its forward pass and its registry traits.
 
 use serde_json::{Map, Value};
 use trainable_candle_core::ops::index::embedding;
@@ -63,7 +63,8 @@ impl DigitsTransformer {
     /// A model to train from scratch: every parameter is a trainable f32 variable, drawn from the library's generator.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is wrong, [`Error::OutOfMemory`] if it does not fit.
+    /// [`Error::Config`] if the configuration is wrong, [`Error::OutOfMemory`] if the parameters do not
+    /// fit on the device.
     pub fn fresh(config: DigitsConfig, device: &Device) -> Result<Self> {
         Self::new(config, &mut Source::fresh(device).root())
     }
@@ -73,9 +74,11 @@ impl DigitsTransformer {
         &self.config
     }
 
-    /// The velocity at `sample (B, C, H, W)` (noisy pixels; clean pixels are in -1..1), at `timestep (B)` from 0
-    /// (image) to 1000 (noise), for `class_labels (B)` (i64 or u32). The result has the shape of `sample` and the dtype
-    /// of the weights.
+    /// The predicted velocity, in the shape of `sample` and the dtype of the weights.
+    ///
+    /// - `sample (B, C, H, W)`: the noisy images. Pixels of clean images are in -1..1.
+    /// - `timestep (B)`: from 0 (clean image) to 1000 (noise).
+    /// - `class_labels (B)`: i64 or u32.
     ///
     /// # Errors
     /// [`Error::Shape`] if the inputs do not fit the configuration or one another, [`Error::Index`] if a label is not a class.
@@ -113,7 +116,8 @@ impl DigitsTransformer {
         Error::shape(Self::CLASS_NAME, format!("{name} has shape {:?}, expected {expected}", found.dims()))
     }
 
-    /// (B, C, H, W) → (B, grid², C · p²), patches and pixels row by row.
+    /// (B, C, H, W) → (B, grid², C · p²). Patches, and the pixels of a patch, are in row-major order; the channel is the
+    /// first axis of a patch.
     fn patchify(&self, x: &Tensor) -> Result<Tensor> {
         let (g, p, c) = (self.config.grid(), self.config.patch_size, self.config.in_channels);
         let batch = x.dims()[0];
@@ -124,7 +128,7 @@ impl DigitsTransformer {
         ))
     }
 
-    /// (B, grid², p² · C) → (B, C, H, W); the channels come last within a patch, as in DiT.
+    /// (B, grid², p² · C) → (B, C, H, W). Unlike in `patchify`, the channel is the last axis of a patch, as in DiT.
     fn unpatchify(&self, x: &Tensor) -> Result<Tensor> {
         let (g, p, c) = (self.config.grid(), self.config.patch_size, self.config.in_channels);
         let batch = x.dims()[0];

@@ -8,28 +8,30 @@ use crate::fields::Fields;
 use crate::layers::joint::{BlockSizes, EPS, RopeAxes};
 use crate::pretrained::Configuration;
 
-/// `config.json` of a transformer as diffusers writes it (`FluxTransformer2DModel`). The default is Flux.1-dev's.
+/// `config.json` of a transformer as diffusers writes it (`FluxTransformer2DModel`). The default values are
+/// Flux.1-dev's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FluxConfig {
-    /// The number of values of a token, which is a square of 2 × 2 latents: four times the latents' channels.
+    /// Number of values of an image token. A token is a patch of 2 × 2 latents, so this is four times the number of
+    /// latent channels.
     pub in_channels: usize,
-    /// The number of values of a token of the prediction.
+    /// Number of values that the model predicts for each image token.
     pub out_channels: usize,
-    /// Number of blocks of two streams.
+    /// Number of blocks of two streams: image and text tokens have separate weights and attend jointly.
     pub num_layers: usize,
-    /// Number of blocks of one stream.
+    /// Number of blocks of one stream: image and text tokens have the same weights.
     pub num_single_layers: usize,
-    /// Heads of each attention.
+    /// Number of attention heads of each block.
     pub num_attention_heads: usize,
     /// Width of each head. The width of the tokens is the number of heads times this width.
     pub attention_head_dim: usize,
-    /// Width of the text's tokens.
+    /// Width of the text encoder's tokens.
     pub joint_attention_dim: usize,
-    /// Width of the pooled text.
+    /// Width of the pooled text embedding.
     pub pooled_projection_dim: usize,
-    /// Whether the model takes a scale of guidance. Flux.1-dev does, Flux.1-schnell does not.
+    /// Whether the model takes a guidance scale as an input. Flux.1-dev does, Flux.1-schnell does not.
     pub guidance_embeds: bool,
-    /// Number of features of a head that each axis of the positions rotates.
+    /// For each axis of a token's position: the number of features of a head that the rotary embedding rotates by it.
     pub axes_dims_rope: Vec<usize>,
 }
 

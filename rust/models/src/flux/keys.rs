@@ -12,12 +12,12 @@ use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedN
 pub(crate) struct BlockNames {
     /// Layers outside of the blocks.
     pub outside: &'static [Renaming],
-    /// For each kind of block: the beginning of this library's names, the beginning of the original names, both before
-    /// the block's number, and the names of the layers inside.
+    /// For each kind of block: the prefix of this library's names before the block's index, the prefix of the original
+    /// names before the block's index, and the names of the layers in a block.
     pub blocks: &'static [(&'static str, &'static str, &'static [&'static [Renaming]])],
 }
 
-/// The names of an original checkpoint.
+/// The layout of an original checkpoint.
 pub(crate) struct OriginalTransformer {
     /// The prefix of the keys.
     pub prefix: &'static str,
@@ -78,9 +78,9 @@ pub(super) static NAMES: BlockNames = BlockNames {
     ],
 };
 
-/// This library's and the original name for the blocks of two streams.
+/// This library's and the original prefix of the blocks of two streams.
 pub(crate) const DOUBLE_BLOCKS: (&str, &str) = ("transformer_blocks.", "double_blocks");
-/// This library's and the original name for the blocks of one stream.
+/// This library's and the original prefix of the blocks of one stream.
 pub(crate) const SINGLE_BLOCKS: (&str, &str) = ("single_transformer_blocks.", "single_blocks");
 
 const OUTSIDE: [Renaming; 10] = [
@@ -97,7 +97,7 @@ const OUTSIDE: [Renaming; 10] = [
     ("proj_out", "final_layer.linear", Form::Plain),
 ];
 
-/// The attention of the blocks of two streams.
+/// The attention layers of the blocks of two streams.
 pub(crate) const DOUBLE_ATTENTION: [Renaming; 12] = [
     ("attn.to_q", "img_attn.qkv", Form::share(0, 3)),
     ("attn.to_k", "img_attn.qkv", Form::share(1, 3)),
@@ -126,8 +126,8 @@ pub(crate) const DOUBLE_MLP: [Renaming; 4] = [
 
 const SINGLE_MODULATION: [Renaming; 1] = [("norm.linear", "modulation.lin", Form::Plain)];
 
-/// The layers of the blocks of one stream. In original files, one layer computes the queries, keys, values and the
-/// middle of the feed-forward layer. The middle is four times as wide as the queries.
+/// The layers of the blocks of one stream. In original files, `linear1` computes the queries, the keys, the values
+/// and the hidden values of the feed-forward network. The hidden values are four times as wide as the queries.
 pub(crate) const SINGLE: [Renaming; 7] = [
     ("attn.to_q", "linear1", Form::share(0, 7)),
     ("attn.to_k", "linear1", Form::share(1, 7)),
@@ -138,8 +138,9 @@ pub(crate) const SINGLE: [Renaming; 7] = [
     ("proj_out", "linear2", Form::Plain),
 ];
 
-/// The configuration of the transformer in a checkpoint, from the shapes of its tensors. Fields that shapes do not
-/// determine come from the first of the `known` configurations with the same sizes, or else from the published models.
+/// The configuration of the transformer in a checkpoint, from the shapes of its tensors. Shapes do not determine
+/// `axes_dims_rope`: it comes from the first of the `known` configurations with the same sizes, or else from
+/// [`FluxConfig::default`].
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is one of Flux's tools (Fill,

@@ -21,7 +21,7 @@ use crate::saved::{SampleSize, Saved};
 const THETA: f64 = 10_000.0;
 /// The time and the guidance are multiplied by this before their sinusoids are computed.
 const TIME_SCALE: f64 = 1000.0;
-/// Latents along one side of the square that becomes a token.
+/// Number of latents along one side of the square patch that becomes a token.
 const PATCH: usize = 2;
 
 /// Flux.1's transformer, with the results and the parameter names of diffusers' `FluxTransformer2DModel`. It predicts
@@ -40,17 +40,17 @@ pub struct FluxTransformer {
 /// The inputs of one call except the noisy latents.
 #[derive(Clone, Copy)]
 pub struct FluxConditions<'a> {
-    /// The text's tokens, (B, L, joint_attention_dim).
+    /// The text encoder's tokens, (B, L, joint_attention_dim).
     pub encoder_hidden_states: &'a Tensor,
-    /// The pooled text, (B, pooled_projection_dim).
+    /// The pooled text embedding, (B, pooled_projection_dim).
     pub pooled_projections: &'a Tensor,
-    /// The time from 0 (clean) to 1 (noise), (B), (1) or without dimensions.
+    /// The time from 0 (clean) to 1 (noise), (B), (1) or a scalar.
     pub timestep: &'a Tensor,
     /// Positions of the image's tokens, (S, axes): 0, row, column.
     pub img_ids: &'a Tensor,
     /// Positions of the text's tokens, (L, axes): zeros.
     pub txt_ids: &'a Tensor,
-    /// The scale of guidance, (B), (1) or without dimensions; None for models that take none.
+    /// The guidance scale, (B), (1) or a scalar; None for a model that takes no guidance scale.
     pub guidance: Option<&'a Tensor>,
 }
 
@@ -94,8 +94,8 @@ impl FluxTransformer {
         &self.config
     }
 
-    /// The velocity at noisy latents `hidden_states (B, S, in_channels)`, whose tokens are squares of latents. The
-    /// result is (B, S, out_channels), in the dtype of the weights.
+    /// The velocity at the noisy latents `hidden_states (B, S, in_channels)`. Each of the S tokens is a patch of 2 × 2
+    /// latents. The result is (B, S, out_channels), in the dtype of the weights.
     ///
     /// # Errors
     /// As [`TokenSizes::check`].
@@ -120,7 +120,7 @@ impl FluxTransformer {
         self.output.forward(&x.narrow(1, length, area)?, &condition)
     }
 
-    /// Check the inputs; returns the numbers of tokens of the image and of the text.
+    /// Check the inputs. Returns the number of image tokens and the number of text tokens.
     fn check(&self, hidden_states: &Tensor, conditions: FluxConditions<'_>) -> Result<[usize; 2]> {
         let FluxConditions { encoder_hidden_states, pooled_projections, timestep, img_ids, txt_ids, guidance } =
             conditions;

@@ -8,28 +8,30 @@ use crate::fields::Fields;
 use crate::layers::joint::{BlockSizes, EPS, RopeAxes};
 use crate::pretrained::Configuration;
 
-/// `config.json` of a transformer as diffusers writes it (`Flux2Transformer2DModel`). The default is FLUX.2-klein-4B's.
+/// `config.json` of a transformer as diffusers writes it (`Flux2Transformer2DModel`). The default values
+/// are FLUX.2-klein-4B's.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Flux2Config {
-    /// The number of values of a token, which is a square of 2 × 2 latents: four times the latents' channels.
+    /// Number of values of an image token. A token is a patch of 2 × 2 latents, so this is four times the number of
+    /// latent channels.
     pub in_channels: usize,
-    /// The number of values of a token of the prediction.
+    /// Number of values that the model predicts for each image token.
     pub out_channels: usize,
-    /// Number of blocks of two streams.
+    /// Number of blocks of two streams: image and text tokens have separate weights and attend jointly.
     pub num_layers: usize,
-    /// Number of blocks of one stream.
+    /// Number of blocks of one stream: image and text tokens have the same weights.
     pub num_single_layers: usize,
-    /// Heads of each attention.
+    /// Number of attention heads of each block.
     pub num_attention_heads: usize,
     /// Width of each head. The width of the tokens is the number of heads times this width.
     pub attention_head_dim: usize,
-    /// Width of the text's tokens.
+    /// Width of the text encoder's tokens.
     pub joint_attention_dim: usize,
-    /// Whether the model takes a scale of guidance; FLUX.2-klein does not.
+    /// Whether the model takes a guidance scale as an input; FLUX.2-klein does not.
     pub guidance_embeds: bool,
     /// The base of the rotary embedding's frequencies.
     pub rope_theta: f64,
-    /// Number of features of a head that each axis of the positions rotates.
+    /// For each axis of a token's position: the number of features of a head that the rotary embedding rotates by it.
     pub axes_dims_rope: Vec<usize>,
 }
 
@@ -51,7 +53,7 @@ impl Default for Flux2Config {
 }
 
 impl Configuration for Flux2Config {
-    /// Missing fields have diffusers' defaults, which are FLUX.2-dev's values.
+    /// Missing fields have diffusers' defaults, which are FLUX.2-dev's values, not those of [`Flux2Config::default`].
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(Flux2Transformer::CLASS_NAME, map);
         fields.only(&[

@@ -20,7 +20,7 @@ use crate::saved::{SampleSize, Saved};
 
 /// The time and the guidance are multiplied by this before their sinusoids are computed.
 const TIME_SCALE: f64 = 1000.0;
-/// Latents along one side of the square that becomes a token.
+/// Number of latents along one side of the square patch that becomes a token.
 const PATCH: usize = 2;
 
 /// FLUX.2's transformer, with the results and the parameter names of diffusers' `Flux2Transformer2DModel`. It predicts
@@ -31,7 +31,7 @@ pub struct Flux2Transformer {
     context_embedder: Linear<Tensor>,
     time_guidance_embed: TimeTextEmbedding,
     /// The layers that compute the modulation: one for the image and one for the text in blocks of two streams, and one
-    /// for blocks of one stream. All blocks share these layers.
+    /// for blocks of one stream. All blocks of a kind share their modulation.
     modulations: [Linear<Tensor>; 3],
     axes: RopeAxes,
     double_blocks: Blocks<DoubleBlock>,
@@ -39,7 +39,8 @@ pub struct Flux2Transformer {
     output: ModulatedOutput,
 }
 
-/// The names of the layers that compute the modulation, and the number of shifts, scales and gates of each.
+/// The names of the layers that compute the modulation. With each name, the number of shifts, scales and gates that the
+/// layer computes.
 const MODULATIONS: [(&str, usize); 3] = [
     ("double_stream_modulation_img.linear", 6),
     ("double_stream_modulation_txt.linear", 6),
@@ -49,15 +50,15 @@ const MODULATIONS: [(&str, usize); 3] = [
 /// The inputs of one call except the noisy latents.
 #[derive(Clone, Copy)]
 pub struct Flux2Conditions<'a> {
-    /// The text's tokens, (B, L, joint_attention_dim).
+    /// The text encoder's tokens, (B, L, joint_attention_dim).
     pub encoder_hidden_states: &'a Tensor,
-    /// The time from 0 (clean) to 1 (noise), (B), (1) or without dimensions.
+    /// The time from 0 (clean) to 1 (noise), (B), (1) or a scalar.
     pub timestep: &'a Tensor,
     /// Positions of the image's tokens, (S, axes): 0, row, column, 0.
     pub img_ids: &'a Tensor,
     /// Positions of the text's tokens, (L, axes): 0, 0, 0, index.
     pub txt_ids: &'a Tensor,
-    /// The scale of guidance, (B), (1) or without dimensions; None for models that take none.
+    /// The guidance scale, (B), (1) or a scalar; None for a model that takes no guidance scale.
     pub guidance: Option<&'a Tensor>,
 }
 
@@ -105,8 +106,8 @@ impl Flux2Transformer {
         &self.config
     }
 
-    /// The velocity at noisy latents `hidden_states (B, S, in_channels)`, whose tokens are squares of latents. The
-    /// result is (B, S, out_channels), in the dtype of the weights.
+    /// The velocity at the noisy latents `hidden_states (B, S, in_channels)`. Each of the S tokens is a patch of 2 × 2
+    /// latents. The result is (B, S, out_channels), in the dtype of the weights.
     ///
     /// # Errors
     /// As [`TokenSizes::check`].
@@ -135,7 +136,7 @@ impl Flux2Transformer {
         self.output.forward(&x.narrow(1, length, area)?, &condition)
     }
 
-    /// Check the inputs; returns the numbers of tokens of the image and of the text.
+    /// Check the inputs. Returns the number of image tokens and the number of text tokens.
     fn check(&self, hidden_states: &Tensor, conditions: Flux2Conditions<'_>) -> Result<[usize; 2]> {
         let Flux2Conditions { encoder_hidden_states, timestep, img_ids, txt_ids, guidance } = conditions;
         let sizes = TokenSizes {

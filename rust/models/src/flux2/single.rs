@@ -1,6 +1,6 @@
-//! The block of one stream. Its layers are fused, in the model as well as in files. The first layer computes queries,
-//! keys, values, and the gate and the value of the feed-forward layer. The last layer projects the results of attention
-//! and of the feed-forward layer together (Dehghani et al. 2023, arXiv:2302.05442, section 2.1).
+//! The block of one stream. Its layers are fused, in the model as well as in files. The first layer computes the queries,
+//! keys and values of attention and the two inputs of the feed-forward network's `SwiGLU`. The last layer projects the
+//! results of attention and of the `SwiGLU` together (Dehghani et al. 2023, arXiv:2302.05442, section 2.1).
 
 use trainable_candle_core::ops::beside::{Activation, activate_beside};
 use trainable_candle_core::{Result, Tensor};
@@ -9,13 +9,14 @@ use trainable_candle_nn::{Linear, Module, Projected, RmsNorm, Visitor, Weights};
 use crate::layers::joint::{BlockSizes, Rope, Stream, gated_add, mix, modulated};
 use crate::saved::Saved;
 
-/// Width of the feed-forward layer's middle, as a multiple of the tokens' width.
+/// Width of the `SwiGLU`'s result, as a multiple of the tokens' width.
 const RATIO: usize = 3;
-/// Width of the first layer's result, as a multiple of the tokens' width. The result has queries, keys and values, and
-/// the gate and the value of the middle.
+/// Width of the first layer's result, as a multiple of the tokens' width: queries, keys, values, and the two inputs of
+/// the `SwiGLU`.
 const PROJECTED: usize = 3 + 2 * RATIO;
 
-/// Attention and a `SwiGLU` side by side, modulated, gated and added to the input.
+/// Attention and a `SwiGLU`, which read the same modulated input. The projection of their results is multiplied by a
+/// gate and added to the residual stream.
 pub(super) struct FusedBlock {
     to_qkv_mlp_proj: Linear<Tensor>,
     /// Norms of queries and keys.
@@ -54,7 +55,7 @@ impl FusedBlock {
         saved.block(inside, false, |saved| {
             saved.keep(inside);
             saved.cheap_linear(&self.to_qkv_mlp_proj, (inside, tokens));
-            // The tape keeps the results of the first layer and of the attention.
+            // The tape keeps the results of `to_qkv_mlp_proj` (9 D per token) and of the attention (D per token).
             saved.attention(tokens, tokens, self.sizes.dim());
             saved.keep((PROJECTED + 1) * inside);
             saved.cheap_linear(&self.to_out, ((1 + RATIO) * inside, tokens));

@@ -24,7 +24,7 @@ enum Projections {
     },
 }
 
-/// The sizes of an attention.
+/// The sizes of an attention layer.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionSizes {
     /// Number of heads, a divisor of `dim`.
@@ -61,8 +61,8 @@ impl Attention {
     /// `context (B, L, E)`.
     ///
     /// # Errors
-    /// [`Error::Shape`], `DType` or `Device` if an input does not fit, [`Error::Argument`] if a context is missing, or
-    /// given to an attention without one.
+    /// [`Error::Shape`], `DType` or `Device` if an input does not fit, [`Error::Argument`] if the layer needs a
+    /// context and `context` is None, or the reverse.
     pub fn forward(&self, x: &Tensor, context: Option<&Tensor>) -> Result<Tensor> {
         let mixed = match (&self.projections, context) {
             (Projections::Own(group), None) => attend(&group.forward(x)?, self.heads, false)?,
@@ -85,8 +85,8 @@ impl Attention {
 }
 
 impl Attention {
-    /// Counts what the tape keeps for `area` tokens that attend to themselves, or to `context_area` tokens of a context.
-    /// The backward pass of attention reads q, k, v and the result.
+    /// Counts what the tape keeps for `area` tokens that attend to one another, or to `context_area` tokens of a context.
+    /// The backward pass of attention reads q, k, v and the attention's result.
     pub fn saved(&self, area: usize, context_area: Option<usize>, saved: &mut Saved) {
         let width = self.to_out.weight.dims()[0];
         let inside = area * width;
@@ -95,7 +95,7 @@ impl Attention {
             Projections::Own(group) => saved.layers(&group.layers(), (inside, area), true),
             Projections::Context { to_q, others } => {
                 saved.cheap_linear(to_q, (inside, area));
-                // The caller keeps the context anyway, so it takes no further memory.
+                // The context is an input of many layers and is in memory anyway, so it is not counted here.
                 saved.layers(&others.layers(), (0, context_area.unwrap_or(area)), false);
             }
         }
@@ -104,7 +104,7 @@ impl Attention {
     }
 }
 
-/// Attention over the results of a group of `to_q`, `to_k` and `to_v`, (B, S, D).
+/// Attention over queries, keys and values, each (B, S, D): the results of a group of layers.
 pub(crate) fn attend(projected: &Projected, heads: usize, is_causal: bool) -> Result<Tensor> {
     match projected {
         Projected::Joined(all) => packed_attention(all, None, heads, is_causal),
@@ -112,7 +112,7 @@ pub(crate) fn attend(projected: &Projected, heads: usize, is_causal: bool) -> Re
     }
 }
 
-/// Attention over q, k and v, (B, S, D).
+/// Attention over q, k and v, each (B, S, D).
 fn attend_parts(parts: &[Tensor], heads: usize, is_causal: bool) -> Result<Tensor> {
     let [q, k, v] = parts else {
         return Err(Error::argument("Attention", format!("found {} projections, expected q, k and v", parts.len())));

@@ -1,4 +1,4 @@
-//! The blocks of convolutions that U-Nets and autoencoders share (He et al. 2016, arXiv:1603.05027), under diffusers' names.
+//! The convolutional blocks that U-Nets and autoencoders share (He et al. 2016, arXiv:1603.05027), under diffusers' names.
 //! Images are (batch, height, width, channels).
 
 use trainable_candle_core::ops::conv::Conv2dOptions;
@@ -8,7 +8,7 @@ use trainable_candle_nn::{Conv2d, GroupNorm, Linear, Module, Visitor, Weights};
 
 use crate::saved::Saved;
 
-/// A 3×3 convolution that keeps the size.
+/// A 3×3 convolution that keeps height and width.
 pub(crate) fn conv3x3(
     name: &str,
     channels: usize,
@@ -32,20 +32,20 @@ pub(crate) fn conv1x1(
 /// The sizes of a [`ResnetBlock`].
 #[derive(Clone, Copy, Debug)]
 pub struct ResnetSizes {
-    /// Channels of the input.
+    /// Number of channels of the input.
     pub channels: usize,
-    /// Channels of the result.
+    /// Number of channels of the result.
     pub out_channels: usize,
     /// Width of the timestep's embedding, if the block takes one.
     pub time_dim: Option<usize>,
-    /// Groups of the norms.
+    /// Number of groups of the group norms.
     pub groups: usize,
     /// Added to the variance in the norms.
     pub eps: f64,
 }
 
-/// Applies norm, SiLU and convolution twice, and adds the result to the input. The time's embedding is added after the
-/// first convolution.
+/// Applies norm, SiLU and 3×3 convolution twice, and adds the result to the input, or to a 1×1 convolution of the input if
+/// the numbers of channels differ. A projection of the time's embedding is added after the first 3×3 convolution.
 pub struct ResnetBlock {
     norm1: GroupNorm,
     conv1: Conv2d<Tensor>,
@@ -77,7 +77,8 @@ impl ResnetBlock {
     /// `x (B, H, W, C)` and SiLU of the time's embedding `(B, T)` → `(B, H, W, out_channels)`.
     ///
     /// # Errors
-    /// [`Error::Shape`], `DType` or `Device` if an input does not fit, [`Error::Argument`] if the time is missing.
+    /// [`Error::Shape`], `DType` or `Device` if an input does not fit, [`Error::Argument`] if the time's embedding
+    /// is missing.
     pub fn forward(&self, x: &Tensor, time: Option<&Tensor>) -> Result<Tensor> {
         let mut hidden = self.conv1.forward(&self.norm1.forward_silu(x)?)?;
         if let Some(project) = &self.time_emb_proj {
@@ -98,8 +99,8 @@ impl ResnetBlock {
         self.conv1.weight.dims()[0]
     }
 
-    /// Counts what the tape keeps for an image of `area` pixels. If the block's input is joined from several images,
-    /// `own` is the number of input channels that no other block keeps.
+    /// Counts what the tape keeps for an image of `area` pixels. If the block's input is concatenated from several
+    /// feature maps, `own` is the number of input channels that no other block keeps.
     pub fn saved(&self, area: usize, own: Option<usize>, saved: &mut Saved) {
         let &[out, _, _, channels] = self.conv1.weight.dims() else { return };
         let input = area * channels;
@@ -134,14 +135,14 @@ impl Module for ResnetBlock {
     }
 }
 
-/// The usual name of the convolution that changes the size.
+/// The name that the convolution of a [`Downsample`] or [`Upsample`] has in most models.
 const CONV: &str = "conv";
 
-/// Halves the size of an image with a convolution.
+/// Halves height and width of an image with a strided convolution.
 pub struct Downsample {
     conv: Conv2d<Tensor>,
     name: &'static str,
-    /// Whether zeros are added only below and to the right, as in the autoencoder.
+    /// Whether zeros are added only at the lower and right edges, as in the autoencoder, instead of at all edges.
     asymmetric: bool,
 }
 
@@ -165,7 +166,7 @@ impl Downsample {
         Ok(Self { conv: weights.conv2d(name, channels, channels, [3, 3], options, true)?, name, asymmetric })
     }
 
-    /// `x (B, H, W, C)` → `(B, ⌈H / 2⌉, ⌈W / 2⌉, C)`, rounded down if asymmetric.
+    /// `x (B, H, W, C)` → `(B, ⌈H / 2⌉, ⌈W / 2⌉, C)`, or `(B, ⌊H / 2⌋, ⌊W / 2⌋, C)` if asymmetric.
     ///
     /// # Errors
     /// [`Error::Shape`] if the input does not fit.

@@ -5,10 +5,10 @@ use trainable_candle_nn::{Init, Linear, Module, Visitor, Weights};
 
 use crate::saved::Saved;
 
-/// The longest period of the sinusoids, divided by 2π.
+/// An upper bound of the sinusoids' periods, divided by 2π.
 const MAX_PERIOD: f64 = 10_000.0;
 
-/// Converts numbers to cosines and sines of falling frequencies (diffusers' `Timesteps` with `flip_sin_to_cos=True`,
+/// Converts numbers to cosines and sines of decreasing frequencies (diffusers' `Timesteps` with `flip_sin_to_cos=True`,
 /// `downscale_freq_shift=0`).
 pub struct Sinusoids {
     /// (1, dim / 2), from 1 to nearly 1 / 10000.
@@ -19,7 +19,7 @@ impl Sinusoids {
     /// `dim` sinusoids; `dim` is even.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Candle`] if they cannot be copied to the device.
+    /// [`trainable_candle_core::Error::Candle`] if the frequencies cannot be copied to the device.
     pub fn new(dim: usize, device: &Device) -> Result<Self> {
         let half = dim / 2;
         // Frequencies are computed in f32, as in the models' training, because a timestep of 1000 multiplies their
@@ -98,7 +98,7 @@ impl TimestepEmbedding {
         self.saved_rows(1, saved);
     }
 
-    /// As [`saved`](Self::saved), for a sample of this many rows.
+    /// As [`saved`](Self::saved), for a sample with `rows` rows of features.
     pub fn saved_rows(&self, rows: usize, saved: &mut Saved) {
         for layer in [&self.linear_1, &self.linear_2] {
             saved.linear(layer, (rows * layer.weight.dims()[1], rows));

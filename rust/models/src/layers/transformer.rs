@@ -12,7 +12,7 @@ use crate::saved::Saved;
 const NORM_EPS: f64 = 1e-6;
 /// Added to the variance in the norms of the blocks.
 const LAYER_NORM_EPS: f64 = 1e-5;
-/// Width of the feed-forward layer's middle, as a multiple of the tokens' width.
+/// Width of the feed-forward network's hidden layer, as a multiple of the tokens' width.
 const FEED_FORWARD: usize = 4;
 
 /// The sizes of a [`SpatialTransformer`].
@@ -20,20 +20,20 @@ const FEED_FORWARD: usize = 4;
 pub struct TransformerSizes {
     /// Channels of the image and width of the tokens.
     pub dim: usize,
-    /// Heads of each attention.
+    /// Number of heads of each attention.
     pub heads: usize,
     /// Number of blocks.
     pub depth: usize,
     /// Width of the context.
     pub context_dim: usize,
-    /// Groups of the norm.
+    /// Number of groups of the group norm before the blocks.
     pub groups: usize,
     /// Whether the projections are linear layers instead of 1×1 convolutions.
     pub linear_projection: bool,
 }
 
-/// Attention to the image, attention to the context, then a gated feed-forward layer. Each reads the norm of its input,
-/// and its result is added to the input itself.
+/// Attention of the image tokens to one another, attention to the context, then a gated feed-forward network. Each of the
+/// three reads a layer norm of the residual stream; its result is added to the residual stream.
 struct Block {
     norm1: LayerNorm,
     attn1: Attention,
@@ -135,7 +135,7 @@ impl Projection {
     }
 }
 
-/// Transformer blocks over the pixels of an image, added to the image (Rombach et al. 2022, arXiv:2112.10752).
+/// Transformer blocks over the pixels of an image. Their projected result is added to the image (Rombach et al. 2022, arXiv:2112.10752).
 pub struct SpatialTransformer {
     norm: GroupNorm,
     proj_in: Projection,

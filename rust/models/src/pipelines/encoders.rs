@@ -1,4 +1,4 @@
-//! Text encoders that several pipelines may have.
+//! Text encoders that the entries of several pipelines can share.
 
 use serde_json::{Map, Value, json};
 
@@ -27,11 +27,12 @@ pub(super) const fn t5_part(subfolder: &'static str) -> Part {
     }
 }
 
-/// A language model in a GGUF file.
+/// The section of a GGUF file that holds a language model.
 pub(super) const LLAMA_CPP: Section =
     Section { prefixes: &[""], naming: Naming::LlamaCpp, probe: "blk.0.attn_q.weight" };
 
-/// Qwen3 as a text encoder, on which adapters are not supported. It is the 4B model unless the files have another size.
+/// Qwen3 as a text encoder, on which adapters are not supported. The model has the sizes of the 4B one unless its files
+/// show other sizes.
 pub(super) const QWEN3_ENCODER: Part = Part {
     role: Role::TextEncoder,
     model: &causal_lm::KIND,

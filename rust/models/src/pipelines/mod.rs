@@ -29,30 +29,30 @@ pub use table::PIPELINES;
 /// Models that work together, under one name.
 #[derive(Debug)]
 pub struct Pipeline {
-    /// Its name on the command line.
+    /// The pipeline's name on the command line.
     pub name: &'static str,
-    /// Its name in messages.
+    /// The pipeline's name in messages.
     pub title: &'static str,
-    /// Its classes in diffusers' `model_index.json`.
+    /// The names of the pipeline's classes in diffusers' `model_index.json`.
     pub class_names: &'static [&'static str],
-    /// The names of its base model in other tools, if there are any.
+    /// The base model, as other tools name it in the metadata of adapter files; None if there is no such name.
     pub base: Option<BaseModel>,
     /// The number of pixels along one side of an image per unit of the denoiser's `sample_size`.
     pub pixels: usize,
-    /// Its models. The model that is fine-tuned comes first.
+    /// The pipeline's models. The model that is fine-tuned comes first.
     pub parts: &'static [Part],
 }
 
 /// The function of a part in its pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// It predicts noise or velocity, and is fine-tuned.
+    /// The part predicts noise or velocity. Runs fine-tune it.
     Denoiser,
-    /// It converts images to latents and back.
+    /// The part converts images to latents and back.
     Autoencoder,
-    /// It converts token ids to features.
+    /// The part converts token ids to features.
     TextEncoder,
-    /// It predicts the next token, and is fine-tuned.
+    /// The part predicts the next token. Runs fine-tune it.
     LanguageModel,
 }
 
@@ -68,29 +68,30 @@ impl Role {
 pub struct Part {
     /// The function of the part.
     pub role: Role,
-    /// Its architecture.
+    /// The kind of model that the part is.
     pub model: &'static ModelKind,
-    /// The name of its folder in a pipeline's folder, which is also diffusers' name for it in adapter files; empty for
-    /// a model that stands alone.
+    /// The name of the part's folder in a pipeline's folder. diffusers uses the same name for the part in adapter files.
+    /// Empty for a model that stands alone.
     pub subfolder: &'static str,
-    /// The sections of checkpoints in one file that may contain the part. Files are written with the first.
+    /// The sections of checkpoints in one file that may contain the part. This library writes files with the first one.
     pub sections: &'static [Section],
     /// Whether a `config.json` may belong to this part, if several parts have the same architecture.
     pub fits: fn(&Map<String, Value>) -> bool,
     /// The `config.json` of the published model.
     pub published: fn() -> Map<String, Value>,
-    /// Its names in adapter files of other tools; None if adapters on it are not supported.
+    /// The part's names in adapter files of other tools; None if adapters on the part are not supported.
     pub adapter: Option<AdapterNames>,
 }
 
 /// The keys under which a checkpoint in one file stores a part.
 #[derive(Debug)]
 pub struct Section {
-    /// Possible prefixes of the keys. Files are written with the first.
+    /// Possible prefixes of the keys. This library writes files with the first one.
     pub prefixes: &'static [&'static str],
     /// The names that follow the prefix.
     pub naming: Naming,
-    /// A key, without the prefix, that every file with this section has. If the prefix is empty, no other file has it.
+    /// A key, without the prefix, that every file with this section has. If the prefix may be empty, the key alone must
+    /// tell which kind of model the file holds.
     pub probe: &'static str,
 }
 
@@ -106,9 +107,10 @@ impl Section {
 pub struct AdapterNames {
     /// kohya's name: `lora_unet`, `lora_te1`.
     pub kohya: &'static str,
-    /// `ComfyUI`'s name: `diffusion_model`, `text_encoders.clip_l.transformer`. None if it does not support the model.
+    /// `ComfyUI`'s name: `diffusion_model`, `text_encoders.clip_l.transformer`. None if `ComfyUI` does not
+    /// support the model.
     pub comfyui: Option<&'static str>,
-    /// The programs that load its adapters.
+    /// The programs that load the part's adapters.
     pub readers: &'static [Reader],
 }
 
@@ -152,12 +154,12 @@ impl Pipeline {
         self.parts.iter().map(move |part| Place { pipeline: self, part })
     }
 
-    /// The layers that can have adapters, for each part whose adapters are supported. Sizes are those of the files at
-    /// `weights`, or of the published model. A text encoder that is not at `weights` gets the published sizes.
+    /// The layers that can have adapters, for each part whose adapters are supported. Without `weights`, the layers have
+    /// the sizes of the published model. With `weights`, they have the sizes of the files there; a text encoder that
+    /// cannot be read there has the sizes of the published model.
     ///
     /// # Errors
-    /// As [`Pretrained::find`] and the reading of a configuration, for the part that is fine-tuned. Other parts get the
-    /// published sizes if the reading fails.
+    /// As [`Pretrained::find`] and the reading of a configuration, for the part that is fine-tuned.
     pub fn outlines(&'static self, weights: Option<&Path>) -> Result<Vec<Outline>> {
         let outline = |place: Place| {
             let part = place.part;
@@ -184,7 +186,7 @@ pub(crate) fn layer_shapes(model: &dyn Module) -> BTreeMap<String, Vec<usize>> {
 }
 
 impl Part {
-    /// Possible prefixes of its keys in adapter files.
+    /// Possible prefixes of the part's keys in adapter files.
     fn adapter_prefixes(&self) -> Vec<String> {
         let Some(names) = self.adapter else { return Vec::new() };
         // kohya's trainers number text encoders only if there are several.

@@ -1,6 +1,7 @@
 //! For each kind of part, a table of the tools that load its adapters and of the names that each tool reads.
 //!
-//! Tested with diffusers 0.42 (`tests/io/flow/test_oracles.py`). The entries of other tools follow their code:
+//! `tests/io/flow/test_oracles.py` tests the entries of diffusers with its version 0.42. The entries of other tools
+//! follow their code:
 //! - `ComfyUI`: <https://github.com/comfyanonymous/ComfyUI/blob/ec93dcac55e4ebb4f0ee2d2b0ac2b62fb9a58bb9/comfy/lora.py>
 //! - `ComfyUI` for Z-Image and FLUX.2: <https://github.com/comfyanonymous/ComfyUI/blob/17358c8f/comfy/lora.py>
 //! - sd-scripts: <https://github.com/kohya-ss/sd-scripts/tree/48d368fa/networks>
@@ -21,7 +22,8 @@ const fn diffusers(styles: &'static [Known]) -> Reader {
     Reader { tool: Tool::Diffusers, styles, kinds: LORA, magnitude: DIFFUSERS_MAGNITUDE }
 }
 
-/// sd-scripts with its own network modules. With `LyCORIS`' module it also loads other kinds of adapters.
+/// sd-scripts with its own network modules. (With the network module of `LyCORIS`, sd-scripts also loads other kinds of
+/// adapters.)
 const KOHYA: Reader =
     Reader { tool: Tool::Kohya, styles: &[Known::all(Style::KohyaOriginal)], kinds: LORA, magnitude: None };
 
@@ -32,7 +34,7 @@ const A1111: Reader = Reader {
     magnitude: COMFYUI_MAGNITUDE,
 };
 
-/// Stable Diffusion's UNets. For the projections of attention, `ComfyUI` reads only the early names of diffusers,
+/// Stable Diffusion's UNets. Of diffusers' names for the projections of attention, `ComfyUI` reads only the early ones,
 /// `Style::Processor`.
 pub(super) static UNET: &[Reader] = &[
     comfyui(&[
@@ -115,7 +117,8 @@ const FLUX_IN_DIFFUSERS: Reader = diffusers(&[
     Known::all(Style::OneTrainer).only(is_attention),
 ]);
 
-/// Chroma, as Flux.1. `ComfyUI` does not read diffusers' names of the approximator.
+/// Chroma. The tools read the names that they read for Flux.1, but `ComfyUI` does not read diffusers' names for the layers
+/// of the approximator (`distilled_guidance_layer`).
 pub(super) static CHROMA: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -142,8 +145,8 @@ fn is_attention(layer: &str) -> bool {
     in_a_block(layer) && layer.contains(".attn.")
 }
 
-/// FLUX.2. `ComfyUI` does not read diffusers' names of the shared modulations and of the time's network. diffusers
-/// converts peft's names as if they were those of ai-toolkit.
+/// FLUX.2. `ComfyUI` does not read diffusers' names for the shared modulation layers and for the network that embeds time
+/// and guidance. diffusers converts peft's names as if they were those of ai-toolkit.
 pub(super) static FLUX2: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -172,15 +175,16 @@ fn no_modulation(layer: &str) -> bool {
     !layer.contains("_modulation") && has_no_halves(layer)
 }
 
-/// Whether original files and diffusers store a layer's rows in the same order. The halves of the last modulation are
-/// exchanged in original files, and diffusers fails to exchange them back.
+/// Whether original files and diffusers store a layer's rows in the same order. In original files, the rows of
+/// `norm_out.linear` for the shift come before those for the scale. diffusers has the reverse order, but fails to
+/// exchange the two halves of an adapter's rows.
 fn has_no_halves(layer: &str) -> bool {
     layer != "norm_out.linear"
 }
 
-/// Z-Image. `ComfyUI` reads diffusers' names besides its own, but not in kohya's style. diffusers reads `ComfyUI`'s names
-/// in kohya's style; in other styles it reads only names that are the same in both tools. musubi-tuner, kohya's trainer
-/// for this model, uses diffusers' names.
+/// Z-Image. `ComfyUI` reads its own names and also diffusers' names, but not diffusers' names in kohya's style. diffusers
+/// reads `ComfyUI`'s names in kohya's style; in other styles, diffusers reads only names that are the same in both tools.
+/// musubi-tuner, kohya's trainer for this model, uses diffusers' names.
 pub(super) static Z_IMAGE: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -206,8 +210,8 @@ pub(super) static Z_IMAGE: &[Reader] = &[
     PEFT,
 ];
 
-/// Qwen-Image, whose layers have one name in all tools. musubi-tuner, kohya's trainer for this model, reads kohya's
-/// names alone.
+/// Qwen-Image, whose layers have one name in all tools. musubi-tuner, kohya's trainer for this model, reads only
+/// kohya's names.
 pub(super) static QWEN_IMAGE: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),

@@ -5,14 +5,14 @@ use super::{PIPELINES, Pipeline, Place, Role, Section, adapter_prefixes, kinds, 
 use crate::pretrained::{CONFIG, Choice};
 use crate::registry::{Model, ModelKind};
 
-/// The first place of `model` that is in a file, with its section and the prefix of its keys. `is_there` says whether
-/// the file has a key; `choice` may name the part or the pipeline.
+/// The first place of `model` of which a file has a probe key, with the section of this key and the key's prefix.
+/// `is_there` says whether the file has a key; `choice` may name the part or the pipeline.
 pub fn of_file(
     model: &ModelKind,
     choice: &Choice,
     is_there: impl Fn(&str) -> bool,
 ) -> Option<(Place, &'static Section, &'static str)> {
-    // If several pipelines have the part, it belongs to the one whose denoiser is in the file too.
+    // If several pipelines have the model, pipelines whose denoiser is in the file too take precedence.
     let mut places: Vec<Place> = places(model).collect();
     places.sort_by_key(|place| !has_denoiser(place.pipeline, &is_there));
     places
@@ -32,8 +32,8 @@ fn has_denoiser(pipeline: &Pipeline, is_there: impl Fn(&str) -> bool) -> bool {
         .any(|section| section.prefixes.iter().any(|prefix| is_there(&format!("{prefix}{}", section.probe))))
 }
 
-/// The pipeline that has all of these models in these folders. If there are several, one whose denoiser is in a file takes
-/// precedence; `is_there` says whether that file has a key.
+/// The pipeline that has all of `models`, given as pairs of subfolder and model. If several pipelines have them, a
+/// pipeline whose denoiser is in a file takes precedence. `is_there` says whether this file has a key.
 pub fn of_models(models: &[(&str, &dyn Model)], is_there: impl Fn(&str) -> bool) -> Option<&'static Pipeline> {
     let has = |pipeline: &Pipeline, subfolder: &str, model: &dyn Model| {
         let mut parts = pipeline.parts.iter();
@@ -75,7 +75,7 @@ pub fn recognised(names: &[String]) -> Option<String> {
         })
 }
 
-/// The text for a checkpoint of a family that is not supported.
+/// Describes a checkpoint of a family that is not supported.
 fn foreign(title: &str) -> String {
     let known = PIPELINES.iter().filter(|pipeline| pipeline.base.is_some()).map(|pipeline| pipeline.title);
     format!("a checkpoint of {title}, which is not supported; supported are {}", unique(known).join(", "))

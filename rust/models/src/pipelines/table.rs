@@ -20,8 +20,8 @@ use crate::sdxl::{self, UNetConfig};
 use crate::vae::{self, VaeConfig};
 use crate::z_image::{self, ZImageConfig};
 
-/// All pipelines. If several pipelines have the same part, and a file does not show to which of them the part belongs,
-/// it belongs to the first of them.
+/// All pipelines. If several pipelines have the same part, and a file does not show to which pipeline the part belongs,
+/// the part belongs to the pipeline that comes first here.
 pub static PIPELINES: &[&Pipeline] = &[&SDXL, &FLUX, &SD3, &DIGITS, &CAUSAL_LM, &Z_IMAGE, &FLUX2, &CHROMA, &QWEN_IMAGE];
 
 /// Accepts any configuration of the architecture.
@@ -49,10 +49,10 @@ fn big_g() -> Map<String, Value> {
     .to_json()
 }
 
-/// Possible prefixes of a denoiser's keys.
+/// Possible prefixes of a denoiser's keys in a checkpoint in one file.
 const PREFIXES: &[&str] = &["model.diffusion_model.", "diffusion_model.", ""];
 
-/// The transformer of a flow model.
+/// The transformer of a flow-matching pipeline.
 const fn transformer(
     model: &'static ModelKind,
     sections: &'static [Section],
@@ -78,7 +78,7 @@ const AUTOENCODER: &[Section] = &[Section {
     probe: "decoder.mid.block_1.conv1.weight",
 }];
 
-/// Whether an autoencoder's latents are scaled by `scale`. This number distinguishes the autoencoders of the families.
+/// Whether an autoencoder's `scaling_factor` is `scale`. The autoencoders of the families differ in this factor.
 fn latents(config: &Map<String, Value>, scale: f64) -> bool {
     config.get("scaling_factor").and_then(Value::as_f64) == Some(scale)
 }
@@ -156,7 +156,8 @@ static SDXL: Pipeline = Pipeline {
                 readers: readers::TEXT_ENCODER,
             }),
         },
-        // OpenCLIP ViT-bigG. The number in its keys is 0 in files of the refiner, which has no other encoder.
+        // OpenCLIP ViT-bigG. It is embedder 1 in files of the base model. In files of the refiner, which has no other text
+        // encoder, it is embedder 0.
         Part {
             role: Role::TextEncoder,
             model: &clip::KIND,
@@ -421,7 +422,7 @@ static QWEN_IMAGE: Pipeline = Pipeline {
     ],
 };
 
-/// The demo's generator of digits, which stands alone.
+/// The demo's generator of digits, a pipeline of one model.
 static DIGITS: Pipeline = Pipeline {
     name: "digits",
     title: "the digits",
@@ -440,7 +441,7 @@ static DIGITS: Pipeline = Pipeline {
     }],
 };
 
-/// Language models, which stand alone.
+/// Language models. Each is a pipeline of one model.
 static CAUSAL_LM: Pipeline = Pipeline {
     name: "causal-lm",
     title: "a language model",

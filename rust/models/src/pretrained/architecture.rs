@@ -13,7 +13,7 @@ use trainable_candle_nn::{Quantizable, Quantization, Source, StreamOptions, Stre
 use super::{Choice, Layout, Original, Pretrained, read_json};
 use crate::registry::{Model, ModelKind};
 
-/// A model's `config.json`. The default is the published model's.
+/// A model's `config.json`. The default values are those of the published model.
 pub trait Configuration: Clone + Default + 'static {
     /// The configuration in a `config.json`.
     ///
@@ -27,10 +27,10 @@ pub trait Configuration: Clone + Default + 'static {
 
 /// A model that is built from a configuration and weights.
 pub trait Architecture: Model + Sized {
-    /// Its `config.json`.
+    /// The type of the model's `config.json`.
     type Config: Configuration;
 
-    /// Its entry in the registry of models.
+    /// The model's entry in the registry of models.
     const KIND: &'static ModelKind;
 
     /// The linear layers that may be quantized; none by default.
@@ -50,11 +50,11 @@ pub trait Architecture: Model + Sized {
     /// [`Error::Config`] if a size cannot be determined.
     fn deduce(files: &WeightFiles, original: Original, known: Vec<Self::Config>) -> Result<Self::Config>;
 
-    /// The names of its parameters in a folder, or in an original checkpoint; `files` is that checkpoint, if it exists
-    /// already.
+    /// The layout of the model's parameters: in a folder if `original` is None, or in an original checkpoint. `files` is
+    /// this checkpoint, if it exists already.
     fn names(config: &Self::Config, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout>;
 
-    /// Whether the configuration says that half precision is not enough.
+    /// Whether the configuration says that the model needs f32, because half precision is not enough for it.
     fn force_upcast(_config: &Self::Config) -> bool {
         false
     }
@@ -67,8 +67,9 @@ pub trait Architecture: Model + Sized {
         files.config(Self::deduce)
     }
 
-    /// The frozen model of `files`. Its weights are converted to `dtype` if that is given, or to f32 if half precision
-    /// is not enough.
+    /// The frozen model of `files`. If the model needs f32 and `dtype` is half precision or None, the weights are
+    /// converted to f32. Otherwise they are converted to `dtype`, or to the dtype of most stored weights if `dtype`
+    /// is None.
     ///
     /// # Errors
     /// [`Error::Config`] if the configuration is wrong or does not fit the weights; as [`Pretrained::build`].
@@ -86,7 +87,7 @@ pub trait Architecture: Model + Sized {
         files.build(layout, dtype, (device, quantization, streaming), |weights| Self::build(config.clone(), weights))
     }
 
-    /// The plan for streaming its blocks from host memory; None if no block is streamed.
+    /// The plan for streaming the model's blocks from host memory; None if no block is streamed.
     ///
     /// # Errors
     /// As [`Streaming::new`].
@@ -98,7 +99,8 @@ pub trait Architecture: Model + Sized {
         Streaming::new(&shapes, Self::QUANTIZABLE, options, device).map(|streaming| Some(Arc::new(streaming)))
     }
 
-    /// The quantization of its layers, in `format` or, if that is None, in the form that files have.
+    /// The quantization of the model's layers to `format`. If `format` is None, layers that may be quantized stay
+    /// quantized if their file stores them in blocks of ggml; no other layer is quantized.
     ///
     /// # Errors
     /// [`Error::Argument`] if a format is given but no layer may be quantized.
@@ -109,7 +111,7 @@ pub trait Architecture: Model + Sized {
         Ok(Quantization { format, layers: Self::QUANTIZABLE })
     }
 
-    /// Load the frozen model at `path`, which is its folder, a weight file beside its `config.json`, a pipeline's
+    /// Load the frozen model at `path`: the model's folder, a weight file beside the model's `config.json`, a pipeline's
     /// folder, or an original checkpoint.
     ///
     /// # Errors
@@ -119,13 +121,13 @@ pub trait Architecture: Model + Sized {
     }
 
     /// A frozen model of random weights, to measure its speed and memory. The weights are drawn from the library's
-    /// generator, with the sizes in a `config.json`, or of the published model if `config` is None. `quantize` is the
-    /// format of linear layers, and `stream` says which blocks are in host memory.
+    /// generator. Their sizes come from the `config.json` at the path `config`, or from the published model if `config`
+    /// is None. `quantize` is the format of linear layers, and `stream` says which blocks are in host memory.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it belongs to another model, [`Error::DType`] if
-    /// `dtype` is not floating-point, [`Error::OutOfMemory`] if the model does not fit, [`Error::Argument`] if it
-    /// cannot be quantized.
+    /// [`Error::Io`] if the `config.json` cannot be read, [`Error::Config`] if it belongs to another model,
+    /// [`Error::DType`] if `dtype` is not floating-point, [`Error::OutOfMemory`] if the model does not fit on the device,
+    /// [`Error::Argument`] if the model cannot be quantized.
     fn from_config(
         config: Option<&Path>,
         dtype: DType,
@@ -147,7 +149,7 @@ pub trait Architecture: Model + Sized {
         Ok(model)
     }
 
-    /// The configuration in a `config.json`, or the published model's.
+    /// The configuration in the `config.json` at the path `config`, or the published model's if `config` is None.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it belongs to another model.

@@ -15,10 +15,10 @@ const HALF: &str = "fp16";
 const PICKLES: [&str; 6] = ["ckpt", "pt", "pth", "bin", "pkl", "pickle"];
 
 /// The weight files in `folder`: one file, or the shards of a model. If both the plain and the half-precision variant
-/// (`*.fp16.safetensors`) exist, `half` chooses.
+/// (`*.fp16.safetensors`) exist, `half` selects the half-precision one.
 ///
 /// # Errors
-/// [`Error::WeightsFormat`] if there are none or shards are missing, [`Error::Io`] if the folder cannot be read.
+/// [`Error::WeightsFormat`] if there are no weight files or shards are missing, [`Error::Io`] if the folder cannot be read.
 pub(super) fn weights_in(folder: &Path, half: bool) -> Result<Vec<PathBuf>> {
     let variants = if half { [Some(HALF), None] } else { [None, Some(HALF)] };
     for variant in variants {
@@ -85,7 +85,7 @@ fn files_in(folder: &Path, wanted: impl Fn(&Path) -> bool) -> Result<Vec<PathBuf
     Ok(files)
 }
 
-/// The files of one variant, if it exists.
+/// The files of one variant whose names begin with `stem`; None if there are no such files.
 fn variant_in(folder: &Path, stem: &str, variant: Option<&str>) -> Result<Option<Vec<PathBuf>>> {
     let dotted = variant.map(|v| format!(".{v}")).unwrap_or_default();
     let whole = folder.join(format!("{stem}{dotted}.safetensors"));

@@ -1,4 +1,4 @@
-//! Where a model's parameters are in a file: their keys and forms.
+//! How a file stores a model's parameters: under which keys and in which forms.
 
 pub use trainable_candle_io::form::{Form, Key};
 
@@ -29,7 +29,8 @@ pub trait Layout {
         ""
     }
 
-    /// The places where the parameter `name` may be, with keys without the prefix. Writers of files use the first place.
+    /// The keys, without the prefix, under which a file may store the parameter `name`, each with the form of the stored
+    /// tensor. Writers of files use the first key.
     fn places(&self, name: &str) -> Vec<Key>;
 
     /// Whether readers skip the tensor under this key (without the prefix), because it is computed or only serves
@@ -40,7 +41,7 @@ pub trait Layout {
     }
 }
 
-/// Files whose names are the model's own.
+/// The layout of files whose keys are the model's own names.
 pub struct OwnNames;
 
 impl Layout for OwnNames {
@@ -49,7 +50,7 @@ impl Layout for OwnNames {
     }
 }
 
-/// A model's own names after a prefix, in a file that holds other models too.
+/// The layout of a file that holds other models too. Each key is the prefix, then the model's own name.
 pub struct PrefixedNames(pub &'static str);
 
 impl Layout for PrefixedNames {
@@ -62,7 +63,7 @@ impl Layout for PrefixedNames {
     }
 }
 
-/// A layer's name in the model, its name in a file, and its form there.
+/// A layer's name in the model, the layer's name in a file, and the form in which the file stores the layer's parameters.
 pub type Renaming = (&'static str, &'static str, Form);
 
 /// The key of a parameter whose layer is in `renamings`. For example, `ff.net.2.bias` becomes `mlp.fc2.bias`.

@@ -1,5 +1,5 @@
 //! The files of a pretrained model: a folder of diffusers or transformers, such a folder in a pipeline's folder, or an
-//! original checkpoint in one file, which may hold several models under its own names.
+//! original checkpoint in one file, which may hold several models under names of its own format.
 
 mod architecture;
 mod files;
@@ -61,7 +61,7 @@ pub struct Choice {
 }
 
 impl Choice {
-    /// Selects the model that a pipeline has in `subfolder`; if that is empty, the model is at the path itself.
+    /// Selects the model that a pipeline has in `subfolder`. If `subfolder` is empty, the model is at the path itself.
     pub fn of(subfolder: &str) -> Self {
         Self { subfolder: Some(subfolder.to_owned()).filter(|name| !name.is_empty()), ..Self::default() }
     }
@@ -83,11 +83,11 @@ pub struct Pretrained {
 }
 
 impl Pretrained {
-    /// Find the files of a `model` at `path`, which is its folder, a pipeline's folder, an original checkpoint, or a
-    /// weight file beside its `config.json`.
+    /// Find the files of a `model` at `path`: the model's folder, a pipeline's folder, an original checkpoint, or a
+    /// weight file beside the model's `config.json`.
     ///
     /// # Errors
-    /// [`Error::Io`] if `path` does not exist or cannot be read, [`Error::WeightsFormat`] if it is not such a folder or file.
+    /// [`Error::Io`] if `path` does not exist or cannot be read, [`Error::WeightsFormat`] if it is none of these.
     pub fn find(path: &Path, model: &'static ModelKind, choice: &Choice) -> Result<Self> {
         let found = if std::fs::metadata(path).map_err(|e| Error::io(path, e))?.is_dir() {
             Self::in_folder(path, model, choice)
@@ -204,7 +204,7 @@ impl Pretrained {
     /// The class that `config.json` names; none for an original checkpoint.
     ///
     /// # Errors
-    /// [`Error::Io`] if it cannot be read, [`Error::Config`] if it does not parse or names no class.
+    /// [`Error::Io`] if `config.json` cannot be read, [`Error::Config`] if it does not parse or names no class.
     pub fn class_name(&self) -> Result<Option<String>> {
         let Some(path) = &self.config else { return Ok(None) };
         class_of(&read_json::<Map<String, Value>>(path)?)
@@ -212,10 +212,10 @@ impl Pretrained {
             .ok_or_else(|| Error::Config(format!("{}: _class_name and architectures are both missing", path.display())))
     }
 
-    /// The configuration in `config.json`. For an original checkpoint, `deduce` determines it from the shapes and the
-    /// known configurations. The first known configuration is that of the file's header. If the header has none, it is
-    /// that of a folder beside the file that has the part's name in a pipeline, such as `unet`. The configurations of
-    /// published models follow.
+    /// The configuration in `config.json`. For an original checkpoint, `deduce` determines the configuration from
+    /// the shapes of tensors and from known configurations. The first known configuration is the one in the file's header.
+    /// If the header has none, the first one is the `config.json` in a folder beside the file, if this folder has the
+    /// part's name in a pipeline, such as `unet`. The configurations of published models follow.
     ///
     /// # Errors
     /// [`Error::Io`] if a file cannot be read, [`Error::Config`] naming what is wrong with the configuration.
@@ -262,8 +262,9 @@ impl Pretrained {
         matches!(dtype, None | Some(DType::F16 | DType::BF16)) && self.force_upcast.unwrap_or(default)
     }
 
-    /// Build a frozen model, which must use all of these weights. Weights are read one at a time and converted to
-    /// `dtype`, or to the dtype of most stored weights. So besides the model, memory holds at most its largest parameter.
+    /// Build a frozen model, which must use all weights of the files. Weights are read one at a time and converted to
+    /// `dtype`, or to the dtype of most stored weights if `dtype` is None. So besides the model, memory holds at most one
+    /// parameter.
     ///
     /// # Errors
     /// [`Error::DType`] if `dtype` is not floating-point; as [`WeightFiles::open`], [`WeightFiles::read`],

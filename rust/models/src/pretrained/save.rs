@@ -35,14 +35,15 @@ pub struct Written {
     /// The dtype to which all weights are converted; with None, each keeps its own dtype.
     pub dtype: Option<DType>,
     /// For each model, by the name of its folder, the format (`Fp8` or `Int8`) in which to write the linear layers that
-    /// may be quantized. They are stored as in `ComfyUI`, with one scale per tensor for `Fp8` and one per row for
-    /// `Int8`.
+    /// may be quantized. Their weights are stored as in `ComfyUI`: an `Fp8` weight has one scale, an `Int8` weight has
+    /// one scale for each row.
     pub formats: BTreeMap<String, Format>,
 }
 
 /// Write `models` to one file under the names of the original checkpoints, with the options `written`. Each model is
 /// given with the name of its folder in a pipeline. All other tensors of the checkpoint `base`, if it is given, are
-/// copied unchanged. The header stores the models' configurations, because names and shapes do not determine them.
+/// copied unchanged. The header stores the models' configurations, because names and shapes do not determine every
+/// field.
 ///
 /// # Errors
 /// [`Error::Argument`] if a model has no place in such a file, if a model with a format has no layers that may be
@@ -103,8 +104,8 @@ pub fn save_checkpoint(
     save_entries(path, all, &metadata)
 }
 
-/// The sections of original checkpoints that hold the model in a pipeline's `subfolder`. The pipeline is `preferred` if it
-/// has this model there, or else the first that does.
+/// The sections of original checkpoints that hold the model in a pipeline's `subfolder`. The pipeline is
+/// `preferred` if `preferred` has a model of this kind in `subfolder`, or else the first pipeline that has one there.
 fn sections(subfolder: &str, model: &dyn Model, preferred: Option<&Pipeline>) -> Result<&'static [Section]> {
     let places = || places(model.kind()).filter(|place| place.part.sections.first().is_some_and(Section::is_written));
     let is_preferred = |place: &Place| preferred.is_none_or(|pipeline| pipeline.name == place.pipeline.name);
@@ -174,7 +175,8 @@ fn entries(
 /// The parameters that are stored under one key.
 struct Group {
     parts: Vec<(Form, Weight)>,
-    /// Whether to quantize them: a format is given, and all of them are weights of layers that may be quantized.
+    /// Whether to quantize the parameters: a format is given, and each parameter is the weight of a layer that may be
+    /// quantized.
     is_quantized: bool,
 }
 

@@ -28,8 +28,8 @@ impl<'a> StoredSizes<'a> {
         self.shape(name).is_some()
     }
 
-    /// The size of a parameter along dimension `dim`. The file must store the parameter with the same order of
-    /// dimensions.
+    /// The size of a parameter along dimension `dim`. The file must store the dimensions in the same order as
+    /// the model.
     ///
     /// # Errors
     /// [`Error::Config`] if there is no such parameter or dimension.

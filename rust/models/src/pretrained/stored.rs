@@ -61,8 +61,8 @@ impl Stored for StoredWeights {
 }
 
 impl StoredWeights {
-    /// The stored codes of the parameter `name`, if it is stored in `format`. Without a format, the codes are returned if
-    /// the parameter is stored in blocks of ggml.
+    /// The stored codes of the parameter `name`, if the file stores the parameter in `format`. If `format` is None:
+    /// the codes if the file stores the parameter in a block format of ggml. None in all other cases.
     fn codes(&mut self, name: &str, format: Option<Format>) -> Result<Option<Quantized>> {
         let Some((key, form)) = self.find(name) else { return Ok(None) };
         if let Some((stored, blocks)) = self.files.read_blocks(&key)? {

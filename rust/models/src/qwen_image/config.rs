@@ -8,23 +8,24 @@ use crate::fields::Fields;
 use crate::layers::joint::{BlockSizes, EPS, RopeAxes};
 use crate::pretrained::Configuration;
 
-/// `config.json` of a transformer as diffusers writes it (`QwenImageTransformer2DModel`). The default is the published
-/// model's.
+/// `config.json` of a transformer as diffusers writes it (`QwenImageTransformer2DModel`). The default values are
+/// those of the published model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QwenImageConfig {
-    /// The number of values of a token: the latents' channels times the four positions of a square.
+    /// Number of values of an image token. A token is a patch of 2 × 2 latents, so this is four times the number of
+    /// latent channels.
     pub in_channels: usize,
-    /// Channels of the predicted latents.
+    /// Number of channels of the predicted latents.
     pub out_channels: usize,
     /// Number of blocks.
     pub num_layers: usize,
-    /// Heads of each attention.
+    /// Number of attention heads of each block.
     pub num_attention_heads: usize,
     /// Width of each head. The width of the tokens is the number of heads times this width.
     pub attention_head_dim: usize,
-    /// Width of the text's tokens.
+    /// Width of the text encoder's tokens.
     pub joint_attention_dim: usize,
-    /// Features of a head that each axis of the positions rotates.
+    /// For each axis of a token's position: the number of features of a head that the rotary embedding rotates by it.
     pub axes_dims_rope: Vec<usize>,
 }
 
@@ -42,7 +43,7 @@ impl Default for QwenImageConfig {
     }
 }
 
-/// Latents along one side of the square that becomes a token.
+/// Number of latents along one side of the square patch that becomes a token.
 pub(super) const PATCH: usize = 2;
 
 /// Fields that are true in the configurations of related models, with the names of these models.

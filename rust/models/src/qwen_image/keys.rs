@@ -24,11 +24,13 @@ const RELATIVES: [(&str, &str); 4] = [
     ("transformer_blocks.0.img_mlp.gate_up.weight", "Qwen-Image 2.1, whose feed-forward layers have gates"),
 ];
 
-/// The configuration of the transformer in a file, from the shapes of its tensors. Fields that shapes do not determine
-/// come from the first of the `known` configurations with the same sizes, or else from the published model.
+/// The configuration of the transformer in a file, from the shapes of its tensors. Shapes do not determine
+/// `axes_dims_rope`: it comes from the first of the `known` configurations with the same sizes, or else from the published
+/// model.
 ///
 /// # Errors
-/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is a relative of Qwen-Image.
+/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is one of the
+/// related models that are not supported.
 pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<QwenImageConfig>) -> Result<QwenImageConfig> {
     let sizes = StoredSizes::new(files, layout(Some(naming)));
     let size = |name: &str, dim: usize| sizes.size(name, dim);

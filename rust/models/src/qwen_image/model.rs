@@ -40,17 +40,17 @@ pub struct QwenImageTransformer {
 /// The inputs of one call except the noisy latents.
 #[derive(Clone, Copy)]
 pub struct QwenImageConditions<'a> {
-    /// The text's tokens, (B, L, joint_attention_dim).
+    /// The text encoder's tokens, (B, L, joint_attention_dim).
     pub encoder_hidden_states: &'a Tensor,
-    /// The time from 0 (clean) to 1 (noise), (B), (1) or without dimensions.
+    /// The time from 0 (clean) to 1 (noise), (B), (1) or a scalar.
     pub timestep: &'a Tensor,
     /// Positions of the image's tokens, (S, axes): 0, row, column, with row and column 0 in the image's centre.
     pub img_ids: &'a Tensor,
-    /// Positions of the text's tokens, (L, axes). A token has the same position on all axes; the texts' positions
-    /// continue after those of the image.
+    /// Positions of the text's tokens, (L, axes). All coordinates of text token i are max(h / 2, w / 2) + i, rounded down,
+    /// for an image of h × w tokens.
     pub txt_ids: &'a Tensor,
-    /// The number of tokens of each text that attention reads, (B), at least 1. With `None`, attention reads all tokens
-    /// and needs no mask, which saves time.
+    /// The number of tokens that attention reads of each text, (B), at least 1; the tokens after them are padding. With
+    /// `None`, attention reads all tokens and needs no mask, which saves time.
     pub lengths: Option<&'a Tensor>,
 }
 
@@ -90,8 +90,8 @@ impl QwenImageTransformer {
         &self.config
     }
 
-    /// The velocity at noisy latents `hidden_states (B, S, in_channels)`, whose tokens are squares of latents. The
-    /// result is (B, S, 4 out_channels), in the dtype of the weights.
+    /// The velocity at the noisy latents `hidden_states (B, S, in_channels)`. Each of the S tokens is a patch of 2 × 2
+    /// latents. The result is (B, S, 4 out_channels), in the dtype of the weights.
     ///
     /// # Errors
     /// As [`TokenSizes::check`] and [`TextLengths::check`].
@@ -112,7 +112,7 @@ impl QwenImageTransformer {
         self.output.forward(&image, &condition)
     }
 
-    /// Check the inputs; returns the numbers of tokens of the image and of the text.
+    /// Check the inputs. Returns the number of image tokens and the number of text tokens.
     fn check(&self, hidden_states: &Tensor, conditions: QwenImageConditions<'_>) -> Result<[usize; 2]> {
         let QwenImageConditions { encoder_hidden_states, timestep, img_ids, txt_ids, lengths } = conditions;
         let sizes = TokenSizes {

@@ -7,10 +7,11 @@ use super::QwenVaeConfig;
 use super::blocks::{MidBlock, Norm, ResidualBlock};
 use crate::layers::{Downsample, Upsample, conv3x3};
 
-/// The convolution that changes the size.
+/// The name of the convolution in a downsampling or upsampling layer.
 const RESAMPLE: &str = "resample.1";
 
-/// A residual block or a downsampling of the encoder. Names number both kinds in one list.
+/// A residual block or a downsampling layer of the encoder. Parameter names number both kinds together (`down_blocks.0`,
+/// `down_blocks.1`, ...).
 enum Down {
     Block(Box<ResidualBlock>),
     Halve(Downsample),
@@ -58,7 +59,7 @@ impl Head {
     }
 }
 
-/// Converts images to the moments of their latents, both channels-last.
+/// Converts images to the means and logarithms of the variances of their latents. Images and results are channels-last.
 pub(super) struct Encoder {
     conv_in: Conv2d<Tensor>,
     down_blocks: Blocks<Down>,
@@ -110,7 +111,8 @@ impl Module for Encoder {
     }
 }
 
-/// Residual blocks of the decoder, then an upsampling that halves the channels.
+/// One level of the decoder: residual blocks, then, except in the last level, an upsampling layer that halves the number of
+/// channels.
 struct Up {
     resnets: Blocks<ResidualBlock>,
     upsampler: Option<Upsample>,
@@ -130,7 +132,7 @@ impl Module for Up {
     }
 }
 
-/// Converts latents to images, both channels-last.
+/// Converts latents to images. Latents and images are channels-last.
 pub(super) struct Decoder {
     conv_in: Conv2d<Tensor>,
     mid_block: MidBlock,

@@ -7,24 +7,25 @@ use super::AutoencoderKLQwenImage;
 use crate::fields::Fields;
 use crate::pretrained::Configuration;
 
-/// `config.json` of an autoencoder as diffusers writes it (`AutoencoderKLQwenImage`). The default is the published
-/// model's.
+/// `config.json` of an autoencoder as diffusers writes it (`AutoencoderKLQwenImage`). The default values are
+/// those of the published model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct QwenVaeConfig {
-    /// Channels of the largest images inside.
+    /// Number of channels after the encoder's first convolution. Each level has a multiple of this number.
     pub base_dim: usize,
-    /// Channels of the latents.
+    /// Number of channels of the latents.
     pub z_dim: usize,
-    /// Channels of each level as multiples of `base_dim`, from the largest image to the smallest. Each level but the
-    /// last halves the size.
+    /// Number of channels of each level as a multiple of `base_dim`, from the highest resolution to the lowest. Each level
+    /// of the encoder but the last halves height and width.
     pub dim_mult: Vec<usize>,
-    /// Residual blocks of each level of the encoder; those of the decoder have one more.
+    /// Number of residual blocks of each level of the encoder. A level of the decoder has one block more.
     pub num_res_blocks: usize,
     /// The input of a diffusion model is (latent − mean) / std, with one mean and one std for each channel.
     pub latents_mean: Vec<f64>,
-    /// See `latents_mean`.
+    /// The std of each channel, see `latents_mean`.
     pub latents_std: Vec<f64>,
-    /// For each level but the last, whether it halves the number of frames. Images do not use this field.
+    /// For each level but the last, whether the level halves the number of frames of a video. The coding of images does
+    /// not depend on this field.
     temporal: Value,
 }
 
@@ -48,7 +49,7 @@ impl Default for QwenVaeConfig {
     }
 }
 
-/// diffusers misspells the field's name.
+/// The field for `temporal`, as diffusers misspells it.
 const TEMPORAL: &str = "temperal_downsample";
 
 impl Configuration for QwenVaeConfig {
@@ -112,7 +113,7 @@ impl QwenVaeConfig {
         Ok(())
     }
 
-    /// Channels of each level of the encoder.
+    /// Number of channels of each level of the encoder.
     pub(super) fn widths(&self) -> Vec<usize> {
         self.dim_mult.iter().map(|factor| factor * self.base_dim).collect()
     }

@@ -1,5 +1,5 @@
-//! The names of the autoencoder's parameters in files: diffusers', which are the model's own, and those of Wan's code,
-//! which `ComfyUI`'s files have. In files, kernels have a dimension of time too.
+//! The names of the autoencoder's parameters in files. diffusers' files have the model's own names; `ComfyUI`'s files have
+//! the names of Wan's code. In both, convolution kernels have a time dimension, which the model's kernels lack.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -21,7 +21,7 @@ struct Files {
     prefix: &'static str,
     /// Whether names are those of Wan's code.
     wan: bool,
-    /// Layers of a level of the decoder.
+    /// Number of layers of a level of the decoder.
     per_level: usize,
 }
 
@@ -41,11 +41,12 @@ impl Layout for Files {
     }
 }
 
-/// The form in which files have a parameter.
+/// The form in which files store a parameter.
 fn form(name: &str) -> Form {
     let is = |part: &str| name.contains(part);
     match name.rsplit_once('.') {
-        // The scale of the attention's norm is (C, 1, 1), without the dimension of time that the others have.
+        // In files, the scale of the attention's norm is (C, 1, 1). The scales of other norms have a time dimension too:
+        // (C, 1, 1, 1).
         Some((_, "gamma")) => Form::Vector { rank: if is(".attentions.") { 3 } else { 4 } },
         Some((_, "weight")) if is(".attentions.") => Form::Pointwise,
         Some((_, "weight")) if is(".resample.") => Form::Plain,
@@ -55,14 +56,14 @@ fn form(name: &str) -> Form {
     }
 }
 
-/// Layers outside of blocks: the model's name and Wan's.
+/// The beginnings of the names of layers outside of residual blocks: the model's and Wan's.
 const OUTSIDE: [(&str, &str); 4] = [
     ("conv_in.", "conv1."),
     ("norm_out.", "head.0."),
     ("conv_out.", "head.2."),
     ("mid_block.attentions.0.", "middle.1."),
 ];
-/// Layers of a residual block.
+/// The beginnings of the names of a residual block's layers: the model's and Wan's.
 const RESIDUAL: [(&str, &str); 5] = [
     ("norm1.", "residual.0."),
     ("conv1.", "residual.2."),
@@ -106,10 +107,10 @@ fn wan(name: &str, per_level: usize) -> Option<String> {
     Some(format!("{coder}.{key}"))
 }
 
-/// The configuration of the autoencoder in a file: the first of `known` with the file's channels.
+/// The configuration of the autoencoder in a file: the first of `known` with the `base_dim` and `z_dim` of the file.
 ///
 /// # Errors
-/// [`Error::Config`] if none has them.
+/// [`Error::Config`] if no known configuration has them.
 pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<QwenVaeConfig>) -> Result<QwenVaeConfig> {
     let size = |key: &str| files.shape(&format!("{prefix}{key}")).and_then(|dims| dims.first().copied());
     let (base, latent) = (size("encoder.conv1.weight"), size("conv2.weight"));
@@ -117,8 +118,8 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<QwenVaeConfig
     known.into_iter().find(fits).ok_or_else(|| {
         let count = |size: Option<usize>| size.map_or_else(|| "no".to_owned(), |size| size.to_string());
         Error::Config(format!(
-            "{}: the autoencoder has {} channels in its latents and {} in its largest images, unlike Qwen-Image's; \
-             give config=, the path of the autoencoder's config.json",
+            "{}: the autoencoder has {} channels in its latents and {} after its first convolution, unlike \
+             Qwen-Image's; give config=, the path of the autoencoder's config.json",
             files.path().display(),
             count(latent),
             count(base)

@@ -8,30 +8,31 @@ use crate::fields::Fields;
 use crate::layers::joint::{BlockSizes, EPS};
 use crate::pretrained::Configuration;
 
-/// `config.json` of a transformer as diffusers writes it (`SD3Transformer2DModel`). The default is SD3.5-medium's.
+/// `config.json` of a transformer as diffusers writes it (`SD3Transformer2DModel`). The default values are
+/// SD3.5-medium's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SD3Config {
-    /// Height and width of the latents that the model was made for.
+    /// Height and width of the latents that the model was trained on.
     pub sample_size: usize,
-    /// Height and width of the square of latents that becomes one token.
+    /// Height and width of the square patch of latents that becomes one token.
     pub patch_size: usize,
-    /// Channels of the latents.
+    /// Number of channels of the latents.
     pub in_channels: usize,
-    /// Channels of the prediction.
+    /// Number of channels of the prediction.
     pub out_channels: usize,
     /// Number of blocks.
     pub num_layers: usize,
-    /// Heads of each attention.
+    /// Number of attention heads of each block.
     pub num_attention_heads: usize,
     /// Width of each head. The width of the tokens is the number of heads times this width.
     pub attention_head_dim: usize,
-    /// Width of the text's tokens.
+    /// Width of the text encoders' tokens.
     pub joint_attention_dim: usize,
-    /// Width of the pooled text.
+    /// Width of the pooled text embedding.
     pub pooled_projection_dim: usize,
-    /// Height and width of the table of positions, in tokens.
+    /// Height and width, in tokens, of the table of position embeddings.
     pub pos_embed_max_size: usize,
-    /// Blocks in which the image also attends to itself alone.
+    /// Indices of the blocks that have a second attention, in which image tokens attend to image tokens only.
     pub dual_attention_layers: Vec<usize>,
     /// Whether queries and keys are normalised, as in SD3.5 but not in SD3.
     pub qk_norm: bool,

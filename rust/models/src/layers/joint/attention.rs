@@ -1,5 +1,5 @@
-//! Attention with normalised queries and keys: for two streams, whose tokens attend to the tokens of both, and for one
-//! stream, which attends to itself.
+//! Attention with normalised queries and keys. [`JointAttention`] has two streams, image and text: every token attends
+//! to all tokens of both streams. [`SelfAttention`] has one stream.
 
 use trainable_candle_core::ops::attention::{
     HeadSizes, Stream as Tokens, normed_attention, scaled_dot_product_attention,
@@ -62,8 +62,9 @@ impl Module for Projections {
     }
 }
 
-/// One stream of tokens in an attention. Its projections begin with queries, keys and values; other layers may follow.
+/// One stream of tokens in an attention.
 pub(crate) struct Stream<'a> {
+    /// Queries, keys and values of the tokens. Results of other layers may follow.
     pub projected: Projected,
     /// Norms of queries and keys, per head.
     pub norms: Option<&'a [RmsNorm; 2]>,
@@ -71,7 +72,7 @@ pub(crate) struct Stream<'a> {
 }
 
 /// The tokens of all streams attend to the keys of all streams, as far as `mask` allows it (u8, broadcast to (B, heads,
-/// Σ S, Σ S)). The result is (B, Σ S, D), stream by stream.
+/// Σ S, Σ S)). The result is (B, Σ S, D): the tokens of the first stream, then those of the next one.
 pub(crate) fn mix(streams: &[Stream<'_>], sizes: BlockSizes, mask: Option<&Tensor>) -> Result<Tensor> {
     let tokens: Option<Vec<Tokens<'_>>> = streams.iter().map(Stream::as_tokens).collect();
     if let Some(tokens) = tokens {
@@ -93,8 +94,8 @@ pub(crate) fn mix(streams: &[Stream<'_>], sizes: BlockSizes, mask: Option<&Tenso
 }
 
 impl Stream<'_> {
-    /// The stream as input of the fused operation; None if its projections are not joined, if it has no norms, or if its
-    /// norms are trainable.
+    /// The stream as an input of [`normed_attention`]. None if the stream's projections are not joined, if the stream has
+    /// no norms, or if its norms are trainable.
     fn as_tokens(&self) -> Option<Tokens<'_>> {
         let (Projected::Joined(x), Some(norms)) = (&self.projected, self.norms) else { return None };
         let norms = norms.each_ref().map(|norm| norm.weight.as_ref());
@@ -103,7 +104,7 @@ impl Stream<'_> {
         (!learns).then_some(Tokens { x, norms, angles })
     }
 
-    /// q, k and v, (B, heads, S, width of a head); q and k normalised and rotated.
+    /// q, k and v, each (B, heads, S, width of a head). q and k are normalised and rotated.
     fn heads(&self, sizes: BlockSizes) -> Result<[Tensor; 3]> {
         let part = |index: usize| {
             let (dim, heads) = (sizes.dim(), sizes.heads);
@@ -133,12 +134,12 @@ impl Stream<'_> {
     }
 }
 
-/// Attention in which the tokens of an image and of a text attend to the tokens of both.
+/// Attention in which every token of an image and of a text attends to all tokens of the image and the text.
 pub struct JointAttention {
     image: Projections,
     text: Projections,
     to_out: Linear<Tensor>,
-    /// None if nothing reads the text afterwards.
+    /// The output projection of the text; None if no later layer reads the text.
     to_add_out: Option<Linear<Tensor>>,
 }
 
@@ -179,7 +180,7 @@ impl JointAttention {
         let dim = self.to_out.in_features();
         saved.attention(area + length, area + length, dim);
         saved.keep((area + length) * dim);
-        // The results of both streams are in one tensor, so the layer reads a copy of its part.
+        // One tensor holds the results of both streams. Each output projection reads a copy of its stream's result.
         saved.cheap_linear(&self.to_out, (area * dim, area));
         if let Some(layer) = &self.to_add_out {
             saved.cheap_linear(layer, (length * dim, length));
@@ -196,7 +197,7 @@ impl Module for JointAttention {
     }
 }
 
-/// Attention of an image to itself.
+/// Attention of an image's tokens to one another.
 pub struct SelfAttention {
     stream: Projections,
     to_out: Linear<Tensor>,

@@ -26,21 +26,23 @@ impl Default for DoubleBlockNames {
 /// Properties in which the blocks of models differ.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DoubleBlockKind {
-    /// Whether the image also attends to itself alone (SD3.5-medium's "dual attention").
+    /// Whether the block has a second attention, in which image tokens attend to image tokens only (SD3.5-medium's "dual
+    /// attention").
     pub dual: bool,
-    /// Whether the block returns the text unchanged. The last block of some models does, because nothing reads its text.
+    /// Whether the block returns the text unchanged. This is so in the last block of some models, because no later layer
+    /// reads the text.
     pub image_only: bool,
-    /// Whether the model passes the modulation to the block, which then has no layers for it.
+    /// Whether the model computes the modulation and passes it to the block. The block then has no layers that compute
+    /// the modulation.
     pub told_modulation: bool,
-    /// Its feed-forward layers.
+    /// The kind of the block's feed-forward networks.
     pub feed_forward: FeedForwardKind,
-    /// The names of its layers.
+    /// The names of the block's layers.
     pub names: DoubleBlockNames,
 }
 
-/// Attention of an image's and a text's tokens to the tokens of both, then a feed-forward layer for each stream. The
-/// attention and the feed-forward layers read the modulated norms of their inputs. Their results are gated and added to
-/// the inputs themselves.
+/// Joint attention of image and text tokens, then a feed-forward network for each stream. The input of the attention and
+/// of each network is normalised and modulated; the result is multiplied by a gate and added to the residual stream.
 pub struct DoubleBlock {
     /// The layers that modulate the image and the text, unless the model passes the modulation.
     norms: Option<[Linear<Tensor>; 2]>,
@@ -93,7 +95,7 @@ impl DoubleBlock {
         Ok([image.forward(condition)?, text.forward(condition)?])
     }
 
-    /// `image (B, S, D)` and `text (B, L, D)` → both in their shapes.
+    /// `image (B, S, D)` and `text (B, L, D)` → image and text after the block, in the same shapes.
     ///
     /// # Errors
     /// [`Error::Shape`] if an input does not fit.
@@ -108,7 +110,8 @@ impl DoubleBlock {
         let to_image = |index| part(image_modulation, index);
         let to_text = |index| part(text_modulation, index);
         let normed = modulated(image, [&to_image(0)?, &to_image(1)?])?;
-        // The text's norm in the last block has the scale first, like the norm before the output.
+        // In a block that returns the text unchanged, the text's modulation begins with the scale, as it does in the
+        // model's output layer. In other blocks, it begins with the shift.
         let order = if self.ff_context.is_some() { [0, 1] } else { [1, 0] };
         let normed_text = modulated(text, [&to_text(order[0])?, &to_text(order[1])?])?;
         let (mixed, mixed_text) = self.attn.forward(&normed, &normed_text, sight)?;
@@ -120,8 +123,8 @@ impl DoubleBlock {
             }
             _ => text.clone(),
         };
-        // The image is computed last: the backward pass does not read the last product, so checkpoints do not recompute
-        // it.
+        // The image's feed-forward network comes last. The backward pass does not read the product of the block's last
+        // linear layer, so a checkpoint does not recompute this product.
         let mut result = gated_add(image, &mixed, &to_image(2)?)?;
         if let Some(attn2) = &self.attn2 {
             let normed = modulated(image, [&to_image(6)?, &to_image(7)?])?;

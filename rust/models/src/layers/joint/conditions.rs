@@ -1,4 +1,4 @@
-//! The condition of all blocks: the time, the pooled text and the scale of distilled guidance. Follows
+//! The condition of all blocks: the time, the pooled text embedding and the guidance scale. Follows
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/embeddings.py>,
 //! `CombinedTimestepTextProjEmbeddings` and `CombinedTimestepGuidanceTextProjEmbeddings`.
 
@@ -9,7 +9,7 @@ use crate::layers::timestep::LINEAR;
 use crate::layers::{Sinusoids, TimestepEmbedding};
 use crate::saved::Saved;
 
-/// The number of sinusoids of the time, and of the guidance.
+/// Number of sinusoidal features of the time. The guidance scale has as many.
 const SINUSOIDS: usize = 256;
 
 /// The sizes of a [`TimeTextEmbedding`].
@@ -17,15 +17,16 @@ const SINUSOIDS: usize = 256;
 pub struct ConditionSizes {
     /// Width of the condition.
     pub dim: usize,
-    /// Width of the pooled text, if the model takes one.
+    /// Width of the pooled text embedding, if the model takes one.
     pub pooled: Option<usize>,
-    /// Whether the model was distilled to follow a scale of guidance.
+    /// Whether the model takes a guidance scale as an input (guidance distillation).
     pub guidance: bool,
     /// Whether linear layers have biases.
     pub bias: bool,
 }
 
-/// The sum of small networks over the time and, if the model takes them, the pooled text and the scale of guidance.
+/// Embeds the time and, if the model takes them, the pooled text embedding and the guidance scale. Each has a small
+/// network of its own; the condition is the sum of the networks' results.
 pub struct TimeTextEmbedding {
     sinusoids: Sinusoids,
     time: TimestepEmbedding,
@@ -52,7 +53,8 @@ impl TimeTextEmbedding {
     }
 
     /// SiLU of the condition, (B, D), which every block reads. `times` are from 0 to 1000, (B) or (1). `guidance` is
-    /// the scale times 1000, (B) or (1). Callers give `pooled (B, P)` and `guidance` if the model takes them.
+    /// the guidance scale times 1000, (B) or (1). Callers must give `pooled (B, P)` and `guidance` if the model takes
+    /// them.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if an input does not fit.

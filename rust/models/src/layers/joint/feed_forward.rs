@@ -1,4 +1,4 @@
-//! The feed-forward layer of a block.
+//! The feed-forward network of a block.
 
 use trainable_candle_core::ops::activation::Gelu;
 use trainable_candle_core::ops::beside::{Activation, activate_beside};
@@ -11,11 +11,12 @@ use crate::saved::Saved;
 /// The activation between the two linear layers, and the layers' names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FeedForwardKind {
-    /// GELU (its tanh form) between `net.0.proj` and `net.2`. The middle is four times as wide as the tokens.
+    /// GELU (its tanh form) between `net.0.proj` and `net.2`. The hidden layer is four times as wide as the
+    /// tokens.
     #[default]
     Gelu,
-    /// `SwiGLU` between `linear_in` and `linear_out`; the results of `linear_in` begin with the gate. The middle is
-    /// three times as wide as the tokens.
+    /// `SwiGLU` between `linear_in` and `linear_out`. The first half of the results of `linear_in` is the gate. The
+    /// hidden layer is three times as wide as the tokens.
     SwiGlu,
 }
 
@@ -27,7 +28,7 @@ impl FeedForwardKind {
         }
     }
 
-    /// Width of the middle, as a multiple of the tokens' width.
+    /// Width of the hidden layer, as a multiple of the tokens' width.
     const fn ratio(self) -> usize {
         match self {
             Self::Gelu => 4,
@@ -35,7 +36,7 @@ impl FeedForwardKind {
         }
     }
 
-    /// The number of outputs of the first layer for each feature of the middle.
+    /// The number of outputs of the first linear layer for each feature of the hidden layer.
     const fn parts(self) -> usize {
         match self {
             Self::Gelu => 1,

@@ -8,15 +8,15 @@ use trainable_candle_core::{Error, Result, Tensor};
 pub struct TokenSizes {
     /// The model's name in messages.
     pub op: &'static str,
-    /// Values of a token of the image.
+    /// Number of values of an image token.
     pub channels: usize,
-    /// Width of a token of the text.
+    /// Width of a text token.
     pub text: usize,
-    /// Width of the pooled text, if the model takes one.
+    /// Width of the pooled text embedding, if the model takes one.
     pub pooled: Option<usize>,
-    /// Number of axes of the positions.
+    /// Number of axes of a token's position.
     pub axes: usize,
-    /// Whether the model takes a scale of guidance.
+    /// Whether the model takes a guidance scale.
     pub guidance: bool,
 }
 
@@ -27,11 +27,11 @@ pub struct TokenInputs<'a> {
     pub hidden_states: &'a Tensor,
     /// Tokens of the text, (B, L, width).
     pub encoder_hidden_states: &'a Tensor,
-    /// The pooled text, (B, width).
+    /// The pooled text embedding, (B, width).
     pub pooled_projections: Option<&'a Tensor>,
-    /// Time, (B), (1) or without dimensions.
+    /// Time, (B), (1) or a scalar.
     pub timestep: &'a Tensor,
-    /// The scale of guidance, (B), (1) or without dimensions.
+    /// The guidance scale, (B), (1) or a scalar.
     pub guidance: Option<&'a Tensor>,
     /// Positions of the image's tokens, (S, axes).
     pub img_ids: &'a Tensor,
@@ -40,12 +40,12 @@ pub struct TokenInputs<'a> {
 }
 
 impl TokenSizes {
-    /// Check the inputs; returns the numbers of tokens of the image and of the text.
+    /// Check the inputs. Returns the number of image tokens and the number of text tokens.
     ///
     /// # Errors
     /// [`Error::Shape`] if the inputs do not fit the sizes or one another, or there is no token; [`Error::DType`] if
-    /// the image is not floating-point; [`Error::Argument`] if guidance is missing, or given to a model that takes
-    /// none.
+    /// the image is not floating-point; [`Error::Argument`] if the guidance scale is missing, or given to a
+    /// model that takes none.
     pub fn check(&self, inputs: TokenInputs<'_>) -> Result<[usize; 2]> {
         let misfit = |name: &str, found: &Tensor, expected: String| {
             Err(Error::shape(self.op, format!("{name} has shape {:?}, expected {expected}", found.dims())))
@@ -89,8 +89,7 @@ impl TokenSizes {
         }
         if inputs.guidance.is_some() != self.guidance {
             let message = if self.guidance {
-                "guidance is missing, but the model takes a scale of guidance; give 1 in training, about 3.5 for \
-                 sampling"
+                "guidance is missing, but the model takes a guidance scale; give 1 in training, about 3.5 for sampling"
             } else {
                 "found guidance, but this model takes none (guidance_embeds is false)"
             };

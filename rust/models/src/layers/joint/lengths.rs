@@ -1,15 +1,15 @@
-//! The lengths of texts that are padded to one length, as a mask of attention.
+//! Attention masks for a batch of texts of different lengths, which are padded to one length.
 
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
-/// The largest number of tokens of a text if lengths are given.
+/// The largest number of tokens of a padded text if lengths are given.
 const MOST_TOKENS: usize = 4096;
 
-/// Makes masks on the device, so that a recorded forward pass copies nothing from the host.
+/// Makes masks on the device, so that a forward pass that a CUDA graph records copies nothing from the host.
 pub struct TextLengths {
     /// The model's name in messages.
     op: &'static str,
-    /// 0, 1 and so on, (1, [`MOST_TOKENS`]), f32.
+    /// The indices of tokens: 0, 1 and so on, (1, [`MOST_TOKENS`]), f32.
     numbers: Tensor,
 }
 
@@ -17,13 +17,14 @@ impl TextLengths {
     /// Masks for the model `op`.
     ///
     /// # Errors
-    /// [`Error::Candle`] if the numbers cannot be copied to the device.
+    /// [`Error::Candle`] if the indices cannot be copied to the device.
     pub fn new(op: &'static str, device: &Device) -> Result<Self> {
         let numbers: Vec<f32> = (0..MOST_TOKENS).map(|i| i as f32).collect();
         Ok(Self { op, numbers: Tensor::from_vec(numbers, (1, MOST_TOKENS), &Device::Cpu)?.to_device(device)? })
     }
 
-    /// Check the `lengths` of the texts of `batch` samples, padded to `length` tokens.
+    /// Check `lengths`, which must have one length for each of `batch` samples. `length` is the number of tokens of the
+    /// padded texts.
     ///
     /// # Errors
     /// [`Error::Shape`] if there are not as many lengths as samples, or the texts are too long.
@@ -40,14 +41,15 @@ impl TextLengths {
         Ok(())
     }
 
-    /// The mask of keys, (B, 1, 1, L + S), u8: 1 for the text's keys below its length and for all keys of the image.
+    /// The mask of keys, (B, 1, 1, L + S), u8: 1 for the text's keys that are not padding and for all keys of the image.
+    /// `length` is L, the number of tokens of the padded texts; `area` is S, the number of image tokens.
     ///
     /// # Errors
     /// [`Error::Shape`] if [`check`](Self::check) fails.
     pub fn mask(&self, lengths: &Tensor, length: usize, area: usize) -> Result<Tensor> {
         let lengths = lengths.detach().to_dtype(DType::F32)?.unsqueeze(1)?;
         let text = self.numbers.narrow(1, 0, length)?.lt(&lengths)?;
-        // The mask of a text's first token is always 1, so it is repeated for the image.
+        // The mask of a text's first token is always 1. The image's keys repeat this value.
         let image = text.narrow(1, 0, 1)?.broadcast_as((lengths.dims()[0], area))?;
         Tensor::cat(&[&text, &image], 1)?.unsqueeze(1)?.unsqueeze(1)
     }

@@ -1,5 +1,6 @@
-//! The blocks of a multimodal diffusion transformer (Esser et al. 2024, arXiv:2403.03206, section 4). The tokens of an
-//! image and of a text have separate weights, and attend to the tokens of both. Names are diffusers'. Follows
+//! The blocks of a multimodal diffusion transformer (Esser et al. 2024, arXiv:2403.03206, section 4). In blocks of
+//! two streams, image and text tokens have separate weights. In blocks of one stream, they have the same weights. In
+//! both, every token attends to all image and text tokens. Names are diffusers'. Follows
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/attention.py#L580>
 //! and
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/transformers/transformer_flux.py>.
@@ -32,7 +33,7 @@ pub use streams::{Sight, run_double, run_single};
 /// The sizes of a block.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockSizes {
-    /// Heads of the attentions.
+    /// Number of attention heads.
     pub heads: usize,
     /// Width of a head.
     pub head_dim: usize,
@@ -40,7 +41,7 @@ pub struct BlockSizes {
     pub qk_norm: bool,
     /// Whether linear layers have biases.
     pub bias: bool,
-    /// Added to the mean square of queries and keys.
+    /// Added to the mean square in the RMS norms of queries and keys.
     pub eps: f64,
 }
 

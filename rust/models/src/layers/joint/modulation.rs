@@ -5,13 +5,13 @@ use trainable_candle_core::ops::gated_add;
 use trainable_candle_core::ops::norm::modulated_layer_norm;
 use trainable_candle_core::{Result, Tensor};
 
-/// Added to the variance and the mean square in every norm of the blocks.
+/// Added to the variance in every layer norm and to the mean square in every RMS norm of the blocks.
 pub const EPS: f64 = 1e-6;
 
 /// Layer norm of `x (B, S, D)`, times 1 + `scale`, plus `shift`. Scale and shift are (B, D).
 ///
 /// # Errors
-/// [`Error::Shape`](trainable_candle_core::Error::Shape) if they do not fit each other.
+/// [`Error::Shape`](trainable_candle_core::Error::Shape) if the shapes do not fit each other.
 pub fn modulated(x: &Tensor, [shift, scale]: [&Tensor; 2]) -> Result<Tensor> {
     modulated_layer_norm(x, scale, shift, EPS)
 }
@@ -19,7 +19,7 @@ pub fn modulated(x: &Tensor, [shift, scale]: [&Tensor; 2]) -> Result<Tensor> {
 /// `x + gate · y` for `x` and `y` (B, S, D) and `gate (B, D)`.
 ///
 /// # Errors
-/// [`Error::Shape`](trainable_candle_core::Error::Shape) if they do not fit each other.
+/// [`Error::Shape`](trainable_candle_core::Error::Shape) if the shapes do not fit each other.
 pub fn gated_add(x: &Tensor, y: &Tensor, gate: &Tensor) -> Result<Tensor> {
     gated_add::gated_add(x, y, &gate.unsqueeze(1)?)
 }

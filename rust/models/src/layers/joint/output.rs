@@ -9,9 +9,9 @@ use crate::saved::Saved;
 const NORM: &str = "norm_out.linear";
 const PROJECTION: &str = "proj_out";
 
-/// A norm, a scale and a shift computed from the condition, and a projection to the values of the patches.
+/// A layer norm, modulated by a shift and a scale from the condition, and a projection to the values of the patches.
 pub struct ModulatedOutput {
-    /// The layer that computes the modulation, unless the model passes it.
+    /// The layer that computes the modulation; None if the model passes the modulation.
     norm: Option<Linear<Tensor>>,
     projection: Linear<Tensor>,
 }
@@ -29,7 +29,8 @@ impl ModulatedOutput {
         })
     }
 
-    /// As [`new`](Self::new), for models that pass the modulation. These only have the parameter `proj_out`.
+    /// As [`new`](Self::new), for models that pass the modulation. The layer then takes only the parameters of
+    /// `proj_out`.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -48,7 +49,7 @@ impl ModulatedOutput {
         };
         let modulation = norm.forward(condition)?;
         let dim = norm.in_features();
-        // In this layer, diffusers has the scale first.
+        // As in diffusers, the scale comes first here. In the blocks, the shift comes first.
         self.modulated(x, [&modulation.narrow(1, dim, dim)?, &modulation.narrow(1, 0, dim)?])
     }
 

@@ -14,7 +14,7 @@ pub struct Rope {
 
 /// Computes angles from positions: each axis rotates its own pairs of features.
 pub struct RopeAxes {
-    /// For each axis its frequencies, (1, pairs), f64.
+    /// The frequencies of each axis, (1, pairs), f64: radians by which one step along the axis rotates each pair.
     frequencies: Vec<Tensor>,
 }
 
@@ -33,8 +33,8 @@ impl RopeAxes {
         )))
     }
 
-    /// Axes of the positions. For each axis, `widths` has the number of features of a head that the axis rotates, an
-    /// even number. Pair i of an axis is rotated by position · `theta`^(−2i / width).
+    /// For each axis of a token's position, `widths` has the number of features of a head that the axis rotates, an even
+    /// number. The axis rotates its pair i by the angle position · `theta`^(−2i / width).
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Candle`] if the frequencies cannot be copied to the device.
@@ -48,7 +48,7 @@ impl RopeAxes {
     }
 
     /// The angles of tokens at the positions `ids (S, axes)`, computed in f64. The models were trained with f64
-    /// angles. Positions reach hundreds, so cosines of angles in f32 would differ visibly.
+    /// angles. Positions reach hundreds, so the rounding of f32 angles would change their cosines visibly.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if the number of axes is wrong.
@@ -89,7 +89,7 @@ impl Rope {
         Ok(Self { cos: row(&self.cos)?, sin: row(&self.sin)? })
     }
 
-    /// Stack the angles of samples with different positions. Cosines and sines of each sample are (S, width / 2).
+    /// Stack the angles of samples with different positions. Cosines and sines of each sample are (S, head_dim / 2).
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if the samples differ in length.

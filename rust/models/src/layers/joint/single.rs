@@ -1,4 +1,4 @@
-//! The block of one stream, in which attention and feed-forward layer are parallel (Dehghani et al. 2023,
+//! The block of one stream, in which attention and feed-forward network are parallel (Dehghani et al. 2023,
 //! arXiv:2302.05442, section 2.1).
 
 use trainable_candle_core::ops::activation::Gelu;
@@ -11,13 +11,14 @@ use super::modulation::{gated_add, modulated};
 use super::{BlockSizes, Sight};
 use crate::saved::Saved;
 
-/// Width of the feed-forward layer's middle, as a multiple of the tokens' width.
+/// Width of the feed-forward network's hidden layer, as a multiple of the tokens' width.
 const RATIO: usize = 4;
 /// The layer that modulates the tokens.
 const NORM: &str = "norm.linear";
 
-/// One product computes queries, keys, values and the feed-forward layer's middle from the modulated input. Another
-/// projects the results of attention and feed-forward layer together; its result is gated and added to the input.
+/// Attention and a feed-forward network, which read the same modulated input. The first layers (`projections`) compute
+/// queries, keys, values and the hidden layer. `proj_out` projects the results of attention and of the hidden layer
+/// together. The projection is multiplied by a gate and added to the residual stream.
 pub struct SingleBlock {
     /// The layer that computes the modulation; None if the model passes the modulation.
     norm: Option<Linear<Tensor>>,
@@ -30,8 +31,8 @@ pub struct SingleBlock {
 }
 
 impl SingleBlock {
-    /// Takes parameters below `weights`. With `told_modulation` the model passes the modulation, and the block has no
-    /// layer for it.
+    /// Takes parameters below `weights`. With `told_modulation`, the model computes the modulation and passes it to the
+    /// block, which has no layer for the modulation then.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -86,7 +87,7 @@ impl SingleBlock {
         saved.block(inside, false, |saved| {
             saved.keep(inside);
             saved.layers(&self.projections.layers(), (inside, tokens), true);
-            // The tape keeps the results of the first layers and of the attention.
+            // The tape keeps the results of `projections` and of the attention.
             saved.attention(tokens, tokens, dim);
             saved.keep((3 + 1 + RATIO) * inside);
             saved.cheap_linear(&self.proj_out, ((1 + RATIO) * inside, tokens));

@@ -8,21 +8,21 @@ use super::{DoubleBlock, Rope, SingleBlock};
 /// The inputs of attention besides the tokens: angles and mask.
 #[derive(Clone, Copy, Default)]
 pub struct Sight<'a> {
-    /// The angles of the text's tokens, then of the image's.
+    /// The rotary embedding's angles of the text tokens, then of the image tokens.
     pub angles: Option<&'a Rope>,
-    /// 1 for keys that attention reads, u8, (B, 1, 1, tokens of the text and of the image). None if attention reads all
-    /// keys.
+    /// u8, (B, 1, 1, L + S) for L text tokens and S image tokens: 1 for keys that attention reads. None if attention
+    /// reads all keys.
     pub mask: Option<&'a Tensor>,
 }
 
 impl Sight<'_> {
-    /// Angles and mask as inputs of a block, so that its checkpoint keeps them.
+    /// Angles and mask as inputs of a block, so that the block's checkpoint keeps them.
     pub(crate) fn inputs(&self) -> impl Iterator<Item = &Tensor> {
         self.angles.into_iter().flat_map(|Rope { cos, sin }| [cos, sin]).chain(self.mask)
     }
 
-    /// Rebuild a [`Sight`] from the tensors `inputs` that its method [`inputs`](Self::inputs) returned, and call `run`
-    /// with it. `rotates` says whether the tensors begin with angles.
+    /// Rebuild a [`Sight`] from the tensors that its method [`inputs`](Self::inputs) returned, and call `run` with the
+    /// [`Sight`]. `rotates` says whether `inputs` begins with cosines and sines.
     pub(crate) fn of<R>(rotates: bool, inputs: &[Tensor], run: impl FnOnce(Sight<'_>) -> R) -> R {
         let (angles, mask) = inputs.split_at(if rotates { 2 } else { 0 });
         let angles = if let [cos, sin] = angles { Some(Rope { cos: cos.clone(), sin: sin.clone() }) } else { None };
