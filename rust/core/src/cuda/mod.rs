@@ -26,6 +26,7 @@ mod graph;
 pub mod launch;
 mod loader;
 mod low_rank;
+mod low_rank_gradient;
 mod mapped;
 mod memory;
 pub mod offload;
