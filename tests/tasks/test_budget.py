@@ -135,7 +135,7 @@ def test_too_little_host_memory_is_said(flux: Model) -> None:
     there = budget(6)
     assert flux.plan(there).estimate.host > 0
     message = (
-        r"memory of the host: .* which has 512\.0 MiB free; .* a smaller --resolution or another"
+        r"memory of the host: .* of which 512\.0 MiB are free; .* a smaller --resolution or another"
     )
     with pytest.raises(OutOfMemoryError, match=message) as caught:
         flux.plan(Budget(there.memory, GIB // 2, there.rates))
