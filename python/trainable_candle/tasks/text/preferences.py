@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class PreparedPreferences(Packing):
     """A data set of pairs of answers, and the loss of a model on it."""
 
-    # `answers` has a row for each pair, and batches of equal length hold different numbers of pairs.
+    # `answers` has a row for each pair; batches of equal length have different numbers of pairs.
     alike: ClassVar[bool] = False
 
     def weight(self, batch: Packed) -> float:
