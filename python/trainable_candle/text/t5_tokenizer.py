@@ -160,8 +160,10 @@ def _from_folder(folder: Path) -> Tokenizer:
 
 
 def _charsmap(normalizer: dict[str, Any] | None) -> bytes:
-    """The table of characters in a normalizer of `tokenizer.json`, or in a sequence of normalizers;
-    empty if there is none."""
+    """The table of characters in a normalizer of `tokenizer.json`; empty if there is none.
+
+    A normalizer may be a sequence of normalizers.
+    """
     if normalizer is None:
         return b""
     if normalizer["type"] == "Sequence":
