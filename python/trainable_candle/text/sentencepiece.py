@@ -61,7 +61,7 @@ def _parse(data: bytes) -> UnigramModel:
         elif number == _NORMALIZER:
             charsmap = dict(_fields(value)).get(_CHARSMAP, b"")
     if kind != _UNIGRAM:
-        raise ValueError(f"the SentencePiece model has type {kind}, expected {_UNIGRAM} (unigram)")
+        raise ValueError(f"the SentencePiece model is of type {kind}, expected {_UNIGRAM}, unigram")
     if unknown is None:
         raise ValueError("the SentencePiece model has no piece for unknown text")
     return UnigramModel(pieces, unknown, charsmap)
