@@ -24,8 +24,8 @@ _AGAIN: Final = 0.34
 _DECODED: Final = 7.2
 """Bytes of memory traffic for each weight that is dequantized."""
 _BESIDE: Final = 4
-"""The exponent p in (a^p + b^p)^(1/p), the time of a computation of a seconds with parallel copies
-of b seconds."""
+"""The exponent p in (a^p + b^p)^(1/p), the time of computing and copying in parallel. Alone, the
+computation takes the time a, and the copies take the time b."""
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ class ChatTokenizer:
 
     @cached_property
     def special(self) -> frozenset[int]:
-        """Numbers of the special tokens, which ordinary text does not produce."""
+        """Numbers of the special tokens, such as those that begin or end a text or a turn."""
         added = self._tokenizer.get_added_tokens_decoder()
         named = [self._tokenizer.token_to_id(token) for token in self.tokens.values()]
         return frozenset(

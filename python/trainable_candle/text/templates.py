@@ -48,8 +48,8 @@ class Rendered:
 
     text: str
     spans: tuple[tuple[int, int], ...] | None
-    """Start and end, in characters, of the parts that the template encloses in `{% generation %}`,
-    because the model generates them; None if the template has no `{% generation %}`."""
+    """Start and end, in characters, of each part that the model generates. Templates enclose such
+    parts in `{% generation %}`; None if the template has no `{% generation %}`."""
 
 
 class ChatTemplate:

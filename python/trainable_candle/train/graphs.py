@@ -48,7 +48,7 @@ class PassGraphs:
 
     @staticmethod
     def _needs_the_host(inputs: Inputs) -> bool:
-        """Whether the host copies streamed weights between pageable memory and the device."""
+        """Whether weights streamed to the inputs' device are in pageable memory of the host."""
         device = str(next(iter(inputs.values())).device)
         return device != "cpu" and _core.cuda_stages_weights(device)
 

@@ -124,8 +124,8 @@ class Trainer(Generic[Batch]):
         keep_checkpoints: how many to keep, at least 1.
         callbacks: called in order.
         settings: stored in checkpoints, for users and for comparison with those of a resumed run.
-        group: the processes that train together. Each takes `gradient_accumulation` batches in a
-            step, distributed by number; only rank 0 has an `output`.
+        group: the processes that train together. Each process takes `gradient_accumulation` batches
+            in a step, in turn by batch number; only rank 0 has an `output`.
         seed: this seed and the number of a batch determine the random numbers that `data`,
             `inputs` and `loss` draw for the batch from tc's generator, whatever was drawn before;
             by default the current seed of that generator.

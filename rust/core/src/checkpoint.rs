@@ -289,6 +289,7 @@ struct Recording {
     last_saved: usize,
     /// The values that the operation `last_saved` has saved.
     saved_by_last: Vec<TensorId>,
+    /// The kept results, each with the number of the operation that computed them.
     kept: Vec<(usize, Kept)>,
     versions: Vec<(Arc<Version>, u64)>,
 }
@@ -375,7 +376,7 @@ pub(crate) fn is_selective() -> bool {
     })
 }
 
-/// Run one operation of a checkpointed function: record it, or take its kept result.
+/// Run one operation of a checkpointed function: compute its result and record it, or take the result that was kept.
 pub(crate) fn run<A>(
     op: &'static OpInfo,
     inputs: &[&Tensor],

@@ -185,7 +185,7 @@ class TextTask:
             self._adapters.set_enabled(True)
 
     def prompt_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The tokens of a conversation, up to where the answer begins.
+        """The tokens of a conversation, including those that begin the answer's turn.
 
         Raises:
             ConfigError: the chat template rejects the conversation, or no position is left for an
@@ -205,7 +205,7 @@ class TextTask:
     def answer(
         self, messages: Sequence[Mapping[str, str]], options: WritingOptions
     ) -> Iterator[str]:
-        """The model's answer to a conversation, piece by piece.
+        """The model's answer to a conversation, in pieces of text as the model generates them.
 
         Raises:
             ConfigError: see `prompt_tokens`.
@@ -287,7 +287,8 @@ class TextTask:
             )
         self.family.model.merge_adapter()
         self.family.model.save_pretrained(output)
-        # If the dtype was changed, keep the written configuration, which names the new dtype.
+        # `save_pretrained` has written a configuration with the present dtype. Keep this
+        # configuration if the dtype was changed, else replace it by the original one.
         copy_files(self.family.weights, output, *([] if self.family.dtype else ["config.json"]))
 
     def loss_on(self, dataset: str) -> float:

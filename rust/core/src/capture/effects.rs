@@ -23,7 +23,7 @@ pub(super) trait Slot: Send + Sync {
 pub(super) trait Repeat: Send + Sync {
     fn key(&self) -> usize;
     /// Whether the change still holds at the end of the function. A derived value is out of date if its variable has
-    /// changed since.
+    /// changed after the value was derived.
     fn is_last(&self) -> bool {
         true
     }
@@ -119,7 +119,7 @@ pub(super) fn refuse_change(what: &'static str) -> Result<()> {
     ))
 }
 
-/// Record a change of the state `key`; `undo` restores the value before it.
+/// Record a change of the state `key`; `undo` restores the value that the state had before the change.
 pub(super) fn note_change(key: usize, undo: impl FnOnce() + Send + 'static) {
     if is_capturing() {
         EFFECTS.with_borrow_mut(|effects| {
