@@ -87,10 +87,10 @@ def refuse_for_the_host(
     """
     need, there = host
     raise OutOfMemoryError(
-        f"memory of the host: the run needs about {size(found.peak)} on the GPU. With weights in "
-        f"host memory, the run needs {size(fitting.peak)} on the GPU and {size(need)} in host "
-        f"memory, of which {size(there)} are free; end other programs, or use {_last(groups)}"
-        "another machine"
+        f"memory of the host: the run needs about {size(found.peak)} on the GPU. With a part of "
+        f"these data in host memory, the run needs {size(fitting.peak)} on the GPU and "
+        f"{size(need)} in host memory, of which {size(there)} are free; end other programs, or use "
+        f"{_last(groups)}another machine"
     )
 
 
