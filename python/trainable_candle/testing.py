@@ -39,8 +39,8 @@ def assert_close(
         atol: Absolute tolerance; default: that of the tensor's dtype in `TOLERANCES`.
 
     Raises:
-        AssertionError: If the tensor differs from `expected`; the message has the shapes or the
-            largest difference.
+        AssertionError: If the tensor differs from `expected`; the message names the two dtypes, the
+            two shapes or the largest difference of values.
     """
     if isinstance(expected, Tensor) and actual.dtype != expected.dtype:
         raise AssertionError(f"dtypes differ: {actual.dtype} and {expected.dtype}")

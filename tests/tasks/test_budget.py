@@ -135,7 +135,7 @@ def test_too_little_host_memory_is_said(flux: Model) -> None:
     there = budget(6)
     assert flux.plan(there).estimate.host > 0
     message = (
-        r"memory of the host: .* which has 512\.0 MiB free; .* a smaller --resolution or another"
+        r"memory of the host: .* of which 512\.0 MiB are free; .* a smaller --resolution or another"
     )
     with pytest.raises(OutOfMemoryError, match=message) as caught:
         flux.plan(Budget(there.memory, GIB // 2, there.rates))
@@ -172,7 +172,7 @@ def test_what_processes_share_counts_once_on_their_machine(flux: Model) -> None:
 def test_the_host_memory_in_messages_is_that_of_the_machine(flux: Model) -> None:
     def need(**processes: int) -> float:
         found = Budget(budget(6).memory, GIB / 4, processes=2, **processes)
-        message = r"on the GPU and ([\d.]+) GiB in host memory, which has 512\.0 MiB free"
+        message = r"on the GPU and ([\d.]+) GiB in host memory, of which 512\.0 MiB are free"
         with pytest.raises(OutOfMemoryError, match=message) as caught:
             flux.plan(found, gradient_checkpointing="full")
         (gib,) = re.findall(message, str(caught.value))

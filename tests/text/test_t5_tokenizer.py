@@ -150,7 +150,7 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
         (whole[:-1], "ends within a field"),
         (whole[:100_000], "ends within a field"),
         (unknown + b"\x12\x02\x18\x02", "of type 2, expected 1, unigram"),
-        (piece, "without a piece for unknown text"),
+        (piece, "has no piece for unknown text"),
         (unknown + piece, "its vocabulary has no '<pad>'"),
         (b"\x0b", "wire type 3"),
         (b"\x08" + b"\xff" * 11, "an integer of more than 64 bits"),

@@ -205,7 +205,7 @@ def test_a_damaged_checkpoint_without_an_earlier_one_is_named(tmp_path: Path) ->
     folder = save(tmp_path, 2)
     save(tmp_path, 3)
     (folder / "optimizer.safetensors").unlink()
-    with pytest.raises(WeightsFormatError, match="no earlier one: remove that folder and start"):
+    with pytest.raises(WeightsFormatError, match="no earlier checkpoint: remove that folder"):
         load(folder)
 
 

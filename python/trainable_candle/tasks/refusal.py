@@ -27,14 +27,14 @@ _SMALLER: Final[tuple[tuple[str, Any], ...]] = (
     ("train_text_encoder", False),
     ("precision", "bf16"),
 )
-"""Settings that are tried one after the other, each together with those before."""
+"""Settings with values that need less memory, in the order in which `_what_fits` adds them."""
 _LEAST: Final[tuple[tuple[str, Any], ...]] = (("rank", 16), ("rank", 4))
-"""Settings that are tried last."""
+"""Settings that `_what_fits` tries after all others, because small ranks limit the training."""
 _LAST: Final = {
     "resolution": "a smaller --resolution",
     "sequence_length": "a shorter --sequence-length",
 }
-"""Advice if no smaller settings suffice, by the setting that it names."""
+"""Setting -> advice to lower it, for runs that do not fit even with the smallest settings above."""
 
 
 def refuse(
@@ -44,14 +44,14 @@ def refuse(
     limit: float,
     estimate: Callable[[TrainConfig], Estimate],
 ) -> NoReturn:
-    """Raise an error: the run does not fit in memory; these settings would.
+    """Raise the error that a run does not fit in memory; it names settings with which it would.
 
     Args:
         found: the estimate of the run without any savings.
-        smallest: its settings, with the smallest values for those that a plan may choose.
+        smallest: the run's settings, with the smallest values for those that a plan may choose.
         groups: the groups of settings that the model takes.
         limit: available bytes.
-        estimate: estimates a run with other settings.
+        estimate: a function that estimates the run with other settings.
 
     Raises:
         OutOfMemoryError: always; the message names settings that would fit.
@@ -73,23 +73,24 @@ def refuse_for_the_host(
     groups: Collection[type[Group]],
     host: tuple[float, float],
 ) -> NoReturn:
-    """Raise an error: the run fits on the GPU only with more host memory than is available.
+    """Raise the error that a run fits on the GPU only with more host memory than is available.
 
     Args:
         found: the estimate of the run without any savings.
         fitting: the estimate with settings that fit on the GPU.
         groups: the groups of settings that the model takes.
-        host: bytes of host memory that all processes of a machine need, and those available.
+        host: the bytes of host memory that all processes of the machine need together, and the
+            bytes that are available.
 
     Raises:
         OutOfMemoryError: always.
     """
     need, there = host
     raise OutOfMemoryError(
-        f"memory of the host: the run needs about {size(found.peak)} on the GPU. With a part of it "
-        f"in host memory, it needs {size(fitting.peak)} on the GPU and {size(need)} in host "
-        f"memory, which has {size(there)} free; end other programs, or use {_last(groups)}another "
-        "machine"
+        f"memory of the host: the run needs about {size(found.peak)} on the GPU. With a part of "
+        f"these data in host memory, the run needs {size(fitting.peak)} on the GPU and "
+        f"{size(need)} in host memory, of which {size(there)} are free; end other programs, or use "
+        f"{_last(groups)}another machine"
     )
 
 
@@ -108,7 +109,8 @@ def _what_fits(
     """Change settings, one after the other, until the run fits.
 
     Returns:
-        The changes, or None if the run does not fit with all of them; and the bytes it then needs.
+        The changes, or None if the run does not fit even with all of them; and the bytes that the
+        run needs with the changes.
     """
     changes: dict[str, Any] = {}
     least = estimate(config).peak

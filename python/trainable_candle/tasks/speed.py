@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from trainable_candle.settings import TrainConfig
 
 _STEP: Final = 0.0143
-"""Seconds of a step that do not depend on rates: launches, small operations, the optimizer."""
+"""The seconds of a step that depend on none of the `Rates`: launches, small operations, the
+optimizer."""
 _ATTENTION: Final = 0.79
 """The rate of attention divided by that of matrix products."""
 _TRAFFIC: Final = 12.7
-"""How often the bytes on the tape are read or written in a step: in norms, activations, gates and
-adapters."""
+"""How often norms, activations, gates and adapters together read or write each byte that the tape
+keeps, in a step without recomputation."""
 _AGAIN: Final = 0.34
-"""The fraction of that traffic that a second forward pass adds."""
+"""The memory traffic of a second forward pass, as a fraction of the traffic without it."""
 _DECODED: Final = 7.2
 """Bytes of memory traffic for each weight that is dequantized."""
-
-
 _BESIDE: Final = 4
-"""The exponent p of the time (a^p + b^p)^(1/p) that computing and copying take in parallel."""
+"""The exponent p in (a^p + b^p)^(1/p), the time of computing and copying in parallel. Alone, the
+computation takes the time a, and the copies take the time b."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Work:
     decoded: float
     """The number of quantized weights; each forward and backward pass dequantizes them."""
     streamed: float
-    """Bytes of blocks' streamed weights, copied in the forward and in the backward pass."""
+    """Bytes of the blocks' streamed weights, copied once in the forward pass and once in the
+    backward pass."""
     modulation: float
     """Bytes of streamed modulation weights, copied once a step."""
     offloaded: float
@@ -68,7 +69,7 @@ class Rates:
     products: float
     """Floating-point operations of matrix products in bf16."""
     memory: float
-    """Bytes read from or written to its memory."""
+    """Bytes read from or written to the GPU's memory."""
     link: float
     """Bytes copied from host memory."""
     streams: float | None = None
@@ -89,18 +90,19 @@ GPUS: Final = {
     "RTX 5090": _rates(160, 1792, 50),
     "H200": _rates(760, 4800, 53),
 }
-"""Rates by a part of the driver's name for a GPU.
+"""A part of the driver's name for a GPU -> the GPU's rates.
 
-Memory and link are the makers' figures, except for the H200's link, which is measured. The H200's
-products and the constants above are fitted to the steps in docs/benchmarks.md that
-tests/tasks/test_speed.py lists. The products of the other GPUs are taken from published
+The rates of memory and link are the makers' figures, except for the H200's link, which is measured.
+The H200's rate of products and the constants above are fitted to the steps in docs/benchmarks.md
+that tests/tasks/test_speed.py lists. The other GPUs' rates of products are taken from published
 measurements; nothing was run on these GPUs.
 """
 _NVLINK: Final = 450e9
-"""Bytes that a GPU receives by NVLink in a second: NVIDIA's figure for an H100 or H200, 900 GB/s in
-both directions together. Copies of streamed weights by NVLink have not been measured."""
+"""Bytes that a GPU receives by NVLink in a second: half of NVIDIA's figure for an H100 or H200,
+which is 900 GB/s in both directions together. Copies of streamed weights by NVLink have not been
+measured."""
 ANY_GPU: Final = GPUS["RTX 3060"]
-"""The rates with which settings are compared on a GPU that is not in the table."""
+"""The rates that are assumed for a GPU that is not in the table, to compare settings by time."""
 
 
 def rates_of(name: str) -> Rates | None:
@@ -110,9 +112,10 @@ def rates_of(name: str) -> Rates | None:
 
 
 def with_peers(rates: Rates, link: str) -> Rates:
-    """The rates of a GPU that copies streamed weights from GPUs over a link.
+    """The rates of a GPU that copies streamed weights from other GPUs over `link`.
 
-    Without NVLink the copies cross the same bus as those from host memory.
+    Without NVLink the rates stay the same: copies from other GPUs cross the same bus as copies from
+    host memory.
     """
     return replace(rates, streams=_NVLINK) if link == NVLINK else rates
 
@@ -174,8 +177,8 @@ def seconds(work: Work, rates: Rates) -> float:
     """The approximate time of a micro-batch.
 
     The backward pass of a frozen layer costs as much as one forward pass; the backward pass of
-    attention costs as much as two and a half. Copies run in parallel with the computation; the more
-    time they take in comparison, the more they slow it down.
+    attention costs as much as two and a half. Copies run in parallel with the computation, and slow
+    it down more the longer they take (see `_BESIDE`).
     """
     again = 1 if work.recomputes else 0
     products = (2 + again) * work.layers / rates.products

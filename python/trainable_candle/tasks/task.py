@@ -29,7 +29,7 @@ PartT = TypeVar("PartT", covariant=True)
 
 @dataclass(frozen=True)
 class Split(Generic[PartT]):
-    """The data for training, and the data for validation."""
+    """The data for training, and the data for validation or None."""
 
     train: PartT
     validation: PartT | None = None
@@ -37,7 +37,7 @@ class Split(Generic[PartT]):
 
 @contextmanager
 def naming_validation() -> Iterator[None]:
-    """Let errors about a data set name the setting `validation_dataset`."""
+    """A context in which errors that start with `dataset: ` start with `validation_dataset: `."""
     try:
         yield
     except (ConfigError, DatasetError) as error:
@@ -48,7 +48,9 @@ def naming_validation() -> Iterator[None]:
 
 
 def held_out_items(count: int, share: float, seed: int, noun: str = "image") -> list[int]:
-    """Indices held out for validation: fixed by the seed, at least one, never all.
+    """The sorted indices of the items that are held out for validation.
+
+    They are about `share` of the `count` items, at least one and never all, and depend on the seed.
 
     Raises:
         DatasetError: there is only one item.
@@ -64,10 +66,10 @@ def held_out_items(count: int, share: float, seed: int, noun: str = "image") -> 
 
 
 class EpochSource(BatchSource[BatchOut], Protocol[BatchOut]):
-    """Batches by number, which form epochs."""
+    """Batches by number; each epoch is a range of consecutive numbers."""
 
     def first_batch(self, epoch: int) -> int:
-        """The number of the first batch of an epoch, counted from 0."""
+        """The number of the first batch of an epoch; batches and epochs are counted from 0."""
 
 
 class Prepared(Protocol[BatchT]):
@@ -80,21 +82,21 @@ class Prepared(Protocol[BatchT]):
         """The inputs of `loss` for a batch, by name, on the model's device.
 
         Random numbers are drawn on the host, and depend only on the run's seed and the number of
-        each sample (`draws`). So a resumed run repeats them, and they are equal on a GPU and on the
-        CPU.
+        each sample (`draws`). So a resumed run draws the same random numbers as an uninterrupted
+        one, and a run on a GPU the same as a run on the CPU.
         """
 
     def weight(self, batch: BatchT) -> float:
         """The weight of a batch's loss in the mean over the batches of a step, above 0."""
 
     def loss(self, inputs: Inputs) -> Tensor:
-        """The training loss for `inputs`, one element, computed without synchronization."""
+        """The training loss for `inputs`, one element; the host does not wait for the device."""
 
     def validation_loss(self) -> float:
         """The mean loss over all data, with the same random numbers at every call.
 
-        If there are several processes, all call this, each measures a part, and all get the same
-        result. The library's generator does not change.
+        If there are several processes, all must call this method: each measures a part of the data,
+        and all get the same result. The library's generator does not change.
         """
 
     def count(self, batch: BatchT) -> float:
@@ -104,9 +106,9 @@ class Prepared(Protocol[BatchT]):
         """The metadata about the data for adapter files, with the names of kohya's scripts."""
 
     def validation_facts(self, loss: float) -> Mapping[str, float]:
-        """The values to log after a validation, by name, including its loss.
+        """The values to log after a validation, by name, including the validation's `loss`.
 
-        All processes call this, like `validation_loss`.
+        All processes must call this method, like `validation_loss`.
         """
 
     def __len__(self) -> int:
@@ -116,11 +118,12 @@ class Prepared(Protocol[BatchT]):
 class Task(Protocol):
     """One model with its data, its loss and its previews.
 
-    The methods are called in this order; nothing is loaded before `prepare`.
+    The methods are called in the order of their definitions; no weights are loaded before
+    `prepare`.
     """
 
     noun: ClassVar[str]
-    """The word for an example of its data in messages."""
+    """The word for an example of the task's data in messages."""
     counts: ClassVar[str]
     """The unit of `Prepared.count`: `image` or `token`."""
     weighs: ClassVar[bool]
@@ -128,7 +131,10 @@ class Task(Protocol):
 
     @property
     def repeats(self) -> bool:
-        """Whether a step does the same for all batches of a shape, as CUDA graphs require."""
+        """Whether steps with batches of equal shapes launch the same operations on the device.
+
+        CUDA graphs require it.
+        """
 
     def check(self, report: Callable[[str], None]) -> None:
         """Check the settings against the headers of the weights; nothing else is read yet.
@@ -174,7 +180,7 @@ class Task(Protocol):
         Args:
             data: the result of `read`.
             report: gets a line for each long operation.
-            group: the processes that encode and validate together; all call this.
+            group: the processes that encode and validate together; all must call this method.
 
         Raises:
             DatasetError: an example cannot be read any more.
@@ -186,8 +192,8 @@ class Task(Protocol):
         """Attach trainable adapters to the model and set its checkpointing, as the settings say.
 
         Args:
-            fresh: whether to initialise them as the settings say; not needed if a checkpoint is
-                loaded afterwards.
+            fresh: whether to initialise the adapters as the settings say; not needed if a
+                checkpoint is loaded afterwards.
 
         Raises:
             ConfigError: a target matches no layer.
@@ -199,10 +205,10 @@ class Task(Protocol):
         The library's generator does not change.
 
         Returns:
-            The file.
+            The path with the extension.
 
         Raises:
-            NonFiniteError: the model gives no finite numbers.
+            NonFiniteError: the model's output has a NaN or an infinity.
             OSError: the file cannot be written.
         """
 
@@ -214,12 +220,12 @@ class Task(Protocol):
         """
 
     def publish(self, adapters: Adapters, output: Path, metadata: dict[str, str]) -> Path | None:
-        """Write the finished adapters for other tools, if these do not read `adapter_file`.
+        """Write the finished adapters for tools that do not read the file of `adapter_file`.
 
         Args:
             adapters: the adapters with their final values.
             output: the folder of the run.
-            metadata: text entries for the header of a file.
+            metadata: text entries for the header of the written file.
 
         Returns:
             The file or folder that was written; None if none.
@@ -229,7 +235,7 @@ class Task(Protocol):
         """
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:
-        """Attach the adapters in a file to the model, their effect times `scale`.
+        """Attach the adapters in a file to the model; `scale` multiplies their effect.
 
         Raises:
             MissingFileError, WeightsFormatError, ConfigError: the file is missing, damaged, or of
@@ -253,18 +259,19 @@ class Task(Protocol):
 
 
 class Family(Protocol):
-    """A family of models, which `--model` names and one task trains."""
+    """A family of models: `--model` gives its name, and its `task` trains its models."""
 
     name: ClassVar[str]
-    """Its name for `--model`."""
+    """The family's name for `--model`."""
     summary: ClassVar[str]
     """A description of the family in one line."""
     download: ClassVar[str]
-    """Where to get weights if none are built in, with their size and licence."""
+    """Where to get weights that are not in the package, with their size and licence."""
     groups: ClassVar[tuple[type[Group], ...]]
-    """The groups of settings that it takes; giving others is an error."""
+    """The groups of settings that the family takes; a setting of another group is an error."""
     parts: ClassVar[tuple[str, ...]]
-    """The folders of its models in a pipeline; none if it is not a pipeline."""
+    """The subfolders of a pipeline's folder, one for each model; empty if the family's weights are
+    not a pipeline."""
 
     def __init__(
         self, weights: Path, dtype: str | None, device: str, config: TrainConfig | None = None
@@ -272,11 +279,11 @@ class Family(Protocol):
 
     @classmethod
     def default_weights(cls) -> Path | None:
-        """The weights in the package; None if there are none."""
+        """The path of the weights in the package; None if the package has none of this family."""
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> Mapping[str, Any]:
-        """The model's defaults for settings that have no value, by name."""
+        """The model's defaults for settings without a value in `config`, by setting."""
 
     def require_own(self) -> None:
         """Check that the weights are of this family.

@@ -25,11 +25,11 @@ FILES: Final = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "generation_config.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
 )  # fmt: skip
-"""The files of the tokenizer and of generation in a model's folder, copied with the model."""
+"""The files in a model's folder with its tokenizer and its settings for generation."""
 
 
 def copy_files(weights: Path, output: Path, *others: str) -> None:
-    """Copy the files of the tokenizer and of generation, and `others`, byte for byte."""
+    """Copy those of `FILES` and `others` that exist from one folder to another, byte for byte."""
     for name in (*FILES, *others):
         if (weights / name).is_file():
             shutil.copyfile(weights / name, output / name)
@@ -48,8 +48,8 @@ class ChatTokenizer:
 
     Args:
         tokenizer: converts text to ids of tokens and back.
-        tokens: special tokens by name: `bos_token`, `eos_token` and so on.
-        template: the chat template; ChatML if there is none.
+        tokens: the texts of special tokens by name: `bos_token`, `eos_token` and so on.
+        template: the chat template; None: ChatML.
         ends: ids of the tokens that end a text according to the model's configuration.
 
     Raises:
@@ -84,7 +84,11 @@ class ChatTokenizer:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:
-        """The tokenizer in the folder of a model, in the folder of a file, or in a GGUF file.
+        """The tokenizer of a model.
+
+        Args:
+            folder: the folder of the model, a GGUF file, or another file of weights with the
+                tokenizer in the same folder.
 
         Raises:
             MissingFileError: there is no `tokenizer.json`.
@@ -120,13 +124,13 @@ class ChatTokenizer:
 
     @property
     def size(self) -> int:
-        """The number of tokens, including added ones."""
+        """The number of tokens in the vocabulary, including added ones."""
         size: int = self._tokenizer.get_vocab_size()
         return size
 
     @cached_property
     def special(self) -> frozenset[int]:
-        """Numbers of the special tokens, which ordinary text does not produce."""
+        """Numbers of the special tokens, such as those that begin or end a text or a turn."""
         added = self._tokenizer.get_added_tokens_decoder()
         named = [self._tokenizer.token_to_id(token) for token in self.tokens.values()]
         return frozenset(
@@ -144,7 +148,11 @@ class ChatTokenizer:
 
     @cached_property
     def stops(self) -> frozenset[int]:
-        """Numbers of the tokens that end an answer, from the configuration and the template."""
+        """Numbers of the tokens that end an answer.
+
+        They are the end tokens of the configuration, and the last special token that the chat
+        template writes after an answer.
+        """
         ends = self._ends if self.end is None else self._ends | {self.end}
         try:
             asked = [{"role": "user", "content": "a"}]
@@ -177,7 +185,7 @@ class ChatTokenizer:
         return self._tokenizer.id_to_token(number) or f"<{number}>"
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The tokens of a conversation, up to where the answer begins.
+        """The tokens of a conversation, including those that begin the answer's turn.
 
         Raises:
             ValueError: the template rejects the conversation.
@@ -203,7 +211,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def config_ends(folder: Path) -> list[int]:
-    """Numbers of the tokens that end a text according to a folder's configurations."""
+    """Numbers of the end tokens in a folder's `generation_config.json` and `config.json`."""
     ends: list[int] = []
     for name in ("generation_config.json", "config.json"):
         found = _json(folder / name).get("eos_token_id")
@@ -213,7 +221,7 @@ def config_ends(folder: Path) -> list[int]:
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by name; files have them as text, or as objects with their `content`."""
+    """The texts of special tokens by name; `config` has texts, or objects with a `content`."""
     tokens = {}
     for name in _TOKENS:
         value = config.get(name)

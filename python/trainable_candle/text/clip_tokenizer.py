@@ -24,7 +24,9 @@ LENGTH: Final = 77
 START: Final = "<|startoftext|>"
 END: Final = "<|endoftext|>"
 PAD_OF_CLIP_L: Final = END
+"""The padding token of OpenAI's CLIP ViT-L/14."""
 PAD_OF_BIG_G: Final = "!"
+"""The padding token of OpenCLIP's ViT-bigG/14."""
 SHIPPED: Final = Path(str(files("trainable_candle.text") / "assets" / "clip_merges.txt.gz"))
 """The package's own copy of the merges of the published CLIP models."""
 _WORD: Final = (
@@ -39,12 +41,12 @@ class CLIPTokenizer:
     OpenCLIP and ComfyUI.
 
     Args:
-        tokenizer: splits text and numbers tokens.
+        tokenizer: splits text into tokens and maps each token to its number.
         pad: the padding token, `PAD_OF_CLIP_L` or `PAD_OF_BIG_G`.
         length: tokens in a row, with start and end; at least 3.
 
     Raises:
-        WeightsFormatError: the tokenizer lacks a token that is needed.
+        WeightsFormatError: the vocabulary lacks the start, end or padding token.
     """
 
     def __init__(self, tokenizer: Tokenizer, pad: str, length: int = LENGTH) -> None:
@@ -58,7 +60,7 @@ class CLIPTokenizer:
     def shipped(cls, pad: str) -> Self:
         """The tokenizer of the published CLIP models, from the package's own copy.
 
-        All of them, OpenCLIP's too, have the same vocabulary; they differ in `pad`.
+        All of these models, OpenCLIP's too, have the same vocabulary; they differ in `pad`.
         """
         return cls(_from_merges(gzip.decompress(SHIPPED.read_bytes()).decode()), pad)
 
@@ -151,10 +153,12 @@ def _from_folder(folder: Path) -> Tokenizer:
 
 
 def _from_merges(merges: str, vocabulary: dict[str, int] | None = None) -> Tokenizer:
-    """A tokenizer from CLIP's list of merges, one on each line, and its tokens' numbers.
+    """Make a tokenizer from CLIP's list of merges.
 
-    By default tokens are numbered as in CLIP: bytes, bytes at the end of a word, merges, start,
-    end.
+    Args:
+        merges: the text of `merges.txt`, with one merge on each line.
+        vocabulary: token -> number; by default, tokens are numbered in CLIP's order: bytes, bytes
+            at the end of a word, merges, start, end.
     """
     from tokenizers import (  # noqa: PLC0415 - imported when first needed
         AddedToken,
@@ -210,5 +214,5 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _token(entry: Any) -> str:
-    """The text of a token in `tokenizer_config.json`, which has it directly or in a mapping."""
+    """The text of a token: `entry` is the text, or a mapping with the text as `content`."""
     return str(entry.get("content", END)) if isinstance(entry, dict) else str(entry or END)

@@ -1,8 +1,8 @@
 """Reads the tokenizer of a language model from the metadata of its GGUF file.
 
 Keys and types of tokens are those of llama.cpp (`gguf-py/gguf/constants.py` at
-0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c); the names of the
-pre-tokenizers, which split text into words, are those of llama.cpp's `src/llama-vocab.cpp`.
+0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c). The names of the pre-tokenizers, which split text into
+words before BPE, are those of llama.cpp's `src/llama-vocab.cpp`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ SPLITS: Final = {
     "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
     GPT2: None, "default": None, SMOLLM: None,
 }  # fmt: skip
-"""Regular expressions that split text into words, by name; None: GPT-2's."""
+"""Name of a pre-tokenizer -> the regular expression of its words; None: GPT-2's expression."""
 NAMES: Final = {
     "bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }  # fmt: skip
 """Special tokens: transformers' name -> the key in the file after `tokenizer.ggml.`."""
 NORMAL, CONTROL, USER, UNUSED, BYTE = 1, 3, 4, 5, 6
-"""Types of tokens."""
+"""The types of tokens in the file's entry `tokenizer.ggml.token_type`."""
 _ENDS: Final = ("eos_token_id", "eot_token_id")
+"""The keys of the tokens that end a text or a turn, after `tokenizer.ggml.`."""
 _CURE: Final = "give the folder of the original model, with its tokenizer.json, instead of the file"
 
 
@@ -97,15 +98,19 @@ def _built(given: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def byte_level(given: Mapping[str, Any]) -> Tokenizer:
-    """A byte-level BPE tokenizer from `tokens`, `merges` of pairs, and the pre-tokenizer `pre`."""
+    """A byte-level BPE tokenizer from the file's entries `tokens`, `merges` and `pre`.
+
+    `pre` names the pre-tokenizer.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers  # noqa: PLC0415
 
     name = given.get("pre", "default")
     if name not in SPLITS:
-        raise ValueError(f"it splits text as {name}, which is not known; {_CURE}")
+        raise ValueError(f"its pre-tokenizer `{name}` is not supported; {_CURE}")
     vocabulary = {token: number for number, token in enumerate(given["tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in given.get("merges", ())]
     split = SPLITS[name]
+    # Llama 3 encodes a word that is in the vocabulary as one token, whatever the merges.
     whole = split is _LLAMA3
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=whole))
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
@@ -122,7 +127,11 @@ def byte_level(given: Mapping[str, Any]) -> Tokenizer:
 
 
 def _pieces(given: Mapping[str, Any]) -> Tokenizer:
-    """A SentencePiece tokenizer, whose merges follow from the scores: the highest first."""
+    """A SentencePiece BPE tokenizer from the file's entries `tokens` and `scores`.
+
+    The file has no merges. Each division of a token into two tokens is a merge; the merges that
+    make tokens with higher scores come first.
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers  # noqa: PLC0415
 
     tokens, scores = given["tokens"], given["scores"]
@@ -157,7 +166,10 @@ def _pieces(given: Mapping[str, Any]) -> Tokenizer:
 
 
 def _begin(tokenizer: Tokenizer, given: Mapping[str, Any], first: str | None) -> None:
-    """Make texts begin with the token `first`, if the file or llama.cpp's default requires it."""
+    """Make texts begin with the token `first`, if the entry `add_bos_token` requires it.
+
+    Without the entry, llama.cpp's default for the kind of tokenizer applies.
+    """
     from tokenizers.processors import TemplateProcessing  # noqa: PLC0415
 
     default = given["model"] == "llama" or SPLITS.get(given.get("pre", "")) is _LLAMA3

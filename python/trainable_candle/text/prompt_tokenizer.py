@@ -30,8 +30,9 @@ class PromptTokenizer:
     """Qwen's tokenizer with its template, as `transformers`' `apply_chat_template`.
 
     Args:
-        tokenizer: splits text and numbers tokens, including those of the template.
-        thinks: whether the answer may begin with thoughts, as `enable_thinking` of a pipeline.
+        tokenizer: splits text, also the template's, into tokens and maps each token to its number.
+        thinks: whether the answer may begin with thoughts; the template calls it
+            `enable_thinking`.
         system: the text of a system's turn before the user's; None for no such turn.
 
     Raises:
@@ -88,7 +89,7 @@ class PromptTokenizer:
 
     @property
     def size(self) -> int:
-        """One more than the largest number of a token."""
+        """One more than the largest token number."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     @property
@@ -105,7 +106,10 @@ class PromptTokenizer:
 
 
 def _from_merges(folder: Path) -> Tokenizer:
-    """Qwen2's tokenizer from `vocab.json`, `merges.txt` and the added tokens of other files."""
+    """Qwen2's tokenizer from `vocab.json` and `merges.txt`.
+
+    Added tokens come from `added_tokens.json` and `tokenizer_config.json`, if these files exist.
+    """
     from tokenizers import AddedToken  # noqa: PLC0415 - imported when first needed
 
     numbers = _read(folder / VOCABULARY)
@@ -119,7 +123,10 @@ def _from_merges(folder: Path) -> Tokenizer:
     for number, token in sorted(added.items()):
         tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
         if tokenizer.token_to_id(token) != number:
-            raise ValueError(f"the added token {token} has the number {number}, which is taken")
+            raise ValueError(
+                f"the added token {token} has the number {number}, expected "
+                f"{tokenizer.token_to_id(token)}"
+            )
     return tokenizer
 
 

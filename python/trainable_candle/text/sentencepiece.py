@@ -9,13 +9,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PIECE, _TRAINER, _NORMALIZER = 1, 2, 3
-"""Fields of the model."""
+"""Field numbers of the message `ModelProto`."""
 _TEXT, _SCORE, _TYPE = 1, 2, 3
-"""Fields of a piece."""
+"""Field numbers of a piece."""
 _MODEL_TYPE, _UNIGRAM = 3, 1
-"""The trainer's field for the kind of model, and its value for a unigram model."""
+"""The number of the trainer's field for the kind of model, and the field's value for a unigram
+model."""
 _CHARSMAP: Final = 2
-"""The normalizer's field for its table of characters."""
+"""The number of the normalizer's field for the table of characters."""
 _NORMAL, _UNKNOWN = 1, 2
 """Types of pieces."""
 _FLOAT: Final = struct.Struct("<f")
@@ -43,7 +44,7 @@ def parse(data: bytes) -> UnigramModel:
     try:
         return _parse(data)
     except (IndexError, struct.error) as error:
-        raise ValueError("a SentencePiece model that ends within a field") from error
+        raise ValueError("the SentencePiece model ends within a field") from error
 
 
 def _parse(data: bytes) -> UnigramModel:
@@ -60,14 +61,14 @@ def _parse(data: bytes) -> UnigramModel:
         elif number == _NORMALIZER:
             charsmap = dict(_fields(value)).get(_CHARSMAP, b"")
     if kind != _UNIGRAM:
-        raise ValueError(f"a SentencePiece model of type {kind}, expected {_UNIGRAM}, unigram")
+        raise ValueError(f"the SentencePiece model is of type {kind}, expected {_UNIGRAM}, unigram")
     if unknown is None:
-        raise ValueError("a SentencePiece model without a piece for unknown text")
+        raise ValueError("the SentencePiece model has no piece for unknown text")
     return UnigramModel(pieces, unknown, charsmap)
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """The numbers and values of a message's fields, in their order: integers, floats or bytes."""
+    """The number and the value (an integer, a float or bytes) of each field of a message."""
     at, end = 0, len(message)
     while at < end:
         key, at = _varint(message, at)

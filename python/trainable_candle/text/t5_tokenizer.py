@@ -34,13 +34,13 @@ _SPACE: Final = "▁"
 
 
 class T5Tokenizer:
-    """A unigram model of pieces of words, as `transformers.T5Tokenizer` (`T5TokenizerFast`).
+    """Splits words into pieces by a unigram model, as `transformers.T5Tokenizer`.
 
     Args:
-        tokenizer: converts text to ids of tokens.
+        tokenizer: converts text to token numbers.
 
     Raises:
-        WeightsFormatError: the tokenizer lacks a token that is needed.
+        WeightsFormatError: the vocabulary lacks the padding or the end token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -160,7 +160,10 @@ def _from_folder(folder: Path) -> Tokenizer:
 
 
 def _charsmap(normalizer: dict[str, Any] | None) -> bytes:
-    """The table of characters in a normalizer of `tokenizer.json`, or in a sequence of them."""
+    """The table of characters in a normalizer of `tokenizer.json`; empty if there is none.
+
+    A normalizer may be a sequence of normalizers.
+    """
     if normalizer is None:
         return b""
     if normalizer["type"] == "Sequence":
@@ -169,10 +172,10 @@ def _charsmap(normalizer: dict[str, Any] | None) -> bytes:
 
 
 def _tokenizer(model: UnigramModel, added: Sequence[dict[str, Any]] | None = None) -> Tokenizer:
-    """The tokenizer of a model with added tokens, which take precedence over pieces.
+    """Make a tokenizer from pieces and added tokens; added tokens take precedence over pieces.
 
     Args:
-        model: the pieces.
+        model: the pieces, their scores and the table of characters.
         added: the added tokens as in `tokenizer.json`, in the order of their numbers; by default
             padding, end, unknown and the sentinels.
     """

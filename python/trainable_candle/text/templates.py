@@ -3,8 +3,8 @@
 Templates come with downloaded checkpoints, so they run in jinja's sandbox and get only plain JSON
 values. The environment is that of transformers 5 (`utils/chat_template_utils.py`), with two
 exceptions. `strftime_now` always gives the same day: if texts changed from day to day, runs would
-not be repeatable. Attributes of a namespace must not begin with `_`, because such names could lead
-to Python's internals.
+not be repeatable. Names of a namespace's attributes must not begin with `_`, because such names
+could lead to Python's internals.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DAY: Final = dt.datetime(2024, 7, 26, tzinfo=dt.timezone.utc)
 _START, _END = "\ufdd0", "\ufdd1"
 """Marks around generated text; Unicode reserves these characters, so texts do not have them."""
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning; the first that is present counts."""
+"""The keys under which a message may have its reasoning; the first key that is present is used."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Rendered:
 
     text: str
     spans: tuple[tuple[int, int], ...] | None
-    """Start and end, in characters, of the parts that the template encloses in `{% generation %}`,
-    because the model generates them; None if the template has no `{% generation %}`."""
+    """Start and end, in characters, of each part that the model generates. Templates enclose such
+    parts in `{% generation %}`; None if the template has no `{% generation %}`."""
 
 
 class ChatTemplate:
@@ -117,7 +117,9 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unmarked(marked: str, marks: bool) -> Rendered:
-    """A text without its marks.
+    """The text without the marks `_START` and `_END`, and the spans that they enclosed.
+
+    Without marks in the text, the spans are () if `marks`, else None.
 
     Raises:
         ValueError: the conversation itself has the characters of the marks.
@@ -210,7 +212,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the HTML escapes of jinja's own filter."""
+    """JSON text without the HTML escapes that jinja's own filter adds."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -41,7 +41,8 @@ class Adapters:
 
     def groups(self, config: TrainConfig) -> list[tuple[list[Var], float]]:
         """The parameters by learning rate; text encoders have a learning rate of their own."""
-        # Prodigy finds one step size for all groups, so its rates are equal by default.
+        # By default, text encoders train at a tenth of the rate. Prodigy finds one step size for
+        # all groups, so the default factor is 1 for all of them.
         share = 1 if config.finds_rate else 10
         of_text = config.text_encoder_learning_rate or config.rate / share
         groups: dict[float, list[Var]] = {}
@@ -56,7 +57,7 @@ class Adapters:
             adapter.set_training(training)
 
     def set_enabled(self, enabled: bool) -> None:
-        """Let the model compute with the adapters, or exactly as if there were none."""
+        """Enable the adapters, or disable them: the model then computes exactly as without them."""
         for adapter in self.sets.values():
             adapter.set_enabled(enabled)
 
@@ -86,9 +87,10 @@ class Adapters:
 
 
 def start_adapter(adapter: AdapterSet, family: Any) -> None:
-    """Initialise the adapters on a family's model as the settings say.
+    """Initialise the adapters on a family's model by LoftQ, if the settings ask for it.
 
-    LoftQ loads the model a second time, without quantization, into host memory.
+    Otherwise, the adapters keep the initial values from `add_adapter`. LoftQ loads the model a
+    second time, without quantization, into host memory.
 
     Args:
         adapter: the newly attached adapters.
@@ -105,7 +107,9 @@ def start_adapter(adapter: AdapterSet, family: Any) -> None:
 
 
 def oft_side(config: TrainConfig, formats: Sequence[str]) -> str:
-    """The side of layers that OFT rotates: by default the one that readers of the files expect.
+    """Whether OFT rotates the layers' inputs or their outputs.
+
+    The default is the side that the programs expect that read the adapter file's format.
 
     Args:
         config: the settings.
@@ -118,7 +122,7 @@ def oft_side(config: TrainConfig, formats: Sequence[str]) -> str:
 def adapter_config(
     config: TrainConfig, targets: Sequence[str], formats: Sequence[str]
 ) -> tc.LoraConfig:
-    """The configuration of the adapters; `targets` are the layers if the settings name none.
+    """The configuration of the adapters; `targets` are adapted if the settings name no layers.
 
     `formats` is the argument of `oft_side`.
     """

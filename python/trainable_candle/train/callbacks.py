@@ -35,12 +35,12 @@ class Callback:
         """When a callback has reported metrics of the current step (`Trainer.report`)."""
 
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
-        """When a checkpoint begins; files that callbacks write to `folder` become part of it.
+        """When the trainer begins a checkpoint.
 
-        The trainer's own files are written in the background at the same time. A callback that
-        writes for long should take a copy (`tc.snapshot`) and pass the writing to
-        `trainer.write_later`. The folder gets its final name when all callbacks and their writes
-        are done.
+        Files that callbacks write to `folder` become part of the checkpoint. The trainer's own
+        files are written in the background at the same time. A callback whose writing takes long
+        should copy its values (`tc.snapshot`) and pass the writing to `trainer.write_later`. The
+        folder gets its final name when all callbacks and their writes are done.
         """
 
     def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:
@@ -51,7 +51,7 @@ class Callback:
 
 
 class ProgressBar(Callback):
-    """A bar with epoch, loss (running mean), learning rate, time per step, rate and GPU memory.
+    """A bar with epoch, loss (running mean), learning rate, step time, speed and GPU memory.
 
     ```python
     class Batches:
@@ -66,7 +66,7 @@ class ProgressBar(Callback):
 
     Args:
         file: the file to draw to; standard error by default.
-        unit: the unit that the trainer counts: `image` or `token`.
+        unit: the unit of the speed: `image` or `token`.
     """
 
     def __init__(self, file: TextIO | None = None, unit: str = "image") -> None:

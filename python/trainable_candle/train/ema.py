@@ -1,4 +1,7 @@
-"""Averages of the adapters, which replace the adapters in validation, previews and files."""
+"""Averages of the adapters' parameters over the steps.
+
+Validation, previews and adapter files use the averages instead of the parameters.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ class AdapterAverage(Callback):
 
     Args:
         adapters: the trained adapters.
-        decay: above 0 and below 1.
+        decay: the factor of the old average in each update, above 0 and below 1.
     """
 
     def __init__(self, adapters: Adapters, decay: float) -> None:
@@ -84,7 +87,10 @@ class AdapterAverage(Callback):
         trainer.write_later(partial(tc.save_file, states, folder / _FILE))
 
     def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
-        """Load the averages of a checkpoint; if it has none, they start at its parameters."""
+        """Load the averages of a checkpoint.
+
+        If the checkpoint has no averages, they start at the checkpoint's parameters.
+        """
         path = folder / _FILE
         if not path.exists():
             self._averages = self._fresh()
@@ -107,7 +113,7 @@ class AdapterAverage(Callback):
             yield
 
     def keep(self) -> None:
-        """Set all parameters to their averages, or none if one fails."""
+        """Set all parameters to their averages; if setting one fails, none changes."""
         with ExitStack() as swapped:
             self._swap_in(swapped)
             swapped.pop_all()

@@ -6,21 +6,23 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 Moments: TypeAlias = int | Callable[[int], bool]
-"""Steps at which something is done: every n-th step (0: none), or those a function selects."""
+"""Selects the steps at which something is done: n for every n-th step (0: none), or a function
+from the number of a step, counted from 1, to whether it is selected."""
 
 
 def is_due(moments: Moments, step: int) -> bool:
-    """Whether a step, counted from 1, is one of the moments."""
+    """Whether `moments` selects a step, counted from 1."""
     if callable(moments):
         return moments(step)
     return moments > 0 and step % moments == 0
 
 
 class Epochs:
-    """The epochs of a run by its steps.
+    """Converts steps of a run to epochs.
 
     Args:
-        first_batch: maps the number of an epoch to that of its first batch, both from 0.
+        first_batch: maps the number of an epoch to the number of the epoch's first batch, both
+            counted from 0.
         accumulation: batches in a step.
     """
 
@@ -40,13 +42,13 @@ class Epochs:
         return self._epoch
 
     def at(self, step: int) -> float:
-        """The number of epochs after `step` steps, with the fraction of the current one."""
+        """The number of epochs after `step` steps, with the fraction of the unfinished epoch."""
         whole = self.completed(step)
         start, end = self._first_batch(whole), self._first_batch(whole + 1)
         return whole + (step * self._accumulation - start) / (end - start)
 
     def ends(self, every: int) -> Callable[[int], bool]:
-        """The steps that complete every `every`-th epoch, as a function for `is_due`."""
+        """The `Moments` that select the steps that complete every `every`-th epoch."""
 
         def is_end(step: int) -> bool:
             before, after = self.completed(step - 1), self.completed(step)

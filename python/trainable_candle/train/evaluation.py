@@ -36,7 +36,7 @@ def evaluated(adapters: Adapters, average: Average | None) -> Iterator[None]:
 
     Args:
         adapters: the adapters that are trained.
-        average: their average over the steps, if one is kept.
+        average: the average of the adapters' parameters over the steps; None: no average is kept.
     """
     adapters.set_training(False)
     try:
@@ -56,7 +56,8 @@ class Validation(Callback):
     There is one measurement before the first step and one after the last step.
 
     Args:
-        loss: returns the mean loss over the validation data, with equal random numbers each time.
+        loss: returns the mean loss over the validation data, with the same random numbers at every
+            call.
         every: steps between two measurements, or a function that selects the steps.
         evaluated: makes the context to measure in.
         adapter: takes a snapshot of the adapter at a step, for a file that is written later.
@@ -113,13 +114,13 @@ class Validation(Callback):
         return loss
 
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
-        """Save the number and the loss of the best step."""
+        """Save the number of the best step, and the validation loss after it."""
         if self.best_step:
             best = json.dumps({"step": self.best_step, "loss": self.best_loss})
             trainer.write_later(partial(write_atomically, folder / _BEST_STATE, best))
 
     def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
-        """Restore the number and the loss of the best step."""
+        """Restore the number of the best step, and the validation loss after it."""
         path = folder / _BEST_STATE
         if not path.exists():
             return
@@ -136,7 +137,8 @@ class Previews(Callback):
     There is one preview before the first step and one after the last step.
 
     Args:
-        preview: writes a preview; takes the path without the ending, and returns the whole path.
+        preview: writes a preview; takes the path without the file extension, and returns the path
+            with it.
         every: steps between two previews, or a function that selects the steps.
         folder: the folder for the files `step-000250` and so on.
         evaluated: makes the context to draw in.
@@ -173,7 +175,8 @@ class Previews(Callback):
                 written = self._preview(self._folder / f"step-{step:06d}")
             self._report(f"step {step}: preview {written}")
         except NonFiniteError as error:
-            # Do not stop the run: the trainer itself checks losses and gradients, and may go on.
+            # Do not stop the run: whether to stop is the trainer's decision, which checks losses
+            # and gradients itself.
             self._report(f"no preview of step {step}: {error}")
 
 
@@ -200,7 +203,10 @@ class StepAdapters(Callback):
         self._adapter = adapter
 
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
-        """Write the adapter beside the checkpoints; a resumed run replaces files of later steps."""
+        """Write the adapter beside the checkpoints.
+
+        A run that resumes from an earlier step replaces the files of later steps.
+        """
         if trainer.output is None or trainer.step == trainer.steps:
             return
         with self._evaluated():
@@ -224,7 +230,7 @@ def step_adapter_path(output: Path, step: int, stem: str = "adapter") -> Path:
 
 
 def step_adapters(output: Path, stem: str = "adapter") -> list[Path]:
-    """The adapters of earlier steps in `output`, oldest first."""
+    """The existing files of `step_adapter_path`, in the order of their steps."""
     name = re.compile(rf"{re.escape(stem)}-step(\d+)\.safetensors")
     found = [(name.fullmatch(path.name), path) for path in output.iterdir()]
     steps = [(int(match[1]), path) for match, path in found if match]

@@ -23,8 +23,8 @@ class PassGraphs:
     without graphs.
 
     Args:
-        run: the function, such as a forward and backward pass; takes tensors by name and whether
-            this is the first call of a step, and returns a tensor.
+        run: the function, such as a forward and backward pass. It takes the inputs by name and
+            whether the call is the first of an optimizer step, and returns a tensor.
         keep: how many of the most recently used graphs to keep; 0 records nothing.
     """
 
@@ -34,7 +34,7 @@ class PassGraphs:
         self._captured: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
 
     def __call__(self, inputs: Inputs, first: bool) -> Tensor:
-        """The result for these inputs."""
+        """The function's result; `first` is its second argument."""
         if not self._keep or self._needs_the_host(inputs):
             return self._run(inputs, first)
         shapes = tuple((name, tensor.shape, str(tensor.dtype)) for name, tensor in inputs.items())
@@ -48,6 +48,7 @@ class PassGraphs:
 
     @staticmethod
     def _needs_the_host(inputs: Inputs) -> bool:
+        """Whether weights streamed to the inputs' device are in pageable memory of the host."""
         device = str(next(iter(inputs.values())).device)
         return device != "cpu" and _core.cuda_stages_weights(device)
 

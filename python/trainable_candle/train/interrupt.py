@@ -17,10 +17,10 @@ _NOTICE: Final = b"\nstopping after this step; press Ctrl-C again to stop at onc
 
 
 class InterruptGuard:
-    """A context in which the first SIGINT (Ctrl-C) or SIGTERM only sets `signal`.
+    """A context in which the first SIGINT (Ctrl-C) or SIGTERM only sets the attribute `signal`.
 
     A second signal acts as it would outside the context. The context has no effect in threads other
-    than the main thread, because Python delivers no signals there.
+    than the main thread, because Python runs the handlers of signals in the main thread only.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Logs of a run: CSV, JSON lines, TensorBoard. A resumed run continues them."""
+"""Logs of a run: CSV, JSON lines, TensorBoard. A resumed run continues its logs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CsvLog(Callback):
-    """A table of steps: loss, lr, gradient norm, seconds.
+    """A table with a row for each step: loss, learning rate, gradient norm, seconds.
 
     ```python
     from pathlib import Path
@@ -34,7 +34,7 @@ class CsvLog(Callback):
 
     Args:
         path: the file.
-        every: steps between two lines; the last step always has one.
+        every: steps between two lines; the last step always has a line.
     """
 
     COLUMNS = ("step", "loss", "lr", "grad_norm", "seconds")
@@ -60,7 +60,7 @@ class CsvLog(Callback):
 
 
 class JsonLog(Callback):
-    """One JSON object per line: the steps of `CsvLog`, and every other metric with its step.
+    """One JSON object per line, with the values of a step or with other metrics and their step.
 
     ```python
     from pathlib import Path
@@ -77,7 +77,7 @@ class JsonLog(Callback):
 
     Args:
         path: the file.
-        every: steps between two lines of steps; the last step always has one.
+        every: steps between two lines with the values of a step; the last step always has a line.
     """
 
     def __init__(self, path: Path, every: int = 1) -> None:
@@ -125,7 +125,7 @@ class TensorBoardLog(Callback):
 
     Args:
         folder: the folder for the event files.
-        every: steps between two points of a curve; the last step always has one.
+        every: steps between two points of a `train/...` curve; the last step always has a point.
 
     Raises:
         ModuleNotFoundError: tensorboardX is not installed; the message says how to install it.
@@ -189,20 +189,21 @@ def rates(report: StepReport) -> dict[str, float]:
 
 
 def is_logged(trainer: Trainer[Any], report: StepReport, every: int) -> bool:
-    """Whether to log a step: every `every`-th, and the last."""
+    """Whether to log a step: every `every`-th step and the last step are logged."""
     return report.step % every == 0 or report.step == trainer.steps
 
 
 def read_log(path: Path) -> list[dict[str, str]]:
     """The lines of a `CsvLog`, oldest first, without a line that a crash truncated."""
-    # Not with the csv module: a damaged file may exceed its field limit, and nothing is quoted.
+    # The csv module is not used: fields of a damaged file may exceed the module's limit of length,
+    # and an intact file has no quoted fields.
     names, *lines = [line.split(",") for line in _whole_lines(path)] or [[]]
     rows = [dict(zip(names, line, strict=True)) for line in lines if len(line) == len(names)]
     return [row for row in rows if _is_complete(row)]
 
 
 def read_json_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `JsonLog`, oldest first; anything else in the file is skipped."""
+    """The lines of a `JsonLog`, oldest first; lines that are no such objects are skipped."""
     rows = []
     for line in _whole_lines(path):
         try:

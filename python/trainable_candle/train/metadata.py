@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 _KOHYA_PRECISIONS: Final = {"f32": "no", "f16": "fp16", "bf16": "bf16"}
 _MODELSPEC_PREDICTIONS: Final = {"epsilon": "epsilon", "v_prediction": "v"}
 _UNKNOWN: Final = "0" * 64
+"""The placeholder of a SHA-256, which `stamp` replaces."""
 _HASHES: Final = ("sshs_model_hash", "modelspec.hash_sha256")
+"""kohya's and ModelSpec's entry for the hash."""
 _BLOCK: Final = 2**20
 BASE: Final = "trainable_candle.base_precision"
 """The entry with the format of the base, if the base was quantized."""
 QAT: Final = "trainable_candle.qat"
-"""The entry with the format to which the adapted weights were rounded."""
+"""The entry with the format to which training rounded the adapted weights."""
 QAT_SCALES: Final = "trainable_candle.qat_scales"
 """The entry that says that the scales of this rounding were learned."""
 INIT: Final = "trainable_candle.init"
@@ -48,7 +50,10 @@ class Progress:
 
 
 def now() -> float:
-    """Seconds since 1970; `SOURCE_DATE_EPOCH` in the environment makes files reproducible."""
+    """Seconds since 1970.
+
+    `SOURCE_DATE_EPOCH` in the environment gives a fixed value, which makes files reproducible.
+    """
     fixed = os.environ.get("SOURCE_DATE_EPOCH", "")
     return float(fixed) if fixed.isdecimal() else datetime.now(timezone.utc).timestamp()
 
@@ -116,7 +121,7 @@ def training_metadata(
 
 
 def roundings(config: TrainConfig) -> dict[str, str | None]:
-    """The entries that say which rounding of the base an adapter was trained with."""
+    """The entries about the rounding of the weights and the initialisation of the adapter."""
     return {
         BASE: config.base_format,
         QAT: config.qat,
@@ -143,7 +148,7 @@ class Stamped:
         return self._file.idle
 
     def write(self) -> None:
-        """Write the file completely or not at all, then its hash.
+        """Write the file, completely or not at all; then write the hash into its header.
 
         Raises:
             FileError, OSError: the file cannot be written.
@@ -153,9 +158,9 @@ class Stamped:
 
 
 def stamp(path: Path) -> None:
-    """Replace the placeholder in a file's header by the SHA-256 of its tensors.
+    """Replace the placeholder in a file's header by the SHA-256 of the bytes after the header.
 
-    kohya's scripts and ModelSpec hash only the part after the header.
+    kohya's scripts and ModelSpec hash these bytes, which are the tensors.
 
     Args:
         path: a safetensors file; one without the placeholder is not changed.

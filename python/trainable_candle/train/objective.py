@@ -8,12 +8,13 @@ A step of training a diffusion model (SDXL)::
     prediction = unet(noised.sample, noised.timesteps, text, text_embeds=..., time_ids=...)
     loss = objective.loss(prediction, noised, mask=mask, weights=weights)
 
-`objective.noise(latents, samples, seed)` gives each sample of a run, by its number, the same noise
-and timestep every time.
+`objective.noise(latents, samples, seed)` takes the numbers of the samples in the run; a sample's
+number and the seed determine its noise and timestep.
 
-A mask (B, 1, h, w) weighs positions and is divided by its mean over each example; `weights` (B,)
-weighs examples. For a validation loss, `objective.validation_noise(latents, examples)` gives
-example number `n` the same noise and timestep every time, without using tc's generator.
+A mask (B, 1, h, w) weighs the latent positions; `loss` divides each example's mask by the mask's
+mean. `weights` (B,) weighs examples. For a validation loss,
+`objective.validation_noise(latents, examples)` gives example number `n` the same noise and timestep
+every time, without using tc's generator.
 
 For flow models, `FlowMatching` adds the noise.
 """

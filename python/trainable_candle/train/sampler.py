@@ -53,14 +53,14 @@ class Guided:
         positive: the conditioning for the prompt; tensors with the batch first.
         negative: the conditioning for the negative prompt.
         scale: the guidance scale; 1 uses the prompt alone, at half the cost.
-        batched: call the model once for both, negative first, with x repeated; if False, call
-            it twice, which needs less memory.
-        rescale: makes the result from the guided prediction and the prediction for the prompt; by
-            default the result is the guided prediction.
+        batched: call the model once, with a batch of x under the negative prompt, then x under the
+            prompt; if False, call the model twice, which needs less memory.
+        rescale: takes the guided prediction and the prediction for the prompt, and returns the
+            result; by default the result is the guided prediction.
 
     Raises:
-        ArgumentError: the two prompts name different tensors, or the scale is not finite.
-        ShapeError: the shapes of their tensors differ.
+        ArgumentError: `positive` and `negative` have different names, or the scale is not finite.
+        ShapeError: tensors of the same name have different shapes.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ def sample(sampler: Sampler, model: Callable[[Tensor, float], Tensor], noise: Te
     Args:
         sampler: the sampler, which defines the steps.
         model: takes a sample and a timestep, returns a prediction; a `Guided`, for example.
-        noise: standard normal values.
+        noise: standard normal values in the shape of the sample.
 
     Returns:
-        The sample at the end, f32.
+        The sample after the last step, f32.
     """
     x = sampler.init_noise(noise)
     for i, timestep in enumerate(sampler.timesteps):

@@ -34,11 +34,11 @@ class Saver:
         more: Callable[[Path], None],
         then: Callable[[], None],
     ) -> None:
-        """Begin a checkpoint, once the previous one is complete.
+        """Wait until the previous checkpoint is complete, then begin a checkpoint.
 
         Args:
             folder: the final folder of the checkpoint.
-            snapshot: takes the copies.
+            snapshot: copies the values of the checkpoint to host memory.
             more: writes further files to the folder in its argument, directly or by `submit`.
             then: called when the checkpoint has its final name.
 
@@ -80,6 +80,7 @@ class Saver:
             self.wait()
 
     def _discarding(self, wait: Callable[[], None]) -> None:
+        """Call `wait`; if it raises an error, remove the unfinished checkpoint."""
         try:
             wait()
         except Exception:

@@ -40,7 +40,7 @@ class RunState:
     step: int
     """Optimizer steps taken."""
     batches: int
-    """Batches used."""
+    """Batches that all processes together have used."""
     scaler: dict[str, Any] | None
     """State of the loss scaler, if there is one."""
     settings: dict[str, Any]
@@ -66,7 +66,9 @@ def checkpoints(output: Path) -> list[Path]:
 
 
 def find(output: Path, resume: str) -> Path | None:
-    """The checkpoint folder that `resume` names: a path; for `latest` and `auto`, `output`'s last.
+    """The checkpoint folder that `resume` names.
+
+    `resume` is a path, or `latest` or `auto` for the last checkpoint in `output`.
 
     Returns:
         The folder; None for `auto` if `output` has no checkpoint.
@@ -92,10 +94,12 @@ def find(output: Path, resume: str) -> Path | None:
 
 
 def refuse_later(output: Path, step: int) -> None:
-    """Check that `output` has no checkpoints of later steps, which must be of another run.
+    """Check that `output` has no checkpoints of steps after `step`.
+
+    Such checkpoints are those of another run, and the new run would mix its checkpoints with them.
 
     Raises:
-        ConfigError: `output` has such checkpoints; the new run would mix its checkpoints with them.
+        ConfigError: `output` has such checkpoints.
     """
     later = [folder for folder in checkpoints(output) if step_of(folder) > step]
     if later:
@@ -135,10 +139,10 @@ class Snapshot:
 
 
 class Draft:
-    """A checkpoint that is being written: first under another name, then renamed.
+    """A checkpoint that is being written: first to a temporary folder, which is then renamed.
 
     Args:
-        folder: its final folder; an older checkpoint of the same name is replaced.
+        folder: the final folder; an older checkpoint of the same name is replaced.
 
     Raises:
         OSError: the temporary folder cannot be made.
@@ -147,7 +151,7 @@ class Draft:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.path = _beside(folder, _PARTIAL)
-        """The folder for its files."""
+        """The temporary folder."""
         _restore(folder)
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
@@ -164,10 +168,10 @@ class Draft:
         write_atomically(self.path / _STATE, content)
 
     def finish(self) -> None:
-        """Rename the folder to its final name.
+        """Rename the temporary folder to its final name.
 
         If the process is killed during the renaming, the old or the new checkpoint remains. The old
-        one may then have another name; `restore` renames it.
+        checkpoint may then have another name; `restore` gives it back its own.
 
         Raises:
             OSError: the folder cannot be renamed.
@@ -180,7 +184,7 @@ class Draft:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove the unfinished folder."""
+        """Remove the temporary folder."""
         _restore(self._folder)
         shutil.rmtree(self.path, ignore_errors=True)
 
@@ -191,7 +195,7 @@ def save(
     """Write a checkpoint and wait for it.
 
     Args:
-        folder: its final folder; an older checkpoint of the same name is replaced.
+        folder: the final folder; an older checkpoint of the same name is replaced.
         parameters: the trainable variables by name.
         optimizer: the optimizer, whose state is saved completely.
         state: the state besides tensors.
@@ -231,8 +235,8 @@ def load(folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer) -> R
     for name, var in parameters.items():
         var.set(stored[name].to(var.device))
     try:
-        # Set the variables first: if a variable changes later, the optimizer replaces the f32 value
-        # that it keeps of the variable.
+        # Load the optimizer's state after the variables: if a variable changes later, the optimizer
+        # replaces the f32 copy that it keeps of the variable.
         optimizer.load_state_dict(states)
     except Error as error:
         raise WeightsFormatError(
@@ -295,7 +299,7 @@ def damaged(folder: Path, name: str, reason: object) -> WeightsFormatError:
     cure = (
         f"remove that folder, and --resume latest continues from {earlier[-1].name}"
         if earlier
-        else "there is no earlier one: remove that folder and start without --resume"
+        else "there is no earlier checkpoint: remove that folder and start without --resume"
     )
     return WeightsFormatError(f"resume: {folder} is damaged: {name}: {reason}; {cure}")
 
@@ -317,7 +321,7 @@ def _check_fit(folder: Path, stored: Mapping[str, Tensor], parameters: Mapping[s
 
 
 def restore(output: Path) -> None:
-    """Restore the names of checkpoints that a killed run was about to replace.
+    """Restore the names of the old checkpoints that a killed run was about to replace.
 
     No other run may be writing to `output`.
     """
@@ -350,7 +354,7 @@ def remove_leftovers(output: Path) -> None:
 def prune(output: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints."""
     for folder in checkpoints(output)[:-keep]:
-        # Rename it first, because a partly removed folder must not look like a checkpoint.
+        # Rename the folder first, because a partly removed folder must not look like a checkpoint.
         removed = _beside(folder, _REMOVED)
         shutil.rmtree(removed, ignore_errors=True)
         folder.rename(removed)

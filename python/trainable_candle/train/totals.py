@@ -17,7 +17,7 @@ class Totals(Callback):
     """Adds up the steps since the run was started or resumed; `str` gives a summary.
 
     Args:
-        unit: the unit that the trainer counts: `image` or `token`.
+        unit: the unit of `StepReport.amount`: `image` or `token`.
     """
 
     def __init__(self, unit: str) -> None:
@@ -45,7 +45,7 @@ class Totals(Callback):
         self._elapsed = time.perf_counter() - self._begun
 
     def __str__(self) -> str:
-        """The steps with their time, their speed and the peak memory, in a line."""
+        """A line with the number of steps, the elapsed time, the speed and the peak memory."""
         parts = [f"{self._steps} steps in {duration(self._elapsed)}"]
         if self._steps:
             each = self._seconds / self._steps

@@ -41,7 +41,7 @@ Inputs: TypeAlias = Mapping[str, "Tensor"]
 """The inputs of a loss by name, on the device of the parameters."""
 
 MAX_SKIPPED: Final = 50
-"""Steps that a loss scaler may skip in a row; a scale of 65536 is then below 1e-10."""
+"""Steps that a loss scaler may skip in a row; 65536 halved 50 times is below 1e-10."""
 _SHARE: Final = "share"
 """The name of the input with a batch's weight in the loss of its step."""
 
@@ -61,7 +61,7 @@ class StepReport:
     seconds: float
     """The duration of the step."""
     epoch: float | None = None
-    """Epochs so far, if the trainer has their length."""
+    """Epochs so far; None if the trainer has no function `epoch`."""
     amount: float = 0.0
     """The number of images, tokens or other units; 0 if the trainer does not count."""
     memory: int | None = None
@@ -91,7 +91,7 @@ class Trainer(Generic[Batch]):
     A step averages the gradients of `gradient_accumulation` batches, clips them, and steps the
     optimizer and the schedule. With a `scaler` (f16) the loss is scaled, and steps with overflow
     are skipped. On a GPU, the trainer queues a whole step, prepares the next batch, and then waits
-    for the loss and the norm.
+    for the step's losses and gradient norm.
 
     ```python
     from trainable_candle.data import ShuffledBatches
@@ -108,11 +108,11 @@ class Trainer(Generic[Batch]):
         data: the source of batches.
         inputs: takes a batch, returns the tensors by name that `loss` takes instead of the batch.
         weigh: needs `inputs`; takes a batch, returns its weight, above 0. The loss of a step is the
-            mean with these weights, and each batch's share is one of the inputs. By default batches
-            count equally.
+            mean with these weights, and `loss` gets the batch's share as an input. By default
+            batches count equally.
         cuda_graphs: needs `inputs` and a GPU; for how many shapes of batches to record the forward
-            and backward passes as CUDA graphs (`tc.cuda.capture`). `loss` must do the same for all
-            batches of a shape. 0: none.
+            and backward passes as CUDA graphs (`tc.cuda.capture`). `loss` must launch the same
+            operations for all batches of a shape. 0: none.
         steps: the total number of optimizer steps.
         scheduler: sets the learning rate; stepped after every optimizer step.
         gradient_accumulation: batches in a step, at least 1.
@@ -123,9 +123,9 @@ class Trainer(Generic[Batch]):
             end only.
         keep_checkpoints: how many to keep, at least 1.
         callbacks: called in order.
-        settings: stored in checkpoints, for people and for comparison.
-        group: the processes that train together. Each takes `gradient_accumulation` batches in a
-            step, distributed by number; only rank 0 has an `output`.
+        settings: stored in checkpoints, for users and for comparison with those of a resumed run.
+        group: the processes that train together. Each process takes `gradient_accumulation` batches
+            in a step, in turn by batch number; only rank 0 has an `output`.
         seed: this seed and the number of a batch determine the random numbers that `data`,
             `inputs` and `loss` draw for the batch from tc's generator, whatever was drawn before;
             by default the current seed of that generator.
@@ -171,7 +171,7 @@ class Trainer(Generic[Batch]):
         self._inputs = inputs
         self._weigh = weigh
         self._on_gpu = any(var.device != "cpu" for var in self.parameters.values())
-        # The first pass of a step differs from later passes.
+        # The first pass of a step clears the gradients, so it needs a graph of its own.
         passes = min(gradient_accumulation, 2) if inputs and self._on_gpu else 0
         self._graphs = PassGraphs(self._pass, cuda_graphs * passes)
         self._batches = 0
@@ -207,8 +207,8 @@ class Trainer(Generic[Batch]):
             Whether the last step was reached.
 
         Raises:
-            NonFiniteError: a loss or a gradient is NaN or infinite; the parameters are those of the
-                step before. With a scaler such steps are skipped; 50 in a row raise.
+            NonFiniteError: a loss or a gradient is NaN or infinite; the step does not change the
+                parameters. With a scaler, such steps are skipped, and only 50 in a row raise.
             OSError: a checkpoint cannot be written; older ones are unchanged.
         """
         self._stop = self._agreed = False
@@ -318,7 +318,7 @@ class Trainer(Generic[Batch]):
                 _Given(number, inputs, equal, amount)
                 for number, (inputs, _, amount) in zip(numbers, made, strict=True)
             ]
-        # With several processes, none has the weights of the others before the step; `sum_up`
+        # With several processes, no process knows the others' weights before the step; `sum_up`
         # then divides by the sum of all weights.
         alone = self.group.size == 1
         whole = math.fsum(weight for _, weight, _ in made) if alone else self._batches_in_step
@@ -326,8 +326,8 @@ class Trainer(Generic[Batch]):
         given = []
         for number, (inputs, weight, amount) in zip(numbers, made, strict=True):
             share = np.array(weight / whole, np.float32)
-            # The share is a tensor: a replayed CUDA graph reads tensors anew, but would repeat a
-            # number of the recording.
+            # The share is a tensor: a replayed CUDA graph reads tensors again, but would repeat the
+            # value that a Python number had at the recording.
             named = {**inputs, _SHARE: tc.tensor(share, device=device)}
             given.append(_Given(number, named, weight / whole, amount))
         return given
@@ -405,7 +405,7 @@ class Trainer(Generic[Batch]):
             self._scaler.step(self.optimizer)
             self._scaler.update()
         else:
-            # The f64 sum is finite if all terms are, because f32 losses cannot overflow f64.
+            # The sum is finite if and only if all terms are: f32 losses cannot overflow f64.
             self.optimizer.step(if_finite=measured.sum())
         return measured
 
@@ -444,8 +444,8 @@ class Trainer(Generic[Batch]):
     def write_later(self, job: Callable[[], object]) -> None:
         """Let `job` write files while training continues; for callbacks.
 
-        Jobs run one after the other. Jobs from `on_save` are a part of the checkpoint, which gets
-        its final name when they are done. An error ends the run.
+        Jobs run one after the other. The checkpoint of an `on_save` gets its final name after the
+        jobs that this event submits. An error in a job ends the run.
 
         Args:
             job: must not read values that training changes; copy them with `tc.snapshot`.

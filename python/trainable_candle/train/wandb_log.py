@@ -21,14 +21,14 @@ _ID: Final = "wandb-id.txt"
 class WandbLog(Callback):
     """Logs the values of `JsonLog` to a run of a wandb project: `train/...` and `validation/...`.
 
-    Resumed training continues the same run. wandb sends the values to its server, unless its own
-    configuration forbids that, for example by `WANDB_MODE=offline` in the environment.
+    Resumed training continues the same wandb run. wandb sends the values to its server, unless
+    wandb's configuration forbids that, for example by `WANDB_MODE=offline` in the environment.
 
     Args:
         project: the name of the project.
         name: the name of the run.
         folder: the output folder, for wandb's files and the id of the run.
-        every: steps between two points of a curve; the last step always has one.
+        every: steps between two points of a `train/...` curve; the last step always has a point.
 
     Raises:
         ModuleNotFoundError: wandb is not installed; the message says how to install it.

@@ -78,7 +78,7 @@ pub(crate) struct Complete;
 
 type Function = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync>;
 
-/// Run `function` on `inputs`, keeping the inputs only; its inner values are recomputed in the backward pass.
+/// Run `function` on `inputs`, keeping the inputs only; the function's inner values are recomputed in the backward pass.
 ///
 /// The function must compute the same values when it is called again; random numbers are repeated (dropout draws the same
 /// mask). The function is kept until the backward pass, so it must own what it uses (use `move`; clones of tensors and
@@ -135,7 +135,7 @@ pub(crate) struct Region {
 struct RegionState {
     slots: Vec<Slot>,
     kept: Vec<Kept>,
-    /// The last operation that saved a value, at which a recomputation ends.
+    /// The number of the last operation that saved a value; a recomputation ends with this operation.
     last_saved: usize,
     versions: Vec<(Arc<Version>, u64)>,
     draws: Vec<rng::Draw>,
@@ -161,8 +161,8 @@ impl Kept {
         Self { name, results, bytes }
     }
 
-    /// Replace each result that was not saved with a zero of its shape, which frees its memory. A recomputation ends at
-    /// this operation, so it needs only the saved results.
+    /// Replace each result that is not among `saved` with a zero broadcast to the result's shape, which frees the memory
+    /// of the result. A recomputation ends with this operation, so nothing reads the results that were not saved.
     fn forget_all_but(&mut self, saved: &[TensorId]) {
         for result in &mut self.results {
             if !saved.contains(&result.id()) {
@@ -250,7 +250,7 @@ impl Region {
         let Some(Recorder::Replay(replaying)) = scope.leave() else { return Err(nondeterministic()) };
         match outcome {
             _ if draws_differ => return Err(nondeterministic()),
-            // All values have been recomputed. The function may have wrapped the error [`Complete`] in another error.
+            // All values have been recomputed. The outcome is the error [`Complete`], perhaps wrapped in another error.
             _ if replaying.values.len() == expected => {}
             Ok(_) => return Err(nondeterministic()),
             Err(error) => return Err(error),
@@ -269,7 +269,7 @@ impl Region {
 fn nondeterministic() -> Error {
     Error::autograd(
         "checkpoint",
-        "the function computed something else when it was run again; it must not depend on anything that changes between calls",
+        "the function computed something else when it was run again; the function must not depend on anything that changes between calls",
     )
 }
 
@@ -285,10 +285,11 @@ struct Recording {
     sequence: usize,
     /// Values saved so far.
     saved: usize,
-    /// The last operation that saved a value, at which a recomputation ends.
+    /// The number of the last operation that saved a value; a recomputation ends with this operation.
     last_saved: usize,
-    /// The values that this operation saved.
+    /// The values that the operation `last_saved` has saved.
     saved_by_last: Vec<TensorId>,
+    /// The kept results, each with the number of the operation that computed them.
     kept: Vec<(usize, Kept)>,
     versions: Vec<(Arc<Version>, u64)>,
 }
@@ -319,7 +320,7 @@ impl Recording {
 struct Replaying {
     /// Operations run so far.
     sequence: usize,
-    /// The operation at which the recomputation ends.
+    /// The number of the operation with which the recomputation ends.
     last_saved: usize,
     expected: usize,
     values: Vec<Raw>,
@@ -328,7 +329,7 @@ struct Replaying {
 }
 
 thread_local! {
-    /// The recorders of nested checkpoints. The last one belongs to the innermost checkpoint, and only it records.
+    /// The recorders of nested checkpoints, the innermost last. Only the last one records operations and saved values.
     static RECORDERS: RefCell<Vec<Recorder>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -375,7 +376,7 @@ pub(crate) fn is_selective() -> bool {
     })
 }
 
-/// Run one operation of a checkpointed function: record it, or take its kept result.
+/// Run one operation of a checkpointed function: compute its result and record it, or take the result that was kept.
 pub(crate) fn run<A>(
     op: &'static OpInfo,
     inputs: &[&Tensor],
@@ -426,9 +427,9 @@ where
     }
 }
 
-/// Record the tensors that an operation reads, in its checkpointed function and in the functions around it. Variables
+/// Record the tensors that an operation reads, for the innermost checkpoint and for all checkpoints around it. Variables
 /// among these tensors must not change before the recomputation. [`run`] records the inputs of an operation; operations
-/// call this function for all else that they read, such as masks, tables, frozen weights and the operands of comparisons.
+/// call `reads` for all other tensors, such as masks, tables, frozen weights and the operands of comparisons.
 pub(crate) fn reads(tensors: &[&Tensor]) {
     if !flags().recording() || tensors.iter().all(|tensor| tensor.version.is_none()) {
         return;
@@ -451,8 +452,8 @@ fn begin_operation() {
     });
 }
 
-/// Whether a recomputation ends with the operation that is running: nothing will read its result, unless the operation
-/// itself saves it.
+/// Whether a recomputation ends with the operation that is running. Nothing will then read the operation's result, unless
+/// the operation itself saves the result.
 pub(crate) fn ends_here() -> bool {
     let is_last = |recorders: &Vec<Recorder>| match recorders.last() {
         Some(Recorder::Replay(replaying)) => replaying.sequence == replaying.last_saved,

@@ -86,8 +86,8 @@ pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Resu
     )
 }
 
-/// Computes hidden = scale_hidden · input · down and dst += scale_dst · hidden · up for each term and its dst (rows,
-/// outer). On CUDA one launch computes all terms if a kernel supports them.
+/// Computes hidden = scale_hidden · input · down and dst += scale_dst · hidden · up for each pair of a term and its dst,
+/// which has shape (rows, outer). On CUDA one launch computes all terms if a kernel supports them.
 ///
 /// # Errors
 /// As [`write_products`].
@@ -122,8 +122,8 @@ pub fn unset(op: &'static str, like: &Raw, dims: &[usize]) -> Result<Raw> {
     )
 }
 
-/// Computes all products, in any order. Returns the results, or the tensors to which they were added. On CUDA products
-/// of one size run together.
+/// Computes all products, in any order. Returns for each product its result, or the tensor to which the result was added.
+/// On CUDA, products of one size run together.
 ///
 /// # Errors
 /// As [`product`] and [`matmul_accumulate`].
@@ -158,7 +158,7 @@ pub fn copy(x: &Raw) -> Result<Raw> {
 /// Concatenates tensors along `dim`; their other sizes are equal. The result has its own storage.
 ///
 /// # Errors
-/// [`Error::Device`] if they are on different devices, [`Error::OutOfMemory`] if the result does not fit.
+/// [`Error::Device`] if the tensors are on different devices, [`Error::OutOfMemory`] if the result does not fit.
 pub fn cat(parts: &[&Raw], dim: usize) -> Result<Raw> {
     on_device!(
         device_of(parts.iter().copied()),

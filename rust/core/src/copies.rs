@@ -16,8 +16,8 @@ use crate::{Result, compute};
 #[derive(Default)]
 pub(crate) struct Copies {
     entries: SmallVec<[Entry; 1]>,
-    /// If the variable is part of a flat buffer: the vectors that contain the copies, and the variable's offset in
-    /// them.
+    /// If the variable is part of a flat buffer: the vectors that contain the copies, and the variable's offset in each
+    /// of the vectors, in elements.
     part: Option<(Arc<FlatCopies>, usize)>,
 }
 
@@ -28,8 +28,8 @@ struct Entry {
 }
 
 impl Copies {
-    /// From now on, place new copies in the vectors that hold the copies of a flat buffer's variables. This variable
-    /// begins at element `start` of the buffer.
+    /// From now on, allocate new copies in the vectors of `buffer`, which hold the copies of a flat buffer's variables.
+    /// This variable begins at element `start` of the flat buffer.
     pub(crate) fn lie_in(&mut self, buffer: Arc<FlatCopies>, start: usize) {
         self.part = Some((buffer, start));
     }
@@ -55,7 +55,7 @@ impl Copies {
         Ok(raw)
     }
 
-    /// Brings all copies up to date.
+    /// Brings all copies up to date with `values`, the variable's values at `version`.
     pub(crate) fn update(&self, values: &Raw, version: &Arc<Version>) -> Result<()> {
         self.entries.iter().try_for_each(|entry| entry.update(values, version))
     }
@@ -85,6 +85,7 @@ impl Entry {
 
 /// The copies of a flat buffer's variables, one vector per dtype, allocated when the first copy is requested.
 pub(crate) struct FlatCopies {
+    /// The number of elements of the flat buffer, and of each vector.
     len: usize,
     vectors: Mutex<SmallVec<[Raw; 1]>>,
 }

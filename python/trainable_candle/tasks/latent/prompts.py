@@ -1,4 +1,4 @@
-"""Prompts with their own settings, in kohya's syntax, and the metadata of images."""
+"""Reads prompts with settings in kohya's syntax; writes the metadata of images."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 _OPTION: Final = re.compile(r"(?:^|\s)--([a-zA-Z]\S*)")
 _LABELS: Final = {"euler": "Euler", "dpmpp_2m": "DPM++ 2M"}
+"""Value of the setting `sampler` -> A1111's name of the sampler."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What to draw, and how."""
+    """A prompt without its flags, and the options that its image is drawn with."""
 
     text: str
     options: SampleOptions
@@ -28,10 +29,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Place:
-    """The number of an image among those that are drawn together from one tensor of noise."""
+    """The index of an image in its batch: the images drawn together from one tensor of noise."""
 
     number: int
+    """Counted from 0."""
     count: int
+    """The number of images in the batch."""
 
 
 def parse_prompt(text: str, options: SampleOptions) -> Prompt:
@@ -40,8 +43,8 @@ def parse_prompt(text: str, options: SampleOptions) -> Prompt:
     Args:
         text: the prompt, followed by width and height (`--w`, `--h`), seed (`--d`), negative prompt
             (`--n`), guidance (`--l`, or `--g` as in kohya's scripts for Flux), steps (`--s`) and
-            sampler (`--ss`), all optional, in any order and in either case.
-        options: the defaults.
+            sampler (`--ss`), all optional, in any order, in upper or lower case.
+        options: the values of the settings that the prompt does not give.
 
     Raises:
         ConfigError: a setting is unknown, given twice, or has an invalid value.
@@ -105,7 +108,10 @@ _READ: Final[dict[str, tuple[str, Callable[[str, str, str], Any]]]] = {
     "n": ("negative_prompt", lambda _text, _key, value: value),
     "ss": ("sampler", _sampler),
 }
-"""Flag -> the field of `SampleOptions`, and its reader from the prompt, the flag and the value."""
+"""Flag -> the field of `SampleOptions` that the flag sets, and the function that reads the value.
+
+The function takes the whole prompt and the flag (both for its error messages) and the value's text.
+"""
 
 
 def infotext(
@@ -118,7 +124,7 @@ def infotext(
         model: the model's name.
         guidance: the scale that was used.
         size: width and height, px.
-        place: the image's number among those that share its tensor of noise.
+        place: the image's index in its batch.
     """
     options = prompt.options
     lines = [prompt.text]

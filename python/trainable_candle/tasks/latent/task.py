@@ -1,4 +1,4 @@
-"""Training a model that generates images, and drawing with it."""
+"""Trains a model that generates images, and draws images with the model."""
 
 from __future__ import annotations
 
@@ -173,8 +173,8 @@ class LatentTask:
         # Determine the area before the text encoders are loaded, so that as much memory is free as
         # the estimate assumes.
         area = family.encode_area()
-        # Only rank 0 draws previews. A rank that draws none loads no encoder if all features are
-        # cached.
+        # Only rank 0 draws previews. The other ranks load no encoder if all latents and text
+        # features are cached.
         drawn = self.prompts if group.rank == 0 else []
         others = {p.options.negative_prompt or family.no_prompt for p in drawn}
         prompts = {p.text for p in drawn} | others
@@ -238,7 +238,7 @@ class LatentTask:
 
     @contextmanager
     def _as_used(self) -> Iterator[None]:
-        """A context in which the training adapter, if there is one, is disabled."""
+        """A context without the training adapter, as the model is used after training."""
         if self._training_adapter is None:
             yield
             return
@@ -254,8 +254,9 @@ class LatentTask:
     def preview(self, path: Path) -> Path:
         """Write a grid of images for the prompts in the settings; see `Task.preview`.
 
-        If there are several prompts, also writes each image by itself. `index.html` in the folder
-        and `previews.png` beside it then show the previews of the steps until now.
+        If there are several prompts, also writes each image to its own file, in the subfolder
+        `images`. Then updates `index.html` in the folder of `path` and `previews.png` in its parent
+        folder: both show the previews of all steps so far.
         """
         drawn = self.draw_prompts(self.prompts)
         whole = path.with_suffix(".png")
@@ -287,6 +288,7 @@ class LatentTask:
             images = self.draw([prompt.text for prompt in alike], options)
             guidance = family.guidance if options.guidance is None else options.guidance
             for number, (image, prompt) in enumerate(zip(images, alike, strict=True)):
+                # `draw` draws `at_once` images from one seed: the option plus the first's index.
                 start = number - number % family.at_once
                 seeded = replace(options, seed=(options.seed + start) % 2**64)
                 place = Place(number - start, min(family.at_once, len(alike) - start))
@@ -303,7 +305,7 @@ class LatentTask:
         """Check that there is memory to draw `count` images.
 
         Raises:
-            OutOfMemoryError: there is too little.
+            OutOfMemoryError: the device has too little free memory.
             MissingFileError, WeightsFormatError: the weights are missing, damaged, or of another
                 model.
         """
@@ -356,13 +358,13 @@ class LatentTask:
         output: Path,  # noqa: ARG002
         metadata: dict[str, str],  # noqa: ARG002
     ) -> None:
-        """Do nothing: tools for images read the file of `adapter_file`."""
+        """Do nothing: tools for image models read the file that `adapter_file` prepares."""
         return
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:
         """Attach the adapters in a file to the parts that the file is for.
 
-        `scale` multiplies their effect.
+        `scale` multiplies the adapters' effect on the layers' outputs.
 
         Raises:
             MissingFileError, WeightsFormatError, ConfigError: the file is missing, damaged, or of
@@ -376,7 +378,7 @@ class LatentTask:
         return Adapters(sets)
 
     def load_adapters(self, files: Sequence[tuple[Path, float]]) -> Adapters:
-        """Attach the sum of the LoRAs in several files, each with a factor on its effect.
+        """Attach the sum of the LoRAs in several files; `files` pairs each file with its scale.
 
         Raises:
             MissingFileError, WeightsFormatError: a file is missing, damaged, or of another model.
@@ -395,11 +397,11 @@ class LatentTask:
 
         Args:
             output: a new or an empty folder, or a new `.safetensors` file.
-            to: the format of the linear layers in the denoiser's blocks, "fp8" or "int8", stored
-                as in ComfyUI. If it is given, `output` must be a file.
+            to: "fp8" or "int8" quantizes the linear layers in the denoiser's blocks, and writes
+                them in ComfyUI's format; `output` must then be a file. None keeps the precision.
 
         Raises:
-            ConfigError: `output` is something else.
+            ConfigError: `output` is neither of the two.
             OSError: the model cannot be written.
         """
         models = {name: self._part(name) for name in self._adapted}

@@ -25,11 +25,11 @@ class Texts:
     """Maps captions to text features."""
 
     inputs: Callable[[Sequence[str]], Mapping[str, Tensor]]
-    """Takes captions. Returns the inputs of a step: tokens if there is a function `features`, text
-    features if not."""
+    """Maps captions to the text inputs of a step: to tokens if `features` is a function, to text
+    features if `features` is None."""
     features: Callable[[Mapping[str, Tensor], int], Mapping[str, Tensor]] | None = None
-    """Takes tokens and the size of the batch; returns features, within the step. None if `inputs`
-    returns features."""
+    """Maps tokens and the batch size to text features; called within the step, so that gradients
+    reach the text encoders. None if `inputs` returns text features."""
 
 
 def prepare_texts(
@@ -39,13 +39,15 @@ def prepare_texts(
     report: Callable[[str], None],
     group: Group,
 ) -> tuple[Texts, dict[str, dict[str, Tensor]]]:
-    """Prepare the mapping from captions to features; encoders are freed if all features are cached.
+    """Prepare the mapping from captions to text features, and free the text encoders if possible.
+
+    The encoders can be freed if the features of all captions are cached.
 
     Args:
         family: the model.
         data: the data with the captions.
         prompts: texts whose features are needed after the encoders have been freed.
-        report: gets a line if features are cached.
+        report: receives a line of log if features are cached.
         group: the processes that compute features together.
 
     Returns:
@@ -56,8 +58,8 @@ def prepare_texts(
         OSError: the cache cannot be written.
     """
     config = family.config
-    # Use methods of the family: a reference to a method of an encoder would keep the encoder in
-    # memory.
+    # Pass the family's methods, not an encoder's: a reference to an encoder's method would keep the
+    # encoder in memory.
     if config.train_text_encoder:
         return Texts(family.tokens, family.encode_tokens), {}
     if config.cache == "off" or not config.caption_variants:

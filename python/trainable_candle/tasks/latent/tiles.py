@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Final
 
 WHOLE: Final = 1280 * 1280
-"""The most pixels of an image that is processed whole; buckets of 1024 x 1024 px have fewer."""
+"""The most pixels of an image that is processed whole; crops of about 1024 x 1024 px have fewer."""
 TILE: Final = 1024
 """Width and height of the tiles of larger images, px."""
 
 
 def tile_size(width: int, height: int) -> int | None:
-    """The `tile_size` for an image of this size, px; None encodes it whole."""
+    """The autoencoder's `tile_size`, px, for an image of this size; None: process it whole."""
     return None if width * height <= WHOLE else TILE
 
 
 def area_at_once(area: int) -> int:
-    """The number of pixels that are processed at once, of an image of `area` pixels."""
+    """The number of pixels that the autoencoder processes at once if an image has `area` pixels."""
     return area if area <= WHOLE else TILE**2

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class CausalModel(Protocol):
-    """A decoder of tokens."""
+    """A causal language model: it predicts each token of a text from the tokens before it."""
 
     def packed_loss(
         self, input_ids: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
@@ -29,11 +29,11 @@ class CausalModel(Protocol):
 
     @property
     def generate(self) -> Callable[..., list[list[int]]]:
-        """Generate the tokens that follow each prompt."""
+        """The method that generates the tokens of the answer to each prompt."""
 
     @property
     def stream(self) -> Callable[..., Iterator[list[int | None]]]:
-        """Generate the next token of each prompt, step by step."""
+        """The method that generates one token per prompt and step; None for a finished answer."""
 
     def add_adapter(self, config: LoraConfig) -> AdapterSet:
         """Attach trainable adapters to layers."""
@@ -52,7 +52,7 @@ class CausalModel(Protocol):
 
 
 class TextFamily(Protocol):
-    """A model of a family. Its files are read only when they are needed."""
+    """A language model of a family. Its files are read only when they are needed."""
 
     name: ClassVar[str]
     component: ClassVar[str]
@@ -70,11 +70,11 @@ class TextFamily(Protocol):
 
     @property
     def tokenizer(self) -> ChatTokenizer:
-        """The tokenizer beside the weights."""
+        """The tokenizer in the folder of the weights."""
 
     @property
     def context(self) -> int:
-        """The number of positions that the model was made for."""
+        """The model's context length: the most tokens of a text that the model was made for."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -86,7 +86,10 @@ class TextFamily(Protocol):
 
     @property
     def repeats(self) -> bool:
-        """Whether all texts need the same operations: no host state depends on their lengths."""
+        """Whether the operations are the same for all texts in a packed row of a given size.
+
+        Then no host state depends on the lengths of the texts, as CUDA graphs require.
+        """
 
     @property
     def model(self) -> CausalModel:
@@ -99,4 +102,4 @@ class TextFamily(Protocol):
         """Check that the adapters in a file are those that the settings describe."""
 
     def estimate(self, config: TrainConfig, tokens: int) -> Estimate:
-        """Estimate the memory of a run with rows of `tokens` tokens."""
+        """Estimate the memory of a run with packed rows of `tokens` tokens."""

@@ -2,8 +2,8 @@
 
 The loss of a pair is -log sigmoid(beta (m - m0)). The margin m is the log-probability of the chosen
 answer minus that of the rejected one (each summed over its tokens) under the model; m0 is the
-margin under the base, which is the model with its adapter disabled. This is trl's `DPOTrainer` with
-`loss_type="sigmoid"`.
+margin under the base, which is the model with its adapter disabled. trl's `DPOTrainer` with
+`loss_type="sigmoid"` has the same loss. The pair's reward in this module is r = beta (m - m0).
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ if TYPE_CHECKING:
 class PreparedPreferences(Packing):
     """A data set of pairs of answers, and the loss of a model on it."""
 
+    # `answers` has a row for each pair; batches of equal length have different numbers of pairs.
     alike: ClassVar[bool] = False
 
     def weight(self, batch: Packed) -> float:
-        """The number of pairs; a step's loss is the mean over the pairs of all batches."""
+        """The number of pairs; so a step's loss is the mean over the pairs of all its batches."""
         return len(_answers(batch))
 
     def inputs(self, batch: Packed) -> dict[str, Tensor]:
-        """The tokens, the matrix that sums each pair's answers, and the margins under the base."""
+        """The result of `tokens`, `answers` as in `Packed`, and the margins m0 as `reference`."""
         inputs = self.tokens(batch)
         inputs["answers"] = tc.tensor(_answers(batch), device=self._family.device)
         with tc.no_grad(), self._without_adapter():
@@ -56,7 +57,7 @@ class PreparedPreferences(Packing):
         return float(np.logaddexp(0, -rewards).mean())
 
     def validation_facts(self, loss: float) -> dict[str, float]:
-        """The loss, the share of pairs whose chosen answer gained more, and the mean difference."""
+        """The loss, the share of pairs with a reward above 0, and the mean reward as the margin."""
         rewards = self._all_rewards()
         accuracy, margin = float((rewards > 0).mean()), float(rewards.mean())
         self._report(
@@ -81,10 +82,11 @@ class PreparedPreferences(Packing):
         return np.array([reward for rewards in found for reward in rewards], np.float64)
 
     def _rewards(self, inputs: Inputs) -> Tensor:
-        """How much each chosen answer gained over the rejected one, times beta: (pairs,)."""
+        """The reward r = beta (m - m0) of each pair, shape (pairs,)."""
         return (self._margins(inputs) - inputs["reference"]) * self._family.config.dpo_beta
 
     def _margins(self, inputs: Inputs) -> Tensor:
+        """The margin m of each pair under the model in its present state, shape (pairs,)."""
         log_probs = self._family.model.log_probs(
             inputs["input_ids"], inputs["targets"], inputs["positions"], inputs["cu_seqlens"]
         )

@@ -59,7 +59,7 @@ class Packing:
         return len(self._dataset)
 
     def batches(self, batch_size: int) -> PackedRows:
-        """Rows of packed examples; in few shapes if steps are recorded as CUDA graphs."""
+        """Rows of packed examples; rows have few different shapes if a run records CUDA graphs."""
         config = self._family.config
         repeats = config.on_gpu and self.alike and self._family.repeats
         return PackedRows(
@@ -71,7 +71,7 @@ class Packing:
         )
 
     def count(self, batch: Packed) -> float:
-        """The number of tokens, whether they count in the loss or not."""
+        """The number of all tokens, including those that do not count in the loss."""
         return int(batch.cu_seqlens[-1])
 
     def metadata(self) -> dict[str, str]:
@@ -79,7 +79,7 @@ class Packing:
         return {}
 
     def tokens(self, batch: Packed) -> dict[str, Tensor]:
-        """The tokens and the bounds of texts, on the model's device."""
+        """Tokens, their targets and positions, and the bounds of texts, on the model's device."""
         names = ("input_ids", "targets", "positions", "cu_seqlens")
         return {name: tc.tensor(getattr(batch, name), device=self._family.device) for name in names}
 
@@ -88,13 +88,17 @@ class PreparedTexts(Packing):
     """A data set of texts, and a model's cross-entropy on the tokens that count in the loss."""
 
     _base: float | None = None
+    """The validation loss of the base model, which is measured once."""
 
     def weight(self, batch: Packed) -> float:
-        """The number of tokens that count; a step's loss is the mean over these tokens."""
+        """The number of tokens that count in the loss.
+
+        So a step's loss is the mean over the tokens of all its batches that count.
+        """
         return batch.count
 
     def inputs(self, batch: Packed) -> dict[str, Tensor]:
-        """The tokens, and 1 divided by the number of tokens that count."""
+        """The result of `tokens`, and `scale`: 1 divided by the number of tokens that count."""
         scale = np.array(1.0 / max(1, batch.count), np.float32)
         return self.tokens(batch) | {"scale": tc.tensor(scale, device=self._family.device)}
 

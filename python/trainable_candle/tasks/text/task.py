@@ -1,4 +1,4 @@
-"""Training a language model, and writing with it."""
+"""Trains a language model, and generates answers with it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 PEFT: Final = "peft"
 """The folder that `PeftModel.from_pretrained` loads."""
 ROW: Final = 2048
-"""The default number of tokens of a row, if the model's context is not shorter."""
+"""The default number of tokens of a packed row, if the model's context is not shorter."""
 
 
 class TextTask:
@@ -60,12 +60,16 @@ class TextTask:
 
     @property
     def repeats(self) -> bool:
-        """See `Task.repeats`; bounds of texts are no host state: only the device reads them."""
+        """See `Task.repeats`.
+
+        The bounds of the texts in a packed row may differ between steps, because only the device
+        reads them.
+        """
         return self.family.repeats and self._kind.alike
 
     @property
     def sequence_length(self) -> int:
-        """The number of tokens of a row."""
+        """The most tokens of a packed row."""
         return self.family.config.sequence_length or min(ROW, self.family.context)
 
     def check(self, report: Callable[[str], None]) -> None:
@@ -107,7 +111,7 @@ class TextTask:
 
     @property
     def _compares(self) -> bool:
-        """Whether the data are pairs of answers to compare."""
+        """Whether each example of the data is a pair of answers, one chosen and one rejected."""
         return self.family.config.objective == "dpo"
 
     @property
@@ -181,7 +185,7 @@ class TextTask:
             self._adapters.set_enabled(True)
 
     def prompt_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The tokens of a conversation, up to where the answer begins.
+        """The tokens of a conversation, including those that begin the answer's turn.
 
         Raises:
             ConfigError: the chat template rejects the conversation, or no position is left for an
@@ -201,7 +205,7 @@ class TextTask:
     def answer(
         self, messages: Sequence[Mapping[str, str]], options: WritingOptions
     ) -> Iterator[str]:
-        """The model's answer to a conversation, piece by piece.
+        """The model's answer to a conversation, in pieces of text as the model generates them.
 
         Raises:
             ConfigError: see `prompt_tokens`.
@@ -216,7 +220,7 @@ class TextTask:
     def answers(
         self, conversations: Sequence[Sequence[Mapping[str, str]]], options: WritingOptions
     ) -> list[str]:
-        """The model's answers to conversations, which are generated in one batch.
+        """The model's answers to several conversations, generated in one batch.
 
         Raises:
             ConfigError: see `prompt_tokens`.
@@ -228,12 +232,12 @@ class TextTask:
         return ["".join(streamed(ids, family.tokenizer, options.stop)) for ids in written]
 
     def _room(self, options: WritingOptions, asked: Sequence[Sequence[int]]) -> WritingOptions:
-        """The options, with at most as many tokens as the model has positions left."""
+        """The options, with `tokens` limited to the positions that the longest prompt leaves."""
         room = self.family.context - max(map(len, asked))
         return replace(options, tokens=min(options.tokens, room))
 
     def preview(self, path: Path) -> Path:
-        """Write answers of the base and of the model to the prompts; see `Task.preview`."""
+        """Write answers to the prompts, with and without the adapter; see `Task.preview`."""
         config = self.family.config
         options = WritingOptions(
             config.sample_tokens, config.sample_temperature, seed=config.sample_seed
@@ -258,7 +262,7 @@ class TextTask:
         return adapters.file(path, named, metadata)
 
     def publish(self, adapters: Adapters, output: Path, metadata: dict[str, str]) -> Path:
-        """Write the folder that peft loads, with the name of the base; see `Task.publish`."""
+        """Write the folder that peft loads, which names the base model; see `Task.publish`."""
         folder = output / PEFT
         adapters.file(folder, self.family.config.with_(format="peft"), metadata).write()
         path = folder / "adapter_config.json"
@@ -283,7 +287,8 @@ class TextTask:
             )
         self.family.model.merge_adapter()
         self.family.model.save_pretrained(output)
-        # If the dtype was changed, keep the written configuration, which names the new dtype.
+        # `save_pretrained` has written a configuration with the present dtype. Keep this
+        # configuration if the dtype was changed, else replace it by the original one.
         copy_files(self.family.weights, output, *([] if self.family.dtype else ["config.json"]))
 
     def loss_on(self, dataset: str) -> float:

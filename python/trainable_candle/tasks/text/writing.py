@@ -1,4 +1,4 @@
-"""Texts by a language model: options, and the conversion of tokens to text as they arrive."""
+"""Answers of a language model: the options, and the conversion of tokens to text as they arrive."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ class WritingOptions:
     repetition_penalty: float = 1.0
     """Above 1: tokens that are already in the text become less likely (arXiv:1909.05858)."""
     seed: int = 0
+    """The seed of the draws."""
     stop: tuple[str, ...] = ()
-    """Texts that end an answer, besides end tokens, and are not part of it."""
+    """Texts that end an answer, as end tokens do. The answer does not contain the stop text."""
 
     def arguments(self, stops: Collection[int]) -> dict[str, Any]:
-        """The arguments of `CausalLM.generate` and `stream`."""
+        """The arguments of `CausalLM.generate` and `stream`; `stops` are the end tokens."""
         return {
             "max_new_tokens": self.tokens,
             "temperature": self.temperature,
@@ -51,8 +52,9 @@ def streamed(
     """The text of tokens as they arrive, up to one of the texts in `stop`.
 
     A character of several tokens is held back until its last token. Text that may begin a stop text
-    is held back until further tokens decide. Each piece is decoded together with the piece before
-    it, because SentencePiece tokenizers drop a space at the beginning of the text that they decode.
+    is held back until further tokens show whether it does. The tokens of each piece of text are
+    decoded together with those of the piece before, because SentencePiece tokenizers drop a space
+    at the beginning of the text that they decode.
     """
     pieces = _pieces(tokens, tokenizer)
     held = ""
@@ -73,7 +75,7 @@ def streamed(
 
 def _pieces(tokens: Iterable[int], tokenizer: ChatTokenizer) -> Iterator[str]:
     ids: list[int] = []
-    # Tokens from `start` to `end` are the previous piece.
+    # `ids[start:end]` are the tokens of the previous piece.
     start = end = 0
     for token in tokens:
         ids.append(token)
@@ -88,7 +90,7 @@ def _pieces(tokens: Iterable[int], tokenizer: ChatTokenizer) -> Iterator[str]:
 
 
 def _begun(text: str, stop: Sequence[str]) -> int:
-    """The number of characters at the end of a text that may begin a stop text."""
+    """The length of the longest end of `text` that is a proper prefix of a stop text."""
     lengths = (
         count
         for word in stop

@@ -14,6 +14,7 @@ pub(super) trait Slot: Send + Sync {
     fn settle(&self) -> Result<bool>;
     /// The storage of the gradient, if there is one.
     fn place(&self) -> Option<Place>;
+    /// Whether the gradient has a value.
     fn is_filled(&self) -> bool;
     fn set_filled(&self, filled: bool);
 }
@@ -22,7 +23,7 @@ pub(super) trait Slot: Send + Sync {
 pub(super) trait Repeat: Send + Sync {
     fn key(&self) -> usize;
     /// Whether the change still holds at the end of the function. A derived value is out of date if its variable has
-    /// changed since.
+    /// changed after the value was derived.
     fn is_last(&self) -> bool {
         true
     }
@@ -59,7 +60,9 @@ pub(crate) struct Effects {
     versions: Vec<Box<dyn Repeat>>,
     /// Updates of values derived from variables, repeated after `versions`.
     followers: Vec<Box<dyn Repeat>>,
+    /// The functions given to `before_replay`.
     before: Vec<Before>,
+    /// The functions given to `after_replay`.
     after: Vec<After>,
     depends: Vec<Dependency>,
     /// For each changed state, the function that restores it if the recording fails.
@@ -116,7 +119,7 @@ pub(super) fn refuse_change(what: &'static str) -> Result<()> {
     ))
 }
 
-/// Record a change of the state `key`; `undo` restores the value before it.
+/// Record a change of the state `key`; `undo` restores the value that the state had before the change.
 pub(super) fn note_change(key: usize, undo: impl FnOnce() + Send + 'static) {
     if is_capturing() {
         EFFECTS.with_borrow_mut(|effects| {
@@ -132,19 +135,21 @@ pub(super) fn has_changed(key: usize) -> bool {
     is_capturing() && EFFECTS.with_borrow(|effects| effects.undo.iter().any(|&(known, _)| known == key))
 }
 
-/// Record that the function advances the state `key`, as each replay does too.
+/// Record that the function advances the state `key`. Replays repeat this change.
 pub(super) fn note_advance(key: usize) {
     if is_capturing() {
         EFFECTS.with_borrow_mut(|effects| effects.advanced.push(key));
     }
 }
 
-/// Whether the function that is being captured on this thread has set the state `key`, but not advanced it: the value is
-/// then the same in every call.
+/// Whether the function that is being captured on this thread has set the state `key`, but not advanced it. The value
+/// that the function sees from then on is the same in every call.
 pub(super) fn is_changed(key: usize) -> bool {
     has_changed(key) && !EFFECTS.with_borrow(|effects| effects.advanced.contains(&key))
 }
 
+/// Record that queued work depends on the value that messages call `name`. `is_same` checks before a later call whether
+/// the value is unchanged.
 pub(super) fn note_dependency(name: &'static str, is_same: impl Fn() -> bool + Send + 'static) {
     if is_capturing() {
         EFFECTS.with_borrow_mut(|effects| effects.depends.push(Dependency { name, is_same: Box::new(is_same) }));
@@ -166,7 +171,7 @@ pub fn refuse(op: &'static str) -> Result<()> {
     ))
 }
 
-/// A run of a function on this thread. The effects are recorded until this value is dropped.
+/// A run of a function on this thread. The run's effects are recorded until the `Run` is finished or dropped.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "graphs exist on CUDA alone"))]
 pub(crate) struct Run(());
 
@@ -301,10 +306,12 @@ impl Effects {
         self.undo.clear();
     }
 
+    /// Run the functions given to `before_replay`.
     pub(crate) fn before(&self) -> Result<()> {
         self.before.iter().try_for_each(|check| check())
     }
 
+    /// Repeat the effects on the host after a replay.
     pub(crate) fn after(&self) {
         self.restore_gradients();
         self.versions.iter().chain(&self.followers).for_each(|change| change.repeat());
@@ -313,6 +320,7 @@ impl Effects {
 }
 
 impl Drop for Effects {
+    /// Undo the changes of a recording that was not committed.
     fn drop(&mut self) {
         self.undo.drain(..).for_each(|(_, undo)| undo());
     }
@@ -328,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replay_repeats_what_the_host_knows() {
+    fn a_replay_repeats_the_effects_on_the_host() {
         let x = Var::new(2f32, &Device::Cpu).unwrap();
         let step = || {
             x.zero_grad()?;
@@ -361,7 +369,7 @@ mod tests {
         assert!(effects.has_seeded);
         assert!(!is_capturing());
         let same = crate::raw::storage_identity(&x.grad_storage().unwrap()) == crate::raw::storage_identity(&storage);
-        assert!(same, "the gradient stays where it is");
+        assert!(same, "the gradient keeps its storage");
 
         let version = x.version();
         x.zero_grad().unwrap();

@@ -3,11 +3,11 @@
 use super::effects::note_seed;
 
 /// The position of a random generator. A draw advances the position, and each replay advances it by as many draws.
-/// Setting the position is recorded, because replays cannot repeat it.
+/// Setting the position is recorded (`Effects::has_seeded`), because replays do not set the position.
 pub(crate) struct Generator<S>(S);
 
 impl<S: Copy> Generator<S> {
-    /// The generator that a process starts with.
+    /// The generator that a process starts with. This position is not recorded.
     pub(crate) const fn initial(state: S) -> Self {
         Self(state)
     }

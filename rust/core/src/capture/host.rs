@@ -12,8 +12,8 @@ use crate::Result;
 /// the device's work only; this type handles the host's part, so the owners of such state need no code for graphs:
 ///
 /// - A value that [`read`](Self::read) returns while a function is recorded becomes part of the record. If the value is
-///   different at a later call, the function runs eagerly and is recorded again. A function that changes a value it has
-///   read cannot be recorded.
+///   different at a later call, the function runs eagerly and is recorded again. A function that changes a value after
+///   it has read the value cannot be recorded.
 /// - [`set`](Self::set) returns an error while a function is recorded.
 /// - [`advance`](Self::advance) is repeated by every replay, and undone if the recording fails.
 ///
@@ -21,7 +21,7 @@ use crate::Result;
 pub struct HostState<T>(Arc<Inner<T>>);
 
 struct Inner<T> {
-    /// Its name in messages, such as "the learning rate".
+    /// The state's name in messages, such as "the learning rate".
     name: &'static str,
     value: Mutex<T>,
 }
@@ -45,7 +45,7 @@ impl<T> HostState<T> {
 }
 
 impl<T: Clone + Send + 'static> HostState<T> {
-    /// Host state with this value; `name` is its name in messages.
+    /// Host state with this value; messages call the state `name`.
     pub fn new(name: &'static str, value: T) -> Self {
         Self(Arc::new(Inner { name, value: Mutex::new(value) }))
     }
@@ -84,8 +84,8 @@ impl<T: Clone + Send + 'static> HostState<T> {
         if has_changed(self.key()) { refuse_change(what) } else { Ok(()) }
     }
 
-    /// Changes the value within a call; the function must restore the value before the call ends. Unlike with
-    /// [`advance`](Self::advance), replays do not repeat the change.
+    /// Changes the value within a call of a captured function. The function must restore the value before the call ends,
+    /// because replays do not repeat the change; [`advance`](Self::advance) makes changes that replays repeat.
     pub fn change<R>(&self, change: impl FnOnce(&mut T) -> R) -> R {
         let (state, before) = (self.clone(), self.get());
         note_change(self.key(), move || *state.value() = before);
@@ -98,7 +98,7 @@ impl<T: Clone + Send + 'static> HostState<T> {
 }
 
 impl<T: Clone + PartialEq + Send + 'static> HostState<T> {
-    /// The value, for work that depends on it.
+    /// The value, for queued work that depends on the value.
     pub fn read(&self) -> T {
         let value = self.get();
         if is_changed(self.key()) {
@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_record_depends_on_makes_it_stale() {
+    fn a_record_is_stale_while_a_value_that_it_depends_on_differs() {
         let (rate, other) = (HostState::new("the rate", 1.0), HostState::new("the other", 1));
         let run = Run::begin(true).unwrap();
         assert_eq!((rate.read(), other.get()), (1.0, 1));
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_counter_that_the_work_depends_on_is_stale_at_once() {
+    fn a_function_that_advances_a_state_after_reading_it_is_stale_at_once() {
         let count = HostState::new("the count", 0);
         let run = Run::begin(true).unwrap();
         count.read();
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn replays_count_on_and_a_recording_that_fails_does_not() {
+    fn replays_advance_a_state_and_a_failed_recording_restores_it() {
         let count = HostState::new("the count", 5);
         let run = Run::begin(true).unwrap();
         count.advance(|n| *n += 1);
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_call_changes_and_restores_is_its_own() {
+    fn a_record_does_not_depend_on_a_value_that_the_function_sets_itself() {
         let is_on = HostState::new("the switch", true);
         let run = Run::begin(true).unwrap();
         is_on.change(|on| *on = false);

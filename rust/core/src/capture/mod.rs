@@ -1,4 +1,4 @@
-//! The effects that a captured function has on the host. Replays of its graph repeat them.
+//! The effects that a captured function has on the host, which replays of the function's graph repeat.
 //!
 //! A CUDA graph repeats the device's work only. So a capture also records what a call changes on the host, and a replay
 //! repeats these changes. A change that a replay could not repeat is an error while a function is recorded. Each kind of host
@@ -9,7 +9,7 @@
 //! |---|---|
 //! | a value that queued work depends on, or that each call changes | [`HostState`] |
 //! | a value that no captured function may change | [`Fixed`] |
-//! | a gradient: whether there is one, and where | `GradientSlot` |
+//! | a gradient: whether there is one, and where its storage is | `GradientSlot` |
 //! | how often a variable was changed in place | `Version` |
 //! | whether a value derived from a variable is up to date | [`Follower`] |
 //! | the position of a random generator | `Generator` |

@@ -1,4 +1,4 @@
-//! [`GradientSlot`]: the place where a variable's gradient accumulates.
+//! [`GradientSlot`]: a variable's gradient, and the record of each access to the gradient.
 
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,13 +8,14 @@ use crate::Result;
 
 /// The operations that captures need from a gradient.
 pub(crate) trait Settle: Send + 'static {
-    /// Accumulate the gradient in a fixed buffer from now on, starting with its present value; returns false if it
-    /// already accumulates in one.
+    /// Accumulate the gradient in a fixed buffer from now on, starting with the gradient's present value. Returns false
+    /// if the gradient already accumulates in a fixed buffer.
     fn settle(&mut self) -> Result<bool>;
 
     /// The storage of the gradient, if there is one.
     fn place(&self) -> Option<Place>;
 
+    /// Whether the gradient has a value.
     fn is_filled(&self) -> bool;
 
     fn set_filled(&mut self, filled: bool);

@@ -1,4 +1,4 @@
-//! [`Version`] of a variable's value, and [`Follower`], which tells whether a value derived from it is up to date.
+//! [`Version`] of a variable, and [`Follower`], which tells whether a value derived from a variable is up to date.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -33,8 +33,8 @@ impl Repeat for Arc<Version> {
 }
 
 /// The version of a variable from which a value was derived, such as a copy in another dtype or an optimizer's f32
-/// values. If a captured function updates the derived value, so does every replay. [`Var`](crate::Var) compares and
-/// sets it. Clones share the version.
+/// values. If a captured function updates the derived value, every replay updates the value and this version, too.
+/// [`Var`](crate::Var) compares the version with the variable's and sets it. Clones share the version.
 #[derive(Clone, Debug, Default)]
 pub struct Follower(Arc<AtomicU64>);
 

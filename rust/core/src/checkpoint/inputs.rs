@@ -1,9 +1,9 @@
 //! [`KeptInputs`]: the inputs of a checkpointed function, on their device or in the memory of the host.
 //!
-//! An input that is offloaded is copied to the host while the function runs; its memory on the device is freed when the
-//! function has returned. The backward pass recomputes checkpoints in reverse order. The recomputation of a checkpoint
-//! starts the copies to the device for the checkpoint that ran before it, so that these copies run in parallel with the
-//! recomputation.
+//! An input that is offloaded is copied to the host while the function runs; the input's memory on the device is freed
+//! when the function has returned. The backward pass recomputes checkpoints in reverse order. The recomputation of
+//! checkpoint n starts the copies to the device of the inputs of checkpoint n - 1, so that these copies run in parallel
+//! with the recomputation.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -16,7 +16,7 @@ use crate::raw::Raw;
 use crate::tape::{Backward, BackwardContext, Inputs, Leaf, Node, Saved, flags};
 use crate::tensor::Tensor;
 
-/// Inputs below this many bytes stay on the device: a copy would cost more than their memory is worth.
+/// Inputs of fewer bytes stay on the device: a copy would cost more than the freed memory is worth.
 const LEAST: usize = 1 << 20;
 
 /// What a checkpoint keeps of its inputs.
@@ -26,8 +26,9 @@ pub(super) struct KeptInputs {
 }
 
 enum Place {
+    /// On the device of the input.
     Here(Saved),
-    /// The number of an offloaded input.
+    /// In the memory of the host; the index of the input in [`Offloaded::parts`].
     Offloaded(usize),
 }
 
@@ -39,8 +40,8 @@ impl KeptInputs {
     pub(super) fn new(inputs: &[&Tensor], policy: Policy) -> Result<Self> {
         // An inner checkpoint keeps no inputs: the outer checkpoint recomputes them.
         let offloads = policy == Policy::Offloaded && !flags().recording();
-        // Count this checkpoint as an operation of the outer checkpoint, which saves these inputs. Otherwise the outer
-        // recomputation would end in the operation that computes the last input, and would not need its result.
+        // Count this checkpoint as an operation of the outer checkpoint; the operation saves these inputs. Otherwise the
+        // outer recomputation would end with the operation that computes the last input, as if nothing read its result.
         begin_operation();
         let mut parts = Vec::new();
         let mut placed = Vec::with_capacity(inputs.len());
@@ -57,8 +58,8 @@ impl KeptInputs {
         Ok(Self { inputs: placed, offloaded })
     }
 
-    /// Called when the function has returned: makes the device finish the copies to the host before it frees the
-    /// inputs.
+    /// Makes the device finish the copies to the host before the memory of the inputs is used again. Called when the
+    /// function has returned.
     ///
     /// # Errors
     /// [`Error::Device`](crate::Error::Device) if the driver reports an error.
@@ -92,22 +93,25 @@ fn is_worth_it(tensor: &Tensor, origin: Origin) -> bool {
     matches!(origin, Origin::Computed) && bytes >= LEAST && tensor.raw.is_contiguous() && !tensor.raw.device().is_cpu()
 }
 
-/// Keep an input where it is; an input of an inner checkpoint becomes a slot of the outer checkpoint.
+/// Keep an input on its device. The input of an inner checkpoint becomes a slot of the outer checkpoint.
 fn keep(tensor: &Tensor) -> Saved {
     if flags().recording() { save(&tensor.raw).unwrap_or_else(|| Saved::keep(tensor)) } else { Saved::keep(tensor) }
 }
 
 /// The offloaded inputs of one checkpoint.
 struct Offloaded {
+    /// One for each offloaded input.
     parts: Vec<Away>,
     /// The copies to the device that are queued already.
     arriving: Mutex<Vec<Arriving>>,
-    /// The inputs of the checkpoint that ran before this one. A backward pass needs them next.
+    /// The offloaded inputs of the checkpoint that ran before this one. A backward pass needs those inputs next.
     before: Weak<Offloaded>,
+    /// Whether the copies to the host are recorded in a CUDA graph.
     is_captured: bool,
 }
 
 thread_local! {
+    /// The offloaded inputs of the checkpoint that ran last on this thread.
     static LAST: RefCell<Weak<Offloaded>> = const { RefCell::new(Weak::new()) };
 }
 
@@ -164,6 +168,7 @@ impl Origin {
         }
     }
 
+    /// The node of the input `raw` in a recomputation.
     fn node(self, raw: &Raw) -> Option<Node> {
         match self {
             Self::Constant => None,

@@ -1,4 +1,4 @@
-//! Where recomputations end.
+//! The operations with which recomputations end.
 
 use std::sync::{Arc, Mutex};
 
@@ -23,7 +23,7 @@ impl Backward for CopyBackward {
 /// Answers of [`ends_here`], in the order of the operations.
 type Answers = Arc<Mutex<Vec<bool>>>;
 
-/// An operation that maybe saves its input.
+/// An operation that returns `x` unchanged and, if `saves`, saves `x` for the backward pass.
 fn copy(x: &Tensor, saves: bool, answers: &Answers) -> Result<Tensor> {
     let forward = || {
         answers.lock().unwrap().push(ends_here());

@@ -23,7 +23,7 @@ struct Call<F> {
 /// A storage, and the layout of a tensor in it.
 pub(crate) type Operand<'a> = (&'a CpuStorage, &'a Layout);
 
-/// The elements of an operand, from the first element of the tensor on.
+/// The elements of an operand's storage, from the tensor's first element to the end of the storage.
 pub(crate) fn elements<'a, T: WithDType>((storage, layout): Operand<'a>) -> Result<&'a [T]> {
     // A view without elements may start beyond the end of the storage.
     Ok(T::cpu_storage_as_slice(storage)?.get(layout.start_offset()..).unwrap_or_default())
@@ -105,12 +105,12 @@ impl<F: Fn(&mut CpuStorage, &Layout, [Operand<'_>; 2]) -> Result<()>> InplaceOp3
     }
 }
 
-/// CPU kernels read host memory only, and tensors are never moved there implicitly.
+/// Checks that all tensors are on the CPU: CPU kernels read host memory only, and tensors are never moved implicitly.
 fn check_cpu(op: &'static str, tensors: &[&Raw]) -> crate::Result<()> {
     if tensors.iter().all(|tensor| tensor.device().is_cpu()) {
         return Ok(());
     }
-    Err(crate::Error::device(op, "has no CUDA form yet; move the tensors to the CPU with to(\"cpu\")"))
+    Err(crate::Error::device(op, "has no CUDA kernel yet; move the tensors to the CPU with to(\"cpu\")"))
 }
 
 /// Computes a new tensor from one tensor's storage.
@@ -162,7 +162,8 @@ pub(crate) fn read_all<R>(
     result.take().ok_or_else(|| crate::Error::argument(op, "the kernel did not run"))
 }
 
-/// Nests custom operations, one for each tensor, and calls `f` in the innermost with all storages.
+/// Nests custom operations, one for each tensor of `rest`, and calls `f` in the innermost operation with the storages of
+/// all tensors. `found` are the storages of the tensors before `rest`.
 fn enter(
     op: &'static str,
     rest: &[&Raw],
@@ -182,7 +183,7 @@ fn enter(
     Ok(())
 }
 
-/// Changes a storage in place.
+/// Changes the storage of `dst` in place.
 pub(super) fn write1(
     op: &'static str,
     dst: &Raw,
@@ -196,7 +197,7 @@ pub(super) fn write1(
     Ok(dst.inplace_op1(&Call { op, f })?)
 }
 
-/// Changes a storage in place, reading another.
+/// Changes the storage of `dst` in place, reading the storage of `src`.
 pub(super) fn write2(
     op: &'static str,
     dst: &Raw,
@@ -210,7 +211,7 @@ pub(super) fn write2(
     Ok(dst.inplace_op2(src, &Call { op, f })?)
 }
 
-/// Changes a storage in place, reading two others.
+/// Changes the storage of `dst` in place, reading the storages of `a` and `b`.
 pub(super) fn write3(
     op: &'static str,
     dst: &Raw,

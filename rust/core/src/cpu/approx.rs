@@ -1,14 +1,15 @@
-//! Elementary functions of f32 as branch-free polynomials. Unlike the standard library's scalar functions, the compiler
-//! can vectorise them inside [`dispatch`](super::simd::dispatch).
+//! Elementary functions of f32 as branch-free polynomials. The compiler can vectorise them inside
+//! [`dispatch`](super::simd::dispatch), unlike calls of the standard library's scalar functions.
 //!
 //! The coefficients are weighted minimax fits (Lawson's iteration on Chebyshev nodes) made for these functions. The
 //! tests measure errors against f64; NaN, infinities, signed zeros and subnormal numbers behave as in IEEE 754.
 
 use std::f32::consts::LOG2_E;
 
-/// 1.5 * 2^23: adding it rounds a small number to an integer, which is then in the low bits.
+/// 1.5 * 2^23. Adding this constant to a small number rounds the number to an integer, which is then in the low bits of
+/// the sum.
 const ROUND: f32 = 12_582_912.0;
-/// ln 2 in two parts; the first has so few bits that its products with exponents are exact.
+/// LN_2_HI + LN_2_LO = ln 2. LN_2_HI has so few bits that its product with an integer exponent of f32 is exact.
 const LN_2_HI: f32 = 0.693_359_4;
 const LN_2_LO: f32 = -2.121_944_4e-4;
 
@@ -31,17 +32,18 @@ fn pow2(k: i32) -> f32 {
 /// e^x, within 1.5 ulp.
 #[inline(always)]
 pub(super) fn exp(x: f32) -> f32 {
-    // Beyond these bounds the result is infinity or zero. The comparisons let NaN pass through.
+    // Above 89 the result is infinity, below -104 it is zero. The comparisons let NaN pass through.
     let x = if x > 89.0 { 89.0 } else { x };
     let vanishes = x < -104.0;
-    // Avoid subnormal results: they are slow to compute, and masked attention scores would all have them.
+    // Compute exp(0) in place of a result that rounds to zero: subnormal intermediate values are slow, and every masked
+    // attention score would have them.
     let x = if vanishes { 0.0 } else { x };
     let shifted = x.mul_add(LOG2_E, ROUND);
     let n = shifted - ROUND;
     let r = n.mul_add(-LN_2_LO, n.mul_add(-LN_2_HI, x));
     let p = polynomial(r, [0.5, 0.166_665_18, 0.041_666_202, 0.008_369_025, 0.001_395_072_3]);
     let y = (r * r).mul_add(p, r) + 1.0;
-    // 2^n in two factors, since n may be outside the exponents of f32.
+    // Multiply by 2^n in two factors, because n may be outside the range of f32's exponents.
     let n = (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
     let half = n >> 1;
     let y = y * pow2(half) * pow2(n.wrapping_sub(half));
@@ -92,8 +94,8 @@ pub(super) fn tanh(x: f32) -> f32 {
     y.copysign(x)
 }
 
-/// The distribution function of the standard normal distribution, within 1.5e-7, without an exponential. It is for
-/// GELU, whose usual form with 1 + erf is not more accurate.
+/// The distribution function of the standard normal distribution, with an absolute error of at most 1.5e-7. GELU uses this
+/// function; the usual formula with 1 + erf is not more accurate, and needs an exponential.
 #[inline(always)]
 pub(super) fn normal_cdf(x: f32) -> f32 {
     // Beyond this bound the result is 0 or 1 to within 2e-8.
@@ -146,7 +148,7 @@ mod tests {
         (f64::from(got) - exact).abs() / if unit.is_finite() { unit } else { f64::from(size - size.next_down()) }
     }
 
-    /// The largest error over numbers of every sign and exponent, NaN and infinities.
+    /// The largest error in ulp over numbers of every sign and exponent, NaN and infinities; and the number with this error.
     fn worst(f: impl Fn(f32) -> f32, exact: impl Fn(f64) -> f64) -> (f64, f32) {
         let special =
             [0.0, f32::INFINITY, f32::NAN, f32::MAX, f32::MIN_POSITIVE, f32::from_bits(1), 1.0, 4.0, 0.9, 0.625];
