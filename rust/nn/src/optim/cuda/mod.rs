@@ -163,9 +163,8 @@ fn no_kernels(op: &'static str) -> Error {
 }
 
 impl OnDevice {
-    /// Moves the states of `groups` to the device of their variables, or to memory of the host that this device reads;
-    /// variables without states get zeros. `shared` are the numbers that the steps of all variables share, and `seed` that
-    /// of stochastic rounding.
+    /// Moves the states of `groups` to the device of their variables or to host memory that it reads; variables without
+    /// states get zeros. `shared` are the numbers that all steps share, `seed` is the seed of stochastic rounding.
     pub(super) fn new<R: Rule>(
         groups: &mut [Group<R::Config>],
         place: StatePlace,
@@ -174,18 +173,16 @@ impl OnDevice {
         let count: usize = groups.iter().map(|group| group.parameters.len()).sum();
         let first = groups.first().and_then(|group| group.parameters.first());
         let device = first.ok_or_else(|| no_kernels(R::NAME))?.var.device().clone();
+        let shared = if shared.is_empty() { None } else { Some(Raw::from_slice(shared, shared.len(), &device)?) };
         let mut made = Self {
             settings: Groups::new(R::NAME, &device, count)?,
             slots: HostState::new("which variables of an optimizer step together", Arc::new(Slots::new(groups))),
             places: Vec::with_capacity(count),
             layouts: Vec::new(),
             tables: Vec::new(),
-            shared: None,
+            shared,
             seed,
         };
-        if !shared.is_empty() {
-            made.shared = Some(Raw::from_slice(shared, shared.len(), &device)?);
-        }
         // For each layout and each of its states: the number of blocks so far.
         let mut ends: Vec<SmallVec<[usize; 4]>> = Vec::new();
         for group in groups.iter() {
