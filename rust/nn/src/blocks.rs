@@ -106,9 +106,9 @@ impl<B> Blocks<B> {
         self.blocks.iter().map(AsRef::as_ref)
     }
 
-    /// The number of blocks that the backward pass recomputes together under a policy that recomputes everything, at least
-    /// 1. The number is 1 if weights are streamed, because weights are copied one block at a time. It is also 1 under
-    /// [`Policy::Offloaded`], because the blocks' inputs then take no memory of the device.
+    /// The number of blocks, at least 1, that the backward pass recomputes together under a policy that recomputes
+    /// everything. The number is 1 if weights are streamed, because weights are copied one block at a time. It is also 1
+    /// under [`Policy::Offloaded`], because the blocks' inputs then take no memory of the device.
     pub fn stretch(&self) -> usize {
         if self.nested && !self.kept.streams() && self.kept.policy() != Policy::Offloaded {
             self.blocks.len().div_ceil(STRETCHES).max(1)
