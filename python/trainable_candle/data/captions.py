@@ -121,7 +121,7 @@ class CaptionMaker:
         self._seed = seed
 
     def plain(self, caption: str, trigger: str) -> str:
-        """The trigger and the whole caption, its tags in order; for validation and previews, too."""
+        """The trigger and the whole caption, tags in order; for validation and previews, too."""
         caption = " ".join(caption.split())
         after = caption[len(trigger) : len(trigger) + 1]
         if not trigger or (caption.startswith(trigger) and not after.isalnum()):

@@ -35,7 +35,7 @@ def load_dataset(
     Args:
         options: the folders and their settings.
         captions: the transformations of captions; none by default.
-        seed: the seed of everything random, at least 0.
+        seed: the seed of all random choices, at least 0.
 
     Raises:
         DatasetError: a folder is missing or has no usable images, or some images cannot be used
@@ -84,7 +84,11 @@ def _trigger(source: Source, captions: CaptionOptions) -> str:
 
 
 def _balance(found: list[list[Item]], sources: Sequence[Source]) -> None:
-    """Set how often the images of each folder are repeated."""
+    """Set how often the images of each folder are repeated.
+
+    Without `repeats` of its own, an image to learn is repeated once. Regularisation images are
+    repeated so often that an epoch has as many of them as images to learn.
+    """
     own = sum(
         len(items) * (source.repeats or 1)
         for items, source in zip(found, sources, strict=True)
