@@ -44,7 +44,7 @@ TASKS: Final[dict[str, Callable[[str], str]]] = {
     "head": lambda word: word[:-1],
     "vowels": lambda word: "".join(letter for letter in word if letter in _VOWELS),
 }
-"""The tasks that the built-in model knows: for each name, the function from a word to its answer."""
+"""The tasks that the built-in model knows: by name, the function that maps a word to its answer."""
 UNSEEN: Final = "pig"
 """The task that the built-in model has never seen: Pig Latin, which moves the consonants before the
 first vowel to the end and appends `ay`."""
