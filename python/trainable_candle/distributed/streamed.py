@@ -68,8 +68,9 @@ def require_streams(config: TrainConfig) -> None:
 def slowest_link(group: Group, device: str) -> str:
     """The slowest link between two GPUs of a machine, over all machines: `NVLINK` or `BUS`.
 
-    All processes of the group must call this. A process cannot test the link to a GPU that it does not
-    see. That link counts as `BUS`; if it does not exist, loading a model fails later.
+    All processes of the group must call this. A process cannot test the link to a GPU that CUDA
+    does not show to it. The link then counts as `BUS`; if there is no link, loading a model fails
+    later.
 
     Raises:
         ConfigError: a GPU cannot read the memory of another GPU of its machine, or a process has no

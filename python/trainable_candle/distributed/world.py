@@ -82,8 +82,8 @@ class World:
         """The GPU of this process, given how many GPUs CUDA shows it.
 
         Raises:
-            ConfigError: CUDA shows this process no GPU, or several, but fewer than there are
-                processes with smaller or equal local ranks.
+            ConfigError: CUDA shows this process no GPU, or it shows two GPUs or more and
+                `local_rank` is not below their number.
         """
         if visible == 1:  # The launcher shows each process only its own GPU.
             return "cuda:0"
