@@ -45,12 +45,12 @@ def cache_folder(
         cache: whether to keep files, and where.
         dataset: the dataset; by default, the cache is in a subfolder of its first folder.
         output: the run's folder; the cache is in a subfolder of it if the dataset's first folder
-            cannot be written to. None: there is no such second choice.
+            cannot be written to. None if the run has no folder.
 
     Returns:
         Two values. The first is the cache's folder, which exists and can be written to, or None if
         the cache is not on disk. The second is a message that tells why the cache is in the run's
-        folder, or None if it is not there.
+        folder, or None if the cache is elsewhere.
 
     Raises:
         ConfigError: none of the folders can be written to.

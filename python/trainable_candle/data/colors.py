@@ -55,8 +55,8 @@ class Colors:
         share = None
         if opacity is not None:
             share = opacity.astype(np.float32) / _WHITE
-            # Undo the blending with white. Fully transparent pixels have no own colour: they stay
-            # white.
+            # Undo the blending with white. Fully transparent pixels have no colour of their own,
+            # and stay white.
             _stretch(planes, _WHITE, 1 / np.maximum(share, 1 / _WHITE))
         if self.brightness != 1:
             _stretch(planes, np.float32(0), np.float32(self.brightness))

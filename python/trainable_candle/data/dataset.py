@@ -102,7 +102,7 @@ class Dataset:
         return self._summary
 
     def listing(self) -> dict[str, str]:
-        """For each image, a hash of its content, caption and settings.
+        """For each image, a hash of its content, caption, mask's path and settings.
 
         The keys are the images' paths, relative to the deepest folder that contains all images.
         """
@@ -129,7 +129,7 @@ class Dataset:
         return Dataset(items, self.options, self._captions, self.seed, self._summary)
 
     def fixed(self) -> Dataset:
-        """The same images without random crops, mirroring and colours, as in `fixed_batches`."""
+        """The same images, never mirrored, with centre crops and unchanged colours."""
         options = replace(self.options, crop="center", flip=False, color=ColorOptions())
         return Dataset(self.items, options, self._captions, self.seed, self._summary)
 

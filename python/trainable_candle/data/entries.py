@@ -49,7 +49,8 @@ def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
         parts.append(part)
         end += len(part)
     data = b"".join(parts)
-    # A file name can have bytes that are not UTF-8; Python represents them by surrogates.
+    # A file name can have bytes that are not UTF-8. Python represents such bytes by surrogates,
+    # which become question marks here.
     texts = {name: text.encode(errors="replace").decode() for name, text in facts.items()}
     metadata = {_CHECKSUM: "0" * 8, **texts}
     header = json.dumps({_METADATA: metadata, **entries}).encode()
@@ -60,7 +61,7 @@ def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
 
 
 def unpacked(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the text entries of bytes that `packed` made, without a check of them."""
+    """The tensors and the text entries in bytes that `packed` made; the checksum is ignored."""
     start = 8 + int.from_bytes(content[:8], "little")
     entries = json.loads(content[8:start])
     facts = entries.pop(_METADATA)

@@ -197,7 +197,7 @@ class TextCache:
         report: Report | None = None,
         group: Group = ALONE,
     ) -> Filled:
-        """Encode the captions, and the empty caption, that have no entry yet.
+        """Encode those captions that have no entry yet, and the empty caption if it has none.
 
         Another thread writes entries meanwhile. Nothing is encoded if the cache is off.
 

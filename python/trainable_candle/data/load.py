@@ -86,8 +86,9 @@ def _trigger(source: Source, captions: CaptionOptions) -> str:
 def _balance(found: list[list[Item]], sources: Sequence[Source]) -> None:
     """Set how often the images of each folder are repeated.
 
-    Without `repeats` of its own, an image to learn is repeated once. Regularisation images are
-    repeated so often that an epoch has as many of them as images to learn.
+    The images of a source with `repeats` occur that often in an epoch. Other images to learn occur
+    once. Other regularisation images occur so often that together they are as many as the images to
+    learn.
     """
     own = sum(
         len(items) * (source.repeats or 1)

@@ -141,7 +141,8 @@ def in_parallel(
     At most `AHEAD` results exist at a time besides those that the caller keeps, so that any number
     of images takes the memory of a few.
     """
-    # Pillow warns of large images and odd metadata. Images that are too large raise an error.
+    # Pillow warns of large images and odd metadata, which are accepted here. It raises an error for
+    # images that are too large.
     with warnings.catch_warnings(), ThreadPoolExecutor(_WORKERS) as pool:
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         warnings.filterwarnings("ignore", module=r"PIL\.")

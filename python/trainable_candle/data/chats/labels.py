@@ -93,8 +93,9 @@ def tokens_of(
 ) -> Tokens | Pair:
     """The tokens of an example and their mask; a `Pair` for a preference.
 
-    The text is tokenized once, as a whole. A token counts in the loss if its characters are in an
-    answer. The token that ends the turn of an answer counts, too.
+    The text is tokenized once, as a whole. A token is learnt if at least one of its characters is
+    in an answer that `train_on` selects. The token that ends the turn of this answer is learnt,
+    too. For a preference, only the compared answers are learnt.
 
     Raises:
         ValueError: the template rejects the example, or renders an answer differently when more

@@ -194,7 +194,7 @@ def joined(rows: Sequence[Sequence[Tokens | Pair]], unit: int = 1, bounds: int =
 
 
 def shifted(example: Tokens) -> npt.NDArray[np.int64]:
-    """The targets of a text: for each token, the id of the next token if it is learnt."""
+    """The targets of a text: the id of each next token that is learnt, else `IGNORED`."""
     targets = np.full(len(example), IGNORED, np.int64)
     targets[:-1] = np.where(example.learnt[1:], example.ids[1:], IGNORED)
     return targets

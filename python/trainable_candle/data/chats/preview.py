@@ -47,7 +47,7 @@ def shown(example: Tokens | Pair, tokenizer: ChatTokenizer, *, colour: bool) -> 
 
 
 def _pieces(ids: Sequence[int], tokenizer: ChatTokenizer) -> list[str]:
-    """The text of each token; tokens that have bytes of the same character have one text."""
+    """The text of each token; one text for several tokens that hold the bytes of one character."""
     pieces, waiting = [], []
     for number in ids:
         waiting.append(number)

@@ -47,10 +47,11 @@ def find_files(path: Path) -> tuple[list[Path], list[Path]]:
     Args:
         path: a file, which is for training, or a folder. In a folder and in `data` inside it, files
             with one of `SUFFIXES` are chosen by the first word of their names, such as `train` in
-            `train-00000-of-00002.parquet`. If any file's first word is `train`, these files are for
-            training, and files whose first word is in `VALIDATION` are for validation. Otherwise,
-            there is no validation, and all files are for training except those whose first word is
-            `test` or is in `VALIDATION`; if no other files exist, these are for training.
+            `train-00000-of-00002.parquet`. Files with the first word `train` are for training, and
+            files with a first word of `VALIDATION` are for validation. Without any `train` file,
+            there is no validation: all files are for training, except those with the first word
+            `test` or a first word of `VALIDATION`. If all files are such exceptions, all are for
+            training.
 
     Raises:
         DatasetError: the path does not exist, has no file with one of `SUFFIXES`, or is the output
@@ -144,7 +145,7 @@ def _table(path: Path) -> Iterator[Row | BadRow]:
 
 
 def _cell(name: str, text: str) -> Any:
-    """The value of a cell: a list or an object if column `name` may have JSON, else the text."""
+    """The value of a cell: JSON for a list or an object is parsed in the columns `_NESTED`."""
     if name in _NESTED and text.lstrip().startswith(("[", "{")):
         try:
             return parse_json(text)
