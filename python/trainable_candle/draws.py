@@ -1,8 +1,8 @@
 """Random numbers of a run, in streams.
 
-The run's seed, a purpose and an index (`number`, for example a sample's) select a stream. The
-purposes are listed in `rust/core/src/rng/purpose.rs`. So the random numbers do not depend on
-earlier draws, on how samples are put into batches, or on which process draws.
+The run's seed, a purpose and an index, such as the index of a sample, select a stream. So the
+random numbers do not depend on earlier draws, on how samples are put into batches, or on which
+process draws. The purposes are listed in `rust/core/src/rng/purpose.rs`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ SIDE: Final = 8
 MAX_PIXEL: Final = 16
 
 HELD_OUT: Final = 0.3
-"""The share of each digit's images that no model is trained on."""
+"""The share of each digit's images that neither the base nor a LoRA is trained on."""
 SPLIT_SEED: Final = 0
 
 UNSEEN: Final = 0

@@ -189,7 +189,12 @@ class Answers:
         """The share of exact answers in the known tasks together."""
 
     def shown(self, before: Answers, count: int = 4) -> str:
-        """The first `count` answers in the unseen task, each in a line with the answer `before`."""
+        """The first `count` answers in the unseen task, each in a line with the answer of `before`.
+
+        Args:
+            before: the answers of the model without the LoRA, about the same words.
+            count: the number of lines.
+        """
         rows = list(zip(self.asked, before.new, self.new, strict=True))[:count]
         return "\n".join(
             f"  {words.message(*asked)}: without the LoRA {old!r}, with it {new!r}"

@@ -177,7 +177,7 @@ def _sample(task: LatentTask, seed: int) -> npt.NDArray[np.uint8]:
 
 @tc.no_grad()
 def _velocity(model: DigitsTransformer) -> npt.NDArray[np.float32]:
-    """The model's output for ten blank images, one with each digit as its class, at mid-flow."""
+    """The model's output for ten blank images, one of each class, half way from image to noise."""
     blank = tc.zeros((digits.CLASSES, 1, SIDE, SIDE))
     velocity = model(blank, tc.full((digits.CLASSES,), FLOW_TIMES / 2), tc.arange(digits.CLASSES))
     array: npt.NDArray[np.float32] = velocity.numpy()

@@ -106,8 +106,8 @@ def _features(
     """One row of features for each image.
 
     The features are the grey values of the reduced image: the absolute values of their differences
-    from the background, divided by the norm of these. So the judge does not see the contrast, nor
-    whether a shape is lighter or darker than its background.
+    from the background, divided by the norm of these values. So the judge sees neither the contrast
+    nor whether a shape is lighter or darker than its background.
     """
     rows = []
     for image in images:

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LAUNCHER: Final = "TRAINABLE_CANDLE_LAUNCHER"
-"""The environment variable with a file descriptor, from which processes read a pipe of the
-launcher. The pipe closes when the launcher ends."""
+"""The environment variable with the file descriptor of a pipe from the launcher to this process;
+the launcher's end of the pipe closes when the launcher ends."""
 LOGS: Final = "logs"
-"""The folder of the processes' outputs, in the folder of the run."""
+"""The name of the folder, inside the folder of the run, with the logs of processes."""
 GRACE: Final = 15.0
 """Seconds that the other processes get to end after one has failed."""
 _TAIL: Final = 12
