@@ -111,7 +111,8 @@ class DatasetOptions:
     resolution: int = 1024
     """The square root of a bucket's greatest area, px; a multiple of `bucket_step`."""
     bucketing: bool = True
-    """Group images by aspect ratio; if not, all are cropped to a square of `resolution`."""
+    """Whether to group images by aspect ratio. If off, all images are cropped to a square with
+    sides of `resolution`."""
     bucket_step: int = 64
     """The sides of buckets are multiples of this, px; a multiple of 8."""
     min_side: int | None = None
@@ -119,8 +120,8 @@ class DatasetOptions:
     max_side: int | None = None
     """Longest side of a bucket, px (default: twice `resolution`)."""
     upscale: bool = False
-    """Enlarge images that are smaller than their bucket; if not, they get a smaller bucket, and
-    images too small for every bucket are left out and counted."""
+    """Whether to enlarge images that are smaller than their bucket. If off, such images get a
+    smaller bucket, and images that are too small for every bucket are left out and counted."""
     crop: str = "center"
     """Which part of an image is kept if its bucket has a different shape: `center` or `random`."""
     random_crops: int = 4
@@ -229,7 +230,7 @@ class CacheOptions:
     each time."""
     folder: Path | None = None
     """The folder for the files; None: `.trainable-candle` in the first folder of the data set, or
-    in the output folder if that folder cannot be written to."""
+    in the output folder if the data set's folder cannot be written to."""
 
     def __post_init__(self) -> None:
         """Check every value."""

@@ -167,8 +167,8 @@ class _Workers:
             wanted = ", ".join(f"{number * amount:g} {name}" for name, amount in needs.items())
             has = ", ".join(f"{there.get(name, 0):g} {name}" for name in needs)
             raise ConfigError(
-                f"ray: {number} processes need {wanted}; the cluster has {has}, and not enough was "
-                f"free within {seconds:g} s; give fewer --workers, or add machines"
+                f"ray: {number} processes need {wanted}, and the cluster has {has}, of which not "
+                f"enough was free within {seconds:g} s; give fewer --workers, or add machines"
             )
         strategies = ray.util.scheduling_strategies
         actors = [

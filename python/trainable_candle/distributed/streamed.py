@@ -1,4 +1,4 @@
-"""One copy of streamed weights for the processes of a machine, in host memory or on their GPUs."""
+"""One copy of streamed weights for all processes of a machine, in host memory or on the GPUs."""
 
 from __future__ import annotations
 

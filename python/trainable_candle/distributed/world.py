@@ -79,7 +79,10 @@ class World:
     """Seconds to wait for the other processes at the start."""
 
     def device(self, visible: int) -> str:
-        """The GPU of this process, given how many GPUs CUDA shows it.
+        """The GPU of this process.
+
+        Args:
+            visible: the number of GPUs that CUDA shows to this process.
 
         Raises:
             ConfigError: CUDA shows this process no GPU, or it shows two GPUs or more and

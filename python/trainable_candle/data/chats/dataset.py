@@ -60,7 +60,7 @@ class Counts:
 
 
 class TextDataset:
-    """Examples as tokens.
+    """A data set of texts, with its examples as tokens.
 
     Args:
         examples: at least one.

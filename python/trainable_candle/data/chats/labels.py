@@ -33,7 +33,7 @@ class Tokens:
     stops: tuple[int, ...]
     """The indices, in `ids`, of tokens that end an answer and stop generation; all are learnt."""
     answers: int
-    """The number of learnt answers, with or without a stop token."""
+    """The number of answers to learn, with or without a stop token, before truncation."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -73,7 +73,7 @@ class Pair:
 
     @property
     def answers(self) -> int:
-        """The number of learnt answers."""
+        """The number of answers to learn, before truncation."""
         return self.chosen.answers + self.rejected.answers
 
     def truncated(self, length: int) -> Pair:
