@@ -24,10 +24,14 @@ FAULT: Final = "fault"
 DRIVER: Final = 580
 """The oldest major version of NVIDIA's driver that CUDA 13 works with."""
 CAPABILITY: Final = (8, 0)
+"""The least compute capability of a GPU."""
 _GIB: Final = 2**30
 _LEAST_MEMORY: Final = 16 * _GIB
+"""With less free memory, the report has a note."""
 _LEAST_DISK: Final = 20 * _GIB
+"""With less free disk space, the report has a note."""
 _STEPS: Final = 60
+"""The number of optimizer steps of the test on a device."""
 _EXTRAS: Final = {
     "matplotlib": ("plot", "draws loss curves"),
     "tensorboardX": ("tensorboard", "logs for TensorBoard"),
@@ -35,6 +39,7 @@ _EXTRAS: Final = {
     "huggingface_hub": ("hub", "fetches models by name"),
     "pyarrow": ("parquet", "reads Parquet files"),
 }
+"""For each optional package, the extra that installs it and what the package does."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,9 @@ class Finding:
     state: str
     """`ok`, `note` or `fault`."""
     what: str
+    """What was checked, in at most 9 characters."""
     found: str
+    """What the check has found."""
     cure: str = ""
     """What to do; every fault has a cure."""
 
@@ -55,9 +62,12 @@ class Finding:
 
 
 def examine(folder: Path) -> Iterator[Finding]:
-    """Run all checks; `folder` is where runs will be written.
+    """Run all checks; yields each finding as soon as it is known.
 
-    The last tests train a small layer on each device, for less than ten seconds each.
+    The last checks train a small layer on each device, for less than ten seconds per device.
+
+    Args:
+        folder: the folder to which runs will be written.
     """
     yield _version()
     yield from _extras()
@@ -75,7 +85,7 @@ def examine(folder: Path) -> Iterator[Finding]:
 
 
 def is_wsl() -> bool:
-    """Whether this is Linux inside Windows."""
+    """Whether this system is Linux inside Windows (WSL)."""
     return "microsoft" in platform.release().lower()
 
 

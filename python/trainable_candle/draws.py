@@ -1,7 +1,8 @@
-"""Random numbers of a run: streams keyed by the run's seed, a purpose and a number.
+"""Random numbers of a run, in streams.
 
-The purposes are listed in `rust/core/src/rng/purpose.rs`. The numbers do not depend on earlier
-draws, on how samples are put into batches, or on which process draws.
+The run's seed, a purpose and an index, such as the index of a sample, select a stream. So the
+random numbers do not depend on earlier draws, on how samples are put into batches, or on which
+process draws. The purposes are listed in `rust/core/src/rng/purpose.rs`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ __all__ = ["draw_from", "drawn", "generator", "normal_samples", "pair", "stream_
 
 
 def generator(seed: int, purpose: str, number: int = 0) -> np.random.Generator:
-    """A numpy generator of the stream for a seed, a purpose and a number."""
+    """A numpy generator that begins the stream for a seed, a purpose and an index."""
     return np.random.Generator(np.random.Philox(key=stream_seed(seed, purpose, number)))
 
 
 def drawn(seed: int, purpose: str, number: int, function: Callable[[], T]) -> T:
-    """Call a function whose draws come from this stream, not the library's random generator."""
+    """Call a function; its draws come from the stream for `seed`, `purpose` and `number`.
+
+    Without this, its draws would come from the library's random generator.
+    """
     result: T = draw_from(stream_seed(seed, purpose, number), function)
     return result
 

@@ -1,8 +1,8 @@
 """The exceptions of the library.
 
-Each is an `Error`, and also the builtin that Python code expects: a `ShapeError` is a `ValueError`,
-a `MissingFileError` a `FileNotFoundError`. A message starts with the operation, says what was found
-and what was expected and, where the caller can act, what to do.
+Each exception is an `Error`, and also the builtin exception that Python code expects: a
+`ShapeError` is a `ValueError`, a `MissingFileError` is a `FileNotFoundError`. A message starts with
+the operation, says what was found and what was expected and, where the caller can act, what to do.
 """
 
 __all__ = [
@@ -60,7 +60,7 @@ class NoBackwardError(Error, RuntimeError):
 
 
 class AutogradError(Error, RuntimeError):
-    """No gradient exists: the graph was freed, a saved value changed, or an input is not in it."""
+    """No gradient exists: the graph was freed or lacks an input, or a saved value changed."""
 
 
 class OutOfMemoryError(Error, MemoryError):

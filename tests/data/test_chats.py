@@ -189,7 +189,7 @@ ANSWER = {"role": "assistant", "content": "b"}
         ({"messages": [ASKED, {"role": "assistant", "content": None}]}, "content` is missing"),
         (
             {"messages": [{**ASKED, "content": [{"type": "image"}]}, ANSWER]},
-            r"content\[0\]` is of type image; the model reads text",
+            r"content\[0\]` is of type image; the model reads only text",
         ),
         ({"messages": [ASKED, ANSWER], "tools": "{"}, "`tools` is text that is not JSON"),
         ({"instruction": "a", "output": ""}, "`output` is empty"),

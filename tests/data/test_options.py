@@ -110,7 +110,7 @@ def test_an_empty_list_and_a_missing_file_are_rejected(tmp_path: Path) -> None:
         ({"resolution": 1000}, "resolution is 1000, expected a multiple of bucket_step, 64"),
         ({"resolution": 0}, "resolution is 0, expected a whole number of at least 8"),
         ({"resolution": 512.0}, r"resolution is 512\.0, expected a whole number"),
-        ({"min_side": 1088}, "sides from 1088 to 2048 px do not include the resolution, 1024"),
+        ({"min_side": 1088}, "sides from 1088 to 2048 px, and the resolution, 1024 px, is outside"),
         ({"max_side": 960}, "sides from 256 to 960 px"),
         ({"crop": "left"}, "crop is 'left', expected one of center, random"),
         ({"random_crops": 0}, "random_crops is 0"),

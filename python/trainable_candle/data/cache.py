@@ -1,4 +1,7 @@
-"""Encoded images and captions on disk: found by content, complete or absent."""
+"""The cache of encoded images and captions on disk.
+
+Readers find an entry by its key and get either the complete entry or nothing.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _ADVICE: Final = (
     "free disk space, or use --cache-dir FOLDER or --cache memory; entries already written are kept"
 )
 _ABANDONED: Final = 3600.0
-"""Partly written files older than this are abandoned and may be deleted, s."""
+"""The age, in seconds, above which an unfinished file counts as abandoned and is deleted."""
 
 
 def cache_folder(
@@ -40,15 +43,17 @@ def cache_folder(
 
     Args:
         cache: whether to keep files, and where.
-        dataset: its first folder is the default place of the cache.
-        output: the place if that folder cannot be written to.
+        dataset: the dataset; by default, the cache is in a subfolder of its first folder.
+        output: the run's folder; the cache is in a subfolder of it if the dataset's first folder
+            cannot be written to. None if the run has no folder.
 
     Returns:
-        The folder, created and tested, or None if nothing is kept in files; and why the folder is
-        not the default, or None.
+        Two values. The first is the cache's folder, which exists and can be written to, or None if
+        the cache is not on disk. The second is a message that tells why the cache is in the run's
+        folder, or None if the cache is elsewhere.
 
     Raises:
-        ConfigError: no place can be written to.
+        ConfigError: none of the folders can be written to.
     """
     if cache.kind != "disk":
         return None, None
@@ -76,7 +81,7 @@ def _writable(folder: Path) -> Path:
 
 
 def fingerprint(facts: Mapping[str, object]) -> str:
-    """A hash of facts, 32 hexadecimal digits."""
+    """The BLAKE2b hash of `facts`, as 32 hexadecimal digits; the order of the keys is ignored."""
     text = json.dumps(facts, sort_keys=True, default=str, ensure_ascii=False)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
@@ -85,8 +90,8 @@ class FeatureStore:
     """A folder of tensors by key, for one kind of entry and one set of settings.
 
     Entries are in `KIND-SETTINGS/KEY.safetensors`, so that runs with different settings, and
-    several processes, can share a folder. Each entry is written under another name and then
-    renamed, so that readers never get a part of it.
+    several processes, can share a folder. Each entry is written to a file with a temporary name,
+    which is then renamed, so that readers never see an incomplete entry.
 
     Args:
         folder: the folder of all kinds and settings.
@@ -105,7 +110,7 @@ class FeatureStore:
         if not facts.exists():
             write_atomically(facts, json.dumps(whole, indent=2, default=str) + "\n")
         for path in self.folder.glob("*.partial"):
-            # Meanwhile, another process may finish and rename the file.
+            # Another process may rename or delete the file after `glob` has listed it.
             with suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > _ABANDONED:
                     path.unlink()
@@ -166,8 +171,8 @@ class FeatureStore:
         """Remove entries made from earlier contents of files, and entries that cannot be read.
 
         Args:
-            needed: keys to skip.
-            digests: the digests of the current contents by file.
+            needed: the keys of entries that are kept without a check.
+            digests: the digest of the current content of each source file, by the file's path.
 
         Returns:
             The number of removed entries.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 METADATA: Final = "metadata.jsonl"
 CAPTION_SUFFIXES: Final = (".txt", ".caption")
-"""Suffixes of caption files; the first file that exists is read."""
+"""Suffixes of caption files, in the order of preference if an image has several such files."""
 _COLUMNS: Final = ("text", "caption", "prompt")
 
 
@@ -41,9 +41,10 @@ def read_metadata(folder: Path) -> dict[Path, str]:
     """The captions in a folder's `metadata.jsonl`, by image; none if there is no such file.
 
     Each line is a JSON object with `file_name`, relative to the folder, and the caption as `text`,
-    `caption` or `prompt`: the layout of Hugging Face's `imagefolder`. A name that leads out of the
-    folder, by itself or through a linked folder, is rejected. An image may be a link, as in Hugging
-    Face's cache.
+    `caption` or `prompt`: the layout of Hugging Face's `imagefolder`. A name is rejected if the
+    image's folder is outside `folder`, whether because of the name (`../a.png`) or because of a
+    symbolic link to a folder. The image itself may be a symbolic link to a file elsewhere, as in
+    Hugging Face's cache.
 
     Raises:
         DatasetError: the file cannot be read, a line is not such an object, or a line names a file
@@ -107,7 +108,8 @@ def _entry(line: str) -> tuple[str, str]:
 class CaptionMaker:
     """Transforms captions as `CaptionOptions` say.
 
-    Line breaks become spaces. Braces, brackets and the like are not interpreted.
+    Line breaks become spaces. Brackets and braces are ordinary characters: they set neither weights
+    nor alternatives.
 
     Args:
         options: the transformations.
@@ -119,7 +121,7 @@ class CaptionMaker:
         self._seed = seed
 
     def plain(self, caption: str, trigger: str) -> str:
-        """The caption with its trigger, not shuffled; also for validation and previews."""
+        """The trigger and the whole caption, tags in order; for validation and previews, too."""
         caption = " ".join(caption.split())
         after = caption[len(trigger) : len(trigger) + 1]
         if not trigger or (caption.startswith(trigger) and not after.isalnum()):
@@ -128,7 +130,7 @@ class CaptionMaker:
         return f"{trigger}{joint}{caption}" if caption else trigger
 
     def use(self, caption: str, trigger: str, picture: int, sample: int) -> str:
-        """The caption of an image when it is sample number `sample` of a run."""
+        """The caption of an image with the seed `picture` when it is sample `sample` of a run."""
         if not self.options.dropout and not self._varies:
             return self.plain(caption, trigger)
         rng = generator(self._seed, "caption", sample)
@@ -143,7 +145,7 @@ class CaptionMaker:
         return self.plain(caption, trigger)
 
     def possible(self, caption: str, trigger: str, picture: int) -> Iterator[str]:
-        """Every caption that `use` may return for an image; `endless` must be False."""
+        """Each caption that `use` can return for an image; `endless` must be False."""
         if self.options.dropout > 0:
             yield ""
         if self._varies:
@@ -154,7 +156,7 @@ class CaptionMaker:
 
     @property
     def endless(self) -> bool:
-        """Whether captions are changed anew for each sample, so that they cannot be listed."""
+        """Whether each sample draws a new variant of its caption, so that `possible` has no end."""
         return self._varies and self.options.variants == 0
 
     @property
@@ -165,7 +167,7 @@ class CaptionMaker:
         rng = generator(self._seed, "caption_variant", pair(picture, number))
         options = self.options
         own, whole = self._tags(caption), self._tags(self.plain(caption, trigger))
-        # A trigger that was prepended is not among the tags that `keep_tokens` counts.
+        # `keep_tokens` counts tags of the caption; a trigger that `plain` prepends stays as well.
         kept = options.keep_tokens + len(whole) - len(own)
         head, tail = whole[:kept], whole[kept:]
         stays = rng.random(len(tail)) >= options.tag_dropout

@@ -1,4 +1,7 @@
-"""Random changes of an image's colours, as by torchvision's `ColorJitter`, in a fixed order."""
+"""Random changes of an image's colours, as by torchvision's `ColorJitter`.
+
+`ColorJitter` shuffles the order of the changes; here, their order is always the same.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,17 @@ _WHITE: Final = np.float32(255)
 
 @dataclass(frozen=True)
 class Colors:
-    """Changes of an image's colours, made in the order of the fields; each result is clipped."""
+    """Changes of an image's colours, made in the order of the fields.
+
+    After each change, the channels are clipped to the range from 0 to 255.
+    """
 
     brightness: float
-    """Factor on all channels."""
+    """The factor by which all channels are multiplied."""
     contrast: float
-    """Factor on the difference from the image's mean luma."""
+    """The factor for the difference between a channel and the mean luma of the image."""
     saturation: float
-    """Factor on the difference from the pixel's luma."""
+    """The factor for the difference between a channel and the luma of the same pixel."""
     hue: float
     """The number that is added to the hue; 1 is the whole circle."""
 
@@ -40,14 +46,17 @@ class Colors:
         """Change an image.
 
         Args:
-            pixels: RGB, over white where they are transparent; shape (height, width, 3).
-            opacity: the alpha channel, so that the white does not change; shape (height, width).
+            pixels: RGB values, blended with white where the image is transparent; shape
+                (height, width, 3).
+            opacity: the alpha channel, with shape (height, width); None for an opaque image. The
+                image's own colours are changed, and then blended with white again.
         """
         planes = np.ascontiguousarray(np.moveaxis(pixels, -1, 0), np.float32)
         share = None
         if opacity is not None:
             share = opacity.astype(np.float32) / _WHITE
-            # Undo the blending with white; pixels that are fully transparent have no colour.
+            # Undo the blending with white. Fully transparent pixels have no colour of their own,
+            # and stay white.
             _stretch(planes, _WHITE, 1 / np.maximum(share, 1 / _WHITE))
         if self.brightness != 1:
             _stretch(planes, np.float32(0), np.float32(self.brightness))
@@ -65,13 +74,16 @@ class Colors:
 
 
 def drawn_colors(options: ColorOptions, seed: int, image: int, variant: int) -> Colors | None:
-    """The colour changes of a variant of an image, uniform in their ranges; None without changes.
+    """Draw the colour changes of a variant of an image, each uniformly from its range.
 
     Args:
         options: how much each property may vary.
         seed: the seed of the run.
         image: the image's own seed.
         variant: the number of the variant.
+
+    Returns:
+        The changes; None if `options` allow no change.
     """
     if not options.varies:
         return None
@@ -85,7 +97,7 @@ def drawn_colors(options: ColorOptions, seed: int, image: int, variant: int) -> 
 
 
 def _stretch(planes: Planes, origin: Planes | np.float32, factor: Planes | np.float32) -> None:
-    """Multiply differences from an origin, in place, and clip the result."""
+    """Multiply the differences between `planes` and `origin` by `factor`, in place, and clip."""
     planes -= origin
     planes *= factor
     planes += origin
@@ -98,7 +110,7 @@ def _luma(planes: Planes) -> Planes:
 
 
 def _turned(planes: Planes, sixths: np.float32) -> Planes:
-    """The colours with hues turned by sixths of the circle, in the HSV model."""
+    """The colours with `sixths` / 6 of the circle added to the hues, in the HSV model."""
     red, green, blue = planes
     value, least = planes.max(0), planes.min(0)
     chroma = value - least

@@ -33,17 +33,19 @@ if TYPE_CHECKING:
     from trainable_candle.data.options import CaptionOptions, DatasetOptions
 
 _MASKS_KEPT: Final = 4096
-"""The most masks that stay in memory."""
+"""The greatest number of masks that stay in memory."""
 
 
 @dataclass(frozen=True)
 class View:
-    """A crop of an image in some colours: the unit that is encoded and cached."""
+    """What one cache entry encodes: a crop of an image, perhaps mirrored and with other colours."""
 
     item: int
+    """The index of the image in `Dataset.items`."""
     left: int
-    """Column of the scaled image where the crop starts, px."""
+    """The column of the scaled image where the crop starts, px."""
     top: int
+    """The row of the scaled image where the crop starts, px."""
     flipped: bool
     colors: Colors | None = None
     """The changes of the colours; None if there are none."""
@@ -56,15 +58,15 @@ class Batch:
     index: int
     """The number of the batch in the run."""
     samples: tuple[int, ...]
-    """The numbers of the samples in the run. They do not depend on the batch size. A sample's
-    number determines all its random choices."""
+    """The images' sample numbers. Samples are counted through the run, whatever the batch size, and
+    all random choices for a sample follow from its number and the seed."""
     views: tuple[View, ...]
     captions: tuple[str, ...]
     bucket: Bucket
     frames: tuple[Frame, ...]
-    """The part of its image that each example shows."""
+    """For each image, the part of it that the view shows."""
     loss_weights: npt.NDArray[np.float32]
-    """Factors on the loss of each image; shape (B,)."""
+    """The factor by which each image's loss is multiplied; shape (B,)."""
 
     def __len__(self) -> int:
         """The number of images."""
@@ -100,7 +102,10 @@ class Dataset:
         return self._summary
 
     def listing(self) -> dict[str, str]:
-        """A hash of each image and its settings, by its path below the images' common folder."""
+        """For each image, a hash of its content, caption, mask's path and settings.
+
+        The keys are the images' paths, relative to the deepest folder that contains all images.
+        """
         folder = Path(os.path.commonpath([item.picture.path.parent for item in self.items]))
         return {
             item.picture.path.relative_to(folder).as_posix(): fingerprint(
@@ -119,12 +124,12 @@ class Dataset:
         return described(self.items, self._captions.separator)
 
     def part(self, numbers: Sequence[int]) -> Dataset:
-        """The items with these numbers as a separate data set."""
+        """The items with these indices as a separate data set."""
         items = [self.items[number] for number in numbers]
         return Dataset(items, self.options, self._captions, self.seed, self._summary)
 
     def fixed(self) -> Dataset:
-        """The same images with only the views that `fixed_batches` uses."""
+        """The same images, never mirrored, with centre crops and unchanged colours."""
         options = replace(self.options, crop="center", flip=False, color=ColorOptions())
         return Dataset(self.items, options, self._captions, self.seed, self._summary)
 
@@ -137,9 +142,10 @@ class Dataset:
         return DatasetBatches(self, batch_size, self.seed)
 
     def fixed_batches(self, batch_size: int) -> list[Batch]:
-        """Every image once, for validation: in order, centre crop, not mirrored, plain caption.
+        """Batches for validation, with each image once and nothing random.
 
-        Colours are the image's own. The last batch of a bucket may be smaller.
+        The images of a bucket are in order. Each is cropped at the centre and not mirrored, and has
+        its own colours and its plain caption. The last batch of a bucket may be smaller.
         """
         by_bucket: dict[Bucket, list[int]] = {}
         for number, item in enumerate(self.items):
@@ -190,7 +196,7 @@ class Dataset:
         return list(found)
 
     def pixels(self, view: View) -> npt.NDArray[np.uint8]:
-        """The crop, RGB; shape (height, width, 3) of its bucket.
+        """The RGB values of a view; shape (height, width, 3), with its bucket's height and width.
 
         Raises:
             DatasetError: the file is missing or has changed since the data set was loaded.
@@ -206,7 +212,7 @@ class Dataset:
         return view.colors.apply(pixels, opacity)
 
     def masks(self, batch: Batch, factor: int = 8) -> npt.NDArray[np.float32] | None:
-        """Where the loss counts, 0 to 1; images without a mask count everywhere.
+        """The weights of the loss, from 0 to 1; 1 everywhere for images without a mask.
 
         Args:
             batch: the batch.
@@ -225,7 +231,7 @@ class Dataset:
         return masks
 
     def draw(self, index: int, numbers: Sequence[int]) -> Batch:
-        """Batch number `index` of the items with these numbers: a view and a caption of each."""
+        """Batch number `index`, with a random view and caption of each of the items `numbers`."""
         samples = range(index * len(numbers), (index + 1) * len(numbers))
         views, captions = [], []
         for sample, number in zip(samples, numbers, strict=True):
@@ -272,7 +278,10 @@ class Dataset:
         return self.options.color.variants if self.options.color.varies else 1
 
     def _make_variants(self, number: int, crop: int, color: int) -> list[View]:
-        """The views of one crop in some colours: unchanged and, with `flip`, mirrored."""
+        """The views with crop number `crop` and colours number `color`.
+
+        They are one view that is not mirrored and, with `flip`, its mirrored image.
+        """
         item = self.items[number]
         fit = item.fit
         if self.options.crop == "random":

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 _METADATA: Final = "__metadata__"
 _CHECKSUM: Final = "crc32"
 _START: Final = f'{{"{_METADATA}": {{"{_CHECKSUM}": "'.encode()
-"""The start of every header. The checksum follows: 8 digits over all bytes except these 8."""
+"""The start of every header. Then comes the checksum, 8 hexadecimal digits."""
 _PLACE: Final = slice(8 + len(_START), 16 + len(_START))
+"""The bytes of a file that are the checksum. The header begins at byte 8."""
 _ALIGNMENT: Final = 8
 _DTYPES: Final = {
     "f64": "F64", "f32": "F32", "f16": "F16", "bf16": "BF16", "i64": "I64", "u32": "U32", "u8": "U8"
@@ -31,10 +32,10 @@ _NUMPY: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "U32": 
 
 
 def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
-    """A safetensors file of some tensors.
+    """The bytes of a safetensors file with a checksum.
 
     Args:
-        tensors: by name.
+        tensors: the tensors, by name.
         facts: text entries of the header, to which the checksum is added.
     """
     # The widest first, so that every tensor begins at a multiple of its element size.
@@ -48,7 +49,8 @@ def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
         parts.append(part)
         end += len(part)
     data = b"".join(parts)
-    # File names may have bytes that are not text.
+    # A file name can have bytes that are not UTF-8. Python represents such bytes by surrogates,
+    # which become question marks here.
     texts = {name: text.encode(errors="replace").decode() for name, text in facts.items()}
     metadata = {_CHECKSUM: "0" * 8, **texts}
     header = json.dumps({_METADATA: metadata, **entries}).encode()
@@ -59,7 +61,7 @@ def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
 
 
 def unpacked(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of an intact file of `packed`, and the text entries of its header."""
+    """The tensors and the text entries in bytes that `packed` made; the checksum is ignored."""
     start = 8 + int.from_bytes(content[:8], "little")
     entries = json.loads(content[8:start])
     facts = entries.pop(_METADATA)
@@ -71,7 +73,10 @@ def unpacked(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def facts_of(path: Path) -> dict[str, str]:
-    """The text entries of a file; none if it is missing or not a safetensors file."""
+    """The text entries of a file's header, without a check of the tensors.
+
+    They are empty if the file is missing or not a safetensors file.
+    """
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -81,7 +86,10 @@ def facts_of(path: Path) -> dict[str, str]:
 
 
 def intact_facts(path: Path) -> dict[str, str]:
-    """The text entries of a file of `packed`, which is read in full; none if it is damaged."""
+    """The text entries of a file that `packed` made; empty if the file's checksum is wrong.
+
+    The whole file is read.
+    """
     try:
         content = path.read_bytes()
     except OSError:
@@ -98,7 +106,7 @@ def _metadata(header: bytes) -> dict[str, str]:
 
 
 def _checksum(content: bytes | bytearray) -> bytes:
-    """The checksum of a file without the checksum itself; detects bursts of up to 32 bits."""
+    """The CRC-32 of all bytes of a file except the checksum, in 8 hexadecimal digits."""
     view = memoryview(content)
     return b"%08x" % zlib.crc32(view[_PLACE.stop :], zlib.crc32(view[: _PLACE.start]))
 
@@ -112,7 +120,7 @@ def _tensor(values: bytes, dtype: str) -> Tensor:
 
 def _bytes(tensor: Tensor) -> bytes:
     if str(tensor.dtype) == "bf16":
-        # numpy has no bf16; it is the upper half of f32.
+        # numpy has no bf16. A bf16 value is the upper half of the f32 value.
         halves: bytes = (tensor.to("f32").numpy().view(np.uint32) >> 16).astype("<u2").tobytes()
         return halves
     whole: bytes = tensor.numpy().tobytes()

@@ -80,11 +80,11 @@ class LatentCache:
         Args:
             progress: whether to draw a bar on a terminal.
             report: gets a line from time to time if there is no bar.
-            group: the processes that fill the cache together; all call this at the same time.
+            group: the processes that fill the cache together; each of them must call `fill`.
 
         Raises:
             DatasetError: an image has changed, or can no longer be decoded.
-            OSError: an entry cannot be written; earlier ones are kept.
+            OSError: an entry cannot be written; entries written earlier are kept.
             DistributedError: another process has failed.
         """
         if not self._kept:
@@ -157,7 +157,7 @@ class TextCache:
     """The text encoders' results for captions.
 
     Features of captions may have different lengths along dimension 1. In a batch, shorter features
-    are extended by those of the empty caption, repeated as often as needed.
+    are extended by the features of the empty caption, repeated as often as needed.
 
     Args:
         encode: takes n captions; returns tensors of n rows by name.
@@ -166,10 +166,10 @@ class TextCache:
             skip, the number of tokens, the dtype. Different identities have separate entries.
         folder: the folder of entries (`cache_folder`); needed if `options.kind` is `disk`.
         device: the device of batches.
-        encode_parts: the most chunks of captions that `encode` gets at once; a longer caption is
-            encoded alone.
-        parts: returns the number of chunks of the encoders' length that a caption needs; only
-            captions with equal numbers are encoded together.
+        encode_parts: the greatest number of chunks, of all captions together, that `encode` gets at
+            once; a caption with more chunks is encoded alone.
+        parts: returns the number of chunks that a caption needs; a chunk has as many tokens as the
+            encoders read at once. Only captions with the same number are encoded together.
     """
 
     def __init__(
@@ -197,18 +197,18 @@ class TextCache:
         report: Report | None = None,
         group: Group = ALONE,
     ) -> Filled:
-        """Encode the missing captions and the empty caption; write entries at the same time.
+        """Encode those captions that have no entry yet, and the empty caption if it has none.
 
-        Nothing is encoded if the cache is off.
+        Another thread writes entries meanwhile. Nothing is encoded if the cache is off.
 
         Args:
             captions: any number, repetitions allowed.
             progress: whether to draw a bar on a terminal.
             report: gets a line from time to time if there is no bar.
-            group: the processes that fill the cache together; all call this at the same time.
+            group: the processes that fill the cache together; each of them must call `fill`.
 
         Raises:
-            OSError: an entry cannot be written; earlier ones are kept.
+            OSError: an entry cannot be written; entries written earlier are kept.
             DistributedError: another process has failed.
         """
         if not self._kept:
@@ -248,7 +248,7 @@ class TextCache:
 def _dealt(
     group: Group, missing: Sequence[str], tasks: Mapping[str, _Task]
 ) -> tuple[list[_Task], list[str]]:
-    """The tasks of this process, and the keys that at least one process lacks."""
+    """The tasks that this process encodes, and the keys of all entries that some process lacks."""
     whole = needed(group, missing, tasks)
     here = set(missing)
     mine = whole[group.rank :: group.size]
@@ -264,7 +264,7 @@ def _joined(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def _continued(
     row: Mapping[str, Tensor], rows: Sequence[Mapping[str, Tensor]], blank: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """A row extended along dimension 1 to the longest of `rows`."""
+    """The features `row`, extended by `blank` along dimension 1 to the longest of `rows`."""
     whole = {}
     for name, tensor in row.items():
         if tensor.ndim < 2:

@@ -18,9 +18,9 @@ _Task = TypeVar("_Task")
 _Kind = TypeVar("_Kind", bound="Hashable")
 
 _TOLD_FROM: Final = 100
-"""The least number of tasks whose progress is logged."""
+"""The progress of fewer tasks than this is not logged."""
 _TOLD_TIMES: Final = 10
-"""The number of log lines for all tasks."""
+"""The number of log lines from the first task to the last."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,11 @@ class Filled:
     """The result of filling a cache."""
 
     found: int
-    """Entries that existed."""
+    """The number of entries that existed."""
     made: int
+    """The number of entries that were missing and have been encoded."""
     removed: int
-    """Entries of earlier versions of the same files."""
+    """The number of removed entries: damaged ones, and those of earlier contents of a file."""
 
     def __str__(self) -> str:
         """One line for the log."""
@@ -40,7 +41,7 @@ class Filled:
 
 
 class Progress:
-    """A progress bar on a terminal; elsewhere, for long tasks, a log line at each tenth."""
+    """A progress bar on a terminal; elsewhere, a log line after each tenth of many tasks."""
 
     def __init__(self, what: str, total: int, progress: bool, report: Report | None) -> None:
         # With None, tqdm draws on terminals only.
@@ -68,7 +69,7 @@ class Progress:
 def groups_of(
     tasks: Sequence[_Task], kind: Callable[[_Task], _Kind], size: Callable[[_Kind], int]
 ) -> list[list[_Task]]:
-    """Group tasks by kind; a group of one kind has at most `size(kind)` tasks."""
+    """Group tasks of the same kind; a group has at most `size(kind)` tasks."""
     by_kind: dict[_Kind, list[_Task]] = {}
     for task in tasks:
         by_kind.setdefault(kind(task), []).append(task)

@@ -25,9 +25,9 @@ KOHYA_HINT: Final = (
 SKIP_HINT: Final = " (--skip-bad leaves such images out)"
 _SHOWN: Final = 10
 _TABLE: Final = "metadata.csv"
-"""A file of captions that Hugging Face's `imagefolder` reads."""
+"""A file of captions that Hugging Face's `imagefolder` reads and this library does not."""
 _EXPECTED: Final = frozenset({*CAPTION_SUFFIXES, ".json", ".jsonl", ".yaml", ".yml", ".md"})
-"""Suffixes of files that the summary does not list."""
+"""Suffixes of files that are no images and that the summary does not list."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,13 @@ class Picture:
     width: int
     """In pixels, after the rotation that EXIF prescribes."""
     height: int
+    """As `width`."""
     digest: str
     """A hash of the file's bytes, 32 hexadecimal digits."""
     mask: Path | None = None
     """The mask, if there is one and masks are read."""
     transparent: bool = False
-    """Whether it has an alpha channel, or a colour that is transparent."""
+    """Whether the image has an alpha channel, or a colour that is transparent."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Folder:
     problems: tuple[str, ...]
     """What is wrong with each unusable image."""
     others: tuple[tuple[str, int], ...]
-    """The suffixes of other files, each with the number of files."""
+    """The suffixes of files that are not read, each with the number of files that have it."""
 
     @property
     def count(self) -> int:
@@ -96,7 +97,7 @@ def read_folder(source: Source, *, masks: bool = False, hint: str = "") -> Folde
     Args:
         source: the folder.
         masks: whether to look for mask files.
-        hint: what the message says about a folder without images.
+        hint: the end of the error message about a folder without images.
 
     Raises:
         DatasetError: the folder is missing or has no images, its `metadata.jsonl` is wrong, or a
@@ -154,7 +155,11 @@ def first_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _files(folder: Path, *, recursive: bool) -> Iterator[Path]:
-    """The files of a folder that are not hidden; links to folders are not followed."""
+    """The files in a folder and, if `recursive`, in the folders below it.
+
+    Hidden files, hidden folders and folders of masks are left out; links to folders are not
+    followed.
+    """
 
     def refuse(error: OSError) -> None:
         raise error

@@ -17,31 +17,32 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 SUFFIXES: Final = (".safetensors", ".gguf", ".json", ".txt", ".model")
-"""Endings of weights, configurations and vocabularies."""
+"""The suffixes of a model's files: weights, configurations and vocabularies."""
 MEMORY: Final = "contents.json"
 """The file of remembered hashes."""
 _FORMAT: Final = 1
 _CHUNK: Final = 32 * 2**20
-"""Bytes that one thread hashes."""
+"""The number of bytes of a file that one task of the thread pool hashes."""
 _PIECE: Final = 2**20
-"""Bytes that are read at once."""
+"""The number of bytes that a thread reads at once."""
 _WORKERS: Final = min(16, os.cpu_count() or 1)
 _REMEMBERED: Final = 1000
-"""The most files whose hashes are remembered."""
+"""The greatest number of files whose hashes are remembered."""
 SETTLED: Final = 2_000_000_000
-"""Changes further apart than this have different timestamps on any file system, ns."""
+"""Two changes of a file get different timestamps, on any file system, if at least this time, in
+nanoseconds, is between them."""
 
 
 def file_identity(path: str | Path) -> str:
     """A hash of a file's contents, or of all model files below a folder.
 
-    32 hexadecimal digits that depend on every byte. The hash is computed in chunks on several
-    threads and remembered for the file's path, size, times, inode and device, so that the next call
-    does not read the file.
+    The hash has 32 hexadecimal digits and depends on every byte. Several threads hash chunks of a
+    file. A file's hash is remembered with the file's path, size, times, inode and device; while
+    these are the same, the file is not read again.
 
     Args:
-        path: a file of any kind, or a folder, whose weights, configurations and vocabularies are
-            hashed together with their names.
+        path: a file of any kind, or a folder. In a folder and below it, all files with one of
+            `SUFFIXES` are hashed together with their names.
 
     Raises:
         OSError: a file cannot be read.
@@ -58,7 +59,7 @@ def file_identity(path: str | Path) -> str:
 
 
 def content_digests(files: Sequence[Path]) -> list[str]:
-    """A hash of each file's contents.
+    """A hash of each file's contents; files whose hash is remembered are not read.
 
     Raises:
         OSError: a file cannot be read.
@@ -81,7 +82,8 @@ def content_digests(files: Sequence[Path]) -> list[str]:
         fresh = {
             name: [*state, found[name]]
             for name, file, state in zip(names, files, before, strict=True)
-            # A file changed more recently could change again with the same timestamps.
+            # A file that was changed less than `SETTLED` ago could change again and have the same
+            # timestamps.
             if name in missing and now - max(state[1:3]) > SETTLED and _state(file) == state
         }
         _remember(memory, fresh)
@@ -102,7 +104,14 @@ def _state(file: Path) -> list[int]:
 
 
 def _hashed(sizes: Mapping[str, int]) -> dict[str, str]:
-    """Map each name to the hash of its chunks' hashes, given the files' sizes."""
+    """Hash files: the hash of a file is the hash of its size and of the hashes of its chunks.
+
+    Args:
+        sizes: the sizes of the files, in bytes, by their names.
+
+    Returns:
+        The hashes, by the files' names.
+    """
     with ThreadPoolExecutor(_WORKERS) as pool:
         chunks = {
             name: [pool.submit(_chunk, name, start) for start in range(0, size, _CHUNK)]

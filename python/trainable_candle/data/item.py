@@ -18,10 +18,11 @@ class Item:
     fit: Fit
     trigger: str
     loss_weight: float
-    """The weight in the loss; for regularisation images, times `prior_loss_weight`."""
+    """The factor of the image's loss; `prior_loss_weight` is included for regularisation images."""
     repeats: float
+    """How often the image occurs in an epoch, on average."""
     mask: str
-    """`off`, `file` or `alpha`."""
+    """Where the image's mask comes from: `file`, `alpha`, or `off` for no mask."""
 
     @property
     def has_mask(self) -> bool:
@@ -32,5 +33,5 @@ class Item:
 
     @property
     def seed(self) -> int:
-        """Seed of the image's random choices, independent of the other images."""
+        """The seed of the image's random choices; it depends only on the content of its file."""
         return int(self.picture.digest[:8], 16)

@@ -25,11 +25,14 @@ _Task = TypeVar("_Task")
 _Given = TypeVar("_Given")
 
 DEVICE_LIMIT: Final = 512 * 1024**2
-"""Bytes of entries that stay on the device; other entries are copied there with their batch."""
+"""The entries that stay on the device have at most this many bytes. Other entries are copied to the
+device for each batch that needs them."""
 MEMORY_LIMIT: Final = 2 * 1024**3
-"""Bytes of the entries on disk that are also kept in memory, on the host and the device."""
+"""With a cache on disk, the entries that are also kept in memory have at most this many bytes, on
+the host and the device together."""
 PENDING: Final = 1
-"""The most encoded batches that wait while another is moved to the host and written."""
+"""The greatest number of encoded groups that wait while the writer copies another group to the host
+and writes it."""
 
 
 class Entries:
@@ -72,11 +75,11 @@ class Entries:
         """Encode group after group, and add the entries in the background.
 
         Args:
-            groups: tasks that are encoded together.
+            groups: groups of tasks; the tasks of a group are encoded together.
             given: yields the encoder's input for each group.
-            encode: turns that input into tensors with one row for each task.
-            entry: the key of a task, and the facts for its file.
-            done: called with the number of encoded tasks.
+            encode: takes the input of a group; returns tensors with one row for each task.
+            entry: returns the key of a task, and the facts for its file.
+            done: called after each group with the number of its tasks.
 
         Raises:
             DatasetError: the encoder returns the wrong number of rows.
@@ -98,7 +101,7 @@ class Entries:
     def _add(
         self, entries: Sequence[tuple[str, Mapping[str, str]]], encoded: Mapping[str, Tensor]
     ) -> None:
-        """Add one row of the encoded tensors for each entry; waits until they are computed."""
+        """Add entries, each with one row of the tensors; waits until the tensors are computed."""
         for (key, facts), row in zip(entries, _rows(encoded, len(entries)), strict=True):
             if self._store is not None:
                 self._store.write(key, row, facts)
@@ -108,7 +111,7 @@ class Entries:
         """Send entries to the processes that have them neither in memory nor on their disks.
 
         Args:
-            group: the processes; all call this, each when it has made its part.
+            group: the processes. Each of them must call this after it has made its own entries.
             keys: the result of `needed`. This process has made the entries of the keys with the
                 indices `group.rank`, `group.rank + group.size` and so on.
 
@@ -157,7 +160,7 @@ class Entries:
         return tensors
 
     def placed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors on the device of batches."""
+        """The tensors, copied to the device of batches unless they are on it."""
         return {name: tensor.to(self._device) for name, tensor in tensors.items()}
 
     def remove_superseded(self, needed: set[str], digests: Mapping[str, str]) -> int:

@@ -35,7 +35,7 @@ def load_dataset(
     Args:
         options: the folders and their settings.
         captions: the transformations of captions; none by default.
-        seed: the seed of everything random, at least 0.
+        seed: the seed of all random choices, at least 0.
 
     Raises:
         DatasetError: a folder is missing or has no usable images, or some images cannot be used
@@ -84,7 +84,12 @@ def _trigger(source: Source, captions: CaptionOptions) -> str:
 
 
 def _balance(found: list[list[Item]], sources: Sequence[Source]) -> None:
-    """Set how often the images of each folder are repeated."""
+    """Set how often the images of each folder are repeated.
+
+    The images of a source with `repeats` occur that often in an epoch. Other images to learn occur
+    once. Other regularisation images occur so often that together they are as many as the images to
+    learn.
+    """
     own = sum(
         len(items) * (source.repeats or 1)
         for items, source in zip(found, sources, strict=True)

@@ -10,9 +10,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FOLDER: Final = "masks"
+"""The name of a folder of masks beside the images."""
 SUFFIX: Final = "-masklabel"
+"""The end of the name, before `.png`, of a mask beside its image."""
 _SAME_SHAPE: Final = 0.02
-"""The largest accepted relative difference of aspect ratios, for sizes rounded to whole pixels."""
+"""The greatest accepted relative difference between the aspect ratios of an image and its mask.
+Small differences come from rounding the mask's width and height to whole pixels."""
 
 
 def is_mask(path: Path) -> bool:
@@ -33,7 +36,7 @@ def none_found(kind: str, picture: Path) -> str:
 
     Args:
         kind: the kind of the masks, `file` or `alpha`.
-        picture: an image, which the message takes as the example.
+        picture: one of the images; the message says how its mask would be named.
     """
     if kind == "alpha":
         return "has no effect: no image has transparency"
@@ -42,7 +45,9 @@ def none_found(kind: str, picture: Path) -> str:
 
 
 def mask_problem(mask: Path, picture: Facts) -> str | None:
-    """Why a mask does not fit an image, or None; only aspect ratios must agree, not sizes.
+    """Why a mask does not fit an image; None if it fits.
+
+    The two must have the same aspect ratio, but may have different sizes.
 
     Raises:
         DatasetError: the mask cannot be decoded.

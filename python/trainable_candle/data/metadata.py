@@ -1,4 +1,4 @@
-"""The metadata about images in adapter files, under kohya's names and ModelSpec's."""
+"""The metadata about images in adapter files, named as by kohya's scripts and by ModelSpec."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from trainable_candle.data.item import Item
 
 _FREQUENT: Final = 2
-"""How often a tag must occur to become one of the adapter's tags."""
+"""A tag is in `modelspec.tags` only if it occurs in at least this many captions."""
 _TAGS: Final = 10
-"""The greatest number of the adapter's tags."""
+"""The greatest number of tags in `modelspec.tags`."""
 
 
 def described(items: Sequence[Item], separator: str) -> dict[str, str]:
-    """The entries of a file's header: folders, frequencies of tags, buckets, most frequent tags.
+    """The entries for an adapter file's header: folders, tag counts, buckets, most frequent tags.
 
     Args:
         items: the images that are trained on.
-        separator: the separator of the tags of a caption.
+        separator: the text that separates a caption's tags.
     """
     folders: dict[str, dict[str, Any]] = {}
     tags: dict[str, Counter[str]] = {}

@@ -30,7 +30,7 @@ class Source:
     """How often each image occurs in an epoch; 0.5: in every other epoch. Default: 1; for
     regularisation images, the number that makes them half of an epoch."""
     loss_weight: float = 1.0
-    """Factor on the loss of these images."""
+    """The factor by which the loss of these images is multiplied."""
     regularization: bool = False
     """Whether these images preserve what the model has learnt of the class (DreamBooth's prior
     preservation): their loss is also multiplied by `prior_loss_weight`, and they get no trigger."""
@@ -74,15 +74,17 @@ class ColorOptions:
     """
 
     brightness: float = 0.0
-    """The factor on all channels is at most this much more or less than 1."""
+    """All channels are multiplied by a factor from 1 - `brightness` to 1 + `brightness`."""
     contrast: float = 0.0
-    """The factor on the differences from the mean grey is at most this much more or less than 1."""
+    """The differences between channels and the image's mean luma are multiplied by a factor from
+    1 - `contrast` to 1 + `contrast`."""
     saturation: float = 0.0
-    """The factor on the differences from grey is at most this much more or less than 1."""
+    """The differences between a pixel's channels and its luma are multiplied by a factor from
+    1 - `saturation` to 1 + `saturation`."""
     hue: float = 0.0
     """The hue turns by at most this fraction of the colour circle, up to 0.5."""
     variants: int = 4
-    """The number of different colours of an image; each has its own latents."""
+    """The number of random colour changes of an image; each result has its own latents."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -102,14 +104,15 @@ class DatasetOptions:
     """Which images to read, and how to crop them.
 
     Raises:
-        ConfigError: a value is outside its range, or two contradict each other.
+        ConfigError: a value is outside its range, or two values contradict each other.
     """
 
     sources: tuple[Source, ...]
     resolution: int = 1024
-    """Square root of the largest area of a training image, px; a multiple of `bucket_step`."""
+    """The square root of a bucket's greatest area, px; a multiple of `bucket_step`."""
     bucketing: bool = True
-    """Group images by aspect ratio; if not, all are cropped to a square of `resolution`."""
+    """Whether to group images by aspect ratio. If off, all images are cropped to a square with
+    sides of `resolution`."""
     bucket_step: int = 64
     """The sides of buckets are multiples of this, px; a multiple of 8."""
     min_side: int | None = None
@@ -117,21 +120,22 @@ class DatasetOptions:
     max_side: int | None = None
     """Longest side of a bucket, px (default: twice `resolution`)."""
     upscale: bool = False
-    """Enlarge images that are smaller than their bucket; if not, they get a smaller bucket, and
-    images too small for every bucket are left out and counted."""
+    """Whether to enlarge images that are smaller than their bucket. If off, such images get a
+    smaller bucket, and images that are too small for every bucket are left out and counted."""
     crop: str = "center"
-    """Which part remains where the aspect ratios differ: `center` or `random`."""
+    """Which part of an image is kept if its bucket has a different shape: `center` or `random`."""
     random_crops: int = 4
     """With `crop="random"`: the number of different crops of an image; each has its own latents."""
     flip: bool = False
-    """Mirror half of the samples horizontally."""
+    """Mirror each sample horizontally with probability 1/2."""
     color: ColorOptions = field(default_factory=ColorOptions)
     """How the colours vary; not at all by default."""
     mask: str = "off"
-    """What weights the loss of each pixel: `off`, nothing; `file`, the image `masks/NAME` or
-    `NAME-masklabel.png`; `alpha`, the image's own alpha channel."""
+    """Where an image's mask, which weights the loss of each pixel, comes from. `off`: no masks;
+    `file`: from the file `masks/NAME` or `NAME-masklabel.png`; `alpha`: from the image's own alpha
+    channel."""
     prior_loss_weight: float = 1.0
-    """Factor on the loss of regularisation images."""
+    """The factor by which the loss of regularisation images is multiplied."""
     skip_bad: bool = False
     """Leave out and report images that cannot be used, instead of raising."""
 
@@ -160,8 +164,8 @@ class DatasetOptions:
                 _whole(name, getattr(self, name), self.bucket_step)
         if not self.shortest_side <= self.resolution <= self.longest_side:
             raise ConfigError(
-                f"dataset: sides from {self.shortest_side} to {self.longest_side} px do not "
-                f"include the resolution, {self.resolution}"
+                f"dataset: buckets have sides from {self.shortest_side} to {self.longest_side} px, "
+                f"and the resolution, {self.resolution} px, is outside this range"
             )
 
     @property
@@ -179,7 +183,9 @@ class DatasetOptions:
 
 @dataclass(frozen=True)
 class CaptionOptions:
-    """How a caption is transformed each time it is used, depending only on seed and sample.
+    """How a caption is transformed each time it is used.
+
+    Random choices depend only on the run's seed and on the number of the sample.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -188,13 +194,13 @@ class CaptionOptions:
     dropout: float = 0.0
     """Probability of the empty caption, 0 to 1; for classifier-free guidance."""
     shuffle: bool = False
-    """Shuffle the tags of a caption, the parts between separators."""
+    """Shuffle the tags of a caption; the tags are the parts between separators."""
     keep_tokens: int = 0
     """The number of tags at the start that keep their position and are never dropped."""
     tag_dropout: float = 0.0
     """Probability for each tag to be left out, 0 to below 1."""
     separator: str = ","
-    """The separator of tags."""
+    """The text that separates tags."""
     trigger: str = ""
     """A tag put before every caption that does not start with it."""
     variants: int = 8
@@ -224,7 +230,7 @@ class CacheOptions:
     each time."""
     folder: Path | None = None
     """The folder for the files; None: `.trainable-candle` in the first folder of the data set, or
-    in the output folder if that folder cannot be written to."""
+    in the output folder if the data set's folder cannot be written to."""
 
     def __post_init__(self) -> None:
         """Check every value."""

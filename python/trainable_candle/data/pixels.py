@@ -51,10 +51,11 @@ class Facts:
     width: int
     """In pixels, after the rotation that EXIF prescribes."""
     height: int
+    """As `width`."""
     digest: str
     """A hash of the file's bytes, 32 hexadecimal digits."""
     transparent: bool = False
-    """Whether it has an alpha channel, or a colour that is transparent."""
+    """Whether the image has an alpha channel, or a colour that is transparent."""
 
 
 def probe(path: Path) -> Facts:
@@ -79,10 +80,10 @@ def probe(path: Path) -> Facts:
 
 
 def read_rgb(path: Path, digest: str | None = None) -> Image.Image:
-    """The image upright (EXIF), as RGB over white.
+    """An image as RGB, rotated as EXIF prescribes, and blended with white where it is transparent.
 
-    An animation gives its first frame; 16-bit grey loses its lower byte; colour profiles are not
-    applied.
+    Of an animation, the first frame is read. 16-bit grey loses its lower byte. Colour profiles are
+    not applied.
 
     Args:
         path: the image's file.
@@ -120,7 +121,7 @@ def read_grey(path: Path) -> Image.Image:
 
 
 def read_alpha(path: Path) -> Image.Image:
-    """The opacity of an image, upright, in 8 bits; 255 where it has no transparency.
+    """The alpha channel of an image, upright, in 8 bits; 255 everywhere if it has none.
 
     Raises:
         DatasetError: the file cannot be decoded.
@@ -140,7 +141,8 @@ def in_parallel(
     At most `AHEAD` results exist at a time besides those that the caller keeps, so that any number
     of images takes the memory of a few.
     """
-    # Pillow's warnings (large images, odd metadata) are either harmless or errors here.
+    # Pillow warns of large images and odd metadata, which are accepted here. It raises an error for
+    # images that are too large.
     with warnings.catch_warnings(), ThreadPoolExecutor(_WORKERS) as pool:
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         warnings.filterwarnings("ignore", module=r"PIL\.")

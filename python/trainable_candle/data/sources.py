@@ -26,9 +26,9 @@ _SYNONYMS: Final = {
     "is_reg": "regularization",
     "class_tokens": "caption",
 }
-"""Names of the same fields in kohya's and ai-toolkit's lists of folders."""
+"""Maps field names in kohya's and ai-toolkit's lists of folders to the fields of `Source`."""
 _REPEATED: Final = re.compile(r"(\d+)_(.+)", re.DOTALL)
-"""Folder names of kohya's scripts: repeats and class."""
+"""Folder names of kohya's scripts: the number of repeats, `_`, and the class."""
 
 
 def parse_sources(
@@ -38,14 +38,14 @@ def parse_sources(
 
     As in kohya's scripts, a folder that has neither images nor a metadata file is replaced by the
     folders inside it with names like `10_a cup`. 10 becomes their `repeats`. `a cup` becomes the
-    caption of images that have none, unless the entry or the argument `caption` gives one. An entry
-    that sets `repeats` or `recursive` stays as it is.
+    caption of images that have none, unless the entry or the argument `caption` gives one. If an
+    entry sets `repeats` or `recursive`, its folder is not replaced.
 
     Args:
         dataset: a folder; a YAML file with a list of entries; or such a list. An entry is a folder
             or a mapping of the fields of `Source`. Relative folders in a file are relative to the
             file.
-        caption: for images without one, where the entry has no `caption` of its own.
+        caption: the caption of images that have none, for entries without a `caption` of their own.
 
     Raises:
         ConfigError: an entry is wrong; the message says which, and why.
@@ -158,7 +158,7 @@ def _source(entry: Any, caption: str | None, base: Path, where: str) -> Source:
 
 
 def _renamed(values: Mapping[Any, Any], where: str) -> dict[Any, Any]:
-    """The fields of an entry under their own names.
+    """The fields of an entry, with synonyms replaced by the names of the fields of `Source`.
 
     Raises:
         ConfigError: two names mean the same field.

@@ -29,7 +29,7 @@ def describe(
         found: the usable images of each folder.
         options: the settings.
         folders: the contents of each folder.
-        small: images that are too small for every bucket.
+        small: one line for each image that is too small for every bucket.
     """
     items = [item for group in found for item in group]
     seen = sum(item.repeats for item in items)

@@ -1,8 +1,8 @@
 """The handwritten digits that the demo trains and judges on.
 
-1797 images of 8x8 pixels, digits 0 to 9, written by 13 people: the test part of the UCI data set
-"Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak, 1998; CC BY 4.0, see
-``assets/digits.LICENSE.txt``). It ships in the wheel, so that the demo runs offline.
+There are 1797 images of 8x8 pixels with the digits 0 to 9, written by 13 people. They are the test
+part of the UCI data set "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak, 1998;
+CC BY 4.0, see ``assets/digits.LICENSE.txt``). The wheel has a copy, so that the demo runs offline.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ SIDE: Final = 8
 MAX_PIXEL: Final = 16
 
 HELD_OUT: Final = 0.3
+"""The share of each digit's images that neither the base nor a LoRA is trained on."""
 SPLIT_SEED: Final = 0
 
 UNSEEN: Final = 0
 """The digit that the base in the package was not trained on.
 
-It is zero, the fairest digit to judge: its empty middle sets it apart from every mixture of the
-other digits, so neither the base nor the judge mistakes another drawing for it.
+Zero can be judged best: no mixture of other digits has its empty middle, so the base draws no
+accidental zeros, and the judge takes no other drawing for a zero.
 """
 
 
@@ -101,6 +102,6 @@ def to_grey(pixels: Pixels) -> npt.NDArray[np.uint8]:
 
 
 def from_grey(grey: npt.NDArray[np.uint8]) -> Pixels:
-    """The inverse of `to_grey`; greys between two levels become the nearer one."""
+    """The inverse of `to_grey`; a grey between two of the 17 levels becomes the nearer level."""
     pixels: Pixels = np.rint((255 - grey) * (MAX_PIXEL / 255)).astype(np.uint8)
     return pixels

@@ -29,11 +29,11 @@ BEFORE: Final = "before.png"
 AFTER: Final = "after.png"
 VERDICT: Final = "verdict.json"
 IMAGES: Final = 10
-"""Hearts of each colour that are trained on."""
+"""The number of training images of each colour."""
 UNSEEN: Final = "orange"
 """The colour that no training image has."""
 DRAWN: Final = 4
-"""Images of each colour that are judged."""
+"""The number of images of each colour that the model draws for the judge."""
 MOST_BEFORE: Final = 0.2
 """The largest `Verdict.before` that passes."""
 LEAST_AFTER: Final = 0.6
@@ -45,13 +45,13 @@ class Verdict:
     """The judge's findings, each a share (0 to 1)."""
 
     before: float
-    """Hearts among the images that the base draws."""
+    """The share of hearts among the images that the base draws."""
     after: float
-    """Hearts among the images drawn with the LoRA."""
+    """The share of hearts among the images that the base draws with the LoRA."""
     unseen: float
-    """Hearts in the right colour among the images whose prompt has the unseen colour."""
+    """The share of hearts in the right colour, among the images whose prompt names `UNSEEN`."""
     judge_accuracy: float
-    """Shapes that the judge gets right, among shapes that it was not fitted on."""
+    """The share of right answers of the judge about shapes that it was not fitted on."""
 
     @property
     def passed(self) -> bool:
@@ -165,21 +165,24 @@ def write_dataset(folder: Path, seed: int) -> None:
 
 
 def caption(colour: str) -> str:
-    """The caption of the demo's images."""
+    """The caption of a heart in this colour, for training images and as a prompt."""
     return f"a {colour} {shapes.HEART}"
 
 
 def _draw(task: LatentTask, seed: int) -> npt.NDArray[np.uint8]:
-    """Hearts of all colours, the unseen one last; shape (n, height, width, 3)."""
+    """Let the model draw hearts: `DRAWN` of each colour, `UNSEEN` last.
+
+    The result has the shape (n, height, width, 3) with n = `DRAWN` times the number of colours.
+    """
     colours = [*(colour for colour in shapes.COLOURS if colour != UNSEEN), UNSEEN]
     prompts = [caption(colour) for colour in colours for _ in range(DRAWN)]
     side = (shapes.SIDE, shapes.SIDE)
-    # Another seed, so that the noise is not that of training.
+    # Another seed than in training, so that no image starts from noise of the training.
     options = SampleOptions(steps=14, seed=seed + 1000, guidance=4.0, size=side, sampler="dpmpp_2m")
     return task.draw(prompts, options)
 
 
 def _grid(images: npt.NDArray[np.uint8]) -> Image.Image:
-    """A row for each colour."""
+    """One image with all `images` in a grid that has a row for each colour."""
     rows = images.reshape(-1, DRAWN, *images.shape[1:])
     return Image.fromarray(np.concatenate([np.concatenate(row, 1) for row in rows], 0))

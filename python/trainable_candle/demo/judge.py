@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MOST_BEFORE: Final = 0.2
-"""Bound on `Verdict.share_before`."""
+"""`Verdict.share_before` must be less than this."""
 LEAST_AFTER: Final = 0.8
-"""Bound on `Verdict.share_after`."""
+"""`Verdict.share_after` must be greater than this."""
 LEAST_SPREAD: Final = 0.6
-"""Bound on `Verdict.spread_ratio`."""
+"""`Verdict.spread_ratio` must be at least this."""
 
 
 class Judge:
@@ -65,7 +65,7 @@ class Verdict:
     share_after: float
     """Share (0 to 1) of samples with the LoRA that are the digit."""
     spread_ratio: float
-    """`spread` of the samples with the LoRA, divided by that of real images of the digit."""
+    """`spread` of the samples with the LoRA, divided by `spread` of real images of the digit."""
     judge_accuracy: float
     """Share (0 to 1) of right answers about real images that the judge was not fitted on."""
 
@@ -108,9 +108,10 @@ def verdict(judge: Judge, digit: int, before: Pixels, after: Pixels, train: Digi
 
 
 def spread(pixels: Pixels) -> float:
-    """The mean Euclidean distance between two different images, in pixel values.
+    """The mean Euclidean distance over all pairs of two of the images, in pixel values.
 
-    It is zero when all images are equal, so it detects a model that always draws the same image.
+    The mean is zero if all images are equal: the spread detects a model that always draws the same
+    image.
 
     Raises:
         ValueError: there are fewer than two images.

@@ -25,18 +25,20 @@ if TYPE_CHECKING:
 DATASET: Final = "chats.jsonl"
 VERDICT: Final = "verdict.json"
 EXAMPLES: Final = 4000
+"""The number of training examples."""
 OLD_SHARE: Final = 0.3
-"""The share of examples of tasks that the base can do; without them, it forgets these tasks."""
+"""This share of the training examples is of tasks that the base knows. Without such examples,
+training makes the model forget these tasks."""
 ASKED: Final = 200
-"""Held-out words that the unseen task is judged on."""
+"""The number of held-out words that the unseen task is judged on."""
 ASKED_OLD: Final = 20
-"""Held-out words that each known task is judged on."""
+"""The number of held-out words that each known task is judged on."""
 MOST_BEFORE: Final = 0.0
-"""Bound on `Verdict.before`."""
+"""`Verdict.before` must be at most this."""
 LEAST_AFTER: Final = 0.9
-"""Bound on `Verdict.after`."""
+"""`Verdict.after` must be at least this."""
 LEAST_KEPT: Final = 0.8
-"""Bound on `Verdict.old_after`, relative to `Verdict.old_before`."""
+"""`Verdict.old_after` must be at least this share of `Verdict.old_before`."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def configuration(output: Path, *, seed: int = 0, threads: int | None = None) ->
 
 
 def write_dataset(path: Path, seed: int) -> None:
-    """Write chats about words that are not held out, in the format that users write.
+    """Write chats about words that are not held out, in a format that users' files may have.
 
     Raises:
         OSError: the file cannot be written.
@@ -162,10 +164,10 @@ def write_dataset(path: Path, seed: int) -> None:
 
 
 class Answers:
-    """A model's answers about held-out words.
+    """A model's answers about held-out words, in the unseen task and in the known tasks.
 
     Args:
-        task: the model.
+        task: the model that answers.
         seed: the seed of the words.
     """
 
@@ -177,15 +179,22 @@ class Answers:
         messages = [[{"role": "user", "content": words.message(*each)}] for each in asked]
         found = task.answers(messages, WritingOptions(tokens=32))
         self.asked = asked[:ASKED]
+        """The unseen task with each of its words."""
         self.new = found[:ASKED]
+        """The answers to `asked`, in the same order."""
         right = [words.answer(*each) == answer for each, answer in zip(asked, found, strict=True)]
         self.right = sum(right[:ASKED]) / ASKED
-        """Share of the unseen task's answers that are exact."""
+        """The share of exact answers in the unseen task."""
         self.right_old = sum(right[ASKED:]) / len(right[ASKED:])
-        """Share of the known tasks' answers that are exact."""
+        """The share of exact answers in the known tasks together."""
 
     def shown(self, before: Answers, count: int = 4) -> str:
-        """The first answers in the unseen task beside those of another model, one on each line."""
+        """The first `count` answers in the unseen task, each in a line with the answer of `before`.
+
+        Args:
+            before: the answers of the model without the LoRA, about the same words.
+            count: the number of lines.
+        """
         rows = list(zip(self.asked, before.new, self.new, strict=True))[:count]
         return "\n".join(
             f"  {words.message(*asked)}: without the LoRA {old!r}, with it {new!r}"

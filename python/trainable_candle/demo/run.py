@@ -31,12 +31,14 @@ if TYPE_CHECKING:
     from trainable_candle.models import DigitsTransformer
 
 SAMPLES: Final = 256
+"""The number of images that are drawn without the LoRA, and again with it."""
 SAMPLING_STEPS: Final = 25
 DATASET: Final = "dataset"
 BEFORE: Final = "before.png"
 AFTER: Final = "after.png"
 VERDICT: Final = "verdict.json"
 _SHOWN: Final = 64
+"""The number of these images in `before.png` and in `after.png`."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class DemoResult:
     """The folder with the files of the training run, its images in `dataset`, the samples in
     `before.png` and `after.png`, and `verdict.json`."""
     verdict: Verdict | None
-    """None if the training was interrupted."""
+    """The judgement of the samples; None if the training was interrupted."""
 
 
 def run_demo(output: Path, *, seed: int = 0, threads: int | None = None) -> int:
@@ -76,7 +78,7 @@ def run(
     progress: bool = True,
     report: Callable[[str], None] = print,
 ) -> DemoResult:
-    """Train a LoRA on real images of the unseen digit, sample before and after, and judge.
+    """Train a LoRA on real images of the unseen digit; judge samples without it and with it.
 
     Args:
         output: the folder for the data set and the results; created if missing.
@@ -157,7 +159,7 @@ def write_dataset(pictures: digits.Digits, folder: Path) -> None:
 
 
 def caption(digit: int) -> str:
-    """The caption of the demo's images."""
+    """The caption of an image of this digit, for training images and as a prompt."""
     return f"a handwritten {digit}"
 
 
@@ -175,7 +177,7 @@ def _sample(task: LatentTask, seed: int) -> npt.NDArray[np.uint8]:
 
 @tc.no_grad()
 def _velocity(model: DigitsTransformer) -> npt.NDArray[np.float32]:
-    """The model's output for one blank image of each digit, half way to noise."""
+    """The model's output for ten blank images, one of each class, half way from image to noise."""
     blank = tc.zeros((digits.CLASSES, 1, SIDE, SIDE))
     velocity = model(blank, tc.full((digits.CLASSES,), FLOW_TIMES / 2), tc.arange(digits.CLASSES))
     array: npt.NDArray[np.float32] = velocity.numpy()

@@ -29,7 +29,8 @@ COLOURS: Final = {
     "orange": (230, 130, 40),
 }
 _SCALE: Final = 4
-"""How much larger shapes are drawn; reducing the drawing to the image's size smooths edges."""
+"""Shapes are drawn on a canvas with this many times the image's width and height. Reducing the
+canvas to the image's size smooths edges."""
 _EACH: Final = 40
 """The number of images of each shape that the judge is fitted on."""
 _SEEN: Final = 16
@@ -73,7 +74,7 @@ class Judge:
         self._classifier.fit(_features(images), labels)
         others, expected = _examples(np.random.default_rng([seed, 2]))
         self.accuracy = float(np.mean(self._classifier.predict(_features(others)) == expected))
-        """The share (0 to 1) of shapes that it gets right, among shapes it was not fitted on."""
+        """The share (0 to 1) of right answers about shapes that the judge was not fitted on."""
 
     def hearts(self, images: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
         """Whether each image (n, height, width, 3) is a heart."""
@@ -82,7 +83,10 @@ class Judge:
 
 
 def is_colour(image: npt.NDArray[np.uint8], colour: str) -> bool:
-    """Whether `colour` is, of all colours, the nearest to the middle of an image (h, w, 3)."""
+    """Whether the mean colour in the middle of an image is nearest to `colour` of all `COLOURS`.
+
+    The image has the shape (height, width, 3).
+    """
     height, width = (size // 8 for size in image.shape[:2])
     middle = image[3 * height : 5 * height, 3 * width : 5 * width].mean((0, 1))
     apart = {name: np.linalg.norm(middle - rgb) for name, rgb in COLOURS.items()}
@@ -99,7 +103,12 @@ def _examples(random: np.random.Generator) -> tuple[npt.NDArray[np.uint8], list[
 def _features(
     images: Sequence[npt.NDArray[np.uint8]] | npt.NDArray[np.uint8],
 ) -> npt.NDArray[np.float64]:
-    """A row for each image: small, grey, and normalised for contrast and the sign of contrast."""
+    """One row of features for each image.
+
+    The features are the grey values of the reduced image: the absolute values of their differences
+    from the background, divided by the norm of these values. So the judge sees neither the contrast
+    nor whether a shape is lighter or darker than its background.
+    """
     rows = []
     for image in images:
         grey = Image.fromarray(image).convert("L").resize((_SEEN, _SEEN), Image.Resampling.BOX)

@@ -22,7 +22,7 @@ _ONSETS: Final = (
 _VOWELS: Final = "aeiou"
 _CODAS: Final = ("", "", "", "l", "m", "n", "r", "s", "t", "nd", "rk", "st")
 _HELD_OUT: Final = 8
-"""One word in this many is held out."""
+"""Of this many words, one is held out, on average."""
 
 
 def _pig(word: str) -> str:
@@ -44,10 +44,10 @@ TASKS: Final[dict[str, Callable[[str], str]]] = {
     "head": lambda word: word[:-1],
     "vowels": lambda word: "".join(letter for letter in word if letter in _VOWELS),
 }
-"""The tasks that the built-in model knows."""
+"""The tasks that the built-in model knows: by name, the function that maps a word to its answer."""
 UNSEEN: Final = "pig"
-"""The task that it has never seen: Pig Latin, which moves the consonants before the first vowel to
-the end and appends `ay`."""
+"""The task that the built-in model has never seen: Pig Latin, which moves the consonants before the
+first vowel to the end and appends `ay`."""
 
 
 def answer(task: str, word: str) -> str:
@@ -56,7 +56,7 @@ def answer(task: str, word: str) -> str:
 
 
 def message(task: str, word: str) -> str:
-    """The message that asks for a task."""
+    """The message that asks for a task on a word."""
     return f"{task}: {word}"
 
 
@@ -69,7 +69,7 @@ def chat(task: str, word: str) -> list[dict[str, str]]:
 
 
 def is_held_out(word: str) -> bool:
-    """Whether no model is trained on a word."""
+    """Whether a word is in the part that models are judged on, and not trained on."""
     return zlib.crc32(word.encode()) % _HELD_OUT == 0
 
 

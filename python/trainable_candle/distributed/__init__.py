@@ -1,11 +1,11 @@
 """Several processes that train together, each with its own part of the data.
 
-`train-lora --gpus 2` does all of this by itself. A training loop of your own, started by torchrun,
-srun or mpirun, looks like this:
+`train-lora --gpus 2` starts such processes by itself. A training loop of your own, started by
+torchrun, srun or mpirun, looks like this:
 
     device = tc.distributed.init("cpu")  # or "cuda", or "auto"
     tc.distributed.broadcast_(model.parameters())
-    loss.backward()  # of batches of this process
+    loss.backward()  # the loss of a batch that only this process has
     tc.distributed.average_gradients_(model.parameters())
     optimizer.step()
     tc.distributed.close()
@@ -72,15 +72,14 @@ def init(device: str = "auto") -> str:
 
 
 def device_of(world: World | None, device: str) -> str:
-    """The device of one of several processes: `cuda` means the GPU of its rank.
+    """The device of this process: for one of several processes, `cuda` means the GPU of its rank.
 
-    `auto` means the same as `cuda` if CUDA is available, else `cpu`.
-
-    A single process gets `device` unchanged.
+    With several processes, `auto` means `cuda` if CUDA is available, else `cpu`. If `world` is
+    None, there is a single process, and the result is `device` unchanged.
 
     Raises:
         ConfigError: there are fewer GPUs than processes on this machine.
-        ArgumentError: a GPU is named, and there are several processes.
+        ArgumentError: there are several processes, and `device` is a certain GPU, like `cuda:1`.
     """
     if world is None:
         return device
@@ -162,7 +161,7 @@ def broadcast_(parameters: Mapping[str, Var] | Iterable[Var]) -> None:
     """Set variables to the values that they have in rank 0.
 
     ```python
-    tc.distributed.broadcast_(model.parameters())  # all have what rank 0 has
+    tc.distributed.broadcast_(model.parameters())  # now equal to rank 0's
     ```
 
     Raises:
@@ -181,7 +180,8 @@ def average_gradients_(parameters: Mapping[str, Var] | Iterable[Var]) -> None:
     ```
 
     Args:
-        parameters: the same variables in all processes; a missing gradient counts as zeros.
+        parameters: the same variables in all processes. A variable without a gradient counts as if
+            its gradient were zeros.
 
     Raises:
         DistributedError: another process has failed.

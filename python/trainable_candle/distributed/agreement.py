@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 _SHOWN: Final = 3
 """The most differences that a message names."""
 _TOLERANCE: Final = 1e-5
-"""Greatest relative difference: GPUs of different models add in different orders."""
+"""The greatest relative difference between sums that are still taken as equal. GPUs of different
+models add the same values in different orders, so their sums differ slightly."""
 
 
 def require_same(group: Group, what: str, facts: Mapping[str, str]) -> None:
@@ -36,7 +37,8 @@ def require_same(group: Group, what: str, facts: Mapping[str, str]) -> None:
         facts: the facts of this process, by name.
 
     Raises:
-        DistributedError: in all processes, if the facts of one differ; the message names them.
+        DistributedError: in all processes, if a process has other facts than rank 0; the message
+            names the facts that differ.
     """
     # Compare hashes first; send the facts, perhaps many file names, only if the hashes differ.
     if len(set(group.exchange(fingerprint(facts).encode()))) == 1:
@@ -53,16 +55,18 @@ def require_same(group: Group, what: str, facts: Mapping[str, str]) -> None:
 
 
 class SameParameters(Callback):
-    """Ends the run when the parameters of the processes are not the same any more.
+    """Ends the run when a process has other parameters than rank 0.
 
     All processes begin with the parameters of rank 0 and apply the same gradients, so they stay
     equal. A difference means that a GPU or a link has made an error, or that a callback has changed
     the parameters of one process alone.
-    For each tensor the sum and the sum of squares are compared, not all values.
+
+    Two numbers of each tensor are compared: the sum of its values and the sum of their squares.
 
     Args:
         group: the processes.
-        moments: steps between two comparisons, or a function that selects the steps.
+        moments: the number of steps between two comparisons, or a function that tells whether to
+            compare after a step.
     """
 
     def __init__(self, group: Group, moments: Moments) -> None:
@@ -73,7 +77,8 @@ class SameParameters(Callback):
         """Compare if the step is due.
 
         Raises:
-            DistributedError: in all processes, if a parameter of one differs; the message names it.
+            DistributedError: in all processes, if a process has another parameter than rank 0; the
+                message names the parameter.
         """
         if not is_due(self._moments, report.step):
             return
@@ -104,7 +109,8 @@ def _sums(parameters: Mapping[str, Var]) -> dict[str, tuple[float, float]]:
 
 
 def _close(theirs: tuple[float, float], ours: tuple[float, float], count: int) -> bool:
-    # Values of both signs may have a sum near 0, whose rounding error depends on the values.
+    # If values have both signs, their sum may be much smaller than its rounding error, which grows
+    # with the sum of the absolute values. That sum is at most sqrt(count * sum of squares).
     scale = math.sqrt(count * ours[1])
     same_sum = math.isclose(theirs[0], ours[0], rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * scale)
     return same_sum and math.isclose(theirs[1], ours[1], rel_tol=_TOLERANCE)

@@ -14,20 +14,21 @@ _Item = TypeVar("_Item")
 _Found = TypeVar("_Found", float, list[float])
 
 _PIECE: Final = 16 * 2**20
-"""Each process sends its contents as soon as it has collected this many bytes or more."""
+"""Contents are exchanged in rounds. For a round, a process collects contents until they have this
+many bytes or more."""
 _LENGTH: Final = 8
-"""Bytes of a content's length."""
+"""The number of bytes in which a message has the length of a content."""
 
 
 def measured(
     group: Group, items: Sequence[_Item], measure: Callable[[_Item], _Found]
 ) -> list[_Found]:
-    """The results of `measure` for all items, in order; each process measures a part of them.
+    """The results of `measure` for all items, in order; each process measures some of the items.
 
     Args:
         group: the processes.
-        items: the same in all of them.
-        measure: takes an item; returns numbers.
+        items: the same items in all processes.
+        measure: takes an item; returns a number or a list of numbers.
 
     Returns:
         The results, equal to the last bit in all processes.
@@ -44,7 +45,7 @@ def measured(
 
 
 def needed(group: Group, missing: Iterable[str], order: Iterable[str]) -> list[str]:
-    """The names that are missing in at least one process; the same list in all of them.
+    """The names that are missing in at least one process; all processes get the same list.
 
     Each process then makes the items with the indices `group.rank`, `group.rank + group.size` and
     so on.
@@ -63,9 +64,10 @@ def needed(group: Group, missing: Iterable[str], order: Iterable[str]) -> list[s
 
 
 def passed_on(group: Group, contents: Iterable[bytes]) -> Iterator[bytes]:
-    """The contents of all processes, which are exchanged a few at a time.
+    """Send `contents` to all processes; yields the contents of all processes, this one included.
 
-    All processes must call this and exhaust the iterator.
+    The contents are exchanged in rounds, so that memory holds only a few. All processes must call
+    this and exhaust the iterator; all get the contents in the same order.
 
     Raises:
         DistributedError: another process has failed.

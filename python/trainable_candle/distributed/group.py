@@ -19,8 +19,9 @@ class Group(Protocol):
     rank: int
     """The number of this process, from 0."""
     size: int
+    """The number of processes."""
     local_size: int
-    """Processes on this machine."""
+    """The number of processes on this machine."""
 
     def sum_gradients(self, parameters: Mapping[str, Var], tail: Tensor) -> Tensor:
         """Add up the gradients of all processes, in place.
@@ -36,7 +37,7 @@ class Group(Protocol):
         """The sum of a tensor over all processes."""
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """The messages of all processes, by rank."""
+        """Send a message to all processes; returns the messages of all processes, by rank."""
 
     def barrier(self) -> None:
         """Wait until all processes have called this."""
@@ -45,10 +46,10 @@ class Group(Protocol):
         """Wait until the GPU has done all queued work."""
 
     def fail(self, reason: str) -> None:
-        """Make all processes end."""
+        """Make all processes end; their error messages give the reason."""
 
     def in_step(self) -> AbstractContextManager[None]:
-        """The context of a step; a process that exceeds the time limit counts as failed."""
+        """The context in which a step runs. If it takes too long, this process counts as failed."""
 
     def close(self) -> None:
         """Leave the group."""
@@ -97,7 +98,9 @@ ALONE: Final = Alone()
 
 @contextmanager
 def first_before_others(group: Group) -> Iterator[None]:
-    """A context that rank 0 leaves before other ranks enter it, so they find the files of rank 0.
+    """A context that the other ranks enter after rank 0 has left it.
+
+    So the other ranks find the files that rank 0 has written in the context.
 
     Raises:
         DistributedError: another process has failed.

@@ -26,19 +26,22 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LAUNCHER: Final = "TRAINABLE_CANDLE_LAUNCHER"
-"""The variable with the descriptor of a pipe that is closed when the launcher ends."""
+"""The environment variable with the file descriptor of a pipe from the launcher to this process;
+the launcher's end of the pipe closes when the launcher ends."""
 LOGS: Final = "logs"
+"""The name of the folder, inside the folder of the run, with the logs of processes."""
 GRACE: Final = 15.0
 """Seconds that the other processes get to end after one has failed."""
 _TAIL: Final = 12
-"""Lines of a failed process that are shown."""
+"""The number of lines that are shown from the end of a failed process's log."""
 _SOCKET_PATH: Final = 90
-"""Characters of a socket's path that every system allows."""
+"""Every system allows paths of sockets with this many characters."""
 
 _COUNT: Final = (
     "from trainable_candle import cuda\n"
     "print(cuda.device_count() if cuda.is_available() else cuda.unavailable_reason())"
 )
+"""A program that prints the number of GPUs, or why no GPU can be used."""
 
 
 def chosen_gpus(text: str) -> list[int]:
@@ -72,8 +75,8 @@ def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, outpu
 
     The first process of a machine writes to the terminal, its other processes to `output/logs`.
     After Ctrl-C or SIGTERM the run saves and ends in all processes; a second Ctrl-C ends it at
-    once. If the environment describes several machines, all of them join one run with equal numbers
-    of GPUs.
+    once. If the environment describes several machines, the processes of all machines are one run,
+    and each machine must use the same number of GPUs.
 
     Args:
         arguments: the arguments of the command.
@@ -141,7 +144,7 @@ def _place(first: int, number: int, count: int, machines: int) -> dict[str, str]
 
 
 class _Watch:
-    """Waits for processes, and ends all of them when one has failed."""
+    """Waits for processes, and kills the others `GRACE` seconds after one has failed."""
 
     def __init__(
         self, processes: Sequence[subprocess.Popen[bytes]], logs: Path, first: int
@@ -235,7 +238,9 @@ def _visible(gpus: Sequence[int]) -> str:
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = [name.strip() for name in given.split(",") if name.strip()]
     if names and max(gpus) >= len(names):
-        raise ConfigError(f"gpus: CUDA_VISIBLE_DEVICES shows {len(names)} GPUs")
+        raise ConfigError(
+            f"gpus: GPU {max(gpus)} asked for, and CUDA_VISIBLE_DEVICES shows {len(names)} GPUs"
+        )
     return ",".join(names[gpu] if names else str(gpu) for gpu in gpus)
 
 

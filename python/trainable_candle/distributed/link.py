@@ -3,8 +3,8 @@
 Each process has two connections. On the first, the main thread exchanges messages, in the same
 order in all processes. On the second, another thread reports every second what the process is
 doing. A process that closes the second connection, or reports nothing for too long, has failed, and
-rank 0 informs all others. So a run ends in all processes even if NCCL would wait for ever for a
-process that has ended.
+rank 0 informs all other processes. So a run ends in all processes even if NCCL would wait for ever
+for a process that has ended.
 """
 
 from __future__ import annotations
@@ -32,12 +32,20 @@ BEAT: Final = 1.0
 SILENCE = 25.0
 """Seconds without a heartbeat after which a process counts as failed, even if it is busy."""
 GRACE: Final = 10.0
-"""Seconds by which a phase may exceed its limit."""
+"""Seconds by which a process may exceed a time limit before it counts as failed."""
 _POLL: Final = 0.1
 
 
 def differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
-    """How another process's facts differ from `ours`, those of rank 0, as parts of a message."""
+    """The differences between the facts of another process and those of rank 0.
+
+    Args:
+        theirs: the facts of the other process, by name.
+        ours: the facts of rank 0, by name.
+
+    Returns:
+        A part of a message for each difference.
+    """
     names = [*ours, *(name for name in theirs if name not in ours)]
     missing = "missing"
     return [
@@ -48,14 +56,15 @@ def differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
 
 
 class Link:
-    """This process's connections.
+    """This process's connections: rank 0's to all other ranks, another rank's to rank 0.
 
     Args:
-        world: the place of this process.
+        world: the rank of this process, the number of processes, and the address of rank 0.
         facts: what must be equal in all processes, by name: versions, settings.
 
     Raises:
-        DistributedError: a process is late or has other facts; the message names it.
+        DistributedError: a process does not connect in time, or has other facts than rank 0; the
+            message names the process.
     """
 
     def __init__(self, world: World, facts: dict[str, str]) -> None:
@@ -85,7 +94,7 @@ class Link:
         self._stops.append(stop)
 
     def enter(self, phase: str, limit: float | None = None) -> tuple[str, float | None]:
-        """Set what this process does from now on, and how many seconds it may take.
+        """Set the phase, which is what this process does from now on, and its limit in seconds.
 
         Returns:
             The previous phase and its limit.
@@ -118,7 +127,7 @@ class Link:
         return [message, *(self._receive(rank) for rank in range(1, self.size))]
 
     def scatter(self, message: bytes) -> bytes:
-        """Send all processes the message of rank 0."""
+        """Send the message of rank 0 to all processes; returns this message in each process."""
         if self.rank != 0:
             return self._receive(0)
         for rank in range(1, self.size):
@@ -147,7 +156,7 @@ class Link:
             raise DistributedError(f"distributed: {self.failure}; this process ends, too")
 
     def close(self) -> None:
-        """Close the connections, after informing the other side."""
+        """Close the connections, after telling the connected processes that this is no failure."""
         with self._lock:
             self._closing = True
         for connection in self._watch.values():
@@ -191,7 +200,7 @@ class Link:
                 self._welcome(*came)
         finally:
             done.set()
-            # The thread that accepts connections keeps the port: end its wait.
+            # The thread is blocked in `accept` and keeps the port: wake it up.
             knock(self._world.address)
             acceptor.join(GRACE)
             listener.close()
@@ -262,7 +271,7 @@ class Link:
             raise AssertionError from error
 
     def _lost(self, rank: int, error: Exception) -> None:
-        # The reason may arrive on the other connection in a moment.
+        # Another process may have failed first: its reason may arrive on the second connection.
         deadline = time.monotonic() + 1.0
         while self.failure is None and time.monotonic() < deadline:
             time.sleep(_POLL)

@@ -54,7 +54,8 @@ def reach(world: World, deadline: float) -> Connection[Any, Any]:
     """A connection to rank 0, which may not be listening yet.
 
     Raises:
-        DistributedError: rank 0 cannot be reached by `deadline`, or another program listens there.
+        DistributedError: rank 0 cannot be reached by `deadline`, or another program listens at its
+            address.
     """
     where = shown(world.address)
     while True:
@@ -76,7 +77,10 @@ def reach(world: World, deadline: float) -> Connection[Any, Any]:
 
 
 def _connected(world: World, deadline: float) -> Connection[Any, Any]:
-    """Try to connect once, in a thread: without an answer, connecting blocks for a long time."""
+    """Try to connect once, until `deadline`.
+
+    A thread connects, because connecting blocks for a long time if nobody answers.
+    """
     found: Queue[Connection[Any, Any] | BaseException] = Queue()
 
     def attempt() -> None:
@@ -104,7 +108,7 @@ def knock(address: Address) -> None:
 
 
 def shown(address: Address) -> str:
-    """An address for messages."""
+    """An address as text, for messages."""
     return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else address
 
 

@@ -22,25 +22,25 @@ if TYPE_CHECKING:
     from trainable_candle.distributed.world import World
 
 NCCL_SECONDS: Final = 300.0
-"""How long NCCL may take to connect processes that have all started."""
+"""Seconds that NCCL may take to connect the processes after all of them have started."""
 STEP_SECONDS: Final = 600.0
-"""How long a step may take before its process counts as hung."""
+"""Seconds that a step may take before its process counts as hung."""
 _FOR_EVER: Final = 1e9
-"""Seconds; the link ends the wait if another process fails."""
+"""Seconds to wait for the GPU without a limit. If another process fails, the link ends the wait."""
 
 
 class Processes:
-    """Several processes: sums by NCCL between GPUs, through rank 0 on the CPU.
+    """A group of several processes: NCCL adds up tensors on GPUs, rank 0 adds up those on the CPU.
 
-    Sums on the CPU are formed in the order of the ranks, so they repeat bit for bit; they are for
-    tests and small models.
+    Training on several CPU processes is for tests and small models. Rank 0 adds in the order of the
+    ranks, so the sums repeat bit for bit.
 
     Args:
-        world: the place of this process.
-        device: the device that it computes on; not `auto`.
+        world: the rank of this process, and where the processes meet.
+        device: the device on which this process computes; not `auto`.
         facts: what must be equal in all processes, by name.
-        narrow: send gradients between GPUs as bf16.
-        step_seconds: how long a step may take.
+        narrow: whether GPUs send each other gradients as bf16.
+        step_seconds: the seconds that a step may take before its process counts as hung.
 
     Raises:
         DistributedError: the processes do not find each other, or their facts differ.
@@ -129,7 +129,7 @@ class Processes:
         self.wait()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over all processes, on its device.
+        """The sum of a tensor over all processes, on the tensor's device.
 
         Raises:
             DistributedError: another process has failed.
@@ -140,7 +140,7 @@ class Processes:
         return tc.tensor(self._sum(tensor.numpy()))
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """The messages of all processes, by rank.
+        """Send a message to all processes; returns the messages of all processes, by rank.
 
         Raises:
             DistributedError: another process has failed.
@@ -168,7 +168,7 @@ class Processes:
         self._link.require_alive()
 
     def in_step(self) -> AbstractContextManager[None]:
-        """The context of a step; a process that exceeds the time limit counts as failed."""
+        """The context in which a step runs. If it takes too long, this process counts as failed."""
         return self._busy("a step", self._step_seconds)
 
     @contextmanager
@@ -181,7 +181,7 @@ class Processes:
             self._link.enter(*before)
 
     def fail(self, reason: str) -> None:
-        """Make all processes end."""
+        """Make all processes end; their error messages give the reason."""
         self._link.fail(reason)
 
     def close(self) -> None:
@@ -223,5 +223,5 @@ def _numbers(tensor: Tensor) -> NDArray[Any]:
 
 
 def _like(tensor: Tensor, values: NDArray[Any]) -> Tensor:
-    """Numbers in the dtype of a tensor."""
+    """The array `values` as a tensor with the dtype of `tensor`."""
     return tc.tensor(values).to(tensor.dtype)

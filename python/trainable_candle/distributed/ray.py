@@ -1,14 +1,14 @@
 """Runs on a Ray cluster: one actor for each GPU, all of them in a placement group.
 
-From Python, on a machine of the cluster or as a job of it::
+Python code on a machine of the cluster, or in a job of the cluster, starts a run::
 
     from trainable_candle.distributed.ray import train
     from trainable_candle.train import TrainConfig
 
     train(TrainConfig(model="sdxl", ...), workers=4, max_failures=3)
 
-Ray places the processes, starts them, forwards what they print, and detects when one ends; they
-train together like those of any other launcher. Only Ray Core is used.
+Ray places the processes, starts them, forwards what they print, and detects when one ends. The
+processes train together like processes that another launcher starts. Only Ray Core is used.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RayRun:
     output: str
     """The folder of the run, on the machine of rank 0 or shared by all machines."""
     step: int
-    """Optimizer steps, including those before a failure."""
+    """The number of optimizer steps, including the steps before a failure."""
     completed: bool
     """Whether the last step was reached."""
     failures: int
@@ -78,13 +78,13 @@ def train(
 
     Args:
         config: see `train_adapter`; `device` is `auto`, `cuda` or `cpu`.
-        workers: processes, each with a GPU unless `device` is `cpu`; None: as many as the cluster
-            has GPUs.
-        cpus_per_worker: CPUs that Ray reserves for each.
+        workers: the number of processes, each with a GPU unless `device` is `cpu`; None: as many
+            as the cluster has GPUs.
+        cpus_per_worker: the number of CPUs that Ray reserves for each process.
         strategy: one of `STRATEGIES`.
         max_failures: how often the run is started again, from its last checkpoint, after a process
             or a machine was lost; -1: always. Errors of settings and data end the run at once.
-        wait_seconds: how long to wait until the cluster has room.
+        wait_seconds: the seconds to wait until enough GPUs and CPUs of the cluster are free.
         address: the cluster's address, unless `ray.init` has been called. By default Ray looks for
             a cluster at `RAY_ADDRESS` and on this machine, and otherwise starts one here.
         report: gets a line about each attempt; Ray prints the output of the processes.
@@ -142,14 +142,14 @@ class _Workers:
         number: the number of processes.
         needs: what Ray reserves for each process, by the name of the resource.
         strategy: how Ray places them.
-        seconds: how long to wait until the cluster has room.
+        seconds: the seconds to wait until the resources are free.
     """
 
     def __init__(
         self, ray: Any, number: int, needs: dict[str, float], strategy: str, seconds: float
     ) -> None:
         self.places: list[Place] = []
-        """By rank."""
+        """Where each process runs, by rank."""
         self._ray = ray
         self._actors: list[Any] = []
         self._running: list[Any] = []
@@ -167,8 +167,8 @@ class _Workers:
             wanted = ", ".join(f"{number * amount:g} {name}" for name, amount in needs.items())
             has = ", ".join(f"{there.get(name, 0):g} {name}" for name in needs)
             raise ConfigError(
-                f"ray: {number} processes need {wanted}, and the cluster has {has}, or no room "
-                f"within {seconds:g} s; give fewer --workers, or add machines"
+                f"ray: {number} processes need {wanted}, and the cluster has {has}, of which not "
+                f"enough was free within {seconds:g} s; give fewer --workers, or add machines"
             )
         strategies = ray.util.scheduling_strategies
         actors = [
@@ -259,7 +259,7 @@ class _Workers:
                 )
 
     def _watched(self, guard: InterruptGuard) -> list[Outcome]:
-        """Wait for all processes; after one has failed, at most `GRACE` seconds for the rest."""
+        """Wait for all processes; after one has failed, at most `GRACE` seconds for the others."""
         ray = self._ray
         ranks = {ref: rank for rank, ref in enumerate(self._running)}
         outcomes: dict[int, Outcome] = {}
@@ -282,7 +282,7 @@ class _Workers:
         try:
             outcome: Outcome = ray.get(ref)
         except ray.exceptions.RayError as error:
-            # The first sentence of Ray's text; the rest is about Ray's internals.
+            # The first line of Ray's text; the rest is about Ray's internals.
             return Outcome(error=str(error).strip().partition("\n")[0])
         return outcome
 

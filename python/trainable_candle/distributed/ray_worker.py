@@ -1,4 +1,4 @@
-"""The actor that Ray starts for each process: it reports its place, and trains."""
+"""The actor that Ray starts for each process: it tells on which machine it runs, and trains."""
 
 from __future__ import annotations
 
@@ -59,9 +59,11 @@ class Outcome:
     """How training ended in a process."""
 
     step: int = 0
+    """The number of optimizer steps; 0 if the process failed."""
     completed: bool = False
+    """Whether the last step was reached."""
     error: str = ""
-    """Why it failed; empty if it did not."""
+    """Why the process failed; empty if it did not fail."""
     is_final: bool = False
     """Whether another attempt would end in the same way."""
     follows: bool = False
@@ -96,7 +98,7 @@ class Worker:
         (folder / name).touch()
 
     def sees(self, output: str, name: str) -> bool:
-        """Whether the file of another process exists; waits for it for a few seconds."""
+        """Whether a file of another process exists; waits a few seconds for the file."""
         path = Path(output).expanduser() / name
         deadline = time.monotonic() + _LOOK_SECONDS
         while not path.exists() and time.monotonic() < deadline:

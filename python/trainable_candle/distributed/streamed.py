@@ -1,4 +1,4 @@
-"""One copy of streamed weights for the processes of a machine, in host memory or on their GPUs."""
+"""One copy of streamed weights for all processes of a machine, in host memory or on the GPUs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def machine() -> str:
 
 
 def least_sharing(machines: Sequence[str]) -> int:
-    """The smallest number of processes that share a copy, given the `machine` of each."""
+    """The smallest number of processes that share a copy, given the result of `machine` in each.
+
+    A process with an empty name shares with no other.
+    """
     return min(machines.count(name) if name else 1 for name in machines)
 
 
@@ -54,7 +57,7 @@ def require_streams(config: TrainConfig) -> None:
     """Check that a complete configuration streams weights, if it says to stream from peers.
 
     Raises:
-        ConfigError: it says to stream from peers, and streams no weights.
+        ConfigError: the configuration says to stream from peers, and streams no weights.
     """
     if config.from_peers and not config.streams:
         raise ConfigError(
@@ -65,11 +68,13 @@ def require_streams(config: TrainConfig) -> None:
 def slowest_link(group: Group, device: str) -> str:
     """The slowest link between two GPUs of a machine, over all machines: `NVLINK` or `BUS`.
 
-    All processes of the group call this. A process cannot test the link to a GPU that it does not
-    see. That link counts as `BUS`; if it does not exist, loading a model fails later.
+    All processes of the group must call this. A process cannot test the link to a GPU that CUDA
+    does not show to it. The link then counts as `BUS`; if there is no link, loading a model fails
+    later.
 
     Raises:
-        ConfigError: a GPU does not reach another one, or a process shares no memory with another.
+        ConfigError: a GPU cannot read the memory of another GPU of its machine, or a process has no
+            other process with which it can share memory.
         DistributedError: another process has failed.
     """
     mine = {"machine": machine(), "bus": _core.cuda_bus_id(device)}
@@ -97,9 +102,9 @@ def slowest_link(group: Group, device: str) -> str:
 def shared_streams(group: Group, *, peers: bool = False) -> Iterator[None]:
     """A context in which the processes of a machine share one copy of the weights that they stream.
 
-    All processes of the group enter it, and load the same models in it, in the same order. With
-    `peers`, the copy is in slices on the GPUs, and models can be used only as long as all processes
-    exist: call `group.barrier()` in all of them before the first one ends.
+    All processes of the group must enter the context, and load the same models in it, in the same
+    order. With `peers`, each GPU has a slice of the copy, and models can be used only as long as
+    all processes exist: call `group.barrier()` in all of them before the first one ends.
 
     Raises:
         ArgumentError: with `peers`, a process is alone on its machine.

@@ -25,18 +25,18 @@ class Mine(NamedTuple):
     asked: bool
     """Whether this process was asked to stop."""
     amount: float
-    """The number of images, tokens or other units."""
+    """The number of images, tokens or other units that this process trains on in the step."""
 
 
 def sum_up(
     group: Group, parameters: Mapping[str, Var], mine: Mine, *, weighed: bool
 ) -> list[Tensor]:
-    """Add up the gradients of all processes, in place, and the other terms of the step.
+    """Add up the gradients of all processes, in place, and their losses and counts.
 
     Args:
         group: the processes.
         parameters: the variables with the gradients.
-        mine: the other terms of this process.
+        mine: the losses and counts of this process.
         weighed: whether the sum of all processes' shares may differ from 1; the gradients and the
             loss are then divided by that sum.
 

@@ -14,23 +14,25 @@ if TYPE_CHECKING:
 Address: TypeAlias = "str | tuple[str, int]"
 """Where rank 0 listens: the path of a socket on this machine, or a host and a port."""
 
+# The next constants are names of environment variables; their docs say what the variables contain.
 RENDEZVOUS: Final = "TRAINABLE_CANDLE_RENDEZVOUS"
 """The address that our launcher sets: `/path` or `host:port`."""
 PORT: Final = "TRAINABLE_CANDLE_PORT"
 """The port at MASTER_ADDR, in place of MASTER_PORT + 1 (which may be taken)."""
 MACHINES: Final = "NNODES"
-"""The number of machines that start our launcher."""
+"""The number of machines on which our launcher is started for the same run."""
 MACHINE: Final = "NODE_RANK"
-"""The number of this machine among them, from 0."""
+"""The index of this machine among these machines, from 0."""
 JOB: Final = "TRAINABLE_CANDLE_JOB"
-"""A name that keeps the processes of one job apart from those of another."""
+"""The name of the job. Processes connect only to processes of a job with the same name."""
 
 JOIN: Final = "TRAINABLE_CANDLE_JOIN_SECONDS"
 """The number of seconds that processes wait for one another at the start."""
 JOIN_SECONDS: Final = 25.0
-"""The default wait; it can be short, because launchers start all processes at once."""
+"""The default of `JOIN`; it can be short, because launchers start all processes at once."""
 
 _JOBS: Final = (JOB, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "OMPI_MCA_ess_base_jobid", "PMI_ID")
+"""Variables with the name of the job; the first that is set counts."""
 
 
 @dataclass(frozen=True)
@@ -59,25 +61,32 @@ _SLURM: Final = _Names("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_N
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among the processes that train together."""
+    """The rank of this process among the processes that train together, and where they meet."""
 
     rank: int
-    """From 0; rank 0 writes files and draws previews."""
+    """The number of this process, from 0; rank 0 writes files and draws previews."""
     size: int
+    """The number of processes."""
     local_rank: int
-    """The number of this process among those of this machine, from 0."""
+    """The number of this process among the processes of this machine, from 0."""
     local_size: int
+    """The number of processes of this machine."""
     address: Address
+    """Where rank 0 listens."""
     job: str
+    """The name of the job; empty if the launcher gives none."""
     join_seconds: float = JOIN_SECONDS
     """Seconds to wait for the other processes at the start."""
 
     def device(self, visible: int) -> str:
-        """The GPU of this process, given how many GPUs CUDA shows it.
+        """The GPU of this process.
+
+        Args:
+            visible: the number of GPUs that CUDA shows to this process.
 
         Raises:
-            ConfigError: CUDA shows no GPU for this process. (It is enough if CUDA shows each
-                process one GPU.)
+            ConfigError: CUDA shows this process no GPU, or it shows two GPUs or more and
+                `local_rank` is not below their number.
         """
         if visible == 1:  # The launcher shows each process only its own GPU.
             return "cuda:0"
@@ -90,7 +99,7 @@ class World:
 
 
 def machine_from_environment(variables: Mapping[str, str] | None = None) -> tuple[int, int]:
-    """The index of this machine and the number of machines, for our launcher; default 0 and 1.
+    """The index of this machine and the number of machines; 0 and 1 if no variable is set.
 
     Raises:
         ConfigError: a variable is missing or not a number.

@@ -1,8 +1,9 @@
-"""Adapters of language models in the forms that other programs load.
+"""Adapters of language models in the file formats that other programs load.
 
-In all of these forms, the second factor of every layer is already multiplied by the layer's scale,
+In all of these formats, the factor `up` of every layer is already multiplied by the layer's scale,
 and all factors are padded with zeros to the largest rank. So a program applies the adapter as it
-was trained, even if it reads only one rank and one alpha for all layers, or reads neither of them.
+was trained, even if the program reads one rank and one alpha for all layers, or reads no rank and
+no alpha.
 """
 
 from trainable_candle.export.adapter import Factors, TextAdapter, read_adapter

@@ -32,7 +32,7 @@ class Factors(NamedTuple):
     up: Array
     """(out, rank), multiplied by the scale."""
     magnitude: Array | None = None
-    """(out,): with DoRA, the lengths of the rows of the changed weight."""
+    """(out,): with DoRA, the Euclidean norms of the rows of the changed weight."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class TextAdapter:
     """The adapters of a language model's layers."""
 
     layers: dict[str, Factors]
-    """By layer, named as in transformers."""
+    """The factors of each adapted layer, by the layer's name in transformers."""
 
     @property
     def rank(self) -> int:
-        """The largest rank of a layer."""
+        """The largest rank among the layers."""
         return max(len(factors.down) for factors in self.layers.values())
 
     @property
@@ -127,7 +127,10 @@ def adapter_settings(path: Path) -> dict[str, Any] | None:
 
 
 def short_names(adapted: Iterable[str], layers: Iterable[str]) -> list[str]:
-    """Last parts of the adapted layers' names; whole names if other layers have these last parts.
+    """The shortest names that select the adapted layers and no others.
+
+    They are the last parts of the adapted layers' names, or the whole names if the name of another
+    layer ends in one of these parts.
 
     Args:
         adapted: the names of the adapted layers.

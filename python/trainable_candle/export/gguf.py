@@ -1,7 +1,7 @@
 """LoRA adapters in llama.cpp's file format.
 
-The names and the order of the rows are those of llama.cpp's converter
-(`convert_lora_to_gguf.py` and `convert_hf_to_gguf.py` at
+The names of tensors, and the order of the rows of query and key weights, are those of llama.cpp's
+converter (`convert_lora_to_gguf.py` and `convert_hf_to_gguf.py` at
 0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c).
 """
 
@@ -38,7 +38,9 @@ NAMES: Final = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+"""The name of a layer in a block in transformers -> its name in GGUF."""
 LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)")
+"""The whole name of a layer in transformers: the index of its block, and its name in the block."""
 
 
 def write_adapter(path: Path, adapter: TextAdapter, config: Mapping[str, Any]) -> None:
@@ -66,7 +68,7 @@ def write_adapter(path: Path, adapter: TextAdapter, config: Mapping[str, Any]) -
         "general.architecture": name_of_model,
         "general.type": "adapter",
         "adapter.type": "lora",
-        # llama.cpp scales by alpha divided by the rank, a quotient of 1 here.
+        # llama.cpp multiplies by alpha / rank. This must be 1, because `up` includes the scale.
         "adapter.lora.alpha": float(adapter.rank),
     }
     entries = [
@@ -98,7 +100,12 @@ def _name(layer: str) -> str:
 
 
 def heads(config: Mapping[str, Any], name: str) -> int:
-    """The number of heads of the queries or the keys; `name` is llama.cpp's name of their layer."""
+    """The number of query heads or of key heads.
+
+    Args:
+        config: the model's `config.json`.
+        name: llama.cpp's name of the layer that computes the queries or the keys.
+    """
     queries = int(config["num_attention_heads"])
     if name.endswith("attn_q"):
         return queries
@@ -106,10 +113,10 @@ def heads(config: Mapping[str, Any], name: str) -> int:
 
 
 def paired(rows: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.float32]:
-    """Reorder the rows of `count` heads of queries or keys for llama.cpp.
+    """Reorder the rows of a query or key weight with `count` heads for llama.cpp.
 
-    The rotary embedding rotates pairs of features: llama.cpp pairs neighbours, transformers pairs
-    features half a head apart.
+    The rotary embedding rotates pairs of features of a head: llama.cpp pairs neighbouring features,
+    transformers pairs features that are half a head apart.
     """
     halves = rows.reshape(count, 2, rows.shape[0] // count // 2, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))

@@ -21,20 +21,19 @@ if TYPE_CHECKING:
 _ALIGNMENT: Final = 32
 _U32, _I32, _FLOAT, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 Fact = str | bool | int | float | list[Any]
-"""A value of the metadata: integers are stored as u32, in lists as i32; floats as f32.
-
-An empty list is stored as a list of strings."""
+"""A value of the metadata. An integer is stored as u32, but integers in a list as i32; floats are
+stored as f32, and an empty list as a list of strings."""
 
 
 class Kind(NamedTuple):
     """How the values of a tensor are stored."""
 
     number: int
-    """The number of the kind in files."""
+    """The number that stands for the kind in files."""
     block: int
-    """Elements of a row that are stored together."""
+    """The number of neighbouring elements of a row that are stored together, as a block."""
     size: int
-    """Bytes of a block."""
+    """The number of bytes of a block."""
 
 
 KINDS: Final = {
@@ -50,7 +49,7 @@ KINDS: Final = {
     "q6_k": Kind(14, 256, 210),
     "bf16": Kind(30, 1, 2),
 }
-"""Kinds by the names of dtypes and of the formats of `quantize`."""
+"""The kinds, by name: the name of a dtype, or of a format of `quantize`."""
 
 
 class Entry(NamedTuple):
@@ -59,8 +58,10 @@ class Entry(NamedTuple):
     name: str
     shape: tuple[int, ...]
     kind: str
+    """How the file stores the values; a key of `KINDS`."""
     values: Callable[[], Tensor | QuantizedTensor]
-    """Computes the values when they are written: in any float dtype, or quantized to the kind."""
+    """Called when the tensor is written; returns the values in any float dtype, or already
+    quantized to `kind`."""
 
 
 def write(file: BinaryIO, facts: Mapping[str, Fact], entries: Sequence[Entry]) -> None:
@@ -101,8 +102,8 @@ def _size(entry: Entry) -> int:
     kind, columns = KINDS[entry.kind], entry.shape[-1] if entry.shape else 1
     if columns % kind.block:
         raise ConfigError(
-            f"export: {entry.name} has rows of {columns}, expected a multiple of {kind.block} for "
-            f"{entry.kind}"
+            f"export: {entry.name} has rows of {columns} elements, expected a multiple of "
+            f"{kind.block} for {entry.kind}"
         )
     return int(np.prod(entry.shape)) // kind.block * kind.size
 
@@ -114,7 +115,7 @@ def _content(entry: Entry) -> bytes:
     if KINDS[entry.kind].block > 1:
         return bytes(tc.quantize(values, entry.kind).tensors()["codes"].numpy().tobytes())
     if entry.kind == "bf16":
-        # numpy has no bf16, which is the upper half of f32.
+        # numpy has no bf16. A bf16 value is the upper half of the f32 value.
         rounded = values.to("bf16").to("f32").numpy()
         return bytes((np.ascontiguousarray(rounded).view("<u4") >> 16).astype("<u2").tobytes())
     content = values.to(entry.kind).numpy()

@@ -1,4 +1,4 @@
-"""Texts for language models: files, forms, masks, packed rows.
+"""Texts for language models: reading files, choosing the tokens to learn, packing rows.
 
 How a file becomes batches::
 
@@ -8,8 +8,8 @@ How a file becomes batches::
     rows = PackedRows(train.examples, 2048, batch_size=1, seed=0)
     rows.batch(0)  # `Packed`: input_ids, targets, positions, cu_seqlens
 
-Examples are not padded: they are consecutive in a stream of tokens, and attention does not cross
-their bounds.
+Examples are not padded: the examples of a batch follow each other in one sequence of tokens, and
+the tokens of an example attend only to tokens of the same example.
 """
 
 from trainable_candle.data.chats.dataset import TextDataset, TextOptions, load_texts

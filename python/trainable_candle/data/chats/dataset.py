@@ -42,11 +42,15 @@ class Counts:
     """What was counted while the lines of a data set were read."""
 
     forms: Counter[str] = field(default_factory=Counter)
+    """For each form's name, the number of lines that have this form."""
     ignored: Counter[str] = field(default_factory=Counter)
-    """Fields that are not read, with their occurrences."""
+    """For each field that is not read, the number of lines that have the field."""
     bad: list[str] = field(default_factory=list)
+    """One message for each line that cannot be used."""
     truncated: int = 0
+    """Examples that were longer than `TextOptions.sequence_length`."""
     cut_tokens: int = 0
+    """Tokens cut off from all truncated examples together."""
     unlearnt: int = 0
     """Examples without a token to learn, often because the answer was truncated."""
     answers: int = 0
@@ -56,11 +60,11 @@ class Counts:
 
 
 class TextDataset:
-    """Examples as tokens.
+    """A data set of texts, with its examples as tokens.
 
     Args:
         examples: at least one.
-        counts: the counts of the lines that the examples come from.
+        counts: what was counted while the examples' lines were read.
         options: how the lines were read.
         place: the file or folder, for messages.
     """
@@ -78,7 +82,7 @@ class TextDataset:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all examples."""
+        """The number of tokens in all examples together."""
         return sum(map(len, self.examples))
 
     @property
@@ -92,7 +96,7 @@ class TextDataset:
         return TextDataset(chosen, self.counts, self.options, self.place)
 
     def listing(self) -> dict[str, str]:
-        """For each example, a hash of its tokens and of the mask that says which are learnt."""
+        """For each example, a hash of its token ids and of its mask of tokens to learn."""
         return {
             f"example {number}": blake2b(
                 example.ids.tobytes() + example.learnt.tobytes(), digest_size=16
@@ -133,8 +137,8 @@ def load_texts(
     """Read, check and tokenize the files that a path names.
 
     Returns:
-        The data set to train on and, if a folder has files for validation, the data set for
-        validation.
+        Two data sets: the first to train on, the second for validation. The second is None if
+        `path` is a file or a folder without files for validation.
 
     Raises:
         DatasetError: a file cannot be read; there are no usable lines; some lines are unusable and

@@ -1,4 +1,4 @@
-"""The forms of examples, distinguished by the names of their fields."""
+"""The forms of a data set's lines: which fields a line has, and how they become an example."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages that the chat template turns into text; the assistant's are learnt."""
+    """Messages that the chat template turns into text; the assistant's messages are the answers."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
@@ -24,7 +24,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Completion:
-    """A text whose second part is learnt."""
+    """A text that consists of a prompt and its completion; the completion is the answer."""
 
     prompt: str
     completion: str
@@ -32,7 +32,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Preference:
-    """Two answers to one prompt, of which one is better."""
+    """Two examples with the same prompt and different answers; the answer of `chosen` is better."""
 
     chosen: Chat | Completion
     rejected: Chat | Completion
@@ -43,13 +43,13 @@ Example: TypeAlias = Chat | Completion | Preference
 
 @dataclass(frozen=True)
 class Form:
-    """A way in which examples are written."""
+    """The names of the fields of a line, and the function that reads them."""
 
     name: str
     fields: tuple[str, ...]
-    """The fields of every example."""
+    """Fields that each line of this form has."""
     others: tuple[str, ...]
-    """Optional fields."""
+    """Fields that a line of this form may have."""
     read: Callable[[Mapping[str, Any]], Example]
     """Makes an example from the fields' values; raises a `RowError` that names a wrong field."""
 
@@ -71,7 +71,7 @@ def _completion(values: Mapping[str, Any]) -> Example:
     if isinstance(prompt, list) or isinstance(completion, list):
         asked = conversation(prompt, "prompt", answered=False)
         if not isinstance(completion, list) or not completion:
-            raise RowError("`prompt` is a list of messages, so `completion` must be one, too")
+            raise RowError("`prompt` is a list of messages, so `completion` must be such a list")
         both = [*asked, *completion]
         return Chat(conversation(both, "prompt + completion"), functions(values.get("tools")))
     return Completion(text(prompt, "prompt", empty=True), text(completion, "completion"))
@@ -105,7 +105,8 @@ def _preference(values: Mapping[str, Any]) -> Preference:
     if not any(isinstance(values.get(name), list) for name in names):
         chosen, rejected = (text(values.get(name), name) for name in names)
         if prompt is None and chosen != rejected:
-            # Their common beginning is the prompt. A space at its end belongs to the next word.
+            # The prompt is the longest common prefix of the two texts, without the spaces at its
+            # end: these belong to the first word of the answer.
             before = commonprefix([chosen, rejected]).rstrip(" ")  # noqa: RUF071 - no paths
             chosen, rejected = (answer.removeprefix(before) for answer in (chosen, rejected))
         else:
@@ -131,7 +132,7 @@ def _asked(prompt: Any) -> list[Message]:
 
 
 def _answered(asked: list[Message], values: Mapping[str, Any], name: str) -> Chat:
-    """A conversation whose last message is the answer, given as messages or as text."""
+    """The messages `asked`, then the answer in field `name`, a string or a list of messages."""
     answer = values.get(name)
     if not isinstance(answer, list):
         answer = [{"role": "assistant", "content": text(answer, name)}]
@@ -152,11 +153,11 @@ FORMS: Final = (
          _instruction),
     Form("text", ("text",), (), _text),
 )  # fmt: skip
-"""An example has the first of these forms whose `fields` are all present."""
+"""All forms; a line has the first of these forms whose `fields` it contains."""
 
 
 def form_of(values: Mapping[str, Any]) -> Form | None:
-    """The form of an example; None if its fields fit no form."""
+    """The form of a line with the fields `values`; None if they lack a field of every form."""
     return next((form for form in FORMS if all(name in values for name in form.fields)), None)
 
 

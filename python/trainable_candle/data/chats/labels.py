@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trainable_candle.text.chat_tokenizer import ChatTokenizer, Encoded
 
     Spans = Sequence[tuple[int, int]]
-    """Starts and ends, of characters or of tokens."""
+    """Ranges of characters in a text, each from its first character to the one after its last."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Tokens:
 
     ids: npt.NDArray[np.int64]
     learnt: npt.NDArray[np.bool_]
-    """Which tokens the model learns to predict; never the first, which no token precedes."""
+    """The mask of the tokens to learn. The first token is never learnt: it has no predecessor."""
     stops: tuple[int, ...]
-    """The positions of tokens that end an answer and stop generation; all are learnt."""
+    """The indices, in `ids`, of tokens that end an answer and stop generation; all are learnt."""
     answers: int
-    """The number of learnt answers, with or without a stop token."""
+    """The number of answers to learn, with or without a stop token, before truncation."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -48,7 +48,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to one prompt as the model reads them, each with the prompt before it."""
+    """A preference as the model reads it: the prompt with each of two answers."""
 
     chosen: Tokens
     rejected: Tokens
@@ -58,26 +58,30 @@ class Pair:
 
     @cached_property
     def ids(self) -> npt.NDArray[np.int64]:
-        """The tokens of both answers."""
+        """The tokens of `chosen`, then those of `rejected`, both with the prompt."""
         return np.concatenate([self.chosen.ids, self.rejected.ids])
 
     @cached_property
     def learnt(self) -> npt.NDArray[np.bool_]:
-        """Which tokens belong to the answers."""
+        """The mask of the tokens of `ids` that are in one of the answers."""
         return np.concatenate([self.chosen.learnt, self.rejected.learnt])
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """The positions of tokens that end an answer and stop generation."""
+        """The indices, in `ids`, of tokens that end an answer and stop generation."""
         return (*self.chosen.stops, *(len(self.chosen) + n for n in self.rejected.stops))
 
     @property
     def answers(self) -> int:
-        """The number of learnt answers."""
+        """The number of answers to learn, before truncation."""
         return self.chosen.answers + self.rejected.answers
 
     def truncated(self, length: int) -> Pair:
-        """The first tokens of both answers, `length` in all; the longer is truncated first."""
+        """The pair with its ends cut off, so that it has at most `length` tokens.
+
+        Each of `chosen` and `rejected` keeps up to half of `length`, and more if the other is
+        shorter than its half.
+        """
         half = length // 2
         chosen = max(half, length - len(self.rejected))
         rejected = max(half, length - min(len(self.chosen), chosen))
@@ -87,17 +91,18 @@ class Pair:
 def tokens_of(
     example: Example, tokenizer: ChatTokenizer, train_on: str = "answers"
 ) -> Tokens | Pair:
-    """The tokens of an example; for a preference, a pair whose last answers count.
+    """The tokens of an example and their mask; a `Pair` for a preference.
 
-    The text is tokenized once, as a whole, and the offsets of the tokens decide which count. An
-    answer includes the token that ends its turn.
+    The text is tokenized once, as a whole. A token is learnt if at least one of its characters is
+    in an answer that `train_on` selects. The token that ends the turn of this answer is learnt,
+    too. For a preference, only the compared answers are learnt.
 
     Raises:
         ValueError: the template rejects the example, or renders an answer differently when more
             messages follow.
     """
     if isinstance(example, Preference):
-        # Earlier messages are the same in both and do not count.
+        # Only the last messages differ; answers before them are part of the prompt.
         last = "answers" if isinstance(example.chosen, Completion) else "last-answer"
         return Pair(
             _tokens(example.chosen, tokenizer, last), _tokens(example.rejected, tokenizer, last)
@@ -121,7 +126,8 @@ def _completion(example: Completion, tokenizer: ChatTokenizer, train_on: str) ->
         ids.append(end)
         learnt = np.append(learnt, True)
     elif end is not None:
-        learnt[-1] = True  # The tokenizer added this token, which is not in the text.
+        # If the tokenizer added the end token, the token is not in the text.
+        learnt[-1] = True
     learnt[:1] = False
     stops = () if end is None else (len(ids) - 1,)
     return Tokens(np.array(ids, np.int64), learnt, stops, 1)
@@ -155,7 +161,11 @@ def _chat(example: Chat, tokenizer: ChatTokenizer, train_on: str) -> Tokens:
 def _answers(
     example: Chat, tokenizer: ChatTokenizer, whole: str, *, last_only: bool
 ) -> list[tuple[int, int]]:
-    """Where the answers are in the text, found by rendering the messages up to each answer."""
+    """The spans of the answers in the text `whole`, in characters.
+
+    For each answer, the messages before it are rendered, and these messages with the answer: the
+    lengths of the two texts are the start and the end of the answer.
+    """
     spans = []
     answers = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
     for turn in answers[-1:] if last_only else answers:
@@ -170,8 +180,8 @@ def _answers(
             )
         if not whole.startswith(answered):
             raise RowError(
-                f"the chat template changes message {turn} when others follow, so answers before "
-                "the last cannot be found in the text; give --train-on last-answer, or a "
+                f"the chat template changes message {turn} when more messages follow, so answers "
+                "before the last cannot be found in the text; give --train-on last-answer, or a "
                 "template with {% generation %} around answers"
             )
         spans.append((len(asked), len(answered)))
@@ -181,10 +191,16 @@ def _answers(
 def _turn_end(
     encoded: Encoded, inside: npt.NDArray[np.int64], text: str, tokenizer: ChatTokenizer
 ) -> tuple[int, bool]:
-    """The last token of an answer, and whether it stops generation.
+    """The index of the last token of an answer, and whether this token stops generation.
 
     Text that a template writes after the end of a turn, usually a line break, belongs to the next
-    turn. An end token right after a marked answer belongs to the answer.
+    turn. A stop token right after the answer's span belongs to the answer.
+
+    Args:
+        encoded: the tokens of the whole text.
+        inside: the indices of the tokens in the answer's span; at least one.
+        text: the whole text.
+        tokenizer: knows the stop tokens.
     """
     ids, last = encoded.ids, int(inside[-1])
     if (
@@ -202,13 +218,13 @@ def _turn_end(
 
 
 def _inside(encoded: Encoded, spans: Spans) -> npt.NDArray[np.bool_]:
-    """Which tokens are, wholly or in part, within spans of characters."""
+    """The mask of the tokens that have at least one character in one of the spans."""
     offsets = np.array(encoded.offsets, np.int64).reshape(-1, 2)
     begin, end = offsets[:, 0], offsets[:, 1]
     found = np.zeros(len(offsets), np.bool_)
     for first, last in spans:
         touched = np.flatnonzero((begin < last) & (end > first) & (end > begin))
         if len(touched):
-            # Tokens with empty offsets belong to the tokens around them.
+            # A token without characters is inside if tokens before it and after it are.
             found[touched[0] : touched[-1] + 1] = True
     return found

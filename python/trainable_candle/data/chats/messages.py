@@ -1,4 +1,4 @@
-"""Checks the messages of conversations and brings them into one form for the chat template."""
+"""Checks the messages of conversations, and renames their roles and fields for chat templates."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def conversation(values: Any, field: str, *, answered: bool = True) -> list[Mess
 
 
 def functions(values: Any, field: str = "tools") -> list[dict[str, Any]] | None:
-    """JSON schemas of tools, given as a list or, as in Parquet files, as text.
+    """JSON schemas of tools, given as a list or, as in Parquet files, as JSON; None for no tools.
 
     Raises:
         RowError: the tools are not a list of objects.
@@ -61,10 +61,10 @@ def functions(values: Any, field: str = "tools") -> list[dict[str, Any]] | None:
 
 
 def text(value: Any, field: str, *, empty: bool = False) -> str:
-    """Check that a field is a text; returns the text.
+    """Check that a field's value is a string, and not blank unless `empty`; returns the string.
 
     Raises:
-        RowError: the field is not a text, or is empty although `empty` is False.
+        RowError: the value is not a string, or is blank although `empty` is False.
     """
     if not isinstance(value, str):
         raise RowError(f"`{field}` is {_kind(value)}, expected text")
@@ -104,18 +104,20 @@ def _message(value: Any, field: str) -> Message:
 
 
 def _content(value: Any, field: str) -> str:
-    """The text of a message's content, which may be a list of parts."""
+    """The text of a message; its content is a string, or a list of parts whose texts are joined."""
     if isinstance(value, list):
         for number, part in enumerate(value):
             kind = part.get("type", "text") if isinstance(part, dict) else _kind(part)
             if kind != "text":
-                raise RowError(f"`{field}[{number}]` is of type {kind}; the model reads text")
+                raise RowError(f"`{field}[{number}]` is of type {kind}; the model reads only text")
         return "".join(text(part.get("text"), f"{field}.text", empty=True) for part in value)
     return text(value, field, empty=True)
 
 
 def _calls(value: Any, field: str) -> list[dict[str, Any]]:
-    """The calls in a message of ShareGPT's role `function_call`, which are JSON.
+    """The function calls of a message whose role is ShareGPT's `function_call`.
+
+    The message's content is one call, or a list of calls, in JSON.
 
     Raises:
         RowError: the content is not JSON, or a call has no `name`.
@@ -149,7 +151,7 @@ def _check_order(messages: list[Message], field: str) -> None:
 
 
 def _parsed(value: Any, field: str) -> Any:
-    """The value; a text is parsed as JSON."""
+    """The value; a string that is not blank is parsed as JSON."""
     if not isinstance(value, str) or not value.strip():
         return value
     try:

@@ -1,4 +1,4 @@
-"""Packs examples into rows, with positions of their own; a batch is one stream of tokens."""
+"""Packs examples into rows, and joins the rows of a batch into one stream of tokens."""
 
 from __future__ import annotations
 
@@ -25,21 +25,27 @@ IGNORED: Final = -100
 
 @dataclass(frozen=True)
 class Packed:
-    """A batch: one stream of N tokens, in which each example attends only to itself."""
+    """A batch: one stream of N tokens that consists of texts and, perhaps, padding.
+
+    A text is an example or, for preferences, one of the two halves of a pair. A token attends only
+    to tokens of its own text.
+    """
 
     input_ids: npt.NDArray[np.int64]
-    """(N,)."""
+    """(N,): the ids of the tokens; 0 in padding."""
     targets: npt.NDArray[np.int64]
-    """(N,): the next token; `IGNORED` if that one is not learnt or is in another example."""
+    """(N,): the id of the next token; `IGNORED` if the next token is not learnt, if it is in
+    another text, and in padding."""
     positions: npt.NDArray[np.int64]
-    """(N,): from 0 in every example."""
+    """(N,): the index of each token in its text; 0 in padding."""
     cu_seqlens: npt.NDArray[np.int64]
-    """(S,): the starts of the examples, then the end of the last example. With padding, the end is
-    repeated so that S is the same for all batches; tokens from the end on are padding."""
+    """(S,): the start of each text in the stream, then the end of the last text. In a padded batch,
+    this end is repeated so that S is the same for all batches, and the tokens behind this end are
+    the padding."""
 
     answers: npt.NDArray[np.float32] | None = None
-    """(pairs, N) for preferences: 1 at the targets of a pair's chosen answer, -1 at those of the
-    rejected one, else 0."""
+    """(pairs, N) for preferences: 1 at the targets in a pair's chosen answer, -1 at the targets in
+    the pair's rejected answer, else 0."""
 
     @property
     def count(self) -> int:
@@ -50,19 +56,21 @@ class Packed:
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Distribute items over bins by the method "best fit decreasing".
 
-    The longest item comes first; each item goes to the bin where it leaves the least room. Items of
-    one length keep their order. The lengths in the bins do not depend on that order.
+    The items are placed from the longest to the shortest, items of equal length in the given order.
+    Each item goes to the bin that has enough room for it and will have the least room left.
+    Reordering `lengths` exchanges items of equal length between bins, but each bin gets items of
+    the same lengths.
 
     Args:
         lengths: the lengths of the items, from 1 to `capacity`.
         capacity: the length that a bin has room for.
 
     Returns:
-        The numbers of the items in each bin.
+        For each bin, the indices of its items.
     """
     order = sorted(range(len(lengths)), key=lambda item: -lengths[item])
     bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # room and number of each bin, ascending
+    rooms: list[tuple[int, int]] = []  # (room left, number) of each bin, ascending
     for item in order:
         place = bisect_left(rooms, (lengths[item], -1))
         if place == len(rooms):
@@ -78,17 +86,17 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 class PackedRows:
     """Batches of packed rows by number, epoch after epoch.
 
-    Each epoch packs all examples anew: examples of equal length are exchanged, and the rows have
-    another order. The result depends only on the seed and the epoch's number. Rows that do not fill
-    the last batch of an epoch come first in the next.
+    Each epoch packs all examples anew: examples of equal length randomly change places, and the
+    rows are shuffled. The result depends only on the seed and the epoch's number. If the last rows
+    of an epoch do not fill a batch, the first rows of the next epoch complete this batch.
 
     Args:
         examples: at least one, none longer than a row.
-        sequence_length: tokens of a row.
+        sequence_length: the greatest number of tokens in a row.
         batch_size: rows in a batch.
         seed: the seed of the order.
-        shapes: the greatest number of distinct batch lengths (in tokens), for CUDA graphs: padding
-            fills a batch up to the next of these lengths. 0: no padding.
+        shapes: the greatest number of different batch lengths (in tokens), for CUDA graphs: each
+            batch is padded to the next of these lengths. 0: no padding.
     """
 
     def __init__(
@@ -109,7 +117,7 @@ class PackedRows:
         lengths = [len(example) for example in examples]
         rows = best_fit(lengths, sequence_length)
         self.rows = len(rows)
-        """Rows of an epoch."""
+        """The number of rows in each epoch."""
         texts = max(2 if isinstance(example, Pair) else 1 for example in examples)
         self._most = texts * max(map(len, rows))
         self._epoch = lru_cache(maxsize=2)(self._packed)
@@ -139,7 +147,7 @@ class PackedRows:
 def in_order(
     examples: Sequence[Tokens | Pair], sequence_length: int, batch_size: int = 1
 ) -> list[Packed]:
-    """All examples once, packed; every call returns the same batches."""
+    """Batches of packed rows with each example once; every call returns the same batches."""
     rows = [
         [examples[item] for item in row]
         for row in best_fit([len(example) for example in examples], sequence_length)
@@ -154,7 +162,7 @@ def joined(rows: Sequence[Sequence[Tokens | Pair]], unit: int = 1, bounds: int =
     Args:
         rows: the examples of each row.
         unit: padding fills the stream up to a multiple of this many tokens.
-        bounds: the least length of `cu_seqlens`.
+        bounds: `cu_seqlens` gets at least this many entries.
     """
     ids, targets, lengths = [], [], list[int]()
     pairs = []
@@ -186,7 +194,7 @@ def joined(rows: Sequence[Sequence[Tokens | Pair]], unit: int = 1, bounds: int =
 
 
 def shifted(example: Tokens) -> npt.NDArray[np.int64]:
-    """The targets of an example: at each token the next token, if that one is learnt."""
+    """The targets of a text: the id of each next token that is learnt, else `IGNORED`."""
     targets = np.full(len(example), IGNORED, np.int64)
     targets[:-1] = np.where(example.learnt[1:], example.ids[1:], IGNORED)
     return targets

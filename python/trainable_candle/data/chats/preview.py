@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from trainable_candle.data.chats.labels import Pair, Tokens
     from trainable_candle.text.chat_tokenizer import ChatTokenizer
 
+# Kinds of tokens: not learnt; learnt; learnt, and a stop token.
 _GIVEN, _LEARNT, _STOP = range(3)
 _COLOURS: Final = {_GIVEN: ("\x1b[2m", "\x1b[0m"), _LEARNT: ("\x1b[32m", "\x1b[0m"),
                    _STOP: ("\x1b[1;35m", "\x1b[0m")}  # fmt: skip
@@ -46,7 +47,7 @@ def shown(example: Tokens | Pair, tokenizer: ChatTokenizer, *, colour: bool) -> 
 
 
 def _pieces(ids: Sequence[int], tokenizer: ChatTokenizer) -> list[str]:
-    """The text of each token; tokens that are parts of one character are kept together."""
+    """The text of each token; one text for several tokens that hold the bytes of one character."""
     pieces, waiting = [], []
     for number in ids:
         waiting.append(number)

@@ -19,7 +19,7 @@ TRAIN: Final = ("train",)
 VALIDATION: Final = ("validation", "valid", "val", "dev")
 _NESTED: Final = ("messages", "conversations", "tools", "tool_calls", "history", "prompt",
                   "completion", "chosen", "rejected")  # fmt: skip
-"""Columns of a table whose cells may be JSON."""
+"""The names of CSV columns in which a cell may be a list or an object as JSON."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Row:
     """One line of a file."""
 
     place: str
-    """For error messages, such as `chats.jsonl, line 7`."""
+    """The file and the line's number, for error messages: `chats.jsonl, line 7`."""
     values: dict[str, Any]
 
 
@@ -36,18 +36,22 @@ class BadRow:
     """A line that cannot be read."""
 
     place: str
+    """The file and the line's number, as in `Row`."""
     reason: str
+    """The end of a sentence that begins with `place`: `is not JSON: ...`."""
 
 
 def find_files(path: Path) -> tuple[list[Path], list[Path]]:
     """The files for training and those for validation that a path names.
 
     Args:
-        path: a file, or a folder. In a folder and in `data` inside it, files with one of `SUFFIXES`
-            are sorted by the first word of their names, such as `train` in
-            `train-00000-of-00002.parquet`. If no name begins with `train`, there is no validation,
-            and all files are for training, except those whose names begin with `test` or with a
-            word of `VALIDATION`. If there are only such files, all of them are for training.
+        path: a file, which is for training, or a folder. In a folder and in `data` inside it, files
+            with one of `SUFFIXES` are chosen by the first word of their names, such as `train` in
+            `train-00000-of-00002.parquet`. Files with the first word `train` are for training, and
+            files with a first word of `VALIDATION` are for validation. Without any `train` file,
+            there is no validation: all files are for training, except those with the first word
+            `test` or a first word of `VALIDATION`. If all files are such exceptions, all are for
+            training.
 
     Raises:
         DatasetError: the path does not exist, has no file with one of `SUFFIXES`, or is the output
@@ -75,7 +79,7 @@ def find_files(path: Path) -> tuple[list[Path], list[Path]]:
 
 
 def read_rows(path: Path) -> Iterator[Row | BadRow]:
-    """The lines of a file.
+    """The lines of a file, or the entries of a JSON list; the suffix tells the file's format.
 
     Raises:
         DatasetError: the file as a whole cannot be read.
@@ -141,7 +145,7 @@ def _table(path: Path) -> Iterator[Row | BadRow]:
 
 
 def _cell(name: str, text: str) -> Any:
-    """The value of a cell; a list or an object in it is parsed as JSON."""
+    """The value of a cell: JSON for a list or an object is parsed in the columns `_NESTED`."""
     if name in _NESTED and text.lstrip().startswith(("[", "{")):
         try:
             return parse_json(text)
