@@ -45,8 +45,8 @@ pub(super) fn same(a: f64, b: f64) -> bool {
     a as f32 == b as f32
 }
 
-/// The alpha that all layers of a part get in the file. `None` if some layer has an adapter other than LoRA, or an alpha of
-/// 0. Then all layers keep their own alphas.
+/// The alpha that all layers of a part get in the file. `None` if some layer has an adapter other than LoRA, or if some alpha
+/// is 0; then all layers keep their own alphas.
 pub(super) fn common(layers: &[AdaptedLayer<'_>]) -> Option<f64> {
     let plain = layers.iter().all(|layer| layer.kind.name == "lora" && of(layer) != 0.0);
     most_common(layers.iter().filter(|_| plain).map(of))
