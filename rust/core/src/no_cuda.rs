@@ -368,7 +368,7 @@ pub mod communicator {
             match self.0 {}
         }
 
-        /// The sum over all processes.
+        /// Replace each tensor by its sum over all processes.
         ///
         /// # Errors
         /// None.
@@ -376,7 +376,7 @@ pub mod communicator {
             match self.0 {}
         }
 
-        /// A copy to all processes.
+        /// Copy the tensors of one process to all processes.
         ///
         /// # Errors
         /// None.

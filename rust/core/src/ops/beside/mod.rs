@@ -76,7 +76,7 @@ struct Columns {
     kept: usize,
     /// The first activated column of x.
     start: usize,
-    /// Number of columns that f returns.
+    /// Number of columns that the activation returns.
     width: usize,
 }
 
@@ -114,7 +114,7 @@ impl Columns {
         Ok(columns)
     }
 
-    /// How many columns of x are activated.
+    /// The number of columns of x that are activated.
     const fn len(&self) -> usize {
         self.activation.parts() * self.width
     }
