@@ -91,9 +91,9 @@ fn zeros(n: usize, dtype: DType, device: &Device) -> Result<Raw> {
 
 /// The gradients of variables, as views instead of copies.
 pub struct Gradients {
-    /// Gradients in flat buffers; adjacent gradients are joined to one vector.
+    /// Gradients that are accumulated in buffers; gradients that are adjacent in a flat buffer are joined to one vector.
     pub vectors: Vec<Raw>,
-    /// The variables with gradients outside of flat buffers.
+    /// The variables with gradients that are not in a buffer.
     pub loose: Vec<Var>,
 }
 

@@ -138,7 +138,7 @@ impl Captured {
 pub mod streaming;
 
 pub mod peers {
-    //! Slices of streamed units on several devices: unavailable in this build.
+    //! Shards of streamed weights on several devices: unavailable in this build.
 
     use std::convert::Infallible;
 

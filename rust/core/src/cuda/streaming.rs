@@ -91,17 +91,18 @@ impl Copier {
         })
     }
 
-    /// A number that changes whenever the recording or a replay of a graph begins or ends. After such a change, the contents
-    /// of the slots are not known.
+    /// A number that changes whenever the capture or a replay of a graph begins or ends. After such a change, slots may
+    /// have other contents than the last copies wrote.
     pub fn epoch(&self) -> u64 {
         self.copies.epoch()
     }
 
-    /// Allocate host memory. It is pageable if [`start_staging`](Self::start_staging) was called, or if other weights
-    /// that are streamed to the device are in pageable memory; otherwise it is pinned.
+    /// Allocate host memory. The memory is pageable if [`start_staging`](Self::start_staging) was called, or if other
+    /// weights that are streamed to the device are in pageable memory; otherwise it is pinned.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the system gives no more pinned memory.
+    /// [`Error::OutOfMemory`] if the limit or the system allows no more pinned memory, [`Error::Device`] if the driver
+    /// reports an error or the thread that copies from pageable memory cannot start.
     pub fn allocate(&self, bytes: usize) -> Result<Kept> {
         if self.is_staging() || has_pageable(self.copies) {
             self.copies.start_staging(self.gpu)?;

@@ -39,7 +39,7 @@ impl<'a> Member<'a> {
         Mut::new(self.address, element(self.dtype))
     }
 
-    /// The kind of element for kernels that only copy: untyped, with the size of the tensor's elements.
+    /// The unsigned integer type with the size of the tensor's elements, for kernels that only copy elements.
     pub fn bytes(&self) -> Element {
         Element::of_bytes(self.dtype.size_in_bytes())
     }

@@ -68,6 +68,7 @@ pub fn activate_beside(before: Option<&Tensor>, x: &Tensor, start: usize, activa
     )
 }
 
+/// The activated columns of x, and the columns of the result.
 #[derive(Clone, Copy)]
 struct Columns {
     activation: Activation,

@@ -103,7 +103,7 @@ impl<T: Elem> Rows<'_, T> {
     /// Write rows of `head` from `first_row` on.
     ///
     /// # Safety
-    /// Two threads must not write the same row at a time. `head` and the rows must exist.
+    /// Two threads must not write the same row at a time.
     pub unsafe fn write(&self, head: usize, first_row: usize, values: &[T::Acc]) {
         let (outer, inner) = (head / self.side_by_side, head % self.side_by_side);
         for (row, values) in values.chunks_exact(self.width.max(1)).enumerate() {

@@ -232,7 +232,7 @@ impl Attention<'_> {
                 mask,
                 shape: sizes,
             };
-            // SAFETY: as above; the strides of the mask stay inside of it too.
+            // SAFETY: as above; the strides of the mask stay inside of the mask, too.
             unsafe { function.launch(op, gpu, shape, arguments) }?;
         }
         Ok((o, log_sums))
@@ -361,7 +361,7 @@ impl Attention<'_> {
                 mask,
                 shape: sizes,
             };
-            // SAFETY: as above; the strides of the mask stay inside of it too.
+            // SAFETY: as above; the strides of the mask stay inside of the mask, too.
             unsafe { function.launch(op, gpu, shape, arguments) }?;
         }
         Ok(())
@@ -385,8 +385,8 @@ impl Attention<'_> {
         Ok(deltas)
     }
 
-    /// Sums the parts of the gradients of the keys and of the values. A gradient without parts is left out. `sizes.heads` is
-    /// the number of heads of keys, not of queries.
+    /// Sums the parts of the gradients of the keys and of the values. Does nothing for a gradient without parts.
+    /// `sizes.heads` is the number of heads of keys, not of queries.
     pub(super) fn sum_parts(
         &self,
         gpu: &Gpu,

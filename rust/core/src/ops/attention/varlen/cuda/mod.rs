@@ -185,6 +185,7 @@ pub fn backward_into(
     }
 }
 
+/// The operands of a backward pass, and the tensors for its results.
 struct Pass<'a> {
     attention: Attention<'a>,
     gpu: &'a Gpu,
