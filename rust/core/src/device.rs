@@ -44,7 +44,7 @@ pub fn name(device: &Device) -> String {
     }
 }
 
-/// The CUDA device with this number; every call with the number returns the same device.
+/// The CUDA device with this number; every call with one number returns the same device.
 ///
 /// # Errors
 /// As [`parse`].
@@ -65,12 +65,12 @@ pub fn cuda_count(folders: &[impl AsRef<Path>]) -> Result<usize> {
 /// The memory statistics of a CUDA device.
 ///
 /// # Errors
-/// [`Error::Device`] if it is not a CUDA device or the driver reports an error.
+/// [`Error::Device`] if `device` is not a CUDA device or the driver reports an error.
 pub fn memory_stats(device: &Device) -> Result<MemoryStats> {
     crate::cuda::memory_stats(device)
 }
 
-/// Reset the memory peaks of a CUDA device to the memory in use now.
+/// Set the memory peaks of a CUDA device to the memory in use now.
 ///
 /// # Errors
 /// As [`memory_stats`].
@@ -123,10 +123,10 @@ pub fn link(device: &Device, bus_id: &str) -> Result<Option<Link>> {
     crate::cuda::peers::link(device, bus_id)
 }
 
-/// Release the cached memory of a CUDA device to other processes; returns its bytes.
+/// Release the cached memory of a CUDA device to other processes; returns the number of bytes that were released.
 ///
 /// # Errors
-/// [`Error::Device`] if it is not a CUDA device, while a graph is captured, or if the driver reports an error.
+/// [`Error::Device`] if `device` is not a CUDA device, while a graph is captured, or if the driver reports an error.
 pub fn empty_cache(device: &Device) -> Result<u64> {
     crate::cuda::empty_cache(device)
 }
@@ -134,8 +134,8 @@ pub fn empty_cache(device: &Device) -> Result<u64> {
 /// Wait until all work queued on a CUDA device is done.
 ///
 /// # Errors
-/// [`Error::Device`] if it is not a CUDA device, or a kernel failed; [`Error::Index`] if a kernel has found an id out
-/// of range.
+/// [`Error::Device`] if `device` is not a CUDA device, or a kernel failed; [`Error::Index`] if a kernel has found an id
+/// out of range.
 pub fn synchronize(device: &Device) -> Result<()> {
     crate::cuda::synchronize(device)
 }
@@ -143,7 +143,7 @@ pub fn synchronize(device: &Device) -> Result<()> {
 /// Measure every launch on a CUDA device from now on, until [`finish_profile`].
 ///
 /// # Errors
-/// [`Error::Device`] if it is not a CUDA device, [`Error::Argument`] if another profile is in progress.
+/// [`Error::Device`] if `device` is not a CUDA device, [`Error::Argument`] if another profile is in progress.
 pub fn start_profile(device: &Device) -> Result<()> {
     crate::cuda::profile::start(device)
 }

@@ -60,7 +60,7 @@ pub enum Error {
         op: &'static str,
     },
     /// The graph cannot be differentiated. For example, it was freed, a saved value was changed in place, or an input
-    /// is not part of it.
+    /// is not part of the graph.
     #[error("{op}: {message}")]
     Autograd {
         /// The operation.
@@ -112,7 +112,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether this error ends the recomputation of a checkpoint and must pass through the caller's function.
+    /// Whether this error ends the recomputation of a checkpoint and must pass through the checkpointed function.
     /// [`backward`](crate::Tensor::backward) never returns such an error.
     #[doc(hidden)]
     pub fn ends_recomputation(&self) -> bool {
@@ -155,7 +155,7 @@ impl Error {
         Self::Autograd { op, message: message.into() }
     }
 
-    /// The same error, naming the operation that the caller used.
+    /// A shape or dtype error under the name `op` of the operation that the caller used; any other error unchanged.
     #[cold]
     pub(crate) fn under(self, op: &'static str) -> Self {
         match self {

@@ -11,7 +11,7 @@ use crate::copies::FlatCopies;
 use crate::raw::{Raw, check_allocation_on, storage_identity};
 use crate::{Error, Result, Tensor, Var, compute};
 
-/// Variables that are consecutive views of one vector, with gradients that are views of another.
+/// Variables that are consecutive views of one vector, with gradients that are views of a second vector.
 #[derive(Clone)]
 pub struct FlatBuffer {
     data: Raw,
@@ -21,7 +21,7 @@ pub struct FlatBuffer {
 }
 
 impl FlatBuffer {
-    /// Copy `values` (of one dtype and device) one after the other into a vector; each becomes a variable.
+    /// Copy `values` (of one dtype and device) one after the other into a vector; each copy becomes a variable.
     ///
     /// # Errors
     /// [`Error::Argument`] if there are no values, [`Error::DType`] or [`Error::Device`] if their dtypes or devices differ,
@@ -89,11 +89,11 @@ fn zeros(n: usize, dtype: DType, device: &Device) -> Result<Raw> {
     compute::zeros(&[n], dtype, device)
 }
 
-/// The gradients of variables, without copies of them.
+/// The gradients of variables, as views instead of copies.
 pub struct Gradients {
-    /// Gradients in flat buffers; adjacent gradients are joined to one vector.
+    /// Gradients that are accumulated in buffers; gradients that are adjacent in a flat buffer are joined to one vector.
     pub vectors: Vec<Raw>,
-    /// The variables with gradients outside of flat buffers.
+    /// The variables with gradients that are not in a buffer.
     pub loose: Vec<Var>,
 }
 
@@ -148,7 +148,7 @@ pub fn zero_grads(vars: &[Var]) -> Result<()> {
     Ok(())
 }
 
-/// Mark the gradients of `vars` as cleared; the caller has zeroed their parts of flat buffers.
+/// Mark the gradients of `vars` as cleared. The caller must have zeroed their parts of flat buffers.
 pub fn forget_grads(vars: &[Var]) {
     vars.iter().for_each(|var| var.leaf().is_cleared());
 }

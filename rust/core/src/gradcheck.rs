@@ -1,4 +1,4 @@
-//! Gradients against finite differences in f64.
+//! Checks gradients against finite differences in f64.
 
 use candle_core::DType;
 

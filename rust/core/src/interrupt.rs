@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::Result;
 
-/// Checks whether to continue; its error ends the computation and is returned unchanged.
+/// Checks whether to continue. The check's error ends the computation, which returns this error unchanged.
 pub type Check = fn() -> Result<()>;
 
 static CHECK: OnceLock<Check> = OnceLock::new();
@@ -17,7 +17,7 @@ const INTERVAL: Duration = Duration::from_millis(100);
 /// small step.
 const STEPS: u32 = 16;
 
-/// A step on this many elements or more is large.
+/// A step on this many elements or more is large: it reads the clock every time.
 const LARGE: usize = 8192;
 
 /// Let long computations call `check` from time to time. Only the first `set_check` of a process has an effect.

@@ -1,4 +1,4 @@
-//! Memory of the tape and of the machine.
+//! The bytes that the tape keeps, and the bytes that are available on the host.
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -16,7 +16,8 @@ struct Ledger {
 static LEDGER: Mutex<Option<Ledger>> = Mutex::new(None);
 
 fn ledger() -> MutexGuard<'static, Option<Ledger>> {
-    // A panic while the ledger is locked leaves it consistent: only the insertion of an entry can panic, before any change.
+    // A panic while the ledger is locked leaves the ledger consistent: only the insertion of an entry can panic, before
+    // any change.
     LEDGER.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 

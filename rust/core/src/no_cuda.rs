@@ -138,7 +138,7 @@ impl Captured {
 pub mod streaming;
 
 pub mod peers {
-    //! Slices of streamed units on several devices: unavailable in this build.
+    //! Shards of streamed weights on several devices: unavailable in this build.
 
     use std::convert::Infallible;
 
@@ -368,7 +368,7 @@ pub mod communicator {
             match self.0 {}
         }
 
-        /// The sum over all processes.
+        /// Replace each tensor by its sum over all processes.
         ///
         /// # Errors
         /// None.
@@ -376,7 +376,7 @@ pub mod communicator {
             match self.0 {}
         }
 
-        /// A copy to all processes.
+        /// Copy the tensors of one process to all processes.
         ///
         /// # Errors
         /// None.

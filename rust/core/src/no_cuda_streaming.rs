@@ -19,7 +19,7 @@ pub enum Source<'a> {
     Peer(&'a Shards, usize, Range<usize>),
 }
 
-/// Whether memory is pageable.
+/// Whether some of the streamed weights are in pageable memory: no weights are streamed in this build.
 pub const fn is_staging(_device: &Device) -> bool {
     false
 }
@@ -47,7 +47,7 @@ impl Copier {
         match self.0 {}
     }
 
-    /// Whether memory is pageable.
+    /// Whether memory that is allocated from now on is pageable.
     pub const fn is_staging(&self) -> bool {
         match self.0 {}
     }
@@ -60,12 +60,12 @@ impl Copier {
         match self.0 {}
     }
 
-    /// Pageable memory.
+    /// A copy in pageable memory.
     pub fn unpinned(&self, _kept: &Kept) -> Kept {
         match self.0 {}
     }
 
-    /// Shared memory, pinned.
+    /// Pin memory that processes share.
     ///
     /// # Errors
     /// None.
@@ -95,14 +95,14 @@ impl Copier {
     }
 }
 
-/// Shared memory, pinned.
+/// Pinned memory that processes share.
 pub struct Registered(Infallible);
 
 /// Memory of the host.
 pub struct Kept(Infallible);
 
 impl Kept {
-    /// Its bytes.
+    /// The bytes of the memory.
     pub const fn bytes(&self) -> &[u8] {
         match self.0 {}
     }

@@ -1,4 +1,5 @@
-//! Gradients of the factors of low-rank maps: products over the rows of a wide and a narrow matrix, added to f32 sums.
+//! Gradients of low-rank factors: `wide^T narrow` or `narrow^T wide`, added to f32 sums. The narrow matrix has one
+//! column per rank; the products sum over the rows of both matrices.
 
 use candle_core::DType;
 use rustc_hash::FxHashSet;
@@ -13,18 +14,20 @@ use crate::product::{Destination, Product};
 use crate::{Raw, Result};
 
 const OP: &str = "low_rank_gradient";
-/// The most products of a launch.
+/// The most [`LowRankFactor`]s in one launch, each with [`RANKS`] ranks of a product.
 const MOST_PRODUCTS: usize = 48;
-/// The ranks of a product, and the most ranks of a narrow matrix.
+/// The ranks (columns of the narrow matrix) that a [`LowRankFactor`] has.
 const RANKS: usize = 16;
+/// The most ranks of a narrow matrix.
 const MOST_RANKS: usize = 64;
-/// Columns of a block.
+/// The columns of the wide matrix that a thread block multiplies.
 const COLUMNS: u32 = 64;
-/// Columns and distances between rows must be multiples of this, in elements, and addresses in words of this many 2-byte elements.
+/// The number of columns and the distance between rows in elements must be multiples of this number. Addresses must be
+/// multiples of the bytes of this number of elements.
 const STEP: usize = 8;
 
-/// Computes those of `work` that the kernel supports, if they are enough to keep the GPU busy, and writes their results into `results`.
-/// With fewer blocks than multiprocessors, cuBLAS is faster, because it also divides the rows.
+/// Computes those of `work` that the kernel supports, if they are enough to keep the GPU busy, and writes their results
+/// into `results`. With fewer blocks than multiprocessors, cuBLAS is faster: it also splits the rows among blocks.
 ///
 /// # Errors
 /// [`Error::Device`](crate::Error::Device) if the tensors of a product are on different devices, or the driver reports an error.
@@ -62,7 +65,7 @@ pub(super) fn run(work: &[Product], results: &mut [Option<Raw>]) -> Result<()> {
 struct Gradient<'a> {
     sum: &'a Raw,
     dtype: DType,
-    /// One for each sixteen ranks.
+    /// One [`LowRankFactor`] for each [`RANKS`] ranks.
     tiles: SmallVec<[LowRankFactor; 1]>,
 }
 
@@ -133,7 +136,7 @@ fn launch(gpu: &Gpu, dtype: DType, products: &[LowRankFactor]) -> Result<()> {
     unsafe { function.launch(OP, gpu, shape, LowRankGradient { products: LowRankFactors { ends, list } }) }
 }
 
-/// The distance between the rows of a matrix with contiguous rows, if they are aligned.
+/// The distance in elements between the rows of a matrix; `None` if a row is not contiguous or the distance is no multiple of [`STEP`].
 fn row_distance([row, column]: [usize; 2]) -> Option<u32> {
     if column == 1 && row.is_multiple_of(STEP) { u32::try_from(row).ok() } else { None }
 }

@@ -1,4 +1,5 @@
-//! Memory of CUDA devices from the allocator of the crate `trainable-candle-cuda`, and the error when it runs out.
+//! Memory of CUDA devices from the allocator of the crate `trainable-candle-cuda`, and the error when the memory runs
+//! out.
 
 use candle_core::Device;
 use candle_core::cuda_backend::cudarc::driver::sys::CUresult;
@@ -18,7 +19,7 @@ pub(super) fn allocate<T: DeviceRepr>(
     count: usize,
     dims: &[usize],
 ) -> Result<CudaSlice<T>> {
-    // SAFETY: the caller writes it before it is read.
+    // SAFETY: the caller writes the memory before anything reads it.
     unsafe { gpu.stream().alloc::<T>(count) }.map_err(|error| {
         if error.0 == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
             out_of_memory(op, gpu, count * size_of::<T>(), dims)
@@ -79,13 +80,13 @@ fn stats(gpu: &Gpu) -> std::result::Result<MemoryStats, DriverError> {
 /// The memory statistics of the device.
 ///
 /// # Errors
-/// [`Error::Device`] if it is not a CUDA device or the driver reports an error.
+/// [`Error::Device`] if `device` is not a CUDA device or the driver reports an error.
 pub fn memory_stats(device: &Device) -> Result<MemoryStats> {
     const OP: &str = "memory_stats";
     stats(Gpu::of_device(OP, device)?).map_err(|error| driver_error(OP, error))
 }
 
-/// Reset the peaks to the memory in use now.
+/// Set the peaks in the device's memory statistics to the memory in use now.
 ///
 /// # Errors
 /// As [`memory_stats`].
@@ -113,10 +114,10 @@ pub fn device_name(device: &Device) -> Result<String> {
     Gpu::of_device(OP, device)?.stream().context().name().map_err(|error| driver_error(OP, error))
 }
 
-/// Release the device's cached memory to other processes; returns its bytes.
+/// Release the device's cached memory to other processes; returns the number of bytes that were released.
 ///
 /// # Errors
-/// [`Error::Device`] if it is not a CUDA device, while a graph is captured, or if the driver reports an error.
+/// [`Error::Device`] if `device` is not a CUDA device, while a graph is captured, or if the driver reports an error.
 pub fn empty_cache(device: &Device) -> Result<u64> {
     const OP: &str = "empty_cache";
     let gpu = Gpu::of_device(OP, device)?;
@@ -130,8 +131,8 @@ pub fn empty_cache(device: &Device) -> Result<u64> {
 /// Wait until all work queued on the device is done.
 ///
 /// # Errors
-/// [`Error::Device`] if it is not a CUDA device, or a kernel failed; [`Error::Index`] if a kernel has found an id out
-/// of range.
+/// [`Error::Device`] if `device` is not a CUDA device, or a kernel failed; [`Error::Index`] if a kernel has found an id
+/// out of range.
 pub fn synchronize(device: &Device) -> Result<()> {
     const OP: &str = "synchronize";
     let gpu = Gpu::of_device(OP, device)?;

@@ -1,11 +1,12 @@
 //! The CUDA runtime: devices, memory, launches, graphs, cuBLAS, and the functions of the CPU engine on CUDA tensors.
 //!
-//! It has no code for particular operations; the code that launches their kernels is in `ops`.
+//! This module has no code for particular operations; the code that launches their kernels is in `ops`.
 //!
-//! The functions are those of [`cpu`](crate::cpu), for tensors of one CUDA device. Kernels go to the device's one stream
-//! in the order of the calls; some copies have a stream of their own (see `copies.rs`). No function that computes waits
-//! for the device, and shapes are passed as arguments of launches instead of through memory. f16 and bf16 are storage
-//! formats: arithmetic and accumulation are in f32. Sums are split by sizes alone, so runs are repeatable.
+//! The functions have the names and arguments of those of [`cpu`](crate::cpu); the tensors of a call are on one CUDA
+//! device. Kernels go to the device's one stream in the order of the calls; some copies have a stream of their own (see
+//! `copies.rs`). No function that computes waits for the device, and shapes are passed as arguments of launches instead
+//! of through memory. f16 and bf16 are storage formats: arithmetic and accumulation are in f32. How a sum is split into
+//! partial sums depends on the tensors' sizes alone, so runs are repeatable.
 
 mod board;
 pub mod communicator;

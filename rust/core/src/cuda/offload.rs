@@ -1,10 +1,10 @@
 //! Tensors that wait in pinned memory of the host while the device uses their memory for something else.
 //!
-//! All copies to and from this memory are queued in one stream (see `copies.rs`) and run in its order, so a buffer can
-//! be reused without waiting. Buffers stay allocated for the next step: as many as tensors were ever offloaded at the
-//! same time. Graphs share buffers that eager work does not use, because a replay writes to its buffers and would
-//! overwrite values of eager work. A replay writes each buffer before it reads the buffer, so several graphs can use
-//! the same buffers.
+//! All copies to and from this memory are queued in one stream (see `copies.rs`) and run in the stream's order, so a
+//! buffer can be reused without waiting. Buffers stay allocated for the next training step: there are as many buffers
+//! as tensors were ever offloaded at the same time. Graphs share buffers that eager work does not use, because a replay
+//! writes to its buffers and would overwrite values of eager work. A replay writes each buffer before it reads the
+//! buffer, so several graphs can use the same buffers.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -97,8 +97,8 @@ pub struct Away {
 }
 
 impl Away {
-    /// Queue a copy of a dense tensor to the host, after all work that is queued now. The tensor must live until
-    /// [`left`](Self::left).
+    /// Queue a copy of a dense tensor to the host. The copy waits for all work that is queued on the device's stream
+    /// now. The tensor must live until [`left`](Self::left) is called.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the system gives no more pinned memory, [`Error::Device`] if the tensor is not on a
@@ -153,8 +153,8 @@ impl Away {
 
 impl Drop for Away {
     fn drop(&mut self) {
-        // After an error of the function, too, the tensor must not be freed before the copy is done. If the driver
-        // cannot wait, it cannot free memory either.
+        // An error may drop this value before `left` was called; even then the tensor must not be freed before the copy
+        // is done. If the driver cannot wait, it cannot free memory either.
         let _ = self.left();
     }
 }
@@ -187,8 +187,8 @@ impl Arriving {
 
 impl Drop for Arriving {
     fn drop(&mut self) {
-        // The tensor's memory is freed in the order of the device's stream. If the driver cannot wait, it cannot free
-        // memory either.
+        // The tensor's memory is freed in the order of the device's stream, so the stream first waits for the copy. If
+        // the driver cannot wait, it cannot free memory either.
         let _ = self.join();
     }
 }

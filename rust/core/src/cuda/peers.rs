@@ -27,7 +27,7 @@ const CURE: &str = "stream from the host (stream_from: host)";
 /// The address of a device on the PCI bus, which names the device in all processes of the machine.
 ///
 /// # Errors
-/// [`Error::Device`] if it is not a CUDA device, or the driver reports an error.
+/// [`Error::Device`] if `device` is not a CUDA device, or the driver reports an error.
 pub fn bus_id(device: &Device) -> Result<String> {
     const OP: &str = "bus_id";
     peers::bus_id(current(OP, device)?).map_err(|status| status_error(OP, status))
@@ -55,7 +55,8 @@ fn current(op: &'static str, device: &Device) -> Result<i32> {
     Ok(context.cu_device())
 }
 
-/// Memory of the host that all processes share. Each process has an entry: whether it has ended its mappings.
+/// Memory of the host that all processes share. Each process has an entry, which is nonzero when the process has ended
+/// its mappings.
 struct Ledger {
     pages: Pages,
     processes: usize,
@@ -65,7 +66,8 @@ impl Ledger {
     fn entry(&self, process: usize) -> &AtomicU32 {
         assert!(process < self.processes, "process {process} of {}", self.processes);
         let entries = self.pages.mapping().0.cast::<u32>();
-        // SAFETY: the mapping begins at a page and has an entry for each process; entries are used as atomics alone.
+        // SAFETY: the mapping begins at a page boundary and has an entry for each process; all accesses to entries are
+        // atomic.
         unsafe { AtomicU32::from_ptr(entries.as_ptr().add(process)) }
     }
 
@@ -99,21 +101,22 @@ pub(super) fn sweep() {
     }
 }
 
-/// The shards of all processes of a machine, by the number of the process on the machine.
+/// The shards of all processes of a machine. A process is named by its number on the machine.
 pub struct Shards {
     gpu: &'static Gpu,
     copies: &'static Copies,
     number: usize,
     own: Option<Exported>,
-    /// The shards of the other processes, None at the place of this process.
+    /// The shards of the other processes, indexed by process; None at the index of this process.
     opened: Vec<Option<Opened>>,
     processes: usize,
-    /// None until it is open; process 0 creates it.
+    /// None until the ledger is open; process 0 creates the ledger.
     ledger: Option<Ledger>,
 }
 
 impl Shards {
-    /// Allocates the shard of process `number`. Returns it with the text by which the other processes open it.
+    /// Allocates the shard of process `number`. Returns the shards, and the text with which the other processes open
+    /// this shard.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the shard does not fit, [`Error::Device`] if the system does not let processes share
@@ -144,10 +147,10 @@ impl Shards {
         Ok((Self { gpu, copies, number, own: Some(own), opened: Vec::new(), processes, ledger }, text))
     }
 
-    /// Open the shards of the others, given the texts of all processes.
+    /// Open the shards of the other processes, given the texts that [`new`](Self::new) returned in all processes.
     ///
     /// # Errors
-    /// [`Error::Device`] if the device does not reach one of the others.
+    /// [`Error::Device`] if this device cannot read the memory of another process's device.
     pub fn open(&mut self, texts: &[&str]) -> Result<()> {
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
         let (_, ledger) = texts.first().and_then(|text| text.split_once(' ')).unwrap_or_default();
@@ -182,8 +185,8 @@ impl Shards {
         own.or_else(other).ok_or_else(|| Error::argument(OP, format!("the memory of process {process} is not open")))
     }
 
-    /// Write consecutive pieces of `bytes` to shards. Each of `pieces` has the process, the place in its shard, and the
-    /// number of bytes.
+    /// Write consecutive pieces of `bytes` to shards. Each of `pieces` has the process, the first byte in the process's
+    /// shard, and the number of bytes.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if a copy of the bytes does not fit, [`Error::Device`] if the driver reports an error.
@@ -218,13 +221,13 @@ impl Shards {
 
     fn copy(&self, to: u64, from: u64, size: usize) -> Result<()> {
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
-        // SAFETY: the callers' pieces are within shards and tensors. These are freed in the order of the stream, or after
-        // the host has waited for the stream.
+        // SAFETY: the callers' pieces are within shards and tensors. Shards and tensors are freed in the order of the
+        // stream, or after the host has waited for the stream.
         unsafe { peers::copy(to, from, size, self.gpu.stream().cu_stream().cast()) }
             .map_err(|status| status_error(OP, status))
     }
 
-    /// Wait until everything is written, and let no further process open the ledger.
+    /// Wait until all queued writes are done, and let no further process open the ledger.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver reports an error.

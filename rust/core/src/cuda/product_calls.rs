@@ -1,4 +1,4 @@
-//! The calls of cuBLASLt that a device caches, one for each kind of product.
+//! The calls of cuBLASLt that a device caches, one for each [`Key`].
 
 use std::sync::Mutex;
 
@@ -90,21 +90,21 @@ pub(super) struct Key {
     pub(super) arithmetic: Arithmetic,
     /// m, n, k.
     pub(super) sizes: [usize; 3],
-    /// For each operand, in cuBLAS' order: whether it is transposed, and the distance between its columns.
+    /// For each operand, in cuBLAS' order: whether it is transposed, and the distance between its columns in elements.
     pub(super) operands: [(bool, i64); 2],
-    /// The distance between the columns of the result.
+    /// The distance between the columns of the result in elements.
     pub(super) distance: i64,
-    /// For each operand, the largest power of two up to 256 that divides its address; then the one that divides the
-    /// addresses of both result and bias.
+    /// For each operand, the largest power of two up to 256 that divides its address; then the largest such power that
+    /// divides the addresses of both result and bias.
     pub(super) alignments: [u32; 3],
 }
 
 /// The addresses of vectors that a product reads besides its operands.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Vectors {
-    /// A number for each row of the result, which is added.
+    /// A vector with a number for each row of the result; the number is added to the elements of the row.
     pub(super) bias: Option<Address>,
-    /// f32 numbers by which the rows of the result, then its columns, are multiplied.
+    /// Two f32 vectors: the numbers by which the rows of the result are multiplied, and those for its columns.
     pub(super) scales: Option<[Address; 2]>,
 }
 
@@ -113,8 +113,8 @@ pub(super) struct Owned<T: Copy>(pub(super) T, pub(super) unsafe fn(T) -> Result
 
 impl<T: Copy> Drop for Owned<T> {
     fn drop(&mut self) {
-        // SAFETY: the matching function has made it, and it is not used any more. Freeing a valid description cannot
-        // fail.
+        // SAFETY: the cuBLASLt function that belongs to `self.1` has made the description, which is not used any more.
+        // Freeing a valid description cannot fail.
         let _ = unsafe { self.1(self.0) };
     }
 }

@@ -60,12 +60,12 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: the event is not used any more; the driver keeps it until it has happened.
+        // SAFETY: the event is not used any more; the driver frees it when the event has completed.
         let _ = unsafe { result::event::destroy(self.0) };
     }
 }
 
-/// A gate at which the GPU waits until it is opened.
+/// A gate at which the GPU waits until the host opens the gate, or for [`LONGEST_PAUSE`].
 #[derive(Default)]
 struct Gate {
     is_open: Mutex<bool>,
@@ -83,10 +83,10 @@ impl Gate {
         }
         let gate = Arc::new(Self::default());
         let share = Arc::into_raw(gate.clone()).cast_mut().cast();
-        // SAFETY: the function takes the reference when it is called; it does not call CUDA.
+        // SAFETY: `wait` takes the reference when the driver calls it, and does not call CUDA.
         let queued = unsafe { result::stream::launch_host_function(gpu.stream().cu_stream(), wait, share) };
         if let Err(error) = queued {
-            // SAFETY: the function will not be called, so take the reference back.
+            // SAFETY: the driver will not call `wait`, so take the reference back.
             drop(unsafe { Arc::from_raw(share.cast_const().cast::<Self>()) });
             return Err(error);
         }
@@ -106,7 +106,7 @@ fn profile() -> MutexGuard<'static, Option<Profile>> {
 /// Measure all launches on a device from now on, until [`finish`].
 ///
 /// # Errors
-/// [`Error::Device`] if it is not a CUDA device, [`Error::Argument`] if another profile is in progress.
+/// [`Error::Device`] if `device` is not a CUDA device, [`Error::Argument`] if another profile is in progress.
 pub fn start(device: &Device) -> Result<()> {
     let gpu = Gpu::of_device(OP, device)?;
     let mut profile = profile();
@@ -152,7 +152,7 @@ impl Profile {
     }
 }
 
-/// Queue a launch. Measure it under the name `name` if a profile is in progress and no graph is recorded.
+/// Queue a launch. Measure it under the name `name` if a profile is in progress and no graph is being captured.
 ///
 /// # Errors
 /// The errors of `queue`, and [`Error::Device`] if the driver reports an error.

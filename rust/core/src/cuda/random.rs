@@ -41,8 +41,8 @@ pub fn normal(device: &Device, dims: &[usize], start: State, [mean, std]: [f64; 
     })
 }
 
-/// Draw with a kernel. `arguments` makes the arguments of the kernel from the result, its length, and the two values
-/// that [`generator`] returns.
+/// Draw with a kernel. `arguments` makes the arguments of the kernel from the result, the result's number of elements,
+/// and the two values that [`generator`] returns.
 fn draw<A: Arguments>(
     op: &'static str,
     kernel: &Kernel<A>,

@@ -14,7 +14,8 @@ use crate::raw::storage_identity;
 use crate::rng::state::State;
 use crate::{Error, Raw, Result, capture};
 
-/// If the difference of two positions is below this number, the generator has advanced; otherwise it was set back.
+/// If a generator's position now minus an earlier position, modulo 2^64, is below this number, the generator has
+/// advanced; otherwise the generator was set back.
 pub const FORWARD: u64 = 1 << 63;
 
 /// The state of the capture on this thread.
@@ -47,7 +48,7 @@ pub fn claim(op: &'static str) -> Result<()> {
     }
 }
 
-/// Begin a recording. Its draws from `start` on read the generator's state at the address `generator`.
+/// Begin a capture. The draws in the capture from `start` on read the generator's state at the address `generator`.
 pub fn begin(generator: Address, start: State) {
     CURRENT.set(Some(Current { generator, start, held: FxHashMap::default(), sources: Vec::new() }));
 }
@@ -59,7 +60,7 @@ pub struct Held {
     _sources: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
-/// End the recording; returns the memory that the graph reads or writes.
+/// End the capture; returns the memory that the graph reads or writes.
 pub fn end() -> Held {
     let held = |current: Current| Held { _tensors: current.held.into_values().collect(), _sources: current.sources };
     CURRENT.take().map_or_else(Held::default, held)
@@ -70,8 +71,7 @@ pub fn release() {
     CAPTURER.store(0, Ordering::Release);
 }
 
-/// Check that no other thread captures, because work that this thread queued would become a part of that thread's
-/// graph.
+/// Return an error if another thread captures: work that this thread queued would become a part of the other thread's graph.
 ///
 /// # Errors
 /// [`Error::Device`] if another thread captures.
@@ -89,7 +89,7 @@ pub fn is_capturing_anywhere() -> bool {
 }
 
 /// Keep a tensor alive as long as the graph that is being captured on this thread. The memory of the tensor begins at
-/// `address`. Does nothing if this thread does not capture.
+/// `address`. Does nothing if this thread does not capture, or if the memory belongs to graphs anyway.
 pub fn hold(tensor: &Raw, address: Address) {
     if !capture::is_capturing() || memory::is_of_graphs(address) {
         return;
@@ -117,8 +117,8 @@ pub fn hold_source(owner: &Arc<impl Any + Send + Sync>) {
 }
 
 /// Where kernels find the generator's seed and position for draws from `state` on. If the returned address is null, the
-/// returned state has both. Otherwise the address is that of a state in device memory, and the returned position is
-/// relative to the position there.
+/// returned state has the seed and the position. Otherwise the address is that of a state in device memory, and the
+/// returned position is relative to the position in that state.
 pub fn generator(state: State) -> (Const, State) {
     CURRENT.with_borrow(|current| match current {
         Some(Current { generator, start, .. })

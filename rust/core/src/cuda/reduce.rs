@@ -52,7 +52,8 @@ fn reduce(op: &'static str, x: &Raw, dims: &[usize], keepdim: bool, divisor: f64
     Ok(result.reshape(reduced_dims(x.dims(), dims, keepdim).as_slice())?)
 }
 
-/// Reduces (outer, n, inner) along n to (outer, inner), in `dtype`, divided by `divisor`.
+/// Reduces `x`, read as (outer, n, inner), along n to (outer, 1, inner). The results are divided by `divisor` and
+/// written in `dtype`.
 fn along(op: &'static str, x: &Raw, [outer, n, inner]: [usize; 3], (dtype, divisor): (DType, f64)) -> Result<Raw> {
     let chunk = chunk_length(outer, n, inner);
     let chunks = n.div_ceil(chunk).max(1);
@@ -63,9 +64,10 @@ fn along(op: &'static str, x: &Raw, [outer, n, inner]: [usize; 3], (dtype, divis
     reduce_chunks(op, &partial, [outer, chunks, inner], chunks, (dtype, divisor))
 }
 
-/// The length of the chunks into which `n` is split, one chunk for a block of threads. It depends only on the sizes.
+/// The length of the chunks into which `n` is split; chunks are reduced in parallel. The length depends on the sizes
+/// alone, so results are repeatable.
 fn chunk_length(outer: usize, n: usize, inner: usize) -> usize {
-    // Enough blocks to fill a large GPU, each with enough to do.
+    // Enough blocks to fill a large GPU, but no chunk shorter than `least`.
     const BLOCKS: usize = 1024;
     let (tasks, least) = if inner == 1 { (outer, 8192) } else { (outer * inner.div_ceil(32), 128) };
     n.div_ceil(BLOCKS.div_ceil(tasks.max(1))).max(least)

@@ -20,11 +20,11 @@ const OP: &str = "stream_blocks";
 
 /// One unit's copies.
 pub(super) struct Job {
-    /// For each copy: the address on the device, and the bytes, which the job owns.
+    /// For each copy: the address on the device, and the bytes to copy.
     pub(super) parts: Vec<(u64, Bytes)>,
     /// Recorded after the last copy.
     pub(super) filled: Event,
-    /// Owns the bytes.
+    /// Keeps the bytes of `parts` alive.
     pub(super) _owner: Arc<dyn Any + Send + Sync>,
 }
 
@@ -34,10 +34,11 @@ pub(super) struct Bytes {
     pub(super) len: usize,
 }
 
-// SAFETY: it is an address; the job that has it owns the bytes.
+// SAFETY: `Bytes` is an address that any thread may read from; its job keeps the memory alive.
 unsafe impl Send for Bytes {}
 
-/// The thread of a device's stream of copies. It lives as long as the process.
+/// The thread that queues copies from pageable memory in a device's stream of copies. The thread lives as long as the
+/// process.
 pub(super) struct Staging {
     jobs: Mutex<(Sender<Job>, u64)>,
     progress: Arc<Progress>,
@@ -85,7 +86,7 @@ impl Staging {
         Ok(jobs.1)
     }
 
-    /// Waits until the copies of job `number` and of those before it are queued.
+    /// Waits until the copies of job `number` and of all earlier jobs are queued.
     pub(super) fn wait(&self, number: u64) -> Result<()> {
         let mut done = self.progress.done.lock().unwrap_or_else(PoisonError::into_inner);
         while done.0 < number {
@@ -105,7 +106,7 @@ fn run(gpu: &Gpu, Queue(stream): Queue, job: &Job) -> Result<()> {
     gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
     for (to, bytes) in &job.parts {
         // SAFETY: the slot is large enough, which `Copier::copy` has checked, and exists until all jobs are done; the
-        // job's owner has the bytes. The stream lives as long as the process.
+        // job keeps the bytes alive. The stream lives as long as the process.
         let queued = unsafe { upload::copy_pageable(*to, bytes.address, bytes.len, stream as *mut _) };
         queued.map_err(|status| status_error(OP, status))?;
     }

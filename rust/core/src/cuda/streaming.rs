@@ -34,7 +34,7 @@ static LIMIT: LazyLock<usize> = LazyLock::new(|| {
     given.and_then(|text| text.parse().ok()).unwrap_or(usize::MAX)
 });
 
-/// The bytes that streamed weights take.
+/// The bytes of pinned memory that streamed weights take.
 static TAKEN: AtomicUsize = AtomicUsize::new(0);
 
 /// Whether the limit allows `bytes` more of pinned memory.
@@ -46,11 +46,11 @@ pub(super) fn may_pin(bytes: usize) -> bool {
 pub enum Source<'a> {
     /// Memory of the host.
     Host(&'a Kept),
-    /// Some bytes of the shard of a process of the machine.
+    /// Bytes of a shard: all shards, the number of the process that owns the shard, and the range of bytes in the shard.
     Peer(&'a Shards, usize, Range<usize>),
 }
 
-/// Whether weights that are streamed to a device are in pageable memory, from which graphs cannot copy.
+/// Whether some of the weights that are streamed to a device are in pageable memory, from which graphs cannot copy.
 pub fn is_staging(device: &Device) -> bool {
     Gpu::of_device(OP, device).is_ok_and(|gpu| gpu.known_copies().is_some_and(has_pageable))
 }
@@ -59,13 +59,13 @@ fn has_pageable(copies: &Copies) -> bool {
     copies.pageable().load(Ordering::Acquire) > 0
 }
 
-/// Copies to some slots of a device.
+/// Copies units of streamed weights to slots in the memory of a device.
 pub struct Copier {
     gpu: &'static Gpu,
     copies: &'static Copies,
-    /// One event per slot, recorded after its last copy.
+    /// One event per slot, recorded after the last copy to the slot.
     filled: Vec<Event>,
-    /// One number per slot: the last job that copies to it from pageable memory, or 0.
+    /// One number per slot: the last job that copies to the slot from pageable memory, or 0.
     jobs: Vec<AtomicU64>,
     /// Whether [`start_staging`](Self::start_staging) was called.
     is_staging: AtomicBool,
@@ -75,7 +75,7 @@ impl Copier {
     /// A copier for `slots` slots.
     ///
     /// # Errors
-    /// [`Error::Device`] if it is not a CUDA device, or the driver reports an error.
+    /// [`Error::Device`] if `device` is not a CUDA device, or the driver reports an error.
     pub fn new(device: &Device, slots: usize) -> Result<Self> {
         let gpu = Gpu::of_device(OP, device)?;
         capture::refuse(OP)?;
@@ -91,17 +91,18 @@ impl Copier {
         })
     }
 
-    /// A number that changes whenever the recording or a replay of a graph begins or ends. After such a change, the contents
-    /// of the slots are not known.
+    /// A number that changes whenever the capture or a replay of a graph begins or ends. After such a change, slots may
+    /// have other contents than the last copies wrote.
     pub fn epoch(&self) -> u64 {
         self.copies.epoch()
     }
 
-    /// Allocate host memory. It is pageable if [`start_staging`](Self::start_staging) was called, or if other weights
-    /// that are streamed to the device are in pageable memory; otherwise it is pinned.
+    /// Allocate host memory. The memory is pageable if [`start_staging`](Self::start_staging) was called, or if other
+    /// weights that are streamed to the device are in pageable memory; otherwise it is pinned.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the system gives no more pinned memory.
+    /// [`Error::OutOfMemory`] if the limit or the system allows no more pinned memory, [`Error::Device`] if the driver
+    /// reports an error or the thread that copies from pageable memory cannot start.
     pub fn allocate(&self, bytes: usize) -> Result<Kept> {
         if self.is_staging() || has_pageable(self.copies) {
             self.copies.start_staging(self.gpu)?;
@@ -136,7 +137,8 @@ impl Copier {
         self.is_staging.load(Ordering::Acquire)
     }
 
-    /// Allocate pageable memory from now on. A thread copies it through a small ring of pinned memory.
+    /// Allocate pageable memory from now on. A thread copies the weights in this memory through a small ring of pinned
+    /// memory.
     ///
     /// # Errors
     /// [`Error::Device`] if the system cannot start the thread.
@@ -145,13 +147,13 @@ impl Copier {
         self.copies.start_staging(self.gpu)
     }
 
-    /// The same bytes in pageable memory.
+    /// A copy of `kept` in pageable memory.
     pub fn unpinned(&self, kept: &Kept) -> Kept {
         self.pageable(kept.bytes().to_vec())
     }
 
-    /// Pin memory that other processes share. If the system does not let the driver pin it, it stays pageable, and a thread
-    /// copies it through a small ring of pinned memory.
+    /// Pin memory that other processes share. If the limit or the system does not allow this, the memory stays
+    /// pageable, and a thread copies its bytes through a small ring of pinned memory.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver reports another error, or the system starts no thread.
@@ -160,7 +162,7 @@ impl Copier {
         bind().map_err(|error| driver_error(OP, error))?;
         let (address, size) = pages.mapping();
         let may_pin = may_pin(size);
-        // SAFETY: the mapping is whole pages, and lives as long as the registration, which owns it.
+        // SAFETY: the mapping consists of whole pages; the registration owns the mapping, so the mapping lives as long.
         let is_pinned = may_pin
             && match unsafe { host::register(address, size) } {
                 Ok(()) => true,
@@ -176,17 +178,17 @@ impl Copier {
         Ok(Arc::new(Registered { pages, is_pinned, copies: self.copies }))
     }
 
-    /// A part of shared memory.
+    /// The bytes `range` of shared memory.
     pub fn part(&self, registered: &Arc<Registered>, range: Range<usize>) -> Kept {
         self.kept(Memory::Shared(registered.clone(), range))
     }
 
-    /// Queue copies to `slot` after all work that is queued now. `owner` owns the sources; a graph that contains the
-    /// copies keeps the owner alive.
+    /// Queue copies to `slot` after all work that is queued now. Each part has a source and a tensor in the slot.
+    /// `owner` owns the sources; a graph that contains the copies keeps the owner alive.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver reports an error, another thread records a graph, or a graph would contain a
-    /// copy from pageable memory.
+    /// copy from pageable memory; [`Error::Argument`] if a source has more bytes than its tensor.
     pub fn copy(&self, slot: usize, parts: &[(Source<'_>, Raw)], owner: &Arc<impl Any + Send + Sync>) -> Result<()> {
         recorder::check_thread(OP)?;
         let staged = parts.iter().any(|(from, _)| matches!(from, Source::Host(kept) if kept.is_pageable()));
@@ -215,8 +217,8 @@ impl Copier {
                 job.parts.push((to, Bytes { address: kept.bytes().as_ptr(), len: kept.bytes().len() }));
                 continue;
             }
-            // SAFETY: the slot is large enough. The source is in pinned memory or on a device. It lives until the copy is
-            // done, because its owner waits for the stream.
+            // SAFETY: the slot is large enough. The source is in pinned memory or on a device. The source lives until
+            // the copy is done, because its owner waits for the stream before it frees the memory.
             let queued = unsafe {
                 match from {
                     Source::Host(kept) => upload::copy_pinned(to, kept.bytes().as_ptr(), needed, copies.cast()),
@@ -255,7 +257,7 @@ impl Drop for Copier {
     }
 }
 
-/// Memory that other processes share, pinned in this one if the system allows it.
+/// Memory that other processes share. It is pinned in this process if the limit and the system allow it.
 pub struct Registered {
     pages: Pages,
     is_pinned: bool,
@@ -309,8 +311,8 @@ impl Kept {
         }
     }
 
-    /// Write `bytes` from offset `start` on, before anything is copied. Does nothing for memory that processes
-    /// share.
+    /// Write `bytes` from byte `start` on. No copy from this memory may be queued yet. Does nothing for memory that
+    /// processes share.
     pub fn write(&mut self, start: usize, bytes: &[u8]) {
         let own = match &mut self.memory {
             Memory::Own(own) => own.bytes_mut(),
@@ -321,14 +323,14 @@ impl Kept {
     }
 }
 
-/// Wait until no copy of a device runs any more. Returns false if a copy may still read its source: during a capture it
-/// is not possible to wait.
+/// Wait until no copy of a device runs any more. Returns false if a copy may still read its source: while a graph is
+/// captured the host cannot wait for the streams, and a wait can fail.
 pub(super) fn is_over(gpu: &Gpu, copies: &Copies) -> bool {
     let wait = || {
         gpu.stream().context().bind_to_thread()?;
         // SAFETY: the streams live as long as the process.
         unsafe { result::stream::synchronize(copies.stream()) }?;
-        // SAFETY: as above. Graphs copy in the device's stream.
+        // SAFETY: as above. The copies in graphs run in the device's own stream.
         unsafe { result::stream::synchronize(gpu.stream().cu_stream()) }
     };
     !recorder::is_capturing_anywhere() && wait().is_ok()
@@ -345,7 +347,7 @@ impl Drop for Kept {
             }
             Memory::Shared(..) => {}
         }
-        // The jobs that read pageable memory own it.
+        // Pageable memory needs no wait: a job that reads it keeps it alive.
         if !self.is_pageable() && !is_over(self.gpu, self.copies) {
             // Leak the memory, which a copy may still read.
             match &mut self.memory {

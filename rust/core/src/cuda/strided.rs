@@ -39,21 +39,22 @@ impl<'a> Member<'a> {
         Mut::new(self.address, element(self.dtype))
     }
 
-    /// The kind of element that stands for untyped elements of this size, for copies.
+    /// The unsigned integer type with the size of the tensor's elements, for kernels that only copy elements.
     pub fn bytes(&self) -> Element {
         Element::of_bytes(self.dtype.size_in_bytes())
     }
 }
 
-/// A dimension: its size and its stride in each tensor.
+/// A dimension: its size, and its stride in elements in each tensor.
 #[derive(Clone, Copy)]
 struct Axis<const K: usize> {
     size: usize,
     strides: [usize; K],
 }
 
-/// The description of tensors that broadcast to `dims`, and the shape of a launch: a thread computes as many neighbouring
-/// elements as one access can read. The first tensor is written and has the shape `dims`.
+/// The description of tensors that broadcast to `dims`, and the shape of a launch: a thread computes as many
+/// neighbouring elements as one access can read, or one element if not all tensors allow wide accesses. The first
+/// tensor is the result and has the shape `dims`.
 ///
 /// # Errors
 /// [`Error::Shape`] if more dimensions than [`MAX_AXES`] remain after neighbours are merged, and as [`Shape::threads`].
@@ -89,8 +90,8 @@ pub fn strided<const K: usize>(
     Ok((tensors, Shape::threads(op, count.div_ceil(width))?))
 }
 
-/// The axes, outermost first, at least one. Axes of size 1 are left out, and neighbours are merged if one step of the
-/// outer axis is as long as the whole inner axis in every tensor.
+/// The axes, outermost first, at least one. Axes of size 1 are left out. Two neighbouring axes are merged if in every
+/// tensor the stride of the outer axis is the stride of the inner axis times the size of the inner axis.
 fn merged<const K: usize>(dims: &[usize], layouts: &[&Layout; K]) -> SmallVec<[Axis<K>; MAX_AXES]> {
     let mut axes = SmallVec::<[Axis<K>; MAX_AXES]>::new();
     for (i, &size) in dims.iter().enumerate().filter(|(_, size)| **size != 1) {
@@ -111,7 +112,8 @@ fn merged<const K: usize>(dims: &[usize], layouts: &[&Layout; K]) -> SmallVec<[A
     axes
 }
 
-/// Whether threads can access `width` neighbouring elements at once.
+/// Whether a thread can access `width` neighbouring elements of each tensor at once. The elements must be contiguous
+/// and aligned, or they must be one broadcast element, which the result cannot be.
 fn is_wide<const K: usize>(axes: &[Axis<K>], members: &[Member<'_>; K], width: usize) -> bool {
     let Some((inner, outer)) = axes.split_last() else { return false };
     inner.size % width == 0

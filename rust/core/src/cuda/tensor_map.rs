@@ -15,14 +15,15 @@ use trainable_candle_cuda::structs::{Address, TensorMap};
 use super::error::driver_error;
 use crate::Result;
 
-/// How the copy engine traverses the pixels of an image; pairs are (height, width).
+/// The base pixels that the copy engine visits in an image, one for each position of the kernel window: the pixels at
+/// offset (0, 0) in the window. Pairs are (height, width).
 #[derive(Clone, Copy)]
 pub struct Windows {
-    /// The first position.
+    /// The first base pixel; it is negative if it lies in the padding.
     pub lower: [i64; 2],
-    /// The offset of the last position from the end of the image.
+    /// The last pixel that may be a base pixel, minus the last pixel of the image.
     pub upper: [i64; 2],
-    /// Distance between positions, in pixels.
+    /// The distance between neighbouring base pixels, in pixels.
     pub stride: [u32; 2],
 }
 
@@ -38,7 +39,7 @@ pub struct Encoder {
 }
 
 impl Encoder {
-    /// For tensors of `dtype`: f16, bf16, or u8 for codes of 8 bits.
+    /// An encoder for tensors of `dtype`: f16, bf16, or u8 for codes of 8 bits.
     pub fn new(op: &'static str, dtype: DType) -> Result<Self> {
         let element = match dtype {
             DType::F16 => Element::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
@@ -49,7 +50,7 @@ impl Encoder {
         Ok(Self { op, element, size: dtype.size_in_bytes() as u64 })
     }
 
-    /// Strides in bytes of all dimensions but the first.
+    /// The strides in bytes of all dimensions but the first, then the bytes of the whole tensor, of a dense tensor.
     fn distances<const N: usize>(&self, shape: &[u64; N]) -> [u64; N] {
         let mut bytes = self.size;
         shape.map(|size| {
@@ -69,13 +70,14 @@ impl Encoder {
         Ok(TensorMap { opaque: map.opaque })
     }
 
-    /// A map of boxes of a dense tensor.
+    /// A map of boxes of a dense tensor; a box has `extent` elements in each dimension.
     pub fn boxes(&self, start: Address, shape: [u64; 3], extent: [u32; 3]) -> Result<TensorMap> {
         let [first, second, _] = self.distances(&shape);
         self.strided(start, shape, &[first, second], extent)
     }
 
-    /// A map of boxes of a tensor whose rows are dense, with the strides in bytes of all dimensions but the first.
+    /// A map of boxes, with `extent` elements in each dimension, of a tensor whose rows are dense. `distances` are the
+    /// strides in bytes of all dimensions but the first.
     ///
     /// # Errors
     /// Those of the driver, for example if an address or a distance is not a multiple of 16.
@@ -108,8 +110,8 @@ impl Encoder {
         }
     }
 
-    /// A map of windows of `pixels` pixels and `channels_at_once` channels, of a dense image (batch, height, width,
-    /// channels).
+    /// A map of a dense image (batch, height, width, channels), of which a copy takes `pixels` pixels and
+    /// `channels_at_once` channels.
     pub fn windows(
         &self,
         start: Address,
@@ -125,7 +127,7 @@ impl Encoder {
         let corner = |[y, x]: [i64; 2]| [x as i32, y as i32];
         let (lower, upper) = (corner(windows.lower), corner(windows.upper));
         let mut map = MaybeUninit::<CUtensorMap>::uninit();
-        // SAFETY: as above; a corner has two numbers for four dimensions.
+        // SAFETY: as in `strided`; for four dimensions, a corner has two numbers.
         unsafe {
             let status = cuTensorMapEncodeIm2col(
                 map.as_mut_ptr(),

@@ -15,7 +15,7 @@ pub struct MemoryStats {
     pub graphs: u64,
     /// Blocks of memory allocated since the start.
     pub allocations: u64,
-    /// Times that memory was taken from the device.
+    /// How often memory was taken from the device.
     pub growths: u64,
     /// How often memory ran out and cached memory was released.
     pub retries: u64,
@@ -25,13 +25,13 @@ pub struct MemoryStats {
     pub total: u64,
 }
 
-/// The time of a GPU for the launches of one kernel.
+/// How long a GPU ran the launches of one kernel.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KernelTime {
     /// The kernel's name; for a matrix product, its sizes.
     pub name: String,
     /// The number of launches.
     pub count: u64,
-    /// The time of all launches.
+    /// The time of all launches together.
     pub milliseconds: f64,
 }

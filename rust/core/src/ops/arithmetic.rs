@@ -1,4 +1,4 @@
-//! Arithmetic of two tensors with numpy broadcasting, and the operators.
+//! Arithmetic of two tensors with numpy broadcasting, and Rust's operators `+ - * /`.
 
 #[cfg(feature = "testing")]
 use super::case::{Case, Domain, Entry};
@@ -34,10 +34,12 @@ macro_rules! functors {
 
 functors! {
     Pow "pow": |a, b| a.powf(b);
-    // 1 where the first operand is taken, half where both are equal (torch's subgradient).
+    // 1 where the result is the first operand, 1/2 where both operands are equal (torch's subgradient), 0 elsewhere.
     TakesMaximum "takes_maximum": |a, b| if a > b { R::ONE } else if a == b { R::from_f64(0.5) } else { R::ZERO };
     TakesMinimum "takes_minimum": |a, b| if a < b { R::ONE } else if a == b { R::from_f64(0.5) } else { R::ZERO };
+    // The derivative of a^b by a, zero for b = 0.
     PowerSlope "power_slope": |a, b| if b == R::ZERO { R::ZERO } else { b * a.powf(b - R::ONE) };
+    // The derivative of a^b by b: a^b ln a, zero for a = 0 and b >= 0.
     PowerLog "power_log": |a, b| if a == R::ZERO && b >= R::ZERO { R::ZERO } else { a.powf(b) * a.ln() };
 }
 
@@ -60,7 +62,7 @@ pub(super) fn check(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// The arithmetic of an operation on two integer tensors of one shape.
+/// Computes an operation on two integer tensors of one shape.
 type Integer = fn(&Raw, &Raw) -> candle_core::Result<Raw>;
 
 /// Computes the result with `functor` for floating-point tensors, and with `integer` for integer tensors. Without

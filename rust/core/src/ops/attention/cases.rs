@@ -1,4 +1,4 @@
-//! Cases of attention.
+//! Test cases of attention, most of them with a plain form for comparison.
 
 use candle_core::Device;
 
@@ -93,7 +93,7 @@ struct NormedCase {
     masked: bool,
 }
 
-/// Scales of queries and keys; cos and sin.
+/// The scales of the norms of queries and keys; cos and sin of the rotation.
 type NormedOperands = ([Option<Tensor>; 2], Option<[Tensor; 2]>);
 
 impl NormedCase {
@@ -104,7 +104,7 @@ impl NormedCase {
         Tensor::from_vec(values, dims, &Device::Cpu)?.to_dtype(x.dtype())?.to_device(x.device())
     }
 
-    /// The fixed operands of stream `index`: scales of queries and keys; cos and sin.
+    /// The fixed operands of stream `index`.
     fn operands(&self, x: &Tensor, index: usize) -> Result<NormedOperands> {
         let phase = index as f64;
         let scale = |more: f64| Self::fixed(x, &[self.width], phase + more, |angle| 1.0 + 0.5 * angle.sin());
@@ -215,7 +215,7 @@ pub(super) fn plain_varlen(x: &[Tensor], bounds: &[usize], window: usize) -> Res
         results.push(plain(&q, &k, &v, Some(&seen), false, scale)?.transpose(0, 1)?);
     }
     let last = bounds[bounds.len() - 1];
-    // Rows of no segment are zero.
+    // Rows after the last segment have zeros as results.
     results.push(x[0].narrow(0, last, rows - last)?.mul_scalar(0.0)?);
     Tensor::cat(&results.iter().collect::<Vec<_>>(), 0)
 }

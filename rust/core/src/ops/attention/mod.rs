@@ -31,8 +31,8 @@ static ATTENTION: OpInfo = OpInfo::expensive("scaled_dot_product_attention");
 /// softmax(scale · q kᵀ + mask) v: `q (..., S, D)`, `k (..., L, D)`, `v (..., L, E)` → `(..., S, E)`.
 ///
 /// `mask` broadcasts to `(..., S, L)`: numbers to add to the scores, or u8, where 0 hides a key from a query. With
-/// `is_causal` query i sees the keys up to i; a mask may be given too. `scale` is 1/√D unless given. A query that sees no key
-/// gets zeros. Scores are in f32 (f64 for f64).
+/// `is_causal` query i sees the keys up to i; a mask may be given too. `scale` is 1/√D unless given. A query that sees
+/// no key gets zeros. Scores are in f32 (in f64 for f64 operands).
 ///
 /// Saves q, k, v, the result and one number per query. The result has the memory order of `q`, so that heads split off
 /// by `reshape` and `transpose` are joined again without a copy.
@@ -146,7 +146,7 @@ fn additive(mask: &Tensor, dtype: DType) -> Result<Tensor> {
     select_raw(&mask.raw, &number(0.0)?, &number(f64::NEG_INFINITY)?, mask.dims()).map(Tensor::constant)
 }
 
-/// The result, and for each query the logarithm of the sum of e^score.
+/// The result, and for each query log Σ e^score over its keys.
 fn forward(attention: &cpu::Attention, inputs: [&Raw; 3], mask: Option<&Raw>) -> Result<(Raw, Raw)> {
     on_device!(
         inputs[0].device(),
@@ -221,7 +221,7 @@ pub static ENTRIES: &[Entry] = &[
     Entry { info: &rotary::ROTARY, cases: rotary::cases },
 ];
 
-/// The plain form.
+/// Attention from products, mask and softmax over the matrix of all scores, for learned masks and for tests.
 fn plain(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>, is_causal: bool, scale: f64) -> Result<Tensor> {
     let dtype = q.dtype();
     let number = |x: f64| Tensor::full(x, (), dtype, q.device());

@@ -1,5 +1,6 @@
-//! Attention of tokens whose queries and keys are normalised and rotated, for the blocks of Flux, SD3.5 and Z-Image. It
-//! takes projections with queries, keys and values side by side, and writes their gradients in the same layout.
+//! Attention of tokens whose queries and keys are normalised and rotated, for the blocks of Flux, SD3.5 and Z-Image.
+//! The operation takes projections with queries, keys and values side by side, and writes their gradients in the same
+//! layout.
 
 use super::cpu::{self, SavedValues};
 use super::{additive, backward_into, check_mask, forward};
@@ -20,8 +21,8 @@ pub struct Stream<'a> {
     pub x: &'a Tensor,
     /// Scales of the RMS norms of queries and of keys, (width), frozen, in the dtype of `x` or f32.
     pub norms: [Option<&'a Tensor>; 2],
-    /// cos and sin of the angles by which neighbouring pairs are rotated: (S, width / 2), or (B, S, width / 2) if
-    /// samples differ. Without them nothing is rotated.
+    /// cos and sin of the angles by which pairs of neighbouring columns are rotated: (S, width / 2) for all samples, or
+    /// (B, S, width / 2). Without angles nothing is rotated.
     pub angles: Option<[&'a Tensor; 2]>,
 }
 
@@ -168,7 +169,7 @@ impl Normed {
         self.sizes.heads * self.sizes.width
     }
 
-    /// How many of queries, keys and values are copied: the values of a single stream are read in place.
+    /// How many of queries, keys and values are written to the buffer: the values of a single stream are read in place.
     fn parts(&self) -> usize {
         if self.lengths.len() == 1 { 2 } else { 3 }
     }
@@ -193,7 +194,7 @@ impl Normed {
         compute::unset(NORMED.name, like, &[self.batch, self.tokens(), self.parts() * heads, width])
     }
 
-    /// Queries, keys or values of a buffer, (B, heads, tokens, width).
+    /// Queries (`index` 0), keys (1) or values (2) of a buffer: a view (B, heads, tokens, width).
     fn part(&self, buffer: &Raw, index: usize) -> Result<Raw> {
         let heads = self.sizes.heads;
         Ok(buffer.narrow(2, index * heads, heads)?.transpose(1, 2)?)
@@ -213,7 +214,7 @@ impl Normed {
         })
     }
 
-    /// Queries, keys and values of dense projections.
+    /// Queries, keys and values of dense projections, with queries and keys normalised and rotated.
     fn heads(&self, xs: &[Raw], operands: &[Operands]) -> Result<Heads> {
         let buffer = self.buffer(&xs[0])?;
         let mut statistics = Vec::with_capacity(xs.len());

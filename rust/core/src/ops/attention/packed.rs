@@ -1,5 +1,5 @@
 //! Attention over q, k and v side by side in one tensor, as [`linear_group`](crate::ops::linear_group::linear_group)
-//! computes them. They are read in place, and their gradients are written side by side.
+//! computes them. q, k and v are read in place, and their gradients are written side by side.
 
 use super::cpu::{self, SavedValues};
 use super::{backward, forward};
@@ -13,8 +13,8 @@ pub(super) static PACKED: OpInfo = OpInfo::expensive("packed_attention");
 /// Attention with `heads` heads → `(B, S, D)`. Without a context, `x (B, S, 3 D)` has q, k and v
 /// of the same tokens. With a context, `x (B, S, D)` has q, and `context (B, L, 2 D)` has k and v of other tokens.
 ///
-/// Each of q, k and v has its heads, D / heads wide, one after the other. With `is_causal` token i sees the tokens up
-/// to i. The scale is 1/√(D / heads). Saves its inputs, the result and one number per head and token.
+/// Each of q, k and v has its heads, D / heads wide, one after the other. With `is_causal` query i sees the keys up to
+/// i. The scale is 1/√(D / heads). Saves its inputs, the result and one number per head and token.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::OutOfMemory`] if the result does not fit.
@@ -123,7 +123,8 @@ impl Packed {
         Ok([part(0)?, part(1)?, part(2)?])
     }
 
-    /// Writes the gradients of q, k and v, side by side, into the gradients of x and of the context, where given.
+    /// Writes the gradients of q, k and v, side by side, into the gradients of x and of the context. A gradient that is
+    /// `None` is not computed.
     fn write(&self, saved: &SavedValues, grad: &Raw, [x, context]: [Option<&Raw>; 2]) -> Result<()> {
         let [own, other] = self.parts;
         // For each of q, k and v: the tensor that its gradient is written to, its index among the parts of this tensor,
@@ -147,7 +148,7 @@ impl Packed {
         let [batch, _, width] = self.result;
         for (place, grad) in places.into_iter().zip(grads) {
             if let (Some((packed, index, _)), Some(grad)) = (place, grad) {
-                // The heads of a position are adjacent in `grad`, so the transpose is contiguous already.
+                // The heads of a token are adjacent in `grad`, so the transpose is contiguous already.
                 let rows = compute::contiguous(&grad.transpose(1, 2)?)?.reshape((batch, packed.dims()[1], width))?;
                 compute::copy_into(&packed.narrow(2, index * width, width)?, &rows)?;
             }

@@ -1,6 +1,6 @@
 //! Attention inside the segments of a packed row, with queries and keys that are rotated by their positions, for the
-//! blocks of language models. It reads queries, keys and values in place in the projection, and writes their gradients side by
-//! side in the same layout.
+//! blocks of language models. The operation reads queries, keys and values in place in the projection, and writes their
+//! gradients side by side in the same layout.
 
 #[cfg(feature = "testing")]
 use super::cases::plain_varlen;
@@ -25,7 +25,7 @@ pub struct RotaryHeads<'a> {
     pub heads: usize,
     /// Number of heads of keys and values, a divisor of `heads`.
     pub key_heads: usize,
-    /// cos and sin, (N, width / 2), by which pairs (i, i + width / 2) are rotated.
+    /// cos and sin, (N, width / 2), by which the pairs of columns (i, i + width / 2) of row n are rotated.
     pub angles: [&'a Tensor; 2],
     /// Scales of the RMS norms of queries and of keys, (width), frozen, and the epsilon of the norms; `None` for models
     /// without these norms.
@@ -37,7 +37,7 @@ pub struct RotaryHeads<'a> {
 /// each with its heads one after the other. Queries and keys are first normalised, if `heads` has norms, and rotated.
 ///
 /// `cu_seqlens` and `window` are those of `varlen_attention`. Saves the projection, the result, one number per query
-/// and head, and two numbers per position; backward computes queries and keys again.
+/// and head, and two numbers per row; the backward pass computes queries and keys again.
 ///
 /// # Errors
 /// As [`varlen_attention`](super::varlen_attention); [`Error::Argument`] also if a norm's scale needs a gradient, and
@@ -186,7 +186,8 @@ impl Backward for RotaryBackward {
         let places = rotary.parts(&dx)?;
         rotary.varlen.backward_into(&saved, &self.spans.get()?, &by_head(&grad)?, places.each_ref())?;
         drop(saved);
-        // In place: every value of the gradient of the rotated queries and keys is read before it is overwritten.
+        // The backward pass of the norms runs in place: it reads each value of the gradient of the rotated queries and
+        // keys before it overwrites the value.
         let rotated = rotary.part(&dx, 0, heads + key_heads)?.unsqueeze(0)?;
         norms.backward(&x.unsqueeze(0)?, &rotated, &statistics, &dx.unsqueeze(0)?)?;
         context.add(0, dx)

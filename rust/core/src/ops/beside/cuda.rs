@@ -47,7 +47,7 @@ pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: 
     context.add_part(0, x.dims(), dim, start, &dx)
 }
 
-/// Writes the gradient of the columns to `dx`.
+/// Writes the gradient of the activated columns of `x` to `dx`.
 fn write(columns: &Columns, x: &Raw, grad: &Raw, dx: &Raw) -> Result<()> {
     let op = columns.activation.info().name;
     let gpu = Gpu::of(op, x)?;

@@ -68,6 +68,7 @@ pub fn activate_beside(before: Option<&Tensor>, x: &Tensor, start: usize, activa
     )
 }
 
+/// The activated columns of x, and the columns of the result.
 #[derive(Clone, Copy)]
 struct Columns {
     activation: Activation,
@@ -76,7 +77,7 @@ struct Columns {
     kept: usize,
     /// The first activated column of x.
     start: usize,
-    /// Number of columns that f returns.
+    /// Number of columns that the activation returns.
     width: usize,
 }
 
@@ -114,7 +115,7 @@ impl Columns {
         Ok(columns)
     }
 
-    /// How many columns of x are activated.
+    /// The number of columns of x that are activated.
     const fn len(&self) -> usize {
         self.activation.parts() * self.width
     }

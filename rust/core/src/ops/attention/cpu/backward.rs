@@ -20,7 +20,7 @@ pub(in crate::ops::attention) struct SavedValues {
     pub inputs: [Raw; 3],
     pub mask: Option<Raw>,
     pub result: Raw,
-    /// The logarithm of the sum of e^score of each query.
+    /// For each query, log Σ e^score over its keys.
     pub log_sums: Raw,
 }
 
@@ -109,8 +109,8 @@ struct Scratch<R> {
 impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
     fn run(&self) {
         let attention = self.scores.attention;
-        // `heads` is the number of key heads; a group of query heads shares each. `blocks` is the number of blocks of
-        // queries in a group; the blocks of one query head come before those of the next.
+        // `heads` is the number of key heads; each is shared by a group of query heads. `blocks` is the number of
+        // blocks of queries in a group; the blocks of one query head come before those of the next.
         let (heads, keys) = (attention.heads() / attention.group, attention.keys());
         let blocks = attention.group * attention.queries().div_ceil(QUERIES);
         // With few key heads, the blocks of a group are split into ranges. Each range sums what its queries add to the
@@ -216,7 +216,7 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
                 }
             }
             if let Some(rows) = &self.rows[0] {
-                // SAFETY: these queries belong to this call.
+                // SAFETY: no other task has these queries of this query head.
                 unsafe { rows.write(head, queries.start, query_grads) };
             }
         }
@@ -241,12 +241,12 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
         );
     }
 
-    /// Write the gradients of keys and values of a head.
+    /// Write the gradients of the keys and values of a key head.
     fn write(&self, head: usize, grads: &[T::Acc]) {
         let (key_grads, value_grads) = grads.split_at(self.scores.attention.keys() * self.widths[0]);
         for (rows, grads) in [(&self.rows[1], key_grads), (&self.rows[2], value_grads)] {
             if let Some(rows) = rows {
-                // SAFETY: one thread works on a head.
+                // SAFETY: only one thread writes the rows of a key head.
                 unsafe { rows.write(head, 0, grads) };
             }
         }

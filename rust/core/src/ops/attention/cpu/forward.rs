@@ -10,7 +10,7 @@ use crate::ops::rows;
 use crate::raw::{Raw, from_vec};
 use crate::{Result, dispatch_float};
 
-/// The result, and for each query the logarithm of the sum of e^score.
+/// The result, and for each query log Σ e^score over its keys.
 pub(in crate::ops::attention) fn forward(
     attention: &Attention,
     inputs: [&Raw; 3],
@@ -119,7 +119,8 @@ impl<R: Real> Default for Running<R> {
 }
 
 impl<R: Real> Running<R> {
-    /// Turns scores into e^(score - largest) and adds them up. Returns the factor to multiply earlier results with.
+    /// Turns scores into e^(score - largest) and adds them up. Returns the factor by which sums over earlier keys must
+    /// be multiplied.
     #[inline(always)]
     fn exponentiate(&mut self, scores: &mut [R]) -> R {
         let max = self.max.max(rows::max_by(scores, |s| s));

@@ -39,9 +39,10 @@ pub(super) struct Attention {
 #[derive(Clone, Debug)]
 pub(super) enum Sight {
     All,
-    /// Those up to its own position.
+    /// The keys up to the query's own position.
     Causal,
-    /// Those of its segment of a packed row, up to its own position and inside its window.
+    /// The keys of the query's segment of a packed row that are not after the query's own position and are inside its
+    /// window.
     Segments(Spans),
 }
 
@@ -53,13 +54,13 @@ impl Sight {
 }
 
 /// For each query of a packed row, the first key that it sees: the query sees the keys from there up to its own
-/// position. If it sees none, the number is that of the key after the query. The numbers do not decrease, and the
-/// queries that see no key come last.
+/// position. For a query that sees no key, the number is the query's position plus 1. The numbers do not decrease, and
+/// the queries that see no key come last.
 #[derive(Clone, Debug)]
 pub(super) struct Spans(pub Vec<u32>);
 
 impl Spans {
-    /// The range of keys that some of the queries see.
+    /// The range of keys that at least one of the queries sees.
     fn keys(&self, queries: &Range<usize>) -> Range<usize> {
         let some = &self.0[queries.clone()];
         let seeing = some.iter().zip(queries.clone()).filter(|(first, query)| **first as usize <= *query).count();
@@ -119,7 +120,7 @@ impl Attention {
     }
 }
 
-/// Queries and keys, for the scores of their blocks.
+/// What the scores of a block of queries and a block of keys are computed from.
 struct Scores<'a, T: Elem> {
     attention: &'a Attention,
     queries: Matrices<'a, T>,

@@ -1,4 +1,4 @@
-//! The matrices of the heads: where they are in memory, and how results are written.
+//! The matrices of the heads: where the elements of operands are in memory, and how results are written.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -49,11 +49,11 @@ impl<'a, T: Elem> Matrices<'a, T> {
 }
 
 /// A new tensor `(batch..., heads, rows, width)` that is written row by row. It has the memory order of another tensor:
-/// either head after head, or with the heads of a position next to one another.
+/// `(batch..., heads, rows, width)`, or `(batch..., rows, heads, width)`.
 pub(super) struct Output<T> {
     buffer: Vec<T>,
     dims: SmallVec<[usize; 4]>,
-    /// The number of heads whose rows of one position are contiguous: all heads, or 1.
+    /// The number of heads whose rows with one index are next to one another in memory: all heads, or 1.
     side_by_side: usize,
 }
 
@@ -67,7 +67,7 @@ impl<T: Elem> Output<T> {
         Self { buffer: Vec::with_capacity(dims.iter().product()), dims, side_by_side }
     }
 
-    /// The rows, to be written.
+    /// Access to the rows, for writing them.
     pub fn rows(&mut self) -> Rows<'_, T> {
         let (rows, width) = (self.dims[self.dims.len() - 2], self.dims[self.dims.len() - 1]);
         let total = self.dims.iter().product();
@@ -103,7 +103,7 @@ impl<T: Elem> Rows<'_, T> {
     /// Write rows of `head` from `first_row` on.
     ///
     /// # Safety
-    /// No row may be written by two threads at a time.
+    /// Two threads must not write the same row at a time.
     pub unsafe fn write(&self, head: usize, first_row: usize, values: &[T::Acc]) {
         let (outer, inner) = (head / self.side_by_side, head % self.side_by_side);
         for (row, values) in values.chunks_exact(self.width.max(1)).enumerate() {

@@ -30,7 +30,7 @@ const SPLIT_COST: u64 = 5;
 /// Threads in a block of the kernels that compute statistics, sum parts or finish the backward pass.
 pub(in crate::ops::attention) const THREADS: u32 = 256;
 
-/// The constants of the kernels of one width: tiles, threads and shared memory.
+/// The constants of the kernels of one head width (at most 64 or at most 128 columns): queries per tile, threads and shared memory.
 struct Form {
     columns: u32,
     forward_queries: u32,
@@ -75,9 +75,10 @@ impl Width {
     }
 }
 
-/// Distributes `items` of `steps` steps each over `blocks` blocks. An item is a tile of queries (forward pass) or of keys
-/// (backward pass) of a head; its steps are the tiles of keys or of queries that the kernel loops over. The last items,
-/// which would leave blocks idle, are split if splitting saves more time than it costs.
+/// Distributes `items` of `steps` steps each over `blocks` thread blocks. An item is a tile of queries (forward pass)
+/// or of keys (backward pass) of a head; its steps are the tiles that the kernel loops over: of keys (forward) or of
+/// queries (backward). The last items, which would leave blocks idle, are split if splitting saves more time than it
+/// costs.
 fn schedule(blocks: u32, items: u32, steps: u32) -> Schedule {
     let whole = items / blocks * blocks;
     let rounds = u64::from(items.div_ceil(blocks)) * u64::from(steps);
@@ -86,7 +87,7 @@ fn schedule(blocks: u32, items: u32, steps: u32) -> Schedule {
     Schedule { items, steps, whole, blocks }
 }
 
-/// Memory for parts of split items, two per block, if there are such items.
+/// Memory for the partial results of split items if there are split items: two parts of `values` numbers per thread block.
 fn parts(op: &'static str, gpu: &Gpu, schedule: &Schedule, values: u32) -> Result<Option<Raw>> {
     let dims = [2 * schedule.blocks as usize, values as usize];
     (schedule.whole < schedule.items).then(|| empty(op, gpu, &dims, DType::F32)).transpose()
@@ -100,7 +101,7 @@ pub(in crate::ops::attention) fn is_mapped(heads: &Heads, sizes: &AttentionShape
         .all(|&(size, stride)| size == 1 || (1..1 << 39).contains(&stride))
 }
 
-/// A tensor map of the matrices of heads; one copy takes `at_once` rows.
+/// A tensor map of the matrices of heads; one copy takes `at_once` rows of 64 columns.
 pub(in crate::ops::attention) fn map(
     encoder: &Encoder,
     heads: &Heads,
@@ -109,7 +110,7 @@ pub(in crate::ops::attention) fn map(
     at_once: u32,
 ) -> Result<TensorMap> {
     let Strides { batch, head, row } = heads.strides;
-    // The stride of a dimension of one element has no meaning, but must not be zero.
+    // The stride of a dimension of size 1 has no meaning, but must not be zero.
     let distance = |size: u32, stride: u64| 2 * if size == 1 { row } else { stride };
     let distances = [2 * row, distance(sizes.heads, head), distance(sizes.batch, batch)];
     let shape = [sizes.width, rows, sizes.heads, sizes.batch].map(u64::from);
@@ -128,8 +129,8 @@ pub(in crate::ops::attention) fn key_place(
     wanted.map_or_else(|| Heads::new(op, &empty_like(op, gpu, &like.raw, width)?), |wanted| Ok(wanted.clone()))
 }
 
-/// The maps of a backward pass over tiles of `queries` queries; `sizes` are the sizes of the queries and the sizes of
-/// the keys.
+/// The maps of a backward pass over tiles of `queries` queries; `sizes` has the number of query heads, `of_keys` the
+/// number of key heads.
 pub(in crate::ops::attention) fn backward_maps(
     encoder: &Encoder,
     [q, k, v, grad]: [&Heads; 4],
@@ -150,8 +151,7 @@ pub(in crate::ops::attention) fn backward_maps(
 }
 
 impl Attention<'_> {
-    /// The constants for operands that the general tensor-core kernels support, if the kernels of this file support
-    /// them too.
+    /// The constants of the kernels of this file, if they support these operands, which the general tensor-core kernels support.
     fn hopper_form(
         &self,
         gpu: &Gpu,
@@ -196,7 +196,7 @@ impl Attention<'_> {
         let shape = Shape { grid: [schedule.blocks, 1, 1], block: [threads, 1, 1], shared };
         let arguments =
             Forward { log_sums, parts: optional_output(op, parts.as_ref())?, maps, shape: *sizes, schedule };
-        // SAFETY: the maps describe the tensors, and there is a place for the parts of every block.
+        // SAFETY: the maps describe the tensors, and `parts` has room for the parts of every thread block.
         unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         if let Some(parts) = &parts {
             let blocks = (schedule.items - schedule.whole) * (queries * columns / 2048);
@@ -259,7 +259,8 @@ impl Attention<'_> {
             shape: *sizes,
             schedule,
         };
-        // SAFETY: the maps describe the tensors, there is a place for the parts of every block, and a multiprocessor for each block.
+        // SAFETY: the maps describe the tensors, and `parts` has room for the parts of every thread block. Blocks wait
+        // for one another, and all run at once because each has a multiprocessor.
         unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] = [dq, dk, dv].map(Heads::place);
         let blocks = tiles as u32 + (schedule.items - schedule.whole) * columns / 8;

@@ -1,5 +1,5 @@
-//! The CUDA form, `kernels/attention.cu`, which never stores the matrix of all scores. It runs on tensor cores where
-//! the operands allow it, otherwise on plain kernels.
+//! Attention on CUDA devices: the host side of `kernels/attention.cu`. These kernels never store the matrix of all
+//! scores. They use tensor cores where the operands allow it; otherwise plain kernels compute the attention.
 
 pub(super) mod hopper;
 mod wide;
@@ -47,7 +47,7 @@ pub(super) struct Heads {
 }
 
 impl Heads {
-    /// The tensor, copied if its elements are not contiguous or its outer dimensions are not evenly spaced.
+    /// The tensor, copied if the elements of a row are not contiguous or [`head_strides`] finds no strides.
     pub(super) fn new(op: &'static str, raw: &Raw) -> Result<Self> {
         let is_dense = |raw: &Raw| raw.dims().last() == Some(&1) || raw.stride().last() == Some(&1);
         let strides = Some(raw).filter(|raw| is_dense(raw)).and_then(|raw| head_strides(raw.layout()));
@@ -86,7 +86,7 @@ impl Heads {
 /// The strides of an absent tensor.
 const NO_STRIDES: Strides = Strides { batch: 0, head: 0, row: 0 };
 
-/// The strides of batch, head and row; `None` if the dimensions before the heads are not evenly spaced.
+/// The strides of batch, head and row; `None` if the dimensions before the heads cannot be merged into one.
 fn head_strides(layout: &Layout) -> Option<Strides> {
     let (dims, strides) = (layout.dims(), layout.stride());
     let rank = dims.len();
@@ -105,8 +105,8 @@ fn head_strides(layout: &Layout) -> Option<Strides> {
     Some(Strides { batch: batch.unwrap_or(0), head: stride(3), row: stride(2) })
 }
 
-/// A new tensor with the shape of `like`, except that its last dimension is `width`. If the heads of one position are
-/// adjacent in the memory of `like`, they are adjacent in the new tensor, too.
+/// A new tensor with the shape of `like`, except that its last dimension is `width`. If the heads of one row (query or
+/// key) are adjacent in the memory of `like`, they are adjacent in the new tensor, too.
 pub(super) fn empty_like(op: &'static str, gpu: &Gpu, like: &Raw, width: usize) -> Result<Raw> {
     let mut dims = like.dims().to_vec();
     let rank = dims.len();
@@ -174,7 +174,7 @@ impl Attention<'_> {
         fits.then_some(if sizes.width <= 64 { Width::W64 } else { Width::W128 })
     }
 
-    /// The result, and for each query the logarithm of the sum of e^score.
+    /// The result, and for each query log Σ e^score over its keys.
     pub fn forward(&self, [q, k, v]: [&Raw; 3], mask: Option<&Raw>) -> Result<(Raw, Raw)> {
         let op = self.op;
         let gpu = Gpu::of(op, q)?;
@@ -232,7 +232,7 @@ impl Attention<'_> {
                 mask,
                 shape: sizes,
             };
-            // SAFETY: as above; the strides of the mask stay inside of it too.
+            // SAFETY: as above; the strides of the mask stay inside of the mask, too.
             unsafe { function.launch(op, gpu, shape, arguments) }?;
         }
         Ok((o, log_sums))
@@ -361,13 +361,13 @@ impl Attention<'_> {
                 mask,
                 shape: sizes,
             };
-            // SAFETY: as above; the strides of the mask stay inside of it too.
+            // SAFETY: as above; the strides of the mask stay inside of the mask, too.
             unsafe { function.launch(op, gpu, shape, arguments) }?;
         }
         Ok(())
     }
 
-    /// For each query, the sum over the columns of `o · grad`: the result times its gradient.
+    /// For each query, Σ `o · grad` over the columns, where `o` is the result and `grad` the gradient of the result.
     pub(super) fn deltas(&self, gpu: &Gpu, sizes: &AttentionShape, o: &Heads, grad: &Heads) -> Result<Raw> {
         let (op, dtype) = (self.op, o.raw.dtype());
         let deltas = empty(op, gpu, &self.scores[..self.scores.len() - 1], accumulator(dtype))?;
@@ -385,8 +385,8 @@ impl Attention<'_> {
         Ok(deltas)
     }
 
-    /// Sums the parts of the gradients of the keys and of the values. A gradient without parts is left out. `sizes.heads` is
-    /// the number of heads of keys, not of queries.
+    /// Sums the parts of the gradients of the keys and of the values. Does nothing for a gradient without parts.
+    /// `sizes.heads` is the number of heads of keys, not of queries.
     pub(super) fn sum_parts(
         &self,
         gpu: &Gpu,

@@ -1,5 +1,5 @@
-//! Attention with heads too wide for the tensor-core kernels: matrix products around a softmax, for some queries at a
-//! time.
+//! Attention with heads too wide for the tensor-core kernels: matrix products around a softmax, for one block of
+//! queries at a time.
 
 use trainable_candle_cuda::kernels::softmax::{LOGSUMEXP_FORWARD, LogsumexpForward};
 
@@ -15,17 +15,18 @@ use crate::{Raw, Result};
 const WIDEST: usize = 128;
 /// The most scores in memory at a time: 128 MiB in f32.
 const MOST_SCORES: usize = 1 << 25;
-/// The most values of a head that the `pairs` kernel can count.
+/// The most elements (keys · value width) of a head's v that the `pairs` kernel can count.
 const MOST_VALUES: usize = 1 << 30;
 
 impl Attention<'_> {
-    /// Whether heads are so wide that the plain kernel would be slow: it computes the scores again for every 64 columns of the
-    /// result. False for masked and causal attention, which only the plain kernel supports at this width.
+    /// Whether heads are so wide that the plain kernel would be slow: the plain kernel computes the scores again for
+    /// every 64 columns of the result. False for masked and causal attention, which only the plain kernel supports at
+    /// this width.
     pub(super) fn is_wide(&self, [width, value_width]: [usize; 2], mask: Option<&Raw>) -> bool {
         width.min(value_width) > WIDEST && mask.is_none() && !self.is_causal && self.scores.last() != Some(&0)
     }
 
-    /// Writes the result and the logarithms of the sums; `log_sums` is dense.
+    /// Writes the result to `o`, and for each query log Σ e^score over its keys to `log_sums`, which is dense.
     pub(super) fn wide_forward(&self, [q, k, v]: [&Raw; 3], o: &Raw, log_sums: &Raw) -> Result<()> {
         let (op, dtype, rank) = (self.op, q.dtype(), self.scores.len());
         let gpu = Gpu::of(op, q)?;
@@ -35,8 +36,9 @@ impl Attention<'_> {
         let numbers = accumulator(dtype);
         let function = gpu.function(&LOGSUMEXP_FORWARD, suffix(op, numbers)?)?;
         let sums = output(op, log_sums)?;
-        // `pairs` splits each f32 number into bf16 parts. It gets all of v as one row, so the three parts of its result are
-        // matrices one below the other.
+        // `pairs` splits each f32 number of a row into three parts in bf16 and writes the parts of the row one after
+        // the other. It gets all of v as one row, so the result has three matrices of the size of v, one below the
+        // other.
         let in_pairs = uses_pairs(dtype) && keys.is_multiple_of(8) && v.dims()[rank - 1] <= MOST_VALUES / keys;
         for head in 0..heads {
             let [q, k, v, o] =
@@ -60,7 +62,7 @@ impl Attention<'_> {
                     rows: count as u64,
                     len: count32(op, keys)?,
                 };
-                // SAFETY: there are this many rows of scores, and a number for each of them.
+                // SAFETY: there are this many rows of scores, and `log_sums` has a number for each row.
                 unsafe { function.launch(op, gpu, Shape::rows(count, keys, numbers), arguments) }?;
                 let shares = softmax::cuda::forward("softmax", &scores)?;
                 let shares = if in_pairs { pairs(op, LEFT, &shares, keys)? } else { cast(&shares, dtype)? };

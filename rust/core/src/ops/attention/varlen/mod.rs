@@ -3,9 +3,10 @@
 //! heads (grouped-query attention, Ainslie et al. 2023, arXiv:2305.13245), and a window may limit how far back a query sees (Beltagy et al.
 //! 2020, arXiv:2004.05150).
 //!
-//! The bounds of the segments are turned into spans once, in memory of the device: for each position the first key that
-//! its query sees, and the end of the queries that see its key. The kernels read only the spans, not the bounds or the
-//! window. So the host never waits for the bounds, and a CUDA graph can be replayed with other bounds.
+//! The bounds of the segments are turned into spans once, in memory of the device: for each row the first key that the
+//! row's query sees, and the end (exclusive) of the queries that see the row's key. The kernels read only the spans,
+//! not the bounds or the window. So the host never waits for the bounds, and a CUDA graph can be replayed with other
+//! bounds.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -24,14 +25,13 @@ pub(super) static VARLEN: OpInfo = OpInfo::expensive("varlen_attention");
 /// `(N, heads, D)`. A query sees the keys of its segment up to its own position.
 ///
 /// `cu_seqlens (M + 1)`, i64 or u32 on the device of q, are the bounds of M segments: the first bound is 0, the bounds
-/// ascend, and segment i has the rows from bound i up to bound i + 1, exclusive. Bounds may repeat, so that a buffer
-/// of fixed size can hold the bounds of fewer segments. Rows from the last bound on belong to no segment: their results
+/// ascend, and segment i has the rows from bound i up to bound i + 1, exclusive. Bounds may repeat, so that a buffer of
+/// fixed size can hold the bounds of fewer segments. Rows from the last bound on belong to no segment: their results
 /// and gradients are zero. With `window` w a query at position i of its row sees only keys at positions above i - w: at
 /// most w keys, including its own. Head h of q sees head h / (heads / key heads) of k and v. `scale` is 1/√D unless
-/// given. Scores are in f32 (f64 for f64).
+/// given. Scores are in f32 (in f64 for f64 operands).
 ///
-/// Saves q, k, v, the result, one number per query and head, and two numbers per position. On CUDA the host does not
-/// wait for the bounds.
+/// Saves q, k, v, the result, one number per query and head, and two numbers per row. On CUDA the host does not wait for the bounds.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the window
@@ -177,7 +177,7 @@ impl Varlen {
     }
 }
 
-/// Check the bounds of segments of `rows` rows on the device of `like`, and a window.
+/// Check the shape, dtype and device of the bounds of segments, which must be on the device of `like`; the number of rows; and the window.
 pub(super) fn check_bounds(
     op: &'static str,
     like: &Tensor,
@@ -218,9 +218,9 @@ pub(super) fn scale_of(op: &'static str, width: usize, scale: Option<f64>) -> Re
     Err(Error::argument(op, format!("the scale is {scale}, expected a finite number")))
 }
 
-/// The spans (2, rows) of a row of segments, u32: for each position the first key that its query sees, then the end of
-/// the queries that see its key. For a query outside of the segments the first key is the key after its position, so
-/// the query sees no key.
+/// The spans (2, rows) of a packed row, u32: for each of its rows the first key that the row's query sees; then for
+/// each row the end (exclusive) of the queries that see the row's key. For the query of a row i outside of the segments
+/// the first key is i + 1, so the query sees no key.
 pub(super) fn spans(cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
     on_device!(
         cu_seqlens.device(),

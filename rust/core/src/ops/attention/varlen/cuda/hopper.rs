@@ -18,8 +18,8 @@ use crate::ops::attention::cuda::hopper::{FEWEST, KEYS, STORED, THREADS, backwar
 use crate::ops::attention::cuda::{Heads, Width};
 use crate::{Raw, Result};
 
-/// Whether the kernels support the operands. The first of `sizes` and of `operands` has the heads of queries, the
-/// second the heads of keys.
+/// Whether the kernels of this file support the operands. The first of `sizes` and of `operands` has the heads of
+/// queries, the second the heads of keys.
 fn fits(gpu: &Gpu, sizes: [&AttentionShape; 2], operands: [&[&Heads]; 2]) -> bool {
     gpu.is_hopper()
         && !MODULE.image.is_empty()
@@ -27,7 +27,7 @@ fn fits(gpu: &Gpu, sizes: [&AttentionShape; 2], operands: [&[&Heads]; 2]) -> boo
         && operands.iter().zip(sizes).all(|(heads, sizes)| heads.iter().all(|heads| is_mapped(heads, sizes)))
 }
 
-/// Writes the result and the logarithms of the sums; false if only the general kernels support the operands.
+/// Writes the result to `o` and log Σ e^score of each query to `log_sums`; false if only the general kernels support the operands.
 pub fn forward(
     gpu: &Gpu,
     sizes: &AttentionShape,
@@ -58,8 +58,8 @@ pub fn forward(
     let shape = Shape { grid: [blocks, 1, 1], block: [threads, 1, 1], shared };
     let (spans, taken) = (input(op, spans)?, output(op, &taken)?);
     let arguments = AttentionVarlenHopperForwardW64 { log_sums, spans, taken, maps, shape: *sizes, group };
-    // SAFETY: the maps describe the tensors, there are spans for every row, and the counter after them is zero before
-    // and after every launch.
+    // SAFETY: the maps describe the tensors, there are spans for every row, and the counter after the spans is zero
+    // before and after every launch.
     unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
     Ok(true)
 }
@@ -130,7 +130,7 @@ impl Pass<'_> {
             blocks,
         };
         let shape = Shape { grid: [1 + tiles, 1, 1], block: [THREADS, 1, 1], shared: 0 };
-        // SAFETY: the strides stay inside of the tensors, which are of these sizes, and spans inside of the row.
+        // SAFETY: the strides stay inside of the tensors, which are of these sizes, and the spans inside of the packed row.
         unsafe { gpu.function(form.statistics, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         let plan = input(op, &plan)?;
         let places = [key_place(op, gpu, k, dk)?, key_place(op, gpu, v, dv)?];
@@ -150,7 +150,8 @@ impl Pass<'_> {
             group,
             blocks,
         };
-        // SAFETY: the maps describe the tensors, there is a place for the parts of every block, and a multiprocessor for each block.
+        // SAFETY: the maps describe the tensors, and `parts` has room for the parts of every thread block. Blocks wait
+        // for one another, and all run at once because each has a multiprocessor.
         unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] = [dq, dk, dv].map(Heads::place);
         let shape = Shape { grid: [tiles + (blocks - 1) * columns / 8, 1, 1], block: [THREADS, 1, 1], shared: 0 };

@@ -21,13 +21,13 @@ use crate::ops::attention::cuda::{Attention, Heads, Width, empty_like};
 use crate::ops::index::cuda::id_bytes;
 use crate::{Raw, Result};
 
-/// The number of blocks that keeps the multiprocessors busy although the work per block is uneven: the first keys of a
-/// segment have the most queries.
+/// The number of thread blocks that keeps the multiprocessors busy although the work per block is uneven: the first
+/// keys of a segment have the most queries.
 const BLOCKS: u32 = 1056;
 
-/// The spans, as on the CPU: for each position the first key that its query sees, then the end of the queries that see
-/// its key. After them comes a counter, initially zero, with which the blocks of the forward kernel distribute the work
-/// among themselves.
+/// The spans, as on the CPU: for each row the first key that the row's query sees; then for each row the end of the
+/// queries that see the row's key. After the spans comes a counter, initially zero, with which the blocks of the
+/// forward kernel distribute the work among themselves.
 pub fn spans(cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
     let op = VARLEN.name;
     let gpu = Gpu::of(op, cu_seqlens)?;
@@ -185,6 +185,7 @@ pub fn backward_into(
     }
 }
 
+/// The operands of a backward pass, and the tensors for its results.
 struct Pass<'a> {
     attention: Attention<'a>,
     gpu: &'a Gpu,
