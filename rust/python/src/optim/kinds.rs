@@ -1,4 +1,4 @@
-//! The optimizers of the registry. Python code makes a class of each.
+//! The optimizers of the registry. `python/trainable_candle/optim/kinds.py` makes a Python class for each.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
@@ -56,11 +56,11 @@ fn docstring(kind: &OptimizerKind) -> String {
         OutOfMemoryError: if the system gives too little pinned memory for the states.\n"
 }
 
-/// The optimizer of a kind.
+/// Make an optimizer of the kind `name`. The Python class has checked the names of `settings`: an unknown name is ignored.
 ///
 /// # Errors
-/// `TypeError` if a hyper-parameter has another type; `ArgumentError` if there is no such kind or hyper-parameter; the
-/// errors of the constructor.
+/// `TypeError` if a hyper-parameter has another type; `ArgumentError` if there is no kind `name` or a parameter group has an
+/// unknown entry; the errors of the optimizer's constructor.
 pub fn build(
     name: &str,
     params: &Params<'_>,
@@ -93,7 +93,8 @@ pub fn build(
     Ok(optimizer)
 }
 
-/// Converts the hyper-parameter `key`; `None` if the optimizer has no hyper-parameter of this name.
+/// Convert `value`, the Python value of the hyper-parameter `key`. Errors name the hyper-parameter and add `of`, such as
+/// " of a parameter group". `None` if the optimizer has no hyper-parameter of this name.
 fn setting(
     kind: &OptimizerKind,
     fields: &[Field],
@@ -116,7 +117,8 @@ fn setting(
 }
 
 impl Params<'_> {
-    /// The groups, each with the `common` hyper-parameters and its own entries.
+    /// The parameter groups. Each has the `common` hyper-parameters, followed by the group's own ones, which take
+    /// precedence.
     fn groups(
         &self,
         kind: &OptimizerKind,
