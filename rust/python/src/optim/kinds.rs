@@ -48,9 +48,10 @@ fn docstring(kind: &OptimizerKind) -> String {
     text += "    stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute \
         in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. ";
     text += if kind.rounds { "Other variables are updated as before.\n" } else { "This optimizer rejects it.\n" };
-    text += "    states: where the states of variables on a GPU are: \"device\", or \"host\": pinned memory of the host, which \
-        steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 \
-        master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.\n";
+    text += "    states: the memory with the states of variables on a GPU: \"device\", the GPU's memory, or \"host\", pinned \
+        memory of the host. \"host\" saves memory of the GPU, but each step reads and writes the states over the bus. Results \
+        do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the \
+        memory of the host.\n";
     text + "\nRaises:\n    ArgumentError: if a number is out of range, there is no variable, or one appears twice.\n    \
         DTypeError: if a variable's dtype is not supported.\n    \
         OutOfMemoryError: if the system gives too little pinned memory for the states.\n"

@@ -216,8 +216,8 @@ impl Tensor {
         compute(py, self.0.elem_count(), || self.0.index_select(&index.0, dim)).map(Self)
     }
 
-    /// Select one element for each element of `index`, as torch's `gather`: for a matrix and `dim=1`,
-    /// result[i, j] = self[i, index[i, j]]. The result has the shape of `index`.
+    /// Select one element for each element of `index`, as torch's `gather` does. For a matrix and `dim=1`, this is
+    /// `result[i, j] = self[i, index[i, j]]`. The result has the shape of `index`.
     ///
     /// Args:
     ///     dim: the dimension along which `index` selects.
