@@ -1,4 +1,4 @@
-//! Results that are dicts of tensors or variables by name, with their Python annotation.
+//! Result types for dicts of tensors or variables by name, with the type annotation for the Python stubs.
 
 use std::convert::Infallible;
 

@@ -1,4 +1,5 @@
-//! The norms of `trainable_candle.nn.functional`. If torch has the function, argument names and layouts are torch's.
+//! The normalisations of `trainable_candle.nn.functional`. A function that torch has too takes torch's argument names and
+//! layouts.
 
 use pyo3::prelude::*;
 use tc::ops::norm as norms;
@@ -11,7 +12,7 @@ use crate::error::Result;
 use crate::functional::{inner, with_channels_last};
 use crate::tensor::Tensor;
 
-/// The number of trailing dimensions that `normalized_shape` names.
+/// The number of dimensions in `normalized_shape`, after a check that these are the trailing dimensions of `input`.
 fn trailing(op: &'static str, input: &tc::Tensor, normalized_shape: &Shape) -> Result<usize> {
     let sizes = normalized_shape.sizes(op)?;
     if !sizes.is_empty() && input.dims().ends_with(&sizes) {
@@ -24,7 +25,7 @@ fn trailing(op: &'static str, input: &tc::Tensor, normalized_shape: &Shape) -> R
     .into())
 }
 
-/// Layer normalisation (Ba et al. 2016, arXiv:1607.06450) over the trailing dimensions.
+/// Layer normalisation (Ba et al. 2016, arXiv:1607.06450) over the trailing dimensions `normalized_shape`.
 ///
 /// ```python
 /// y = F.layer_norm(tc.randn(2, 8), 8, weight=tc.ones(8))
@@ -56,8 +57,8 @@ pub fn layer_norm(
     compute(py, input.0.elem_count(), || norms::layer_norm(&input.0, dims, inner(weight), inner(bias), eps)).map(Tensor)
 }
 
-/// Compute input + residual and the `layer_norm` of this sum. Transformer blocks need both between two layers. On CUDA one kernel computes
-/// both.
+/// Compute input + residual and the `layer_norm` of this sum. A pre-norm transformer block needs the sum for its residual
+/// connection and the norm for its next layer. On CUDA, one kernel computes both.
 ///
 /// ```python
 /// total, normed = F.add_layer_norm(tc.randn(2, 8), tc.randn(2, 8), 8)
@@ -72,8 +73,8 @@ pub fn layer_norm(
 ///     eps: added to the variance.
 ///
 /// Returns:
-///     The sum and its norm, both of the input's shape and dtype. The norm is computed from the sum after rounding to
-///     the dtype.
+///     The sum and the normalised sum, both of the input's shape and dtype. The sum is rounded to the dtype before it is
+///     normalised.
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
@@ -95,8 +96,8 @@ pub fn add_layer_norm(
     compute(py, input.0.elem_count(), apply).map(|(sum, y)| (Tensor(sum), Tensor(y)))
 }
 
-/// Layer normalisation of the last dimension, times 1 + scale, plus shift. Each example has its own scale and shift, as
-/// in adaLN of diffusion transformers (Peebles & Xie 2022, arXiv:2212.09748).
+/// layer_norm(input) * (1 + scale) + shift, where layer_norm is over the last dimension. Each sample of the batch has its
+/// own scale and shift, as in adaLN of diffusion transformers (Peebles & Xie 2022, arXiv:2212.09748).
 ///
 /// ```python
 /// y = F.modulated_layer_norm(tc.randn(2, 16, 8), tc.zeros(2, 8), tc.zeros(2, 8))
@@ -199,7 +200,7 @@ pub fn group_norm(
     compute(py, input.0.elem_count(), || with_channels_last(&input.0, channels_last, apply)).map(Tensor)
 }
 
-/// SiLU of `group_norm`, in one operation. The tape does not save the norm's result.
+/// `silu(group_norm(input, ...))` in one operation. The tape does not save the result of `group_norm`.
 ///
 /// ```python
 /// assert F.group_norm_silu(tc.randn(1, 8, 4, 4), 2).shape == (1, 8, 4, 4)

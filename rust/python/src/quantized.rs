@@ -14,7 +14,7 @@ use crate::named::NamedTensors;
 use crate::tensor::Tensor;
 use crate::types::Sizes;
 
-/// A frozen matrix in four to eight bits per value, stored as codes and scales. `quantize` makes one, and
+/// A frozen matrix, stored as codes of four to eight bits per value and scales. `quantize` makes one, and
 /// `nn.functional.linear` takes it as a weight.
 ///
 /// ```python
@@ -27,17 +27,17 @@ pub struct QuantizedTensor(pub tc::Quantized);
 
 #[pymethods]
 impl QuantizedTensor {
-    /// Make a matrix from blocks of ggml, as stored in GGUF files.
+    /// Make a matrix from ggml blocks, as GGUF files store them.
     ///
     /// Args:
-    ///     blocks: u8, (rows, bytes of a row).
+    ///     blocks: u8, (rows, the number of bytes of a row's blocks).
     ///     format: "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k" or "q6_k".
     ///     dtype: the dtype of the values that the matrix represents.
     ///
     /// Raises:
     ///     ArgumentError: if the format is unknown.
-    ///     ShapeError: if a row does not divide into blocks.
-    ///     DTypeError: if `blocks` is not u8, or `dtype` not floating point.
+    ///     ShapeError: if the bytes of a row are not a whole number of blocks.
+    ///     DTypeError: if `blocks` is not u8, or `dtype` is not floating point.
     #[staticmethod]
     #[pyo3(signature = (blocks, format, dtype=None))]
     fn from_blocks(blocks: &Tensor, format: &str, dtype: Option<DTypeArg>) -> Result<Self> {
@@ -45,7 +45,7 @@ impl QuantizedTensor {
         Ok(Self(tc::Quantized::from_ggml(format, &blocks.0, dtype.map_or(tc::DType::F32, |dtype| dtype.0))?))
     }
 
-    /// Rows and columns.
+    /// The numbers of rows and columns.
     #[getter]
     fn shape(&self) -> Sizes<'_> {
         Sizes(self.0.dims())
@@ -63,13 +63,13 @@ impl QuantizedTensor {
         device::name(self.0.device())
     }
 
-    /// "int8", "fp8", "nf4", or a block format of ggml, such as "q8_0" or "q4_k".
+    /// The name of the format: "int8", "fp8", "nf4", or a block format of ggml, such as "q8_0" or "q4_k".
     #[getter]
     fn format(&self) -> &'static str {
         self.0.format().name()
     }
 
-    /// Bytes of codes and scales.
+    /// The number of bytes of the codes and scales.
     #[getter]
     fn nbytes(&self) -> usize {
         self.0.bytes()
@@ -93,11 +93,11 @@ impl QuantizedTensor {
         compute(py, self.numel(), || self.0.dequantize(dtype)).map(Tensor)
     }
 
-    /// The tensors of the matrix: "codes" (u8) and "scales"; for "nf4" also "scale_codes" (u8) and "offset". Blocks of
-    /// ggml only have "codes", which contain the scales.
+    /// The tensors that store the matrix: "codes" (u8) and "scales"; for "nf4" also "scale_codes" (u8) and "offset". A
+    /// matrix of ggml blocks has only "codes": its blocks contain the scales.
     fn tensors<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         let dict = PyDict::new(py);
-        // A matrix that is made in Python has one part; only models join matrices.
+        // Only models join several matrices to one, so a matrix that is made in Python has one set of tensors.
         for (name, tensor) in self.0.tensors()?.into_iter().flatten() {
             dict.set_item(name, Bound::new(py, Tensor(tensor))?)?;
         }
@@ -135,8 +135,8 @@ impl QuantizedTensor {
 ///         "q4_0" for blocks of 32 elements of a row, each with a scale, as in GGUF files.
 ///
 /// Raises:
-///     ShapeError: if the tensor is not a matrix, or its rows do not divide into blocks.
-///     DTypeError: if it is not floating point.
+///     ShapeError: if the tensor is not a matrix, or its rows do not divide into blocks of the format.
+///     DTypeError: if the tensor is not floating point.
 ///     ArgumentError: if the format is unknown, or if the tensor requires a gradient or has non-finite values.
 #[pyfunction]
 pub fn quantize(py: Python<'_>, tensor: &Tensor, format: &str) -> Result<QuantizedTensor> {
@@ -144,7 +144,7 @@ pub fn quantize(py: Python<'_>, tensor: &Tensor, format: &str) -> Result<Quantiz
     reading(py, &tensor.0, || tc::Quantized::new(&tensor.0, format)).map(QuantizedTensor)
 }
 
-/// A weight: a tensor, or a quantized matrix.
+/// The argument `weight` of an operation: a tensor or a quantized matrix.
 pub enum WeightArg<'py> {
     Plain(PyRef<'py, Tensor>),
     Quantized(PyRef<'py, QuantizedTensor>),
@@ -164,7 +164,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for WeightArg<'py> {
 }
 
 impl WeightArg<'_> {
-    /// The weight as operations take it.
+    /// The weight in the type that the core's operations take.
     pub fn get(&self) -> tc::WeightRef<'_> {
         match self {
             Self::Plain(tensor) => (&tensor.0).into(),

@@ -1,4 +1,4 @@
-//! The library's generator of random numbers, and the streams of a run.
+//! The library's generator of random numbers, and the separate streams of random numbers of a training run.
 
 use pyo3::prelude::*;
 use trainable_candle_core as tc;
@@ -28,7 +28,8 @@ pub fn manual_seed(seed: Integer) -> Result<()> {
     Ok(())
 }
 
-/// The state of the generator, (seed, position). Draws after `set_rng_state(state)` repeat the draws that followed this call.
+/// The state of the library's generator: (seed, position in its sequence of random numbers). After `set_rng_state(state)`,
+/// the generator repeats the random numbers that it gave after this call.
 ///
 /// ```python
 /// state = tc.get_rng_state()
@@ -42,7 +43,7 @@ pub fn get_rng_state() -> (u64, u64) {
     (seed, offset)
 }
 
-/// Set the generator to a state that `get_rng_state` returned.
+/// Set the library's generator to a state that `get_rng_state` returned.
 ///
 /// ```python
 /// state = tc.get_rng_state()
@@ -72,12 +73,13 @@ pub fn stream_seed(seed: Integer, purpose: &str, number: Integer) -> Result<u64>
     Ok(State::of(seed.word(OP, "seed")?, purpose.parse()?, number.word(OP, "number")?).seed)
 }
 
-/// Call `function` with a separate generator. The generator gives the random numbers that follow `manual_seed(seed)`.
-/// The state of the library's generator does not change.
+/// Call `function` with a separate generator in place of the library's generator. The separate generator gives the same
+/// random numbers as the library's generator after `manual_seed(seed)`. The state of the library's generator does not
+/// change.
 ///
 /// Args:
 ///     seed: the seed of the separate generator, 0 to 2**64 - 1.
-///     function: called without arguments.
+///     function: a function without arguments.
 ///
 /// Returns:
 ///     The result of `function`.
@@ -87,17 +89,17 @@ pub fn draw_from<'py>(py: Python<'py>, seed: Integer, function: Function) -> PyR
     function.call(py, &[]).map(Anything)
 }
 
-/// Standard normal values for the samples of a batch. Each sample has its own stream of random numbers, so its values do not depend on
-/// the other samples of the batch.
+/// Standard normal values for the samples of a batch. Each sample has its own stream of random numbers, so a sample's
+/// values do not depend on the other samples of the batch.
 ///
 /// Args:
 ///     shape: the shape of the values of one sample.
-///     samples: the indices of the samples in the run.
-///     seed: the seed of the run.
+///     samples: the index of each of the B samples, counted through the whole training run.
+///     seed: the seed of the run, 0 to 2**64 - 1.
 ///     purpose: the name of the random numbers' purpose.
 ///
 /// Returns:
-///     (B, *shape), f32: one entry for each of the B samples.
+///     (B, *shape), f32.
 ///
 /// Raises:
 ///     ArgumentError: if no purpose has this name.

@@ -1,4 +1,4 @@
-//! Properties of the process: threads, memory, the build.
+//! Settings and properties of the process: memory, CPU threads, the precision of matrix products.
 
 use pyo3::prelude::*;
 use trainable_candle_core as tc;
@@ -7,8 +7,8 @@ use trainable_candle_core::compute::MatmulPrecision;
 use crate::arguments::Integer;
 use crate::error::Result;
 
-/// Bytes that existing tapes save for backward passes: activations and the inputs of checkpoints. Each storage counts
-/// once; parameters do not count.
+/// The number of bytes that existing tapes save for backward passes: activations and the inputs of checkpoints. A storage
+/// that several tensors share counts once. Parameters do not count.
 ///
 /// ```python
 /// x = tc.Var(tc.ones(1000))
@@ -20,7 +20,7 @@ pub fn saved_bytes() -> usize {
     tc::memory::saved_bytes()
 }
 
-/// Bytes of host memory that can still be allocated, if the system reports it.
+/// The number of bytes of host memory that can still be allocated; None if the system does not report it.
 ///
 /// ```python
 /// free = tc.memory.available_bytes()
@@ -31,7 +31,7 @@ pub fn available_bytes() -> Option<usize> {
     tc::memory::available_bytes()
 }
 
-/// The number of threads of CPU work.
+/// The number of threads that compute on the CPU.
 ///
 /// ```python
 /// before = tc.get_num_threads()
@@ -43,7 +43,7 @@ pub fn get_num_threads() -> usize {
     tc::cpu::pool::num_threads()
 }
 
-/// Set the number of threads of CPU work. Results do not depend on it.
+/// Set the number of threads that compute on the CPU. Results do not depend on the number.
 ///
 /// ```python
 /// before = tc.get_num_threads()
@@ -59,7 +59,7 @@ pub fn set_num_threads(py: Python<'_>, n: Integer) -> Result<()> {
     crate::call::detached(py, || tc::cpu::pool::set_num_threads(n))
 }
 
-/// How products of f32 matrices are computed on CUDA devices: "highest" or "high".
+/// The precision of products of f32 matrices on CUDA devices, "highest" or "high"; see `set_float32_matmul_precision`.
 ///
 /// ```python
 /// tc.set_float32_matmul_precision("high")
@@ -74,7 +74,7 @@ pub fn get_float32_matmul_precision() -> &'static str {
     }
 }
 
-/// Choose how products of f32 matrices are computed on CUDA devices, as torch's function of the same name does.
+/// Set the precision of products of f32 matrices on CUDA devices, as torch's function of the same name does.
 ///
 /// ```python
 /// tc.set_float32_matmul_precision("high")
@@ -84,10 +84,10 @@ pub fn get_float32_matmul_precision() -> &'static str {
 ///
 /// Args:
 ///     precision: "highest" for f32, the default; "high" for TF32, which is several times as fast on tensor cores, but
-///         rounds both factors to a mantissa of 10 bits. It affects neither other dtypes nor the CPU.
+///         rounds both factors to a mantissa of 10 bits. The precision affects neither other dtypes nor the CPU.
 ///
 /// Raises:
-///     ArgumentError: if the precision is another value.
+///     ArgumentError: if `precision` has another value.
 #[pyfunction]
 pub fn set_float32_matmul_precision(precision: &str) -> Result<()> {
     let precision = match precision {
@@ -102,21 +102,23 @@ pub fn set_float32_matmul_precision(precision: &str) -> Result<()> {
     Ok(())
 }
 
-/// Whether linear layers with int8 or fp8 weights multiply codes; see `set_w8a8`.
+/// Whether linear layers with int8 or fp8 weights multiply the weights' 8-bit codes; see `set_w8a8`.
 #[pyfunction]
 pub fn get_w8a8() -> bool {
     tc::compute::uses_w8a8()
 }
 
-/// Choose whether linear layers with int8 or fp8 weights multiply codes instead of values. GPUs multiply 8-bit numbers
-/// up to four times as fast as bf16, but the rounding of activations and gradients takes time.
+/// Choose whether linear layers with int8 or fp8 weights multiply the weights' 8-bit codes instead of the values that the
+/// codes represent. GPUs multiply 8-bit numbers up to four times as fast as bf16, but rounding the activations and
+/// gradients to 8 bits takes time.
 ///
-/// Right before a product, activations and gradients are rounded to the format of the weight. The scale of each row is
-/// the row's largest magnitude, divided by 127 (int8) or 448 (fp8), as in torchao's dynamic quantization. If a product
-/// sums over the rows of the weight, the rows' scales are multiplied into the gradient before it is rounded. Sums of
-/// int8 products are exact; those of fp8 products are in f32. Layers with other formats, and layers whose numbers of
-/// features are not multiples of 16, multiply values. Codes need a GPU of compute capability 7.5 for int8 and 8.9 for
-/// fp8; older GPUs multiply values.
+/// Right before a product, the activations or gradients are rounded to the format of the weight. The scale of each row of
+/// activations or gradients is the row's largest magnitude divided by 127 (int8) or 448 (fp8), as in torchao's dynamic
+/// quantization. In the backward pass, the product sums over the rows of the weight; there, the scales of the weight's
+/// rows are multiplied into the gradient before the gradient is rounded. Sums of int8 products are exact; sums of fp8
+/// products are in f32. Layers with other formats, and layers whose numbers of features are not multiples of 16, multiply
+/// values. Products of codes need a GPU of compute capability 7.5 or higher for int8, and 8.9 or higher for fp8; older GPUs
+/// multiply values.
 ///
 /// Args:
 ///     enabled: whether layers multiply codes from now on. By default they multiply the values that codes represent.

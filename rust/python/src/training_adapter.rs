@@ -7,7 +7,7 @@ use trainable_candle_nn::adapter;
 use crate::call::quick;
 use crate::error::Result;
 
-/// A frozen LoRA that `add_training_adapter` puts on a model, beside the adapter that is trained.
+/// A frozen LoRA that `add_training_adapter` puts on a model, in addition to the adapter that is trained.
 ///
 /// ```python
 /// unet = tc.models.load("sdxl")
@@ -18,7 +18,7 @@ use crate::error::Result;
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct TrainingAdapter {
     inner: adapter::TrainingAdapter,
-    // Keeps the model alive, because the adapter is on the model's layers.
+    // Keeps the model, on whose layers the adapter is, alive.
     _model: Loaded,
 }
 
@@ -48,7 +48,7 @@ impl TrainingAdapter {
         })
     }
 
-    /// The number of elements of all its factors.
+    /// The number of elements of all factors of the adapter.
     fn numel(&self) -> usize {
         self.inner.elements()
     }

@@ -1,4 +1,4 @@
-//! Result types that carry their Python annotation.
+//! Result types with their type annotation for the Python stubs.
 
 use std::convert::Infallible;
 
@@ -6,7 +6,7 @@ use pyo3::inspect::{PyStaticConstant, PyStaticExpr};
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 use pyo3::{type_hint_identifier, type_hint_subscript};
-/// `...` in an annotation.
+/// The `...` in an annotation such as `tuple[int, ...]`.
 pub const ELLIPSIS: PyStaticExpr = PyStaticExpr::Constant { value: PyStaticConstant::Ellipsis };
 
 const INT: PyStaticExpr = type_hint_identifier!("builtins", "int");

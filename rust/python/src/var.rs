@@ -11,8 +11,8 @@ use crate::tensor::{Tensor, from_data};
 
 /// A trainable variable: a tensor with its own storage, whose values can be set and which accumulates a gradient.
 ///
-/// A `Var` is a `Tensor`. After a change of its values, tensors that were computed from it before are stale: a backward
-/// pass through them raises an error instead of computing a wrong gradient.
+/// A `Var` is a `Tensor`. After the values of a `Var` change, tensors that were computed from the old values are stale: a
+/// backward pass through stale tensors raises an error instead of computing a wrong gradient.
 ///
 /// ```python
 /// v = tc.Var([1.0, 2.0, 3.0])
@@ -22,9 +22,9 @@ use crate::tensor::{Tensor, from_data};
 /// ```
 ///
 /// Args:
-///     data: a tensor, whose values are copied and detached from the graph, or anything that `tensor` takes.
-///     dtype: a floating point dtype; default: the data's.
-///     device: the device; default: the data's.
+///     data: a tensor or anything else that `tensor` takes. The values are copied and detached from the tape.
+///     dtype: a floating point dtype; default: the dtype that `tensor` gives the data.
+///     device: the device; default: the device of a tensor, or the CPU for other data.
 ///
 /// Raises:
 ///     DTypeError: if the values are not floating point.
@@ -60,7 +60,8 @@ impl Var {
     ///
     /// Raises:
     ///     ShapeError, DTypeError: on assignment, if the gradient differs from the variable in shape or dtype.
-    ///     OutOfMemoryError: if a copy of a gradient in an adapter's flat buffer does not fit.
+    ///     OutOfMemoryError: if the gradient is in an adapter's flat buffer, so that it must be copied, and the copy does
+    ///         not fit.
     #[getter]
     fn grad(&self) -> Result<Option<Tensor>> {
         Ok(quick(|| self.0.try_grad())?.map(Tensor))
@@ -71,7 +72,8 @@ impl Var {
         quick(|| grad.map_or_else(|| self.0.zero_grad(), |grad| self.0.set_grad(&grad.0)))
     }
 
-    /// Note that a copy has taken the place of this variable; a step of an optimizer that still has it raises.
+    /// Note that a copy has taken the place of this variable, for example on another device. A step of an optimizer that
+    /// still has this variable then raises an error.
     fn _replace(&self) {
         self.0.replace();
     }
@@ -81,7 +83,7 @@ impl Var {
         quick(|| self.0.zero_grad())
     }
 
-    /// Overwrite the value in place.
+    /// Overwrite the values of the variable in place.
     ///
     /// Raises:
     ///     ShapeError, DTypeError, DeviceError: if `value` differs from the variable in shape, dtype or device.
@@ -92,7 +94,7 @@ impl Var {
 
 #[pymethods]
 impl Tensor {
-    /// Make a variable with a contiguous copy of the values, detached from the graph.
+    /// Make a variable with a contiguous copy of this tensor's values, detached from the tape.
     ///
     /// Raises:
     ///     DTypeError: if the values are not floating point.

@@ -10,7 +10,7 @@ use crate::arguments::FilePath;
 use crate::call::detached;
 use crate::error::Result;
 
-/// One layer's adapter in a file. A module with the adapters of several layers is listed once for each layer.
+/// The report of one layer's adapter in a file. A module with the adapters of several layers has one report for each layer.
 ///
 /// ```python
 /// report = tc.verify_adapter("adapter.safetensors", "sdxl", "sdxl")
@@ -19,29 +19,29 @@ use crate::error::Result;
 /// ```
 #[pyclass(frozen, get_all, module = "trainable_candle")]
 pub struct AdapterModule {
-    /// Its name in the file.
+    /// The module's name in the file: the keys of its tensors without the parameters' names.
     module: String,
-    /// The layer that it is for; None if the model has no such layer.
+    /// The name of the layer that the adapter is for; None if the model has no such layer.
     layer: Option<String>,
-    /// The kind of adapter; None if it is not an adapter.
+    /// The kind of adapter; None if the parameters form no complete adapter.
     kind: Option<&'static str>,
-    /// Its rank; 0 if it has no low-rank factors.
+    /// The adapter's rank; 0 if it has no low-rank factors.
     rank: usize,
-    /// The numerator of the scale; None if the file does not have it beside the parameters.
+    /// The value of the module's tensor `alpha`, the numerator of the scale; None if the module has no such tensor.
     alpha: Option<f64>,
-    /// The factor that tools apply.
+    /// The scale alpha / rank, by which tools multiply the adapter; 1 if the file has no alpha.
     scale: f64,
-    /// Whether a factor is zero everywhere, so that the adapter has no effect.
+    /// Whether all elements of one of the factors are 0, so that the adapter has no effect.
     zero: bool,
-    /// A message about wrong shapes or values, if there are any.
+    /// A message about wrong shapes, missing parameters or non-finite elements; None if there is no such fault.
     fault: Option<String>,
-    /// Tools that ignore it, with the reason.
+    /// The tools that ignore the module, with the reason.
     ignored_by: BTreeMap<&'static str, &'static str>,
-    /// Tools that apply it, but not as it was trained, with the reason.
+    /// The tools that apply the module, but not as it was trained, with the reason.
     changed_by: BTreeMap<&'static str, &'static str>,
 }
 
-/// How other tools read an adapter file.
+/// The report of an adapter file: how other tools would apply the file.
 ///
 /// ```python
 /// report = tc.verify_adapter("adapter.safetensors", "sdxl", "sdxl")
@@ -51,13 +51,14 @@ pub struct AdapterModule {
 pub struct AdapterReport {
     /// The tools that the report covers.
     tools: Vec<&'static str>,
-    /// Every module, by name.
+    /// The reports of all modules, in the order of the modules' names.
     modules: Vec<Py<AdapterModule>>,
-    /// Keys that are not parameters of an adapter.
+    /// The file's keys that are not parameters of an adapter.
     others: Vec<String>,
-    /// Remarks about the header.
+    /// Remarks about the file as a whole.
     remarks: Vec<String>,
-    /// Whether the first of `tools` applies every module as it was trained, and every module has an effect.
+    /// Whether the file has modules and no other keys, every module fits a layer and has an effect, and the first of
+    /// `tools` applies every module as it was trained.
     good: bool,
 }
 
@@ -69,13 +70,14 @@ pub struct AdapterReport {
 /// ```
 ///
 /// Args:
-///     path: the file.
-///     model: the family, such as "sdxl", "sd3" or "flux".
-///     weights: the model's files, if its sizes differ from the published ones; only their headers are read.
+///     path: the adapter file.
+///     model: the model family, such as "sdxl", "sd3" or "flux".
+///     weights: the path of the model's files, if the model's sizes differ from those of the published model. Only the
+///         headers of the files are read.
 ///
 /// Raises:
 ///     MissingFileError, WeightsFormatError: if there is no such file, or it is not a safetensors file.
-///     ConfigError: if the model is not known.
+///     ConfigError: if the model family is not known.
 #[pyfunction]
 #[pyo3(signature = (path, model="sdxl", weights=None))]
 pub fn verify_adapter(py: Python<'_>, path: FilePath, model: &str, weights: Option<FilePath>) -> Result<AdapterReport> {

@@ -18,11 +18,11 @@ use crate::tensor::Tensor;
 
 const OP: &str = "CausalLM";
 
-/// A language model with the results of transformers' `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` or
-/// `Qwen3ForCausalLM`: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3. `from_pretrained` loads one; with `layers=` it loads only
-/// the first layers, to serve as a text encoder.
+/// A language model: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3. It computes the results of transformers'
+/// `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` or `Qwen3ForCausalLM`. `from_pretrained` loads a model;
+/// with `layers=` it loads only the first layers, for use as a text encoder.
 ///
-/// The constructor makes a fresh model with the sizes in a `config.json`. Its parameters are trainable and f32.
+/// The constructor makes a fresh model with the sizes in a `config.json`. The model's parameters are trainable and f32.
 ///
 /// ```python
 /// lm = tc.models.CausalLM.from_pretrained("llama")
@@ -37,8 +37,9 @@ const OP: &str = "CausalLM";
 /// Raises:
 ///     MissingFileError, ConfigError: if the configuration is missing or belongs to another model.
 ///
-/// Inside the model, all texts are in one packed row. A packed row has `input_ids` (N tokens), their `positions`, which
-/// count from 0 in each text, and `cu_seqlens`, the M + 1 bounds of M texts, which ascend from 0 to at most N. Tokens
+/// Inside the model, all texts are in one packed row, which consists of three tensors. `input_ids` has the N tokens of
+/// the M texts, one text after the other. `positions` has each token's position in its text, from 0. `cu_seqlens` has
+/// M + 1 ascending bounds, from 0 to at most N: text i has the tokens from bound i up to, without, bound i + 1. Tokens
 /// of a text do not attend to other texts. Tokens after the last bound are padding.
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct CausalLM(Arc<models::CausalLM>);
@@ -60,7 +61,8 @@ impl CausalLM {
         Ok(PyClassInitializer::from(Model::new(Loaded::new(model.clone()))).add_subclass(Self(model)))
     }
 
-    /// The scores of all tokens of the vocabulary as the next token: (B, S, V) in the dtype of the weights.
+    /// For each token of `input_ids`, the scores (logits) of the token that follows it: (B, S, V) in the dtype of the
+    /// weights. V is the size of the vocabulary.
     ///
     /// Args:
     ///     input_ids: token ids, (B, S), i64 or u32.
@@ -69,7 +71,7 @@ impl CausalLM {
     /// Raises:
     ///     ShapeError: if an input has another shape.
     ///     IndexOutOfRangeError: if an id is not a token, or the mask has other values than 0 and 1.
-    ///     DTypeError: if an input is not of integers.
+    ///     DTypeError: if an input has another dtype than i64 or u32.
     ///     ArgumentError: if only a part of the layers was loaded.
     #[pyo3(signature = (input_ids, attention_mask=None))]
     fn __call__(
@@ -84,13 +86,14 @@ impl CausalLM {
         detached(py, || self.0.forward(ids, mask)).map(Tensor)
     }
 
-    /// The mean loss of predicting each label from the tokens before it: a scalar in f32, computed without a matrix of
-    /// all scores.
+    /// The mean cross entropy of predicting each label from the tokens before it: a scalar in f32. The matrix of the
+    /// scores of all tokens never exists in memory.
     ///
     /// Args:
     ///     input_ids: token ids, (B, S), i64 or u32.
-    ///     labels: (B, S), i64: the ids themselves, or -100 for tokens that are ignored. The model shifts them by one
-    ///         token. The mean is over the labels that are not ignored; it is 0 if all are.
+    ///     labels: (B, S), i64: a copy of `input_ids`, with -100 at the tokens to ignore. The label in column s is
+    ///         predicted from the tokens up to column s - 1, so labels in the first column and labels that directly
+    ///         follow padding are ignored too. The mean is over the other labels; if there are none, it is 0.
     ///     attention_mask: (B, S), i64 or u32: 1 for tokens of the text, 0 for padding.
     ///
     /// Raises:
@@ -111,15 +114,16 @@ impl CausalLM {
         detached(py, || self.0.loss(ids, labels, mask)).map(Tensor)
     }
 
-    /// The sum of the losses of a packed row: a scalar in f32, computed without a matrix of all scores.
+    /// The sum, over the tokens of a packed row, of weight · cross entropy of the token's target: a scalar in f32. The
+    /// matrix of the scores of all tokens never exists in memory.
     ///
     /// Args:
     ///     input_ids: token ids, (N), i64 or u32.
-    ///     targets: the target of each token, (N), i64: the id of the next token of its text, or -100 for tokens that
-    ///         are ignored.
+    ///     targets: the target of each token, (N), i64: the id of the next token in the same text, or -100 to leave the
+    ///         token out of the sum.
     ///     positions: the position of each token in its text, (N), i64 or u32.
     ///     cu_seqlens: the bounds of the texts, (M + 1), i64 or u32.
-    ///     weights: factors of the losses, (N), f32.
+    ///     weights: the factor of each token's cross entropy, (N), f32; default: 1 for all tokens.
     ///
     /// Raises:
     ///     ShapeError, DTypeError: if an input does not fit.
@@ -142,8 +146,8 @@ impl CausalLM {
         detached(py, || self.0.packed_loss(&self.0.hidden(&ids, &positions, &bounds)?, targets, weights)).map(Tensor)
     }
 
-    /// The logarithm of the probability of each target of a packed row: (N) in f32, 0 where the target is -100. Forward
-    /// and backward are computed without a matrix of all scores.
+    /// The logarithm of the probability of each target of a packed row: (N) in f32, 0 where the target is -100. Neither
+    /// the forward nor the backward pass holds the matrix of the scores of all tokens in memory.
     ///
     /// Args:
     ///     input_ids, targets, positions, cu_seqlens: as for `packed_loss`.
@@ -164,7 +168,8 @@ impl CausalLM {
         detached(py, || self.0.log_probs(&self.0.hidden(&ids, &positions, &bounds)?, targets)).map(Tensor)
     }
 
-    /// The states of a packed row that the head reads, after the final norm: (N, D).
+    /// The hidden states of a packed row after the final norm, (N, D). The language-model head computes the scores from
+    /// these states (see `logits`).
     ///
     /// Args:
     ///     input_ids: token ids, (N), i64 or u32.
@@ -186,10 +191,10 @@ impl CausalLM {
         detached(py, || self.0.hidden(&ids, &positions, &bounds)).map(Tensor)
     }
 
-    /// The scores of the next token, (..., V), for states (..., D) of `hidden`.
+    /// The scores (logits) of the next token, (..., V), for hidden states (..., D) that `hidden` computed.
     ///
     /// Raises:
-    ///     ShapeError: if the states have another width.
+    ///     ShapeError: if the last dimension of the states is not D.
     ///     ArgumentError: if only a part of the layers was loaded.
     fn logits(&self, py: Python<'_>, hidden: Argument<PyRef<'_, Tensor>>) -> Result<Tensor> {
         let hidden = hidden.get(OP, "hidden")?;
@@ -197,8 +202,9 @@ impl CausalLM {
         detached(py, || self.0.logits(hidden)).map(Tensor)
     }
 
-    /// The states after some layers, numbered as in transformers: 0 is the embedding, i the result of layer i. Later
-    /// layers are not computed. Unlike in transformers, the last layer's states are before the final norm.
+    /// The hidden states after the given numbers of layers, numbered as in transformers: number 0 has the embedded tokens,
+    /// number n the states after the first n layers. Layers after the largest given number are not computed. Unlike in
+    /// transformers, the final norm is not applied to the last layer's states.
     ///
     /// Args:
     ///     input_ids: token ids, (B, S), i64 or u32.
@@ -212,7 +218,7 @@ impl CausalLM {
     /// Raises:
     ///     ShapeError, DTypeError: if an input does not fit.
     ///     IndexOutOfRangeError: if an id is not a token, or the mask has other values than 0 and 1.
-    ///     ArgumentError: if the model has fewer layers.
+    ///     ArgumentError: if a number in `layers` exceeds the number of layers that were loaded.
     #[pyo3(signature = (input_ids, attention_mask=None, *, layers=None))]
     fn hidden_states(
         &self,
@@ -237,10 +243,11 @@ impl CausalLM {
         Ok(states.into_iter().map(Tensor).collect())
     }
 
-    /// Generate tokens after each prompt. The result has the new tokens, without the token that ends the text.
+    /// Generate tokens after each prompt. The result has one list per prompt with its new tokens, without the token that
+    /// ends the text.
     ///
-    /// Texts do not influence each other and are not padded; their keys and values are cached. A drawn token depends
-    /// only on the scores, the seed, the index of the text and the position in the text.
+    /// Texts do not influence each other and are not padded; their attention keys and values are cached. A drawn token
+    /// depends only on the scores, the seed, the index of the text and the token's position in the text.
     ///
     /// Args:
     ///     prompts: the token ids of each text; every text needs at least one.
@@ -248,8 +255,10 @@ impl CausalLM {
     ///     temperature: 0 always chooses the most likely token; otherwise scores are divided by the temperature and a
     ///         token is drawn.
     ///     top_k: draw only from this many most likely tokens; 0 draws from all.
-    ///     top_p: draw only from the most likely tokens that together have this probability, above 0 and up to 1.
-    ///     min_p: draw only from tokens whose probability is at least this fraction of the most likely token's, 0 to 1.
+    ///     top_p: draw only from the smallest set of most likely tokens whose probabilities sum to at least this number,
+    ///         above 0 and up to 1.
+    ///     min_p: draw only from tokens whose probability is at least `min_p` · the probability of the most likely token;
+    ///         0 to 1.
     ///     repetition_penalty: a number above 1 makes tokens that are already in the text less likely.
     ///     stop_token_ids: the tokens that end a text; default: `eos_token_ids`.
     ///     seed: the seed of the random draws.
@@ -288,14 +297,15 @@ impl CausalLM {
         })
     }
 
-    /// As `generate`, but return an iterator over the steps. Each item is a list with the new token of every text, None
-    /// for texts that have ended.
+    /// As `generate`, but return an iterator. Each item is a list with one new token per text, or None for a text that
+    /// has ended.
     ///
     /// Args:
     ///     prompts, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop_token_ids, seed: as for `generate`.
     ///
     /// Raises:
-    ///     As `generate`. Errors of the model are raised at the first step.
+    ///     As `generate`: ArgumentError for an empty prompt or a number out of range at the call, the other errors by
+    ///     the iterator.
     #[pyo3(signature = (prompts, *, max_new_tokens=Integer::of(128), temperature=Argument::of(0.0), top_k=Integer::of(0),
         top_p=Argument::of(1.0), min_p=Argument::of(0.0), repetition_penalty=Argument::of(1.0), stop_token_ids=None, seed=Integer::of(0)))]
     #[allow(clippy::too_many_arguments)] // each is a name in Python
@@ -316,8 +326,8 @@ impl CausalLM {
         Ok(Generation::new(self.0.clone(), given.start("stream", prompts, &self.0)?))
     }
 
-    /// Add tokens to the texts of a cache, and compute the scores of the next token of each text that got tokens:
-    /// (texts, V), in the order of the texts.
+    /// Add tokens to the texts of a cache, and compute the scores of the next token of each text that got tokens. The
+    /// result is (texts that got tokens, V), with the texts in the order of the cache.
     ///
     /// The scores equal those of a forward pass over the whole texts, but the model usually computes only the new
     /// tokens.
@@ -328,7 +338,8 @@ impl CausalLM {
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if an id is not a token.
-    ///     ArgumentError: if the numbers of texts differ, no text gets a token, or only a part of the layers was loaded.
+    ///     ArgumentError: if `tokens` has another number of texts than the cache, if no text gets a token, or if only a
+    ///         part of the layers was loaded.
     #[pyo3(signature = (cache, tokens))]
     fn extend(&self, py: Python<'_>, cache: PyRef<'_, KVCache>, tokens: Vec<Vec<Integer>>) -> Result<Tensor> {
         let new = tokens.into_iter().map(|ids| ids_of("extend", "tokens", ids)).collect::<Result<Vec<_>>>()?;
@@ -340,12 +351,13 @@ impl CausalLM {
         .map(Tensor)
     }
 
-    /// The states of one text and the padding that follows it, as in `hidden_states`. Padding tokens attend to every word but not to
-    /// padding tokens, like masked tokens in transformers.
+    /// The hidden states, as in `hidden_states`, of one text and the padding that follows it. Padding tokens attend to all
+    /// tokens of the text, but not to padding tokens, as in transformers with an attention mask.
     ///
     /// Args:
     ///     input_ids: token ids, (N), i64 or u32.
-    ///     words: the number of tokens, from the first on, that are words of the text: 1 to N.
+    ///     words: the number of tokens of the text, 1 to N. The first `words` tokens of `input_ids` are the text; the
+    ///         others are padding.
     ///     layers: the numbers of the states to return, as in `hidden_states`; at least one.
     ///
     /// Returns:
@@ -354,7 +366,8 @@ impl CausalLM {
     /// Raises:
     ///     ShapeError, DTypeError: if an input does not fit.
     ///     IndexOutOfRangeError: if an id is not a token.
-    ///     ArgumentError: if there are no words or more words than tokens, or if the model has fewer layers.
+    ///     ArgumentError: if `words` is 0 or larger than N, or if a number in `layers` exceeds the number of layers that
+    ///         were loaded.
     fn padded_states(
         &self,
         py: Python<'_>,

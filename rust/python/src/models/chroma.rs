@@ -24,15 +24,15 @@ impl ChromaTransformer {
     /// The velocity (noise minus latents) that the model predicts for noisy latents.
     ///
     /// Args:
-    ///     hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
-    ///         channels first.
-    ///     encoder_hidden_states: the text's features from T5, (B, L, joint_attention_dim): those of the words and one
-    ///         token of padding.
-    ///     timestep: the time from 0 (clean) to 1 (noise): (B,), (1,), or a number.
-    ///     img_ids: positions of the image's tokens, (S, 3): 0, row, column.
-    ///     txt_ids: positions of the text's tokens, (L, 3): zeros.
-    ///     lengths: the number of tokens of each text that attention reads, (B,), f32, at least 1. By default attention
-    ///         reads all tokens and needs no mask, which saves time.
+    ///     hidden_states: noisy latents as tokens, (B, S, in_channels). The features of a token are the values of a
+    ///         square of 2 x 2 latents in the order (channel, row, column).
+    ///     encoder_hidden_states: T5's results for the text tokens, (B, L, joint_attention_dim).
+    ///     timestep: the time from 0 (clean latents) to 1 (pure noise): (B,), (1,), or a number.
+    ///     img_ids: positions of the image tokens, (S, 3): 0, row, column.
+    ///     txt_ids: positions of the text tokens, (L, 3): zeros.
+    ///     lengths: for each sample, the number of text tokens that other tokens attend to, (B,), f32, at least 1: the
+    ///         text's own tokens and one padding token. Default: all L tokens; then attention needs no mask, which saves
+    ///         time.
     ///
     /// Returns:
     ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.

@@ -13,8 +13,8 @@ use crate::call::{detached, quick};
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// A text encoder with the results of transformers' `CLIPTextModel` or `CLIPTextModelWithProjection`. Names of its
-/// parameters begin with "text_model.", as in the published files. `from_pretrained` loads one.
+/// CLIP's text encoder. It computes the results of transformers' `CLIPTextModel` or `CLIPTextModelWithProjection`. The
+/// names of the encoder's parameters begin with "text_model.", as in the published files. `from_pretrained` loads one.
 ///
 /// ```python
 /// encoder = tc.models.CLIPTextModel.from_pretrained("sdxl", subfolder="text_encoder")
@@ -55,34 +55,36 @@ pub struct TextFeatures(clip::TextFeatures);
 
 #[pymethods]
 impl TextFeatures {
-    /// The last layer's states after the final norm, (B, S, D).
+    /// The hidden states after the last layer and the final norm, (B, S, D).
     #[getter]
     fn last_hidden_state(&self) -> Tensor {
         Tensor(self.0.last_hidden_state.clone())
     }
 
-    /// The input of the last layer, (B, S, D), which SDXL reads.
+    /// The hidden states before the last layer, (B, S, D), which SDXL uses.
     #[getter]
     fn penultimate(&self) -> Result<Tensor> {
         self.skipped(Integer::of(0))
     }
 
-    /// The state at the token that ends each text, after the final norm: (B, D), or (B, P) if the model projects it.
+    /// The pooled states: of each text, the state of the end token in `last_hidden_state`, (B, D). If the model has a
+    /// projection, the result is these states projected to P features, (B, P).
     #[getter]
     fn pooled(&self) -> Tensor {
         Tensor(self.0.pooled.clone())
     }
 
-    /// The states after the embedding and after each layer, before the final norm.
+    /// The hidden states after the embedding and after each layer, before the final norm, (B, S, D) each.
     #[getter]
     fn hidden_states(&self) -> Vec<Tensor> {
         self.0.hidden_states.iter().cloned().map(Tensor).collect()
     }
 
-    /// The states `clip_skip` layers before `penultimate`, as diffusers' SDXL pipelines count.
+    /// The hidden states `clip_skip` layers before `penultimate`, (B, S, D). diffusers' SDXL pipelines count in the same
+    /// way.
     ///
     /// Raises:
-    ///     ArgumentError: if the model has fewer layers.
+    ///     ArgumentError: if `clip_skip` is not less than the model's number of layers.
     fn skipped(&self, clip_skip: Integer) -> Result<Tensor> {
         let clip_skip = clip_skip.count("skipped", "clip_skip")?;
         quick(|| self.0.skipped(clip_skip).cloned()).map(Tensor)

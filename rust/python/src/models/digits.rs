@@ -26,12 +26,12 @@ use crate::tensor::Tensor;
 ///
 /// Args:
 ///     sample_size: height and width of an image in pixels.
-///     patch_size: height and width of the square that becomes one token.
-///     num_layers: number of blocks.
-///     num_attention_heads: heads of each attention.
-///     attention_head_dim: width of each head.
-///     mlp_ratio: width of the middle of a block's feed-forward network, as a multiple of the model's width.
-///     num_classes: number of classes.
+///     patch_size: height and width in pixels of a patch; each patch becomes one token.
+///     num_layers: number of transformer blocks.
+///     num_attention_heads: number of attention heads of each block.
+///     attention_head_dim: width of each head; the width of the tokens is the number of heads times this width.
+///     mlp_ratio: width of the feed-forward network's hidden layer, as a multiple of the width of the tokens.
+///     num_classes: number of classes of images.
 ///     device: the device of the parameters.
 ///
 /// Raises:
@@ -73,11 +73,11 @@ impl DigitsTransformer {
         Ok(PyClassInitializer::from(Model::new(Loaded::new(model.clone()))).add_subclass(Self(model)))
     }
 
-    /// The velocity `noise - image` of flow matching.
+    /// The velocity of flow matching, noise - image, that the model predicts for noisy images.
     ///
     /// Args:
     ///     sample: noisy images, (B, 1, H, W), values about -1 to 1.
-    ///     timestep: noise levels from 0 (image) to 1000 (noise), (B,).
+    ///     timestep: the time of each image from 0 (clean image) to 1000 (pure noise), (B,).
     ///     class_labels: the class of each image, (B,), i64 or u32.
     ///
     /// Returns:

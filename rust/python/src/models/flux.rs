@@ -24,22 +24,22 @@ impl FluxTransformer {
     /// The velocity (noise minus latents) that the model predicts for noisy latents.
     ///
     /// Args:
-    ///     hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
-    ///         channels first.
-    ///     encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim).
-    ///     pooled_projections: the pooled text, (B, pooled_projection_dim).
-    ///     timestep: the time from 0 (clean) to 1 (noise): (B,), (1,), or a number.
-    ///     img_ids: positions of the image's tokens, (S, 3): 0, row, column.
-    ///     txt_ids: positions of the text's tokens, (L, 3): zeros.
-    ///     guidance: the scale of guidance, (B,), (1,), or a number: 1 in training, about 3.5 for sampling. Only models
-    ///         with guidance (Flux.1-dev) take it.
+    ///     hidden_states: noisy latents as tokens, (B, S, in_channels). The features of a token are the values of a
+    ///         square of 2 x 2 latents in the order (channel, row, column).
+    ///     encoder_hidden_states: T5's results for the text tokens, (B, L, joint_attention_dim).
+    ///     pooled_projections: CLIP's pooled text embedding, (B, pooled_projection_dim).
+    ///     timestep: the time from 0 (clean latents) to 1 (pure noise): (B,), (1,), or a number.
+    ///     img_ids: positions of the image tokens, (S, 3): 0, row, column.
+    ///     txt_ids: positions of the text tokens, (L, 3): zeros.
+    ///     guidance: the guidance scale, (B,), (1,), or a number: 1 in training, about 3.5 for sampling. Only a
+    ///         guidance-distilled model (Flux.1-dev) takes this argument.
     ///
     /// Returns:
     ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.
     ///
     /// Raises:
     ///     ShapeError: if the inputs do not fit the model or one another.
-    ///     ArgumentError: if the model takes guidance and gets none, or gets guidance that it does not take.
+    ///     ArgumentError: if a model that takes `guidance` gets none, or if one that does not take `guidance` gets it.
     #[pyo3(signature = (hidden_states, encoder_hidden_states, pooled_projections, timestep, img_ids, txt_ids, guidance=None))]
     #[allow(clippy::too_many_arguments)] // each is a name in Python
     fn __call__(

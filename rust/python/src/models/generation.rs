@@ -1,4 +1,4 @@
-//! Generation of texts, and the cache of their keys and values.
+//! Generation of texts, and the cache of the texts' attention keys and values.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -12,9 +12,9 @@ use crate::arguments::Integer;
 use crate::call::{detached, quick};
 use crate::error::Result;
 
-/// Generation of several texts: an iterator over steps, each of which adds one token to every text. The item of a step
-/// is a list with the new token of every text, None for texts that have ended. Iteration stops when all texts have
-/// ended. `CausalLM.stream` makes one.
+/// An iterator that generates several texts. Each iteration adds one token to every text that has not ended, and returns
+/// a list with one new token per text, or None for a text that has ended. The iterator stops when all texts have ended.
+/// `CausalLM.stream` makes one.
 ///
 /// ```python
 /// lm = tc.models.CausalLM.from_pretrained("llama")
@@ -44,7 +44,7 @@ impl Generation {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
             while !state.is_done() {
                 let tokens = state.step(&self.model)?;
-                // A step in which the last texts end adds no token.
+                // If all remaining texts end with a stop token in this step, the step adds no token.
                 if tokens.iter().any(Option::is_some) {
                     return Ok(Some(tokens));
                 }
@@ -53,10 +53,10 @@ impl Generation {
         })
     }
 
-    /// End text number `text`; the others continue.
+    /// End the text with the index `text`. The other texts continue.
     ///
     /// Raises:
-    ///     ArgumentError: if there is no such text.
+    ///     ArgumentError: if `text` is not less than the number of texts.
     fn end(&self, text: Integer) -> Result<()> {
         let text = text.count("end", "text")?;
         quick(|| self.state.lock().unwrap_or_else(PoisonError::into_inner).end(text))
@@ -76,7 +76,8 @@ pub struct Given {
 }
 
 impl Given {
-    /// Start a generation after `prompts`. Texts end at `stop_token_ids`, by default the model's.
+    /// Start to generate after `prompts`. A text ends at any of `stop_token_ids`; by default these are the model's
+    /// `eos_token_ids`. `op` is the name of the Python function for error messages.
     pub fn start(
         self,
         op: &'static str,
@@ -103,13 +104,14 @@ impl Given {
     }
 }
 
-/// Convert token ids. An id that is too large for u32 becomes the largest u32, which no vocabulary contains.
+/// Convert the token ids that the function `op` got as the argument `name`. An id that is too large for u32 becomes the
+/// largest u32, which no vocabulary contains.
 pub fn tokens(op: &'static str, name: &str, ids: Vec<Integer>) -> Result<Vec<u32>> {
     let token = |id: Integer| Ok(u32::try_from(id.count(op, name)?).unwrap_or(u32::MAX));
     ids.into_iter().map(token).collect()
 }
 
-/// Texts that `CausalLM.extend` continues, with the keys and values of their tokens.
+/// The texts that `CausalLM.extend` continues, with the attention keys and values of the texts' tokens.
 ///
 /// ```python
 /// lm = tc.models.CausalLM.from_pretrained("llama")
@@ -131,10 +133,10 @@ impl KVCache {
         Ok(Self(Mutex::new(causal_lm::KvCache::new(texts.count("KVCache", "texts")?))))
     }
 
-    /// The tokens of text number `text`.
+    /// The token ids of the text with the index `text`.
     ///
     /// Raises:
-    ///     ArgumentError: if there is no such text.
+    ///     ArgumentError: if `text` is not less than the number of texts.
     fn tokens(&self, text: Integer) -> Result<Vec<u32>> {
         let text = text.count("tokens", "text")?;
         let cache = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -61,8 +61,8 @@ pub use t5::T5Encoder;
 pub use vae::AutoencoderKL;
 pub use z_image::ZImageTransformer;
 
-/// A model, with its tensors by name, its adapters and its checkpointing. Each kind of model is a subclass, whose
-/// objects can be called. `from_pretrained` loads one.
+/// The base class of models, with the methods for named tensors, adapters, gradient checkpointing and files. Each kind of
+/// model is a subclass, and calling an object of the subclass runs the forward pass. `from_pretrained` loads a model.
 ///
 /// ```python
 /// unet = tc.models.Model.from_pretrained("sdxl")  # the model of a pipeline that is fine-tuned
@@ -118,14 +118,14 @@ static CLASSES: &[Class] = &[
 ];
 
 impl Class {
-    /// The kind of model of a class; none for the base class.
+    /// The kind of model whose Python class is `class`; `None` for the base class.
     fn kind(class: &Bound<'_, PyType>) -> Option<&'static ModelKind> {
         CLASSES.iter().find(|known| (known.is)(class)).map(|known| known.kind)
     }
 }
 
-/// Declares the entry of a kind of model in `CLASSES`: `class!(Class)` is for a tuple struct `Class` around an `Arc`
-/// of `models::Class`.
+/// `class!(Name)` defines `Name::CLASS`, the entry of a kind of model in `CLASSES`. `Name` must be a tuple struct around
+/// an `Arc<models::Name>`.
 macro_rules! class {
     ($class:ident) => {
         impl $class {
@@ -149,8 +149,8 @@ pub(crate) use class;
 
 #[pymethods]
 impl Model {
-    /// Load the frozen model at `path`. The result has the class on which `from_pretrained` is called. If that is
-    /// `Model`, the files determine the class.
+    /// Load the model at `path` with frozen weights. `Class.from_pretrained` returns an object of `Class`;
+    /// `Model.from_pretrained` returns an object of the subclass that fits the files.
     ///
     /// ```python
     /// unet = tc.models.load("sdxl", dtype="bf16")
@@ -160,31 +160,32 @@ impl Model {
     /// Args:
     ///     path: a model's folder, a weight file beside its `config.json`, a pipeline's folder, an original checkpoint
     ///         in one file, or a name on the Hugging Face hub, "organisation/name". From a pipeline or an original
-    ///         checkpoint, `Model` loads the model that is fine-tuned.
-    ///     dtype: convert the weights; by default they stay as stored.
+    ///         checkpoint, `Model.from_pretrained` loads the denoising model (the UNet or transformer).
+    ///     dtype: the dtype to which the weights are converted; by default the weights keep the dtype of the file.
     ///     device: the device of the weights.
     ///     subfolder: the name of the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"),
     ///         which also selects the model of an original checkpoint. Default: the first folder that fits the class.
     ///     config: the path of a `config.json`, or of a pipeline's folder that has one, to use instead of the
     ///         configuration beside the weights.
-    ///     force_upcast: whether the model is f32 even if half precision is requested or stored. By default its
-    ///         configuration decides. The configuration of SDXL's autoencoder requests f32, because its values exceed
-    ///         the range of f16.
+    ///     force_upcast: whether the weights become f32 even if half precision is requested or stored. By default the
+    ///         model's configuration decides. The configuration of SDXL's autoencoder requests f32, because the
+    ///         autoencoder's activations exceed the range of f16.
     ///     layers: load only this many layers of a language model, from the first on, to read their `hidden_states`;
     ///         default: all.
-    ///     quantize: "int8", "fp8" or "nf4": quantize the weights of linear layers in blocks as `quantize` does, layer
-    ///         by layer while they are read. Other weights have `dtype`.
-    ///     stream_blocks: keep the weights of this many blocks in pinned host memory. Each block's weights are copied
-    ///         to the device before their use, on a separate stream, so that the device holds the weights of two such
-    ///         blocks at a time.
-    ///     stream_modulation: also keep the weights that compute the modulation of all blocks in pinned host memory.
-    ///         For Flux these are 6 GiB, which each step reads once.
+    ///     quantize: "int8", "fp8" or "nf4": quantize the weights of linear layers as the function `quantize` does, each
+    ///         layer when it is read. The other weights have `dtype`.
+    ///     stream_blocks: the number of transformer blocks whose linear layers' weights are in pinned host memory. The
+    ///         weights of such a block are copied to the device before the block runs, on a separate CUDA stream. The
+    ///         device holds the copied weights of two such blocks at a time.
+    ///     stream_modulation: whether the weights of the layers that compute the modulation of all blocks are in pinned
+    ///         host memory too. For Flux these weights have 6 GiB, and each step reads them once.
     ///
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if files are missing or damaged.
     ///     ConfigError: if the configuration belongs to another model, is not supported, or does not fit the weights.
-    ///     ArgumentError: if `layers` is given for another kind of model or exceeds the model's layers, if the kind has
-    ///         no layers to quantize, or if the model has fewer blocks than `stream_blocks`.
+    ///     ArgumentError: if `layers` is given for a model that is not a language model or exceeds the model's number of
+    ///         layers, if `quantize` is given for a kind of model without layers to quantize, or if the model has fewer
+    ///         blocks than `stream_blocks`.
     ///     OutOfMemoryError: if the model does not fit, or if the system cannot allocate the pinned memory.
     #[classmethod]
     #[pyo3(signature = (path, dtype=None, device="cpu", *, subfolder=None, config=None, force_upcast=None, layers=None, quantize=None, stream_blocks=Integer::of(0), stream_modulation=false))]
@@ -212,10 +213,10 @@ impl Model {
         Ok(Own(Self::object(py, request.load(py)?)?))
     }
 
-    /// Make a frozen model of random weights, to measure its speed and memory.
+    /// Make a model with frozen random weights, to measure the model's speed and memory.
     ///
     /// Args:
-    ///     config: the path of a `config.json`; default: the published model's configuration.
+    ///     config: the path of a `config.json`; default: the configuration of the published model of this class.
     ///     dtype: the dtype of the weights; default: f32.
     ///     device: the device of the weights.
     ///     quantize: as in `from_pretrained`.
@@ -262,8 +263,8 @@ impl Model {
         DType::new(self.model.dtype())
     }
 
-    /// Every parameter by name. Parameters of adapters are not included, but a merged adapter is part of its layer's
-    /// weight.
+    /// Every parameter by name. Parameters of adapters are not included, but if an adapter is merged, the weight of its
+    /// layer is the merged weight.
     fn named_tensors<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         let dict = PyDict::new(py);
         for (name, tensor) in self.model.named_tensors() {
@@ -272,7 +273,7 @@ impl Model {
         Ok(NamedTensors(dict))
     }
 
-    /// The tensor of this name among `named_tensors`. Only this tensor is dequantized.
+    /// The tensor `named_tensors()[name]`. Unlike `named_tensors`, this method dequantizes only this tensor.
     ///
     /// Raises:
     ///     ArgumentError: if the model has no parameter of this name.
@@ -284,8 +285,8 @@ impl Model {
         Ok(Tensor(self.model.named_tensor(name)?.ok_or_else(missing)?.detach()))
     }
 
-    /// The trainable parameters of the model itself by name. A loaded model has none; in a fresh model all parameters
-    /// are trainable.
+    /// The model's trainable parameters by name, without the parameters of adapters. A model from `from_pretrained` has
+    /// none. In a model from the constructor, all parameters are trainable.
     fn named_parameters<'py>(&self, py: Python<'py>) -> Result<NamedVars<'py>> {
         let dict = PyDict::new(py);
         for (name, var) in self.model.named_vars() {
@@ -306,8 +307,9 @@ impl Model {
         })
     }
 
-    /// Put the adapters of a file on the model and multiply their scales by `scale`. The file may have any of the
-    /// formats of `AdapterSet.save`, from any tool. Its adapters for other parts of a pipeline are ignored.
+    /// Put the adapters of a file on the model and multiply the adapters' scales by `scale`. The file may have any of the
+    /// formats of `AdapterSet.save`, and any tool may have written it. The file's adapters for other models of a pipeline
+    /// are ignored.
     ///
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
@@ -322,8 +324,9 @@ impl Model {
         })
     }
 
-    /// Put the frozen LoRA of a file on the model, beside the adapter that is trained, and multiply its scale by
-    /// `scale`. This is for training adapters of distilled models. Saved files and merged weights do not include it.
+    /// Put the frozen LoRA of a file on the model, in addition to the adapter that is trained, and multiply the frozen
+    /// LoRA's scale by `scale`. Such LoRAs ("training adapters") are published for the training of distilled models.
+    /// Saved files and merged weights do not include the frozen LoRA.
     ///
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
@@ -339,8 +342,8 @@ impl Model {
         Ok(TrainingAdapter::new(made, self.model.clone()))
     }
 
-    /// Make each adapted layer compute with one merged weight, as fast as the base. Changes of the adapters have no
-    /// effect until `unmerge_adapter`.
+    /// Make each adapted layer compute with one merged weight, as fast as an unquantized layer without an adapter. Later
+    /// changes of the adapters' parameters have no effect until `unmerge_adapter`.
     ///
     /// Raises:
     ///     ArgumentError: if the model has no adapter.
@@ -358,16 +361,17 @@ impl Model {
         Ok(())
     }
 
-    /// Remove the adapters, merged or not; the model then computes exactly the base's results.
+    /// Remove the adapters, merged or not. The model then computes exactly the results of its frozen weights.
     fn remove_adapter(&self) -> Result<()> {
         self.adapter.remove()
     }
 
-    /// Keep only a part of the results between forward and backward, and recompute the others.
+    /// Keep only some activations between the forward and the backward pass, and recompute the other activations in the
+    /// backward pass.
     ///
     /// Args:
     ///     policy: "full" keeps the inputs of blocks; "selective" also keeps the results of matrix products and
-    ///         attention; "offload" keeps the inputs of blocks in the memory of the host.
+    ///         attention; "offload" keeps the inputs of blocks, but in the memory of the host.
     ///
     /// Raises:
     ///     ArgumentError: if the policy is unknown.
@@ -377,13 +381,13 @@ impl Model {
         Ok(())
     }
 
-    /// Keep everything between forward and backward.
+    /// Keep all activations that the backward pass needs, and recompute none.
     fn disable_gradient_checkpointing(&self) {
         self.model.set_checkpointing(Policy::None);
     }
 
     /// Write `config.json` and the weights to a folder that diffusers and transformers can load. Adapters are not
-    /// written, but a merged adapter is part of its layer's weight.
+    /// written, but if an adapter is merged, the weight of its layer is the merged weight.
     ///
     /// Raises:
     ///     FileError: if a file cannot be written.
@@ -399,7 +403,7 @@ impl Model {
     }
 }
 
-/// Write models to one file under the names of the original checkpoints, as ComfyUI and others read them.
+/// Write models to one file, with the tensor names of the original checkpoint. ComfyUI and other tools read such files.
 ///
 /// ```python
 /// unet = tc.models.SDXLUNet.from_pretrained("sdxl")
@@ -409,12 +413,13 @@ impl Model {
 /// Args:
 ///     path: the file.
 ///     models: the models, by the names of their folders in a pipeline: "unet", "vae", "text_encoder",
-///         "text_encoder_2". Adapters are not written, but a merged adapter is part of its layer's weight.
-///     base: a checkpoint whose other tensors are copied unchanged.
-///     dtype: convert the weights of the models.
-///     quantize: the format of each model to quantize, "fp8" or "int8", by the name of its folder. The linear layers of
-///         the model are written as ComfyUI stores them: "fp8" as e4m3 numbers with a scale per tensor, "int8" as
-///         integers with a scale per row.
+///         "text_encoder_2". Adapters are not written, but if an adapter is merged, the weight of its layer is the merged
+///         weight.
+///     base: the path of an original checkpoint. Its tensors that belong to none of `models` are copied unchanged.
+///     dtype: the dtype to which the weights of `models` are converted.
+///     quantize: for each model to quantize, the format "fp8" or "int8", by the name of the model's folder. The linear
+///         layers of the model are written as ComfyUI stores them: "fp8" as e4m3 numbers with one scale per weight,
+///         "int8" as integers with one scale per row of the weight.
 ///
 /// Raises:
 ///     ArgumentError: if a model does not fit the name of its folder, if it has no layers that may be quantized, or if

@@ -24,16 +24,16 @@ impl QwenImageTransformer {
     /// The velocity (noise minus latents) that the model predicts for noisy latents.
     ///
     /// Args:
-    ///     hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
-    ///         channels first.
-    ///     encoder_hidden_states: the text's features from Qwen2.5-VL, (B, L, joint_attention_dim).
-    ///     timestep: the time from 0 (clean) to 1 (noise): (B,), (1,), or a number.
-    ///     img_ids: positions of the image's tokens, (S, 3): 0, row, column. Of n rows, the first is at n // 2 - n and the
-    ///         last at n // 2 - 1; columns likewise.
-    ///     txt_ids: positions of the text's tokens, (L, 3): token i of the text of an image of h rows and w columns is at
-    ///         max(h // 2, w // 2) + i on all axes.
-    ///     lengths: the number of tokens of each text that attention reads, (B,), f32, at least 1. By default attention
-    ///         reads all tokens and needs no mask, which saves time.
+    ///     hidden_states: noisy latents as tokens, (B, S, in_channels). The features of a token are the values of a
+    ///         square of 2 x 2 latents in the order (channel, row, column).
+    ///     encoder_hidden_states: Qwen2.5-VL's results for the text tokens, (B, L, joint_attention_dim).
+    ///     timestep: the time from 0 (clean latents) to 1 (pure noise): (B,), (1,), or a number.
+    ///     img_ids: positions of the image tokens, (S, 3): 0, row, column. The coordinates of n rows of tokens ascend from
+    ///         n // 2 - n to n // 2 - 1; so do the coordinates of n columns.
+    ///     txt_ids: positions of the text tokens, (L, 3). If the image has h rows and w columns of tokens, all three
+    ///         coordinates of text token i are max(h // 2, w // 2) + i.
+    ///     lengths: for each sample, the number of text tokens that other tokens attend to, (B,), f32, at least 1.
+    ///         Default: all L tokens; then attention needs no mask, which saves time.
     ///
     /// Returns:
     ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.

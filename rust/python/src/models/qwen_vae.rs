@@ -12,9 +12,9 @@ use crate::call::detached;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// Qwen-Image's autoencoder between images and latents, with the parameter names of diffusers' `AutoencoderKLQwenImage`
-/// and its results for one frame. `from_pretrained` loads one. Layers that change the number of frames are neither
-/// loaded nor saved.
+/// Qwen-Image's autoencoder between images and latents. It has the parameter names of diffusers'
+/// `AutoencoderKLQwenImage` and computes the results of that class for videos of one frame. The layers of the published
+/// model that change the number of frames are neither loaded nor saved. `from_pretrained` loads an autoencoder.
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct AutoencoderKLQwenImage(Arc<models::AutoencoderKLQwenImage>);
 
@@ -22,19 +22,19 @@ class!(AutoencoderKLQwenImage);
 
 #[pymethods]
 impl AutoencoderKLQwenImage {
-    /// The mean of each channel of the latents. The input of a diffusion model is (latent - latents_mean) / latents_std.
+    /// The mean of each latent channel. The diffusion transformer's input is (latent - latents_mean) / latents_std.
     #[getter]
     fn latents_mean(&self) -> Vec<f64> {
         self.0.config().latents_mean.clone()
     }
 
-    /// The standard deviation of each channel of the latents.
+    /// The standard deviation of each latent channel.
     #[getter]
     fn latents_std(&self) -> Vec<f64> {
         self.0.config().latents_std.clone()
     }
 
-    /// Pixels per latent along one side of an image.
+    /// The height and width in pixels of an image, divided by the height and width of its latents.
     #[getter]
     fn downscale(&self) -> usize {
         self.0.config().downscale()
@@ -44,11 +44,13 @@ impl AutoencoderKLQwenImage {
     ///
     /// Args:
     ///     image: images, (B, 3, H, W), values -1 to 1.
-    ///     tile_size: encode larger images in tiles of this many pixels along a side (512 is usual), which overlap by a
-    ///         quarter. Near seams the result differs a little.
+    ///     tile_size: if given, images that are larger than this many pixels along a side (512 is usual) are encoded in
+    ///         square tiles of this size, which overlap by a quarter. Near the tiles' seams, the result differs a little
+    ///         from that of the whole image.
     ///
     /// Returns:
-    ///     Mean and logarithm of the variance of the latents, which are not normalised, (B, 16, H / downscale, W / downscale) each.
+    ///     The mean and the logarithm of the variance of the latents before normalisation with `latents_mean` and
+    ///     `latents_std`, (B, 16, H / downscale, W / downscale) each.
     ///
     /// Raises:
     ///     ShapeError: if the image does not fit the model.
@@ -66,12 +68,13 @@ impl AutoencoderKLQwenImage {
         Ok((Tensor(mean), Tensor(logvar)))
     }
 
-    /// The images of latents.
+    /// Decode latents to images.
     ///
     /// Args:
     ///     latent: latents, (B, 16, h, w), not normalised.
-    ///     tile_size: decode larger images in tiles of this many pixels along a side (512 is usual), which overlap by a
-    ///         quarter and are blended at their seams. Memory then does not grow with the image.
+    ///     tile_size: if given, images that are larger than this many pixels along a side (512 is usual) are decoded in
+    ///         square tiles of this size, which overlap by a quarter and are blended at their seams. The memory of the
+    ///         activations then does not grow with the image.
     ///
     /// Returns:
     ///     Images, (B, 3, h * downscale, w * downscale), values -1 to 1.

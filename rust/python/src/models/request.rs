@@ -38,8 +38,9 @@ pub struct Options {
 }
 
 impl Request {
-    /// Reads the arguments of the function `op`. If there is no file at the path, the function that [`set_resolver`]
-    /// has set may resolve the path as a name.
+    /// Convert the arguments of the Python function `op`. `kind` is the kind of the class on which `op` was called, and
+    /// `None` for the base class. If the path does not exist, it may be the name of a model: the function that
+    /// [`set_resolver`] has set then finds the model's folder.
     pub fn new(
         py: Python<'_>,
         op: &'static str,
@@ -72,8 +73,8 @@ impl Request {
     }
 }
 
-/// The folders of a repository that may contain a model, the most likely first: folders of pipelines, then the
-/// repository itself.
+/// The subfolders of a repository in which a model of `kind` may be, the most likely first: the model's subfolder in a
+/// pipeline, then the repository itself (""). Without a kind: the subfolder of the first model of every pipeline, then "".
 fn likeliest(kind: Option<&'static ModelKind>) -> Vec<&'static str> {
     let mut places = match kind {
         Some(kind) => pipelines::subfolders(kind).into_iter().take(1).collect(),
@@ -90,9 +91,9 @@ static RESOLVER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 /// Set the function that finds models by names that are not paths. Only the first call has an effect.
 ///
 /// Args:
-///     resolve: a function with three arguments: the name, the folders of a repository that may contain the model (the
-///         most likely first), and whether half-precision files are preferred. It returns a folder, or None if it
-///         cannot resolve the name.
+///     resolve: a function with three arguments: the name, the subfolders of a repository in which the model may be (the
+///         most likely first; "" is the repository itself), and whether half-precision files are preferred. The function
+///         returns the model's folder, or None if it finds no model of this name.
 #[pyfunction]
 pub fn set_resolver(py: Python<'_>, resolve: Function) {
     // Later calls do not replace the first function.

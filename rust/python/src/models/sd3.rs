@@ -24,11 +24,11 @@ impl SD3Transformer {
     /// The velocity (noise minus latents) that the model predicts for noisy latents.
     ///
     /// Args:
-    ///     hidden_states: noisy latents, (B, 16, h, w), shifted and scaled by the autoencoder's factors; h and w are
-    ///         even.
-    ///     encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim).
-    ///     pooled_projections: the pooled text, (B, pooled_projection_dim).
-    ///     timestep: the time from 0 (clean) to 1000 (noise): (B,), (1,), or a number.
+    ///     hidden_states: noisy latents, (B, 16, h, w), shifted and scaled by the autoencoder's `shift_factor` and
+    ///         `scaling_factor`; h and w must be even.
+    ///     encoder_hidden_states: the text encoders' results for the text tokens, (B, L, joint_attention_dim).
+    ///     pooled_projections: the pooled text embedding, (B, pooled_projection_dim).
+    ///     timestep: the time from 0 (clean latents) to 1000 (pure noise): (B,), (1,), or a number.
     ///
     /// Returns:
     ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.

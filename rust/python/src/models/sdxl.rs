@@ -29,14 +29,16 @@ class!(SDXLUNet);
 
 #[pymethods]
 impl SDXLUNet {
-    /// The prediction for noisy latents: the noise, or the velocity if the model was trained for it.
+    /// The noise that the model predicts for noisy latents, or the velocity if the model was trained to predict the
+    /// velocity.
     ///
     /// Args:
-    ///     sample: noisy latents, (B, 4, h, w), scaled by the autoencoder's factor.
-    ///     timestep: the time from 0 (clean) to 999 (noise): (B,), (1,), or a number.
-    ///     encoder_hidden_states: the text's tokens, (B, L, cross_attention_dim).
-    ///     text_embeds: the pooled text, (B, P).
-    ///     time_ids: original height and width, top and left of the crop, target height and width, (B, 6).
+    ///     sample: noisy latents, (B, 4, h, w), scaled by the autoencoder's `scaling_factor`.
+    ///     timestep: the diffusion timestep from 0 (least noise) to 999 (most noise): (B,), (1,), or a number.
+    ///     encoder_hidden_states: the text encoders' results for the text tokens, (B, L, cross_attention_dim).
+    ///     text_embeds: the pooled text embedding of P features, (B, P).
+    ///     time_ids: the sizes of the image in pixels, (B, 6): original height and width, top and left of the crop, target
+    ///         height and width.
     ///
     /// Returns:
     ///     A tensor of the shape of `sample`, in the dtype of the weights.

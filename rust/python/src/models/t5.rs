@@ -11,8 +11,9 @@ use crate::call::detached;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// The text encoder of Stable Diffusion 3 and Flux, with the results of transformers' `T5EncoderModel`. It also
-/// computes in f16 without overflow: it scales values that would exceed the range of f16. `from_pretrained` loads one.
+/// T5's encoder, a text encoder of Stable Diffusion 3, Flux and Chroma, with the results of transformers'
+/// `T5EncoderModel`. In f16, the encoder scales activations that would exceed the range of f16, so nothing overflows.
+/// `from_pretrained` loads one.
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct T5Encoder(Arc<models::T5Encoder>);
 
@@ -20,17 +21,17 @@ class!(T5Encoder);
 
 #[pymethods]
 impl T5Encoder {
-    /// The last block's states after the final norm, one for each token: (B, L, D), in the dtype of the weights.
+    /// The hidden states of the tokens after the last block and the final norm: (B, L, D), in the dtype of the weights.
     ///
     /// Args:
     ///     input_ids: token ids, (B, L), i64 or u32.
-    ///     attention_mask: (B, L), i64 or u32: 1 for tokens that attention reads, 0 for others. By default it reads all
+    ///     attention_mask: (B, L), i64 or u32: 1 for tokens that other tokens attend to, 0 for the rest. Default: all
     ///         tokens, padding included, as in diffusers' pipelines.
     ///
     /// Raises:
     ///     ShapeError: if an input has another shape.
     ///     IndexOutOfRangeError: if an id is not a token, or the mask has other values than 0 and 1.
-    ///     DTypeError: if an input is not of integers.
+    ///     DTypeError: if an input has another dtype than i64 or u32.
     #[pyo3(signature = (input_ids, attention_mask=None))]
     fn __call__(
         &self,

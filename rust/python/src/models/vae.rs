@@ -28,19 +28,19 @@ class!(AutoencoderKL);
 
 #[pymethods]
 impl AutoencoderKL {
-    /// The factor of latents: a diffusion model reads (latent - shift_factor) * scaling_factor.
+    /// The factor of the latents: a diffusion model's input is (latent - shift_factor) * scaling_factor.
     #[getter]
     fn scaling_factor(&self) -> f64 {
         self.0.config().scaling_factor
     }
 
-    /// The shift of latents in the formula of `scaling_factor`; 0 for SDXL.
+    /// The shift of the latents, see `scaling_factor`; 0 for SDXL.
     #[getter]
     fn shift_factor(&self) -> f64 {
         self.0.config().shift_factor.unwrap_or(0.0)
     }
 
-    /// Pixels per latent along one side of an image.
+    /// The height and width in pixels of an image, divided by the height and width of its latents.
     #[getter]
     fn downscale(&self) -> usize {
         self.0.config().downscale()
@@ -50,12 +50,13 @@ impl AutoencoderKL {
     ///
     /// Args:
     ///     image: images, (B, 3, H, W), values -1 to 1.
-    ///     tile_size: encode larger images in tiles of this many pixels along a side (512 is usual), which overlap by a
-    ///         quarter. Near seams the result differs a little.
+    ///     tile_size: if given, images that are larger than this many pixels along a side (512 is usual) are encoded in
+    ///         square tiles of this size, which overlap by a quarter. Near the tiles' seams, the result differs a little
+    ///         from that of the whole image.
     ///
     /// Returns:
-    ///     Mean and logarithm of the variance of the unscaled latents, (B, C, H / downscale, W / downscale) each. C is
-    ///     the model's number of latent channels, 4 for SDXL.
+    ///     The mean and the logarithm of the variance of the latents before shift and scaling, (B, C, H / downscale,
+    ///     W / downscale) each. C is the model's number of latent channels, 4 for SDXL.
     ///
     /// Raises:
     ///     ShapeError: if the image does not fit the model.
@@ -73,12 +74,13 @@ impl AutoencoderKL {
         Ok((Tensor(mean), Tensor(logvar)))
     }
 
-    /// The images of latents.
+    /// Decode latents to images.
     ///
     /// Args:
-    ///     latent: latents, (B, C, h, w), not scaled, where C is the model's number of latent channels.
-    ///     tile_size: decode larger images in tiles of this many pixels along a side (512 is usual), which overlap by a
-    ///         quarter and are blended at their seams. Memory then does not grow with the image.
+    ///     latent: latents, (B, C, h, w), not shifted or scaled. C is the model's number of latent channels.
+    ///     tile_size: if given, images that are larger than this many pixels along a side (512 is usual) are decoded in
+    ///         square tiles of this size, which overlap by a quarter and are blended at their seams. The memory of the
+    ///         activations then does not grow with the image.
     ///
     /// Returns:
     ///     Images, (B, 3, h * downscale, w * downscale), values about -1 to 1.

@@ -24,14 +24,15 @@ impl ZImageTransformer {
     /// The negative velocity (latents minus noise) that the model predicts for noisy latents.
     ///
     /// Args:
-    ///     hidden_states: noisy latents, (B, in_channels, h, w), shifted and scaled by the autoencoder's factors; h and
-    ///         w are even.
-    ///     encoder_hidden_states: the text's tokens, (B, L, cap_feat_dim).
-    ///     timestep: the time, (B,), (1,), or a number: 0 is noise and 1 is clean, the reverse of other flow models.
-    ///     lengths: the number of tokens of each text before its padding, (B,). The model does not read later tokens. By
-    ///         default, texts have no padding.
-    ///     rows_are_full: whether every text fills its row: its length equals L, if both are rounded up to a multiple of
-    ///         32. Then attention needs no mask, which saves time. The model does not check this argument.
+    ///     hidden_states: noisy latents, (B, in_channels, h, w), shifted and scaled by the autoencoder's `shift_factor`
+    ///         and `scaling_factor`; h and w must be even.
+    ///     encoder_hidden_states: the text encoder's results for the text tokens, (B, L, cap_feat_dim).
+    ///     timestep: the time, (B,), (1,), or a number, from 0 (pure noise) to 1 (clean latents). Other flow models count
+    ///         in the opposite direction.
+    ///     lengths: the number of tokens of each text without padding, (B,). The model does not read the padding tokens
+    ///         after them. Default: no text has padding.
+    ///     rows_are_full: True asserts that the length of every text, rounded up to a multiple of 32, equals L rounded up
+    ///         to a multiple of 32. Then attention needs no mask, which saves time. The model does not check this.
     ///
     /// Returns:
     ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.

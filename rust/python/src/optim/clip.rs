@@ -10,7 +10,7 @@ use crate::call::detached;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// Scale the gradients of `parameters` so that their total norm is at most `max_norm`, as
+/// Scale the gradients of `parameters` so that the norm of all these gradients together is at most `max_norm`, as
 /// `torch.nn.utils.clip_grad_norm_` does.
 ///
 /// ```python
@@ -21,16 +21,17 @@ use crate::tensor::Tensor;
 ///
 /// Args:
 ///     parameters: the variables; those without a gradient are ignored.
-///     max_norm: the largest norm, at least 0; with infinity nothing is clipped.
-///     norm_type: 2 for the root of the sum of squares, infinity for the largest magnitude.
-///     error_if_nonfinite: whether a non-finite norm is an error. The check waits for a CUDA device.
+///     max_norm: the largest norm after scaling, at least 0. If it is infinite, the gradients do not change.
+///     norm_type: 2 for the root of the sum of squares, infinity for the largest magnitude of an element.
+///     error_if_nonfinite: whether a non-finite norm raises an error. On a CUDA device, this check waits for all pending
+///         work of the device.
 ///
 /// Returns:
-///     The norm before scaling: a scalar in f64 on the device of the gradients. Reading its value waits for a CUDA
-///         device.
+///     The norm before scaling: a scalar in f64 on the device of the gradients. On a CUDA device, reading the scalar's
+///         value waits for all pending work of the device.
 ///
 /// Raises:
-///     ArgumentError: if a number is out of range, or an item is not a Var.
+///     ArgumentError: if `max_norm` or `norm_type` is out of range, or an item of `parameters` is not a Var.
 ///     NonFiniteError: if `error_if_nonfinite` is True and the norm is non-finite. In this case the gradients do not
 ///         change.
 #[pyfunction]

@@ -1,4 +1,4 @@
-//! The moving average of an adapter.
+//! The exponential moving average of an adapter's parameters.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -30,17 +30,18 @@ use crate::tensor::Tensor;
 ///
 /// Args:
 ///     adapter: the adapter from `add_adapter`.
-///     decay: weight of the old average in each update, in [0, 1).
-///     warmup: use min(decay, (1 + n) / (10 + n)) after n updates, so that the initial values soon lose their weight.
+///     decay: the weight of the old average in each update, in [0, 1).
+///     warmup: whether the update that follows n other updates uses min(decay, (1 + n) / (10 + n)) as its decay, so that
+///         the initial values soon lose their weight.
 ///
 /// Raises:
-///     ArgumentError: if the decay is out of range.
+///     ArgumentError: if `decay` is out of range.
 ///     DTypeError: if the parameters are not f32.
 #[pyclass(frozen, module = "trainable_candle.optim")]
 #[allow(clippy::upper_case_acronyms)] // the usual name of the average
 pub struct EMA(Mutex<optim::EMA>);
 
-/// The adapter of an average.
+/// The adapter whose parameters are averaged: the argument `adapter`.
 struct Averaged<'a, 'py>(Borrowed<'a, 'py, AdapterSet>);
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Averaged<'a, 'py> {
@@ -73,7 +74,7 @@ impl EMA {
         Ok(Self(Mutex::new(quick(|| optim::EMA::new(adapter.0.get().inner().buffer(), config))?)))
     }
 
-    /// Update the averages with the parameters.
+    /// Update each average: decay · average + (1 - decay) · parameter.
     ///
     /// Raises:
     ///     ArgumentError: while the averages replace the parameters.
@@ -81,18 +82,18 @@ impl EMA {
         detached(py, || self.lock().update())
     }
 
-    /// Replace the parameters by the averages.
+    /// Replace the adapter's parameters by the averages.
     ///
     /// Raises:
-    ///     ArgumentError: if the averages already replace them.
+    ///     ArgumentError: if the averages already replace the parameters.
     fn swap_in(&self, py: Python<'_>) -> Result<()> {
         detached(py, || self.lock().swap_in())
     }
 
-    /// Restore the parameters, bit for bit.
+    /// Restore the adapter's own parameters, bit for bit.
     ///
     /// Raises:
-    ///     ArgumentError: if the averages do not replace them.
+    ///     ArgumentError: if the averages do not replace the parameters.
     fn swap_out(&self, py: Python<'_>) -> Result<()> {
         detached(py, || self.lock().swap_out())
     }
@@ -108,7 +109,7 @@ impl EMA {
         self.swap_out(py)
     }
 
-    /// Whether the averages replace the parameters.
+    /// Whether the averages currently replace the adapter's parameters.
     #[getter]
     fn is_swapped_in(&self) -> bool {
         self.lock().is_swapped_in()
@@ -126,8 +127,8 @@ impl EMA {
         self.lock().updates()
     }
 
-    /// A copy of the state: `INDEX.average` is the average of the parameter with that index, and `updates` (i64) the
-    /// number of updates.
+    /// A copy of the state: `INDEX.average` is the average of the parameter with the index INDEX, and `updates` (i64) is
+    /// the number of updates.
     fn state_dict<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         NamedTensors::new(py, detached(py, || self.lock().state_dict())?)
     }

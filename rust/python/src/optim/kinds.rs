@@ -1,4 +1,4 @@
-//! The optimizers of the registry. Python code makes a class of each.
+//! The optimizers of the registry. `python/trainable_candle/optim/kinds.py` makes a Python class for each.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
@@ -48,19 +48,20 @@ fn docstring(kind: &OptimizerKind) -> String {
     text += "    stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute \
         in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. ";
     text += if kind.rounds { "Other variables are updated as before.\n" } else { "This optimizer rejects it.\n" };
-    text += "    states: where the states of variables on a GPU are: \"device\", or \"host\": pinned memory of the host, which \
-        steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 \
-        master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.\n";
+    text += "    states: the memory with the states of variables on a GPU: \"device\", the GPU's memory, or \"host\", pinned \
+        memory of the host. \"host\" saves memory of the GPU, but each step reads and writes the states over the bus. Results \
+        do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the \
+        memory of the host.\n";
     text + "\nRaises:\n    ArgumentError: if a number is out of range, there is no variable, or one appears twice.\n    \
         DTypeError: if a variable's dtype is not supported.\n    \
         OutOfMemoryError: if the system gives too little pinned memory for the states.\n"
 }
 
-/// The optimizer of a kind.
+/// Make an optimizer of the kind `name`. The Python class has checked the names of `settings`: an unknown name is ignored.
 ///
 /// # Errors
-/// `TypeError` if a hyper-parameter has another type; `ArgumentError` if there is no such kind or hyper-parameter; the
-/// errors of the constructor.
+/// `TypeError` if a hyper-parameter has another type; `ArgumentError` if there is no kind `name` or a parameter group has an
+/// unknown entry; the errors of the optimizer's constructor.
 pub fn build(
     name: &str,
     params: &Params<'_>,
@@ -93,7 +94,8 @@ pub fn build(
     Ok(optimizer)
 }
 
-/// Converts the hyper-parameter `key`; `None` if the optimizer has no hyper-parameter of this name.
+/// Convert `value`, the Python value of the hyper-parameter `key`. Errors name the hyper-parameter and add `of`, such as
+/// " of a parameter group". `None` if the optimizer has no hyper-parameter of this name.
 fn setting(
     kind: &OptimizerKind,
     fields: &[Field],
@@ -116,7 +118,8 @@ fn setting(
 }
 
 impl Params<'_> {
-    /// The groups, each with the `common` hyper-parameters and its own entries.
+    /// The parameter groups. Each has the `common` hyper-parameters, followed by the group's own ones, which take
+    /// precedence.
     fn groups(
         &self,
         kind: &OptimizerKind,

@@ -1,4 +1,4 @@
-//! Optimizers, clipping, loss scaling, schedules and averages.
+//! Optimizers, gradient clipping, loss scaling, learning-rate schedules and averages of parameters.
 
 mod clip;
 mod ema;
@@ -50,7 +50,8 @@ impl Optimizer {
 
 #[pymethods]
 impl Optimizer {
-    /// The optimizer of a kind, over `params`, with the hyper-parameters that differ from its defaults.
+    /// An optimizer of the kind `kind` over `params`. `settings` has the hyper-parameters that differ from the kind's
+    /// defaults.
     #[new]
     #[pyo3(signature = (kind, params, settings, stochastic_rounding=false, states="device"))]
     fn new(
@@ -66,8 +67,8 @@ impl Optimizer {
     /// Update every variable that has a gradient. The gradients are kept until `zero_grad`.
     ///
     /// Args:
-    ///     if_finite: one number, such as the norm that `clip_grad_norm_` returned. If it is infinite or NaN, nothing
-    ///         changes and no step is counted. A CUDA device makes this decision without synchronization.
+    ///     if_finite: a tensor of one element, such as the norm that `clip_grad_norm_` returned. If the element is infinite
+    ///         or NaN, nothing changes and no step is counted. A CUDA device makes this decision without synchronization.
     ///
     /// Raises:
     ///     ShapeError: if `if_finite` does not have exactly one element.
@@ -97,16 +98,16 @@ impl Optimizer {
         detached(py, || self.lock().eval())
     }
 
-    /// Restore the values that `eval` has replaced, bit for bit. Call it before the next step. Does nothing if `eval`
-    /// has replaced none.
+    /// Restore the values that `eval` has replaced, bit for bit. Call `train` before the next step. It does nothing if
+    /// `eval` has not replaced the values.
     fn train(&self, py: Python<'_>) -> Result<()> {
         detached(py, || self.lock().train())
     }
 
-    /// The learning rate. Reading gives that of the first group; assigning sets it for all groups.
+    /// The learning rate of the first parameter group. Assignment sets the learning rate of all groups.
     ///
     /// Raises:
-    ///     ArgumentError: on assignment, if it is negative or not finite.
+    ///     ArgumentError: on assignment, if the number is negative or not finite.
     #[getter]
     fn lr(&self) -> f64 {
         self.lock().lr()
@@ -118,7 +119,7 @@ impl Optimizer {
         quick(|| self.lock().set_lr(lr))
     }
 
-    /// The learning rates of all groups. Assign a list with one number for each group.
+    /// The learning rate of each parameter group. To change them, assign a list with one number for each group.
     ///
     /// Raises:
     ///     ArgumentError: on assignment, if there is not one number for each group, or if a number is negative or not
@@ -140,10 +141,10 @@ impl Optimizer {
         quick(|| lrs.iter().enumerate().try_for_each(|(group, &lr)| optimizer.set_group_lr(group, lr)))
     }
 
-    /// A copy of all states, on the CPU: `INDEX.NAME` for a state of the variable with that index (counted through all
-    /// groups), `INDEX.master` for its f32 master values, `step` (i64) with the number of steps of each variable, `lr`
-    /// (f64) with the learning rate of each group, `kind` (u8) with the optimizer's name in ASCII, and, with stochastic
-    /// rounding, `seed` (i64).
+    /// A copy of all states, on the CPU. INDEX numbers the variables through all groups. `INDEX.NAME` is the state NAME
+    /// of variable INDEX, and `INDEX.master` the variable's f32 master values. `step` (i64) has the number of steps of
+    /// each variable, `lr` (f64) the learning rate of each group, and `kind` (u8) the optimizer's name in ASCII. With
+    /// stochastic rounding, `seed` (i64) has the seed of the random bits.
     fn state_dict<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         NamedTensors::new(py, detached(py, || self.lock().state_dict())?)
     }
@@ -159,8 +160,8 @@ impl Optimizer {
         detached(py, || self.lock().load_state_dict(&states))
     }
 
-    /// Bytes of all existing states and master values. The first step of a variable creates its states; on a CUDA
-    /// device, the first step of any variable creates the states of all.
+    /// Bytes of all existing states and master values. On the CPU, a variable's first step creates the variable's states.
+    /// On a CUDA device, the first step of any variable creates the states of all variables.
     #[getter]
     fn state_bytes(&self) -> usize {
         self.lock().state_bytes()
@@ -218,7 +219,7 @@ fn variables(op: &'static str, items: &[Bound<'_, PyAny>]) -> Result<Vec<tc::Var
     items.iter().enumerate().map(variable).collect()
 }
 
-/// The variables of an optimizer, or groups of them with their own hyper-parameters.
+/// The argument `params` of an optimizer: variables, or dicts of parameter groups.
 pub struct Params<'py>(Vec<Bound<'py, PyAny>>);
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Params<'py> {

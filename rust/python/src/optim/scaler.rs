@@ -76,10 +76,10 @@ impl GradScaler {
         quick(|| self.lock().scale(&loss.0)).map(Tensor)
     }
 
-    /// Divide the gradients of the optimizer's variables by the scale, to clip or read them before the step.
+    /// Divide the gradients of the optimizer's variables by the scale, to clip or read the gradients before the step.
     ///
     /// Raises:
-    ///     ArgumentError: if it was already called for this optimizer since the last `update`.
+    ///     ArgumentError: if `unscale_` or `step` was already called for this optimizer since the last `update`.
     fn unscale_(&self, py: Python<'_>, optimizer: &Optimizer) -> Result<()> {
         detached(py, || self.lock().unscale(&**optimizer.lock()))
     }
@@ -91,7 +91,7 @@ impl GradScaler {
     ///     Whether the step was taken; None on a CUDA device, because the answer would need synchronization.
     ///
     /// Raises:
-    ///     ArgumentError: if it was already called for this optimizer since the last `update`.
+    ///     ArgumentError: if `step` was already called for this optimizer since the last `update`.
     fn step(&self, py: Python<'_>, optimizer: &Optimizer) -> Result<Option<bool>> {
         detached(py, || self.lock().step(&mut **optimizer.lock()))
     }
@@ -105,13 +105,13 @@ impl GradScaler {
         quick(|| self.lock().update())
     }
 
-    /// The current scale; 1 if the scaler is not enabled. Waits for a CUDA device.
+    /// The current scale; 1 if the scaler is not enabled. On a CUDA device, this method waits for the device's work.
     fn get_scale(&self, py: Python<'_>) -> Result<f64> {
         detached(py, || self.lock().get_scale())
     }
 
-    /// The scale (`scale`) and the number of steps in a row with finite gradients (`growth_tracker`). Waits for a CUDA
-    /// device.
+    /// The scale (`scale`) and the number of steps in a row with finite gradients (`growth_tracker`). On a CUDA device,
+    /// this method waits for the device's work.
     fn state_dict(&self, py: Python<'_>) -> Result<BTreeMap<&'static str, f64>> {
         detached(py, || {
             let scaler = self.lock();
@@ -119,7 +119,7 @@ impl GradScaler {
         })
     }
 
-    /// Continue from the result of `state_dict`.
+    /// Load the scale and the number of steps from a result of `state_dict`.
     ///
     /// Raises:
     ///     ConfigError: if an entry is missing.

@@ -15,14 +15,14 @@ const OP: &str = "lr_scheduler";
 ///
 /// Args:
 ///     kind: "constant", "linear", "cosine" or "polynomial".
-///     warmup_steps: steps of the warm-up.
-///     total_steps: steps of the training, warm-up included.
-///     num_cycles: the number of cycles of the cosine; with half a cycle the factor falls from 1 to 0.
-///     end: the last factor of the polynomial, in [0, 1).
-///     power: the power of the polynomial, above 0.
+///     warmup_steps: the number of steps of the warm-up.
+///     total_steps: the number of steps of the training, warm-up included; "constant" ignores it.
+///     num_cycles: for "cosine", the number of periods of the cosine; 0.5 lets the factor fall from 1 to 0 once.
+///     end: for "polynomial", the factor at the end of the training, in [0, 1).
+///     power: for "polynomial", the exponent, above 0.
 ///
 /// Raises:
-///     ArgumentError: if the kind is unknown or a number out of range.
+///     ArgumentError: if the kind is unknown or a number is out of range.
 #[pyclass(frozen, module = "trainable_candle.optim")]
 pub struct Schedule(optim::Schedule);
 
@@ -55,7 +55,7 @@ impl Schedule {
         Ok(Self(optim::Schedule::new(warmup_steps, decay)?))
     }
 
-    /// The factor of step `step`, which counts from 0.
+    /// The factor of the learning rate in step `step`, counted from 0.
     fn factor(&self, step: Integer) -> Result<f64> {
         Ok(self.0.factor(step.word(OP, "step")?))
     }

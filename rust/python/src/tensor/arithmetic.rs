@@ -1,4 +1,4 @@
-//! Operators, and methods with their names.
+//! Python's operators on tensors, and the methods with the operators' names.
 
 use pyo3::prelude::*;
 use trainable_candle_core as tc;
@@ -8,12 +8,13 @@ use super::{Operand, Tensor};
 use crate::call::compute;
 use crate::error::Result;
 
-/// The number of elements of an operation on `a` and `b`, as a measure of work.
+/// The number of elements of the larger operand, as a measure of the operation's work.
 fn work(a: &tc::Tensor, b: &Operand<'_>) -> usize {
     a.elem_count().max(b.elem_count())
 }
 
-/// Elementwise `a op b`, in the dtype to which both are promoted. A number becomes a tensor.
+/// Elementwise `a op b`: `tensors` computes it after both operands are promoted to one dtype and a number is converted to
+/// a tensor.
 #[inline]
 fn binary(
     py: Python<'_>,
@@ -25,7 +26,7 @@ fn binary(
     compute(py, work(a, b), || promoted(op, a, b, tensors)).map(Tensor)
 }
 
-/// `a op b` for matrices, which must have the same dtype.
+/// A matrix product of `a` and `b`, which must have the same dtype: `tensors` computes it.
 #[inline]
 fn product(
     py: Python<'_>,
@@ -36,7 +37,7 @@ fn product(
     compute(py, work(a, b), || b.with("matmul", a, |b| tensors(a, b))).map(Tensor)
 }
 
-/// As [`binary`], but if `a` is floating point, a number is not converted to a tensor.
+/// As [`binary`], but if `a` is floating point and `b` is a number, `scalar` computes the result, without a tensor for `b`.
 #[inline]
 fn with_scalar(
     py: Python<'_>,
@@ -176,8 +177,8 @@ impl Tensor {
 
     /// The matrix product (..., m, k) x (..., k, n) -> (..., m, n).
     ///
-    /// Batch dimensions broadcast. As in numpy, a vector on the left counts as a row and a vector on the right as a
-    /// column, and the result does not have that dimension.
+    /// Batch dimensions broadcast. As in numpy, a vector (k,) on the left counts as the matrix (1, k), a vector (k,) on the
+    /// right as (k, 1), and the result does not have the added dimension of size 1.
     ///
     /// Raises:
     ///     ShapeError: if the shapes do not fit.

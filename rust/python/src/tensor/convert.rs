@@ -1,4 +1,4 @@
-//! Values between Python and tensors: numpy arrays, nested lists, numbers.
+//! Conversions between tensors and Python values: numpy arrays, nested lists, numbers.
 
 use half::f16;
 use numpy::prelude::*;
@@ -17,7 +17,7 @@ use crate::dlpack;
 use crate::error::Result;
 use crate::types::NdArray;
 
-/// Copy the values of any Python object that holds numbers to new CPU storage.
+/// Copy the numbers in a Python object to new CPU storage, and convert them to `dtype` if it is given.
 ///
 /// # Errors
 /// `DTypeError` if the values are not numbers, `ShapeError` if nested lists are ragged.
@@ -102,8 +102,8 @@ fn from_numpy(op: &'static str, array: &Bound<'_, PyUntypedArray>) -> Result<Raw
     Ok(unsafe { source.read(op) }?)
 }
 
-/// Return an error for a tensor on a GPU inside a captured function: its values are not computed while the graph is
-/// recorded.
+/// Return an error for a tensor on a GPU inside a captured function: while the graph is recorded, the tensor's values are
+/// not computed yet.
 fn check_readable(op: &'static str, tensor: &tc::Tensor) -> Result<()> {
     if tensor.device().is_cpu() { Ok(()) } else { Ok(tc::capture::refuse(op)?) }
 }
@@ -163,7 +163,7 @@ pub fn integers(tensor: &tc::Tensor) -> tc::Result<Vec<i64>> {
     tensor.to_device(&tc::Device::Cpu)?.to_dtype(DType::I64)?.to_vec()
 }
 
-/// The elements as nested lists; for a tensor without dimensions, a number.
+/// The elements as nested lists. A tensor without dimensions gives a number.
 pub fn to_list<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Bound<'py, PyAny>> {
     check_readable("tolist", tensor)?;
     let mut level = numbers(py, tensor)?;

@@ -23,7 +23,8 @@ fn work(sizes: &[usize]) -> usize {
     sizes.iter().fold(1, |n, &size| n.saturating_mul(size))
 }
 
-/// The values of `data` on `device`; tensors are detached from the tape.
+/// A tensor on `device` with the values of `data`, in `dtype` if it is given. If `data` is a tensor, the result is detached
+/// from the tape.
 pub fn from_data(data: &Bound<'_, PyAny>, dtype: Option<DType>, device: &tc::Device) -> Result<tc::Tensor> {
     let tensor = match data.cast::<Tensor>() {
         // Convert the dtype on the tensor's device, then copy the result.
@@ -39,9 +40,10 @@ pub fn from_data(data: &Bound<'_, PyAny>, dtype: Option<DType>, device: &tc::Dev
 /// A tensor with a copy of `data`.
 ///
 /// Args:
-///     data: a number, nested lists of numbers, a numpy array, or anything with `__dlpack__` or `__array__`.
-///     dtype: the dtype. By default, an array keeps its dtype, except that int8, int16 and int32 become i64, uint16
-///         becomes u32, and bool becomes u8. Python floats become f32, Python integers i64, Python bools u8.
+///     data: a number, nested lists of numbers, a numpy array, or any object with `__dlpack__` or `__array__`.
+///     dtype: the dtype of the result. By default, an array keeps its dtype, except that int8, int16 and int32 become i64,
+///         uint16 becomes u32, and bool becomes u8. Numbers and lists become f32 if they contain a Python float, u8 if
+///         all are Python bools, and i64 otherwise.
 ///     device: the device.
 ///
 /// Raises:
@@ -60,7 +62,7 @@ pub fn tensor(data: &Bound<'_, PyAny>, dtype: Option<DTypeArg>, device: &str) ->
     from_data(data, dtype.map(|dtype| dtype.0), &device).map(Tensor)
 }
 
-/// Zeros.
+/// A tensor of zeros.
 ///
 /// Args:
 ///     shape: the sizes, as arguments or one sequence.
@@ -77,7 +79,7 @@ pub fn zeros(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>
     compute(py, work(&sizes), || tc::Tensor::zeros(sizes, dtype_or_f32(dtype), &device)).map(Tensor)
 }
 
-/// Ones.
+/// A tensor of ones.
 ///
 /// Args:
 ///     shape: the sizes, as arguments or one sequence.
@@ -94,11 +96,11 @@ pub fn ones(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>,
     compute(py, work(&sizes), || tc::Tensor::ones(sizes, dtype_or_f32(dtype), &device)).map(Tensor)
 }
 
-/// A tensor whose elements all have one value.
+/// A tensor whose elements all have the value `value`.
 ///
 /// Args:
-///     shape: the sizes.
-///     value: the value.
+///     shape: the sizes of the dimensions.
+///     value: a number, or a tensor of one element.
 ///     dtype: the dtype; default f32 for a float and i64 for an integer.
 ///     device: the device.
 ///
@@ -149,7 +151,7 @@ fn filled_like(
     compute(py, tensor.elem_count(), || tc::Tensor::full(value, tensor.shape(), dtype, &device)).map(Tensor)
 }
 
-/// Zeros in the shape of `input`, by default with its dtype and on its device.
+/// Zeros in the shape of `input`. By default they have the dtype and the device of `input`.
 ///
 /// ```python
 /// x = tc.tensor([1, 2, 3])
@@ -161,7 +163,7 @@ pub fn zeros_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, devic
     filled_like(py, 0.0, &input.0, dtype, device)
 }
 
-/// Ones in the shape of `input`, by default with its dtype and on its device.
+/// Ones in the shape of `input`. By default they have the dtype and the device of `input`.
 ///
 /// ```python
 /// x = tc.tensor([1, 2, 3])
@@ -173,7 +175,8 @@ pub fn ones_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, device
     filled_like(py, 1.0, &input.0, dtype, device)
 }
 
-/// A tensor with arbitrary values in the shape of `input`, by default with its dtype and on its device.
+/// A tensor of unspecified values in the shape of `input`, for callers that use only its shape or overwrite its values. By
+/// default it has the dtype and the device of `input`.
 ///
 /// ```python
 /// x = tc.tensor([1, 2, 3])
@@ -200,8 +203,8 @@ fn number(operand: &Operand<'_>) -> Result<Number> {
 /// ```
 ///
 /// Args:
-///     start: the first value. If it is the only argument, it is the end, and the first value is 0.
-///     end: the end.
+///     start: the first value. If `end` is not given, `start` is the end, and the first value is 0.
+///     end: the bound of the values, which is not a value itself.
 ///     step: the difference between neighbouring values.
 ///     dtype: the dtype; default i64 if all arguments are integers, else f32.
 ///     device: the device.
@@ -248,8 +251,8 @@ pub fn arange(
 /// ```
 ///
 /// Args:
-///     n: rows.
-///     m: columns; default `n`.
+///     n: the number of rows.
+///     m: the number of columns; default `n`.
 ///     dtype: the dtype; default f32.
 ///     device: the device.
 ///
@@ -267,7 +270,7 @@ pub fn eye(n: Integer, m: Option<Integer>, dtype: Option<DTypeArg>, device: &str
     Ok(Tensor(tc::Tensor::from(raw).to_device(&device::parse(device)?)?))
 }
 
-/// Uniform values in [0, 1) from the library's generator (`manual_seed`).
+/// Random values, uniform in [0, 1), from the library's generator (see `manual_seed`).
 ///
 /// Args:
 ///     shape: the sizes, as arguments or one sequence.
@@ -285,7 +288,7 @@ pub fn rand(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>,
     compute(py, work(&sizes), || tc::Tensor::rand(0.0, 1.0, sizes, dtype_or_f32(dtype), &device)).map(Tensor)
 }
 
-/// Standard normal values from the library's generator (`manual_seed`).
+/// Random values from the standard normal distribution, from the library's generator (see `manual_seed`).
 ///
 /// Args:
 ///     shape: the sizes, as arguments or one sequence.
@@ -303,12 +306,12 @@ pub fn randn(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>
     compute(py, work(&sizes), || tc::Tensor::randn(0.0, 1.0, sizes, dtype_or_f32(dtype), &device)).map(Tensor)
 }
 
-/// Integers in [low, high) from the library's generator (`manual_seed`), i64.
+/// Random integers, uniform in [low, high), from the library's generator (see `manual_seed`), in i64.
 ///
 /// Args:
 ///     low: the smallest value.
 ///     high: one more than the largest value.
-///     shape: the sizes.
+///     shape: the sizes of the dimensions.
 ///     device: the device.
 ///
 /// Raises:

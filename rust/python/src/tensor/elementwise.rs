@@ -8,7 +8,7 @@ use crate::argument::Argument;
 use crate::call::compute;
 use crate::error::Result;
 
-/// Defines methods without arguments, by the name in Python, the name in the core, and the docstring.
+/// Define methods without arguments. An entry has the method's name in Python, its name in the core, and its docstring.
 macro_rules! unary_methods {
     ($($name:ident = $method:ident, $doc:literal;)*) => {
         #[pymethods]
@@ -47,11 +47,11 @@ impl Tensor {
     /// GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
     ///
     /// Args:
-    ///     approximate: "none" for x * Phi(x), computed with the error function; "tanh" for its approximation with
-    ///         tanh.
+    ///     approximate: "none" for x * Phi(x), where Phi is the standard normal distribution function, computed with the
+    ///         error function; "tanh" for the approximation of x * Phi(x) with tanh.
     ///
     /// Raises:
-    ///     ArgumentError: if `approximate` is something else.
+    ///     ArgumentError: if `approximate` has another value.
     ///     DTypeError: if the tensor is not floating point.
     #[pyo3(signature = (approximate="none"))]
     fn gelu(&self, py: Python<'_>, approximate: &str) -> Result<Self> {
@@ -71,7 +71,7 @@ impl Tensor {
     }
 }
 
-/// Select elements of `input` where `condition` is not 0, and of `other` elsewhere. Shapes broadcast as in numpy.
+/// Take each element from `input` where `condition` is not 0, and from `other` where it is 0. Shapes broadcast as in numpy.
 ///
 /// ```python
 /// x = tc.tensor([-1.0, 2.0])
@@ -81,10 +81,10 @@ impl Tensor {
 /// Args:
 ///     condition: a u8 tensor, such as the result of a comparison.
 ///     input: a tensor or a number.
-///     other: a tensor or a number. If both are numbers, the result is f32.
+///     other: a tensor or a number. If `input` and `other` are numbers, the result is f32.
 ///
 /// Raises:
-///     DTypeError: if the condition is not u8, or `input` and `other` differ in dtype.
+///     DTypeError: if `condition` is not u8, or `input` and `other` are tensors of different dtypes.
 ///     ShapeError: if the shapes do not broadcast.
 #[pyfunction]
 #[pyo3(name = "where")]

@@ -1,4 +1,4 @@
-//! Indexing: `t[...]` and the functions that select by integer tensors.
+//! Indexing: `t[...]`, and the methods that select elements by tensors of indices.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyEllipsis, PyInt, PySlice, PySliceMethods, PyTuple};
@@ -19,9 +19,9 @@ enum Item<'py> {
     Slice(Bound<'py, PySlice>),
     NewDim,
     Ellipsis,
-    /// Positions along one dimension, of any shape.
+    /// A tensor, of any shape, of indices along one dimension of the indexed tensor.
     Positions(tc::Tensor),
-    /// A mask. It selects over as many dimensions of the tensor as the mask has.
+    /// A mask over as many neighbouring dimensions of the indexed tensor as the mask has.
     Mask(tc::Tensor),
 }
 
@@ -68,7 +68,8 @@ impl<'py> Item<'py> {
         }
     }
 
-    /// The number of the tensor's dimensions that this entry applies to.
+    /// The number of the indexed tensor's dimensions to which this entry applies. `...` counts as 0 here: it applies to the
+    /// dimensions that the other entries leave.
     fn consumes(&self) -> usize {
         match self {
             Self::Integer(_) | Self::Slice(_) | Self::Positions(_) => 1,
@@ -78,7 +79,8 @@ impl<'py> Item<'py> {
     }
 }
 
-/// Positions as a flat i64 tensor. Negative positions count from the end and are converted.
+/// The indices in `tensor` along a dimension of `size` elements, as a flat i64 tensor. A negative index i counts from the
+/// end: it becomes i + `size`.
 fn positions(tensor: &tc::Tensor, size: usize) -> tc::Result<tc::Tensor> {
     let mut values = integers(tensor)?;
     for value in &mut values {
@@ -95,7 +97,7 @@ fn positions(tensor: &tc::Tensor, size: usize) -> tc::Result<tc::Tensor> {
     tc::Tensor::from(tc::raw::from_vec(values, count)).to_device(tensor.device())
 }
 
-/// The flat positions of the elements that are not 0.
+/// The indices, in the flattened mask, of the elements that are not 0.
 fn chosen(mask: &tc::Tensor) -> tc::Result<tc::Tensor> {
     let values = mask.to_vec::<u8>()?;
     let ids: Vec<i64> = values.iter().enumerate().filter(|(_, m)| **m != 0).map(|(i, _)| i as i64).collect();
@@ -162,7 +164,7 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
             Item::Positions(ids) => {
                 let dims = replaced(result.dims(), dim, 1, ids.dims());
                 result = quick(|| {
-                    // A list of positions is on the host.
+                    // Indices from a Python list are on the host, and must move to the device of the indexed tensor.
                     let ids = positions(ids, result.dims()[dim])?.to_device(result.device())?;
                     result.index_select(&ids, dim)?.reshape(dims)
                 })?;
@@ -189,9 +191,9 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
 
 #[pymethods]
 impl Tensor {
-    /// Index with integers, slices with any step, None and ... as in numpy. An index may contain one integer tensor
-    /// (positions along a dimension) or one u8 mask, as in torch. The result is a view unless the index contains a
-    /// tensor or a step other than 1. Indexing is differentiable.
+    /// Index with integers, slices with any step, None and ... as in numpy. The index may also contain either one integer
+    /// tensor (indices along one dimension) or one u8 mask, as in torch. The result is a view unless the index contains a
+    /// tensor or a slice with a step other than 1. Indexing is differentiable.
     fn __getitem__(&self, index: &Bound<'_, PyAny>) -> Result<Self> {
         let items = match index.cast::<PyTuple>() {
             Ok(tuple) => tuple.iter().map(|item| Item::parse(&item)).collect::<Result<Vec<_>>>()?,
@@ -200,28 +202,29 @@ impl Tensor {
         apply(&self.0, &items).map(Self)
     }
 
-    /// Select the slices at positions `index` along `dim`.
+    /// Select the slices with the indices `index` along `dim`. The result has n slices along `dim`.
     ///
     /// Args:
     ///     dim: the dimension.
-    ///     index: (n,) i64 or u32 positions.
+    ///     index: (n,), i64 or u32.
     ///
     /// Raises:
-    ///     IndexOutOfRangeError: if a position or the dimension is out of range.
+    ///     IndexOutOfRangeError: if an index or the dimension is out of range.
     ///     DTypeError: if `index` is not an integer tensor.
     fn index_select(&self, py: Python<'_>, dim: Integer, index: &Self) -> Result<Self> {
         let dim = dim.dim("index_select", self.0.rank())?;
         compute(py, self.0.elem_count(), || self.0.index_select(&index.0, dim)).map(Self)
     }
 
-    /// Select one element along `dim` for each position in `index`. The result has the shape of `index`.
+    /// Select one element for each element of `index`, as torch's `gather` does. For a matrix and `dim=1`, this is
+    /// `result[i, j] = self[i, index[i, j]]`. The result has the shape of `index`.
     ///
     /// Args:
-    ///     dim: the dimension.
-    ///     index: i64 or u32 positions, with as many dimensions as this tensor.
+    ///     dim: the dimension along which `index` selects.
+    ///     index: i64 or u32, with as many dimensions as this tensor.
     ///
     /// Raises:
-    ///     IndexOutOfRangeError: if a position or the dimension is out of range.
+    ///     IndexOutOfRangeError: if an index or the dimension is out of range.
     ///     ShapeError: if the shapes do not fit.
     ///     DTypeError: if `index` is not an integer tensor.
     fn gather(&self, py: Python<'_>, dim: Integer, index: &Self) -> Result<Self> {
@@ -229,10 +232,10 @@ impl Tensor {
         compute(py, index.0.elem_count(), || self.0.gather(&index.0, dim)).map(Self)
     }
 
-    /// Look up the rows of this table (entries, width) at positions `ids` of any shape; the result is (..., width).
+    /// Look up the rows `ids` of this table (entries, width). If `ids` has the shape (...), the result is (..., width).
     ///
     /// Raises:
-    ///     IndexOutOfRangeError: if a position is out of range.
+    ///     IndexOutOfRangeError: if a row index is out of range.
     ///     ShapeError: if the table is not a matrix.
     ///     DTypeError: if `ids` is not an integer tensor.
     fn embedding(&self, py: Python<'_>, ids: &Self) -> Result<Self> {

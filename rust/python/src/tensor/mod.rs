@@ -37,12 +37,12 @@ use crate::error::Result;
 use crate::types::{Anything, NdArray, Sizes};
 use crate::var::Var;
 
-/// An immutable array of numbers on a device, and its place on the autograd tape.
+/// An immutable array of numbers on a device, with the operation that computed it on the autograd tape.
 ///
 /// Make one with `tensor`, `zeros`, `randn` and similar functions. The tape records operations on tensors that depend
-/// on a `Var`; `backward` follows it. Shapes broadcast as in numpy. Elementwise arithmetic and comparisons of two
+/// on a `Var`; `backward` follows the tape. Shapes broadcast as in numpy. Elementwise arithmetic and comparisons of two
 /// tensors promote dtypes as torch does; other operations need tensors of one dtype. A Python number gets the tensor's
-/// dtype, except that a float with a tensor of integers gives f32.
+/// dtype, except that a Python float and a tensor of integers give a result in f32.
 ///
 /// ```python
 /// t = tc.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -84,7 +84,7 @@ impl Tensor {
         device::name(self.0.device())
     }
 
-    /// Whether the tensor is a variable or depends on one. Backward passes then compute its gradient.
+    /// Whether the tensor is a variable or depends on one. If so, backward passes compute the tensor's gradient.
     #[getter]
     fn requires_grad(&self) -> bool {
         self.0.requires_grad()
@@ -96,7 +96,7 @@ impl Tensor {
         self.0.is_leaf()
     }
 
-    /// Bytes of all elements.
+    /// The number of bytes of all elements.
     #[getter]
     fn nbytes(&self) -> usize {
         self.0.elem_count() * self.0.dtype().size_in_bytes()
@@ -107,7 +107,7 @@ impl Tensor {
         self.0.elem_count()
     }
 
-    /// Whether the elements are in row-major order without gaps.
+    /// Whether the elements are in memory in row-major order without gaps.
     fn is_contiguous(&self) -> bool {
         self.0.raw().is_contiguous()
     }
@@ -117,12 +117,13 @@ impl Tensor {
         Self(self.0.detach())
     }
 
-    /// The values in row-major order; copies only if necessary.
+    /// A tensor with the same values, whose elements are in memory in row-major order. The values are copied only if
+    /// this tensor is not contiguous.
     fn contiguous(&self, py: Python<'_>) -> Result<Self> {
         compute(py, self.0.elem_count(), || self.0.contiguous()).map(Self)
     }
 
-    /// The same values in another dtype or on another device.
+    /// A tensor with the same values in another dtype or on another device.
     ///
     /// A cast between floating point dtypes is differentiable. The gradient has this tensor's dtype.
     ///
@@ -162,7 +163,7 @@ impl Tensor {
         compute(py, self.0.elem_count(), || self.0.to_dtype(candle_core::DType::F32)).map(Self)
     }
 
-    /// A numpy array with a copy of the values. It is not part of the graph.
+    /// A numpy array with a copy of the values. Gradients do not flow through the array.
     ///
     /// For a view without a copy (read-only), use `numpy.from_dlpack(t)`.
     ///
@@ -206,7 +207,7 @@ impl Tensor {
         convert::item(py, &self.0).map(Anything)
     }
 
-    /// The elements as nested lists of Python numbers; a number if there are no dimensions.
+    /// The elements as nested lists of Python numbers. A tensor without dimensions gives a number.
     fn tolist<'py>(&self, py: Python<'py>) -> Result<Anything<'py>> {
         convert::to_list(py, &self.0).map(Anything)
     }
@@ -215,7 +216,8 @@ impl Tensor {
         reading(py, &self.0, || self.0.item())
     }
 
-    /// A tensor with one element is formatted like a Python number, as in torch.
+    /// Format a tensor without dimensions like a Python number, as torch does. With a format specification, the same holds
+    /// for every tensor of one element.
     fn __format__(slf: &Bound<'_, Self>, spec: &str) -> Result<String> {
         let tensor = &slf.get().0;
         if spec.is_empty() && tensor.rank() > 0 {
@@ -301,7 +303,7 @@ impl Tensor {
     }
 }
 
-/// The values as a numpy array. bf16, which numpy does not have, becomes f32.
+/// The values as a numpy array. bf16 values become f32, because numpy does not have bf16.
 fn numpy_values<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<NdArray<'py>> {
     if tensor.dtype() == candle_core::DType::BF16 {
         return convert::to_numpy(py, &tensor.detach().to_dtype(candle_core::DType::F32)?);

@@ -1,4 +1,4 @@
-//! Reads numbers in nested Python lists.
+//! Reads the numbers in nested Python lists.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyFloat, PyInt, PyList, PyTuple};
@@ -37,8 +37,8 @@ impl Scalar {
     }
 }
 
-/// Read the numbers in nested lists in `dtype`. Without `dtype`, the result is f32 if a number is a float, u8 if all
-/// are bools, and otherwise i64. None if the lists contain arrays.
+/// Read the numbers in nested lists, and convert them to `dtype`. Without `dtype`, the result is f32 if any number is a
+/// float or there are no numbers, u8 if all numbers are bools, and i64 otherwise. `None` if the lists contain arrays.
 ///
 /// # Errors
 /// `ShapeError` if the lists are ragged, `DTypeError` if an element is not a number, `ArgumentError` if a number does

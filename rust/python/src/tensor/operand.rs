@@ -46,7 +46,7 @@ impl Number {
         Self { value: value as f64, kind: Kind::Integer(value) }
     }
 
-    /// The number in `object`, if Python can convert it.
+    /// The number in `object`, which is an integer if `is_integer`. An error if Python cannot convert `object` to a number.
     fn read(object: &Bound<'_, PyAny>, is_integer: bool) -> PyResult<Self> {
         if !is_integer {
             return Ok(Self { value: object.extract()?, kind: Kind::Float });
@@ -54,16 +54,16 @@ impl Number {
         if let Ok(value) = object.extract() {
             return Ok(Self::integer(value));
         }
-        // The integer does not fit i64; if the extraction fails, it does not fit f64 either.
+        // The integer is outside the range of i64. If the extraction as f64 fails, it is outside the range of f64 too.
         Ok(Self { value: object.extract().unwrap_or(f64::INFINITY), kind: Kind::Huge })
     }
 
-    /// Whether it is an integer.
+    /// Whether the number is an integer.
     pub fn is_integer(self) -> bool {
         self.kind != Kind::Float
     }
 
-    /// The number as floating point.
+    /// The number as f64.
     ///
     /// # Errors
     /// [`tc::Error::Argument`] for an integer that is too large for f64.
@@ -74,7 +74,7 @@ impl Number {
         Ok(self.value)
     }
 
-    /// The number as an integer of `dtype`.
+    /// The number as an integer in the range of the integer dtype `dtype`.
     fn whole(self, op: &'static str, dtype: tc::DType) -> tc::Result<i64> {
         let range = match dtype {
             tc::DType::U8 => 0..=i64::from(u8::MAX),
@@ -104,10 +104,11 @@ impl Number {
         }
     }
 
-    /// A tensor of this value without dimensions.
+    /// A tensor without dimensions that has this value.
     ///
     /// # Errors
-    /// [`tc::Error::DType`] if a fraction is to become an integer, [`tc::Error::Argument`] if the number does not fit.
+    /// [`tc::Error::DType`] if `dtype` is an integer dtype and the number a float, [`tc::Error::Argument`] if the number is
+    /// outside the range of `dtype`.
     pub fn to_tensor(self, op: &'static str, dtype: tc::DType, device: &tc::Device) -> tc::Result<tc::Tensor> {
         if tc::raw::is_float(dtype) {
             return tc::Tensor::full(self.float(op)?, (), dtype, device);
@@ -116,14 +117,13 @@ impl Number {
         whole.to_dtype(dtype)?.to_device(device)
     }
 
-    /// A tensor of this value without dimensions, of the dtype and on the device of `like`.
+    /// A tensor without dimensions that has this value, in the dtype and on the device of `like`.
     ///
     /// # Errors
     /// As [`to_tensor`](Self::to_tensor).
     pub fn like(self, op: &'static str, like: &tc::Tensor) -> tc::Result<tc::Tensor> {
         match like.dtype() {
-            // This special case exists because converting the number takes most of the time of an operation on small
-            // tensors.
+            // In an operation on small tensors, the general conversion below would take most of the time.
             tc::DType::F32 if like.device().is_cpu() => Ok(tc::raw::from_vec(vec![self.float(op)? as f32], ()).into()),
             dtype => self.to_tensor(op, dtype, like.device()),
         }
@@ -131,8 +131,8 @@ impl Number {
 }
 
 impl Operand<'_> {
-    /// Call `apply` with the operand as a tensor. A number gets the dtype and the device of `other`; errors name the
-    /// operation `op`.
+    /// Call `apply` with the operand as a tensor. A number gets the dtype and the device of `other`. `op` is the name of the
+    /// operation for error messages.
     pub fn with<T>(
         &self,
         op: &'static str,
@@ -146,7 +146,7 @@ impl Operand<'_> {
         }
     }
 
-    /// Call `apply` with the operand converted to a tensor. A number becomes f32.
+    /// Call `apply` with the operand as a tensor. A number becomes an f32 tensor on `device`; tensors do not change.
     pub fn in_f32<T>(&self, device: &tc::Device, apply: impl FnOnce(&tc::Tensor) -> tc::Result<T>) -> tc::Result<T> {
         match self {
             Self::Tensor(tensor) => apply(tensor),
@@ -173,8 +173,8 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Operand<'a> {
         type_hint_identifier!("builtins", "int")
     );
 
-    /// The extraction fails for any other object. Python then tries the operator of that object, and raises a
-    /// `TypeError` if this operator fails too.
+    /// Any object that is no tensor, number or array is an error. Python then tries the operator of that object, and raises
+    /// a `TypeError` if that operator fails too.
     #[inline]
     fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
         if let Ok(tensor) = object.cast_exact::<Tensor>() {

@@ -1,13 +1,14 @@
-//! Promotes dtypes in operators of Python by torch's rules
-//! (<https://docs.pytorch.org/docs/2.9/tensor_attributes.html#type-promotion-doc>). The core does not convert dtypes.
+//! Dtype promotion in Python's operators, by torch's rules
+//! (<https://docs.pytorch.org/docs/2.9/tensor_attributes.html#type-promotion-doc>). The core's operations never convert
+//! dtypes.
 
 use trainable_candle_core as tc;
 use trainable_candle_core::DType;
 
 use super::Operand;
 
-/// Converts `a` and the operand to one dtype, for elementwise operations. Numpy arrays are not converted, because they
-/// are often f64 by accident. The operation then returns an error that names both dtypes.
+/// Call `apply`, an elementwise operation, with `a` and `b` converted to one dtype. Numpy arrays are not converted, because
+/// they are often f64 by accident. If an array has another dtype than `a`, `apply` returns an error that names both dtypes.
 pub fn promoted<T>(
     op: &'static str,
     a: &tc::Tensor,
@@ -27,7 +28,7 @@ pub fn promoted<T>(
     }
 }
 
-/// As [`promoted`], for quotients, whose dtype is always floating point.
+/// As [`promoted`], for quotients, whose dtype is always floating point: integers are converted to f32.
 pub fn for_quotient<T>(
     op: &'static str,
     a: &tc::Tensor,

@@ -9,7 +9,7 @@ use crate::arguments::{Dims, Integer};
 use crate::call::compute;
 use crate::error::Result;
 
-/// The dimensions, given under torch's name `dim` or numpy's name `axis`.
+/// The dimensions that the caller gave as `dim` (torch's name) or `axis` (numpy's name); an error if it gave both.
 fn one_of(op: &'static str, dim: Option<Dims>, axis: Option<Dims>) -> Result<Option<Dims>> {
     match (dim, axis) {
         (Some(_), Some(_)) => {
@@ -19,12 +19,13 @@ fn one_of(op: &'static str, dim: Option<Dims>, axis: Option<Dims>) -> Result<Opt
     }
 }
 
-/// The dimensions to reduce: the given ones, or all.
+/// The indices of the dimensions to reduce: those in `dim`, or all dimensions if `dim` is `None`.
 fn dims_or_all(op: &'static str, tensor: &tc::Tensor, dim: Option<&Dims>) -> Result<Vec<usize>> {
     dim.map_or_else(|| Ok((0..tensor.rank()).collect()), |dims| dims.resolve(op, tensor.rank()))
 }
 
-/// Defines reductions over one, several or all dimensions, by name, docstring and further errors.
+/// Define methods that reduce over one, several or all dimensions. An entry has the method's name, its docstring, and
+/// optionally errors besides `IndexOutOfRangeError`.
 macro_rules! reductions {
     ($($name:ident $doc:literal $(raises $raises:literal)?;)*) => {
         #[pymethods]
@@ -33,8 +34,8 @@ macro_rules! reductions {
                 #[doc = $doc]
                 ///
                 /// Args:
-                ///     dim: a dimension or several; default all.
-                ///     keepdim: whether the result keeps reduced dimensions with size 1.
+                ///     dim: the dimension or dimensions to reduce; default all.
+                ///     keepdim: whether the result keeps the reduced dimensions, with size 1.
                 ///     axis: another name of `dim`.
                 ///
                 /// Raises:
@@ -52,13 +53,13 @@ macro_rules! reductions {
 }
 
 reductions! {
-    sum "The sum. Integers and masks sum to i64.";
+    sum "The sum. The sum of an integer tensor or a mask is in i64.";
     mean "The mean." raises "    DTypeError: if the tensor is not floating point.";
     logsumexp "The logarithm of the sum of exponentials, without overflow."
         raises "    DTypeError: if the tensor is not floating point.";
 }
 
-/// The result of a reduction over all dimensions, in the shape for `keepdim`.
+/// Reshape `result`, the one element of a reduction of `tensor` over all dimensions, to the shape that `keepdim` asks for.
 fn of_all(tensor: &tc::Tensor, result: &tc::Tensor, keepdim: bool) -> tc::Result<tc::Tensor> {
     result.reshape(if keepdim { vec![1; tensor.rank()] } else { Vec::new() })
 }
@@ -66,11 +67,11 @@ fn of_all(tensor: &tc::Tensor, result: &tc::Tensor, keepdim: bool) -> tc::Result
 #[pymethods]
 impl Tensor {
     /// The largest element. Over one dimension, the first of equal elements gets the gradient; over several or all
-    /// dimensions, equal elements share it.
+    /// dimensions, equal elements share the gradient equally.
     ///
     /// Args:
-    ///     dim: a dimension or several; default all.
-    ///     keepdim: whether the result keeps reduced dimensions with size 1.
+    ///     dim: the dimension or dimensions to reduce; default all.
+    ///     keepdim: whether the result keeps the reduced dimensions, with size 1.
     ///     axis: another name of `dim`.
     ///
     /// Raises:
@@ -87,11 +88,11 @@ impl Tensor {
         .map(Self)
     }
 
-    /// The smallest element, with gradients as in `max`.
+    /// The smallest element. Equal elements get gradients as in `max`.
     ///
     /// Args:
-    ///     dim: a dimension or several; default all.
-    ///     keepdim: whether the result keeps reduced dimensions with size 1.
+    ///     dim: the dimension or dimensions to reduce; default all.
+    ///     keepdim: whether the result keeps the reduced dimensions, with size 1.
     ///     axis: another name of `dim`.
     ///
     /// Raises:
@@ -108,13 +109,13 @@ impl Tensor {
         .map(Self)
     }
 
-    /// The variance: squared deviations from the mean, summed and divided by `n - correction`.
+    /// The variance: the sum of the squared deviations from the mean of n elements, divided by n - `correction`.
     ///
     /// Args:
-    ///     dim: a dimension or several; default all.
-    ///     keepdim: whether the result keeps reduced dimensions with size 1.
+    ///     dim: the dimension or dimensions to reduce; default all.
+    ///     keepdim: whether the result keeps the reduced dimensions, with size 1.
     ///     correction: 1 for the unbiased estimate (torch's default), 0 for numpy's default.
-    ///     unbiased: True for a correction of 1, False for 0.
+    ///     unbiased: if given, it replaces `correction`: True means 1, False means 0.
     ///     axis: another name of `dim`.
     ///
     /// Raises:
@@ -136,11 +137,12 @@ impl Tensor {
         compute(py, self.0.elem_count(), || self.0.var(&dims, keepdim, correction)).map(Self)
     }
 
-    /// The position of the largest element, as i64; of equal elements, that of the first. It has no gradient.
+    /// The index of the largest element, in i64. If several elements are largest, it is the index of the first of them.
+    /// The result has no gradient.
     ///
     /// Args:
-    ///     dim: a dimension; by default, the position in the flattened tensor.
-    ///     keepdim: whether the result keeps the dimension with size 1.
+    ///     dim: the dimension to reduce; by default, the result is the index in the flattened tensor.
+    ///     keepdim: whether the result keeps the reduced dimensions, with size 1.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if the dimension is out of range.
@@ -153,13 +155,13 @@ impl Tensor {
                 Some(dim) => tensor.argmax(dim, keepdim)?,
                 None => of_all(&tensor, &tensor.reshape(tensor.elem_count())?.argmax(0, false)?, keepdim)?,
             };
-            // The library's other functions also return positions in i64.
+            // i64 is the dtype of indices in all functions of the library.
             position.to_dtype(candle_core::DType::I64)
         })
         .map(Self)
     }
 
-    /// exp(x) divided by the sum of exponentials along `dim`, computed without overflow.
+    /// exp(x) / sum(exp(x)), where the sum is along `dim`, computed without overflow.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if the dimension is out of range.

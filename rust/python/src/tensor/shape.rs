@@ -1,4 +1,4 @@
-//! Views, joining and splitting.
+//! Methods that change the shape of tensors, join tensors or split them.
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -14,10 +14,10 @@ impl Tensor {
     /// The same elements, in row-major order, in another shape. The result is a view if the layout allows it.
     ///
     /// Args:
-    ///     shape: the sizes, as arguments or one sequence; one may be -1, which is computed from the others.
+    ///     shape: the sizes, as arguments or one sequence. One size may be -1: it is computed from the number of elements.
     ///
     /// Raises:
-    ///     ShapeError: if the number of elements differs.
+    ///     ShapeError: if the tensor does not have as many elements as `shape`.
     #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]"))]
     fn reshape(&self, py: Python<'_>, shape: &Bound<'_, PyTuple>) -> Result<Self> {
         let sizes = Shape::from_arguments(shape)?.infer("reshape", self.0.elem_count())?;
@@ -32,7 +32,7 @@ impl Tensor {
         self.reshape(py, shape)
     }
 
-    /// Merge dimensions `start_dim` to `end_dim` into one.
+    /// Merge the dimensions from `start_dim` to `end_dim`, both included, into one dimension.
     ///
     /// Raises:
     ///     ArgumentError: if `start_dim` comes after `end_dim`.
@@ -81,16 +81,16 @@ impl Tensor {
         quick(|| self.0.permute(&order)).map(Self)
     }
 
-    /// Insert a dimension of size 1 at position `dim`.
+    /// Insert a dimension of size 1. `dim` is the index of this dimension in the result.
     ///
     /// Raises:
-    ///     IndexOutOfRangeError: if the position is out of range.
+    ///     IndexOutOfRangeError: if `dim` is out of range.
     fn unsqueeze(&self, dim: Integer) -> Result<Self> {
         let dim = dim.dim("unsqueeze", self.0.rank() + 1)?;
         quick(|| self.0.unsqueeze(dim)).map(Self)
     }
 
-    /// Remove dimensions of size 1: all of them, or those among `dim`.
+    /// Remove all dimensions of size 1, or, with `dim`, those of the dimensions `dim` that have size 1.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if a dimension is out of range.
@@ -104,20 +104,21 @@ impl Tensor {
         quick(|| dims.iter().rev().try_fold(self.0.clone(), |tensor, &dim| tensor.squeeze(dim))).map(Self)
     }
 
-    /// A view of shape `shape`, in which dimensions of size 1 and new leading dimensions repeat.
+    /// A view of shape `shape`. The elements repeat along dimensions that have size 1 in this tensor, and along new leading
+    /// dimensions.
     ///
     /// Raises:
-    ///     ShapeError: if repeating elements does not give the shape.
+    ///     ShapeError: if this tensor's shape does not broadcast to `shape`.
     #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]"))]
     fn broadcast_to(&self, shape: &Bound<'_, PyTuple>) -> Result<Self> {
         let sizes = Shape::from_arguments(shape)?.sizes("broadcast_to")?;
         quick(|| self.0.broadcast_as(sizes)).map(Self)
     }
 
-    /// As `broadcast_to`, but -1 keeps a dimension's size, as in torch.
+    /// As `broadcast_to`, but the size -1 means the size of this tensor's dimension, as in torch.
     ///
     /// Raises:
-    ///     ShapeError: if repeating elements does not give the shape.
+    ///     ShapeError: if this tensor's shape does not broadcast to the shape.
     #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]"))]
     fn expand(&self, shape: &Bound<'_, PyTuple>) -> Result<Self> {
         let mut shape = Shape::from_arguments(shape)?.numbers("expand")?;
@@ -131,17 +132,18 @@ impl Tensor {
         quick(|| self.0.broadcast_as(sizes)).map(Self)
     }
 
-    /// A view of `length` elements from `start` along `dim`.
+    /// A view of the indices from `start` up to, without, `start + length` along `dim`.
     ///
     /// Raises:
-    ///     IndexOutOfRangeError: if the range is not inside the dimension.
+    ///     IndexOutOfRangeError: if an index of this range, or `dim`, is out of range.
     fn narrow(&self, dim: Integer, start: Integer, length: Integer) -> Result<Self> {
         let dim = dim.dim("narrow", self.0.rank())?;
         let (start, length) = (start.count("narrow", "start")?, length.count("narrow", "length")?);
         quick(|| self.0.narrow(dim, start, length)).map(Self)
     }
 
-    /// Views of `chunks` parts along `dim`; the last part may be smaller.
+    /// Split the tensor along `dim` into views of ceil(size / `chunks`) indices each. As in torch, the last view may be
+    /// smaller, and there may be fewer than `chunks` views.
     ///
     /// Raises:
     ///     ArgumentError: if `chunks` is 0.
@@ -153,16 +155,16 @@ impl Tensor {
         Ok(quick(|| self.0.chunk(chunks, dim))?.into_iter().map(Self).collect())
     }
 
-    /// Views of parts along `dim`.
+    /// Split the tensor along `dim` into views.
     ///
     /// Args:
-    ///     split_size_or_sections: one size for all parts, of which the last may be smaller, or a list with the size of
-    ///         each part.
+    ///     split_size_or_sections: the size along `dim` of all views, of which the last may be smaller, or a list with the
+    ///         size of each view.
     ///     dim: the dimension.
     ///
     /// Raises:
-    ///     ShapeError: if the sizes do not add up to the size of the dimension.
-    ///     ArgumentError: if a size for all parts is given and is 0.
+    ///     ShapeError: if the sizes in the list do not add up to the size of the dimension.
+    ///     ArgumentError: if one size is given and is 0.
     ///     IndexOutOfRangeError: if the dimension is out of range.
     #[pyo3(signature = (split_size_or_sections, dim=Integer::of(0)))]
     fn split(&self, split_size_or_sections: Sections, dim: Integer) -> Result<Vec<Self>> {
@@ -176,7 +178,7 @@ fn references<'a>(tensors: &'a [PyRef<'_, Tensor>]) -> Vec<&'a tc::Tensor> {
     tensors.iter().map(|tensor| &tensor.0).collect()
 }
 
-/// Concatenate tensors along `dim`; all other sizes must agree.
+/// Concatenate tensors along `dim`. The sizes of all other dimensions must agree.
 ///
 /// ```python
 /// assert tc.cat([tc.zeros(2, 3), tc.ones(1, 3)]).shape == (3, 3)
@@ -195,7 +197,7 @@ pub fn cat(py: Python<'_>, tensors: Vec<PyRef<'_, Tensor>>, dim: Integer) -> Res
     compute(py, tensors.iter().map(|t| t.elem_count()).sum(), || tc::Tensor::cat(&tensors, dim)).map(Tensor)
 }
 
-/// Stack tensors of one shape along a new dimension `dim`.
+/// Stack tensors of the same shape along a new dimension, which has the index `dim` in the result.
 ///
 /// ```python
 /// assert tc.stack([tc.zeros(3), tc.ones(3)]).shape == (2, 3)

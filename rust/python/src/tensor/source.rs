@@ -1,11 +1,11 @@
-//! Copies foreign memory (numpy arrays, DLPack) to new storage.
+//! Copies the memory of other libraries' arrays (numpy, DLPack) to new storage.
 
 use half::{bf16, f16};
 use tc::Raw;
 use tc::raw::{check_allocation, from_vec};
 use trainable_candle_core as tc;
 
-/// The type of an element of foreign memory.
+/// The element type of another library's array.
 #[derive(Clone, Copy, Debug)]
 pub enum Element {
     Bool,
@@ -23,7 +23,7 @@ pub enum Element {
 }
 
 impl Element {
-    /// Bytes of one element.
+    /// The number of bytes of one element.
     pub const fn size(self) -> usize {
         match self {
             Self::Bool | Self::I8 | Self::U8 => 1,
@@ -33,7 +33,7 @@ impl Element {
         }
     }
 
-    /// A dtype that can represent all values of this type.
+    /// The dtype of tensors to which elements of this type are converted; it can represent all their values.
     const fn dtype(self) -> candle_core::DType {
         use candle_core::DType as D;
         match self {
@@ -48,14 +48,15 @@ impl Element {
     }
 }
 
-/// A strided array in foreign memory.
+/// A strided array in the memory of another library.
 pub struct Source {
+    /// The address of the element with index 0 in every dimension.
     pub data: *const u8,
     pub dims: Vec<usize>,
     /// The distance in bytes between neighbouring elements along each dimension.
     pub strides: Vec<isize>,
     pub element: Element,
-    /// Whether the byte order of elements differs from this machine's.
+    /// Whether the elements have the opposite byte order of this machine.
     pub swapped: bool,
 }
 
@@ -63,7 +64,7 @@ impl Source {
     /// A tensor with a copy of the values, in row-major order.
     ///
     /// # Safety
-    /// Every element that `dims` and `strides` reach from `data` is readable until this returns.
+    /// Every element that `dims` and `strides` reach from `data` must be readable until `read` returns.
     ///
     /// # Errors
     /// [`tc::Error::OutOfMemory`] if the copy does not fit.
@@ -88,20 +89,23 @@ impl Source {
         }
     }
 
+    /// The elements in row-major order, each converted by `decode` from its `N` bytes in this machine's byte order.
+    ///
     /// # Safety
-    /// As [`read`](Self::read), and an element has `N` bytes.
+    /// As [`read`](Self::read), and `N` must be the number of bytes of an element.
     unsafe fn gather<const N: usize, T: candle_core::WithDType>(&self, decode: impl Fn([u8; N]) -> T) -> Raw {
         let count = self.dims.iter().product();
         let mut values = Vec::with_capacity(count);
         if count > 0 && self.is_contiguous() && !self.swapped {
-            // SAFETY: `count` elements of N bytes are consecutive; bytes need no alignment.
+            // SAFETY: the array is contiguous, so `count` elements of N bytes follow one another from `data`. Byte arrays need
+            // no alignment.
             let elements = unsafe { std::slice::from_raw_parts(self.data.cast::<[u8; N]>(), count) };
             values.extend(elements.iter().map(|&bytes| decode(bytes)));
         } else if count > 0 {
             let mut position = vec![0usize; self.dims.len()];
             let mut offset = 0isize;
             for _ in 0..count {
-                // SAFETY: an element of the array is at `offset`; bytes need no alignment.
+                // SAFETY: the element with the indices `position` is at `offset`. Byte arrays need no alignment.
                 let mut bytes = unsafe { self.data.offset(offset).cast::<[u8; N]>().read() };
                 if self.swapped {
                     bytes.reverse();

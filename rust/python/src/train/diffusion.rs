@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::rng::words;
 use crate::tensor::Tensor;
 
-/// A noised batch: the model's input and its target.
+/// A noised batch: the model's input, and the target of the model's prediction.
 ///
 /// ```python
 /// objective = tc.train.DiffusionObjective(tc.train.NoiseSchedule())
@@ -35,7 +35,7 @@ impl NoisedLatents {
         Self(objective::NoisedLatents { sample, timesteps, target })
     }
 
-    /// The noised latents, in their shape and dtype.
+    /// The noised latents, in the shape and dtype of the latents.
     #[getter]
     fn sample(&self) -> Tensor {
         Tensor(self.0.sample.clone())
@@ -68,27 +68,33 @@ impl NoisedLatents {
 ///     timesteps: the distribution of timesteps, "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
 ///     logit_mean: mean of the normal distribution of "logit_normal"; a positive mean favours noisy timesteps.
 ///     logit_std: standard deviation of that normal distribution, above 0.
-///     shift: shifts timesteps towards noise (above 1) or data (below 1); 1 changes nothing.
+///     shift: a number above 1 shifts the timesteps towards noise, a number below 1 towards data; 1 changes nothing.
 ///     min_timestep: the first timestep that may be drawn.
-///     max_timestep: the timestep after the last one that may be drawn; with None, all later timesteps of the schedule
-///         may be drawn.
-///     min_snr_gamma: weights timesteps by min(SNR, gamma) / SNR, or by min(SNR, gamma) / (SNR + 1) for velocities
-///         (arXiv:2303.09556). The paper uses 5; with None all timesteps have the same weight.
-///     noise_offset: the amount of noise that is constant over each channel of an example, 0 to about 0.1.
-///     multires_noise_iterations: the largest number of levels of multiresolution noise. A level is normal noise,
-///         enlarged to the size of the latents and added; each level has a lower resolution than the level before it.
-///         The sum is scaled to standard deviation 1 over an example. 0 adds no levels; 6 to 10 are usual.
-///     multires_noise_discount: the factor of each level relative to the level before it, above 0 and below 1.
+///     max_timestep: the timestep after the last one that may be drawn; None means the number of timesteps of the
+///         schedule.
+///     min_snr_gamma: gamma of min-SNR weights (arXiv:2303.09556). The weight of a timestep in the loss is
+///         min(SNR, gamma) / SNR if the model predicts noise, and min(SNR, gamma) / (SNR + 1) if it predicts velocities.
+///         SNR is the timestep's signal-to-noise ratio. The paper uses 5; with None all timesteps have the weight 1.
+///     noise_offset: the standard deviation of additional noise that has one value for each channel of each example, 0
+///         to about 0.1.
+///     multires_noise_iterations: the largest number of levels of multiresolution noise. Each level is normal noise of a
+///         lower resolution than the level before it, enlarged to the size of the latents. All levels are added to the
+///         noise, and the sum is scaled to a standard deviation of 1 over the example. 0 adds no levels; 6 to 10 are
+///         usual.
+///     multires_noise_discount: the weight of each level after the first, divided by the weight of the level before it;
+///         above 0 and below 1.
 ///     loss: the loss of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the Huber loss divided
 ///         by delta).
-///     huber_delta: the delta of the Huber losses, above 0. The losses are linear for differences above delta.
-///     huber_schedule: how delta depends on the timestep t, of T in total (arXiv:2403.16728): "constant", "exponential"
-///         (delta ** (t / T)) or "snr" ((1 - delta) / (1 + sigma) ** 2 + delta).
+///     huber_delta: delta of the Huber losses, above 0, and at most 1 unless `huber_schedule` is "constant". The losses
+///         are linear for differences above delta.
+///     huber_schedule: the delta of timestep t of the schedule's T timesteps (arXiv:2403.16728), where d is
+///         `huber_delta`: "constant" for d, "exponential" for d ** (t / T), "snr" for
+///         (1 - d) / (1 + sigma) ** 2 + d with the timestep's entry of the schedule's `sigmas`.
 ///     device: the device of the latents.
 ///
 /// Raises:
-///     ArgumentError: if a name is unknown, if a number is out of range, or if the schedule ends in pure noise and the
-///         model predicts noise.
+///     ArgumentError: if a name is unknown, if a number is out of range, or if the model predicts noise and a timestep of
+///         pure noise may be drawn.
 #[pyclass(frozen, module = "trainable_candle.train")]
 pub struct DiffusionObjective(objective::DiffusionObjective);
 
@@ -146,9 +152,10 @@ impl DiffusionObjective {
     ///
     /// Args:
     ///     latents: (B, C, ...).
-    ///     samples: the number of each sample in the run. Noise and timestep then depend only on this number and
-    ///         `seed`, and the library's generator does not advance. By default they come from that generator.
-    ///     seed: the run's seed.
+    ///     samples: the number of each example, counted through the whole training run. If given, an example's noise and
+    ///         timestep depend only on its number and `seed`, and the library's generator does not advance. By default,
+    ///         the library's generator gives noise and timesteps.
+    ///     seed: the seed of the run; it has an effect only with `samples`.
     ///
     /// Raises:
     ///     ShapeError, DTypeError, DeviceError: if the latents do not fit, or if there is not one number for each
@@ -185,17 +192,17 @@ impl DiffusionObjective {
         compute(py, latents.0.elem_count(), || self.0.noise_at(&latents.0, &noise.0, &timesteps.0)).map(NoisedLatents)
     }
 
-    /// Add noise to latents for a validation loss. An example has the same noise and timestep every time, in any batch,
-    /// and the library's generator does not advance. Timesteps are spread evenly, so that examples with consecutive numbers cover the whole
-    /// range.
+    /// Add noise to latents for a validation loss. An example has the same noise and timestep in every call and in any
+    /// batch. The library's generator does not advance. The timesteps of examples with consecutive numbers are spread
+    /// evenly over the whole range of timesteps.
     ///
     /// Args:
     ///     latents: (B, C, ...).
-    ///     examples: the number of each example, from 0.
-    ///     seed: selects the noise.
+    ///     examples: the number of each example in the validation set, from 0.
+    ///     seed: the seed of the noise; the timesteps do not depend on it.
     ///
     /// Raises:
-    ///     ShapeError: if there is not a number for each example.
+    ///     ShapeError: if `examples` does not have one number for each example of the batch.
     #[pyo3(signature = (latents, examples, seed=Integer::of(0)))]
     fn validation_noise(
         &self,
@@ -211,22 +218,22 @@ impl DiffusionObjective {
         compute(py, latents.0.elem_count(), work).map(NoisedLatents)
     }
 
-    /// The loss of a prediction. An example's loss is its mean loss over elements, times its weights; the result is the
-    /// mean over the batch.
+    /// The loss of a prediction. An example's loss is the mean of the losses of its elements, times its min-SNR weight and
+    /// its entry in `weights`. The result is the mean over the examples of the batch.
     ///
     /// Args:
     ///     prediction: the model's output for `noised.sample` at `noised.timesteps`.
-    ///     noised: from `noise`, `noise_at` or `validation_noise`.
-    ///     mask: the weights of the positions of an example, (B, 1, ...) in the size of the latents, at least 0. The
-    ///         mask is divided by its mean over the example, so that its area does not change the example's weight. An
-    ///         example whose mask is 0 everywhere has loss 0.
-    ///     weights: (B,), the weights of the examples, such as the prior's weight for regularisation images.
+    ///     noised: a result of `noise`, `noise_at` or `validation_noise`.
+    ///     mask: the weight of each spatial position of each example, at least 0. The shape is (B, 1, ...) with the
+    ///         spatial size of the latents. An example's mask is divided by its mean, so that the area of the mask does
+    ///         not change the weight of the example. An example whose mask is 0 everywhere has loss 0.
+    ///     weights: the weight of each example, (B,), such as the weight of the prior loss for regularisation images.
     ///
     /// Returns:
-    ///     One element, f32.
+    ///     A scalar in f32.
     ///
     /// Raises:
-    ///     ShapeError, DTypeError, DeviceError: if something does not fit.
+    ///     ShapeError, DTypeError, DeviceError: if an argument does not fit `noised`.
     #[pyo3(signature = (prediction, noised, mask=None, weights=None))]
     fn loss(
         &self,

@@ -22,7 +22,8 @@ use crate::tensor::Tensor;
 ///
 /// Args:
 ///     distribution: the distribution of noise levels s in (0, 1), "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
-///     shift: moves levels towards noise (above 1) or data (below 1); 1 changes nothing.
+///     shift: a number above 1 shifts the levels towards noise, a number below 1 towards data: level s becomes
+///         shift * s / (1 + (shift - 1) * s).
 ///
 /// Raises:
 ///     ArgumentError: if the distribution is unknown or the shift is not above 0.
@@ -41,19 +42,21 @@ impl FlowMatching {
         Ok(Self { objective: objective::FlowMatching::new(distribution.parse()?, shift)?, shift })
     }
 
-    /// Add noise to a batch of data, each example at its own level.
+    /// Add noise to a batch of data, each example at its own noise level.
     ///
     /// Args:
     ///     data: (B, ...).
-    ///     samples: the number of each sample in the run. Noise and level then depend only on this number and `seed`,
-    ///         and the library's generator does not advance. By default they come from that generator.
-    ///     seed: the run's seed.
+    ///     samples: the number of each example, counted through the whole training run. If given, an example's noise and
+    ///         level depend only on its number and `seed`, and the library's generator does not advance. By default, the
+    ///         library's generator gives noise and levels.
+    ///     seed: the seed of the run; it has an effect only with `samples`.
     ///
     /// Returns:
-    ///     The noised data, the noise levels (B,) in f32, and the target of the prediction (noise - data).
+    ///     The noised data, the noise levels (B,) in f32, and the target of the prediction, noise - data. Noised data and
+    ///     target have the shape and dtype of the data.
     ///
     /// Raises:
-    ///     ShapeError: if the data has no dimension, or there is not a number for each example.
+    ///     ShapeError: if the data has no dimension, or `samples` does not have one number for each example.
     #[pyo3(signature = (data, samples=None, seed=Integer::of(0)))]
     fn noise(
         &self,
@@ -72,19 +75,19 @@ impl FlowMatching {
         compute(py, data.0.elem_count(), work).map(parts)
     }
 
-    /// Add noise to data for a validation loss. An example has the same noise and level every time, in any batch, and
-    /// the library's generator does not advance.
+    /// Add noise to data for a validation loss. An example has the same noise and level in every call and in any batch.
+    /// The library's generator does not advance.
     ///
     /// Args:
     ///     data: (B, ...).
-    ///     examples: the number of each example, from 0.
-    ///     seed: selects the noise.
+    ///     examples: the number of each example in the validation set, from 0.
+    ///     seed: the seed of noise and levels.
     ///
     /// Returns:
     ///     As `noise`.
     ///
     /// Raises:
-    ///     ShapeError: if there is not a number for each example.
+    ///     ShapeError: if `examples` does not have one number for each example of the batch.
     #[pyo3(signature = (data, examples, seed=Integer::of(0)))]
     fn validation_noise(
         &self,
@@ -102,7 +105,7 @@ impl FlowMatching {
     /// The noise levels of `steps` sampling steps: `steps + 1` numbers from 1 down to 0.
     ///
     /// Raises:
-    ///     ArgumentError: if there are no steps.
+    ///     ArgumentError: if `steps` is 0.
     fn sigmas(&self, steps: Integer) -> Result<Vec<f64>> {
         let steps = steps.count("sigmas", "steps")?;
         quick(|| sampler::flow_sigmas(steps, self.shift))
@@ -114,7 +117,7 @@ impl FlowMatching {
     ///     sample: the sample at noise level `sigma`.
     ///     velocity: the model's output for `sample` at `sigma`, in the shape of `sample`.
     ///     sigma: the noise level.
-    ///     next_sigma: the next noise level.
+    ///     next_sigma: the noise level of the result.
     ///
     /// Returns:
     ///     sample + (next_sigma - sigma) * velocity.

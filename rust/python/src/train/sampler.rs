@@ -57,13 +57,13 @@ impl Sampler {
         self.lock().timesteps().to_vec()
     }
 
-    /// The noise-to-data ratio at each step, and 0 after the last.
+    /// The noise-to-data ratio of the sample at each step, followed by 0 for the finished sample.
     #[getter]
     fn sigmas(&self) -> Vec<f64> {
         self.lock().sigmas().to_vec()
     }
 
-    /// Scale noise to the first sample of the run, f32.
+    /// Scale standard normal noise to the sample at step 0, in f32.
     ///
     /// Args:
     ///     noise: standard normal values.
@@ -71,23 +71,23 @@ impl Sampler {
         compute(py, noise.0.elem_count(), || self.lock().init_noise(&noise.0)).map(Tensor)
     }
 
-    /// Scale the sample to the model's input.
+    /// Scale the sample at step `i` to the model's input.
     ///
     /// Args:
     ///     x: the sample at step `i`.
     ///     i: the step, from 0.
     ///
     /// Raises:
-    ///     ArgumentError: if there is no such step.
+    ///     ArgumentError: if `i` is not less than the number of steps.
     fn scale_input(&self, py: Python<'_>, x: &Tensor, i: Integer) -> Result<Tensor> {
         let i = i.count("scale_input", "i")?;
         compute(py, x.0.elem_count(), || self.lock().scale_input(&x.0, i)).map(Tensor)
     }
 
-    /// Compute the sample at the next noise level. Steps are taken in order; step 0 starts the run again.
+    /// Compute the sample at the next noise level. Call it for the steps in order; step 0 starts the run again.
     ///
     /// Args:
-    ///     model_output: the model's output for the scaled sample.
+    ///     model_output: the model's output for `scale_input(x, i)` at the timestep `timesteps[i]`.
     ///     i: the step, from 0.
     ///     x: the sample at step `i`.
     ///
@@ -113,13 +113,13 @@ impl Sampler {
 /// Args:
 ///     negative: the model's output for the negative prompt.
 ///     positive: the model's output for the prompt.
-///     scale: the strength of guidance; 1 gives the output for the prompt.
+///     scale: the guidance scale; the result is `positive` if it is 1.
 ///
 /// Returns:
 ///     negative + scale * (positive - negative).
 ///
 /// Raises:
-///     ShapeError, DTypeError: if the outputs differ.
+///     ShapeError, DTypeError: if the two outputs differ in shape or dtype.
 #[pyfunction]
 pub fn classifier_free_guidance(
     py: Python<'_>,

@@ -10,8 +10,8 @@ use crate::arguments::{FilePath, Integer};
 use crate::call::quick;
 use crate::error::Result;
 
-/// The noise level of each timestep in a diffusion model's training. Names are those of diffusers, defaults those of
-/// SDXL.
+/// The noise level of each timestep in a diffusion model's training. The arguments have diffusers' names and SDXL's
+/// values as defaults.
 ///
 /// ```python
 /// schedule = tc.train.NoiseSchedule(prediction_type="v_prediction", rescale_betas_zero_snr=True)
@@ -19,20 +19,21 @@ use crate::error::Result;
 /// ```
 ///
 /// Args:
-///     beta_schedule: how the variances of the added noise grow: "linear", "scaled_linear" or "squaredcos_cap_v2".
-///     beta_start: the variance of the first timestep, in (0, 1).
-///     beta_end: the variance of the last timestep, in (0, 1).
+///     beta_schedule: how beta, the variance of the noise that a timestep adds, grows with the timestep: "linear",
+///         "scaled_linear" or "squaredcos_cap_v2".
+///     beta_start: beta of the first timestep, in (0, 1).
+///     beta_end: beta of the last timestep, in (0, 1).
 ///     num_train_timesteps: the number of timesteps, at least 2.
 ///     prediction_type: what the model predicts: "epsilon" (the noise) or "v_prediction" (the velocity,
 ///         sqrt(a) * noise - sqrt(1 - a) * data, where a is the timestep's entry of `alphas_cumprod`;
 ///         arXiv:2202.00512).
-///     rescale_betas_zero_snr: whether the schedule is shifted so that the last timestep is pure noise
+///     rescale_betas_zero_snr: whether all betas are rescaled so that the last timestep is pure noise
 ///         (arXiv:2305.08891).
 ///     timestep_spacing: how samplers pick timesteps: "leading", "trailing" or "linspace".
-///     steps_offset: added to the timesteps of the leading spacing.
+///     steps_offset: the number that samplers add to the timesteps of the "leading" spacing.
 ///
 /// Raises:
-///     ArgumentError: if a name is unknown or a number out of range.
+///     ArgumentError: if a name is unknown or a number is out of range.
 #[pyclass(frozen, module = "trainable_candle.train")]
 pub struct NoiseSchedule(pub Arc<objective::NoiseSchedule>);
 
@@ -67,13 +68,14 @@ impl NoiseSchedule {
         Ok(Self(Arc::new(quick(|| objective::NoiseSchedule::new(config))?)))
     }
 
-    /// Read a diffusers configuration; missing fields have SDXL's values.
+    /// Read diffusers' configuration of a schedule. Missing entries have SDXL's values.
     ///
     /// Args:
-    ///     path: `scheduler_config.json`, its folder, or the folder of a model that has it in `scheduler`.
+    ///     path: the path of a `scheduler_config.json`, of its folder, or of a pipeline's folder that has the file in its
+    ///         folder `scheduler`.
     ///
     /// Raises:
-    ///     MissingFileError: if there is no such file.
+    ///     MissingFileError: if there is no `scheduler_config.json` at the path.
     ///     ConfigError, ArgumentError: if an entry is wrong.
     #[staticmethod]
     fn from_pretrained(path: FilePath) -> Result<Self> {
@@ -81,7 +83,7 @@ impl NoiseSchedule {
         Ok(Self(Arc::new(quick(|| objective::NoiseSchedule::from_pretrained(&path))?)))
     }
 
-    /// The number of timesteps.
+    /// The number of timesteps of the training.
     #[getter]
     fn num_train_timesteps(&self) -> usize {
         self.0.num_train_timesteps()
@@ -99,13 +101,14 @@ impl NoiseSchedule {
         self.0.config().rescale_betas_zero_snr
     }
 
-    /// How samplers pick timesteps.
+    /// How samplers pick timesteps: "leading", "trailing" or "linspace".
     #[getter]
     fn timestep_spacing(&self) -> &'static str {
         self.0.config().timestep_spacing.name()
     }
 
-    /// The fraction `a` of the variance of the noised data that comes from the data, for each timestep.
+    /// For each timestep, the fraction `a` of the noised data's variance that comes from the data: the noised data is
+    /// sqrt(a) * data + sqrt(1 - a) * noise.
     #[getter]
     fn alphas_cumprod(&self) -> Vec<f64> {
         self.0.alphas_cumprod().to_vec()

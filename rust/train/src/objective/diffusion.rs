@@ -11,15 +11,16 @@ use super::{check_numbers, normal_rows};
 
 const OP: &str = "diffusion_objective";
 
-/// How δ of the Huber losses depends on the timestep t, of T in total (Khrapov et al. 2024, arXiv:2403.16728).
+/// δ of the Huber losses at timestep t of the schedule's T timesteps (Khrapov et al. 2024, arXiv:2403.16728). `delta` is
+/// [`DiffusionConfig::huber_delta`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HuberSchedule {
     /// δ is `delta` at every timestep.
     #[default]
     Constant,
-    /// `delta`^(t / T): 1 at data, about `delta` at noise.
+    /// `delta`^(t / T): 1 at t = 0 (data), about `delta` at the last timestep (noise).
     Exponential,
-    /// (1 - `delta`) / (1 + √((1 - ᾱ) / ᾱ))² + `delta`: about 1 at data, `delta` at noise.
+    /// (1 - `delta`) / (1 + √((1 - ᾱ) / ᾱ))² + `delta`, with ᾱ of timestep t: about 1 at data, about `delta` at noise.
     Snr,
 }
 
@@ -42,8 +43,8 @@ impl std::str::FromStr for HuberSchedule {
 /// The settings of a [`DiffusionObjective`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DiffusionConfig {
-    /// The distribution of timesteps between `min_timestep` and `max_timestep`; level 0 of the distribution means
-    /// `min_timestep`.
+    /// The distribution of timesteps. A level u of the distribution, from 0 to 1, gives the timestep
+    /// ⌊`min_timestep` + u · (`max_timestep` - `min_timestep`)⌋, but at most `max_timestep` - 1.
     pub timesteps: SigmaDistribution,
     /// Shifts timesteps as [`NoiseLevels::new`] does: towards noise if it is above 1, towards data if it is below 1.
     pub shift: f64,
@@ -53,7 +54,7 @@ pub struct DiffusionConfig {
     pub max_timestep: Option<usize>,
     /// γ of min-SNR weights (Hang et al. 2023, arXiv:2303.09556). The weight is min(SNR, γ) / SNR if the model predicts
     /// noise, and min(SNR, γ) / (SNR + 1) if it predicts velocities. SNR is the signal-to-noise ratio of the timestep.
-    /// The paper uses 5.
+    /// The paper uses γ = 5. `None` means a weight of 1 for all timesteps.
     pub min_snr_gamma: Option<f64>,
     /// Standard deviation of additional noise that has one value for each channel of each example, so that whole images can
     /// become dark or bright (Guttenberg 2023, "Diffusion with offset noise"). 0 adds none; up to about 0.1 is usual.
@@ -70,7 +71,7 @@ pub struct DiffusionConfig {
     /// The `delta` from which [`HuberSchedule`] computes δ of the Huber losses: above 0, and at most 1 unless the
     /// schedule is constant.
     pub huber_delta: f64,
-    /// How δ depends on the timestep.
+    /// How δ of the Huber losses depends on the timestep.
     pub huber_schedule: HuberSchedule,
 }
 
@@ -92,7 +93,7 @@ impl Default for DiffusionConfig {
     }
 }
 
-/// A noised batch: the model's input and its target.
+/// A noised batch: the model's input, and the target of the model's prediction.
 #[derive(Clone, Debug)]
 pub struct NoisedLatents {
     /// √ᾱ · latents + √(1 - ᾱ) · noise, in the shape and dtype of the latents.
@@ -103,8 +104,8 @@ pub struct NoisedLatents {
     pub target: Tensor,
 }
 
-/// Adds noise to latents and computes the loss of a model's prediction. The tables of the schedule are on the device, so
-/// that a training step copies nothing to the host.
+/// Adds noise to latents and computes the loss of a model's prediction. The tables with one number for each timestep are on
+/// the device of the latents, so that a training step copies nothing to the host.
 #[derive(Clone, Debug)]
 pub struct DiffusionObjective {
     config: DiffusionConfig,
@@ -166,7 +167,7 @@ impl DiffusionObjective {
         &self.config
     }
 
-    /// Draw `count` timesteps (count,), i64, from the library's generator.
+    /// Draw `count` timesteps from the library's generator: (count,), i64.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the timesteps do not fit in memory.
@@ -197,8 +198,8 @@ impl DiffusionObjective {
     }
 
     /// As [`noise`](Self::noise), but the noise and the timestep of example i depend only on `seed` and `samples[i]`, the
-    /// number of the sample in the run. So they are the same in every call and in any batch. The library's generator does not
-    /// advance.
+    /// number of the example, counted through the whole training run. So noise and timestep are the same in every call and in
+    /// any batch. The library's generator does not advance.
     ///
     /// # Errors
     /// As [`noise`](Self::noise); [`Error::Shape`] if `samples` does not have one number for each example.
@@ -217,8 +218,8 @@ impl DiffusionObjective {
         self.noise_at(latents, &noise, &timesteps)
     }
 
-    /// Add an offset to each channel of `noise (B, C, ...)`. `draw` returns standard normal values of a shape, from
-    /// which the offsets are made.
+    /// Add `noise_offset` · a standard normal value to each channel of each example of `noise (B, C, ...)`. `draw(shape)`
+    /// returns the standard normal values.
     fn with_offset(&self, noise: Tensor, draw: impl FnOnce(&[usize]) -> Result<Tensor>) -> Result<Tensor> {
         if self.config.noise_offset == 0.0 {
             return Ok(noise);
@@ -229,7 +230,7 @@ impl DiffusionObjective {
     }
 
     /// Add multiresolution noise to `noise (B, C, H, W)`, and divide the sum by its standard deviation over each example.
-    /// `draw` returns the multiresolution noise of one example.
+    /// `draw(pyramid, b, [C, H, W])` returns the multiresolution noise of example b.
     fn with_levels(&self, noise: Tensor, draw: impl Fn(Pyramid, usize, [usize; 3]) -> Vec<f32>) -> Result<Tensor> {
         if self.config.multires_noise_iterations == 0 {
             return Ok(noise);
@@ -251,7 +252,7 @@ impl DiffusionObjective {
         sum.div(&sum.var(&[1, 2, 3], true, 1.0)?.sqrt()?)
     }
 
-    /// Add given `noise` to `latents (B, C, ...)` of the same shape, at given `timesteps (B,)`, i64.
+    /// Add given `noise (B, C, ...)` to `latents (B, C, ...)`, at given `timesteps (B,)`, i64.
     ///
     /// # Errors
     /// As [`noise`](Self::noise); [`Error::Shape`] if the three shapes do not fit together, [`Error::Index`] if the
@@ -280,8 +281,8 @@ impl DiffusionObjective {
     }
 
     /// Add noise for a validation loss that can be compared over a run. Example number `examples[i]` has the same noise
-    /// and timestep in every call and in any batch. The library's generator does not advance. The golden ratio spreads the
-    /// timesteps evenly over the range, so that any consecutive example numbers cover the range.
+    /// and timestep in every call and in any batch. The library's generator does not advance. Multiples of the golden ratio
+    /// choose the timesteps, so that examples with consecutive numbers are spread evenly over the range of timesteps.
     ///
     /// # Errors
     /// As [`noise`](Self::noise); [`Error::Shape`] if `examples` does not have one number for each example.
@@ -301,12 +302,13 @@ impl DiffusionObjective {
 
     /// The loss of `prediction` for the result of [`noise`](Self::noise): one element in f32, with a gradient for the prediction.
     ///
-    /// An example's loss is its mean loss over elements, times its min-SNR weight, times its entry in `weights (B,)`
-    /// (for example the weight of the prior loss for regularisation images). The result is the mean over the batch.
+    /// An example's loss is the mean of the losses of its elements, times its min-SNR weight, times its entry in
+    /// `weights (B,)` (for example the weight of the prior loss for regularisation images). The result is the mean over the
+    /// examples of the batch.
     ///
-    /// `mask (B, 1, ...)` has the size of the latents and no negative values. It weights the positions of an example.
-    /// The loss divides the mask by its mean over the example, so that the area of the mask does not change the weight
-    /// of the example. An example whose mask is 0 everywhere has loss 0.
+    /// `mask (B, 1, ...)` has the spatial size of the latents and a weight, at least 0, for each spatial position. An
+    /// example's mask is divided by its mean, so that the area of the mask does not change the weight of the example. An
+    /// example whose mask is 0 everywhere has loss 0.
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::DType`] or [`Error::Device`] if an argument does not fit `noised`.
@@ -411,7 +413,7 @@ fn check(config: &DiffusionConfig, range: &std::ops::Range<usize>, schedule: &No
 /// The min-SNR-γ weight of each timestep, for the prediction type of the schedule.
 fn min_snr_weights(schedule: &NoiseSchedule, gamma: f64) -> Vec<f64> {
     let weight = |snr: f64| match schedule.prediction_type() {
-        // This is min(SNR, γ) / SNR, written so that it is defined for SNR 0 too.
+        // This is min(SNR, γ) / SNR, in a form that is defined for SNR = 0 too.
         PredictionType::Epsilon => (gamma / snr).min(1.0),
         PredictionType::VPrediction => snr.min(gamma) / (snr + 1.0),
     };

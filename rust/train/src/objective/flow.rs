@@ -15,7 +15,7 @@ pub struct FlowMatching {
     levels: NoiseLevels,
 }
 
-/// A noised batch: the model's input and its target.
+/// A noised batch: the model's input, and the target of the model's prediction.
 pub struct Noised {
     /// (1 - σ) · data + σ · noise, in the shape of the data.
     pub sample: Tensor,
@@ -35,18 +35,20 @@ impl FlowMatching {
         Ok(Self { levels: NoiseLevels::new(OP, distribution, shift)? })
     }
 
-    /// Add noise to `data (B, ...)`, with a level for each example. The noise and the levels come from the library's generator.
+    /// Add noise to `data (B, ...)`, each example at its own noise level. The noise and the levels come from the library's
+    /// generator.
     ///
     /// # Errors
-    /// [`Error::Shape`] if `data` has no dimension, [`Error::DType`] if it is not floating point.
+    /// [`Error::Shape`] if `data` has no dimension, [`Error::DType`] if `data` is not floating point.
     pub fn noise(&self, data: &Tensor) -> Result<Noised> {
         let sigmas = self.levels.draw(batch_of(data)?, data.device())?;
         let noise = Tensor::randn(0.0, 1.0, data.shape(), DType::F32, data.device())?;
         noised(data, &noise, &sigmas)
     }
 
-    /// As [`noise`](Self::noise), with noise and levels from the streams of `seed`: the sample with number `samples[i]`
-    /// gets the same noise and level every time, in any batch. The library's generator does not advance.
+    /// As [`noise`](Self::noise), but the noise and the level of example i depend only on `seed` and `samples[i]`, the number
+    /// of the example, counted through the whole training run. So noise and level are the same in every call and in any batch.
+    /// The library's generator does not advance.
     ///
     /// # Errors
     /// As [`noise`](Self::noise); [`Error::Shape`] if `samples` does not have one number for each example.
@@ -54,8 +56,8 @@ impl FlowMatching {
         self.keyed(data, samples, seed, [Purpose::Level, Purpose::Noise])
     }
 
-    /// As [`noise_for`](Self::noise_for), for a validation loss: noise and levels come from streams that training does
-    /// not use.
+    /// As [`noise_for`](Self::noise_for), for a validation loss: noise and levels come from streams of random numbers that
+    /// training does not use.
     ///
     /// # Errors
     /// As [`noise_for`](Self::noise_for).
@@ -76,7 +78,8 @@ fn batch_of(data: &Tensor) -> Result<usize> {
     batch.ok_or_else(|| Error::shape(OP, "the data has no dimension, expected (B, ...)"))
 }
 
-/// Mix `data (B, ...)` with `noise` of the same shape at the levels `sigmas (B)`, in f32; the results have the dtype of the data.
+/// Mix `data (B, ...)` with `noise (B, ...)` at the levels `sigmas (B)`. The mixture is computed in f32; noised data and target
+/// have the dtype of the data.
 ///
 /// # Errors
 /// [`Error::Shape`] if the three shapes do not fit together.

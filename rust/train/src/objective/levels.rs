@@ -10,22 +10,23 @@ use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 pub enum SigmaDistribution {
     /// Uniform.
     Uniform,
-    /// The logistic function of a normally distributed value: favours the middle (Esser et al. 2024, arXiv:2403.03206).
+    /// The logistic function of a normally distributed value. Levels near 0.5 are more frequent than with a uniform
+    /// distribution (Esser et al. 2024, arXiv:2403.03206).
     LogitNormal {
-        /// Mean of the normal distribution; a positive mean favours noise.
+        /// Mean of the normal distribution. A positive mean makes levels near 1 (noise) more frequent.
         mean: f64,
         /// Standard deviation of the normal distribution, above 0.
         std: f64,
     },
     /// 1 − u − scale · (cos²(π u / 2) − 1 + u) for uniform u (arXiv:2403.03206, section 3.1, "mode sampling with heavy
-    /// tails"). A positive scale favours the middle, a negative scale both ends.
+    /// tails"). A positive scale makes levels near 0.5 more frequent, a negative scale levels near 0 and near 1.
     Mode {
         /// A number from −1 to 2 / (π − 2), the range in which the function decreases with u.
         scale: f64,
     },
 }
 
-/// The scale with the best results in arXiv:2403.03206.
+/// The scale of [`SigmaDistribution::Mode`] with the best results in arXiv:2403.03206.
 const MODE_SCALE: f64 = 1.29;
 
 impl std::str::FromStr for SigmaDistribution {
@@ -59,8 +60,8 @@ impl NoiseLevels {
     /// (arXiv:2403.03206, section 5.3.2).
     ///
     /// # Errors
-    /// [`Error::Argument`] of the operation `op` if the shift or the deviation is not a finite number above 0, if the mean is
-    /// not finite, or if the scale of the mode is out of range.
+    /// [`Error::Argument`], with the name `op` of the operation, if the shift or the standard deviation is not a finite number
+    /// above 0, if the mean is not finite, or if the scale of [`SigmaDistribution::Mode`] is out of range.
     pub fn new(op: &'static str, distribution: SigmaDistribution, shift: f64) -> Result<Self> {
         if !(shift > 0.0 && shift.is_finite()) {
             return Err(Error::argument(op, format!("shift is {shift}, expected a number above 0")));
@@ -86,10 +87,10 @@ impl NoiseLevels {
         Ok(Self { distribution, shift })
     }
 
-    /// Draw `count` levels, (count,) in f32 on `device`, from the library's generator.
+    /// Draw `count` levels from the library's generator: (count,), f32, on `device`.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if they do not fit.
+    /// [`Error::OutOfMemory`] if the levels do not fit in memory.
     pub fn draw(&self, count: usize, device: &Device) -> Result<Tensor> {
         let levels = match self.distribution {
             SigmaDistribution::Uniform => Tensor::rand(0.0, 1.0, count, DType::F32, device)?,
@@ -101,10 +102,11 @@ impl NoiseLevels {
         self.shifted(levels)
     }
 
-    /// Draw a level for each sample number, (B,) in f32 on `device`, from the streams of `seed` for `purpose`.
+    /// Draw one level for each of the B sample numbers in `samples`: (B,), f32, on `device`. Each level comes from the stream
+    /// of random numbers for `seed`, `purpose` and the sample number.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if they do not fit.
+    /// [`Error::OutOfMemory`] if the levels do not fit in memory.
     pub fn draw_for(&self, samples: &[u64], purpose: Purpose, seed: u64, device: &Device) -> Result<Tensor> {
         let on_device = |values: Vec<f32>| Tensor::from_vec(values, samples.len(), &Device::Cpu)?.to_device(device);
         let levels = match self.distribution {
@@ -127,14 +129,14 @@ impl NoiseLevels {
     }
 }
 
-/// Levels from uniform numbers; see [`SigmaDistribution::Mode`].
+/// The levels of [`SigmaDistribution::Mode`] for uniform numbers `u`.
 fn mode(u: &Tensor, scale: f64) -> Result<Tensor> {
     let cos = u.mul_scalar(PI / 2.0)?.cos()?;
     // With s for the scale, 1 − u − s (cos² − 1 + u) = (1 + s)(1 − u) − s cos².
     u.affine(-(1.0 + scale), 1.0 + scale)?.sub(&cos.mul(&cos)?.mul_scalar(scale)?)?.clamp(Some(0.0), Some(1.0))
 }
 
-/// σ → shift · σ / (1 + (shift - 1) · σ).
+/// The shifted level shift · σ / (1 + (shift - 1) · σ) of the level σ.
 pub(crate) fn shift_sigma(sigma: f64, shift: f64) -> f64 {
     shift * sigma / (1.0 + (shift - 1.0) * sigma)
 }
@@ -156,7 +158,7 @@ mod tests {
         let uniform = draw(SigmaDistribution::Uniform, 1.0);
         assert!((mean(&uniform) - 0.5).abs() < 0.01);
         assert!(uniform.iter().all(|s| (0.0..1.0).contains(s)));
-        // E[3 u / (1 + 2 u)] = 3/2 - 3/4 ln 3 for uniform u.
+        // The expected value is E[3 u / (1 + 2 u)] = 3/2 - 3/4 ln 3 for uniform u.
         assert!((mean(&draw(SigmaDistribution::Uniform, 3.0)) - (1.5 - 0.75 * 3f64.ln())).abs() < 0.01);
         // The quartiles are diffusers' `compute_density_for_timestep_sampling("mode", mode_scale=1.29)` at u = 3/4, 1/2
         // and 1/4.
@@ -166,7 +168,7 @@ mod tests {
             assert!((mode[rank] - expected).abs() < 0.01, "{} {expected}", mode[rank]);
         }
         assert!(mode[0] >= 0.0 && mode[mode.len() - 1] <= 1.0);
-        // A logit-normal of mean 1 has its median at the logistic function of 1.
+        // The median of the logit-normal distribution with mean 1 is the logistic function of 1.
         let mut skewed = draw(SigmaDistribution::LogitNormal { mean: 1.0, std: 1.0 }, 1.0);
         skewed.sort_by(f32::total_cmp);
         assert!((f64::from(skewed[20_000]) - 1.0 / (1.0 + (-1f64).exp())).abs() < 0.01);

@@ -3,7 +3,7 @@
 use trainable_candle_core::ops::loss::{Reduction, huber_loss, l1_loss, mse_loss, smooth_l1_loss};
 use trainable_candle_core::{DType, Error, Result, Tensor};
 
-/// The loss of one element whose prediction differs from its target by d. δ is [`Delta`].
+/// The loss of one element, where d is the difference between prediction and target and δ is given by [`Delta`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LossFunction {
     /// d².
@@ -11,9 +11,9 @@ pub enum LossFunction {
     Mse,
     /// |d|.
     L1,
-    /// d²/2 for |d| up to δ, δ (|d| - δ/2) beyond δ (Huber 1964).
+    /// d²/2 for |d| ≤ δ, δ (|d| - δ/2) for |d| > δ (Huber 1964).
     Huber,
-    /// The Huber loss divided by δ: |d| - δ/2 beyond δ.
+    /// The Huber loss divided by δ: d²/(2δ) for |d| ≤ δ, |d| - δ/2 for |d| > δ.
     SmoothL1,
 }
 
@@ -37,23 +37,24 @@ impl std::str::FromStr for LossFunction {
 /// δ of the Huber losses.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Delta<'a> {
-    /// The same for all examples.
+    /// The same δ for all examples.
     Constant(f64),
-    /// One for each example, (B,).
+    /// One δ for each example, (B,).
     PerExample(&'a Tensor),
 }
 
-/// Weights of the elements of a batch (B, C, ...); all f32 on the batch's device.
+/// Weights of the elements of a batch (B, C, ...). The tensors are f32 on the batch's device.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Weights<'a> {
     /// A weight for each example, (B,).
     pub(crate) examples: Option<&'a Tensor>,
-    /// A weight for each position, (B, 1, ...); [`weighted_loss`] divides them by their mean over the example.
+    /// A weight for each spatial position of each example, (B, 1, ...). [`weighted_loss`] divides an example's weights by
+    /// their mean.
     pub(crate) places: Option<&'a Tensor>,
 }
 
-/// The mean over examples of each example's loss, one element in f32. The loss of an example is the mean over its elements,
-/// weighted by position, times the weight of the example.
+/// The mean of the examples' losses, one element in f32. The loss of an example is the weight of the example, times the mean
+/// over its elements of position weight · loss of the element.
 pub(crate) fn weighted_loss(
     function: LossFunction,
     delta: Delta<'_>,
@@ -95,9 +96,11 @@ pub(crate) fn per_example(x: &Tensor) -> Vec<usize> {
     dims
 }
 
-/// The product of both kinds of weights, in a shape that broadcasts to that of `x`; None without weights.
+/// The product of the example weights and the position weights, which are divided by their mean over each example. The
+/// product's shape broadcasts to the shape of `x`. `None` without weights.
 fn combined(x: &Tensor, examples: Option<&Tensor>, places: Option<&Tensor>) -> Result<Option<Tensor>> {
-    /// A lower bound for a mask's mean, so that a mask of zeros gives a loss of 0, not NaN. Other masks have larger means.
+    /// A lower bound for the mean of an example's position weights, so that weights of 0 everywhere give a loss of 0, not
+    /// NaN. Other weights have larger means.
     const LEAST: f64 = 1e-12;
     let examples = examples.map(|weights| weights.reshape(per_example(x))).transpose()?;
     let Some(places) = places else { return Ok(examples) };

@@ -1,4 +1,5 @@
-//! Compares the objective with diffusers in f64 (tests/golden/schedules) and with the definitions in f64.
+//! Compares the objective with results of diffusers in f64 (tests/golden/schedules), and with the formulas of the losses,
+//! computed in f64.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -53,7 +54,8 @@ fn schedule_noise_velocity_and_weights_equal_diffusers() {
         let noised = objective.noise_at(latents, noise, timesteps).unwrap();
         assert!(difference(&values(&noised.sample), &values(&golden["ddpm_noised"])) < 1e-6);
         assert!(difference(&values(&noised.target), &values(&golden[target])) < 1e-6);
-        // If a prediction differs from the target by 1 everywhere, the loss of the example is its weight.
+        // If the prediction differs from the target by 1 everywhere, the mean squared error is 1, so the loss is the example's
+        // min-SNR weight.
         for (t, expected) in values(&golden[weight]).into_iter().enumerate().step_by(37) {
             let timesteps = Tensor::new(&[t as i64], &CPU).unwrap();
             let noised = objective.noise_at(&randn(&[1, 4, 2, 2]), &randn(&[1, 4, 2, 2]), &timesteps).unwrap();
@@ -63,7 +65,8 @@ fn schedule_noise_velocity_and_weights_equal_diffusers() {
     }
 }
 
-/// The loss by its definition, element by element in f64.
+/// The loss by its definition, element by element in f64. `element(|d|, b)` is the loss of an element of example b whose
+/// prediction differs from its target by d.
 #[allow(clippy::too_many_arguments)]
 fn reference(
     prediction: &[f64],
@@ -196,7 +199,7 @@ fn multiresolution_noise_has_large_structures_and_deviation_1() {
             DiffusionConfig { multires_noise_iterations, multires_noise_discount: 0.9, ..DiffusionConfig::default() };
         objective(PredictionType::Epsilon, config).noise(&latents).unwrap().target
     };
-    // The variance of the means of 8 x 8 pixels; if the pixels are independent, it is 1 / 64.
+    // The variance of the means over squares of 8 x 8 pixels. For independent pixels of variance 1, it is 1 / 64.
     let coarse = |noise: &Tensor| {
         let means = noise.reshape((8, 4, 4, 8, 6, 8)).unwrap().mean(&[3, 5], false).unwrap();
         means.var(&[0, 1, 2, 3], false, 0.0).unwrap().item().unwrap()
