@@ -86,7 +86,7 @@ def test_the_output_of_a_run_names_its_adapter(config: TrainConfig, train: Train
     assert config.with_(initial_adapter=str(output)).initial_adapter_path == finished
     for folder, message in (
         (output / "checkpoint-000012", f"is a checkpoint, .*; give an adapter in {output}"),
-        (Path(config.dataset), "is a folder without adapters; give a file, or the output folder"),
+        (Path(config.dataset), "is a folder without adapters; give an adapter file, or the output"),
         (output.parent / "none", "there is no file or folder"),
     ):
         with pytest.raises(MissingFileError, match=f"^--adapter: .*{message}"):
