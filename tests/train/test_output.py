@@ -124,6 +124,6 @@ def test_a_run_that_is_past_the_last_step_is_left_alone(config: TrainConfig, tra
     train(config)
     output = Path(config.output)
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
-    with pytest.raises(ConfigError, match="is of step 12, and the run has 5 steps: it is done"):
+    with pytest.raises(ConfigError, match="is of step 12, and the run has 5 steps: the run is"):
         train(config.with_(resume="latest", steps=5))
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before

@@ -118,7 +118,7 @@ class TrainConfig(
 
     @classmethod
     def from_yaml(cls, path: str | bytes | Path) -> TrainConfig:
-        """Settings from a YAML file of `name: value` lines, whose paths are relative to the file.
+        """Settings from a YAML file of `name: value` lines; paths are relative to its folder.
 
         Raises:
             MissingFileError: there is no such file.
@@ -130,7 +130,7 @@ class TrainConfig(
         """The settings as YAML that `from_yaml` reads back.
 
         Args:
-            folder: the folder of the file, to which paths become relative; None keeps paths.
+            folder: the folder of the YAML file; paths become relative to it. None keeps the paths.
         """
         values = asdict(self) if folder is None else self.portable(folder)
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
@@ -162,7 +162,7 @@ class TrainConfig(
         """A copy with other values.
 
         Raises:
-            ConfigError: as for the class; or a name is unknown.
+            ConfigError: a name is unknown, or a value has the wrong type or is outside its range.
         """
         for name in changes:
             if name not in settings():
@@ -220,7 +220,7 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """The values, with the names of nested ones joined by dots, as in `network.linear`."""
+    """Nested mappings as one flat sequence; the keys are joined by dots, as in `network.linear`."""
     for key, value in values.items():
         name = f"{before}{key}"
         if isinstance(value, Mapping) and value:
@@ -240,7 +240,7 @@ def _synonyms() -> dict[str, str]:
 
 @cache
 def _paths() -> tuple[str, ...]:
-    # Only prompts that name a file are paths.
+    # `inward` and `outward` change only those sample prompts that name a file.
     return (*(name for name, (_, s) in settings().items() if s.path), "sample_prompts")
 
 

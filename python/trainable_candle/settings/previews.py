@@ -19,14 +19,14 @@ def _two_validations(config: Any) -> str | None:
     if config.validation_dataset and config.validation_split:
         return (
             "validation_dataset and validation_split are both given; "
-            "choose a folder, or a share of the dataset"
+            "give only one: a folder or file, or a share of the dataset"
         )
     return None
 
 
 @dataclass(frozen=True)
 class Validation(Group):
-    """The data for validation, and how often it is used."""
+    """The data for validation, and how often the validation loss is computed."""
 
     section: ClassVar[str] = sections.VALIDATION
     conditions: ClassVar[tuple[Condition, ...]] = (
