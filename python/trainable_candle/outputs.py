@@ -64,7 +64,7 @@ def adapter_in(path: Path) -> Path:
 
 
 def _name(folder: Path) -> str | None:
-    """The setting `name` of the run that wrote an output folder; None if it was not set."""
+    """The setting `name` of the run that wrote an output folder; None if it cannot be read."""
     try:
         values = load_yaml((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

@@ -290,8 +290,8 @@ def _require_layer(module: Module, shapes: dict[str, Any], target: str) -> None:
     """Check that one entry of `target_modules` selects a layer.
 
     Raises:
-        ConfigError: The entry selects no layer. If it is the name of another kind of module, the
-            message says which.
+        ConfigError: The entry selects no layer. If a module of another kind has this name, the
+            message says its kind.
     """
     if LoraConfig(target_modules=[target]).select(shapes):
         return
@@ -312,6 +312,11 @@ def _put(owner: Any, key: Any, layer: Module) -> None:
 
 
 def _adapted(name: str, layer: Linear | Conv2d, rank: int, config: LoraConfig) -> _Adapted:
+    """The layer with an adapter that takes the place of a plain layer.
+
+    Raises:
+        ConfigError: such a layer cannot have the adapter that the configuration describes.
+    """
     alpha = next(
         (v for key, v in config.alpha_pattern.items() if re.fullmatch(rf"(.*\.)?({key})", name)),
         config.lora_alpha,
@@ -320,7 +325,7 @@ def _adapted(name: str, layer: Linear | Conv2d, rank: int, config: LoraConfig) -
     if config.dtype != "f32":
         raise ConfigError(
             f"add_adapter: dtype {config.dtype} is for models of trainable_candle.models, and this "
-            "is a module written in Python; leave it out"
+            "is a module written in Python; leave dtype out"
         )
     if isinstance(layer, Conv2d):
         if config.qat is not None:
@@ -334,7 +339,7 @@ def _adapted(name: str, layer: Linear | Conv2d, rank: int, config: LoraConfig) -
     if config.qat_learned_scales:
         raise ConfigError(
             "add_adapter: qat_learned_scales is for models of trainable_candle.models, and this is "
-            "a module written in Python; leave it out"
+            "a module written in Python; leave qat_learned_scales out"
         )
     kind = DoRALinear if config.adapter == "dora" else LoRALinear
     assert isinstance(layer, Linear)

@@ -89,7 +89,7 @@ def loss_curve(
 def running_mean(values: Sequence[float]) -> npt.NDArray[np.float64]:
     """For each value, the mean of the last max(1, len(values) // 20) values up to it.
 
-    The first values have fewer values before them; their means are over all values up to them.
+    Near the beginning, where there are fewer values, the mean is over all values up to it.
     """
     width = max(1, len(values) // 20)
     sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
@@ -137,7 +137,7 @@ def image_grid(
 
 
 def visible_scale(pictures: npt.NDArray[np.uint8]) -> int:
-    """A `scale` for `image_grid` that draws small images about 64 pixels high; at least 1."""
+    """The `scale` of `image_grid` that makes small images visible: max(1, 64 // height)."""
     return max(1, 64 // int(pictures.shape[1]))
 
 

@@ -63,7 +63,7 @@ class TrainingRun:
     adapter: Adapters
     output: Path
     step: int
-    """Optimizer steps, including those before a resume."""
+    """The number of optimizer steps, including the steps before the run was resumed."""
     completed: bool
     """Whether the last step was reached; the adapter file is written only then."""
     stopped_by: signal.Signals | None
@@ -263,7 +263,7 @@ def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, Train
 
 
 class _Taken(Callback):
-    """Counts the steps of a run."""
+    """Counts the steps of one attempt to train."""
 
     steps = 0
 

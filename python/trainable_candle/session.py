@@ -136,7 +136,7 @@ class Session:
         return is_due(config.compare_every, step) or is_due(every, step) or step == config.steps
 
     def _moments(self, steps: int, epochs: int | None) -> Moments:
-        """The ends of every `epochs` epochs if `epochs` is given, else every `steps` steps."""
+        """When something is due: after every `epochs` epochs if given, else every `steps` steps."""
         return steps if epochs is None else self.epochs.ends(epochs)
 
     def trainer(self, callbacks: Sequence[Callback], settings: dict[str, object]) -> Trainer[Any]:
@@ -219,7 +219,10 @@ class Session:
             report(f"previews: {page if page.exists() else page.parent}")
 
     def finish(self) -> None:
-        """Leave training mode; if the run keeps an average, set the adapters to it, as files do."""
+        """Leave training mode, and set the adapters to their average if the run keeps one.
+
+        The model then has the parameters that the adapter files have.
+        """
         self._adapters.set_training(False)
         if self._average is not None:
             self._average.keep()

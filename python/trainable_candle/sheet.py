@@ -38,7 +38,7 @@ def preview_path(folder: Path, step: int, number: int | None = None) -> Path:
 
 
 def write_sheet(folder: Path, prompts: Sequence[str]) -> None:
-    """Write `index.html` into a folder of previews, and `previews.png` beside it.
+    """Write `index.html` into a folder of previews, and `previews.png` beside the folder.
 
     Args:
         folder: the folder with the files of `preview_path`. Several prompts have a file each and a

@@ -331,7 +331,9 @@ class LinearLR(ChainableScheduler):
 
 
 class PolynomialLR(ChainableScheduler):
-    """Multiplies the learning rates by (1 - epoch / total_iters) ** power, 0 from `total_iters` on.
+    """Multiplies the learning rates by (1 - epoch / total_iters) ** power.
+
+    The learning rates stay 0 from epoch `total_iters` on.
 
         scheduler = tc.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=100, power=2.0)
         scheduler.step()
@@ -388,7 +390,7 @@ class CosineAnnealingLR(ChainableScheduler):
     def _next(self, lrs: list[float]) -> list[float]:
         low, turn = self.eta_min, math.pi / self.T_max
         if (self.last_epoch - 1 - self.T_max) % (2 * self.T_max) == 0:
-            # The previous rate is `eta_min`: the quotient below would divide 0 by 0.
+            # The previous rate is `eta_min`, where the quotient below would divide by 0.
             rise = (1 - math.cos(turn)) / 2
             return [lr + (base - low) * rise for lr, base in zip(lrs, self.base_lrs, strict=True)]
         factor = (1 + math.cos(turn * self.last_epoch)) / (

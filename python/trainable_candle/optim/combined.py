@@ -30,7 +30,9 @@ class _Several(ChainableScheduler):
         for place, scheduler in enumerate(schedulers):
             if not isinstance(scheduler, ChainableScheduler):
                 kind = type(scheduler).__name__
-                raise TypeError(f"{name}: scheduler {place} is {kind}, expected ChainableScheduler")
+                raise TypeError(
+                    f"{name}: scheduler {place} is {kind}, expected a ChainableScheduler"
+                )
             if scheduler.optimizer is not optimizer:
                 raise ArgumentError(f"{name}: scheduler {place} was made for another optimizer")
             self._schedulers.append(scheduler)

@@ -12,7 +12,7 @@ __all__ = ["GroupedOptimizer", "ParamGroup", "listed", "set_groups"]
 
 
 _INSTEAD = {
-    "add_param_group": "give all groups to the constructor, with lr=0 for those to train later",
+    "add_param_group": "give all groups to the constructor, with lr=0 for groups to train later",
     "state": "state_dict() has the states of the variables",
     "defaults": "param_groups has the hyper-parameters",
 }
@@ -54,7 +54,7 @@ class ParamGroup(MutableMapping[str, Any]):
         elif name in self._known():
             raise ArgumentError(
                 f"param_groups: {name} is fixed, only lr can be set; make another optimizer with "
-                f"this {name} and give its load_state_dict this optimizer's state_dict()"
+                f"the new {name} and give its load_state_dict this optimizer's state_dict()"
             )
         else:
             self._own[name] = value

@@ -15,7 +15,7 @@ _OF_ALL = {"stochastic_rounding": False, "states": "device"}
 
 
 def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> type[Optimizer]:
-    """Make an optimizer's class; its first `positional` hyper-parameters may lack their names."""
+    """Make an optimizer's class; the first `positional` hyper-parameters may be positional."""
     parameters = [Parameter("params", Parameter.POSITIONAL_OR_KEYWORD)]
     for index, (field, default) in enumerate(defaults.items()):
         by_position = index < positional

@@ -23,7 +23,7 @@ OFT_SIDES: Final = ("input", "output")
 """OFT rotates the inputs of layers, as peft does, or their outputs, as LyCORIS and ComfyUI do."""
 LOFTQ: Final = "loftq"
 INITS: Final = ("default", LOFTQ)
-"""Adapters start without an effect, or (LoftQ) with the negative quantization error of the base."""
+"""Adapters start without an effect, or with values that offset the base's quantization error."""
 
 
 def _quantization_contradiction(config: Any) -> str | None:

@@ -118,7 +118,9 @@ class TrainConfig(
 
     @classmethod
     def from_yaml(cls, path: str | bytes | Path) -> TrainConfig:
-        """Settings from a YAML file of `name: value` lines; paths are relative to its folder.
+        """Settings from a YAML file of `name: value` lines.
+
+        Paths in the file are relative to the file's folder.
 
         Raises:
             MissingFileError: there is no such file.
@@ -146,7 +148,10 @@ class TrainConfig(
         return values
 
     def located(self) -> TrainConfig:
-        """A copy whose paths are absolute, for a process with another current folder."""
+        """A copy whose paths are absolute, for a process with another current folder.
+
+        Names of models and data sets on the hub are kept.
+        """
         here, values = Path.cwd(), asdict(self)
         changed = {name: inward(name, values[name], here) for name in _paths()}
         on_hub = {"weights", "dataset"}
@@ -178,7 +183,7 @@ class TrainConfig(
 def read_settings(path: str | bytes | Path) -> dict[str, Any]:
     """The settings in a YAML file by name, with paths made relative to the current folder.
 
-    A `preset` among them is not expanded; `families.presets` has its values.
+    A line `preset` is not expanded; `families.presets` has the values of presets.
 
     Raises:
         MissingFileError: there is no such file.

@@ -17,7 +17,8 @@ CACHES: Final = ("disk", "memory", "off")
 MOST_VIEWS: Final = 1000
 """The most crops, colour variants or tag orders of an image; each is encoded and cached."""
 MOST_HUE: Final = 0.5
-"""The largest turn, as a share of the colour circle: half a turn in both directions is any hue."""
+"""The largest hue change, as a share of the colour circle: half of it, in either direction, reaches
+every hue."""
 YAML_SUFFIXES: Final = (".yaml", ".yml")
 """Endings of files that list the folders of a dataset."""
 

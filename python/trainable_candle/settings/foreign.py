@@ -17,8 +17,7 @@ _LEVELS: Final = (
 )
 _NESTED: Final = (
     "belongs to the outer lines of an ai-toolkit file: copy the blocks below `process`, such as "
-    "`network` and "
-    "`train`, to the top of the file"
+    "`network` and `train`, to the top of the file"
 )
 _ONETRAINER: Final = (
     "is part of a whole OneTrainer configuration: copy the settings that docs/migrating.md names "

@@ -56,7 +56,7 @@ class Setting:
     words: Mapping[str, int] = field(default_factory=dict)
     """Maps words, in lower case, to the numbers that they stand for."""
     read: Callable[[Any], Any] | None = None
-    """Reads other spellings of the value, such as other tools'; returns other values unchanged."""
+    """Converts other tools' spellings of the value; returns any other value unchanged."""
     bare: str | None = None
     """The value of a flag that is given without a value."""
     path: bool = False

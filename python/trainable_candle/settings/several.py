@@ -18,7 +18,7 @@ def _names_gpus(config: Any) -> str | None:
         return None
     numbers = text.split(",")
     if not all(number.strip().isdecimal() for number in numbers):
-        return f"gpus: found {text!r}, expected a number of GPUs, `all`, or their indices as in 0,2"
+        return f"gpus: found {text!r}, expected a number of GPUs, `all`, or GPU indices as in 0,2"
     if len(set(numbers)) < len(numbers):
         return f"gpus: {text!r} names a GPU twice"
     if len(numbers) == 1 and int(text) < 1:

@@ -348,9 +348,9 @@ def _explored(
 
 
 def _until_it_fits(plans: Iterable[Plan], budget: Budget) -> Iterator[Plan]:
-    """The first of the plans, up to the first one that fits.
+    """The plans up to the first one that fits.
 
-    The plans come in the order of falling memory and rising time.
+    The plans must come in the order of falling memory and rising time.
     """
     for plan in plans:
         yield plan
@@ -369,7 +369,7 @@ def _ladders(
     formats = [SAME]
     streams: list[tuple[bool | None, int | None]] = [(None, None)]
     if work is not None and work.can_be_quantized and _PRECISION in names:
-        # Quantization-aware training starts from an unrounded base, or from its own format only.
+        # Quantization-aware training needs an unrounded base or a base in its own format.
         formats = [form for form in _FORMATS if config.qat in {None, form} or form == SAME]
     if work is not None and config.on_gpu:
         modulation = True if work.has_modulation and _MODULATION in names else None

@@ -191,7 +191,7 @@ class FlowObjective:
         return (losses if weights is None else losses * weights).mean()
 
     def _elements(self, error: Tensor, levels: Tensor) -> Tensor:
-        """The loss of each element of an error; `levels` can be broadcast to it."""
+        """The loss of each element of an error; `levels` has a shape that broadcasts to it."""
         if self._loss == "mse":
             return error * error
         if self._loss == "l1":
@@ -202,7 +202,10 @@ class FlowObjective:
         return huber / delta if self._loss == "smooth_l1" else huber
 
     def _deltas(self, levels: Tensor) -> Tensor:
-        """The error from which the Huber losses are linear (arXiv:2403.16728)."""
+        """The absolute error above which the Huber losses are linear, for each noise level.
+
+        The schedules are those of arXiv:2403.16728.
+        """
         if self._schedule == "exponential":
             return (levels * math.log(self._delta)).exp()
         if self._schedule == "snr":
