@@ -53,7 +53,7 @@ def _optimizer(
     groups: Sequence[tuple[Sequence[Var], float]],
     report: Callable[[str], None],
 ) -> Optimizer:
-    """The optimizer; with its states in GPU memory if the host gives too little pinned memory."""
+    """Make the optimizer, with its states in GPU memory if too little host memory can be pinned."""
     try:
         return make_optimizer(config, groups)
     except OutOfMemoryError as error:

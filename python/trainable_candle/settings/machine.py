@@ -201,7 +201,7 @@ class Machine(Group):
 
     @property
     def wants_host_states(self) -> bool:
-        """Whether the optimizer's states of a GPU are to be in host memory."""
+        """Whether the settings ask for the optimizer's states in host memory."""
         return self.optimizer_states == HOST
 
     @property

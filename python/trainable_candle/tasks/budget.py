@@ -59,8 +59,8 @@ streams nothing."""
 _COST: Final = {SAME: 1.0, "int8": 1.1, "fp8": 1.1, "nf4": 1.25}
 """A base is rounded to this format only if that makes a step faster by this factor."""
 _HOST_STATES: Final = 1.05
-"""The optimizer's states are in host memory only if that makes a step faster by this factor, because
-the speed at which kernels read and write such states has not been measured."""
+"""The optimizer's states are in host memory only if that makes a step faster by this factor: the
+speed at which kernels read and write such states has not been measured."""
 _FORMATS: Final = (SAME, "int8", "nf4")
 _POLICIES: Final = ("none", "selective", "full", "offload")
 _SHARES: Final = 8
@@ -85,7 +85,7 @@ class Budget:
     memory: float
     """Bytes that the run may use in the memory of its device: a GPU's memory, or host memory."""
     host: float
-    """Bytes of host memory for each process, for weights that are streamed from there."""
+    """Bytes of host memory that each process may use for what `Estimate.host` counts."""
     rates: Rates | None = None
     """The speed of the GPU; None if it is not known."""
     margin: float = 0.0

@@ -148,7 +148,7 @@ def adapter_items(
 ) -> list[Item]:
     """The memory of the adapters' parameters, their gradients and the optimizer's states.
 
-    States in host memory are left out; `states_on_host` counts them.
+    Optimizer states in host memory are left out; `states_on_host` counts them.
 
     Args:
         component: the adapted model.
