@@ -80,7 +80,7 @@ class VariableEMA:
         """
         if self._trained is not None:
             raise ArgumentError(
-                "VariableEMA: the variables hold the averages; call update outside the `with` block"
+                "VariableEMA: the variables hold the averages; leave the `with` block first"
             )
         early = (1 + self.updates) / (10 + self.updates)
         kept = min(self.decay, early) if self.warmup else self.decay
