@@ -17,14 +17,14 @@ LOG: Final = "train.csv"
 JSON_LOG: Final = "train.jsonl"
 CURVE: Final = "loss.png"
 ADAPTER: Final = "adapter"
-"""The stem of the finished adapter, without `--name`."""
+"""The file stem of the finished adapter in a run without `--name`."""
 _PEFT: Final = "adapter_config.json"
 _STATE: Final = "state.json"
-"""A file of every checkpoint."""
+"""A file that every checkpoint folder has."""
 
 
 def is_output(folder: Path) -> bool:
-    """Whether a run has written to a folder; every run writes these three files."""
+    """Whether a folder has the config and both logs, which every run writes."""
     return all((folder / name).is_file() for name in (CONFIG, LOG, JSON_LOG))
 
 
@@ -42,7 +42,7 @@ def require_no_output(folder: Path) -> None:
 
 
 def adapter_in(path: Path) -> Path:
-    """The adapter that a path names: for a run's output folder, the finished one; else the path.
+    """The finished adapter if a path is a run's output folder; any other adapter's path unchanged.
 
     Raises:
         MissingFileError: the path is a folder without a finished adapter; the message says what to
@@ -59,12 +59,12 @@ def adapter_in(path: Path) -> Path:
     elif files := sorted(file.name for file in path.glob("*.safetensors")):
         cure = f"a folder without a finished adapter; give one of its files: {', '.join(files)}"
     else:
-        cure = "a folder without adapters; give a file, or the output folder of a run"
+        cure = "a folder without adapters; give an adapter file, or the output folder of a run"
     raise MissingFileError(f"{path} is {cure}")
 
 
 def _name(folder: Path) -> str | None:
-    """The setting `name` of the run whose output folder this is."""
+    """The setting `name` of the run that wrote an output folder; None if it cannot be read."""
     try:
         values = load_yaml((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

@@ -36,7 +36,7 @@ _Adapted = LoRALinear | DoRALinear | LoRAConv2d
 
 
 class _Place(NamedTuple):
-    """A layer, its owner (a module, list or dict), and its key there."""
+    """A layer, its owner (a module, list or dict), and the layer's key in the owner."""
 
     owner: Any
     key: Any
@@ -57,11 +57,11 @@ class ModuleAdapter:
 
     Args:
         module: A module with `nn.Linear` and `nn.Conv2d` layers at any depth.
-        config: The layers to adapt, and the kind (LoRA or DoRA) and size of the adapters.
+        config: The layers to adapt, and the kind (LoRA or DoRA) and rank of the adapters.
 
     Raises:
-        ConfigError: If the configuration or one of its `target_modules` matches no layer, or its
-            adapter does not suit the layers.
+        ConfigError: If the configuration or one of its `target_modules` matches no layer, or a
+            selected layer cannot have the adapter that the configuration describes.
     """
 
     def __init__(self, module: Module, config: LoraConfig) -> None:
@@ -70,7 +70,7 @@ class ModuleAdapter:
         if config.adapter not in {"lora", "dora"}:
             raise ConfigError(
                 f"add_adapter: the adapter is {config.adapter}, expected lora or dora: models "
-                "written in Python have no other"
+                "written in Python have no other adapters"
             )
         self.config = config
         self._module = module
@@ -107,18 +107,18 @@ class ModuleAdapter:
         return list(self.named_parameters().values())
 
     def set_enabled(self, enabled: bool) -> None:
-        """Let the module compute with the adapters, or as if there were none."""
+        """Let the module compute with the adapters (True) or as if there were none (False)."""
         for layer in self.layers.values():
             layer.enabled = enabled
 
     def merge(self) -> Module:
-        """Replace the adapted layers by plain ones that compute the same; return the module."""
+        """Put the plain layers back, with merged adapters in their weights; return the module."""
         for name, layer in self.layers.items():
             self._restore(name, layer.merge())
         return self._module
 
     def remove(self) -> Module:
-        """Put the base's layers back, frozen; return the module."""
+        """Put the plain layers back with their frozen weights; return the module."""
         for name, layer in self.layers.items():
             self._restore(name, layer.weight)
         return self._module
@@ -130,7 +130,7 @@ class ModuleAdapter:
         _put(place.owner, place.key, place.layer)
 
     def save(self, folder: str | Path) -> None:
-        """Write peft's folder, which `PeftModel.from_pretrained` of peft reads for the same model.
+        """Write a folder that peft's own `PeftModel.from_pretrained` reads for the same model.
 
         Raises:
             FileError, OSError: If a file cannot be written.
@@ -166,10 +166,13 @@ class ModuleAdapter:
         }
 
     def load(self, folder: str | Path) -> None:
-        """Read parameters from peft's folder, or its file, with the same layers and ranks.
+        """Read the adapters' parameters from a folder in peft's format, or from its weights file.
+
+        The stored adapters must have the layers and ranks of these adapters.
 
         Raises:
-            MissingFileError, WeightsFormatError: If there is no such file, or its layers differ.
+            MissingFileError: If there is no such file.
+            WeightsFormatError: If the stored adapters have other layers; nothing is changed then.
             ShapeError: If a parameter has another shape; nothing is changed then.
         """
         path = Path(folder).expanduser()
@@ -181,8 +184,8 @@ class ModuleAdapter:
         odd = sorted(stored.keys() ^ parameters.keys())
         if odd:
             raise WeightsFormatError(
-                f"{path}: holds other adapters than the model has ({len(odd)} parameters differ, "
-                f"the first is {odd[0]})"
+                f"{path}: holds other adapters than the model has ({len(odd)} parameters are only "
+                f"in one of them, the first is {odd[0]})"
             )
         for name, var in parameters.items():
             if stored[name].shape != var.shape:
@@ -196,7 +199,7 @@ class ModuleAdapter:
 class PeftModel(Module):
     """A module with adapters, like peft's class of this name; `get_peft_model` makes it.
 
-    Calls are forwarded to the module; `parameters` are those of the adapters.
+    Calls are forwarded to the module. `parameters` returns the parameters of the adapters.
 
         model = tc.get_peft_model(model, tc.LoraConfig(r=2, target_modules=["0"]))
         model.save_pretrained("adapters")
@@ -219,8 +222,8 @@ class PeftModel(Module):
         """Attach adapters to a module from a folder that this class or peft has written.
 
         Raises:
-            MissingFileError, WeightsFormatError: If a file is missing, damaged, or of another
-                model.
+            MissingFileError: If a file is missing.
+            WeightsFormatError: If a file is damaged, or its adapters have other layers.
             ConfigError: If the adapters are neither LoRA nor DoRA.
         """
         path = Path(folder).expanduser()
@@ -241,7 +244,7 @@ class PeftModel(Module):
         return self._adapter.remove()
 
     def print_trainable_parameters(self) -> None:
-        """Print how many of the parameters are trained."""
+        """Print the number of trained parameters, of all parameters, and the percentage."""
         trained = sum(var.numel() for var in self.parameters())
         whole = sum(value.numel() for value in self.named_tensors().values())
         print(
@@ -269,7 +272,7 @@ def _expect(function: str, name: str, value: object, kind: type) -> None:
 
 
 def _places(module: Module) -> dict[str, _Place]:
-    """The layers that can have adapters, by name; a layer used in two places occurs once."""
+    """The layers that can have adapters, by name; a layer with two names has only the first."""
     found: dict[str, _Place] = {}
     seen: set[int] = set()
     for name, owner, key, layer in module.named_children():
@@ -287,7 +290,8 @@ def _require_layer(module: Module, shapes: dict[str, Any], target: str) -> None:
     """Check that one entry of `target_modules` selects a layer.
 
     Raises:
-        ConfigError: It selects none; the message names what has this name instead.
+        ConfigError: The entry selects no layer. If a module of another kind has this name, the
+            message says its kind.
     """
     if LoraConfig(target_modules=[target]).select(shapes):
         return
@@ -308,6 +312,11 @@ def _put(owner: Any, key: Any, layer: Module) -> None:
 
 
 def _adapted(name: str, layer: Linear | Conv2d, rank: int, config: LoraConfig) -> _Adapted:
+    """The layer with an adapter that takes the place of a plain layer.
+
+    Raises:
+        ConfigError: such a layer cannot have the adapter that the configuration describes.
+    """
     alpha = next(
         (v for key, v in config.alpha_pattern.items() if re.fullmatch(rf"(.*\.)?({key})", name)),
         config.lora_alpha,
@@ -316,13 +325,13 @@ def _adapted(name: str, layer: Linear | Conv2d, rank: int, config: LoraConfig) -
     if config.dtype != "f32":
         raise ConfigError(
             f"add_adapter: dtype {config.dtype} is for models of trainable_candle.models, and this "
-            "is a module written in Python; leave it out"
+            "is a module written in Python; leave dtype out"
         )
     if isinstance(layer, Conv2d):
         if config.qat is not None:
             raise ConfigError(
-                f"add_adapter: {name} is a convolution, and qat rounds weights of linear layers; "
-                "leave it out with exclude_modules"
+                f"add_adapter: {name} is a convolution, and qat rounds weights of linear layers "
+                "only; exclude the convolution with exclude_modules"
             )
         if config.adapter == "dora":
             raise ConfigError(f"add_adapter: {name} is a convolution, which can have LoRA only")
@@ -330,7 +339,7 @@ def _adapted(name: str, layer: Linear | Conv2d, rank: int, config: LoraConfig) -
     if config.qat_learned_scales:
         raise ConfigError(
             "add_adapter: qat_learned_scales is for models of trainable_candle.models, and this is "
-            "a module written in Python; leave it out"
+            "a module written in Python; leave qat_learned_scales out"
         )
     kind = DoRALinear if config.adapter == "dora" else LoRALinear
     assert isinstance(layer, Linear)
@@ -338,6 +347,7 @@ def _adapted(name: str, layer: Linear | Conv2d, rank: int, config: LoraConfig) -
 
 
 def _named(key: str) -> str:
+    """The name in `named_parameters` of a tensor in a peft file or a peft model's `state_dict`."""
     name = key.removeprefix(_PREFIX).replace(".default.", ".")
     return name.removesuffix(".weight") if name.endswith(_MAGNITUDE_OF_STATES) else name
 

@@ -1,4 +1,4 @@
-"""Chooses the device and the precision of a command if the user has not."""
+"""Chooses the device and the precision of a command where the user has not chosen them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def choose(device: str, precision: str) -> Placement:
     """Resolve names and `auto` to a device and a precision.
 
     The device `auto` is the first GPU if CUDA can be used, else the CPU. The precision `auto` is
-    bf16 on a GPU (every supported GPU has it), and f32 on the CPU. A named device is not checked.
+    bf16 on a GPU (every supported GPU computes in bf16), and f32 on the CPU. A named device is not
+    checked.
     """
     reason = None
     if device == "cpu:0":  # torch's other name of the CPU

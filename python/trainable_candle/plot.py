@@ -44,13 +44,13 @@ def loss_curve(
     validation: Sequence[tuple[int, float]] = (),
     title: str = "Training loss",
 ) -> None:
-    """Draw the loss of every step, its running mean over a twentieth of the run, and validation.
+    """Draw every step's loss, the running mean over a twentieth of the run, and validation losses.
 
     Args:
         path: the PNG file to write.
         steps: the steps that the losses belong to, ascending.
         losses: the loss of each step.
-        validation: steps and their validation losses, ascending.
+        validation: pairs of a step and its validation loss, in ascending order of the steps.
         title: the title above the curve.
 
     Raises:
@@ -87,7 +87,10 @@ def loss_curve(
 
 
 def running_mean(values: Sequence[float]) -> npt.NDArray[np.float64]:
-    """The mean of each value and those before it, in a window of a twentieth of all values."""
+    """For each value, the mean of the last max(1, len(values) // 20) values up to it.
+
+    Near the beginning, where there are fewer values, the mean is over all values up to it.
+    """
     width = max(1, len(values) // 20)
     sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
     ends = np.arange(1, len(values) + 1)
@@ -104,7 +107,7 @@ def image_grid(
     Args:
         pictures: shape (n, height, width) for grey or (n, height, width, 3) for RGB; n at least 1.
         columns: images in a row; by default the grid is about square.
-        scale: pixels drawn for each pixel, in both directions.
+        scale: every pixel is drawn as a square of scale x scale pixels.
         gap: pixels between images, before scaling.
 
     Raises:
@@ -134,7 +137,7 @@ def image_grid(
 
 
 def visible_scale(pictures: npt.NDArray[np.uint8]) -> int:
-    """The factor, at least 1, that enlarges a grid of images to a visible size."""
+    """The `scale` of `image_grid` that makes small images visible: max(1, 64 // height)."""
     return max(1, 64 // int(pictures.shape[1]))
 
 
@@ -153,7 +156,8 @@ def save_png(image: Image.Image, path: Path, parameters: str | None = None) -> N
     Args:
         image: the image.
         path: the file.
-        parameters: a text for the entry from which A1111 and other tools read the prompt.
+        parameters: the text of the PNG entry `parameters`, from which A1111 and other tools read
+            the prompt; None writes no such entry.
 
     Raises:
         OSError: the file cannot be written.

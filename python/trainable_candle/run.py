@@ -51,7 +51,7 @@ ADAPTER: Final = f"{STEM}.safetensors"
 TENSORBOARD: Final = "tensorboard"
 LOCK: Final = ".lock"
 _FIRST_STEPS: Final = 20
-"""If memory runs out within this many steps, the run is planned again, once."""
+"""If memory runs out within this many steps, the run is planned once more, with less memory."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class TrainingRun:
     """The result of `train_adapter` in memory."""
 
     task: Task
-    """The model with the adapters as they were written: averaged if an average is kept."""
+    """The model with the adapters as their file has them: averaged if the run kept an average."""
     adapter: Adapters
     output: Path
     step: int
-    """Optimizer steps, including those before a resume."""
+    """The number of optimizer steps, including the steps before the run was resumed."""
     completed: bool
     """Whether the last step was reached; the adapter file is written only then."""
     stopped_by: signal.Signals | None
@@ -85,7 +85,9 @@ def train_adapter(
     report: Callable[[str], None] = print,
     world: World | None = None,
 ) -> TrainingRun:
-    """Train an adapter; writes it, its configuration, logs, previews and checkpoints to `output`.
+    """Train an adapter.
+
+    The folder `output` gets the adapter, the configuration, logs, previews and checkpoints.
 
     Args:
         config: `model`, `dataset` and `output` must be given; `weights` too, unless the package
@@ -93,8 +95,8 @@ def train_adapter(
         callbacks: called after the callbacks that write the logs and show the progress.
         progress: whether to show a progress bar.
         report: gets a line at each stage.
-        world: the place of this process among those that train together; only the first of them
-            writes, draws and reports.
+        world: the processes that train together, and the rank of this process; only the process of
+            rank 0 writes, draws and reports. None: this process trains alone.
 
     Raises:
         ConfigError, DatasetError, WeightsFormatError, OutOfMemoryError, OSError: settings, data or
@@ -103,7 +105,8 @@ def train_adapter(
         CudaUnavailableError, DeviceError: there is no such device; raised before anything is read.
         TypeError: `config` is no `TrainConfig`.
         NonFiniteError: the loss or the gradient is NaN or infinite.
-        DistributedError: another process of the run is missing, differs, or has failed.
+        DistributedError: another process of the run is missing, has other settings or files, or
+            has failed.
     """
     if not isinstance(config, TrainConfig):
         raise TypeError(
@@ -151,7 +154,7 @@ def _train_in(
     Args:
         group: the processes.
         family: the model's family.
-        config: the settings, complete.
+        config: the settings, with the model's defaults and the chosen device filled in.
         placement: the choice of device and precision, for the log.
         shown: the callbacks of the caller, and whether to show a progress bar.
         report: gets a line at each stage.
@@ -260,7 +263,7 @@ def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, Train
 
 
 class _Taken(Callback):
-    """Counts the steps of a run."""
+    """Counts the steps of one attempt to train."""
 
     steps = 0
 
@@ -340,7 +343,7 @@ def _train(
         _draw_curve(output, report)
         report(f"settings and logs: {output / CONFIG}, {LOG}, {JSON_LOG}")
     if config.from_peers:
-        # No process may free its slices while another one still uses the model.
+        # No process may free its slices of the weights while another process still reads them.
         group.barrier()
     file = adapter_path(config, output).name
     return TrainingRun(task, adapters, output, trainer.step, completed, trainer.stopped_by, file)
@@ -348,7 +351,7 @@ def _train(
 
 @contextmanager
 def _multiplying_codes(config: TrainConfig) -> Iterator[None]:
-    """A context in which matrix products multiply 8-bit codes, if `w8a8` is set."""
+    """A context in which products with 8-bit weights multiply the codes, if `w8a8` is set."""
     before = tc.get_w8a8()
     tc.set_w8a8(before or config.w8a8)
     try:
@@ -367,7 +370,9 @@ def _with_defaults(config: TrainConfig, family: type[Family]) -> TrainConfig:
 
 
 def _shared_out(config: TrainConfig, world: World | None) -> TrainConfig:
-    """The settings of one of several processes: its gradient accumulation and CPU threads.
+    """The settings with this process's share of the effective batch and of the CPU threads.
+
+    The share of the effective batch becomes the gradient accumulation.
 
     Raises:
         ConfigError: the effective batch cannot be divided evenly among the processes.
@@ -443,7 +448,7 @@ def _require_steps_left(config: TrainConfig, step: int) -> None:
     if step > config.steps:
         raise ConfigError(
             f"resume: the checkpoint is of step {step}, and the run has {config.steps} steps: "
-            f"it is done; give more than {step} --steps, or more --epochs, to train on"
+            f"the run is done; give more than {step} --steps, or more --epochs, to train on"
         )
 
 

@@ -53,7 +53,7 @@ def _optimizer(
     groups: Sequence[tuple[Sequence[Var], float]],
     report: Callable[[str], None],
 ) -> Optimizer:
-    """The optimizer; with its states in GPU memory if the host gives too little pinned memory."""
+    """Make the optimizer, with its states in GPU memory if too little host memory can be pinned."""
     try:
         return make_optimizer(config, groups)
     except OutOfMemoryError as error:
@@ -64,7 +64,7 @@ def _optimizer(
 
 
 class Session:
-    """The averages, validation, previews and saves of one run."""
+    """One run's averages, validation, previews and saved files."""
 
     def __init__(
         self,
@@ -127,12 +127,16 @@ class Session:
             self.callbacks.append(SameParameters(group, self._is_compared))
 
     def _is_compared(self, step: int) -> bool:
-        """Whether processes compare their parameters after a step: also before checkpoints."""
+        """Whether the processes compare their parameters after a step.
+
+        They do so every `compare_every` steps, before each checkpoint, and after the last step.
+        """
         config = self._config
         every = self._moments(config.save_every, config.save_every_epochs)
         return is_due(config.compare_every, step) or is_due(every, step) or step == config.steps
 
     def _moments(self, steps: int, epochs: int | None) -> Moments:
+        """When something is due: after every `epochs` epochs if given, else every `steps` steps."""
         return steps if epochs is None else self.epochs.ends(epochs)
 
     def trainer(self, callbacks: Sequence[Callback], settings: dict[str, object]) -> Trainer[Any]:
@@ -163,7 +167,7 @@ class Session:
         )
 
     def announce(self, report: Callable[[str], None]) -> None:
-        """Report the number of examples in a step, and the number of epochs."""
+        """Report the number of steps, of examples in a step, and of epochs."""
         config = self._config
         batch, parts = config.batch_size, config.gradient_accumulation * self._group.size
         noun = self._task.noun if self._task.counts == "image" else "row"
@@ -215,7 +219,10 @@ class Session:
             report(f"previews: {page if page.exists() else page.parent}")
 
     def finish(self) -> None:
-        """Give the model the parameters that its adapter files have."""
+        """Leave training mode, and set the adapters to their average if the run keeps one.
+
+        The model then has the parameters that the adapter files have.
+        """
         self._adapters.set_training(False)
         if self._average is not None:
             self._average.keep()

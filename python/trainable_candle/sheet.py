@@ -1,4 +1,4 @@
-"""Overviews of all previews, prompts by steps: a web page and an image."""
+"""Overviews of a run's previews, for each step and prompt: a web page and an image."""
 
 from __future__ import annotations
 
@@ -28,17 +28,21 @@ _LINE: Final = 14
 
 
 def preview_path(folder: Path, step: int, number: int | None = None) -> Path:
-    """The file of the preview after `step` steps, or of its image `number`, counted from 1."""
+    """The file of the preview after `step` steps.
+
+    Without `number`, the file has the images of all prompts; with it, that of prompt `number`,
+    counted from 1.
+    """
     name = f"step-{step:06d}"
     return folder / (f"{name}.png" if number is None else f"images/{name}-{number}.png")
 
 
 def write_sheet(folder: Path, prompts: Sequence[str]) -> None:
-    """Write `index.html` into a folder of previews, and `previews.png` beside it.
+    """Write `index.html` into a folder of previews, and `previews.png` beside the folder.
 
     Args:
-        folder: the folder with the files of `preview_path`; for a single prompt there is only the
-            file of the step, not of each image.
+        folder: the folder with the files of `preview_path`. Several prompts have a file each and a
+            common file for the step; a single prompt has only the file of the step.
         prompts: the prompts, in the order of the images.
 
     Raises:
@@ -51,7 +55,7 @@ def write_sheet(folder: Path, prompts: Sequence[str]) -> None:
 
 
 def _previews(folder: Path, count: int) -> dict[int, list[Path]]:
-    """The images of each step, in the order of the prompts; steps that lack one are left out."""
+    """The images of each step, in the order of the prompts; only steps that have all images."""
 
     def images_of(step: int) -> list[Path]:
         return [preview_path(folder, step, number) for number in range(1, count + 1)]

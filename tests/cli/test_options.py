@@ -268,7 +268,7 @@ def test_values_of_other_tools_mean_the_same(tmp_path: Path) -> None:
     assert parse("--steps", "300", "--lr_warmup_steps", "200").warmup_steps == 200
     assert parse("--lr_warmup_steps", "0").warmup_steps == 0
     assert TrainConfig.from_mapping({"learning_rate_warmup_steps": 200.0}).warmup_steps == 200
-    with pytest.raises(ConfigError, match=r"warmup_steps is 0\.1, a share of the run, expected"):
+    with pytest.raises(ConfigError, match=r"warmup_steps is 0\.1, which is a share of the run;"):
         parse("--lr_warmup_steps", "0.1")
     with pytest.raises(ConfigError, match=r"warmup_steps is 'few' \(str\), expected a whole"):
         parse("--lr_warmup_steps", "few")
@@ -411,7 +411,7 @@ def test_a_flag_can_mend_a_wrong_line_of_the_file(tmp_path: Path) -> None:
         (["--rank", "4", "--rank", "8"], "--rank is given twice, as 4 and as 8; give it once"),
         (["--rank", "4", "--network_dim=8"], "--network-dim 8: --rank is already given, as 4"),
         (["--target-modules", " ,"], "--target-modules is empty; give names, or leave it out"),
-        (["--name", "a.safetensors"], "expected the name of a file without its ending"),
+        (["--name", "a.safetensors"], "expected a file's name without folder and ending"),
         (["--min-timestep", "9", "--max-timestep", "9"], "no timestep is between them"),
         (["--flip", "--no-flip"], "--flip and --no-flip are both given; give one of them"),
         (["--config", "a", "--config", "b"], "--config is given twice, as a and as b"),

@@ -112,7 +112,7 @@ def test_a_run_starts_nearer_to_the_original_model(model: str) -> None:
         ({"base_precision": "nf4", "init": "default", "qat": "int8"}, "--qat int8 cannot start"),
         (
             {"init": "default", "qat": "int8", "lora_dropout": 0.1},
-            "but --lora-dropout keeps them apart",
+            "and --lora-dropout needs the two apart",
         ),
     ],
 )

@@ -178,7 +178,7 @@ def test_long_pairs_share_the_room(weights: Path) -> None:
             "give --objective dpo, or rename",
         ),
         ([{"text": "a"}], {}, DatasetError, "has no `chosen` and `rejected`"),
-        (ROWS, {"initial_adapter": "a"}, ConfigError, "merge it into the weights first"),
+        (ROWS, {"initial_adapter": "a"}, ConfigError, "merge initial_adapter into the weights"),
         (ROWS, {"train_on": "all"}, ConfigError, "--objective sft"),
     ],
 )

@@ -79,7 +79,7 @@ def test_arguments_reach_the_schedule() -> None:
         ({"optimizer_args": ["eps=-1"]}, "optimizer_args: AdamW8bit: "),
         ({"optimizer_args": ["betas=1"]}, "optimizer_args: AdamW8bit: "),
         ({"optimizer_args": ["params=1"]}, "adamw8bit has no `params`"),
-        ({"lr_scheduler_args": ["power=2"]}, "constant has no `power`; it has none"),
+        ({"lr_scheduler_args": ["power=2"]}, "constant has no `power`; it takes no arguments"),
         (
             {"lr_scheduler": "cosine", "lr_scheduler_args": ["num_cycles=-1"]},
             "lr_scheduler_args: ",

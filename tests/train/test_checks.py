@@ -139,7 +139,7 @@ def refuses(action: Callable[[], object]) -> bool:
         ({"initial_adapter": "none"}, "--initial-adapter: there is no file or folder none"),
         (
             {"format": "comfyui"},
-            "--format comfyui has no place for the layers of the model `digits`",
+            "--format comfyui cannot represent the layers of the model `digits`",
         ),
         ({"sample_prompts": ["a cat"]}, "the prompt 'a cat' names no digit"),
     ],

@@ -162,7 +162,7 @@ def test_a_split_depends_on_the_seed_alone_and_leaves_something(
 
 
 def test_two_ways_to_validate_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="choose a folder, or a share of the dataset"):
+    with pytest.raises(ConfigError, match="give only one: a folder or file, or a share"):
         TrainConfig(validation_dataset="v", validation_split=0.1)
 
 

@@ -86,7 +86,7 @@ def test_the_output_of_a_run_names_its_adapter(config: TrainConfig, train: Train
     assert config.with_(initial_adapter=str(output)).initial_adapter_path == finished
     for folder, message in (
         (output / "checkpoint-000012", f"is a checkpoint, .*; give an adapter in {output}"),
-        (Path(config.dataset), "is a folder without adapters; give a file, or the output folder"),
+        (Path(config.dataset), "is a folder without adapters; give an adapter file, or the output"),
         (output.parent / "none", "there is no file or folder"),
     ):
         with pytest.raises(MissingFileError, match=f"^--adapter: .*{message}"):
@@ -124,6 +124,6 @@ def test_a_run_that_is_past_the_last_step_is_left_alone(config: TrainConfig, tra
     train(config)
     output = Path(config.output)
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
-    with pytest.raises(ConfigError, match="is of step 12, and the run has 5 steps: it is done"):
+    with pytest.raises(ConfigError, match="is of step 12, and the run has 5 steps: the run is"):
         train(config.with_(resume="latest", steps=5))
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before

@@ -55,7 +55,7 @@ def test_wrong_settings_of_a_prompt_are_named(text: str, message: str) -> None:
 def test_files_of_another_kind_are_not_prompts(tmp_path: Path) -> None:
     path = tmp_path / "prompts.JSON"
     path.write_text("[]")
-    with pytest.raises(ConfigError, match=r"prompts\.JSON is a file that is not read"):
+    with pytest.raises(ConfigError, match=r"prompts are not read from .*prompts\.JSON"):
         expanded([str(path)])
     assert expanded(["a cup on data.json"]) == ["a cup on data.json"]
 

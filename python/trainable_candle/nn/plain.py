@@ -1,4 +1,4 @@
-"""Layers without parameters that apply one function of `nn.functional`."""
+"""Layers that have no parameters; each applies one function of `nn.functional`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LeakyReLU(Module):
     """
 
     def __init__(self, negative_slope: float = 0.01, inplace: bool = False) -> None:
-        del inplace  # the result is the same
+        del inplace  # accepted as by torch; the result is always a new tensor
         self.negative_slope = negative_slope
 
     def forward(self, input: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class ELU(Module):
     """
 
     def __init__(self, alpha: float = 1.0, inplace: bool = False) -> None:
-        del inplace  # the result is the same
+        del inplace  # accepted as by torch; the result is always a new tensor
         self.alpha = alpha
 
     def forward(self, input: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class LogSoftmax(Module):
 
 
 class _Pool2d(Module):
-    """The base of pools: sizes are one number, or two for height and width."""
+    """The base of pooling layers; each argument is one number or a pair (height, width)."""
 
     def __init__(self, kernel_size: Any, stride: Any = None, padding: Any = 0) -> None:
         self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
@@ -102,7 +102,7 @@ class _Pool2d(Module):
 
 
 class MaxPool2d(_Pool2d):
-    """The largest element of each window, as `functional.max_pool2d`.
+    """The largest element of each window; see `functional.max_pool2d`.
 
     ```python
     assert tc.nn.MaxPool2d(2)(tc.zeros(1, 3, 8, 8)).shape == (1, 3, 4, 4)
@@ -115,7 +115,7 @@ class MaxPool2d(_Pool2d):
 
 
 class AvgPool2d(_Pool2d):
-    """The mean of each window, as `functional.avg_pool2d`.
+    """The mean of each window; see `functional.avg_pool2d`.
 
     ```python
     assert tc.nn.AvgPool2d(2)(tc.zeros(1, 3, 8, 8)).shape == (1, 3, 4, 4)

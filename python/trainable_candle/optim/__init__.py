@@ -9,7 +9,7 @@ from trainable_candle.optim.kinds import *  # noqa: F403 - one class for each ki
 
 _CLASSES: Final = {name.lower(): getattr(kinds, name) for name in kinds.__all__}
 KINDS: Final[dict[str, type[Optimizer]]] = {name: _CLASSES[name] for name in choices()["optimizer"]}
-"""The optimizers of the library's registry by the names that `--optimizer` takes."""
+"""The optimizer class for each name that `--optimizer` takes."""
 
 __all__ = [
     "EMA",
@@ -29,9 +29,9 @@ _INSTEAD: Final = {
     "RAdam": "use Adam with lr_scheduler.LinearLR as a warm-up",
     "LBFGS": "use Adam; all optimizers here use only first derivatives",
     "SparseAdam": "use Adam; gradients are dense",
-    "swa_utils": "VariableEMA averages variables",
+    "swa_utils": "use VariableEMA to average variables",
 }
-"""Advice on names that torch.optim has and this module lacks."""
+"""What to use instead of a name that torch.optim has and this module lacks."""
 
 
 def __getattr__(name: str) -> Any:

@@ -21,10 +21,10 @@ __all__ = ["VariableEMA"]
 
 
 class VariableEMA:
-    """The exponential moving average of variables, in f32; for an adapter, see `EMA`.
+    """The exponential moving averages of variables, in f32; for an adapter, see `EMA`.
 
-    Call `update` after each step of the optimizer. Inside `with`, the variables have the values of
-    the averages.
+    Call `update` after each step of the optimizer. Inside a `with` block of this object, each
+    variable holds its average; after the block it holds its trained value again.
 
         ema = tc.optim.VariableEMA(model.parameters(), decay=0.999)
         loss.backward()
@@ -34,7 +34,7 @@ class VariableEMA:
             prediction = model(x)
 
     Args:
-        variables: The variables, or a mapping of names to them.
+        variables: The variables, or a mapping of names to variables.
         decay: Weight of the old average in each update, in [0, 1).
         warmup: If True, the decay is min(decay, (1 + n) / (10 + n)) after n updates: the first
             update keeps a tenth of the initial values, and `decay` = 0.999 is reached after 8990
@@ -76,11 +76,11 @@ class VariableEMA:
         """Update the averages with the variables' values.
 
         Raises:
-            ArgumentError: If called inside `with`, where the variables have the averages.
+            ArgumentError: If called inside a `with` block, where the variables hold the averages.
         """
         if self._trained is not None:
             raise ArgumentError(
-                "VariableEMA: the variables have the averages; leave the `with` first"
+                "VariableEMA: the variables hold the averages; leave the `with` block first"
             )
         early = (1 + self.updates) / (10 + self.updates)
         kept = min(self.decay, early) if self.warmup else self.decay
@@ -95,10 +95,12 @@ class VariableEMA:
         """Set the variables to the averages.
 
         Raises:
-            ArgumentError: If the variables already have the averages.
+            ArgumentError: If the variables already hold the averages.
         """
         if self._trained is not None:
-            raise ArgumentError("VariableEMA: the variables have the averages already")
+            raise ArgumentError(
+                "VariableEMA: the variables hold the averages already; do not nest `with` blocks"
+            )
         self._trained = [_copy(v) for v in self._variables]
         self._give(self._averages)
         return self
@@ -109,17 +111,20 @@ class VariableEMA:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Set the variables to their own values again."""
+        """Set the variables to the trained values that they had before the `with` block."""
         trained, self._trained = self._trained, None
         self._give(trained or [])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return `INDEX.average` for each variable, and `updates` (i64), on the CPU."""
+        """Return the averages (`INDEX.average`, f32) and their number of updates (`updates`, i64).
+
+        All tensors are on the CPU.
+        """
         state = {f"{n}.average": a.to("cpu") for n, a in enumerate(self._averages)}
         return {**state, "updates": _core.tensor(self.updates)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from the averages of variables of the same shapes.
+        """Continue from a `state_dict` whose averages have the shapes of these variables.
 
         Raises:
             ConfigError: If an entry is missing or not expected. Nothing is changed then.
@@ -146,5 +151,5 @@ class VariableEMA:
 
 
 def _copy(variable: Var) -> Tensor:
-    """A copy of the value, which later changes of the variable do not affect."""
+    """A copy of the variable's value; later changes of the variable do not affect the copy."""
     return variable.detach() * 1

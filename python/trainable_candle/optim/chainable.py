@@ -1,4 +1,4 @@
-"""Torch's schedulers that change the current learning rates, so several can be combined."""
+"""Torch's schedulers that change the current learning rates; an optimizer can have several."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ __all__ = [
 class ChainableScheduler:
     """The base of torch's schedulers. Call `step` after the optimizer's `step`.
 
-    A call of `step` begins the next epoch: an epoch of the data, or a step of the optimizer. The
-    constructor sets the learning rates of epoch 0. If an optimizer has several schedulers, each
-    changes the rates that the scheduler before it set.
+    The caller chooses what an epoch is: a pass over the data, or a step of the optimizer. The
+    constructor sets the learning rates of epoch 0, and each call of `step` begins the next epoch.
+    If an optimizer has several schedulers, each changes the rates that the previous one has set.
 
     ```python
     schedulers = tc.optim.lr_scheduler
@@ -48,15 +48,15 @@ class ChainableScheduler:
     Args:
         optimizer: The optimizer.
         last_epoch: The last finished epoch; -1 for a new start. To continue, the optimizer must
-            have the learning rates of the next epoch, and `param_groups` the initial rates
-            (`initial_lr`).
+            have the learning rates of the next epoch, and each of its `param_groups` must have its
+            initial rate as the entry "initial_lr".
 
     Raises:
         ArgumentError: If `last_epoch` is below -1, or an `initial_lr` to continue from is missing.
     """
 
     _is_closed = False
-    """Whether the rates of an epoch follow from its number, not from the previous rates."""
+    """Whether `_next` needs only the epoch and the initial rates, not the previous rates."""
 
     @explained
     def __init__(self, optimizer: Optimizer, last_epoch: int = -1) -> None:
@@ -65,7 +65,7 @@ class ChainableScheduler:
         after = at_least(-1, name, "last_epoch", last_epoch)
         if after >= 0 and not all("initial_lr" in group for group in groups):
             raise ArgumentError(
-                f'{name}: last_epoch is {after}, expected param_groups with an "initial_lr"; set '
+                f'{name}: last_epoch is {after}, expected an "initial_lr" in all param_groups; set '
                 'it: group["initial_lr"] = ..., or use load_state_dict of a new scheduler'
             )
         self.base_lrs = [float(group.setdefault("initial_lr", group["lr"])) for group in groups]
@@ -82,24 +82,27 @@ class ChainableScheduler:
         self.optimizer.group_lrs = self._first(list(self.base_lrs if lrs is None else lrs))
 
     def step(self) -> None:
-        """Go to the next epoch; call it after the optimizer's step."""
+        """Go to the next epoch. Call this method after the optimizer's step."""
         self.last_epoch += 1
         self.optimizer.group_lrs = self._next(self.optimizer.group_lrs)
 
     def get_last_lr(self) -> list[float]:
-        """Return the learning rates of the groups."""
+        """Return the current learning rate of each group."""
         return self.optimizer.group_lrs
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` needs; the learning rates are in the optimizer's state."""
+        """Return the epoch, the initial rates and the settings, for `load_state_dict`.
+
+        The current learning rates are in the optimizer's state.
+        """
         found = {n: v for n, v in vars(self).items() if n != "optimizer" and not n.startswith("_")}
         return {name: value for name, value in found.items() if not callable(value)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the state of another scheduler of this kind.
+        """Continue from the state of another scheduler of the same class.
 
         Raises:
-            ArgumentError: If the state is that of another kind of scheduler.
+            ArgumentError: If the state has other entries, as that of another class of scheduler.
         """
         if state.keys() != self.state_dict().keys():
             raise ArgumentError(
@@ -113,7 +116,7 @@ class ChainableScheduler:
         return lrs
 
     def _next(self, lrs: list[float]) -> list[float]:
-        """The rates of `last_epoch`, given those of the previous epoch."""
+        """The rates of epoch `last_epoch`, given the rates of the previous epoch."""
         raise NotImplementedError
 
 
@@ -126,8 +129,8 @@ class _ByFunctions(ChainableScheduler):
         each = list(lr_lambda) if isinstance(lr_lambda, (list, tuple)) else [lr_lambda] * groups
         if len(each) != groups or not all(callable(function) for function in each):
             raise ArgumentError(
-                f"{type(self).__name__}: lr_lambda is {lr_lambda!r}, expected a function or one "
-                f"for each of {groups} groups"
+                f"{type(self).__name__}: lr_lambda is {lr_lambda!r}, expected a function, or a "
+                f"list with one for each of {groups} groups"
             )
         self._functions: list[Callable[[int], float]] = each
         super().__init__(optimizer, last_epoch)
@@ -152,7 +155,7 @@ class LambdaLR(_ByFunctions):
         lr_lambda: A function of the epoch, or a list with a function for each group.
 
     Raises:
-        ArgumentError: If `lr_lambda` is neither.
+        ArgumentError: If `lr_lambda` is neither a function nor a list with one for each group.
     """
 
     _is_closed = True
@@ -176,7 +179,7 @@ class MultiplicativeLR(_ByFunctions):
         lr_lambda: A function of the epoch, or a list with a function for each group.
 
     Raises:
-        ArgumentError: If `lr_lambda` is neither.
+        ArgumentError: If `lr_lambda` is neither a function nor a list with one for each group.
     """
 
     def _next(self, lrs: list[float]) -> list[float]:
@@ -211,6 +214,8 @@ class StepLR(ChainableScheduler):
 
 class MultiStepLR(ChainableScheduler):
     """Multiplies the learning rates by `gamma` at each epoch of `milestones`.
+
+    A milestone that is listed twice multiplies them by gamma^2.
 
     ```python
     scheduler = tc.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[30, 80])
@@ -254,7 +259,7 @@ class ExponentialLR(ChainableScheduler):
 
 
 class ConstantLR(ChainableScheduler):
-    """Multiplies the learning rates by `factor` in the epochs before `total_iters`.
+    """Multiplies the learning rates by `factor` in the epochs before epoch `total_iters`.
 
         scheduler = tc.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5, total_iters=2)
         scheduler.step()
@@ -284,6 +289,8 @@ class ConstantLR(ChainableScheduler):
 
 class LinearLR(ChainableScheduler):
     """Multiplies the learning rates by a factor that changes linearly, for example as a warm-up.
+
+    The factor is `start_factor` in epoch 0 and `end_factor` from epoch `total_iters` on.
 
         scheduler = tc.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=100)
         for inputs, targets in batches:
@@ -324,7 +331,9 @@ class LinearLR(ChainableScheduler):
 
 
 class PolynomialLR(ChainableScheduler):
-    """Lowers the learning rates to 0 at `total_iters`, as (1 - epoch / total_iters) ** power.
+    """Multiplies the learning rates by (1 - epoch / total_iters) ** power.
+
+    The learning rates stay 0 from epoch `total_iters` on.
 
         scheduler = tc.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=100, power=2.0)
         scheduler.step()
@@ -381,7 +390,7 @@ class CosineAnnealingLR(ChainableScheduler):
     def _next(self, lrs: list[float]) -> list[float]:
         low, turn = self.eta_min, math.pi / self.T_max
         if (self.last_epoch - 1 - self.T_max) % (2 * self.T_max) == 0:
-            # The rate before is the minimum, so the next one cannot be computed from it.
+            # The previous rate is `eta_min`, where the quotient below would divide by 0.
             rise = (1 - math.cos(turn)) / 2
             return [lr + (base - low) * rise for lr, base in zip(lrs, self.base_lrs, strict=True)]
         factor = (1 + math.cos(turn * self.last_epoch)) / (
@@ -391,10 +400,10 @@ class CosineAnnealingLR(ChainableScheduler):
 
 
 class CosineAnnealingWarmRestarts(ChainableScheduler):
-    """Lowers the learning rates as a half cosine to `eta_min`, and restarts after `T_0` epochs.
+    """Lowers the learning rates as a half cosine to `eta_min`, again and again.
 
-    Each cycle is `T_mult` times as long as the one before (Loshchilov & Hutter 2017,
-    arXiv:1608.03983).
+    Each cycle starts at the initial rates. The first cycle has `T_0` epochs, and each later cycle
+    is `T_mult` times as long as the previous one (Loshchilov & Hutter 2017, arXiv:1608.03983).
 
         scheduler = tc.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=100)
         scheduler.step()
@@ -433,7 +442,7 @@ class CosineAnnealingWarmRestarts(ChainableScheduler):
 def _checked(optimizer: object) -> GroupedOptimizer:
     if not isinstance(optimizer, GroupedOptimizer):
         kind = type(optimizer).__name__
-        raise TypeError(f"lr_scheduler: optimizer is {kind}, expected one of tc.optim")
+        raise TypeError(f"lr_scheduler: optimizer is {kind}, expected an optimizer of tc.optim")
     return optimizer
 
 

@@ -1,4 +1,4 @@
-"""Torch's schedulers that combine others, OneCycleLR and ReduceLROnPlateau."""
+"""Torch's schedulers that combine several schedulers, and OneCycleLR and ReduceLROnPlateau."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ChainedScheduler", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR"
 
 
 class _Several(ChainableScheduler):
-    """Holds schedulers of one optimizer, and their states."""
+    """The base of schedulers that combine several schedulers of one optimizer."""
 
     @explained
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[object]) -> None:
@@ -30,9 +30,11 @@ class _Several(ChainableScheduler):
         for place, scheduler in enumerate(schedulers):
             if not isinstance(scheduler, ChainableScheduler):
                 kind = type(scheduler).__name__
-                raise TypeError(f"{name}: scheduler {place} is {kind}, expected one of torch's")
+                raise TypeError(
+                    f"{name}: scheduler {place} is {kind}, expected a ChainableScheduler"
+                )
             if scheduler.optimizer is not optimizer:
-                raise ArgumentError(f"{name}: scheduler {place} is of another optimizer")
+                raise ArgumentError(f"{name}: scheduler {place} was made for another optimizer")
             self._schedulers.append(scheduler)
         super().__init__(optimizer)
 
@@ -42,10 +44,10 @@ class _Several(ChainableScheduler):
         return {**super().state_dict(), "schedulers": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of schedulers of these kinds.
+        """Load the state of a scheduler that combines the same classes of schedulers.
 
         Raises:
-            ArgumentError: If the schedulers are of other kinds.
+            ArgumentError: If the number or the classes of the combined schedulers differ.
         """
         states = state.get("schedulers", ())
         if len(states) != len(self._schedulers):
@@ -84,7 +86,7 @@ class ChainedScheduler(_Several):
 
 
 class SequentialLR(_Several):
-    """One scheduler until the first milestone, then the next one from its epoch 0, and so on.
+    """Uses one scheduler until the first milestone, then the next from its epoch 0, and so on.
 
         s = tc.optim.lr_scheduler
         parts = [s.LinearLR(optimizer, 0.1), s.CosineAnnealingLR(optimizer, 95)]
@@ -93,12 +95,12 @@ class SequentialLR(_Several):
 
     Args:
         optimizer: The optimizer.
-        schedulers: Its schedulers.
+        schedulers: The schedulers, all made for this optimizer, in the order of use.
         milestones: The epochs at which the second and later schedulers begin.
 
     Raises:
-        ArgumentError: If the number of milestones is not one less than that of schedulers, or a
-            scheduler is of another optimizer.
+        ArgumentError: If there is not exactly one milestone fewer than schedulers, or a scheduler
+            was made for another optimizer.
     """
 
     @explained
@@ -118,8 +120,8 @@ class SequentialLR(_Several):
 
     def _first(self, lrs: list[float]) -> list[float]:
         del lrs
-        # Undo the rates that the constructors of the later schedulers have set; these rates apply
-        # only from their milestones on.
+        # The constructor of each later scheduler has set the rates of its epoch 0. Undo this: a
+        # scheduler's rates apply only from its milestone on.
         self._schedulers[0].restart()
         return self.optimizer.group_lrs
 
@@ -145,18 +147,18 @@ class OneCycleLR(ChainableScheduler):
     Args:
         optimizer: The optimizer.
         max_lr: The highest learning rate.
-        total_steps: Steps of the cycle.
-        epochs: Number of epochs; used with `steps_per_epoch` if `total_steps` is not given.
-        steps_per_epoch: Steps of an epoch.
+        total_steps: Number of steps in the cycle; if None, `epochs` times `steps_per_epoch`.
+        epochs: Number of epochs in the cycle.
+        steps_per_epoch: Number of steps in an epoch.
         pct_start: The fraction of the steps in which the rate rises, in (0, 1).
         anneal_strategy: "cos" or "linear".
-        div_factor: The highest rate divided by the first.
-        final_div_factor: The first rate divided by the last rate.
+        div_factor: The highest rate divided by the initial rate.
+        final_div_factor: The initial rate divided by the last rate.
         last_epoch: The last finished step; -1 for a new start.
 
     Raises:
-        ArgumentError: If there is no number of steps, a number is out of range, or `step` is called
-            after the last step.
+        ArgumentError: If neither `total_steps` nor both `epochs` and `steps_per_epoch` are given, a
+            number is out of range, or `step` is called after the last step.
     """
 
     _is_closed = True
@@ -184,7 +186,7 @@ class OneCycleLR(ChainableScheduler):
         if not (total_steps > 0 < max_lr and 0 < pct_start < 1):
             raise ArgumentError(
                 f"OneCycleLR: found max_lr {max_lr}, total_steps {total_steps} and pct_start "
-                f"{pct_start}, expected all above 0 and the last below 1"
+                f"{pct_start}, expected all three above 0, and pct_start below 1"
             )
         if anneal_strategy not in {"cos", "linear"}:
             raise ArgumentError(
@@ -216,7 +218,9 @@ class OneCycleLR(ChainableScheduler):
 
 
 class ReduceLROnPlateau:
-    """Multiplies the learning rates by `factor` if a value has not improved for `patience` epochs.
+    """Multiplies the learning rates by `factor` when a value stops improving.
+
+    This happens after more than `patience` consecutive epochs without improvement.
 
         scheduler = tc.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
         scheduler.step(loss)
@@ -225,15 +229,15 @@ class ReduceLROnPlateau:
         optimizer: The optimizer.
         mode: "min" if a smaller value is better, or "max".
         factor: The factor, below 1.
-        patience: Epochs without improvement that are allowed.
-        threshold: The least improvement that counts.
+        patience: Number of consecutive epochs without improvement that leave the rates unchanged.
+        threshold: A value improves only if it is better than the best value by more than this.
         threshold_mode: "rel" if the threshold is a fraction of the best value, or "abs".
-        cooldown: Epochs after a reduction in which missing improvement is ignored.
+        cooldown: Number of epochs after a reduction that are not counted as without improvement.
         min_lr: The least learning rate.
-        eps: The least change of a learning rate; smaller changes are not made.
+        eps: A reduction that would lower a rate by `eps` or less is not made.
 
     Raises:
-        ArgumentError: If a mode is unknown, or the factor is not below 1.
+        ArgumentError: If `mode` or `threshold_mode` is unknown, or the factor is not below 1.
     """
 
     @explained
@@ -262,7 +266,7 @@ class ReduceLROnPlateau:
         self.num_bad_epochs = self.cooldown_counter = self.last_epoch = 0
 
     def step(self, metrics: Any) -> None:
-        """Process the value of an epoch, a number or a tensor of one element."""
+        """Process an epoch's value: a number, or a tensor of one element."""
         value = float(metrics)
         self.last_epoch += 1
         margin = self.threshold * (abs(self.best) if self._relative else 1.0)
@@ -279,7 +283,7 @@ class ReduceLROnPlateau:
             self.cooldown_counter, self.num_bad_epochs = self.cooldown, 0
 
     def get_last_lr(self) -> list[float]:
-        """Return the learning rates of the groups."""
+        """Return the current learning rate of each group."""
         return self.optimizer.group_lrs
 
     def state_dict(self) -> dict[str, Any]:
@@ -288,6 +292,6 @@ class ReduceLROnPlateau:
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of another scheduler."""
+        """Continue from the `state_dict` of another `ReduceLROnPlateau`."""
         for name in self.state_dict():
             setattr(self, name, state[name])

@@ -1,4 +1,4 @@
-"""Parameter groups as users of torch read and change them."""
+"""Parameter groups with the interface of torch's `param_groups`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["GroupedOptimizer", "ParamGroup", "listed", "set_groups"]
 
 
 _INSTEAD = {
-    "add_param_group": "give all groups when the optimizer is made; set lr=0 to train one later",
+    "add_param_group": "give all groups to the constructor, with lr=0 for groups to train later",
     "state": "state_dict() has the states of the variables",
     "defaults": "param_groups has the hyper-parameters",
 }
-"""Advice on attributes that torch's optimizers have and these lack."""
+"""What to use instead of an attribute that torch's optimizers have and `GroupedOptimizer` lacks."""
 
 
 class ParamGroup(MutableMapping[str, Any]):
@@ -31,6 +31,8 @@ class ParamGroup(MutableMapping[str, Any]):
 
     def __init__(self, optimizer: Optimizer, index: int, fixed: dict[str, Any]) -> None:
         self._optimizer, self._index, self._fixed = optimizer, index, fixed
+        # The entries that users add. The optimizer's plain data stores them under the name "",
+        # because each use of `param_groups` makes new objects of this class.
         self._own: dict[str, Any] = fixed.setdefault("", {})
 
     def __getitem__(self, name: str) -> Any:
@@ -51,8 +53,8 @@ class ParamGroup(MutableMapping[str, Any]):
             self._optimizer.group_lrs = rates
         elif name in self._known():
             raise ArgumentError(
-                f"param_groups: {name} is fixed, only lr can be set; make another optimizer and "
-                "load_state_dict(optimizer.state_dict())"
+                f"param_groups: {name} is fixed, only lr can be set; make another optimizer with "
+                f"the new {name} and give its load_state_dict this optimizer's state_dict()"
             )
         else:
             self._own[name] = value
@@ -81,13 +83,13 @@ class ParamGroup(MutableMapping[str, Any]):
 class GroupedOptimizer(Optimizer):
     """An optimizer that stores the variables of its groups."""
 
-    # Plain data, because `ParamGroup`s would form a reference cycle with the optimizer, and its
-    # states would be freed only by the garbage collector.
+    # The groups are plain data: a stored `ParamGroup` would refer back to the optimizer, and only
+    # the garbage collector would then free the optimizer and its states.
     _groups: list[dict[str, Any]]
 
     @property
     def param_groups(self) -> list[ParamGroup]:
-        """The groups with their variables and hyper-parameters, of which `lr` can be set."""
+        """The groups with their variables and hyper-parameters; only `lr` can be changed."""
         return [ParamGroup(self, index, group) for index, group in enumerate(self._groups)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -99,7 +101,7 @@ class GroupedOptimizer(Optimizer):
         del set_to_none
         super().zero_grad()
 
-    # Hidden from type checkers, which would accept any attribute because of this method.
+    # Type checkers do not see this method, because they would then accept every attribute.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
@@ -111,12 +113,21 @@ class GroupedOptimizer(Optimizer):
 
 
 def set_groups(optimizer: GroupedOptimizer, params: Any, settings: Mapping[str, Any]) -> None:
-    """Record the variables that an optimizer was made of."""
+    """Record the variables and hyper-parameters of each of an optimizer's groups.
+
+    Args:
+        optimizer: The optimizer.
+        params: The variables or groups that its constructor got; no iterators.
+        settings: The hyper-parameters of groups that do not set them.
+    """
     optimizer._groups = _settings_of(params, settings)  # noqa: SLF001 - the class is of this file
 
 
 def listed(params: Any) -> Any:
-    """The `params` of an optimizer; lists replace iterators, which could be read only once."""
+    """An optimizer's `params` with lists in place of iterators.
+
+    The optimizer and `set_groups` both read `params`, and an iterator can be read only once.
+    """
     if callable(getattr(params, "parameters", None)):
         raise TypeError(
             f"params is a {type(params).__name__}, expected variables: pass its parameters()"

@@ -1,4 +1,4 @@
-"""One class for each optimizer that the Rust core registers; `kinds.pyi` lists the classes."""
+"""One class for each optimizer that the Rust core registers; `kinds.pyi` declares the classes."""
 
 from inspect import Parameter, Signature
 from types import NoneType
@@ -9,12 +9,13 @@ from trainable_candle._core import Optimizer, optimizer_kinds
 from trainable_candle.optim.groups import GroupedOptimizer, listed, set_groups
 
 _ALWAYS = ("fused", "foreach")
-"""Arguments of torch that are accepted and ignored, because every step is fused."""
+"""Arguments of torch's optimizers that are accepted and ignored, because every step is fused."""
 _OF_ALL = {"stochastic_rounding": False, "states": "device"}
-"""The arguments of every optimizer that are no hyper-parameters of a group, with their defaults."""
+"""Arguments that every optimizer has and that hold for all its groups, with their defaults."""
 
 
 def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> type[Optimizer]:
+    """Make an optimizer's class; the first `positional` hyper-parameters may be positional."""
     parameters = [Parameter("params", Parameter.POSITIONAL_OR_KEYWORD)]
     for index, (field, default) in enumerate(defaults.items()):
         by_position = index < positional

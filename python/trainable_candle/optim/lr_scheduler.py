@@ -1,6 +1,7 @@
 """Learning-rate schedules.
 
-The functions make schedules with a warm-up, defined as in transformers. The classes are torch's.
+The functions return an `LRScheduler` with a warm-up and the formulas of transformers. The other
+classes have torch's names and formulas.
 
 ```python
 scheduler = tc.optim.lr_scheduler.cosine(optimizer, total_steps=1000, warmup_steps=50)
@@ -62,9 +63,9 @@ __all__ = [
 
 
 class LRScheduler:
-    """Sets the learning rates of an optimizer to its initial rates times a factor of the step.
+    """Sets an optimizer's learning rates to the initial rates times a factor for each step.
 
-    The constructor sets the rates of step 0, for the optimizer's first step.
+    The constructor sets the rates of step 0, which is the optimizer's first step.
 
     ```python
     scheduler = tc.optim.lr_scheduler.cosine(optimizer, total_steps=100, warmup_steps=10)
@@ -74,7 +75,7 @@ class LRScheduler:
 
     Args:
         optimizer: The optimizer.
-        schedule: The factor as a function of the step.
+        schedule: The function that maps a step's index to the factor.
     """
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
@@ -88,20 +89,20 @@ class LRScheduler:
 
     @property
     def last_step(self) -> int:
-        """The step whose learning rates are set."""
+        """The index of the step whose learning rates the optimizer has now."""
         return self._step
 
     @property
     def base_lrs(self) -> list[float]:
-        """The initial learning rates of the groups, to which the factor is applied."""
+        """The initial learning rates of the groups, which the factor multiplies."""
         return list(self._base_lrs)
 
     def get_last_lr(self) -> list[float]:
-        """Return the learning rates of the groups."""
+        """Return the current learning rate of each group."""
         return self._optimizer.group_lrs
 
     def step(self) -> None:
-        """Go to the next step; call this after the optimizer's `step`."""
+        """Go to the next step. Call this method after the optimizer's `step`."""
         self.set_step(self._step + 1)
 
     def set_step(self, step: int) -> None:
@@ -110,7 +111,7 @@ class LRScheduler:
         Raises:
             ArgumentError: If the step is negative.
             DeviceError: If called inside a function that is being captured (`tc.cuda.capture`),
-                because replays would not repeat the change; call it between replays.
+                because replays would not repeat the change; call `set_step` between replays.
         """
         factor = self._schedule.factor(step)
         self._optimizer.group_lrs = [lr * factor for lr in self._base_lrs]
@@ -120,14 +121,15 @@ class LRScheduler:
 def _check_optimizer(optimizer: object) -> None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"lr_scheduler: optimizer is {type(optimizer).__name__}, expected one of tc.optim"
+            f"lr_scheduler: optimizer is {type(optimizer).__name__}, expected an optimizer of "
+            "tc.optim"
         )
 
 
 def constant(
     optimizer: Optimizer, *, total_steps: int | None = None, warmup_steps: int = 0
 ) -> LRScheduler:
-    """Rise linearly from 0 over `warmup_steps`, then stay constant.
+    """Return a schedule that rises linearly from 0 over `warmup_steps`, then stays constant.
 
         scheduler = tc.optim.lr_scheduler.constant(optimizer, total_steps=100, warmup_steps=5)
         scheduler.step()
@@ -135,22 +137,24 @@ def constant(
     Args:
         optimizer: The optimizer.
         total_steps: Ignored; accepted so that all schedules take the same arguments.
-        warmup_steps: Steps of the warm-up.
+        warmup_steps: Number of steps in the warm-up.
     """
     del total_steps
     return LRScheduler(optimizer, Schedule("constant", warmup_steps))
 
 
 def linear(optimizer: Optimizer, *, total_steps: int, warmup_steps: int = 0) -> LRScheduler:
-    """Rise linearly from 0 over `warmup_steps`, then fall linearly to 0 at `total_steps`.
+    """Return a schedule that rises linearly from 0 over `warmup_steps`, then falls linearly.
+
+    The learning rate is 0 again at step `total_steps`.
 
         scheduler = tc.optim.lr_scheduler.linear(optimizer, total_steps=100, warmup_steps=5)
         scheduler.step()
 
     Args:
         optimizer: The optimizer.
-        total_steps: Steps of the training, warm-up included.
-        warmup_steps: Steps of the warm-up.
+        total_steps: Number of training steps, warm-up included.
+        warmup_steps: Number of steps in the warm-up.
     """
     return LRScheduler(optimizer, Schedule("linear", warmup_steps, total_steps))
 
@@ -158,16 +162,16 @@ def linear(optimizer: Optimizer, *, total_steps: int, warmup_steps: int = 0) -> 
 def cosine(
     optimizer: Optimizer, *, total_steps: int, warmup_steps: int = 0, num_cycles: float = 0.5
 ) -> LRScheduler:
-    """Rise linearly from 0 over `warmup_steps`, then follow a cosine.
+    """Return a schedule that rises linearly from 0 over `warmup_steps`, then follows a cosine.
 
         scheduler = tc.optim.lr_scheduler.cosine(optimizer, total_steps=100, warmup_steps=5)
         scheduler.step()
 
     Args:
         optimizer: The optimizer.
-        total_steps: Steps of the training, warm-up included.
-        warmup_steps: Steps of the warm-up.
-        num_cycles: Number of waves of the cosine; half a wave falls to 0 at `total_steps`.
+        total_steps: Number of training steps, warm-up included.
+        warmup_steps: Number of steps in the warm-up.
+        num_cycles: Number of periods of the cosine; half a period ends at 0 at `total_steps`.
 
     Raises:
         ArgumentError: If `num_cycles` is negative.
@@ -185,18 +189,20 @@ def polynomial(
     lr_end: float = 1e-7,
     power: float = 1.0,
 ) -> LRScheduler:
-    """Rise linearly from 0 over `warmup_steps`, then fall by a power to `lr_end` and stay.
+    """Return a schedule that rises linearly from 0 over `warmup_steps`, then falls by a power.
+
+    The learning rate stays at `lr_end` from step `total_steps` on.
 
         scheduler = tc.optim.lr_scheduler.polynomial(optimizer, total_steps=100, warmup_steps=5)
         scheduler.step()
 
     Args:
         optimizer: The optimizer.
-        total_steps: Steps of the training, warm-up included.
-        warmup_steps: Steps of the warm-up.
-        lr_end: The last learning rate of the first group; the rates of other groups end in
-            proportion to it.
-        power: 1 for a straight line.
+        total_steps: Number of training steps, warm-up included.
+        warmup_steps: Number of steps in the warm-up.
+        lr_end: The last learning rate of the first group. Every other group ends at the same
+            fraction of its own initial rate.
+        power: The exponent of the fall; 1 gives a straight line.
 
     Raises:
         ArgumentError: If `lr_end` is not below the first group's learning rate, or `power` is not
@@ -218,4 +224,4 @@ def polynomial(
 SCHEDULES: Final[dict[str, Callable[..., LRScheduler]]] = {
     schedule.__name__: schedule for schedule in (constant, linear, cosine, polynomial)
 }
-"""The schedules by the names that `--lr-scheduler` takes."""
+"""The schedule function for each name that `--lr-scheduler` takes."""

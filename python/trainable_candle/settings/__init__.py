@@ -1,7 +1,7 @@
 """The settings of a training run, in groups with their ranges, help, conditions and synonyms.
 
-`TrainConfig` has all of them, flat. The command line, YAML files and Python read the same
-declarations; a model takes the groups that apply to it.
+`TrainConfig` has the settings of all groups as its own fields. The command line, YAML files and
+Python use these declarations; a model takes the groups that apply to it.
 """
 
 from trainable_candle.settings.config import GROUPS, IMAGE_GROUPS, TrainConfig, group_of, settings

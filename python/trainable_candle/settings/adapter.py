@@ -17,17 +17,17 @@ ADAPTERS: Final = tuple(choices()["adapter"])
 FORMATS: Final = tuple(choices()["format"])
 GRIDS: Final = tuple(choices()["qat"])
 DORA_AXES: Final = ("output", "input")
-"""Whether DoRA has a magnitude for each output, as in the paper, or for each input."""
+"""Whether DoRA has a magnitude for each output feature, as in the paper, or each input feature."""
 OFT: Final = "oft"
 OFT_SIDES: Final = ("input", "output")
 """OFT rotates the inputs of layers, as peft does, or their outputs, as LyCORIS and ComfyUI do."""
 LOFTQ: Final = "loftq"
 INITS: Final = ("default", LOFTQ)
-"""How adapters start: without an effect, or offsetting the quantization error of the base."""
+"""Adapters start without an effect, or with values that offset the base's quantization error."""
 
 
 def _quantization_contradiction(config: Any) -> str | None:
-    """Why `qat` or `init` contradicts another setting; None if they do not."""
+    """Why `qat` or `init` contradicts another setting; None if neither does."""
     return _qat_contradiction(config) or _loftq_contradiction(config)
 
 
@@ -36,7 +36,10 @@ def _qat_contradiction(config: Any) -> str | None:
     if config.qat is None:
         return None
     if config.lora_dropout:
-        return "--qat rounds weight + adapter, but --lora-dropout keeps them apart; leave one out"
+        return (
+            "--qat rounds the sum of weight and adapter, and --lora-dropout needs the two apart; "
+            "leave out one of the flags"
+        )
     base = config.base_format
     if base not in {None, config.qat}:
         return (
@@ -72,7 +75,7 @@ class Adapter(Group):
         Condition(
             ("rslora", "lora_dropout"),
             lambda c: c.adapter != OFT,
-            "an adapter other than oft (oft adds no product)",
+            "an adapter other than oft (oft adds no low-rank product)",
         ),
         Condition(
             ("rank", "alpha"),
@@ -185,7 +188,7 @@ class Adapter(Group):
         """The file that `initial_adapter` names; for a run's output folder, its finished adapter.
 
         Raises:
-            MissingFileError: it is a folder without a finished adapter.
+            MissingFileError: the path is a folder without a finished adapter.
         """
         try:
             return adapter_in(Path(self.initial_adapter or "").expanduser())
@@ -196,9 +199,7 @@ class Adapter(Group):
 def _scales_contradiction(config: Any) -> str | None:
     """Why `qat_learned_scales` contradicts another setting; None if it does not."""
     if config.qat_learned_scales and config.qat == "int4":
-        return (
-            "--qat-learned-scales needs a format that merge --to can write; int4 is not one of them"
-        )
+        return "--qat-learned-scales needs a format that merge --to can write; it cannot write int4"
     return None
 
 
@@ -219,7 +220,7 @@ class LearnedScales(Group):
 
 @dataclass(frozen=True)
 class TrainingAdapters(Group):
-    """A fixed adapter that distilled models have during training, and not afterwards."""
+    """A fixed adapter that is applied to a distilled model during training, and not afterwards."""
 
     section: ClassVar[str] = sections.ADAPTER
 
@@ -278,7 +279,7 @@ class TextEncoders(Group):
 
 @dataclass(frozen=True)
 class ClipSkip(Group):
-    """Which layer of CLIP text encoders is read."""
+    """The layer of CLIP text encoders whose output conditions the model."""
 
     section: ClassVar[str] = sections.OBJECTIVE
 

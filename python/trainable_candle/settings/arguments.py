@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
 _BETWEEN: Final = re.compile(r"\s+(?=[A-Za-z_][\w-]*\s*=)")
-"""The separator of several arguments in one text, such as one quoted in a shell."""
+"""What separates the arguments of one text, such as "eps=1e-6 amsgrad=true" quoted in a shell."""
 _WORDS: Final = {"true": True, "false": False, "none": None, "inf": math.inf}
 
 
 def parsed(name: str, texts: Sequence[str]) -> dict[str, Any]:
-    """Values by the names of arguments.
+    """Parse arguments such as `eps=1e-6`, and return their values by name.
 
     Args:
         name: the name of the setting.
@@ -28,7 +28,7 @@ def parsed(name: str, texts: Sequence[str]) -> dict[str, Any]:
             may have brackets around them.
 
     Raises:
-        ConfigError: a text is not of this form, or a name occurs twice.
+        ConfigError: a text is not `name=value`, its value cannot be parsed, or a name occurs twice.
     """
     found: dict[str, Any] = {}
     for text in [part for given in texts for part in _BETWEEN.split(given.strip())]:
@@ -65,17 +65,18 @@ def check_names(
     Args:
         name: the name of the setting.
         given: the names of the arguments.
-        of: the function's name for the message.
+        of: what the error message calls the function.
         function: the function.
         own: maps each argument that has a setting of its own to the flag of the setting.
 
     Raises:
-        ConfigError: the function lacks an argument; the message names arguments that it takes.
+        ConfigError: the function has no argument of a given name (the message suggests one that it
+            has), or the argument has a setting of its own (the message names its flag).
     """
     known = [key for key in signature(function).parameters if key not in {*own, "params"}]
     for key in given:
         if key in own:
             raise ConfigError(f"{name}: `{key}` has a setting of its own: give {own[key]}")
         if key not in known:
-            hint = nearest(key, known) if known else "; it has none"
+            hint = nearest(key, known) if known else "; it takes no arguments"
             raise ConfigError(f"{name}: {of} has no `{key}`{hint}")

@@ -1,4 +1,4 @@
-"""Checks of a run's settings before anything is read, such as that each has an effect."""
+"""Checks of a run's settings before any file is read, such as that each setting has an effect."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def settings_without_effect(config: TrainConfig) -> list[tuple[Condition, list[s
 
     Only settings that differ from their defaults count.
     """
-    # If the default is None (undecided), a false value turns something off. It always has an effect
-    # and is left out here.
+    # Leave out false values of settings whose default is None (undecided): such a value turns
+    # something off, which always has an effect.
     changed = {
         name: value
         for name, value in config.changed().items()
@@ -116,7 +116,9 @@ def existing_adapter(setting: str, path: Path) -> Path:
 
 
 def differences(earlier: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """The differences between a resumed run and the one that it continues, a line each.
+    """The differences between a resumed run and the run that it continues, a line each.
+
+    Settings and facts that do not change the results are not compared.
 
     Args:
         earlier: settings and facts of the run that wrote the checkpoint, by name.

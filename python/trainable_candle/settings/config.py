@@ -118,7 +118,9 @@ class TrainConfig(
 
     @classmethod
     def from_yaml(cls, path: str | bytes | Path) -> TrainConfig:
-        """Settings from a YAML file of `name: value` lines, whose paths are relative to the file.
+        """Settings from a YAML file of `name: value` lines.
+
+        Paths in the file are relative to the file's folder.
 
         Raises:
             MissingFileError: there is no such file.
@@ -130,7 +132,7 @@ class TrainConfig(
         """The settings as YAML that `from_yaml` reads back.
 
         Args:
-            folder: the folder of the file, to which paths become relative; None keeps paths.
+            folder: the folder of the YAML file; paths become relative to it. None keeps the paths.
         """
         values = asdict(self) if folder is None else self.portable(folder)
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
@@ -146,7 +148,10 @@ class TrainConfig(
         return values
 
     def located(self) -> TrainConfig:
-        """A copy whose paths are absolute, for a process with another current folder."""
+        """A copy whose paths are absolute, for a process with another current folder.
+
+        Names of models and data sets on the hub are kept.
+        """
         here, values = Path.cwd(), asdict(self)
         changed = {name: inward(name, values[name], here) for name in _paths()}
         on_hub = {"weights", "dataset"}
@@ -162,7 +167,7 @@ class TrainConfig(
         """A copy with other values.
 
         Raises:
-            ConfigError: as for the class; or a name is unknown.
+            ConfigError: a name is unknown, or a value has the wrong type or is outside its range.
         """
         for name in changes:
             if name not in settings():
@@ -178,7 +183,7 @@ class TrainConfig(
 def read_settings(path: str | bytes | Path) -> dict[str, Any]:
     """The settings in a YAML file by name, with paths made relative to the current folder.
 
-    A `preset` among them is not expanded; `families.presets` has its values.
+    A line `preset` is not expanded; `families.presets` has the values of presets.
 
     Raises:
         MissingFileError: there is no such file.
@@ -220,7 +225,7 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """The values, with the names of nested ones joined by dots, as in `network.linear`."""
+    """Nested mappings as one flat sequence; the keys are joined by dots, as in `network.linear`."""
     for key, value in values.items():
         name = f"{before}{key}"
         if isinstance(value, Mapping) and value:
@@ -240,7 +245,7 @@ def _synonyms() -> dict[str, str]:
 
 @cache
 def _paths() -> tuple[str, ...]:
-    # Only prompts that name a file are paths.
+    # `inward` and `outward` change only those sample prompts that name a file.
     return (*(name for name, (_, s) in settings().items() if s.path), "sample_prompts")
 
 

@@ -17,7 +17,8 @@ CACHES: Final = ("disk", "memory", "off")
 MOST_VIEWS: Final = 1000
 """The most crops, colour variants or tag orders of an image; each is encoded and cached."""
 MOST_HUE: Final = 0.5
-"""Half of the colour circle, which reaches any hue."""
+"""The largest hue change, as a share of the colour circle: half of it, in either direction, reaches
+every hue."""
 YAML_SUFFIXES: Final = (".yaml", ".yml")
 """Endings of files that list the folders of a dataset."""
 
@@ -118,7 +119,7 @@ class Unusable(Group):
 
 @dataclass(frozen=True)
 class Parts(Group):
-    """Models of a pipeline that are in separate files."""
+    """Text encoders and the autoencoder, which may be in files outside `weights`."""
 
     section: ClassVar[str] = sections.MODEL
 
@@ -292,7 +293,7 @@ def _varies(config: Any) -> bool:
 
 
 def _joins_tags(config: Any) -> bool:
-    # Each folder of a list may have its own trigger.
+    # Such a file lists folders, and each of them may have its own trigger.
     return _varies(config) or bool(config.trigger) or config.dataset.endswith(YAML_SUFFIXES)
 
 

@@ -1,4 +1,4 @@
-"""Settings of other tools without an exact counterpart here, and what to do instead."""
+"""Settings that other tools have and this library lacks in that form, and what to do instead."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _LEVELS: Final = (
     "has no exact counterpart: see --timesteps, --timestep-shift and --resolution-shift"
 )
 _NESTED: Final = (
-    "is the frame of an ai-toolkit file: copy the blocks below `process`, such as `network` and "
-    "`train`, to the top of the file"
+    "belongs to the outer lines of an ai-toolkit file: copy the blocks below `process`, such as "
+    "`network` and `train`, to the top of the file"
 )
 _ONETRAINER: Final = (
     "is part of a whole OneTrainer configuration: copy the settings that docs/migrating.md names "
@@ -88,8 +88,8 @@ _KOHYA: Final = {
     "t5xxl": _ENCODER,
     "clip_l": _ENCODER,
     "clip_g": _ENCODER,
-    "t5xxl_max_token_length": f"is the model's: {_LEAVE}",
-    "apply_t5_attn_mask": f"follows the model: {_LEAVE}",
+    "t5xxl_max_token_length": f"is fixed for each model: {_LEAVE}",
+    "apply_t5_attn_mask": f"is fixed for each model: {_LEAVE}",
     "guidance_scale": "has no single counterpart: give --train-guidance for the scale in training, "
     "--guidance for previews",
     "model_prediction_type": f"is always `raw` here: {_LEAVE}",
@@ -159,7 +159,7 @@ _AI_TOOLKIT: Final = {
     "datasets": _LISTED,
     "network.network_kwargs": _give("--target-modules"),
     "train.ema_config": _give("--ema-decay alone"),
-    "train.noise_scheduler": f"is the model's: {_LEAVE}",
+    "train.noise_scheduler": f"is fixed for each model: {_LEAVE}",
     "train.train_unet": _DEFAULT,
     "train.gradient_accumulation_steps": "counts every batch as a step: give "
     "--gradient-accumulation N, and divide --steps by N",
@@ -182,11 +182,14 @@ _AI_TOOLKIT: Final = {
     "sample.samples": _give("--sample-prompts"),
 }
 INSTEAD: Final = {**_KOHYA, **_ONETRAINER_KEYS, **_AI_TOOLKIT}
-"""Maps a name, with underscores and with dots between nested names, to the end of a message."""
+"""Maps another tool's setting to a message that begins with the setting's name.
+
+The names here have underscores, and dots between the names of nested lines.
+"""
 
 
 def instead(name: str) -> str | None:
-    """What to do in place of a setting of another tool; None if it is not known.
+    """What to do in place of another tool's setting; None if the name is not one of `INSTEAD`.
 
     Args:
         name: the name of a flag without its leading hyphens, or of a line of a file; for nested

@@ -23,13 +23,13 @@ PRECISION_SPELLINGS: Final = {
     "float_16": "f16",
     "bfloat_16": "bf16",
 }
-"""The names of precisions in other tools."""
+"""Maps the names that other tools give to precisions to the names here."""
 SAME: Final = "same"
-"""The `base_precision` of weights in the dtype of the computation, without quantization."""
+"""The value of a precision setting that leaves weights in the dtype of computation, unquantized."""
 FORMATS: Final = ("int8", "fp8", "nf4")
 """The formats to which the weights of linear layers may be quantized."""
 EIGHT_BITS: Final = ("int8", "fp8")
-"""The formats whose codes can be multiplied directly."""
+"""The formats whose 8-bit codes matrix products can multiply without dequantizing them."""
 HOST: Final = "host"
 PEERS: Final = "peers"
 DEVICE: Final = "device"
@@ -188,7 +188,7 @@ class Machine(Group):
 
     @property
     def streaming(self) -> Streaming:
-        """The weights that are streamed; none by default."""
+        """Which weights to stream; none as long as the settings are not resolved."""
         return {
             "stream_blocks": self.stream_blocks or 0,
             "stream_modulation": bool(self.stream_modulation),
@@ -201,7 +201,7 @@ class Machine(Group):
 
     @property
     def wants_host_states(self) -> bool:
-        """Whether the optimizer's states of a GPU are to be in host memory."""
+        """Whether the settings ask for the optimizer's states in host memory."""
         return self.optimizer_states == HOST
 
     @property
@@ -211,7 +211,7 @@ class Machine(Group):
 
     @property
     def from_peers(self) -> bool:
-        """Whether streamed weights are on the GPUs of the machine."""
+        """Whether streamed weights are kept in slices on all GPUs of the machine."""
         return self.stream_from == PEERS
 
     @property

@@ -15,6 +15,7 @@ PREDICTIONS: Final = ("epsilon", "v_prediction")
 
 
 def _no_timesteps(config: Any) -> str | None:
+    """Why the limits of the timesteps leave none to train at; None if they leave some."""
     if config.max_timestep is not None and config.min_timestep >= config.max_timestep:
         return (
             f"--min-timestep is {config.min_timestep}, and --max-timestep is "
@@ -71,7 +72,7 @@ class NoisePrediction(Group):
 
 @dataclass(frozen=True)
 class Loss(Group):
-    """The loss function and its weight by noise level."""
+    """The loss function, and the weight of the loss at each noise level."""
 
     section: ClassVar[str] = sections.OBJECTIVE
     conditions: ClassVar[tuple[Condition, ...]] = (

@@ -1,4 +1,4 @@
-"""Paths in files of settings, which are relative to the file so that a run's folder can move."""
+"""Paths in settings files: they are relative to the file's folder, so that a run can be moved."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LATEST: Final = "latest"
-"""The last checkpoint of the output, as a value of `resume`."""
+"""The value of `resume` that means the last checkpoint in the output folder."""
 AUTO: Final = "auto"
-"""The last checkpoint, or a new start without one: for job schedulers that repeat a command."""
+"""The value of `resume` that means the last checkpoint, or a new start if there is none.
+
+Job schedulers can then repeat the same command.
+"""
 PROMPTS: Final = (".txt",)
-"""Endings of files of prompts; a file may be given in place of a prompt."""
+"""Endings of prompt files; the path of such a file may be given in place of a prompt."""
 
 
 def inward(name: str, value: Any, folder: Path) -> Any:
@@ -31,18 +34,19 @@ def inward(name: str, value: Any, folder: Path) -> Any:
     def change(text: str) -> str:
         joined = folder / text
         if name == "weights" and is_name(text) and not joined.exists():
-            return text  # on the hub
+            return text  # the name of a model on the hub
         plain = Path(os.path.normpath(joined))
-        # Remove `..` only if the path then leads to the same file; after a link it may not.
+        # Remove `..` only if the path then leads to the same file. It may lead to another file if
+        # a part of the path is a symbolic link.
         return str(plain if os.path.realpath(plain) == os.path.realpath(joined) else joined)
 
     return _each(name, value, change)
 
 
 def outward(name: str, value: Any, folder: Path) -> Any:
-    """The inverse of `inward`: make paths relative to `folder` for a file there.
+    """The inverse of `inward`: make paths relative to `folder`, for a settings file in `folder`.
 
-    Absolute paths do not change, except for `output`, because it moves with the file.
+    Absolute paths do not change, except for `output`: the output folder moves with the file.
     """
 
     def change(text: str) -> str:
@@ -56,11 +60,13 @@ def outward(name: str, value: Any, folder: Path) -> Any:
 
 
 def is_prompts(text: str) -> bool:
-    """Whether a prompt names a file of prompts."""
+    """Whether a text given as a prompt is the path of a prompt file, by its ending."""
     return text.lower().endswith(PROMPTS)
 
 
 def _each(name: str, value: Any, change: Callable[[str], str]) -> Any:
+    """The value with each relative path changed; absolute paths and other texts are kept."""
+
     def changed(text: Any) -> Any:
         if not isinstance(text, str) or not text or text.startswith("~") or os.path.isabs(text):  # noqa: PTH117 - a text
             return text

@@ -32,7 +32,7 @@ IMAGES: Final[Mapping[str, Mapping[str, Any]]] = {
         "ema_decay": 0.99,
     },
 }
-"""For models of images."""
+"""The presets of image models."""
 TEXTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "fast": {"rank": 8, "epochs": 1, "batch_size": 1, "sequence_length": 1024},
     "balanced": {
@@ -50,16 +50,16 @@ TEXTS: Final[Mapping[str, Mapping[str, Any]]] = {
         "lora_dropout": 0.05,
     },
 }
-"""For language models."""
+"""The presets of language models."""
 NAMES: Final = tuple(IMAGES)
 LENGTHS: Final = frozenset({"steps", "epochs"})
-"""The settings that say how long a run takes; only one of them is given."""
+"""The settings that say how long a run takes; at most one of them may be given."""
 
 
 def completed(
     values: Mapping[str, Any], name: str, presets: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The given values of settings, completed by those of a preset.
+    """The given settings, and the preset's values of the settings that are not given.
 
     Raises:
         ConfigError: there is no such preset, or the values give all settings of the preset.

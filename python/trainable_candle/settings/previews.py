@@ -12,6 +12,7 @@ SAMPLERS: Final = ("euler", "dpmpp_2m")
 
 
 def _previews(*names: str) -> Condition:
+    """The condition that these settings have an effect only with `sample_prompts`."""
     return Condition(names, lambda c: bool(c.sample_prompts), "--sample-prompts")
 
 
@@ -19,14 +20,14 @@ def _two_validations(config: Any) -> str | None:
     if config.validation_dataset and config.validation_split:
         return (
             "validation_dataset and validation_split are both given; "
-            "choose a folder, or a share of the dataset"
+            "give only one: a folder or file, or a share of the dataset"
         )
     return None
 
 
 @dataclass(frozen=True)
 class Validation(Group):
-    """The data for validation, and how often it is used."""
+    """The data for validation, and how often the validation loss is computed."""
 
     section: ClassVar[str] = sections.VALIDATION
     conditions: ClassVar[tuple[Condition, ...]] = (

@@ -1,4 +1,4 @@
-"""Prompts from files."""
+"""Reads prompts from files."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ def expanded(prompts: Sequence[str], setting: str = "--sample-prompts") -> list[
 
     Raises:
         MissingFileError: there is no such file.
-        ConfigError: a file has no prompt, cannot be read as text, or is of another kind.
+        ConfigError: a .txt file has no prompt or cannot be read as text, or a prompt names a .toml
+            or .json file.
     """
     found: list[str] = []
     for prompt in prompts:
         if not is_prompts(prompt):
             if prompt.lower().endswith(_OTHERS) and Path(prompt).expanduser().is_file():
                 raise ConfigError(
-                    f"{setting}: {prompt} is a file that is not read; write a .txt file with one "
+                    f"{setting}: prompts are not read from {prompt}; write a .txt file with one "
                     "prompt on each line"
                 )
             found.append(prompt)

@@ -19,7 +19,7 @@ def read_yaml(path: str | bytes | Path) -> dict[str, Any]:
 
     Raises:
         MissingFileError: there is no such file.
-        ConfigError: the file cannot be read, or has other contents.
+        ConfigError: the file cannot be read, is not YAML, or is not a mapping.
     """
     path = Path(os.fsdecode(path)).expanduser()
     try:
@@ -35,7 +35,7 @@ def read_yaml(path: str | bytes | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not text in UTF-8: {error}") from error
     try:
         values = load_yaml(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: no such date or number
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date or number
         raise ConfigError(f"{path}: is not valid YAML: {error}") from error
     if values is None:
         return {}

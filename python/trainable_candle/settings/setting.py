@@ -33,9 +33,9 @@ class Setting:
     high: float | None = None
     """The greatest value."""
     below: float | None = None
-    """An upper bound that is excluded."""
+    """The value must be less than this bound."""
     rare: bool = False
-    """Whether the short help omits it."""
+    """Whether the short help omits the setting."""
     texts: bool = False
     """Whether the items of a list are texts, which may contain commas; the flag is then repeated
     for each item."""
@@ -50,13 +50,13 @@ class Setting:
     """The section of the help, if it differs from the group's."""
     synonyms: tuple[str, ...] = ()
     """Names of the same setting in other tools, spelled like flags; flags and YAML files may use
-    them, too. A name with dots is that of nested lines in YAML files, and is not a flag."""
+    them, too. A name with dots stands for nested lines in YAML files, and is not a flag."""
     spellings: Mapping[str, str] = field(default_factory=dict)
     """Maps other tools' names of choices, in lower case, to the choices."""
     words: Mapping[str, int] = field(default_factory=dict)
-    """Words that stand for numbers, in lower case."""
+    """Maps words, in lower case, to the numbers that they stand for."""
     read: Callable[[Any], Any] | None = None
-    """Reads other spellings of the value, such as other tools'; returns other values unchanged."""
+    """Converts other tools' spellings of the value; returns any other value unchanged."""
     bare: str | None = None
     """The value of a flag that is given without a value."""
     path: bool = False
@@ -70,31 +70,34 @@ class Condition(NamedTuple):
     holds: Callable[[Any], bool]
     """Takes the whole configuration; returns whether the condition holds."""
     needed: str
-    """The flags that make it hold."""
+    """The flags that make the condition hold, for the message "... has no effect without ..."."""
     complaint: str | None = None
-    """A message that replaces the usual message."""
+    """The whole message, in place of that one."""
 
 
 class Group:
-    """A group of settings, a frozen dataclass; families of models list the groups they take."""
+    """The base of groups of settings, which are frozen dataclasses.
+
+    Each family of models lists the groups that it takes.
+    """
 
     section: ClassVar[str]
-    """The section of the help that shows them."""
+    """The section of the help that shows the group's settings."""
     conditions: ClassVar[tuple[Condition, ...]] = ()
-    """Checked when a run begins: every given setting must have an effect."""
+    """When the settings have an effect. A run checks at its start that each given setting has."""
     contradictions: ClassVar[tuple[Callable[[Any], str | None], ...]] = ()
     """Functions from a configuration to a message about a contradiction in it, or None; checked
     whenever a configuration is made."""
 
 
 _WORD: Final = 2**63
-"""The first whole number that does not fit in a 64-bit integer."""
+"""The least whole number that does not fit in a signed 64-bit integer."""
 
 
 def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
-    """Convert a value to the type of its setting and check it.
+    """Convert a value to the type of its setting, and check the value.
 
-    Whole numbers may be given for floats, and a text with commas for a list of names.
+    A float may be given as a whole number, and a list of names as a text with commas.
 
     Raises:
         ConfigError: the type is wrong, or the value is outside its range.
@@ -122,7 +125,7 @@ def flag(name: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known name, or all of them."""
+    """The end of a message about an unknown name: the nearest known name, or all known names."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean `{near[0]}`?" if near else f"; expected one of {', '.join(known)}"
@@ -157,7 +160,7 @@ def _typed(name: str, value: Any, hint: Any, setting: Setting) -> Any:
         # YAML 1.1 reads 1e-4 as text.
         with contextlib.suppress(ValueError):
             return float(value)
-    # `tc.device` is a text; a `DType` has its name as text.
+    # A `tc.device` is a `str`, and `str` of a `DType` is its name.
     if target is str and isinstance(value, (str, Path, DType)):
         return str(value)
     if type(value) is not target:

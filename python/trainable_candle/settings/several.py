@@ -12,12 +12,13 @@ REDUCTIONS: Final = ("f32", "bf16")
 
 
 def _names_gpus(config: Any) -> str | None:
+    """What is wrong with `gpus`; None if it names GPUs or is not set."""
     text = config.gpus
     if text is None or text == "all":
         return None
     numbers = text.split(",")
     if not all(number.strip().isdecimal() for number in numbers):
-        return f"gpus: found {text!r}, expected a number of GPUs, `all`, or their indices as in 0,2"
+        return f"gpus: found {text!r}, expected a number of GPUs, `all`, or GPU indices as in 0,2"
     if len(set(numbers)) < len(numbers):
         return f"gpus: {text!r} names a GPU twice"
     if len(numbers) == 1 and int(text) < 1:
@@ -26,7 +27,7 @@ def _names_gpus(config: Any) -> str | None:
 
 
 def _numbers(value: Any) -> Any:
-    """A number of GPUs, or a list of the indices of several, as a text."""
+    """The text of a value given as a number of GPUs or a list of indices; else the value itself."""
     if type(value) is int:
         return str(value)
     if isinstance(value, list) and len(value) > 1 and all(type(v) is int for v in value):

@@ -9,18 +9,18 @@ from trainable_candle.settings import sections
 from trainable_candle.settings.setting import Condition, Group, Setting
 
 TRAIN_ON: Final = ("answers", "last-answer", "all")
-"""The tokens that count in the loss: every answer, the last answer of each example, or all."""
+"""The tokens in the loss: those of all answers, of each example's last answer, or all tokens."""
 
 
 OBJECTIVES: Final = ("sft", "dpo")
-"""The goals of training on texts: to repeat them, or to prefer the better of two answers."""
+"""The goals of training on texts: to reproduce the texts, or to prefer the better answer of two."""
 
 
 def _answers_compared(config: Any) -> str | None:
     if config.objective == "dpo" and config.initial_adapter:
         return (
             "objective dpo compares the trained model with the model without an adapter, and "
-            "initial_adapter is trained too; merge it into the weights first"
+            "initial_adapter is trained too; merge initial_adapter into the weights first"
         )
     return None
 

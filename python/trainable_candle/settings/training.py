@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 OPTIMIZERS: Final = tuple(KINDS)
 SCHEDULERS: Final = tuple(SCHEDULES)
 OF_RUNS: Final[dict[str, dict[str, Any]]] = {"muon": {"match_rms_adamw": True}}
-"""Arguments of optimizers that runs set, because learning rates of runs are chosen for AdamW."""
+"""Arguments that runs give to optimizers. Muon's updates get the size of AdamW's updates, because
+the default learning rates are chosen for AdamW."""
 
 
 def _steps(value: Any) -> Any:
@@ -37,12 +38,13 @@ def _steps(value: Any) -> Any:
         return value
     if 0 < number < 1:
         raise ConfigError(
-            f"warmup_steps is {value}, a share of the run, expected a number of steps"
+            f"warmup_steps is {value}, which is a share of the run; expected a number of steps"
         )
     return int(number) if number.is_integer() else value
 
 
 def _long_warmup(config: Any) -> str | None:
+    """Why the warm-up is too long for the run; None if it is not."""
     if config.epochs is None and config.warmup_steps > config.steps:
         return (
             f"warmup_steps is {config.warmup_steps}, more than the {config.steps} steps of the run"
@@ -81,7 +83,7 @@ def _wrong_arguments(config: Any) -> str | None:
 
 
 def _averaged_twice(config: Any) -> str | None:
-    """Why an optimizer that averages contradicts another setting; None if it does not."""
+    """Why an optimizer that averages the adapter itself contradicts a setting; else None."""
     kind: Callable[..., Any] = KINDS[config.optimizer]
     if not kind([Var(zeros(1))]).averages:
         return None
@@ -259,7 +261,7 @@ class Training(Group):
         """The arguments of the optimizer besides its learning rate.
 
         Raises:
-            ConfigError: a text is not of the form `name=value`.
+            ConfigError: a text of `optimizer_args` is not of the form `name=value`.
         """
         own = OF_RUNS.get(self.optimizer, {})
         given = parsed("optimizer_args", self.optimizer_args)
@@ -267,10 +269,10 @@ class Training(Group):
 
     @property
     def lr_scheduler_arguments(self) -> dict[str, Any]:
-        """The arguments of the schedule besides its steps.
+        """The arguments of the schedule besides its numbers of steps.
 
         Raises:
-            ConfigError: a text is not of the form `name=value`.
+            ConfigError: a text of `lr_scheduler_args` is not of the form `name=value`.
         """
         return parsed("lr_scheduler_args", self.lr_scheduler_args)
 

@@ -54,12 +54,13 @@ PLANNED: Final = (*_CHOSEN, _BATCH)
 KEPT: Final = (_PRECISION, _TEXTS, _BATCH)
 """The planned settings that a resumed run keeps, because its results depend on them."""
 _PLENTY: Final = {_CHECKPOINTING: "none", _PRECISION: SAME, _TEXTS: SAME, _STATES: DEVICE}
-"""Values of planned settings if memory suffices; the others stay open, so nothing is streamed."""
+"""The values of open settings if memory suffices. The streaming settings then stay None, which
+streams nothing."""
 _COST: Final = {SAME: 1.0, "int8": 1.1, "fp8": 1.1, "nf4": 1.25}
-"""How many times faster a step must be for the rounding of a base to this format to be worth it."""
+"""A base is rounded to this format only if that makes a step faster by this factor."""
 _HOST_STATES: Final = 1.05
-"""How many times slower a step must be without states in host memory for these to be chosen: how
-fast kernels read and write them has not been measured."""
+"""The optimizer's states are in host memory only if that makes a step faster by this factor: the
+speed at which kernels read and write such states has not been measured."""
 _FORMATS: Final = (SAME, "int8", "nf4")
 _POLICIES: Final = ("none", "selective", "full", "offload")
 _SHARES: Final = 8
@@ -67,7 +68,7 @@ _SHARES: Final = 8
 _BATCHES: Final = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Batch sizes that `auto` tries after 1."""
 _GAIN: Final = 0.97
-"""A batch is doubled if this reduces the time per sample to at most this share."""
+"""The batch size is doubled if the new time per sample is at most this share of the old time."""
 _LINKS: Final = {NVLINK: "NVLink", BUS: "the bus"}
 _MARGIN: Final = 0.05
 """The share of a GPU's memory that a plan leaves free."""
@@ -82,19 +83,19 @@ class Budget:
     """The memory that a run may use, and the speed of its GPU."""
 
     memory: float
-    """Bytes of the memory that the run computes in."""
+    """Bytes that the run may use in the memory of its device: a GPU's memory, or host memory."""
     host: float
-    """Bytes of host memory for each process, for weights that are streamed from there."""
+    """Bytes of host memory that each process may use for what `Estimate.host` counts."""
     rates: Rates | None = None
     """The speed of the GPU; None if it is not known."""
     margin: float = 0.0
     """The share of the memory that a plan leaves free, because estimates may be wrong."""
     processes: int = 1
-    """The processes of a machine, among which its host memory is divided."""
+    """The number of processes on a machine, among which the host memory is divided."""
     sharing: int = 1
     """How many processes of a machine share one copy of the streamed weights."""
     peers: str | None = None
-    """The slowest link between their GPUs, if these have the copy; None if host memory has it."""
+    """The slowest link between GPUs if GPUs hold the streamed weights; None if the host does."""
     pinned: float = math.inf
     """Bytes of host memory that each process may pin."""
 
@@ -104,22 +105,22 @@ class Budget:
         return self.memory * (1 - self.margin)
 
     def host_need(self, found: Estimate) -> float:
-        """Bytes of host memory for each process, with its share of what the processes share.
+        """Bytes of host memory for each process, with its share of the streamed weights' copy.
 
-        Weights that are streamed from peers take host memory only while a model is loaded.
+        Weights that are streamed from other GPUs take host memory only while a model is loaded.
         """
         streamed = _streamed(found) if found.host else 0
         return found.host - streamed + streamed / self.sharing
 
     def can_pin(self, found: Estimate) -> bool:
-        """Whether states in host memory can be pinned beside the streamed weights."""
+        """Whether optimizer states in host memory can be pinned beside the streamed weights."""
         if found.work is None:
             return True
         shared = self.sharing > 1
         return can_pin(found.work, self._pinnable(found), self.pinned, shared=shared)
 
     def paced(self, found: Estimate) -> Rates:
-        """The rates of the GPU with which the run copies streamed weights."""
+        """The GPU's rates, with the rate at which the run copies streamed weights."""
         rates = self.rates or ANY_GPU
         if self.peers is not None:
             return with_peers(rates, self.peers)
@@ -127,20 +128,20 @@ class Budget:
         return with_ring(rates, share)
 
     def _pinnable(self, found: Estimate) -> float:
-        """Bytes of streamed weights in host memory."""
+        """Bytes of the streamed weights that are in host memory."""
         return _streamed(found) if self.peers is None else 0
 
     def sliced(
         self, estimate: Callable[[TrainConfig], Estimate]
     ) -> Callable[[TrainConfig], Estimate]:
-        """The function, which then also counts the GPU's slice of the weights that peers stream."""
+        """An `estimate` that also counts the GPU's own slice of the weights that GPUs stream."""
         if self.peers is None:
             return estimate
 
         def with_slice(config: TrainConfig) -> Estimate:
             found = estimate(config)
             item = Item("slice of streamed", "weights", math.ceil(_streamed(found) / self.sharing))
-            # The phases in which the model is in memory.
+            # The slice is in memory in the same phases as the model, which have an adapter.
             phases = {
                 phase: [*items, item] if any(one.what == "adapter" for one in items) else items
                 for phase, items in found.phases.items()
@@ -150,13 +151,15 @@ class Budget:
         return with_slice
 
     def below(self, bytes_held: float) -> Budget:
-        """A budget smaller than `bytes_held`, the need of a plan that did not fit."""
+        """A budget smaller than `bytes_held`, the estimate of a plan that ran out of memory."""
         held = min(self.memory, bytes_held) - RUNTIME_BYTES
         return replace(self, memory=_LESS * held + RUNTIME_BYTES, margin=0.0)
 
 
 def find_budget(group: Group, config: TrainConfig) -> Budget:
-    """The budget of each of the processes that train together, the same for all.
+    """The budget of one process: the least memory and the slowest GPU of all processes of the run.
+
+    All processes get the same budget, so that they make the same plan.
 
     Raises:
         CudaUnavailableError, DeviceError: there is no such device.
@@ -184,7 +187,7 @@ def find_budget(group: Group, config: TrainConfig) -> Budget:
 
 @contextmanager
 def kept_within(budget: Budget, config: TrainConfig) -> Iterator[None]:
-    """A context in which tensors on a GPU take no more memory than `vram` allows, if it is set."""
+    """A context in which tensors on the GPU take at most the memory of `vram`, if `vram` is set."""
     if config.vram is None or not config.on_gpu:
         yield
         return
@@ -197,17 +200,17 @@ def kept_within(budget: Budget, config: TrainConfig) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of a run, complete."""
+    """A run's settings after all open settings are chosen, and the estimate of its memory."""
 
     config: TrainConfig
     estimate: Estimate
     chosen: Mapping[str, Any]
-    """The open settings that have other values than they would have with enough memory."""
+    """The chosen settings that would differ with enough memory, and the batch size if chosen."""
     nearest: Plan | None = None
-    """Of the faster plans, which do not fit, the one that needs the least memory."""
+    """The plan that needs the least memory among the faster plans, none of which fits."""
 
     def lines(self, budget: Budget) -> list[str]:
-        """Lines about the choice, and about what more memory would allow; none if it is enough."""
+        """Lines about the chosen settings, and about a faster plan that more memory would allow."""
         if not self.chosen:
             return []
         found = [f"plan: {self.described(budget)} fits in {size(budget.memory)}"]
@@ -216,7 +219,7 @@ class Plan:
         return found
 
     def described(self, budget: Budget) -> str:
-        """The flags that were chosen, the memory and, if known, the time of a step."""
+        """The chosen flags, the estimated memory and, if known, the time of an optimizer step."""
         flags = " ".join(as_flag(name, value) for name, value in self.chosen.items())
         if budget.peers is not None and self.config.streams:
             flags = f"{flags} from {budget.sharing} GPUs by {_LINKS[budget.peers]}".lstrip()
@@ -241,21 +244,21 @@ def make_plan(
 ) -> Plan:
     """Choose the fastest checkpointing, precision and streaming that fit, if they are left open.
 
-    A batch size of `auto` is 1 on the CPU; on a GPU it is doubled as long as that makes a sample
-    faster. The time with a quantized base is multiplied by `_COST`, because rounding changes the
-    model. Modulation is streamed before blocks, because each step reads it only once. The
-    optimizer's states are in host memory only if everything else that fits is slower by more than
-    `_HOST_STATES`. Text encoders are quantized only if the run does not fit otherwise.
+    A batch size of `auto` is 1 on the CPU. On a GPU, it is doubled as long as this reduces the time
+    per sample. The time with a quantized base is multiplied by `_COST`, because rounding changes
+    the model; the time with optimizer states in host memory by `_HOST_STATES`. Modulation weights
+    are streamed before blocks, because each step reads them only once. Text encoders are quantized
+    only if the run does not fit otherwise.
 
     Args:
         config: the settings.
         groups: the groups of settings that the model takes; others are not chosen.
         budget: the available memory.
-        estimate: estimates a run with other settings.
-        samples: the samples of an epoch in this process, the largest batch size for `auto`.
+        estimate: returns the estimate of a run with the settings that it gets.
+        samples: the number of samples per epoch in this process; `auto` chooses no larger batch.
 
     Raises:
-        OutOfMemoryError: nothing fits; the message names settings that would.
+        OutOfMemoryError: no plan fits; the message names settings that would fit.
     """
     estimate = budget.sliced(estimate)
     if not is_open(config, _BATCH):
@@ -287,7 +290,7 @@ def _plan_batch(
     """`make_plan` with a given batch size."""
     names = [name for name in _CHOSEN if is_open(config, name) and group_of(name) in groups]
     if not config.on_gpu:
-        # There is only one memory.
+        # On the CPU, host memory is the only memory.
         names = [name for name in names if name != _STATES]
 
     def plan(choice: Mapping[str, Any]) -> Plan:
@@ -325,11 +328,16 @@ def _explored(
     plan: Callable[[Mapping[str, Any]], Plan],
     budget: Budget,
 ) -> list[Plan]:
-    """The plans of ladders of choices that may be the best, and the least of each ladder."""
+    """Plans for the choices of each ladder, where the last choice needs the least memory.
+
+    If the plan of the last choice fits into the device's memory, the earlier choices are planned,
+    up to the first that fits. A ladder with states in host memory is left out if a plan of an
+    earlier ladder fits and costs no more than this ladder's first choice.
+    """
     plans: list[Plan] = []
     for *others, least in ladders:
         if least[_STATES] == HOST and others:
-            # Streaming makes a step longer, so the first choice is the fastest.
+            # Streaming makes a step longer, so the first choice is the fastest of the ladder.
             costs = [_cost(found, budget) for found in plans if _fits(found, budget)]
             if costs and min(costs) <= _cost(plan(others[0]), budget):
                 continue
@@ -340,7 +348,10 @@ def _explored(
 
 
 def _until_it_fits(plans: Iterable[Plan], budget: Budget) -> Iterator[Plan]:
-    """The plans, ordered by falling memory and rising time, up to the first that fits."""
+    """The plans up to the first one that fits.
+
+    The plans must come in the order of falling memory and rising time.
+    """
     for plan in plans:
         yield plan
         if _fits(plan, budget):
@@ -350,11 +361,15 @@ def _until_it_fits(plans: Iterable[Plan], budget: Budget) -> Iterator[Plan]:
 def _ladders(
     config: TrainConfig, names: Sequence[str], work: Work | None
 ) -> list[list[dict[str, Any]]]:
-    """The choices for open settings: for each checkpointing and format, more and more streaming."""
+    """Choices for the open settings, as lists ("ladders").
+
+    There is a list for each combination of the states' memory, the checkpointing policy and the
+    base's format. From item to item of a list, more weights are streamed; the first streams none.
+    """
     formats = [SAME]
     streams: list[tuple[bool | None, int | None]] = [(None, None)]
     if work is not None and work.can_be_quantized and _PRECISION in names:
-        # Quantization-aware training cannot start from a base that is rounded to another format.
+        # Quantization-aware training needs an unrounded base or a base in its own format.
         formats = [form for form in _FORMATS if config.qat in {None, form} or form == SAME]
     if work is not None and config.on_gpu:
         modulation = True if work.has_modulation and _MODULATION in names else None
@@ -391,12 +406,12 @@ def _fits(plan: Plan, budget: Budget) -> bool:
 
 
 def _can_pin(plan: Plan, budget: Budget) -> bool:
-    """Whether states can be in host memory, if the plan has chosen that."""
+    """Whether the host can pin the optimizer's states, if the plan chose to keep them there."""
     return _STATES not in plan.chosen or budget.can_pin(plan.estimate)
 
 
 def _cost(plan: Plan, budget: Budget) -> float:
-    """The time of a step, increased for a quantized base and for states in host memory."""
+    """The time of a step times `_COST`, and times `_HOST_STATES` if the plan chose such states."""
     penalty = _COST[plan.config.base_format or SAME]
     if plan.config.states_on_host and _STATES in plan.chosen:
         penalty *= _HOST_STATES

@@ -29,10 +29,10 @@ def check_format(config: TrainConfig, formats: Sequence[str], parts: int) -> Non
         parts: how many parts of the model get adapters.
 
     Raises:
-        ConfigError: the format cannot represent them; the message names a format that can.
+        ConfigError: the format cannot represent the adapters; the message names one that can.
     """
     form = config.format or formats[0]
-    start = f"--format {form} has no place for"
+    start = f"--format {form} cannot represent"
     others = [other for other in formats if other not in {form, "diffusers"}]
     instead = f"give --format {others[0]}" if others else "leave it out"
     if form not in formats:
@@ -52,7 +52,7 @@ def check_format(config: TrainConfig, formats: Sequence[str], parts: int) -> Non
         raise ConfigError(f"{start} --oft-side {side}; {instead}")
     if form == "peft" and parts > 1:
         raise ConfigError(
-            f"{start} several parts of a model, and --train-text-encoder adapts them; {instead}"
+            f"{start} several parts of a model, which --train-text-encoder adapts; {instead}"
         )
 
 
@@ -68,7 +68,8 @@ def check_targets(
         config: the settings.
         layers: the layers that targets choose from: shapes of weights by name.
         targets: the model's default targets.
-        others: layers that get adapters whatever the targets are: shapes of weights by name.
+        others: layers that get adapters regardless of `target_modules`, such as those of text
+            encoders: shapes of weights by name.
 
     Raises:
         ConfigError: a pattern matches no layer, or no layer is left.
@@ -100,7 +101,7 @@ def _named(option: str, pattern: str, layers: Mapping[str, Shape]) -> Mapping[st
 
 
 def _some(layers: Mapping[str, Shape]) -> str:
-    """Some ends of layers' names, as a hint in messages."""
+    """A hint for messages: the last parts of some layers' names."""
     ends = dict.fromkeys(
         ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
         for name in layers
@@ -114,8 +115,8 @@ def require_apart(config: TrainConfig, output: Path) -> None:
     """Check that the run does not write over what it reads, or into another data set.
 
     Raises:
-        ConfigError: a data set is the output folder, or a log in it; or the output folder has an
-            image with a caption.
+        ConfigError: a data set is the output folder or a log in that folder, or the output folder
+            has an image with a caption.
     """
     written = {path.resolve() for path in (output, output / LOG, output / JSON_LOG)}
     for name in ("dataset", "validation_dataset"):
@@ -132,5 +133,5 @@ def require_apart(config: TrainConfig, output: Path) -> None:
         if Path(name).suffix.lower() in SUFFIXES and Path(name).stem in captions:
             raise ConfigError(
                 f"output: {output} is the folder of a data set: it has {name} and its caption; "
-                "choose another --output, so that no later run trains on what this one draws"
+                "choose another --output, so that no later run trains on this run's previews"
             )

@@ -25,10 +25,10 @@ GIB: Final = 2**30
 ITEM_BYTES: Final = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
 """Bytes of an element by the name of its dtype."""
 CONTEXT_BYTES: Final = 512 * 2**20
-"""The approximate memory that CUDA itself takes on a GPU for a process."""
+"""The approximate GPU memory that CUDA itself takes for a process."""
 RUNTIME_BYTES: Final = 200 * 2**20
-"""Memory of the interpreter, the libraries and the allocator's cache, or of a GPU's kernels and
-workspaces."""
+"""On the CPU, memory of the interpreter, the libraries and the allocator's cache; on a GPU, memory
+of kernels and workspaces."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Item:
     """The memory of one component for one purpose."""
 
     component: str
-    """The model or the part of the run that owns it, such as `unet`."""
+    """The model or the part of the run that owns the memory, such as `unet`."""
     what: str
     """`weights`, `activations`, `cache`, ..."""
     bytes: int
@@ -48,7 +48,7 @@ class Estimate:
 
     phases: Mapping[str, Sequence[Item]]
     on_gpu: bool = False
-    """Whether it is the memory of a GPU."""
+    """Whether `phases` is about the memory of a GPU."""
     work: Work | None = None
     """The arithmetic and transfers of a micro-batch, if the task estimates them."""
     host: int = 0
@@ -62,7 +62,7 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """Bytes of the largest phase, with the runtime."""
+        """Bytes of the phase that needs the most memory, `RUNTIME_BYTES` included."""
         return max(map(_total, self.phases.values())) + RUNTIME_BYTES
 
     def table(self) -> list[str]:
@@ -109,7 +109,7 @@ def memory_limit(config: TrainConfig) -> float:
 
 
 def require_memory(what: str, needed: float, limit: float) -> None:
-    """Check that there is memory for images.
+    """Check that there is enough memory for drawing images.
 
     Args:
         what: the images for the message, such as `4 images of 64x64 px`.
@@ -148,12 +148,12 @@ def adapter_items(
 ) -> list[Item]:
     """The memory of the adapters' parameters, their gradients and the optimizer's states.
 
-    States in host memory are left out; `states_on_host` counts them.
+    Optimizer states in host memory are left out; `states_on_host` counts them.
 
     Args:
         component: the adapted model.
         layers: shapes of weights by the names of layers, which `adapter` chooses from.
-        adapter: which layers get adapters, and of what sizes.
+        adapter: which layers get adapters, and of which ranks.
         config: the settings.
     """
     count, states = adapter.plan(dict(layers), config.optimizer)
@@ -193,9 +193,9 @@ def trained_model(
     """The memory of the model that is trained, and the work of a micro-batch.
 
     Args:
-        component: its name.
+        component: the name of the model in the estimate.
         facts: the facts about the model.
-        adapter: which layers get adapters, and of what sizes.
+        adapter: which layers get adapters, and of which ranks.
         config: the settings.
         sizes: `height`, `width` and `tokens` of a sample, as for `PartFacts.saved_values`.
     """
@@ -226,7 +226,7 @@ def activations(
     component: str, facts: PartFacts, adapter: LoraConfig, config: TrainConfig, **sizes: int
 ) -> Item:
     """The tape's memory for a micro-batch; the arguments are those of `trained_model`."""
-    # On the CPU nothing is offloaded, because it would stay in the same memory.
+    # On the CPU nothing is offloaded, because the offloaded tensors would stay in the same memory.
     policy = config.checkpointing if config.on_gpu or not config.recomputes_all else "full"
     values = facts.saved_values(adapter, policy, **sizes)[0] * config.batch_size
     return Item(component, "activations", values * ITEM_BYTES[config.precision])
@@ -235,9 +235,10 @@ def activations(
 def _rounded(component: str, facts: PartFacts, adapter: LoraConfig, config: TrainConfig) -> Item:
     """The memory of rounded weights, which quantization-aware training computes per adapted layer.
 
-    The tape keeps each weight in the precision of the computation; for int4 and for learned scales,
-    also in f32. Under full checkpointing it keeps only the weights of one block at a time. In
-    addition, there are the f32 weight of one layer, its sum with the adapter, and the gradient.
+    The tape keeps each rounded weight in the precision of the computation. For int4 and for learned
+    scales, the tape also keeps it in f32. Under full checkpointing, the tape keeps only the rounded
+    weights of one block at a time. In addition, one layer has three f32 tensors: its weight, the
+    sum of weight and adapter, and the gradient.
     """
     layers: Mapping[str, Shape] = facts.layers
     counts = [math.prod(layers[name]) for name in adapter.select(dict(layers))]

@@ -1,4 +1,4 @@
-"""Checks that an adapter to start from fits the settings."""
+"""Checks that the adapter from which a run starts fits the settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from trainable_candle.settings import TrainConfig
 
 _SAME_SCALE: Final = 1e-3
-"""The relative difference that scales may have, because files may store them in f16."""
+"""The largest relative difference of equal scales, because files may store them in f16."""
 
 
 def check_initial_adapter(
@@ -31,7 +31,7 @@ def check_initial_adapter(
     Args:
         config: the settings.
         path: the file.
-        modules: its modules, as `verify_adapter` finds them.
+        modules: the file's modules, as `verify_adapter` finds them.
         found: the parts of the model that the file has adapters for.
         expected: the parts that get adapters according to the settings, the trained model first.
         layers: the layers of the trained model that get adapters.
@@ -57,14 +57,14 @@ def check_initial_adapter(
         raise ConfigError(f"{start} has ranks from {ranks[0]} to {ranks[-1]}, expected one rank")
     alpha = config.rank if config.alpha is None else config.alpha
     scale = alpha / (config.rank**0.5 if config.rslora else config.rank)
-    # diffusers' and peft's files have alphas in their headers; the loader compares those.
+    # Files of diffusers and peft have the alphas in their headers, and the loader checks them.
     has_alpha = any(module.alpha is not None for module in modules)
     same = not has_alpha or all(abs(other - scale) <= _SAME_SCALE * scale for _, other in sizes)
     if ranks and (ranks[0] != config.rank or not same):
         its_alpha = next(iter(sizes))[1] * (ranks[0] ** 0.5 if config.rslora else ranks[0])
         raise ConfigError(
-            f"{start} has rank {ranks[0]} and alpha {its_alpha:g}, the settings say "
-            f"{config.rank} and {alpha:g}: give --rank {ranks[0]}"
+            f"{start} has rank {ranks[0]} and alpha {its_alpha:g}, the settings have rank "
+            f"{config.rank} and alpha {alpha:g}: give --rank {ranks[0]}"
             + (f" --alpha {its_alpha:g}" if has_alpha else "")
         )
     prefix = f"{expected[0]}."
@@ -84,6 +84,7 @@ def check_initial_adapter(
 
 
 def _check_parts(start: str, found: Collection[str], expected: Sequence[str]) -> None:
+    """Check that a file has adapters for exactly the parts that get adapters."""
     more = sorted(set(found) - set(expected))
     if more:
         raise ConfigError(

@@ -32,11 +32,11 @@ def check(sdxl_base: Path) -> Check:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"adapter": "loha", "format": "diffusers"}, "--format diffusers has no place for --adap"),
-        ({"train_text_encoder": True, "format": "peft"}, "--format peft has no place for several"),
+        ({"adapter": "loha", "format": "diffusers"}, "--format diffusers cannot represent --adap"),
+        ({"train_text_encoder": True, "format": "peft"}, "--format peft cannot represent several"),
         (
             {"adapter": "dora", "dora_axis": "input", "format": "peft"},
-            "--format peft has no place for --dora-axis input; give --format kohya",
+            "--format peft cannot represent --dora-axis input; give --format kohya",
         ),
         ({"min_timestep": 1000}, "found timesteps from 1000"),
         ({"max_timestep": 1001}, "found timesteps from 0 up to but not including 1001"),

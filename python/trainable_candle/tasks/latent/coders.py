@@ -59,14 +59,14 @@ class Coder(Protocol):
 
 
 class KLCoder:
-    """An autoencoder, in f32, because its values overflow in f16.
+    """An autoencoder that computes in f32, because its activations overflow in f16.
 
     Args:
-        source: the arguments of `from_pretrained` of its class.
+        source: the arguments of `kind.from_pretrained`, without the dtype and the device.
         config: the configuration of the autoencoder.
         factor: pixels of an image per element of its latents, in width and in height.
-        device: the device that it computes on.
-        identity: returns the identity of its weights and its configuration.
+        device: the device that the autoencoder computes on.
+        identity: returns the identity of the autoencoder's weights and configuration.
     """
 
     kind: ClassVar[type[AutoencoderKL | AutoencoderKLQwenImage]] = AutoencoderKL
@@ -95,7 +95,7 @@ class KLCoder:
         return self.kind.from_pretrained(**self._source, dtype="f32", device=self._device)
 
     def identity(self) -> dict[str, str]:
-        """The autoencoder's files, and how it encodes.
+        """The identity of the autoencoder's files, its dtype and its tile size, for a cache.
 
         Raises:
             OSError: a file cannot be read.
@@ -104,8 +104,8 @@ class KLCoder:
         return {**self._identity(), **how}
 
     def encode(self, pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
-        """Mean and logarithm of the variance of latents, not scaled."""
-        # Copy bytes to the device and convert them there.
+        """Mean and logarithm of the variance of latents, neither shifted nor scaled."""
+        # Copy the pixels to the device as bytes, and convert them to f32 there.
         image = tc.tensor(pixels, device=self._device).permute(0, 3, 1, 2).to("f32")
         height, width = image.shape[2:]
         tile = tile_size(width, height)

@@ -1,4 +1,4 @@
-"""The images and captions that settings name."""
+"""Reads the images and captions that the settings name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STEPS: Final = (64, 32, 16, 8)
 
 
 def dataset_options(config: TrainConfig, dataset: str, resolution: int) -> DatasetOptions:
-    """The options for images in the settings.
+    """The options for reading images that the settings describe.
 
     Raises:
         ConfigError: two settings contradict each other, or the run would write into a folder that
@@ -69,16 +69,17 @@ def dataset_options(config: TrainConfig, dataset: str, resolution: int) -> Datas
 
 
 def default_bucket_step(resolution: int) -> int:
-    """The largest of 64, 32, 16 and 8 px that divides the resolution; 8 px if none does.
+    """The largest step of 64, 32, 16 and 8 px that suits the resolution; 8 px if none does.
 
-    The resolution must be at least 4 steps: larger steps allow only few buckets.
+    A step suits if it divides the resolution and is at most a quarter of the resolution: larger
+    steps allow only few buckets.
     """
     suiting = (s for s in _STEPS if resolution % s == 0 and resolution >= 4 * s)
     return next(suiting, _STEPS[-1])
 
 
 def caption_options(config: TrainConfig) -> CaptionOptions:
-    """The options for captions in the settings.
+    """The options for captions that the settings describe.
 
     Raises:
         ConfigError: two settings contradict each other.
@@ -95,7 +96,7 @@ def caption_options(config: TrainConfig) -> CaptionOptions:
 
 
 def cache_options(config: TrainConfig) -> CacheOptions:
-    """The options for caches in the settings."""
+    """The options for caches that the settings describe."""
     folder = Path(config.cache_dir).expanduser() if config.cache_dir else None
     return CacheOptions(config.cache, folder)
 
@@ -112,7 +113,7 @@ def load_images(config: TrainConfig, folder: str, resolution: int) -> Dataset:
 
 
 def read_datasets(config: TrainConfig, load: Callable[[str], Dataset]) -> Split[Dataset]:
-    """The checked images of a run.
+    """The checked images of a run, for training and for validation.
 
     Args:
         config: the settings.

@@ -49,7 +49,7 @@ def parse_size(text: str) -> tuple[int, int]:
     """Width and height from `1024x768`, or from `1024` for a square.
 
     Raises:
-        ConfigError: the text is neither.
+        ConfigError: the text has neither form, or a side is 0.
     """
     match = re.fullmatch(r"(\d{1,5})(?:[xX](\d{1,5}))?", text.strip(), re.ASCII)
     if match is None or not int(match[1]) or not int(match[2] or 1):
@@ -68,7 +68,7 @@ def draw(
     """Draw one image per prompt; shape (n, height, width, 3).
 
     Images that are drawn together have noise from one seed: `options.seed` plus the index of the
-    first of these images. The library's generator does not change.
+    first of these images. The state of the library's random generator does not change.
 
     Args:
         family: the model.
@@ -88,7 +88,7 @@ def draw(
     graphs = _graphs(family)
     shape = (family.coder.channels, height // factor, width // factor)
     guidance = family.guidance if options.guidance is None else options.guidance
-    # A model with distilled guidance is called once, without a negative prompt.
+    # A model with distilled guidance is called once per step, without a negative prompt.
     scale = 1.0 if family.distilled_guidance else guidance
     images = []
     for start in range(0, len(prompts), family.at_once):
@@ -137,7 +137,7 @@ def require_multiple(size: tuple[int, int], factor: int) -> None:
 def paired(
     positive: Mapping[str, Tensor], negative: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The features, with texts of equal length: the shorter text is repeated to fill the rest."""
+    """Both texts' features with equal lengths: the shorter text is repeated to fill the longer."""
     one, other = dict(positive), dict(negative)
     for name, found in positive.items():
         if found.ndim < 3:
@@ -171,7 +171,7 @@ def _predictor(graphs: PassGraphs, count: int) -> ConditionedModel:
     """The model in the form that `Guided` calls, to draw `count` images."""
 
     def predict(x: Tensor, timestep: float, /, **conditions: Tensor) -> Tensor:
-        # For one image, both halves of a guided pair share one row of times.
+        # For one image, the prompt and the negative prompt in one batch share one row of times.
         rows = 1 if count == 1 else x.shape[0]
         times = tc.full((rows,), timestep, device=x.device)
         return graphs({"sample": x, "times": times, **conditions}, first=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LatentFamily(LatentModel):
-    """A family of latent models, by its name on the command line."""
+    """A family of latent models that `--model` selects by its name."""
 
     summary: ClassVar[str]
     """A description of the family in one line."""

@@ -74,7 +74,7 @@ class LatentModel(ABC):
         self.device = device
         self.config = config or TrainConfig()
 
-    # The facts of the files, before anything is loaded.
+    # Facts that are read from the files before any weights are loaded.
 
     @abstractmethod
     def require_own(self) -> None:
@@ -97,7 +97,7 @@ class LatentModel(ABC):
 
     @property
     def multiple(self) -> int:
-        """The number of pixels that the sides of images must be multiples of."""
+        """The width and the height of images must be multiples of this number of pixels."""
         return self.coder.factor
 
     def check(self) -> None:  # noqa: B027 - most families need no check
@@ -117,7 +117,7 @@ class LatentModel(ABC):
             layers: the layers of the trained model that get adapters.
 
         Raises:
-            ConfigError: the format cannot represent them; the message names a format that can.
+            ConfigError: the format cannot represent the adapters; the message names one that can.
         """
 
     def notes(self) -> list[str]:
@@ -155,7 +155,7 @@ class LatentModel(ABC):
         start = f"--training-adapter: {path}"
         modules = verify_adapter(path, self.name, self.weights).modules
         if not modules:
-            raise ConfigError(f"{start} is not an adapter: it is empty")
+            raise ConfigError(f"{start} is not an adapter: the file is empty")
         for module in modules:
             what = module.fault
             if module.layer is None or not module.layer.startswith(f"{self.component}."):
@@ -177,7 +177,7 @@ class LatentModel(ABC):
         """The trained model's linear layers and convolutions: shapes of weights by name."""
 
     def text_layers(self) -> Mapping[str, Mapping[str, Shape]]:
-        """The same as `layers`, for each text encoder that can be trained, by part."""
+        """The linear layers of each text encoder that can be trained, by part; as in `layers`."""
         return {}
 
     @abstractmethod
@@ -189,11 +189,11 @@ class LatentModel(ABC):
         """The approximate bytes for drawing `count` images of a size, without the runtime."""
 
     def encode_area(self) -> int:
-        """The most pixels of images that are encoded at once; 0: one image."""
+        """The largest number of pixels, of all images together, to encode at once; 0: one image."""
         return 0
 
     def text_parts(self) -> int:
-        """The most chunks of captions that are encoded at once."""
+        """The largest number of chunks of captions to encode at once; see `text_length`."""
         return 1
 
     def dataset(self, folder: str) -> Dataset:
@@ -222,7 +222,7 @@ class LatentModel(ABC):
         return {}
 
     def drop_text_models(self) -> None:  # noqa: B027 - there may be none
-        """Free the text encoders; all needed features are cached."""
+        """Free the text encoders. Called when all features that the task needs are cached."""
 
     # Noise, prediction and conditions.
 
@@ -239,10 +239,10 @@ class LatentModel(ABC):
 
     @abstractmethod
     def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> Stepper:
-        """The sampler for `steps` predictions.
+        """The sampler for a number of sampling steps.
 
         Args:
-            steps: calls of the model.
+            steps: the number of sampling steps; each uses one guided prediction.
             sampler: the name of the sampler; None means the family's default.
             size: width and height of the images, px, on which noise levels may depend.
 
@@ -256,7 +256,7 @@ class LatentModel(ABC):
 
         Args:
             sample: (B, C, h, w), in the dtype of the model.
-            times: the times, from 0 to 1000: (B,), or (1,) for all samples.
+            times: the times of the samples, from 0 to 1000: (B,), or (1,) for the same time.
             conditions: the results of `features` and `conditions`.
         """
 
@@ -269,7 +269,7 @@ class LatentModel(ABC):
         return False
 
     def rescaled(self, guided: Tensor, positive: Tensor) -> Tensor:  # noqa: ARG002
-        """The result of guidance, from the guided prediction and the prediction for the prompt."""
+        """The guided prediction, which a family may rescale to the prediction for the prompt."""
         return guided
 
     def conditions(
@@ -277,7 +277,7 @@ class LatentModel(ABC):
         frames: Sequence[Frame],  # noqa: ARG002
         guidance: float | None = None,  # noqa: ARG002
     ) -> dict[str, Tensor]:
-        """Conditions from the images (crop and size, for example), (B, ...) by name.
+        """Conditions other than the text, such as the crop and size of images, (B, ...) by name.
 
         Args:
             frames: the frame of each image.
@@ -324,8 +324,8 @@ class LatentModel(ABC):
     def text_adapter(self, part: str, config: TrainConfig) -> LoraConfig:
         """The adapters of the text encoder `part` with the settings `config`.
 
-        They ignore `--target-modules`, which is for the denoising model. Layers whose outputs are
-        unused get no adapter.
+        These adapters ignore `--target-modules`, which is for the denoising model. Layers whose
+        outputs are unused get no adapter.
         """
         exclude = [*config.exclude_modules, *self.unread_layers(part)]
         there = config.with_(target_modules=[], exclude_modules=exclude)
@@ -346,11 +346,11 @@ class LatentModel(ABC):
         """Write the whole model.
 
         Args:
-            models: the parts that differ from the weights.
+            models: the parts whose weights differ from the stored weights.
             output: a new or an empty folder, or, if the family allows it, a new file.
 
         Raises:
-            ConfigError: `output` is something else.
+            ConfigError: `output` is none of these.
             OSError: the model cannot be written.
         """
 
@@ -359,11 +359,11 @@ class LatentModel(ABC):
         """Write the whole model with the denoiser's linear layers in eight bits.
 
         Args:
-            models: the parts that differ from the weights, and the denoiser.
+            models: the parts whose weights differ from the stored weights, and the denoiser.
             output: a new `.safetensors` file.
             to: "fp8" or "int8".
 
         Raises:
-            ConfigError: `output` is something else, or the family has no such files.
+            ConfigError: `output` is no such file, or the family has no files with these weights.
             OSError: the model cannot be written.
         """

@@ -2,7 +2,8 @@
 
 `noise` returns the model's inputs and the target as tensors by name, and `loss` compares a
 prediction with them. `sample` is the noised latents, `times` the level of the noise (0 to 1000,
-f32), `target` the right prediction. `mask` and `weights`, if present, weigh positions and examples.
+f32), `target` the right prediction. If present, `mask` weighs the elements of the latents, and
+`weights` the examples.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Objective(Protocol):
         Args:
             prediction: the model's output for `inputs["sample"]`.
             inputs: the result of `noise`. It may also have `mask` (B, 1, ...), which weighs
-                positions and is divided by its mean over an example, and `weights` (B,), which
+                the elements and is divided by its mean over an example, and `weights` (B,), which
                 multiply the examples' losses.
         """
 
@@ -114,7 +115,7 @@ def _parts(noised: NoisedLatents) -> dict[str, Tensor]:
     return {
         "sample": noised.sample,
         "times": noised.timesteps.to("f32"),
-        # Integers, for the objective's tables.
+        # The timesteps as integers, which index the objective's tables.
         "timesteps": noised.timesteps,
         "target": noised.target,
     }
@@ -123,9 +124,10 @@ def _parts(noised: NoisedLatents) -> dict[str, Tensor]:
 class FlowObjective:
     """Flow matching: the model reads (1 - s) * data + s * noise and predicts noise - data.
 
-    The signal-to-noise ratio at level s is ((1 - s) / s)**2. Weights and Huber schedules are those
-    of `DiffusionObjective` at this ratio: min-SNR weighs the error of the data by min(SNR, gamma),
-    which is s**2 * min(SNR, gamma) for the velocity (arXiv:2303.09556, section 3.4).
+    The signal-to-noise ratio (SNR) at level s is ((1 - s) / s)**2. Loss weights and Huber schedules
+    are those of `DiffusionObjective` at the same SNR. Min-SNR weighs the squared error of the
+    predicted data by min(SNR, gamma). This error is s**2 times the squared error of the velocity,
+    whose weight is thus s**2 * min(SNR, gamma) (arXiv:2303.09556, section 3.4).
 
     Args:
         config: the settings of noise levels and loss.
@@ -189,7 +191,7 @@ class FlowObjective:
         return (losses if weights is None else losses * weights).mean()
 
     def _elements(self, error: Tensor, levels: Tensor) -> Tensor:
-        """The loss of each element of an error; `levels` can be broadcast to it."""
+        """The loss of each element of an error; `levels` has a shape that broadcasts to it."""
         if self._loss == "mse":
             return error * error
         if self._loss == "l1":
@@ -200,11 +202,15 @@ class FlowObjective:
         return huber / delta if self._loss == "smooth_l1" else huber
 
     def _deltas(self, levels: Tensor) -> Tensor:
-        """The error from which the Huber losses are linear (arXiv:2403.16728)."""
+        """The absolute error above which the Huber losses are linear, for each noise level.
+
+        The schedules are those of arXiv:2403.16728.
+        """
         if self._schedule == "exponential":
             return (levels * math.log(self._delta)).exp()
         if self._schedule == "snr":
-            # The paper divides by (1 + sigma)^2, and 1 + sigma is 1 / (1 - s).
+            # The paper divides by (1 + sigma)^2; here sigma = s / (1 - s), so 1 + sigma is
+            # 1 / (1 - s).
             return (1 - levels) ** 2 * (1 - self._delta) + self._delta
         return tc.ones_like(levels) * self._delta
 
@@ -217,7 +223,7 @@ class FlowSampler:
     """Euler's method along the predicted velocity, from noise to data.
 
     Args:
-        levels: the noise levels, falling from 1 to 0; the model is called once for each step.
+        levels: the noise levels, falling from 1 to 0: one more than there are steps.
     """
 
     def __init__(self, levels: Sequence[float]) -> None:

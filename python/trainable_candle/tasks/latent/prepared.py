@@ -27,7 +27,7 @@ class PreparedLatents:
     Args:
         family: the model.
         dataset: the images.
-        latents: their encoded latents, in host memory.
+        latents: the encoded latents of the images, in host memory.
         texts: maps captions to features.
         group: the processes that validate together.
     """
@@ -41,7 +41,7 @@ class PreparedLatents:
         group: Group = ALONE,
     ) -> None:
         self._family = family
-        # Noise is added to latents in host memory; predictions are on the device.
+        # Noise is added to latents in host memory; the loss is computed on the device.
         self._noising = family.objective("cpu")
         self._objective = family.objective(family.device)
         self._dataset = dataset
@@ -58,7 +58,7 @@ class PreparedLatents:
         return self._dataset.batches(batch_size)
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """The inputs of `loss`; random numbers are drawn on the host, by each sample's number."""
+        """The inputs of `loss`. The host draws each sample's random numbers from its number."""
         kept = self._latents.batch(batch)
         seed = self._dataset.seed
         latents = self._family.coder.latents(
@@ -79,23 +79,23 @@ class PreparedLatents:
         return self._objective.loss(prediction, inputs)
 
     def weight(self, batch: Batch) -> float:
-        """The number of images."""
+        """The weight of a batch's loss in the mean of a step: its number of images."""
         return len(batch)
 
     def count(self, batch: Batch) -> float:
-        """The number of images."""
+        """The number of images in a batch, for logs."""
         return len(batch)
 
     def metadata(self) -> dict[str, str]:
-        """Folders, tags and buckets."""
+        """The data set's folders, tags and buckets, for an adapter's metadata."""
         return self._dataset.metadata()
 
     def validation_facts(self, loss: float) -> dict[str, float]:
-        """The loss alone."""
+        """The values to log for a validation loss: only the loss."""
         return {"validation_loss": loss}
 
     def validation_loss(self) -> float:
-        """The mean loss; an image has the same noise and levels at every call."""
+        """The mean loss. Each example has the same noise and noise level at every call."""
         family = self._family
         batches = self._dataset.fixed_batches(max(family.config.batch_size, family.at_once))
         repeats = max(1, -(-family.validation_examples // len(self)))
