@@ -44,22 +44,22 @@ pub fn from_data(data: &Bound<'_, PyAny>, dtype: Option<DType>, device: &tc::Dev
 ///     dtype: the dtype of the result. By default, an array keeps its dtype, except that int8, int16 and int32 become i64,
 ///         uint16 becomes u32, and bool becomes u8. Numbers and lists become f32 if they contain a Python float, u8 if
 ///         all are Python bools, and i64 otherwise.
-///     device: the device.
+///     device: the device. By default, a tensor keeps its device, and other data are put on the CPU.
 ///
 /// Raises:
 ///     DTypeError: if the data are not numbers, or no dtype can represent them (complex, uint64).
 ///     ShapeError: if nested lists are ragged.
 ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 #[pyfunction]
-#[pyo3(signature = (data, dtype=None, device="cpu"))]
-pub fn tensor(data: &Bound<'_, PyAny>, dtype: Option<DTypeArg>, device: &str) -> Result<Tensor> {
-    let device = device::parse(device)?;
+#[pyo3(signature = (data, dtype=None, device=None))]
+pub fn tensor(data: &Bound<'_, PyAny>, dtype: Option<DTypeArg>, device: Option<&str>) -> Result<Tensor> {
+    let device = device.map(device::parse).transpose()?;
     if let Ok(tensor) = data.cast::<Tensor>() {
-        let raw = tc::raw::own_copy(tensor.get().0.raw())?;
-        let copy = dtype.map_or(Ok(raw.clone()), |dtype| raw.to_dtype(dtype.0)).map_err(tc::Error::from)?;
-        return Ok(Tensor(tc::Tensor::from(copy).to_device(&device)?));
+        let copy = tc::Tensor::from(tc::raw::own_copy(tensor.get().0.raw())?);
+        let copy = dtype.map_or(Ok(copy.clone()), |dtype| copy.to_dtype(dtype.0))?;
+        return Ok(Tensor(device.map_or(Ok(copy.clone()), |device| copy.to_device(&device))?));
     }
-    from_data(data, dtype.map(|dtype| dtype.0), &device).map(Tensor)
+    from_data(data, dtype.map(|dtype| dtype.0), &device.unwrap_or(tc::Device::Cpu)).map(Tensor)
 }
 
 /// A tensor of zeros.
