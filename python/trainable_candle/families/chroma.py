@@ -26,7 +26,7 @@ _TOKENS: Final = 512
 
 
 class ChromaTexts:
-    """T5 with its tokenizer; a caption is encoded with exactly one token of padding.
+    """T5 with its tokenizer; a caption is encoded with at most one token of padding.
 
     Follows `_get_t5_prompt_embeds` of diffusers' pipeline:
     https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/chroma/pipeline_chroma.py
