@@ -71,7 +71,10 @@ class Chroma(FlowFamily[ChromaTexts]):
 
     @property
     def distillation(self) -> str | None:
-        """A warning if the name of the weights contains "flash", for Chroma1-Flash; else None."""
+        """A note that training undoes Chroma1-Flash's distillation; None for other models.
+
+        Only "flash" in the name of the weights distinguishes Chroma1-Flash.
+        """
         if "flash" not in self.weights.resolve().name.lower():
             return None
         undone = "training Chroma1-Flash directly undoes its distillation to a few steps"

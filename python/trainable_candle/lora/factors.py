@@ -59,7 +59,7 @@ def truncate(factors: Factors, rank: int, keep: float = 1.0) -> Factors:
         rank: the highest rank of the result, at least 1.
         keep: a fraction, above 0 and at most 1. The result has the lowest rank at which it keeps
             this fraction of the squared norm of the nearest change of rank `rank`. 1 always gives
-            `rank`.
+            the highest rank.
 
     Raises:
         NonFiniteError: a value is not a finite number.

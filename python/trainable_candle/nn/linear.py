@@ -41,7 +41,7 @@ class Linear(Module):
         device: With numbers of features, the device of the parameters.
 
     Raises:
-        TypeError: If the arguments are neither two numbers, nor a tensor and a tensor or None.
+        TypeError: If `weight` and the bias are neither tensors nor numbers of features.
         ShapeError: If the weight is not a matrix or the bias does not fit it.
     """
 

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from trainable_candle.tasks.task import Split
 
 _ENCODER_IMAGES: Final = 6
-"""The number of feature maps of the image's height and width that the autoencoder holds at once."""
+"""The number of feature maps, each with the image's height and width and `vae_width` channels, that
+the autoencoder holds at once."""
 _GUIDED: Final = 2
 """The number of predictions that a step with classifier-free guidance makes at once."""
 _ENCODE_AREA: Final = 4 * 1024**2

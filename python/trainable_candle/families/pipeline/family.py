@@ -52,7 +52,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
     """The base of the pipelines' families; a family adds its text encoders and conditions."""
 
     text_tokens: ClassVar[int]
-    """The number of tokens of a caption in memory estimates: in most families, of the longest."""
+    """The number of tokens of a caption that memory estimates assume."""
     coder_kind: ClassVar[type[KLCoder]] = KLCoder
     """The class of `coder`, which also normalises the autoencoder's latents for the denoiser."""
 
