@@ -1,4 +1,4 @@
-"""Reading and writing of files; a file that is written is complete or absent."""
+"""Writes files completely or not at all, locks folders, and reads YAML, JSON and safetensors."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 _TOO_DEEP: Final = "its values are nested too deeply"
 _LARGEST_HEADER: Final = 100_000_000
-"""The most bytes of a header, as in the safetensors library."""
+"""The most bytes of a safetensors file's header, as in the safetensors library."""
 
 
 def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> None:
-    """Write a file under another name, sync it and rename it.
+    """Write a file under a temporary name, sync it and rename it to `path`.
 
     Args:
-        path: the file; one that exists is replaced.
-        content: text is written as UTF-8.
-        sync: whether the file must survive a power failure; if not, it may be empty or damaged
-            after one.
+        path: the file; an existing file is replaced.
+        content: bytes, or text, which is written as UTF-8.
+        sync: whether the file must survive a power failure. A file that is not synced may be empty
+            or damaged after a power failure.
 
     Raises:
         OSError: the file cannot be written; an existing file is unchanged.
@@ -57,7 +57,7 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> 
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Loads YAML's plain values, and rejects a mapping that has a key twice."""
+    """Loads YAML's plain values (no Python objects); rejects a mapping that has a key twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Like the method of `SafeLoader`.
@@ -102,11 +102,13 @@ def parse_json(text: str | bytes) -> Any:
 
 @contextmanager
 def held(path: Path, refusal: str) -> Iterator[None]:
-    """Hold a lock file, which is removed at the end; the lock is released if the process dies.
+    """Hold a lock within the context; its file is removed at the end.
+
+    If the process dies, the operating system releases the lock; the file remains.
 
     Args:
-        path: the file, in a folder that exists.
-        refusal: the start of the message if another process holds the lock.
+        path: the lock file, in a folder that exists.
+        refusal: the start of the error's message if another process or thread holds the lock.
 
     Raises:
         ConfigError: another process, which the message names, or another thread holds the lock.
@@ -116,8 +118,8 @@ def held(path: Path, refusal: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # Remove the file before unlocking. Otherwise another process could lock it in between, and
-        # then hold a lock on a removed file.
+        # Remove the file before unlocking. In the other order, another process could lock the file
+        # between the two, and would then hold a lock on a removed file.
         path.unlink(missing_ok=True)
         os.close(handle)
 
@@ -153,7 +155,7 @@ def _try_lock(handle: int) -> None:
 
 
 def _is_named(handle: int, path: Path) -> bool:
-    """Whether the open file is still at `path`; the last owner of the lock may have removed it."""
+    """Whether `path` still names the open file; the last holder of the lock may have removed it."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:

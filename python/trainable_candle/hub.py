@@ -1,4 +1,4 @@
-"""Models by name from the Hugging Face hub, through its own client and cache."""
+"""Downloads models and data sets of the Hugging Face hub with the hub's own client and cache."""
 
 import re
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Final
 
 from trainable_candle.errors import MissingFileError
 
-# The names of a weight file without its ending: diffusers', then transformers'.
+# The starts of the names of weight files: those of diffusers, then those of transformers.
 _STEMS: Final = ("diffusion_pytorch_model", "model")
 _PLAIN: Final = (".safetensors", "-*-of-*.safetensors", ".safetensors.index.json")
 _WORD: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]+")
@@ -23,14 +23,15 @@ _HALF: Final = (
 def download(name: str, subfolders: list[str], half: bool = False) -> str:
     """The local folder of a model on the hub, downloaded if it is not in the client's cache.
 
-    Downloads only the configuration and the safetensors weights of one variant. Without a
-    connection, uses the cache.
+    Downloads only the configuration and the safetensors weights of one variant: the files with
+    "fp16" in their names, or those without. Without a connection, uses the cache.
 
     Args:
         name: "organisation/name".
         subfolders: the model's possible folders in the repository, the likeliest first; ""
             is the repository itself.
-        half: prefer the half-precision files (`*.fp16.safetensors`) where both exist.
+        half: which variant to prefer if the repository has both: True prefers the half-precision
+            files (`*.fp16.safetensors`), False the others.
 
     Returns:
         The folder with the model's `config.json`.
@@ -88,7 +89,8 @@ def download_pipeline(name: str, parts: Sequence[str], half: bool = False) -> Pa
 
     Args:
         name: "organisation/name".
-        parts: the folders of models that are needed; tokenizers and schedulers come with them.
+        parts: the folders of the models to download. The tokenizers and the scheduler are always
+            downloaded.
         half: see `download`.
 
     Raises:
@@ -100,7 +102,7 @@ def download_pipeline(name: str, parts: Sequence[str], half: bool = False) -> Pa
 
 
 def download_language_model(name: str) -> Path:
-    """The local folder of a language model on the hub with its tokenizer.
+    """The local folder of a language model and its tokenizer, downloaded if not in the cache.
 
     Args:
         name: "organisation/name".
@@ -116,11 +118,12 @@ def download_language_model(name: str) -> Path:
 
 
 def download_texts(name: str, suffixes: Sequence[str]) -> Path:
-    """The local folder of a data set of texts on the hub.
+    """The local folder of a data set of texts on the hub, downloaded if not in the cache.
 
     Args:
         name: "organisation/name".
-        suffixes: the endings of the files with texts.
+        suffixes: the endings of the names of files with texts. Only such files in the repository's
+            root and in its folder `data` are downloaded.
 
     Raises:
         MissingFileError: see `download`.
@@ -130,7 +133,7 @@ def download_texts(name: str, suffixes: Sequence[str]) -> Path:
 
 
 def _weights(folder: Path, variant: tuple[str, ...]) -> bool:
-    """Whether a folder has weights of a variant."""
+    """Whether a folder has a weight file of a variant, `_PLAIN` or `_HALF`."""
     names = [path.name for path in folder.glob("*.safetensors")]
     if variant is _PLAIN:
         names = [name for name in names if ".fp16" not in name]
@@ -141,7 +144,10 @@ def _weights(folder: Path, variant: tuple[str, ...]) -> bool:
 
 
 def _fetch(name: str, wanted: list[str], others: list[str], kind: str = "model") -> Path:
-    """The local snapshot of a repository, with the files that match `wanted` and not `others`."""
+    """The local snapshot of a repository, with the files that match `wanted` but not `others`.
+
+    Both are lists of patterns; `kind` is the repository's type, "model" or "dataset".
+    """
     try:
         from huggingface_hub import snapshot_download  # noqa: PLC0415 # optional
         from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415

@@ -1,4 +1,6 @@
-"""Batches of any sequence, read ahead by threads, like torch's `utils.data` (`tc.utils.data`).
+"""Data sets and a loader that reads their batches ahead in threads, like `torch.utils.data`.
+
+Also available as `tc.utils.data`.
 
 ```python
 rows = tc.loader.TensorDataset(tc.randn(10, 4), tc.randn(10, 2))
@@ -41,13 +43,13 @@ __all__ = [
 ]
 
 _END = object()
-"""Marks the end of an iterable, after its last batch."""
+"""The result of a task after the last batch of an iterable."""
 
 
 class Dataset:
     """An optional base class of data sets; a `DataLoader` takes any sequence.
 
-    A subclass has `__len__` and `__getitem__`.
+    A subclass must define `__len__` and `__getitem__`.
 
         class Squares(tc.loader.Dataset):
             def __len__(self):
@@ -60,7 +62,7 @@ class Dataset:
     """
 
     def __getitem__(self, place: int) -> Any:
-        """Return an item."""
+        """Return the item at an index."""
         raise NotImplementedError(f"{type(self).__name__} has no __getitem__()")
 
     def __len__(self) -> int:
@@ -90,7 +92,7 @@ class TensorDataset(Dataset):
         self.tensors = tensors
 
     def __getitem__(self, place: int) -> tuple[Tensor, ...]:
-        """Return one row of each tensor."""
+        """Return the row at an index, of each tensor."""
         return tuple(tensor[place] for tensor in self.tensors)
 
     def __len__(self) -> int:
@@ -113,7 +115,7 @@ class Subset(Dataset):
         self.dataset, self.indices = dataset, indices
 
     def __getitem__(self, place: int) -> Any:
-        """Return an item."""
+        """Return the item of the data set whose index is `indices[place]`."""
         return self.dataset[self.indices[place]]
 
     def __len__(self) -> int:
@@ -125,14 +127,14 @@ class Subset(Dataset):
 def random_split(
     dataset: Any, lengths: Sequence[float], generator: Generator | None = None
 ) -> list[Subset]:
-    """Divide a data set at random.
+    """Divide a data set at random into subsets that share no item.
 
         train, validation = tc.loader.random_split(range(10), [0.8, 0.2])
         assert len(train) == 8
 
     Args:
         dataset: The data set.
-        lengths: Numbers of items, or fractions that sum to 1.
+        lengths: The number of items of each subset, or fractions of the items that sum to 1.
         generator: Draws the order; default: the library's own (see `manual_seed`).
 
     Raises:
@@ -155,15 +157,15 @@ def random_split(
 
 @explained
 def default_collate(items: Sequence[Any]) -> Any:
-    """Join items to a batch: tensors, arrays and numbers become tensors with a new dimension.
+    """Join items to a batch: tensors, arrays and numbers are stacked in a new first dimension.
 
-    Tuples, lists and mappings are joined entry by entry; texts and bytes stay lists.
+    Tuples, lists and mappings are joined entry by entry; strings and bytes become a list.
 
         batch = tc.loader.default_collate([(tc.zeros(2), 1), (tc.ones(2), 2)])
         assert batch[0].shape == (2, 2)
 
     Raises:
-        TypeError: If an item is something else.
+        TypeError: If an item is of another type.
         ArgumentError: If there is no item, or the items differ in the names or the number of their
             entries.
     """
@@ -208,10 +210,11 @@ def _sorted(value: Any) -> Any:
 
 
 class DataLoader:
-    """Batches of a sequence, or of an iterable; each `for` is a new epoch.
+    """Batches of a sequence or of an iterable; each `for` loop over the loader is a new epoch.
 
-    The workers are threads, because reading files, decoding and numpy run in parallel with
-    training. Only one worker reads an iterable. A batch is on the device of its items.
+    The workers are threads, because reading files, decoding and numpy release the interpreter's
+    lock and so run in parallel with training. Only one worker reads an iterable. A batch is on the
+    device of its items.
 
         rows = tc.loader.TensorDataset(tc.randn(10, 4), tc.randn(10, 2))
         for inputs, targets in tc.loader.DataLoader(rows, 5, shuffle=True, num_workers=2):
@@ -219,17 +222,18 @@ class DataLoader:
 
     Args:
         dataset: Anything with `__len__` and `__getitem__`, or an iterable.
-        batch_size: Items of a batch; None for single items instead of batches.
-        shuffle: Whether each epoch has a new order.
-        sampler: The indices of items, in order; excludes `shuffle`.
+        batch_size: The number of items of a batch; None for single items instead of batches.
+        shuffle: Whether the items of each epoch come in a new random order.
+        sampler: The indices of the items of an epoch, in order; excludes `shuffle`.
         batch_sampler: A list of indices for each batch; excludes `batch_size`, `shuffle`,
             `sampler` and `drop_last`.
-        num_workers: Threads that prepare batches in advance; 0 for none.
-        collate_fn: Turns a list of items into a batch.
-        drop_last: Whether a last batch that is not full is left out.
-        prefetch_factor: Batches that each worker prepares in advance; default 2.
-        generator: Draws the orders; default: the library's own (see `manual_seed`).
-        worker_init_fn: Each worker calls it with its number before its first batch of an epoch.
+        num_workers: The number of threads that prepare batches in advance; 0 for none.
+        collate_fn: Turns a list of items into a batch; default: `default_collate`.
+        drop_last: Whether to leave out a last batch of fewer than `batch_size` items.
+        prefetch_factor: The number of batches in advance for each worker; default 2.
+        generator: Draws the random orders; default: the library's own (see `manual_seed`).
+        worker_init_fn: Each worker calls it with its own number, counted from 0, before its first
+            batch of an epoch.
         pin_memory: Ignored, because the library manages pinned memory itself.
         persistent_workers: Ignored, because threads start quickly.
 
@@ -310,7 +314,7 @@ class DataLoader:
         return (self._read(places) for places in self._places())
 
     def _places(self) -> Iterator[Any]:
-        """The places of the items of each batch."""
+        """For each batch, the indices of its items; single indices if there are no batches."""
         if self.batch_sampler is not None:
             return iter(self.batch_sampler)
         if self.sampler is not None:
@@ -345,7 +349,7 @@ class DataLoader:
         return self.collate_fn(items)
 
     def _ahead(self, tasks: Iterator[Callable[[], Any]], threads: int) -> Iterator[Any]:
-        """Yield the results of tasks in order, up to `_END`, while workers run the next tasks."""
+        """Yield the results of tasks in order, until one is `_END`; workers run the next tasks."""
         waiting, numbers = deque[Any](), count()
         beginning = _Beginning(lambda: (self.worker_init_fn or _nothing)(next(numbers)))
         with ThreadPoolExecutor(threads, "loader", beginning) as workers:
@@ -364,11 +368,11 @@ class DataLoader:
 
 
 def _nothing(number: int) -> None:
-    """Prepare nothing."""
+    """Do nothing, in place of a `worker_init_fn`."""
 
 
 class _Beginning:
-    """Prepares each worker; if that fails, the tasks of the worker raise the error."""
+    """Prepares each worker; if the preparation of one fails, all later tasks raise its error."""
 
     def __init__(self, prepare: Callable[[], Any]) -> None:
         self._prepare = prepare

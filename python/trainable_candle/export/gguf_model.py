@@ -1,7 +1,7 @@
-"""A language model with an adapter in its weights, as one file for llama.cpp.
+"""Write a language model, with an adapter merged into its weights, as one GGUF file for llama.cpp.
 
-Names, facts and the order of rows are those of llama.cpp's converter (`convert_hf_to_gguf.py` at
-0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c).
+The names of the tensors, the metadata and the order of a weight's rows are those of llama.cpp's
+converter (`convert_hf_to_gguf.py` at 0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainable_candle.export.adapter import TextAdapter
 
 FILE_TYPES: Final = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
-"""`general.file_type` of each kind that models are written in."""
+"""The value of `general.file_type` for each kind that a model's matrices are written in."""
 _OUTSIDE: Final = {
     "embed_tokens.weight": "token_embd.weight",
     "norm.weight": "output_norm.weight",
@@ -99,7 +99,10 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> M
 
 
 def _kind_of(shape: Sequence[int], kind: str) -> str:
-    """How a tensor is stored; like the converter, in f16 if its rows are not whole blocks."""
+    """The kind that a tensor is stored in: f32 for vectors, else `kind`.
+
+    Like llama.cpp's converter, f16 replaces `kind` if the rows are not whole blocks of `kind`.
+    """
     if len(shape) == 1:
         return "f32"
     return kind if shape[-1] % KINDS[kind].block == 0 else "f16"
@@ -118,7 +121,7 @@ def parameter_name(ours: str) -> str:
 
 
 def _ordered(values: Tensor, name: str, config: Mapping[str, Any]) -> Tensor:
-    """The values; rows of Llama's queries and keys are put into llama.cpp's order."""
+    """The values; the rows of a Llama model's query and key weights in llama.cpp's order."""
     layer = name.rpartition(".")[0]
     llama = gguf.architecture(config) == "llama"
     if not (llama and layer.endswith(("attn_q", "attn_k"))):
@@ -128,10 +131,10 @@ def _ordered(values: Tensor, name: str, config: Mapping[str, Any]) -> Tensor:
 
 
 def model_facts(config: Mapping[str, Any]) -> dict[str, Fact]:
-    """The sizes of the model as metadata of the file.
+    """The model's architecture, sizes and rotary settings, as metadata of the GGUF file.
 
     Raises:
-        ConfigError: llama.cpp does not support the model, or its scaling of positions.
+        ConfigError: llama.cpp does not support the model, or the kind of its rotary scaling.
     """
     name = gguf.architecture(config)
     heads = int(config["num_attention_heads"])
@@ -166,13 +169,13 @@ def model_facts(config: Mapping[str, Any]) -> dict[str, Fact]:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The scaling of positions, from a configuration of new or old versions of transformers."""
+    """The rotary settings; newer and older versions of transformers name them differently."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return {"rope_theta": config.get("rope_theta", 10_000.0), **found}
 
 
 def _factors(config: Mapping[str, Any]) -> list[Entry]:
-    """The divisors of the rotary frequencies, as a tensor of the file; only for Llama 3."""
+    """The divisors of the rotary frequencies, as an entry of the file; none unless Llama 3's."""
     rope = _rope(config)
     if (rope.get("rope_type") or rope.get("type")) != "llama3":
         return []

@@ -1,4 +1,4 @@
-"""The tokenizer of a language model as llama.cpp's files store it."""
+"""The tokenizer of a language model, as metadata of a GGUF file for llama.cpp."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ _START: Final = "tokenizer.ggml."
 
 
 def vocabulary(folder: Path, size: int) -> dict[str, Fact]:
-    """The metadata of a file about the tokenizer in a folder.
+    """The tokenizer of a folder, as metadata of a GGUF file.
 
     Args:
         folder: the folder with `tokenizer.json`.
         size: the number of rows of the model's embedding.
 
     Raises:
-        ConfigError: llama.cpp does not read this kind of tokenizer, or it has too many tokens.
+        ConfigError: llama.cpp does not read this kind of tokenizer, or the tokenizer has more
+            tokens than `size`.
         MissingFileError, WeightsFormatError: a file is missing or damaged.
     """
     path = folder / "tokenizer.json"
@@ -68,8 +69,8 @@ def vocabulary(folder: Path, size: int) -> dict[str, Fact]:
         f"{_START}token_type": list(types),
     }
     if pieces:
-        # llama.cpp applies the merge with the highest score first. Tokens are numbered in the order
-        # of their merges, so scores fall with the numbers.
+        # llama.cpp applies the merge with the highest score first. Token ids rise in the order of
+        # the merges, so a token's score is its negative id.
         facts[f"{_START}scores"] = [-float(number) for number in range(size)]
     else:
         facts[f"{_START}pre"] = _split(found, str(path))
@@ -79,7 +80,7 @@ def vocabulary(folder: Path, size: int) -> dict[str, Fact]:
 
 
 def _named(folder: Path, numbers: Mapping[str, int], post_processor: str) -> dict[str, Fact]:
-    """Special tokens by name, whether a text begins with one, and the chat template."""
+    """The ids of the named special tokens, whether texts begin with BOS, and the chat template."""
     facts: dict[str, Fact] = {}
     config = _json(folder / "tokenizer_config.json")
     named = special_tokens({**_json(folder / "special_tokens_map.json"), **config})
@@ -104,7 +105,11 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _split(found: Mapping[str, Any], path: str) -> str:
-    """llama.cpp's name for how text is split into words."""
+    """llama.cpp's name of the tokenizer's pre-tokenizer, which splits text into words.
+
+    Raises:
+        ConfigError: the pre-tokenizer is none of those that this project knows a name of.
+    """
     given = found.get("pre_tokenizer") or {}
     steps = given.get("pretokenizers", [given])
     kinds = [step.get("type") for step in steps]

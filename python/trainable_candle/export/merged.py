@@ -1,4 +1,4 @@
-"""Adds an adapter to a model's weights, file by file, without loading the model."""
+"""Merges an adapter into a model's weights, one weight file at a time."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class Merged:
     """How much of an adapter's change remains after rounding, summed over all weights."""
 
     files: int = 0
+    """The number of weight files written."""
     weights: int = 0
     """The number of elements of the adapted layers' weights."""
     changed: int = 0
-    """How many of these elements changed."""
+    """How many of the elements counted in `weights` still differ after rounding."""
     squared_change: float = 0.0
     """The squared norm of the exact change."""
     squared_loss: float = 0.0
@@ -53,8 +54,8 @@ class Merged:
 def write_merged(weights: Path, adapter: TextAdapter, output: Path) -> Merged:
     """Write a model's files with an adapter added to its weights; copy configuration and tokenizer.
 
-    The adapter is added in f32, and the sum rounded once, to the dtype of the weight. Names, files
-    and index stay the same.
+    The adapter is added in f32, and the sum is rounded once, to the dtype of the weight. The names
+    of the tensors, the names of the weight files and the index stay the same.
 
     Args:
         weights: the model's folder.
@@ -86,10 +87,10 @@ def write_merged(weights: Path, adapter: TextAdapter, output: Path) -> Merged:
 
 
 def shards(weights: Path) -> list[str]:
-    """The names of a model's files.
+    """The names of the weight files in a model's folder.
 
     Raises:
-        MissingFileError: there are none, or `weights` is a GGUF file.
+        MissingFileError: the folder has no weight files, or `weights` is a GGUF file.
         WeightsFormatError: the index names a file in another folder.
     """
     if weights.is_file():
@@ -110,7 +111,10 @@ def shards(weights: Path) -> list[str]:
 
 
 def add_factors(before: Tensor, factors: Factors) -> Tensor:
-    """A weight in f32 with its adapter added."""
+    """A weight `before` in f32, [out, in], plus up @ down of its adapter.
+
+    With a magnitude (DoRA), each row of the sum is scaled to the length that the magnitude gives.
+    """
     exact = before + tc.tensor(factors.up) @ tc.tensor(factors.down)
     if factors.magnitude is None:
         return exact

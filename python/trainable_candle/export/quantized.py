@@ -1,4 +1,4 @@
-"""Quantizes layers in a language model's folder to 8 or 4 bits, in other libraries' formats."""
+"""Quantizes linear layers in a language model's folder, in formats that transformers loads."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ _DTYPES: Final = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 def quantize_folder(
     folder: Path, layers: Collection[str], to: str, factors: Mapping[str, Tensor] | None = None
 ) -> float:
-    """Replace weights in a folder of transformers by quantized ones that transformers loads.
+    """Replace the weights of linear layers in a model's folder by quantized ones.
 
-    - `"nf4"`: bitsandbytes, with scales in f32 (4.5 bits a weight), like the rounding of
-      `--qat nf4`. Keys follow `QuantState.as_dict(packed=True)`, and the configuration
+    - `"nf4"`: bitsandbytes, with scales in f32 (4.5 bits a weight) and the rounding of
+      `--qat nf4`. The keys follow `QuantState.as_dict(packed=True)`; the configuration follows
       `BitsAndBytesConfig`:
       <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py>.
-    - `"int8"`: bitsandbytes (`Linear8bitLt`); `SCB` has the largest magnitude of each row.
-    - `"fp8"`: compressed-tensors, e4m3 numbers with a scale for each row; weights only:
+    - `"int8"`: bitsandbytes (`Linear8bitLt`); `SCB` holds the scale of each row times 127.
+    - `"fp8"`: compressed-tensors, e4m3 numbers with a scale for each row; the activations are not
+      quantized:
       <https://github.com/vllm-project/compressed-tensors>.
 
     Args:
         folder: the folder with `config.json` and the weights; its files are replaced.
         layers: the names of the linear layers.
         to: one of `FORMATS`.
-        factors: learned factors on the scales of layers.
+        factors: for names of layers, learned factors that multiply the layer's scales.
 
     Returns:
         The relative error of the replaced weights: the norm of the error divided by the norm
@@ -51,7 +52,7 @@ def quantize_folder(
     Raises:
         MissingFileError, WeightsFormatError: a file is missing or damaged, or no file has the
             weight of a layer.
-        ShapeError: a layer has another number of scales than factors.
+        ShapeError: the number of a layer's factors is not the number of its scales.
         NonFiniteError, ArgumentError: a weight is not a finite number.
         OSError: a file cannot be written.
     """
@@ -97,20 +98,20 @@ _Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A weight rounded to a format, separated into units and scales."""
+    """A weight rounded to a format, as units times scales."""
 
     units: _Floats
-    """The values divided by their scales, (number of scales, elements that share a scale)."""
+    """The rounded values divided by their scales, [number of scales, elements of a scale]."""
     scales: _Floats
     shape: tuple[int, ...]
     dtype: str
-    """The name of its dtype before rounding."""
+    """The weight's dtype before rounding, by its name in PyTorch."""
 
 
 def _matrix(
     exact: Tensor, rounded: Tensor, form: _Form, factors: Tensor | None, dtype: str
 ) -> _Matrix:
-    """The units and scales of `rounded`, which is `exact` rounded with scales times `factors`."""
+    """The units and scales of `rounded`: `exact` after rounding with the scales times `factors`."""
     width = form.group or exact.shape[-1]
     scales = np.abs(exact.numpy().reshape(-1, width)).max(1) / np.float32(form.largest)
     # As `fake_quantize` does; groups of zeros may have any scale.
@@ -130,9 +131,9 @@ class _Form:
     largest: float
     """The scale of a group is the largest magnitude in it, divided by this number."""
     parts: Callable[[str, _Matrix], dict[str, Tensor]]
-    """Makes the tensors of a weight from its key: the codes under the key, and the scales."""
+    """From a weight's key and the rounded weight: the tensors to store, codes under that key."""
     configuration: Callable[[str], dict[str, object]]
-    """Makes the `quantization_config` from the name of the dtype for computation."""
+    """From the name of the dtype to compute in: the `quantization_config` of `config.json`."""
 
 
 def _nf4(key: str, matrix: _Matrix) -> dict[str, Tensor]:
@@ -159,7 +160,7 @@ def _int8(key: str, matrix: _Matrix) -> dict[str, Tensor]:
     return {
         key: _codes(matrix, "int8"),
         f"{layer}SCB": tc.tensor(matrix.scales * np.float32(_FORMS["int8"].largest)),
-        # The weights are stored row by row.
+        # 0 is bitsandbytes' code of the row-major format.
         f"{layer}weight_format": tc.tensor(np.array(0, np.uint8)),
     }
 
@@ -169,7 +170,11 @@ def _fp8(key: str, matrix: _Matrix) -> dict[str, Tensor]:
 
 
 def _codes(matrix: _Matrix, to: str) -> Tensor:
-    """The 8-bit codes; an added column of the largest value makes `quantize` use scales of 1."""
+    """The 8-bit codes of the units, [rows, columns].
+
+    `quantize` divides by the scale of a row. An added column of the largest value makes each scale
+    1, so that `quantize` only encodes the units; the result omits the column.
+    """
     rows, columns = matrix.shape
     largest = np.full((rows, 1), _FORMS[to].largest, np.float32)
     codes = tc.quantize(tc.tensor(np.concatenate([matrix.units, largest], 1)), to).tensors()[

@@ -1,11 +1,11 @@
 """Which adapters of language models other programs reject, or apply differently.
 
 vLLM (`vllm/lora/peft_helper.py` at 02143692ba86a7ba6198a67e12982c5317c8bd2f) needs r, an integer
-lora_alpha and target_modules, and raises on modules_to_save and DoRA. That version ignores
-rank_pattern and alpha_pattern, as it ignores all settings that it does not know; vLLM 0.33 reads
-them. llama.cpp
-(`convert_lora_to_gguf.py` at 0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c) takes lora_alpha from the
-configuration and ranks from tensors, and stops at any other tensor. mlx-lm
+lora_alpha and target_modules, and raises on modules_to_save and DoRA. That version of vLLM ignores
+the settings that it does not know, among them rank_pattern and alpha_pattern; vLLM 0.33 reads
+rank_pattern and alpha_pattern. llama.cpp (`convert_lora_to_gguf.py` at
+0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c) takes lora_alpha from the configuration and the ranks
+from the shapes of the factors, and stops at a tensor that is not a LoRA factor. mlx-lm
 (`mlx_lm/tuner/utils.py` at d78bf58e) has a format of its own; Ollama loads llama.cpp's format.
 """
 
@@ -27,7 +27,7 @@ READERS: Final = {
     "mlx": "mlx-lm",
     "ollama": "Ollama",
 }
-"""The programs, by their names in `export --for`."""
+"""For each name in `export --for`, the program that loads the exported adapter."""
 VLLM_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The allowed values of vLLM's `--max-lora-rank`; its default is 16."""
 _DORA: Final = "it does not load DoRA; use export --for merged"
@@ -38,7 +38,7 @@ _UNREAD: Final = {
 }
 """Settings of `adapter_config.json` that a program ignores; the adapter's effect then differs."""
 _READ_SINCE: Final = {"vllm": " before 0.33"}
-"""The versions that ignore these settings, if later ones read them."""
+"""The versions of a program that ignore the settings in `_UNREAD`; absent if all versions do."""
 
 
 def refusals(adapter: TextAdapter, settings: Mapping[str, Any] | None) -> dict[str, list[str]]:
@@ -46,7 +46,7 @@ def refusals(adapter: TextAdapter, settings: Mapping[str, Any] | None) -> dict[s
 
     Args:
         adapter: the adapter.
-        settings: its `adapter_config.json`; None without one.
+        settings: the adapter's `adapter_config.json`; None if the adapter has no such file.
     """
     found: dict[str, list[str]] = {reader: [] for reader in READERS}
     for reader, reasons in found.items():
@@ -69,9 +69,10 @@ def require_accepted(adapter: TextAdapter, reader: str) -> None:
     """Check that a program will load the exported adapter.
 
     Raises:
-        ConfigError: the program rejects it.
+        ConfigError: the program rejects the adapter.
     """
-    # No settings, because the export makes all scales and ranks equal.
+    # The settings are empty: the export gives all layers one scale and rank, so the exported
+    # adapter_config.json needs none of the settings that programs ignore.
     reasons = refusals(adapter, {})[reader]
     if reasons:
         raise ConfigError(
@@ -80,5 +81,5 @@ def require_accepted(adapter: TextAdapter, reader: str) -> None:
 
 
 def vllm_rank(rank: int) -> int:
-    """The smallest `--max-lora-rank` for an adapter."""
+    """The smallest `--max-lora-rank` of vLLM that admits an adapter of this rank."""
     return next(allowed for allowed in VLLM_RANKS if allowed >= rank)

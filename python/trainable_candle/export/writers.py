@@ -1,4 +1,4 @@
-"""One writer for each program that loads adapters of language models."""
+"""Writers of an adapter's files, one for each program that loads adapters of language models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainable_candle.tasks.text.family import TextFamily
 
     Writer = Callable[[TextAdapter, TextFamily, str, Path], list[str]]
-    """(adapter, model, the base's name, an empty folder) -> commands that use the result."""
+    """(adapter, model, the base's name, an empty folder) -> commands that load the files."""
 
 
 def _peft(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> list[str]:
@@ -82,7 +82,8 @@ def _mlx(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> l
         tensors[f"{layer}.lora_a"] = tc.tensor(np.ascontiguousarray(factors.down.T))
         tensors[f"{layer}.lora_b"] = tc.tensor(np.ascontiguousarray(factors.up.T))
     tc.save_file(tensors, output / "adapters.safetensors", {"format": "mlx"})
-    # Names within a layer: mlx-lm adapts these in each of the last `num_layers` layers.
+    # (number of the decoder layer, name of the linear layer within that decoder layer). mlx-lm
+    # adapts all `keys` in each of the last `num_layers` decoder layers.
     places = [layer.split(".", 3)[2:] for layer in adapter.layers]
     total = int(family.settings["num_hidden_layers"])
     settings: dict[str, Any] = {
@@ -107,4 +108,4 @@ WRITERS: Final[dict[str, Writer]] = {
     "mlx": _mlx,
     "ollama": _ollama,
 }
-"""Writers by the names of `READERS`."""
+"""The writer of each program, by the names in `READERS`."""

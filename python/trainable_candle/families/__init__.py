@@ -31,11 +31,11 @@ NAMES: Final = {
     "causal-lm": "trainable_candle.families.causal_lm:CausalLM",
     "digits": "trainable_candle.families.digits:Digits",
 }
-"""The class of each model's family; a new family adds one line here."""
+"""For each name of `--model`, the class of its family; a new family adds one line here."""
 
 
 def find(name: str) -> type[Family]:
-    """The family of a model.
+    """The class of the family with a name of `NAMES`.
 
     ```python
     assert tc.families.find("sdxl").default_weights() is not None
@@ -52,7 +52,7 @@ def find(name: str) -> type[Family]:
 
 
 def presets(name: str) -> Mapping[str, Mapping[str, Any]]:
-    """The presets of a model by name, each with values for settings of the model.
+    """The presets of a model by their names, each with the values of the model's settings.
 
     ```python
     assert "fast" in tc.families.presets("sdxl")
@@ -110,7 +110,7 @@ def load(
     device: str,
     config: TrainConfig | None = None,
 ) -> Task:
-    """Load a model by name, from `weights` or the weights in the package, to use or to merge.
+    """Load a model to generate with it or to merge an adapter into it.
 
     ```python
     task = tc.families.load("digits", None, "f32", "cpu")
@@ -119,9 +119,9 @@ def load(
     Args:
         name: the name of the model.
         weights: the argument `given` of `weights_of`.
-        dtype: the dtype of the model and the text encoders; as stored if None.
-        device: the device of all parts.
-        config: settings; they may name separate files for parts of the model.
+        dtype: the dtype of the model and the text encoders; None: the dtype of their files.
+        device: the device of the model and the text encoders.
+        config: settings, which may name separate files for parts of the model.
 
     Raises:
         ConfigError: there is no such model, or it needs weights and none are given.

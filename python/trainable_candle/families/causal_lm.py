@@ -34,13 +34,14 @@ BUILT_IN: Final = Path(__file__).parents[1] / "assets" / "llama_tiny"
 
 
 class CausalLM:
-    """A language model in the folder of its weights, with its tokenizer.
+    """A language model and its tokenizer, from one folder.
 
     Args:
-        weights: the folder.
-        dtype: the dtype of the model; as stored if None.
+        weights: the folder with the weights, `config.json` and the tokenizer's files.
+        dtype: the dtype of the model; None: the dtype of the weight files.
         device: the device of the model.
-        config: the settings of the run; None: defaults, enough for writing and merging.
+        config: the settings of the run; None: the defaults, which suffice to write texts and to
+            merge adapters.
     """
 
     name: ClassVar[str] = "causal-lm"
@@ -67,12 +68,12 @@ class CausalLM:
 
     @classmethod
     def default_weights(cls) -> Path | None:
-        """A tiny Llama that does tasks on words (`assets/llama_tiny`)."""
+        """A tiny Llama model, trained on small tasks about words (`assets/llama_tiny`)."""
         return BUILT_IN
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> dict[str, Any]:
-        """The learning rate and, for adapters that have an alpha, the alpha for a scale of 2."""
+        """The learning rate and, for adapters that have an alpha, alpha = 2 * rank."""
         rate = 1e-5 if config.objective == "dpo" else 2e-4
         scale = {} if config.adapter == OFT else {"alpha": 2.0 * config.rank}
         return {"learning_rate": rate, **scale}
@@ -96,7 +97,7 @@ class CausalLM:
 
     @property
     def context(self) -> int:
-        """The number of positions that the model was made for."""
+        """The largest number of tokens in a text that the model was made for."""
         # 2048 is transformers' default for Llama; other models' configurations have the entry.
         return int(self._facts.config.get("max_position_embeddings", 2048))
 
@@ -112,7 +113,7 @@ class CausalLM:
 
     @property
     def repeats(self) -> bool:
-        """See `TextFamily.repeats`; some scalings of positions depend on the longest text."""
+        """See `TextFamily.repeats`; some rotary scalings depend on the longest text."""
         settings = self.settings
         scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
         kind = scaling.get("rope_type", scaling.get("type"))
@@ -141,7 +142,7 @@ class CausalLM:
         )
 
     def estimate(self, config: TrainConfig, tokens: int) -> Estimate:
-        """The memory of weights, adapters and the tape, for rows of `tokens` tokens."""
+        """The memory of the weights, the adapters and the tape, for rows of `tokens` tokens."""
         adapter = adapter_config(config, self.targets, self.formats)
         trained = trained_model("model", self._facts, adapter, config, tokens=tokens)
         phases = {**trained.start, "training": trained.items}

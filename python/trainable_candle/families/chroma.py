@@ -1,4 +1,4 @@
-"""What sets Chroma apart from other flow models."""
+"""Chroma: its text encoder and what differs from other flow models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TOKENS: Final = 512
 
 
 class ChromaTexts:
-    """T5 with its tokenizer; captions are encoded without padding, except for one token.
+    """T5 with its tokenizer; a caption is encoded with at most one token of padding.
 
     Follows `_get_t5_prompt_embeds` of diffusers' pipeline:
     https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/chroma/pipeline_chroma.py
@@ -43,11 +43,11 @@ class ChromaTexts:
         self._t5 = T5.load(family, "text_encoder", _TOKENS)
 
     def chunks(self, caption: str) -> int:
-        """The number of tokens, because only captions of equal length are encoded together."""
+        """The number of tokens of a caption; only captions of equal length share a batch of T5."""
         return self._t5.read_tokens(caption)
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Encode captions: `encoder_hidden_states` (B, L, 4096) and `lengths` (B,) of the rows."""
+        """Encode captions: `encoder_hidden_states` (B, L, 4096), and each row's `lengths` (B,)."""
         return in_rows([self._t5.words(caption) for caption in captions])
 
 
@@ -71,30 +71,34 @@ class Chroma(FlowFamily[ChromaTexts]):
 
     @property
     def distillation(self) -> str | None:
-        """The distillation of Chroma1-Flash; only the name of the weights distinguishes it."""
+        """A note that training undoes Chroma1-Flash's distillation; None for other models.
+
+        Only "flash" in the name of the weights distinguishes Chroma1-Flash.
+        """
         if "flash" not in self.weights.resolve().name.lower():
             return None
         undone = "training Chroma1-Flash directly undoes its distillation to a few steps"
         return f"{undone}; train Chroma1-Base or Chroma1-HD"
 
     def load_encoders(self) -> ChromaTexts:
-        """T5."""
+        """Load T5 and its tokenizer."""
         return ChromaTexts(self)
 
     @property
     def text_values(self) -> int:
-        """The features of all tokens."""
+        """The number of values that T5 makes of one caption: tokens times features."""
         return int(self.text_tokens * self.facts.config["joint_attention_dim"])
 
     @property
     def text_working_values(self) -> int:
-        """The widest layer of T5, and the result."""
+        """The number of values of T5's widest layer and of the result, for one caption."""
         return T5.working_values(self, "text_encoder", _TOKENS) + self.text_values
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """The prediction of the transformer."""
+        """The velocity that the transformer predicts, in the shape of `sample`."""
         text = conditions["encoder_hidden_states"]
-        # A single text has only the padding that the model reads; in a batch, some texts have more.
+        # A single text has only the padding token that the model reads. In a batch, shorter texts
+        # are padded further, and `lengths` masks that padding.
         lengths = conditions["lengths"] if sample.shape[0] > 1 else None
         return over_tokens(
             sample,
@@ -103,7 +107,7 @@ class Chroma(FlowFamily[ChromaTexts]):
         )
 
     def text_identity(self) -> dict[str, str]:
-        """The text encoder's files, and how it encodes."""
+        """What the encoded captions depend on: the files of T5 and its tokenizer, and settings."""
         return {
             **parts_identity(self.facts, self.facts.text_encoders),
             **tokenizers_identity(self.weights, {"tokenizer": T5_TOKENIZER}),

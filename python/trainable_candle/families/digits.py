@@ -51,17 +51,18 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import Inputs
 
 BASE: Final = Path(str(files("trainable_candle") / "demo" / "assets"))
-"""The base in the package, which was trained on every digit but zero."""
+"""The built-in base model, which was trained on every digit but zero."""
 SIDE: Final = 8
+"""The height and the width of an image, in pixels."""
 NAMES: Final = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _CLASSES: Final = {word: n for n, name in enumerate(NAMES) for word in (name, str(n))}
 _LUMA: Final = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 _SAMPLE_BYTES: Final = 32
-"""Bytes per pixel that drawing an image takes."""
+"""The bytes of memory that drawing an image takes for each of its pixels."""
 
 
 class Pixels:
-    """The coder of a model without an autoencoder: latents are grey pixels."""
+    """In place of an autoencoder: the latents of an image are its grey pixels."""
 
     factor = 1
     channels = 1
@@ -70,15 +71,15 @@ class Pixels:
         """None, because computing latents is so fast that a cache would save no time."""
 
     def encode(self, pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
-        """Images as the model reads them."""
+        """`mean`: the images as `to_model` converts them, the model's latents."""
         return {"mean": tc.tensor(to_model(pixels))}
 
     def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:  # noqa: ARG002
-        """The pixels: nothing about them is random."""
+        """The grey pixels in `kept`; no noise is added, unlike samples of an autoencoder."""
         return kept["mean"]
 
     def decode(self, latents: Tensor) -> Tensor:
-        """The pixels."""
+        """The latents, which are the pixels already."""
         return latents
 
     def load(self) -> None:
@@ -89,7 +90,7 @@ class Pixels:
 
 
 class Digits(LatentFamily):
-    """The digits transformer; a caption names the digit by its numeral or in English."""
+    """The digits transformer; a caption names one digit, as a numeral or an English word."""
 
     name: ClassVar[str] = "digits"
     summary: ClassVar[str] = "8x8 handwritten digits, the demo's generator (its base is built in)"
@@ -135,7 +136,7 @@ class Digits(LatentFamily):
         return tc.inspect(self.weights, self.name).parts[self.component]
 
     def layers(self) -> Mapping[str, Shape]:
-        """The transformer's layers."""
+        """The shapes of the weights of the transformer's linear layers, by name."""
         return self._facts.layers
 
     def dataset(self, folder: str) -> Dataset:
@@ -170,12 +171,12 @@ class Digits(LatentFamily):
         return Estimate(phases, config.on_gpu, trained.work, trained.host)
 
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
-        """The memory of the images; predictions take little."""
+        """The bytes that drawing `count` images takes; the transformer's share is negligible."""
         return count * size[0] * size[1] * _SAMPLE_BYTES
 
     @cached_property
     def model(self) -> DigitsTransformer:
-        """The transformer."""
+        """The transformer, which is loaded on first use."""
         return DigitsTransformer.from_pretrained(
             self.weights,
             dtype=self.dtype,
@@ -185,15 +186,15 @@ class Digits(LatentFamily):
         )
 
     def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
-        """The velocity from an image to noise."""
+        """Flow matching: the transformer learns the velocity from an image to noise."""
         return FlowObjective(self.config)
 
     def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> FlowSampler:  # noqa: ARG002
-        """Euler's method."""
+        """Euler's method over the noise levels of `steps` steps."""
         return FlowSampler(FlowMatching().sigmas(steps))
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """The prediction of the transformer."""
+        """The velocity that the transformer predicts, in the shape of `sample`."""
         return self.model(sample, times, conditions["class_labels"])
 
     def features(self, captions: Sequence[str]) -> dict[str, Tensor]:

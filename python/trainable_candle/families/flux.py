@@ -1,4 +1,4 @@
-"""What sets Flux.1 apart from other flow models."""
+"""Flux.1: its text encoders and what differs from other flow models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import Inputs
 
 _TOKENS: Final = {True: 512, False: 256}
-"""Tokens of a caption, by whether the model takes a guidance scale: dev does, schnell does not."""
+"""The most tokens of a caption: True for dev, which takes a guidance scale, False for schnell."""
 
 
 class FluxTexts:
@@ -54,7 +54,7 @@ class FluxTexts:
         self._device = family.device
 
     def chunks(self, caption: str) -> int:  # noqa: ARG002 - each encoder truncates it
-        """Every caption takes one row."""
+        """1: every caption takes one row of tokens in each encoder."""
         return 1
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
@@ -76,8 +76,8 @@ class Flux(FlowFamily[FluxTexts]):
         "FLUX.1-schnell (Apache-2.0) on the Hugging Face hub, after a login there"
     )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("flux"))
-    # Attention and feed-forward layers of the double-stream blocks, and attention of the
-    # single-stream blocks, like diffusers' script.
+    # Attention and feed-forward layers of the double-stream blocks, and attention layers of the
+    # single-stream blocks: the layers that diffusers' training script adapts.
     targets: ClassVar[tuple[str, ...]] = (
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
         "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
@@ -89,17 +89,17 @@ class Flux(FlowFamily[FluxTexts]):
 
     @property
     def is_told_guidance(self) -> bool:
-        """Whether the model was distilled to follow a scale of guidance, as dev was."""
+        """Whether the model takes a guidance scale as an input: True for dev, False for schnell."""
         return bool(self.facts.config["guidance_embeds"])
 
     @property
     def distilled_guidance(self) -> bool:
-        """True: neither dev nor schnell uses a second prediction for guidance."""
+        """True: dev and schnell draw without classifier-free guidance."""
         return True
 
     @property
     def text_tokens(self) -> int:  # type: ignore[override]
-        """512 for dev, 256 for schnell."""
+        """The most tokens of a caption: 512 for dev, 256 for schnell."""
         return _TOKENS[self.is_told_guidance]
 
     def check(self) -> None:
@@ -121,19 +121,19 @@ class Flux(FlowFamily[FluxTexts]):
 
     @property
     def distillation(self) -> str | None:
-        """The distillation of schnell, and what to train instead; None for dev."""
+        """A note that training undoes schnell's distillation; None for dev."""
         if self.is_told_guidance:
             return None
         undone = "training Flux schnell directly undoes its distillation to a few steps"
         return f"{undone}; prefer dev"
 
     def load_encoders(self) -> FluxTexts:
-        """CLIP-L and T5."""
+        """Load CLIP-L and T5 with their tokenizers."""
         return FluxTexts(self)
 
     @property
     def text_values(self) -> int:
-        """The number of values in a caption's features: all tokens' and the pooled text's."""
+        """The number of values in a caption's features: T5's tokens and CLIP's pooled features."""
         config = self.facts.config
         return int(
             self.text_tokens * config["joint_attention_dim"] + config["pooled_projection_dim"]
@@ -141,20 +141,25 @@ class Flux(FlowFamily[FluxTexts]):
 
     @property
     def text_working_values(self) -> int:
-        """The number of values in the widest layer of T5 and in the features."""
+        """The number of values in T5's widest layer plus `text_values`, for one caption."""
         return T5.working_values(self, "text_encoder_2", self.text_tokens) + self.text_values
 
     def conditions(
         self, frames: Sequence[Frame], guidance: float | None = None
     ) -> dict[str, Tensor]:
-        """The scale of guidance, for models that take one."""
+        """`guidance` (B,): the guidance scale of each image; empty for schnell.
+
+        Args:
+            frames: one for each image.
+            guidance: the scale; None: `--train-guidance`.
+        """
         if not self.is_told_guidance:
             return {}
         guidance = self.config.train_guidance if guidance is None else guidance
         return {"guidance": tc.tensor(np.full(len(frames), guidance, np.float32))}
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """The prediction of the transformer."""
+        """The velocity that the transformer predicts, in the shape of `sample`."""
         text, pooled = conditions["encoder_hidden_states"], conditions["pooled_projections"]
         guidance = conditions.get("guidance")
         return over_tokens(
@@ -166,7 +171,7 @@ class Flux(FlowFamily[FluxTexts]):
         )
 
     def text_identity(self) -> dict[str, str]:
-        """The text encoders' files, and how they encode."""
+        """What the encoded captions depend on: encoders, tokenizers, dtype and token count."""
         shipped = {"tokenizer": CLIP_TOKENIZER, "tokenizer_2": T5_TOKENIZER}
         return {
             **parts_identity(self.facts, self.facts.text_encoders),

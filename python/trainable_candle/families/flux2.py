@@ -1,4 +1,4 @@
-"""What sets FLUX.2-klein apart from other flow models."""
+"""FLUX.2-klein: its text encoder and what differs from other flow models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYERS: Final = (9, 18, 27)
 class Flux2Texts:
     """Qwen3 with its tokenizer; features are the hidden states of three layers, concatenated.
 
-    Captions are padded to 512 tokens, and the states of the padding are used too, as in
+    Captions are padded to 512 tokens. The features include the hidden states of the padding, as in
     `encode_prompt` of diffusers' pipeline:
     https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/flux2/pipeline_flux2_klein.py
 
@@ -48,7 +48,7 @@ class Flux2Texts:
         self._qwen3 = Qwen3(family, LAYERS, thinks=False)
 
     def chunks(self, caption: str) -> int:  # noqa: ARG002 - longer ones are truncated
-        """Every caption takes one row."""
+        """1: every caption takes one row of 512 tokens."""
         return 1
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
@@ -71,8 +71,9 @@ class Flux2(FlowFamily[Flux2Texts]):
         "the adapter on FLUX.2-klein-4B or -9B"
     )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("flux2"))
-    # The image's attention in double-stream blocks, and attention in single-stream blocks, whose
-    # layers are fused with the feed-forward network; like diffusers' script.
+    # The layers that diffusers' training script adapts: in double-stream blocks, the attention
+    # layers of the image; in single-stream blocks, the attention layers, which are fused with those
+    # of the feed-forward network.
     targets: ClassVar[tuple[str, ...]] = (
         r"transformer_blocks\.\d+\.attn\.to_(q|k|v|out\.0)",
         r"single_transformer_blocks\.\d+\.attn\.to_(qkv_mlp_proj|out)",
@@ -84,7 +85,9 @@ class Flux2(FlowFamily[Flux2Texts]):
 
     @cached_property
     def is_distilled(self) -> bool:
-        """Whether the model was distilled to a few steps: the folder's index says so, or its name.
+        """Whether the model was distilled to a few steps.
+
+        The folder's `model_index.json` says it, or else the name of the weights.
 
         Raises:
             ConfigError: the folder's index is damaged.
@@ -97,19 +100,20 @@ class Flux2(FlowFamily[Flux2Texts]):
 
     @property
     def distilled_guidance(self) -> bool:
-        """Whether the model makes one prediction without guidance, as the distilled models do."""
+        """Whether the model draws without classifier-free guidance, as the distilled models do."""
         return self.is_distilled
 
     @property
     def guidance(self) -> float:  # type: ignore[override]
-        """The usual scale of the base; 1 (no guidance) for distilled models."""
+        """The default guidance scale: 4 for base models, 1 (no guidance) for distilled models."""
         return 1.0 if self.is_distilled else 4.0
 
     def require_own(self) -> None:
-        """See `PipelineFamily.require_own`; also checks that the parts have matching sizes.
+        """See `PipelineFamily.require_own`; also checks that the text encoder fits the transformer.
 
         Raises:
-            ConfigError: the text encoder belongs to another size, or the model is FLUX.2-dev.
+            ConfigError: the text encoder belongs to a model of another size, or the model is
+                FLUX.2-dev.
         """
         super().require_own()
         config, encoder = self.facts.config, self.facts.parts["text_encoder"].config
@@ -126,10 +130,11 @@ class Flux2(FlowFamily[Flux2Texts]):
             )
 
     def check(self) -> None:
-        """Check the parts, and that no setting asks a distilled model for a second prediction.
+        """Check the parts, and that no setting asks a distilled model for guidance.
 
         Raises:
-            ConfigError: a setting asks for a second prediction, or the parts do not fit together.
+            ConfigError: the model is distilled and has a guidance scale or a negative prompt, or
+                the parts do not fit together.
         """
         self.require_own()
         if not self.is_distilled:
@@ -146,30 +151,30 @@ class Flux2(FlowFamily[Flux2Texts]):
 
     @property
     def distillation(self) -> str | None:
-        """The distillation of the models that are not called base."""
+        """A note that training undoes the distillation; None for base models."""
         if not self.is_distilled:
             return None
         undone = "training the distilled FLUX.2-klein directly undoes its distillation to 4 steps"
         return f"{undone}; train the base, and use the adapter on the distilled model"
 
     def load_encoders(self) -> Flux2Texts:
-        """Qwen3 up to the last layer that is used."""
+        """Load Qwen3, up to the last layer in `LAYERS`, and its tokenizer."""
         return Flux2Texts(self)
 
     @property
     def text_values(self) -> int:
-        """The features of all tokens."""
+        """The number of values in a caption's features: tokens times features."""
         return int(self.text_tokens * self.facts.config["joint_attention_dim"])
 
     @property
     def text_working_values(self) -> int:
-        """The widest layer of Qwen3, its states after every layer, and the result."""
+        """The number of values of Qwen3's widest layer, its kept states and the result."""
         qwen3 = self.facts.parts["text_encoder"].config
         states = (max(LAYERS) + 4) * qwen3["hidden_size"]
         return int(self.text_tokens * (2 * qwen3["intermediate_size"] + states)) + self.text_values
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """The prediction of the transformer."""
+        """The velocity that the transformer predicts, in the shape of `sample`."""
         height, width = sample.shape[2:]
         text = conditions["encoder_hidden_states"]
         ids = positions(height, width, text.shape[1], self.device, counts_words=True)
@@ -177,7 +182,7 @@ class Flux2(FlowFamily[Flux2Texts]):
         return from_tokens(predicted, (height, width))
 
     def text_identity(self) -> dict[str, str]:
-        """The text encoder's files, and how it encodes."""
+        """What the encoded captions depend on: encoder, tokenizer, dtype and token count."""
         return {
             **parts_identity(self.facts, self.facts.text_encoders),
             "tokenizer": file_identity(tokenizer_folder(self)),

@@ -1,4 +1,4 @@
-"""What sets Qwen-Image apart from other flow models."""
+"""Qwen-Image: its text encoder and what differs from other flow models."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ _SYSTEM: Final = (
     "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:"
 )
-"""The system's turn of the template that the model was trained with."""
+"""The system message of the chat template that the model was trained with."""
 _DROPPED: Final = 34
-"""The first tokens of the template, whose states are not used."""
+"""The number of tokens at the start of the chat template whose hidden states are not used."""
 _MOST_TOKENS: Final = 1024
-"""The most tokens of a caption and the template, besides the first `_DROPPED` tokens."""
+"""The most tokens of a caption in its chat template, without the first `_DROPPED` tokens."""
 _USUAL_TOKENS: Final = 128
 """The number of tokens of a caption that memory estimates assume."""
 _PIPELINES: Final = ("QwenImagePipeline", "QwenImageImg2ImgPipeline")
 
 
 class QwenImageTexts:
-    """Qwen2.5-VL with its tokenizer; the features are its last states without the dropped tokens.
+    """Qwen2.5-VL with its tokenizer.
 
+    The features are the hidden states after the final norm, without the first `_DROPPED` tokens.
     Follows `_get_qwen_prompt_embeds` of diffusers' pipeline:
     https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/qwenimage/pipeline_qwenimage.py
 
@@ -59,17 +60,17 @@ class QwenImageTexts:
         return self._encoder.tokenizer.encode(caption, _DROPPED + _MOST_TOKENS)
 
     def chunks(self, caption: str) -> int:
-        """The number of tokens: captions of equal length make features of one shape."""
+        """The number of tokens in a caption's features; only features of one length are batched."""
         return len(self._tokens(caption)) - _DROPPED
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Captions to `encoder_hidden_states` (B, L, 3584) and their `lengths` (B,) in tokens."""
+        """Encode captions: `encoder_hidden_states` (B, L, 3584), and each row's `lengths` (B,)."""
         rows = [self._encoder.states(self._tokens(caption)) for caption in captions]
         return in_rows([row.narrow(1, _DROPPED, row.shape[1] - _DROPPED) for row in rows])
 
 
 class QwenImage(FlowFamily[QwenImageTexts]):
-    """Qwen-Image, also in its version 2512."""
+    """Qwen-Image and Qwen-Image-2512."""
 
     name: ClassVar[str] = "qwen-image"
     summary: ClassVar[str] = "Qwen-Image or Qwen-Image-2512"
@@ -78,7 +79,8 @@ class QwenImage(FlowFamily[QwenImageTexts]):
         "Apache-2.0)"
     )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("qwen-image"))
-    # All linear layers of the blocks but the modulation, like musubi-tuner and OneTrainer.
+    # All linear layers of the blocks except those of the modulation: the layers that musubi-tuner
+    # and OneTrainer adapt.
     targets: ClassVar[tuple[str, ...]] = (
         r"transformer_blocks\.\d+\.attn\.(to_(q|k|v|out\.0|add_out)|add_(q|k|v)_proj)",
         r"transformer_blocks\.\d+\.(img|txt)_mlp\.net\.(0\.proj|2)",
@@ -94,11 +96,11 @@ class QwenImage(FlowFamily[QwenImageTexts]):
     model: QwenImageTransformer
 
     def require_own(self) -> None:
-        """As `PipelineFamily.require_own`; also checks that the folder is not of a related model.
+        """See `PipelineFamily.require_own`; also checks the kind of the pipeline and its encoder.
 
         Raises:
-            ConfigError: the folder is of Qwen-Image-Edit, for example, or its parts do not fit
-                together.
+            ConfigError: the folder holds a related pipeline, such as Qwen-Image-Edit, or the text
+                encoder does not fit the transformer.
         """
         kind = index_of(self.weights).get("_class_name", _PIPELINES[0])
         if kind not in _PIPELINES:
@@ -116,31 +118,37 @@ class QwenImage(FlowFamily[QwenImageTexts]):
             )
 
     def load_encoders(self) -> QwenImageTexts:
-        """Qwen2.5-VL without the part that reads images."""
+        """Load Qwen2.5-VL, without its vision encoder, and its tokenizer."""
         return QwenImageTexts(self)
 
     @property
     def text_values(self) -> int:
-        """The number of values in the features of all tokens."""
+        """The number of values in a caption's features: tokens times features."""
         return int(self.text_tokens * self.facts.config["joint_attention_dim"])
 
     @property
     def text_working_values(self) -> int:
-        """The number of values in the widest layer of Qwen2.5-VL and in the features."""
+        """The number of values in Qwen2.5-VL's widest layer plus `text_values`, for one caption."""
         layers = self.facts.parts["text_encoder"].layers
         middle, width = layers["model.layers.0.mlp.up_proj"]
         return int((_DROPPED + _MOST_TOKENS) * (2 * middle + 4 * width)) + self.text_values
 
     def rescaled(self, guided: Tensor, positive: Tensor) -> Tensor:
-        """The guided prediction, each token scaled to its norm in the prediction for the prompt."""
+        """The `guided` prediction, with each token scaled to the norm that it has in `positive`.
+
+        Args:
+            guided: the prediction with guidance, (B, C, H, W).
+            positive: the prediction for the prompt alone, of the same shape.
+        """
         tokens, others = squares(guided.to("f32")), squares(positive.to("f32"))
         norm, other = (((x * x).sum(1, keepdim=True)).sqrt() for x in (tokens, others))
         return from_squares(tokens * (other / norm))
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """The prediction of the transformer."""
+        """The velocity that the transformer predicts, in the shape of `sample`."""
         text = conditions["encoder_hidden_states"]
-        # A single text has no padding; in a batch, shorter texts are padded.
+        # A single text has no padding. In a batch, shorter texts are padded, and `lengths` masks
+        # the padding.
         lengths = conditions["lengths"] if sample.shape[0] > 1 else None
         return over_tokens(
             sample,
@@ -150,7 +158,7 @@ class QwenImage(FlowFamily[QwenImageTexts]):
         )
 
     def text_identity(self) -> dict[str, str]:
-        """The text encoder's files, and how it encodes."""
+        """What the encoded captions depend on: encoder, tokenizer, dtype and token counts."""
         return {
             **parts_identity(self.facts, self.facts.text_encoders),
             "tokenizer": file_identity(tokenizer_folder(self, Qwen25VL.of)),

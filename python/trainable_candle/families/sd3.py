@@ -1,4 +1,4 @@
-"""What sets Stable Diffusion 3.5 apart from other flow models."""
+"""Stable Diffusion 3.5: its text encoders and what differs from other flow models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _CLIP_TOKENS: Final = 77
 _T5_TOKENS: Final = 256
-"""The number of T5's tokens in diffusers' pipeline and kohya's scripts."""
+"""The number of tokens of T5, as in diffusers' pipeline and kohya's scripts."""
 
 
 class SD3Texts:
@@ -53,14 +53,14 @@ class SD3Texts:
         self._device = family.device
 
     def chunks(self, caption: str) -> int:  # noqa: ARG002 - each encoder truncates it
-        """Every caption takes one row."""
+        """1: every caption takes one row of tokens in each encoder."""
         return 1
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Encode captions: `encoder_hidden_states` (B, 333, 4096), `pooled_projections` (B, 2048).
 
-        The states of both CLIP encoders are concatenated along the features and padded with zeros
-        to T5's width; the states of T5 are appended along the tokens:
+        The hidden states of both CLIP encoders are concatenated along the features and padded with
+        zeros to T5's width. T5's outputs follow them along the tokens:
         https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/stable_diffusion_3/pipeline_stable_diffusion_3.py#L379
         """
         states, pooled = [], []
@@ -81,7 +81,7 @@ class SD3Texts:
 
 
 class SD3(FlowFamily[SD3Texts]):
-    """Stable Diffusion 3.5, medium and large; Stable Diffusion 3 too."""
+    """Stable Diffusion 3.5 medium and large, and Stable Diffusion 3."""
 
     name: ClassVar[str] = "sd3"
     summary: ClassVar[str] = "Stable Diffusion 3.5 medium or large"
@@ -90,8 +90,8 @@ class SD3(FlowFamily[SD3Texts]):
         "Face hub, under the Stability AI Community License, after a login there"
     )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("sd3"))
-    # Like SimpleTuner: the attention of the image's tokens, which medium's "dual" layers have
-    # twice.
+    # The layers that SimpleTuner adapts: those of the image tokens' attention. The "dual" blocks of
+    # medium have two such attentions.
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     guidance: ClassVar[float] = 4.5
     schedule: ClassVar[FlowSchedule] = FlowSchedule(3.0, shifted_last(3.0))
@@ -99,10 +99,11 @@ class SD3(FlowFamily[SD3Texts]):
     model: SD3Transformer
 
     def dataset(self, folder: str) -> Dataset:
-        """The checked images, none larger than the model's table of positions.
+        """The checked images; none has a side longer than the model's position embedding covers.
 
         Raises:
-            DatasetError, ConfigError: images or captions cannot be used, or an image is too large.
+            DatasetError, ConfigError: images or captions cannot be used, or the side of an image is
+                too long.
         """
         images = super().dataset(folder)
         most = self.facts.config["pos_embed_max_size"] * self.multiple
@@ -115,12 +116,12 @@ class SD3(FlowFamily[SD3Texts]):
         return images
 
     def load_encoders(self) -> SD3Texts:
-        """CLIP-L, OpenCLIP-bigG and T5."""
+        """Load CLIP-L, OpenCLIP-bigG and T5 with their tokenizers."""
         return SD3Texts(self)
 
     @property
     def text_values(self) -> int:
-        """The number of values in a caption's features: all tokens' and the pooled text's."""
+        """The number of values in a caption's features: all tokens' and the pooled features."""
         config = self.facts.config
         return int(
             self.text_tokens * config["joint_attention_dim"] + config["pooled_projection_dim"]
@@ -128,17 +129,17 @@ class SD3(FlowFamily[SD3Texts]):
 
     @property
     def text_working_values(self) -> int:
-        """The number of values in the widest layer of T5 and in the features."""
+        """The number of values in T5's widest layer plus `text_values`, for one caption."""
         return T5.working_values(self, "text_encoder_3", _T5_TOKENS) + self.text_values
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """The prediction of the transformer."""
+        """The velocity that the transformer predicts, in the shape of `sample`."""
         text, pooled = conditions["encoder_hidden_states"], conditions["pooled_projections"]
         predicted: Tensor = self.model(sample, text, pooled, times)
         return predicted
 
     def text_identity(self) -> dict[str, str]:
-        """The text encoders' files, and how they encode."""
+        """What the encoded captions depend on: encoders, tokenizers, dtype and token count."""
         shipped = {
             "tokenizer": CLIP_TOKENIZER,
             "tokenizer_2": CLIP_TOKENIZER,

@@ -1,4 +1,4 @@
-"""What sets Z-Image apart from other flow models."""
+"""Z-Image: its text encoder and what differs from other flow models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _USUAL_TOKENS: Final = 128
 
 
 class ZImageTexts:
-    """Qwen3 with its tokenizer; the features are the hidden states before the last layer.
+    """Qwen3 with its tokenizer; the features are the outputs of the last decoder layer but one.
 
     Follows `encode_prompt` of diffusers' pipeline:
     https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/z_image/pipeline_z_image.py
@@ -47,13 +47,14 @@ class ZImageTexts:
         return self._qwen3.tokenizer.encode(caption, MOST_TOKENS)
 
     def chunks(self, caption: str) -> int:
-        """The number of rows of 32 tokens that a caption needs."""
+        """The number of tokens of a caption divided by 32, rounded up."""
         return -(-len(self._tokens(caption)) // _MULTIPLE)
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Encode captions: `encoder_hidden_states` (B, L, 2560) and `lengths` (B,) in tokens.
 
-        L is a multiple of 32; the transformer does not read features beyond the lengths.
+        L is the longest length, rounded up to a multiple of 32. The transformer does not read a
+        caption's features beyond its length.
         """
         rows = [self._qwen3.states(self._tokens(caption))[0] for caption in captions]
         return in_rows(rows, _MULTIPLE)
@@ -69,8 +70,9 @@ class ZImage(FlowFamily[ZImageTexts]):
         "21 GB each, Apache-2.0)"
     )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("zimage"))
-    # Attention and feed-forward layers of the blocks over both image and text, like musubi-tuner
-    # and OneTrainer; blocks over only one of them are left out.
+    # The layers that musubi-tuner and OneTrainer adapt: the attention and feed-forward layers of
+    # the blocks that read both image and text. The refiner blocks, which read either image or text,
+    # have no adapters.
     targets: ClassVar[tuple[str, ...]] = (
         r"layers\.\d+\.(attention\.to_(q|k|v|out\.0)|feed_forward\.w[123])",
     )
@@ -82,7 +84,10 @@ class ZImage(FlowFamily[ZImageTexts]):
 
     @property
     def distillation(self) -> str | None:
-        """The distillation of turbo, known from the folder's name, and what to train instead."""
+        """A note that training undoes turbo's distillation; None if the folder is not turbo's.
+
+        Only the name of the folder distinguishes turbo.
+        """
         name = self.weights.resolve().name.lower()
         if "turbo" not in name or "de-turbo" in name or "de_turbo" in name:
             return None
@@ -90,40 +95,45 @@ class ZImage(FlowFamily[ZImageTexts]):
         return f"{undone}; train the base, or Z-Image-De-Turbo"
 
     def load_encoders(self) -> ZImageTexts:
-        """Qwen3 without its last layer."""
+        """Load Qwen3, without its last decoder layer, and its tokenizer."""
         return ZImageTexts(self)
 
     @property
     def width(self) -> int:
-        """Features of a token in the transformer."""
+        """The number of features of a token in the transformer."""
         return int(self.facts.config["dim"])
 
     @property
     def text_values(self) -> int:
-        """The number of values in the features of all tokens."""
+        """The number of values in a caption's features: tokens times features."""
         return int(self.text_tokens * self.facts.config["cap_feat_dim"])
 
     @property
     def text_working_values(self) -> int:
-        """The number of values in the widest layer of Qwen3 and in the features."""
+        """The number of values in Qwen3's widest layer plus `text_values`, for one caption."""
         qwen3 = self.facts.parts["text_encoder"].config
         wide = 2 * qwen3["intermediate_size"] + 4 * qwen3["hidden_size"]
         return int(MOST_TOKENS * wide) + self.text_values
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """The prediction; the transformer's times and velocity run from noise to data."""
+        """The velocity from latents to noise, in the shape of `sample`.
+
+        The transformer itself takes times that run from noise (0) to data (1), and predicts the
+        velocity in that direction.
+        """
         predicted = self.model(
             sample,
             conditions["encoder_hidden_states"],
             1.0 - times / 1000.0,
             conditions["lengths"],
-            # A single text has only the padding of `ZImageTexts`; several are padded further.
+            # A single text is padded only to a multiple of 32 tokens. In a batch, the shorter texts
+            # are padded further.
             rows_are_full=sample.shape[0] == 1,
         )
         return -predicted
 
     def text_identity(self) -> dict[str, str]:
-        """The text encoder's files, and how it encodes."""
+        """What the encoded captions depend on: encoder, tokenizer, dtype and token count."""
         return {
             **parts_identity(self.facts, self.facts.text_encoders),
             "tokenizer": file_identity(tokenizer_folder(self)),

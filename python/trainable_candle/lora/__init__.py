@@ -1,6 +1,6 @@
 """Tools for LoRAs: reduce ranks, combine files, extract a LoRA from a fine-tuned checkpoint.
 
-`loftq` and `start_from_rounding` compute initial values from a quantization error.
+`loftq` and `start_from_rounding` compute initial factors that reduce the error of quantization.
 """
 
 from trainable_candle.lora.extract import extract

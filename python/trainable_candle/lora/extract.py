@@ -1,4 +1,4 @@
-"""The difference of two models as a LoRA."""
+"""Extracts the difference of two models' weights as a LoRA."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ def extract(
     keep: float = 1.0,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> AdapterSet:
-    """Attach LoRAs to `base` that approximate `tuned` as closely as their ranks allow.
+    """Attach LoRAs to `base`, so that its layers approximate those of `tuned`.
 
-    Layers whose weights are equal get no LoRA.
+    The LoRA of a layer is the best approximation of the change of its weight at the LoRA's rank. A
+    layer whose weights are equal in both models gets no LoRA.
 
     Args:
         base: a model without adapters.
-        tuned: a model of the same shape.
+        tuned: a model with weights of the same shapes.
         layers: the names of the layers to compare.
         rank: the highest rank of a layer.
         keep: a fraction, above 0 and at most 1. Each layer gets the lowest rank at which its LoRA
-            keeps this fraction of the squared norm that it has at `rank`. 1 always gives `rank`.
-        progress: called with the number of layers that are done and the number of all layers.
+            keeps this fraction of the squared norm that the LoRA of rank `rank` has. 1 always gives
+            `rank`, or the smaller side of a weight with a side below `rank`.
+        progress: called with the number of layers compared so far and the number of all layers.
 
     Raises:
-        ConfigError: the models have different layers or sizes, or no layer differs.
+        ConfigError: `tuned` lacks a layer or has it in another size, or no layer differs.
         NonFiniteError: a weight is not a finite number.
     """
     before, after = base.named_tensors(), tuned.named_tensors()

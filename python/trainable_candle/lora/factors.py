@@ -1,4 +1,4 @@
-"""The best low-rank approximations of matrices, by singular values."""
+"""The best low-rank approximations of matrices, by singular value decompositions."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     Matrix = npt.NDArray[np.floating[Any]]
 
 _OVERSAMPLED: Final = 16
-"""Columns of the random matrix in addition to the rank."""
+"""The number of columns that the random matrix has in addition to the rank."""
 _ITERATIONS: Final = 4
-"""Power iterations."""
+"""The number of power iterations."""
 _WHOLE: Final = 4
 """A matrix whose shorter side is at most this many times the rank is decomposed as a whole."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """A change of a weight, `up @ down`."""
+    """A change of a weight as a product, `up @ down`."""
 
     up: Matrix
-    """(out, rank)."""
+    """The matrix (out, rank)."""
     down: Matrix
-    """(rank, in); for a convolution, `in` is the product of channels and kernel."""
+    """The matrix (rank, in). A convolution's `in` is input channels times kernel elements."""
 
     @property
     def rank(self) -> int:
-        """The inner size."""
+        """The number of columns of `up` and of rows of `down`."""
         return int(self.down.shape[0])
 
     def scaled(self, scale: float) -> Factors:
@@ -44,7 +44,7 @@ class Factors:
 
 
 def joined(parts: Sequence[Factors]) -> Factors:
-    """The exact sum of changes of one weight; its rank is the sum of their ranks."""
+    """The exact sum of several changes of one weight; the sum's rank is the sum of the ranks."""
     return Factors(
         np.concatenate([part.up for part in parts], 1),
         np.concatenate([part.down for part in parts], 0),
@@ -52,13 +52,14 @@ def joined(parts: Sequence[Factors]) -> Factors:
 
 
 def truncate(factors: Factors, rank: int, keep: float = 1.0) -> Factors:
-    """The nearest change of a lower rank (Eckart and Young), from the factors alone.
+    """The nearest change of a lower rank (Eckart and Young), without computing `up @ down`.
 
     Args:
         factors: the change.
         rank: the highest rank of the result, at least 1.
-        keep: the fraction of the squared norm to keep, above 0 and at most 1; below 1 the rank may
-            become lower than `rank`.
+        keep: a fraction, above 0 and at most 1. The result has the lowest rank at which it keeps
+            this fraction of the squared norm of the nearest change of rank `rank`. 1 always gives
+            the highest rank.
 
     Raises:
         NonFiniteError: a value is not a finite number.
@@ -71,16 +72,16 @@ def truncate(factors: Factors, rank: int, keep: float = 1.0) -> Factors:
 
 
 def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> Factors:
-    """The nearest matrix of a rank as a product.
+    """The matrix of rank `rank` that is nearest to `matrix`, as a product.
 
     Large matrices are decomposed by a randomized range finder with power iterations (Halko,
     Martinsson and Tropp 2011, arXiv:0909.4061). If the singular values fall, as those of trained
     changes do, the error is close to the error of a full decomposition.
 
     Args:
-        matrix: (out, in).
-        rank: the highest rank, at least 1.
-        keep: see `truncate`; the norm is that of the approximation of rank `rank`.
+        matrix: the matrix (out, in).
+        rank: the highest rank of the result, at least 1.
+        keep: see `truncate`.
         seed: the seed of the random matrix.
 
     Raises:
@@ -102,7 +103,10 @@ def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> 
 
 
 def _balanced(u: Matrix, s: Matrix, vt: Matrix, rank: int, keep: float) -> Factors:
-    """The part with the largest singular values, whose square roots scale both factors."""
+    """The factors of the largest singular values of u @ diag(s) @ vt.
+
+    The square root of each singular value scales its column of `up` and its row of `down`.
+    """
     rank = min(rank, len(s))
     shares = np.cumsum(s[:rank] ** 2)
     if keep < 1 and shares[-1] > 0:

@@ -22,7 +22,7 @@ _PAIRS: Final = (
     (".lora.down.weight", ".lora.up.weight"),
     ("_lora.down.weight", "_lora.up.weight"),
 )
-"""Endings of both factors' names in files of kohya, peft and old versions of diffusers."""
+"""The endings of the names of (`down`, `up`) in files of kohya, peft and old diffusers versions."""
 _ALPHA: Final = ".alpha"
 _CONFIGURATION: Final = "lora_adapter_metadata"
 _HASHES: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
@@ -30,27 +30,30 @@ _HASHES: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256"
 
 @dataclass(frozen=True)
 class _Module:
-    """One module of a file."""
+    """The LoRA of one adapted layer in a file."""
 
     factors: Factors
-    """The factors, with the scale multiplied in."""
+    """The factors as matrices; `up` includes the scale."""
     ends: tuple[str, str]
-    """The endings of the names of `down` and `up`."""
+    """The endings of the names of `down` and `up`, one of `_PAIRS`."""
     down_shape: tuple[int, ...]
+    """The shape of `down` in the file that was read."""
     up_shape: tuple[int, ...]
+    """The shape of `up` in the file that was read."""
     has_alpha: bool
+    """Whether the file has a tensor `.alpha` for the layer."""
 
 
 @dataclass(frozen=True)
 class LoraFile:
-    """The LoRAs of a file by module."""
+    """The LoRAs of a file by the names of their layers, and the file's metadata."""
 
     modules: Mapping[str, _Module]
     metadata: Mapping[str, str]
 
     @classmethod
     def read(cls, path: Path) -> LoraFile:
-        """Read a file under kohya's, ComfyUI's, peft's or diffusers' names.
+        """Read a file with kohya's, ComfyUI's, peft's or diffusers' names of tensors.
 
         Raises:
             MissingFileError: there is no such file.
@@ -107,12 +110,14 @@ class LoraFile:
         return LoraFile(modules, self.metadata)
 
     def write(self, path: Path, dtype: str = "f32", **facts: str) -> None:
-        """Write the file atomically, with each alpha equal to its rank: factors include the scale.
+        """Write the file atomically.
+
+        Each alpha in the file equals the rank of its factors, because `up` includes the scale.
 
         Args:
-            path: the file.
-            dtype: the dtype of the factors.
-            **facts: entries of the metadata that replace those that were read.
+            path: the file to write.
+            dtype: the dtype of the factors in the file.
+            **facts: entries that are added to the metadata, or replace entries that were read.
 
         Raises:
             FileError: the file cannot be written.
@@ -128,7 +133,7 @@ class LoraFile:
             tensors[name + up_end] = tc.tensor(up).to(dtype)
             if module.has_alpha:
                 tensors[name + _ALPHA] = tc.tensor(float(rank))
-        # The configuration's alphas do not apply any more, nor do hashes of the old tensors.
+        # The configuration's alphas and the hashes are those of the tensors that were read.
         left_out = {_CONFIGURATION, *_HASHES}
         metadata = {name: text for name, text in self.metadata.items() if name not in left_out}
         if "ss_network_dim" in metadata:
@@ -138,7 +143,12 @@ class LoraFile:
 
 
 def resize(file: LoraFile, rank: int, keep: float = 1.0) -> LoraFile:
-    """The nearest LoRAs of at most `rank`; `keep` is as for `truncate`.
+    """The file with each LoRA replaced by the nearest one of a rank of at most `rank`.
+
+    Args:
+        file: the file.
+        rank: the highest rank, at least 1.
+        keep: see `truncate`.
 
     Raises:
         NonFiniteError: a value is not a finite number.
@@ -147,11 +157,13 @@ def resize(file: LoraFile, rank: int, keep: float = 1.0) -> LoraFile:
 
 
 def combine(files: Sequence[LoraFile], scales: Sequence[float]) -> LoraFile:
-    """One file that has exactly the effect of several; the ranks of a module add up.
+    """One file that has exactly the summed effect of several.
+
+    The rank of a layer's LoRA is the sum of its ranks in all files.
 
     Args:
-        files: at least one, all in the same naming style.
-        scales: a factor on the effect of each file.
+        files: at least one file, all in the same naming style.
+        scales: for each file, a number that multiplies its effect.
 
     Raises:
         ArgumentError: the files have names of different styles, or layers of different sizes.
@@ -190,7 +202,7 @@ def _configuration(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _scale(alpha: float | None, rank: int, name: str, config: Mapping[str, Any]) -> float:
-    """A module's scale: from its alpha, else from diffusers' configuration, else 1."""
+    """The scale of a layer's LoRA: from its `alpha`, else from diffusers' `config`, else 1."""
     if alpha is not None:
         return float(alpha) / rank
     part, _, layer = name.partition(".")

@@ -23,18 +23,22 @@ _UP = ".lora_B.weight"
 def loftq(
     weight: Tensor, rank: int, format: str = "nf4", iterations: int = 1
 ) -> tuple[QuantizedTensor, Factors]:
-    """Find a quantized matrix Q and a product B A whose sum is near a weight W.
+    """Find a quantized matrix Q and a product B A, so that Q + B A approximates a weight W.
 
-    Alternates Q = quantize(W - B A) and B A = the nearest product to W - Q, beginning with B A = 0,
-    like peft's `loftq_init` (with the scales of Q in f32):
+    Begins with B A = 0. Each iteration computes Q = quantize(W - B A), and then B A as the nearest
+    matrix to W - Q of rank `rank`. This is the algorithm of peft's `loftq_init`, except that the
+    scales of Q are in f32:
     <https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/utils/loftq_utils.py>.
-    After one iteration Q is the rounding of W itself.
+    After one iteration, Q = quantize(W).
 
     Args:
         weight: W, (out, in), floating point.
-        rank: the rank of B A, at least 1.
+        rank: the rank of B A, at least 1; at most the smaller side of W is used.
         format: the format of Q; see `quantize`.
-        iterations: at least 1; the paper uses 5.
+        iterations: the number of iterations, at least 1; the paper uses 5.
+
+    Returns:
+        Q, and the factors: `up` is B, `down` is A.
 
     Raises:
         ArgumentError: the rank or the number of iterations is below 1, or the format is unknown.
@@ -54,11 +58,12 @@ def loftq(
 
 
 def start_from_rounding(adapter: AdapterSet, base: Model, original: Model) -> None:
-    """Set the LoRAs on a quantized base to its quantization error, as far as their ranks allow.
+    """Set each LoRA on a quantized base to the nearest product to its layer's quantization error.
 
-    The base does not change, so this is `loftq` with one iteration, like peft's
+    The base does not change. This is `loftq` with one iteration, like peft's
     `replace_lora_weights_loftq`. The LoRAs of convolutions and of layers without an error keep
-    their values. If the rank exceeds the smaller side of a layer, the rest of the factors is zero.
+    their values. If the rank exceeds the smaller side of a weight, the ranks beyond that side are
+    zero in both factors.
 
     Args:
         adapter: LoRAs on the base, whose values are replaced.
@@ -66,7 +71,8 @@ def start_from_rounding(adapter: AdapterSet, base: Model, original: Model) -> No
         original: the same model before it was quantized; it may be on another device.
 
     Raises:
-        ConfigError: the adapters are not LoRA, `original` lacks a layer, or no layer has an error.
+        ConfigError: the adapters are not LoRA, `original` lacks a layer or has it in another size,
+            or no layer has an error.
         NonFiniteError: a weight has a value that is not a finite number.
     """
     parameters = adapter.named_parameters()
@@ -99,7 +105,7 @@ def start_from_rounding(adapter: AdapterSet, base: Model, original: Model) -> No
 
 
 def _lost(layer: str, base: Model, original: Model) -> Matrix:
-    """The original weight of a layer minus the base's."""
+    """The weight of a layer in `original` minus its (dequantized) weight in `base`, in f32."""
     held = base.get_tensor(f"{layer}.weight")
     try:
         exact = original.get_tensor(f"{layer}.weight")

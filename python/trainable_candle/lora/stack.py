@@ -1,4 +1,4 @@
-"""Several LoRAs on one model at the same time, from files in any naming style."""
+"""Attaches LoRAs with given values to a model, such as the sum of several LoRA files."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _UP = ".lora_B.weight"
 
 
 def stacked(model: Model, files: Sequence[tuple[Path, float]]) -> AdapterSet:
-    """Attach LoRAs to a model that have the summed effect of several files.
+    """Attach LoRAs with the summed effect of several LoRA files, in any naming style.
 
     Args:
         model: a model without adapters.
-        files: paths, each with a factor on its effect.
+        files: for each file, its path and a number that multiplies its effect.
 
     Raises:
         MissingFileError, WeightsFormatError: a file is missing, damaged, or of another model.
@@ -58,7 +58,11 @@ def stacked(model: Model, files: Sequence[tuple[Path, float]]) -> AdapterSet:
 
 
 def scale_of(config: tc.LoraConfig, layer: str, rank: int) -> float:
-    """The scale of a layer's product; `alpha_pattern` is looked up by the layer's full name."""
+    """The number that multiplies the product of a layer's factors.
+
+    It is alpha / rank, or alpha / sqrt(rank) for rsLoRA. An entry of `alpha_pattern` applies only
+    if its key is the layer's full name.
+    """
     alpha = config.alpha_pattern.get(layer, config.lora_alpha)
     return alpha / (rank**0.5 if config.use_rslora else rank)
 
@@ -68,15 +72,15 @@ def attach_factors(model: Model, factors: Mapping[str, Factors]) -> AdapterSet:
 
     Args:
         model: a model without adapters.
-        factors: the factors of each layer; those of a convolution have torch's order, channels
-            before the kernel.
+        factors: the factors of each layer. The columns of a convolution's `down` are in torch's
+            order: input channels before the height and width of the kernel.
     """
     tensors = model.named_tensors()
     parts = {}
     for layer, found in factors.items():
         shape = tensors[f"{layer}.weight"].shape
         if len(shape) == 4:
-            # The adapter's parameters of convolutions have their channels last.
+            # The adapter's `down` of a convolution has its input channels last.
             down = found.down.reshape(found.rank, *shape[1:]).transpose(0, 2, 3, 1)
             parts[layer] = [Factors(found.up, down.reshape(found.rank, -1))]
         else:

@@ -1,4 +1,4 @@
-"""Layers, losses, functions and initial values, under torch's names."""
+"""Layers, losses, functions and initial values, under the names that `torch.nn` gives them."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +37,7 @@ from trainable_candle.nn.module import LoadResult, Module
 from trainable_candle.nn.plain import ELU, AvgPool2d, LeakyReLU, LogSoftmax, MaxPool2d, Softplus
 
 Parameter = Var
-"""Torch's name for a trained tensor."""
+"""Another name for `Var`: torch's name for a trained tensor."""
 
 __all__ = [
     "ELU",
@@ -100,14 +100,14 @@ _INSTEAD = {
     "DataParallel": "see docs/many-gpus.md",
     "Upsample": "use functional.interpolate",
 }
-"""Advice on names that torch.nn has and this module lacks."""
+"""For names that `torch.nn` has and this module lacks, what to use instead."""
 
 
 def __getattr__(name: str) -> Any:
     if name == "utils":
         from trainable_candle.optim import clip_grad_norm_  # noqa: PLC0415 - it imports this package
 
-        # `torch.nn.utils` has it, too.
+        # Torch's name of the function is `torch.nn.utils.clip_grad_norm_`.
         return SimpleNamespace(clip_grad_norm_=clip_grad_norm_)
     advice = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
     raise AttributeError(f"module {__name__!r} has no {name!r}{advice}")

@@ -22,9 +22,10 @@ __all__ = ["MultiheadAttention"]
 
 
 class MultiheadAttention(Module):
-    """Attention of several heads (Vaswani et al. 2017, arXiv:1706.03762) with its projections.
+    """Multi-head attention with its projections (Vaswani et al. 2017, arXiv:1706.03762).
 
-    If `need_weights` is False and there is no dropout, the matrix of scores is never stored.
+    If `need_weights` is False and no dropout applies, the scores of queries and keys are never
+    stored as a matrix.
 
         attention = tc.nn.MultiheadAttention(8, 2, batch_first=True)
         x = tc.randn(4, 5, 8)
@@ -32,13 +33,13 @@ class MultiheadAttention(Module):
         assert weights.shape == (4, 5, 5)
 
     Args:
-        embed_dim: Features of queries, keys, values and results.
-        num_heads: Heads; divides `embed_dim`.
-        dropout: Probability of leaving out a weight in training.
+        embed_dim: E, the number of features of queries, keys, values and results.
+        num_heads: The number of heads; must divide `embed_dim`.
+        dropout: The probability with which an attention weight is set to 0 in training.
         bias: Whether the projections have biases.
         batch_first: Whether tensors are (B, S, E), instead of (S, B, E).
-        dtype: A floating point dtype; default f32.
-        device: The device.
+        dtype: The floating point dtype of the parameters; default f32.
+        device: The device of the parameters.
 
     Raises:
         ArgumentError: If the heads do not divide the features, or the probability is out of range.
@@ -87,27 +88,28 @@ class MultiheadAttention(Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from queries to keys.
 
-        Masks are torch's: a u8 mask is 1 where attention is forbidden; a floating point mask is
-        added to the scores.
+        Masks are as in torch: a u8 mask is 1 where attention is forbidden; a floating point mask
+        is added to the scores.
 
         Args:
-            query: (S, B, E), or (B, S, E) with `batch_first`, or (S, E) without batch.
-            key: (L, B, E), or (B, L, E) or (L, E) likewise.
-            value: As `key`.
-            key_padding_mask: (B, L), or (L,) without batch.
-            need_weights: Whether the weights are returned.
-            attn_mask: (S, L), or (B * num_heads, S, L), with B = 1 without batch.
-            average_attn_weights: Whether the weights are averaged over the heads.
-            is_causal: Whether position i attends only to positions up to i; ignored if `attn_mask`
-                is given.
+            query: S queries: (S, B, E), or (B, S, E) with `batch_first`, or (S, E) without batch.
+            key: L keys: (L, B, E), or (B, L, E) with `batch_first`, or (L, E) without batch.
+            value: The value of each key, in the shape of `key`.
+            key_padding_mask: A mask of keys, (B, L), or (L,) without batch.
+            need_weights: Whether the attention weights are returned.
+            attn_mask: A mask of queries and keys, (S, L), or (B * num_heads, S, L), with B = 1
+                without batch.
+            average_attn_weights: Whether the returned weights are averaged over the heads.
+            is_causal: Whether query i attends only to keys 0 to i; ignored if `attn_mask` is given.
 
         Returns:
-            The result, in the shape of the query, and the weights, or None without `need_weights`.
-            The weights are (B, S, L), or (B, heads, S, L) if not averaged; without batch, B is
-            missing.
+            The result, in the shape of `query`, and the attention weights, or None without
+            `need_weights`. The weights are (B, S, L), or (B, num_heads, S, L) if they are not
+            averaged; without batch, (S, L) or (num_heads, S, L).
 
         Raises:
-            ShapeError, DTypeError, DeviceError: If the tensors do not fit.
+            ShapeError, DTypeError, DeviceError: If the shapes, dtypes or devices of the tensors do
+                not fit together.
         """
         if query.ndim not in {2, 3} or {key.ndim, value.ndim} != {query.ndim}:
             raise ShapeError(
@@ -149,7 +151,7 @@ class MultiheadAttention(Module):
         return result, weights if need_weights else None
 
     def _projected(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Queries, keys and values, each (B, heads, length, width)."""
+        """Queries, keys and values, each (B, heads, S or L, features of a head)."""
         size, heads = self.embed_dim, self.num_heads
         found = []
         for place, x in enumerate(inputs):
@@ -170,7 +172,10 @@ class MultiheadAttention(Module):
         batched: bool,
         is_causal: bool,
     ) -> Tensor | None:
-        """The sum of all masks, which is added to scores: (1 or B, 1 or heads, 1 or S, L)."""
+        """The sum of all masks, to be added to the scores: (1 or B, 1 or heads, 1 or S, L).
+
+        None if there is no mask.
+        """
         batch, heads, length, keys = (*q.shape[:3], k.shape[2])
         if masks["attn_mask"] is None and is_causal:
             later = [[column > row for column in range(keys)] for row in range(length)]
@@ -196,7 +201,7 @@ class MultiheadAttention(Module):
 def _added(
     name: str, mask: Tensor, accepted: dict[tuple[int, ...], tuple[int, ...]], dtype: DType
 ) -> Tensor:
-    """The values that a mask adds to scores of four dimensions."""
+    """The values that a mask adds to the scores, in the shape that `accepted` has for its shape."""
     if mask.shape not in accepted:
         shapes = " or ".join(map(str, accepted))
         raise ShapeError(f"MultiheadAttention: {name} has shape {mask.shape}, expected {shapes}")

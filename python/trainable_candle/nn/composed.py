@@ -1,4 +1,4 @@
-"""Functions of `nn.functional` that are composed of other operations."""
+"""The functions of `nn.functional` that are composed of the core's operations."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
     ```
 
     Args:
-        input: Classes from 0, of any shape.
-        num_classes: The length of a row; -1 for the largest class plus one.
+        input: The indices of classes, from 0, in a tensor of any shape.
+        num_classes: The length of a row; -1 for the largest index plus one.
 
     Raises:
         TypeError: If the input is not a tensor.
-        ArgumentError: If a class is out of range.
+        ArgumentError: If an index is out of range, or `num_classes` is.
     """
     _require("one_hot", input)
     if not -1 <= num_classes < 2**31:
@@ -70,14 +70,14 @@ def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float 
 
     Args:
         input: Any tensor.
-        pad: Numbers of elements to add before and after in the last dimension, then in the second
-            to last, and so on; negative numbers remove elements.
+        pad: The numbers of elements to add at the start and at the end of the last dimension, then
+            of the second to last dimension, and so on; negative numbers remove elements.
         mode: "constant"; torch's other modes are not supported.
         value: The value of the new elements.
 
     Raises:
         TypeError: If the input is not a tensor.
-        ArgumentError: If the numbers do not fit the input, or the mode is another one.
+        ArgumentError: If the numbers do not fit the input, or the mode is not "constant".
     """
     _require("pad", input)
     if mode != "constant":
@@ -113,22 +113,23 @@ def interpolate(
     scale_factor: float | None = None,
     mode: str = "nearest",
 ) -> Tensor:
-    """Resize the trailing dimensions of (B, C, ...) by nearest elements, as torch's "nearest".
+    """Resize the dimensions after B and C to nearest elements, as torch's "nearest" does.
 
     ```python
     assert F.interpolate(tc.zeros(1, 3, 4, 4), scale_factor=2).shape == (1, 3, 8, 8)
     ```
 
     Args:
-        input: (B, C, ...).
-        size: The new size of these dimensions, one number for all or one for each.
-        scale_factor: A factor on all of them, instead of `size`.
+        input: A tensor (B, C, ...).
+        size: The new size of the dimensions after C: one number for all, or one for each.
+        scale_factor: The new size divided by the old size, for all dimensions after C; the new size
+            is rounded down. Excludes `size`.
         mode: "nearest"; torch's other modes are not supported.
 
     Raises:
         TypeError: If the input is not a tensor.
-        ArgumentError: If not exactly one of `size` and `scale_factor` is given, or the mode is
-            unknown.
+        ArgumentError: If not exactly one of `size` and `scale_factor` is given, the size does not
+            fit the input, or the mode is not "nearest".
     """
     _require("interpolate", input)
     if mode != "nearest":
@@ -167,7 +168,8 @@ def conv1d(
 
     Raises:
         TypeError: If an operand is not a tensor.
-        ShapeError, DTypeError, DeviceError: If the operands do not fit.
+        ShapeError, DTypeError, DeviceError: If the operands' shapes, dtypes or devices do not fit
+            together.
     """
     _require("conv1d", input, weight)
     if input.ndim != 3 or weight.ndim != 3:
@@ -208,7 +210,7 @@ def max_pool2d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any
 
 @explained
 def avg_pool2d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0) -> Tensor:
-    """Return the mean of each window of (B, C, height, width), zeros of the padding included.
+    """Return the mean of each window of (B, C, height, width); padding counts as zeros.
 
     ```python
     assert F.avg_pool2d(tc.ones(1, 1, 4, 4), 2).tolist() == [[[[1.0, 1.0]] * 2]]
@@ -229,7 +231,7 @@ def avg_pool2d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any
 def binary_cross_entropy_with_logits(
     input: Tensor, target: Tensor, reduction: str = "mean"
 ) -> Tensor:
-    """Binary cross-entropy of sigmoid(input) and targets from 0 to 1.
+    """Return the binary cross-entropy of sigmoid(input) and `target`, which is from 0 to 1.
 
     ```python
     loss = F.binary_cross_entropy_with_logits(tc.randn(4), tc.tensor([0.0, 1.0, 1.0, 0.0]))
@@ -249,16 +251,17 @@ def binary_cross_entropy_with_logits(
 def kl_div(
     input: Tensor, target: Tensor, reduction: str = "mean", log_target: bool = False
 ) -> Tensor:
-    """Kullback-Leibler divergence of `target` from the distribution whose logarithms are `input`.
+    """Return the Kullback-Leibler divergence: the sum of target * (log(target) - input).
 
     ```python
     loss = F.kl_div(F.log_softmax(x), F.softmax(tc.randn(3, 4)), reduction="sum")
     ```
 
     Args:
-        input: Logarithms of probabilities.
-        target: Probabilities, or with `log_target` their logarithms.
-        reduction: "mean", "batchmean" (over the first dimension), "sum" or "none".
+        input: Logarithms of the probabilities of the distribution to compare with.
+        target: The probabilities of the target distribution; their logarithms with `log_target`.
+        reduction: "sum", "batchmean" (the sum divided by the first dimension), "mean" (the mean of
+            all elements) or "none" (the terms of the sum).
         log_target: Whether `target` holds logarithms.
 
     Raises:
@@ -316,7 +319,7 @@ def elu(input: Tensor, alpha: float = 1.0) -> Tensor:
 
 @explained
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    """Return the cosine between vectors along a dimension, each norm at least `eps`.
+    """Return the cosine between vectors along a dimension; norms below `eps` count as `eps`.
 
     ```python
     assert F.cosine_similarity(x, x).shape == (3,)
@@ -332,7 +335,7 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -
 
 @explained
 def normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Tensor:
-    """Divide vectors along a dimension by their p-norms, or by `eps` where these are smaller.
+    """Divide vectors along a dimension by their p-norms, or by `eps` if a norm is smaller.
 
     ```python
     assert tc.allclose(F.normalize(x).norm(dim=1), tc.ones(3), rtol=1e-5)
@@ -340,7 +343,7 @@ def normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -
 
     Raises:
         TypeError: If the input is not a tensor.
-        ArgumentError: If there is no such norm.
+        ArgumentError: If `p` names no norm; see `Tensor.norm`.
     """
     _require("normalize", input)
     if p == 2:
@@ -374,7 +377,10 @@ def _pair(name: str, value: Any, least: int) -> tuple[int, int]:
 def _windows(
     name: str, input: Tensor, kernel: Any, stride: Any, padding: Any, outside: float
 ) -> list[Tensor]:
-    """For each position in the kernel, its element of every window; padding is `outside`."""
+    """For each kernel element (row by row), the input elements that it covers in all windows.
+
+    Each result is (B, C, windows in height, windows in width). Padding has the value `outside`.
+    """
     _require(name, input)
     if input.ndim not in {3, 4}:
         raise ShapeError(f"{name}: the shape is {input.shape}, expected (B, C, height, width)")
@@ -384,7 +390,7 @@ def _windows(
     if any(2 * a > s for a, s in zip(around, size, strict=True)):
         raise ArgumentError(f"{name}: the padding is more than half of the kernel")
     if any(around):
-        # The lowest value of f16 is -65504.
+        # f16 has no finite values below -65504.
         outside = max(outside, -6.0e4) if input.dtype == "f16" else outside
         edges = (around[1], around[1], around[0], around[0])
         input = pad(input, edges, value=outside)

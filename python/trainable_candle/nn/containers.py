@@ -1,4 +1,4 @@
-"""Modules made of modules."""
+"""Modules that contain other modules: a list, and a sequence that is called in order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ModuleList(Module):
             x = layer(x)
 
     Args:
-        modules: Its items.
+        modules: The modules of the list.
 
     Raises:
         TypeError: If an item is not a module.
@@ -61,7 +61,7 @@ class ModuleList(Module):
     @overload
     def __getitem__(self, key: slice) -> Self: ...
     def __getitem__(self, key: int | slice) -> Module | Self:
-        """Return a module, or several as a container of this kind."""
+        """Return the module at an index, or the modules of a slice in a container of this class."""
         if isinstance(key, slice):
             part = type(self)()
             part.extend(self._items[key])
@@ -69,7 +69,11 @@ class ModuleList(Module):
         return self._items[key]
 
     def __setitem__(self, key: int, module: Module) -> None:
-        """Replace a module."""
+        """Replace the module at an index.
+
+        Raises:
+            TypeError: If the item is not a module.
+        """
         if not isinstance(module, Module):
             raise TypeError(
                 f"{type(self).__name__}: found {type(module).__name__}, expected a Module"
@@ -85,18 +89,18 @@ class ModuleList(Module):
         return iter(self._items)
 
     def _parts(self) -> Iterable[tuple[Any, Any]]:
-        # Names are the numbers alone, without the attribute's name.
+        # A module is named by its index alone, as in torch: "0.weight", not "_items.0.weight".
         return enumerate(self._items)
 
 
 class Sequential(ModuleList):
-    """Modules one after the other.
+    """Modules that are called in order, each with the result of the one before.
 
         model = tc.nn.Sequential(tc.nn.Linear(4, 8), tc.nn.ReLU(), tc.nn.Linear(8, 2))
         assert model(x).shape == (3, 2)
 
     Args:
-        *modules: In order.
+        *modules: The modules, in the order of the calls.
 
     Raises:
         TypeError: If an item is not a module.

@@ -15,21 +15,24 @@ __all__ = ["LoRAConv2d"]
 class LoRAConv2d(Module):
     """A frozen convolution with LoRA as in peft and LyCORIS (LoCon).
 
-    y = conv(x, W) + b + scale * conv_1x1(conv(x, lora_down), lora_up). `lora_down` (rank, in,
-    height, width) has the convolution's stride, padding and dilation, and torch's initial values;
-    `lora_up` (out, rank, 1, 1) is zero; both are f32 variables.
+    y = conv(x, W) + b + scale * conv_1x1(conv(x, lora_down), lora_up). The convolution with
+    `lora_down` (rank, in, height, width) has the stride, padding and dilation of `base`. Both
+    factors are f32 variables. Initially `lora_down` has the values that torch gives to layers, and
+    `lora_up` (out, rank, 1, 1) is zero.
 
         layer = tc.nn.LoRAConv2d(tc.nn.Conv2d(3, 8, 3), rank=4, alpha=4)
         assert layer(tc.randn(1, 3, 6, 6)).shape == (1, 8, 4, 4)
 
     Args:
         base: The convolution, with one group.
-        rank: At least 1.
-        alpha: The scale is alpha / rank.
-        dropout: Probability of dropping an element of the adapter's input in training.
-        rslora: Scale by alpha / sqrt(rank) instead.
+        rank: The rank of the LoRA, at least 1.
+        alpha: Determines the scale, alpha / rank.
+        dropout: The probability with which an element of the adapter's input is set to 0 in
+            training.
+        rslora: Whether the scale is alpha / sqrt(rank) instead.
 
     Raises:
+        TypeError: If `base` is not a `Conv2d`.
         ArgumentError: If the convolution has several groups, or a number is out of range.
     """
 
@@ -63,7 +66,7 @@ class LoRAConv2d(Module):
         self.enabled = True
 
     def get_vars(self) -> list[Var]:
-        """Return the trainable parameters."""
+        """Return the trainable parameters, `lora_down` and `lora_up`."""
         return [self.lora_down, self.lora_up]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -82,7 +85,7 @@ class LoRAConv2d(Module):
         return result + _conv2d(inner, self.lora_up.to(dtype)) * self.scale
 
     def merge(self) -> Tensor:
-        """Return the weight of a plain layer that computes the same."""
+        """Return the weight with which a plain `Conv2d` computes the same, in the base's dtype."""
         outputs, *inner = self.weight.shape
         rank = self.lora_up.shape[1]
         up, down = self.lora_up.detach(), self.lora_down.detach()

@@ -108,7 +108,9 @@ def relu(input: Tensor) -> Tensor:
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
-    """Return GELU, exact ("none") or approximated with tanh ("tanh").
+    """Return input * Phi(input), with Phi the standard normal distribution function.
+
+    Phi is exact ("none") or approximated with tanh ("tanh").
 
     ```python
     assert F.gelu(tc.zeros(3)).tolist() == [0.0] * 3
@@ -138,7 +140,7 @@ def sigmoid(input: Tensor) -> Tensor:
 
 
 def tanh(input: Tensor) -> Tensor:
-    """Return the hyperbolic tangent.
+    """Return the hyperbolic tangent of each element.
 
     ```python
     assert F.tanh(tc.zeros(3)).tolist() == [0.0] * 3
@@ -178,7 +180,7 @@ _INSTEAD: Final = {
     "hardtanh": "use x.clamp(-1, 1)",
     "relu6": "use x.clamp(0, 6)",
 }
-"""Advice on names that torch.nn.functional has and this module lacks."""
+"""For names that `torch.nn.functional` has and this module lacks, what to use instead."""
 
 
 def __getattr__(name: str) -> Any:

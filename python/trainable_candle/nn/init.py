@@ -1,6 +1,7 @@
-"""Initial values of variables, like torch's `nn.init`; functions set a variable and return it.
+"""Initial values of variables, like `torch.nn.init`; each function sets a variable and returns it.
 
-Functions that draw take a `generator`; the default is the library's own (see `manual_seed`).
+Functions that draw random values take a `generator`; the default is the library's own (see
+`manual_seed`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = [
 def uniform_(
     tensor: Var, a: float = 0.0, b: float = 1.0, generator: Generator | None = None
 ) -> Var:
-    """Draw values from [a, b).
+    """Set the elements to random values, uniform in [a, b).
 
         tc.nn.init.uniform_(model[0].weight, -0.1, 0.1)
 
@@ -58,12 +59,12 @@ def uniform_(
 def normal_(
     tensor: Var, mean: float = 0.0, std: float = 1.0, generator: Generator | None = None
 ) -> Var:
-    """Draw normal values.
+    """Set the elements to normally distributed random values.
 
         tc.nn.init.normal_(model[0].weight, std=0.02)
 
     Raises:
-        ArgumentError: If the deviation is negative.
+        ArgumentError: If `std` is negative.
     """
     if not std >= 0:
         raise ArgumentError(f"normal_: std is {std}, expected at least 0")
@@ -81,13 +82,13 @@ def trunc_normal_(
     b: float = 2.0,
     generator: Generator | None = None,
 ) -> Var:
-    """Draw normal values; those outside [a, b] are drawn again.
+    """Set the elements to normal random values; values outside [a, b] are drawn again.
 
         tc.nn.init.trunc_normal_(model[0].weight, std=0.02)
 
     Raises:
-        ArgumentError: If the deviation is not above 0, or less than a thousandth of the
-            distribution is in [a, b].
+        ArgumentError: If `std` is not above 0, or the probability of a value in [a, b] is below
+            0.001.
     """
     if not std > 0:
         raise ArgumentError(f"trunc_normal_: std is {std}, expected above 0; see constant_")
@@ -137,7 +138,7 @@ def zeros_(tensor: Var) -> Var:
 
 @explained
 def eye_(tensor: Var) -> Var:
-    """Set a matrix to the identity.
+    """Set a matrix to ones on the main diagonal and zeros elsewhere.
 
         tc.nn.init.eye_(model[0].weight)
 
@@ -150,7 +151,7 @@ def eye_(tensor: Var) -> Var:
 
 @explained
 def xavier_uniform_(tensor: Var, gain: float = 1.0, generator: Generator | None = None) -> Var:
-    """Draw values of variance gain^2 * 2 / (fan_in + fan_out), uniform (Glorot & Bengio 2010).
+    """Draw uniform values of variance gain^2 * 2 / (fan_in + fan_out) (Glorot & Bengio 2010).
 
     ```python
     tc.nn.init.xavier_uniform_(model[0].weight)
@@ -162,7 +163,7 @@ def xavier_uniform_(tensor: Var, gain: float = 1.0, generator: Generator | None 
 
 @explained
 def xavier_normal_(tensor: Var, gain: float = 1.0, generator: Generator | None = None) -> Var:
-    """Draw values of variance gain^2 * 2 / (fan_in + fan_out), normal (Glorot & Bengio 2010).
+    """Draw normal values of variance gain^2 * 2 / (fan_in + fan_out) (Glorot & Bengio 2010).
 
     ```python
     tc.nn.init.xavier_normal_(model[0].weight)
@@ -186,13 +187,14 @@ def kaiming_uniform_(
 
     Args:
         tensor: The variable, of at least two dimensions.
-        a: The slope of a leaky ReLU below 0.
-        mode: "fan_in" or "fan_out".
-        nonlinearity: A name that `calculate_gain` takes.
+        a: The slope below 0 of the leaky ReLU, if `nonlinearity` is "leaky_relu".
+        mode: Which number "fan" is: "fan_in" (inputs of an output) or "fan_out" (outputs that an
+            input affects), each times the kernel elements of a convolution.
+        nonlinearity: The function that determines the gain; a name that `calculate_gain` takes.
         generator: Draws the values; default: the library's own (see `manual_seed`).
 
     Raises:
-        ArgumentError: If the mode or the function is unknown.
+        ArgumentError: If the mode or the nonlinearity is unknown.
         ShapeError: If there are fewer than two dimensions.
     """
     bound = math.sqrt(3) * _kaiming("kaiming_uniform_", tensor, a, mode, nonlinearity)
@@ -219,9 +221,10 @@ def kaiming_normal_(
 
 @explained
 def orthogonal_(tensor: Var, gain: float = 1.0, generator: Generator | None = None) -> Var:
-    """Set a random matrix whose rows, or columns, are orthonormal up to `gain` (arXiv:1312.6120).
+    """Set a random matrix with orthogonal rows of norm `gain` (arXiv:1312.6120).
 
-    All dimensions after the first are flattened into columns.
+    If the matrix has more rows than columns, its columns are orthogonal instead. All dimensions
+    after the first are flattened into the columns.
 
         tc.nn.init.orthogonal_(model[0].weight)
 
@@ -235,24 +238,24 @@ def orthogonal_(tensor: Var, gain: float = 1.0, generator: Generator | None = No
     with drawing("orthogonal_", generator):
         drawn = _core.randn((max(rows, columns), min(rows, columns)), dtype="f64").numpy()
     q, r = np.linalg.qr(drawn)
-    q *= np.sign(np.diag(r))  # makes the directions uniform
+    q *= np.sign(np.diag(r))  # makes the distribution of q uniform
     values = (q if rows >= columns else q.T).reshape(tensor.shape) * gain
     return _set("orthogonal_", tensor, _core.tensor(values, dtype="f32"))
 
 
 @explained
 def calculate_gain(nonlinearity: str, param: float | None = None) -> float:
-    """Return the factor on initial values that preserves the variance through a function.
+    """Return the gain of initial values that keeps the variance of layers followed by a function.
 
         assert tc.nn.init.calculate_gain("linear") == 1
 
     Args:
         nonlinearity: "linear", "conv1d", "conv2d", "sigmoid", "tanh", "relu", "leaky_relu" or
             "selu".
-        param: The slope of a leaky ReLU; default 0.01.
+        param: The slope below 0 of the leaky ReLU; default 0.01.
 
     Raises:
-        ArgumentError: If the function is unknown.
+        ArgumentError: If the nonlinearity is unknown.
     """
     slope = 0.01 if param is None else param
     gains = {"linear": 1.0, "conv1d": 1.0, "conv2d": 1.0, "sigmoid": 1.0, "tanh": 5 / 3}

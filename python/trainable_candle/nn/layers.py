@@ -1,4 +1,4 @@
-"""Layers other than linear ones, with torch's names, initial values and main arguments."""
+"""Layers other than linear ones, with the names, initial values and main arguments of torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class Embedding(Module):
-    """The rows of a table at given positions.
+    """Looks up rows of a table, `weight`, by their indices.
 
     The table's initial values are normal with a standard deviation of 1.
 
@@ -40,13 +40,13 @@ class Embedding(Module):
         assert table(tc.tensor([1, 2, 9])).shape == (3, 4)
 
     Args:
-        num_embeddings: Entries of the table.
-        embedding_dim: Features of an entry.
-        dtype: A floating point dtype; default f32.
-        device: The device.
+        num_embeddings: The number of rows of the table.
+        embedding_dim: The number of features of a row.
+        dtype: The floating point dtype of the table; default f32.
+        device: The device of the table.
 
     Raises:
-        ArgumentError: If a size is below 1.
+        ArgumentError: If a number is below 1.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class Embedding(Module):
         self.weight: Tensor = Var(randn(shape, dtype=dtype, device=device))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map i64 or u32 positions of any shape to (..., embedding_dim).
+        """Map i64 or u32 row indices of any shape (...) to their rows, (..., embedding_dim).
 
         Raises:
-            IndexOutOfRangeError: If a position is out of range.
+            IndexOutOfRangeError: If an index is out of range.
             DTypeError: If the input is not an integer tensor.
         """
         return functional.embedding(input, self.weight)
@@ -84,18 +84,19 @@ class Conv2d(Module):
         assert layer(tc.randn(1, 3, 6, 6)).shape == (1, 8, 6, 6)
 
     Args:
-        in_channels: Channels of the input.
-        out_channels: Channels of the result.
-        kernel_size: Height and width, or one number for both. `stride`, `padding` and `dilation`
-            take the same forms.
-        stride: Step of the kernel.
-        padding: Zeros on each side; "valid" for none, "same" for as many as preserve the size.
-        dilation: Distance between the kernel's elements.
-        groups: The number of groups of channels that do not mix; it divides `in_channels` and
-            `out_channels`.
+        in_channels: The number of channels of the input.
+        out_channels: The number of channels of the result.
+        kernel_size: The kernel's height and width, or one number for both. `stride`, `padding` and
+            `dilation` also take two numbers, for height and width, or one for both.
+        stride: The input positions from the kernel of one output position to that of the next.
+        padding: The number of zeros on each side of the input; "valid" for none, "same" for as many
+            as make the result as large as the input.
+        dilation: The input positions from one kernel element to the next.
+        groups: The number of groups of channels; an output channel reads only the input channels of
+            its own group. Must divide `in_channels` and `out_channels`.
         bias: Whether there is a bias.
-        dtype: A floating point dtype; default f32.
-        device: The device.
+        dtype: The floating point dtype of the parameters; default f32.
+        device: The device of the parameters.
 
     Raises:
         ArgumentError: If a number is out of range.
@@ -133,7 +134,7 @@ class Conv2d(Module):
         self.bias: Tensor | None = shift
 
     def _padding(self, name: str, kernel: tuple[int, int]) -> tuple[int, int]:
-        """The zeros on each side, in height and in width, for a padding given by name."""
+        """The numbers of zeros on each side, in height and in width, for "same" or "valid"."""
         if name not in {"same", "valid"}:
             raise ArgumentError(f'Conv2d: padding is {name!r}, expected numbers, "same" or "valid"')
         if name == "valid":
@@ -173,10 +174,10 @@ class LayerNorm(Module):
         assert tc.nn.LayerNorm(4)(tc.randn(2, 4)).shape == (2, 4)
 
     Args:
-        normalized_shape: The sizes of the trailing dimensions, or the size of the last one.
+        normalized_shape: The sizes of the trailing dimensions, or the size of the last dimension.
         eps: Added to the variance.
         elementwise_affine: Whether there is a scale, initially ones.
-        bias: Whether there is also a shift, initially zeros. Without a scale there is no shift.
+        bias: Whether there is also a shift, initially zeros; ignored if there is no scale.
         dtype: A floating point dtype; default f32.
         device: The device.
     """
@@ -215,7 +216,7 @@ class RMSNorm(Module):
         assert tc.nn.RMSNorm(4)(tc.randn(2, 4)).shape == (2, 4)
 
     Args:
-        normalized_shape: The last dimension's size.
+        normalized_shape: The size of the last dimension.
         eps: Added to the mean square.
         elementwise_affine: Whether there is a scale, initially ones.
         dtype: A floating point dtype; default f32.
@@ -324,7 +325,7 @@ class Dropout(Module):
 
 
 class Flatten(Module):
-    """Joins dimensions.
+    """Joins neighbouring dimensions into one.
 
         assert tc.nn.Flatten()(tc.zeros(2, 3, 4)).shape == (2, 12)
 
@@ -337,7 +338,7 @@ class Flatten(Module):
         self.start_dim, self.end_dim = start_dim, end_dim
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the input with these dimensions joined."""
+        """Return the input with dimensions `start_dim` to `end_dim` joined."""
         return input.flatten(self.start_dim, self.end_dim)
 
 
@@ -400,7 +401,7 @@ class Sigmoid(Module):
 
 
 class Tanh(Module):
-    """The hyperbolic tangent.
+    """tanh(input), the hyperbolic tangent.
 
     ```python
     assert tc.nn.Tanh()(tc.zeros(2)).tolist() == [0.0, 0.0]
@@ -413,7 +414,7 @@ class Tanh(Module):
 
 
 class GELU(Module):
-    """GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
+    """GELU: input * Phi(input), with Phi the normal distribution function (arXiv:1606.08415).
 
         assert tc.nn.GELU()(tc.zeros(2)).tolist() == [0.0, 0.0]
 
@@ -421,7 +422,7 @@ class GELU(Module):
         approximate: "none" for the exact function, "tanh" for its approximation.
 
     Raises:
-        ArgumentError: If `approximate` is neither.
+        ArgumentError: If `approximate` is another value.
     """
 
     def __init__(self, approximate: str = "none") -> None:
@@ -443,14 +444,14 @@ class Softmax(Module):
         assert tc.nn.Softmax()(tc.zeros(2)).tolist() == [0.5, 0.5]
 
     Args:
-        dim: The dimension.
+        dim: The dimension along which the results sum to 1.
     """
 
     def __init__(self, dim: int = -1) -> None:
         self.dim = dim
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return probabilities.
+        """Return the probabilities, in the shape of the input.
 
         Raises:
             IndexOutOfRangeError: If there is no such dimension.

@@ -27,21 +27,21 @@ class Linear(Module):
     """y = x @ weight.T + bias.
 
     `Linear(64, 32)` makes a trainable layer with torch's initial values, as `Linear.init` does.
-    `Linear(weight, bias)` takes tensors: a `Tensor` is frozen, a `Var` is trained.
+    `Linear(weight, bias)` uses existing tensors: a `Tensor` is frozen, a `Var` is trained.
 
         layer = tc.nn.Linear(64, 32)
         assert layer(tc.randn(5, 64)).shape == (5, 32)
 
     Args:
-        weight: (out_features, in_features), or the number of input features.
+        weight: The weight, (out_features, in_features), or the number of input features.
         shift: The bias, (out_features,), or the number of output features.
-        bias: The bias, if `shift` is not given; if sizes are given, whether there is a bias
-            (default: True).
-        dtype: If sizes are given, a floating point dtype; default f32.
-        device: If sizes are given, the device.
+        bias: With a weight, the bias if `shift` is not given; with numbers of features, whether
+            there is a bias (default: True).
+        dtype: With numbers of features, the floating point dtype of the parameters; default f32.
+        device: With numbers of features, the device of the parameters.
 
     Raises:
-        TypeError: If the weight and the bias are neither tensors nor numbers.
+        TypeError: If `weight` and the bias are neither tensors nor numbers of features.
         ShapeError: If the weight is not a matrix or the bias does not fit it.
     """
 
@@ -84,14 +84,14 @@ class Linear(Module):
         dtype: str | None = None,
         device: str = "cpu",
     ) -> Self:
-        """Make a trainable layer; values are uniform in +-1 / sqrt(in_features), as in torch.
+        """Make a trainable layer, its values uniform in +-1 / sqrt(in_features), as in torch.
 
         Args:
-            in_features: Size of the input's last dimension.
-            out_features: Size of the result's last dimension.
+            in_features: The size of the input's last dimension.
+            out_features: The size of the result's last dimension.
             bias: Whether there is a bias.
-            dtype: A floating point dtype; default f32.
-            device: The device.
+            dtype: The floating point dtype of the parameters; default f32.
+            device: The device of the parameters.
         """
         return cls(*init_linear(in_features, out_features, bias, dtype, device))
 
@@ -109,7 +109,7 @@ class Linear(Module):
 
 
 class _AdaptedLinear(Module):
-    """A frozen linear layer with an adapter of one kind."""
+    """A frozen linear layer with an adapter, the base of `LoRALinear` and `DoRALinear`."""
 
     _kind: ClassVar[str]
     _names: ClassVar[tuple[str, ...]]
@@ -135,7 +135,7 @@ class _AdaptedLinear(Module):
         self.__dict__.update(self._joined)
 
     def __copy__(self) -> Self:
-        """A layer with the same parameters."""
+        """A layer that shares this layer's parameters."""
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         return other
@@ -150,17 +150,18 @@ class _AdaptedLinear(Module):
         self._join()
 
     def _tensors_replaced(self) -> None:
-        """See `Module`: the adapter would compute with the old parameters."""
+        """See `Module`. Without a new adapter, the layer would compute with the old parameters."""
         if any(getattr(self, name) is not value for name, value in self._joined.items()):
             self._join()
 
     def _join(self) -> None:
-        """Make an adapter with the values of the attributes, which become its parameters.
+        """Make an adapter with the attributes' values; its variables become the attributes.
 
-        As in a new layer, the parameters are f32 and on the device of the weight.
+        As in a new layer, the adapter's variables are f32 and on the device of the weight.
         """
         base = self.weight.detach(), None if self.bias is None else self.bias.detach()
-        # Draw from another stream, so that the library's generator does not change.
+        # The adapter's initial values are overwritten. They come from another stream of random
+        # numbers, so that the library's generator does not advance.
         self._adapter = draw_from(0, lambda: Adapter(self._kind, *base, *self._how))
         self._joined = {}
         for name, var in zip(self._names, self._adapter.vars(), strict=True):
@@ -171,11 +172,11 @@ class _AdaptedLinear(Module):
 
     @property
     def scale(self) -> float:
-        """The factor on the low-rank product: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
+        """The number that multiplies lora_up @ lora_down: alpha / rank, or alpha / sqrt(rank)."""
         return self._adapter.scale
 
     def get_vars(self) -> list[Var]:
-        """Return the trainable parameters."""
+        """Return the adapter's parameters, which are all trainable."""
         return self._adapter.vars()
 
     def forward(self, input: Tensor) -> Tensor:
@@ -197,28 +198,31 @@ class _AdaptedLinear(Module):
         )
 
     def merge(self) -> Tensor:
-        """Return the weight of a plain layer that computes the same."""
+        """Return the weight with which a plain `Linear` computes the same."""
         return self._adapter.merged_weight(self.weight)
 
 
 class LoRALinear(_AdaptedLinear):
     """A frozen linear layer with LoRA (Hu et al. 2021, arXiv:2106.09685).
 
-    y = x @ W.T + b + scale * (x @ lora_down.T) @ lora_up.T, as one operation. `lora_down` (rank,
-    in_features) has torch's initial values of a linear layer, `lora_up` (out_features, rank) is
-    zero; both are f32 variables.
+    y = x @ W.T + b + scale * (x @ lora_down.T) @ lora_up.T, as one operation. Both factors are f32
+    variables. Initially `lora_down` (rank, in_features) has the values that torch gives to linear
+    layers, and `lora_up` (out_features, rank) is zero.
 
         layer = tc.nn.LoRALinear(tc.randn(32, 64), rank=4, alpha=4)
         assert layer(tc.randn(5, 64)).shape == (5, 32)
 
     Args:
         base_weight: W, (out_features, in_features); frozen.
-        rank: At least 1.
-        alpha: The scale is alpha / rank.
+        rank: The rank of the LoRA, at least 1.
+        alpha: Determines the scale, alpha / rank.
         bias: b, (out_features,); frozen.
-        dropout: Probability of dropping an element of the adapter's input in training.
-        rslora: Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv:2312.03732).
-        qat: Round the adapted weight to this format, as `nn.functional.fake_quantize` does.
+        dropout: The probability with which an element of the adapter's input is set to 0 in
+            training.
+        rslora: Whether the scale is alpha / sqrt(rank) instead (Kalajdzievski 2023,
+            arXiv:2312.03732).
+        qat: The format that the sum of W and the adapter's product is rounded to, as
+            `nn.functional.fake_quantize` does; None: no rounding.
 
     Raises:
         TypeError: If the weight or the bias is not a tensor.
@@ -237,21 +241,23 @@ class LoRALinear(_AdaptedLinear):
 class DoRALinear(_AdaptedLinear):
     """A frozen linear layer with DoRA (Liu et al. 2024, arXiv:2402.09353).
 
-    The rows of the weight are those of W + scale * lora_up @ lora_down, scaled to the norms in
-    `magnitude` (out_features,). Initially, `magnitude` has the norms of the rows of W. The backward
-    pass treats the norms of the sum as constants, as in the paper and in peft.
+    The rows of the adapted weight are those of V = W + scale * lora_up @ lora_down, scaled to the
+    norms in `magnitude` (out_features,). Initially, `magnitude` has the norms of the rows of W. The
+    backward pass treats the norms of the rows of V as constants, as in the paper and in peft.
 
         layer = tc.nn.DoRALinear(tc.randn(32, 64), rank=4, alpha=4)
         assert layer(tc.randn(5, 64)).shape == (5, 32)
 
     Args:
         base_weight: W, (out_features, in_features); frozen.
-        rank: At least 1.
-        alpha: The scale is alpha / rank.
-        bias: (out_features,); frozen.
-        dropout: Probability of dropping an element of the adapter's input in training.
-        rslora: Scale by alpha / sqrt(rank) instead.
-        qat: Round the adapted weight to this format, as `nn.functional.fake_quantize` does.
+        rank: The rank of the adapter, at least 1.
+        alpha: Determines the scale, alpha / rank.
+        bias: The bias of the layer, (out_features,); frozen.
+        dropout: The probability with which an element of the adapter's input is set to 0 in
+            training.
+        rslora: Whether the scale is alpha / sqrt(rank) instead.
+        qat: The format that the adapted weight is rounded to, as `nn.functional.fake_quantize`
+            does; None: no rounding.
 
     Raises:
         TypeError: If the weight or the bias is not a tensor.

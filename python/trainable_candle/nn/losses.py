@@ -1,4 +1,4 @@
-"""Losses as modules, with torch's constructors; the functions are those of `nn.functional`."""
+"""Losses as modules, with torch's constructors; each calls the function of `nn.functional`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class _Loss(Module):
-    """The base class of losses, with the reduction."""
+    """The base class of losses: checks and keeps the reduction, "mean", "sum" or "none"."""
 
     def __init__(self, reduction: str = "mean") -> None:
         if reduction not in {"mean", "sum", "none"}:
@@ -37,7 +37,7 @@ class _Loss(Module):
 
 
 class MSELoss(_Loss):
-    """The squared error, as `functional.mse_loss`.
+    """The squared error, computed by `functional.mse_loss`.
 
     ```python
     assert tc.nn.MSELoss()(tc.ones(2), tc.zeros(2)).item() == 1.0
@@ -50,7 +50,7 @@ class MSELoss(_Loss):
 
 
 class L1Loss(_Loss):
-    """The absolute error, as `functional.l1_loss`.
+    """The absolute error, computed by `functional.l1_loss`.
 
     ```python
     assert tc.nn.L1Loss()(tc.ones(2), tc.zeros(2)).item() == 1.0
@@ -63,7 +63,7 @@ class L1Loss(_Loss):
 
 
 class SmoothL1Loss(_Loss):
-    """The Huber loss divided by its threshold, as `functional.smooth_l1_loss`.
+    """The Huber loss divided by its threshold `beta`, computed by `functional.smooth_l1_loss`.
 
     ```python
     assert tc.nn.SmoothL1Loss()(tc.ones(2), tc.zeros(2)).item() == 0.5
@@ -80,7 +80,7 @@ class SmoothL1Loss(_Loss):
 
 
 class HuberLoss(_Loss):
-    """The Huber loss, as `functional.huber_loss`.
+    """The Huber loss with the threshold `delta`, computed by `functional.huber_loss`.
 
     ```python
     assert tc.nn.HuberLoss()(tc.ones(2), tc.zeros(2)).item() == 0.5
@@ -97,7 +97,7 @@ class HuberLoss(_Loss):
 
 
 class CrossEntropyLoss(_Loss):
-    """The cross-entropy of logits (..., classes) and classes (...), as `functional.cross_entropy`.
+    """The cross-entropy of logits and class indices, computed by `functional.cross_entropy`.
 
     ```python
     loss = tc.nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -112,7 +112,7 @@ class CrossEntropyLoss(_Loss):
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Return the loss."""
+        """Return the loss of logits (..., classes) and the indices of the right classes, (...)."""
         return functional.cross_entropy(
             input,
             target,
@@ -123,7 +123,7 @@ class CrossEntropyLoss(_Loss):
 
 
 class BCEWithLogitsLoss(_Loss):
-    """Binary cross-entropy of logits, as `functional.binary_cross_entropy_with_logits`.
+    """Binary cross-entropy, computed by `functional.binary_cross_entropy_with_logits`.
 
     ```python
     assert tc.nn.BCEWithLogitsLoss()(tc.zeros(2), tc.ones(2)).item() > 0.69
@@ -131,5 +131,5 @@ class BCEWithLogitsLoss(_Loss):
     """
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of tensors of one shape."""
+        """Return the loss of logits and of targets from 0 to 1, two tensors of one shape."""
         return functional.binary_cross_entropy_with_logits(input, target, self.reduction)

@@ -1,4 +1,4 @@
-"""`Module`: named tensors and layers, found in attributes."""
+"""`Module`, the base class of layers and models, which finds tensors and modules in attributes."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _INSTEAD: Final = {
     "float": 'use to("f32")',
     "double": 'use to("f64")',
 }
-"""Advice on attributes that torch's modules have and these lack."""
+"""For attributes that torch's modules have and `Module` lacks, what to use instead."""
 
 
 class LoadResult(NamedTuple):
-    """The names that did not match in `Module.load_state_dict`.
+    """The names that only the module has (`missing`), or only the state (`unexpected`).
 
     ```python
     result = model.load_state_dict({"0.weight": tc.zeros(8, 4)}, strict=False)
@@ -67,7 +67,7 @@ def _not_implemented(self: Module, *_: Any, **__: Any) -> NoReturn:
 
 
 def _items(node: Any) -> Iterator[tuple[Any, Any]]:
-    """The named values inside a module or a container."""
+    """(name, index or key; value) of everything directly inside a module or a container."""
     if isinstance(node, Module):
         yield from node._parts()  # noqa: SLF001 - modules are of this file
     elif isinstance(node, dict):
@@ -79,9 +79,9 @@ def _items(node: Any) -> Iterator[tuple[Any, Any]]:
 class Module:
     """The base of layers and models written in Python.
 
-    Finds tensors, variables, modules, and lists and dicts of them in the attributes; nothing has to
-    be registered. Names join attributes, indices and keys with dots ("blocks.0.fc.weight").
-    Attributes that start with an underscore are left out.
+    A module finds tensors, variables, modules, and lists and dicts of them in its attributes;
+    nothing has to be registered. A tensor's name joins attributes, indices and keys with dots
+    ("blocks.0.fc.weight"). Attributes whose names start with an underscore are left out.
 
         class MLP(tc.nn.Module):
             def __init__(self):
@@ -93,14 +93,14 @@ class Module:
 
     training: bool = True
     _buffers: Mapping[str, bool] = MappingProxyType({})
-    """Names of registered buffers -> whether they are in state dicts."""
+    """For the name of each registered buffer, whether the buffer is in state dicts."""
     forward: Callable[..., Any] = _not_implemented
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call `forward`."""
         return self.forward(*args, **kwargs)
 
-    # With this method, type checkers would accept any attribute.
+    # Type checkers do not see this method: with it, they would accept any attribute.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
@@ -123,12 +123,13 @@ class Module:
             assert not Scaled().state_dict()
 
         Args:
-            name: The attribute.
-            tensor: The value.
+            name: The name of the attribute.
+            tensor: The value; None for a buffer that is empty for now.
             persistent: Whether `state_dict` has the tensor.
 
         Raises:
-            ArgumentError: If the name is not valid for an attribute, or is taken.
+            ArgumentError: If the name cannot be an attribute's, starts with an underscore or is
+                taken.
         """
         _check_buffer(name, tensor)
         if hasattr(self, name):
@@ -137,7 +138,7 @@ class Module:
         setattr(self, name, tensor)
 
     def apply(self, function: Callable[[Module], Any]) -> Self:
-        """Call a function with every module inside, and with this one at the end.
+        """Call a function with every module inside this one, and at the end with this one.
 
         ```python
         model.apply(lambda module: module.train())
@@ -150,7 +151,7 @@ class Module:
         return self
 
     def _parts(self) -> Iterable[tuple[Any, Any]]:
-        """The attributes to search, each with its part of a tensor's name."""
+        """(name, value) of each attribute to search; the name becomes part of tensors' names."""
         return [(key, value) for key, value in vars(self).items() if not key.startswith("_")]
 
     def named_modules(self) -> Iterator[tuple[str, Module]]:
@@ -211,10 +212,10 @@ class Module:
             parameter.zero_grad()
 
     def train(self, mode: bool = True) -> Self:
-        """Switch this module and all inside it to training (dropout on) or not.
+        """Switch this module and all inside it to training (dropout on), or to evaluation.
 
         Raises:
-            ArgumentError: If the mode is neither true nor false.
+            ArgumentError: If the mode is neither True nor False.
         """
         if not isinstance(mode, bool):
             raise ArgumentError(f"train: mode is {mode!r}, expected True or False")
@@ -235,9 +236,9 @@ class Module:
     ) -> Self:
         """Move all tensors to a device, and floating point ones to a dtype.
 
-        Variables of another device or dtype are replaced by new ones without gradients. Do this
-        before making an optimizer: the next step of an optimizer that has the old ones raises.
-        Adapters of linear layers stay f32.
+        Variables of another device or dtype are replaced by new variables without gradients. Call
+        this before making an optimizer: the next step of an optimizer that holds replaced variables
+        raises. The adapters of linear layers stay f32.
 
         Args:
             target: A device or a dtype.
@@ -274,10 +275,10 @@ class Module:
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Freeze all variables, or turn all floating point tensors but buffers into variables.
 
-        Tensors that become variables are copied. Do this before making an optimizer.
+        Tensors that become variables are copied. Call this before making an optimizer.
 
         Raises:
-            ArgumentError: If `requires_grad` is neither true nor false.
+            ArgumentError: If `requires_grad` is neither True nor False.
         """
         if not isinstance(requires_grad, bool):
             raise ArgumentError(f"requires_grad_: found {requires_grad!r}, expected True or False")
@@ -312,7 +313,7 @@ class Module:
         return self
 
     def _tensors_replaced(self) -> None:
-        """Follow a change of the attributes by `to` or `requires_grad_`."""
+        """Called after `to` or `requires_grad_` has replaced tensors in the attributes."""
 
     def _facts(self) -> str:
         """The text between the parentheses of `repr`."""
@@ -330,7 +331,7 @@ class Module:
         return "\n".join([f"{type(self).__name__}(", *facts, *inside, ")"])
 
     def _children(self, name: str, node: Any) -> Iterator[tuple[str, Module]]:
-        """The modules directly inside, those in lists and dicts included."""
+        """The modules in attributes, and in lists, tuples and dicts; not those in other modules."""
         for key, value in _items(node):
             path = f"{name}.{key}" if name else str(key)
             if isinstance(value, Module):
@@ -339,7 +340,7 @@ class Module:
                 yield from self._children(path, value)
 
     def named_children(self) -> Iterator[tuple[str, Any, Any, Module]]:
-        """Iterate over all modules inside, at any depth; a shared module occurs at each place.
+        """Iterate over all modules inside, at any depth; a shared module occurs under each name.
 
         Yields the name, the owner (a module, list or dict), the key in the owner, and the module.
         """
@@ -375,26 +376,27 @@ class Module:
         return {n: tensor(s.tensor) if isinstance(s.tensor, Var) else s.tensor for n, s in named}
 
     def _state(self) -> dict[str, _Slot]:
-        """The tensors of a state dict, by name."""
+        """The tensors that belong in a state dict, by name."""
         slots = self._slots("", self, set())
         return {slot.name: slot for slot in slots if _persists(slot) is not False}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> LoadResult:
         """Load the values of a state dict: set variables in place and replace frozen tensors.
 
-        Nothing changes unless everything fits. Values are copied to the device of the old ones.
+        If any value does not fit, nothing changes. Values are copied to the devices of the tensors
+        that they replace.
 
         Args:
             state: Tensors or arrays by name.
             strict: Whether missing and unexpected names are an error.
 
         Returns:
-            The missing and the unexpected names.
+            The missing and the unexpected names; see `LoadResult`.
 
         Raises:
-            ArgumentError: If names are missing or unexpected and `strict`.
-            ShapeError: If a shape differs.
-            DTypeError: If a dtype differs.
+            ArgumentError: If names are missing or unexpected and `strict` is True.
+            ShapeError: If a value has another shape than the module's tensor.
+            DTypeError: If a value has another dtype than the module's tensor.
         """
         if not isinstance(state, Mapping):
             raise TypeError(
@@ -431,7 +433,7 @@ class Module:
 
 
 def _persists(slot: _Slot) -> bool | None:
-    """Whether a buffer is in state dicts; None for other tensors."""
+    """Whether a buffer is in state dicts; None for tensors that are not buffers."""
     return slot.owner._buffers.get(slot.key) if isinstance(slot.owner, Module) else None  # noqa: SLF001 - modules are of this file
 
 
@@ -465,5 +467,5 @@ def _put(slot: _Slot, value: Tensor) -> None:
 
 
 def _alike(value: Tensor, old: Tensor) -> Tensor:
-    """The value, as a variable if the old tensor is one."""
+    """The value, as a variable if the tensor `old` is a variable."""
     return Var(value) if isinstance(old, Var) else value

@@ -1,4 +1,4 @@
-"""Latents normalised by statistics of the autoencoder."""
+"""Autoencoders whose latents are normalised, each channel by its own mean and deviation."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ _MEAN, _VARIANCE = "bn.running_mean", "bn.running_var"
 
 
 class NormedKLCoder(KLCoder):
-    """An autoencoder whose latents are packed two by two, and each packed channel normalised.
+    """An autoencoder whose latents are packed: 2x2 squares of pixels become channels.
+
+    Each packed channel is then normalised by the running statistics of a batch norm.
 
     Follows `_encode_vae_image` of diffusers' pipeline of FLUX.2:
     https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/flux2/pipeline_flux2_klein.py
 
     Args:
-        source, config, factor, device, identity: see `KLCoder`; `factor` and the channels of
-            `config` are those before packing.
+        source, config, factor, device, identity: see `KLCoder`; `factor` and the channels in
+            `config` describe the latents before packing.
     """
 
     def __init__(
@@ -49,14 +51,14 @@ class NormedKLCoder(KLCoder):
     def _statistics(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of each packed channel, (C, 1, 1), in host memory."""
         there = self.__dict__.get("model")
-        # If the autoencoder was dropped, read its file again; only the statistics are kept.
+        # If the autoencoder is not loaded, read its file; only the statistics stay in memory.
         model = there or AutoencoderKL.from_pretrained(**self._source, dtype="f32", device="cpu")
         found = model.named_tensors()
         mean, variance = (found[name].to("cpu").reshape(-1, 1, 1) for name in (_MEAN, _VARIANCE))
         return mean, (variance + self._eps).sqrt()
 
     def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
-        """Latents drawn from the distributions `kept`, packed and normalised."""
+        """Latents drawn from the distributions in `kept`, then packed and normalised."""
         packed = squares(self.drawn(kept, normal))
         mean, deviation = (statistic.to(str(packed.device)) for statistic in self._statistics)
         return (packed - mean) / deviation
@@ -70,8 +72,8 @@ class NormedKLCoder(KLCoder):
 class QwenImageCoder(KLCoder):
     """Qwen-Image's autoencoder, whose configuration has a mean and a deviation for each channel.
 
-    Follows the end of `__call__` of diffusers' pipeline, whose variable `latents_std` has the
-    inverse of the configuration's field of that name:
+    Follows the end of `__call__` of diffusers' pipeline. There, the variable `latents_std` is the
+    inverse of `latents_std` in the autoencoder's configuration:
     https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/qwenimage/pipeline_qwenimage.py
 
     Args:
@@ -96,7 +98,7 @@ class QwenImageCoder(KLCoder):
         self._statistics = mean, deviation
 
     def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
-        """Latents drawn from the distributions `kept`, normalised."""
+        """Latents drawn from the distributions in `kept`, then normalised."""
         drawn = self.drawn(kept, normal)
         mean, deviation = (statistic.to(str(drawn.device)) for statistic in self._statistics)
         return (drawn - mean) / deviation

@@ -1,4 +1,4 @@
-"""What sets families of flow models apart from other pipelines."""
+"""The base class of the families of flow models: noise levels, token counts and checks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ E = TypeVar("E", bound=Encoders)
 
 
 class FlowFamily(PipelineFamily[E]):
-    """A transformer that predicts the velocity from latents to noise.
+    """A family whose transformer predicts the velocity from latents to noise.
 
-    Each of its tokens is a square of two by two latents.
+    Each image token of the transformer is a square of `patch` by `patch` latent pixels.
     """
 
     groups: ClassVar[tuple[type[Group], ...]] = tuple(
@@ -38,15 +38,15 @@ class FlowFamily(PipelineFamily[E]):
     timesteps: ClassVar[str] = "logit_normal"
     """The default distribution of noise levels in training."""
     schedule: ClassVar[FlowSchedule]
-    """The noise levels of sampling for weights that have no scheduler."""
+    """The noise levels of sampling for weights without a scheduler's configuration."""
     patch: ClassVar[int] = 2
-    """Latents on a side of a token."""
+    """The side of an image token, in latent pixels."""
     wide_images: ClassVar[int] = 12
-    """The most values per token that a block holds without a tape, as a multiple of the width."""
+    """The most values per token that a block holds without a tape, divided by `width`."""
 
     @cached_property
     def found_schedule(self) -> FlowSchedule:
-        """The noise levels of sampling, from the scheduler of the weights or else of the family.
+        """The noise levels of sampling: of the scheduler beside the weights, or else `schedule`.
 
         Raises:
             ConfigError: the scheduler's configuration is wrong.
@@ -55,19 +55,20 @@ class FlowFamily(PipelineFamily[E]):
 
     @property
     def training_shift(self) -> float:
-        """The default shift of noise levels in training."""
+        """The default shift of noise levels in training; 1 if the shift grows with the image."""
         return self.found_schedule.shift if not self.found_schedule.grows else 1.0
 
     @property
     def multiple(self) -> int:
-        """Pixels along one side of a token."""
+        """The side of an image token, in pixels of the image."""
         return self.facts.factor * self.patch
 
     def dataset(self, folder: str) -> Dataset:
-        """The checked images, whose sides are multiples of the side of a token.
+        """The checked images; `--bucket-step` must be a multiple of the side of a token.
 
         Raises:
-            DatasetError, ConfigError: images or captions are invalid, or a size does not fit.
+            DatasetError, ConfigError: images or captions are invalid, or `--bucket-step` is not
+                such a multiple.
         """
         images = super().dataset(folder)
         step = images.options.bucket_step
@@ -80,11 +81,14 @@ class FlowFamily(PipelineFamily[E]):
 
     @property
     def distillation(self) -> str | None:
-        """The distillation that training would undo, and what to train instead; or None."""
+        """A note that training undoes the model's distillation, and what to train instead.
+
+        None for models that are not distilled.
+        """
         return None
 
     def notes(self) -> list[str]:
-        """A note if training would undo the distillation of the model."""
+        """A note if training would undo a distillation, or `--training-adapter` seems needless."""
         undone, config = self.distillation, self.config
         if config.training_adapter is None:
             return [f"{undone}, or give a --training-adapter"] if undone else []
@@ -92,19 +96,19 @@ class FlowFamily(PipelineFamily[E]):
         return [] if undone else [f"--training-adapter is for distilled models; is {name} one?"]
 
     def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
-        """The velocity from latents to noise."""
+        """Flow matching: the transformer learns the velocity from latents to noise."""
         by_size = self._shift_of_latents if self.config.resolution_shift else None
         return FlowObjective(
             self.config, timesteps=self.timesteps, shift=by_size or self.training_shift
         )
 
     def _shift_of_latents(self, size: tuple[int, int]) -> float:
-        """The shift in training for latents of a height and width."""
+        """The shift in training for an image whose latents have this (height, width)."""
         height, width = (side * self.coder.factor for side in size)
         return self.found_schedule.in_training(self.tokens_of((width, height)))
 
     def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> FlowSampler:
-        """Euler's method.
+        """Euler's method over the noise levels for an image of (width, height), in pixels.
 
         Raises:
             ConfigError: the sampler is not Euler.
@@ -116,15 +120,15 @@ class FlowFamily(PipelineFamily[E]):
         return FlowSampler(self.found_schedule.levels(steps, self.tokens_of(size)))
 
     def tokens_of(self, size: tuple[int, int]) -> int:
-        """Tokens of an image of a width and height, px."""
+        """The number of tokens of an image of (width, height), in pixels."""
         return (size[0] // self.multiple) * (size[1] // self.multiple)
 
     @property
     def width(self) -> int:
-        """Features of a token in the transformer."""
+        """The number of features of a token in the transformer."""
         config = self.facts.config
         return int(config["num_attention_heads"] * config["attention_head_dim"])
 
     def predicting_values(self, latents: int) -> int:
-        """The number of values that predicting an image holds at its peak."""
+        """The most values that a prediction of `latents` latent pixels holds at once."""
         return self.wide_images * self.width * (latents // self.patch**2 + self.text_tokens)

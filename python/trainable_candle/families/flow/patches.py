@@ -1,4 +1,4 @@
-"""Packs latents two by two, turns images into tokens and back, and numbers their positions."""
+"""Packs 2x2 latent pixels into channels, turns latents into tokens and back, numbers the tokens."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from trainable_candle import Tensor
 
     class Transformer(Protocol):
-        """A transformer over tokens, given their positions."""
+        """A transformer that takes the tokens of latents and the positions of all tokens."""
 
         def __call__(self, tokens: Tensor, image: Tensor, text: Tensor, /) -> Tensor:
-            """The output for an image's tokens, given the positions of image and text."""
+            """The output for image tokens, given the positions of image and text tokens."""
 
 
 _SIDE: Final = 2
@@ -66,17 +66,18 @@ def positions(
     """The positions of an image's tokens, row by row, and of a text's tokens.
 
     Args:
-        rows: rows of tokens in the image.
-        columns: columns of tokens in the image.
-        length: tokens of the text.
+        rows: the number of rows of tokens in the image.
+        columns: the number of columns of tokens in the image.
+        length: the number of tokens of the text.
         device: the device of the results.
-        counts_words: whether there is a fourth axis, on which the text's tokens are numbered;
-            without it, all of them are at zero.
-        centred: whether rows and columns are counted from the image's centre, and the text's tokens
-            on all axes from half of the image's larger side, as in Qwen-Image.
+        counts_words: whether there is a fourth axis, which numbers the text's tokens from 0;
+            otherwise all tokens of the text are at (0, 0, 0), unless `centred`.
+        centred: whether rows and columns are counted from the image's centre, as in Qwen-Image;
+            token i of the text is then at max(rows // 2, columns // 2) + i on all axes.
 
     Returns:
-        (rows columns, axes) of (0, row, column) or (0, row, column, 0), and (length, axes), f32.
+        The image's positions (rows * columns, axes), each (0, row, column) or (0, row, column, 0),
+        and the text's positions (length, axes), f32.
     """
     axes = 4 if counts_words else 3
     image = np.zeros((rows, columns, axes), np.float32)
@@ -95,13 +96,13 @@ def positions(
 def over_tokens(
     latents: Tensor, length: int, transformer: Transformer, *, centred: bool = False
 ) -> Tensor:
-    """The prediction of a transformer whose tokens are 2x2 squares of latents (B, C, H, W).
+    """The prediction (B, C, H, W) of a transformer whose image tokens are 2x2 squares of latents.
 
     Args:
-        latents: with even height and width.
-        length: tokens of the text.
-        transformer: returns tokens of the same shape as its input.
-        centred: as for `positions`; without it the positions of the text are zeros.
+        latents: (B, C, H, W), with even height and width.
+        length: the number of tokens of the text.
+        transformer: returns tokens of the same shape as its first argument.
+        centred: see `positions`.
     """
     packed = squares(latents)
     rows, columns = packed.shape[2:]

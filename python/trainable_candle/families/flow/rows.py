@@ -19,7 +19,7 @@ def in_rows(texts: Sequence[Tensor], multiple: int = 1) -> dict[str, Tensor]:
 
     Args:
         texts: at least one.
-        multiple: the common length is rounded up to a multiple of this.
+        multiple: the common length is the longest L, rounded up to a multiple of this number.
 
     Returns:
         `encoder_hidden_states` (B, common length, W), with zeros after each text, and the `lengths`
@@ -34,7 +34,7 @@ def in_rows(texts: Sequence[Tensor], multiple: int = 1) -> dict[str, Tensor]:
 
 
 def _extended(text: Tensor, length: int) -> Tensor:
-    """(1, L, W) padded with zeros to `length`."""
+    """A text (1, L, W), padded with zero rows to (1, length, W)."""
     _, there, width = text.shape
     if there == length:
         return text

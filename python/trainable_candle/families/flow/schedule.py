@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 TRAINED_LEVELS = 1000
-"""The number of levels that models were trained with."""
+"""The number of noise levels that the models were trained with: i / 1000 for i from 1 to 1000."""
 _MOST_FITTED: Final = 4300
-"""For images with more tokens, mu of FLUX.2 does not depend on the number of steps."""
+"""For images of more tokens, FLUX.2's mu is that for 200 steps, however many steps are taken."""
 
 
 def shifted_last(shift: float) -> float:
-    """The lowest level that a model was trained with, after a shift.
+    """The lowest noise level that a model was trained with, after a shift.
 
-    The pipeline of Stable Diffusion 3 leaves the levels to the scheduler, which goes down to this
-    level in equal steps and then shifts all levels once more.
+    Stable Diffusion 3's pipeline takes the levels from its scheduler. The scheduler spaces them
+    equally from 1 down to this level, and then shifts all of them, this level a second time.
     """
     least = 1 / TRAINED_LEVELS
     return shift * least / (1 + (shift - 1) * least)
@@ -31,7 +31,7 @@ def shifted_last(shift: float) -> float:
 
 @dataclass(frozen=True)
 class FlowSchedule:
-    """Noise levels: equally spaced levels s are mapped to k s / (1 + (k - 1) s) by a shift k.
+    """Noise levels: a shift k maps equally spaced levels s to k s / (1 + (k - 1) s).
 
     Follows diffusers' `FlowMatchEulerDiscreteScheduler` and, if the shift grows with the image,
     `calculate_shift` of its Flux pipeline:
@@ -39,18 +39,18 @@ class FlowSchedule:
     """
 
     shift: float = 1.0
-    """k, for images of any size; not used if the shift grows with the image."""
+    """k for drawing images of any size; not used if `grows`."""
     last: float | None = None
     """The last level above 0, before the shift; None: 1 divided by the number of steps."""
     grows: bool = False
     """Whether k grows with the image: k = exp(mu), and mu is linear in the number of tokens."""
     tokens: tuple[float, float] = (256, 4096)
-    """Two numbers of tokens that define the line."""
+    """The numbers of tokens at two points of the line of mu."""
     mu: tuple[float, float] = (0.5, 1.15)
-    """mu for these numbers of tokens."""
+    """The values of mu at the two numbers in `tokens`."""
     terminal: float | None = None
-    """The last level above 0, to which the levels are stretched after the shift; None: they are not
-    stretched."""
+    """The last level above 0, after the shift: the shifted levels are stretched so that they end at
+    `terminal`. None: the shifted levels stay as they are."""
 
     def at(self, tokens: int) -> float:
         """The shift k of an image of this many tokens."""
@@ -66,18 +66,19 @@ class FlowSchedule:
     def in_training(self, tokens: int) -> float:
         """The shift k for training on an image of this many tokens.
 
-        If drawing uses one shift for all sizes, that shift is taken for images of 1024x1024, and k
-        grows with the square root of the number of tokens (arXiv:2403.03206, section 5.3.2).
+        If drawing uses one shift for all sizes, k is that shift for an image of `tokens[1]` tokens
+        (1024x1024 pixels), and is proportional to the square root of the number of tokens
+        (arXiv:2403.03206, section 5.3.2).
         """
         if self.grows:
             return self.at(tokens)
         return self.shift * math.sqrt(tokens / self.tokens[1])
 
     def levels(self, steps: int, tokens: int) -> list[float]:
-        """The noise levels of `steps` calls of the model for an image of this many tokens.
+        """The `steps` noise levels for an image of this many tokens, descending, and a final 0.
 
         Raises:
-            ArgumentError: there are no steps.
+            ArgumentError: `steps` is below 1.
         """
         if steps < 1:
             raise ArgumentError(f"sampler: found {steps} steps, expected at least 1")
@@ -92,11 +93,12 @@ class FlowSchedule:
 
     @classmethod
     def of(cls, weights: Path, default: FlowSchedule) -> FlowSchedule:
-        """The schedule of the scheduler's configuration in a pipeline's folder.
+        """The schedule that the scheduler's configuration in a pipeline's folder describes.
 
         Args:
-            weights: the folder; a single file has no such configuration.
-            default: the family's schedule, for weights without a configuration.
+            weights: the pipeline's folder, or a single file, which has no such configuration.
+            default: the family's schedule: the result for weights without a configuration, and the
+                source of values that the configuration omits.
 
         Raises:
             ConfigError: the configuration is damaged, or a value is not a number above 0.
@@ -134,15 +136,15 @@ class FlowSchedule:
 
 @dataclass(frozen=True)
 class KleinSchedule(FlowSchedule):
-    """FLUX.2's schedule, whose shift also falls with the number of steps, by a fit of mu.
+    """FLUX.2's schedule, whose shift for drawing also depends on the number of steps.
 
-    In training the shift depends on the image alone, as for Flux.1. Follows `compute_empirical_mu`
-    of diffusers' pipeline:
+    In training the shift depends on the image alone, as for Flux.1. `drawing` follows
+    `compute_empirical_mu` of diffusers' pipeline:
     https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/flux2/pipeline_flux2_klein.py
     """
 
     def drawing(self, steps: int, tokens: int) -> float:
-        """exp(mu), where mu is interpolated between the fits for 10 and for 200 steps."""
+        """exp(mu), with mu linear in the steps through the fits for 10 and for 200 steps."""
         if not self.grows:
             return self.shift
         at_10 = 8.73809524e-05 * tokens + 1.89833333

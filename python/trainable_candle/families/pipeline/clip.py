@@ -1,4 +1,4 @@
-"""CLIP text encoders of pipelines, with their tokenizers."""
+"""The tokenizers of pipelines' CLIP text encoders."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ _TOKENS: Final = "text_model.embeddings.token_embedding.weight"
 
 
 def clip_tokenizer(weights: Path, name: str, pad: str, model: CLIPTextModel) -> CLIPTokenizer:
-    """The tokenizer of a pipeline; CLIP's usual tokenizer for original checkpoints without one.
+    """The tokenizer of a CLIP text encoder in a pipeline.
+
+    Weights without a tokenizer, such as original checkpoints, get the CLIP tokenizer that the
+    package ships.
 
     Args:
         weights: the pipeline's folder or an original checkpoint.
-        name: the tokenizer's folder.
-        pad: the padding token, if CLIP's usual tokenizer is used.
-        model: the encoder that reads the tokens.
+        name: the name of the tokenizer's folder within the pipeline's folder.
+        pad: the padding token of the tokenizer that the package ships.
+        model: the text encoder that reads the tokens.
 
     Raises:
-        MissingFileError: a file of the tokenizer is missing.
-        WeightsFormatError: the tokenizer has tokens that the encoder lacks.
+        MissingFileError: the tokenizer's folder lacks a file.
+        WeightsFormatError: the encoder's embedding has no row for one of the tokenizer's start, end
+            and padding tokens.
     """
     folder = weights / name
     there = folder.is_dir()

@@ -1,4 +1,4 @@
-"""Estimates the memory of a run with a pipeline."""
+"""Estimates the memory of a training run, and of drawing, with a pipeline."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from trainable_candle.tasks.task import Split
 
 _ENCODER_IMAGES: Final = 6
-"""Full-size feature maps of the first level that the autoencoder holds at once."""
+"""The number of feature maps, each with the image's height and width and `vae_width` channels, that
+the autoencoder holds at once."""
 _GUIDED: Final = 2
-"""Predictions that guidance makes at once."""
+"""The number of predictions that a step with classifier-free guidance makes at once."""
 _ENCODE_AREA: Final = 4 * 1024**2
 """The most pixels that a GPU encodes at once."""
 _TEXT_PARTS: Final = 16
@@ -51,7 +52,7 @@ class Sizes(Protocol):
 
     @property
     def facts(self) -> Facts:
-        """The facts from the headers of the checkpoint."""
+        """What the configurations and the weight files' headers say about the checkpoint."""
 
     @property
     def text_values(self) -> int:
@@ -62,7 +63,7 @@ class Sizes(Protocol):
         """The most values that the encoders hold while they encode a caption."""
 
     def predicting_values(self, latents: int) -> int:
-        """Values that predicting an image of this many latents holds without a tape."""
+        """The most values that a prediction of this many latent pixels holds without a tape."""
 
     def text_adapter(self, part: str, config: TrainConfig) -> LoraConfig:
         """The adapters of the text encoder `part`."""
@@ -71,13 +72,13 @@ class Sizes(Protocol):
 def estimate(
     family: Sizes, config: TrainConfig, data: Split[Dataset], limit: float = math.inf
 ) -> Estimate:
-    """Estimate from the configuration of the denoiser and the headers of the files.
+    """Estimate a run's memory from the denoiser's configuration and the weight files' headers.
 
     Args:
-        family: the checkpoint, and which layers get adapters.
-        config: the settings, which may differ from the family's own.
-        data: the images.
-        limit: available bytes.
+        family: the facts about the checkpoint, and which layers get adapters.
+        config: the settings of the run, which may differ from the family's own.
+        data: the images of training and validation.
+        limit: the bytes of memory that are available before anything is loaded.
 
     Raises:
         MissingFileError, WeightsFormatError, ConfigError: the checkpoint is of another model.
@@ -141,7 +142,7 @@ def _keeps_texts(config: TrainConfig) -> bool:
 
 
 def _together(items: Sequence[Item]) -> list[Item]:
-    """The items, with the bytes of equal names added up."""
+    """The items; those with equal `component` and `what` become one, with their bytes summed."""
     sums: dict[tuple[str, str], int] = {}
     for item in items:
         sums[item.component, item.what] = sums.get((item.component, item.what), 0) + item.bytes
@@ -149,16 +150,16 @@ def _together(items: Sequence[Item]) -> list[Item]:
 
 
 def encode_area(facts: Facts, config: TrainConfig, limit: float) -> int:
-    """How many pixels are encoded at once; always at least one image.
+    """The most pixels to encode at once; an image of more pixels is encoded alone.
 
-    On a GPU, as many as fit in half of the memory that the models leave free, up to four images of
-    1024x1024. The result is 0 on the CPU, where images are encoded one by one: batches would not be
-    faster, and a cache entry would depend on the other images of its batch.
+    On a GPU, as many pixels as fit in half of the memory that the models leave free, up to those of
+    four images of 1024x1024. On the CPU 0, so that images are encoded one by one: batches would not
+    be faster, and a cache entry would depend on the other images of its batch.
 
     Args:
         facts: the facts about the checkpoint.
         config: the settings.
-        limit: available bytes before anything is loaded.
+        limit: the bytes of memory that are available before anything is loaded.
     """
     if not config.on_gpu:
         return 0
@@ -168,20 +169,21 @@ def encode_area(facts: Facts, config: TrainConfig, limit: float) -> int:
 
 
 def _text_bytes(facts: Facts, config: TrainConfig) -> int:
-    """Bytes of the text encoders' weights."""
+    """The bytes of the text encoders' weights in the dtype or format that they are loaded in."""
     wanted = config.text_encoder_format
     return facts.bytes(config.precision, *facts.text_encoders, quantize=wanted)
 
 
 def text_parts(family: Sizes, config: TrainConfig, limit: float) -> int:
-    """How many rows of tokens are encoded at once: one on the CPU, as with images.
+    """The number of rows of tokens that the text encoders encode at once.
 
-    On a GPU, as many as fit in half of the memory that the encoders leave free, up to sixteen.
+    On a GPU, as many as fit in half of the memory that the encoders leave free, from 1 to 16. On
+    the CPU one, for the reasons that `encode_area` gives for images.
 
     Args:
-        family: the checkpoint.
+        family: the facts about the checkpoint.
         config: the settings.
-        limit: available bytes before anything is loaded.
+        limit: the bytes of memory that are available before anything is loaded.
     """
     if not config.on_gpu:
         return 1
@@ -191,20 +193,20 @@ def text_parts(family: Sizes, config: TrainConfig, limit: float) -> int:
 
 
 def _working(facts: Facts) -> int:
-    """Bytes that encoding takes for each pixel."""
+    """The bytes that the autoencoder takes to encode one pixel of an image."""
     return 4 * facts.vae_width * _ENCODER_IMAGES
 
 
 def sampling_bytes(family: Sizes, size: tuple[int, int], count: int) -> int:
-    """Roughly the bytes that drawing images one by one takes, without the runtime.
+    """Roughly the bytes that drawing images one by one takes, without `RUNTIME_BYTES`.
 
     Args:
-        family: the checkpoint.
-        size: width and height, px.
-        count: the number of images, which are all kept.
+        family: the facts about the checkpoint.
+        size: (width, height) of an image, in pixels.
+        count: the number of images; all of them stay in memory.
     """
     facts, area = family.facts, size[0] * size[1]
-    # Without a dtype, weights are used as stored; assume f16.
+    # Without a dtype, weights keep the dtype of their files; f16 is assumed.
     dtype = family.dtype or "f16"
     itemsize = ITEM_BYTES[dtype]
     models = facts.bytes(dtype, family.component, *facts.text_encoders) + facts.bytes("f32", "vae")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainable_candle import CheckpointFacts, PartFacts
 
 DENOISERS = ("unet", "transformer")
-"""The folders of denoisers in pipelines."""
+"""The names that a denoiser's folder has in a pipeline; each pipeline has one of them."""
 
 
 class Source(TypedDict):
@@ -34,17 +34,22 @@ class Loading(Source):
 
 
 def source(path: Path, part: str) -> Source:
-    """The arguments that load a part from a pipeline's folder, a file, or the part's own folder."""
+    """The arguments of `from_pretrained` that load a part.
+
+    Args:
+        path: a pipeline's folder, a file, or the part's own folder.
+        part: the name of the part's folder in a pipeline.
+    """
     alone = path.is_dir() and not (path / part).is_dir()
     return {"path": path, "subfolder": None if alone else part}
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A checkpoint of a pipeline."""
+    """What is known of a pipeline's checkpoint without reading its weights."""
 
     checkpoint: CheckpointFacts
-    """The facts that `inspect` found."""
+    """The result of `trainable_candle.inspect`."""
 
     @property
     def parts(self) -> Mapping[str, PartFacts]:
@@ -63,19 +68,19 @@ class Facts:
 
     @property
     def vae_width(self) -> int:
-        """Channels of the autoencoder's first level."""
+        """The number of channels of the autoencoder's first level."""
         config = self.parts["vae"].config
         return int(config.get("base_dim") or config["block_out_channels"][0])
 
     @property
     def latent_channels(self) -> int:
-        """Channels of a latent."""
+        """The number of channels of the autoencoder's latents."""
         config = self.parts["vae"].config
         return int(config.get("z_dim") or config["latent_channels"])
 
     @property
     def factor(self) -> int:
-        """Pixels of an image per element of its latents, in width and in height."""
+        """The width of an image divided by the width of its latents; so for the height."""
         return self.checkpoint.factor or 1
 
     @property
@@ -84,15 +89,15 @@ class Facts:
         return tuple(sorted(name for name in self.parts if name.startswith("text_encoder")))
 
     def bytes(self, dtype: str, *parts: str, quantize: str | None = None) -> int:
-        """The bytes of the weights of parts, in a dtype or quantized."""
+        """The bytes that the weights of `parts` take in `dtype`, or in the format `quantize`."""
         return sum(self.parts[part].weight_bytes(dtype, quantize) for part in parts)
 
 
 def index_of(weights: Path) -> Mapping[str, Any]:
-    """The fields of `model_index.json` in a pipeline's folder; none without such a file.
+    """The fields of `model_index.json` in a pipeline's folder; empty without such a file.
 
     Raises:
-        ConfigError: it is damaged.
+        ConfigError: the file is not JSON.
     """
     index = weights / "model_index.json"
     if not index.is_file():
@@ -110,7 +115,7 @@ def facts(weights: Path, model: str, others: Sequence[Path] = ()) -> Facts:
     Args:
         weights: the folder or the file.
         model: the name of the family.
-        others: files and folders of single models, which replace those of `weights`.
+        others: files and folders of single parts, which replace those parts of `weights`.
 
     Raises:
         MissingFileError: `weights` does not exist.

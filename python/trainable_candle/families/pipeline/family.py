@@ -38,23 +38,27 @@ class Encoders(Protocol):
         """Text features of captions, (B, ...) by name."""
 
     def chunks(self, caption: str) -> int:
-        """How many rows of the encoders' length a caption needs."""
+        """A number of a caption; only captions with equal numbers are encoded together.
+
+        For CLIP the number of rows of 77 tokens that the caption needs, for others a number of
+        tokens or 1.
+        """
 
 
 E = TypeVar("E", bound=Encoders)
 
 
 class PipelineFamily(LatentFamily, Generic[E]):
-    """What all pipelines have in common; a family adds its text encoders and conditions."""
+    """The base of the pipelines' families; a family adds its text encoders and conditions."""
 
     text_tokens: ClassVar[int]
-    """The number of tokens of a caption that the denoiser reads."""
+    """The number of tokens of a caption that memory estimates assume."""
     coder_kind: ClassVar[type[KLCoder]] = KLCoder
-    """The class that turns the autoencoder's latents into the denoiser's."""
+    """The class of `coder`, which also normalises the autoencoder's latents for the denoiser."""
 
     @property
     def facts(self) -> Facts:
-        """The facts from the headers of the checkpoint.
+        """What the configurations and the weight files' headers say about the checkpoint.
 
         Raises:
             MissingFileError, WeightsFormatError: the checkpoint is missing, or of another model.
@@ -63,7 +67,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
 
     @property
     def _others(self) -> list[Path]:
-        """Files and folders of single models that the settings name.
+        """The files and folders that `--text-encoder` and `--vae` name.
 
         Raises:
             MissingFileError: one of them does not exist.
@@ -77,7 +81,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
         _ = self.facts
 
     def check_format(self, form: str, layers: Collection[str]) -> None:
-        """See `LatentFamily.check_format`; fused layers must be adapted together."""
+        """See `LatentFamily.check_format`; layers that a format fuses must be adapted together."""
         try:
             self.facts.parts[self.component].check_format(form, self.config.adapter, list(layers))
         except ArgumentError as error:
@@ -85,15 +89,15 @@ class PipelineFamily(LatentFamily, Generic[E]):
 
     @property
     def resolution(self) -> int:
-        """The side of the images that the model was made for, px."""
+        """The side in pixels of the square images that the model was made for; 0 if unknown."""
         return self.facts.checkpoint.resolution or 0
 
     def layers(self) -> Mapping[str, Shape]:
-        """The layers of the denoiser."""
+        """The shapes of the weights of the denoiser's layers, by name."""
         return self.facts.parts[self.component].layers
 
     def text_layers(self) -> Mapping[str, Mapping[str, Shape]]:
-        """The layers of the text encoders that can be trained."""
+        """For each text encoder's folder, its layers' shapes; empty if none can be trained."""
         if not self.text_targets:
             return {}
         return {name: self.facts.parts[name].layers for name in self.facts.text_encoders}
@@ -112,29 +116,29 @@ class PipelineFamily(LatentFamily, Generic[E]):
 
     @abstractmethod
     def predicting_values(self, latents: int) -> int:
-        """Values that predicting an image of this many latents holds without a tape."""
+        """The most values that a prediction of this many latent pixels holds without a tape."""
 
     def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:
-        """Estimate from the configuration of the denoiser and the headers of the files."""
+        """Estimate a run's memory from configurations and the weight files' headers."""
         return sizes.estimate(self, config, data, limit)
 
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
-        """The memory of models, predictions with guidance, decoding and images."""
+        """The bytes that drawing takes: models, predictions with guidance, decoding and images."""
         return sizes.sampling_bytes(self, size, count)
 
     def encode_area(self) -> int:
-        """How many pixels are encoded at once: on a GPU, as many as memory allows."""
+        """The most pixels to encode at once; see `estimate.encode_area`."""
         return sizes.encode_area(self.facts, self.config, memory_limit(self.config))
 
     def text_parts(self) -> int:
-        """Rows of tokens that are encoded at once."""
+        """The number of rows of tokens that are encoded at once; see `estimate.text_parts`."""
         return sizes.text_parts(self, self.config, memory_limit(self.config))
 
-    # Its models.
+    # The models of the pipeline.
 
     @cached_property
     def model(self) -> Model:
-        """The denoiser."""
+        """The denoiser, which is loaded on first use."""
         return load(
             **self.source(self.component),
             **self.config.streaming,
@@ -152,7 +156,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
         self.model = load(**where, quantize=None, dtype=self.dtype, device=self.device)
 
     def source(self, part: str) -> Loading:
-        """The arguments of `from_pretrained` to load a part."""
+        """The arguments of `from_pretrained` that load a part, with its quantization."""
         where = source(self.facts.parts[part].path, part)
         quantize = self.config.base_format if part == self.component else None
         if part in self.facts.text_encoders:
@@ -161,12 +165,12 @@ class PipelineFamily(LatentFamily, Generic[E]):
 
     @property
     def text_precision(self) -> str:
-        """The dtype of the text encoders, with their format if they are quantized."""
+        """The text encoders' dtype, followed by the format that they are quantized to, if any."""
         return f"{self.dtype} {self.config.text_encoder_format or ''}".rstrip()
 
     @cached_property
     def coder(self) -> KLCoder:
-        """The autoencoder."""
+        """The autoencoder, with the conversion of its latents."""
         config, factor = self.facts.parts["vae"].config, self.facts.factor
         return self.coder_kind(
             self.source("vae"), config, factor, self.device, self._latents_identity
@@ -177,7 +181,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
 
     @cached_property
     def encoders(self) -> E:
-        """The text encoders with their tokenizers."""
+        """The text encoders with their tokenizers, which are loaded on first use."""
         return self.load_encoders()
 
     @abstractmethod
@@ -193,17 +197,17 @@ class PipelineFamily(LatentFamily, Generic[E]):
         return self.encoders(captions)
 
     def text_length(self, caption: str) -> int:
-        """How many rows of the encoders' length a caption needs."""
+        """The number that captions must share to be encoded together; see `Encoders.chunks`."""
         return self.encoders.chunks(caption)
 
     # Files.
 
     def adapted_parts(self, path: Path) -> Sequence[str]:
-        """The parts that an adapter file is for, in any naming style."""
+        """The parts whose layers an adapter file has factors for, in any naming style."""
         return _core.adapted_parts(path, self.name)
 
     def save_merged(self, models: Mapping[str, Model], output: Path) -> None:
-        """Write a `.safetensors` file if `output` names one, else a folder.
+        """Write the merged checkpoint: a `.safetensors` file if `output` names one, else a folder.
 
         Raises:
             ConfigError: `output` exists and is not an empty folder, or the checkpoint is a file and
@@ -213,7 +217,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
         saving.save_merged(self.weights, self.parts, models, output)
 
     def save_quantized(self, models: Mapping[str, Model], output: Path, to: str) -> None:
-        """Write one file under the original names, the denoiser in ComfyUI's 8-bit format.
+        """Write one file with the tensors' original names, the denoiser in ComfyUI's 8-bit format.
 
         Raises:
             ConfigError: `output` is not the name of a new `.safetensors` file.

@@ -1,4 +1,4 @@
-"""Identities of the files that latents and text features depend on, for naming caches."""
+"""Identities of the files that latents and text features depend on; caches are named by them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONFIG: Final = "config.json"
 
 
 def parts_identity(facts: Facts, names: Sequence[str]) -> dict[str, str]:
-    """The identity of parts of a checkpoint: their weights and configurations.
+    """For each part of a checkpoint, the identity of its weights and its configuration.
 
     Raises:
         OSError: a file cannot be read.
@@ -29,7 +29,8 @@ def parts_identity(facts: Facts, names: Sequence[str]) -> dict[str, str]:
         if path.is_dir():
             found[name] = file_identity(path / str(subfolder) if subfolder else path)
             continue
-        # A part that is a file may have its configuration in a folder beside it, as in a pipeline.
+        # For a part in a single file, `config.json` may be in a folder with the part's name,
+        # beside the file.
         config = path.parent / name / _CONFIG
         beside = file_identity(config) if config.is_file() else ""
         found[name] = f"{file_identity(path)} {beside}"
@@ -37,11 +38,11 @@ def parts_identity(facts: Facts, names: Sequence[str]) -> dict[str, str]:
 
 
 def tokenizers_identity(weights: Path, shipped: Mapping[str, Path]) -> dict[str, str]:
-    """The identity of tokenizers: of their folders or, without one, of the package's files.
+    """For each tokenizer, the identity of its folder, or else of the tokenizer that is shipped.
 
     Args:
-        weights: the checkpoint.
-        shipped: maps the name of each tokenizer's folder to the package's tokenizer.
+        weights: the pipeline's folder or a single file.
+        shipped: for the name of each tokenizer's folder, the tokenizer that the package ships.
 
     Raises:
         OSError: a file cannot be read.

@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from trainable_candle.families.pipeline.family import PipelineFamily
 
 MOST_TOKENS = 512
-"""The most tokens of a caption with its template, as in diffusers' pipelines."""
+"""The most tokens of a caption including its chat template, as in diffusers' pipelines."""
 
 
 class Template(TypedDict, total=False):
-    """The arguments of `PromptTokenizer` that determine its template."""
+    """The arguments of `PromptTokenizer` that determine its chat template."""
 
     thinks: bool
     system: str | None
 
 
 class QwenEncoder:
-    """An encoder and its tokenizer.
+    """The base of the text encoders: a language model and its tokenizer.
 
     Args:
         family: the family with the weights.
-        layers: how many layers are loaded; None: all.
+        layers: the number of decoder layers to load, from the first; None: all.
         template: the arguments of `PromptTokenizer`.
 
     Raises:
@@ -67,7 +67,7 @@ class QwenEncoder:
 
 
 class Qwen25VL(QwenEncoder):
-    """The language model of Qwen2.5-VL.
+    """The language model of Qwen2.5-VL with its tokenizer.
 
     Args:
         family: the family with the weights.
@@ -84,7 +84,7 @@ class Qwen25VL(QwenEncoder):
         super().__init__(family, None, system=system)
 
     def states(self, tokens: Sequence[int]) -> Tensor:
-        """The states of a row of tokens after the final norm, (1, L, width)."""
+        """The hidden states of L tokens after the final norm, (1, L, width)."""
         count = len(tokens)
         ids, places, bounds = (
             tc.tensor(np.array(row, np.int64), device=self._device)
@@ -94,11 +94,11 @@ class Qwen25VL(QwenEncoder):
 
 
 class Qwen3(QwenEncoder):
-    """Qwen3; layers after the last that is used are not loaded.
+    """Qwen3 with its tokenizer; decoder layers after the last one in `layers` are not loaded.
 
     Args:
         family: the family with the weights.
-        layers: the layers whose hidden states are used, counted from 1.
+        layers: the decoder layers whose outputs are the hidden states, counted from 1.
         thinks: see `PromptTokenizer`.
 
     Raises:
@@ -113,13 +113,13 @@ class Qwen3(QwenEncoder):
         self._layers = list(layers)
 
     def states(self, tokens: Sequence[int]) -> list[Tensor]:
-        """The states of a row of tokens, (1, L, width) for each layer."""
+        """The hidden states of L tokens after each of the `layers`, each (1, L, width)."""
         ids = tc.tensor(np.array([tokens], np.int64), device=self._device)
         states: list[Tensor] = self._model.hidden_states(ids, layers=self._layers)
         return states
 
     def padded_states(self, tokens: Sequence[int], length: int) -> list[Tensor]:
-        """The states of a row of tokens, padded to `length`; (length, width) for each layer."""
+        """The hidden states of tokens padded to `length`, for each layer (length, width)."""
         row = [*tokens, *[self.tokenizer.pad] * (length - len(tokens))]
         ids = tc.tensor(np.array(row, np.int64), device=self._device)
         states: list[Tensor] = self._model.padded_states(ids, len(tokens), self._layers)
@@ -127,14 +127,17 @@ class Qwen3(QwenEncoder):
 
 
 def tokenizer_folder(family: PipelineFamily[Any], of: str = Qwen3.of) -> Path:
-    """The folder of the tokenizer: in the pipeline, beside the text encoder, or the encoder's own.
+    """The folder of the tokenizer's files.
+
+    The first of these that has such a file: `tokenizer` in the pipeline's folder, `tokenizer` in or
+    beside the text encoder's folder, and the text encoder's folder itself.
 
     Args:
         family: the family with the weights.
         of: the text encoder's name in messages.
 
     Raises:
-        WeightsFormatError: there is none.
+        WeightsFormatError: no such folder has a tokenizer's file.
     """
     encoder = family.facts.parts["text_encoder"].path
     near = encoder if encoder.is_dir() else encoder.parent

@@ -1,4 +1,4 @@
-"""Writes a pipeline's checkpoint in which some models have changed."""
+"""Writes a pipeline's checkpoint with changed weights in some of its models."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 def save_merged(
     weights: Path, parts: Sequence[str], models: Mapping[str, Model], output: Path
 ) -> None:
-    """Write a `.safetensors` file if `output` names one, else a folder.
+    """Write a checkpoint: a `.safetensors` file if `output` names one, else a folder.
 
     Args:
-        weights: the checkpoint, from which everything but `models` is taken.
-        parts: the folders of a pipeline's models.
-        models: the models that have changed, by their folders.
+        weights: the original checkpoint, from which everything but `models` is taken.
+        parts: the names of the folders that hold the pipeline's models.
+        models: the changed models, by the names of their folders.
         output: a new or an empty folder, or a new file.
 
     Raises:
@@ -49,14 +49,14 @@ def save_file(
     output: Path,
     quantize: Mapping[str, str],
 ) -> None:
-    """Write one file under the original names, with `models` in place of those in `weights`.
+    """Write one file with the tensors' original names and `models` in place of those in `weights`.
 
     Args:
-        weights: the checkpoint, from which everything but `models` is taken.
-        parts: the folders of a pipeline's models.
-        models: the models that have changed, by their folders.
+        weights: the original checkpoint, from which everything but `models` is taken.
+        parts: the names of the folders that hold the pipeline's models.
+        models: the changed models, by the names of their folders.
         output: a new file.
-        quantize: the 8-bit formats of models, by their folders.
+        quantize: the 8-bit format of each model to quantize, by the names of their folders.
 
     Raises:
         ConfigError: `output` exists.
@@ -74,7 +74,7 @@ def save_file(
 def _save_folder(
     weights: Path, parts: Sequence[str], models: Mapping[str, Model], output: Path
 ) -> None:
-    """Write a pipeline's folder, with `models` in place of those in `weights`."""
+    """Write a pipeline's folder with `models` in place of those in `weights`; copy the rest."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output is {output}, which exists; expected a new or an empty folder")
     partial = output.with_name(f"{output.name}.partial")

@@ -21,12 +21,12 @@ _TOKENS: Final = "shared.weight"
 
 
 class T5:
-    """The encoder and its tokenizer.
+    """The T5 encoder and its tokenizer.
 
     Args:
         model: the encoder.
-        tokenizer: its tokenizer.
-        length: tokens of a caption; longer captions are truncated.
+        tokenizer: the encoder's tokenizer.
+        length: the number of tokens that captions are truncated to.
         device: the device of the encoder.
     """
 
@@ -38,12 +38,14 @@ class T5:
 
     @classmethod
     def load(cls, family: PipelineFamily[Any], part: str, length: int) -> Self:
-        """The encoder of a family's weights.
+        """Load the T5 encoder and the tokenizer of a family's weights.
+
+        Weights without a tokenizer get the T5 tokenizer that the package ships.
 
         Args:
             family: the family with the weights.
-            part: the text encoder's name in the pipeline.
-            length: tokens of a caption.
+            part: the name of the text encoder's folder in the pipeline.
+            length: the number of tokens that captions are truncated to.
 
         Raises:
             MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of
@@ -65,23 +67,26 @@ class T5:
         return cls(model, tokenizer, length, family.device)
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
-        """The states of captions, (B, length, width).
+        """The encoder's outputs for captions, (B, length, width).
 
-        Shorter captions are padded and the padding is not masked, as in diffusers' pipelines of
-        Stable Diffusion 3 and Flux.
+        Shorter captions are padded to `length`. The padding is not masked, as in diffusers'
+        pipelines of Stable Diffusion 3 and Flux.
         """
         ids, _ = self._tokenizer(captions, self._length)
         return self.model(tc.tensor(ids, device=self._device))
 
     def read_tokens(self, caption: str) -> int:
-        """The number of tokens of `words`: the caption's, the end token, and one of padding."""
+        """The number of tokens that `words` encodes for a caption, at most `length`.
+
+        They are the caption's tokens, the end token and one padding token.
+        """
         return min(self._length, len(self._tokenizer.encode(caption)) + 2)
 
     def words(self, caption: str) -> Tensor:
-        """The states of a caption's tokens and of one padding token, which is masked.
+        """The encoder's outputs for a caption's tokens and one padding token, which is masked.
 
         Returns:
-            (1, L, width), with L = `read_tokens(caption)`; a caption of the full length has no
+            (1, L, width), with L = `read_tokens(caption)`; a caption of `length` tokens has no
             padding token.
         """
         ids, mask = (
@@ -91,6 +96,6 @@ class T5:
 
     @staticmethod
     def working_values(family: PipelineFamily[Any], part: str, tokens: int) -> int:
-        """The most values that the encoder `part` holds for a caption of this many tokens."""
+        """The most values that the encoder in `part` holds at once, for a caption of `tokens`."""
         config = family.facts.parts[part].config
         return int(tokens * (2 * config["d_ff"] + 4 * config["d_model"]))

@@ -1,4 +1,4 @@
-"""What sets SDXL apart from other latent models."""
+"""SDXL: its text encoders, its conditions and what differs from other pipelines."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import Inputs
 
 _TEXT_ENCODERS: Final = ("text_encoder", "text_encoder_2")
-"""CLIP-L and OpenCLIP-bigG."""
+"""The folders of CLIP-L and OpenCLIP-bigG."""
 _WIDE_IMAGES: Final = 12
-"""Feature maps of the first level that the UNet holds at once without a tape: skips, gates."""
+"""The number of feature maps of the latents' height and width, with the channels of the first
+level, that the UNet holds at once without a tape: the skip connections and the gates."""
 
 
 class SDXL(PipelineFamily[TextEncoders]):
-    """Stable Diffusion XL: a UNet conditioned on sizes and features of CLIP-L and OpenCLIP-bigG."""
+    """Stable Diffusion XL: a UNet with features of CLIP-L and OpenCLIP-bigG and image sizes."""
 
     name: ClassVar[str] = "sdxl"
     summary: ClassVar[str] = "Stable Diffusion XL (a tiny one that draws flowers is built in)"
@@ -51,7 +52,8 @@ class SDXL(PipelineFamily[TextEncoders]):
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("sdxl"))
     component: ClassVar[str] = "unet"
     formats: ClassVar[tuple[str, ...]] = ("kohya", "diffusers", "peft", "comfyui")
-    # Every layer of the transformer blocks, like kohya's scripts.
+    # The layers that kohya's scripts adapt: all in the transformer blocks, and the projections
+    # before and after the blocks.
     targets: ClassVar[tuple[str, ...]] = (
         r".*attentions\.\d+\.proj_(in|out)",
         r".*\.transformer_blocks\..*",
@@ -70,13 +72,13 @@ class SDXL(PipelineFamily[TextEncoders]):
         return folder if folder.is_dir() else None
 
     def check(self) -> None:
-        """Check that the text encoders have enough layers for `clip_skip`.
+        """Check that the text encoders have enough layers for `--clip-skip`.
 
         Raises:
-            ConfigError: the text encoders have too few layers.
+            ConfigError: `--clip-skip` is too large for the text encoders.
         """
         counts = [self.facts.parts[name].config["num_hidden_layers"] for name in _TEXT_ENCODERS]
-        # The last layer is always left out, and one layer must remain for adapters.
+        # The features never come from the last layer, and one layer must remain for adapters.
         most = min(counts) - 2
         if self.config.clip_skip is not None and self.config.clip_skip > most:
             raise ConfigError(
@@ -86,7 +88,7 @@ class SDXL(PipelineFamily[TextEncoders]):
 
     @property
     def text_values(self) -> int:
-        """The features of all tokens, and the pooled text."""
+        """The number of values in a caption's features: all tokens' and the pooled features."""
         config = self.facts.config
         pooled = config["projection_class_embeddings_input_dim"]
         pooled -= len(time_ids(Frame.whole(1, 1))) * config["addition_time_embed_dim"]
@@ -94,22 +96,22 @@ class SDXL(PipelineFamily[TextEncoders]):
 
     @property
     def text_working_values(self) -> int:
-        """The hidden states of all layers, which are held at once."""
+        """The number of values in the hidden states of all layers of both text encoders."""
         encoders = [self.facts.parts[part].config for part in _TEXT_ENCODERS]
         width = sum(encoder["num_hidden_layers"] * encoder["hidden_size"] for encoder in encoders)
         return int(self.text_tokens * width)
 
     def predicting_values(self, latents: int) -> int:
-        """The UNet's feature maps of the first level."""
+        """The number of values in `_WIDE_IMAGES` feature maps of the UNet's first level."""
         return int(_WIDE_IMAGES * self.facts.config["block_out_channels"][0] * latents)
 
     def load_encoders(self) -> TextEncoders:
-        """CLIP-L and OpenCLIP-bigG."""
+        """Load CLIP-L and OpenCLIP-bigG with their tokenizers."""
         return TextEncoders.load(self, self.config.clip_skip or 0)
 
     @property
     def text_models(self) -> Mapping[str, Model]:
-        """The text encoders."""
+        """The text encoders, by the names of their folders."""
         return dict(zip(_TEXT_ENCODERS, self.encoders.models, strict=True))
 
     @property
@@ -118,7 +120,7 @@ class SDXL(PipelineFamily[TextEncoders]):
         return schedule(self.weights, self.config.prediction_type)
 
     def objective(self, device: str) -> NoiseObjective:
-        """Prediction of noise or velocity, as the settings or else the checkpoint say."""
+        """The UNet learns noise or velocity: what the settings say, or else the checkpoint."""
         return NoiseObjective(self.schedule, self.config, device)
 
     def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> Sampler:  # noqa: ARG002
@@ -126,7 +128,7 @@ class SDXL(PipelineFamily[TextEncoders]):
         return Sampler(self.schedule, steps, sampler or "euler")
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """The prediction of the UNet."""
+        """The noise or velocity that the UNet predicts, in the shape of `sample`."""
         return self.model(
             sample,
             times,
@@ -140,11 +142,11 @@ class SDXL(PipelineFamily[TextEncoders]):
         frames: Sequence[Frame],
         guidance: float | None = None,  # noqa: ARG002
     ) -> dict[str, Tensor]:
-        """Sizes and crops ("micro-conditioning", arXiv:2307.01952, section 2.2)."""
+        """`time_ids` (B, 6): sizes and crops ("micro-conditioning", arXiv:2307.01952, 2.2)."""
         return {"time_ids": tc.tensor(np.array([time_ids(frame) for frame in frames], np.float32))}
 
     def text_identity(self) -> dict[str, str]:
-        """The text encoders' files, and how they encode."""
+        """What the encoded captions depend on: encoders, tokenizers, clip skip and dtype."""
         how = {"clip_skip": str(self.config.clip_skip or 0), "dtype": self.text_precision}
         tokenizers = dict.fromkeys(("tokenizer", "tokenizer_2"), SHIPPED)
         return {
@@ -162,7 +164,11 @@ class SDXL(PipelineFamily[TextEncoders]):
         return self.encoders.encode(tokens, batch)
 
     def unread_layers(self, part: str) -> list[str]:
-        """The last layers of the first encoder; none of the second, whose pooled text needs all."""
+        """The layers of a text encoder that do not affect its features.
+
+        They are the last layers of CLIP-L. OpenCLIP-bigG has none, because its pooled features come
+        from the last layer.
+        """
         if part != _TEXT_ENCODERS[0]:
             return []
         count = self.facts.parts[part].config["num_hidden_layers"]
@@ -170,6 +176,6 @@ class SDXL(PipelineFamily[TextEncoders]):
 
 
 def time_ids(frame: Frame) -> tuple[int, ...]:
-    """Height and width of the original; top and left of the crop; height and width of the crop."""
+    """Original height and width, top and left of the crop, height and width of the crop; pixels."""
     width, height = frame.original
     return height, width, frame.top, frame.left, frame.bucket.height, frame.bucket.width

@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
 
 def schedule(weights: Path, prediction_type: str | None) -> NoiseSchedule:
-    """The noise schedule that the model was trained with, and what it predicts.
+    """The noise schedule that a model was trained with, and what the model predicts.
 
     Args:
-        weights: a pipeline's folder with a scheduler, or an original checkpoint. The latter has a
-            tensor `v_pred` if it predicts velocities, and `ztsnr` if its last timestep is pure
-            noise, as in ComfyUI.
-        prediction_type: overrides what the weights say.
+        weights: a pipeline's folder with a scheduler, or an original checkpoint. As in ComfyUI, an
+            original checkpoint has a tensor `v_pred` if its model predicts velocities, and a tensor
+            `ztsnr` if its last timestep is pure noise.
+        prediction_type: the kind of prediction, in place of the one that the weights state; None:
+            that of the weights.
 
     Raises:
         ConfigError: the scheduler's configuration is wrong.

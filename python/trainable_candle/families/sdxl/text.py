@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 _IDS: Final = ("input_ids", "input_ids_2")
 MOST_CHUNKS: Final = 8
-"""The most rows of 77 tokens of a caption; longer captions are truncated."""
+"""The most chunks (rows of 77 tokens) of a caption; longer captions are truncated."""
 
 
 class TextEncoders:
     """CLIP-L and OpenCLIP-bigG with their tokenizers.
 
     Args:
-        models: the two encoders.
-        tokenizers: their tokenizers.
-        clip_skip: how many layers to leave out in addition to the last layer.
+        models: CLIP-L and OpenCLIP-bigG.
+        tokenizers: the tokenizers of `models`, in the same order.
+        clip_skip: the features are the hidden states before the last `clip_skip` + 1 layers.
         device: the device of the models.
     """
 
@@ -49,7 +49,7 @@ class TextEncoders:
 
     @classmethod
     def load(cls, family: PipelineFamily[Any], clip_skip: int = 0) -> Self:
-        """The encoders of a family's weights.
+        """Load the encoders and tokenizers of a family's weights.
 
         Raises:
             MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of
@@ -66,18 +66,19 @@ class TextEncoders:
         return cls((first, second), (one, other), clip_skip, family.device)
 
     def chunks(self, caption: str) -> int:
-        """The number of rows of 77 tokens that the caption needs."""
+        """The number of chunks of a caption, from 1 to `MOST_CHUNKS`."""
         return max(len(t.chunks(caption, MOST_CHUNKS)) for t in self._tokenizers)
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Encode captions: `encoder_hidden_states` (B, 77 n, 2048) and `text_embeds` (B, 1280).
 
-        A caption with fewer chunks than the longest one is padded with empty chunks.
+        n is the largest number of chunks of a caption; shorter captions are padded with empty
+        chunks.
         """
         return self.encode(self.tokens(captions), len(captions))
 
     def tokens(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """The tokens of captions for each encoder, (B n, 77), as input of `encode`."""
+        """The token ids of captions for each encoder, (B n, 77), as input of `encode`."""
         count = max(map(self.chunks, captions))
         return {
             name: tc.tensor(
@@ -94,21 +95,21 @@ class TextEncoders:
             found = model(tokens[name])
             hidden = found.hidden_states[-(self._clip_skip + 2)]
             states.append(hidden.reshape(batch, -1, hidden.shape[-1]))
-            # Keep the pooled text of each caption's first chunk. The pooled text of the second
-            # encoder replaces that of the first encoder.
+            # Keep the pooled features of each caption's first chunk. Those of the second encoder
+            # replace those of the first encoder.
             pooled = found.pooled.reshape(batch, -1, found.pooled.shape[-1]).narrow(1, 0, 1)
         assert pooled is not None
         return {"encoder_hidden_states": tc.cat(states, 2), "text_embeds": pooled.squeeze(1)}
 
 
 def unread_layers(count: int, clip_skip: int) -> list[str]:
-    """Patterns of the first encoder's last layers, which do not contribute to the features.
+    """Patterns of the names of CLIP-L's last layers, which do not affect the features.
 
-    All layers of the second encoder contribute to its pooled text.
+    All layers of OpenCLIP-bigG affect its pooled features.
 
     Args:
-        count: the number of the encoder's layers.
-        clip_skip: how many layers are left out in addition to the last layer.
+        count: the number of CLIP-L's layers.
+        clip_skip: see `TextEncoders`.
     """
     return [rf".*encoder\.layers\.{n}\..*" for n in range(count - 1 - clip_skip, count)]
 
