@@ -81,8 +81,8 @@ template <typename T> __device__ __forceinline__ void low_rank_gradient(const Lo
     const bool is_inside = first_column + 8 * g < product.columns;
     const T *wide = static_cast<const T *>(product.wide) + first_column + 8 * g;
     const T *narrow = static_cast<const T *>(product.narrow) + 2 * g;
-    // Each thread adds to EACH elements of `product.sum`, and neighbouring threads to neighbouring elements. The old values are loaded here,
-    // so that the loads run during the products.
+    // Each thread adds to EACH elements of `product.sum`, and neighbouring threads to neighbouring elements. The old values are loaded
+    // here, so that the loads run during the products.
     constexpr int EACH = STEP * COLUMNS / THREADS;
     const bool by_rank = product.rank_step == 1;
     float *to[EACH], old[EACH];

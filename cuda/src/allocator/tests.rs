@@ -102,7 +102,7 @@ fn check(allocator: &Allocator<Fake>, live: &BTreeMap<u64, u64>) {
 }
 
 #[test]
-fn blocks_of_random_sizes_never_overlap_and_join_when_freed() {
+fn random_work_never_overlaps_and_joins_again_at_the_end() {
     for seed in 0..8 {
         let (mut allocator, mut numbers) = (allocator(4096 * MIB), Numbers(seed));
         let mut live = BTreeMap::new();
@@ -179,7 +179,7 @@ fn cached_memory_is_released_before_an_allocation_fails() {
 }
 
 #[test]
-fn a_pool_grows_by_less_than_growth_if_the_device_is_nearly_full() {
+fn the_last_of_the_memory_is_used() {
     let mut allocator = allocator(40 * MIB);
     let first = allocator.allocate(30 * MIB).unwrap();
     let second = allocator.allocate(8 * MIB).unwrap();

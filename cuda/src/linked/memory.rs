@@ -1,4 +1,4 @@
-//! Device memory. [`allocate`] and [`free`] replace the driver's `cuMemAllocAsync` and `cuMemFreeAsync`, so that candle's allocations and
+//! Device memory. `allocate` and `free` replace the driver's `cuMemAllocAsync` and `cuMemFreeAsync`, so that candle's allocations and
 //! this project's come from the same [`Allocator`]. There is one allocator for each stream.
 
 use std::collections::BTreeMap;
@@ -251,8 +251,8 @@ pub(crate) extern "C" fn free(address: u64, stream: Stream) -> c_int {
     if is_freed || mapped::free(address, stream) { driver::SUCCESS } else { driver::INVALID_VALUE }
 }
 
-/// The statistics of a device: each is the sum over the device's allocators. The bytes include those of [`allocate_outside`], except
-/// `graphs`.
+/// The statistics of a device: each is the sum over the device's allocators. The bytes, except `graphs`, include the memory outside of
+/// the allocators.
 pub fn stats(device: i32) -> Stats {
     let outside = with_share(device, |share| share.outside);
     let start = Stats {
