@@ -46,8 +46,7 @@ static __device__ __forceinline__ void norm_part(const T *grads, uint64_t count,
 
 // gradient_norm_l2_<dtype>: parts[b] = the sum of the squares of the gradients that block b reads, in f64.
 // gradient_norm_max_<dtype>: parts[b] = the largest magnitude of these gradients, NaN if one of them is NaN.
-//   grads [count], any alignment; parts f64 [gridDim.x]. The order in which gradients are added depends only on `count`, the grid
-//   and the alignment of `grads`.
+//   grads [count], any alignment; parts f64 [gridDim.x]. The order in which gradients are added depends only on `count` and the grid.
 // Grid: (count + 4095) / 4096, at most 1024; block: 256; no dynamic shared memory.
 #define DEFINE_NORM(suffix, T)                                                                                         \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \

@@ -110,8 +110,8 @@ pub enum Unavailable {
 
 /// Open the driver's library and the CUDA libraries, so that candle's CUDA backend can call them. Each library is searched first in
 /// `folders` (where pip installs NVIDIA's libraries), then by the system's loader. This function must succeed before any CUDA call; CUDA
-/// calls before that return `CUDA_ERROR_UNKNOWN`. After a success, further calls return at once. The function succeeds if at least one GPU
-/// is usable; `check_device` says whether a given GPU is.
+/// calls before that return `CUDA_ERROR_UNKNOWN`. After a success, further calls return at once. One usable GPU is enough for a success;
+/// `check_device` says whether a given GPU is usable.
 ///
 /// # Errors
 /// The first reason why CUDA cannot be used. The slots stay empty then.
