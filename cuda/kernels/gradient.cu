@@ -1,4 +1,4 @@
-// The norm of the gradients, clipping and dynamic loss scaling. Norm, clip factor and scale stay on the device.
+// The norm of the gradients, clipping and dynamic loss scaling. The norm, the clip factor and the loss scale stay on the device.
 #include "optim.cuh"
 
 // The larger of two magnitudes; NaN if either is NaN.
@@ -10,7 +10,7 @@ template <bool MAX> static __device__ __forceinline__ double gather(double sum, 
 
 template <bool MAX> static __device__ __forceinline__ double combine(double a, double b) { return MAX ? larger(a, b) : a + b; }
 
-// Combines the values of the block; thread 0 gets the result.
+// Combines the values of the block's threads; only thread 0 returns the result.
 template <bool MAX> static __device__ double combine_block(double value) {
     __shared__ double warps[WARP];
     for (int offset = WARP / 2; offset > 0; offset /= 2) value = combine<MAX>(value, __shfl_xor_sync(ALL_LANES, value, offset));
@@ -46,7 +46,7 @@ static __device__ __forceinline__ void norm_part(const T *grads, uint64_t count,
 
 // gradient_norm_l2_<dtype>: parts[b] = the sum of the squares of the gradients that block b reads, in f64.
 // gradient_norm_max_<dtype>: parts[b] = the largest magnitude of these gradients, NaN if one of them is NaN.
-//   grads [count], any alignment; parts f64 [gridDim.x]. The order of a sum depends only on `count` and the grid.
+//   grads [count], any alignment; parts f64 [gridDim.x]. The order in which gradients are added depends only on `count` and the grid.
 // Grid: (count + 4095) / 4096, at most 1024; block: 256; no dynamic shared memory.
 #define DEFINE_NORM(suffix, T)                                                                                         \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
@@ -61,10 +61,10 @@ static __device__ __forceinline__ void norm_part(const T *grads, uint64_t count,
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_NORM)
 
-// The norm, from the concatenated parts of all gradient buffers, and the clip factor of torch.nn.utils.clip_grad_norm_:
-// max_norm / (norm + 1e-6) if this number is less than 1 (or NaN), else 1.
-//   parts f64 [count]; is_max = 1 if the parts are largest magnitudes; max_norm, infinity for no clipping; loss_scale, or null
-//   for 1.
+// The norm of the gradients of all buffers and the clip factor of torch.nn.utils.clip_grad_norm_:
+// factor = min(1, max_norm / (norm + 1e-6)), NaN if the norm is NaN. The norm is that of the gradients divided by the loss scale.
+//   parts f64 [count]: the results of gradient_norm_* for all buffers, concatenated; is_max = 1 if they are of gradient_norm_max;
+//   max_norm, infinity for no clipping; loss_scale, or null for 1.
 // Grid: 1; block: 256; no dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(256)
     gradient_clip(const double *parts, uint32_t count, uint32_t is_max, double max_norm, const LossScale *loss_scale, Clip *clip) {
@@ -89,9 +89,9 @@ static __device__ __forceinline__ void scale_gradients(T *grads, uint64_t count,
     }
 }
 
-// gradient_scale_<dtype>: grads *= clip.factor / loss_scale.scale, for clipping and for callers that read unscaled gradients.
-// (The steps of the optimizers do not clip; they can divide by the loss scale themselves.) Does not touch the gradients if the
-// factor is 1.
+// gradient_scale_<dtype>: grads *= clip.factor / loss_scale.scale, for clipping and for callers that need gradients without the
+// loss scale. (The optimizers' kernels do not clip, but they can divide the gradients by the loss scale themselves.) The kernel
+// neither reads nor writes gradients if the quotient is 1.
 //   grads [count]; clip, or null for 1; loss_scale, or null for 1.
 // Grid: any; block: any; no dynamic shared memory.
 #define DEFINE_SCALE(suffix, T)                                                                                        \
@@ -105,7 +105,7 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SCALE)
 // Updates the loss scale after a step, as torch.amp.GradScaler does. The scale is multiplied by `backoff` if a gradient was
 // infinite or NaN, and by `growth` after `interval` consecutive steps with finite gradients, unless f32 cannot represent the
 // product.
-//   norm: the norm of the gradients, non-finite if a gradient is infinite or NaN.
+//   norm: the norm of this step's gradients, which is infinite or NaN if one of them is.
 // Grid: 1; block: 1; no dynamic shared memory.
 extern "C" __global__ void
 loss_scale_update(LossScale *loss_scale, const double *norm, double growth, double backoff, uint64_t interval) {

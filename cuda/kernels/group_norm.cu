@@ -3,9 +3,9 @@
 // x, y, their gradients dx and grad are (batch, positions, channels); a group is `channels / groups` neighbouring channels of a sample.
 // mean and rstd = 1/√(var + eps) are (batch, groups), f32 (f64 for f64). `affine_f32`: see affine.cuh.
 //
-// The forward pass has three kernels: statistics, moments and forward. The backward pass has sums, slopes and backward. The first and
-// the third kernel of each pass are launched over the tensor, as channels.cuh says. The second kernel (moments, slopes) is launched
-// over the groups:
+// The forward pass has three kernels: statistics, moments and forward. So has the backward pass: sums, slopes and backward. The first
+// and the third kernel of each pass are launched over the tensor, as channels.cuh says. The second kernel (moments, slopes) is
+// launched over the groups:
 //     block 128, grid batch * groups, no dynamic shared memory.
 // channels.cuh also says how the tensor is split into pieces and tiles. partials is (batch, tiles, groups, pieces, 2) of f32 (f64
 // for f64) from a 16-byte boundary.
@@ -15,8 +15,9 @@
 
 namespace {
 
-// The mean and the sum of squared deviations of each group of the piece. A thread sums differences from its first element. They are
-// about as large as the deviations from the mean, so few digits cancel when sum² / count is subtracted from the sum of squares.
+// The mean and the sum of squared deviations of each group, over the group's elements in the block's piece and tile. For each of its
+// channels, a thread sums the differences of the elements from the first element that it reads. These differences are about as large
+// as the deviations from the mean, so few digits cancel when sum² / count is subtracted from the sum of squares.
 template <typename T, bool ALIGNED>
 __device__ __forceinline__ void statistics(const T *x, Acc<T> *partials, ChannelSize size, Slots<T> &slots) {
     using A = Acc<T>;
@@ -57,7 +58,7 @@ __device__ __forceinline__ void statistics(const T *x, Acc<T> *partials, Channel
     }
     slots.put(mean, squares);
 
-    // Means and squared deviations of parts are joined by Chan's formula.
+    // Chan's formula joins means and sums of squared deviations: first those of a channel's lines, then those of a group's channels.
     const A total = positions;
     slots.join_lines(part.tile, [&](uint32_t, auto of_line, A(&results)[2]) {
         results[0] = results[1] = 0;
@@ -83,8 +84,8 @@ __device__ __forceinline__ void statistics(const T *x, Acc<T> *partials, Channel
     });
 }
 
-// Maps x to the norm's result, with a center, a scale and an offset for each channel of a thread: (x - center) · scale + offset. f16 and
-// bf16 use x · scale + offset with the center in the offset, which is exact enough for these types.
+// Maps x to the norm's result, with a center, a scale and an offset for each channel of a thread: (x - center) · scale + offset. For
+// f16 and bf16, `offset` contains -center · scale, and the result x · scale + offset is exact enough for these types.
 template <typename T, bool ALIGNED> struct Normalize {
     static constexpr int N = WIDE<T>;
     static constexpr bool FUSED = IS_HALF<T>;
@@ -204,7 +205,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const T *bef
     constexpr int N = WIDE<T>, BATCH = ALIGNED ? 2 : 1;
     const Part<T, ALIGNED> part(size);
     const Normalize<T, ALIGNED> normalize(part, affine, mean, rstd);
-    // With g from `of_norm`, the gradient is scale g - slope (x - mean) - shift.
+    // dx = scale g - slope (x - mean) - shift, where g is the result of `of_norm`. For f16 and bf16, `shift` contains -slope mean.
     A slope[N], shift[N];
     part.for_each_channel([&](int i, uint64_t group) {
         const auto pair = load_pack<2>(slopes + group * 2);
@@ -244,7 +245,8 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const T *bef
 
 } // namespace
 
-// Launch: over the tensor. Writes the mean and the sum of squared deviations of each group over each piece to `partials`.
+// Launch: over the tensor. Writes to `partials`, for each group, piece and tile, the mean and the sum of squared deviations of the
+// group's elements in the piece and tile.
 #define DEFINE_STATISTICS(SUFFIX, T)                                                                                   \
     extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2)                                                       \
         group_norm_statistics_##SUFFIX(const T *x, Acc<T> *partials, uint32_t positions, uint32_t channels,            \
@@ -297,9 +299,10 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
         else forward<T, false, SILU>(x, affine, mean, rstd, y, size);                                                  \
     }
 
-// Launch: over the tensor. With g for grad, w for the scale, x̂ = (x - mean) rstd and h = g f'(z), writes Σ w h x̂ and Σ w h of each
-// group over each piece to `partials`. Unless affine_partials is null, also writes Σ h x̂ and Σ h of each channel to affine_partials
-// (batch * pieces, 2, channels) of f32 (f64 for f64), from which norm_affine_sum (norm.cu) makes the gradients of scale and shift.
+// Launch: over the tensor. With g = grad, w = weight, x̂ = (x - mean) rstd, z = x̂ w + bias and h = g f'(z), writes Σ w h x̂ and Σ w h to
+// `partials`: sums for each group, piece and tile over the group's elements in the piece and tile. Unless affine_partials is null, also
+// writes Σ h x̂ and Σ h of each channel over each piece to affine_partials (batch * pieces, 2, channels) of f32 (f64 for f64), from
+// which norm_affine_sum (norm.cu) computes the gradients of weight and bias.
 #define DEFINE_SUMS(NAME, SILU, SUFFIX, T)                                                                             \
     extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2)                                                       \
         NAME##_sums_##SUFFIX(const T *x, const T *grad, const void *weight, const void *bias, const Acc<T> *mean,      \
@@ -340,8 +343,8 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SLOPES)
 
-// Launch: over the tensor. dx = rstd (h w - mean(h w) - x̂ mean(h w x̂)) with means over the group, plus `before`, unless it is
-// null. dx may be grad or `before`.
+// Launch: over the tensor. dx = rstd (h w - mean(h w) - x̂ mean(h w x̂)) + before, with means over the group. `before` may be null for
+// zeros. dx may be the memory of grad or of `before`.
 #define DEFINE_BACKWARD(NAME, SILU, SUFFIX, T)                                                                         \
     extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2)                                                       \
         NAME##_backward_##SUFFIX(const T *x, const T *grad, const T *before, const void *weight, const void *bias,     \

@@ -1,8 +1,9 @@
 // Picking elements by ids (see ids.cuh): index_select, embedding (index_select with outer = 1) and gather, and their gradients.
 //
-// A tensor has the shape (outer, size, inner), where `size` is the indexed dimension. The ids are (count) for index_select, and
-// (outer, count, inner) for gather. For an id out of range, forward writes 0, and backward leaves out the gradient. Gradients of
-// repeated ids are added in a fixed order, in f32 (f64 for f64).
+// x and dx are (outer, size, inner), where `size` is that of the indexed dimension; y and grad are (outer, count, inner). The ids are
+// (count) for index_select, and (outer, count, inner) for gather. An id is out of range unless 0 <= id < size. For such an id, the
+// forward kernels write 0, and the backward kernels leave out its gradient. Gradients of equal ids are added in a fixed order, in f32
+// (f64 for f64).
 
 #include "ids.cuh"
 #include "rows.cuh"
@@ -37,10 +38,11 @@ __device__ __forceinline__ void gather(const T *x, const void *ids, T *y, Counte
     }
 }
 
-// The number of threads of a block, and of ids that the block looks at in a step.
+// The number of threads of a block of the gradients of index_select. In each step of a loop over the ids, each thread loads one id.
 constexpr int THREADS = 128;
 
-// The block's list of the ids of a step that are `wanted`, in their order.
+// Lists the ids of a step that equal `wanted`: `list` gets the ids' indices relative to the first id of the step, in ascending order.
+// `find` returns the number of these ids. If it is not 0, the block needs a barrier between its last use of `list` and the next `find`.
 struct Matches {
     uint32_t list[THREADS];
     uint32_t counts[THREADS / WARP];
@@ -50,7 +52,7 @@ struct Matches {
         const uint32_t warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
         const bool matches = at < end && load_id(ids, id_bytes, at) == wanted;
         const uint32_t mask = __ballot_sync(ALL_LANES, matches);
-        // Most steps have no match, and then one barrier is enough.
+        // Most steps have no match and end here, after one barrier instead of three.
         if (!__syncthreads_or(matches)) return 0;
         if (lane == 0) counts[warp] = __popc(mask);
         __syncthreads();
@@ -101,7 +103,7 @@ __device__ __forceinline__ void select_backward(const T *grad, const void *ids, 
     }
 }
 
-// Of several equal ids, only the block of the first one adds up the gradients of all of them.
+// If several ids are equal, only the block of the first of these ids adds up the gradients of all of them. The other blocks do nothing.
 template <typename T, int N>
 __device__ __forceinline__ void select_scatter(const T *grad, const void *ids, T *dx, uint64_t outer, uint32_t size, uint32_t count,
                                                uint32_t inner, uint32_t id_bytes, Matches &matches) {
@@ -159,20 +161,22 @@ DEFINE_FORWARD(u8, uint8_t)
 DEFINE_FORWARD(u32, uint32_t)
 DEFINE_FORWARD(i64, int64_t)
 
-// dx[o, s, i] = Σ over the j with ids[j] = s of g[o, j, i], in the order of j, where g is grad. There are two forms:
+// The gradient of index_select: dx[o, s, i] = Σ_j grad[o, j, i] over the j with ids[j] = s, in the order of j. Two kernels compute it:
 //
-// index_select_scatter, for few ids of many rows (embeddings): dx must hold zeros, and only the rows that ids name are written.
-// A block has one id and 128 packs of (outer, inner). It looks through all ids, and stops if an earlier id is the same. This costs
-// count² ceil(outer inner / (128 WIDE)) loads of an id in total. With 4096 ids and 128 k rows, they take half as long as zeroing dx. If an
-// id occurs thousands of times, few blocks add the rows of this id one after another, which is slow.
+// index_select_scatter is for few ids and many rows (embeddings). dx must hold zeros before; only the rows s that occur in ids are
+// written. A block handles one id and 128 packs of (outer, inner). It looks through all ids, and stops if an earlier id is equal to
+// its own. The kernel loads at most count² ceil(outer inner / (128 WIDE)) ids. With 4096 ids and 128 k rows, these loads take half as
+// long as zeroing dx. If an id occurs thousands of times, only ceil(outer inner / (128 WIDE)) blocks add all its gradients one after
+// another, which is slow.
 // Launch: block 128, grid clamp(count ceil(outer inner / (128 WIDE)), 1, 2^31 - 1), no dynamic shared memory.
 //
-// index_select_backward, for many ids of few rows: every element of dx is written. The ids are divided into pieces. A block has one
-// s and one piece, and looks through all ids of the piece: size count ceil(outer inner / (128 WIDE)) loads of an id in total.
+// index_select_backward is for many ids and few rows. It writes every element of dx. The ids are divided into pieces. A block handles
+// one row s, one piece of the ids and 128 packs of (outer, inner). It looks through all ids of the piece, so the kernel loads
+// size count ceil(outer inner / (128 WIDE)) ids.
 // Launch: block 128, grid (clamp(size ceil(outer inner / (128 WIDE)), 1, 2^31 - 1), pieces), no dynamic shared memory. With one
-// piece, partials is null. The caller may choose up to 65535 pieces, depending on sizes alone, for instance ceil(count / 4096) if
-// the grid would otherwise have fewer than 1024 blocks. partials is then (pieces, outer, size, inner) of f32 (f64 for f64), dx is
-// not touched, and index_select_sum follows.
+// piece, partials must be null. The caller may choose up to 65535 pieces, depending on sizes alone, for instance ceil(count / 4096)
+// if the grid would otherwise have fewer than 1024 blocks. With more than one piece, the kernel writes the sums of each piece to
+// partials (pieces, outer, size, inner) of f32 (f64 for f64) instead of dx, and the caller must launch index_select_sum afterwards.
 #define DEFINE_SELECT_SCATTER(SUFFIX, T)                                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         index_select_scatter_##SUFFIX(const T *grad, const void *ids, T *dx, uint64_t outer, uint32_t size,            \
@@ -197,8 +201,8 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_SCATTER)
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_BACKWARD)
 
-// dx (len) = Σ of partials (pieces, len). Launch: block 256, grid clamp(ceil(len / 256), 1, 2^31 - 1), no dynamic shared
-// memory.
+// dx[e] = Σ_p partials[p, e], where partials is (pieces, len) and dx is (len), len = outer size inner. Launch: block 256, grid
+// clamp(ceil(len / 256), 1, 2^31 - 1), no dynamic shared memory.
 #define DEFINE_SELECT_SUM(SUFFIX, T)                                                                                   \
     extern "C" __global__ void index_select_sum_##SUFFIX(const Acc<T> *partials, T *dx, uint32_t pieces,               \
                                                          uint64_t len) {                                               \
@@ -211,9 +215,9 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_BACKWARD)
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_SUM)
 
-// dx[o, s, i] = Σ over the j with ids[o, j, i] = s of g[o, j, i], in the order of j. Every element of dx is written. A thread looks
-// through the ids of its element's column: size count outer inner loads in total. This is cheap for losses, which gather few ids per
-// column. For one long vector (outer = inner = 1), index_select_backward is faster.
+// The gradient of gather: dx[o, s, i] = Σ_j grad[o, j, i] over the j with ids[o, j, i] = s, in the order of j. Writes every element of
+// dx. The thread of dx[o, s, i] loads the ids [o, j, i] for all j, so the kernel loads size count outer inner ids. This is cheap for
+// losses, where count is small. For one long vector (outer = inner = 1), index_select_backward is faster.
 // Launch: block 256, grid clamp(ceil(outer size inner / 256), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same
 // results.
 #define DEFINE_GATHER_BACKWARD(SUFFIX, T)                                                                              \

@@ -1,8 +1,8 @@
 // The low-rank products of adapted linear maps in one launch: hidden = s₁ input down, dst += s₂ hidden up.
 //
-// A block has 16 rows. For hidden, its warps divide the sum over `inner` and add their parts through shared memory. Then the warps divide
-// the columns of dst. With cuBLAS, hidden and dst would be two launches, which take longer to start than to compute at the sizes of one
-// image.
+// A block computes 16 rows of hidden and dst. To compute hidden, each warp sums over a part of `inner`, and the block adds the warps'
+// sums through shared memory. Then each warp computes a part of the columns of dst. cuBLAS would need two launches, one for hidden and
+// one for dst. At the sizes of one image, starting them takes longer than their computation.
 //
 // include/low_rank.cuh describes the fragments of the products.
 #include "low_rank.cuh"
@@ -12,14 +12,14 @@ namespace {
 constexpr int ROWS = 16;
 constexpr int STEP = 32;
 constexpr int MOST_TERMS = 4;
-// A warp starts the loads of PIECES steps of 32 columns of dst together, and the loads of CHUNKS steps of 32 features, because nearly all
+// A warp starts the loads for CHUNKS times 32 input features (hidden) or for PIECES times 32 columns (dst) together, because nearly all
 // time at these sizes is spent waiting for memory.
 constexpr int PIECES = 2;
 template <int TILES> constexpr int CHUNKS = TILES == 1 ? 4 : 2;
-// The number of warps of a block, for ranks up to 16 TILES. More ranks need more registers, so that fewer warps fit.
+// The number of warps of a block for the rank 16 TILES. A higher rank needs more registers in each thread, so fewer warps fit.
 template <int TILES> constexpr int WARPS = TILES <= 2 ? 16 : 8;
 
-// All terms have the same sizes. Rows of input, hidden and dst are `*_row` elements apart.
+// All terms have the same sizes. `*_row` is the distance in elements between the starts of two neighbouring rows of a matrix.
 struct LowRankSizes {
     uint32_t rows, inner, outer, terms;
     uint32_t input_row, hidden_row, dst_row, down_row, up_row;
@@ -35,8 +35,8 @@ struct LowRankTerms {
     LowRankTerm list[MOST_TERMS];
 };
 
-// Loads the right operands of the four products of 32 features with 16 ranks: [rank of a pair][half of the features][register].
-// `down` is stored as (inner, rank) if `is_turned`, otherwise as (rank, inner).
+// Loads the right operands of the four matrix products of 32 input features with 16 ranks. The indices of `b` are [rank % 2][half of the
+// features][register]. `down` is stored as (inner, rank) if `is_turned`, otherwise as (rank, inner).
 template <typename T, bool is_turned>
 __device__ __forceinline__ void load_down(uint32_t (&b)[2][2][2], const T *down, uint32_t row, uint32_t feature, uint32_t rank,
                                           int g, int t) {
@@ -61,15 +61,15 @@ __device__ __forceinline__ void load_down(uint32_t (&b)[2][2][2], const T *down,
     }
 }
 
-// Computes one term's hidden for the block's rows. Writes it to global memory and, without gaps between rows, to shared memory. `parts`
-// has room for the sums of each warp.
+// Computes one term's hidden for the block's rows. Writes it to shared memory (`hidden`, without gaps between rows) and, in the blocks
+// with blockIdx.y = 0, to global memory (`term.hidden`). `parts` is shared memory for the sums of each warp: (warps, ROWS, rank).
 template <typename T, int TILES, bool is_backward>
 __device__ __forceinline__ void compute_hidden(const LowRankTerm &term, const LowRankSizes &sizes, float *parts, T *hidden) {
     constexpr int COUNT = TILES * RANKS;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
     const uint32_t first_row = blockIdx.x * ROWS, last = sizes.rows - 1;
     const T *input = static_cast<const T *>(term.input), *down = static_cast<const T *>(term.down);
-    // Rows beyond the last one load the last row, and are not written.
+    // If the block has rows beyond the last row of input, its threads load the last row instead and do not write the results.
     const T *rows[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -131,7 +131,7 @@ __device__ __forceinline__ void compute_hidden(const LowRankTerm &term, const Lo
     __syncthreads();
 }
 
-// The block's hidden as the left operand of the products with up.
+// Loads the block's rows of hidden from shared memory, as the left operands of the products with up.
 template <typename T, int TILES> __device__ __forceinline__ void load_hidden(uint32_t (&left)[TILES][4], const T *hidden) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -143,7 +143,8 @@ template <typename T, int TILES> __device__ __forceinline__ void load_hidden(uin
         }
 }
 
-// The values of a warp: PIECES times 32 columns of the block's rows of dst, and the values of up for these columns.
+// A thread's share of the values that its warp loads together: the block's rows of PIECES times 32 columns of dst, and the values of up
+// for these columns.
 template <typename T, int TILES, bool is_backward> struct Share {
     uint4 dst[PIECES][2];
     uint32_t up[PIECES][TILES][4][2];
@@ -189,7 +190,8 @@ template <typename T, int TILES, bool is_backward> struct Share {
                 for (int i = 0; i < 4; i++) multiply_add<T>(sums[piece][i], left[tile], up[piece][tile][i][0], up[piece][tile][i][1]);
     }
 
-    // Adds the results of `multiply` to dst. Of a thread's eight values, 2i and 2i + 1 come from products 2i % 4 and 2i % 4 + 1.
+    // Adds the results of `multiply` to dst. A thread stores eight neighbouring columns of a row. The sums for columns 2i and 2i + 1 are in
+    // the results of the matrix products 2i % 4 and 2i % 4 + 1.
     __device__ __forceinline__ void store(const float (&sums)[PIECES][4][4], void *to, const LowRankSizes &sizes,
                                           uint32_t begin, uint32_t stride) {
 #pragma unroll
@@ -211,9 +213,8 @@ template <typename T, int TILES, bool is_backward> struct Share {
     }
 };
 
-// In the forward pass, each term has a dst of its own and blocks of its own, and the factors are stored as (rank, inner) and (outer,
-// rank).
-// In the backward pass, all terms add to the dst of the first term, and the factors are stored as (inner, rank) and (rank, outer).
+// In the forward pass, each term has its own dst and its own blocks (blockIdx.z). down is stored as (rank, inner) and up as (outer, rank).
+// In the backward pass, all terms add to the dst of the first term. down is stored as (inner, rank) and up as (rank, outer).
 template <typename T, int TILES, bool is_backward>
 __device__ __forceinline__ void low_rank(const LowRankTerms &terms, const LowRankSizes &sizes) {
     constexpr int COUNT = ROWS * TILES * RANKS;
@@ -244,9 +245,10 @@ __device__ __forceinline__ void low_rank(const LowRankTerms &terms, const LowRan
 } // namespace
 
 // hidden (rows, rank) = scale_hidden input (rows, inner) down, dst (rows, outer) += scale_dst hidden up, for up to four terms of the
-// same sizes. inner and outer are multiples of 32; addresses and distances of rows are multiples of 16 bytes.
-// Launch: block 512, but 256 for rank 64; grid (ceil(rows / 16), any number of blocks that divide the columns, terms for the forward pass
-// and 1 for the backward pass); no dynamic shared memory.
+// same sizes. inner and outer must be multiples of 32. The addresses of the matrices and the distances between their rows must be
+// multiples of 16 bytes.
+// Launch: block 512 (256 for rank 64); grid (ceil(rows / 16), any, terms) for the forward pass and (ceil(rows / 16), any, 1) for the
+// backward pass; no dynamic shared memory. The blocks of the grid's second dimension share the columns of dst.
 #define DEFINE_LOW_RANK(NAME, IS_BACKWARD, RANK, SUFFIX, T)                                                            \
     extern "C" __global__ void __launch_bounds__(WARPS<RANK / RANKS> *WARP, 1)                                         \
         low_rank_##NAME##RANK##_##SUFFIX(const __grid_constant__ LowRankTerms terms,                                   \

@@ -1,20 +1,22 @@
-// Gradients of the factors of low-rank maps: products of a wide and a narrow matrix over their rows, for many maps in one launch.
+// Gradients of the factors of low-rank maps, for many maps in one launch. A gradient is the product narrowᵀ wide of two matrices with
+// the same rows.
 //
-// Wide is an input or a gradient of a result, narrow has the values of sixteen ranks. Nearly all time goes into reading wide, so a block
-// reads 64 of its columns, all rows, once.
+// `wide` is a map's input or the gradient of its result. `narrow` has 16 columns, one for each of 16 ranks: hidden or its gradient. Nearly
+// all time is spent reading `wide`, so each block reads all rows of 64 columns of `wide`, and no other block reads them.
 #include "low_rank.cuh"
 
 namespace {
 
 constexpr int COLUMNS = 64, WARPS = 8, STEP = 16, THREADS = WARPS * WARP;
-// A warp starts the loads of so many steps together.
+// The number of steps of 16 rows whose loads a warp starts together.
 constexpr int AT_ONCE = 2;
 constexpr int MOST_PRODUCTS = 48;
-// The distance between two ranks of a warp's sums in shared memory, in floats: not a multiple of the number of banks.
+// The distance between two ranks of a warp's sums in shared memory, in floats. It is not a multiple of the number of banks, against bank
+// conflicts.
 constexpr int SUM_ROW = COLUMNS + 4;
 
-// sum[r · rank_step + c · column_step] += scale · Σ narrow[row, r] wide[row, c], for 16 ranks r. wide and narrow are `*_row` elements
-// from row to row.
+// One product: sum[r · rank_step + c · column_step] += scale · Σ_row narrow[row, r] wide[row, c], for 16 ranks r and `columns` columns c.
+// `*_row` is the distance in elements between the starts of two neighbouring rows of a matrix.
 struct LowRankFactor {
     const void *wide, *narrow;
     float *sum;
@@ -23,13 +25,13 @@ struct LowRankFactor {
     uint32_t unused;
 };
 
-// The columns of all products follow one another: those of product i end at 64 `ends[i]`, rounded up for each product. Ends that are
-// not used are the largest number. They lie together, because a block reads several of them to find its product.
+// Product i has ceil(columns / 64) blocks: from block ends[i - 1] (0 for i = 0) up to, but not including, block ends[i]. Unused `ends` are
+// the largest uint32_t. `ends` is an array of its own, because a block reads several of its values to find the block's product.
 struct LowRankFactors {
     uint32_t ends[MOST_PRODUCTS];
     LowRankFactor list[MOST_PRODUCTS];
 
-    // The product that has the 64 columns `index`.
+    // The index of the product that block `index` computes columns of.
     __device__ __forceinline__ uint32_t find(uint32_t index) const {
         uint32_t found = 0;
 #pragma unroll
@@ -39,9 +41,10 @@ struct LowRankFactors {
     }
 };
 
-// Sixteen rows of a block's columns, and of the ranks. In the layout of PTX' `mma.m16n8k16` (attention/mma.cuh), with g = lane / 4 and
-// t = lane % 4: a thread has the rows 4t to 4t + 3, of wide the columns 8g to 8g + 7, of narrow the ranks 2g and 2g + 1. Column n of
-// product j is 8n + j, and rows g and g + 8 of a product are ranks 2g and 2g + 1.
+// A warp's operands for 16 rows: the block's 64 columns of wide, and the 16 ranks of narrow. With g = lane / 4 and t = lane % 4, a thread
+// holds the rows 4t to 4t + 3: the columns 8g to 8g + 7 of wide and the ranks 2g and 2g + 1 of narrow. `multiply` runs PTX'
+// `mma.m16n8k16` (layout: attention/mma.cuh) eight times. Column n of the result of mma j is the block's column 8n + j. Rows g and g + 8
+// of a result are the ranks 2g and 2g + 1.
 template <typename T> struct Rows {
     uint4 wide[4];
     uint32_t narrow[4];
@@ -78,7 +81,8 @@ template <typename T> __device__ __forceinline__ void low_rank_gradient(const Lo
     const bool is_inside = first_column + 8 * g < product.columns;
     const T *wide = static_cast<const T *>(product.wide) + first_column + 8 * g;
     const T *narrow = static_cast<const T *>(product.narrow) + 2 * g;
-    // Neighbouring threads have neighbouring sums, which they load early.
+    // Each thread adds to EACH elements of `product.sum`, and neighbouring threads to neighbouring elements. The old values are loaded
+    // here, so that the loads run during the products.
     constexpr int EACH = STEP * COLUMNS / THREADS;
     const bool by_rank = product.rank_step == 1;
     float *to[EACH], old[EACH];
@@ -123,9 +127,9 @@ template <typename T> __device__ __forceinline__ void low_rank_gradient(const Lo
 
 } // namespace
 
-// The products of a list (LowRankFactor); no two have the same sum. columns, wide_row and narrow_row are multiples of 8. Addresses of wide
-// and narrow are multiples of 16 bytes.
-// Launch: block 256, grid (the end of the last product, where each has ceil(columns / 64) blocks), no dynamic shared memory.
+// Computes the products (LowRankFactor) of a list. The `sum`s of two products must not overlap. columns, wide_row and narrow_row must be
+// multiples of 8. The addresses of wide and narrow must be multiples of 16 bytes.
+// Launch: block 256, grid Σ ceil(columns / 64) over the products (`ends` of the last product), no dynamic shared memory.
 #define DEFINE_GRADIENT(SUFFIX, T)                                                                                     \
     extern "C" __global__ void __launch_bounds__(THREADS, 2) low_rank_gradient_##SUFFIX(                               \
         const __grid_constant__ LowRankFactors products) {                                                             \

@@ -1,21 +1,21 @@
 // Layer norm (Ba et al. 2016, arXiv:1607.06450), RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) and modulated layer norm
 // (Peebles & Xie 2022, arXiv:2212.09748) of rows.
 //
-// x, y and their gradients dx and grad are (rows, len); mean and rstd = 1/√(var + eps) have one value per row, f32 (f64 for f64). RMS
-// norm is layer norm without mean and shift: the pointers `mean` and `bias` are ignored. `affine_f32`: see affine.cuh.
+// x, y and their gradients dx and grad are (rows, len). mean and rstd = 1/√(var + eps) have one value per row, f32 (f64 for f64). RMS
+// norm is layer norm with mean = 0 and bias = 0: its kernels ignore the pointers `mean` and `bias`. `affine_f32`: see affine.cuh.
 
 #include "affine.cuh"
 
-// The most packs of a row that a thread keeps in registers. With this number, 32 warps of a forward pass can run on a multiprocessor.
-// At a launch, the host chooses how many packs each thread of a team holds (HELD in rows.cuh): the smallest number from 1 to NORM_HELD
-// with which all rows together need at most 2^17 threads in a forward pass and 2^16 in a backward pass (about as many as an H100 runs at
-// once). If none suffices, it is NORM_HELD.
+// The largest number of packs of a row that a thread keeps in registers. With this number, 32 warps of a forward kernel can run on a
+// multiprocessor. At a launch, the host chooses how many packs each thread of a team holds (HELD in rows.cuh). It chooses the smallest
+// number from 1 to NORM_HELD with which all rows together need at most 2^17 threads in a forward pass and 2^16 in a backward pass (about
+// as many as an H100 runs at once). If all these numbers need more threads, the host chooses NORM_HELD.
 constexpr int NORM_HELD = 3;
 
 namespace {
 
-// MODULATED is layer norm with scales and shifts of shape (rows / sharing, len): `sharing` consecutive rows use the same scale and shift.
-// 1 is added to the scale.
+// MODULATED is layer norm with scale and shift (`weight` and `bias`) of shape (rows / sharing, len): `sharing` consecutive rows use the
+// same scale and shift. The normalized x is multiplied by 1 + scale.
 enum class Kind { LAYER, RMS, MODULATED };
 
 template <Kind KIND> constexpr bool CENTERS = KIND != Kind::RMS;
@@ -37,12 +37,12 @@ template <typename T, int N> __device__ __forceinline__ void add_row(NormRow<T, 
         store_pack(sum + at, pack);
     });
     row.keep_narrow();
-    // Packs that are not in registers are read again later, by the thread that wrote them.
+    // Each later loop over the row reads the packs that are not in registers from `sum`. Each thread reads the packs that it wrote.
     row.start = sum;
     one_at_a_time();
 }
 
-// Where the scale and the shift of a row start.
+// The index of the first element of the row's scale in `weight`, and of the row's shift in `bias`.
 template <Kind KIND> __device__ __forceinline__ uint64_t first_parameter(uint64_t row, uint32_t sharing, uint32_t len) {
     return KIND == Kind::MODULATED ? divide(row, sharing).quotient * len : 0;
 }
@@ -54,7 +54,7 @@ __device__ __forceinline__ void load_scale(Affine affine, uint64_t at, Acc<T> (&
     for (int i = 0; i < N; i++) values[i] += KIND == Kind::MODULATED ? Acc<T>(1) : Acc<T>(0);
 }
 
-// With `residual`, the function takes the rows of x + residual, rounded to T, and writes these rows to `sum`.
+// Unless `residual` is null, the function normalizes the rows of x + residual, rounded to T, and writes these rows to `sum`.
 template <typename T, int N, Kind KIND>
 __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, Affine affine, T *y, Acc<T> *mean, Acc<T> *rstd,
                                         uint64_t rows, uint32_t len, uint32_t sharing, Acc<T> eps, Acc<T> *shared) {
@@ -101,7 +101,7 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
     }
 }
 
-// Unless `before` is null, the function adds it to the gradient, and then rounds the sum to T.
+// Unless `before` is null, the function adds `before` to the gradient before it rounds to T.
 template <typename T, int N, Kind KIND>
 __device__ __forceinline__ void backward(const T *x, const T *grad, const T *before, Affine affine, const Acc<T> *mean,
                                          const Acc<T> *rstd, T *dx, uint64_t rows, uint32_t len, uint32_t sharing,
@@ -128,7 +128,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const T *bef
         });
         if (CENTER) team_sums(sum, dot, shared);
         else dot = team_sum(dot, shared);
-        // With w for the weight, the gradient is scale g w - slope (x - center) - shift.
+        // dx = scale g w - slope (x - center) - shift, where w is the weight (1 + weight for MODULATED).
         const A slope = dot * scale / len * scale * scale, shift = CENTER ? sum / len * scale : A(0);
         values.keep_narrow();
         grads.keep_narrow();
@@ -151,6 +151,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const T *bef
     }
 }
 
+// The number of warps of a block of `affine_sums`. Warp l of a block sums the rows l, l + LINES, ... of the block's piece.
 constexpr int LINES = 8;
 
 template <typename T, int N, bool CENTER>
@@ -203,8 +204,9 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
 
 } // namespace
 
-// y = (x - mean) rstd weight + bias, with 1 + weight in modulated_layer_norm. Unless `residual` is null, x + residual, rounded to
-// the dtype, takes the place of x and is written to `sum`. Launch: over rows (rows.cuh), with the HELD that NORM_HELD describes.
+// y = (x - mean) rstd weight + bias, with 1 + weight instead of weight in modulated_layer_norm. Unless `residual` is null,
+// sum = x + residual is rounded to the dtype and written, and y is the norm of `sum`. Launch: over rows (rows.cuh), with the HELD that
+// NORM_HELD describes.
 #define DEFINE_FORWARD(NAME, KIND, SUFFIX, T)                                                                          \
     extern "C" __global__ void __launch_bounds__(TEAM, 2)                                                              \
         NAME##_forward_##SUFFIX(const T *x, const T *residual, T *sum, const void *weight, const void *bias, T *y,     \
@@ -219,9 +221,9 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
         else forward<T, 1, KIND>(x, residual, sum, affine, y, mean, rstd, rows, len, sharing, added, shared);          \
     }
 
-// dx = rstd (g w - mean(g w) - x̂ mean(g w x̂)), plus `before` unless it is null. Here g is grad, w the scale, x̂ = (x - mean) rstd, and
-// mean(…) is the mean over the row; RMS norm has no term mean(g w). dx may be grad or `before`. Launch: as for the
-// forward pass.
+// dx = rstd (g w - mean(g w) - x̂ mean(g w x̂)) + before. Here g = grad, w = weight (1 + weight in modulated_layer_norm),
+// x̂ = (x - mean) rstd, and mean(…) is the mean over the row. RMS norm has no term mean(g w). `before` may be null for zeros. dx may be
+// the memory of grad or of `before`. Launch: as for the forward pass.
 #define DEFINE_BACKWARD(NAME, KIND, SUFFIX, T)                                                                         \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         NAME##_backward_##SUFFIX(const T *x, const T *grad, const T *before, const void *weight, const Acc<T> *mean,   \
@@ -235,8 +237,9 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
         else backward<T, 1, KIND>(x, grad, before, affine, mean, rstd, dx, rows, len, sharing, shared);                \
     }
 
-// First stage of the gradients of scale and shift. The `rows` rows of each sample are divided into pieces. For each piece, the kernel
-// writes Σ g x̂ and Σ g over its rows to `partials`, which is (samples, pieces, 2, len), f32 (f64 for f64). Launch: block (32, 8), grid
+// First stage of the gradients of weight and bias. x is (samples * rows, len) here: `rows` is the number of rows of one sample. The rows
+// of each sample are divided into pieces. For each piece, the kernel writes Σ g x̂ and Σ g over the piece's rows to `partials`, which is
+// (samples, pieces, 2, len), f32 (f64 for f64). Launch: block (32, 8), grid
 // (ceil(len / (32 WIDE)), pieces, samples), no dynamic shared memory. The caller chooses up to 65535 pieces, for instance
 // clamp(ceil(rows / 64), 1, 128). Second stage: norm_affine_sum.
 #define DEFINE_AFFINE(NAME, CENTER, SUFFIX, T)                                                                         \
@@ -261,9 +264,9 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
     DEFINE_AFFINE(rms_norm, false, SUFFIX, T)
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_NORMS)
 
-// Second stage, for every norm: adds the pieces of partials (samples, pieces, 2, len) and writes dweight and dbias (samples, len). If one
-// of these is null, it is not computed. The pieces are added in this order: sum i of 16 sums adds pieces i, i + 16 and so on; then the 16
-// sums are added. Launch: block (32, 16), grid (ceil(len / 32), 2, samples), no dynamic shared memory.
+// Second stage, for every norm (group norm too): adds the sums of the pieces in partials (samples, pieces, 2, len) and writes dweight and
+// dbias (samples, len). A null dweight or dbias is not computed. The order of the additions is fixed: thread i of 16 adds the pieces i,
+// i + 16 and so on; then one thread adds the 16 sums. Launch: block (32, 16), grid (ceil(len / 32), 2, samples), no dynamic shared memory.
 #define DEFINE_SUM(SUFFIX, T)                                                                                          \
     extern "C" __global__ void norm_affine_sum_##SUFFIX(const Acc<T> *partials, void *dweight, void *dbias,            \
                                                         uint32_t pieces, uint32_t len, uint32_t affine_f32) {          \

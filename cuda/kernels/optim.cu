@@ -1,10 +1,11 @@
-// The optimizers with f32 states. Arithmetic and rounding are the same as on the CPU, operation by operation, so that parameters and
-// states are equal bit for bit. Products and sums are therefore intrinsics, because the compiler would fuse operators.
+// The optimizers with f32 states, and the same optimizers for parameters and states of bf16. Arithmetic and rounding are the same as on
+// the CPU, operation by operation, so that parameters and states are equal bit for bit. Products and sums are written as intrinsics:
+// the compiler would fuse the operators * and + into fused multiply-adds, which round differently.
 //
-// A step is <optimizer>_prepare and one launch of `<optimizer>_step_*` for all pieces. Clipping launches gradient_norm_* (once for each
+// A step launches <optimizer>_prepare, and then `<optimizer>_step_*` once for all pieces. Clipping launches gradient_norm_* (once for each
 // vector of gradients), gradient_clip and gradient_scale_* before the step. Loss scaling launches gradient_norm_max_* and gradient_clip
-// before the step, and loss_scale_update after it. No argument of a launch changes from step to step: the learning rate
-// is in `Settings`, and the device counts and computes everything else. So a captured step can be replayed.
+// before the step, and loss_scale_update after it. No argument of a launch changes from step to step: the learning rate is in `Settings`
+// on the device, and the kernels count the steps and compute everything else. So a captured step can be replayed.
 #include "optim.cuh"
 
 // Each optimizer has a function that computes the coefficients of one step from a group's settings. Fields that the optimizer does not
@@ -59,7 +60,7 @@ static __device__ Coefficients adam_8bit_coefficients(const Settings &at, double
 static __device__ Coefficients sgd_coefficients(const Settings &at, double step) {
     Coefficients to{};
     to.decay = 1.0f;
-    // The first gradient fills the buffer, whatever the dampening.
+    // `at.beta1` is the momentum, `at.beta2` the dampening. In the first step, the buffer becomes the gradient, without dampening.
     to.beta1 = step == 1.0 ? 0.0f : static_cast<float>(at.beta1);
     to.gain1 = step == 1.0 ? 1.0f : static_cast<float>(1.0 - at.beta2);
     to.beta2 = static_cast<float>(at.beta1);
@@ -69,11 +70,13 @@ static __device__ Coefficients sgd_coefficients(const Settings &at, double step)
     return to;
 }
 
-// Optimizers that update whole variables read the settings themselves.
+// The kernels of optimizers that update whole variables (optim_whole.cu) read `Settings`, so they need no coefficients but those that
+// every `prepare` writes (`gain`, `skip`).
 static __device__ Coefficients whole_coefficients(const Settings &, double) { return Coefficients{}; }
 
-// Sets a group's hyper-parameters between steps: settings[group] = value, with the `step` of group `like` unless `like` is 0xffffffff.
-//   settings: long enough for the indices `group` and `like`.
+// Sets a group's hyper-parameters between steps: settings[group] = value. Unless `like` is 0xffffffff, the group's `step` becomes that of
+// group `like` instead of value.step.
+//   settings: must have the elements `group` and (unless it is 0xffffffff) `like`.
 // Grid: 1; block: 1; no dynamic shared memory.
 extern "C" __global__ void optim_configure(Settings *settings, uint32_t group, uint32_t like, Settings value) {
     follow();
@@ -81,10 +84,10 @@ extern "C" __global__ void optim_configure(Settings *settings, uint32_t group, u
     settings[group] = value;
 }
 
-// Begins a step: <optimizer>_prepare advances `step` of every group and writes its coefficients.
-//   settings, coefficients [groups]; loss_scale, by which gradients are divided first, or null for 1;
-//   norm, or null. If the norm is non-finite, the step counters stay, and the launch of the step only zeroes gradients (if
-//   zero_grads is 1).
+// Begins a step: <optimizer>_prepare increments `step` of every group and writes the group's coefficients.
+//   settings, coefficients [groups]; loss_scale, by which the step's kernel divides the gradients first, or null for 1;
+//   norm: the norm of the gradients, or null. If the norm is infinite or NaN, the step is skipped: `step` does not change, and the step's
+//   kernel only zeroes the gradients (if zero_grads is 1).
 // Grid: (groups + 31) / 32; block: 32; no dynamic shared memory.
 template <Coefficients (*COEFFICIENTS)(const Settings &, double)>
 static __device__ __forceinline__ void prepare(Settings *settings, uint32_t groups, const double *norm, const LossScale *loss_scale,
@@ -121,15 +124,16 @@ template <typename S> struct StateQuad {
 
     __device__ __forceinline__ StateQuad(S *states, uint64_t index) : pointer(states + index) { load_quad<true>(values, pointer, QUAD); }
     __device__ __forceinline__ float &operator[](int k) { return values[k]; }
-    // `number` is 1 for the first state of the optimizer, and so on.
+    // `number` is 1 for the optimizer's first state (state1), 2 for the second and 3 for the third.
     template <typename Rounding> __device__ __forceinline__ void store(const Rounding &rounding, int number) {
         store_quad<true>(pointer, values, QUAD, rounding, number);
     }
 };
 
-// Each optimizer is a structure of its states, of type S, with the update of four elements.
+// Each optimizer is a structure with pointers to its states, of type S. Its operator () updates four neighbouring elements: p and g are
+// the parameters and gradients, and `index` is the index of the first element in the states.
 
-// As torch.optim.Adam (`l2`) and AdamW (`decay`); with `largest`, the AMSGrad form.
+// As torch.optim.Adam (weight decay in `l2`) and AdamW (weight decay in `decay`). Unless `largest` is null, with AMSGrad.
 template <typename S> struct AdamRule {
     S *first, *second, *largest;
 
@@ -162,8 +166,8 @@ template <typename S> struct AdamRule {
     }
 };
 
-// As bitsandbytes' Adam8bit and AdamW8bit for parameters that are too small for 8-bit states. Multiplications are fused where the CUDA
-// code of bitsandbytes fuses them.
+// As bitsandbytes' Adam8bit and AdamW8bit for parameters that are too small for 8-bit states. A multiplication and an addition are fused
+// (__fmaf_rn) where the compiled CUDA code of bitsandbytes fuses them.
 template <typename S> struct SmallAdamRule {
     S *first, *second, *unused;
 
@@ -183,7 +187,8 @@ template <typename S> struct SmallAdamRule {
     }
 };
 
-// Chen et al., "Symbolic Discovery of Optimization Algorithms", https://arxiv.org/abs/2302.06675; fused as in bitsandbytes.
+// Lion: Chen et al., "Symbolic Discovery of Optimization Algorithms", https://arxiv.org/abs/2302.06675. Multiplications and additions are
+// fused where bitsandbytes fuses them.
 template <typename S> struct LionRule {
     S *momentum, *unused[2];
 
@@ -254,16 +259,18 @@ static __device__ __forceinline__ void step(const Piece *pieces, const Segment *
 // One step of all pieces: <optimizer>_step_<dtype of the gradients>_<dtype of the copy>, for f32_bf16, f32_f16, bf16_bf16, f16_f16.
 // With gradient g = gain * grads, p = params, and the coefficients of the piece's group:
 //   adam: p *= decay; g += l2 * p; m += gain1 * (g - m); v = beta2 * v + gain2 * g^2;
-//         p -= step_size * m / (sqrt(v) / root_correction2 + eps), where v is the maximum of v so far if `largest` is not null;
+//         p -= step_size * m / (sqrt(v) / root_correction2 + eps). Unless `largest` is null, largest = max(largest, v), and p's update
+//         has `largest` in place of v;
 //   small_adam: m = beta1 * m + gain1 * g; v = beta2 * v + gain2 * g^2; p = decay * (p + step_size * m / (sqrt(v) + eps));
 //   lion: p = decay * p - lr * sign(beta1 * m + gain1 * g); m = beta2 * m + gain2 * g;
 //   sgd: g += l2 * p; without a buffer p -= lr * g; with a buffer b = momentum * b + gain1 * g, and p -= lr * b, or
 //         p -= lr * (g + momentum * b) with nesterov.
-// Then copy = params in the copy's dtype, unless the copy is null, and grads = 0 if zero_grads is 1.
-//   pieces [gridDim.x]; segments: as the pieces say, their params f32; coefficients [groups];
-//   states f32: as the pieces say, aligned to 16 bytes, zeros before the first step.
-// Grid: number of pieces; block: 256 (a piece of 1024 elements keeps every thread busy once); no dynamic shared memory.
-// All kernels take three states. States that an optimizer does not have are null.
+// lr is `step_size`; the momentum is `beta1` in `Settings`. Then copy = params in the copy's dtype, unless the copy is null, and
+// grads = 0 if zero_grads is 1.
+//   pieces [gridDim.x]; segments: those that the pieces' indices name, with f32 params; coefficients [groups];
+//   state1, state2, state3: f32, long enough for the indices in the pieces, aligned to 16 bytes, zeros before the first step. A state
+//   that the optimizer does not have is null.
+// Grid: number of pieces; block: 256 (each thread updates four of a piece's 1024 elements); no dynamic shared memory.
 #define DEFINE_STEP(NAME, RULE, suffix, G, C)                                                                          \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
     NAME##_step_##suffix(const Piece *pieces, const Segment *segments, const Coefficients *coefficients,               \
@@ -279,11 +286,11 @@ static __device__ __forceinline__ void step(const Piece *pieces, const Segment *
     DEFINE_STEP(sgd, SgdRule, suffix, G, C)
 FOR_EACH_GRADIENT_AND_COPY(DEFINE_STEPS)
 
-// As <optimizer>_step_*, for parameters, gradients and states of bf16, without copies: <optimizer>_rounded_bf16. The update is in f32;
-// parameters and states are rounded stochastically, with random bits that depend on the seed and the step of the piece's group and on
-// the element.
-//   settings [groups]: of the same groups as the coefficients; firsts [gridDim.x]: the number of each piece's first element among
-//   those of the optimizer, in units of STATE_BLOCK; states: aligned to 8 bytes.
+// <optimizer>_rounded_bf16: as <optimizer>_step_*, for parameters, gradients and states of bf16, without copies. The kernel computes the
+// update in f32 and rounds parameters and states stochastically. The random bits depend on the seed and the step of the piece's group
+// and on the element's index.
+//   settings [groups]: of the same groups as the coefficients; firsts [gridDim.x]: the index of each piece's first element among all
+//   elements of the optimizer, divided by STATE_BLOCK; states: aligned to 8 bytes.
 #define DEFINE_ROUNDED(NAME, RULE)                                                                                     \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
     NAME##_rounded_bf16(const Piece *pieces, const Segment *segments, const Coefficients *coefficients,                \

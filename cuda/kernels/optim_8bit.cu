@@ -1,9 +1,11 @@
-// The optimizers with 8-bit states, as in bitsandbytes' AdamW8bit and Lion8bit. AdamW has two states of one byte for each parameter,
-// Lion has one. Every 256 values of a state have a scale.
+// The optimizers with 8-bit states, as in bitsandbytes' AdamW8bit and Lion8bit. AdamW has two states for each parameter, Lion has one. A
+// value of a state is one byte, its code. Every 256 values of a state share a scale. A "block" below is 256 such elements, not a block
+// of threads, unless the comment says so.
 //
 // A warp updates a block of 256 elements in registers. Each lane has four neighbouring elements of each half of the block, so that every
-// access is a whole 512-byte row of f32 or 128-byte row of codes. Multiplications are fused where the CUDA code of bitsandbytes fuses
-// them, and quotients and roots are rounded as on the CPU. Parameters, codes and scales therefore equal those of the CPU bit for bit.
+// access of the warp is to 512 contiguous bytes of f32 or 128 contiguous bytes of codes. Multiplications and additions are fused where the
+// CUDA code of bitsandbytes fuses them, and quotients and roots are rounded as on the CPU. Parameters, codes and scales therefore equal
+// those of the CPU bit for bit.
 #include "optim.cuh"
 
 using dynamic_map::Table;
@@ -14,7 +16,8 @@ static __device__ const Table UNSIGNED_TABLE = dynamic_map::make_table<false>();
 // The number of quads of a block that each lane has.
 constexpr int QUADS = STATE_BLOCK / (WARP * QUAD);
 
-// With three blocks of threads on a multiprocessor, each thread has the 80 registers that it needs.
+// The number of threads of a block, and of blocks of threads on a multiprocessor. With three blocks, each thread can have the 80 registers
+// that it needs.
 constexpr int THREADS = 256;
 constexpr int BLOCKS = 3;
 
@@ -26,7 +29,7 @@ static __device__ __forceinline__ void load_table(Table &shared, const Table &ta
     }
 }
 
-// The 8-bit states of one block, four codes to a word.
+// A lane's codes of one state of one block, and the block's scale. Byte k of words[q] is the code of element k of the lane's quad q.
 struct BlockState {
     uint32_t *codes;
     float *scale;
@@ -40,7 +43,7 @@ struct BlockState {
         for (int q = 0; q < QUADS; ++q) words[q] = codes[q * WARP];
     }
 
-    // Sets the codes beyond the end of the piece to `code`, which bitsandbytes uses there too.
+    // Sets the codes of quad q beyond its `count` elements, which are beyond the end of the piece, to `code`, as bitsandbytes does.
     __device__ __forceinline__ void pad(int q, uint32_t count, uint32_t code) {
 #pragma unroll
         for (int k = 0; k < QUAD; ++k) {
@@ -52,7 +55,7 @@ struct BlockState {
         return __fmul_rn(table.values[words[q] >> 8 * k & 0xff], old_scale);
     }
 
-    // Replaces the states by `values`, none of which is NaN.
+    // Computes the scale and the codes of `values`, and writes them to global memory. No value may be NaN.
     template <bool SIGNED>
     __device__ __forceinline__ void store(const Table &table, const float (&values)[QUADS][QUAD], uint32_t lane) {
         float largest = 0.0f;
@@ -77,7 +80,7 @@ struct BlockState {
     }
 };
 
-// The index of the first element of quad `q` of a lane. The lanes of a warp take the quads of a block in turn.
+// The index in the block of the first element of quad `q` of a lane.
 static __device__ __forceinline__ uint32_t index_of(int q, uint32_t lane) { return (q * WARP + lane) * QUAD; }
 
 // As bitsandbytes' Adam8bit and AdamW8bit.
@@ -200,16 +203,16 @@ static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count,
 
 // One step of all pieces, each of at most 256 elements:
 // <optimizer>_8bit_step_<dtype of the gradients>_<dtype of the copy>, for f32_bf16, f32_f16, bf16_bf16, f16_f16.
-// With gradient g = gain * grads, states s = values[code] * scale, and the coefficients of the piece's group:
+// With gradient g = gain * grads, p = params, states m, v = table.values[code] * scale, and the coefficients of the piece's group:
 //   adam: m = beta1 * m + gain1 * g; v = beta2 * v + gain2 * g^2; p = decay * (p + step_size * m / (sqrt(v) + eps));
-//   lion: p = decay * p - lr * sign(beta1 * m + gain1 * g); m = beta2 * m + gain2 * g;
-// then scale = the largest magnitude of the new states, code = the code of the value nearest to s / scale. If an element's gradient
-// (or its square, in adam) is non-finite, its states become 0 and its parameter does not change. Finally, copy = params in the
-// copy's dtype, unless the copy is null, and grads = 0 if zero_grads is 1.
-//   pieces [count]; segments: as the pieces say, their params f32; coefficients [groups];
-//   codes u8 [blocks * 256], aligned to 4 bytes, and scales f32 [blocks], by `state` of the piece; zeros before the first step.
+//   lion: p = decay * p - step_size * sign(beta1 * m + gain1 * g); m = beta2 * m + gain2 * g;
+// then, for each state s, scale = the largest magnitude of s in the piece, and code = the code of the table's value nearest to s / scale.
+// If an element's gradient is non-finite (in adam also if v overflows), its states become 0 and its parameter does not change.
+// Finally, copy = params in the copy's dtype, unless the copy is null, and grads = 0 if zero_grads is 1.
+//   pieces [count]; segments: those that the pieces' indices name, with f32 params; coefficients [groups];
+//   codes u8 [blocks * 256], aligned to 4 bytes, and scales f32 [blocks]: a piece has the block `piece.state`; zeros before the first step.
+//   codes2 and scales2 are null for Lion, which has one state.
 // Grid: (count + 7) / 8, at most 3 for each multiprocessor; block: 256; no dynamic shared memory.
-// All kernels take two states. The second state is null for Lion, which has one.
 #define DEFINE_STEP(NAME, RULE, suffix, G, C)                                                                          \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \
     NAME##_8bit_step_##suffix(const Piece *pieces, uint32_t count, const Segment *segments,                            \
@@ -224,8 +227,8 @@ static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count,
     DEFINE_STEP(lion, LionBlocks, suffix, G, C)
 FOR_EACH_GRADIENT_AND_COPY(DEFINE_STEPS)
 
-// As <optimizer>_8bit_step_*, for parameters and gradients of bf16, without copies: <optimizer>_8bit_rounded_bf16. Parameters are
-// rounded stochastically, as in optim.cu, where `settings` and `firsts` are described.
+// <optimizer>_8bit_rounded_bf16: as <optimizer>_8bit_step_*, for parameters and gradients of bf16, without copies. The kernel rounds
+// the parameters stochastically. optim.cu describes this rounding, `settings` and `firsts`.
 #define DEFINE_ROUNDED(NAME, RULE)                                                                                     \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \
     NAME##_8bit_rounded_bf16(const Piece *pieces, uint32_t count, const Segment *segments,                             \

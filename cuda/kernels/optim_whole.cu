@@ -1,11 +1,12 @@
-// Optimizers whose update of an element depends on other elements of its variable; include/optim_whole has their arithmetic.
+// Kernels of the optimizers whose update of an element depends on other elements of the element's variable. include/optim_whole has the
+// optimizers' arithmetic.
 #include "optim_whole/factored.cuh"
 #include "optim_whole/muon.cuh"
 #include "optim_whole/prodigy.cuh"
 #include "optim_whole/schedule_free.cuh"
 
-// Begins a kernel over whole variables: defines `elements` and `step` for this block's variable. Returns if the step is skipped. Before
-// that, clears the gradients if bit 0 of `flags` is set.
+// Begins a kernel over whole variables: defines `elements` and `step` for this block's variable. If the step is skipped, sets the
+// variable's gradients to 0 if bit 0 of `flags` is set, and returns from the kernel.
 #define WHOLE_VARIABLE(G, C)                                                                                           \
     const Whole &variable = variables[blockIdx.x];                                                                     \
     const WholeStep step{settings[variable.group], coefficients[variable.group], shared};                              \
@@ -18,9 +19,9 @@
 // <optimizer>_<part>_<dtype of the gradients>_<dtype of the copy>, for f32_bf16, f32_f16, bf16_bf16, f16_f16. All kernels have the same
 // arguments and call BODY(elements, step, states).
 //   variables [count]; settings, coefficients: an entry for each `group` of the variables; shared: see the kernel, or null;
-//   flags: bit 0 if gradients are to be cleared, bit 1 in the first launch of a step, bit 2 in the last;
-//   states f32: a variable's part begins where its `states` say; zeros before the first step; null for a state that the optimizer
-//   does not have.
+//   flags: bit 0 is set if the kernel must set the gradients to 0, bit 1 in the first launch of a step, bit 2 in the last launch of a step;
+//   state1 to state5: f32, zeros before the first step; a variable's values begin at the indices in the variable's `states`; null for a
+//   state that the optimizer does not have.
 // Grid: the number of variables; block: 512; no dynamic shared memory.
 #define WHOLE_ARGUMENTS                                                                                                \
     const Whole *variables, uint32_t count, const Settings *settings, const Coefficients *coefficients, double *shared,   \
@@ -41,8 +42,8 @@
     DEFINE_WHOLE(prodigy_step, prodigy_apply, suffix, G, C)
 FOR_EACH_GRADIENT_AND_COPY(DEFINE_STEPS)
 
-// Adds the sums of `count` variables to those of earlier launches in the same step. The last launch of a step computes Prodigy's estimate
-// from these sums.
+// Adds the sums of prodigy_observe over `count` variables to the sums of earlier launches in the same step. The last launch of a step
+// computes Prodigy's estimate of the step size d from these sums.
 //   The arguments are those of WHOLE_ARGUMENTS; shared f64 [7].
 // Grid: 1; block: 512; no dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(WHOLE_THREADS) prodigy_estimate(WHOLE_ARGUMENTS) {
@@ -52,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(WHOLE_THREADS) prodigy_estimate(WHO
     const double progress = sum_over(count, [&](uint64_t k) { return sums(k)[0]; });
     const double distance = sum_over(count, [&](uint64_t k) { return sums(k)[1]; });
     if (threadIdx.x != 0) return;
-    // All groups that take part have the same learning rate. The other groups have 0.
+    // `prodigy_rate` is 0 for the groups with a learning rate of 0, and the same number for all other groups.
     double rate = 0.0;
     for (uint32_t k = 0; k < count && rate == 0.0; ++k) rate = prodigy_rate(settings[variables[k].group], shared);
     const bool is_first = flags & 2u, is_last = flags & 4u;

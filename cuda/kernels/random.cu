@@ -1,11 +1,12 @@
-// Random numbers in f32, four per block of the generator, at the same positions as on the CPU.
+// Random numbers in f32. Each block of the generator (philox.cuh) yields four numbers, and element i has the same number as on the CPU.
 //
-// Seed and offset are state[0] and state[1] + offset if `state` is not null, else the arguments.
-// Launch of uniform and normal: a thread per block of four numbers (ceil(n / 4) threads), block 256, no shared memory.
+// `seed` and `offset` (of the first block) are the generator's position. If `state` is not null, the seed is state[0] and the offset is
+// state[1] + offset.
+// Launch of uniform and normal: one thread for each generator block (ceil(n / 4) threads), block 256, no shared memory.
 #include "element.cuh"
 #include "philox.cuh"
 
-// A number in [0, 1) with 24 bits, exact in f32.
+// The upper 24 of 32 random bits as a number in [0, 1), which f32 represents exactly.
 __device__ __forceinline__ float unit(uint32_t bits) { return float(bits >> 8) * (1.0f / 16777216.0f); }
 
 __device__ __forceinline__ void write(float *y, uint64_t n, uint64_t first, const float (&values)[4]) {
@@ -49,7 +50,8 @@ extern "C" __global__ void normal(float *y, uint64_t n, const uint64_t *state, u
     write(y, n, block * 4, values);
 }
 
-// `set_generator(state, seed, offset)` sets the position from which the draws of a graph start. Launch: one thread.
+// `set_generator(state, seed, offset)` sets the seed and the offset from which the draws of a CUDA graph's next replay start. Launch: one
+// thread.
 extern "C" __global__ void set_generator(uint64_t *state, uint64_t seed, uint64_t offset) {
     follow();
     state[0] = seed;

@@ -1,9 +1,10 @@
 // Reductions of a dense tensor x (outer, n, inner) along n: sum, maximum, minimum, index of the maximum. Also cumulative sums along n.
 //
-// `<function>_rows_<from>_<to>` requires that inner is 1; `<function>_columns_<from>_<to>` accepts any inner. Both take the arguments
-// (y, x, outer, n, inner, chunk, divisor). They split n into chunks = ceil(n / chunk) pieces of at most `chunk` elements, reduce each
-// piece, divide the result by `divisor`, and write y (outer, chunks, inner). If there is one piece, y is the result; otherwise a
-// second launch reduces y. Sums are computed in the arithmetic type `Acc` of the element type.
+// `<function>_rows_<from>_<to>` requires that inner is 1; `<function>_columns_<from>_<to>` accepts any inner. <from> is the dtype of x,
+// <to> that of y. Both kernels take the arguments (y, x, outer, n, inner, chunk, divisor). They split dimension n into
+// max(1, ceil(n / chunk)) chunks of at most `chunk` elements, reduce each chunk, divide each result by `divisor`, and write
+// y (outer, chunks, inner). With several chunks, a second launch must reduce y along the chunks. Sums are computed in the arithmetic
+// type `Acc` of the dtype of x.
 #include "element.cuh"
 
 struct Sum {
@@ -28,6 +29,7 @@ template <typename F, typename R> __device__ __forceinline__ R join_warp(R value
     return value;
 }
 
+// A row of threads (threadIdx.y) reduces one chunk.
 // Launch: blocks of (32, 8) or (256, 1) threads, ceil(outer * chunks / blockDim.y) blocks, no dynamic shared memory.
 template <typename F, typename S, typename D>
 __device__ __forceinline__ void reduce_rows(D *y, const S *x, uint64_t outer, uint64_t n, uint64_t chunk, double divisor) {
@@ -35,7 +37,8 @@ __device__ __forceinline__ void reduce_rows(D *y, const S *x, uint64_t outer, ui
     __shared__ R joined[WARP];
     const uint64_t chunks = n == 0 ? 1 : (n + chunk - 1) / chunk;
     const uint64_t task = uint64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-    // `task` is the same for all threads of a warp, and for all threads of a (256, 1) block, so these return together.
+    // `task` is the same for all threads of a warp, and for all threads of a (256, 1) block. So a warp or a (256, 1) block returns as a
+    // whole, and no thread is missing in the shuffles and at the barrier below.
     if (task >= outer * chunks) return;
     const uint64_t start = task % chunks * chunk, length = n - start < chunk ? n - start : chunk;
     const S *row = x + task / chunks * n + start;
@@ -119,7 +122,8 @@ template <typename R> __device__ __forceinline__ bool before(R b, uint32_t j, R 
     return b > a || (b == a && j < i);
 }
 
-// `argmax_<dtype>(y, x, outer, n, inner)` writes y (outer, inner), the index along n of the largest element. n is at least 1.
+// `argmax_<dtype>(y, x, outer, n, inner)` writes y (outer, inner), the index along n of the largest element (see `before`). n must be at
+// least 1.
 // Launch: one warp for each element of y, blocks of 256 threads, no dynamic shared memory.
 template <typename T>
 __device__ __forceinline__ void find_largest(uint32_t *y, const T *x, uint64_t outer, uint64_t n, uint64_t inner) {
@@ -142,7 +146,7 @@ __device__ __forceinline__ void find_largest(uint32_t *y, const T *x, uint64_t o
     if (lane == 0) y[task] = best;
 }
 
-// `cumsum_<dtype>(y, x, outer, n, inner)` writes y (outer, n, inner): element i along n is the sum of elements 0 to i of x along n.
+// `cumsum_<dtype>(y, x, outer, n, inner)` writes y (outer, n, inner): y[o, j, i] = Σ x[o, k, i] over k = 0 to j.
 // Launch: one warp for each pair of outer and inner indices, blocks of 256 threads, no dynamic shared memory.
 template <typename T>
 __device__ __forceinline__ void add_up(T *y, const T *x, uint64_t outer, uint64_t n, uint64_t inner) {

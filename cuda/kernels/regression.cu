@@ -1,10 +1,10 @@
-// Sums of losses of the difference d = a - b of two dense tensors of `len` elements:
+// Sums of elementwise losses of two dense tensors a and b of `len` elements. With the difference d = a - b of two elements, the losses are:
 // - square: d²;
 // - absolute: |d|;
 // - huber (Huber 1964) with `parameter` δ: d²/2 for |d| up to δ, δ (|d| - δ/2) beyond δ;
 // - smooth_absolute (Girshick 2015, arXiv:1504.08083) with `parameter` β: huber with δ = β, divided by β.
 //
-// elementwise.cu has the losses without sums, and their gradients, under the same names.
+// elementwise.cu has, under the same names, kernels for the losses of single elements and for their gradients.
 
 #include "rows.cuh"
 
@@ -65,8 +65,8 @@ __device__ __forceinline__ void sum(const T *a, const T *b, double *partials, ui
 
 } // namespace
 
-// Each block's sum of losses, partials (grid) of f64. Launch: block 256; the caller chooses the grid from `len` alone, for instance
-// clamp(ceil(len / (2048 WIDE)), 1, 1024). loss_total follows.
+// partials[b] = the sum of the losses that block b computes, in f64. Launch: block 256, no dynamic shared memory. The caller chooses the
+// grid from `len` alone, for instance clamp(ceil(len / (2048 WIDE)), 1, 1024), and launches loss_total afterwards.
 #define DEFINE_SUM(NAME, FUNCTION, SUFFIX, T)                                                                          \
     extern "C" __global__ void NAME##_sum_##SUFFIX(const T *a, const T *b, double *partials, uint64_t len,             \
                                                    double parameter) {                                                 \
@@ -80,7 +80,7 @@ __device__ __forceinline__ void sum(const T *a, const T *b, double *partials, ui
     DEFINE_SUM(smooth_absolute, SmoothAbsolute, SUFFIX, T)
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SUMS)
 
-// *result = factor Σ partials (count). Launch: block 256, grid 1, no dynamic shared memory.
+// *result = factor Σ_b partials[b] over b < count. Launch: block 256, grid 1, no dynamic shared memory.
 #define DEFINE_TOTAL(SUFFIX, T)                                                                                        \
     extern "C" __global__ void loss_total_##SUFFIX(const double *partials, T *result, uint32_t count, double factor) { \
         follow();                                                                                                      \

@@ -1,17 +1,19 @@
 // RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) of rows and rotary position embedding (Su et al. 2021, arXiv:2104.09864)
 // of the result, for the queries and keys of models that normalise them.
 //
-// x, y and their gradients dx and grad are (rows, width). weight (width) has their dtype, or f32 if `weight_f32` is 1; null means
-// ones.
+// x, y and their gradients dx and grad are (rows, width). weight is (width) in the dtype of x, or in f32 if `weight_f32` is 1; a null
+// weight means ones.
 // rstd = 1/√(mean(x²) + eps) has one value per row, f32 (f64 for f64). cos and sin are as in rope.cuh, or null for no rotation.
 //
-// The forms for heads read the queries, keys and perhaps values of a projection in place: x and dx are (batch, tokens, ≥
-// all_heads width), y and grad (batch, tokens, all_heads, width), each with its strides of tokens and samples, in elements. A token
-// has `heads` rows of queries and `key_heads` of keys; the remaining rows are values, which are copied. If rstd is null, rows are
-// rotated but not normalised, and backward does not read x.
+// The kernels rms_norm_rope_heads_* read the queries, keys and perhaps values of a projection in place. x and dx are (batch, tokens, at
+// least all_heads width), y and grad are (batch, tokens, all_heads, width). For x, dx and y (grad has the strides of y), `*_token` and
+// `*_sample` are the distances between two tokens and between two samples, in elements. A token has `heads` rows of queries, then
+// `key_heads` rows of keys; the remaining rows are values, which are copied. If rstd is null, rows are rotated but not normalised, and
+// the backward kernel does not read x.
 //
-// A row is short, so it belongs to a team of 1 to 32 lanes of a warp: as many lanes as the row has packs of pairs, rounded up to a
-// power of two. Each lane keeps its first pack of pairs in registers; values beyond the first 64 WIDE of a row are read again.
+// A row is short, so a team of 1 to 32 lanes of a warp handles it. The team has as many lanes as the row has packs of pairs, rounded up
+// to a power of two, but at most 32. Each lane keeps its first pack of pairs in registers: 64 WIDE values of a row with 32 lanes. The
+// other values of a longer row are read twice.
 
 #include "affine.cuh"
 #include "rope.cuh"
@@ -39,14 +41,15 @@ template <typename F> __device__ __forceinline__ void for_each_row(uint64_t rows
     }
 }
 
-// The index at which a row starts in x, in dx, and in y and grad; the weight of the row; whether the row is only copied.
+// Where a row is and what happens to it: the indices of the row's first element in x, in dx, and in y and grad; the weight that multiplies
+// the row, or null for ones; whether the row is copied without norm and rotation.
 struct Place {
     uint64_t x, dx, y;
     const void *weight;
     bool is_copied;
 };
 
-// Rows one after another.
+// Rows that follow one another without gaps, all with the same weight.
 struct DenseRows {
     const void *weight;
     uint32_t width;
@@ -56,7 +59,7 @@ struct DenseRows {
     }
 };
 
-// The heads of a projection: for each token its queries, then keys, then values.
+// The rows of a projection: for each token the heads of its queries, then of its keys, then of its values.
 struct HeadRows {
     const void *weights[2];
     uint64_t x_token, x_sample, dx_token, dx_sample, y_token, y_sample;
@@ -126,7 +129,8 @@ __device__ __forceinline__ void forward(const T *x, R places, bool is_f32, Angle
     });
 }
 
-// The gradients of pairs after normalisation and weight, and the normalised pairs.
+// `normal` has the normalised pairs x̂. After `load`, `grads` has the gradients u of x̂ w, that is grad rotated back; after `weigh`, the
+// gradients u w of x̂.
 template <typename T, int N, bool INTERLEAVED> struct Slopes {
     using A = Acc<T>;
     Pairs<T, N, INTERLEAVED> grads, normal;
@@ -149,7 +153,7 @@ template <typename T, int N, bool INTERLEAVED> struct Slopes {
         }
     }
 
-    // Turns `grads` into the gradients of the normalised pairs. Returns their dot product with the normalised pairs.
+    // Multiplies `grads` by the weight, which makes them the gradients of `normal`. Returns the dot product of `grads` and `normal`.
     __device__ __forceinline__ A weigh(const void *parameter, bool is_f32, uint32_t pair, uint32_t half) {
         A dot = 0;
 #pragma unroll
@@ -207,7 +211,8 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, R places, bo
     });
 }
 
-// Each team sums over its rows of a piece; then the block adds the sums of its teams in order.
+// A block has a piece of the rows, and team t of the block sums the piece's rows t, t + teams, ... Then the block adds the sums of its
+// teams in the order of the teams.
 template <typename T, int N, bool INTERLEAVED>
 __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Acc<T>> angles, const Acc<T> *rstd, Acc<T> *partials,
                                             uint64_t rows, Acc<T> *shared) {
@@ -245,8 +250,9 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
 
 } // namespace
 
-// Launch of forward and backward: block 256, grid clamp(ceil(rows width / (512 WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any
-// grid gives the same results.
+// y = R(x rstd w), where R rotates by the angles of cos and sin, and w is the weight. Writes rstd.
+// Launch of the forward and the backward kernels: block 256, grid clamp(ceil(rows width / (512 WIDE)), 1, 2^31 - 1), no dynamic shared
+// memory. Any grid gives the same results.
 #define DEFINE_FORWARD(SUFFIX, T)                                                                                      \
     extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_forward_##SUFFIX(                              \
         const T *x, const void *weight, const Acc<T> *cos, const Acc<T> *sin, T *y, Acc<T> *rstd, uint64_t rows,       \
@@ -261,8 +267,8 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         });                                                                                                            \
     }
 
-// dx = rstd (u w - x̂ mean(u w x̂)), where u is grad rotated back, w the weight, x̂ = x rstd, and the mean is over the row. dx may
-// be grad.
+// dx = rstd (u w - x̂ mean(u w x̂)), where u is grad rotated back, w the weight, x̂ = x rstd, and the mean is over the row. dx may be the
+// memory of grad.
 #define DEFINE_BACKWARD(SUFFIX, T)                                                                                     \
     extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_backward_##SUFFIX(                             \
         const T *x, const T *grad, const void *weight, const Acc<T> *cos, const Acc<T> *sin, const Acc<T> *rstd, T *dx,\
@@ -279,8 +285,9 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         });                                                                                                            \
     }
 
-// First stage of the gradient of the weight: Σ u x̂ over each piece of the rows. The second stage, norm_affine_sum (norm.cu), reads
-// partials (pieces, 2, width); this kernel writes the first of the two lines of each piece and does not touch the other line.
+// First stage of the gradient of the weight. The rows are divided into pieces, and partials[p, 0] = Σ u x̂ over the rows of piece p.
+// partials is (pieces, 2, width), as the second stage, norm_affine_sum (norm.cu), reads it. This kernel does not write partials[p, 1], so
+// the second stage must have a null dbias.
 // Launch: block 256, grid (ceil(width / (64 WIDE)), pieces), no dynamic shared memory. The caller chooses up to 65535 pieces, for
 // instance clamp(ceil(rows / 64), 1, 512).
 #define DEFINE_WEIGHT(SUFFIX, T)                                                                                       \
@@ -297,7 +304,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         });                                                                                                            \
     }
 
-// The forms for heads, with rows = batch tokens all_heads. Their launches are those of the dense forms.
+// The kernels for heads in place, with rows = batch tokens all_heads. They are launched like the kernels for dense rows.
 #define HEAD_ROWS(T, dx_token, dx_sample)                                                                              \
     const HeadRows places{{q_weight, k_weight}, x_token,  x_sample, dx_token, dx_sample,                               \
                           y_token,              y_sample, tokens,   heads,    key_heads, all_heads, width};            \

@@ -1,7 +1,8 @@
-// Rotary position embedding (Su et al. 2021, arXiv:2104.09864): the pair (a, b) becomes (a cos - b sin, a sin + b cos).
+// Rotary position embedding (Su et al. 2021, arXiv:2104.09864): the pair of features (a, b) becomes (a cos - b sin, a sin + b cos).
 //
-// x and y are (rows, width), and may be the same; cos and sin are (positions, width / 2) of f32 (f64 for f64): see rope.cuh.
-// If `back` is 1, the kernel rotates by the negative angle, which gives the gradient.
+// x and y are (rows, width), and may be the same memory. cos and sin are (positions, width / 2) of f32 (f64 for f64). rope.cuh says which
+// position a row has (`positions`, `repeats`) and which features form a pair (`interleaved`).
+// If `back` is 1, the kernel rotates by the negative angles: with x = the gradient of y, this gives the gradient of x.
 // Launch: block 256, grid clamp(ceil(rows width / (512 WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same
 // results.
 

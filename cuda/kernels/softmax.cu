@@ -1,6 +1,6 @@
-// Softmax, its logarithm, and the logarithm of a sum of exponentials, over the last dimension.
+// Softmax, log-softmax and log-sum-exp over the last dimension.
 //
-// x, y, grad and dx are (rows, len). Launch of all kernels: over rows (rows.cuh).
+// x and dx are (rows, len). y and grad are (rows, len) too, but (rows) for log-sum-exp. Launch of all kernels: over rows (rows.cuh).
 
 #include "softmax.cuh"
 
@@ -89,8 +89,8 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
 
 } // namespace
 
-// y = e^x / Σ e^x, or its logarithm. The results of a row are NaN if all of its elements are negative infinity, or if one
-// element is NaN or infinity.
+// y = e^x / Σ e^x (softmax) or y = x - log Σ e^x (log_softmax), with sums over the row. All results of a row are NaN if all elements of the
+// row are -∞, or if one element is NaN or +∞.
 #define DEFINE_FORWARD(NAME, LOG, SUFFIX, T)                                                                           \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         NAME##_forward_##SUFFIX(const T *x, T *y, uint64_t rows, uint32_t len) {                                       \
@@ -100,7 +100,8 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
         else forward<T, 1, LOG>(x, y, rows, len, shared);                                                              \
     }
 
-// dx = y (g - Σ g y) for softmax, dx = g - e^y Σ g for its logarithm, with the result y and g for grad. dx may be grad.
+// dx = y (g - Σ g y) for softmax and dx = g - e^y Σ g for log_softmax, where y is the result of the forward pass and g = grad. dx may be
+// the memory of grad.
 #define DEFINE_BACKWARD(NAME, LOG, SUFFIX, T)                                                                          \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         NAME##_backward_##SUFFIX(const T *y, const T *grad, T *dx, uint64_t rows, uint32_t len) {                      \
@@ -110,8 +111,8 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
         else backward<T, 1, LOG>(y, grad, dx, rows, len, shared);                                                      \
     }
 
-// log Σ e^x of each row: exact (rows) in f32 (f64 for f64), which the backward pass reads, and y (rows), unless null.
-// The result is infinite if the largest element is infinite.
+// log Σ e^x of each row. The kernel writes it to exact (rows), in f32 (f64 for f64), which the backward pass reads, and, rounded to T, to
+// y (rows) unless y is null. If the largest element of a row is infinite, the row's result is that element.
 #define DEFINE_LOGSUMEXP(SUFFIX, T)                                                                                    \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         logsumexp_forward_##SUFFIX(const T *x, T *y, Acc<T> *exact, uint64_t rows, uint32_t len) {                     \
@@ -121,7 +122,7 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
         else logsumexp<T, 1>(x, y, exact, rows, len, shared);                                                          \
     }
 
-// dx = g e^(x - exact), with one gradient g for each row.
+// dx = g e^(x - exact), where g = grad has one value for each row. If a row's `exact` is -∞, the row's dx is 0.
 #define DEFINE_LOGSUMEXP_BACKWARD(SUFFIX, T)                                                                           \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         logsumexp_backward_##SUFFIX(const T *x, const Acc<T> *exact, const T *grad, T *dx, uint64_t rows,              \

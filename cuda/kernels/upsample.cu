@@ -1,19 +1,20 @@
-// Nearest-neighbour resize: of n outputs along an axis, output i copies input min(⌊i · (m / n)⌋, m - 1) of m inputs. The
-// index is computed in f32, as in torch, but in integers if n = m or n = 2 m.
+// Nearest-neighbour resize: along an axis with m input pixels and n output pixels, output pixel i copies input pixel
+// min(⌊i · (m / n)⌋, m - 1). This index is computed in f32, as in torch, but in integers if n = m or n = 2 m.
 //
-// x and its gradient dx are (batch, height, width, channels), y and its gradient (batch, out_height, out_width, channels).
-// Launch: block 256, grid clamp(rows × ceil(row_len / (1024 WIDE)), 1, 2^31 - 1). rows counts the rows of all images of the
-// tensor that is written (y forward, dx backward), row_len is width × channels. No dynamic shared memory. Any grid size
-// gives the correct result.
+// x and its gradient dx are (batch, height, width, channels), y and its gradient grad are (batch, out_height, out_width, channels).
+// Launch: block 256, grid clamp(rows × ceil(row_len / (1024 WIDE)), 1, 2^31 - 1). Here, rows = batch × height and
+// row_len = width × channels of the tensor that the kernel writes (y forward, dx backward). No dynamic shared memory. Any grid size gives
+// the same result.
 
 #include "rows.cuh"
 
 namespace {
 
+// The numbers of input and output pixels along an axis.
 struct Axis {
     uint32_t input, output;
 
-    // The position of the input that position `i` of the output copies.
+    // The input pixel that output pixel `i` copies.
     __device__ __forceinline__ uint32_t source(uint32_t i) const {
         if (output == input) return i;
         if (output == 2 * static_cast<uint64_t>(input)) return i / 2;
@@ -21,7 +22,8 @@ struct Axis {
         return min(static_cast<uint32_t>(static_cast<float>(i) * scale), input - 1);
     }
 
-    // The first position of the output that copies position `i` of the input or a later one.
+    // The first output pixel whose `source` is at least `i`; `output` if there is none. So the output pixels from first_copy(i) up to, but
+    // not including, first_copy(i + 1) copy input pixel `i`.
     __device__ __forceinline__ uint32_t first_copy(uint32_t i) const {
         if (output == input) return i;
         if (output == 2 * static_cast<uint64_t>(input)) return 2 * i;
@@ -35,11 +37,12 @@ struct Axis {
     }
 };
 
-// The number of packs that a thread takes from a stretch.
+// The number of packs of a stretch (see `for_each_pack`) that a thread handles.
 constexpr int BATCH = 4;
 
 // Calls f(image, line, column, pack of the column, index of the pack in the tensor) for each pack of the tensor (batch,
-// height, width, packs). A block takes stretches of a line, so that there is one division per pack.
+// height, width, packs). Each line of an image is divided into stretches of BATCH · blockDim.x packs, and a block handles whole stretches.
+// So image and line need divisions only once per stretch, and each pack needs one division, for its column.
 template <int UNROLL, typename F>
 __device__ __forceinline__ void for_each_pack(uint64_t batch, uint32_t height, uint32_t width, uint32_t packs, F f) {
     const uint64_t len = static_cast<uint64_t>(width) * packs;

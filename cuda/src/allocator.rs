@@ -1,20 +1,20 @@
-//! The caching allocator of a stream's memory, independent of the driver that provides it.
+//! A caching allocator for the device memory of one stream. A [`Backend`] provides the memory: the driver, or a test's substitute.
 //!
-//! Work goes to one stream, so a block can be reused as soon as it is freed: its next use is queued after its previous one.
-//! A pool is one reserved range of addresses. If no free block fits, memory is mapped into the pool, at its end or in a gap that
-//! [`Allocator::trim`] left. Free neighbours can therefore always be joined, so a large block can reuse memory that was freed in
-//! small blocks.
+//! All work is queued in one stream, so a block can be reused as soon as it is freed: the new owner's kernels run after the old owner's.
+//! A pool is one reserved range of addresses. If no free block fits, the allocator maps memory into an unmapped gap of the range: its
+//! unused end, or a gap that [`Allocator::trim`] left. All blocks of a pool are in one range, so free neighbours can always be joined,
+//! and a large block can reuse memory that was freed in small blocks.
 //!
-//! While a graph is captured, blocks come from a separate space. Each replay of a graph writes to the addresses of its capture,
+//! While a CUDA graph is captured, blocks come from a separate space. Each replay of a graph writes to the addresses of its capture,
 //! including those that the capture has freed, so eager work never gets addresses of this space. Graphs are replayed one after
 //! another, so they share the space. Between replays, addresses that a capture has freed hold no data. Eager work that needs more memory
-//! therefore takes the memory mapped at these addresses, and memory is mapped there again before the next replay. So a run needs
-//! the larger of the memory of graphs and the memory of the eager work between replays, not their sum.
+//! can therefore unmap these addresses and map as much memory into its own pools; memory is mapped at these addresses again before the
+//! next replay. So a run needs the larger of the memory of graphs and the memory of eager work between replays, not their sum.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// Every size and address is a multiple of this number of bytes.
+/// The address and the size of every block are multiples of this number of bytes.
 pub const ALIGNMENT: u64 = 512;
 /// Requests up to this number of bytes come from separate pools, so that they do not split large blocks.
 pub const SMALL: u64 = 1 << 20;
@@ -23,7 +23,7 @@ pub const PAGE: u64 = 2 << 20;
 /// The minimum number of bytes by which a pool of large blocks grows.
 const GROWTH: u64 = 32 << 20;
 
-/// Reserves addresses and maps memory.
+/// What the allocator needs of a driver: it reserves addresses and maps memory.
 pub trait Backend {
     /// A handle of mapped memory.
     type Chunk;
@@ -56,11 +56,11 @@ pub trait Backend {
 /// The state of an allocator, in bytes, and its counters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Bytes of blocks in use.
+    /// Bytes of blocks in use (allocated and not freed).
     pub allocated: u64,
     /// The peak of [`allocated`](Self::allocated).
     pub peak_allocated: u64,
-    /// Mapped bytes: in use or cached.
+    /// Bytes of mapped memory: of blocks in use and of free (cached) blocks.
     pub reserved: u64,
     /// The peak of [`reserved`](Self::reserved).
     pub peak_reserved: u64,
@@ -70,27 +70,27 @@ pub struct Stats {
     pub allocations: u64,
     /// How often memory was mapped.
     pub growths: u64,
-    /// How often memory ran out and cached blocks were released.
+    /// How often an allocation released cached blocks because the device's memory ran out.
     pub retries: u64,
 }
 
-/// A piece of mapped memory.
+/// A block of mapped memory, in use or free. It may lie in several chunks.
 #[derive(Clone, Copy, Debug)]
 struct Block {
     size: u64,
     is_free: bool,
 }
 
-/// One range of addresses.
+/// A reserved range of addresses: chunks of mapped memory, which are divided into blocks, and unmapped gaps.
 struct Pool<C> {
     start: u64,
     end: u64,
     growth: u64,
-    /// The blocks of mapped memory by address, without gaps between neighbours.
+    /// All blocks by address. Every mapped byte is in exactly one block.
     blocks: BTreeMap<u64, Block>,
     /// The free blocks, by size and address.
     free: BTreeSet<(u64, u64)>,
-    /// Mapped memory by address, with its size.
+    /// The mapped chunks by address, with their sizes.
     chunks: BTreeMap<u64, (u64, C)>,
     /// The unmapped gaps by address, with their sizes.
     gaps: BTreeMap<u64, u64>,
@@ -109,7 +109,7 @@ impl<C> Pool<C> {
         }
     }
 
-    /// Take the smallest free block that fits, and leave the rest of it free.
+    /// Use the first `size` bytes of the smallest free block that has them; its other bytes stay a free block. Returns the address.
     fn take(&mut self, size: u64) -> Option<u64> {
         let &(found, address) = self.free.range((size, 0)..).next()?;
         self.free.remove(&(found, address));
@@ -128,7 +128,7 @@ impl<C> Pool<C> {
         Some(block.size)
     }
 
-    /// Add a free block and join it with its neighbours.
+    /// Add a free block, or mark the block at `address` as free, and join it with free neighbours.
     fn insert_free(&mut self, mut address: u64, mut size: u64) {
         self.blocks.remove(&address);
         if let Some((&before, block)) = self.blocks.range(..address).next_back()
@@ -152,7 +152,7 @@ impl<C> Pool<C> {
         self.blocks.remove(&address);
     }
 
-    /// Map memory so that there is a free block of `size` bytes. Returns the bytes mapped, or None if no gap is large enough.
+    /// Map memory in a gap that has `size` bytes together with its free neighbours. Returns the mapped bytes, or None without such a gap.
     fn grow<B: Backend<Chunk = C>>(&mut self, backend: &mut B, size: u64) -> Result<Option<u64>, B::Error> {
         let found = self.gaps.iter().find_map(|(&gap, &length)| {
             let before = self.blocks.range(..gap).next_back();
@@ -169,7 +169,7 @@ impl<C> Pool<C> {
         let Some((address, missing, wanted)) = found else { return Ok(None) };
         let (length, chunk) = match backend.map(address, wanted) {
             Ok(chunk) => (wanted, chunk),
-            // The device may still have `missing` bytes.
+            // The device may still have `missing` bytes, which are enough for the request.
             Err(error) if B::is_full(&error) && missing < wanted => (missing, backend.map(address, missing)?),
             Err(error) => return Err(error),
         };
@@ -202,12 +202,12 @@ impl<C> Pool<C> {
         self.chunks.iter().filter_map(is_free).collect()
     }
 
-    /// Unmap the chunks without a block in use. Returns their bytes.
+    /// Unmap the chunks without a block in use. Returns the number of unmapped bytes.
     fn trim<B: Backend<Chunk = C>>(&mut self, backend: &mut B) -> u64 {
         self.unused().into_iter().map(|address| self.release(backend, address)).sum()
     }
 
-    /// Unmap a chunk without a block in use. Returns its bytes.
+    /// Unmap the chunk at `address`, which must have no block in use. Returns the number of unmapped bytes.
     fn release<B: Backend<Chunk = C>>(&mut self, backend: &mut B, address: u64) -> u64 {
         let around = self.blocks.range(..=address).next_back().map(|(&start, &block)| (start, block));
         let (Some((size, chunk)), Some((start, block))) = (self.chunks.remove(&address), around) else { return 0 };
@@ -259,7 +259,7 @@ impl<C> Space<C> {
     }
 }
 
-/// The space that blocks come from.
+/// The space that a block comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
     /// Eager work.
@@ -309,20 +309,20 @@ impl<B: Backend> Allocator<B> {
     /// Allocate a block of at least `size` bytes, from the space of graphs during a capture. Returns its address.
     ///
     /// # Errors
-    /// The backend's error, if the device is full even after cached blocks are released.
+    /// The backend's error, if the device's memory is full even after cached blocks are released (during a capture, none are).
     pub fn allocate(&mut self, size: u64) -> Result<u64, B::Error> {
         let origin = if self.capturing { Origin::Graph } else { Origin::Eager };
         self.allocate_from(origin, size)
     }
 
-    /// [`allocate`](Self::allocate) from a given space.
+    /// [`allocate`](Self::allocate), but from the given space, whether or not a graph is captured.
     ///
     /// # Errors
     /// As [`allocate`](Self::allocate).
     pub fn allocate_from(&mut self, origin: Origin, size: u64) -> Result<u64, B::Error> {
         let size = size.max(1).next_multiple_of(ALIGNMENT);
         let address = match self.attempt(origin, size) {
-            // A capture cannot wait for the device, so no memory can be released.
+            // `trim` waits for the device before it unmaps memory, which is not possible during a capture.
             Err(error) if B::is_full(&error) && !self.capturing => {
                 self.stats.retries += 1;
                 self.trim()?;
@@ -356,7 +356,7 @@ impl<B: Backend> Allocator<B> {
             if let Some(graph) = lender.as_deref_mut() {
                 self.stats.reserved -= lend(&mut self.backend, graph, &mut self.lent, size.max(growth))?;
             }
-            // A request larger than the pool's addresses is larger than the device's memory.
+            // Without a gap for the request, report full memory: the pool's addresses are more than the device's memory.
             let mapped = pool.grow(&mut self.backend, size)?.ok_or_else(B::full)?;
             self.stats.growths += 1;
             self.stats.reserved += mapped;
@@ -364,7 +364,7 @@ impl<B: Backend> Allocator<B> {
         }
     }
 
-    /// Map memory again at the addresses of graphs that were unmapped for eager work. Call this before each replay.
+    /// Map memory again at the addresses of graph memory that was unmapped for eager work. Must be called before each replay.
     ///
     /// # Errors
     /// The backend's error, if the device is full even after cached blocks are released.
@@ -409,10 +409,10 @@ impl<B: Backend> Allocator<B> {
         self.graph.owns(address)
     }
 
-    /// Release cached blocks and return their bytes. While graphs exist, their memory stays.
+    /// Unmap the chunks without a block in use; those of graphs only if no graph exists. Returns the number of unmapped bytes.
     ///
     /// # Errors
-    /// The backend's error, if it cannot wait; then nothing is released.
+    /// The backend's error, if waiting for the device fails; then nothing is unmapped.
     pub fn trim(&mut self) -> Result<u64, B::Error> {
         let graphs = self.graphs == 0;
         let pools = self.eager.0.iter_mut().chain(self.graph.0.iter_mut().filter(|_| graphs)).flatten();
@@ -445,7 +445,7 @@ impl<B: Backend> Allocator<B> {
         self.capturing = false;
     }
 
-    /// Record that a graph was dropped. When the last graph is dropped, the memory of graphs is released, except blocks in use.
+    /// Record that a graph was dropped. After the last graph, also release cached blocks, those of graphs too (see [`trim`](Self::trim)).
     ///
     /// # Errors
     /// As [`trim`](Self::trim).
@@ -485,7 +485,7 @@ fn lend<B: Backend>(
                 return Ok(total);
             }
             if total == 0 {
-                // Queued replays, and readers of results of dropped graphs, must finish first.
+                // Queued replays, and queued kernels that read the results of graphs, still use this memory.
                 backend.wait()?;
             }
             let size = pool.release(backend, address);

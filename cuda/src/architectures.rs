@@ -1,8 +1,9 @@
-//! The architectures that the kernels are compiled for, and the GPUs that they serve. The build script reads this file too.
+//! The architectures that the kernels are compiled for, and the GPUs that can run this code. The build script includes this file too.
 //!
-//! Machine code for a compute capability runs on GPUs with the same major version and at least the same minor version. Code for a
-//! capability with `a` may use the features of exactly this capability, and runs only there. PTX runs on GPUs of its own capability and
-//! of every later one, because the driver compiles it for the GPU. PTX with `a` runs only on GPUs of its own capability.
+//! Machine code for a compute capability runs on GPUs with the same major version and at least the same minor version. Machine code for a
+//! capability with the suffix `a`, such as 9.0a, may use features that only GPUs of exactly this capability have, and runs only on these.
+//! PTX for a capability runs on GPUs of this capability and of every later one, because the driver compiles the PTX for the GPU. PTX for a
+//! capability with `a` runs only on GPUs of exactly this capability.
 
 use std::fmt;
 
@@ -10,9 +11,9 @@ use std::fmt;
 pub type Capability = (i32, i32);
 
 /// The architectures that the kernels are compiled for unless `TRAINABLE_CANDLE_CUDA_ARCHS` lists others. There is machine code for
-/// Ampere (8.0, 8.6), Ada (8.9), Hopper (9.0) and the consumer Blackwells (12.0, which GPUs of 12.1 run too). For other GPUs, such as
-/// those of 10.0, 10.3 and 11.0, the driver compiles the PTX when it is first used. The PTX is for the lowest capability, so it serves all
-/// GPUs; PTX for 12.0 would leave 10.0, 10.3 and 11.0 without code.
+/// Ampere (8.0, 8.6), Ada (8.9), Hopper (9.0) and the consumer Blackwells (12.0; GPUs of 12.1 run this code too). For other GPUs, such as
+/// those of 10.0, 10.3 and 11.0, the driver compiles the PTX when the kernels are first used. The PTX is for the lowest capability, so it
+/// runs on all supported GPUs; with PTX for 12.0 instead, GPUs of 10.0, 10.3 and 11.0 would have no code.
 pub const ARCHITECTURES: &str = "80+ptx,86,89,90a,120";
 
 /// An item of a list like [`ARCHITECTURES`]: a capability without the dot, then perhaps `a` for features of exactly this capability,
@@ -26,7 +27,7 @@ pub struct Architecture {
 }
 
 impl Architecture {
-    /// Parse a comma-separated list; None if an item is malformed.
+    /// Parse a comma-separated list of items. Empty items are ignored. Returns None if an item is malformed.
     pub fn parse_list(list: &str) -> Option<Vec<Self>> {
         list.split(',').map(str::trim).filter(|item| !item.is_empty()).map(Self::parse).collect()
     }
@@ -38,7 +39,7 @@ impl Architecture {
         Some(Self { capability: (number / 10, number % 10), is_exact, has_ptx })
     }
 
-    /// Whether a GPU can run the machine code, or code that the driver compiles from the PTX.
+    /// Whether a GPU of capability `gpu` can run the machine code, or, if `has_ptx`, code that the driver compiles from the PTX.
     pub fn runs_on(self, gpu: Capability) -> bool {
         if self.is_exact {
             return gpu == self.capability;
@@ -63,7 +64,8 @@ mod tests {
         Architecture::parse_list(list).unwrap().iter().any(|architecture| architecture.runs_on(gpu))
     }
 
-    /// The capabilities are NVIDIA's (<https://developer.nvidia.com/cuda-gpus>) from the lowest supported one on, and a future one.
+    /// `gpus` has the capabilities in NVIDIA's list (<https://developer.nvidia.com/cuda-gpus>) from the lowest supported one on, and
+    /// (13, 0) for a future GPU.
     #[test]
     fn every_supported_gpu_has_code() {
         let gpus = [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1), (13, 0)];

@@ -1,8 +1,9 @@
-//! The CUDA kernels, and CUDA's libraries without linking to them.
+//! The CUDA kernels, and access to CUDA's libraries without linking to the libraries.
 //!
-//! Candle's CUDA backend calls the driver and the CUDA libraries as ordinary linked functions. This crate defines each of these
-//! functions as a jump through a slot, which [`load`] fills with the address from the library on this machine. So an executable
-//! or extension built with CUDA also starts without CUDA, and reports what is missing.
+//! Candle's CUDA backend calls the functions of the driver and of the CUDA libraries as linked functions. This crate defines each of
+//! these functions itself, as a jump to an address in a table of slots. [`load`] opens the machine's libraries and fills each slot with
+//! the address of the library's function. So an executable or extension built with CUDA also starts on a machine without CUDA, where
+//! [`load`] returns what is missing.
 
 pub mod allocator;
 pub mod architectures;
@@ -25,7 +26,7 @@ pub use linked::{check_device, download, host, kernels, mapped, memory, nccl, pe
 
 /// The lowest CUDA version that the driver must offer, as (major, minor).
 pub const MINIMUM_DRIVER: (i32, i32) = (13, 0);
-/// The lowest compute capability of a GPU, as (major, minor): bf16 arithmetic needs it.
+/// The lowest compute capability of a GPU, as (major, minor): the lowest with bf16 arithmetic.
 pub const MINIMUM_CAPABILITY: (i32, i32) = (8, 0);
 
 /// Why CUDA cannot be used.
@@ -34,10 +35,10 @@ pub enum Unavailable {
     /// The program was built for the CPU alone.
     #[error("this build has no CUDA support")]
     NotBuilt,
-    /// There is no driver library.
+    /// The driver's library (libcuda) cannot be opened. The field is the message of the system's loader.
     #[error("there is no NVIDIA driver on this machine ({0})")]
     NoDriver(String),
-    /// The driver is there but does not start.
+    /// The driver's library is open, but the driver cannot be initialized. The field says why.
     #[error("the NVIDIA driver does not start: {0}")]
     DriverFailed(String),
     /// The driver's version is below [`MINIMUM_DRIVER`].
@@ -65,7 +66,7 @@ pub enum Unavailable {
         /// The function's name.
         symbol: &'static str,
     },
-    /// NCCL cannot be opened.
+    /// NCCL's library cannot be opened. The field is the message of the system's loader.
     #[error("libnccl.so.2 cannot be opened ({0}); pip install \"trainable-candle[nccl]\"")]
     NoNccl(String),
     /// NCCL's version is not supported.
@@ -91,7 +92,7 @@ pub enum Unavailable {
         /// Its compute capability, as (major, minor).
         found: (i32, i32),
     },
-    /// The kernels were compiled for other GPUs.
+    /// The kernels were compiled for other architectures than the GPU's.
     #[error(
         "the GPU {name} has compute capability {}.{}, and this build has code for {built} alone; build it with \
          TRAINABLE_CANDLE_CUDA_ARCHS={}{}",
@@ -107,13 +108,13 @@ pub enum Unavailable {
     },
 }
 
-/// Find the driver and the CUDA libraries and make candle's CUDA backend usable. Libraries are searched first in `folders` (where pip
-/// installs NVIDIA's libraries), then by the system's loader. This function must succeed before any CUDA call; earlier CUDA calls
-/// return `CUDA_ERROR_UNKNOWN`. Repeated calls are cheap after a success. One usable GPU is enough; `check_device` says which GPUs
-/// are usable.
+/// Open the driver's library and the CUDA libraries, so that candle's CUDA backend can call them. Each library is searched first in
+/// `folders` (where pip installs NVIDIA's libraries), then by the system's loader. This function must succeed before any CUDA call; CUDA
+/// calls before that return `CUDA_ERROR_UNKNOWN`. After a success, further calls return at once. One usable GPU is enough for a success;
+/// `check_device` says whether a given GPU is usable.
 ///
 /// # Errors
-/// The first reason why CUDA cannot be used. Then nothing is changed.
+/// The first reason why CUDA cannot be used. The slots stay empty then.
 pub fn load(folders: &[&Path]) -> Result<(), Unavailable> {
     #[cfg(feature = "cuda")]
     return linked::load(folders);

@@ -1,18 +1,19 @@
-//! Structures that the host and the kernels exchange, by value or in device memory; the kernels' headers document them.
+//! Structures that the host passes to the kernels, as arguments or in device memory. The CUDA file that declares a structure documents its
+//! fields.
 //!
-//! The build script reads this file too: it compiles kernels with assertions that the structure of the same name in CUDA has the same
-//! size, alignment and fields.
+//! The build script includes this file too: it compiles the kernels with assertions that each structure of [`LAYOUTS`] has the same size,
+//! alignment and fields in CUDA.
 
 use std::mem::{align_of, offset_of, size_of};
 
 /// The memory layout of a structure.
 #[derive(Debug)]
 pub struct Layout {
-    /// Its name in CUDA.
+    /// The structure's name in CUDA.
     pub name: &'static str,
-    /// The size in bytes.
+    /// The structure's size in bytes.
     pub size: usize,
-    /// The alignment in bytes.
+    /// The structure's alignment in bytes.
     pub alignment: usize,
     /// The name of each field, with its offset and size in bytes.
     pub fields: &'static [(&'static str, usize, usize)],
@@ -155,10 +156,10 @@ structs! {
     /// Declared in include/strided.cuh.
     Strided<const K: usize> { count: u64, axes: u32, width: u32, sizes: [u64; 8], strides: [[u64; 8]; K], }
 
-    /// Declared in include/optim.cuh: the hyper-parameters of a group, and the number of steps that it has taken. `lr` is the learning
-    /// rate; `beta1` and `beta2` are the decay rates of the moments, or momentum and dampening for SGD; `eps` is added to the root of
-    /// the second moment; `maximize` and `nesterov` are 1 or 0; `seed` is that of stochastic rounding; `more` has the further values of
-    /// an optimizer, in the order in which its kernels read them.
+    /// Declared in include/optim.cuh: the hyper-parameters of a parameter group, and `step`, the number of steps that the group has taken.
+    /// `lr` is the learning rate; `beta1` and `beta2` are the decay rates of the moments, or momentum and dampening for SGD; `eps` is added
+    /// to the square root of the second moment; `maximize` and `nesterov` are 1 or 0; `seed` is the seed of stochastic rounding; `more` has
+    /// the further values of an optimizer, in the order in which its kernels read them.
     #[derive(Default)]
     Settings {
         lr: f64, beta1: f64, beta2: f64, eps: f64, weight_decay: f64, step: u64, seed: u64, maximize: u32,

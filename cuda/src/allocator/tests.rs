@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::*;
 
-/// A device of `limit` bytes that checks its calls.
+/// A simulated device with `limit` bytes of memory. It panics if the allocator maps or unmaps memory wrongly, and counts the waits.
 struct Fake {
     limit: u64,
     next: u64,
@@ -15,7 +15,7 @@ struct Fake {
 #[derive(Debug, PartialEq, Eq)]
 struct Full;
 
-/// Mapped by [`Fake`].
+/// The handle of memory that [`Fake`] mapped at `address`.
 struct Chunk {
     address: u64,
 }
@@ -135,7 +135,7 @@ fn random_work_never_overlaps_and_joins_again_at_the_end() {
         for &address in live.keys() {
             assert!(allocator.free(address));
         }
-        // With nothing in use, each run of mapped memory is one free block, and all of it can be released.
+        // With no block in use, the mapped memory between two gaps is one free block, and `trim` unmaps all memory.
         for pool in allocator.eager.pools() {
             let gaps_inside = pool.gaps.keys().filter(|gap| pool.blocks.range(**gap..).next().is_some()).count();
             assert!(pool.blocks.len() <= gaps_inside + 1, "{} blocks are left", pool.blocks.len());
@@ -193,8 +193,8 @@ fn gaps_are_filled_again() {
     let blocks: Vec<_> = (0..4).map(|_| allocator.allocate(64 * MIB).unwrap()).collect();
     assert!(allocator.free(blocks[1]) && allocator.free(blocks[2]));
     assert_eq!(allocator.trim().unwrap(), 128 * MIB);
-    // The first allocation maps 40 MiB of the gap. The second maps the rest of it, which joins the free block before
-    // it.
+    // The allocation of `first` maps 40 MiB of the gap. The allocation of `whole` maps the other 88 MiB, which join the free block of
+    // 40 MiB before them.
     let first = allocator.allocate(40 * MIB).unwrap();
     assert_eq!(first, blocks[1]);
     assert!(allocator.free(first));
@@ -211,7 +211,7 @@ fn the_memory_of_graphs_stays_until_the_last_graph_is_dropped() {
     assert_eq!(allocator.stats().reserved, 0, "the graph needs what the eager run needed");
     let temporary = allocator.allocate(100 * MIB).unwrap();
     assert!(allocator.free(temporary));
-    // A capture reuses what it has freed.
+    // A capture reuses memory that it has freed.
     let output = allocator.allocate(10 * MIB).unwrap();
     assert_eq!(output, temporary);
     let constant = allocator.allocate_from(Origin::Eager, MIB).unwrap();
@@ -268,7 +268,7 @@ fn eager_work_between_replays_takes_the_memory_of_graphs() {
     assert_eq!((allocator.stats().graphs, allocator.backend.waits), (120 * MIB, waits + 1));
     allocator.restore().unwrap();
     assert_eq!(allocator.backend.waits, waits + 1);
-    // While eager work holds too much, the graph's memory cannot be restored.
+    // While eager blocks in use leave too little memory of the device, the graph's memory cannot be mapped again.
     let kept = allocator.allocate(100 * MIB).unwrap();
     assert_eq!(allocator.restore(), Err(Full));
     assert!(allocator.free(kept));

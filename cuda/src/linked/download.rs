@@ -1,4 +1,5 @@
-//! Copies to the host through pieces of pinned memory: the host copies from one piece while the GPU writes the next ones.
+//! Copies from the device to the host through a ring of pieces of pinned memory: the host copies one piece to its target while the GPU
+//! writes the next pieces.
 
 use std::ffi::c_void;
 use std::sync::{Mutex, PoisonError};
@@ -7,13 +8,14 @@ use super::driver::{self, Stream};
 use super::memory::{Status, check};
 use super::pinned::{PIECE, PIECES, Piece};
 
-/// The pinned memory of a stream.
+/// The pieces of pinned memory through which a stream's copies go.
 struct Ring {
     stream: usize,
     pieces: Vec<Piece>,
 }
 
-/// Rings that are not in use. A thread takes one out, so that it does not hold the lock while it waits for a GPU.
+/// Rings that are not in use. A thread takes a ring out of the list for a copy, so that it does not hold the lock while it waits for the
+/// GPU.
 static RINGS: Mutex<Vec<Ring>> = Mutex::new(Vec::new());
 
 impl Ring {
@@ -27,6 +29,9 @@ impl Ring {
         RINGS.lock().unwrap_or_else(PoisonError::into_inner).push(self);
     }
 
+    /// Copy `size` bytes. In iteration `number`, the host copies part `number` - PIECES out of its piece, and then the GPU is to write
+    /// part `number` to the same piece.
+    ///
     /// # Safety
     /// The conditions of [`download`].
     unsafe fn copy(&mut self, to: *mut u8, from: u64, size: usize) -> Result<(), Status> {
@@ -57,13 +62,13 @@ impl Ring {
     }
 }
 
-/// Copy `size` bytes from the device to the host, after the work queued on the stream, and wait for them.
+/// Copy `size` bytes from the device to the host, after the work that is queued on the stream, and wait for the end of the copy.
 ///
 /// # Errors
 /// The driver's error.
 ///
 /// # Safety
-/// Both addresses have `size` bytes; the stream belongs to the current device and is not capturing.
+/// `to` and `from` must be valid for `size` bytes. The stream must belong to the current device and must not be capturing.
 pub unsafe fn download(to: *mut u8, from: u64, size: usize, stream: *mut c_void) -> Result<(), Status> {
     let mut ring = Ring::take(stream);
     // SAFETY: the caller's promise.
@@ -72,8 +77,8 @@ pub unsafe fn download(to: *mut u8, from: u64, size: usize, stream: *mut c_void)
             ring.put_back();
             Ok(())
         }
-        // If there is no pinned memory left, the driver copies without it. After this and every other failure the ring is not used
-        // again, because the GPU may still be writing to it.
+        // If no more memory can be pinned, the driver copies without pinned memory. After any failure, the ring is not put back, because
+        // the GPU may still be writing to its pieces.
         // SAFETY: the caller's promise.
         Err(Status(driver::OUT_OF_MEMORY)) => unsafe {
             check(driver::cuMemcpyDtoHAsync_v2(to.cast(), from, size, stream))?;
@@ -83,14 +88,14 @@ pub unsafe fn download(to: *mut u8, from: u64, size: usize, stream: *mut c_void)
     }
 }
 
-/// Queue a copy to pinned memory; in a capture it becomes a node of the graph.
+/// Queue a copy from the device to pinned memory. During a capture, the copy becomes a node of the graph.
 ///
 /// # Errors
 /// The driver's error.
 ///
 /// # Safety
-/// Both addresses have `size` bytes. The target is pinned memory that stays allocated until the copy is done, and while a graph contains
-/// it.
+/// `to` and `from` must be valid for `size` bytes. The memory at `to` must be pinned, and must stay allocated until the copy is done and
+/// while a graph contains the copy.
 pub unsafe fn copy_pinned(to: *mut u8, from: u64, size: usize, stream: *mut c_void) -> Result<(), Status> {
     if size == 0 {
         return Ok(());

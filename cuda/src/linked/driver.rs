@@ -1,5 +1,5 @@
-//! The driver's functions that this crate itself calls. The calls go through the slots of [`symbols`](super::symbols), as candle's calls
-//! do.
+//! The driver's functions that this crate itself calls, with their types and constants. [`symbols`](super::symbols) defines the functions,
+//! as jumps into the driver's library.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -30,7 +30,7 @@ pub struct Location {
 }
 
 impl Location {
-    /// The memory of a GPU.
+    /// The memory of the GPU with ordinal `id`.
     pub const fn device(id: c_int) -> Self {
         Self { kind: 1, id }
     }

@@ -1,4 +1,4 @@
-//! Pinned host memory whose owner decides when it is freed.
+//! Pinned host memory: [`Pinned`] is allocated by the driver, and [`register`] pins memory of the process.
 
 use std::ffi::c_void;
 use std::ptr::NonNull;
@@ -6,15 +6,16 @@ use std::ptr::NonNull;
 use super::driver;
 use super::memory::{Status, check};
 
-/// Host memory that the GPU's copies access directly.
+/// Pinned host memory, which the GPU's copies access directly. It is freed on drop, so the owner must drop it only when no queued copy and
+/// no graph uses it any more.
 pub struct Pinned {
     address: *mut c_void,
     size: usize,
 }
 
-// SAFETY: it is plain memory.
+// SAFETY: the memory belongs to no thread.
 unsafe impl Send for Pinned {}
-// SAFETY: shared references read it.
+// SAFETY: methods of shared references only read the memory.
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
@@ -27,7 +28,7 @@ impl Pinned {
         if size > 0 {
             // SAFETY: the signature is the driver's.
             check(unsafe { driver::cuMemHostAlloc(&raw mut address, size, 0) })?;
-            // SAFETY: the driver has given these bytes.
+            // SAFETY: the driver has allocated `size` bytes at `address`.
             unsafe { std::ptr::write_bytes(address.cast::<u8>(), 0, size) };
         }
         Ok(Self { address, size })
@@ -38,7 +39,7 @@ impl Pinned {
         if self.size == 0 {
             return &[];
         }
-        // SAFETY: the memory has these bytes, which were set.
+        // SAFETY: the memory has `size` bytes, and `new` has set them all.
         unsafe { std::slice::from_raw_parts(self.address.cast(), self.size) }
     }
 
@@ -66,7 +67,7 @@ impl Pinned {
         self.size == 0
     }
 
-    /// Give the memory up without freeing it. This object has no bytes afterwards.
+    /// Leave the memory allocated until the process ends. Afterwards, this object has no bytes, and its drop frees nothing.
     pub const fn leak(&mut self) {
         self.size = 0;
     }
@@ -75,7 +76,7 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         if self.size > 0 {
-            // SAFETY: the driver gave the memory, and the owner ensures that nothing uses it.
+            // SAFETY: the driver allocated the memory, and the owner ensures that nothing uses it any more.
             unsafe { driver::cuMemFreeHost(self.address) };
         }
     }
@@ -84,20 +85,20 @@ impl Drop for Pinned {
 /// `CU_MEMHOSTREGISTER_PORTABLE`: pinned for all contexts of the process.
 const PORTABLE: u32 = 1;
 
-/// Pin memory of the process, which may be shared with other processes, so that the GPU's copies access it directly. A device must be
-/// current on this thread.
+/// Pin `size` bytes of the process's memory, so that the GPU's copies access them directly. The memory may be shared with other processes.
+/// A device must be current on this thread.
 ///
 /// # Errors
 /// The driver's error.
 ///
 /// # Safety
-/// The memory has `size` bytes, starts and ends at a page, and stays mapped until [`unregister`].
+/// The memory must have `size` bytes, start and end at page boundaries, and stay mapped until [`unregister`].
 pub unsafe fn register(address: NonNull<u8>, size: usize) -> Result<(), Status> {
     // SAFETY: the caller's promise.
     check(unsafe { driver::cuMemHostRegister_v2(address.as_ptr().cast(), size, PORTABLE) })
 }
 
-/// Undo [`register`]. The owner of the memory ensures that no copy accesses it any more.
+/// Undo [`register`]. No queued copy and no graph may access the memory any more: the caller must ensure this.
 pub fn unregister(address: NonNull<u8>) {
     // SAFETY: the driver checks that the memory is registered.
     unsafe { driver::cuMemHostUnregister(address.as_ptr().cast()) };

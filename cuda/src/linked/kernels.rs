@@ -1,27 +1,27 @@
-//! The kernels: a module for each file of `kernels/`, with the compiled code and, for each kernel, a structure of its arguments.
+//! The kernels: a Rust module for each file of `kernels/`. It has the file's compiled code and a structure of the arguments of each kernel.
 //!
-//! The build script generates the modules from the kernels' signatures in CUDA, so that a launch does not compile if an argument is
-//! missing, swapped or of another type.
+//! The build script generates these Rust modules from the kernels' signatures in CUDA, so that Rust code with a launch does not compile if
+//! an argument is missing, swapped or of another type.
 
 use std::ffi::c_void;
 use std::marker::PhantomData;
 
 use crate::structs::{self, Address};
 
-/// The machine code of one file of kernels, for every architecture that it was built for.
+/// The compiled code of one file of kernels, for every architecture that the file was compiled for.
 #[derive(Debug)]
 pub struct Module {
     /// The file's name without its ending.
     pub name: &'static str,
-    /// The code that the driver loads. Empty if the file is for an architecture that the build leaves out.
+    /// The code that the driver loads. Empty if the file has kernels only for architectures that the build leaves out.
     pub image: &'static [u8],
 }
 
-/// The element kind of a pointer.
+/// The type of the elements that a pointer points to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "named as dtypes are")]
 pub enum Element {
-    /// Structures, or elements of a kind that another argument selects. Null pointers have this kind, too.
+    /// Structures, or elements of a type that another argument selects. Null pointers have this type, too.
     Any,
     U8,
     U16,
@@ -37,13 +37,13 @@ pub enum Element {
 }
 
 impl Element {
-    /// Whether memory of these elements can be read as elements of another kind.
+    /// Whether a kernel whose parameter has the element type `other` can take a pointer to these elements.
     #[must_use]
     pub fn fits(self, other: Self) -> bool {
         self == other || self == Self::Any || other == Self::Any
     }
 
-    /// Unsigned integers of `size` bytes, for elements that are only copied.
+    /// The unsigned integer type with `size` bytes, for kernels that only copy elements; `Any` for other sizes.
     #[must_use]
     pub const fn of_bytes(size: usize) -> Self {
         match size {
@@ -63,7 +63,7 @@ macro_rules! pointers {
         pub struct $name {
             /// The address.
             pub address: Address,
-            /// The kind of elements there.
+            /// The type of the elements at the address.
             pub element: Element,
         }
 
@@ -71,13 +71,13 @@ macro_rules! pointers {
             /// A null pointer, for optional arguments.
             pub const NULL: Self = Self { address: 0, element: Element::Any };
 
-            /// The address of elements of a kind.
+            /// A pointer to elements of type `element` at `address`.
             #[must_use]
             pub const fn new(address: Address, element: Element) -> Self {
                 Self { address, element }
             }
 
-            /// The address plus a number of bytes.
+            /// The pointer to the elements that begin `bytes` bytes after this address.
             #[must_use]
             pub const fn behind(self, bytes: usize) -> Self {
                 Self { address: self.address + bytes as Address, ..self }
@@ -87,20 +87,20 @@ macro_rules! pointers {
 }
 
 pointers! {
-    /// Memory that a kernel reads.
+    /// A pointer to memory that a kernel only reads.
     Const;
-    /// Memory that a kernel writes.
+    /// A pointer to memory that a kernel writes, and perhaps reads.
     Mut;
 }
 
-/// A kernel that takes the arguments `A`. There are variants of it for dtypes.
+/// A kernel that takes the arguments `A`, in variants for dtypes.
 #[derive(Debug)]
 pub struct Kernel<A> {
-    /// The module of its file.
+    /// The module of the kernel's file.
     pub module: &'static Module,
-    /// Its name, without the dtypes.
+    /// The kernel's name, without the dtypes.
     pub name: &'static str,
-    /// The variants for dtypes.
+    /// The variants of the kernel.
     pub variants: &'static [Variant],
     takes: PhantomData<fn(A)>,
 }
@@ -111,12 +111,12 @@ impl<A> Kernel<A> {
     }
 }
 
-/// A kernel for some dtypes.
+/// A kernel's variant for one dtype, or for one combination of dtypes.
 #[derive(Debug)]
 pub struct Variant {
-    /// The dtypes, which are the suffix of its name.
+    /// The dtypes; joined by underscores, they are the suffix of the variant's name.
     pub dtypes: &'static [&'static str],
-    /// The names of its pointers and their element types.
+    /// The names of the pointers among its parameters, and their element types.
     pub pointers: &'static [(&'static str, Element)],
 }
 
@@ -129,11 +129,12 @@ pub unsafe trait Arguments: Sized + 'static {
     /// The kernels that take these arguments.
     const KERNELS: &'static [&'static Kernel<Self>];
 
-    /// Call `to` with the addresses of the arguments, in the driver's form, and the element types of the pointers among them.
+    /// Call `to` with an array of the addresses of the arguments, as `cuLaunchKernel` takes it, and the element types of the pointers among
+    /// the arguments.
     fn lend<R>(&self, to: impl FnOnce(&mut [*mut c_void], &[Element]) -> R) -> R;
 }
 
-/// The address of an argument, which the driver does not write.
+/// The address of an argument, as a pointer to mutable memory, which the driver's signature requires. The driver only reads the argument.
 const fn place<T>(argument: &T) -> *mut c_void {
     std::ptr::from_ref(argument).cast_mut().cast()
 }

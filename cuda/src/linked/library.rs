@@ -1,4 +1,4 @@
-//! Opening the libraries and filling the slots.
+//! Opens the driver's library and the CUDA libraries, and fills the slots of [`symbols`](super::symbols) with their functions.
 
 use std::error::Error;
 use std::ffi::{CStr, OsStr, c_char, c_int};
@@ -16,9 +16,10 @@ use crate::{MINIMUM_CAPABILITY, MINIMUM_DRIVER, Unavailable};
 /// The architectures that the kernels were compiled for.
 const COMPILED: &str = env!("COMPILED_ARCHITECTURES");
 
-/// Whether each GPU can be used; known once the slots are filled.
+/// For each GPU, by ordinal, whether it can be used. None until the slots are filled.
 static DEVICES: Mutex<Option<Vec<Result<(), Unavailable>>>> = Mutex::new(None);
 
+/// A symbol and the address of its function in the opened library.
 type Found = (&'static Symbol, *mut ());
 
 pub fn load(folders: &[&Path]) -> Result<(), Unavailable> {
@@ -39,14 +40,14 @@ pub fn load(folders: &[&Path]) -> Result<(), Unavailable> {
     for ((name, slot), address) in found {
         slot.store(stand_in(name, address), Ordering::Release);
     }
-    // The addresses must stay valid for the rest of the process.
+    // The libraries are never closed, because the slots' addresses must stay valid as long as the process runs.
     handles.into_iter().for_each(std::mem::forget);
     *known = Some(devices);
     Ok(())
 }
 
-/// Check that GPU number `ordinal` is new enough and that the kernels were compiled for it. Call this after [`load`](crate::load). If the
-/// driver has no GPU of this number, there is no error.
+/// Check that GPU `ordinal` is new enough and that the kernels were compiled for it. Must be called after [`load`](crate::load). If the
+/// driver has no GPU with this ordinal, the function returns no error.
 ///
 /// # Errors
 /// The reason why the GPU cannot be used.
@@ -55,8 +56,8 @@ pub fn check_device(ordinal: usize) -> Result<(), Unavailable> {
     known.as_ref().and_then(|devices| devices.get(ordinal)).cloned().unwrap_or(Ok(()))
 }
 
-/// The address to store in the slot of a function. This is the function's own address, except for the functions that allocate memory,
-/// free memory or copy from the host: this crate's functions replace them.
+/// The address to store in the slot of the function `name`, which is at `address` in its library. It is `address`, except for the functions
+/// that allocate memory, free memory or copy from the host to the device: this crate has its own functions for them.
 fn stand_in(name: &str, address: *mut ()) -> *mut () {
     match name {
         "cuMemAllocAsync" => memory::allocate as *mut (),
@@ -91,7 +92,7 @@ fn resolve(handle: &Handle, library: &'static Library) -> Result<Vec<Found>, Una
         .collect()
 }
 
-/// Calls into the driver before the slots are filled.
+/// Calls the driver's functions at the addresses found in its library, before the slots are filled.
 struct Driver<'a>(&'a [Found]);
 
 impl Driver<'_> {
@@ -105,7 +106,7 @@ impl Driver<'_> {
         if status == 0 {
             return Ok(());
         }
-        // SAFETY: the signature is that of the driver's header; the text it gives is static.
+        // SAFETY: the signature is that of the driver's header, and the driver's text for a status is a static string.
         let text = unsafe {
             let describe: extern "C" fn(c_int, *mut *const c_char) -> c_int =
                 std::mem::transmute(self.address("cuGetErrorString"));
@@ -121,7 +122,7 @@ impl Driver<'_> {
         Err(Unavailable::DriverFailed(format!("{text} (error {status})")))
     }
 
-    /// Check that the driver starts, is new enough, and has a usable GPU. Returns for each GPU whether it is usable.
+    /// Check that the driver is new enough, can be initialized, and has a usable GPU. Returns for each GPU whether it is usable.
     fn check(&self) -> Result<Vec<Result<(), Unavailable>>, Unavailable> {
         // SAFETY: the signatures are those of the driver's header.
         unsafe {
@@ -148,8 +149,10 @@ impl Driver<'_> {
         }
     }
 
+    /// Check that GPU `ordinal` is new enough and that the kernels were compiled for it.
+    ///
     /// # Safety
-    /// The driver must be initialised and have the device.
+    /// The driver must be initialised and have a GPU with this ordinal.
     unsafe fn check_device(&self, ordinal: c_int) -> Result<(), Unavailable> {
         const MAJOR: c_int = 75;
         const MINOR: c_int = 76;

@@ -1,5 +1,5 @@
-//! Device memory. The functions here replace `cuMemAllocAsync` and `cuMemFreeAsync`, so that candle's allocations and ours come from the
-//! same [`Allocator`]. There is one allocator for each stream.
+//! Device memory. `allocate` and `free` replace the driver's `cuMemAllocAsync` and `cuMemFreeAsync`, so that candle's allocations and
+//! this project's come from the same [`Allocator`]. There is one allocator for each stream.
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
@@ -11,7 +11,7 @@ use super::driver::{self, Access, AllocationProperties, Location, Stream};
 use super::mapped;
 use crate::allocator::{Allocator, Backend, Origin, PAGE, Stats};
 
-/// A driver's status that is not success.
+/// A status other than `CUDA_SUCCESS` that a function of the driver returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Status(pub c_int);
 
@@ -21,7 +21,8 @@ impl Status {
         self.0 == driver::OUT_OF_MEMORY
     }
 
-    /// Whether the system does not let the driver pin memory: too much of it is pinned, or it may not be pinned at all.
+    /// Whether the status means that the driver cannot pin this host memory: too much memory is pinned, or pinning is not permitted or not
+    /// supported.
     pub const fn is_unpinnable(self) -> bool {
         matches!(self.0, driver::OUT_OF_MEMORY | driver::NOT_PERMITTED | driver::NOT_SUPPORTED)
     }
@@ -31,7 +32,7 @@ pub(crate) const fn check(status: c_int) -> Result<(), Status> {
     if status == driver::SUCCESS { Ok(()) } else { Err(Status(status)) }
 }
 
-/// The driver's virtual memory management.
+/// Maps a device's memory for the allocator of `stream`, through the driver's virtual memory management.
 struct Driver {
     device: c_int,
     stream: usize,
@@ -40,11 +41,11 @@ struct Driver {
 /// This process's use of a device's memory, in bytes.
 #[derive(Clone, Copy, Default)]
 struct Share {
-    /// All mapped memory.
+    /// All memory that the allocators have mapped or that [`allocate_outside`] has allocated.
     mapped: u64,
-    /// The part of `mapped` that does not belong to the allocators.
+    /// The part of `mapped` that [`allocate_outside`] has allocated.
     outside: u64,
-    /// The largest allowed value of `mapped`.
+    /// The largest allowed value of `mapped`; None for no limit.
     limit: Option<u64>,
 }
 
@@ -55,7 +56,8 @@ fn with_share<T>(device: c_int, work: impl FnOnce(&mut Share) -> T) -> T {
     work(SHARES.lock().unwrap_or_else(PoisonError::into_inner).entry(device).or_default())
 }
 
-/// Count memory of a device that is about to be mapped, or fail with out of memory if the limit would be exceeded.
+/// Add `size` bytes, which the caller is about to map, to the device's mapped bytes. If they would exceed the limit, adds nothing and
+/// returns `CUDA_ERROR_OUT_OF_MEMORY`.
 fn take(device: c_int, size: u64) -> Result<(), Status> {
     with_share(device, |share| {
         if share.limit.is_some_and(|limit| share.mapped + size > limit) {
@@ -66,7 +68,7 @@ fn take(device: c_int, size: u64) -> Result<(), Status> {
     })
 }
 
-/// Count memory that is no longer mapped.
+/// Subtract `size` bytes, which are no longer mapped, from the device's mapped bytes.
 fn give(device: c_int, size: u64) {
     with_share(device, |share| share.mapped -= size);
 }
@@ -97,7 +99,7 @@ pub(crate) fn allocate_outside(size: u64) -> Result<(u64, c_int), Status> {
 
 /// Free the memory of [`allocate_outside`]. The driver waits until the device's queued work is done.
 pub(crate) fn free_outside(address: u64, size: u64, device: c_int) {
-    // SAFETY: the address is that of an allocation. An error of the driver cannot be handled here; it leaks the memory.
+    // SAFETY: the address is that of an allocation. If the driver returns an error, the memory leaks; nothing can be done about it here.
     unsafe { driver::cuMemFree_v2(address) };
     with_share(device, |share| {
         share.mapped -= size;
@@ -122,8 +124,8 @@ impl Backend for Driver {
     }
 
     fn unmap(&mut self, address: u64, size: u64, handle: u64) {
-        // SAFETY: the range was mapped from the handle, and the stream is done with it. An error of the driver cannot be handled here;
-        // it leaks the memory.
+        // SAFETY: `map` mapped the handle's memory to the range, and no queued work of the stream uses the range. If the driver returns an
+        // error, the memory leaks; nothing can be done about it here.
         unsafe {
             driver::cuMemUnmap(address, size as usize);
             driver::cuMemRelease(handle);
@@ -146,7 +148,7 @@ impl Backend for Driver {
 }
 
 impl Driver {
-    /// Create memory and map it to a part of a reserved range. Returns its handle.
+    /// Create `size` bytes of device memory and map them at `address`, in a reserved range. Returns the memory's handle.
     fn create(&self, address: u64, size: usize) -> Result<u64, Status> {
         let location = Location::device(self.device);
         let properties = AllocationProperties {
@@ -158,7 +160,7 @@ impl Driver {
         };
         let access = Access { location, flags: driver::READ_WRITE };
         let mut handle = 0;
-        // SAFETY: the signatures are the driver's; the range is a part of a reserved one, where nothing is mapped.
+        // SAFETY: the signatures are the driver's; the allocator has reserved these addresses, and no memory is mapped there.
         unsafe {
             check(driver::cuMemCreate(&raw mut handle, size, &raw const properties, 0))?;
             if let Err(status) = check(driver::cuMemMap(address, size, 0, handle, 0)) {
@@ -182,7 +184,7 @@ fn allocators() -> MutexGuard<'static, Vec<Allocator<Driver>>> {
     ALLOCATORS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Run `work` with the allocator of a stream, whose device is current on this thread.
+/// Run `work` with the allocator of a stream. The stream's device must be current on this thread.
 fn with_allocator<T>(
     stream: Stream,
     work: impl FnOnce(&mut Allocator<Driver>) -> Result<T, Status>,
@@ -198,15 +200,15 @@ fn with_allocator<T>(
     let (mut free, mut total) = (0, 0);
     // SAFETY: the signature is the driver's.
     check(unsafe { driver::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
-    // Twice the memory, so that gaps do not exhaust the addresses.
+    // Each pool reserves addresses for twice the device's memory, so that gaps between blocks in use do not exhaust the addresses.
     let mut new = Allocator::new(Driver { device, stream: stream as usize }, 2 * total as u64);
     let result = work(&mut new);
     allocators.push(new);
     result
 }
 
-/// Whether every block comes from the driver and nothing is cached. This is for tools that look for accesses beyond the end of a block,
-/// because such a tool treats a whole pool as one block. This mode is slow, has no statistics, and rejects graphs.
+/// Whether the driver allocates every block and no free block is cached. Tools that look for accesses beyond the end of a block need this
+/// mode: with pools, such a tool sees only the pool, not its blocks. This mode is slow, has no statistics, and rejects graphs.
 static PLAIN: LazyLock<bool> =
     LazyLock::new(|| std::env::var_os("TRAINABLE_CANDLE_CUDA_POOLS").is_some_and(|value| value == "0"));
 
@@ -214,7 +216,7 @@ static PLAIN: LazyLock<bool> =
 pub(crate) extern "C" fn allocate(address: *mut u64, size: usize, stream: Stream) -> c_int {
     match allocate_from(None, size, stream) {
         Ok(found) => {
-            // SAFETY: by the driver's contract, the caller gives a place for the address.
+            // SAFETY: as for the driver's function, the caller passes a valid pointer to store the address at.
             unsafe { *address = found };
             driver::SUCCESS
         }
@@ -236,7 +238,7 @@ pub(crate) fn allocate_from(origin: Option<Origin>, size: usize, stream: Stream)
     })
 }
 
-/// `cuMemFreeAsync`. Memory is always freed on the stream that it was allocated for.
+/// `cuMemFreeAsync`. `stream` must be the stream that the memory was allocated for.
 pub(crate) extern "C" fn free(address: u64, stream: Stream) -> c_int {
     if *PLAIN {
         if mapped::free(address, stream) {
@@ -249,7 +251,8 @@ pub(crate) extern "C" fn free(address: u64, stream: Stream) -> c_int {
     if is_freed || mapped::free(address, stream) { driver::SUCCESS } else { driver::INVALID_VALUE }
 }
 
-/// The statistics of a device: sums over its allocators, and the memory outside of them.
+/// The statistics of a device: each is the sum over the device's allocators. The bytes, except `graphs`, include the memory outside of
+/// the allocators.
 pub fn stats(device: i32) -> Stats {
     let outside = with_share(device, |share| share.outside);
     let start = Stats {
@@ -274,8 +277,8 @@ pub fn stats(device: i32) -> Stats {
     })
 }
 
-/// Limit the bytes of a device that this process may map from now on, in the allocators and outside of them; None means no limit. Memory
-/// that is already mapped stays mapped.
+/// Limit the bytes of a device's memory that this process has mapped, in the allocators and outside of them; None means no limit. If more
+/// is mapped already, it stays mapped, but no more can be mapped.
 pub fn set_limit(device: i32, limit: Option<u64>) {
     with_share(device, |share| share.limit = limit);
 }
@@ -290,7 +293,8 @@ pub fn reset_peaks(device: i32) {
     allocators().iter_mut().filter(|known| known.backend().device == device).for_each(Allocator::reset_peaks);
 }
 
-/// Wait for a device's streams, release the cached memory, and return the number of released bytes. The device must be current.
+/// Release a device's cached memory, after waiting for the work that is queued on the streams with cached memory. Returns the number of
+/// released bytes. The device must be current.
 ///
 /// # Errors
 /// The driver's error.
@@ -314,24 +318,26 @@ pub fn is_of_graphs(address: u64) -> bool {
     allocators().iter().any(|allocator| allocator.is_of_graphs(address))
 }
 
-/// Allocate memory of a stream for a graph from now on. The stream's device is current, and the stream is not capturing yet.
+/// From now on, allocate the stream's memory from the space of graphs. Must be called before the stream starts to capture. The stream's
+/// device must be current.
 ///
 /// # Errors
 /// The driver's error; `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED` if `TRAINABLE_CANDLE_CUDA_POOLS` is 0.
 ///
 /// # Safety
-/// `stream` is a stream of the current device.
+/// `stream` must be a stream of the current device.
 pub unsafe fn begin_capture(stream: *mut c_void) -> Result<(), Status> {
     if *PLAIN {
         return Err(Status(driver::CAPTURE_UNSUPPORTED));
     }
     with_allocator(stream, Allocator::begin_capture)?;
-    // One capture is under way at a time.
+    // The process captures at most one graph at a time, so one flag is enough.
     IS_CAPTURING.store(true, Ordering::Release);
     Ok(())
 }
 
-/// The blocks that the running capture of a stream has allocated and not freed. The stream's device is current.
+/// The address ranges of the blocks that a stream's current or last capture has allocated and that are still in use. The stream's device
+/// must be current.
 ///
 /// # Errors
 /// The driver's error.
@@ -342,7 +348,7 @@ pub unsafe fn kept_by_capture(stream: *mut c_void) -> Result<Vec<Range<u64>>, St
     with_allocator(stream, |allocator| Ok(allocator.captured().collect()))
 }
 
-/// Allocate memory of a stream for eager work again; the graph exists until [`release_graph`]. The stream's device is current.
+/// Allocate memory of a stream for eager work again; the graph exists until [`release_graph`]. The stream's device must be current.
 ///
 /// # Errors
 /// The driver's error.
@@ -357,8 +363,8 @@ pub unsafe fn end_capture(stream: *mut c_void) -> Result<(), Status> {
     })
 }
 
-/// Return the memory that eager work has borrowed from the graphs of a stream. Call this before each replay. The stream's device is
-/// current.
+/// Map memory again at the addresses of a stream's graphs that were unmapped for eager work. Must be called before each replay. The
+/// stream's device must be current.
 ///
 /// # Errors
 /// The driver's error, such as out of memory.
@@ -369,8 +375,8 @@ pub unsafe fn restore_graphs(stream: *mut c_void) -> Result<(), Status> {
     with_allocator(stream, Allocator::restore)
 }
 
-/// Record that a graph of a stream was dropped. When the last graph is dropped, the memory of graphs is released. The stream's device is
-/// current.
+/// Record that a graph of a stream was dropped. After the last graph, also releases the stream's cached memory, that of graphs too. The
+/// stream's device must be current.
 ///
 /// # Errors
 /// The driver's error.

@@ -1,4 +1,4 @@
-//! NCCL, loaded when a process first shares its work with others: a program on one GPU never loads it.
+//! NCCL's functions. A process loads the library when it first needs a communicator: a program on one GPU never loads it.
 //!
 //! Signatures, numbers and the layout of the configuration are those of `nccl.h` 2.27
 //! (<https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html>). A newer library reads a configuration of that version and
@@ -19,12 +19,12 @@ use crate::Unavailable;
 const FILE: &str = "libnccl.so.2";
 /// The oldest supported version, as `major * 10000 + minor * 100 + patch`. [`Config`] is the configuration of this version.
 const MINIMUM: c_int = 22_700;
-/// The first version that may have another interface.
+/// The first version that is not supported: the next major version may have another interface.
 const NEXT_MAJOR: c_int = 30_000;
 
 /// `ncclResult_t`: `ncclSuccess`.
 pub const SUCCESS: c_int = 0;
-/// `ncclResult_t`: `ncclInProgress`, while a thread of the library still runs the call.
+/// `ncclResult_t`: `ncclInProgress`, the result of a call that returned while a thread of the library still executes it.
 pub const IN_PROGRESS: c_int = 7;
 /// `ncclRedOp_t`: `ncclSum`.
 pub const SUM: c_int = 0;
@@ -58,8 +58,8 @@ struct Config {
 }
 
 impl Config {
-    /// A configuration with which calls return at once, so that a dead peer cannot block this process. All other fields have
-    /// NCCL's defaults.
+    /// A configuration with which NCCL's calls return at once instead of waiting for other ranks, so that a rank that has ended cannot
+    /// block this process. All other settings have NCCL's defaults.
     const fn not_blocking() -> Self {
         const UNSET: c_int = c_int::MIN;
         Self {
@@ -121,11 +121,13 @@ functions! {
 
 static LOADED: Mutex<Option<Nccl>> = Mutex::new(None);
 
-/// Load the library, first from `folders`, then by the system's loader. Turns NVLink multicast off unless the environment sets it:
-/// with multicast, sums change from run to run, and on a shared host it can disable the GPUs of other users.
+/// Load the library: from the first of `folders` that has it, or else by the system's loader. Further calls return the loaded library.
+/// Turns NVLink multicast off unless the environment has the variable `NCCL_NVLS_ENABLE`: with multicast, the results of sums differ from
+/// run to run, and on a shared host, multicast can disable the GPUs of other users.
 ///
 /// # Errors
-/// [`Unavailable::NoNccl`], [`Unavailable::NcclVersion`], [`Unavailable::NoFunction`].
+/// [`Unavailable::NoNccl`] if the library cannot be opened, [`Unavailable::NcclVersion`] if its version is not supported,
+/// [`Unavailable::NoFunction`] if it lacks a function.
 pub fn load(folders: &[&Path]) -> Result<Nccl, Unavailable> {
     let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(nccl) = *loaded {
@@ -142,14 +144,14 @@ pub fn load(folders: &[&Path]) -> Result<Nccl, Unavailable> {
     if !(MINIMUM..NEXT_MAJOR).contains(&found) {
         return Err(Unavailable::NcclVersion { found });
     }
-    // The addresses must stay valid for the rest of the process.
+    // The library is never closed, because the functions' addresses must stay valid as long as the process runs.
     std::mem::forget(handle);
     *loaded = Some(nccl);
     Ok(nccl)
 }
 
 impl Nccl {
-    /// The version, as `major * 10000 + minor * 100 + patch`; 0 if it is unknown.
+    /// The library's version, as `major * 10000 + minor * 100 + patch`; 0 if the library does not say.
     pub fn version(&self) -> c_int {
         let mut version = 0;
         // SAFETY: the result goes to a local variable.
@@ -157,9 +159,9 @@ impl Nccl {
         version
     }
 
-    /// The description of a result, with the library's last message.
+    /// The library's text for a result, followed by the library's last error message if there is one.
     pub fn describe(&self, result: c_int) -> String {
-        // SAFETY: both texts live as long as the library; no communicator is needed for the last message.
+        // SAFETY: both strings live as long as the library. `ncclGetLastError` accepts a null communicator.
         let texts = unsafe { [(self.error_string)(result), (self.last_error)(std::ptr::null_mut())] };
         let read = |text: *const c_char| {
             // SAFETY: the library's texts end with a zero.
@@ -169,7 +171,8 @@ impl Nccl {
         texts.join(": ")
     }
 
-    /// A new id for a communicator. The process that creates the id must be one of the communicator's: the others connect to it.
+    /// A new id for a communicator. The process that creates the id must join the communicator, because the other processes connect to
+    /// this process.
     ///
     /// # Errors
     /// The library's result.
@@ -180,25 +183,26 @@ impl Nccl {
         Ok(id)
     }
 
-    /// Begin to join a communicator. It can be used once [`async_error`](Self::async_error) returns `SUCCESS`.
+    /// Begin to join the communicator `id` of `size` ranks as rank `rank`. The returned communicator can be used once
+    /// [`async_error`](Self::async_error) returns `SUCCESS`.
     ///
     /// # Errors
     /// The library's result.
     ///
     /// # Safety
-    /// The context of the process's GPU is current.
+    /// The context of the process's GPU must be current.
     pub unsafe fn init_rank(&self, id: UniqueId, rank: c_int, size: c_int) -> Result<Comm, c_int> {
         let mut comm = std::ptr::null_mut();
         let mut config = Config::not_blocking();
-        // SAFETY: the results go to local variables, and the rest is the caller's promise.
+        // SAFETY: the results go to local variables; the caller promises that the context is current.
         check(unsafe { (self.init_rank)(&raw mut comm, size, id, rank, &raw mut config) })?;
         Ok(comm)
     }
 
-    /// The state of the last call: `SUCCESS`, `IN_PROGRESS` or an error.
+    /// The state of the last call with the communicator: `SUCCESS`, `IN_PROGRESS` or an error.
     ///
     /// # Safety
-    /// The communicator has not been destroyed.
+    /// The communicator must not have been destroyed or aborted.
     pub unsafe fn async_error(&self, comm: Comm) -> c_int {
         let mut state = SUCCESS;
         // SAFETY: the caller's promise.
@@ -206,13 +210,14 @@ impl Nccl {
         if asked == SUCCESS { state } else { asked }
     }
 
-    /// Queue a sum over all ranks, in place.
+    /// Queue on the stream: replace each rank's `count` values at `address` by their sums over all ranks. `dtype` is an `ncclDataType_t`.
     ///
     /// # Errors
     /// The library's result.
     ///
     /// # Safety
-    /// There are `count` elements of the type at the address, used on this stream alone; one thread uses the communicator.
+    /// `address` must have `count` elements of the type, and only work on this stream may use them. Only one thread at a time may use the
+    /// communicator.
     pub unsafe fn all_reduce(
         &self,
         address: u64,
@@ -226,7 +231,7 @@ impl Nccl {
         check(unsafe { (self.all_reduce)(place, place, count, dtype, SUM, comm, stream) })
     }
 
-    /// Queue a copy of rank `root`'s values to all, in place.
+    /// Queue on the stream: replace each rank's `count` values at `address` by those of rank `root`.
     ///
     /// # Errors
     /// The library's result.
@@ -247,7 +252,7 @@ impl Nccl {
         check(unsafe { (self.broadcast)(place, place, count, dtype, root, comm, stream) })
     }
 
-    /// Treat the calls from here to [`group_end`](Self::group_end) as one.
+    /// Begin a group of calls: NCCL merges the calls of this thread up to [`group_end`](Self::group_end) into one operation.
     ///
     /// # Errors
     /// The library's result.
@@ -265,7 +270,8 @@ impl Nccl {
         check(unsafe { (self.group_end)() })
     }
 
-    /// Begin to shut down; queued work is completed first.
+    /// Begin to finalize a communicator, after its queued work is done. It is finalized once [`async_error`](Self::async_error) returns
+    /// `SUCCESS`.
     ///
     /// # Errors
     /// The library's result.
@@ -280,16 +286,16 @@ impl Nccl {
     /// Free a communicator that is finalized.
     ///
     /// # Safety
-    /// The communicator is not used again.
+    /// The communicator must not be used again.
     pub unsafe fn destroy(&self, comm: Comm) {
         // SAFETY: the caller's promise. A failure cannot be reported from here.
         unsafe { (self.destroy)(comm) };
     }
 
-    /// End at once: kernels that wait for other ranks stop, and the communicator is freed.
+    /// Free a communicator at once. Its kernels that wait for other ranks stop.
     ///
     /// # Safety
-    /// The communicator is not used again, and no other thread is in a call with it.
+    /// The communicator must not be used again, and no other thread may be in a call with it.
     pub unsafe fn abort(&self, comm: Comm) {
         // SAFETY: as for destroy.
         unsafe { (self.abort)(comm) };
@@ -299,10 +305,10 @@ impl Nccl {
 /// Whether all work of a stream is done.
 ///
 /// # Errors
-/// The driver's errors, also those of earlier work.
+/// The driver's error, which may be that of earlier work.
 ///
 /// # Safety
-/// `stream` is a stream of the current device, and not capturing.
+/// `stream` must be a stream of the current device and must not be capturing.
 pub unsafe fn is_done(stream: *mut c_void) -> Result<bool, Status> {
     // SAFETY: the caller's promise.
     match unsafe { driver::cuStreamQuery(stream) } {
@@ -312,7 +318,7 @@ pub unsafe fn is_done(stream: *mut c_void) -> Result<bool, Status> {
     }
 }
 
-/// Turns a result into an error unless the call succeeded or is in progress.
+/// Return the result as an error unless the call succeeded or is in progress.
 fn check(result: c_int) -> Result<(), c_int> {
     if matches!(result, SUCCESS | IN_PROGRESS) { Ok(()) } else { Err(result) }
 }

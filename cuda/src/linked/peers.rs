@@ -1,4 +1,5 @@
-//! Device memory that several processes of the machine access, by the handles of CUDA's inter-process communication
+//! Device memory that several processes of the machine access. One process allocates it ([`Exported`]); the other processes map it
+//! ([`Opened`]) through a handle of CUDA's inter-process communication
 //! (<https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html>).
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -12,7 +13,8 @@ pub const HANDLE: usize = 64;
 /// The handle with which another process opens an [`Exported`].
 pub type Handle = [u8; HANDLE];
 
-/// Memory of a device for other processes. It does not come from the allocators, whose memory has no handles.
+/// Memory of a device that other processes can open. It does not come from the allocators, because `cuIpcGetMemHandle` accepts only memory
+/// of `cuMemAlloc`.
 pub struct Exported {
     address: u64,
     size: u64,
@@ -20,17 +22,17 @@ pub struct Exported {
 }
 
 impl Exported {
-    /// At least `size` bytes of the device that is current on this thread.
+    /// Allocate at least `size` bytes on the device that is current on this thread.
     ///
     /// # Errors
-    /// The driver's error. Exceeding the limit of the device counts as out of memory.
+    /// The driver's error; `CUDA_ERROR_OUT_OF_MEMORY` also if the device's limit would be exceeded.
     pub fn new(size: usize) -> Result<Self, Status> {
         let size = size.max(1) as u64;
         let (address, device) = allocate_outside(size)?;
         Ok(Self { address, size, device })
     }
 
-    /// Its address.
+    /// The address of the memory in this process.
     pub const fn address(&self) -> u64 {
         self.address
     }
@@ -59,7 +61,7 @@ pub struct Opened {
 }
 
 impl Opened {
-    /// Map the memory for the device that is current on this thread.
+    /// Map the memory that `handle` names, for the device that is current on this thread.
     ///
     /// # Errors
     /// The driver's error, for example if the devices cannot access each other's memory.
@@ -70,7 +72,7 @@ impl Opened {
         Ok(Self { address })
     }
 
-    /// Its address in this process.
+    /// The address of the memory in this process.
     pub const fn address(&self) -> u64 {
         self.address
     }
@@ -84,13 +86,14 @@ impl Drop for Opened {
     }
 }
 
-/// Queue a copy between device memory of any processes; in a capture it becomes a node of the graph.
+/// Queue a copy from device memory to device memory, which may belong to other processes ([`Opened`]). During a capture, the copy becomes
+/// a node of the graph.
 ///
 /// # Errors
 /// The driver's error.
 ///
 /// # Safety
-/// Both addresses have `size` bytes, which stay allocated until the copy is done and, in a capture, as long as the graph exists.
+/// `to` and `from` must be valid for `size` bytes, which must stay allocated until the copy is done and while a graph contains the copy.
 pub unsafe fn copy(to: u64, from: u64, size: usize, stream: *mut c_void) -> Result<(), Status> {
     if size == 0 {
         return Ok(());
@@ -99,12 +102,12 @@ pub unsafe fn copy(to: u64, from: u64, size: usize, stream: *mut c_void) -> Resu
     check(unsafe { driver::cuMemcpyDtoDAsync_v2(to, from, size, stream) })
 }
 
-/// What a device can do with the memory of another one.
+/// How the kernels of a device can access the memory of another device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Access {
-    /// Read and write it.
+    /// Whether they can read and write the other device's memory.
     pub is_direct: bool,
-    /// Change it by atomic operations.
+    /// Whether they can change the other device's memory by atomic operations.
     pub has_atomics: bool,
 }
 
@@ -120,8 +123,8 @@ pub fn bus_id(device: c_int) -> Result<String, Status> {
     Ok(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
 }
 
-/// What `device` can do with the memory of the device whose address on the bus is `bus_id`. `None` if this process does not see that
-/// device, or if it is `device` itself.
+/// How kernels of `device` can access the memory of the device whose address on the PCI bus is `bus_id`. `None` if this process does not
+/// see the device at `bus_id`, or if that device is `device` itself.
 ///
 /// # Errors
 /// The driver's error.

@@ -1,4 +1,4 @@
-//! Pinned memory of the host, which the GPU can read and write.
+//! Pieces of pinned host memory, through which copies between host and device go: the GPU can read and write pinned memory directly.
 
 use std::ffi::c_void;
 
@@ -7,10 +7,10 @@ use super::memory::{Status, check};
 
 /// The number of bytes of a piece.
 pub(crate) const PIECE: usize = 8 << 20;
-/// The number of pieces of a stream: while the GPU uses some of them, the host uses the next one.
+/// The largest number of pieces of a stream. While the GPU reads or writes some of them, the host can use another.
 pub(crate) const PIECES: usize = 4;
 
-/// A piece of pinned memory, and an event that marks the end of the GPU's last use of it. Both live as long as the process.
+/// A piece of pinned memory, and an event that marks the end of the GPU's last use of the memory. Memory and event are never freed.
 pub(crate) struct Piece {
     host: usize,
     event: usize,
@@ -33,7 +33,7 @@ impl Piece {
         self.host as *mut u8
     }
 
-    /// Mark the piece as in use until the work that is queued on the stream now is done.
+    /// Record that all work queued on the stream up to now may use the piece: the next [`wait`](Self::wait) waits for it.
     pub(crate) fn queued(&mut self, stream: Stream) -> Result<(), Status> {
         // SAFETY: the event lives as long as the process, the stream as long as its device.
         check(unsafe { driver::cuEventRecord(self.event as *mut c_void, stream) })?;
@@ -41,7 +41,7 @@ impl Piece {
         Ok(())
     }
 
-    /// Wait until the GPU is done with the piece.
+    /// Wait until the work of the last [`queued`](Self::queued) is done. Returns at once if there is none, or if it was waited for already.
     pub(crate) fn wait(&mut self) -> Result<(), Status> {
         if std::mem::take(&mut self.is_queued) {
             // SAFETY: as in `queued`.

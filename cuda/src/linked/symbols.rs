@@ -1,15 +1,16 @@
-//! The functions of the CUDA libraries that candle and this crate call. Each of them is defined here as a jump through a
-//! slot.
+//! The functions of the driver and the CUDA libraries that candle and this crate call. This module defines each of them as a jump to the
+//! address in the function's slot.
 //!
-//! A function that is missing in the lists below becomes an undefined symbol of the extension, which the check of the wheel rejects.
+//! A function that candle or this crate calls, but that is missing in the lists below, becomes an undefined symbol of the extension. The
+//! check of the wheel rejects such symbols.
 
 use std::arch::global_asm;
 use std::sync::atomic::AtomicPtr;
 
-/// One function: its name, and the slot of its address.
+/// One function: its name, and the slot that contains the address to jump to.
 pub type Symbol = (&'static str, &'static AtomicPtr<()>);
 
-/// A library.
+/// A library and the functions that it must have.
 pub struct Library {
     /// The name under which the system's loader finds the library.
     pub file: &'static str,
@@ -17,7 +18,8 @@ pub struct Library {
     pub symbols: &'static [Symbol],
 }
 
-/// The target of unfilled slots. Every function of these libraries returns a status; this one returns `CUDA_ERROR_UNKNOWN`.
+/// The function whose address is in the slots until they are filled. All functions of these libraries return a status, so this one can
+/// replace them: it returns `CUDA_ERROR_UNKNOWN`.
 extern "C" fn absent() -> i32 {
     999
 }
@@ -31,7 +33,7 @@ macro_rules! library {
                 #[allow(non_upper_case_globals, reason = "named as the function")]
                 static $symbol: AtomicPtr<()> = AtomicPtr::new(absent as *mut ());
 
-                // Hidden, so that other libraries of the process do not bind to these functions.
+                // The symbol is hidden, so that no other library of the process binds to it instead of to the function of CUDA's library.
                 #[cfg(target_arch = "x86_64")]
                 global_asm!(
                     concat!(".globl ", stringify!($symbol)),
@@ -84,7 +86,7 @@ library!(random, "libcurand.so.10", [
     curandCreateGenerator curandDestroyGenerator curandSetPseudoRandomGeneratorSeed curandSetStream
 ]);
 
-/// The driver.
+/// The driver's library, which the NVIDIA driver installs.
 pub static DRIVER: &Library = &driver::LIBRARY;
-/// The libraries that come with pip's packages or the toolkit.
+/// The libraries that pip's packages or the CUDA toolkit install.
 pub static TOOLKIT: &[&Library] = &[&blas::LIBRARY, &blas_lt::LIBRARY, &random::LIBRARY];

@@ -1,11 +1,12 @@
 //! Copies from the host to a device: the function that replaces `cuMemcpyHtoDAsync`.
 //!
-//! The host copies the values to pinned memory, and the GPU copies them from there. So the caller may reuse its memory at once, and the
-//! host waits only if the GPU still needs all pinned memory of the stream.
+//! The host copies the bytes to pinned memory, and the GPU copies them from there to the device. So the caller may reuse its memory at
+//! once, and the host waits only if the GPU still needs all pinned memory of the stream.
 //!
-//! A graph cannot copy from host memory that is freed before a replay. During a capture, a value is a constant if an eager run of the
-//! same function copied it too. A constant is put into device memory that lives as long as the graph, and the graph copies from there.
-//! Any other value is rejected: it changes from call to call, but each replay would repeat it.
+//! A CUDA graph cannot copy from host memory that is freed before a replay. "Value" means the bytes of one copy here. During a capture, a
+//! value is a constant if an eager run of the captured function copied the same bytes. A constant is put into device memory that lives as
+//! long as the graph, and the graph copies from there. Any other value is rejected: it may change from call to call, but each replay would
+//! copy the value of the capture.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -19,9 +20,11 @@ use super::memory::{self, Status, check};
 use super::pinned::{PIECE, PIECES, Piece};
 use crate::allocator::Origin;
 
-/// The driver's `cuMemcpyHtoDAsync`.
+/// The address of the driver's own `cuMemcpyHtoDAsync`.
 pub(crate) static COPY: AtomicPtr<()> = AtomicPtr::new(std::ptr::null_mut());
 
+/// Call the driver's own `cuMemcpyHtoDAsync`.
+///
 /// # Safety
 /// As the driver's function.
 unsafe fn driver_copy(to: u64, from: *const c_void, size: usize, stream: Stream) -> c_int {
@@ -33,14 +36,14 @@ unsafe fn driver_copy(to: u64, from: *const c_void, size: usize, stream: Stream)
     }
 }
 
-/// Queue a copy from pinned memory; in a capture it becomes a node of the graph.
+/// Queue a copy from pinned memory to the device. During a capture, the copy becomes a node of the graph.
 ///
 /// # Errors
 /// The driver's error.
 ///
 /// # Safety
-/// Both addresses have `size` bytes. The source is pinned memory, which changes neither before the copy is done nor while a graph contains
-/// the copy.
+/// `to` and `from` must be valid for `size` bytes. The memory at `from` must be pinned, and must stay allocated and unchanged until the
+/// copy is done and while a graph contains the copy.
 pub unsafe fn copy_pinned(to: u64, from: *const u8, size: usize, stream: *mut c_void) -> Result<(), Status> {
     if size == 0 {
         return Ok(());
@@ -49,14 +52,14 @@ pub unsafe fn copy_pinned(to: u64, from: *const u8, size: usize, stream: *mut c_
     check(unsafe { driver_copy(to, from.cast(), size, stream) })
 }
 
-/// Queue a copy from any memory of the host. Returns when the host may reuse the memory; the last of the bytes may still
-/// be on their way.
+/// Queue a copy from any memory of the host to the device. Returns as soon as the caller may reuse the memory at `from`; the copy to the
+/// device may not be done yet.
 ///
 /// # Errors
 /// The driver's error.
 ///
 /// # Safety
-/// Both addresses have `size` bytes, the stream exists, and no thread captures.
+/// `to` and `from` must be valid for `size` bytes. The stream must exist, and no thread may be capturing.
 pub unsafe fn copy_pageable(to: u64, from: *const u8, size: usize, stream: *mut c_void) -> Result<(), Status> {
     if size == 0 {
         return Ok(());
@@ -65,7 +68,7 @@ pub unsafe fn copy_pageable(to: u64, from: *const u8, size: usize, stream: *mut 
     check(unsafe { stage(to, from.cast(), size, stream) })
 }
 
-/// The pinned memory of a stream.
+/// The pieces of pinned memory through which a stream's copies go. The next value goes to piece `current`, after its first `used` bytes.
 struct Ring {
     stream: usize,
     pieces: Vec<Piece>,
@@ -73,8 +76,8 @@ struct Ring {
     used: usize,
 }
 
-/// The rings by stream. They live as long as the process, and each has a lock of its own, because a copy may wait for the
-/// GPU.
+/// The rings by stream. They are never freed. Each ring has its own lock, so that a copy that waits for the GPU blocks only the copies of
+/// the same stream.
 static RINGS: Mutex<Vec<(usize, &'static Mutex<Ring>)>> = Mutex::new(Vec::new());
 
 /// The ring of a stream.
@@ -89,7 +92,7 @@ fn ring(stream: Stream) -> &'static Mutex<Ring> {
 }
 
 impl Ring {
-    /// Continue with the next piece, once the GPU no longer reads it.
+    /// Make the next piece the current one, and wait until the GPU no longer reads it.
     fn advance(&mut self) -> Result<(), Status> {
         if let Some(piece) = self.pieces.get_mut(self.current) {
             piece.queued(self.stream as Stream)?;
@@ -103,6 +106,8 @@ impl Ring {
         Ok(())
     }
 
+    /// Copy `size` bytes to pinned memory, and queue the driver's copies from there to the device.
+    ///
     /// # Safety
     /// As the driver's function.
     unsafe fn copy(&mut self, to: u64, from: *const u8, size: usize) -> Result<(), Status> {
@@ -126,6 +131,8 @@ impl Ring {
     }
 }
 
+/// Copy through pinned memory. Returns the driver's status.
+///
 /// # Safety
 /// As the driver's function.
 unsafe fn stage(to: u64, from: *const c_void, size: usize, stream: Stream) -> c_int {
@@ -134,21 +141,21 @@ unsafe fn stage(to: u64, from: *const c_void, size: usize, stream: Stream) -> c_
     unsafe {
         match ring.copy(to, from.cast(), size) {
             Ok(()) => driver::SUCCESS,
-            // If pinned memory cannot be allocated, this leaves the whole copy to the driver.
+            // If no more memory can be pinned, the driver copies all bytes from the caller's memory.
             Err(Status(driver::OUT_OF_MEMORY)) => driver_copy(to, from, size, stream),
             Err(status) => status.0,
         }
     }
 }
 
-/// How this thread treats the values that it copies.
+/// What `upload` does on this thread besides copying a value.
 #[derive(Default)]
 enum Watch {
     #[default]
     Off,
-    /// An eager run: record the values.
+    /// During an eager run: record the fingerprints of the values.
     Noting(HashSet<u64>),
-    /// A capture: known values are constants.
+    /// During a capture: make values whose fingerprints are `known` constants, and reject the others (`has_refused`).
     Capturing { known: HashSet<u64>, constants: Vec<Constant>, has_refused: bool },
 }
 
@@ -156,13 +163,13 @@ thread_local! {
     static WATCH: RefCell<Watch> = RefCell::default();
 }
 
-/// A value in device memory that a graph copies from.
+/// Device memory for a value that a graph copies from. `bytes` is the value until [`Constants::upload`] copies it there.
 struct Constant {
     address: u64,
     bytes: Vec<u8>,
 }
 
-/// `cuMemcpyHtoDAsync`.
+/// The replacement of `cuMemcpyHtoDAsync`.
 pub(crate) extern "C" fn upload(to: u64, from: *const c_void, size: usize, stream: Stream) -> c_int {
     let captured = WATCH.with_borrow_mut(|watch| match watch {
         Watch::Off => None,
@@ -183,7 +190,7 @@ pub(crate) extern "C" fn upload(to: u64, from: *const c_void, size: usize, strea
                 Err(status) => return Some(status.0),
             };
             constants.push(Constant { address, bytes: bytes.to_vec() });
-            // SAFETY: both addresses have `size` bytes; the graph frees the constant after its last replay.
+            // SAFETY: both addresses have `size` bytes; the graph's owner drops the `Constants` after the last replay.
             Some(unsafe { driver::cuMemcpyDtoDAsync_v2(to, address, size, stream) })
         }
     });
@@ -191,8 +198,10 @@ pub(crate) extern "C" fn upload(to: u64, from: *const c_void, size: usize, strea
     captured.unwrap_or_else(|| unsafe { stage(to, from, size, stream) })
 }
 
+/// The `size` bytes at `from`.
+///
 /// # Safety
-/// There are `size` bytes at `from`.
+/// `from` must be valid for `size` bytes.
 unsafe fn bytes<'a>(from: *const c_void, size: usize) -> &'a [u8] {
     if size == 0 {
         return &[];
@@ -207,16 +216,16 @@ fn fingerprint(bytes: &[u8]) -> u64 {
     hasher.finish()
 }
 
-/// The values that an eager run has copied.
+/// The fingerprints of the values that an eager run has copied.
 #[derive(Debug, Default)]
 pub struct Known(HashSet<u64>);
 
-/// Record the values that this thread copies, until [`finish_noting`].
+/// Record the fingerprints of the values that this thread copies, until [`finish_noting`].
 pub fn note() {
     WATCH.set(Watch::Noting(HashSet::new()));
 }
 
-/// Stop recording, and return the values that were copied.
+/// Stop recording, and return the recorded fingerprints.
 pub fn finish_noting() -> Known {
     match WATCH.take() {
         Watch::Noting(known) => Known(known),
@@ -224,12 +233,12 @@ pub fn finish_noting() -> Known {
     }
 }
 
-/// Treat the values that this thread copies as constants of a graph if they are `known`, until [`finish_capture`].
+/// Until [`finish_capture`], make the values that this thread copies constants of a graph if they are `known`, and reject other values.
 pub fn capture(known: Known) {
     WATCH.set(Watch::Capturing { known: known.0, constants: Vec::new(), has_refused: false });
 }
 
-/// The constants of a graph, in device memory until this is dropped.
+/// The constants of a graph. Dropping this object frees their device memory.
 pub struct Constants {
     constants: Vec<Constant>,
     has_refused: bool,
@@ -244,7 +253,7 @@ pub fn finish_capture() -> Constants {
 }
 
 impl Constants {
-    /// Whether a value was rejected because it was not known.
+    /// Whether the capture rejected a value because it was not known.
     pub const fn has_refused(&self) -> bool {
         self.has_refused
     }
@@ -255,11 +264,11 @@ impl Constants {
     /// The driver's error.
     ///
     /// # Safety
-    /// `stream` is the stream that was captured, and its device is current.
+    /// `stream` must be the stream that was captured, and its device must be current.
     pub unsafe fn upload(&mut self, stream: *mut c_void) -> Result<(), Status> {
         for constant in &mut self.constants {
             let bytes = std::mem::take(&mut constant.bytes);
-            // SAFETY: the constant has room for its bytes.
+            // SAFETY: `constant.address` has `bytes.len()` bytes.
             check(unsafe { stage(constant.address, bytes.as_ptr().cast(), bytes.len(), stream) })?;
         }
         Ok(())
