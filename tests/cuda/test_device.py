@@ -25,6 +25,18 @@ def test_values_go_to_the_device_and_come_back(cuda: Any) -> None:
     assert run.of("refused") == []
 
 
+def test_copies_stay_on_the_device(cuda: Any) -> None:
+    run = cuda.run("""
+        x = tc.tensor([1, 2, 3], device="cuda:1")
+        for copy in (x.clone(), tc.tensor(x), tc.tensor(x, dtype="i64"), x.detach().clone()):
+            assert copy.device == x.device, copy.device
+            assert copy.tolist() == [1, 2, 3]
+        assert tc.tensor(x, device="cpu").device == "cpu"
+        assert tc.tensor([1, 2, 3]).device == "cpu"
+    """)
+    assert run.of("refused") == []
+
+
 def test_operands_on_two_devices_are_rejected(cuda: Any) -> None:
     run = cuda.run("""
         here, there = tc.zeros(3, device="cuda:0"), tc.zeros(3, device="cuda:1")
