@@ -184,13 +184,13 @@ class Adapter:
         rank: rank of the low-rank product, at least 1.
         alpha: the low-rank product is multiplied by alpha / rank.
         dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
-        rslora: whether the factor is alpha / sqrt(rank) instead.
+        rslora: whether the low-rank product is multiplied by alpha / sqrt(rank) instead of alpha / rank.
         qat: the format to which every forward pass rounds the adapted weight, as `nn.functional.fake_quantize` does.
 
     Raises:
         ArgumentError: if the kind is unknown, or a number is out of range.
         ShapeError: if the weight is not a matrix or the bias does not fit it.
-        ConfigError: if the weight cannot be rounded as `qat` says.
+        ConfigError: if the weight cannot be rounded to the format `qat`.
     """
     def __new__(
         cls,
@@ -219,7 +219,7 @@ class Adapter:
     @property
     def scale(self, /) -> float:
         """
-        The factor of the low-rank product.
+        The number by which the low-rank product is multiplied.
         """
     def set_training(self, /, training: bool) -> None:
         """
@@ -227,13 +227,13 @@ class Adapter:
         """
     def vars(self, /) -> list[Var]:
         """
-        The trainable parameters of the kind of adapter: for LoRA down and up, for DoRA also the magnitude.
+        The adapter's trainable parameters, which depend on its kind: for LoRA down and up, for DoRA also the magnitude.
         """
 
 @final
 class AdapterFile:
     """
-    An adapter file that is complete but not written yet, made by `prepare_adapters`.
+    The contents of an adapter file that is not written yet, made by `prepare_adapters`.
 
     ```python
     unet = tc.models.load("sdxl")
@@ -260,7 +260,7 @@ class AdapterFile:
 @final
 class AdapterModule:
     """
-    One layer's adapter in a file. A module with the adapters of several layers is listed once for each layer.
+    The report of one layer's adapter in a file. A module with the adapters of several layers has one report for each layer.
 
     ```python
     report = tc.verify_adapter("adapter.safetensors", "sdxl", "sdxl")
@@ -271,58 +271,58 @@ class AdapterModule:
     @property
     def alpha(self, /) -> float | None:
         """
-        The numerator of the scale; None if the file does not have it beside the parameters.
+        The value of the module's tensor `alpha`, the numerator of the scale; None if the module has no such tensor.
         """
     @property
     def changed_by(self, /) -> dict[str, str]:
         """
-        Tools that apply it, but not as it was trained, with the reason.
+        The tools that apply the module, but not as it was trained, with the reason.
         """
     @property
     def fault(self, /) -> str | None:
         """
-        A message about wrong shapes or values, if there are any.
+        A message about wrong shapes, missing parameters or non-finite elements; None if there is no such fault.
         """
     @property
     def ignored_by(self, /) -> dict[str, str]:
         """
-        Tools that ignore it, with the reason.
+        The tools that ignore the module, with the reason.
         """
     @property
     def kind(self, /) -> str | None:
         """
-        The kind of adapter; None if it is not an adapter.
+        The kind of adapter; None if the parameters form no complete adapter.
         """
     @property
     def layer(self, /) -> str | None:
         """
-        The layer that it is for; None if the model has no such layer.
+        The name of the layer that the adapter is for; None if the model has no such layer.
         """
     @property
     def module(self, /) -> str:
         """
-        Its name in the file.
+        The module's name in the file: the keys of its tensors without the parameters' names.
         """
     @property
     def rank(self, /) -> int:
         """
-        Its rank; 0 if it has no low-rank factors.
+        The adapter's rank; 0 if it has no low-rank factors.
         """
     @property
     def scale(self, /) -> float:
         """
-        The factor that tools apply.
+        The scale alpha / rank, by which tools multiply the adapter; 1 if the file has no alpha.
         """
     @property
     def zero(self, /) -> bool:
         """
-        Whether a factor is zero everywhere, so that the adapter has no effect.
+        Whether all elements of one of the factors are 0, so that the adapter has no effect.
         """
 
 @final
 class AdapterReport:
     """
-    How other tools read an adapter file.
+    The report of an adapter file: how other tools would apply the file.
 
     ```python
     report = tc.verify_adapter("adapter.safetensors", "sdxl", "sdxl")
@@ -332,22 +332,23 @@ class AdapterReport:
     @property
     def good(self, /) -> bool:
         """
-        Whether the first of `tools` applies every module as it was trained, and every module has an effect.
+        Whether the file has modules and no other keys, every module fits a layer and has an effect, and the first of
+        `tools` applies every module as it was trained.
         """
     @property
     def modules(self, /) -> list[AdapterModule]:
         """
-        Every module, by name.
+        The reports of all modules, in the order of the modules' names.
         """
     @property
     def others(self, /) -> list[str]:
         """
-        Keys that are not parameters of an adapter.
+        The file's keys that are not parameters of an adapter.
         """
     @property
     def remarks(self, /) -> list[str]:
         """
-        Remarks about the header.
+        Remarks about the file as a whole.
         """
     @property
     def tools(self, /) -> list[str]:
@@ -375,11 +376,11 @@ class AdapterSet:
         """
     def load(self, /, path: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
         """
-        Read the parameters of an adapter file with the same layers, ranks and alphas.
+        Read the parameters of an adapter file with the same layers, ranks and alphas as these adapters.
 
         Raises:
-            MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
-            ConfigError, ShapeError: if the file does not fit the model. In this case nothing changes.
+            MissingFileError, WeightsFormatError: if there is no such file, or the file has no adapter for this model.
+            ConfigError, ShapeError: if the file does not fit these adapters. In this case no parameter changes.
         """
     def named_parameters(self, /) -> dict[str, Var]:
         """
@@ -404,8 +405,8 @@ class AdapterSet:
             path: the file.
             format: "kohya", "diffusers", "peft" or "comfyui". Default: the format that most tools load, such as "kohya"
                 for SDXL, or "peft" for a model that no other tool supports.
-            metadata: text entries for the file's header, in addition to those for other tools.
-            dtype: the dtype of the parameters, "f32", "f16" or "bf16".
+            metadata: text entries for the file's header, in addition to the entries that other tools read.
+            dtype: the dtype of the parameters in the file, "f32", "f16" or "bf16". Default: f32.
 
         Returns:
             The names of layers whose adapter has no effect because a factor is zero everywhere; empty if all adapters
@@ -440,12 +441,13 @@ class AutoencoderKL(Model):
     """
     def decode(self, /, latent: Tensor, *, tile_size: SupportsIndex | None = None) -> Tensor:
         """
-        The images of latents.
+        Decode latents to images.
 
         Args:
-            latent: latents, (B, C, h, w), not scaled, where C is the model's number of latent channels.
-            tile_size: decode larger images in tiles of this many pixels along a side (512 is usual), which overlap by a
-                quarter and are blended at their seams. Memory then does not grow with the image.
+            latent: latents, (B, C, h, w), not shifted or scaled. C is the model's number of latent channels.
+            tile_size: if given, images that are larger than this many pixels along a side (512 is usual) are decoded in
+                square tiles of this size, which overlap by a quarter and are blended at their seams. The memory of the
+                activations then does not grow with the image.
 
         Returns:
             Images, (B, 3, h * downscale, w * downscale), values about -1 to 1.
@@ -456,7 +458,7 @@ class AutoencoderKL(Model):
     @property
     def downscale(self, /) -> int:
         """
-        Pixels per latent along one side of an image.
+        The height and width in pixels of an image, divided by the height and width of its latents.
         """
     def encode(
         self, /, image: Tensor, *, tile_size: SupportsIndex | None = None
@@ -466,12 +468,13 @@ class AutoencoderKL(Model):
 
         Args:
             image: images, (B, 3, H, W), values -1 to 1.
-            tile_size: encode larger images in tiles of this many pixels along a side (512 is usual), which overlap by a
-                quarter. Near seams the result differs a little.
+            tile_size: if given, images that are larger than this many pixels along a side (512 is usual) are encoded in
+                square tiles of this size, which overlap by a quarter. Near the tiles' seams, the result differs a little
+                from that of the whole image.
 
         Returns:
-            Mean and logarithm of the variance of the unscaled latents, (B, C, H / downscale, W / downscale) each. C is
-            the model's number of latent channels, 4 for SDXL.
+            The mean and the logarithm of the variance of the latents before shift and scaling, (B, C, H / downscale,
+            W / downscale) each. C is the model's number of latent channels, 4 for SDXL.
 
         Raises:
             ShapeError: if the image does not fit the model.
@@ -479,29 +482,30 @@ class AutoencoderKL(Model):
     @property
     def scaling_factor(self, /) -> float:
         """
-        The factor of latents: a diffusion model reads (latent - shift_factor) * scaling_factor.
+        The factor of the latents: a diffusion model's input is (latent - shift_factor) * scaling_factor.
         """
     @property
     def shift_factor(self, /) -> float:
         """
-        The shift of latents in the formula of `scaling_factor`; 0 for SDXL.
+        The shift of the latents, see `scaling_factor`; 0 for SDXL.
         """
 
 @final
 class AutoencoderKLQwenImage(Model):
     """
-    Qwen-Image's autoencoder between images and latents, with the results of diffusers' `AutoencoderKLQwenImage` for one
-    frame and its parameter names. `from_pretrained` loads one. Layers that change the number of frames are not loaded,
-    and files that it writes have no such layers.
+    Qwen-Image's autoencoder between images and latents. It has the parameter names of diffusers'
+    `AutoencoderKLQwenImage` and computes the results of that class for videos of one frame. The layers of the published
+    model that change the number of frames are neither loaded nor saved. `from_pretrained` loads an autoencoder.
     """
     def decode(self, /, latent: Tensor, *, tile_size: SupportsIndex | None = None) -> Tensor:
         """
-        The images of latents.
+        Decode latents to images.
 
         Args:
             latent: latents, (B, 16, h, w), not normalised.
-            tile_size: decode larger images in tiles of this many pixels along a side (512 is usual), which overlap by a
-                quarter and are blended at their seams. Memory then does not grow with the image.
+            tile_size: if given, images that are larger than this many pixels along a side (512 is usual) are decoded in
+                square tiles of this size, which overlap by a quarter and are blended at their seams. The memory of the
+                activations then does not grow with the image.
 
         Returns:
             Images, (B, 3, h * downscale, w * downscale), values -1 to 1.
@@ -512,7 +516,7 @@ class AutoencoderKLQwenImage(Model):
     @property
     def downscale(self, /) -> int:
         """
-        Pixels per latent along one side of an image.
+        The height and width in pixels of an image, divided by the height and width of its latents.
         """
     def encode(
         self, /, image: Tensor, *, tile_size: SupportsIndex | None = None
@@ -522,11 +526,13 @@ class AutoencoderKLQwenImage(Model):
 
         Args:
             image: images, (B, 3, H, W), values -1 to 1.
-            tile_size: encode larger images in tiles of this many pixels along a side (512 is usual), which overlap by a
-                quarter. Near seams the result differs a little.
+            tile_size: if given, images that are larger than this many pixels along a side (512 is usual) are encoded in
+                square tiles of this size, which overlap by a quarter. Near the tiles' seams, the result differs a little
+                from that of the whole image.
 
         Returns:
-            Mean and logarithm of the variance of the latents, which are not normalised, (B, 16, H / downscale, W / downscale) each.
+            The mean and the logarithm of the variance of the latents before normalisation with `latents_mean` and
+            `latents_std`, (B, 16, H / downscale, W / downscale) each.
 
         Raises:
             ShapeError: if the image does not fit the model.
@@ -534,19 +540,19 @@ class AutoencoderKLQwenImage(Model):
     @property
     def latents_mean(self, /) -> list[float]:
         """
-        The mean of each channel of the latents. The input of a diffusion model is (latent - latents_mean) / latents_std.
+        The mean of each latent channel. The diffusion transformer's input is (latent - latents_mean) / latents_std.
         """
     @property
     def latents_std(self, /) -> list[float]:
         """
-        The standard deviation of each channel of the latents.
+        The standard deviation of each latent channel.
         """
 
 @final
 class CLIPTextModel(Model):
     """
-    A text encoder with the results of transformers' `CLIPTextModel` or `CLIPTextModelWithProjection`. Names of its
-    parameters begin with "text_model.", as in the published files. `from_pretrained` loads one.
+    CLIP's text encoder. It computes the results of transformers' `CLIPTextModel` or `CLIPTextModelWithProjection`. The
+    names of the encoder's parameters begin with "text_model.", as in the published files. `from_pretrained` loads one.
 
     ```python
     encoder = tc.models.CLIPTextModel.from_pretrained("sdxl", subfolder="text_encoder")
@@ -574,7 +580,7 @@ class CapturedFunction:
     """
     def __call__(self, /, inputs: SupportsGetItem[int, Tensor]) -> list[Tensor]:
         """
-        The results of the function for `inputs`.
+        Call the function, or replay its graph; return the results for `inputs`.
 
         Raises:
             ShapeError, DTypeError: if an input has another shape or dtype than in `static_inputs`.
@@ -595,17 +601,17 @@ class CapturedFunction:
     @property
     def is_recorded(self, /) -> bool:
         """
-        Whether calls replay a graph.
+        Whether the function has been recorded, so that calls replay its graph.
         """
 
 @final
 class CausalLM(Model):
     """
-    A language model with the results of transformers' `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` or
-    `Qwen3ForCausalLM`: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3. `from_pretrained` loads one; with `layers=` it loads only
-    the first layers, to serve as a text encoder.
+    A language model: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3. It computes the results of transformers'
+    `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` or `Qwen3ForCausalLM`. `from_pretrained` loads a model;
+    with `layers=` it loads only the first layers, for use as a text encoder.
 
-    The constructor makes a fresh model with the sizes in a `config.json`. Its parameters are trainable and f32.
+    The constructor makes a fresh model with the sizes in a `config.json`. The model's parameters are trainable and f32.
 
     ```python
     lm = tc.models.CausalLM.from_pretrained("llama")
@@ -620,13 +626,15 @@ class CausalLM(Model):
     Raises:
         MissingFileError, ConfigError: if the configuration is missing or belongs to another model.
 
-    Inside the model, all texts are in one packed row. A packed row has `input_ids` (N tokens), their `positions`, which
-    count from 0 in each text, and `cu_seqlens`, the M + 1 bounds of M texts, which ascend from 0 to at most N. Tokens
+    Inside the model, all texts are in one packed row, which consists of three tensors. `input_ids` has the N tokens of
+    the M texts, one text after the other. `positions` has each token's position in its text, from 0. `cu_seqlens` has
+    M + 1 ascending bounds, from 0 to at most N: text i has the tokens from bound i up to, without, bound i + 1. Tokens
     of a text do not attend to other texts. Tokens after the last bound are padding.
     """
     def __call__(self, /, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """
-        The scores of all tokens of the vocabulary as the next token: (B, S, V) in the dtype of the weights.
+        For each token of `input_ids`, the scores (logits) of the token that follows it: (B, S, V) in the dtype of the
+        weights. V is the size of the vocabulary.
 
         Args:
             input_ids: token ids, (B, S), i64 or u32.
@@ -635,7 +643,7 @@ class CausalLM(Model):
         Raises:
             ShapeError: if an input has another shape.
             IndexOutOfRangeError: if an id is not a token, or the mask has other values than 0 and 1.
-            DTypeError: if an input is not of integers.
+            DTypeError: if an input has another dtype than i64 or u32.
             ArgumentError: if only a part of the layers was loaded.
         """
     def __new__(
@@ -650,8 +658,8 @@ class CausalLM(Model):
         self, /, cache: KVCache, tokens: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]]
     ) -> Tensor:
         """
-        Add tokens to the texts of a cache, and compute the scores of the next token of each text that got tokens:
-        (texts, V), in the order of the texts.
+        Add tokens to the texts of a cache, and compute the scores of the next token of each text that got tokens. The
+        result is (texts that got tokens, V), with the texts in the order of the cache.
 
         The scores equal those of a forward pass over the whole texts, but the model usually computes only the new
         tokens.
@@ -662,7 +670,8 @@ class CausalLM(Model):
 
         Raises:
             IndexOutOfRangeError: if an id is not a token.
-            ArgumentError: if the numbers of texts differ, no text gets a token, or only a part of the layers was loaded.
+            ArgumentError: if `tokens` has another number of texts than the cache, if no text gets a token, or if only a
+                part of the layers was loaded.
         """
     def generate(
         self,
@@ -679,19 +688,22 @@ class CausalLM(Model):
         seed: SupportsIndex = 0,
     ) -> list[list[int]]:
         """
-        Generate tokens after each prompt. The result has the new tokens, without the token that ends the text.
+        Generate tokens after each prompt. The result has one list per prompt with its new tokens, without the token that
+        ends the text.
 
-        Texts do not influence each other and are not padded; their keys and values are cached. A drawn token depends
-        only on the scores, the seed, the index of the text and the position in the text.
+        Texts do not influence each other and are not padded; their attention keys and values are cached. A drawn token
+        depends only on the scores, the seed, the index of the text and the token's position in the text.
 
         Args:
-            prompts: the token ids of each text, at least one each.
+            prompts: the token ids of each text; every text needs at least one.
             max_new_tokens: the largest number of tokens that are added to each text.
             temperature: 0 always chooses the most likely token; otherwise scores are divided by the temperature and a
                 token is drawn.
             top_k: draw only from this many most likely tokens; 0 draws from all.
-            top_p: draw only from the most likely tokens that together have this probability, above 0 and up to 1.
-            min_p: draw only from tokens whose probability is at least this fraction of the most likely token's, 0 to 1.
+            top_p: draw only from the smallest set of most likely tokens whose probabilities sum to at least this number,
+                above 0 and up to 1.
+            min_p: draw only from tokens whose probability is at least `min_p` · the probability of the most likely token;
+                0 to 1.
             repetition_penalty: a number above 1 makes tokens that are already in the text less likely.
             stop_token_ids: the tokens that end a text; default: `eos_token_ids`.
             seed: the seed of the random draws.
@@ -703,7 +715,8 @@ class CausalLM(Model):
         """
     def hidden(self, /, input_ids: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
         """
-        The states of a packed row that the head reads, after the final norm: (N, D).
+        The hidden states of a packed row after the final norm, (N, D). The language-model head computes the scores from
+        these states (see `logits`).
 
         Args:
             input_ids: token ids, (N), i64 or u32.
@@ -724,8 +737,9 @@ class CausalLM(Model):
         layers: SupportsGetItem[int, SupportsIndex] | None = None,
     ) -> list[Tensor]:
         """
-        The states after some layers, numbered as in transformers: 0 is the embedding, i the result of layer i. Later
-        layers are not computed. Unlike in transformers, the last layer's states are before the final norm.
+        The hidden states after the given numbers of layers, numbered as in transformers: number 0 has the embedded tokens,
+        number n the states after the first n layers. Layers after the largest given number are not computed. Unlike in
+        transformers, the final norm is not applied to the last layer's states.
 
         Args:
             input_ids: token ids, (B, S), i64 or u32.
@@ -739,14 +753,14 @@ class CausalLM(Model):
         Raises:
             ShapeError, DTypeError: if an input does not fit.
             IndexOutOfRangeError: if an id is not a token, or the mask has other values than 0 and 1.
-            ArgumentError: if the model has fewer layers.
+            ArgumentError: if a number in `layers` exceeds the number of layers that were loaded.
         """
     def log_probs(
         self, /, input_ids: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
     ) -> Tensor:
         """
-        The logarithm of the probability of each target of a packed row: (N) in f32, 0 where the target is -100. Forward
-        and backward are computed without a matrix of all scores.
+        The logarithm of the probability of each target of a packed row: (N) in f32, 0 where the target is -100. Neither
+        the forward nor the backward pass holds the matrix of the scores of all tokens in memory.
 
         Args:
             input_ids, targets, positions, cu_seqlens: as for `packed_loss`.
@@ -756,23 +770,24 @@ class CausalLM(Model):
         """
     def logits(self, /, hidden: Tensor) -> Tensor:
         """
-        The scores of the next token, (..., V), for states (..., D) of `hidden`.
+        The scores (logits) of the next token, (..., V), for hidden states (..., D) that `hidden` computed.
 
         Raises:
-            ShapeError: if the states have another width.
+            ShapeError: if the last dimension of the states is not D.
             ArgumentError: if only a part of the layers was loaded.
         """
     def loss(
         self, /, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
     ) -> Tensor:
         """
-        The mean loss of predicting each label from the tokens before it: a scalar in f32, computed without a matrix of
-        all scores.
+        The mean cross entropy of predicting each label from the tokens before it: a scalar in f32. The matrix of the
+        scores of all tokens never exists in memory.
 
         Args:
             input_ids: token ids, (B, S), i64 or u32.
-            labels: (B, S), i64: the ids themselves, or -100 for tokens that are ignored. The model shifts them by one
-                token. The mean is over the labels that are not ignored; it is 0 if all are.
+            labels: (B, S), i64: a copy of `input_ids`, with -100 at the tokens to ignore. The label in column s is
+                predicted from the tokens up to column s - 1, so labels in the first column and labels that directly
+                follow padding are ignored too. The mean is over the other labels; if there are none, it is 0.
             attention_mask: (B, S), i64 or u32: 1 for tokens of the text, 0 for padding.
 
         Raises:
@@ -800,15 +815,16 @@ class CausalLM(Model):
         weights: Tensor | None = None,
     ) -> Tensor:
         """
-        The sum of the losses of a packed row: a scalar in f32, computed without a matrix of all scores.
+        The sum, over the tokens of a packed row, of weight · cross entropy of the token's target: a scalar in f32. The
+        matrix of the scores of all tokens never exists in memory.
 
         Args:
             input_ids: token ids, (N), i64 or u32.
-            targets: the target of each token, (N), i64: the id of the next token of its text, or -100 for tokens that
-                are ignored.
+            targets: the target of each token, (N), i64: the id of the next token in the same text, or -100 to leave the
+                token out of the sum.
             positions: the position of each token in its text, (N), i64 or u32.
             cu_seqlens: the bounds of the texts, (M + 1), i64 or u32.
-            weights: factors of the losses, (N), f32.
+            weights: the factor of each token's cross entropy, (N), f32; default: 1 for all tokens.
 
         Raises:
             ShapeError, DTypeError: if an input does not fit.
@@ -823,12 +839,13 @@ class CausalLM(Model):
         layers: SupportsGetItem[int, SupportsIndex],
     ) -> list[Tensor]:
         """
-        The states of one text and the padding that follows it, as in `hidden_states`. Padding tokens attend to every word but not to
-        padding tokens, like masked tokens in transformers.
+        The hidden states, as in `hidden_states`, of one text and the padding that follows it. Padding tokens attend to all
+        tokens of the text, but not to padding tokens, as in transformers with an attention mask.
 
         Args:
             input_ids: token ids, (N), i64 or u32.
-            words: the number of tokens, from the first on, that are words of the text: 1 to N.
+            words: the number of tokens of the text, 1 to N. The first `words` tokens of `input_ids` are the text; the
+                others are padding.
             layers: the numbers of the states to return, as in `hidden_states`; at least one.
 
         Returns:
@@ -837,7 +854,8 @@ class CausalLM(Model):
         Raises:
             ShapeError, DTypeError: if an input does not fit.
             IndexOutOfRangeError: if an id is not a token.
-            ArgumentError: if there are no words or more words than tokens, or if the model has fewer layers.
+            ArgumentError: if `words` is 0 or larger than N, or if a number in `layers` exceeds the number of layers that
+                were loaded.
         """
     def stream(
         self,
@@ -854,14 +872,15 @@ class CausalLM(Model):
         seed: SupportsIndex = 0,
     ) -> Generation:
         """
-        As `generate`, but return an iterator over the steps. Each item is a list with the new token of every text, None
-        for texts that have ended.
+        As `generate`, but return an iterator. Each item is a list with one new token per text, or None for a text that
+        has ended.
 
         Args:
             prompts, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop_token_ids, seed: as for `generate`.
 
         Raises:
-            As `generate`. Errors of the model are raised at the first step.
+            As `generate`: ArgumentError for an empty prompt or a number out of range at the call, the other errors by
+            the iterator.
         """
     @property
     def vocab_size(self, /) -> int:
@@ -931,15 +950,15 @@ class ChromaTransformer(Model):
         The velocity (noise minus latents) that the model predicts for noisy latents.
 
         Args:
-            hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
-                channels first.
-            encoder_hidden_states: the text's features from T5, (B, L, joint_attention_dim): those of the words and one
-                token of padding.
-            timestep: the time from 0 (clean) to 1 (noise): (B,), (1,), or a number.
-            img_ids: positions of the image's tokens, (S, 3): 0, row, column.
-            txt_ids: positions of the text's tokens, (L, 3): zeros.
-            lengths: the number of tokens of each text that attention reads, (B,), f32, at least 1. By default attention
-                reads all tokens and needs no mask, which saves time.
+            hidden_states: noisy latents as tokens, (B, S, in_channels). The features of a token are the values of a
+                square of 2 x 2 latents in the order (channel, row, column).
+            encoder_hidden_states: T5's results for the text tokens, (B, L, joint_attention_dim).
+            timestep: the time from 0 (clean latents) to 1 (pure noise): (B,), (1,), or a number.
+            img_ids: positions of the image tokens, (S, 3): 0, row, column.
+            txt_ids: positions of the text tokens, (L, 3): zeros.
+            lengths: for each sample, the number of text tokens that other tokens attend to, (B,), f32, at least 1: the
+                text's own tokens and one padding token. Default: all L tokens; then attention needs no mask, which saves
+                time.
 
         Returns:
             A tensor of the shape of `hidden_states`, in the dtype of the weights.
@@ -953,8 +972,8 @@ class DType:
     """
     The type of a tensor's elements.
 
-    A dtype equals its names: `t.dtype == "bf16"`, `t.dtype == "bfloat16"`, `t.dtype == tc.bfloat16`. A name works
-    wherever a dtype is expected.
+    A dtype compares equal to its names: `t.dtype == "bf16"`, `t.dtype == "bfloat16"`, `t.dtype == tc.bfloat16`. A name
+    works wherever a dtype is expected.
 
     ```python
     dtype = tc.zeros(2).dtype
@@ -1010,27 +1029,33 @@ class DiffusionObjective:
         timesteps: the distribution of timesteps, "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
         logit_mean: mean of the normal distribution of "logit_normal"; a positive mean favours noisy timesteps.
         logit_std: standard deviation of that normal distribution, above 0.
-        shift: shifts timesteps towards noise (above 1) or data (below 1); 1 changes nothing.
+        shift: a number above 1 shifts the timesteps towards noise, a number below 1 towards data; 1 changes nothing.
         min_timestep: the first timestep that may be drawn.
-        max_timestep: the timestep after the last one that may be drawn; with None, all later timesteps of the schedule
-            may be drawn.
-        min_snr_gamma: weights timesteps by min(SNR, gamma) / SNR, or by min(SNR, gamma) / (SNR + 1) for velocities
-            (arXiv:2303.09556). The paper uses 5; with None all timesteps have the same weight.
-        noise_offset: the amount of noise that is constant over each channel of an example, 0 to about 0.1.
-        multires_noise_iterations: the largest number of levels of multiresolution noise. A level is normal noise,
-            enlarged to the size of the latents and added; each level has a lower resolution than the level before it.
-            The sum is scaled to standard deviation 1 over an example. 0 adds no levels; 6 to 10 are usual.
-        multires_noise_discount: the factor of each level relative to the level before it, above 0 and below 1.
+        max_timestep: the timestep after the last one that may be drawn; None means the number of timesteps of the
+            schedule.
+        min_snr_gamma: gamma of min-SNR weights (arXiv:2303.09556). The weight of a timestep in the loss is
+            min(SNR, gamma) / SNR if the model predicts noise, and min(SNR, gamma) / (SNR + 1) if it predicts velocities.
+            SNR is the timestep's signal-to-noise ratio. The paper uses 5; with None all timesteps have the weight 1.
+        noise_offset: the standard deviation of additional noise that has one value for each channel of each example, 0
+            to about 0.1.
+        multires_noise_iterations: the largest number of levels of multiresolution noise. Each level is normal noise of a
+            lower resolution than the level before it, enlarged to the size of the latents. All levels are added to the
+            noise, and the sum is scaled to a standard deviation of 1 over the example. 0 adds no levels; 6 to 10 are
+            usual.
+        multires_noise_discount: the weight of each level after the first, divided by the weight of the level before it;
+            above 0 and below 1.
         loss: the loss of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the Huber loss divided
             by delta).
-        huber_delta: the delta of the Huber losses, above 0. The losses are linear for differences above delta.
-        huber_schedule: how delta depends on the timestep t of T (arXiv:2403.16728): "constant", "exponential" (delta ** (t / T)) or
-            "snr" ((1 - delta) / (1 + sigma) ** 2 + delta).
+        huber_delta: delta of the Huber losses, above 0, and at most 1 unless `huber_schedule` is "constant". The losses
+            are linear for differences above delta.
+        huber_schedule: the delta of timestep t of the schedule's T timesteps (arXiv:2403.16728), where d is
+            `huber_delta`: "constant" for d, "exponential" for d ** (t / T), "snr" for
+            (1 - d) / (1 + sigma) ** 2 + d with the timestep's entry of the schedule's `sigmas`.
         device: the device of the latents.
 
     Raises:
-        ArgumentError: if a name is unknown, if a number is out of range, or if the schedule ends in pure noise and the
-            model predicts noise.
+        ArgumentError: if a name is unknown, if a number is out of range, or if the model predicts noise and a timestep of
+            pure noise may be drawn.
     """
     def __new__(
         cls,
@@ -1061,22 +1086,22 @@ class DiffusionObjective:
         weights: Tensor | None = None,
     ) -> Tensor:
         """
-        The loss of a prediction. An example's loss is its mean loss over elements, times its weights; the result is the
-        mean over the batch.
+        The loss of a prediction. An example's loss is the mean of the losses of its elements, times its min-SNR weight and
+        its entry in `weights`. The result is the mean over the examples of the batch.
 
         Args:
             prediction: the model's output for `noised.sample` at `noised.timesteps`.
-            noised: from `noise`, `noise_at` or `validation_noise`.
-            mask: the weights of the positions of an example, (B, 1, ...) in the size of the latents, at least 0. The
-                mask is divided by its mean over the example, so that its area does not change the example's weight. An
-                example whose mask is 0 everywhere has loss 0.
-            weights: (B,), the weights of the examples, such as the prior's weight for regularisation images.
+            noised: a result of `noise`, `noise_at` or `validation_noise`.
+            mask: the weight of each spatial position of each example, at least 0. The shape is (B, 1, ...) with the
+                spatial size of the latents. An example's mask is divided by its mean, so that the area of the mask does
+                not change the weight of the example. An example whose mask is 0 everywhere has loss 0.
+            weights: the weight of each example, (B,), such as the weight of the prior loss for regularisation images.
 
         Returns:
-            One element, f32.
+            A scalar in f32.
 
         Raises:
-            ShapeError, DTypeError, DeviceError: if something does not fit.
+            ShapeError, DTypeError, DeviceError: if an argument does not fit `noised`.
         """
     def noise(
         self,
@@ -1090,9 +1115,10 @@ class DiffusionObjective:
 
         Args:
             latents: (B, C, ...).
-            samples: the number of each sample in the run. Noise and timestep then depend only on this number and
-                `seed`, and the library's generator does not advance. By default they come from that generator.
-            seed: the run's seed.
+            samples: the number of each example, counted through the whole training run. If given, an example's noise and
+                timestep depend only on its number and `seed`, and the library's generator does not advance. By default,
+                the library's generator gives noise and timesteps.
+            seed: the seed of the run; it has an effect only with `samples`.
 
         Raises:
             ShapeError, DTypeError, DeviceError: if the latents do not fit, or if there is not one number for each
@@ -1119,17 +1145,17 @@ class DiffusionObjective:
         seed: SupportsIndex = 0,
     ) -> NoisedLatents:
         """
-        Add noise to latents for a validation loss. An example has the same noise and timestep every time, in any batch,
-        and the library's generator does not advance. Timesteps are spread evenly, so that examples with consecutive numbers cover the whole
-        range.
+        Add noise to latents for a validation loss. An example has the same noise and timestep in every call and in any
+        batch. The library's generator does not advance. The timesteps of examples with consecutive numbers are spread
+        evenly over the whole range of timesteps.
 
         Args:
             latents: (B, C, ...).
-            examples: the number of each example, from 0.
-            seed: selects the noise.
+            examples: the number of each example in the validation set, from 0.
+            seed: the seed of the noise; the timesteps do not depend on it.
 
         Raises:
-            ShapeError: if there is not a number for each example.
+            ShapeError: if `examples` does not have one number for each example of the batch.
         """
 
 @final
@@ -1147,12 +1173,12 @@ class DigitsTransformer(Model):
 
     Args:
         sample_size: height and width of an image in pixels.
-        patch_size: height and width of the square that becomes one token.
-        num_layers: number of blocks.
-        num_attention_heads: heads of each attention.
-        attention_head_dim: width of each head.
-        mlp_ratio: width of the middle of a block's feed-forward network, as a multiple of the model's width.
-        num_classes: number of classes.
+        patch_size: height and width in pixels of a patch; each patch becomes one token.
+        num_layers: number of transformer blocks.
+        num_attention_heads: number of attention heads of each block.
+        attention_head_dim: width of each head; the width of the tokens is the number of heads times this width.
+        mlp_ratio: width of the feed-forward network's hidden layer, as a multiple of the width of the tokens.
+        num_classes: number of classes of images.
         device: the device of the parameters.
 
     Raises:
@@ -1160,11 +1186,11 @@ class DigitsTransformer(Model):
     """
     def __call__(self, /, sample: Tensor, timestep: Tensor, class_labels: Tensor) -> Tensor:
         """
-        The velocity `noise - image` of flow matching.
+        The velocity of flow matching, noise - image, that the model predicts for noisy images.
 
         Args:
             sample: noisy images, (B, 1, H, W), values about -1 to 1.
-            timestep: noise levels from 0 (image) to 1000 (noise), (B,).
+            timestep: the time of each image from 0 (clean image) to 1000 (pure noise), (B,).
             class_labels: the class of each image, (B,), i64 or u32.
 
         Returns:
@@ -1205,11 +1231,12 @@ class EMA:
 
     Args:
         adapter: the adapter from `add_adapter`.
-        decay: weight of the old average in each update, in [0, 1).
-        warmup: use min(decay, (1 + n) / (10 + n)) after n updates, so that the initial values soon lose their weight.
+        decay: the weight of the old average in each update, in [0, 1).
+        warmup: whether the update that follows n other updates uses min(decay, (1 + n) / (10 + n)) as its decay, so that
+            the initial values soon lose their weight.
 
     Raises:
-        ArgumentError: if the decay is out of range.
+        ArgumentError: if `decay` is out of range.
         DTypeError: if the parameters are not f32.
     """
     def __enter__(self, /) -> EMA: ...
@@ -1226,7 +1253,7 @@ class EMA:
     @property
     def is_swapped_in(self, /) -> bool:
         """
-        Whether the averages replace the parameters.
+        Whether the averages currently replace the adapter's parameters.
         """
     def load_state_dict(self, /, state: dict[str, Tensor]) -> None:
         """
@@ -1238,26 +1265,26 @@ class EMA:
         """
     def state_dict(self, /) -> dict[str, Tensor]:
         """
-        A copy of the state: `INDEX.average` is the average of the parameter with that index, and `updates` (i64) the
-        number of updates.
+        A copy of the state: `INDEX.average` is the average of the parameter with the index INDEX, and `updates` (i64) is
+        the number of updates.
         """
     def swap_in(self, /) -> None:
         """
-        Replace the parameters by the averages.
+        Replace the adapter's parameters by the averages.
 
         Raises:
-            ArgumentError: if the averages already replace them.
+            ArgumentError: if the averages already replace the parameters.
         """
     def swap_out(self, /) -> None:
         """
-        Restore the parameters, bit for bit.
+        Restore the adapter's own parameters, bit for bit.
 
         Raises:
-            ArgumentError: if the averages do not replace them.
+            ArgumentError: if the averages do not replace the parameters.
         """
     def update(self, /) -> None:
         """
-        Update the averages with the parameters.
+        Update each average: decay · average + (1 - decay) · parameter.
 
         Raises:
             ArgumentError: while the averages replace the parameters.
@@ -1282,7 +1309,8 @@ class FlowMatching:
 
     Args:
         distribution: the distribution of noise levels s in (0, 1), "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
-        shift: moves levels towards noise (above 1) or data (below 1); 1 changes nothing.
+        shift: a number above 1 shifts the levels towards noise, a number below 1 towards data: level s becomes
+            shift * s / (1 + (shift - 1) * s).
 
     Raises:
         ArgumentError: if the distribution is unknown or the shift is not above 0.
@@ -1305,7 +1333,7 @@ class FlowMatching:
             sample: the sample at noise level `sigma`.
             velocity: the model's output for `sample` at `sigma`, in the shape of `sample`.
             sigma: the noise level.
-            next_sigma: the next noise level.
+            next_sigma: the noise level of the result.
 
         Returns:
             sample + (next_sigma - sigma) * velocity.
@@ -1321,26 +1349,28 @@ class FlowMatching:
         seed: SupportsIndex = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """
-        Add noise to a batch of data, each example at its own level.
+        Add noise to a batch of data, each example at its own noise level.
 
         Args:
             data: (B, ...).
-            samples: the number of each sample in the run. Noise and level then depend only on this number and `seed`,
-                and the library's generator does not advance. By default they come from that generator.
-            seed: the run's seed.
+            samples: the number of each example, counted through the whole training run. If given, an example's noise and
+                level depend only on its number and `seed`, and the library's generator does not advance. By default, the
+                library's generator gives noise and levels.
+            seed: the seed of the run; it has an effect only with `samples`.
 
         Returns:
-            The noised data, the noise levels (B,) in f32, and the target of the prediction (noise - data).
+            The noised data, the noise levels (B,) in f32, and the target of the prediction, noise - data. Noised data and
+            target have the shape and dtype of the data.
 
         Raises:
-            ShapeError: if the data has no dimension, or there is not a number for each example.
+            ShapeError: if the data has no dimension, or `samples` does not have one number for each example.
         """
     def sigmas(self, /, steps: SupportsIndex) -> list[float]:
         """
         The noise levels of `steps` sampling steps: `steps + 1` numbers from 1 down to 0.
 
         Raises:
-            ArgumentError: if there are no steps.
+            ArgumentError: if `steps` is 0.
         """
     def validation_noise(
         self,
@@ -1350,19 +1380,19 @@ class FlowMatching:
         seed: SupportsIndex = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """
-        Add noise to data for a validation loss. An example has the same noise and level every time, in any batch, and
-        the library's generator does not advance.
+        Add noise to data for a validation loss. An example has the same noise and level in every call and in any batch.
+        The library's generator does not advance.
 
         Args:
             data: (B, ...).
-            examples: the number of each example, from 0.
-            seed: selects the noise.
+            examples: the number of each example in the validation set, from 0.
+            seed: the seed of noise and levels.
 
         Returns:
             As `noise`.
 
         Raises:
-            ShapeError: if there is not a number for each example.
+            ShapeError: if `examples` does not have one number for each example of the batch.
         """
 
 @final
@@ -1385,20 +1415,21 @@ class Flux2Transformer(Model):
         The velocity (noise minus latents) that the model predicts for noisy latents.
 
         Args:
-            hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
-                channels first.
-            encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim).
-            timestep: the time from 0 (clean) to 1 (noise): (B,), (1,), or a number.
-            img_ids: positions of the image's tokens, (S, 4): 0, row, column, 0.
-            txt_ids: positions of the text's tokens, (L, 4): 0, 0, 0, index.
-            guidance: the scale of guidance, (B,), (1,), or a number. Only models with guidance (FLUX.2-dev) take it.
+            hidden_states: noisy latents as tokens, (B, S, in_channels). The features of a token are the values of a
+                square of 2 x 2 latents in the order (channel, row, column).
+            encoder_hidden_states: the text encoder's results for the text tokens, (B, L, joint_attention_dim).
+            timestep: the time from 0 (clean latents) to 1 (pure noise): (B,), (1,), or a number.
+            img_ids: positions of the image tokens, (S, 4): 0, row, column, 0.
+            txt_ids: positions of the text tokens, (L, 4): 0, 0, 0, the token's index in the text.
+            guidance: the guidance scale, (B,), (1,), or a number. Only a guidance-distilled model (FLUX.2-dev) takes this
+                argument.
 
         Returns:
             A tensor of the shape of `hidden_states`, in the dtype of the weights.
 
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
-            ArgumentError: if the model takes guidance and gets none, or gets guidance that it does not take.
+            ArgumentError: if a model that takes `guidance` gets none, or if one that does not take `guidance` gets it.
         """
 
 @final
@@ -1422,30 +1453,30 @@ class FluxTransformer(Model):
         The velocity (noise minus latents) that the model predicts for noisy latents.
 
         Args:
-            hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
-                channels first.
-            encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim).
-            pooled_projections: the pooled text, (B, pooled_projection_dim).
-            timestep: the time from 0 (clean) to 1 (noise): (B,), (1,), or a number.
-            img_ids: positions of the image's tokens, (S, 3): 0, row, column.
-            txt_ids: positions of the text's tokens, (L, 3): zeros.
-            guidance: the scale of guidance, (B,), (1,), or a number: 1 in training, about 3.5 for sampling. Only models
-                with guidance (Flux.1-dev) take it.
+            hidden_states: noisy latents as tokens, (B, S, in_channels). The features of a token are the values of a
+                square of 2 x 2 latents in the order (channel, row, column).
+            encoder_hidden_states: T5's results for the text tokens, (B, L, joint_attention_dim).
+            pooled_projections: CLIP's pooled text embedding, (B, pooled_projection_dim).
+            timestep: the time from 0 (clean latents) to 1 (pure noise): (B,), (1,), or a number.
+            img_ids: positions of the image tokens, (S, 3): 0, row, column.
+            txt_ids: positions of the text tokens, (L, 3): zeros.
+            guidance: the guidance scale, (B,), (1,), or a number: 1 in training, about 3.5 for sampling. Only a
+                guidance-distilled model (Flux.1-dev) takes this argument.
 
         Returns:
             A tensor of the shape of `hidden_states`, in the dtype of the weights.
 
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
-            ArgumentError: if the model takes guidance and gets none, or gets guidance that it does not take.
+            ArgumentError: if a model that takes `guidance` gets none, or if one that does not take `guidance` gets it.
         """
 
 @final
 class Generation:
     """
-    Generation of several texts: an iterator over steps, each of which adds one token to every text. The item of a step
-    is a list with the new token of every text, None for texts that have ended. Iteration stops when all texts have
-    ended. `CausalLM.stream` makes one.
+    An iterator that generates several texts. Each iteration adds one token to every text that has not ended, and returns
+    a list with one new token per text, or None for a text that has ended. The iterator stops when all texts have ended.
+    `CausalLM.stream` makes one.
 
     ```python
     lm = tc.models.CausalLM.from_pretrained("llama")
@@ -1457,10 +1488,10 @@ class Generation:
     def __next__(self, /) -> list[int | None]: ...
     def end(self, /, text: SupportsIndex) -> None:
         """
-        End text number `text`; the others continue.
+        End the text with the index `text`. The other texts continue.
 
         Raises:
-            ArgumentError: if there is no such text.
+            ArgumentError: if `text` is not less than the number of texts.
         """
 
 @final
@@ -1503,11 +1534,11 @@ class GradScaler:
     ) -> GradScaler: ...
     def get_scale(self, /) -> float:
         """
-        The current scale; 1 if the scaler is not enabled. Waits for a CUDA device.
+        The current scale; 1 if the scaler is not enabled. On a CUDA device, this method waits for the device's work.
         """
     def load_state_dict(self, /, state: dict[str, SupportsFloat | SupportsIndex]) -> None:
         """
-        Continue from the result of `state_dict`.
+        Load the scale and the number of steps from a result of `state_dict`.
 
         Raises:
             ConfigError: if an entry is missing.
@@ -1519,8 +1550,8 @@ class GradScaler:
         """
     def state_dict(self, /) -> dict[str, float]:
         """
-        The scale (`scale`) and the number of steps in a row with finite gradients (`growth_tracker`). Waits for a CUDA
-        device.
+        The scale (`scale`) and the number of steps in a row with finite gradients (`growth_tracker`). On a CUDA device,
+        this method waits for the device's work.
         """
     def step(self, /, optimizer: Optimizer) -> bool | None:
         """
@@ -1531,14 +1562,14 @@ class GradScaler:
             Whether the step was taken; None on a CUDA device, because the answer would need synchronization.
 
         Raises:
-            ArgumentError: if it was already called for this optimizer since the last `update`.
+            ArgumentError: if `step` was already called for this optimizer since the last `update`.
         """
     def unscale_(self, /, optimizer: Optimizer) -> None:
         """
-        Divide the gradients of the optimizer's variables by the scale, to clip or read them before the step.
+        Divide the gradients of the optimizer's variables by the scale, to clip or read the gradients before the step.
 
         Raises:
-            ArgumentError: if it was already called for this optimizer since the last `update`.
+            ArgumentError: if `unscale_` or `step` was already called for this optimizer since the last `update`.
         """
     def update(self, /) -> None:
         """
@@ -1552,7 +1583,7 @@ class GradScaler:
 @final
 class KVCache:
     """
-    Texts that `CausalLM.extend` continues, with the keys and values of their tokens.
+    The texts that `CausalLM.extend` continues, with the attention keys and values of the texts' tokens.
 
     ```python
     lm = tc.models.CausalLM.from_pretrained("llama")
@@ -1569,10 +1600,10 @@ class KVCache:
     def __new__(cls, /, texts: SupportsIndex) -> KVCache: ...
     def tokens(self, /, text: SupportsIndex) -> list[int]:
         """
-        The tokens of text number `text`.
+        The token ids of the text with the index `text`.
 
         Raises:
-            ArgumentError: if there is no such text.
+            ArgumentError: if `text` is not less than the number of texts.
         """
 
 @disjoint_base
@@ -1596,9 +1627,9 @@ class LoraConfig:
         exclude_modules: layers that get no adapter although `target_modules` selects them.
         lora_dropout: probability of dropping an element of an adapter's input while training, in [0, 1).
         use_dora: whether adapters are weight-decomposed (DoRA) instead of LoRA.
-        use_rslora: whether the scale is lora_alpha / sqrt(r).
-        rank_pattern: ranks that differ from `r`, by name of layers.
-        alpha_pattern: alphas that differ from `lora_alpha`, by name of layers.
+        use_rslora: whether the scale is lora_alpha / sqrt(r) instead of lora_alpha / r.
+        rank_pattern: ranks other than `r`, by the entry that selects their layers.
+        alpha_pattern: alphas other than `lora_alpha`, by the entry that selects their layers.
         adapter: the kind of adapter: "lora", "dora", "loha", "lokr" or "oft". OFT has no rank, so it ignores `r` and
             `lora_alpha`.
         wd_on_output: whether DoRA has one magnitude for each output, as in the paper, instead of one for each input.
@@ -1609,13 +1640,13 @@ class LoraConfig:
         oft_side: "input" if OFT rotates the inputs of layers, as in peft; "output" if it rotates their outputs, as in
             LyCORIS and ComfyUI. The default depends on the default file format of the model's adapters: "input" for
             peft's format, "output" for the others.
-        use_cayley_neumann: whether OFT of inputs computes a Neumann series in place of the Cayley transform, as peft
-            does by default.
-        num_cayley_neumann_terms: the number of terms of that series, at least 2.
+        use_cayley_neumann: whether OFT of inputs (`oft_side`) computes a Neumann series instead of the Cayley transform,
+            as peft does by default.
+        num_cayley_neumann_terms: the number of terms of the Neumann series, at least 2.
         qat: the format for quantization-aware training, "int8", "int4", "fp8" or "nf4". Every forward pass rounds the
             adapted weights of linear layers to this format, as `nn.functional.fake_quantize` does.
-        qat_activations: whether the inputs of the layers whose weights are rounded are rounded too, with a scale per
-            token; needs `qat` "int8" or "fp8".
+        qat_activations: whether layers with rounded weights also round their inputs, with a scale per token. This needs
+            `qat` "int8" or "fp8".
         qat_learned_scales: whether each scale of the weights is multiplied by a learned factor, which starts at 1.
         dtype: the dtype of the parameters in training, "f32", or "bf16" for an optimizer with `stochastic_rounding`.
         peft: other arguments of peft's class, with values that mean what happens here, such as `bias="none"`.
@@ -1662,7 +1693,7 @@ class LoraConfig:
     @property
     def alpha_pattern(self, /) -> dict[str, float]:
         """
-        Alphas that differ from `lora_alpha`, by name of layers.
+        The alphas other than `lora_alpha`, by the entry that selects their layers.
         """
     @property
     def decompose_both(self, /) -> bool:
@@ -1697,7 +1728,7 @@ class LoraConfig:
     @property
     def num_cayley_neumann_terms(self, /) -> int:
         """
-        The number of terms of the series that OFT computes in place of the Cayley transform.
+        The number of terms of the Neumann series that OFT computes instead of the Cayley transform.
         """
     @property
     def oft_block_size(self, /) -> int:
@@ -1713,8 +1744,8 @@ class LoraConfig:
         self, /, layers: dict[str, SupportsGetItem[int, SupportsIndex]], optimizer: str
     ) -> tuple[int, int]:
         """
-        The memory that the adapters need: the number of elements of their parameters, and the bytes of an optimizer's
-        states. With `dtype` "bf16", the optimizer rounds stochastically.
+        The number of elements of the adapters' parameters, and the bytes of an optimizer's states for them. If `dtype`
+        is "bf16", the states are those of an optimizer that rounds stochastically.
 
         Args:
             layers: as for `select`.
@@ -1732,7 +1763,7 @@ class LoraConfig:
     @property
     def qat_activations(self, /) -> bool:
         """
-        Whether the inputs of layers whose weights are rounded are rounded too.
+        Whether layers with rounded weights also round their inputs.
         """
     @property
     def qat_learned_scales(self, /) -> bool:
@@ -1747,7 +1778,7 @@ class LoraConfig:
     @property
     def rank_pattern(self, /) -> dict[str, int]:
         """
-        Ranks that differ from `r`, by name of layers.
+        The ranks other than `r`, by the entry that selects their layers.
         """
     def select(self, /, layers: dict[str, SupportsGetItem[int, SupportsIndex]]) -> dict[str, int]:
         """
@@ -1767,7 +1798,7 @@ class LoraConfig:
     @property
     def use_cayley_neumann(self, /) -> bool:
         """
-        Whether OFT computes peft's series in place of the Cayley transform.
+        Whether OFT of inputs computes a Neumann series instead of the Cayley transform.
         """
     @property
     def use_dora(self, /) -> bool:
@@ -1788,8 +1819,8 @@ class LoraConfig:
 @disjoint_base
 class Model:
     """
-    A model, with its tensors by name, its adapters and its checkpointing. Each kind of model is a subclass, whose
-    objects can be called. `from_pretrained` loads one.
+    The base class of models, with the methods for named tensors, adapters, gradient checkpointing and files. Each kind of
+    model is a subclass, and calling an object of the subclass runs the forward pass. `from_pretrained` loads a model.
 
     ```python
     unet = tc.models.Model.from_pretrained("sdxl")  # the model of a pipeline that is fine-tuned
@@ -1814,8 +1845,9 @@ class Model:
         scale: SupportsFloat | SupportsIndex = ...,
     ) -> TrainingAdapter:
         """
-        Put the frozen LoRA of a file on the model, beside the adapter that is trained, and multiply its scale by
-        `scale`. This is for training adapters of distilled models. Saved files and merged weights do not include it.
+        Put the frozen LoRA of a file on the model, in addition to the adapter that is trained, and multiply the frozen
+        LoRA's scale by `scale`. Such LoRAs ("training adapters") are published for the training of distilled models.
+        Saved files and merged weights do not include the frozen LoRA.
 
         Raises:
             MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
@@ -1823,7 +1855,7 @@ class Model:
         """
     def disable_gradient_checkpointing(self, /) -> None:
         """
-        Keep everything between forward and backward.
+        Keep all activations that the backward pass needs, and recompute none.
         """
     @property
     def dtype(self, /) -> DType:
@@ -1832,11 +1864,12 @@ class Model:
         """
     def enable_gradient_checkpointing(self, /, policy: str = "full") -> None:
         """
-        Keep only a part of the results between forward and backward, and recompute the others.
+        Keep only some activations between the forward and the backward pass, and recompute the other activations in the
+        backward pass.
 
         Args:
             policy: "full" keeps the inputs of blocks; "selective" also keeps the results of matrix products and
-                attention; "offload" keeps the inputs of blocks in the memory of the host.
+                attention; "offload" keeps the inputs of blocks, but in the memory of the host.
 
         Raises:
             ArgumentError: if the policy is unknown.
@@ -1854,10 +1887,10 @@ class Model:
         stream_modulation: bool = False,
     ) -> Self:
         """
-        Make a frozen model of random weights, to measure its speed and memory.
+        Make a model with frozen random weights, to measure the model's speed and memory.
 
         Args:
-            config: the path of a `config.json`; default: the published model's configuration.
+            config: the path of a `config.json`; default: the configuration of the published model of this class.
             dtype: the dtype of the weights; default: f32.
             device: the device of the weights.
             quantize: as in `from_pretrained`.
@@ -1886,8 +1919,8 @@ class Model:
         stream_modulation: bool = False,
     ) -> Self:
         """
-        Load the frozen model at `path`. The result has the class on which `from_pretrained` is called. If that is
-        `Model`, the files determine the class.
+        Load the model at `path` with frozen weights. `Class.from_pretrained` returns an object of `Class`;
+        `Model.from_pretrained` returns an object of the subclass that fits the files.
 
         ```python
         unet = tc.models.load("sdxl", dtype="bf16")
@@ -1897,36 +1930,37 @@ class Model:
         Args:
             path: a model's folder, a weight file beside its `config.json`, a pipeline's folder, an original checkpoint
                 in one file, or a name on the Hugging Face hub, "organisation/name". From a pipeline or an original
-                checkpoint, `Model` loads the model that is fine-tuned.
-            dtype: convert the weights; by default they stay as stored.
+                checkpoint, `Model.from_pretrained` loads the denoising model (the UNet or transformer).
+            dtype: the dtype to which the weights are converted; by default the weights keep the dtype of the file.
             device: the device of the weights.
             subfolder: the name of the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"),
-                which also selects the model of an original checkpoint. By default it is the first that fits the class.
+                which also selects the model of an original checkpoint. Default: the first folder that fits the class.
             config: the path of a `config.json`, or of a pipeline's folder that has one, to use instead of the
                 configuration beside the weights.
-            force_upcast: whether the model is f32 even if half precision is requested or stored. By default its
-                configuration decides. The configuration of SDXL's autoencoder requests f32, because its values exceed
-                the range of f16.
+            force_upcast: whether the weights become f32 even if half precision is requested or stored. By default the
+                model's configuration decides. The configuration of SDXL's autoencoder requests f32, because the
+                autoencoder's activations exceed the range of f16.
             layers: load only this many layers of a language model, from the first on, to read their `hidden_states`;
                 default: all.
-            quantize: "int8", "fp8" or "nf4": quantize the weights of linear layers in blocks as `quantize` does, layer
-                by layer while they are read. Other weights have `dtype`.
-            stream_blocks: keep the weights of this many blocks in pinned host memory. Each block's weights are copied
-                to the device before their use, on a separate stream, so that the device holds the weights of two such
-                blocks at a time.
-            stream_modulation: also keep the weights that compute the modulation of all blocks in pinned host memory.
-                For Flux these are 6 GiB, which each step reads once.
+            quantize: "int8", "fp8" or "nf4": quantize the weights of linear layers as the function `quantize` does, each
+                layer when it is read. The other weights have `dtype`.
+            stream_blocks: the number of transformer blocks whose linear layers' weights are in pinned host memory. The
+                weights of such a block are copied to the device before the block runs, on a separate CUDA stream. The
+                device holds the copied weights of two such blocks at a time.
+            stream_modulation: whether the weights of the layers that compute the modulation of all blocks are in pinned
+                host memory too. For Flux these weights have 6 GiB, and each step reads them once.
 
         Raises:
             MissingFileError, WeightsFormatError: if files are missing or damaged.
             ConfigError: if the configuration belongs to another model, is not supported, or does not fit the weights.
-            ArgumentError: if `layers` is given for another kind of model or exceeds the model's layers, if the kind has
-                no layers to quantize, or if the model has fewer blocks than `stream_blocks`.
+            ArgumentError: if `layers` is given for a model that is not a language model or exceeds the model's number of
+                layers, if `quantize` is given for a kind of model without layers to quantize, or if the model has fewer
+                blocks than `stream_blocks`.
             OutOfMemoryError: if the model does not fit, or if the system cannot allocate the pinned memory.
         """
     def get_tensor(self, /, name: str) -> Tensor:
         """
-        The tensor of this name among `named_tensors`. Only this tensor is dequantized.
+        The tensor `named_tensors()[name]`. Unlike `named_tensors`, this method dequantizes only this tensor.
 
         Raises:
             ArgumentError: if the model has no parameter of this name.
@@ -1938,8 +1972,9 @@ class Model:
         scale: SupportsFloat | SupportsIndex = ...,
     ) -> AdapterSet:
         """
-        Put the adapters of a file on the model and multiply their scales by `scale`. The file may have any of the
-        formats of `AdapterSet.save`, from any tool. Its adapters for other parts of a pipeline are ignored.
+        Put the adapters of a file on the model and multiply the adapters' scales by `scale`. The file may have any of the
+        formats of `AdapterSet.save`, and any tool may have written it. The file's adapters for other models of a pipeline
+        are ignored.
 
         Raises:
             MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
@@ -1947,30 +1982,30 @@ class Model:
         """
     def merge_adapter(self, /) -> None:
         """
-        Make each adapted layer compute with one merged weight, as fast as the base. Changes of the adapters have no
-        effect until `unmerge_adapter`.
+        Make each adapted layer compute with one merged weight, as fast as an unquantized layer without an adapter. Later
+        changes of the adapters' parameters have no effect until `unmerge_adapter`.
 
         Raises:
             ArgumentError: if the model has no adapter.
         """
     def named_parameters(self, /) -> dict[str, Var]:
         """
-        The trainable parameters of the model itself by name. A loaded model has none; in a fresh model all parameters
-        are trainable.
+        The model's trainable parameters by name, without the parameters of adapters. A model from `from_pretrained` has
+        none. In a model from the constructor, all parameters are trainable.
         """
     def named_tensors(self, /) -> dict[str, Tensor]:
         """
-        Every parameter by name. Parameters of adapters are not included, but a merged adapter is part of its layer's
-        weight.
+        Every parameter by name. Parameters of adapters are not included, but if an adapter is merged, the weight of its
+        layer is the merged weight.
         """
     def remove_adapter(self, /) -> None:
         """
-        Remove the adapters, merged or not; the model then computes exactly the base's results.
+        Remove the adapters, merged or not. The model then computes exactly the results of its frozen weights.
         """
     def save_pretrained(self, /, folder: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
         """
         Write `config.json` and the weights to a folder that diffusers and transformers can load. Adapters are not
-        written, but a merged adapter is part of its layer's weight.
+        written, but if an adapter is merged, the weight of its layer is the merged weight.
 
         Raises:
             FileError: if a file cannot be written.
@@ -2014,7 +2049,8 @@ class NcclCommunicator:
         Return the sum of a tensor over all processes. The call only queues the work.
 
         Raises:
-            DTypeError, DeviceError: if the tensor does not fit, or NCCL fails.
+            DTypeError, DeviceError: if NCCL cannot send the tensor's dtype, if the tensor is not on the device of this
+                communicator, or if NCCL fails.
         """
     def all_reduce_gradients(
         self, /, parameters: Iterable[Var] | Mapping[str, Var], tail: Tensor, narrow: bool = False
@@ -2024,8 +2060,8 @@ class NcclCommunicator:
 
         Args:
             parameters: the variables, in the same order in all processes. A missing gradient counts as zeros.
-            tail: the tensor of this process for the second sum, such as numbers about the step.
-            narrow: send the gradients as bf16, which halves the bytes and rounds every sum.
+            tail: this process's tensor for the second sum, such as losses and counts of the step.
+            narrow: send the gradients as bf16, which halves the bytes of f32 gradients, and rounds every sum to bf16.
 
         Returns:
             The sum of the tails.
@@ -2040,7 +2076,8 @@ class NcclCommunicator:
 
         Raises:
             ArgumentError: if there is no such process.
-            DTypeError, DeviceError: if the variable does not fit, or NCCL fails.
+            DTypeError, DeviceError: if NCCL cannot send the variable's dtype, if the variable is not on the device of
+                this communicator, or if NCCL fails.
         """
     @property
     def rank(self, /) -> int:
@@ -2068,8 +2105,8 @@ class NcclCommunicator:
 @final
 class NoiseSchedule:
     """
-    The noise level of each timestep in a diffusion model's training. Names are those of diffusers, defaults those of
-    SDXL.
+    The noise level of each timestep in a diffusion model's training. The arguments have diffusers' names and SDXL's
+    values as defaults.
 
     ```python
     schedule = tc.train.NoiseSchedule(prediction_type="v_prediction", rescale_betas_zero_snr=True)
@@ -2077,20 +2114,21 @@ class NoiseSchedule:
     ```
 
     Args:
-        beta_schedule: how the variances of the added noise grow: "linear", "scaled_linear" or "squaredcos_cap_v2".
-        beta_start: the variance of the first timestep, in (0, 1).
-        beta_end: the variance of the last timestep, in (0, 1).
+        beta_schedule: how beta, the variance of the noise that a timestep adds, grows with the timestep: "linear",
+            "scaled_linear" or "squaredcos_cap_v2".
+        beta_start: beta of the first timestep, in (0, 1).
+        beta_end: beta of the last timestep, in (0, 1).
         num_train_timesteps: the number of timesteps, at least 2.
         prediction_type: what the model predicts: "epsilon" (the noise) or "v_prediction" (the velocity,
             sqrt(a) * noise - sqrt(1 - a) * data, where a is the timestep's entry of `alphas_cumprod`;
             arXiv:2202.00512).
-        rescale_betas_zero_snr: whether the schedule is shifted so that the last timestep is pure noise
+        rescale_betas_zero_snr: whether all betas are rescaled so that the last timestep is pure noise
             (arXiv:2305.08891).
         timestep_spacing: how samplers pick timesteps: "leading", "trailing" or "linspace".
-        steps_offset: added to the timesteps of the leading spacing.
+        steps_offset: the number that samplers add to the timesteps of the "leading" spacing.
 
     Raises:
-        ArgumentError: if a name is unknown or a number out of range.
+        ArgumentError: if a name is unknown or a number is out of range.
     """
     def __new__(
         cls,
@@ -2108,24 +2146,26 @@ class NoiseSchedule:
     @property
     def alphas_cumprod(self, /) -> list[float]:
         """
-        The fraction `a` of the variance of the noised data that comes from the data, for each timestep.
+        For each timestep, the fraction `a` of the noised data's variance that comes from the data: the noised data is
+        sqrt(a) * data + sqrt(1 - a) * noise.
         """
     @staticmethod
     def from_pretrained(path: str | bytes | PathLike[str] | PathLike[bytes]) -> NoiseSchedule:
         """
-        Read a diffusers configuration; missing fields have SDXL's values.
+        Read diffusers' configuration of a schedule. Missing entries have SDXL's values.
 
         Args:
-            path: `scheduler_config.json`, its folder, or the folder of a model that has it in `scheduler`.
+            path: the path of a `scheduler_config.json`, of its folder, or of a pipeline's folder that has the file in its
+                folder `scheduler`.
 
         Raises:
-            MissingFileError: if there is no such file.
+            MissingFileError: if there is no `scheduler_config.json` at the path.
             ConfigError, ArgumentError: if an entry is wrong.
         """
     @property
     def num_train_timesteps(self, /) -> int:
         """
-        The number of timesteps.
+        The number of timesteps of the training.
         """
     @property
     def prediction_type(self, /) -> str:
@@ -2146,13 +2186,13 @@ class NoiseSchedule:
     @property
     def timestep_spacing(self, /) -> str:
         """
-        How samplers pick timesteps.
+        How samplers pick timesteps: "leading", "trailing" or "linspace".
         """
 
 @final
 class NoisedLatents:
     """
-    A noised batch: the model's input and its target.
+    A noised batch: the model's input, and the target of the model's prediction.
 
     ```python
     objective = tc.train.DiffusionObjective(tc.train.NoiseSchedule())
@@ -2169,7 +2209,7 @@ class NoisedLatents:
     @property
     def sample(self, /) -> Tensor:
         """
-        The noised latents, in their shape and dtype.
+        The noised latents, in the shape and dtype of the latents.
         """
     @property
     def target(self, /) -> Tensor:
@@ -2206,7 +2246,8 @@ class Optimizer:
         states: str = "device",
     ) -> Optimizer:
         """
-        The optimizer of a kind, over `params`, with the hyper-parameters that differ from its defaults.
+        An optimizer of the kind `kind` over `params`. `settings` has the hyper-parameters that differ from the kind's
+        defaults.
         """
     def __repr__(self, /) -> str: ...
     @property
@@ -2217,13 +2258,13 @@ class Optimizer:
         """
     def eval(self, /) -> None:
         """
-        Replace the variables' values by the averages that the optimizer keeps, to validate with or to save. Does
-        nothing if it keeps none.
+        Replace the variables' values by the averages that the optimizer keeps, for validation or saving. Does nothing if
+        the optimizer keeps no averages.
         """
     @property
     def group_lrs(self, /) -> list[float]:
         """
-        The learning rates of all groups. Assign a list with one number for each group.
+        The learning rate of each parameter group. To change them, assign a list with one number for each group.
 
         Raises:
             ArgumentError: on assignment, if there is not one number for each group, or if a number is negative or not
@@ -2243,41 +2284,41 @@ class Optimizer:
     @property
     def lr(self, /) -> float:
         """
-        The learning rate. Reading gives that of the first group; assigning sets it for all groups.
+        The learning rate of the first parameter group. Assignment sets the learning rate of all groups.
 
         Raises:
-            ArgumentError: on assignment, if it is negative or not finite.
+            ArgumentError: on assignment, if the number is negative or not finite.
         """
     @lr.setter
     def lr(self, /, lr: SupportsFloat | SupportsIndex) -> None: ...
     @property
     def state_bytes(self, /) -> int:
         """
-        Bytes of all existing states and master values. The first step of a variable creates its states; on a CUDA
-        device, the first step of any variable creates the states of all.
+        Bytes of all existing states and master values. On the CPU, a variable's first step creates the variable's states.
+        On a CUDA device, the first step of any variable creates the states of all variables.
         """
     def state_dict(self, /) -> dict[str, Tensor]:
         """
-        A copy of all states, on the CPU: `INDEX.NAME` for a state of the variable with that index (counted through all
-        groups), `INDEX.master` for its f32 master values, `step` (i64) with the number of steps of each variable, `lr`
-        (f64) with the learning rate of each group, `kind` (u8) with the optimizer's name in ASCII, and, with stochastic
-        rounding, `seed` (i64).
+        A copy of all states, on the CPU. INDEX numbers the variables through all groups. `INDEX.NAME` is the state NAME
+        of variable INDEX, and `INDEX.master` the variable's f32 master values. `step` (i64) has the number of steps of
+        each variable, `lr` (f64) the learning rate of each group, and `kind` (u8) the optimizer's name in ASCII. With
+        stochastic rounding, `seed` (i64) has the seed of the random bits.
         """
     def step(self, /, *, if_finite: Tensor | None = None) -> None:
         """
         Update every variable that has a gradient. The gradients are kept until `zero_grad`.
 
         Args:
-            if_finite: one number, such as the norm that `clip_grad_norm_` returned. If it is infinite or NaN, nothing
-                changes and no step is counted. A CUDA device makes this decision without synchronization.
+            if_finite: a tensor of one element, such as the norm that `clip_grad_norm_` returned. If the element is infinite
+                or NaN, nothing changes and no step is counted. A CUDA device makes this decision without synchronization.
 
         Raises:
             ShapeError: if `if_finite` does not have exactly one element.
         """
     def train(self, /) -> None:
         """
-        Restore the values that `eval` has replaced, bit for bit. Call it before the next step. Does nothing if `eval`
-        has replaced none.
+        Restore the values that `eval` has replaced, bit for bit. Call `train` before the next step. It does nothing if
+        `eval` has not replaced the values.
         """
     def zero_grad(self, /) -> None:
         """
@@ -2303,12 +2344,12 @@ class PartFacts:
     @property
     def can_be_quantized(self, /) -> bool:
         """
-        Whether `from_pretrained` can quantize the model. False also if layers are quantized in its file, because they
-        keep their format.
+        Whether `from_pretrained` can quantize the model. False also if the model's file has quantized layers, because
+        these layers keep their format.
         """
     def check_format(self, /, format: str, adapter: str, layers: SupportsGetItem[int, str]) -> None:
         """
-        Check that a format of files can hold adapters of a kind on some of its layers.
+        Check that a file format can hold adapters of a kind on some of the model's layers.
 
         Args:
             format: "diffusers", "kohya", "comfyui" or "peft".
@@ -2316,39 +2357,39 @@ class PartFacts:
             layers: the names of the layers that get an adapter.
 
         Raises:
-            ArgumentError: if the format cannot hold them. The message names a format that can.
+            ArgumentError: if the format cannot hold these adapters. The message names a format that can.
             ConfigError: if there is no such kind.
         """
     @property
     def class_name(self, /) -> str:
         """
-        The name of its class in `trainable_candle.models`.
+        The name of the model's class in `trainable_candle.models`.
         """
     @property
     def config(self, /) -> dict[str, Any]:
         """
-        Its `config.json`.
+        The contents of the model's `config.json`.
         """
     @property
     def dtype(self, /) -> DType | None:
         """
-        The dtype of most of its tensors.
+        The dtype of most of the model's tensors.
         """
     @property
     def elements(self, /) -> int:
         """
-        The number of elements of all its parameters.
+        The number of elements of all parameters of the model.
         """
     def forward_flops(
         self, /, *, height: SupportsIndex = 0, width: SupportsIndex = 0, tokens: SupportsIndex = 0
     ) -> tuple[int, int]:
         """
-        Floating-point operations of a forward pass over one sample, without adapters, as a pair: those of layers, and
-        those of attention.
+        The number of floating-point operations of a forward pass over one sample, without adapters, as a pair: the
+        operations of layers, and those of attention.
 
         Args:
             height: the height of the latents or the image that is the model's input.
-            width: the width of the same.
+            width: the width of the latents or the image.
             tokens: the number of tokens of the text.
         """
     @property
@@ -2377,17 +2418,17 @@ class PartFacts:
         tokens: SupportsIndex = 0,
     ) -> tuple[int, int]:
         """
-        The approximate number of values that are kept between forward and backward at the peak, for one sample.
+        The approximate peak of the number of values that are saved for the backward pass of one sample.
 
         Args:
-            config: the layers that get adapters, and the ranks.
+            config: the configuration of the adapters.
             policy: "none", "full", "selective" or "offload" checkpointing.
             height: the height of the latents or the image that is the model's input.
-            width: the width of the same.
+            width: the width of the latents or the image.
             tokens: the number of tokens of the text.
 
         Returns:
-            The values on the device, and those in the memory of the host ("offload" alone).
+            The number of values on the device, and the number in host memory, which only "offload" uses.
 
         Raises:
             ConfigError: if a pattern is not a regular expression.
@@ -2402,13 +2443,13 @@ class PartFacts:
         stream_modulation: bool = False,
     ) -> tuple[int, int]:
         """
-        Bytes of the weights in host memory, as a pair: those of blocks, and those of the blocks' modulation. The
-        arguments are those of `weight_bytes`.
+        Bytes of the weights in host memory, as a pair: without the layers that compute the blocks' modulation, and
+        those layers alone. The arguments are those of `weight_bytes`.
         """
     @property
     def tensors(self, /) -> dict[str, list[int]]:
         """
-        The shapes of its parameters by name, as in files.
+        The shapes of the model's parameters by name, as in files.
         """
     def weight_bytes(
         self,
@@ -2420,13 +2461,14 @@ class PartFacts:
         stream_modulation: bool = False,
     ) -> int:
         """
-        Bytes of its weights.
+        Bytes of the model's weights on a device. With streaming, these include the device memory to which streamed
+        weights are copied, but not the weights in host memory.
 
         Args:
             dtype: the dtype of the weights.
             quantize: the format of linear layers in blocks, as in `from_pretrained`.
-            stream_blocks: as in `from_pretrained`; weights in host memory are not counted.
-            stream_modulation: as in `from_pretrained`; weights in host memory are not counted.
+            stream_blocks: as in `from_pretrained`.
+            stream_modulation: as in `from_pretrained`.
 
         Raises:
             ArgumentError: if the format is unknown, if the model has no layers that may be quantized, or if it has
@@ -2436,7 +2478,7 @@ class PartFacts:
 @final
 class QuantizedTensor:
     """
-    A frozen matrix in four to eight bits per value, stored as codes and scales. `quantize` makes one, and
+    A frozen matrix, stored as codes of four to eight bits per value and scales. `quantize` makes one, and
     `nn.functional.linear` takes it as a weight.
 
     ```python
@@ -2469,29 +2511,29 @@ class QuantizedTensor:
     @property
     def format(self, /) -> str:
         """
-        "int8", "fp8", "nf4", or a block format of ggml, such as "q8_0" or "q4_k".
+        The name of the format: "int8", "fp8", "nf4", or a block format of ggml, such as "q8_0" or "q4_k".
         """
     @staticmethod
     def from_blocks(
         blocks: Tensor, format: str, dtype: DType | str | None = None
     ) -> QuantizedTensor:
         """
-        Make a matrix from blocks of ggml, as stored in GGUF files.
+        Make a matrix from ggml blocks, as GGUF files store them.
 
         Args:
-            blocks: u8, (rows, bytes of a row).
+            blocks: u8, (rows, the number of bytes of a row's blocks).
             format: "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k" or "q6_k".
             dtype: the dtype of the values that the matrix represents.
 
         Raises:
             ArgumentError: if the format is unknown.
-            ShapeError: if a row does not divide into blocks.
-            DTypeError: if `blocks` is not u8, or `dtype` not floating point.
+            ShapeError: if the bytes of a row are not a whole number of blocks.
+            DTypeError: if `blocks` is not u8, or `dtype` is not floating point.
         """
     @property
     def nbytes(self, /) -> int:
         """
-        Bytes of codes and scales.
+        The number of bytes of the codes and scales.
         """
     def numel(self, /) -> int:
         """
@@ -2500,12 +2542,12 @@ class QuantizedTensor:
     @property
     def shape(self, /) -> tuple[int, ...]:
         """
-        Rows and columns.
+        The numbers of rows and columns.
         """
     def tensors(self, /) -> dict[str, Tensor]:
         """
-        The tensors of the matrix: "codes" (u8) and "scales"; for "nf4" also "scale_codes" (u8) and "offset". Blocks of
-        ggml only have "codes", which contain the scales.
+        The tensors that store the matrix: "codes" (u8) and "scales"; for "nf4" also "scale_codes" (u8) and "offset". A
+        matrix of ggml blocks has only "codes": its blocks contain the scales.
         """
     def to(self, /, device: str) -> QuantizedTensor:
         """
@@ -2535,16 +2577,16 @@ class QwenImageTransformer(Model):
         The velocity (noise minus latents) that the model predicts for noisy latents.
 
         Args:
-            hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
-                channels first.
-            encoder_hidden_states: the text's features from Qwen2.5-VL, (B, L, joint_attention_dim).
-            timestep: the time from 0 (clean) to 1 (noise): (B,), (1,), or a number.
-            img_ids: positions of the image's tokens, (S, 3): 0, row, column. Of n rows, the first is at n // 2 - n and the
-                last at n // 2 - 1; columns likewise.
-            txt_ids: positions of the text's tokens, (L, 3): token i of the text of an image of h rows and w columns is at
-                max(h // 2, w // 2) + i on all axes.
-            lengths: the number of tokens of each text that attention reads, (B,), f32, at least 1. By default attention
-                reads all tokens and needs no mask, which saves time.
+            hidden_states: noisy latents as tokens, (B, S, in_channels). The features of a token are the values of a
+                square of 2 x 2 latents in the order (channel, row, column).
+            encoder_hidden_states: Qwen2.5-VL's results for the text tokens, (B, L, joint_attention_dim).
+            timestep: the time from 0 (clean latents) to 1 (pure noise): (B,), (1,), or a number.
+            img_ids: positions of the image tokens, (S, 3): 0, row, column. The coordinates of n rows of tokens ascend from
+                n // 2 - n to n // 2 - 1; so do the coordinates of n columns.
+            txt_ids: positions of the text tokens, (L, 3). If the image has h rows and w columns of tokens, all three
+                coordinates of text token i are max(h // 2, w // 2) + i.
+            lengths: for each sample, the number of text tokens that other tokens attend to, (B,), f32, at least 1.
+                Default: all L tokens; then attention needs no mask, which saves time.
 
         Returns:
             A tensor of the shape of `hidden_states`, in the dtype of the weights.
@@ -2571,11 +2613,11 @@ class SD3Transformer(Model):
         The velocity (noise minus latents) that the model predicts for noisy latents.
 
         Args:
-            hidden_states: noisy latents, (B, 16, h, w), shifted and scaled by the autoencoder's factors; h and w are
-                even.
-            encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim).
-            pooled_projections: the pooled text, (B, pooled_projection_dim).
-            timestep: the time from 0 (clean) to 1000 (noise): (B,), (1,), or a number.
+            hidden_states: noisy latents, (B, 16, h, w), shifted and scaled by the autoencoder's `shift_factor` and
+                `scaling_factor`; h and w must be even.
+            encoder_hidden_states: the text encoders' results for the text tokens, (B, L, joint_attention_dim).
+            pooled_projections: the pooled text embedding, (B, pooled_projection_dim).
+            timestep: the time from 0 (clean latents) to 1000 (pure noise): (B,), (1,), or a number.
 
         Returns:
             A tensor of the shape of `hidden_states`, in the dtype of the weights.
@@ -2609,14 +2651,16 @@ class SDXLUNet(Model):
         time_ids: Tensor,
     ) -> Tensor:
         """
-        The prediction for noisy latents: the noise, or the velocity if the model was trained for it.
+        The noise that the model predicts for noisy latents, or the velocity if the model was trained to predict the
+        velocity.
 
         Args:
-            sample: noisy latents, (B, 4, h, w), scaled by the autoencoder's factor.
-            timestep: the time from 0 (clean) to 999 (noise): (B,), (1,), or a number.
-            encoder_hidden_states: the text's tokens, (B, L, cross_attention_dim).
-            text_embeds: the pooled text, (B, P).
-            time_ids: original height and width, top and left of the crop, target height and width, (B, 6).
+            sample: noisy latents, (B, 4, h, w), scaled by the autoencoder's `scaling_factor`.
+            timestep: the diffusion timestep from 0 (least noise) to 999 (most noise): (B,), (1,), or a number.
+            encoder_hidden_states: the text encoders' results for the text tokens, (B, L, cross_attention_dim).
+            text_embeds: the pooled text embedding of P features, (B, P).
+            time_ids: the sizes of the image in pixels, (B, 6): original height and width, top and left of the crop, target
+                height and width.
 
         Returns:
             A tensor of the shape of `sample`, in the dtype of the weights.
@@ -2659,33 +2703,33 @@ class Sampler:
     ) -> Sampler: ...
     def init_noise(self, /, noise: Tensor) -> Tensor:
         """
-        Scale noise to the first sample of the run, f32.
+        Scale standard normal noise to the sample at step 0, in f32.
 
         Args:
             noise: standard normal values.
         """
     def scale_input(self, /, x: Tensor, i: SupportsIndex) -> Tensor:
         """
-        Scale the sample to the model's input.
+        Scale the sample at step `i` to the model's input.
 
         Args:
             x: the sample at step `i`.
             i: the step, from 0.
 
         Raises:
-            ArgumentError: if there is no such step.
+            ArgumentError: if `i` is not less than the number of steps.
         """
     @property
     def sigmas(self, /) -> list[float]:
         """
-        The noise-to-data ratio at each step, and 0 after the last.
+        The noise-to-data ratio of the sample at each step, followed by 0 for the finished sample.
         """
     def step(self, /, model_output: Tensor, i: SupportsIndex, x: Tensor) -> Tensor:
         """
-        Compute the sample at the next noise level. Steps are taken in order; step 0 starts the run again.
+        Compute the sample at the next noise level. Call it for the steps in order; step 0 starts the run again.
 
         Args:
-            model_output: the model's output for the scaled sample.
+            model_output: the model's output for `scale_input(x, i)` at the timestep `timesteps[i]`.
             i: the step, from 0.
             x: the sample at step `i`.
 
@@ -2710,14 +2754,14 @@ class Schedule:
 
     Args:
         kind: "constant", "linear", "cosine" or "polynomial".
-        warmup_steps: steps of the warm-up.
-        total_steps: steps of the training, warm-up included.
-        num_cycles: the number of cycles of the cosine; with half a cycle the factor falls from 1 to 0.
-        end: the last factor of the polynomial, in [0, 1).
-        power: the power of the polynomial, above 0.
+        warmup_steps: the number of steps of the warm-up.
+        total_steps: the number of steps of the training, warm-up included; "constant" ignores it.
+        num_cycles: for "cosine", the number of periods of the cosine; 0.5 lets the factor fall from 1 to 0 once.
+        end: for "polynomial", the factor at the end of the training, in [0, 1).
+        power: for "polynomial", the exponent, above 0.
 
     Raises:
-        ArgumentError: if the kind is unknown or a number out of range.
+        ArgumentError: if the kind is unknown or a number is out of range.
     """
     def __new__(
         cls,
@@ -2732,39 +2776,40 @@ class Schedule:
     ) -> Schedule: ...
     def factor(self, /, step: SupportsIndex) -> float:
         """
-        The factor of step `step`, which counts from 0.
+        The factor of the learning rate in step `step`, counted from 0.
         """
 
 @final
 class T5Encoder(Model):
     """
-    The text encoder of Stable Diffusion 3 and Flux, with the results of transformers' `T5EncoderModel`. It also
-    computes in f16 without overflow: it scales values that would exceed the range of f16. `from_pretrained` loads one.
+    T5's encoder, a text encoder of Stable Diffusion 3, Flux and Chroma, with the results of transformers'
+    `T5EncoderModel`. In f16, the encoder scales activations that would exceed the range of f16, so nothing overflows.
+    `from_pretrained` loads one.
     """
     def __call__(self, /, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """
-        The last block's states after the final norm, one for each token: (B, L, D), in the dtype of the weights.
+        The hidden states of the tokens after the last block and the final norm: (B, L, D), in the dtype of the weights.
 
         Args:
             input_ids: token ids, (B, L), i64 or u32.
-            attention_mask: (B, L), i64 or u32: 1 for tokens that attention reads, 0 for others. By default it reads all
+            attention_mask: (B, L), i64 or u32: 1 for tokens that other tokens attend to, 0 for the rest. Default: all
                 tokens, padding included, as in diffusers' pipelines.
 
         Raises:
             ShapeError: if an input has another shape.
             IndexOutOfRangeError: if an id is not a token, or the mask has other values than 0 and 1.
-            DTypeError: if an input is not of integers.
+            DTypeError: if an input has another dtype than i64 or u32.
         """
 
 @disjoint_base
 class Tensor(ComposedMethods):
     """
-    An immutable array of numbers on a device, and its place on the autograd tape.
+    An immutable array of numbers on a device, with the operation that computed it on the autograd tape.
 
     Make one with `tensor`, `zeros`, `randn` and similar functions. The tape records operations on tensors that depend
-    on a `Var`; `backward` follows it. Shapes broadcast as in numpy. Elementwise arithmetic and comparisons of two
+    on a `Var`; `backward` follows the tape. Shapes broadcast as in numpy. Elementwise arithmetic and comparisons of two
     tensors promote dtypes as torch does; other operations need tensors of one dtype. A Python number gets the tensor's
-    dtype, except that a float with a tensor of integers gives f32.
+    dtype, except that a Python float and a tensor of integers give a result in f32.
 
     ```python
     t = tc.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -2796,27 +2841,28 @@ class Tensor(ComposedMethods):
         copy: bool | None = None,
     ) -> Any:
         """
-        A capsule for other libraries' `from_dlpack`. It shares memory with consumers that support read-only tensors
-        (DLPack 1.0), and holds a copy for others unless `copy=False`. On a CUDA device, the consumer's `stream` waits
-        for the values; by default this is the default stream, and with -1 no stream waits. The memory is reused only
-        after the consumer has released it.
+        A capsule for other libraries' `from_dlpack`. Consumers that support read-only tensors (DLPack 1.0) share this
+        tensor's memory; older consumers get a copy unless `copy=False`. On a CUDA device, the consumer's `stream` waits
+        for the values. Without `stream`, the default stream waits; with -1, no stream waits. The memory is reused only
+        after the consumer has released the capsule's tensor.
         """
     def __dlpack_device__(self, /) -> tuple[int, int]:
         """
-        DLPack's device type and number.
+        DLPack's type of the device (1 for the CPU, 2 for CUDA), and the device's index.
         """
     def __eq__(self, other: object, /) -> Tensor: ...
     def __float__(self, /) -> builtins.float: ...
     def __format__(self, /, spec: str) -> str:
         """
-        A tensor with one element is formatted like a Python number, as in torch.
+        Format a tensor without dimensions like a Python number, as torch does. With a format specification, the same holds
+        for every tensor of one element.
         """
     def __ge__(self, other: object, /) -> Tensor: ...
     def __getitem__(self, index: Any, /) -> Tensor:
         """
-        Index with integers, slices with any step, None and ... as in numpy. An index may contain one integer tensor
-        (positions along a dimension) or one u8 mask, as in torch. The result is a view unless the index contains a
-        tensor or a step other than 1. Indexing is differentiable.
+        Index with integers, slices with any step, None and ... as in numpy. The index may also contain either one integer
+        tensor (indices along one dimension) or one u8 mask, as in torch. The result is a view unless the index contains a
+        tensor or a slice with a step other than 1. Indexing is differentiable.
         """
     def __gt__(self, other: object, /) -> Tensor: ...
     def __hash__(self, /) -> int:
@@ -2858,11 +2904,12 @@ class Tensor(ComposedMethods):
         """
     def argmax(self, /, dim: SupportsIndex | None = None, keepdim: bool = False) -> Tensor:
         """
-        The position of the largest element, as i64; of equal elements, that of the first. It has no gradient.
+        The index of the largest element, in i64. If several elements are largest, it is the index of the first of them.
+        The result has no gradient.
 
         Args:
-            dim: a dimension; by default, the position in the flattened tensor.
-            keepdim: whether the result keeps the dimension with size 1.
+            dim: the dimension to reduce; by default, the result is the index in the flattened tensor.
+            keepdim: whether the result keeps the reduced dimensions, with size 1.
 
         Raises:
             IndexOutOfRangeError: if the dimension is out of range.
@@ -2875,7 +2922,7 @@ class Tensor(ComposedMethods):
         The backward pass frees each saved tensor after its last use, unless `retain_graph` is True.
 
         Args:
-            gradient: the gradient of this tensor, in its shape; not needed for a single element.
+            gradient: the gradient with respect to this tensor, of its shape; not needed if the tensor has one element.
             retain_graph: whether the graph can be differentiated again.
 
         Raises:
@@ -2885,14 +2932,16 @@ class Tensor(ComposedMethods):
         """
     def broadcast_to(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
         """
-        A view of shape `shape`, in which dimensions of size 1 and new leading dimensions repeat.
+        A view of shape `shape`. The elements repeat along dimensions that have size 1 in this tensor, and along new leading
+        dimensions.
 
         Raises:
-            ShapeError: if repeating elements does not give the shape.
+            ShapeError: if this tensor's shape does not broadcast to `shape`.
         """
     def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = 0) -> list[Tensor]:
         """
-        Views of `chunks` parts along `dim`; the last part may be smaller.
+        Split the tensor along `dim` into views of ceil(size / `chunks`) indices each. As in torch, the last view may be
+        smaller, and there may be fewer than `chunks` views.
 
         Raises:
             ArgumentError: if `chunks` is 0.
@@ -2913,7 +2962,8 @@ class Tensor(ComposedMethods):
         """
     def contiguous(self, /) -> Tensor:
         """
-        The values in row-major order; copies only if necessary.
+        A tensor with the same values, whose elements are in memory in row-major order. The values are copied only if
+        this tensor is not contiguous.
         """
     def cos(self, /) -> Tensor:
         """
@@ -2946,10 +2996,10 @@ class Tensor(ComposedMethods):
         """
     def embedding(self, /, ids: Tensor) -> Tensor:
         """
-        Look up the rows of this table (entries, width) at positions `ids` of any shape; the result is (..., width).
+        Look up the rows `ids` of this table (entries, width). If `ids` has the shape (...), the result is (..., width).
 
         Raises:
-            IndexOutOfRangeError: if a position is out of range.
+            IndexOutOfRangeError: if a row index is out of range.
             ShapeError: if the table is not a matrix.
             DTypeError: if `ids` is not an integer tensor.
         """
@@ -2962,14 +3012,14 @@ class Tensor(ComposedMethods):
         """
     def expand(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
         """
-        As `broadcast_to`, but -1 keeps a dimension's size, as in torch.
+        As `broadcast_to`, but the size -1 means the size of this tensor's dimension, as in torch.
 
         Raises:
-            ShapeError: if repeating elements does not give the shape.
+            ShapeError: if this tensor's shape does not broadcast to the shape.
         """
     def flatten(self, /, start_dim: SupportsIndex = 0, end_dim: SupportsIndex = -1) -> Tensor:
         """
-        Merge dimensions `start_dim` to `end_dim` into one.
+        Merge the dimensions from `start_dim` to `end_dim`, both included, into one dimension.
 
         Raises:
             ArgumentError: if `start_dim` comes after `end_dim`.
@@ -2981,14 +3031,15 @@ class Tensor(ComposedMethods):
         """
     def gather(self, /, dim: SupportsIndex, index: Tensor) -> Tensor:
         """
-        Select one element along `dim` for each position in `index`. The result has the shape of `index`.
+        Select one element for each element of `index`, as torch's `gather` does. For a matrix and `dim=1`, this is
+        `result[i, j] = self[i, index[i, j]]`. The result has the shape of `index`.
 
         Args:
-            dim: the dimension.
-            index: i64 or u32 positions, with as many dimensions as this tensor.
+            dim: the dimension along which `index` selects.
+            index: i64 or u32, with as many dimensions as this tensor.
 
         Raises:
-            IndexOutOfRangeError: if a position or the dimension is out of range.
+            IndexOutOfRangeError: if an index or the dimension is out of range.
             ShapeError: if the shapes do not fit.
             DTypeError: if `index` is not an integer tensor.
         """
@@ -2997,28 +3048,28 @@ class Tensor(ComposedMethods):
         GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
 
         Args:
-            approximate: "none" for x * Phi(x), computed with the error function; "tanh" for its approximation with
-                tanh.
+            approximate: "none" for x * Phi(x), where Phi is the standard normal distribution function, computed with the
+                error function; "tanh" for the approximation of x * Phi(x) with tanh.
 
         Raises:
-            ArgumentError: if `approximate` is something else.
+            ArgumentError: if `approximate` has another value.
             DTypeError: if the tensor is not floating point.
         """
     def index_select(self, /, dim: SupportsIndex, index: Tensor) -> Tensor:
         """
-        Select the slices at positions `index` along `dim`.
+        Select the slices with the indices `index` along `dim`. The result has n slices along `dim`.
 
         Args:
             dim: the dimension.
-            index: (n,) i64 or u32 positions.
+            index: (n,), i64 or u32.
 
         Raises:
-            IndexOutOfRangeError: if a position or the dimension is out of range.
+            IndexOutOfRangeError: if an index or the dimension is out of range.
             DTypeError: if `index` is not an integer tensor.
         """
     def is_contiguous(self, /) -> bool:
         """
-        Whether the elements are in row-major order without gaps.
+        Whether the elements are in memory in row-major order without gaps.
         """
     @property
     def is_leaf(self, /) -> bool:
@@ -3059,8 +3110,8 @@ class Tensor(ComposedMethods):
         The logarithm of the sum of exponentials, without overflow.
 
         Args:
-            dim: a dimension or several; default all.
-            keepdim: whether the result keeps reduced dimensions with size 1.
+            dim: the dimension or dimensions to reduce; default all.
+            keepdim: whether the result keeps the reduced dimensions, with size 1.
             axis: another name of `dim`.
 
         Raises:
@@ -3069,7 +3120,7 @@ class Tensor(ComposedMethods):
         """
     def make_var(self, /) -> Var:
         """
-        Make a variable with a contiguous copy of the values, detached from the graph.
+        Make a variable with a contiguous copy of this tensor's values, detached from the tape.
 
         Raises:
             DTypeError: if the values are not floating point.
@@ -3078,8 +3129,8 @@ class Tensor(ComposedMethods):
         """
         The matrix product (..., m, k) x (..., k, n) -> (..., m, n).
 
-        Batch dimensions broadcast. As in numpy, a vector on the left counts as a row and a vector on the right as a
-        column, and the result does not have that dimension.
+        Batch dimensions broadcast. As in numpy, a vector (k,) on the left counts as the matrix (1, k), a vector (k,) on the
+        right as (k, 1), and the result does not have the added dimension of size 1.
 
         Raises:
             ShapeError: if the shapes do not fit.
@@ -3095,11 +3146,11 @@ class Tensor(ComposedMethods):
     ) -> Tensor:
         """
         The largest element. Over one dimension, the first of equal elements gets the gradient; over several or all
-        dimensions, equal elements share it.
+        dimensions, equal elements share the gradient equally.
 
         Args:
-            dim: a dimension or several; default all.
-            keepdim: whether the result keeps reduced dimensions with size 1.
+            dim: the dimension or dimensions to reduce; default all.
+            keepdim: whether the result keeps the reduced dimensions, with size 1.
             axis: another name of `dim`.
 
         Raises:
@@ -3126,8 +3177,8 @@ class Tensor(ComposedMethods):
         The mean.
 
         Args:
-            dim: a dimension or several; default all.
-            keepdim: whether the result keeps reduced dimensions with size 1.
+            dim: the dimension or dimensions to reduce; default all.
+            keepdim: whether the result keeps the reduced dimensions, with size 1.
             axis: another name of `dim`.
 
         Raises:
@@ -3143,11 +3194,11 @@ class Tensor(ComposedMethods):
         axis: SupportsIndex | Sequence[SupportsIndex] | None = None,
     ) -> Tensor:
         """
-        The smallest element, with gradients as in `max`.
+        The smallest element. Equal elements get gradients as in `max`.
 
         Args:
-            dim: a dimension or several; default all.
-            keepdim: whether the result keeps reduced dimensions with size 1.
+            dim: the dimension or dimensions to reduce; default all.
+            keepdim: whether the result keeps the reduced dimensions, with size 1.
             axis: another name of `dim`.
 
         Raises:
@@ -3164,15 +3215,15 @@ class Tensor(ComposedMethods):
         """
     def narrow(self, /, dim: SupportsIndex, start: SupportsIndex, length: SupportsIndex) -> Tensor:
         """
-        A view of `length` elements from `start` along `dim`.
+        A view of the indices from `start` up to, without, `start + length` along `dim`.
 
         Raises:
-            IndexOutOfRangeError: if the range is not inside the dimension.
+            IndexOutOfRangeError: if an index of this range, or `dim`, is out of range.
         """
     @property
     def nbytes(self, /) -> int:
         """
-        Bytes of all elements.
+        The number of bytes of all elements.
         """
     @property
     def ndim(self, /) -> int:
@@ -3192,7 +3243,7 @@ class Tensor(ComposedMethods):
         """
     def numpy(self, /) -> NDArray[Any]:
         """
-        A numpy array with a copy of the values. It is not part of the graph.
+        A numpy array with a copy of the values. Gradients do not flow through the array.
 
         For a view without a copy (read-only), use `numpy.from_dlpack(t)`.
 
@@ -3232,17 +3283,17 @@ class Tensor(ComposedMethods):
     @property
     def requires_grad(self, /) -> bool:
         """
-        Whether the tensor is a variable or depends on one. Backward passes then compute its gradient.
+        Whether the tensor is a variable or depends on one. If so, backward passes compute the tensor's gradient.
         """
     def reshape(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
         """
         The same elements, in row-major order, in another shape. The result is a view if the layout allows it.
 
         Args:
-            shape: the sizes, as arguments or one sequence; one may be -1, which is computed from the others.
+            shape: the sizes, as arguments or one sequence. One size may be -1: it is computed from the number of elements.
 
         Raises:
-            ShapeError: if the number of elements differs.
+            ShapeError: if the tensor does not have as many elements as `shape`.
         """
     @property
     def shape(self, /) -> tuple[int, ...]:
@@ -3272,7 +3323,7 @@ class Tensor(ComposedMethods):
         """
     def softmax(self, /, dim: SupportsIndex = -1) -> Tensor:
         """
-        exp(x) divided by the sum of exponentials along `dim`, computed without overflow.
+        exp(x) / sum(exp(x)), where the sum is along `dim`, computed without overflow.
 
         Raises:
             IndexOutOfRangeError: if the dimension is out of range.
@@ -3285,16 +3336,16 @@ class Tensor(ComposedMethods):
         dim: SupportsIndex = 0,
     ) -> list[Tensor]:
         """
-        Views of parts along `dim`.
+        Split the tensor along `dim` into views.
 
         Args:
-            split_size_or_sections: one size for all parts, of which the last may be smaller, or a list with the size of
-                each part.
+            split_size_or_sections: the size along `dim` of all views, of which the last may be smaller, or a list with the
+                size of each view.
             dim: the dimension.
 
         Raises:
-            ShapeError: if the sizes do not add up to the size of the dimension.
-            ArgumentError: if a size for all parts is given and is 0.
+            ShapeError: if the sizes in the list do not add up to the size of the dimension.
+            ArgumentError: if one size is given and is 0.
             IndexOutOfRangeError: if the dimension is out of range.
         """
     def sqrt(self, /) -> Tensor:
@@ -3313,7 +3364,7 @@ class Tensor(ComposedMethods):
         """
     def squeeze(self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None) -> Tensor:
         """
-        Remove dimensions of size 1: all of them, or those among `dim`.
+        Remove all dimensions of size 1, or, with `dim`, those of the dimensions `dim` that have size 1.
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
@@ -3327,11 +3378,11 @@ class Tensor(ComposedMethods):
         axis: SupportsIndex | Sequence[SupportsIndex] | None = None,
     ) -> Tensor:
         """
-        The sum. Integers and masks sum to i64.
+        The sum. The sum of an integer tensor or a mask is in i64.
 
         Args:
-            dim: a dimension or several; default all.
-            keepdim: whether the result keeps reduced dimensions with size 1.
+            dim: the dimension or dimensions to reduce; default all.
+            keepdim: whether the result keeps the reduced dimensions, with size 1.
             axis: another name of `dim`.
 
         Raises:
@@ -3353,7 +3404,7 @@ class Tensor(ComposedMethods):
         device: str | None = None,
     ) -> Tensor:
         """
-        The same values in another dtype or on another device.
+        A tensor with the same values in another dtype or on another device.
 
         A cast between floating point dtypes is differentiable. The gradient has this tensor's dtype.
 
@@ -3369,7 +3420,7 @@ class Tensor(ComposedMethods):
         """
     def tolist(self, /) -> Any:
         """
-        The elements as nested lists of Python numbers; a number if there are no dimensions.
+        The elements as nested lists of Python numbers. A tensor without dimensions gives a number.
         """
     def transpose(self, /, dim0: SupportsIndex, dim1: SupportsIndex) -> Tensor:
         """
@@ -3380,10 +3431,10 @@ class Tensor(ComposedMethods):
         """
     def unsqueeze(self, /, dim: SupportsIndex) -> Tensor:
         """
-        Insert a dimension of size 1 at position `dim`.
+        Insert a dimension of size 1. `dim` is the index of this dimension in the result.
 
         Raises:
-            IndexOutOfRangeError: if the position is out of range.
+            IndexOutOfRangeError: if `dim` is out of range.
         """
     def var(
         self,
@@ -3396,13 +3447,13 @@ class Tensor(ComposedMethods):
         axis: SupportsIndex | Sequence[SupportsIndex] | None = None,
     ) -> Tensor:
         """
-        The variance: squared deviations from the mean, summed and divided by `n - correction`.
+        The variance: the sum of the squared deviations from the mean of n elements, divided by n - `correction`.
 
         Args:
-            dim: a dimension or several; default all.
-            keepdim: whether the result keeps reduced dimensions with size 1.
+            dim: the dimension or dimensions to reduce; default all.
+            keepdim: whether the result keeps the reduced dimensions, with size 1.
             correction: 1 for the unbiased estimate (torch's default), 0 for numpy's default.
-            unbiased: True for a correction of 1, False for 0.
+            unbiased: if given, it replaces `correction`: True means 1, False means 0.
             axis: another name of `dim`.
 
         Raises:
@@ -3428,35 +3479,37 @@ class TextFeatures:
     @property
     def hidden_states(self, /) -> list[Tensor]:
         """
-        The states after the embedding and after each layer, before the final norm.
+        The hidden states after the embedding and after each layer, before the final norm, (B, S, D) each.
         """
     @property
     def last_hidden_state(self, /) -> Tensor:
         """
-        The last layer's states after the final norm, (B, S, D).
+        The hidden states after the last layer and the final norm, (B, S, D).
         """
     @property
     def penultimate(self, /) -> Tensor:
         """
-        The input of the last layer, (B, S, D), which SDXL reads.
+        The hidden states before the last layer, (B, S, D), which SDXL uses.
         """
     @property
     def pooled(self, /) -> Tensor:
         """
-        The state at the token that ends each text, after the final norm: (B, D), or (B, P) if the model projects it.
+        The pooled states: of each text, the state of the end token in `last_hidden_state`, (B, D). If the model has a
+        projection, the result is these states projected to P features, (B, P).
         """
     def skipped(self, /, clip_skip: SupportsIndex) -> Tensor:
         """
-        The states `clip_skip` layers before `penultimate`, as diffusers' SDXL pipelines count.
+        The hidden states `clip_skip` layers before `penultimate`, (B, S, D). diffusers' SDXL pipelines count in the same
+        way.
 
         Raises:
-            ArgumentError: if the model has fewer layers.
+            ArgumentError: if `clip_skip` is not less than the model's number of layers.
         """
 
 @final
 class TrainingAdapter:
     """
-    A frozen LoRA that `add_training_adapter` puts on a model, beside the adapter that is trained.
+    A frozen LoRA that `add_training_adapter` puts on a model, in addition to the adapter that is trained.
 
     ```python
     unet = tc.models.load("sdxl")
@@ -3471,7 +3524,7 @@ class TrainingAdapter:
         """
     def numel(self, /) -> int:
         """
-        The number of elements of all its factors.
+        The number of elements of all factors of the adapter.
         """
     def remove(self, /) -> None:
         """
@@ -3488,8 +3541,8 @@ class Var(VarMethods, Tensor):
     """
     A trainable variable: a tensor with its own storage, whose values can be set and which accumulates a gradient.
 
-    A `Var` is a `Tensor`. After a change of its values, tensors that were computed from it before are stale: a backward
-    pass through them raises an error instead of computing a wrong gradient.
+    A `Var` is a `Tensor`. After the values of a `Var` change, tensors that were computed from the old values are stale: a
+    backward pass through stale tensors raises an error instead of computing a wrong gradient.
 
     ```python
     v = tc.Var([1.0, 2.0, 3.0])
@@ -3499,9 +3552,9 @@ class Var(VarMethods, Tensor):
     ```
 
     Args:
-        data: a tensor, whose values are copied and detached from the graph, or anything that `tensor` takes.
-        dtype: a floating point dtype; default: the data's.
-        device: the device; default: the data's.
+        data: a tensor or anything else that `tensor` takes. The values are copied and detached from the tape.
+        dtype: a floating point dtype; default: the dtype that `tensor` gives the data.
+        device: the device; default: the device of a tensor, or the CPU for other data.
 
     Raises:
         DTypeError: if the values are not floating point.
@@ -3511,7 +3564,8 @@ class Var(VarMethods, Tensor):
     ) -> Var: ...
     def _replace(self, /) -> None:
         """
-        Note that a copy has taken the place of this variable; a step of an optimizer that still has it raises.
+        Note that a copy has taken the place of this variable, for example on another device. A step of an optimizer that
+        still has this variable then raises an error.
         """
     @property
     def grad(self, /) -> Tensor | None:
@@ -3520,13 +3574,14 @@ class Var(VarMethods, Tensor):
 
         Raises:
             ShapeError, DTypeError: on assignment, if the gradient differs from the variable in shape or dtype.
-            OutOfMemoryError: if a copy of a gradient in an adapter's flat buffer does not fit.
+            OutOfMemoryError: if the gradient is in an adapter's flat buffer, so that it must be copied, and the copy does
+                not fit.
         """
     @grad.setter
     def grad(self, /, grad: Tensor | None) -> None: ...
     def set(self, /, value: Tensor) -> None:
         """
-        Overwrite the value in place.
+        Overwrite the values of the variable in place.
 
         Raises:
             ShapeError, DTypeError, DeviceError: if `value` differs from the variable in shape, dtype or device.
@@ -3556,14 +3611,15 @@ class ZImageTransformer(Model):
         The negative velocity (latents minus noise) that the model predicts for noisy latents.
 
         Args:
-            hidden_states: noisy latents, (B, in_channels, h, w), shifted and scaled by the autoencoder's factors; h and
-                w are even.
-            encoder_hidden_states: the text's tokens, (B, L, cap_feat_dim).
-            timestep: the time, (B,), (1,), or a number: 0 is noise and 1 is clean, the reverse of other flow models.
-            lengths: the number of tokens of each text before its padding, (B,). The model does not read later tokens. By
-                default, texts have no padding.
-            rows_are_full: whether every text has L tokens, where its length and L are both rounded up to a multiple of
-                32. Then attention needs no mask, which saves time. The model does not check this argument.
+            hidden_states: noisy latents, (B, in_channels, h, w), shifted and scaled by the autoencoder's `shift_factor`
+                and `scaling_factor`; h and w must be even.
+            encoder_hidden_states: the text encoder's results for the text tokens, (B, L, cap_feat_dim).
+            timestep: the time, (B,), (1,), or a number, from 0 (pure noise) to 1 (clean latents). Other flow models count
+                in the opposite direction.
+            lengths: the number of tokens of each text without padding, (B,). The model does not read the padding tokens
+                after them. Default: no text has padding.
+            rows_are_full: True asserts that the length of every text, rounded up to a multiple of 32, equals L rounded up
+                to a multiple of 32. Then attention needs no mask, which saves time. The model does not check this.
 
         Returns:
             A tensor of the shape of `hidden_states`, in the dtype of the weights.
@@ -3581,7 +3637,7 @@ def adapted_parts(path: str | bytes | PathLike[str] | PathLike[bytes], model: st
         model: the family, such as "sdxl".
 
     Raises:
-        MissingFileError, WeightsFormatError: if there is no such file, or it is damaged.
+        MissingFileError, WeightsFormatError: if there is no such file, or the file is damaged.
         ConfigError: if there is no such family.
     """
 
@@ -3594,8 +3650,8 @@ def add_layer_norm(
     eps: SupportsFloat | SupportsIndex = ...,
 ) -> tuple[Tensor, Tensor]:
     """
-    Compute input + residual and the `layer_norm` of this sum. Transformer blocks need both between two layers. On CUDA one kernel computes
-    both.
+    Compute input + residual and the `layer_norm` of this sum. A pre-norm transformer block needs the sum for its residual
+    connection and the norm for its next layer. On CUDA, one kernel computes both.
 
     ```python
     total, normed = F.add_layer_norm(tc.randn(2, 8), tc.randn(2, 8), 8)
@@ -3610,8 +3666,8 @@ def add_layer_norm(
         eps: added to the variance.
 
     Returns:
-        The sum and its norm, both of the input's shape and dtype. The norm is computed from the sum after rounding to
-        the dtype.
+        The sum and the normalised sum, both of the input's shape and dtype. The sum is rounded to the dtype before it is
+        normalised.
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
@@ -3634,8 +3690,8 @@ def arange(
     ```
 
     Args:
-        start: the first value. If it is the only argument, it is the end, and the first value is 0.
-        end: the end.
+        start: the first value. If `end` is not given, `start` is the end, and the first value is 0.
+        end: the bound of the values, which is not a value itself.
         step: the difference between neighbouring values.
         dtype: the dtype; default i64 if all arguments are integers, else f32.
         device: the device.
@@ -3646,7 +3702,7 @@ def arange(
 
 def available_bytes() -> int | None:
     """
-    Bytes of host memory that can still be allocated, if the system reports it.
+    The number of bytes of host memory that can still be allocated; None if the system does not report it.
 
     ```python
     free = tc.memory.available_bytes()
@@ -3656,7 +3712,7 @@ def available_bytes() -> int | None:
 
 def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
     """
-    Concatenate tensors along `dim`; all other sizes must agree.
+    Concatenate tensors along `dim`. The sizes of all other dimensions must agree.
 
     ```python
     assert tc.cat([tc.zeros(2, 3), tc.ones(1, 3)]).shape == (3, 3)
@@ -3672,7 +3728,7 @@ def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor
 def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "full") -> Any:
     """
     Run `function(*tensors)` and save only a part of its intermediate results. The backward pass calls the function
-    again for the others.
+    again to recompute the results that were not saved.
 
     The function must compute the same when it is called again. The second call gets the same random numbers, so that
     dropout has the same mask. Variables that the function captures get their gradients.
@@ -3685,7 +3741,7 @@ def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "fu
 
     Args:
         function: takes the tensors, returns a Tensor or a tuple of Tensors.
-        tensors: its arguments; capture anything else in the function.
+        tensors: the arguments of the function. The function must capture all other values that it needs.
         policy: "full" saves only the tensors. "selective" also saves the results of matrix products and attention, so
             that only cheap operations are recomputed. "none" saves everything. "offload" is "full" with large tensors
             in the memory of the host until the backward pass.
@@ -3718,13 +3774,13 @@ def classifier_free_guidance(
     Args:
         negative: the model's output for the negative prompt.
         positive: the model's output for the prompt.
-        scale: the strength of guidance; 1 gives the output for the prompt.
+        scale: the guidance scale; the result is `positive` if it is 1.
 
     Returns:
         negative + scale * (positive - negative).
 
     Raises:
-        ShapeError, DTypeError: if the outputs differ.
+        ShapeError, DTypeError: if the two outputs differ in shape or dtype.
     """
 
 def clip_grad_norm_(
@@ -3734,7 +3790,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """
-    Scale the gradients of `parameters` so that their total norm is at most `max_norm`, as
+    Scale the gradients of `parameters` so that the norm of all these gradients together is at most `max_norm`, as
     `torch.nn.utils.clip_grad_norm_` does.
 
     ```python
@@ -3745,16 +3801,17 @@ def clip_grad_norm_(
 
     Args:
         parameters: the variables; those without a gradient are ignored.
-        max_norm: the largest norm, at least 0; with infinity nothing is clipped.
-        norm_type: 2 for the root of the sum of squares, infinity for the largest magnitude.
-        error_if_nonfinite: whether a non-finite norm is an error. The check waits for a CUDA device.
+        max_norm: the largest norm after scaling, at least 0. If it is infinite, the gradients do not change.
+        norm_type: 2 for the root of the sum of squares, infinity for the largest magnitude of an element.
+        error_if_nonfinite: whether a non-finite norm raises an error. On a CUDA device, this check waits for all pending
+            work of the device.
 
     Returns:
-        The norm before scaling: a scalar in f64 on the device of the gradients. Reading its value waits for a CUDA
-            device.
+        The norm before scaling: a scalar in f64 on the device of the gradients. On a CUDA device, reading the scalar's
+            value waits for all pending work of the device.
 
     Raises:
-        ArgumentError: if a number is out of range, or an item is not a Var.
+        ArgumentError: if `max_norm` or `norm_type` is out of range, or an item of `parameters` is not a Var.
         NonFiniteError: if `error_if_nonfinite` is True and the norm is non-finite. In this case the gradients do not
             change.
     """
@@ -3815,7 +3872,7 @@ def cross_entropy(
     Args:
         input: (..., classes) logits.
         target: (...) class ids, i64 or u32.
-        ignore_index: rows with this target are ignored.
+        ignore_index: rows with this target have no loss and no gradient.
         reduction: "mean" (over the rows that are not ignored), "sum", or "none" for the losses of the rows.
         label_smoothing: the fraction of each target's probability that is spread evenly over all classes, in [0, 1].
 
@@ -3830,7 +3887,7 @@ def cuda_bus_id(device: str) -> str:
     The address of a CUDA device on the PCI bus, which names the device in all processes of the machine.
 
     Raises:
-        DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
+        DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
     """
 
 def cuda_device_count() -> int:
@@ -3843,7 +3900,7 @@ def cuda_device_count() -> int:
 
 def cuda_device_name(device: str) -> str:
     """
-    The name of a CUDA device, as its manufacturer gives it.
+    The product name of a CUDA device, such as "NVIDIA A100-SXM4-80GB".
 
     Raises:
         DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
@@ -3859,7 +3916,8 @@ def cuda_empty_cache(device: str) -> int:
 
 def cuda_finish_profile() -> list[tuple[str, int, float]]:
     """
-    Wait for the device; returns (name, launches, milliseconds) of each kernel since `cuda_start_profile`, the longest first.
+    Wait for the device; returns (name, number of launches, total milliseconds) of each kernel that was launched since
+    `cuda_start_profile`, in descending order of the milliseconds.
 
     Raises:
         ArgumentError: if no launches are being measured.
@@ -3868,18 +3926,20 @@ def cuda_finish_profile() -> list[tuple[str, int, float]]:
 
 def cuda_link(device: str, bus_id: str) -> str | None:
     """
-    How a CUDA device reads the memory of the device whose address on the bus is `bus_id`: "nvlink", "bus" or "none". None if this process
-    does not see that device, or if it is `device` itself.
+    How a CUDA device reads the memory of the device with the address `bus_id` on the PCI bus: "nvlink", "bus", or
+    "none" if it cannot read that memory. Returns None if this process does not see the device `bus_id`, or if both are
+    the same device.
 
     Raises:
-        DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
+        DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
     """
 
 def cuda_memory_stats(device: str) -> list[int]:
     """
     Memory statistics of a CUDA device, in this order: bytes allocated and their peak; bytes reserved and their peak;
-    bytes reserved by captured graphs; the numbers of allocations, of mappings of device memory and of retries; bytes
-    free on the device and in total.
+    bytes reserved by captured graphs; how often tensors and workspaces allocated memory, how often more memory of the
+    device was reserved, and how often memory ran out and cached memory was released; bytes free on the device and in
+    total.
 
     Raises:
         DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
@@ -3903,8 +3963,8 @@ def cuda_set_memory_limit(device: str, limit: SupportsIndex | None) -> None:
 
 def cuda_stages_weights(device: str) -> bool:
     """
-    Whether streamed weights of a device are in host memory that is not pinned, because the system gives too little of
-    that. CUDA graphs cannot copy them.
+    Whether streamed weights of a device are in host memory that is not pinned, because the system provides too little
+    pinned memory. CUDA graphs cannot copy weights from such memory.
 
     Raises:
         DeviceError, CudaUnavailableError: if there is no such device.
@@ -3934,12 +3994,13 @@ def cuda_unavailable_reason() -> str | None:
 
 def draw_from(seed: SupportsIndex, function: Callable[..., Any]) -> Any:
     """
-    Call `function` with a separate generator. The generator gives the random numbers that follow `manual_seed(seed)`.
-    The state of the library's generator does not change.
+    Call `function` with a separate generator in place of the library's generator. The separate generator gives the same
+    random numbers as the library's generator after `manual_seed(seed)`. The state of the library's generator does not
+    change.
 
     Args:
         seed: the seed of the separate generator, 0 to 2**64 - 1.
-        function: called without arguments.
+        function: a function without arguments.
 
     Returns:
         The result of `function`.
@@ -3947,7 +4008,7 @@ def draw_from(seed: SupportsIndex, function: Callable[..., Any]) -> Any:
 
 def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = ..., training: bool = True) -> Tensor:
     """
-    Zero each element with probability `p` and scale the others by 1 / (1 - p) (Srivastava et al. 2014).
+    Zero each element with probability `p` and multiply the other elements by 1 / (1 - p) (Srivastava et al. 2014).
 
     ```python
     x = tc.ones(1000)
@@ -3990,7 +4051,8 @@ def empty_like(
     input: Tensor, dtype: DType | str | None = None, device: str | None = None
 ) -> Tensor:
     """
-    A tensor with arbitrary values in the shape of `input`, by default with its dtype and on its device.
+    A tensor of unspecified values in the shape of `input`, for callers that use only its shape or overwrite its values. By
+    default it has the dtype and the device of `input`.
 
     ```python
     x = tc.tensor([1, 2, 3])
@@ -4012,8 +4074,8 @@ def eye(
     ```
 
     Args:
-        n: rows.
-        m: columns; default `n`.
+        n: the number of rows.
+        m: the number of columns; default `n`.
         dtype: the dtype; default f32.
         device: the device.
 
@@ -4031,7 +4093,7 @@ def fake_quantize(input: Tensor, format: str, factors: Tensor | None = None) -> 
     ```python
     weight = tc.Var(tc.randn(64, 64))
     y = F.linear(tc.randn(2, 64), F.fake_quantize(weight, "int8"))
-    y.sum().backward()  # as if nothing had been rounded
+    y.sum().backward()  # the gradients of an unrounded weight, except for clipped elements
     ```
 
     Args:
@@ -4071,11 +4133,11 @@ def full(
     device: str = "cpu",
 ) -> Tensor:
     """
-    A tensor whose elements all have one value.
+    A tensor whose elements all have the value `value`.
 
     Args:
-        shape: the sizes.
-        value: the value.
+        shape: the sizes of the dimensions.
+        value: a number, or a tensor of one element.
         dtype: the dtype; default f32 for a float and i64 for an integer.
         device: the device.
 
@@ -4105,7 +4167,7 @@ def geglu(input: Tensor) -> Tensor:
 
 def get_float32_matmul_precision() -> str:
     """
-    How products of f32 matrices are computed on CUDA devices: "highest" or "high".
+    The precision of products of f32 matrices on CUDA devices, "highest" or "high"; see `set_float32_matmul_precision`.
 
     ```python
     tc.set_float32_matmul_precision("high")
@@ -4116,7 +4178,7 @@ def get_float32_matmul_precision() -> str:
 
 def get_num_threads() -> int:
     """
-    The number of threads of CPU work.
+    The number of threads that compute on the CPU.
 
     ```python
     before = tc.get_num_threads()
@@ -4127,7 +4189,8 @@ def get_num_threads() -> int:
 
 def get_rng_state() -> tuple[int, int]:
     """
-    The state of the generator, (seed, position). Draws after `set_rng_state(state)` repeat the draws that followed this call.
+    The state of the library's generator: (seed, position in its sequence of random numbers). After `set_rng_state(state)`,
+    the generator repeats the random numbers that it gave after this call.
 
     ```python
     state = tc.get_rng_state()
@@ -4139,15 +4202,15 @@ def get_rng_state() -> tuple[int, int]:
 
 def get_w8a8() -> bool:
     """
-    Whether linear layers with int8 or fp8 weights multiply codes; see `set_w8a8`.
+    Whether linear layers with int8 or fp8 weights multiply the weights' 8-bit codes; see `set_w8a8`.
     """
 
 def gguf_facts(path: str | bytes | PathLike[str] | PathLike[bytes]) -> dict[str, Any] | None:
     """
-    The metadata of a GGUF file about its model, under the format's names; None for other files.
+    The metadata of a GGUF file about its model, under the names that GGUF uses; None for files of other formats.
 
     Raises:
-        MissingFileError, WeightsFormatError: if there is no such file, or it is damaged.
+        MissingFileError, WeightsFormatError: if there is no such file, or the file is damaged.
     """
 
 def grad(
@@ -4168,7 +4231,7 @@ def grad(
     Args:
         loss: a tensor on the tape.
         inputs: variables, or any tensors on the tape.
-        gradient: the gradient of `loss`, in its shape; not needed for a single element.
+        gradient: the gradient with respect to `loss`, of the same shape; not needed if `loss` has a single element.
         retain_graph: whether the graph can be differentiated again.
 
     Returns:
@@ -4197,7 +4260,7 @@ def gradcheck(
     Args:
         function: takes the inputs, returns a Tensor of any shape.
         inputs: one or several f64 tensors.
-        eps: step of the differences.
+        eps: how much the central differences change an entry, in both directions.
         atol: absolute tolerance.
         rtol: relative tolerance.
 
@@ -4205,7 +4268,8 @@ def gradcheck(
         True.
 
     Raises:
-        AutogradError: if the difference of an entry exceeds the tolerance. The message names the worst entry.
+        AutogradError: if an analytic gradient differs from the numeric one by more than the tolerance. The message
+            names the entry that exceeds the tolerance most.
         DTypeError: if an input is not f64.
         The exceptions of the function.
     """
@@ -4258,7 +4322,7 @@ def group_norm_silu(
     channels_last: bool = False,
 ) -> Tensor:
     """
-    SiLU of `group_norm`, in one operation. The tape does not save the norm's result.
+    `silu(group_norm(input, ...))` in one operation. The tape does not save the result of `group_norm`.
 
     ```python
     assert F.group_norm_silu(tc.randn(1, 8, 4, 4), 2).shape == (1, 8, 4, 4)
@@ -4284,7 +4348,7 @@ def huber_loss(
     delta: SupportsFloat | SupportsIndex = ...,
 ) -> Tensor:
     """
-    The Huber loss (Huber 1964): half the square of a difference of at most `delta`, linear for a larger one.
+    The Huber loss (Huber 1964) of a difference d: d² / 2 if |d| <= delta, otherwise delta * (|d| - delta / 2).
 
     ```python
     loss = F.huber_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -4311,8 +4375,8 @@ def init_linear(
     device: str = "cpu",
 ) -> tuple[Var, Var | None]:
     """
-    Initial parameters of a linear layer: weight (out_features, in_features) and bias (out_features,), uniform in +-1 /
-    sqrt(in_features), as torch initializes them.
+    Initial parameters of a linear layer: weight (out_features, in_features) and bias (out_features,). As in torch, both
+    are drawn uniformly between -1 / sqrt(in_features) and 1 / sqrt(in_features).
 
     Raises:
         OutOfMemoryError: if the parameters do not fit into memory.
@@ -4328,23 +4392,23 @@ def inspect(
     Determine the contents of a checkpoint from its headers and configurations, without reading weights.
 
     ```python
-    assert tc.inspect("sdxl").resolution == 128  # the built-in one
+    assert tc.inspect("sdxl").resolution == 128  # the built-in model
     ```
 
     Args:
         path: a pipeline's folder, an original checkpoint in one file, or a single model.
-        model: the family, such as "sdxl". If it is given, all models of this family must exist.
+        model: the family, such as "sdxl". With a family, `path` and `others` must have all models of the family.
         others: folders and files of single text encoders and autoencoders, which replace those of `path`.
 
     Raises:
         MissingFileError: if nothing is at `path`.
-        WeightsFormatError: if a file is damaged, or a part of the family is missing.
+        WeightsFormatError: if a file is damaged, or a model of the family is missing.
         ConfigError: if a configuration is wrong, or there is no such family.
     """
 
 def is_grad_enabled() -> bool:
     """
-    Whether operations of this thread are recorded.
+    Whether operations of this thread are recorded for backward passes.
 
     ```python
     with tc.no_grad():
@@ -4380,7 +4444,7 @@ def layer_norm(
     eps: SupportsFloat | SupportsIndex = ...,
 ) -> Tensor:
     """
-    Layer normalisation (Ba et al. 2016, arXiv:1607.06450) over the trailing dimensions.
+    Layer normalisation (Ba et al. 2016, arXiv:1607.06450) over the trailing dimensions `normalized_shape`.
 
     ```python
     y = F.layer_norm(tc.randn(2, 8), 8, weight=tc.ones(8))
@@ -4425,8 +4489,9 @@ def linear_cross_entropy(
     input: Tensor, weight: Tensor, target: Tensor, weights: Tensor | None = None
 ) -> Tensor:
     """
-    The sum of the cross-entropies of `input @ weight.T` and class ids, a scalar in f32 (f64 for f64). It is computed
-    some rows at a time, without a matrix of all logits, and its gradients are computed together with it.
+    The sum of the cross-entropies of the logits `input @ weight.T` and class ids, a scalar in f32 (f64 for f64 input).
+    The forward pass computes the logits of some rows at a time, without a matrix of all logits, and also computes the
+    gradients.
 
     ```python
     states, head, ids = tc.randn(3, 8), tc.randn(100, 8), tc.tensor([5, 7, -100])
@@ -4438,7 +4503,7 @@ def linear_cross_entropy(
         input: (N, D) states.
         weight: (classes, D), in the dtype of the states. The gradient of a frozen weight is not computed.
         target: (N) class ids, i64 or u32; rows with -100 are ignored.
-        weights: (N) f32, a factor of each row's loss. The factors get no gradient. Default: all 1.
+        weights: (N) f32, the factors by which the rows' losses are multiplied. They get no gradient. Default: all 1.
 
     Raises:
         ShapeError, DTypeError: if the operands do not fit.
@@ -4449,7 +4514,7 @@ def linear_cross_entropy(
 def linear_log_probs(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """
     For each row, the logarithm of the probability of its class id under the softmax of `input @ weight.T`: (N), in f32
-    (f64 for f64 input). The scores are computed for some rows at a time, and again in the backward pass.
+    (f64 for f64 input). The logits are computed for some rows at a time, and again in the backward pass.
 
     ```python
     states, head = tc.randn(3, 8), tc.randn(100, 8)
@@ -4486,7 +4551,7 @@ def load_file(
 
     Raises:
         MissingFileError: if there is no such file.
-        WeightsFormatError: if it is not a safetensors file, or holds a dtype that is not supported.
+        WeightsFormatError: if the file is not a safetensors file, or a tensor in it has a dtype that is not supported.
     """
 
 def lora_backward(
@@ -4497,7 +4562,7 @@ def lora_backward(
     scale: SupportsFloat | SupportsIndex,
 ) -> tuple[Tensor, Tensor]:
     """
-    The gradients of the two matrices of y = scale * (input @ lora_down.T) @ lora_up.T.
+    The gradients of `lora_down` and `lora_up`, the matrices in y = scale * (input @ lora_down.T) @ lora_up.T.
 
     ```python
     x, down, up = tc.randn(5, 8), tc.randn(2, 8), tc.randn(4, 2)
@@ -4506,7 +4571,7 @@ def lora_backward(
     ```
 
     Args:
-        grad_output: (..., out_features), the gradient of y.
+        grad_output: (..., out_features), the gradient with respect to y.
         input: (..., in_features).
         lora_down: (rank, in_features).
         lora_up: (out_features, rank).
@@ -4528,7 +4593,7 @@ def lora_backward_(
     scale: SupportsFloat | SupportsIndex,
 ) -> None:
     """
-    Compute `lora_backward` of many layers at once, and add the results to the gradients of the matrices. Gradients that are in a flat
+    Compute `lora_backward` of many layers at once, and add the results to the `.grad` of the matrices. Gradients that are in a flat
     buffer change in place. On a CUDA device, matrix products of equal size run in one launch, without synchronization.
 
     ```python
@@ -4566,16 +4631,16 @@ def manual_seed(seed: SupportsIndex) -> None:
 
 def memory_machine() -> str | None:
     """
-    Return a name that identifies the machine, the process namespace and the user: processes with equal names can share memory. None if the
-    system does not provide this information.
+    Return a name that identifies the machine, the process namespace and the user. Processes with equal names can share
+    memory. None if the system does not provide this information.
     """
 
 def modulated_layer_norm(
     input: Tensor, scale: Tensor, shift: Tensor, eps: SupportsFloat | SupportsIndex = ...
 ) -> Tensor:
     """
-    Layer normalisation of the last dimension, times 1 + scale, plus shift. Each example has its own scale and shift, as
-    in adaLN of diffusion transformers (Peebles & Xie 2022, arXiv:2212.09748).
+    layer_norm(input) * (1 + scale) + shift, where layer_norm is over the last dimension. Each sample of the batch has its
+    own scale and shift, as in adaLN of diffusion transformers (Peebles & Xie 2022, arXiv:2212.09748).
 
     ```python
     y = F.modulated_layer_norm(tc.randn(2, 16, 8), tc.zeros(2, 8), tc.zeros(2, 8))
@@ -4640,17 +4705,17 @@ def normal_samples(
     purpose: str,
 ) -> Tensor:
     """
-    Standard normal values for the samples of a batch. Each sample has its own stream of random numbers, so its values do not depend on
-    the other samples of the batch.
+    Standard normal values for the samples of a batch. Each sample has its own stream of random numbers, so a sample's
+    values do not depend on the other samples of the batch.
 
     Args:
         shape: the shape of the values of one sample.
-        samples: the indices of the samples in the run.
-        seed: the seed of the run.
+        samples: the index of each of the B samples, counted through the whole training run.
+        seed: the seed of the run, 0 to 2**64 - 1.
         purpose: the name of the random numbers' purpose.
 
     Returns:
-        (B, *shape), f32: one entry for each of the B samples.
+        (B, *shape), f32.
 
     Raises:
         ArgumentError: if no purpose has this name.
@@ -4660,7 +4725,7 @@ def ones(
     *shape: int | tuple[int, ...] | list[int], dtype: DType | str | None = None, device: str = "cpu"
 ) -> Tensor:
     """
-    Ones.
+    A tensor of ones.
 
     Args:
         shape: the sizes, as arguments or one sequence.
@@ -4673,7 +4738,7 @@ def ones(
 
 def ones_like(input: Tensor, dtype: DType | str | None = None, device: str | None = None) -> Tensor:
     """
-    Ones in the shape of `input`, by default with its dtype and on its device.
+    Ones in the shape of `input`. By default they have the dtype and the device of `input`.
 
     ```python
     x = tc.tensor([1, 2, 3])
@@ -4715,10 +4780,10 @@ def prepare_adapters(
 
     Args:
         path: the file.
-        adapters: the adapters of each model.
+        adapters: the adapter set of each model.
         format: "kohya" (the default for SDXL), "diffusers" or "comfyui".
-        metadata: text entries for the file's header, in addition to those for other tools.
-        dtype: the dtype of the parameters, "f32", "f16" or "bf16".
+        metadata: text entries for the file's header, in addition to the entries that other tools read.
+        dtype: the dtype of the parameters in the file, "f32", "f16" or "bf16". Default: f32.
 
     Raises:
         ArgumentError: if the format is unknown or cannot hold these adapters.
@@ -4741,8 +4806,8 @@ def quantize(tensor: Tensor, format: str) -> QuantizedTensor:
             "q4_0" for blocks of 32 elements of a row, each with a scale, as in GGUF files.
 
     Raises:
-        ShapeError: if the tensor is not a matrix, or its rows do not divide into blocks.
-        DTypeError: if it is not floating point.
+        ShapeError: if the tensor is not a matrix, or its rows do not divide into blocks of the format.
+        DTypeError: if the tensor is not floating point.
         ArgumentError: if the format is unknown, or if the tensor requires a gradient or has non-finite values.
     """
 
@@ -4762,7 +4827,7 @@ def rand(
     *shape: int | tuple[int, ...] | list[int], dtype: DType | str | None = None, device: str = "cpu"
 ) -> Tensor:
     """
-    Uniform values in [0, 1) from the library's generator (`manual_seed`).
+    Random values, uniform in [0, 1), from the library's generator (see `manual_seed`).
 
     Args:
         shape: the sizes, as arguments or one sequence.
@@ -4781,12 +4846,12 @@ def randint(
     device: str = "cpu",
 ) -> Tensor:
     """
-    Integers in [low, high) from the library's generator (`manual_seed`), i64.
+    Random integers, uniform in [low, high), from the library's generator (see `manual_seed`), in i64.
 
     Args:
         low: the smallest value.
         high: one more than the largest value.
-        shape: the sizes.
+        shape: the sizes of the dimensions.
         device: the device.
 
     Raises:
@@ -4798,7 +4863,7 @@ def randn(
     *shape: int | tuple[int, ...] | list[int], dtype: DType | str | None = None, device: str = "cpu"
 ) -> Tensor:
     """
-    Standard normal values from the library's generator (`manual_seed`).
+    Random values from the standard normal distribution, from the library's generator (see `manual_seed`).
 
     Args:
         shape: the sizes, as arguments or one sequence.
@@ -4907,10 +4972,10 @@ def save_adapters(
 
     Args:
         path: the file.
-        adapters: the adapters of each model.
+        adapters: the adapter set of each model.
         format: "kohya" (the default for SDXL), "diffusers" or "comfyui".
-        metadata: text entries for the file's header, in addition to those for other tools.
-        dtype: the dtype of the parameters, "f32", "f16" or "bf16".
+        metadata: text entries for the file's header, in addition to the entries that other tools read.
+        dtype: the dtype of the parameters in the file, "f32", "f16" or "bf16". Default: f32.
 
     Returns:
         The names of layers whose adapter has no effect, because a factor is zero everywhere.
@@ -4928,7 +4993,7 @@ def save_checkpoint(
     quantize: dict[str, str] | None = ...,
 ) -> None:
     """
-    Write models to one file under the names of the original checkpoints, as ComfyUI and others read them.
+    Write models to one file, with the tensor names of the original checkpoint. ComfyUI and other tools read such files.
 
     ```python
     unet = tc.models.SDXLUNet.from_pretrained("sdxl")
@@ -4938,12 +5003,13 @@ def save_checkpoint(
     Args:
         path: the file.
         models: the models, by the names of their folders in a pipeline: "unet", "vae", "text_encoder",
-            "text_encoder_2". Adapters are not written, but a merged adapter is part of its layer's weight.
-        base: a checkpoint whose other tensors are copied unchanged.
-        dtype: convert the weights of the models.
-        quantize: the format of each model to quantize, "fp8" or "int8", by the name of its folder. The linear layers of
-            the model are written as ComfyUI stores them: "fp8" as e4m3 numbers with a scale per tensor, "int8" as
-            integers with a scale per row.
+            "text_encoder_2". Adapters are not written, but if an adapter is merged, the weight of its layer is the merged
+            weight.
+        base: the path of an original checkpoint. Its tensors that belong to none of `models` are copied unchanged.
+        dtype: the dtype to which the weights of `models` are converted.
+        quantize: for each model to quantize, the format "fp8" or "int8", by the name of the model's folder. The linear
+            layers of the model are written as ComfyUI stores them: "fp8" as e4m3 numbers with one scale per weight,
+            "int8" as integers with one scale per row of the weight.
 
     Raises:
         ArgumentError: if a model does not fit the name of its folder, if it has no layers that may be quantized, or if
@@ -4969,19 +5035,19 @@ def save_file(
         tensors: tensors by name.
         path: the file.
         metadata: text entries for the file's header.
-        codes: for each u8 tensor that holds the codes of a QuantizedTensor, by name, the kind of numbers that the codes
-            represent: "int8" or "fp8" (e4m3).
+        codes: the dtype in the file of each u8 tensor that has the codes of a QuantizedTensor, by the tensor's name:
+            "int8" or "fp8" (e4m3).
 
     Raises:
         FileError: if the file cannot be written.
-        ArgumentError: if a name in `codes` is not among `tensors`, or a kind is neither "int8" nor "fp8".
+        ArgumentError: if a name in `codes` is not among `tensors`, or a dtype in `codes` is neither "int8" nor "fp8".
         DTypeError: if a tensor of codes is not u8, or if safetensors files do not support the dtype of a tensor.
     """
 
 def saved_bytes() -> int:
     """
-    Bytes that existing tapes save for backward passes: activations and the inputs of checkpoints. Each storage counts
-    once; parameters do not count.
+    The number of bytes that existing tapes save for backward passes: activations and the inputs of checkpoints. A storage
+    that several tensors share counts once. Parameters do not count.
 
     ```python
     x = tc.Var(tc.ones(1000))
@@ -5025,7 +5091,7 @@ def scaled_dot_product_attention(
 
 def set_float32_matmul_precision(precision: str) -> None:
     """
-    Choose how products of f32 matrices are computed on CUDA devices, as torch's function of the same name does.
+    Set the precision of products of f32 matrices on CUDA devices, as torch's function of the same name does.
 
     ```python
     tc.set_float32_matmul_precision("high")
@@ -5035,10 +5101,10 @@ def set_float32_matmul_precision(precision: str) -> None:
 
     Args:
         precision: "highest" for f32, the default; "high" for TF32, which is several times as fast on tensor cores, but
-            rounds both factors to a mantissa of 10 bits. It affects neither other dtypes nor the CPU.
+            rounds both factors to a mantissa of 10 bits. The precision affects neither other dtypes nor the CPU.
 
     Raises:
-        ArgumentError: if the precision is another value.
+        ArgumentError: if `precision` has another value.
     """
 
 def set_grad_enabled(enabled: bool) -> bool:
@@ -5053,13 +5119,14 @@ def set_gradient_vectors(
     Overwrite the gradients of variables with vectors of the sizes that `gradient_vectors` returns.
 
     Raises:
-        ArgumentError: if there are more or fewer vectors.
-        ShapeError, DTypeError, DeviceError: if a vector has another size, dtype or device than its gradients.
+        ArgumentError: if there are more or fewer vectors than `gradient_vectors` returns.
+        ShapeError, DTypeError, DeviceError: if a vector has another size, dtype or device than the gradients that it
+            replaces.
     """
 
 def set_num_threads(n: SupportsIndex) -> None:
     """
-    Set the number of threads of CPU work. Results do not depend on it.
+    Set the number of threads that compute on the CPU. Results do not depend on the number.
 
     ```python
     before = tc.get_num_threads()
@@ -5076,14 +5143,14 @@ def set_resolver(resolve: Callable[..., Any]) -> None:
     Set the function that finds models by names that are not paths. Only the first call has an effect.
 
     Args:
-        resolve: a function with three arguments: the name, the folders of a repository that may contain the model (the
-            most likely first), and whether half-precision files are preferred. It returns a folder, or None if it
-            cannot resolve the name.
+        resolve: a function with three arguments: the name, the subfolders of a repository in which the model may be (the
+            most likely first; "" is the repository itself), and whether half-precision files are preferred. The function
+            returns the model's folder, or None if it finds no model of this name.
     """
 
 def set_rng_state(state: tuple[SupportsIndex, SupportsIndex]) -> None:
     """
-    Set the generator to a state that `get_rng_state` returned.
+    Set the library's generator to a state that `get_rng_state` returned.
 
     ```python
     state = tc.get_rng_state()
@@ -5095,15 +5162,17 @@ def set_rng_state(state: tuple[SupportsIndex, SupportsIndex]) -> None:
 
 def set_w8a8(enabled: bool) -> None:
     """
-    Choose whether linear layers with int8 or fp8 weights multiply codes instead of values. GPUs multiply 8-bit numbers
-    up to four times as fast as bf16, but the rounding of the other factor takes time.
+    Choose whether linear layers with int8 or fp8 weights multiply the weights' 8-bit codes instead of the values that the
+    codes represent. GPUs multiply 8-bit numbers up to four times as fast as bf16, but rounding the activations and
+    gradients to 8 bits takes time.
 
-    Right before a product, activations and gradients are rounded to the format of the weight. The scale of each row is
-    the row's largest magnitude, divided by 127 (int8) or 448 (fp8), as in torchao's dynamic quantization. If a product
-    sums over the rows of the weight, the rows' scales are multiplied into the gradient before it is rounded. Sums of
-    int8 products are exact; those of fp8 products are in f32. Layers with other formats, and layers whose numbers of
-    features are not multiples of 16, multiply values. Codes need a GPU of compute capability 7.5 for int8 and 8.9 for
-    fp8; older GPUs multiply values.
+    Right before a product, the activations or gradients are rounded to the format of the weight. The scale of each row of
+    activations or gradients is the row's largest magnitude divided by 127 (int8) or 448 (fp8), as in torchao's dynamic
+    quantization. In the backward pass, the product sums over the rows of the weight; there, the scales of the weight's
+    rows are multiplied into the gradient before the gradient is rounded. Sums of int8 products are exact; sums of fp8
+    products are in f32. Layers with other formats, and layers whose numbers of features are not multiples of 16, multiply
+    values. Products of codes need a GPU of compute capability 7.5 or higher for int8, and 8.9 or higher for fp8; older GPUs
+    multiply values.
 
     Args:
         enabled: whether layers multiply codes from now on. By default they multiply the values that codes represent.
@@ -5119,8 +5188,9 @@ def share_streamed(
 
     Args:
         rank: the number of this process, from 0.
-        exchange: sends bytes to all processes and returns those of all, by rank; None ends the sharing.
-        peers: keep the copy in slices on the devices of the processes instead of in host memory.
+        exchange: a function that sends its argument, bytes, to all processes and returns a list of the bytes that each
+            process has sent, by rank. None ends the sharing.
+        peers: whether the devices of the processes keep the copy, each a slice, instead of host memory.
 
     Raises:
         ArgumentError: if `exchange` returns too few messages, or with `peers` a process is alone on its machine.
@@ -5133,7 +5203,8 @@ def smooth_l1_loss(
     beta: SupportsFloat | SupportsIndex = ...,
 ) -> Tensor:
     """
-    torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083): the Huber loss divided by its threshold.
+    torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083) of a difference d: d² / (2 * beta) if |d| < beta,
+    otherwise |d| - beta / 2. It is the Huber loss with the delta `beta`, divided by `beta`.
 
     ```python
     loss = F.smooth_l1_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -5176,7 +5247,7 @@ def snapshot(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
     """
-    Stack tensors of one shape along a new dimension `dim`.
+    Stack tensors of the same shape along a new dimension, which has the index `dim` in the result.
 
     ```python
     assert tc.stack([tc.zeros(3), tc.ones(3)]).shape == (2, 3)
@@ -5221,15 +5292,16 @@ def swiglu(input: Tensor) -> Tensor:
         DTypeError: if the input is not floating point.
     """
 
-def tensor(data: Any, dtype: DType | str | None = None, device: str = "cpu") -> Tensor:
+def tensor(data: Any, dtype: DType | str | None = None, device: str | None = None) -> Tensor:
     """
     A tensor with a copy of `data`.
 
     Args:
-        data: a number, nested lists of numbers, a numpy array, or anything with `__dlpack__` or `__array__`.
-        dtype: the dtype. By default, an array keeps its dtype, except that int8, int16 and int32 become i64, uint16
-            becomes u32, and bool becomes u8. Python floats become f32, Python integers i64, Python bools u8.
-        device: the device.
+        data: a number, nested lists of numbers, a numpy array, or any object with `__dlpack__` or `__array__`.
+        dtype: the dtype of the result. By default, an array keeps its dtype, except that int8, int16 and int32 become i64,
+            uint16 becomes u32, and bool becomes u8. Numbers and lists become f32 if they contain a Python float, u8 if
+            all are Python bools, and i64 otherwise.
+        device: the device. By default, a tensor keeps its device, and other data are put on the CPU.
 
     Raises:
         DTypeError: if the data are not numbers, or no dtype can represent them (complex, uint64).
@@ -5280,7 +5352,7 @@ def varlen_attention(
     """
     Causal attention inside the segments of a packed row. A packed row is several sequences, the segments, one after another. The result
     for a query is softmax(query @ key.T * scale) @ value over the keys of the query's segment, up to the position of the query. On CUDA
-    the host does not read `cu_seqlens`, so a recorded CUDA graph can be replayed with other values in it.
+    the host does not read `cu_seqlens`, so a recorded CUDA graph can be replayed with other values in `cu_seqlens`.
 
     ```python
     q, k, v = (tc.randn(10, 2, 8) for _ in range(3))
@@ -5323,18 +5395,19 @@ def verify_adapter(
     ```
 
     Args:
-        path: the file.
-        model: the family, such as "sdxl", "sd3" or "flux".
-        weights: the model's files, if its sizes differ from the published ones; only their headers are read.
+        path: the adapter file.
+        model: the model family, such as "sdxl", "sd3" or "flux".
+        weights: the path of the model's files, if the model's sizes differ from those of the published model. Only the
+            headers of the files are read.
 
     Raises:
         MissingFileError, WeightsFormatError: if there is no such file, or it is not a safetensors file.
-        ConfigError: if the model is not known.
+        ConfigError: if the model family is not known.
     """
 
 def where(condition: Tensor, input: Tensor | float | int, other: Tensor | float | int) -> Tensor:
     """
-    Select elements of `input` where `condition` is not 0, and of `other` elsewhere. Shapes broadcast as in numpy.
+    Take each element from `input` where `condition` is not 0, and from `other` where it is 0. Shapes broadcast as in numpy.
 
     ```python
     x = tc.tensor([-1.0, 2.0])
@@ -5344,10 +5417,10 @@ def where(condition: Tensor, input: Tensor | float | int, other: Tensor | float 
     Args:
         condition: a u8 tensor, such as the result of a comparison.
         input: a tensor or a number.
-        other: a tensor or a number. If both are numbers, the result is f32.
+        other: a tensor or a number. If `input` and `other` are numbers, the result is f32.
 
     Raises:
-        DTypeError: if the condition is not u8, or `input` and `other` differ in dtype.
+        DTypeError: if `condition` is not u8, or `input` and `other` are tensors of different dtypes.
         ShapeError: if the shapes do not broadcast.
     """
 
@@ -5355,7 +5428,7 @@ def zeros(
     *shape: int | tuple[int, ...] | list[int], dtype: DType | str | None = None, device: str = "cpu"
 ) -> Tensor:
     """
-    Zeros.
+    A tensor of zeros.
 
     Args:
         shape: the sizes, as arguments or one sequence.
@@ -5370,7 +5443,7 @@ def zeros_like(
     input: Tensor, dtype: DType | str | None = None, device: str | None = None
 ) -> Tensor:
     """
-    Zeros in the shape of `input`, by default with its dtype and on its device.
+    Zeros in the shape of `input`. By default they have the dtype and the device of `input`.
 
     ```python
     x = tc.tensor([1, 2, 3])

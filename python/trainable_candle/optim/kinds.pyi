@@ -36,9 +36,9 @@ class AdamW8bit(GroupedOptimizer):
         betas: Decay rates of the first and the second moment, each in [0, 1).
         eps: Added to the root of the second moment, at least 0.
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
-        min_8bit_size: Parameters with fewer elements keep their moments in f32.
+        min_8bit_size: Parameters with fewer elements than this number keep their moments in f32.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
-        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
+        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -78,9 +78,9 @@ class Adam8bit(GroupedOptimizer):
         betas: Decay rates of the first and the second moment, each in [0, 1).
         eps: Added to the root of the second moment, at least 0.
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
-        min_8bit_size: Parameters with fewer elements keep their moments in f32.
+        min_8bit_size: Parameters with fewer elements than this number keep their moments in f32.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
-        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
+        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -120,10 +120,10 @@ class AdamW(GroupedOptimizer):
         betas: Decay rates of the first and the second moment, each in [0, 1).
         eps: Added to the root of the second moment, at least 0.
         weight_decay: At least 0. Adam adds `weight_decay * param` to the gradient, an L2 penalty; AdamW leaves the gradient unchanged and multiplies the parameters by `1 - lr * weight_decay` in each step.
-        amsgrad: Divide by the largest second moment so far instead of the current one.
+        amsgrad: Divide by the root of each element's largest second moment so far, instead of its current second moment.
         maximize: Ascend instead of descend.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
-        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
+        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -164,10 +164,10 @@ class Adam(GroupedOptimizer):
         betas: Decay rates of the first and the second moment, each in [0, 1).
         eps: Added to the root of the second moment, at least 0.
         weight_decay: At least 0. Adam adds `weight_decay * param` to the gradient, an L2 penalty; AdamW leaves the gradient unchanged and multiplies the parameters by `1 - lr * weight_decay` in each step.
-        amsgrad: Divide by the largest second moment so far instead of the current one.
+        amsgrad: Divide by the root of each element's largest second moment so far, instead of its current second moment.
         maximize: Ascend instead of descend.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
-        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
+        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -205,11 +205,11 @@ class Lion8bit(GroupedOptimizer):
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
         lr: Learning rate, at least 0.
-        betas: Weight of the momentum in the update, and its decay rate; each in [0, 1).
+        betas: The momentum's weight in the update, and the momentum's decay rate; each in [0, 1).
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
-        min_8bit_size: Parameters with fewer elements keep their momentum in f32.
+        min_8bit_size: Parameters with fewer elements than this number keep their momentum in f32.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
-        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
+        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -233,7 +233,7 @@ class Lion8bit(GroupedOptimizer):
 
 class Lion(GroupedOptimizer):
     """
-    Lion (Chen et al. 2023, arXiv:2302.06675): the sign of an interpolated momentum.
+    Lion (Chen et al. 2023, arXiv:2302.06675): each step moves every parameter by `lr`, against the sign of an interpolation between the momentum and the gradient.
 
     ```python
     optimizer = tc.optim.Lion(model.parameters(), lr=1e-3)
@@ -245,10 +245,10 @@ class Lion(GroupedOptimizer):
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
         lr: Learning rate, at least 0; 3 to 10 times smaller than Adam's.
-        betas: Weight of the momentum in the update, and its decay rate; each in [0, 1).
+        betas: The momentum's weight in the update, and the momentum's decay rate; each in [0, 1).
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
-        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
+        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -271,7 +271,7 @@ class Lion(GroupedOptimizer):
 
 class Adafactor(GroupedOptimizer):
     """
-    Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: Adam, with a matrix's second moments estimated from those of its rows and columns.
+    Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: Adam without a first moment; the second moments of a matrix are estimated from the second moments of its rows and columns.
 
     ```python
     optimizer = tc.optim.Adafactor(model.parameters(), lr=1e-3)
@@ -282,14 +282,14 @@ class Adafactor(GroupedOptimizer):
 
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: Bound of the relative step size, at least 0: step t changes a parameter by min(lr, 1/√t) times its root mean square.
+        lr: Upper bound of the relative step size; at least 0. The step size of step t is min(lr, 1/√t) times the parameter's root mean square.
         beta2_decay: At most 0: in step t, the squared gradient enters the second moments with weight t^`beta2_decay`.
-        eps: Two numbers of at least 0. Second moments are at least the square of the first number, by default the machine epsilon of the dtype that is computed in; the root mean square of a parameter counts as at least the second number.
-        d: At least 1: an update is clipped to this root mean square before it is multiplied by the step size.
+        eps: Two numbers of at least 0. The square of the first number is the smallest second moment; the first number is by default the machine epsilon of the dtype of the computation. The second number is the smallest root mean square of a parameter in the formula of the step size.
+        d: At least 1: the largest root mean square of an update (the gradient divided by the roots of the second moments). A larger update is scaled down to it before the multiplication by the step size.
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         maximize: Ascend instead of descend.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects it.
-        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
+        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -330,12 +330,12 @@ class CAME(GroupedOptimizer):
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
         lr: Learning rate, at least 0.
-        eps: Two numbers of at least 0: the first is added to squared gradients, the second to the squared differences of updates from their mean.
-        clip_threshold: Above 0: an update is clipped to this root mean square before it is multiplied by the step size.
-        betas: Decay rates of the mean update, of the second moments and of the differences, each in [0, 1).
+        eps: Two numbers of at least 0: the first is added to squared gradients, the second to the squared differences between the update and the moving average of updates.
+        clip_threshold: Above 0: the largest root mean square of an update (the gradient divided by the roots of the second moments). A larger update is scaled down to it.
+        betas: Decay rates of three moving averages: updates, squared gradients and squared differences; each in [0, 1).
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects it.
-        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
+        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -375,7 +375,7 @@ class Prodigy(GroupedOptimizer):
 
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: Factor on the estimated step size, at least 0; 1 unless a schedule changes it. It is the same in all groups, or 0 in some, whose variables then do not change.
+        lr: Factor on the estimated step size, at least 0; 1 unless a schedule changes it. It must be the same in all groups, except that a group may have 0; the variables of this group do not change.
         betas: Decay rates of the first and the second moment, each in [0, 1); a first rate of 0 keeps no first moment.
         beta3: Decay rate of the sums that give the estimate, in [0, 1); default: the square root of the second beta.
         eps: Above 0: eps times the estimate is added to the root of the second moment.
@@ -385,10 +385,10 @@ class Prodigy(GroupedOptimizer):
         safeguard_warmup: Leave `lr` and bias correction out of the estimate's denominator: a warm-up would make the denominator too small.
         d0: The first estimate, above 0.
         d_coef: Factor on the estimate, above 0; tune the method with it, for example 0.5 or 2.
-        growth_rate: The estimate grows by at most this factor in a step, at least 1.
-        slice_p: Compute the estimate from every n-th element, at least 1; 11 saves almost half of the memory.
+        growth_rate: At least 1: the largest factor by which the estimate grows in a step.
+        slice_p: At least 1: the estimate is computed from every `slice_p`-th element; 11 saves almost half of the states' memory.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects it.
-        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
+        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -432,14 +432,14 @@ class AdamWScheduleFree(GroupedOptimizer):
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
         lr: Learning rate, at least 0; use it without a schedule.
-        betas: Two numbers below 1. The first, above 0, is the weight of the average in the point at which gradients are computed; the second, at least 0, is the decay rate of the second moment.
+        betas: Two numbers below 1. The first, above 0, is the weight of the average in the point at which gradients are computed: `betas[0] * average + (1 - betas[0]) * iterate`. The second, at least 0, is the decay rate of the second moment.
         eps: Added to the root of the second moment, at least 0.
         weight_decay: At least 0: `weight_decay * param` is added to the normalized gradient.
         warmup_steps: The number of steps in which the learning rate grows linearly from 0.
-        r: In the average, step number k has the weight `k^r`, times the factor of `weight_lr_power`.
-        weight_lr_power: The weight of a step in the average has the factor `lr_max^weight_lr_power`, where `lr_max` is the largest learning rate so far.
+        r: At least 0: the iterate of step k has the weight `k^r * lr_max^weight_lr_power` in the average, where `lr_max` is the largest learning rate so far.
+        weight_lr_power: At least 0; see `r`.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects it.
-        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
+        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -480,15 +480,15 @@ class Muon(GroupedOptimizer):
         lr: Learning rate, at least 0.
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         momentum: Decay rate of the momentum, in [0, 1).
-        nesterov: Nesterov momentum: orthogonalize the gradient moved towards the momentum, instead of the momentum itself.
+        nesterov: Nesterov momentum: orthogonalize `(1 - momentum) * g + momentum * m` instead of m, where g is the gradient and m the new momentum.
         ns_coefficients: Coefficients (a, b, c) of the Newton-Schulz iteration: X becomes `a X + b S X + c S^2 X`, where S is `X X^T`.
-        eps: Above 0: the iteration starts with the update divided by its norm, or by this if the norm is smaller.
-        ns_steps: Steps of the Newton-Schulz iteration, less than 100.
+        eps: Above 0: the iteration starts with the matrix to orthogonalize, divided by the larger of its norm and `eps`.
+        ns_steps: The number of steps of the Newton-Schulz iteration, less than 100.
         match_rms_adamw: Scale the update of an A x B matrix by `0.2 * sqrt(max(A, B))`, which suits learning rates of AdamW (torch: `adjust_lr_fn="match_rms_adamw"`). If false, scale it by `sqrt(max(1, A / B))`.
-        vector_betas: Decay rates of AdamW, which updates vectors; each in [0, 1).
+        vector_betas: Decay rates of the first and the second moment of AdamW, which updates vectors; each in [0, 1).
         vector_eps: At least 0: AdamW, which updates vectors, adds this to the root of the second moment.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. This optimizer rejects it.
-        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
+        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -537,13 +537,13 @@ class SGD(GroupedOptimizer):
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
         lr: Learning rate, at least 0.
-        momentum: The momentum buffer is multiplied by this in each step; with 0 there is no buffer.
-        dampening: The gradient enters the buffer with weight `1 - dampening`.
+        momentum: At least 0: the factor by which each step multiplies the momentum buffer; with 0 there is no buffer.
+        dampening: Each step after the first adds `1 - dampening` times the gradient to the momentum buffer.
         weight_decay: L2 penalty, at least 0: `weight_decay * param` is added to the gradient.
         nesterov: Use Nesterov momentum. Needs `momentum > 0` and `dampening == 0`.
         maximize: Ascend instead of descend.
         stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
-        states: where the states of variables on a GPU are: "device", or "host": pinned memory of the host, which steps read and write over the bus, to leave memory of the GPU to other things. Results do not depend on it. f32 master values stay on the GPU. On the CPU it has no effect, because the states are in this memory anyway.
+        states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
