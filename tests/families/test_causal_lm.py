@@ -260,7 +260,7 @@ def test_a_run_on_a_quantized_base_resumes_bit_for_bit(
         ({"sequence_length": 300}, ConfigError, "made for 256 positions"),
         ({"flip": True}, ConfigError, "--flip: has no effect on the model `causal-lm`"),
         ({"target_modules": ["query"]}, ConfigError, "`query` is not a layer"),
-        ({"format": "kohya"}, ConfigError, "--format kohya has no place"),
+        ({"format": "kohya"}, ConfigError, "--format kohya cannot represent the layers"),
         ({"sequence_length": 8}, DatasetError, "no token would be learnt"),
         ({"sample_prompts": ["x" * 300]}, ConfigError, "made for 256 positions"),
     ],

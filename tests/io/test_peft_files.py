@@ -128,5 +128,5 @@ def test_a_damaged_configuration_is_named(
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
     tc.save_file(tc.load_file(weights), weights)
     (tmp_path / "adapter" / "adapter_config.json").write_text("{")
-    with pytest.raises(tc.ConfigError, match=r"adapter_config\.json: "):
+    with pytest.raises(tc.ConfigError, match=r"adapter_config\.json is not valid JSON: "):
         unet.load_adapter(tmp_path / "adapter")

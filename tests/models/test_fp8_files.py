@@ -95,7 +95,7 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
     other = json.dumps({"format": "nvfp4"}).encode()
     name = "transformer_blocks.0.attn.to_q.comfy_quant"
     write(path, tensors | {name: ("U8", (len(other),), other)})
-    with pytest.raises(tc.WeightsFormatError, match='quantised as "nvfp4", which is not supported'):
+    with pytest.raises(tc.WeightsFormatError, match='quantized as "nvfp4", which is not supported'):
         FluxTransformer.from_pretrained(path, config=GOLDEN / "config.json")
     tensors, _ = quantised("old")
     name = "transformer_blocks.0.attn.to_q.scale_weight"

@@ -88,7 +88,7 @@ impl Quantized {
     /// scale for each row.
     ///
     /// # Errors
-    /// Those of [`cat`](Self::cat), and [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit.
+    /// Those of [`cat`](Self::cat), and [`Error::OutOfMemory`] if the copy does not fit.
     pub fn join(matrices: &[&Self]) -> Result<Option<(Self, Vec<Self>)>> {
         let Self { dims, dtype, parts } = Self::cat(matrices)?;
         let format = parts.first().map(|part| part.scales.format());

@@ -93,7 +93,7 @@ impl Tensor {
     /// ln Σ e^x over `dims`; -∞ over no elements. Large elements do not overflow.
     ///
     /// # Errors
-    /// As [`sum`](Self::sum), and [`Error::DType`] if the tensor is not floating point.
+    /// As [`sum`](Self::sum), and [`Error::DType`](crate::Error::DType) if the tensor is not floating point.
     pub fn logsumexp(&self, dims: &[usize], keepdim: bool) -> Result<Self> {
         let reduction = Reduction::new(LOGSUMEXP.name, self, dims)?;
         record_with_aux(
