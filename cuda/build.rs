@@ -31,7 +31,7 @@ const TOOLKIT_VARIABLES: [&str; 3] = ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"];
 /// The environment variable with the architectures to compile for, in the form of [`architectures::ARCHITECTURES`].
 const ARCHITECTURES_VARIABLE: &str = "TRAINABLE_CANDLE_CUDA_ARCHS";
 
-/// Files with this suffix have code for compute capability 9.0 only.
+/// Kernel files whose names end with this suffix (before `.cu`) have code for compute capability 9.0 only.
 const HOPPER: &str = "_hopper";
 
 fn main() {
