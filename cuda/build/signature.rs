@@ -25,7 +25,7 @@ pub enum Pointer {
     Mut,
 }
 
-/// For each kernel, the text from after `extern "C"` to its body, as one line.
+/// The text between `extern "C"` and the body of each kernel, as one line for each kernel.
 ///
 /// # Errors
 /// Names a kernel whose first statement is not `follow();`: such a kernel could run before its operands are written.

@@ -11,7 +11,7 @@
 template <int M> struct RunningSoftmax {
     // The largest score of each query row so far. A score is the product of a query row and a key row, times scale / ln 2.
     float base[M][2];
-    // The sums of 2^(score - base) over the columns of this thread.
+    // The sums of 2^(score - base) over the keys of this thread, for each query row.
     float sum[M][2];
 
     // `lowest` is the first base, below all scores. If a tile may hide all keys of a row, `lowest` must be finite: all scores of the row
@@ -180,7 +180,7 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
             products_are_ready(result);
         }
     } else if (begin < steps) {
-        // A warp computes the next scores together with the sums of the current weights, because these products are independent.
+        // A warp computes the scores of the next step together with the weighted values of this step: the two products are independent.
         copy_values(begin);
         if (begin + 1 < steps) copy_keys(begin + 1);
         end_copies();
