@@ -51,7 +51,7 @@ def check_contents(wheel: Path, max_megabytes: float) -> None:
 
 
 def import_times(python: Path, folder: Path) -> list[float]:
-    """Milliseconds of `import trainable_candle` after `import numpy`, each in a new process."""
+    """Milliseconds of `import trainable_candle` after numpy, one value for each new process."""
     command = [str(python), "-I", "-c", TIME_IMPORT]
     runs = [
         subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
@@ -75,7 +75,7 @@ def check_import(wheel: Path) -> None:
         found = subprocess.run(
             [python, "-I", "-c", VERSION], cwd=folder, check=True, capture_output=True, text=True
         ).stdout.strip()
-        # pip replaces a CPU build by a CUDA build only if their versions differ.
+        # The CUDA build adds `+cu13` to the version: pip replaces a build only by another version.
         if found != wheel.name.split("-")[1]:
             sys.exit(f"{wheel.name}: the installed package has the version {found}")
         times = import_times(python, folder)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check the version of a release, or print its section of the changelog.
+"""Check the version of a release, or print the section of the changelog for this version.
 
 .ci/release.py check [TAG]   check that TAG names the version in Cargo.toml, and that CHANGELOG.md
                              has a section with a date for this version

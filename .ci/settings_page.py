@@ -19,7 +19,8 @@ from trainable_candle.settings.sections import SECTIONS
 from trainable_candle.settings.training import OF_RUNS
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "settings.md"
-# Arguments that have their own rows in the tables of settings.
+# Parameters of optimizers and schedules that the sections of `arguments` leave out: settings with
+# rows of their own, and values that the run provides.
 ELSEWHERE = {"params", "lr", "weight_decay", "stochastic_rounding", "states"}
 ELSEWHERE |= {"optimizer", "total_steps", "warmup_steps"}
 HEAD = """# Every setting
@@ -79,7 +80,7 @@ def value(hint: Any, setting: Setting) -> str:
 
 
 def arguments(own: str, chosen_by: str, kinds: dict[str, Any]) -> str:
-    """A section of the page: for each choice of a setting, its `name=value` arguments."""
+    """The section of the flag `own`: the `name=value` arguments for each choice of `chosen_by`."""
     lines = [
         f"## `{own}`\n",
         f"The arguments that `{own} name=value …` accepts, with their defaults.\n",

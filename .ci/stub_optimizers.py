@@ -1,4 +1,4 @@
-"""Print the stubs of the optimizers in the library's registry: `stub_optimizers.py LIBRARY`."""
+"""Print the stubs of the optimizers of a built extension: `stub_optimizers.py LIBRARY`."""
 
 import sys
 from importlib.machinery import ExtensionFileLoader

@@ -32,7 +32,7 @@ def run(*command: str, folder: Path = ROOT) -> None:
 
 
 def hidden_builtins(tree: ast.Module) -> list[ast.Name]:
-    """Uses of builtin types in classes that hide them, because a method has the same name."""
+    """The names of builtin types in classes where a method of the same name hides the type."""
     names = []
     for scope in ast.walk(tree):
         if isinstance(scope, ast.ClassDef):

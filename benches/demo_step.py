@@ -55,7 +55,7 @@ class TorchDigits:
         self.frequencies = torch.exp(-math.log(10000) * torch.arange(half) / half)
 
     def linear(self, name: str, x: Any) -> Any:
-        """A linear layer, with its LoRA if it has one."""
+        """The output of the linear layer `name`, plus that of its LoRA if `adapter` has one."""
         linear = self.torch.nn.functional.linear
         y = linear(x, self.weights[name + ".weight"], self.weights[name + ".bias"])
         if name + ".lora_A.weight" not in self.adapter:

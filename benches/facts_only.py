@@ -1,4 +1,4 @@
-"""Folders with the configurations of published models but no weights: enough for estimates."""
+"""Write folders with the configurations of published models, and no weights, to plan memory."""
 
 from __future__ import annotations
 

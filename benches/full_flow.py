@@ -140,7 +140,7 @@ PIPELINES: Mapping[str, tuple[str, Config, Parts]] = {
 
 
 def write_pipeline(folder: Path, model: str, device: str = "cpu") -> None:
-    """Write a folder as diffusers would.
+    """Write the folder of a pipeline in the layout of diffusers.
 
     The folder takes 15 GB (sd3), 34 (flux), 28 (chroma), 21 (zimage), 16 (flux2) or 54
     (qwen-image).

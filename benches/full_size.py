@@ -41,7 +41,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def write_pipeline(folder: Path, device: str = "cpu") -> None:
-    """Write a pipeline's folder as diffusers would. It takes 6.9 GB."""
+    """Write the folder of a pipeline in the layout of diffusers. The folder takes 6.9 GB."""
     shipped = Path(str(files("trainable_candle") / "assets" / "sdxl_tiny"))
     for name in ("scheduler", "tokenizer", "tokenizer_2", "model_index.json"):
         source = shipped / name
@@ -206,7 +206,7 @@ def _drawn(shapes: Shapes, device: str) -> dict[str, tc.Tensor]:
 
 
 def _draws(shapes: Shapes, device: str) -> Iterator[tuple[str, tc.Tensor]]:
-    """Random weights that keep the magnitude of activations; norms have scale 1, biases are 0."""
+    """Normal weights of deviation 0.5 / √(inputs per output). Norms have scale 1, biases 0."""
     for name, shape in shapes.items():
         if len(shape) == 1:
             scale = name.endswith("weight") and "norm" in name

@@ -9,11 +9,11 @@ checkpointing. One GPU then trains twice: with one batch a step, to compare time
 batches a step as there are GPUs, to compare losses. The time of a sum of f32 vectors includes
 everything that a step waits for.
 
-`--stream 57` trains Flux alone, on all GPUs, with this number of blocks in host memory: in one copy
-for all processes or, with `--apart`, in one copy for each. It prints the time of a step, the peak
-memory of a GPU, the host memory of each process (Pss, which divides shared memory among the
-processes that share it), and by how much loading reduced the free memory of the machine. `--peers`
-runs this twice: with the blocks in host memory, and with the blocks in slices on the GPUs.
+`--stream 57` trains only Flux, only on all GPUs, with this number of blocks in host memory: in one
+copy for all processes or, with `--apart`, in one copy for each process. It prints the time of a
+step, the peak memory of a GPU, the host memory of each process (Pss, which divides shared memory
+among the processes that share it), and by how much loading reduced the free memory of the machine.
+`--peers` measures twice: with the blocks in host memory, and with the blocks in slices on the GPUs.
 
 With NCCL_P2P_DISABLE=1 the GPUs do not access each other's memory, as on cards that do not support
 this access. `--machines` makes NCCL treat every GPU as if it were on a machine of its own, so that
@@ -60,7 +60,7 @@ class Numbers:
 
 
 class Times(Callback):
-    """The time at the end of each step, and its loss."""
+    """The time at the end of each step, and the loss of each step."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -124,7 +124,7 @@ NETWORKS = {"sdxl": sdxl, "flux": flux}
 
 
 def host_bytes() -> int:
-    """Host memory of this process, including its part of the memory that processes share."""
+    """Host memory of this process: its own, and its share of memory that processes share (Pss)."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
@@ -168,7 +168,7 @@ def train(
         seed=0,
     )
     trainer.train()
-    group.barrier()  # The others may still read this GPU's slices.
+    group.barrier()  # Other processes may still read this GPU's slices.
     pauses = [b - a for a, b in zip(seen.ends, seen.ends[1:], strict=False)][steps // 4 :]
     values = sum(float(var.detach().to("f64").square().sum()) for var in parameters.values())
     return {
@@ -262,7 +262,7 @@ def start(
 
 
 def streamed(options: argparse.Namespace) -> None:
-    """Flux with blocks in host memory or on the GPUs, on all GPUs."""
+    """Train Flux on all GPUs, with blocks in host memory or in slices on the GPUs."""
     found = start(options.gpus, options, options.steps, 1, with_sums=False)
     copies = "one copy for each process" if options.apart else "one copy for all"
     copies = "in slices on the GPUs" if options.peers else copies

@@ -119,7 +119,7 @@ def autoencoder(machine: Machine, vae: Any, only: str, *, profile: bool) -> None
 def errors(machine: Machine, vae: Any) -> None:
     """Print how far latents and images are from those of the same weights in f64.
 
-    Each error is a root mean square, relative to that of the f64 values.
+    Each error is the root mean square of the differences, divided by that of the f64 values.
     """
     device = machine.device
     picture = pixels(1, EXACT_SIDE, EXACT_SIDE)

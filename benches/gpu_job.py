@@ -6,10 +6,10 @@ The benchmark first makes 24 images and a checkpoint of random weights. The chec
 for SDXL, 15 for SD3.5-medium, 16 for FLUX.2-klein, 21 for Z-Image, 28 for Chroma, 34 for Flux.1 and
 54 for Qwen-Image. `merge` needs the same space again; use a folder in /dev/shm if the disk is too
 small. Then the benchmark runs the commands that a user would type: train (200 steps of SDXL, 30 of
-others) on cold and on warm caches, resume, train with previews, validation and an average of the
-weights, sample, merge, verify. A phase is the time between two lines that a command prints. The
-peaks of GPU memory (nvidia-smi) and of resident host memory are those of the command's process. If
-diffusers is installed, the benchmark also times how it loads, encodes, draws and saves.
+the other models) on cold caches, then on warm ones; resume; train with previews, validation and an
+average of the weights; sample; merge; verify. A phase is the time between two lines that a command
+prints. The peaks of GPU memory (nvidia-smi) and of resident host memory are those of the command's
+process. If diffusers is installed, the benchmark also times how it loads, encodes, draws and saves.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PROMPT = "a photo of a sks thing on a table"
-# The rank of the adapters. They are on the layers that `train-lora` adapts by default.
+# The rank of the adapters, which are on the layers that `train-lora` adapts by default.
 RANK = 16
 
 

@@ -70,7 +70,7 @@ class Case:
 
     @property
     def step_flops(self) -> float:
-        """The operations of a step, without those of LoRA.
+        """The floating-point operations of a step, without those of LoRA.
 
         The backward pass costs as much as the forward pass in frozen layers, and 2.5 times as much
         in attention.
@@ -216,7 +216,7 @@ def main() -> None:
     parser = gpu_timing.parser(__doc__)
     parser.set_defaults(seconds=2.0)
     # Liger replaces functions of transformers for the whole process, so a run times torch either
-    # with its kernels or without them.
+    # with Liger's kernels or without them.
     parser.add_argument("--liger", action="store_true", help="run torch with Liger's kernels")
     options = parser.parse_args()
     machine = gpu_timing.start(options)

@@ -36,14 +36,14 @@ class Case:
 
     @property
     def layer(self) -> tuple[float, float]:
-        """Operations and bytes. Forward moves x, W and y; backward moves g, W, dx, and x again."""
+        """Operations and bytes. Forward moves x, W and y; backward moves g = dL/dy, W, dx and x."""
         m, h, r = self.rows, self.width, self.rank
         operations = 2 * (2 * m * h * h) + 6 * (2 * m * h * r)
         return operations, self.itemsize * (5 * m * h + 2 * h * h)
 
     @property
     def backward(self) -> tuple[float, float]:
-        """Operations and bytes of the gradients of the two factors; g and x are read once."""
+        """Operations and bytes of the gradients of both factors; g = dL/dy and x are read once."""
         m, h, r = self.rows, self.width, self.rank
         return 4 * (2 * m * h * r), self.itemsize * 2 * m * h
 

@@ -1,6 +1,6 @@
 """Single operations on a GPU in bf16, forward and backward.
 
-They have the sizes of SDXL at 1024 x 1024 px, and of language models over packed rows.
+The operations have the sizes of SDXL at 1024 x 1024 px, and of language models over packed rows.
 
 python benches/gpu_ops.py [--only attention] [--profile]
 

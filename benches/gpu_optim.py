@@ -2,9 +2,9 @@
 
 python benches/gpu_optim.py
 
-The 23 M parameters are the factors of a LoRA of rank 16 on SDXL's attention, each a tensor. Where
-torch lacks an optimizer, ours is compared with prodigyopt, schedulefree or came-pytorch, if these
-are installed.
+The 23 M parameters are the factors of a LoRA of rank 16 on SDXL's attention, each factor a tensor.
+Where torch lacks an optimizer, ours is compared with prodigyopt, schedulefree or came-pytorch, if
+these are installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LARGE = 1 << 28
-# Widths of SDXL's transformers, and how many blocks there are of each.
+# The number of transformer blocks in SDXL's UNet, by their width.
 BLOCKS, CONTEXT, RANK = {640: 10, 1280: 60}, 2048, 16
 
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 RANK, LATENT, TOKENS = 16, 128, 77
 ATTENTION_LAYERS = ["to_q", "to_k", "to_v", "to_out.0"]
 """Only the attention: peft's usual choice for SDXL."""
-# Operations of one image's forward pass: in linear layers and convolutions, and in attention.
+# Floating-point operations of one image's forward pass: in linear layers and convolutions, and in
+# attention.
 DENSE, ATTENTION = 5.977e12, 0.784e12
 
 
@@ -53,7 +54,10 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Backward costs as much as forward in frozen layers, 2.5 times as much in attention."""
+        """The floating-point operations of a step.
+
+        Backward costs as much as forward in frozen layers, 2.5 times as much in attention.
+        """
         forward = DENSE + ATTENTION
         backward = DENSE + 2.5 * ATTENTION
         return self.batch * (backward + forward * (2 if self.checkpointing == "full" else 1))
@@ -185,7 +189,7 @@ def run(case: Case, machine: Machine, *, profile: bool, trace: bool) -> None:
 
 
 def run_long(case: Case, device: str, steps: int) -> None:
-    """Print whether steps get slower or take more memory; the host waits for each."""
+    """Print whether steps get slower or take more memory; the host waits for each step."""
     gpu_timing.fresh(device)
     graph = gpu_timing.captured(ours(case, device), device)
     tenth = max(1, steps // 10)
@@ -197,7 +201,7 @@ def run_long(case: Case, device: str, steps: int) -> None:
         times.append(time.perf_counter() - started)
         stats = tc.cuda.memory_stats(device)
         held.append((stats["allocated"], stats["reserved"]))
-    # The steps before these record the graph and warm up.
+    # The `tenth` steps before `first` record the graph and warm up.
     first, last = (statistics.median(part) for part in (times[tenth : 2 * tenth], times[-tenth:]))
     change = [end - begin for begin, end in zip(held[tenth], held[-1], strict=True)]
     tenths = gpu_timing.milliseconds(first_tenth=first, last_tenth=last)

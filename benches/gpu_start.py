@@ -2,10 +2,10 @@
 
 python benches/gpu_start.py [--folder /tmp]
 
-The step is that of `gpu_sdxl.py` at batch 1. Two new processes run it in turn: the first starts
-with an empty driver cache of compiled kernels, the second with the cache that the first has filled.
-The model is SDXL's full-size UNet with random weights, in bf16; host memory while loading is read
-from Linux's /proc.
+The step is that of `gpu_sdxl.py` at batch 1. Two new processes run this step, one after the other:
+the first starts with an empty driver cache of compiled kernels, the second with the cache that the
+first has filled. The model is SDXL's full-size UNet with random weights, in bf16; host memory while
+loading is read from Linux's /proc.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 python benches/gpu_tiles.py [--only sdxl] [--least 2]
 
-Prints the lines of the table in rust/core/src/cuda/gemm_tiles.rs: the products for which another
-algorithm that cuBLASLt recommends takes less time than the one that it, or cuBLAS, would choose.
+Prints the lines of the table in rust/core/src/cuda/gemm_tiles.rs: the products for which one of the
+algorithms that cuBLASLt recommends takes less time than the usual one. The usual algorithm is
+cuBLASLt's first recommendation for a product with a bias, cuBLAS's choice for one without.
 Weights come from memory in each product, as in a model, and inputs from the cache. Needs torch.
 """
 
@@ -30,12 +31,12 @@ TILE, SPLITS, CLUSTER = 1, 2, 8
 WORKSPACE = 32 << 20
 ALGORITHMS = 8
 CACHE = 200 << 20
-"""Bytes of weights that take turns, several times the second-level cache."""
+"""Bytes of the weights that calls use in turn: several times the second-level cache."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer of a model: rows of its input, and features."""
+    """A linear layer of a model: rows of its input, input features `inner`, outputs `outer`."""
 
     model: str
     rows: int
@@ -106,7 +107,10 @@ class CublasLt:
 
 
 class Product:
-    """A product in cuBLASLt's order: y (n, m) = x (n, k) times weight, with a bias or without."""
+    """y (n, m) = x (n, k) times weight (k, m), with a bias or without.
+
+    m, n and k are those of cuBLASLt. If `turned`, the weight is stored as (m, k).
+    """
 
     def __init__(
         self, lt: CublasLt, sizes: tuple[int, int, int], *, turned: bool, bias: bool
@@ -143,7 +147,7 @@ class Product:
             size = c_size_t(ctypes.sizeof(value))
             name = "cublasLtMatmulPreferenceSetAttribute"
             self.lt.call(name, preference, which, byref(value), size)
-        # A result is an algorithm of 64 bytes and 32 bytes about it.
+        # A result has 96 bytes: 64 of the algorithm, then 32 with its workspace, status and waves.
         results, found = (ctypes.c_uint8 * 96 * ALGORITHMS)(), c_int()
         a, b, y = self.layouts
         name = "cublasLtMatmulAlgoGetHeuristic"
@@ -199,7 +203,7 @@ def examine(lt: CublasLt, layer: Layer, *, backward: bool, least: float) -> None
             torch.mm(product.x, weight if backward else weight.T, out=product.y)
 
         usual = microseconds(by_cublas)
-    # Algorithms that split the sums over k do not have the same bits.
+    # Algorithms that split the sums over k round differently, so they are left out.
     whole = [i for i, a in enumerate(algorithms) if lt.attribute(a, SPLITS) <= 1]
     best = min(whole, key=lambda i: times[i])
     gain = 100 * (1 - times[best] / usual)

@@ -2,7 +2,8 @@
 
 A floor is the larger of two times: the time to do the arithmetic at the rate of a large matrix
 product, and the time to read each input and write each result once at the rate of a large copy.
-Each benchmark first measures both rates with this library, so they are those of the GPU in use.
+Each benchmark first measures both rates with this library, so the floors are those of the GPU in
+use.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Machine:
 
     device: str
     flops: dict[str, float]
-    """Operations a second of a large product, by dtype."""
+    """Floating-point operations a second of a large matrix product, by dtype."""
     bandwidth: float
     """Bytes a second of a large copy, read and written."""
     torch: Any | None
@@ -140,7 +141,7 @@ def _median(call: Callable[[], object], wait: Callable[[], object], seconds: flo
 
 
 def captured(call: Callable[[], object], device: str) -> Callable[[], object]:
-    """The call as a CUDA graph. It returns nothing, because a replay would copy the results."""
+    """The call as a CUDA graph that returns nothing, because a replay would copy the results."""
 
     def run(_: tc.Tensor) -> None:
         call()

@@ -82,7 +82,7 @@ class Case:
     tokens: int
     """The number of tokens of the text."""
     flops: tuple[float, float]
-    """Operations of a forward pass at 1024 px: in linear layers, and in attention."""
+    """FLOPs of a forward pass at 1024 px: in linear layers, and in attention."""
     checkpointing: str
     optimizer: str
 
@@ -114,7 +114,10 @@ class Case:
 
     @property
     def step_flops(self) -> float:
-        """Backward costs as much as forward in frozen layers, 2.5 times as much in attention."""
+        """The floating-point operations of a step.
+
+        Backward costs as much as forward in frozen layers, 2.5 times as much in attention.
+        """
         linear, attention = self.flops
         again = linear + attention if self.recomputes_all else 0
         return 2 * linear + 3.5 * attention + again

@@ -2,8 +2,8 @@
 
 python benches/gpu_vram.py [--models flux,llama] [--vram 8,12,24] [--folder DIR] [--steps 16]
 
-Each model has its full size and random weights (see `gpu_job.py` for the space that they take), and
-is trained through the command line with each `--vram`: LoRA of rank 16 on the default layers,
+Each model has its full size and random weights (`gpu_job.py` says how much disk space they take),
+and is trained through the command line with each `--vram`: LoRA of rank 16 on the default layers,
 batch 1, images of 1024 x 1024 px or rows of 2,048 tokens. The first run of a model encodes its two
 images and captions; the others find them in the cache. Each run's line has the choice of the plan,
 the predicted peak, the peak of tensors, the peak of the device, and the predicted and the measured

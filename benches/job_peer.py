@@ -186,7 +186,7 @@ def flow(given: argparse.Namespace) -> None:
 
 
 def features(pipeline: str, config: Any, encoders: dict[str, Any], device: str) -> dict[str, Any]:
-    """Random features of a prompt and, for pipelines that take it, of a negative prompt."""
+    """Random features of a prompt and, for pipelines that take one, of a negative prompt."""
 
     def random(*shape: int) -> Any:
         return torch.randn(shape, device=device, dtype=torch.bfloat16)

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "memory.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+# Bytes of host memory that a run may use for what `Estimate.host` counts.
 HOST = 24 * GIB
-# A card for each number of GB; the first card represents the GPUs of laptops.
+# An example of a card for each size of memory in GB. The 6 GB card stands for GPUs of laptops.
 CARDS = {
     6: "RTX 3060", 8: "RTX 4060 Ti", 12: "RTX 4070", 16: "RTX 4060 Ti", 24: "RTX 4090",
     32: "RTX 5090",

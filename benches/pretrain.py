@@ -26,7 +26,7 @@ END = "<|end|>"
 
 
 def read_texts(folder: Path, most: int) -> list[str]:
-    """Read files in a fixed random order until they have more than `most` characters."""
+    """Read files in a fixed random order until the texts have more than `most` characters."""
     paths = sorted(folder.rglob("*.py"))
     random.Random(0).shuffle(paths)
     texts, size = [], 0

@@ -3,7 +3,7 @@
 python benches/rounded_images.py [--steps 300] [--seeds 3] [--rate 3e-3]
 
 The small SDXL that ships with the package learns the hearts of the package's demo, with a LoRA of
-rank 16 on the linear layers of its blocks. These are the layers that inference servers quantize.
+rank 16 on the linear layers of its blocks. Inference servers quantize these layers.
 Losses are measured on hearts drawn with another seed, for three forms of the trained model: the
 training base with the adapter unmerged, weights merged in f32, and these weights rounded to a
 format.

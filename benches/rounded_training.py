@@ -13,9 +13,9 @@ values. The script reports losses on the held-out files: for weights merged in f
 weights rounded to a format, and for the training base with the adapter unmerged ("apart"). The
 formats were chosen before any seed was run.
 
-`w8a8`: the adapter is trained over a bf16 base and over each 8-bit base, once with products of the
-base's values and once with products of its codes. The script reports the mean of the last tenth of
-the training losses, and the held-out loss.
+`w8a8`: the adapter is trained over a bf16 base and twice over each 8-bit base: with products of the
+base's values, and with products of the base's codes. The script reports the mean of the last tenth
+of the training losses, and the held-out loss.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def rounded(
 ) -> dict[str, tc.Tensor]:
     """Round the values whose names satisfy `is_rounded` to the format `grid`, unless it is None.
 
-    The scales are those that the adapter's run learned, if it trained for that format.
+    If the adapter's run learned factors on the scales of this format, the scales get these factors.
     """
     if grid is None:
         return dict(values)

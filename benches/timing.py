@@ -76,7 +76,7 @@ def race(sides: dict[str, Callable[[], object]], rounds: int, inner: int = 1) ->
     """Median seconds of one call of each side.
 
     The sides take turns in blocks. Before each block the machine rests: the OpenMP threads of torch
-    spin for some time after a call and would take a core from the other side.
+    spin for some time after a call and would take a core from the next side.
 
     Args:
         sides: the implementations to compare: name -> function to time.

@@ -1,4 +1,4 @@
-"""SDXL's UNet in plain torch, with peft's LoRA and diffusers' names, for comparison.
+"""SDXL's UNet in plain torch, with LoRA as in peft and names as in diffusers, for comparison.
 
 It computes what diffusers' `UNet2DConditionModel` computes, in eager mode, with torch's
 `scaled_dot_product_attention`. With checkpointing, each residual block and each transformer block
@@ -132,7 +132,7 @@ class Sampler(nn.Module):
 
 
 class Level(nn.Module):
-    """Residual blocks, each with a transformer after it if the level has any."""
+    """Residual blocks. In a level with transformers, one follows each residual block."""
 
     def __init__(self, inputs: list[int], out: int, level: int, time: int, context: int) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class UNet(nn.Module):
 
 
 def with_lora(model: UNet, rank: int, *, every_layer: bool) -> list[Any]:
-    """Freeze the model; put LoRA on all linear layers of its transformers or of attention alone.
+    """Freeze the model; put LoRA on all linear layers of its transformers, or of their attention.
 
     Returns the factors.
     """

@@ -1,5 +1,5 @@
 //! Compiles the kernels and generates Rust code from their signatures. Also writes files that the linker takes for the CUDA libraries,
-//! so that the result loads on machines without these libraries.
+//! so that the built extension loads on machines without these libraries.
 
 #[path = "build/bindings.rs"]
 mod bindings;
@@ -21,8 +21,8 @@ mod architectures;
 
 use architectures::{ARCHITECTURES, Architecture};
 
-/// Libraries that candle asks the linker for. `src/linked/symbols.rs` defines those of their functions that are called, so the linker
-/// needs only an empty file for each library.
+/// Libraries that candle asks the linker for. `src/linked/symbols.rs` defines the functions of these libraries that are called,
+/// so the linker needs only an empty file for each library.
 const STOOD_IN: [&str; 5] = ["cuda", "cublas", "cublasLt", "curand", "nvrtc"];
 /// An `ar` archive without members.
 const EMPTY_ARCHIVE: &[u8] = b"!<arch>\n";
@@ -31,7 +31,7 @@ const TOOLKIT_VARIABLES: [&str; 3] = ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"];
 /// The environment variable with the architectures to compile for, in the form of [`architectures::ARCHITECTURES`].
 const ARCHITECTURES_VARIABLE: &str = "TRAINABLE_CANDLE_CUDA_ARCHS";
 
-/// Files with this suffix have code for compute capability 9.0 only.
+/// Kernel files whose names end with this suffix (before `.cu`) have code for compute capability 9.0 only.
 const HOPPER: &str = "_hopper";
 
 fn main() {
@@ -202,7 +202,8 @@ fn files(folder: &str, extension: &str) -> io::Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// The first of some files that exists in a CUDA toolkit, in the layout of PyPI's packages or of NVIDIA's installer.
+/// The path of the first of `files` that exists in a CUDA toolkit. The toolkit may have the layout of PyPI's packages or of NVIDIA's
+/// installer.
 fn find(files: &[&str]) -> io::Result<PathBuf> {
     let roots = TOOLKIT_VARIABLES.iter().filter_map(env::var_os).chain([("/usr/local/cuda").into()]);
     let places: Vec<PathBuf> =

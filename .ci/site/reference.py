@@ -51,7 +51,7 @@ def page(module: str) -> str:
     full = f"trainable_candle.{module}".rstrip(".")
     parts = [f"# {full}\n"]
     if module:
-        # The module's docstring only: the members follow, each with its own heading.
+        # This block shows only the module's docstring; the loop below adds a heading per member.
         parts.append(
             f"::: {full}\n    options:\n      members: []\n      show_root_heading: false\n"
         )

@@ -38,11 +38,11 @@ const TYPES: [(&str, &str, &str); 14] = [
 struct Kernel<'a> {
     name: &'a str,
     variants: Vec<(Vec<&'a str>, &'a Signature)>,
-    /// Names and types of the fields.
+    /// Names and Rust types of the fields of the structure of arguments: one field per parameter.
     fields: Vec<(&'a str, String)>,
 }
 
-/// The code of a module of `src/linked/kernels.rs` for a file of kernels.
+/// The Rust code for one file of kernels: a module that `src/linked/kernels.rs` includes.
 pub fn module(source: &Source) -> Result<String, String> {
     let mut kernels: Vec<Kernel<'_>> = Vec::new();
     for signature in &source.signatures {
@@ -108,7 +108,7 @@ fn field<'a>(kernel: &str, parameter: &'a Parameter) -> Result<(&'a str, String)
     Ok((name, class))
 }
 
-/// A structure's type in Rust, without CUDA's template arguments.
+/// A structure's type in Rust: `Mask` for CUDA's `Mask<float>`. Template arguments that are numbers remain: `Strided<4>`.
 fn in_rust(name: &str) -> &str {
     let (base, parameters) = name.split_once('<').unwrap_or((name, ""));
     if parameters.starts_with(|c: char| c.is_ascii_digit()) { name } else { base }

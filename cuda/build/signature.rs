@@ -25,10 +25,10 @@ pub enum Pointer {
     Mut,
 }
 
-/// For each kernel, the text from after `extern "C"` to its body, as one line.
+/// The text between `extern "C"` and the body of each kernel, as one line for each kernel.
 ///
 /// # Errors
-/// Names a kernel that does not begin with `follow();`: it would run before its operands are written.
+/// Names a kernel whose first statement is not `follow();`: such a kernel could run before its operands are written.
 pub fn heads(preprocessed: &str) -> Result<Vec<String>, String> {
     const LINKAGE: &str = "extern \"C\"";
     const FIRST: &str = "follow();";
@@ -62,7 +62,7 @@ fn first_name(code: &str) -> &str {
     name.find(|c: char| !is_of_name(c)).map_or(name, |end| &name[..end])
 }
 
-/// Parses a line of [`heads`].
+/// Parses one of the lines that [`heads`] returns.
 pub fn parse(head: &str) -> Result<Signature, String> {
     let code = without_attributes(head);
     let (name, parameters) = code.split_once('(').ok_or_else(|| format!("no parameter list in: {head}"))?;

@@ -1,7 +1,7 @@
 // Scale and shift of the norms: functions that load their values and store their gradients.
 //
-// Scale and shift have the dtype of the input, or both are f32: then the kernel's argument `affine_f32` is 1. The same holds for their
-// gradients. A null pointer means a scale of ones, a shift of zeros, or a gradient that is not needed and must not be stored.
+// If the kernel's argument `affine_f32` is 1, scale, shift and their gradients are f32; otherwise they have the dtype of the input. A null
+// pointer means a scale of ones, a shift of zeros, or a gradient that is not needed and must not be stored.
 #pragma once
 
 #include "rows.cuh"

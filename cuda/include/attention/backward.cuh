@@ -36,7 +36,7 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
 
     const uint32_t seen = shape.is_causal ? min(shape.keys, first + QUERIES) : shape.keys;
     const uint32_t begin = sight.first_key(first) / KEYS, steps = ceil_divide(seen, KEYS);
-    // The last query of the tile does not see the keys below `floor`.
+    // The last query of the tile does not see the keys below `floor`, so weights of these keys need the mask.
     const uint32_t floor = sight.first_key(first + rows - 1);
     const auto copy_keys = [&](uint32_t step) {
         const uint32_t key = step * KEYS, stage = stages + step % 2 * STAGE;
@@ -125,7 +125,7 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
                         shared + warp * 16 * M * ROW_BYTES);
 }
 
-// Writes a block's gradients of keys or values to the gradient, or to a partial sum if `partial` is not null.
+// Writes a block's sums for its keys or values to `grad`, or, if `partial` is not null, to the partial sums of part `part`.
 template <typename T, int D, int M, int ROWS>
 __device__ __forceinline__ void write_key_rows(T *grad, const Strides &strides, float *partial, const Task &task, uint32_t part,
                                                uint32_t first, int rows, const float (&sum)[M][D / 8][4], unsigned char *tile,
@@ -176,7 +176,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
     k = k_strides.matrix(k, task.batch, task.head) + first * k_strides.row;
     v = v_strides.matrix(v, task.batch, task.head) + first * v_strides.row;
 
-    // The range of query heads of the block. Below: the range of tiles of queries that see a key of the tile, the same for each head.
+    // The block reads `heads` query heads from `head` on. For each head it reads the tiles of queries from `begin` to `end`.
     const uint32_t units = Sight::HAS_SPANS ? sight.group() : ceil_divide(shape.queries, QUERIES);
     const uint32_t per_part = ceil_divide(units, shape.parts), part_begin = part * per_part, part_end = min(units, part_begin + per_part);
     const uint32_t heads = !Sight::HAS_SPANS ? 1 : part_end > part_begin ? part_end - part_begin : 0;
@@ -240,7 +240,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
 #pragma unroll
         for (int offset = 0; offset < QUERIES; offset += STEP) {
             const uint32_t query_tile = stage + offset * ROW_BYTES, query = tile * QUERIES + offset;
-            // Weights and their gradients, (keys, queries).
+            // Transposed, (keys, queries): `p` is P; `ds` is first dP, then dS.
             float p[M][STEP / 8][4], ds[M][STEP / 8][4];
             begin_products();
             multiply_rows<T, D, M, STEP, QUERIES>(p, keys, query_tile);

@@ -7,11 +7,11 @@
 #include "mma.cuh"
 #include "shape.cuh"
 
-// The softmax of the rows of a warp's 16 M queries: each thread has 2 M rows, and four threads share each row.
+// The softmax of the rows of a warp's 16 M queries: each thread has scores of 2 M rows, and four threads share each row.
 template <int M> struct RunningSoftmax {
-    // The largest score of each row so far. Scores are products of rows, multiplied by scale / ln 2.
+    // The largest score of each query row so far. A score is the product of a query row and a key row, times scale / ln 2.
     float base[M][2];
-    // The sums of 2^(score - base) over the columns of this thread.
+    // The sums of 2^(score - base) over the keys of this thread, for each query row.
     float sum[M][2];
 
     // `lowest` is the first base, below all scores. If a tile may hide all keys of a row, `lowest` must be finite: all scores of the row
@@ -23,8 +23,8 @@ template <int M> struct RunningSoftmax {
             for (int r = 0; r < 2; r++) base[m][r] = lowest, sum[m][r] = 0.0f;
     }
 
-    // Turns products of rows into weights 2^(scale product - base). `scale` includes the factor 1 / ln 2. Returns whether a base of the
-    // warp was raised; if so, the caller multiplies earlier results by `correction`.
+    // Turns products of query rows and key rows into weights 2^(scale product - base). `scale` includes the factor 1 / ln 2. Returns
+    // whether a base of the warp was raised; if so, the caller multiplies earlier results by `correction`.
     template <int N>
     __device__ __forceinline__ bool weigh(float (&scores)[M][N][4], float (&correction)[M][2], float scale) {
         float top[M][2];
@@ -84,7 +84,7 @@ template <int M, class Sight> __device__ __forceinline__ void first_keys(uint32_
 }
 
 // Sets scores to negative infinity for keys that do not exist, that come after their query, or that come before the query's `first`
-// visible key. `query` and `key` are those of the thread's first score.
+// visible key. `query` and `key` are the indices of the thread's first score.
 template <class Sight, int M, int N>
 __device__ __forceinline__ void hide(float (&scores)[M][N][4], uint32_t query, uint32_t key, const AttentionShape &shape,
                                      const uint32_t (&first)[M][2]) {
@@ -100,8 +100,9 @@ __device__ __forceinline__ void hide(float (&scores)[M][N][4], uint32_t query, u
         }
 }
 
-// A block has `WARPS` warps with 16 `M` queries each. Shared memory holds two tiles of `KEYS` keys: one is copied while the warps work on
-// the other. `Rows` is the class of the queries' rows, `HeldRows` or `SharedRows`. `Sight` tells which keys a query sees.
+// A block has `WARPS` warps with 16 `M` queries each. Shared memory holds the tile of queries and two stages, each with `KEYS` keys and
+// their values: one stage is filled while the warps work on the other. `Rows` is the class of the queries' rows, `HeldRows` or
+// `SharedRows`. `Sight` tells which keys a query sees.
 template <typename T, int D, int WARPS, int M, int KEYS, template <int, int, int> class Rows, class Sight>
 __device__ __forceinline__ void attention_forward(const T *q, const T *k, const T *v, T *o, float *log_sums, const Strides &q_strides,
                                                   const Strides &k_strides, const Strides &v_strides, const Strides &o_strides,
@@ -123,7 +124,7 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
 
     const uint32_t seen = shape.is_causal ? min(shape.keys, first + QUERIES) : shape.keys;
     const uint32_t begin = sight.first_key(first) / KEYS, steps = ceil_divide(seen, KEYS);
-    // The last query of the tile does not see the keys below `floor`.
+    // The last query of the tile does not see the keys below `floor`, so scores of these keys need `hide`.
     const uint32_t floor = sight.first_key(first + rows - 1);
     const auto copy_keys = [&](uint32_t step) {
         const uint32_t key = step * KEYS;
@@ -179,7 +180,7 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
             products_are_ready(result);
         }
     } else if (begin < steps) {
-        // A warp computes the next scores together with the sums of the current weights, because these products are independent.
+        // A warp computes the scores of the next step together with the weighted values of this step: the two products are independent.
         copy_values(begin);
         if (begin + 1 < steps) copy_keys(begin + 1);
         end_copies();
