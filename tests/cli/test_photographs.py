@@ -39,9 +39,9 @@ def training(output: Path, steps: int, **settings: Any) -> list[str]:
 
 
 PROGRAM = [sys.executable, "-m", "trainable_candle"]
-# A program with the arguments FOLDER, N and a command line. It runs the command and kills itself
-# before the N-th operation on a file or folder below FOLDER. If it runs to its end, as with N = 0,
-# it prints the number of these operations.
+# A program with the arguments FOLDER, N and a command line. The program runs the command and kills
+# itself before the N-th operation on a file or folder below FOLDER. With N = 0, or if the command
+# ends before the N-th operation, the program prints the number of operations below FOLDER.
 KILLED = """
 import atexit, os, signal, sys
 from trainable_candle.cli import main
@@ -72,7 +72,7 @@ def done(command: list[str], program: Sequence[str] = PROGRAM) -> str:
 
 @pytest.mark.slow
 def test_photographs_are_learned(tmp_path: Path) -> None:
-    """The validation loss, with fixed noise and timesteps, falls by a quarter."""
+    """The validation loss, with fixed noise and timesteps, falls by more than a quarter."""
     output = tmp_path / "run"
     validation = {"validation_dataset": PHOTOGRAPHS, "validate_every": 75}
     previews = {"sample_every": 150, "sample_steps": 4}
