@@ -42,7 +42,7 @@ def read_metadata() -> Callable[[Path], dict[str, str]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def user_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Set a temporary cache folder, so that tests do not use the cache of the user who runs them."""
+    """Set a temporary cache folder, so that tests do not use the cache folder of the developer."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("user cache"))
 
 

@@ -195,7 +195,7 @@ def describe(
 def portable_code(number: int, image: bytes) -> Iterator[str]:
     """Yield a line of the table for each kernel in PTX.
 
-    This function reads only the kernel's name from PTX; the other columns are 0 or empty.
+    This function reads only the kernel's name from PTX; the other columns are 0 or `-`.
     """
     for name in re.findall(rb"\.entry\s+(\w+)", image):
         yield describe(f"compute_{number}", name.decode(), 0, 0, 0, {})
