@@ -17,8 +17,8 @@ static inline size_t type_bytes(int type) {
     }
 }
 
-// A batch of `count` matrices. `type` is a cudaDataType. In elements, `distance` (the leading dimension) is the distance between columns, and
-// `stride` is the distance between matrices.
+// A batch of `count` matrices. `type` is a cudaDataType. `distance` (the leading dimension) is the distance between two columns, and
+// `stride` is the distance between two matrices, both in elements.
 struct matrix {
     int type;
     long long rows, columns, distance, count, stride;
