@@ -112,8 +112,8 @@ def sdxl_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sdxl_file(sdxl_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A single file with the weights of `sdxl_base` under the names of the original SDXL.
 
-    The folder of the file also holds the configurations, but no tokenizer. A command that gets the
-    file uses the published tokenizer, which has more tokens than the text encoders.
+    The folder of the file also holds the configurations, but no tokenizer. For such a file, the
+    package takes the CLIP tokenizer that it ships, which has more tokens than the text encoders.
     """
     folder = tmp_path_factory.mktemp("sdxl file")
     path = folder / "single_file.safetensors"

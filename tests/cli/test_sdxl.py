@@ -62,7 +62,7 @@ def flags(sdxl_base: Path, sdxl_folder: Path) -> Callable[..., list[str]]:
             "steps": steps,
             "cache": "memory",
             "learning_rate": 1e-2,
-            # With this seed, random crops change one of the first two images, and so do flips.
+            # With this seed, random crops and flips each change one of the first two images.
             "seed": 2,
             "optimizer": "adamw",
             **settings,

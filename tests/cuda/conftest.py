@@ -61,7 +61,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Run:
-    """The output of a snippet, and the calls of the simulation's log."""
+    """The standard output of a snippet, and the calls in the simulation's log."""
 
     output: str
     calls: list[Call]

@@ -51,7 +51,7 @@ pub(super) fn sigmas_at(sigmas: &[f64], timesteps: &[f64]) -> Vec<f64> {
     timesteps.iter().map(at).collect()
 }
 
-/// `steps` noise levels from `first` down to `last` after Karras et al. 2022 (arXiv:2206.00364, equation 5), ρ = 7.
+/// `steps` noise levels from `first` down to `last`, spaced as in Karras et al. 2022 (arXiv:2206.00364, equation 5), ρ = 7.
 pub(super) fn karras(first: f64, last: f64, steps: usize) -> Vec<f64> {
     const RHO: f64 = 7.0;
     let (first, last) = (first.powf(1.0 / RHO), last.powf(1.0 / RHO));

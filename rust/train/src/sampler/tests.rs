@@ -1,4 +1,4 @@
-//! Compares runs in f32 with diffusers' schedulers in f64 (tests/golden/samplers).
+//! Compares schedules, and runs of samplers in f32, with diffusers' schedulers in f64 (tests/golden/samplers).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
