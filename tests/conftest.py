@@ -21,7 +21,7 @@ SDXL_PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
 
 
 def pytest_configure() -> None:
-    """Temporary folders have a space and a letter that is not ASCII in their paths."""
+    """Make the paths of temporary folders contain a space and a letter that is not ASCII."""
     folder = Path(tempfile.gettempdir()) / f"a földer of {os.getuid()}"
     folder.mkdir(exist_ok=True)
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(folder))
@@ -29,7 +29,7 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session")
 def read_metadata() -> Callable[[Path], dict[str, str]]:
-    """The text entries in the header of a safetensors file."""
+    """A function that returns the text entries in the header of a safetensors file."""
 
     def read(path: Path) -> dict[str, str]:
         with path.open("rb") as file:
@@ -42,19 +42,19 @@ def read_metadata() -> Callable[[Path], dict[str, str]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def user_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Tests do not use the cache folder of the developer who runs them."""
+    """Set a temporary cache folder, so that tests do not use the cache folder of the developer."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("user cache"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def interrupts() -> None:
-    """Ctrl-C works, here and in subprocesses, even if a shell started pytest in the background."""
+    """Make Ctrl-C work in pytest and its subprocesses, even if a shell started pytest with `&`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def gpu() -> str:
-    """The name of a CUDA device; tests that ask for it have the marker `gpu`."""
+    """The name of a CUDA device. A test that uses this fixture must have the marker `gpu`."""
     reason = tc.cuda.unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
@@ -71,7 +71,8 @@ def device(request: pytest.FixtureRequest) -> str:
 def digits_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A digits transformer of one narrow block with random weights.
 
-    The output of a freshly initialized transformer is constant, so it would not suit tests.
+    A freshly initialized transformer has a constant output, which would hide errors. Therefore the
+    fixture overwrites all weights.
     """
     folder = tmp_path_factory.mktemp("model") / "base"
     state = tc.get_rng_state()
@@ -111,8 +112,8 @@ def sdxl_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sdxl_file(sdxl_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A single file with the weights of `sdxl_base` under the names of the original SDXL.
 
-    The configurations are beside the file, but no tokenizer is. The published tokenizer, which is
-    used then, has more tokens than the model.
+    The folder of the file also holds the configurations, but no tokenizer. For such a file, the
+    package takes the CLIP tokenizer that it ships, which has more tokens than the text encoders.
     """
     folder = tmp_path_factory.mktemp("sdxl file")
     path = folder / "single_file.safetensors"
@@ -131,7 +132,10 @@ def write_tokenizer() -> Callable[[Path, str], None]:
 
 
 def _write_tokenizer(folder: Path, pad: str) -> None:
-    """Write a CLIP tokenizer of 200 tokens, with two for each letter: in a word and at its end."""
+    """Write a CLIP tokenizer of 200 tokens.
+
+    Each character has two tokens: one for the end of a word, and one for the other places in it.
+    """
     letters = "abcdefghijklmnopqrstuvwxyz0123456789!#$%&'()*+,-./:;<=>?@[]_"
     tokens = [*letters, *(f"{letter}</w>" for letter in letters)]
     tokens += [f"unused{n}</w>" for n in range(198 - len(tokens))]

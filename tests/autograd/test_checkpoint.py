@@ -85,7 +85,7 @@ def test_the_function_runs_again_in_backward_up_to_what_is_needed():
     y = tc.checkpoint(step, x)
     assert calls == ["start", "exp", "end"]
     y.backward()
-    # The product saves nothing, so the second run stops before it.
+    # The multiplication by 2 saves no value, so the second run ends as soon as `exp` has run.
     assert calls == ["start", "exp", "end", "start"]
     assert_close(x.grad, [2 * np.e])
 

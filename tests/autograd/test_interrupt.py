@@ -12,7 +12,7 @@ import trainable_candle as tc
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
 def test_keyboard_interrupt_ends_a_backward_pass():
     x = tc.Var([1.0])
-    # The views take no time to make, but the gradient of each fills ten million elements.
+    # Making the views is fast, but the backward pass of each view fills ten million elements.
     parts = tc.stack([x.expand(10_000_000)[i] for i in range(3000)])
     runs, in_backward, done = [], threading.Event(), threading.Event()
 

@@ -22,15 +22,15 @@ FILES = ("run.yaml", "run/config.yaml")
 
 
 def lines(text: str) -> Iterator[str]:
-    """Yield the lines of shell blocks, then the commands in backquotes of the other text.
+    """Yield the lines of shell blocks, then the backquoted commands outside code blocks.
 
-    A line that continues on the next one is joined with it.
+    A line that ends in a backslash is joined with the next line.
     """
     for block in re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         yield from block.replace("\\\n", " ").splitlines()
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     for code in re.findall(rf"`((?:{'|'.join(PROGRAMS)})\s[^`]+)`", prose):
-        # A command with a placeholder, or without flags, gives no values to check.
+        # A command with the placeholder NAME, without flags, or with --help has no values to check.
         if "NAME" not in code and "--" in code and "--help" not in code:
             yield code.replace("\n", " ")
 
@@ -63,7 +63,7 @@ def test_the_commands_are_found() -> None:
 def test_a_command_fails_only_for_missing_files(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In an empty folder, a command checks its flags before it reports a missing file."""
+    """In a folder without models or images, flags are checked before a file is found missing."""
 
     def no_hub(*_: object) -> None:
         raise MissingFileError("there is no hub here")

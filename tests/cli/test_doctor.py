@@ -14,7 +14,10 @@ from trainable_candle.doctor import FAULT, GOOD, NOTE, Finding, examine
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that a fake `nvidia-smi` prints; the fake fails if `said.fails` is beside it."""
+    """The file `said`, which a fake `nvidia-smi` prints.
+
+    The fake fails if a file `said.fails` is in the same folder.
+    """
     said = tmp_path / "said"
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()

@@ -1,4 +1,4 @@
-"""The commands of the guides work as written."""
+"""The commands of the guides work, here with fewer steps and smaller images than in the guides."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ PROGRAM = [sys.executable, "-m", "trainable_candle"]
 
 
 def give(arguments: list[str], flag: str, value: str) -> None:
-    """Give a flag a value, in place of the one that it has."""
+    """Replace the value of a flag in `arguments`, or append the flag with the value."""
     if flag in arguments:
         arguments[arguments.index(flag) + 1] = value
     else:
@@ -26,7 +26,7 @@ def give(arguments: list[str], flag: str, value: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("document", ["README.md", "docs/sdxl.md"])
 def test_the_commands_of_the_guides_work(document: str, tmp_path: Path) -> None:
-    """The test reduces the numbers of steps, and copies images to the folders of the guide."""
+    """The test copies images to the folders from which the commands of the guide read images."""
     text = (ROOT / document).read_text()
     blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
     commands = [

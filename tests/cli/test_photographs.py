@@ -39,9 +39,9 @@ def training(output: Path, steps: int, **settings: Any) -> list[str]:
 
 
 PROGRAM = [sys.executable, "-m", "trainable_candle"]
-# A program with the arguments FOLDER, N and a command line. It runs the command and kills itself
-# before the N-th operation on a file or folder below FOLDER. If it runs to its end, as with N = 0,
-# it prints the number of these operations.
+# A program with the arguments FOLDER, N and a command line. The program runs the command and kills
+# itself before the N-th operation on a file or folder below FOLDER. With N = 0, or if the command
+# ends before the N-th operation, the program prints the number of operations below FOLDER.
 KILLED = """
 import atexit, os, signal, sys
 from trainable_candle.cli import main
@@ -72,7 +72,7 @@ def done(command: list[str], program: Sequence[str] = PROGRAM) -> str:
 
 @pytest.mark.slow
 def test_photographs_are_learned(tmp_path: Path) -> None:
-    """The validation loss, with fixed noise and timesteps, falls by a quarter."""
+    """The validation loss, with fixed noise and timesteps, falls by more than a quarter."""
     output = tmp_path / "run"
     validation = {"validation_dataset": PHOTOGRAPHS, "validate_every": 75}
     previews = {"sample_every": 150, "sample_steps": 4}
@@ -106,8 +106,8 @@ def test_a_killed_run_loses_only_the_steps_since_its_last_checkpoint(
     output, whole = tmp_path / "killed", tmp_path / "whole"
     killed_at = [sys.executable, "-c", KILLED, str(tmp_path)]
     said = done(training(whole, 16, **settings), [*killed_at, "0"])
-    # A resumed run finds a cache, so it does fewer operations than this run. A kill in the first
-    # half of this run's operations still comes before the end of most resumed runs.
+    # A resumed run finds a cache, so it does fewer operations than this run. The N at which a run
+    # is killed is at most half of this run's operations, so that most resumed runs are killed, too.
     operations = int(said.rpartition("operations: ")[2])
     settings["cache_dir"] = tmp_path / "cache of the killed"
     generator = random.Random(0)

@@ -46,7 +46,10 @@ def refused(result: Result, *texts: str) -> None:
 
 @pytest.fixture(scope="module")
 def flags(sdxl_base: Path, sdxl_folder: Path) -> Callable[..., list[str]]:
-    """A function that returns the arguments of a short run. `settings` override its defaults."""
+    """A function that returns the arguments of a short run.
+
+    The keyword arguments `settings` override the settings that the function gives by default.
+    """
 
     def flags(output: Path, steps: int = 6, **settings: Any) -> list[str]:
         given: dict[str, Any] = {
@@ -59,7 +62,7 @@ def flags(sdxl_base: Path, sdxl_folder: Path) -> Callable[..., list[str]]:
             "steps": steps,
             "cache": "memory",
             "learning_rate": 1e-2,
-            # With this seed, random crops change one of the first two images, and so do flips.
+            # With this seed, random crops and flips each change one of the first two images.
             "seed": 2,
             "optimizer": "adamw",
             **settings,
@@ -198,7 +201,7 @@ def test_merging_an_adapter_of_all_parts_draws_the_same(
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """The tensors of an adapter file. Its header is left out, because it names the run."""
+    """The bytes of an adapter file's tensors. The header is left out, because it names the run."""
     return {name: tensor.numpy().tobytes() for name, tensor in tc.load_file(path).items()}
 
 
@@ -264,7 +267,8 @@ def test_every_format_holds_all_parts_and_is_read_back(
     done(*common, "--adapter", output / "adapter.safetensors", "--output", drawn)
     difference = np.abs(pixels(drawn) - pixels(output / "samples" / "step-000003.png"))
     assert difference.max() <= (1 if precision == "f32" else 3)
-    # Another run can start from the adapter, and its first preview is the same image.
+    # A second run can start from the adapter. The second run's preview at step 0 equals the image
+    # that `sample` drew with the adapter.
     again = tmp_path / "again"
     start = {"initial_adapter": output / "adapter.safetensors", **settings, **prompt}
     done(*flags(again, 1, **start))
@@ -289,7 +293,7 @@ SETTINGS: list[dict[str, Any]] = [
 def plain(
     flags: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, bytes]:
-    """The adapter of a run without further settings."""
+    """The tensors' bytes of the adapter that a run of 2 steps with the default `flags` writes."""
     output = tmp_path_factory.mktemp("plain") / "run"
     done(*flags(output, 2))
     return contents(output / "adapter.safetensors")

@@ -1,6 +1,7 @@
 """Fixtures that run Python snippets on a simulated CUDA device.
 
-simulate.py builds the simulated libraries. Their kernels do not compute.
+simulate.py builds the simulated libraries. A kernel that is launched on the simulated device
+computes nothing.
 """
 
 import importlib.util
@@ -60,7 +61,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Run:
-    """The output of a snippet, and the calls of the simulation's log."""
+    """The standard output of a snippet, and the calls in the simulation's log."""
 
     output: str
     calls: list[Call]
@@ -77,7 +78,7 @@ class Run:
 
     @property
     def launches(self) -> list[str]:
-        """The names of the kernels, in order."""
+        """The names of the launched kernels, in the order of the launches."""
         return [call["name"] for call in self.of("launch")]
 
     @property

@@ -110,7 +110,10 @@ def unpack(payload: bytes, size: int) -> bytes:
 
 
 def fatbins(program: bytes) -> Iterator[tuple[int, list[tuple[int, int, bytes]]]]:
-    """The CRC-32 of each fatbin in a file, and its images: kind, architecture, bytes."""
+    """Yield the CRC-32 of each fatbin in a file, and the fatbin's images.
+
+    An image is a tuple of its kind (PTX or ELF), the number of its architecture, and its bytes.
+    """
     magic = struct.pack("<IHH", 0xBA55ED50, 1, 16)
     start = program.find(magic)
     while start >= 0:
@@ -128,7 +131,7 @@ def fatbins(program: bytes) -> Iterator[tuple[int, list[tuple[int, int, bytes]]]
 
 
 def attributes(section: bytes) -> Iterator[tuple[int, bytes]]:
-    """The entries of a section `.nv.info`: number and payload."""
+    """Yield the number and the payload of each attribute in a section `.nv.info`."""
     position = 0
     while position < len(section):
         form, number, size = struct.unpack_from("<BBH", section, position)
@@ -160,14 +163,18 @@ def machine_code(image: bytes) -> Iterator[str]:
                 threads = x * y * z
         shared = file.get_section_by_name(f".nv.shared.{name}")
         fixed = shared["sh_size"] if shared else 0
-        # From compute capability 9.0 on, the size includes 1 KiB that CUDA reserves.
+        # From compute capability 9.0 on, the size of the shared memory includes 1 KiB that CUDA
+        # reserves.
         fixed -= 1024 if number >= 90 and fixed >= 1024 else 0
         registers = text["sh_info"] >> 24 or resources(file, name)
         yield describe(architecture, name, registers, threads, fixed, sizes)
 
 
 def resources(file: ELFFile, name: str) -> int:
-    """The registers of a kernel, from the section that lists all kernels by symbol."""
+    """The number of registers of a kernel, from the section that lists all kernels by symbol.
+
+    The number is 0 if the section does not list the kernel.
+    """
     register_count = 0x2F
     symbols = file.get_section_by_name(".symtab")
     for number, payload in attributes(file.get_section_by_name(".nv.info").data()):
@@ -186,7 +193,10 @@ def describe(
 
 
 def portable_code(number: int, image: bytes) -> Iterator[str]:
-    """Yield a line of the table for each kernel in PTX, which contains only the name."""
+    """Yield a line of the table for each kernel in PTX.
+
+    This function reads only the kernel's name from PTX; the other columns are 0 or `-`.
+    """
     for name in re.findall(rb"\.entry\s+(\w+)", image):
         yield describe(f"compute_{number}", name.decode(), 0, 0, 0, {})
 

@@ -94,8 +94,8 @@ def test_short_rows_take_the_general_kernels(cuda: Any) -> None:
     assert run.of("refused") == []
     assert run.after("forward").launches[1:] == ["attention_varlen_forward_w64_bf16"]
     backward = run.after("backward").launches
-    # Eight tiles of keys would leave multiprocessors idle, so the work on the six query heads that
-    # share these keys is split.
+    # Eight tiles of keys would leave multiprocessors idle, so several blocks share the work on a
+    # tile. Each block works on some of the six query heads that share a key head.
     assert [name for name in backward if name.startswith("attention")] == [
         "attention_delta_bf16",
         "attention_varlen_backward_w64_bf16",

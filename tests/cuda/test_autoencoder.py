@@ -42,8 +42,8 @@ def test_an_autoencoder_in_f32_multiplies_on_tensor_cores(cuda: Any) -> None:
         convolutions = [name for name in names if name.startswith("conv2d_forward")]
         assert len(convolutions) > 8
         assert all(name.endswith("_bf16") for name in convolutions)
-        # Each convolution splits its operands into pairs of bf16 numbers. So do the two products of
-        # the attention of each of the two images.
+        # Each convolution splits its operands into pairs of bf16 numbers. The attention has two
+        # matrix products for each of the two images, and splits the operands of each product, too.
         assert names.count("pairs_left_f32") == len(convolutions) + 2 * 2
         assert names.count("pairs_right_f32") == len(convolutions) + 2 * 2
 

@@ -40,7 +40,7 @@ def test_a_step_becomes_one_launch(cuda: Any) -> None:
         assert [w.grad.shape for w in weights] == [w.shape for w in weights]
         states.append(tc.get_rng_state()[1])
     mark("end")
-    # Each call draws the same number of random numbers.
+    # Each call advances the random generator by the same amount.
     steps = {after - before for before, after in zip(states, states[1:])}
     assert len(steps) == 1 and steps.pop() > 0, states
     """
@@ -173,7 +173,7 @@ def test_functions_that_a_graph_cannot_repeat_are_rejected(cuda: Any) -> None:
                 else:
                     raise AssertionError(name)
                 assert not step.is_recorded
-            # The process continues.
+            # Later operations of the process work.
             assert (x.tolist(), (x + x).shape) == ([1.0, 2.0], (2,))
         cpu = tc.cuda.capture(lambda x: tc.zeros(2), [x])
         try:

@@ -139,7 +139,7 @@ def test_full_memory_is_an_out_of_memory_error(cuda: Any) -> None:
 
 
 def test_a_gradient_without_memory_for_its_copy_is_an_error(cuda: Any) -> None:
-    # The gradient is a part of the optimizer's flat buffer, and `var.grad` returns a copy of it.
+    # The gradient is a part of the optimizer's flat buffer. `var.grad` copies the gradient.
     cuda.run("""
         import pytest
         var = tc.Var(tc.zeros((256, 1024, 1024), device="cuda"))

@@ -68,7 +68,8 @@ def test_a_step_is_one_call_and_the_end_is_in_order(cuda: Any) -> None:
             "destroy",
         ]
         sums = [call for call in calls if call["op"] == "all_reduce"]
-        # One call sums all gradients. The call for the tail is in the same group.
+        # One all-reduce sums all gradients (f32). The all-reduce of the `tail` (f64) is in the same
+        # NCCL group.
         assert [(call["count"], call["type"]) for call in sums] == [("127", "7"), ("3", "8")] * 3
         assert all(call["in_place"] == "1" and call["group"] == "1" for call in sums)
     assert [copy for copy in run.of("copy") if copy["kind"].startswith("cuMemcpyDtoH")] == []

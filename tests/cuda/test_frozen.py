@@ -65,7 +65,8 @@ def test_loaded_states_reach_the_graph(cuda: Any) -> None:
     mark("replay")
     step(x)
     mark("other")
-    # If variables have taken different numbers of steps, the step must be recorded again.
+    # If the optimizer has updated the variables different numbers of times, the captured function
+    # must be recorded again.
     states["step"] = tc.tensor([2, 1], dtype="i64")
     opt.load_state_dict(states)
     for call in range(3):
@@ -74,7 +75,8 @@ def test_loaded_states_reach_the_graph(cuda: Any) -> None:
     """
     )
     assert run.of("refused") == []
-    # Both moments are copied into the graph's storage. `optim_configure` writes the step counts.
+    # Both moments are copied into the memory that the graph uses. `optim_configure` writes the step
+    # counts.
     loaded = run.after("load").launches
     assert loaded.count("copy_bytes_4") == 2
     assert loaded.count("optim_configure") == 1
@@ -123,7 +125,8 @@ def test_a_step_without_gradients_is_not_replayed(cuda: Any) -> None:
     mark("end")
     """
     )
-    # Without gradients the optimizer takes no step, so a graph that has one is not replayed.
+    # Without gradients, the optimizer changes nothing. The graph updates variables, so it must not
+    # be replayed.
     assert run.after("none").of("replay") == []
     assert not any(name.startswith("adam_step") for name in run.after("none").launches)
 
@@ -156,7 +159,8 @@ def test_a_recording_that_is_rejected_changes_nothing(cuda: Any) -> None:
     mark("end")
     """
     )
-    # The rejected recording wrote no settings, so the eager step writes those of its one variable.
+    # The rejected recording wrote no settings of the optimizer, so the eager step writes the
+    # settings for the one variable that has a gradient.
     assert run.after("eager").launches.count("optim_configure") == 1
 
 
@@ -188,7 +192,8 @@ def test_master_values_are_not_rounded_by_replays(cuda: Any) -> None:
     for name in ("recorded", "replayed"):
         done = run.after(name)
         copies = [c["captured"] for c in done.of("launch") if c["name"] == "copy_bf16_f32"]
-        # One launch refreshes the master values. It runs before the graph and is no part of it.
+        # One launch copies the weight into the master values. The launch precedes the graph's
+        # replay and is not in the graph.
         assert copies == ["0"], name
         assert len(done.of("replay")) == 1
     assert "copy_bf16_f32" not in run.after("as-it-was").launches
@@ -373,7 +378,7 @@ RECORDS = {
 def test_a_recording_does_not_depend_on_the_number_of_steps_before(
     cuda: Any, digits_base: Any, optimizer: str
 ) -> None:
-    """A recorded kernel may not take a number that the host counts, such as the step."""
+    """No argument of a recorded kernel may be a number that the host counts, such as the step."""
     run = cuda.run(
         TRAIN.replace("OPTIMIZER", optimizer)
         + AVERAGE.replace("BASE", repr(str(digits_base)))

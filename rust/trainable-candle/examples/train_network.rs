@@ -96,7 +96,7 @@ fn main() -> Result<()> {
     println!("after merging, the results differ by {difference:.1e} (mean square)");
     assert!(sine < 0.01 && cosine < 0.01 && difference < 1e-6, "losses of {sine} and {cosine}");
 
-    adapter.set_enabled(false); // the network computes as before the adapters
+    adapter.set_enabled(false); // without adapters, the network computes the sine again
     assert!(mse_loss(&network.forward(&x)?, &x.sin()?)?.item()? < 0.05);
     Ok(())
 }

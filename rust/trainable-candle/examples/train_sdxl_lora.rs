@@ -4,15 +4,15 @@
 //! cargo run --release --example train_sdxl_lora -- UNET CACHE OUTPUT [STEPS [DEVICE]]
 //! ```
 //!
-//! `UNET` is the folder or file of a checkpoint, `OUTPUT` is the adapter to write, and `CACHE` is a safetensors file of
-//! examples of one size:
+//! `UNET` is the folder or file of a checkpoint, `OUTPUT` is the adapter file to write, and `CACHE` is a safetensors file
+//! of N examples. The images of all examples have the same `height` and `width` in pixels:
 //!
 //! | tensor | shape |
 //! |---|---|
-//! | `latents` | (N, 4, height / 8, width / 8), times the autoencoder's scaling factor |
+//! | `latents` | (N, 4, height / 8, width / 8), already multiplied by the autoencoder's scaling factor |
 //! | `encoder_hidden_states` | (N, 77, 2048), the penultimate states of both text encoders |
 //! | `text_embeds` | (N, 1280), the pooled result of the second text encoder |
-//! | `time_ids` | (N, 6): original height and width, top and left of the crop, height and width after the crop |
+//! | `time_ids` | (N, 6), in pixels: original height and width, top and left of the crop, height and width after the crop |
 //!
 //! `DEVICE` is `cpu`, on which the UNet computes in f32. A build with `--features cuda` also has `cuda`, on which the
 //! UNet computes in bf16.
@@ -103,7 +103,7 @@ impl Examples {
     }
 }
 
-/// The mean loss over all examples. Each example always has the same noise and timestep.
+/// The mean loss over all examples. An example has the same noise and timestep in every call.
 fn validate(unet: &SDXLUNet, objective: &DiffusionObjective, examples: &Examples) -> Result<f64> {
     let _no_grad = no_grad();
     let mut sum = 0.0;

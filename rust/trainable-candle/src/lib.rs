@@ -17,7 +17,7 @@
 //! let y = (&x * &x)?;
 //! let grads = y.backward()?;
 //! assert_eq!(grads.get(&x).unwrap().item()?, 4.0); // y = x², dy/dx = 4 at 2
-//! assert_eq!(x.grad().unwrap().item()?, 4.0); // the variable has its gradient, too
+//! assert_eq!(x.grad().unwrap().item()?, 4.0); // the gradient is also stored in the variable
 //! # Ok::<(), trainable_candle::Error>(())
 //! ```
 //!
@@ -140,11 +140,11 @@ pub mod prelude {
     };
 }
 
-/// The mean of the squared differences of `input` and `target`, as a tensor of one element. Both must have the same
-/// shape.
+/// The mean of the squared differences of `input` and `target`, as a tensor of one element. `input` and `target` must have
+/// the same shape.
 ///
 /// # Errors
-/// [`Error::Shape`] or [`Error::DType`] if they do not fit.
+/// [`Error::Shape`] or [`Error::DType`] if the shapes or the dtypes do not fit together.
 pub fn mse_loss(input: &Tensor, target: &Tensor) -> Result<Tensor> {
     core::ops::loss::mse_loss(input, target, Reduction::Mean)
 }

@@ -1,4 +1,4 @@
-// cuBLAS: products are checked and counted, not computed.
+// cuBLAS: products are checked and logged, not computed.
 #include "blas.h"
 
 struct handle {
@@ -17,7 +17,7 @@ int cublasDestroy_v2(struct handle *handle) {
 }
 int cublasSetStream_v2(struct handle *handle, CUstream stream) {
     handle->stream = stream;
-    handle->workspace = NULL; // the real library forgets the workspace, too
+    handle->workspace = NULL; // cublasSetStream of the real library also resets the workspace
     return SUCCESS;
 }
 int cublasGetStream_v2(struct handle *handle, CUstream *stream) {

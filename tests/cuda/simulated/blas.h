@@ -17,12 +17,14 @@ static inline size_t type_bytes(int type) {
     }
 }
 
+// A batch of `count` matrices. `type` is a cudaDataType. `distance` (the leading dimension) is the distance between two columns, and
+// `stride` is the distance between two matrices, both in elements.
 struct matrix {
     int type;
     long long rows, columns, distance, count, stride;
 };
 
-// The memory of a batch of matrices.
+// The memory from the first to the last element of a batch of matrices.
 static inline struct simulated_range range_of(const void *address, struct matrix matrix) {
     long long last = matrix.rows + (matrix.columns - 1) * matrix.distance;
     if (matrix.count > 1 && matrix.stride > 0) last += (matrix.count - 1) * matrix.stride;

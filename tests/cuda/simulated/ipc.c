@@ -1,4 +1,4 @@
-// Handles by which other processes map device memory. memory.c rejects a call that frees memory while another process maps it.
+// Handles by which other processes map device memory. memory.c rejects a call that frees memory which another process maps.
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>

@@ -1,8 +1,9 @@
 // Modules, functions, launches and tensor maps.
 //
 // The table of kernels has a line for each function of each image: the CRC-32 of the module's bytes, the architecture (such as sm_90a, or
-// compute_120 for PTX), the function's name, its registers, the threads of its launch bounds (0: it has none), its static shared memory in
-// bytes, and the sizes of its parameters, separated by commas (-: it has none). Without a table, a module has functions of every name.
+// compute_120 for PTX), the function's name, its number of registers per thread, the threads per block in its launch bounds (0: no launch
+// bounds), its static shared memory in bytes, and the sizes of its parameters in bytes, separated by commas (-: no parameters). Without a
+// table, a module has functions of every name.
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -57,7 +58,7 @@ static void read_table(void) {
     fclose(file);
 }
 
-// A rank of code for an architecture: the driver loads the code of the highest rank. 0: the code does not run on the device.
+// The rank of code for an architecture. The driver loads the code with the highest rank. Code with rank 0 does not run on the device.
 static int suits(const char *architecture) {
     int capability = simulated_capability(simulated_context->device), number = 0;
     char letter = 0;
@@ -167,7 +168,7 @@ CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute,
     return CUDA_SUCCESS;
 }
 
-// 90 for sm_90a and for compute_90; 0 if nothing is known of the module.
+// Ten times the compute capability for which code is compiled: 90 for sm_90a and for compute_90. 0 if the architecture is not known.
 static int compiled_for(const char *architecture) {
     const char *number = strchr(architecture, '_');
     return number ? atoi(number + 1) : 0;
@@ -193,9 +194,9 @@ CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction fun
     return CUDA_SUCCESS;
 }
 
-// Check the parameters, and write them as text. An eight-byte number that looks like a device address must be an allocated address. Device
-// addresses are host addresses near the end of the 47-bit address space plus BIAS (memory.c): integers such as seeds and offsets are lower,
-// and f64 numbers are higher.
+// Check the parameters of a launch, and write them as text. An eight-byte parameter that looks like a device address must be an allocated
+// address. A device address is a host address plus BIAS (memory.c), and host addresses are near the end of the 47-bit address space.
+// Integers such as seeds and offsets are lower than all device addresses, and f64 numbers are higher.
 static CUresult check_parameters(const struct kernel *kernel, void **parameters, char *text, size_t room) {
     size_t used = 0;
     for (unsigned i = 0; kernel && i < kernel->parameters; i++) {
@@ -217,7 +218,8 @@ static CUresult check_parameters(const struct kernel *kernel, void **parameters,
     return CUDA_SUCCESS;
 }
 
-// `early`: while the kernel before it runs, for which only code for 9.0 and later waits.
+// `early`: the kernel may start while the kernel before it in the stream still runs (programmatic dependent launch). Only code that is
+// compiled for 9.0 or later can wait for the kernel before it.
 static CUresult launch(CUfunction function, const unsigned grid[3], const unsigned block[3], unsigned shared, CUstream stream,
                        void **parameters, bool early) {
     TRY(simulated_stream("cuLaunchKernel", stream));
@@ -277,8 +279,8 @@ static unsigned element_bytes(CUtensorMapDataType type) {
     }
 }
 
-// The first common requirement of both kinds of tensor map that the arguments violate, or NULL. `strides` has the strides of all dimensions
-// but the first, in bytes.
+// Check the requirements that tiled and im2col tensor maps share. Returns the first requirement that the arguments violate, or NULL.
+// `strides` has the strides of all dimensions but the first, in bytes.
 static const char *bad_tensor(unsigned bytes, unsigned rank, const void *address, const cuuint64_t *sizes, const cuuint64_t *strides,
                               const cuuint32_t *steps) {
     if (rank < 1 || rank > 5) return "rank";

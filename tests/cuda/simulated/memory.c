@@ -17,8 +17,8 @@ struct ranges {
         uintptr_t start;
         size_t bytes;
         int device;
-        // DIRECT: from cuMemAlloc. CLOSED: mapped, but not accessible yet. OPENED: an allocation of another process. In `pinned_ranges`,
-        // MAPPED is memory that cuMemHostRegister pinned.
+        // DIRECT: from cuMemAlloc. POOLED: from cuMemAllocAsync. CLOSED: mapped by cuMemMap, but not accessible yet. MAPPED: mapped and
+        // accessible. OPENED: an allocation of another process. In `pinned_ranges`, MAPPED is memory that cuMemHostRegister pinned.
         enum { DIRECT, POOLED, CLOSED, MAPPED, OPENED } kind;
         struct chunk *chunk;
         int file; // the file behind a direct allocation, which other processes can map
@@ -122,7 +122,7 @@ static atomic_int *count_of(int file, size_t bytes) {
     return page == MAP_FAILED ? NULL : page;
 }
 
-// Memory that other processes can map.
+// Map the memory of a file, which other processes can map, too. Returns 0 if this fails.
 static uintptr_t map_shared(int file, size_t bytes) {
     void *start = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
     return start == MAP_FAILED ? 0 : (uintptr_t)start;
@@ -213,8 +213,8 @@ CUresult cuMemGetInfo(size_t *free, size_t *total) {
     return CUDA_SUCCESS;
 }
 
-// All mapped memory is in one memory file, where each chunk has its own place. A chunk is freed when its handle is released and no range
-// maps it.
+// The chunks of cuMemCreate are in one memory file, each at an offset of its own. A chunk is freed when its handle is released and no range
+// maps the chunk.
 struct chunk {
     size_t offset, bytes;
     int device, users;
@@ -252,7 +252,7 @@ CUresult cuMemAddressReserve(CUdeviceptr *address, size_t bytes, size_t alignmen
     LOCKED(address_reserve(address, bytes, alignment, flags));
 }
 
-// The first mapping that starts within a range.
+// The first mapping that starts within a range of addresses, or NULL.
 static struct range *mapping_in(uintptr_t start, size_t bytes) {
     size_t i = start ? place(&device_ranges, start - 1) : 0;
     struct range *range = &device_ranges.items[i];
@@ -422,7 +422,7 @@ static CUresult host_free(void *address) {
 }
 CUresult cuMemFreeHost(void *address) { LOCKED(host_free(address)); }
 
-// Pin memory that the process has allocated, which it may share with other processes. The driver does not free this memory.
+// Pin memory that the process has allocated itself, such as memory that it shares with other processes. The driver never frees this memory.
 static CUresult host_register(void *address, size_t bytes, unsigned flags) {
     TRY(simulated_ready(true));
     TRY(simulated_unsafe("cuMemHostRegister"));

@@ -2,7 +2,7 @@
 // order: the first rank to make a call defines it, and a different call of another rank fails.
 //
 // Environment: SIMULATED_NCCL_VERSION is the version. SIMULATED_NCCL_FAIL=init makes ncclCommInitRankConfig fail. SIMULATED_NCCL_FAIL=N
-// makes ncclCommGetAsyncError report an error from the Nth call on, counted from 1.
+// makes ncclCommGetAsyncError report an error after the communicator's Nth collective operation, counted from 1.
 #include "simulated.h"
 
 #include <fcntl.h>
@@ -129,7 +129,7 @@ int ncclCommGetAsyncError(struct comm *comm, int *state) {
     return SUCCESS;
 }
 
-// Whether a call equals that of the first rank that made it. If this rank is the first, its properties become those of the call.
+// Whether the arguments equal those with which the first rank made the call. If this rank is the first, store its arguments in `call`.
 static bool agrees(struct call *call, unsigned kind, unsigned type, unsigned root, unsigned long count) {
     unsigned none = NOT_MADE;
     if (atomic_compare_exchange_strong(&call->kind, &none, WRITING)) {

@@ -43,7 +43,7 @@ static bool exists(CUstream stream) {
     return false;
 }
 
-// A call on the default stream fails while a blocking stream is captured, because the default stream would wait for that stream.
+// A call on the default stream fails while a blocking stream is captured, because the default stream would wait for the blocking stream.
 static CUresult check_default(const char *call) {
     for (int i = 0; i < MAX_STREAMS; i++)
         if (active(streams[i]) && streams[i]->blocking)

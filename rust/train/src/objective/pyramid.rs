@@ -10,14 +10,14 @@ use trainable_candle_core::rng;
 /// The settings of multiresolution noise.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pyramid {
-    /// The largest number of levels.
+    /// The largest number of resolution levels in the sum.
     pub iterations: usize,
     /// The weight of each level divided by the weight of the level before.
     pub discount: f64,
 }
 
 impl Pyramid {
-    /// Draws noise for one example from the generator of this thread; the caller adds it to standard normal noise.
+    /// Draws noise for one example from the generator of this thread. The caller adds the result to standard normal noise.
     ///
     /// The result is Σᵢ `discount`ⁱ · enlarge(noiseᵢ), in the shape `[channels, h, w]`, where i counts levels from 0. noiseᵢ is standard
     /// normal noise of ⌊h / rᵢⁱ⌋ × ⌊w / rᵢⁱ⌋ pixels (each side at least one pixel), and rᵢ is uniform in [2, 4). The sum ends with the
@@ -40,8 +40,9 @@ impl Pyramid {
     }
 }
 
-/// Enlarge each of `images` from `small` to `size` by bilinear interpolation, multiply it by `weight`, and add it to `sums`. Both sizes
-/// are (height, width) in pixels.
+/// Enlarge each image of `images` from `small` to `size` by bilinear interpolation, multiply the enlarged image by `weight`, and add it to
+/// the image with the same index in `sums`. `images` and `sums` hold one image after the other, row by row. Both sizes are
+/// (height, width) in pixels.
 fn add_enlarged(sums: &mut [f32], size: [usize; 2], images: &[f32], small: [usize; 2], weight: f32) {
     let [rows, columns] = [0, 1].map(|axis| neighbours(small[axis], size[axis]));
     let pixels = (size[0] * size[1]).max(1);
@@ -61,15 +62,17 @@ fn mix(a: f32, b: f32, share: f32) -> f32 {
     a * (1.0 - share) + b * share
 }
 
-/// The two input pixels between which an output pixel is interpolated: their indices, and the weight of the second.
+/// The two input pixels between which an output pixel is interpolated.
 struct Neighbours {
+    /// The indices of the two input pixels.
     at: [usize; 2],
+    /// The weight of the second input pixel. The weight of the first is 1 - `share`.
     share: f32,
 }
 
 /// The neighbours of each output pixel along an axis that is enlarged from `input` to `output` pixels, as in torch's
 /// `interpolate(mode="bilinear", align_corners=False)`: the centre of pixel i is at i + 0.5. An output pixel whose centre is before the
-/// centre of the first input pixel gets the value of that pixel.
+/// centre of the first input pixel gets the value of the first input pixel.
 fn neighbours(input: usize, output: usize) -> Vec<Neighbours> {
     let scale = input as f64 / output as f64;
     let of = |i: usize| {

@@ -43,9 +43,10 @@ pub enum PredictionType {
 pub enum TimestepSpacing {
     /// Evenly spaced from the last timestep to the first.
     Linspace,
-    /// Multiples of a whole number, counted from 0 up. They do not include the last timestep.
+    /// The multiples 0, d, 2d, ... of d = ⌊number of timesteps / number of steps⌋, plus `steps_offset`. For DPM-Solver++ the
+    /// divisor is the number of steps + 1. The multiples usually end before the last timestep.
     Leading,
-    /// Evenly spaced, counted down from the last timestep.
+    /// Counted down from the last timestep at a distance of (number of timesteps / number of steps), then rounded.
     Trailing,
 }
 
@@ -101,7 +102,7 @@ pub struct NoiseScheduleConfig {
     pub rescale_betas_zero_snr: bool,
     /// How samplers pick timesteps.
     pub timestep_spacing: TimestepSpacing,
-    /// Added to the timesteps of the leading spacing.
+    /// Added to each timestep that [`TimestepSpacing::Leading`] picks.
     pub steps_offset: usize,
 }
 
@@ -177,7 +178,8 @@ impl NoiseSchedule {
         &self.config
     }
 
-    /// ᾱ of each timestep, falling from about 1. It is the data's share of the variance of the noised data.
+    /// ᾱ of each timestep. The values fall from about 1. If the data have variance 1, ᾱ is the data's share of the variance
+    /// of x = √ᾱ · data + √(1 - ᾱ) · noise.
     pub fn alphas_cumprod(&self) -> &[f64] {
         &self.alphas_cumprod
     }
@@ -239,7 +241,8 @@ fn checked(betas: Vec<f64>) -> Result<Vec<f64>> {
     }
 }
 
-/// Shift √ᾱ to 0 at the last timestep and scale it so that its value at the first timestep does not change.
+/// Subtract one number from √ᾱ of all timesteps so that √ᾱ of the last timestep is 0. Then multiply √ᾱ of all timesteps by one
+/// factor so that √ᾱ of the first timestep has its old value.
 fn rescale_to_zero_snr(alphas_cumprod: &mut [f64]) {
     let (Some(first), Some(last)) = (alphas_cumprod.first(), alphas_cumprod.last()) else { return };
     let (first, last) = (first.sqrt(), last.sqrt());

@@ -14,7 +14,7 @@ pub struct DpmSolver {
     prediction: PredictionType,
     timesteps: Vec<f64>,
     sigmas: Vec<f64>,
-    /// The previous step's estimate of the data, and the index of the next step.
+    /// The estimate of the data in the step taken last, and the index of the step that must follow.
     previous: Option<(Tensor, usize)>,
 }
 
@@ -39,7 +39,7 @@ impl DpmSolver {
     }
 }
 
-/// (α, √(1 - α²)) at the noise-to-data ratio σ.
+/// The coefficients (α, √(1 - α²)) of the data and the noise in x at the noise-to-data ratio σ = √(1 - α²) / α.
 fn shares(sigma: f64) -> (f64, f64) {
     let alpha = 1.0 / sigma.hypot(1.0);
     (alpha, sigma * alpha)
@@ -74,7 +74,7 @@ impl Sampler for DpmSolver {
         let (sigma, next) = (self.sigmas[i], self.sigmas[i + 1]);
         let ((alpha, noise), (next_alpha, next_noise)) = (shares(sigma), shares(next));
         let data = denoised(self.prediction, &x, &output, alpha, noise)?;
-        // In the paper, λ = -ln σ and h is a step's difference of λ, so e^-h is the ratio of the noise levels.
+        // In the paper, λ = -ln σ, and h is λ at the end of the step minus λ at its start, so e^-h = next / sigma.
         let factor = next_alpha * (1.0 - next / sigma);
         let direction = match self.previous.take() {
             Some((previous, _)) if i != 0 && i + 1 < steps => {

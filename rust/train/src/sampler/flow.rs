@@ -19,7 +19,8 @@ pub fn flow_sigmas(steps: usize, shift: f64) -> Result<Vec<f64>> {
     Ok((0..=steps).map(|i| shift_sigma(1.0 - i as f64 / steps as f64, shift)).collect())
 }
 
-/// Follow `velocity(x, σ)` = dx/dσ from `noise` at `sigmas[0]` to the last of `sigmas` by Euler's method, without gradients.
+/// Integrate dx/dσ = `velocity(x, σ)` by Euler's method, from x = `noise` at σ = `sigmas[0]` to x at the last of `sigmas`, with one
+/// step between neighbouring `sigmas`. Records no gradients.
 ///
 /// # Errors
 /// [`Error::Argument`] if there are fewer than two noise levels; the errors of `velocity`.

@@ -51,7 +51,7 @@ pub trait Sampler: Send {
     fn scale_input(&self, x: &Tensor, i: usize) -> Result<Tensor>;
 
     /// Compute the sample at the next noise level. `x` is the sample at step `i`, and `model_output` is the model's output for the
-    /// scaled `x`. Steps are taken in order; step 0 starts the run again.
+    /// scaled `x`. Call the steps in order from 0; step 0 starts a new run.
     ///
     /// # Errors
     /// [`Error::Argument`] if there is no step `i`, or if `i` is out of order and the sampler needs the previous step's
@@ -123,7 +123,7 @@ fn wide(x: &Tensor) -> Result<Tensor> {
     if x.dtype() == DType::F64 { Ok(x.clone()) } else { x.to_dtype(DType::F32) }
 }
 
-/// `x` and the model's output in the same dtype.
+/// The model's output and `x`, after a check that their shapes are equal, both in the dtype that samples have.
 fn checked(model_output: &Tensor, x: &Tensor) -> Result<(Tensor, Tensor)> {
     if model_output.dims() != x.dims() {
         return Err(Error::shape(
@@ -147,12 +147,12 @@ fn combined(a: f64, x: &Tensor, b: f64, y: &Tensor) -> Result<Tensor> {
     x.mul_scalar(a)?.add(&y.mul_scalar(b)?)
 }
 
-/// Solve `x` = `signal` · data + `noise` · noise for the data, given the model's output.
+/// Solve `x` = `signal` · data + `noise` · ε for the data, given the model's output. ε is standard normal noise.
 fn denoised(prediction: PredictionType, x: &Tensor, output: &Tensor, signal: f64, noise: f64) -> Result<Tensor> {
     match prediction {
         PredictionType::Epsilon => combined(1.0 / signal, x, -noise / signal, output),
         PredictionType::VPrediction => {
-            // The velocity is defined for √ᾱ · data + √(1 - ᾱ) · noise, of which x is a multiple.
+            // The velocity is defined for √ᾱ · data + √(1 - ᾱ) · ε, which is x / length.
             let length = signal.hypot(noise);
             combined(signal / (length * length), x, -noise / length, output)
         }

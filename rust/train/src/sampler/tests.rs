@@ -1,4 +1,4 @@
-//! Compares runs in f32 with diffusers' schedulers in f64 (tests/golden/samplers).
+//! Compares schedules, and runs of samplers in f32, with diffusers' schedulers in f64 (tests/golden/samplers).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -34,7 +34,7 @@ fn values(x: &Tensor) -> Vec<f64> {
     x.to_dtype(DType::F64).unwrap().to_vec().unwrap()
 }
 
-/// The largest difference, relative to the larger of 1 and the expected value.
+/// The largest |found - expected| / max(1, |expected|).
 fn difference(found: &[f64], expected: &[f64]) -> f64 {
     assert_eq!(found.len(), expected.len());
     found.iter().zip(expected).fold(0.0, |worst, (f, e)| worst.max((f - e).abs() / e.abs().max(1.0)))
