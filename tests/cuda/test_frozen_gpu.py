@@ -1,4 +1,4 @@
-"""Captured steps equal eager steps bit by bit, also when a caller changes the state between replays."""
+"""Captured steps equal eager steps bit by bit, also if the state is changed between replays."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ mark("end")
     for rank in (0, 1):
         host = side_copies(run.after("host"), "cuMemcpyHtoDAsync", rank)
         peers = side_copies(run.after("peers"), "cuMemcpyDtoDAsync", rank)
-        # For each copy of the model in host memory, the model in slices makes two copies: first
+        # Where the model in host memory needs one copy, the model in slices needs two copies: first
         # from the slice of the other process, then from the slice of this process.
         expected = []
         for call in host:
