@@ -70,7 +70,7 @@ def test_a_step_copies_blocks_ahead_of_their_use(cuda: Any, quantize: str | None
     assert run.of("refused") == []
     second = run.after("second")
     found = copies(second)
-    # There are two slots. The previous backward pass left the first two blocks in the slots, and the
+    # There are two slots. The previous backward pass left the first two blocks in them, and the
     # forward pass leaves the last two: each pass copies all blocks but two. Each block's modulation
     # is copied once in a step.
     parts = 1 if quantize is None else 2
