@@ -50,8 +50,7 @@ def test_tokens_and_masks_are_those_of_transformers(case: dict[str, Any]) -> Non
     assert tokens.ids.tolist() == case["input_ids"]
     expected = list(case["mask"])
     # In the template `tagged`, the `generation` block also has the line break after the stop token.
-    # This library
-    # does not train on this line break.
+    # This library does not train on this line break.
     for place in tokens.stops:
         if case["template"] == "tagged":
             expected[place + 1] = 0

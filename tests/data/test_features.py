@@ -120,8 +120,8 @@ def test_other_settings_make_other_entries(
     cached(load(tmp_path / "a"), tmp_path / "c")[0].fill()
     options = {"resolution": 64, "bucket_step": 16, **settings}
     data = load_dataset(DatasetOptions(parse_sources(tmp_path / "a"), **options))
-    # With random crops, each of the three square images has one crop, whose entry exists. All random
-    # crops of the wide image are new.
+    # With random crops, each of the three square images has one crop, whose entry exists. All
+    # random crops of the wide image are new.
     expected = len(data.views()) - 3 if made is None else made
     assert expected > 0
     assert cached(data, tmp_path / "c", identity=identity)[0].fill().made == expected
