@@ -25,7 +25,7 @@ RUN = """
         config = TrainConfig(steps=7, save_every=0, rank=4, device="cuda", **settings)
         return train_adapter(config, callbacks=[Marks()], progress=False, report=lambda _: None)
 """
-# Steps that replay a graph: the steps before them warm up and record.
+# The steps whose calls are checked. With graphs, these steps replay: earlier steps record.
 RECORDED = (4, 5, 6)
 QUEUED = {"launch", "replay", "product"}
 

@@ -119,8 +119,8 @@ def test_variants_are_drawn_by_seed_and_image(pictures: MakePictures, tmp_path: 
     assert len(views) == 40 * 3 * 2
     drawn = [view for i in range(900) for view in data.batches(2).batch(i).views]
     assert set(drawn) == set(views)
-    # Each of the 120 variants is expected 15 times. The most frequent variant must exceed 15 by less
-    # than six standard deviations.
+    # Each of the 120 variants is expected 15 times. The most frequent variant must exceed 15 by
+    # less than six standard deviations.
     counts = Counter(view.colors for view in drawn)
     assert len(counts) == 40 * 3
     assert max(counts.values()) < 15 + 6 * 15**0.5
