@@ -1,4 +1,4 @@
-"""Tests that need a real GPU: run `pytest -m gpu tests/cuda` on a machine that has one."""
+"""Tests that need a real GPU: run `pytest -m gpu tests/cuda` on a machine that has a GPU."""
 
 import sys
 import threading

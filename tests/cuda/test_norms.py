@@ -37,8 +37,8 @@ def test_a_norm_adds_the_gradient_of_its_residual(cuda: Any) -> None:
     ):
         _, backward = launches(cuda, f"y = {norm}")
         assert backward[f"{name}_backward_bf16"] == 1
-        # The norm's kernel adds the gradient of the residual. So the backward pass launches no more
-        # additions than without the residual (there, one adds to `x.grad`, for example).
+        # The norm's kernel adds the gradient of the residual, so the backward pass launches as many
+        # additions as without the residual. One of these additions is into `x.grad`.
         _, without = launches(cuda, f"y = {norm.partition(' + ')[2]}")
         assert additions(backward) == additions(without), (backward, without)
 

@@ -94,7 +94,7 @@ def test_a_graph_has_the_copies(cuda: Any) -> None:
     assert all(end["valid"] == "1" for end in run.of("capture-end"))
     replay = run.after("call-3").of("replay")
     assert int(replay[0]["copies"]) >= 2 * (LAYERS - 1)
-    # An eager step may not use the pinned buffers of the graph, so this step allocates its own.
+    # An eager step does not use the pinned buffers of the graph. It allocates its own.
     assert len(run.after("eager").of("alloc-pinned")) == LAYERS - 1
 
 

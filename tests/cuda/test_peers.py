@@ -90,7 +90,7 @@ START = """
 
 
 def together(cuda: Any, folder: Path, code: str, **settings: str) -> Any:
-    """Run CHILD and `code` in two processes on two devices. One log has the calls of both."""
+    """Run CHILD and `code` in two processes on two devices. One log has all CUDA calls."""
     path = folder / "child.py"
     path.write_text(CHILD + code)
     start = START.replace("PATH", repr(str(path)))
@@ -108,7 +108,7 @@ def side_copies(run: Any, kind: str, rank: int) -> list[Any]:
 
 
 def halves(size: int) -> tuple[int, int]:
-    """The bytes that rank 0 and rank 1 hold of `size` bytes.
+    """How many of `size` bytes the slices of rank 0 and rank 1 hold.
 
     Rank 0 holds a multiple of 256 bytes, or all of them.
     """

@@ -138,7 +138,10 @@ TEXTS = """
 
 
 def texts(folder: Path, **settings: Any) -> str:
-    """The code of a run of the built-in language model on 60 texts of equal length."""
+    """The code of a run of the built-in language model on 60 texts of 29 characters.
+
+    As the texts are equally long, they fill all rows equally.
+    """
     dataset = folder / "texts.jsonl"
     lines = ["".join(chr(97 + (n * k) % 26) for k in range(29)) for n in range(60)]
     dataset.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
