@@ -1,4 +1,4 @@
-"""Tests that need a real GPU: run `pytest -m gpu tests/cuda` on a machine that has one."""
+"""Tests that need a real GPU: run `pytest -m gpu tests/cuda` on a machine that has a GPU."""
 
 import sys
 import threading
@@ -15,7 +15,7 @@ F = tc.nn.functional
 
 
 def train(device: str, dtype: str) -> list[float]:
-    """The losses of a network of two layers under gradient descent."""
+    """The losses of 20 steps of gradient descent on a network of two layers."""
     generator = np.random.default_rng(0)
     shapes = ((32, 64), (32, 16), (256, 64), (16, 256))
     x, target, first, second = (generator.standard_normal(shape) for shape in shapes)
@@ -102,7 +102,8 @@ def test_other_threads_run_while_values_are_awaited(read: Callable[[tc.Tensor], 
 
 
 def test_a_scaled_loss_keeps_its_scale() -> None:
-    # The graph of the loss saves the scale. Later, `update` writes a new scale in place.
+    # The scaled loss's graph saves the scale (8) for the backward pass. `update` then writes a
+    # new scale (16) in place; the second backward pass of the graph must still multiply by 8.
     x = tc.Var(np.array([3.0]), device="cuda")
     other = tc.Var([1.0], device="cuda")
     optimizer = tc.optim.SGD([other], lr=0.1)

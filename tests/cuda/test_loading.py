@@ -1,4 +1,4 @@
-"""Loading weights to a GPU: how much memory the host needs, and which kernels are loaded."""
+"""The host memory that loading weights to a GPU takes, and the kernels that runs load."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,8 @@ import pytest
 import trainable_candle as tc
 
 MIB = 1 << 20
-# The simulated device allocates its memory in this process, so VmRSS and VmHWM include the
-# device's memory that was written.
+# The simulated device allocates device memory in the process that runs LOAD, so this process's
+# VmRSS (resident memory) and VmHWM (its peak) include all device memory that was written.
 LOAD = """
     from trainable_candle.models import SDXLUNet
 
@@ -41,7 +41,8 @@ def test_a_model_passes_through_little_host_memory(cuda: Any, tmp_path: Path) ->
     run = cuda.run(LOAD.replace("FOLDER", repr(str(tmp_path / "model"))))
     there, more = map(int, run.output.split())
     assert there == pytest.approx(size / 2, rel=0.02)
-    # Enough for a tensor, its conversion and the ring of copy buffers, but not for the file.
+    # The bound allows one tensor, its conversion to bf16 and the ring of copy buffers, but not the
+    # whole file (over 500 MiB).
     assert more < 192 * MIB, f"{more / MIB:.0f} MiB beside {there / MIB:.0f} on the device"
 
 

@@ -11,8 +11,9 @@ import trainable_candle as tc
 
 pytestmark = pytest.mark.gpu
 
-# Rows, input features, output features, rank. The widths are odd multiples of 8, and rows fill no
-# tile; together they have more blocks of 64 columns than a GPU has multiprocessors.
+# Rows, input features, output features and rank of each layer. All widths are multiples of 8, some
+# of them not of 16; most row counts are not multiples of a tile. All layers together have more
+# blocks of 64 columns than a GPU has multiprocessors.
 LAYERS = [
     (4097, 1280, 1288, 16),
     (1, 640, 640, 16),
@@ -40,10 +41,10 @@ def test_gradients_of_factors_of_many_layers(dtype: Any) -> None:
     opt = tc.optim.AdamW(downs + ups)
     tc.lora_backward_(grads, xs, downs, ups, 0.5)
     opt.zero_grad()
-    # The gradients are in one buffer now. The two calls add to it.
+    # From here on, all gradients are in one buffer. Each of the next two calls adds to the buffer.
     tc.lora_backward_(grads, xs, downs, ups, 0.5)
     with tc.cuda.profile("cuda") as profile:
-        # The last layer is there twice, so that two products add to one gradient.
+        # Layer 6 is listed twice, so that two products add to each of its gradients.
         tc.lora_backward_([*grads, grads[6]], [*xs, xs[6]], [*downs, downs[6]], [*ups, ups[6]], 0.5)
     launches = {kernel.name: kernel.count for kernel in profile.kernels}
     assert launches[f"low_rank_gradient_{dtype}"] == 2, launches

@@ -37,8 +37,8 @@ def test_a_norm_adds_the_gradient_of_its_residual(cuda: Any) -> None:
     ):
         _, backward = launches(cuda, f"y = {norm}")
         assert backward[f"{name}_backward_bf16"] == 1
-        # Without the residual, the backward pass makes as many additions, such as the one into
-        # `x.grad`.
+        # The norm's kernel adds the gradient of the residual, so the backward pass launches as many
+        # additions as without the residual. One of these additions is into `x.grad`.
         _, without = launches(cuda, f"y = {norm.partition(' + ')[2]}")
         assert additions(backward) == additions(without), (backward, without)
 

@@ -1,4 +1,4 @@
-"""Checkpoints whose inputs are in host memory until the backward pass."""
+"""Checkpoints that keep their inputs in host memory until the backward pass."""
 
 from itertools import pairwise
 from typing import Any
@@ -33,7 +33,7 @@ def to_device(run: Any) -> list[Any]:
 
 
 def second_step(cuda: Any) -> Any:
-    """The calls of the second of two steps."""
+    """The CUDA calls of the second step."""
     run = cuda.run(
         CHAIN
         + """
@@ -69,7 +69,8 @@ def test_copies_to_the_device_are_queued_before_the_work_they_run_beside(cuda: A
         assert any(earlier < i < later for i in work)
     side = calls[back[0]]["stream"]
     waits = [i for i, call in enumerate(calls) if call.kind == "wait" and call["stream"] != side]
-    # While the input of a layer is copied, the layer after it in the model is recomputed.
+    # While the input of layer i is copied to the device, layer i + 1 is recomputed: a launch or
+    # product lies between the copy and the next call that waits.
     for start in back[1:]:
         awaited = next(i for i in waits if i > start)
         assert any(start < i < awaited for i in work)
@@ -93,7 +94,7 @@ def test_a_graph_has_the_copies(cuda: Any) -> None:
     assert all(end["valid"] == "1" for end in run.of("capture-end"))
     replay = run.after("call-3").of("replay")
     assert int(replay[0]["copies"]) >= 2 * (LAYERS - 1)
-    # Eager work does not use the pinned buffers of graphs.
+    # An eager step does not use the pinned buffers of the graph. It allocates its own.
     assert len(run.after("eager").of("alloc-pinned")) == LAYERS - 1
 
 
@@ -114,7 +115,7 @@ def test_without_pinned_memory_the_error_names_the_cure(cuda: Any) -> None:
 def gradients(
     policy: str, device: str, layers: int, rows: int, *, recorded: bool = False
 ) -> tuple[list[np.ndarray], int]:
-    """The loss and the gradients of a step, and the peak of device memory in bytes."""
+    """The last step's loss and gradients, and its peak of device memory in bytes (CPU: 0)."""
     tc.manual_seed(0)
     weights = [tc.Var(tc.randn((WIDTH, WIDTH)) * 0.05, device=device) for _ in range(layers)]
     x = tc.randn((rows, WIDTH)).to(device)

@@ -115,10 +115,11 @@ def test_lora_gradients_are_products_in_batches(cuda: Any) -> None:
     code = TRAIN.replace("OPTIMIZER", "tc.optim.AdamW(parameters, lr=0.1)")
     step = cuda.run(code.replace("UPDATE", CLIPPED)).after("step-3")
     calls = Counter((call["call"], call.fields.get("count")) for call in step.of("product"))
-    # The gradients of the six `down` are one batch, and those of the six `up` another.
+    # One batched product gives the gradients of all six `down`, another those of all six `up`.
     assert calls["cublasGemmBatchedEx", "6"] == 2, calls
-    # A layer has three products in the forward pass. In the backward pass it has one for the hidden
-    # gradient and two for the gradient of its input. The first layer's input needs no gradient.
+    # A layer has three products in the forward pass: base, `down` and `up`. In the backward pass,
+    # a layer has one product for the gradient of the output of `down`, and two products for the
+    # gradient of the layer's input. The first layer's input needs no gradient.
     assert sum(calls.values()) == 2 + 6 * 3 + 6 + 5 * 2, calls
     launches = Counter(step.launches)
     assert launches["write_addresses"] == 2

@@ -12,7 +12,10 @@ import trainable_candle as tc
 pytestmark = pytest.mark.gpu
 
 SHAPES = [(16, 300), (300, 16), (40, 8, 3, 3), (1, 5), (70, 65), (9,), (1,)]
-"""Wide and tall factors, a convolution, a row, a matrix with sides above Muon's tile, vectors."""
+"""A wide and a tall factor, a convolution, a row, a matrix and two vectors.
+
+Both sides of the matrix are longer than Muon's tile.
+"""
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "adafactor": [{"maximize": True, "weight_decay": 0.1}],
@@ -73,9 +76,10 @@ def test_it_trains_as_on_the_cpu(kind: str, options: dict[str, Any], dtype: str)
         made.append((optimizer, parameters))
     (here, expected), (there, found) = made
     compare(values(found), values(expected), dtype)
-    # Each optimizer loads the states of the other one and continues.
+    # The CPU's optimizer loads the GPU's states, and the GPU's the CPU's. Both then continue.
     states = here.state_dict(), there.state_dict()
-    # On a GPU, the states also count the steps of variables whose learning rate is 0.
+    # With a learning rate of 0, a variable has a count of its steps in the GPU's states, but not in
+    # the CPU's.
     assert states[0].keys() <= states[1].keys()
     assert "lr" in groups[1] or states[0].keys() == states[1].keys()
     here.load_state_dict(states[1])

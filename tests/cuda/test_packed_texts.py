@@ -1,4 +1,4 @@
-"""Packed texts on a GPU: attention inside each text, and the loss that stores no scores.
+"""Packed texts on a GPU: attention inside each text, and cross-entropy that stores no logits.
 
 The expected values are computed on the CPU in f64, or by attention over each text alone.
 """
@@ -58,6 +58,7 @@ def test_attention_inside_texts(
     heads: int, key_heads: int, width: int, bounds: list[int], window: int | None, dtype: str
 ) -> None:
     rng = np.random.default_rng(0)
+    # The last twelve rows belong to no text. `cu` repeats the last bound: an empty last text.
     rows = bounds[-1] + 12
     arrays = [rng.standard_normal((rows, n, width)) for n in (heads, key_heads, key_heads)]
     # Round the inputs first, so that both devices compute from the same values.

@@ -1,4 +1,4 @@
-"""Two processes stream the weights of blocks from slices on two simulated devices.
+"""Two processes stream the weights of transformer blocks from slices on two simulated devices.
 
 Each process uses one device, which holds one slice of the weights. The kernels do not compute, but
 copies are real, so weights that are read back show what the slices hold.
@@ -11,8 +11,8 @@ import pytest
 
 from .test_streaming import COUNT, FLUX
 
-# The program of each of two processes. Each trains on its own device; they exchange messages on the
-# CPU.
+# The start of the program that both processes run. Each process uses its own device; the processes
+# exchange messages on the CPU.
 CHILD = f"""
 import gc
 import os
@@ -90,7 +90,7 @@ START = """
 
 
 def together(cuda: Any, folder: Path, code: str, **settings: str) -> Any:
-    """Run code in two processes on two devices; one log has the calls of both."""
+    """Run CHILD and `code` in two processes on two devices. One log has all CUDA calls."""
     path = folder / "child.py"
     path.write_text(CHILD + code)
     start = START.replace("PATH", repr(str(path)))
@@ -98,14 +98,20 @@ def together(cuda: Any, folder: Path, code: str, **settings: str) -> Any:
 
 
 def side_copies(run: Any, kind: str, rank: int) -> list[Any]:
-    """The copies of one kind to the device of a rank, on the device's stream for copies."""
+    """The copies of one kind to a rank's device on its stream for copies.
+
+    That stream has the highest number of the streams that copy to the device.
+    """
     found = [call for call in run.of("copy") if call["to"] == str(rank)]
     side = max((call["stream"] for call in found), key=int)
     return [call for call in found if call["stream"] == side and call["kind"] == kind]
 
 
 def halves(size: int) -> tuple[int, int]:
-    """The slices of both processes in bytes; the first is a multiple of 256, or the whole size."""
+    """How many of `size` bytes the slices of rank 0 and rank 1 hold.
+
+    Rank 0 holds a multiple of 256 bytes, or all of them.
+    """
     first = min(size, -(-size // 512) * 256)
     return first, size - first
 
@@ -132,8 +138,8 @@ mark("end")
     for rank in (0, 1):
         host = side_copies(run.after("host"), "cuMemcpyHtoDAsync", rank)
         peers = side_copies(run.after("peers"), "cuMemcpyDtoDAsync", rank)
-        # Each copy from the host becomes two copies: first the slice of the other process, then the
-        # slice of this process.
+        # Where the model in host memory needs one copy, the model in slices needs two copies: first
+        # from the slice of the other process, then from the slice of this process.
         expected = []
         for call in host:
             first, second = halves(int(call["bytes"]))
@@ -182,7 +188,7 @@ file = "diffusion_pytorch_model.safetensors"
 found = tc.load_file(f"{saved}/{file}")
 expected = tc.load_file(f"{folder}/transformer/{file}")
 assert found.keys() == expected.keys()
-# Other tensors come from kernels, which do not compute here.
+# All other tensors come from kernels, which do not compute here, so they are not compared.
 streamed = [name for name in found if "_blocks." in name and len(found[name].shape) == 2]
 assert len(streamed) > 5 * COUNT
 for name in streamed:
@@ -201,7 +207,8 @@ mark("end")
 """.replace("COUNT", str(COUNT)),
     )
     assert run.of("refused") == []
-    # A slice for the blocks and one for their modulation, in each of two processes.
+    # Each process exports two slices (of the blocks and of their modulation) and opens the two
+    # slices of the other process.
     assert [len(run.of(kind)) for kind in ("ipc-export", "ipc-open", "ipc-close")] == [4, 4, 4]
     assert sorted(call["device"] for call in run.of("ipc-open")) == ["0", "0", "1", "1"]
     assert len(run.after("dropped").of("ipc-close")) == 4

@@ -1,4 +1,7 @@
-"""Quantized weights on a GPU: values equal the CPU's bit by bit; results of models are near."""
+"""Quantized weights on a GPU.
+
+Dequantized values equal the CPU's bit by bit; results of models are near the CPU's.
+"""
 
 from pathlib import Path
 
@@ -69,7 +72,7 @@ def test_a_layer_trained_with_rounding_is_near_the_cpu(gpu: str) -> None:
 def test_blocks_of_ggml_have_the_values_of_the_cpu(
     gpu: str, blocks: tuple[int, int], format: str
 ) -> None:
-    """Random bytes, with finite scales of many magnitudes."""
+    """The blocks are random bytes, except for their scales: finite, of many magnitudes."""
     sizes = {"q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34}
     size = {**sizes, "q4_k": 144, "q5_k": 176, "q6_k": 210}[format]
     rows, each = blocks
@@ -119,7 +122,11 @@ def test_a_quantized_linear_layer_equals_one_with_its_dequantized_weight(
 def test_products_of_codes_are_those_of_the_cpu(
     gpu: str, shape: tuple[int, int, int], dtype: str, largest: float, format: str
 ) -> None:
-    """Tensor cores keep fewer bits of sums of e4m3 than f32 has, and results are rounded."""
+    """`largest` allows for two errors, relative to the largest value.
+
+    Tensor cores sum products of e4m3 codes with fewer bits than f32 has, and the results are
+    rounded to `dtype`.
+    """
     tc.manual_seed(0)
     rows, inner, outer = shape
     weight = tc.quantize(tc.randn((outer, inner)).to(dtype), format)
@@ -144,7 +151,7 @@ def test_products_of_codes_are_those_of_the_cpu(
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("policy", ["none", "full", "selective"])
 def test_training_a_transformer_equals_the_cpu(gpu: str, format: str, policy: str) -> None:
-    """The losses of eager steps and of graphs are near the losses on the CPU."""
+    """On the GPU, the losses of eager and of captured steps are near the losses on the CPU."""
     case = tc.load_file(GOLDEN / "flux" / "transformer_forward.safetensors")
     names = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
     names = (*names, "img_ids", "txt_ids", "guidance")

@@ -1,4 +1,4 @@
-"""Stochastic rounding on a GPU: the calls on a simulated one, and values on a real one."""
+"""Stochastic rounding: CUDA calls on a simulated GPU, and values on a real GPU."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_step_is_one_launch_without_master_values(
     else:
         for kernel, times in KERNELS[optimizer].items():
             assert launches[kernel] == times, launches
-        # No kernel steps master values in f32 or copies them.
+        # No kernel updates or copies master values in f32.
         assert not any("_f32" in name for name in launches), launches
 
 
@@ -82,7 +82,10 @@ ROUNDING = ("AdamW8bit", "Adam8bit", "AdamW", "Adam", "Lion8bit", "Lion", "SGD")
 def train_adapter(
     device: str, kind: str, *, captured: bool = False
 ) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
-    """Parameters and states after eight steps of which the last three resume the first five."""
+    """The parameters and the optimizer's states after eight steps.
+
+    After five steps, a new optimizer with new variables takes over the values and the states.
+    """
     rng = np.random.default_rng(0)
     weight = tc.tensor(rng.standard_normal((96, 64)) / 8, dtype="bf16", device=device)
     starts = [rng.standard_normal(shape) / 8 for shape in ((8, 64), (96, 8))]
@@ -177,6 +180,7 @@ def test_small_updates_take_effect_on_average() -> None:
         var.grad = tc.ones(count, dtype="bf16", device="cuda")
         optimizer.step()
     mean = var.detach().to("f64").mean().item()
-    # bf16 numbers just below 1 are 2⁻⁸ apart, so the error of a step has a standard deviation of at
-    # most 2⁻⁹. The tolerance is six standard deviations of the mean.
+    # bf16 numbers just below 1 are 2⁻⁸ apart, so the rounding error of a step has a standard
+    # deviation of at most 2⁻⁹. Each value sums the errors of `steps` steps. The tolerance is six
+    # standard deviations of the mean over `count` values.
     assert abs(mean - (1 - steps * update)) < 6 * 2.0**-9 * (steps / count) ** 0.5

@@ -65,7 +65,10 @@ def test_captured_steps_equal_eager_ones_to_the_bit() -> None:
 
 
 def optimize(name: str, captured: bool) -> tuple[object, ...]:
-    """Losses, norms, weights and states of six steps with decreasing learning rates."""
+    """The losses and norms of six steps with decreasing learning rates.
+
+    Then follow the final weights and the optimizer's final state.
+    """
     rng = np.random.default_rng(2)
     x = tc.tensor(rng.standard_normal((6, 32, 64)).astype(np.float32), device="cuda")
     labels = tc.tensor(rng.integers(0, 10, 32), device="cuda")
@@ -99,8 +102,8 @@ def test_two_thousand_replays_take_no_memory() -> None:
     labels = tc.tensor(np.arange(32) // 4, device="cuda")
     inputs = [tc.zeros((32, 64), device="cuda"), labels]
     run = tc.cuda.capture(step, inputs)
-    # A graph needs the addresses of the gradients. The first call allocates them, the second finds
-    # them allocated, and the third records.
+    # A graph needs the addresses of the gradients. The first call allocates the gradients, the
+    # second call finds them allocated, and the third call records the graph.
     for _ in range(3):
         run(*inputs)
     before = tc.cuda.memory_stats()
@@ -142,7 +145,8 @@ def test_streams_of_torch_wait_for_ours_and_ours_for_torch() -> None:
         y = x
         for _ in range(50):
             y = y @ x
-        # The products are queued, not done. torch reads the result on a stream of its own.
+        # Our stream may still compute the products. torch reads the result on its own stream, which
+        # has to wait for ours.
         with torch.cuda.stream(stream):
             total = torch.from_dlpack(y).double().sum().item()
         assert total == pytest.approx(float(y.to("f64").sum().item()), rel=1e-9, abs=1e-12)
@@ -152,7 +156,7 @@ def test_streams_of_torch_wait_for_ours_and_ours_for_torch() -> None:
                 z += i
             ours = tc.from_dlpack(z)
         assert ours[0, :3].tolist() == [19900.0] * 3
-        # Memory that torch still reads is not allocated again.
+        # Memory that torch still reads must not be given to another tensor.
         for _ in range(20):
             shared = tc.full((2048, 2048), 1.0, device="cuda")
             with torch.cuda.stream(stream):

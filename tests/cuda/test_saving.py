@@ -12,7 +12,7 @@ ITEM = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "F64": 8, "U8": 1}
 
 
 def moved(run: Any) -> int:
-    """Bytes that were copied to the host."""
+    """The number of bytes that were copied to the host, all through pinned memory."""
     copies = [call for call in run.of("copy") if "DtoH" in call["kind"]]
     assert all(call["pageable"] == "0" for call in copies)
     return sum(int(call["bytes"]) for call in copies)
@@ -116,7 +116,7 @@ def test_a_save_moves_what_it_writes_once(
     parameters = sum(written("parameters").values())
     assert moved(run.after("parameters")) == parameters
     # Alphas are on the host, so they are not copied. DoRA's files also need an f32 norm for each
-    # output.
+    # output feature.
     file = {n: size for n, size in written("adapter").items() if not n.endswith("alpha")}
     assert parameters == sum(file.values()) * (2 if dtype else 1)
     norms = sum(size for n, size in file.items() if "dora_scale" in n or "magnitude" in n)
@@ -124,9 +124,9 @@ def test_a_save_moves_what_it_writes_once(
     assert moved(run.after("adapter")) - parameters in {0, norms}
     average = sum(size for n, size in written("average").items() if n != "updates")
     assert moved(run.after("average")) == average
-    # The optimizer's file has no states, because kernels do not compute here, and a kernel counts
-    # the steps. The states would have two codes for each element and two f32 scales for each block
-    # of up to 256.
+    # A kernel counts the optimizer's steps. Kernels do not compute here, so the count stays 0 and
+    # the optimizer's file has no states. The size of the copied states is computed instead: two
+    # codes of 1 byte for each element, and two f32 scales for each block of up to 256 elements.
     counts = [size // 4 for size in written("parameters").values()]
     states = sum(2 * count + 8 * math.ceil(count / 256) for count in counts)
     surplus = moved(run.after("optimizer")) - states

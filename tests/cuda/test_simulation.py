@@ -1,4 +1,4 @@
-"""The simulated driver rejects calls that the real driver rejects, so it finds wrong calls."""
+"""The simulated driver rejects what the real driver rejects, so tests on it find wrong calls."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ def test_capture_rejects_what_the_driver_rejects(cuda: Any) -> None:
     captured(GLOBAL, allocate, 900)
     captured(LOCAL, allocate, 900)
     captured(RELAXED, allocate, 0)
-    # A captured fill happens at each launch, not when it is captured.
+    # A captured fill writes at each launch of the graph, not during the capture.
     graph = captured(GLOBAL, lambda: fill(address, 64), 0)
     executable = made("cuGraphInstantiateWithFlags", graph, none)
     call("cuMemsetD8Async", memory, ctypes.c_ubyte(0), size(64), stream)
@@ -144,7 +144,7 @@ def test_launches_are_checked(cuda: Any) -> None:
     """The table of kernels comes from the machine code in the extension."""
     kernels = cuda.kernels.read_text().splitlines()
     fill = next(line.split() for line in kernels if " sm_90a fill_f32 " in line)
-    assert fill[6].split(",")[0] == "8"  # its first parameter is an address
+    assert fill[6].split(",")[0] == "8"  # the bytes of its first parameter, an address
     assert int(fill[3]) > 0  # registers
     run = cuda.run("""
         for count in (1, 1000):

@@ -33,7 +33,7 @@ def test_forward_and_backward_launch_what_they_need(cuda: Any) -> None:
         assert run.of("refused") == []
         step = run.after("step-3")
         # Each of the two linear layers has one product in the forward pass and one for the
-        # gradient of its weight. The fifth is for the gradient of the second layer's input.
+        # gradient of its weight. The fifth product gives the gradient of the second layer's input.
         assert len(step.of("product")) == 5
         launches = Counter(step.launches)
         assert launches[f"dropout_{dtype}"] == 2  # the backward pass draws the same mask again
@@ -49,7 +49,10 @@ def test_a_warm_step_neither_waits_nor_allocates(cuda: Any) -> None:
 
 
 def test_every_architecture_has_the_kernels(cuda: Any) -> None:
-    """A GPU without machine code of its own uses PTX. Here it has compute capability 13.0."""
+    """Each GPU loads the machine code for its architecture.
+
+    A GPU for which there is no machine code uses PTX; its compute capability here is 13.0.
+    """
     kernels = [line.split() for line in cuda.kernels.read_text().splitlines()]
     architectures = sorted(
         architecture for _, architecture, name, *_ in kernels if name == "fill_f32"

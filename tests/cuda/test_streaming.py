@@ -1,7 +1,8 @@
 """Streamed blocks: weights stay in host memory, and are copied to the simulated device when needed.
 
-These tests check the copies, their order, graphs, and the sharing of one copy by two ranks. The
-kernels do not compute: `tests/models/test_streaming.py` compares values.
+These tests check the copies to the device, the order of these copies, graphs, and two ranks that
+share the same weights in host memory. The kernels do not compute:
+`tests/models/test_streaming.py` compares values.
 """
 
 import json
@@ -48,7 +49,7 @@ STEP = f"""
 
 
 def copies(run: Any) -> list[Any]:
-    """The copies from the host on the stream that only copies."""
+    """The copies from the host on the copy stream, which has the highest number."""
     found = [call for call in run.of("copy") if call["kind"] == "cuMemcpyHtoDAsync"]
     side = max((call["stream"] for call in found), key=int)
     return [call for call in found if call["stream"] == side]
@@ -69,8 +70,9 @@ def test_a_step_copies_blocks_ahead_of_their_use(cuda: Any, quantize: str | None
     assert run.of("refused") == []
     second = run.after("second")
     found = copies(second)
-    # The last backward pass left the first two blocks in the slots, and the forward pass leaves the
-    # last two there: each pass copies all blocks but two. Each block's modulation is copied once.
+    # There are two slots. The previous backward pass left the first two blocks in them, and the
+    # forward pass leaves the last two: each pass copies all blocks but two. Each block's modulation
+    # is copied once in a step.
     parts = 1 if quantize is None else 2
     units = 2 * (COUNT - 2) + COUNT
     assert len(found) == parts * units
@@ -100,7 +102,8 @@ def test_a_copy_is_queued_while_the_block_before_computes(cuda: Any) -> None:
     forward = run.after("forward")
     calls, found = forward.calls, copies(forward)
     starts = [i for i, call in enumerate(calls) if call in found]
-    # The last copy is that of the last block. The block before it computes meanwhile.
+    # The last copy is that of the last block. The block before it computes until the stream of the
+    # kernels waits for this copy.
     work = [call.kind in {"launch", "product"} for call in calls]
     waits = [i for i, call in enumerate(calls) if call.kind == "wait"]
     used = next(i for i in reversed(waits) if calls[i]["stream"] != found[0]["stream"])
@@ -176,7 +179,7 @@ def test_streamed_blocks_take_two_slots_of_the_device(cuda: Any) -> None:
 
 
 PIECE = 8 << 20
-"""The bytes in a piece of the ring of pinned memory that pageable weights are copied through."""
+"""The bytes of one pinned buffer of the ring through which pageable weights are copied."""
 
 
 @pytest.mark.parametrize("limited", ["driver", "setting"])
@@ -184,8 +187,8 @@ PIECE = 8 << 20
 def test_without_pinned_memory_blocks_are_copied_through_a_ring(
     cuda: Any, quantize: str | None, limited: str
 ) -> None:
-    # With "driver", the driver pins one piece, which other copies take, and 64 KiB more. With
-    # "setting", the limit of pinned memory for blocks is 0.
+    # With "driver", the driver pins no more than one buffer of a ring, which the copies of other
+    # values take, and 64 KiB. With "setting", the limit of pinned memory for blocks is 0 bytes.
     settings = {"PINNED": str(PIECE + (64 << 10))} if limited == "driver" else {}
     start = "" if settings else "import os\n    os.environ['TRAINABLE_CANDLE_PINNED_BYTES'] = '0'"
     run = cuda.run(
@@ -209,10 +212,10 @@ def test_without_pinned_memory_blocks_are_copied_through_a_ring(
     second = run.after("second")
     found = copies(second)
     # Blocks are copied as often as from pinned memory; the first test of this file explains the
-    # counts. A part that does not fit in the rest of a piece needs several copies.
+    # counts. A part that does not fit in the rest of a buffer needs several copies.
     parts = 1 if quantize is None else 2
     assert len(found) >= parts * (2 * (COUNT - 2) + COUNT)
-    # Without any piece, the driver copies from pageable memory in its own way.
+    # If the ring has no buffer, the driver copies from pageable memory itself.
     pageable = {call["pageable"] for call in found}
     assert "1" in pageable if settings else pageable == {"0"}
     side = found[0]["stream"]
@@ -320,11 +323,11 @@ def test_ranks_pin_one_copy(cuda: Any, quantize: str | None) -> None:
     )
     assert run.of("refused") == []
     pinned = [int(call["bytes"]) for call in run.of("register")]
-    # Both ranks pin the same copy of the blocks, and the same copy of their modulation.
+    # Each of the two ranks pins the same two ranges of memory: the blocks, and their modulation.
     assert len(pinned) == 4
     assert sum(pinned) == 2 * int(run.output)
     assert len(run.of("unregister")) == 4
-    # The rest of the pinned memory is buffers of 8 MiB for copying values. They hold no weights.
+    # All other pinned memory is buffers of 8 MiB through which values are copied.
     assert {call["bytes"] for call in run.of("alloc-pinned")} == {str(8 << 20)}
     found = copies(run)
     assert found
@@ -363,7 +366,8 @@ def test_shared_memory_that_cannot_be_pinned_is_copied_through_a_ring(
     assert run.output.split() == ["None", "None"]
     assert {call["call"] for call in run.of("refused")} == {"cuMemHostRegister"}
     assert run.of("register", "unregister") == []
-    # Each rank copies every block and its modulation on the stream that only copies.
+    # Each of the two ranks copies at least all blocks but the two in the slots, and the modulation
+    # of all blocks.
     found = [c for c in run.after("pass-1").of("copy") if c["kind"] == "cuMemcpyHtoDAsync"]
     assert len(found) >= 2 * (COUNT - 2 + COUNT)
     assert {call["pageable"] for call in found} == {"0"}

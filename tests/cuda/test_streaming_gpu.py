@@ -30,6 +30,7 @@ def losses(
     policy: str = "full",
     graph: bool = False,
 ) -> list[np.ndarray]:
+    """The losses of six training steps; after the fourth loss, the output of a forward pass."""
     kind, names, _ = KINDS[name]
     case = tc.load_file(GOLDEN / name / "transformer_forward.safetensors")
     inputs = [case[key].to(gpu) for key in names]

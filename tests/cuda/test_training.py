@@ -25,6 +25,7 @@ RUN = """
         config = TrainConfig(steps=7, save_every=0, rank=4, device="cuda", **settings)
         return train_adapter(config, callbacks=[Marks()], progress=False, report=lambda _: None)
 """
+# The steps whose calls are checked. With graphs, these steps replay: earlier steps record.
 RECORDED = (4, 5, 6)
 QUEUED = {"launch", "replay", "product"}
 
@@ -137,7 +138,10 @@ TEXTS = """
 
 
 def texts(folder: Path, **settings: Any) -> str:
-    """The code of a run of the built-in language model, on texts that fill all rows equally."""
+    """The code of a run of the built-in language model on 60 texts of 29 characters.
+
+    As the texts are equally long, they fill all rows equally.
+    """
     dataset = folder / "texts.jsonl"
     lines = ["".join(chr(97 + (n * k) % 26) for k in range(29)) for n in range(60)]
     dataset.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))

@@ -124,7 +124,7 @@ def test_a_device_that_does_not_exist(cuda: Any) -> None:
 
 
 def test_libraries_are_found_where_pip_puts_them(cuda: Any) -> None:
-    """The system's loader finds only the driver. The other libraries are below `sys.path`."""
+    """The system's loader finds only the driver. The rest is below an entry of `sys.path`."""
     run = cuda.run("""
         import sys
         from pathlib import Path

@@ -75,7 +75,8 @@ def test_projections_are_read_in_place(cuda: Any) -> None:
 def test_gradients_of_residuals_are_added_by_the_norms(cuda: Any) -> None:
     backward = Counter(run(cuda).after("backward-2").launches)
     assert backward["layer_norm_backward_bf16"] >= 2 * BLOCKS
-    # A feature map that is joined has a second gradient, which no kernel of a norm adds.
+    # A feature map that is joined gets a second gradient from its join. No kernel of a norm adds
+    # this second gradient.
     assert backward["add_bf16"] <= JOINS, backward
 
 
@@ -84,7 +85,8 @@ def test_adapters_of_one_input_share_their_products(cuda: Any) -> None:
         targets: len(run(cuda, targets).after("forward-2").of("product"))
         for targets in ('["to_out.0"]', ATTENTION)
     }
-    # Adapters with the same input share two products: x Aᵀ, and the sum into the result. Each block
-    # has three inputs with adapters: one for q, k and v of the self-attention, one for q of the
-    # cross-attention, and one for its k and v.
+    # Adapters with the same input x share two products: h = x Aᵀ, and h Bᵀ, which adds to the
+    # result. Besides `to_out.0`, each block has three inputs with adapters: one for q, k and v of
+    # the self-attention, one for q of the cross-attention, and one for k and v of the
+    # cross-attention.
     assert products[ATTENTION] - products['["to_out.0"]'] == 6 * BLOCKS

@@ -13,7 +13,10 @@ MakePictures = Callable[..., list[Path]]
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> MakePictures:
-    """Writes images of noise with captions into a folder below `tmp_path`."""
+    """A function that writes noise images with captions into a folder below `tmp_path`.
+
+    The sizes are (width, height) in px.
+    """
 
     def make(folder: str, *sizes: tuple[int, int], suffix: str = ".png", **save: Any) -> list[Path]:
         place = tmp_path / folder

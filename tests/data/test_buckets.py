@@ -61,7 +61,7 @@ def test_every_image_covers_its_bucket_and_loses_little(upscale: bool) -> None:
         assert wide >= fit.bucket.width
         assert high >= fit.bucket.height
         assert wide == fit.bucket.width or high == fit.bucket.height
-        # The factors of both sides are equal, except for rounding to whole pixels.
+        # Width and height are scaled by the same factor, except for rounding to whole pixels.
         assert abs(wide / width - high / height) <= 0.5 / min(width, height) + 1e-9
         if not upscale:
             assert wide <= width

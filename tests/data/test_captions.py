@@ -27,7 +27,7 @@ def test_without_settings_captions_change_only_in_white_space() -> None:
 
 def test_dropout_has_the_given_frequency() -> None:
     dropped = Counter(uses(CaptionOptions(dropout=0.25), 4000))[""]
-    # Five standard deviations of the binomial distribution.
+    # The bound is five standard deviations of the binomial distribution.
     assert abs(dropped - 1000) < 5 * (4000 * 0.25 * 0.75) ** 0.5
     assert set(uses(CaptionOptions(dropout=1.0))) == {""}
 

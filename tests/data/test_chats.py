@@ -1,4 +1,4 @@
-"""Conversations become tokens: their texts, ids and masks equal those of transformers."""
+"""Conversations become tokens: rendered texts, token ids and masks equal transformers' own."""
 
 import gzip
 import json
@@ -49,8 +49,8 @@ def test_tokens_and_masks_are_those_of_transformers(case: dict[str, Any]) -> Non
     tokens = tokens_of(chat, text)
     assert tokens.ids.tolist() == case["input_ids"]
     expected = list(case["mask"])
-    # In `tagged`, the `generation` block also has the line break after the stop token. This library
-    # does not train on this line break.
+    # In the template `tagged`, the `generation` block also has the line break after the stop token.
+    # This library does not train on this line break.
     for place in tokens.stops:
         if case["template"] == "tagged":
             expected[place + 1] = 0

@@ -36,7 +36,7 @@ def luma(pixel: npt.NDArray[Any]) -> float:
 
 
 def defined(colors: Colors, pixels: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Change pixels by the definition, one at a time and in f64; values are from 0 to 255."""
+    """The changed pixels (0 to 255) by the definition, computed one pixel at a time in f64."""
     x = np.clip(pixels.astype(np.float64) * colors.brightness, 0, 255)
     mean = np.mean([luma(pixel) for pixel in x.reshape(-1, 3)])
     x = np.clip(mean + (x - mean) * colors.contrast, 0, 255)
@@ -65,7 +65,7 @@ def test_pixels_follow_the_definition(image: Pixels, changes: dict[str, float]) 
     found = colors.apply(image)
     assert found.dtype == np.uint8
     assert found.shape == image.shape
-    # Rounding to whole levels errs by up to half a level; the rest is the error of f32.
+    # Rounding to whole levels errs by up to half a level; 1e-3 allows for f32.
     assert np.abs(found - defined(colors, image)).max() < 0.5 + 1e-3
     np.testing.assert_array_equal(SAME.apply(image), image)
 
@@ -119,7 +119,8 @@ def test_variants_are_drawn_by_seed_and_image(pictures: MakePictures, tmp_path: 
     assert len(views) == 40 * 3 * 2
     drawn = [view for i in range(900) for view in data.batches(2).batch(i).views]
     assert set(drawn) == set(views)
-    # All variants are equally frequent, within six standard deviations.
+    # Each of the 120 variants is expected 15 times. The most frequent variant must exceed 15 by
+    # less than six standard deviations.
     counts = Counter(view.colors for view in drawn)
     assert len(counts) == 40 * 3
     assert max(counts.values()) < 15 + 6 * 15**0.5

@@ -111,7 +111,7 @@ def test_repeats_and_regularisation(pictures: MakePictures, tmp_path: Path) -> N
     drawn = [batches.batch(index) for index in range(batches.first_batch(36))]
     count = Counter(data.items[batch.views[0].item].picture.path.parent.name for batch in drawn)
     # An epoch has the 3 images of `own` twice, a quarter of the 4 images of `rare`, and as many
-    # images of `class` as of the other two together: 6 + 1 + 7 images.
+    # images of `class` as of `own` and `rare` together: 6 + 1 + 7 images.
     assert count == {"own": 6 * 36, "rare": 36, "class": 7 * 36}
     for batch in drawn:
         folder = data.items[batch.views[0].item].picture.path.parent.name
@@ -208,7 +208,8 @@ def test_masks_from_files_follow_the_crop(pictures: MakePictures, tmp_path: Path
         if batch.views[0].item != 2:
             expected[:, :4] = 0
             expected = expected[:, ::-1] if batch.views[0].flipped else expected
-        # Scaling up a smaller mask blurs its edge, so the columns at the edge are not compared.
+        # Scaling up a smaller mask blurs the edge between 0 and 1, so columns 3 and 4, which lie at
+        # this edge, are not compared.
         np.testing.assert_allclose(
             masks[0][:, [0, 1, 2, 5, 6, 7]], expected[:, [0, 1, 2, 5, 6, 7]], atol=0.02
         )

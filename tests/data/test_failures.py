@@ -98,6 +98,7 @@ def test_a_full_disk_ends_the_encoding(
         cache.fill()
     assert str(caught.value).startswith(str(small_disk))
     found = len(list(small_disk.rglob("*.safetensors")))
+    # The disk of 1 MiB has room for at most 8 entries of 128 KiB.
     assert 4 <= found <= 8
     shutil.copytree(small_disk, tmp_path / "larger")
     expect_whole(tmp_path / "larger", data, found)

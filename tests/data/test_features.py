@@ -120,7 +120,8 @@ def test_other_settings_make_other_entries(
     cached(load(tmp_path / "a"), tmp_path / "c")[0].fill()
     options = {"resolution": 64, "bucket_step": 16, **settings}
     data = load_dataset(DatasetOptions(parse_sources(tmp_path / "a"), **options))
-    # The three square images have one crop, whose entry exists. The wide image has new crops.
+    # With random crops, each of the three square images has one crop, whose entry exists. All
+    # random crops of the wide image are new.
     expected = len(data.views()) - 3 if made is None else made
     assert expected > 0
     assert cached(data, tmp_path / "c", identity=identity)[0].fill().made == expected
@@ -321,7 +322,7 @@ def test_a_read_only_data_set_is_cached_elsewhere(
     elsewhere = CacheOptions(folder=tmp_path / "x" / "y")
     assert cache_folder(elsewhere, options, None) == (tmp_path / "x" / "y", None)
 
-    # The test replaces mkdir, since root ignores permissions.
+    # Permissions do not stop root, so this test makes mkdir fail instead.
     mkdir = Path.mkdir
 
     def refuse(path: Path, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""How caches are filled: memory, batches of the encoder, and entries that remain after failures."""
+"""Filling caches: memory use, batches of the encoder, and entries that remain after failures."""
 
 import threading
 import weakref
@@ -100,7 +100,7 @@ def test_ten_thousand_images_take_the_memory_of_a_few(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FeatureStore, "write", counted)
         assert str(cache.fill()) == f"0 found, {count} made"
-    # Memory holds the images that are decoded ahead, and the batch that they become.
+    # At any time, memory holds only the images that are decoded ahead and the images of one batch.
     assert data.decoded.most <= AHEAD + batch + 1
     assert data.decoded.alive == 0
     # Memory holds the batch being encoded, the batch being written, and the queued batches.

@@ -129,7 +129,7 @@ def test_transparent_pixels_become_white(tmp_path: Path) -> None:
 def test_images_are_turned_upright(tmp_path: Path) -> None:
     image = Image.fromarray(np.array([[[255, 0, 0], [0, 255, 0]]], dtype=np.uint8))
     exif = Image.Exif()
-    exif[0x0112] = 6  # turn by 90 degrees clockwise to see it upright
+    exif[0x0112] = 6  # a viewer has to turn the image by 90 degrees clockwise
     image.save(tmp_path / "a.png", exif=exif)
     np.testing.assert_array_equal(read_pixels(tmp_path / "a.png"), [[[255, 0, 0]], [[0, 255, 0]]])
 
@@ -163,7 +163,7 @@ def test_a_header_of_too_large_an_image_is_rejected(tmp_path: Path) -> None:
         )
 
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0))
-    # The file has no pixels, so a reader that continues raises another error.
+    # The file has no pixels, so a reader that goes on after the header raises another error.
     path = tmp_path / "huge.png"
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b""))
     write(tmp_path, "ok.png")

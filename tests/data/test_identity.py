@@ -12,7 +12,10 @@ from trainable_candle.data import file_identity, identity
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of remembered hashes. Here it also keeps the hashes of files that just changed."""
+    """The file in which hashes are remembered.
+
+    In most of these tests, it also keeps the hashes of files that have just changed.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(identity, "SETTLED", -(10**12))
     monkeypatch.setattr(identity, "_CHUNK", 4096)
@@ -90,7 +93,7 @@ def test_a_hashed_file_is_not_read_again(tmp_path: Path, memory: Path, read: lis
     assert read == []
 
     # Each change is noticed: another size; other content of the same size and modification time;
-    # another file.
+    # another file that takes the place of the hashed one.
     path = tmp_path / "a.safetensors"
     times = path.stat()
     for content in (bytes(5001), bytes(5000)[:-1] + b"\1"):

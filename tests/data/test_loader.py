@@ -1,4 +1,4 @@
-"""`DataLoader`, and the datasets and functions beside it."""
+"""`DataLoader`, `TensorDataset`, `Subset`, `random_split` and `default_collate`."""
 
 import threading
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""The digits in the package equal scikit-learn's, and their split has equal shares of classes."""
+"""The digits in the package equal scikit-learn's; the split holds out equal shares of classes."""
 
 import numpy as np
 import pytest

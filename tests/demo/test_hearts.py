@@ -1,4 +1,4 @@
-"""The demo of SDXL: its shapes, their judge, and the run."""
+"""The demo of SDXL: the drawn shapes, the judge of shapes, and the run of the demo."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The demo of language models: its tasks, its data, its judge, and the answers of the base."""
+"""The demo of language models: its tasks, data and judge, and the answers of its base model."""
 
 import json
 from pathlib import Path

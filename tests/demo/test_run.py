@@ -69,7 +69,7 @@ def test_samples_are_no_copies_of_the_training_images(demo: DemoResult) -> None:
     train, held_out = digits.split(digits.load())
 
     def to_nearest(pixels: digits.Pixels) -> float:
-        """The mean of the distances of images to their nearest training image."""
+        """The mean distance of an image to the nearest training image of the unseen digit."""
         a, b = (p.reshape(len(p), -1).astype(float) for p in (pixels, train.only(UNSEEN).pixels))
         return float(np.sqrt(((a[:, None] - b[None]) ** 2).sum(-1)).min(axis=1).mean())
 

@@ -13,11 +13,11 @@ from trainable_candle.distributed.agreement import differing
 from trainable_candle.distributed.launch import gpu_environment
 
 START_SECONDS = 30.0
-"""All processes must end within this time."""
+"""All processes of a run must end within this number of seconds."""
 
 
 def started(arguments: list[list[str]]) -> list[tuple[int, str, str]]:
-    """Start Python with the arguments of each rank; returns exit statuses, outputs and errors."""
+    """Start one Python process per rank; return the exit status, output and errors of each."""
     size = len(arguments)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir="/tmp") as meeting:

@@ -22,7 +22,7 @@ def pictures(folder: Path) -> Path:
 
 
 def trained(base: Path, folder: Path, output: Path, *more: str) -> str:
-    """Train, and return the output of the run."""
+    """Train, and return the standard output of the run."""
     command = [sys.executable, "-m", "trainable_candle", "train", "--model", "sdxl"]
     places = ["--weights", str(base), "--dataset", str(folder), "--output", str(output)]
     small = ["--resolution", "64", "--steps", "3", "--rank", "2", "--device", "cpu"]

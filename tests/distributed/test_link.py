@@ -1,6 +1,6 @@
 """Messages between processes, and the errors in all processes if one fails.
 
-Threads replace the processes: a link has no global state.
+Each process is a thread here, which is possible because a link has no global state.
 """
 
 import socket

@@ -1,4 +1,7 @@
-"""Several processes compute the same as one, in a user's own loop and with weighted batches."""
+"""Several processes compute the same as one process.
+
+The tests are of a user's own training loop, and of the trainer with weighted batches.
+"""
 
 import json
 import subprocess

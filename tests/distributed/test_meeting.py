@@ -43,7 +43,7 @@ def started(
         for rank in ranks
     ]
     errors = [process.communicate(timeout=60)[1] for process in processes]
-    # The limit begins when the interpreter has started, which takes time.
+    # The time limit begins after the interpreter has started. The start may take 10 s more.
     assert time.monotonic() - began < seconds + 10
     return [(p.returncode, text) for p, text in zip(processes, errors, strict=True)]
 

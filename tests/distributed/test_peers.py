@@ -1,8 +1,8 @@
 """Runs that stream blocks from peers: values, failures, resume, wrong settings.
 
 Each process keeps a slice of the streamed weights, and all processes read all slices.
-`check_settings` allows this only on GPUs. These runs skip that check, so that they also work on the
-CPU, where the slices are in shared memory.
+`check_settings` allows streaming from peers only on GPUs. These runs skip `check_settings`, so that
+they also work on the CPU, where the slices are in shared memory.
 """
 
 import json

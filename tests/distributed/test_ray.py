@@ -36,7 +36,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A Ray cluster of two nodes; each has a home folder of its own, as two machines have."""
-    memory = 80 * 2**20  # The least that Ray accepts, because /dev/shm of containers is small.
+    memory = 80 * 2**20  # The least that Ray accepts: /dev/shm of a container may be small.
     found = Cluster()
     for name in ("first", "second"):
         home = str(tmp_path_factory.mktemp(name))

@@ -1,6 +1,6 @@
 """Processes share the work of filling caches and of validation: each item is computed once.
 
-Threads replace the processes.
+Each process is a thread here.
 """
 
 import json
@@ -86,7 +86,7 @@ def data(tmp_path: Path) -> Dataset:
 def filled(
     data: Dataset, encoder: Any, group: Group, folder: Path, **more: Any
 ) -> tuple[str, list[float]]:
-    """Fill a cache; return the report, and the values of all batches that are then read from it."""
+    """Fill a cache; return its report and the values of all batches, read from the cache."""
     options = more.pop("options", DISK)
     area = 2 * 64 * 64
     cache = LatentCache(data, encoder, options, {}, folder=folder, encode_area=area)
@@ -119,7 +119,7 @@ def test_processes_receive_entries_that_they_cannot_read(
     data: Dataset, tmp_path: Path, kind: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The entries are in the memory of other processes, or in folders of other machines."""
-    monkeypatch.setattr(dealing, "_PIECE", 1000)  # In bytes: entries are sent in several pieces.
+    monkeypatch.setattr(dealing, "_PIECE", 1000)  # In bytes: entries take several rounds.
     encoder = Encoder()
 
     def work(group: Group) -> tuple[str, list[float]]:
@@ -140,7 +140,8 @@ def test_folders_of_machines_are_filled_up_from_each_other(data: Dataset, tmp_pa
     encoder = Encoder()
     found = together(2, lambda group: filled(data, encoder, group, tmp_path / str(group.rank)))
     assert all(sorted(values) == list(range(11)) for _, values in found)
-    # Rank 1 encodes 5 of the 11 images, and receives the other entries.
+    # The share of rank 1 is 5 of the 11 images. Rank 1 encodes these 5 images, and receives the
+    # other 6 entries from rank 0.
     assert len(encoder.seen) == 5
 
 

@@ -1,7 +1,7 @@
 """The processes of a machine stream blocks from one copy of the weights.
 
 The copy is in host memory, or each process keeps a slice of it on its GPU. On the CPU, each slice
-is a piece of memory that all processes map.
+is a range of shared memory that all processes map.
 """
 
 import json
@@ -22,7 +22,8 @@ BLOCKS = sum(
     for name in ("num_layers", "num_single_layers")
 )
 
-# Prints the losses of some steps, a hash of the trained adapter, and the sizes of shared memory.
+# Prints the losses of some steps, a hash of the trained adapter, and the size in KiB of each shared
+# memory file that the process maps.
 STEPS = """
 import hashlib
 import json
@@ -134,7 +135,8 @@ def test_processes_compute_with_slices_of_each_other(quantize: str | None) -> No
         # Each process maps three slices of the blocks, and three of their modulation.
         assert len(one["mapped"]) == 2 * 3
         assert one["mapped"] == found[0]["mapped"]
-        # Together the slices are one copy, except that the size of each is rounded to 64 KiB.
+        # Together, the slices are as large as one copy, but the size of each slice is rounded to
+        # 64 KiB. The sizes here are in KiB.
         assert whole - 2 * 64 <= sum(one["mapped"].values()) <= whole + 2 * 3 * 64
 
 

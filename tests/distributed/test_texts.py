@@ -59,5 +59,6 @@ def test_validation_is_that_of_one_process(tmp_path: Path, objective: str) -> No
     assert two[0] == one[0]
     assert one[0].keys() > {"validation_loss"}
     for step in (1, 2):
-        # A margin is a small difference of f32 log-probabilities, so its relative error is large.
+        # A margin is a small difference of f32 log-probabilities, so its relative error is large;
+        # `abs` allows for this error.
         assert two[step] == pytest.approx(one[step], rel=1e-4, abs=1e-6)
