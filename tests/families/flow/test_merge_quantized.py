@@ -85,8 +85,9 @@ def test_the_file_has_comfyuis_format(
         np.testing.assert_allclose(scale, largest / LARGEST[to], rtol=1e-6)
         codes = found[key][1]
         steps = e4m3(codes) if to == "fp8" else codes.astype(np.float64)
-        # Rounding errs by up to half a unit in the last place. For FP8 with its three fraction
-        # bits, this is at most 1/16 of the value, or 2^-10 for subnormal codes. For int8 it is 1/2.
+        # Rounding errs by up to half a unit in the last place. FP8 has three fraction bits, so this
+        # is at most 1/16 of the value, or 2^-10 scales for subnormal codes. For int8, it is half a
+        # scale.
         within = np.maximum(np.abs(values) / 16, scale * 2**-10) if to == "fp8" else scale / 2
         assert (np.abs(steps * scale - values) <= within * (1 + 1e-5)).all(), key
         assert json.loads(found[f"{layer}comfy_quant"][1].tobytes()) == {"format": format}
