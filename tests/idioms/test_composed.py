@@ -1,4 +1,4 @@
-"""Composed functions against numpy, and against torch where it is installed."""
+"""Functions composed of the core's operations, against numpy and, where it is installed, torch."""
 
 import math
 from collections.abc import Callable
