@@ -1,4 +1,4 @@
-"""Several processes compute the same as one process that has all their batches in each step."""
+"""A run of several processes equals a run of one process that takes all their batches per step."""
 
 import os
 import signal
@@ -78,7 +78,8 @@ def test_one_gpu_starts_one_process(
         monkeypatch.setenv(LAUNCHER, str(reading))
         return main(["train", *arguments])
 
-    # A process that a launcher started ends when the launcher closes a pipe. This pipe stays open.
+    # A process that a launcher started ends when the launcher closes its end of a pipe. The test
+    # keeps both ends of this pipe open.
     reading, _ = os.pipe()
     monkeypatch.setattr("trainable_candle.cli.train.launch", launch)
     command = training(digits_base, digits_folder, tmp_path / "run", gpus=1, device="cpu")
@@ -111,8 +112,8 @@ def test_two_processes_equal_one_with_twice_the_accumulation(
         losses(output), losses(alone), rtol=1e-6 if device == "cpu" else 1e-4
     )
     if device != "cpu":
-        # Adam's first steps depend only on the signs of gradients, and rounding can change the sign
-        # of a gradient near 0.
+        # On GPUs the adapters can differ by whole updates: Adam's first updates depend almost only
+        # on the signs of the gradients, and rounding can change the sign of a gradient near 0.
         return
     found = tc.load_file(output / "adapter.safetensors")
     for name, expected in tc.load_file(alone / "adapter.safetensors").items():
@@ -214,7 +215,9 @@ def test_validation_is_shared_out(
         assert (tmp_path / name / "adapter-best.safetensors").exists()
     one, two = found
     assert list(two) == list(one) == [0, 3, 6]
-    assert two[0] == one[0]  # At later steps, sums of gradients differ in their last bits.
+    # The loss at step 0 is exact: no update has run. The updates of the two runs differ by the
+    # rounding of the sums of gradients.
+    assert two[0] == one[0]
     np.testing.assert_allclose([*two.values()], [*one.values()], rtol=1e-5)
 
 
@@ -256,7 +259,7 @@ def test_a_signal_lets_all_end_after_the_same_step(
         while len(read_log(output / "train.csv")) < 3 and time.monotonic() < deadline:
             time.sleep(0.05)
         if number == signal.SIGINT:
-            os.killpg(process.pid, number)  # As a terminal does on Ctrl-C.
+            os.killpg(process.pid, number)  # On Ctrl-C, a terminal signals the process group.
         else:
             process.send_signal(number)
         _, errors = process.communicate(timeout=30)

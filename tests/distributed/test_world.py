@@ -1,4 +1,4 @@
-"""Rank and number of processes, from the environment variables of each launcher."""
+"""`from_environment` reads rank and number of processes from the variables of each launcher."""
 
 import pytest
 
@@ -10,9 +10,10 @@ ADDRESS = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 
 def test_without_a_launcher_there_is_no_world() -> None:
     assert from_environment({}) is None
-    # Container images for clusters often set these.
+    # Container images for clusters often set these two variables, even if no launcher runs.
     assert from_environment({"RANK": "0", "WORLD_SIZE": "1"}) is None
-    # A SLURM batch script is not one of the tasks that it starts.
+    # SLURM sets these variables for the batch script too, which is not a process of the run. Only
+    # processes that srun starts also have SLURM_STEP_ID.
     assert from_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
 
 

@@ -1,4 +1,7 @@
-"""Other programs compute the same results with exported adapters of language models."""
+"""Exported adapters of language models hold what each target program expects.
+
+The expected results are those of the model with the adapter before its export.
+"""
 
 import json
 import shutil
@@ -37,7 +40,7 @@ def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def make_adapter(weights: Path, path: Path, **settings: Any) -> np.ndarray:
-    """Write an adapter; returns the model's scores with this adapter."""
+    """Write an adapter with random weights and return the logits of the model with the adapter."""
     model = CausalLM.from_pretrained(weights, dtype="f32")
     chosen = {"r": 3, "lora_alpha": 7.0, "target_modules": ["q_proj", "k_proj", "down_proj"]}
     adapter = model.add_adapter(tc.LoraConfig(**(chosen | settings)))
@@ -151,7 +154,11 @@ def test_gguf_holds_what_llama_cpp_expects(weights: Path, tmp_path: Path) -> Non
 
 
 def test_rows_of_llama_turn_with_their_neighbours() -> None:
-    """Rotating halves and then permuting rows equals permuting and then rotating row pairs."""
+    """Permuting the rows with `paired` commutes with the rotary position embedding.
+
+    Before the permutation, the embedding rotates row i with row i + width / 2 of a head; after
+    it, row 2i with row 2i + 1.
+    """
     heads, width = 2, 6
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(heads * width, 1)).astype(np.float32)
@@ -174,7 +181,7 @@ def test_a_gguf_file_byte_by_byte() -> None:
     header = b"GGUF\x03\0\0\0" + b"\x01" + bytes(7) + b"\x03" + bytes(7)
     facts = b"\x01" + bytes(7) + b"a\x08\0\0\0\x01" + bytes(7) + b"b"
     facts += b"\x01" + bytes(7) + b"c\x06\0\0\0\0\0\xc0\x3f"
-    # An empty list of texts, as for a tokenizer without merges.
+    # An empty list of strings, as for a tokenizer without merges.
     facts += b"\x01" + bytes(7) + b"d\x09\0\0\0\x08\0\0\0" + bytes(8)
     tensor = b"\x01" + bytes(7) + b"t\x02\0\0\0\x03" + bytes(7) + b"\x01" + bytes(7) + bytes(12)
     start = header + facts + tensor
@@ -232,7 +239,7 @@ def into_shards(weights: Path) -> None:
 def test_changes_lost_to_rounding_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Changes far below the distance between bf16 numbers leave most weights as they were."""
+    """Most weights keep their values if the merge adds far less than half the bf16 spacing."""
     weights = tmp_path / "base"
     CausalLM.from_pretrained(GOLDEN / "llm" / "qwen2", dtype="bf16").save_pretrained(weights)
     make_adapter(weights, tmp_path / "a.safetensors", lora_alpha=1e-4)
@@ -282,7 +289,8 @@ def test_verify_reports_what_each_program_cannot_load(
     assert "good: peft applies all modules" in told
     assert "transformers and peft: loads it as it is" in told
     assert "vLLM: it does not load DoRA; use export --for merged" in told
-    # Given the file instead of the folder, verify reads the configuration beside the file.
+    # If the argument is the file instead of the folder, `verify` reads the adapter_config.json
+    # beside the file.
     alone = folder / "adapter_model.safetensors"
     assert main(["verify", str(alone), "--model", "causal-lm", "--weights", str(weights)]) == 0
 

@@ -1,4 +1,4 @@
-"""Models that learn the scales of their rounded weights, and adapter files with these scales."""
+"""Quantization-aware training that learns factors of the rounding scales, and files with them."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def config(qat: str | None = "nf4", **settings: object) -> tc.LoraConfig:
 
 
 def learning(qat: str) -> tuple[CausalLM, tc.AdapterSet]:
-    """A model whose scales and adapter differ from their initial values."""
+    """A model and its adapter set; both scale factors and adapter weights have random values."""
     model = CausalLM.from_pretrained(BUILT_IN, dtype="f32")
     adapter = model.add_adapter(config(qat, qat_learned_scales=True))
     tc.manual_seed(1)
@@ -73,8 +73,9 @@ def test_files_hold_the_scales(tmp_path: Path, qat: str) -> None:
     expected = scores(model)
     model.merge_adapter()
     merged = model.named_tensors()
-    # A model without learned scales loads the file as a plain adapter. Rounding the plain merged
-    # weights with the scales gives the merged weights of the model that learned them.
+    # A model without learned scales loads the file as a plain adapter. Its merged weights are not
+    # rounded. Rounding them with the file's factors gives the merged weights of the model that
+    # learned the factors.
     plain = CausalLM.from_pretrained(BUILT_IN, dtype="f32")
     plain.load_adapter(path)
     plain.merge_adapter()
@@ -84,11 +85,11 @@ def test_files_hold_the_scales(tmp_path: Path, qat: str) -> None:
         found = fake_quantize(values[f"{layer}.weight"], qat, of_layer).numpy()
         wanted = merged[f"{layer}.weight"].numpy()
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
-    # An adapter set that learns scales loads those of the file.
+    # An adapter set that learns scales also loads the file's scale factors.
     again = CausalLM.from_pretrained(BUILT_IN, dtype="f32")
     again.add_adapter(config(qat, qat_learned_scales=True)).load(path)
     np.testing.assert_allclose(scores(again), expected, rtol=1e-4, atol=1e-4)
-    # peft's folders are for other tools, so they hold no scales.
+    # `save` to a folder writes peft's files for other tools. These files lack the scale factors.
     adapter.save(tmp_path / "peft", format="peft")
     keys = tc.load_file(tmp_path / "peft/adapter_model.safetensors")
     assert not any("qat_scales" in key for key in keys)
@@ -107,7 +108,7 @@ def test_merging_stores_the_weights_that_were_trained(tmp_path: Path, qat: str) 
     for key, value in wanted.items():
         if "_proj" in key:
             np.testing.assert_allclose(found[key].numpy(), value.numpy(), rtol=2e-6, atol=1e-9)
-    # Merging to another format ignores the scales.
+    # A merge to another number format than that of the training ignores the learned factors.
     other = "int8" if qat == "nf4" else "nf4"
     flags = ("--to", other, "--dtype", "f32")
     assert merged(BUILT_IN, tmp_path / "a.safetensors", tmp_path / "p", *flags) == 0

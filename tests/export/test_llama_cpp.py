@@ -1,4 +1,4 @@
-"""Scores of llama.cpp with exported files; needs llama-cpp-python 0.3.36 or newer."""
+"""llama.cpp computes our logits from exported files; needs llama-cpp-python 0.3.36 or newer."""
 
 import ctypes
 import json
@@ -48,7 +48,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=CONFIGS)
 def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A model of random weights with a tokenizer, or the built-in model of the package."""
+    """A folder with random weights and a tokenizer, or a copy of the package's built-in model."""
     folder = tmp_path / "base"
     if request.param == "built in":
         shutil.copytree(BUILT_IN, folder)
@@ -65,7 +65,7 @@ def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def adapter(weights: Path, tmp_path: Path) -> tuple[Path, npt.NDArray[np.float32]]:
-    """An adapter on every layer, and the model's scores with this adapter."""
+    """The file of an adapter on every linear layer of the blocks, and the logits with it."""
     model = CausalLM.from_pretrained(weights, dtype="f32")
     made = model.add_adapter(tc.LoraConfig(r=3, lora_alpha=7.0, target_modules=LAYERS))
     tc.manual_seed(1)
@@ -102,7 +102,10 @@ def loaded(path: Path) -> Iterator[Any]:
 
 
 def their_scores(path: Path, adapter: Path | None = None) -> npt.NDArray[np.float32]:
-    """Scores for each token of IDS; flash attention is off, as it rounds keys and values."""
+    """llama.cpp's logits after each token of IDS, shape (len(IDS), vocabulary size).
+
+    The cache of keys and values is in f32. Flash attention is off, as it rounds keys and values.
+    """
     with loaded(path) as model:
         settings = llama.llama_context_default_params()
         settings.n_ctx = settings.n_batch = 64
@@ -127,7 +130,8 @@ def their_scores(path: Path, adapter: Path | None = None) -> npt.NDArray[np.floa
         return found
 
 
-# llama.cpp rounds activations to the weights' format, or to Q8_0 for weights in blocks.
+# The tolerances allow for llama.cpp's rounding of activations: to the number format of the weights,
+# or to Q8_0 if the weights are in Q8_0 or Q4_0.
 @pytest.mark.parametrize(
     ("form", "tolerance"),
     [("f32", 1e-5), ("f16", 1e-2), ("bf16", 1e-1), ("q8_0", 1e-1), ("q4_0", 1e-1)],

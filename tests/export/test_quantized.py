@@ -24,7 +24,7 @@ def merged(base: Path, adapter: Path, output: Path, *flags: str) -> int:
 
 
 def rounded(folder: Path, to: str) -> dict[str, np.ndarray]:
-    """The weights of a merged folder, with those of linear layers rounded."""
+    """The weights of a merged folder by name; the blocks' linear weights are rounded to `to`."""
     return {
         key: (fake_quantize(weight, to) if key.endswith(LINEAR) else weight).numpy()
         for key, weight in CausalLM.from_pretrained(folder, dtype="f32").named_tensors().items()
@@ -69,7 +69,7 @@ def test_a_base_loaded_in_the_format_of_its_file_keeps_the_codes(
     config.pop("quantization_config")
     (apart / "config.json").write_text(json.dumps(config))
     tc.save_file(values, apart / "model.safetensors")
-    # The embedding and the head are int8 in both models.
+    # `quantize` also rounds the embedding and the head, to int8, in `stored` and in `again`.
     stored, again = (
         CausalLM.from_pretrained(folder, dtype="f32", quantize=to)
         for folder in (tmp_path / to, apart)
@@ -78,7 +78,7 @@ def test_a_base_loaded_in_the_format_of_its_file_keeps_the_codes(
 
 
 def loaded_by_transformers(folder: Path) -> dict[str, np.ndarray]:
-    """The values of the quantized layers in transformers' model."""
+    """The dequantized weights of the quantized layers in transformers' model, by weight name."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")
@@ -118,7 +118,7 @@ def test_transformers_loads_the_folder(
 
 
 def test_merging_stores_what_was_trained_with_qat(tmp_path: Path) -> None:
-    """With the stored NF4 codes, the model computes the same as at the end of training."""
+    """A model loaded from the merged NF4 folder computes the logits of the model in training."""
     model = CausalLM.from_pretrained(BUILT_IN, dtype="f32")
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     adapter = model.add_adapter(

@@ -19,7 +19,10 @@ FAMILIES = ["llama", "qwen2", "qwen3"]
 
 
 def make_adapter(weights: Path, folder: Path, **config: Any) -> dict[str, np.ndarray]:
-    """Save an adapter of random values in peft's format; return its changes of the weights."""
+    """Save an adapter of random values in peft's format.
+
+    Returns what the adapter adds to each weight, by layer name.
+    """
     model = CausalLM.from_pretrained(weights, dtype="f32")
     before = {name: tensor.numpy() for name, tensor in model.named_tensors().items()}
     settings = {"r": 3, "lora_alpha": 7.0, "target_modules": LAYERS} | config
@@ -55,7 +58,7 @@ def exported(weights: Path, adapter: Path, output: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop vLLM from pinning memory, which needs a driver."""
+    """Stop vLLM from pinning memory: pinning needs a CUDA driver."""
     monkeypatch.setattr("vllm.lora.lora_model.PIN_MEMORY", False)
 
 

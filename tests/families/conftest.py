@@ -65,7 +65,10 @@ def write_qwen3(folder: Path, width: int = TEXT_WIDTH, layers: int = 3) -> None:
 
 
 def write_qwen25_vl(folder: Path) -> None:
-    """Write a text encoder of Qwen2.5-VL with 300 tokens, configured as by transformers 5."""
+    """Write a text encoder of Qwen2.5-VL with a vocabulary of 300 tokens.
+
+    Its config.json has the keys that transformers 5 writes.
+    """
     text = {
         "model_type": "qwen2_5_vl_text", "vocab_size": 300, "hidden_size": TEXT_WIDTH,
         "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 5,
@@ -101,7 +104,7 @@ def write_pipeline(
     vae: dict[str, float],
     autoencoder: str = "flux",
 ) -> None:
-    """Write the transformer, the autoencoder and the index of a pipeline."""
+    """Write the transformer, the autoencoder, the scheduler and the index of a pipeline."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copytree(GOLDEN / family / "transformer", folder / "transformer")
     shutil.copytree(GOLDEN / autoencoder / "vae", folder / "vae")
@@ -170,7 +173,10 @@ def zimage_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def widen(folder: Path, sizes: dict[str, int]) -> None:
-    """Widen the image and text tokens of a golden transformer of FLUX.2: repeat its weights."""
+    """Give a golden transformer of FLUX.2 more channels per image token and per text token.
+
+    The weights of the layers that read or write these channels are repeated along the channels.
+    """
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
     path = folder / "diffusion_pytorch_model.safetensors"
@@ -191,7 +197,7 @@ def flux2_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_pipeline(folder, "flux2", "Flux2KleinPipeline", scheduler, {}, "flux2")
     widen(folder / "transformer", {"in_channels": 128, "joint_attention_dim": 48})
     write_chat_tokenizer(folder / "tokenizer")
-    # FLUX.2 reads the states of three layers of the text encoder, up to the 27th.
+    # FLUX.2 reads the hidden states after three blocks of the text encoder. The last is block 27.
     write_qwen3(folder / "text_encoder", 16, 28)
     return folder
 

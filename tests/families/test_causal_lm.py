@@ -1,4 +1,4 @@
-"""A language model from conversations to an adapter that answers."""
+"""Runs of language models: from a file of conversations to an adapter whose model answers."""
 
 import io
 import json
@@ -28,7 +28,7 @@ SPECIAL = ["<|pad|>", "<|begin|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny Llama with a tokenizer of bytes."""
+    """The folder of the tiny Llama with a tokenizer whose tokens are single bytes."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     folder = tmp_path_factory.mktemp("llama")
@@ -203,7 +203,8 @@ def test_padding_a_batch_changes_nothing(weights: Path, chats: Path, tmp_path: P
         ({"rope_type": "llama3"}, True),
         ({"type": "dynamic", "factor": 2.0}, False),
         ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}, False),
-        # Models from GGUF files have this scaling in place of Llama 3's.
+        # Models from GGUF files have such a scaling in place of Llama 3's. Equal factors for short
+        # and long sequences give angles that do not depend on the length.
         ({"rope_type": "longrope", "short_factor": [2.0], "long_factor": [2.0]}, True),
     ],
 )
@@ -321,7 +322,7 @@ def test_settings_of_image_runs_work_for_texts(
 def test_model_and_data_can_be_names_on_the_hub(
     weights: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run requests the files that it needs from the client of the hub."""
+    """The run asks `huggingface_hub` for the files that it needs."""
     asked: dict[str, list[str]] = {}
 
     def snapshot(name: str, repo_type: str, allow_patterns: list[str], **_: Any) -> str:

@@ -1,4 +1,7 @@
-"""A language model's adapter and loss against peft and transformers, where those are installed."""
+"""The loss of a language model with and without its adapter against peft and transformers.
+
+The tests are skipped where torch, peft or transformers is missing.
+"""
 
 import json
 import shutil
@@ -23,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """The tiny Qwen3 with a tokenizer of bytes."""
+    """The folder of the tiny Qwen3 with a tokenizer whose tokens are single bytes."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
     folder = tmp_path / "weights"

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 HANG = 120
 """The time limit of a case, s."""
 MOST_PIXELS = 1 << 18
-"""Pillow's limit in this program: memory depends on an image's pixels, not on its file's size."""
+"""The most pixels of an image that Pillow decodes here. The bytes of a file do not bound them."""
 FREE_KIB, FACTOR = 64 * 1024, 10
 """A reader may take FREE_KIB KiB of memory, plus FACTOR bytes for each byte of its input."""
 WORDS = [
@@ -92,7 +92,10 @@ WORDS = [
 
 
 def mutated(rng: random.Random, seed: bytes) -> bytes:
-    """Change bytes one to six times; sometimes nest brackets too deeply for a recursive parser."""
+    """Damage `seed` with one to six random edits.
+
+    Two in 1000 results also begin with brackets nested too deeply for a recursive parser.
+    """
     data = bytearray(seed)
     for _ in range(rng.randint(1, 6)):
         at = rng.randrange(len(data) + 1)
@@ -133,7 +136,8 @@ def mutated_tensors(rng: random.Random, seed: bytes) -> bytes:
 class Reader:
     """A function that gets the path of a file and reads it.
 
-    `change` damages one of the valid `seeds`; `beside` has other files for the same folder.
+    `seeds` are contents of valid files, and `change` damages one of them. `file` is the name that
+    the damaged file gets. `beside` maps the names of other files in its folder to their contents.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Composed functions against numpy, and against torch where it is installed."""
+"""Functions composed of the core's operations, against numpy and, where it is installed, torch."""
 
 import math
 from collections.abc import Callable
@@ -46,6 +46,7 @@ def test_elementwise_functions_equal_those_of_numpy(
 @pytest.mark.parametrize(("dtype", "bits"), [("f32", 23), ("f64", 52)])
 def test_rounding_near_the_last_halves(dtype: str, bits: int) -> None:
     kind = {"f32": np.float32, "f64": np.float64}[dtype]
+    # From 2^(bits - 1) to 2^bits, neighbouring numbers differ by 1/2. Above, all are integers.
     halves = 2.0 ** (bits - 1) + np.array([0.5, 1.0, 1.5])
     x = np.concatenate([halves, -halves, [np.nextafter(kind(0.5), kind(0)), 2.0**bits + 1]])
     x = x.astype(kind)

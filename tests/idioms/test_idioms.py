@@ -14,6 +14,7 @@ import trainable_candle as tc
 
 TABLE = Path(__file__).with_name("idioms.txt")
 ROWS = [line for line in TABLE.read_text().splitlines() if not line.startswith("#")]
+# The least number of idioms in the table that must work.
 LEAST = 261
 
 
@@ -31,7 +32,7 @@ def names(device: str) -> dict[str, Any]:
 def run(code: str, known: dict[str, Any]) -> None:
     if "torch." in code:
         known["torch"] = pytest.importorskip("torch")
-    # An idiom may disable gradients; the context enables them again.
+    # An idiom may disable gradients. At its end, the context `enable_grad` enables them again.
     with contextlib.redirect_stdout(io.StringIO()), tc.enable_grad():
         exec(code, known)
 

@@ -56,7 +56,7 @@ def unet() -> tc.models.SDXLUNet:
 
 @pytest.fixture
 def attach() -> Callable[[tc.models.Model, str], tc.AdapterSet]:
-    """A function that adds an adapter of a kind, with values that have an effect, to a model."""
+    """A function that adds an adapter to a model and gives it values that change the output."""
 
     def attach(model: tc.models.Model, kind: str) -> tc.AdapterSet:
         tc.manual_seed(5)

@@ -16,7 +16,7 @@ Arrays = dict[str, np.ndarray]
 def applied(weight: np.ndarray, module: Arrays) -> np.ndarray:
     """The weight of a layer with a DoRA, as A1111 computes it.
 
-    Whatever the shape of the magnitude, A1111 divides by a norm for each input. The formula is in
+    A1111 divides by one norm for each input, whatever the shape of the magnitude. The formula is in
     `NetworkModule.apply_weight_decompose` of the built-in extension Lora, in A1111's forks.
     """
     up, down = module["lora_up.weight"], module["lora_down.weight"]

@@ -101,7 +101,7 @@ def test_kohyas_files_have_one_alpha_and_scale_the_factors(
     np.testing.assert_array_equal(found, (up * np.float32(3.5)).astype(np.float16))
     unet.remove_adapter()
     again = unet.add_adapter(config_of("locon"))
-    again.load(path)  # an adapter with other scales would be rejected
+    again.load(path)  # `load` rejects files whose scales differ from those of the configuration.
     found = again.named_parameters()[f"{LAYER}.lora_B.weight"].numpy()
     np.testing.assert_allclose(found, up, rtol=1e-3, atol=1e-6)
 

@@ -33,7 +33,10 @@ def inputs() -> dict[str, tc.Tensor]:
 
 
 def predictions(unet: tc.models.SDXLUNet, reference: Any) -> tuple[Floats, Floats]:
-    """Our prediction and that of diffusers. Assert that the adapter changed the latter."""
+    """Our prediction and diffusers' prediction for the golden inputs.
+
+    Asserts that diffusers' prediction differs from the output without an adapter.
+    """
     torch = pytest.importorskip("torch")
     x = {name: torch.from_numpy(tensor.numpy()) for name, tensor in inputs().items()}
     with torch.no_grad():
@@ -259,10 +262,10 @@ def test_comfyui_applies_every_key_and_merges_the_same(
 
 
 def comfyui_names(models: dict[str, tc.models.Model]) -> dict[str, tuple[str, str]]:
-    """The part and our name of every parameter, by its name in ComfyUI.
+    """For each parameter's name in ComfyUI, the model that has it and its name in this library.
 
-    ComfyUI's names are those of the original checkpoint for the UNet, and those of transformers
-    for the text encoders.
+    In ComfyUI, the UNet's parameters have the names of the original checkpoint. The parameters of
+    the text encoders have transformers' names.
     """
     names = {}
     for key, sources in json.loads(

@@ -1,4 +1,4 @@
-"""Files of OFT against the formulas of the programs that write and read them, in numpy."""
+"""OFT files against the formulas of LyCORIS and peft, computed in numpy."""
 
 import json
 from collections.abc import Callable
@@ -148,7 +148,8 @@ def test_written_files_have_the_form_that_comfyui_reads(
     np.testing.assert_array_equal(
         blocks - blocks.transpose(0, 2, 1), skew(upper).astype(np.float32)
     )
-    # In A1111, an alpha of 0 allows no rotation. The file has a limit that no rotation reaches.
+    # alpha limits the norm of Q. A1111 reads an alpha of 0 as "no rotation", not as "no limit". The
+    # file therefore has an alpha whose limit no rotation reaches.
     assert tensors[f"{KEY}.alpha"].item() == 1e4
     assert all(name.endswith((".oft_blocks", ".alpha")) for name in tensors)
 

@@ -94,7 +94,8 @@ def test_folders_load_with_a_configuration_in_a_file_or_in_the_header(
     if in_header:
         (tmp_path / "adapter" / "adapter_config.json").unlink()
     else:
-        tc.save_file(tc.load_file(weights), weights)  # without metadata, as peft writes it
+        # Remove the metadata from the header: peft's files have the configuration beside them only.
+        tc.save_file(tc.load_file(weights), weights)
     for path in (tmp_path / "adapter", weights):
         unet.load_adapter(path)
         found = merged(unet)

@@ -92,6 +92,8 @@ def test_layouts_that_do_not_fit(tmp_path, shape, offsets, data, message):
         tc.load_file(path)
 
 
+# A safetensors file begins with its header's length in little-endian order. These lengths begin
+# with the bytes of a pickle of protocol 2 to 5: 0x80 and the protocol's number.
 @pytest.mark.parametrize("length", [0x10280, 0x10380, 0x20480, 0x10580])
 def test_lengths_of_headers_that_begin_like_a_pickle(tmp_path, length):
     path = tmp_path / "file.safetensors"

@@ -41,7 +41,8 @@ def test_a_lower_rank_is_the_nearest_one() -> None:
 def test_a_rank_follows_from_the_share_that_is_kept() -> None:
     down = np.eye(3, 5) * np.array([[3.0], [2.0], [1.0]])
     factors = Factors(np.eye(4, 3), down)
-    # The squared singular values are 9, 4 and 1; their sum is 14.
+    # The squared singular values are 9, 4 and 1. Ranks 1, 2 and 3 keep 9/14, 13/14 and all of their
+    # sum.
     for keep, rank in ((0.6, 1), (0.7, 2), (0.93, 3), (1.0, 3)):
         assert truncate(factors, 3, keep).rank == rank
 

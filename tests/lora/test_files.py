@@ -1,4 +1,4 @@
-"""LoRA files: reduced to a lower rank, summed, and rejected."""
+"""`resize` lowers the rank of LoRA files, `combine` sums files, and both reject wrong files."""
 
 import json
 from collections.abc import Callable
@@ -30,7 +30,10 @@ def kohya(path: Path, rank: int = 4, alpha: float = 2.0, seed: int = 0) -> Path:
 
 
 def changes(path: Path) -> dict[str, np.ndarray]:
-    """The change of each module's weight by kohya's definition."""
+    """What each module adds to its weight: alpha / rank * up @ down, as kohya's scripts compute it.
+
+    The shape is (outputs, inputs times kernel taps).
+    """
     tensors = {name: t.to("f32").numpy() for name, t in tc.load_file(path).items()}
     found = {}
     for key, down in tensors.items():
@@ -101,7 +104,8 @@ def test_diffusers_alphas_are_in_the_header(tmp_path: Path) -> None:
     tc.save_file(tensors, path, metadata={"lora_adapter_metadata": json.dumps(config)})
     resize(LoraFile.read(path), 2).write(path)
     found = tc.load_file(path)
-    # The new file has no configuration, so tools use the scale 1: the factors contain 3 = 6 / 2.
+    # The new file has no configuration, so tools use the scale 1. The product of its factors
+    # therefore includes the old scale, alpha / rank = 6 / 2.
     product = found[names[1]].numpy() @ found[names[0]].numpy()
     np.testing.assert_allclose(product, 3 * up @ down, atol=1e-5)
 

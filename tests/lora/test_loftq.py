@@ -46,7 +46,8 @@ def test_one_iteration_keeps_the_rounding_of_the_weight_and_takes_the_nearest_pr
     quantized, factors = loftq(tc.tensor(exact), 8)
     rounded = tc.quantize(tc.tensor(exact), "nf4").dequantize().numpy()
     np.testing.assert_array_equal(quantized.dequantize().numpy(), rounded)
-    # By Eckart and Young, no matrix of this rank is closer.
+    # By the theorem of Eckart and Young, the error of the nearest product of rank 8 is the norm of
+    # the singular values from the ninth on.
     lost = np.linalg.svd((exact - rounded).astype(np.float64), compute_uv=False)[8:]
     error = np.linalg.norm(exact - rounded - factors.up @ factors.down)
     np.testing.assert_allclose(error, np.sqrt((lost**2).sum()), rtol=1e-3)
@@ -54,7 +55,11 @@ def test_one_iteration_keeps_the_rounding_of_the_weight_and_takes_the_nearest_pr
 
 @pytest.mark.parametrize("iterations", [1, 3])
 def test_the_product_is_that_of_peft(iterations: int) -> None:
-    """Peft's `loftq_init` needs a GPU, so the test repeats it with peft's decomposition."""
+    """The factors and codes equal those of peft's `loftq_init`.
+
+    `loftq_init` needs a GPU. The test runs its loop with peft's low-rank decomposition and with the
+    rounding of this library.
+    """
     torch = pytest.importorskip("torch")
     utils = pytest.importorskip("peft.utils.loftq_utils")
     exact = weight()
@@ -136,7 +141,10 @@ def test_wrong_arguments_are_named() -> None:
 
 
 def test_layers_without_an_error_and_ranks_above_a_side_are_exact() -> None:
-    """A rank above a layer's smaller side leaves no error; the head gets no adapter."""
+    """A rank above the smaller side of a weight leaves no error.
+
+    A quantized model's head gets no adapter, even if `target_modules` names it.
+    """
     original = CausalLM.from_pretrained(LLAMA, dtype="f32")
     base = CausalLM.from_pretrained(LLAMA, dtype="f32", quantize="nf4")
     adapter = base.add_adapter(tc.LoraConfig(r=100, target_modules=["k_proj", "up_proj"]))

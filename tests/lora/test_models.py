@@ -1,4 +1,4 @@
-"""LoRAs of models: several at once, and the difference of two."""
+"""Several LoRAs on one model, and LoRAs that are extracted from the difference of two models."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def unet(base: Path) -> SDXLUNet:
 
 
 def adapter(base: Path, path: Path, seed: int, rank: int = 2, **config: object) -> Path:
-    """A file of random LoRAs."""
+    """Write the file of an adapter whose LoRAs have random values; return its path."""
     model = unet(base)
     tc.manual_seed(seed)
     made = model.add_adapter(tc.LoraConfig(r=rank, lora_alpha=4.0, **config))  # type: ignore[arg-type]
@@ -74,7 +74,8 @@ def test_the_difference_of_two_models_is_a_lora(sdxl_base: Path, tmp_path: Path)
     layers = [n.removesuffix(".weight") for n in base.named_tensors() if n.endswith("to_q.weight")]
     convs = [n.removesuffix(".weight") for n in base.named_tensors() if n.endswith("conv1.weight")]
     found = extract(base, tuned, [*layers, *convs, "time_embedding.linear_1"], rank=2)
-    # The change has rank 2; layers that do not differ get no adapter.
+    # The two models differ in `layers` and `convs`, by changes of rank 2. The layer
+    # time_embedding.linear_1 is equal in both models, so it gets no adapter.
     assert set(found.config.rank_pattern) == {*layers, *convs}
     expected = {name: t.to("f32").numpy() for name, t in tuned.named_tensors().items()}
     for name, value in weights(base).items():

@@ -43,7 +43,7 @@ def single_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             tensors[key] = parts[0].reshape((*parts[0].shape, 1, 1))
         else:
             tensors[key] = parts[0]
-    # The published file also has these tensors.
+    # The published single file of SDXL also has these tensors, which no model uses.
     tensors["conditioner.embedders.0.transformer.text_model.embeddings.position_ids"] = tc.tensor(
         np.arange(17)[None]
     )
@@ -57,7 +57,7 @@ def single_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_near(found: tc.Tensor, expected: tc.Tensor, within: float = 1e-4) -> None:
-    """Elements differ by at most `within` times their value plus a tenth of `within`."""
+    """Assert that each element differs from its expected value v by <= `within` * (|v| + 0.1)."""
     values = found.to("cpu").numpy()
     np.testing.assert_allclose(values, expected.numpy(), rtol=within, atol=within / 10)
 

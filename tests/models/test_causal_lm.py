@@ -29,7 +29,11 @@ def model_of(family: str, **options: object) -> CausalLM:
 
 
 def switched(name: str, form: str, folder: Path) -> tuple[CausalLM, dict[str, tc.Tensor]]:
-    """The model of a case, with its configuration in one form, and transformers' results."""
+    """The model of the case `name`, and its inputs with the logits of transformers.
+
+    With the `form` "new", config.json has the keys of transformers 5, like `rope_parameters`; with
+    "old", older keys for the same settings, like `rope_theta`.
+    """
     tensors = tc.load_file(GOLDEN / "switches.safetensors")
     own = {key.split("|")[1]: tensors[key] for key in tensors if key.startswith(f"{name}|")}
     expected = {key: own.pop(key) for key in ("logits.0", "logits.1")}
@@ -72,7 +76,7 @@ def test_a_packed_row_equals_its_texts_alone(name: str, tmp_path: Path) -> None:
     ids = case["input_ids"]
     texts = [ids[0], ids[1, :13], ids[0, :1]]
     lengths = [len(text) for text in texts]
-    # The last text is empty, like the texts that pad the bounds to a fixed number.
+    # The bounds end with an empty text. Training pads `cu_seqlens` in the same way.
     bounds = tc.tensor(np.cumsum([0, *lengths, 0]))
     positions = tc.tensor(np.concatenate([np.arange(length) for length in lengths]))
     hidden = model.hidden(tc.cat(texts, 0), positions, bounds)
@@ -155,8 +159,8 @@ def test_files_of_other_forms(tmp_path: Path) -> None:
     ids = case_of("qwen3")["input_ids"]
     expected = model_of("qwen3")(ids).numpy()
     tensors = tc.load_file(GOLDEN / "qwen3" / "model.safetensors")
-    # Files may be shards, omit the prefix of names, and have rotary frequencies and a copy of the
-    # tied head.
+    # A checkpoint may be in shards. Its names may lack the prefix "model.". It may also hold rotary
+    # frequencies and a copy of the tied head. Both are ignored, so their values here are wrong.
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
     names = {key: key.removeprefix("model.") for key in tensors}
     shards = {"model-00001-of-00002.safetensors": {}, "model-00002-of-00002.safetensors": {}}
@@ -310,7 +314,7 @@ def test_peft_reads_adapters_and_computes_the_same(family: str, kind: str, tmp_p
             var.set(tc.randn(var.shape) * 0.1)
     adapter.save(tmp_path)
     names = tc.load_file(tmp_path / "adapter_model.safetensors").keys()
-    # The head is not a target, as in peft.
+    # "all-linear" leaves out the head, as in peft.
     assert {name.split(".lora_")[0] for name in names} == {
         f"base_model.model.model.layers.{layer}.{name}"
         for layer in range(3)

@@ -1,4 +1,7 @@
-"""What only Chroma has: one text encoder, one token of padding, files similar to Flux's."""
+"""Properties that only Chroma has.
+
+Chroma has one text encoder. It reads one token of padding per caption. Its files resemble Flux's.
+"""
 
 import shutil
 from pathlib import Path
@@ -17,7 +20,7 @@ from trainable_candle.train.trainer import Inputs
 def test_files_of_chroma_and_of_flux_are_distinguished(
     chroma_base: Path, flux_base: Path, tmp_path: Path
 ) -> None:
-    """Files with the original names, and files with diffusers' names."""
+    """Both kinds of files are told apart: those with original and those with diffusers' names."""
     classes = {"flux": tc.models.FluxTransformer, "chroma": tc.models.ChromaTransformer}
     for base, other, title in ((chroma_base, "flux", "Chroma"), (flux_base, "chroma", "Flux")):
         original = tmp_path / f"{other}.safetensors"
@@ -34,7 +37,7 @@ def test_files_of_chroma_and_of_flux_are_distinguished(
 
 
 def test_captions_of_a_batch_do_not_see_each_other(chroma_base: Path) -> None:
-    """Each caption has its words and one token of padding, whatever the lengths of the others."""
+    """A prediction for one caption does not depend on the lengths of the batch's other captions."""
     family = families.load("chroma", chroma_base, "f32", "cpu").family
     captions = ["", "a red blur of many words", "a blur"]
     together = family.features(captions)

@@ -90,8 +90,8 @@ def test_a_merged_model_draws_as_with_the_adapter(
             drawn = merged.draw(["a blur"], options).astype(int)
             assert np.abs(drawn - adapted).max() <= 1
         else:
-            # The file has no tokenizers. The package's tokenizers have more tokens than the tiny
-            # encoders, so the model in the file cannot sample images.
+            # The merged file has no tokenizers. The package's tokenizers have more tokens than the
+            # tiny text encoders, so a model loaded from this file cannot sample images.
             assert tc.inspect(output, name).parts.keys() == tc.inspect(base, name).parts.keys()
 
 
@@ -135,7 +135,8 @@ def test_formats_that_cannot_hold_the_adapters_are_rejected_before_training(
     name: str, configure: Callable[..., TrainConfig]
 ) -> None:
     formats = families.find(name).formats
-    # Each original layer of Qwen-Image is one layer in diffusers, so none holds several adapters.
+    # Other families join several layers of diffusers into one original layer. In Qwen-Image, each
+    # original layer is one layer in diffusers, so the errors for joined layers do not apply.
     if "kohya" in formats and name != "qwen-image":
         with pytest.raises(ConfigError, match=r"apply to all outputs.* format .comfyui"):
             train_adapter(configure(format="kohya", adapter="lokr"))

@@ -1,4 +1,8 @@
-"""What only FLUX.2-klein has: padding that is read, statistics of latents, distillation."""
+"""Properties that only FLUX.2-klein has.
+
+The transformer reads the features of padding tokens. The checkpoint has a mean and a variance per
+latent channel. Some checkpoints are distilled.
+"""
 
 import json
 import shutil
@@ -26,7 +30,8 @@ def test_padding_sees_the_words_alone(flux2_base: Path) -> None:
     for expected, same, longer in zip(alone, whole, found, strict=True):
         np.testing.assert_array_equal(same.numpy(), expected.numpy()[0])
         np.testing.assert_allclose(longer.numpy()[:3], expected.numpy()[0], atol=1e-6)
-    # Another token of padding changes its own row only.
+    # Replacing one padding token changes the states of this token, and not those of the next one:
+    # a padding token does not attend to other padding tokens.
     other = model.padded_states(tc.tensor(np.array([7, 3, 9, 8, 5], np.int64)), 3, [3])[0]
     assert (other.numpy()[3] != found[2].numpy()[3]).any()
     np.testing.assert_allclose(other.numpy()[4], found[2].numpy()[4], atol=1e-6)
@@ -44,7 +49,8 @@ def test_latents_are_normalised_by_the_statistics(flux2_base: Path) -> None:
     assert latents.shape == (1, 128, 4, 6)
     stored = coder.model.named_tensors()
     mean, variance = (stored[f"bn.running_{name}"].numpy() for name in ("mean", "var"))
-    # Channel 4 c + 2 dy + dx has latent channel c at row dy and column dx of a 2 x 2 square.
+    # The transformer's channel 4 c + 2 dy + dx holds channel c of the autoencoder at row dy and
+    # column dx of each 2 x 2 patch. Channel 22 is c = 5, dy = 1, dx = 0.
     value = kept["mean"].numpy()[0, 5, 2 * 1 + 1, 2 * 3]
     expected = (value - mean[22]) / np.sqrt(variance[22] + 1e-4)
     assert latents.numpy()[0, 22, 1, 3] == pytest.approx(expected, rel=1e-5)
@@ -84,8 +90,8 @@ def test_original_files_with_parts_of_their_own(flux2_base: Path, tmp_path: Path
     weights, vae = tmp_path / "flux-2-klein-base-4b.safetensors", tmp_path / "ae.safetensors"
     for part, path in (("transformer", weights), ("vae", vae)):
         tc.models.save_checkpoint(path, {part: tc.models.load(flux2_base / part)})
-        # The shapes of tensors do not show the widths of the rotary axes and the number of channel
-        # groups, so the configurations are beside the files.
+        # The shapes of tensors show neither the widths of the rotary axes nor the number of groups
+        # in group norms. The files are therefore read with the configurations beside them.
         (tmp_path / part).mkdir()
         shutil.copy(flux2_base / part / "config.json", tmp_path / part)
     config = TrainConfig(text_encoder=[str(flux2_base / "text_encoder")], vae=str(vae))

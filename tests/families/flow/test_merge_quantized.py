@@ -1,4 +1,7 @@
-"""`merge --to fp8` and `int8` of image models: files in ComfyUI's format, and their loss."""
+"""`merge --to fp8` and `--to int8` of image models.
+
+Tested are the files in ComfyUI's format and the losses that `merge` prints.
+"""
 
 import json
 import struct
@@ -31,7 +34,7 @@ def make_adapter(transformer: Path, path: Path) -> Path:
 
 
 def raw_tensors(path: Path) -> dict[str, tuple[str, np.ndarray]]:
-    """The dtypes and values of the tensors in a safetensors file; FP8 numbers as their codes."""
+    """The dtype and the values of each tensor in a safetensors file; FP8 values are uint8 codes."""
     data = path.read_bytes()
     (size,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + size])
@@ -82,8 +85,9 @@ def test_the_file_has_comfyuis_format(
         np.testing.assert_allclose(scale, largest / LARGEST[to], rtol=1e-6)
         codes = found[key][1]
         steps = e4m3(codes) if to == "fp8" else codes.astype(np.float64)
-        # Rounding errs by up to half a unit in the last place. FP8 has three fraction bits; int8
-        # codes are integers.
+        # Rounding errs by up to half a unit in the last place. FP8 has three fraction bits, so this
+        # is at most 1/16 of the value, or 2^-10 scales for subnormal codes. For int8, it is half a
+        # scale.
         within = np.maximum(np.abs(values) / 16, scale * 2**-10) if to == "fp8" else scale / 2
         assert (np.abs(steps * scale - values) <= within * (1 + 1e-5)).all(), key
         assert json.loads(found[f"{layer}comfy_quant"][1].tobytes()) == {"format": format}
@@ -93,7 +97,8 @@ def test_the_file_has_comfyuis_format(
     for key in expected.keys() - set(quantized):
         np.testing.assert_array_equal(found[key][1], expected[key][1], key)
 
-    # A model loaded in the format of the file uses the codes of the file.
+    # A model that is loaded with `quantize` in the file's number format keeps the file's codes: it
+    # does not round the weights again.
     read: dict[str, Any] = {"dtype": "f32", "subfolder": "transformer"}
     model, stored = (tc.models.load(written, **read, **more) for more in ({}, {"quantize": to}))
     values = stored.named_tensors()
@@ -110,7 +115,7 @@ def test_the_losses_before_and_after_rounding_are_reported(
     to: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The two losses differ by the rounding alone."""
+    """The loss after rounding differs from the loss before by less than 10 %."""
     name, base, _, _ = files
     adapter = make_adapter(base / "transformer", tmp_path / "adapter.safetensors")
     given = ["--model", name, "--weights", str(base), "--adapter", str(adapter)]

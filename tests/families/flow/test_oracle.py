@@ -25,7 +25,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-# The width and height of images in pixels. They differ, so that exchanging them is an error.
+# The width and height of images in pixels. They differ, so that tests fail if they are exchanged.
 SIZE, STEPS, SEED = (40, 24), 4, 3
 PROMPT, NEGATIVE = "a red blur", "noise"
 
@@ -118,10 +118,11 @@ def test_flux(flux_base: Path, tmp_path: Path) -> None:
 
 
 def chroma(base: Path, folder: Path) -> "diffusers.ChromaPipeline":
-    """diffusers' pipeline with a boolean mask, as in the code that the model was trained with.
+    """diffusers' pipeline, patched to use a boolean mask of the text tokens.
 
-    diffusers 0.42 concatenates numbers and booleans, which makes a mask of numbers. Attention adds
-    such a mask to its scores, so the unpatched pipeline reads all of the padding.
+    The code that Chroma was trained with also masks padding. diffusers 0.42 concatenates numbers
+    and booleans, so its mask holds numbers. Attention adds a mask of numbers to the scores instead
+    of excluding tokens, so the unpatched pipeline reads all of the padding.
     """
     pipeline = diffusers.ChromaPipeline(
         transformer=load(diffusers.ChromaTransformer2DModel, base / "transformer"),
@@ -173,7 +174,7 @@ def test_chroma(chroma_base: Path, tmp_path: Path, guidance: float) -> None:
 
 
 def test_every_block_of_chroma_has_its_rows_of_the_modulation(tmp_path: Path) -> None:
-    """This model has three blocks of two streams. The golden model has one."""
+    """A model with three double-stream blocks; the golden model has only one such block."""
     torch.manual_seed(0)
     config = json.loads((GOLDEN / "chroma" / "transformer" / "config.json").read_text())
     sizes = {"num_layers": 3, "num_single_layers": 2}
@@ -222,7 +223,7 @@ def klein(base: Path, *, is_distilled: bool) -> "diffusers.Flux2KleinPipeline":
 
 
 def test_flux2_reads_text_with_its_padding(flux2_base: Path) -> None:
-    """Two captions with padding, which the model also reads, and one that is truncated."""
+    """Two captions with padding and a truncated one; the features of padding are equal too."""
     pipeline = klein(flux2_base, is_distilled=False)
     captions = ["", PROMPT, "a blur " * 100]
     with torch.no_grad():
@@ -290,7 +291,10 @@ def test_qwen_image_reads_text_after_the_start_of_its_template(qwen_image_base: 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_qwen_image(qwen_image_base: Path, guidance: float) -> None:
-    """The two prompts differ in length. Guidance keeps the norm of each token."""
+    """The prompt and the negative prompt differ in length.
+
+    Guidance scales the prediction for each token to the norm of the prediction for the prompt.
+    """
     pipeline, latents = qwen_image(qwen_image_base), noise()
     packed = pipeline._pack_latents(latents, *latents.shape)
     theirs = pipeline(
@@ -302,7 +306,10 @@ def test_qwen_image(qwen_image_base: Path, guidance: float) -> None:
 
 
 def test_tokens_of_qwen2_from_vocabulary_and_merges(tmp_path: Path) -> None:
-    """The published folder of Qwen-Image has no `tokenizer.json`."""
+    """The tokens from `vocab.json` and `merges.txt` equal those of transformers.
+
+    The published folder of Qwen-Image has these files, but no `tokenizer.json`.
+    """
     merges = ["h e", "l l", "he ll", "\u0120 w"]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*letters, *(merge.replace(" ", "") for merge in merges)]

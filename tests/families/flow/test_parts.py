@@ -31,7 +31,8 @@ def write(base: Path, part: str, path: Path) -> Path:
 def files(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Path, TrainConfig]:
     """A family, its pipeline's folder, a file with the transformer, and settings.
 
-    The file has the original names. The settings give the files of the other parts.
+    The file's tensors have the original names. The settings name the files of the autoencoder and
+    of the text encoders.
     """
     name = request.param
     base = request.getfixturevalue(f"{name}_base")
@@ -43,7 +44,7 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Pa
     encoders = [str(write(base, part, tmp_path / f"{part}.safetensors")) for part in ENCODERS[name]]
     for tokenizer in base.glob("tokenizer*"):
         shutil.copytree(tokenizer, tmp_path / tokenizer.name)
-    # The order of encoders of different kinds does not matter.
+    # The last text encoder comes first: the order of encoders of different kinds does not matter.
     config = TrainConfig(text_encoder=[encoders[-1], *encoders[:-1]], vae=str(vae))
     return name, base, weights, config
 

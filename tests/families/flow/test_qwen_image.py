@@ -1,4 +1,4 @@
-"""What only Qwen-Image has: its texts, guidance, noise levels, files and related models."""
+"""Properties of Qwen-Image: positions, noise levels, captions, guidance, files, related models."""
 
 import json
 import shutil
@@ -79,7 +79,7 @@ def test_the_negative_prompt_is_a_space_by_default(qwen_image_base: Path) -> Non
 
 @pytest.fixture
 def files(qwen_image_base: Path, tmp_path: Path) -> tuple[Path, TrainConfig]:
-    """A file of ComfyUI with the transformer, and settings that name files of the other parts."""
+    """A transformer file as for ComfyUI, and settings that name the files of the other models."""
     stored = tc.load_file(next((qwen_image_base / "transformer").glob("*.safetensors")))
     path = tmp_path / "qwen_image.safetensors"
     tc.save_file({f"model.diffusion_model.{name}": t for name, t in stored.items()}, path)
@@ -126,7 +126,11 @@ def test_fp8_files_hold_nearly_the_same(
 
 
 def test_the_encoder_of_the_published_folder_is_read(qwen_image_base: Path, tmp_path: Path) -> None:
-    """The published config.json has no `text_config`; names begin with `model.language_model`."""
+    """Weights and configuration are read as published with Qwen-Image.
+
+    The published config.json has no `text_config`. The names of the published language model's
+    tensors begin with `model.language_model`.
+    """
     config = json.loads((qwen_image_base / "text_encoder" / "config.json").read_text())
     flat = config.pop("text_config")
     rope = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}

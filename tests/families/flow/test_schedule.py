@@ -1,4 +1,4 @@
-"""Noise levels of drawing against diffusers' schedulers (tests/golden/schedules)."""
+"""Noise levels for sampling against diffusers' schedulers (tests/golden/schedules)."""
 
 import json
 from pathlib import Path
@@ -37,9 +37,10 @@ def test_flux2_is_shifted_by_the_size_and_the_steps() -> None:
 
 
 def test_training_may_shift_by_the_size() -> None:
-    """Flux trains with the shift for sampling.
+    """Flux trains with the shift that it samples with at the same number of image tokens.
 
-    SD3's shift grows with the square root of the number of pixels (arXiv:2403.03206, equation 23).
+    SD3's shift in training is proportional to the square root of the number of pixels
+    (arXiv:2403.03206, equation 23).
     """
     assert Flux.schedule.in_training(1024) == pytest.approx(Flux.schedule.at(1024))
     assert SD3.schedule.in_training(4096) == 3.0

@@ -1,4 +1,4 @@
-"""What only Z-Image has: its template, lengths of captions, tokenizer and distilled models."""
+"""Properties of Z-Image: its chat template, caption lengths, tokenizer and distilled models."""
 
 import shutil
 from pathlib import Path
@@ -20,7 +20,8 @@ def test_captions_are_wrapped_in_the_template(zimage_base: Path) -> None:
     folder = zimage_base / "tokenizer"
     plain, quiet = (PromptTokenizer.from_pretrained(folder, thinks=t) for t in (True, False))
     tokens = plain.encode("{}", 512)
-    # Each byte is a token: start, "user\n", the braces, end, newline, start, "assistant\n".
+    # The tokens are <|im_start|>, "user\n", "{}", <|im_end|>, "\n", <|im_start|>, "assistant\n".
+    # Each byte of a quoted text is one token.
     assert len(tokens) == 1 + 5 + 2 + 1 + 1 + 1 + 10
     thoughts = quiet.encode("{}", 512)[len(tokens) :]
     assert len(thoughts) == 1 + 2 + 1 + 2

@@ -90,7 +90,7 @@ Save = Callable[..., Path]
 
 @pytest.fixture
 def save(sdxl_base: Path, tmp_path: Path) -> Save:
-    """A function that writes an adapter of some parts of the model."""
+    """A function that writes the file of an adapter on the given models of the pipeline."""
 
     def save(parts: Sequence[str] = ("unet",), form: str = "kohya", **settings: Any) -> Path:
         path = tmp_path / "initial.safetensors"

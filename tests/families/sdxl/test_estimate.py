@@ -54,11 +54,13 @@ def test_activations_are_what_the_tape_holds_within_a_seventh(
         batch = batches.batch(index)
         before = tc.memory.saved_bytes()
         loss = prepared.loss(prepared.inputs(batch))
+        # Scale the bytes to a batch of two images, as in the estimate.
         held.append((tc.memory.saved_bytes() - before) * 2 // len(batch))
         loss.backward()
     estimated = items(sdxl_base, config)["unet activations"]
     if checkpointing == "full":
-        # The backward pass recomputes one block at a time. The estimate includes that block.
+        # The backward pass recomputes the activations of one block at a time. The estimate includes
+        # one recomputed block; `held`, measured before the backward pass, does not.
         assert max(held) < estimated < 5 * max(held)
     else:
         assert estimated == pytest.approx(max(held), rel=1 / 7)

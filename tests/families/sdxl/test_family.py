@@ -1,4 +1,4 @@
-"""Losses and sampled images against the same computations, written out in the tests."""
+"""SDXL: losses and sampled images against computations written out in the tests, and errors."""
 
 import shutil
 from collections.abc import Callable
@@ -92,7 +92,8 @@ def test_validation_is_the_same_every_time_and_leaves_the_generator(
 
 def test_long_captions_take_several_rows_and_are_padded_to_the_longest(sdxl_base: Path) -> None:
     encoders = TextEncoders.load(SDXL(sdxl_base, "f32", "cpu"))
-    long = "ab " * 20  # 40 letters, a token each, in rows of 15
+    # 40 letters of one token each. A row has 17 tokens: a start, up to 15 letters, and an end.
+    long = "ab " * 20
     with tc.no_grad():
         both = encoders([long, "x"])
         alone, empty = encoders(["x"]), encoders([""])
@@ -119,7 +120,7 @@ def test_samples_depend_on_seed_prompt_and_every_option(sdxl_base: Path) -> None
     assert tc.get_rng_state() == state
     assert (first.shape, first.dtype) == ((1, 48, 32, 3), np.uint8)
     np.testing.assert_array_equal(draw(), first)
-    # The seed of the second image is one higher.
+    # The second image has the given seed plus 1.
     np.testing.assert_array_equal(draw("a dog", "a cat", seed=2)[1:], first)
     changes: list[dict[str, Any]] = [
         {"seed": 4},
@@ -286,7 +287,8 @@ def test_the_original_checkpoint_says_what_it_predicts(
 
 
 def test_time_ids_are_those_of_the_reference() -> None:
-    # diffusers' train_text_to_image_sdxl: original (h, w), crop (top, left), target (h, w).
+    # As in diffusers' train_text_to_image_sdxl.py, the six values are the original size (h, w), the
+    # crop's corner (top, left) and the target size (h, w).
     fit = Fit(Bucket(896, 1152), (3000, 4000), (896, 1195))
     assert fit.box() == (0, 22)
     assert time_ids(fit.frame(0, 22)) == (4000, 3000, 22, 0, 1152, 896)

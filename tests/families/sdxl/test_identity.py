@@ -1,4 +1,7 @@
-"""A cache's identity changes with everything that its entries depend on, and with nothing else."""
+"""The identities of the latents' and of the text features' caches.
+
+An identity changes with every file that the cache's entries depend on, and with no other file.
+"""
 
 import shutil
 from collections.abc import Callable, Mapping

@@ -2,9 +2,9 @@
 
 ComfyUI's models have the original names, and one matrix for queries, keys and values. ComfyUI's map
 of names (`lora.py`) lists the original names under `diffusion_model.` and, with underscores, under
-`lora_unet_`. It lists diffusers' names under `transformer.`, each for a slice of rows. ComfyUI's
-package `weight_adapter` has the formulas. This file follows ComfyUI at commit ec93dcac, and does
-not use the library's own tables.
+`lora_unet_`. It lists diffusers' names under `transformer.`. There, each name stands for a slice of
+an original matrix's rows. ComfyUI's package `weight_adapter` has the formulas. This file follows
+ComfyUI at commit ec93dcac. It does not use the tables of trainable_candle.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,11 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class Slice(NamedTuple):
-    """Rows in an original matrix of `of` equal parts: the `count` parts from part `first` on.
+    """The rows that a layer in diffusers has in the original matrix `name`.
 
-    If `swapped`, the original matrix has the two halves of the layer's rows in reverse order.
+    The matrix's rows are divided into `of` equal ranges. The layer has `count` ranges, beginning
+    with range `first` (from 0). If `swapped`, the matrix has the second half of the layer's rows
+    before the first half.
     """
 
     name: str
@@ -44,7 +46,7 @@ ADDED = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
 
 def flux_slices(blocks: int, singles: int) -> dict[str, Slice]:
-    """Which rows of Flux's original matrices belong to each linear layer in diffusers."""
+    """The rows of Flux's original matrices, by the name of the linear layer in diffusers."""
     found = {
         "x_embedder": Slice("img_in"),
         "context_embedder": Slice("txt_in"),
@@ -73,7 +75,10 @@ def flux_slices(blocks: int, singles: int) -> dict[str, Slice]:
 
 
 def without_modulation(flux: dict[str, Slice], layers: int) -> dict[str, Slice]:
-    """Chroma's linear layers: those that it shares with Flux, and those of its approximator."""
+    """Like `flux_slices`, for Chroma, from the result for Flux.
+
+    Chroma lacks Flux's layers of modulation, and has an approximator with `layers` blocks.
+    """
     modulation = ("time_text_embed.", "norm_out.")
     found = {
         layer: place
@@ -173,7 +178,7 @@ _NATIVE = ("double_stream_modulation_", "single_stream_modulation.", "time_guida
 
 
 def originals(weights: Arrays, slices: Mapping[str, Slice]) -> dict[str, np.ndarray]:
-    """The original matrices of diffusers' weights."""
+    """Join diffusers' weights into the original matrices."""
     rows: dict[str, dict[int, np.ndarray]] = {}
     for layer, place in slices.items():
         if (weight := weights.get(f"{layer}.weight")) is not None:
@@ -215,7 +220,13 @@ def applied(
 
 
 def _patched(weight: np.ndarray, values: Arrays, *, swapped: bool) -> np.ndarray:
-    """A weight with the adapter of one module."""
+    """Apply one module's adapter to the rows of its layer.
+
+    Args:
+        weight: the layer's rows in the original matrix.
+        values: the module's tensors by their names without the module's prefix.
+        swapped: whether the halves of the rows are swapped, as in `Slice`.
+    """
     values = dict(values)
     alpha = values.pop("alpha", None)
     magnitude = values.pop("dora_scale", None)

@@ -24,7 +24,8 @@ COMMON = (*UNPOOLED, "pooled_projections")
 RANK, ALPHA = 4, 6.0
 EVERYWHERE: dict[str, Any] = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["all-linear"]}
 KINDS: dict[str, dict[str, Any]] = {
-    # SD3's default targets. They are a part of the fused layer `linear1` of Flux's single blocks.
+    # SD3's default targets. In Flux's single blocks, these layers have only some of the rows of the
+    # fused layer `linear1`.
     "attention": EVERYWHERE | {"target_modules": ["to_q", "to_k", "to_v", "to_out.0"]},
     "lora": EVERYWHERE,
     "rslora": EVERYWHERE | {"use_rslora": True},
@@ -71,7 +72,7 @@ class Family(NamedTuple):
         return model(**self.given()).numpy()
 
     def pipeline(self, folder: Path) -> Path:
-        """A folder from which `verify_adapter` reads the transformer's sizes."""
+        """Make a pipeline's folder with only the transformer; `verify_adapter` reads its sizes."""
         folder.mkdir(exist_ok=True)
         (folder / "transformer").symlink_to(self.folder)
         return folder
@@ -113,7 +114,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 @pytest.fixture
 def attach() -> Callable[..., tc.AdapterSet]:
-    """A function that puts an adapter of a kind on a model, with values that have an effect."""
+    """A function that adds an adapter to a model and gives it values that change the output."""
 
     def attach(model: Model, kind: str, **other: Any) -> tc.AdapterSet:
         tc.manual_seed(5)

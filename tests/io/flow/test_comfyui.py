@@ -17,7 +17,7 @@ Slices = dict[str, comfyui.Slice]
 
 @pytest.fixture
 def slices(family: Family) -> Slices:
-    """Which rows of ComfyUI's matrices belong to each layer of the family."""
+    """The rows of ComfyUI's matrices, by the name of the family's layer in diffusers."""
     config = json.loads((family.folder / "config.json").read_text())
     if family.name == "sd3":
         return comfyui.sd3_slices(config["num_layers"], len(config["dual_attention_layers"]))

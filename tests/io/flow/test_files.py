@@ -1,4 +1,4 @@
-"""Adapter files of flow models under the names of all tools, written and read."""
+"""Adapter files of flow models, written and read with the layer names of each tool."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -95,7 +95,8 @@ def drawn(*shape: int) -> np.ndarray:
     return np.random.default_rng(len(shape) + sum(shape)).normal(0, 0.1, shape).astype(np.float32)
 
 
-# Names of one layer as other tools write them; files with kohya's suffixes also have an alpha.
+# The name of one layer and the suffixes of its two factors, as each tool writes them, by family and
+# tool. Files with kohya's suffixes also have an alpha.
 BLOCK, FLAT = "transformer_blocks.1.attn.to_out.0", "transformer_blocks_1_attn_to_out_0"
 PEFT, KOHYA = ("lora_A", "lora_B"), ("lora_down", "lora_up")
 TO_OUT = {
@@ -142,7 +143,10 @@ def test_names_of_other_tools_are_read(tmp_path: Path, name: str, tool: str) -> 
 
 
 def test_verify_says_who_reads_musubis_files_of_z_image(tmp_path: Path) -> None:
-    """diffusers reads all layers, ComfyUI only layers whose names are also the original ones."""
+    """diffusers reads all layers of these files.
+
+    ComfyUI reads only the layers that have the same name in diffusers and in the original model.
+    """
     arrays = {}
     for layer, rows, columns in (("attention_to_q", 32, 32), ("feed_forward_w2", 32, 85)):
         module = f"lora_unet_layers_0_{layer}"
@@ -186,7 +190,10 @@ MODULE = {
 def test_a_matrix_of_several_layers_is_split(
     family: Family, tmp_path: Path, style: str, kind: str
 ) -> None:
-    """sd-scripts and LyCORIS train one adapter for the whole matrix: its layers share factors."""
+    """An adapter of an original matrix is split among the layers that it combines in diffusers.
+
+    sd-scripts and LyCORIS train one adapter for the whole matrix, so these layers share a factor.
+    """
     if family.name not in LAYERS:
         pytest.skip("its original matrices are those of diffusers")
     model = family.load()
@@ -216,7 +223,8 @@ def test_a_matrix_of_several_layers_is_split(
     expected = whole + 1.5 / 3 * change
     if kind == "dora":
         values["dora_scale"] = 1 + drawn(rows, 1) ** 2
-        # The formula of DoRA's paper, which applies to files without this library's mark.
+        # Files without this library's mark are read with the formula of DoRA's paper: the norm is
+        # that of the changed weight.
         norm = np.linalg.norm(expected, axis=1, keepdims=True)
         expected = expected * values["dora_scale"] / norm
     arrays = {f"{module}.{name}": value for name, value in values.items()}

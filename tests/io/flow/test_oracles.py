@@ -17,6 +17,8 @@ torch = pytest.importorskip("torch")
 # diffusers itself uses a class that it has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
 
+# Patterns of the layers that Flux's original matrix `linear1` combines, of the layers outside of
+# the blocks, and, by family, of some layers outside of the blocks that the style "outside" adapts.
 LINEAR1 = [r"single_transformer_blocks\.\d+\.(attn\.to_.|proj_mlp)"]
 OUTSIDE = ["x_embedder", "context_embedder", r"time_text_embed\..*", "norm_out.linear"]
 OUTSIDE += ["^proj_out", "all_.*", ".*_stream_modulation.*", r"time_guidance_embed\..*"]
@@ -67,7 +69,7 @@ def prediction(family: Family, model: Any) -> np.ndarray:
             del given["img_ids"]
         if family.name != "zimage":
             return model(**given).sample.numpy()
-        # This model gets each sample by itself, without the padding of its text.
+        # diffusers' Z-Image takes lists: one image and one text without padding for each sample.
         lengths = given["lengths"].long().tolist()
         texts = [t[:n] for t, n in zip(given["encoder_hidden_states"], lengths, strict=True)]
         images = [image[:, None] for image in given["hidden_states"]]
@@ -108,7 +110,10 @@ def test_peft_computes_the_same(
 def test_diffusers_reads_kohyas_names_of_flux(
     attach: Callable[..., tc.AdapterSet], tmp_path: Path
 ) -> None:
-    """All layers of the blocks except `linear1`, which diffusers splits by the published widths."""
+    """The adapter is on all layers of the blocks except those in the original matrix `linear1`.
+
+    diffusers splits `linear1` by the widths of the published model, which the tiny model lacks.
+    """
     family = FAMILIES["flux"]
     model = family.load()
     base = family.predict(model)
