@@ -1,4 +1,4 @@
-"""Generated texts: the same with and without a cache; greedy ones equal those of transformers."""
+"""Generation: scores are equal with and without a KV cache, greedy tokens to transformers' ones."""
 
 import gzip
 import json
@@ -32,7 +32,7 @@ def switched(name: str, folder: Path) -> tuple[CausalLM, list[int]]:
 
 
 def scores(model: CausalLM, ids: list[int]) -> np.ndarray:
-    """The scores of the next token, from a forward pass over the whole text."""
+    """The scores of the next token, from a forward pass over the whole text without a cache."""
     return np.asarray(model(tc.tensor([ids]))[0, -1].to("f32").numpy())
 
 
@@ -57,7 +57,7 @@ def test_scores_with_a_cache_equal_those_without(name: str, tmp_path: Path) -> N
     for step in range(20):
         for text, row in zip(texts, found.numpy(), strict=True):
             np.testing.assert_allclose(row, scores(model, text), rtol=0, atol=1e-5)
-        # In some steps a text gets several tokens, or none.
+        # In some steps the first text gets three tokens, or the second text gets none.
         new = [[ids[step]], [ids[-step - 1]]]
         if step % 7 == 3:
             new[0] = ids[step : step + 3]
@@ -118,7 +118,7 @@ def test_draws_depend_only_on_seed_text_and_position() -> None:
     assert drawn != model.generate(prompts, seed=8, **warm)
     assert drawn[0] != drawn[2]
     assert model.generate(prompts[:1], seed=7, **warm)[0] == drawn[0]
-    # A longer text begins with the shorter one.
+    # A lower max_new_tokens only cuts the texts: it does not change their first tokens.
     assert model.generate(prompts, seed=7, **(warm | {"max_new_tokens": 5})) == [
         text[:5] for text in drawn
     ]
