@@ -22,7 +22,7 @@ def model_of(family: str, **options: object) -> CausalLM:
 
 
 def switched(name: str, folder: Path) -> tuple[CausalLM, list[int]]:
-    """The model of a case in `switches.json`, and the first text of the case."""
+    """The model of a case in `switches.json`, and the token ids of the golden file's first text."""
     tensors = tc.load_file(GOLDEN / "switches.safetensors")
     own = {key.split("|")[1]: tensors[key] for key in tensors if key.startswith(f"{name}|")}
     weights = {key: value for key, value in own.items() if not key.startswith("logits")}
@@ -49,7 +49,7 @@ def test_greedy_tokens_equal_those_of_transformers(family: str, device: str) -> 
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_scores_with_a_cache_equal_those_without(name: str, tmp_path: Path) -> None:
-    """The texts exceed the attention window and the lengths at which the rotary angles change."""
+    """The texts grow beyond the attention window and the lengths where the rotary angles change."""
     model, ids = switched(name, tmp_path)
     cache = tc.models.KVCache(2)
     texts = [ids[:3], ids[4:11]]

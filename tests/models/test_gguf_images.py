@@ -17,8 +17,8 @@ PREFIX = "model.diffusion_model."
 def kind_of(name: str, tensor: tc.Tensor, kind: str) -> str:
     """The type in which the file stores a tensor.
 
-    It is f32 for vectors and for tensors of at most 1024 elements, f16 for other tensors that are
-    not matrices with rows of whole blocks of 32 or are position embeddings, and else `kind`.
+    Vectors and tensors of at most 1024 elements are f32. Position embeddings, and tensors that are
+    not matrices with rows of whole blocks of 32 elements, are f16. All others are of type `kind`.
     """
     if tensor.ndim == 1 or tensor.numel() <= 1024:
         return "f32"

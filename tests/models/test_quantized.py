@@ -1,4 +1,4 @@
-"""Models over quantized bases: results, gradients, memory, files."""
+"""Models whose base weights are quantized: results, gradients, memory, files."""
 
 from pathlib import Path
 

@@ -49,8 +49,8 @@ def test_names_and_shapes_equal_those_of_diffusers(model: SDXLUNet) -> None:
 
 
 def test_prediction_equals_that_of_diffusers(sdxl: Path, device: str) -> None:
-    # The latents are 10 x 7. The down path halves odd heights and widths and rounds up; the up path
-    # must restore them.
+    # The latents are 10 x 7. The down path halves heights and widths and rounds odd ones up; the up
+    # path must restore the heights and widths from before each halving.
     model = SDXLUNet.from_pretrained(sdxl / "unet", dtype="f32", device=device)
     assert_near(predict(model, device=device), CASE["output"])
 

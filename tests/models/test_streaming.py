@@ -30,6 +30,7 @@ def load(
 
 
 def blocks(family: Family) -> int:
+    """The number of blocks of the family's golden transformer, all of which can be streamed."""
     config = json.loads((family.folder / "transformer" / "config.json").read_text())
     names = ("num_layers", "num_single_layers", "n_layers")
     refiners = 2 * config.get("n_refiner_layers", 0)
