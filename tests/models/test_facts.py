@@ -1,4 +1,4 @@
-"""`tc.inspect` reads the same facts from the headers of files as the loaded models have."""
+"""`tc.inspect`: the facts that it reads from file headers equal those of the loaded models."""
 
 import shutil
 from pathlib import Path

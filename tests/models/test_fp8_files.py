@@ -83,7 +83,7 @@ def test_every_form_is_read(form: str, tmp_path: Path) -> None:
     model = FluxTransformer.from_pretrained(path, dtype="f32", config=GOLDEN / "config.json")
     for name, tensor in model.named_tensors().items():
         np.testing.assert_allclose(tensor.numpy(), expected[name], rtol=1e-6, err_msg=name)
-    # With three fraction bits, rounding changes a value by at most a sixteenth of the value.
+    # With three fraction bits, rounding changes a normal value by at most a sixteenth of the value.
     original = tc.load_file(GOLDEN / "diffusion_pytorch_model.safetensors")
     name = "transformer_blocks.0.attn.to_q.weight"
     near = original[name].to("f32").numpy()

@@ -27,7 +27,10 @@ def quantized(family: Family, format: str) -> Model:
 def test_a_quantized_model_equals_one_with_its_dequantized_weights(
     name: str, format: str, tmp_path: Path
 ) -> None:
-    """Saving dequantizes the weights; the saved model has the same results and gradients."""
+    """Saving dequantizes the weights.
+
+    The results and gradients of the saved model are bit for bit those of the quantized model.
+    """
     family = FAMILIES[name]
     model = quantized(family, format)
     model.save_pretrained(tmp_path)

@@ -168,8 +168,8 @@ def test_the_estimate_counts_two_blocks_of_those_streamed() -> None:
         for quantize in (None, "nf4"):
             counts = range(blocks(family) + 1)
             found = [facts.weight_bytes("bf16", quantize, stream_blocks=n) for n in counts]
-            # To stream one or two blocks saves nothing: the device has memory for two streamed
-            # blocks at a time.
+            # Streaming one or two blocks saves nothing: the device holds the weights of two
+            # streamed blocks at a time.
             assert found[0] == facts.weight_bytes("bf16", quantize)
             assert found[1] == found[2] == found[0]
             assert (found[-1] < found[0]) == (blocks(family) > 2)
