@@ -18,7 +18,10 @@ def inputs(batch: int = 3) -> tuple[tc.Tensor, tc.Tensor, tc.Tensor]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A saved model whose layers all have an effect (the gates of a fresh model are zero)."""
+    """The folder of a saved model with random weights.
+
+    The gates of a fresh model are zero, so that its blocks would have no effect.
+    """
     tc.manual_seed(0)
     model = DigitsTransformer(num_layers=2)
     for var in model.named_parameters().values():

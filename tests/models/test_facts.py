@@ -1,4 +1,4 @@
-"""`tc.inspect`: facts from the headers of checkpoints, against the loaded models."""
+"""`tc.inspect`: the facts that it reads from file headers equal those of the loaded models."""
 
 import shutil
 from pathlib import Path
@@ -63,7 +63,7 @@ def test_selected_layers_are_those_that_get_adapters() -> None:
 
 @pytest.fixture
 def pipeline(tmp_path: Path) -> Path:
-    """A copy of the pipeline's folder."""
+    """A copy of the golden SDXL pipeline's model folders, without a `model_index.json`."""
     for name in PARTS:
         shutil.copytree(GOLDEN / name, tmp_path / "pipeline" / name)
     return tmp_path / "pipeline"

@@ -81,11 +81,12 @@ def test_checkpoint_without_configurations_says_what_it_lacks(
         SDXLUNet.from_pretrained(alone)
     for config in (GOLDEN, GOLDEN / "unet", GOLDEN / "unet" / "config.json"):
         assert_same(SDXLUNet.from_pretrained(alone, config=config), from_folder("unet"))
-    # Shapes do not show the groups of the autoencoder's norms and the scale of its latents. The
-    # configuration beside the file has them.
+    # The shapes of the autoencoder's tensors show neither the number of groups of its norms nor
+    # the scale of its latents. The loader reads both from the configuration beside the file.
     shutil.copytree(GOLDEN / "vae", tmp_path / "vae")
     assert_same(AutoencoderKL.from_pretrained(alone), from_folder("vae"))
-    # A configuration beside the file with other sizes belongs to another model.
+    # The loader ignores a configuration beside the file if its sizes do not fit the tensors: the
+    # configuration belongs to another model.
     (tmp_path / "unet").mkdir()
     other = json.loads((GOLDEN / "unet" / "config.json").read_text())
     other["block_out_channels"] = [8, 16, 24]
@@ -124,7 +125,8 @@ def test_half_precision_files_are_read_if_alone_or_requested(unet: Path) -> None
     whole.rename(unet / "elsewhere.safetensors")
     assert SDXLUNet.from_pretrained(unet).dtype == "f16"
     assert SDXLUNet.from_pretrained(unet, dtype="f32").dtype == "f32"
-    # If both files exist, a request for f16 reads only the smaller one.
+    # If both files exist, a request for f16 reads only the `.fp16` file. The other file is empty
+    # here, so that reading it fails.
     whole.write_bytes(b"")
     assert SDXLUNet.from_pretrained(unet, dtype="f16").dtype == "f16"
     with pytest.raises(tc.WeightsFormatError, match="only 0 bytes"):
@@ -203,19 +205,19 @@ def test_saved_folder_is_what_the_libraries_write(name: str, tmp_path: Path) -> 
     }
     saved = tc.load_file(next((tmp_path / name).glob("*.safetensors")))
     expected = weights_of(name)
-    if name == "text_encoder":  # published files have this prefix
+    if name == "text_encoder":  # published files have this prefix in the names of the tensors
         expected = {f"text_model.{key}": tensor for key, tensor in expected.items()}
     assert saved.keys() == expected.keys()
     for key, tensor in expected.items():
         assert saved[key].dtype == "bf16"
         np.testing.assert_array_equal(saved[key].to("f32").numpy(), tensor.to("f32").numpy())
-    # Every field of our configuration has the value that the other library writes.
+    # Every field of our configuration has the value of the golden folder's configuration.
     ours, theirs = (
         json.loads((folder / name / "config.json").read_text()) for folder in (tmp_path, GOLDEN)
     )
     for key, value in ours.items():
         if name == "text_encoder" and key == "projection_dim":
-            continue  # has no effect in this encoder
+            continue  # this encoder has no projection, so the field has no effect
         levels = isinstance(theirs[key], list) and not isinstance(value, list)
         assert (theirs[key][0] if levels else theirs[key]) == value, key
     assert_same(models.load(tmp_path / name), from_folder(name))
@@ -245,7 +247,7 @@ def test_merged_adapter_goes_into_a_checkpoint(single_file: Path, tmp_path: Path
     parts = {name: PARTS[name].from_pretrained(single_file, subfolder=name) for name in PARTS}
     models.save_checkpoint(tmp_path / "own.safetensors", parts, dtype="f32")
     for name, part in parts.items():
-        # The configurations are in the header.
+        # The header of the checkpoint holds the configurations of its models.
         again = PARTS[name].from_pretrained(tmp_path / "own.safetensors", subfolder=name)
         assert_same(again, PARTS[name].from_pretrained(GOLDEN, "f32", subfolder=name))
         with pytest.raises(tc.ArgumentError, match='has no place "scheduler"'):
@@ -279,7 +281,7 @@ def test_loading_takes_the_memory_of_the_model_and_a_tenth(
     config = json.loads((GOLDEN / "text_encoder" / "config.json").read_text())
     config |= sizes | {"vocab_size": 49408, "max_position_embeddings": 77}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    # Replace each length in the shapes of the tiny encoder by that of the large one.
+    # Replace each dimension in the shapes of the tiny encoder by the large encoder's dimension.
     widths = {8: 512, 20: 2048, 200: 49408, 17: 77}
     tensors = {}
     for name, tensor in weights_of("text_encoder").items():
@@ -299,7 +301,7 @@ def test_loading_takes_the_memory_of_the_model_and_a_tenth(
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of one repository in the cache of the hub's client, which has no connection."""
+    """The snapshot folder of one repository in the hub client's cache. The client is offline."""
     from huggingface_hub import constants
 
     revision = "0" * 40

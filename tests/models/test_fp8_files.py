@@ -1,4 +1,8 @@
-"""FP8 weights in the three forms of ComfyUI's files."""
+"""FP8 weights in the three forms of ComfyUI's files.
+
+The forms are "plain" (codes without a scale), "old" (each layer has a `scale_weight`) and "new"
+(each layer has a `weight_scale` and a `comfy_quant`, which names the format).
+"""
 
 import json
 import struct
@@ -15,7 +19,7 @@ FORMAT = json.dumps({"format": "float8_e4m3fn"}).encode()
 
 
 def e4m3() -> np.ndarray:
-    """The values of all codes: sign, 4 exponent bits (bias 7), 3 fraction bits; no infinity."""
+    """The values of the 256 codes: sign, 4 exponent bits (bias 7), 3 fraction bits; no infinity."""
     bits = np.arange(256)
     exponent, fraction = bits >> 3 & 15, bits & 7
     normal = (1 + fraction / 8) * 2.0 ** (exponent - 7)
@@ -25,7 +29,7 @@ def e4m3() -> np.ndarray:
 
 
 def encoded(values: np.ndarray) -> np.ndarray:
-    """The codes of the nearest values."""
+    """The E4M3 codes whose values are nearest to `values`."""
     known = e4m3()
     order = np.argsort(np.where(np.isnan(known), np.inf, known), kind="stable")[:254]
     middles = (known[order][1:] + known[order][:-1]) / 2
@@ -46,7 +50,7 @@ def write(path: Path, tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) ->
 def quantised(
     form: str,
 ) -> tuple[dict[str, tuple[str, tuple[int, ...], bytes]], dict[str, np.ndarray]]:
-    """The golden transformer's file in one of the forms, and the values after rounding."""
+    """The golden transformer's tensors in one of the forms, and their values after rounding."""
     stored = tc.load_file(GOLDEN / "diffusion_pytorch_model.safetensors")
     tensors, expected = {}, {}
     for name, tensor in stored.items():
@@ -79,7 +83,7 @@ def test_every_form_is_read(form: str, tmp_path: Path) -> None:
     model = FluxTransformer.from_pretrained(path, dtype="f32", config=GOLDEN / "config.json")
     for name, tensor in model.named_tensors().items():
         np.testing.assert_allclose(tensor.numpy(), expected[name], rtol=1e-6, err_msg=name)
-    # With three bits of fraction, rounding changes a value by at most a sixteenth.
+    # With three fraction bits, rounding changes a normal value by at most a sixteenth of the value.
     original = tc.load_file(GOLDEN / "diffusion_pytorch_model.safetensors")
     name = "transformer_blocks.0.attn.to_q.weight"
     near = original[name].to("f32").numpy()

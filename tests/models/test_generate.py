@@ -1,4 +1,4 @@
-"""Generated texts: the same with and without a cache; greedy ones equal those of transformers."""
+"""Generation: a KV cache does not change scores; greedy tokens equal those of transformers."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ def model_of(family: str, **options: object) -> CausalLM:
 
 
 def switched(name: str, folder: Path) -> tuple[CausalLM, list[int]]:
-    """The model of a case in `switches.json`, and the first text of the case."""
+    """The model of a case in `switches.json`, and the token ids of the golden file's first text."""
     tensors = tc.load_file(GOLDEN / "switches.safetensors")
     own = {key.split("|")[1]: tensors[key] for key in tensors if key.startswith(f"{name}|")}
     weights = {key: value for key, value in own.items() if not key.startswith("logits")}
@@ -32,7 +32,7 @@ def switched(name: str, folder: Path) -> tuple[CausalLM, list[int]]:
 
 
 def scores(model: CausalLM, ids: list[int]) -> np.ndarray:
-    """The scores of the next token, from a forward pass over the whole text."""
+    """The scores of the next token, from a forward pass over the whole text without a cache."""
     return np.asarray(model(tc.tensor([ids]))[0, -1].to("f32").numpy())
 
 
@@ -49,7 +49,7 @@ def test_greedy_tokens_equal_those_of_transformers(family: str, device: str) -> 
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_scores_with_a_cache_equal_those_without(name: str, tmp_path: Path) -> None:
-    """The texts exceed the attention window and the lengths at which the rotary angles change."""
+    """The texts grow beyond the attention window and the lengths where the rotary angles change."""
     model, ids = switched(name, tmp_path)
     cache = tc.models.KVCache(2)
     texts = [ids[:3], ids[4:11]]
@@ -57,7 +57,7 @@ def test_scores_with_a_cache_equal_those_without(name: str, tmp_path: Path) -> N
     for step in range(20):
         for text, row in zip(texts, found.numpy(), strict=True):
             np.testing.assert_allclose(row, scores(model, text), rtol=0, atol=1e-5)
-        # In some steps a text gets several tokens, or none.
+        # In some steps the first text gets three tokens, or the second text gets none.
         new = [[ids[step]], [ids[-step - 1]]]
         if step % 7 == 3:
             new[0] = ids[step : step + 3]
@@ -118,7 +118,7 @@ def test_draws_depend_only_on_seed_text_and_position() -> None:
     assert drawn != model.generate(prompts, seed=8, **warm)
     assert drawn[0] != drawn[2]
     assert model.generate(prompts[:1], seed=7, **warm)[0] == drawn[0]
-    # A longer text begins with the shorter one.
+    # A lower max_new_tokens only cuts the texts: it does not change their first tokens.
     assert model.generate(prompts, seed=7, **(warm | {"max_new_tokens": 5})) == [
         text[:5] for text in drawn
     ]

@@ -1,4 +1,4 @@
-"""Language models from GGUF files compute the same as those from folders with the same values."""
+"""A language model from a GGUF file computes the same as one from a folder with equal weights."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def write_tokenizer(folder: Path, split: str | None) -> None:
 
 
 def folder(family: str, tmp_path: Path) -> Path:
-    """A tiny model with a tokenizer beside it."""
+    """The folder of a copy of a tiny model, with a tokenizer."""
     path = tmp_path / "base"
     shutil.copytree(GOLDEN / "llm" / family, path)
     for file in path.iterdir():
@@ -106,7 +106,8 @@ def test_facts_have_the_bytes_of_a_file(tmp_path: Path) -> None:
     (facts,) = tc.inspect(tmp_path / "model.gguf").parts.values()
     expected = 0
     for shape in facts.tensors.values():
-        # Rows of 112 elements do not divide into blocks of 32, so they have two bytes per element.
+        # Rows of 112 elements do not divide into blocks of 32. The file stores the tensors with
+        # such rows in two bytes per element.
         blocks = len(shape) == 2 and shape[1] % 32 == 0
         expected += shape[0] * shape[1] // 32 * 34 if blocks else 2 * int(np.prod(shape))
     assert facts.weight_bytes("bf16") == expected
@@ -169,7 +170,10 @@ def test_transformers_reads_the_same_model(family: str, tmp_path: Path) -> None:
 
 
 def tiny(path: Path, **changes: Fact | None) -> Path:
-    """A file with two tensors and the metadata of a one-layer Llama; `changes` replaces entries."""
+    """A file with two tensors and the metadata of a one-layer Llama, changed by `changes`.
+
+    A key of `changes` has two underscores for each dot; the value None removes the entry.
+    """
     facts: dict[str, Fact] = {
         "general.architecture": "llama", "llama.block_count": 1, "llama.context_length": 64,
         "llama.embedding_length": 32, "llama.feed_forward_length": 32,
@@ -226,6 +230,7 @@ def test_damaged_files_and_other_types_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["q4_k", "q5_k", "q6_k"])
 def test_blocks_of_256_are_read(kind: str, tmp_path: Path) -> None:
     """A file whose matrices are random blocks; the scales are small, so values do not overflow."""
+    # The number of bytes of a block, and the byte offsets of the f16 scales in the block.
     sizes = {"q4_k": (144, (0, 2)), "q5_k": (176, (0, 2)), "q6_k": (210, (208,))}
     size, places = sizes[kind]
     base = tmp_path / "base"
@@ -251,7 +256,8 @@ def test_blocks_of_256_are_read(kind: str, tmp_path: Path) -> None:
         chosen = kind if tensor.ndim == 2 else "f32"
         entries.append(Entry(theirs, shape, chosen, partial(lambda given: given, stored)))
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            # The file has the rows in llama.cpp's order, the folder in that of transformers.
+            # The file has the rows of this weight in llama.cpp's order, the folder has them in
+            # transformers' order.
             heads = 4 if "q_proj" in name else 2
             halves = values[name].numpy().reshape(heads, 32, 2, 256).swapaxes(1, 2)
             values[name] = tc.tensor(np.ascontiguousarray(halves).reshape(-1, 256))

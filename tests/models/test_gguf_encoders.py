@@ -12,7 +12,8 @@ from trainable_candle.models import CLIPTextModel, SDXLUNet, T5Encoder
 from .test_gguf_images import PREFIX, kind_of, write_gguf
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# ComfyUI-GGUF replaces these parts of llama.cpp's names, in this order, by those of transformers.
+# To get transformers' names, ComfyUI-GGUF replaces these keys in llama.cpp's names by these values,
+# in this order.
 FROM_LLAMA_CPP = {
     "enc.": "encoder.",
     ".blk.": ".block.",
@@ -40,7 +41,7 @@ def to_llama_cpp(name: str) -> str:
 def write_named(
     weights: dict[str, tc.Tensor], path: Path, architecture: str, kind: str
 ) -> dict[str, tc.Tensor]:
-    """Write a GGUF file of weights by their names in the file; return the rounded weights."""
+    """Write a GGUF file; the keys of `weights` are the names in it. Return the rounded weights."""
     entries, values = [], {}
     for name, tensor in weights.items():
         chosen, wide = kind_of(name, tensor, kind), tensor.to("f32")

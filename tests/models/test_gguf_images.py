@@ -1,4 +1,4 @@
-"""Transformers of image models in GGUF files of ComfyUI-GGUF, which have the original names."""
+"""Image models' transformers in ComfyUI-GGUF's files, with the tensor names of original files."""
 
 from pathlib import Path
 
@@ -15,7 +15,11 @@ PREFIX = "model.diffusion_model."
 
 
 def kind_of(name: str, tensor: tc.Tensor, kind: str) -> str:
-    """f32 for vectors and small tensors, f16 where blocks do not fit, `kind` for the rest."""
+    """The type in which the file stores a tensor.
+
+    Vectors and tensors of at most 1024 elements are f32. Position embeddings, and tensors that are
+    not matrices with rows of whole blocks of 32 elements, are f16. All others are of type `kind`.
+    """
     if tensor.ndim == 1 or tensor.numel() <= 1024:
         return "f32"
     if tensor.ndim != 2 or tensor.shape[1] % 32 or "pos_embed" in name:

@@ -21,7 +21,7 @@ def config(qat: str | None, **settings: object) -> tc.LoraConfig:
 
 
 def moved(adapter: tc.AdapterSet) -> dict[str, np.ndarray]:
-    """Add random values to the parameters, the same in each call; return the new values."""
+    """Add the same random changes to the parameters in each call; return the new values."""
     random = np.random.default_rng(0)
     for var in adapter.parameters():
         change = random.standard_normal(var.shape).astype(np.float32) * 0.1
@@ -41,7 +41,7 @@ def test_a_merged_model_computes_the_same_as_in_training(name: str, kind: str) -
     assert (before != family.predict(plain).numpy()).any()
     aware.merge_adapter()
     np.testing.assert_allclose(family.predict(aware).numpy(), before, rtol=1e-4, atol=1e-5)
-    # The merged weights are those of a plain adapter, rounded.
+    # The merged weights equal the merged weights of a plain adapter after rounding to int8.
     plain.merge_adapter()
     merged = plain.named_tensors()
     adapted = 0

@@ -1,4 +1,4 @@
-"""Models over quantized bases: results, gradients, memory, files."""
+"""Models whose base weights are quantized: results, gradients, memory, files."""
 
 from pathlib import Path
 
@@ -27,7 +27,10 @@ def quantized(family: Family, format: str) -> Model:
 def test_a_quantized_model_equals_one_with_its_dequantized_weights(
     name: str, format: str, tmp_path: Path
 ) -> None:
-    """Saving dequantizes; the saved model has the same results and gradients, bit by bit."""
+    """Saving dequantizes the weights.
+
+    The results and gradients of the saved model are bit for bit those of the quantized model.
+    """
     family = FAMILIES[name]
     model = quantized(family, format)
     model.save_pretrained(tmp_path)
@@ -146,6 +149,7 @@ def test_embedding_and_head_are_quantized_by_rows(
     rows = [key for key in original if key in {"model.embed_tokens.weight", "lm_head.weight"}]
     assert len(rows) == (2 if name == "llama" else 1)
     for key in rows:
+        # The embedding and the head are int8 whichever format the other layers have.
         expected = tc.quantize(original[key], "int8").dequantize().numpy()
         np.testing.assert_array_equal(plain.named_tensors()[key].numpy(), expected)
     ids = tc.tensor(np.arange(48).reshape(2, 24) * 7 % 100)

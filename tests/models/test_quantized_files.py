@@ -1,4 +1,4 @@
-"""Files whose weights are quantized already: their codes stay as they are."""
+"""Files whose weights are quantized already: the loader keeps the codes."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_codes_of_comfyui_are_kept(form: str, tmp_path: Path) -> None:
     model = FluxTransformer.from_pretrained(path, dtype="f32", config=CONFIG, quantize="fp8")
     for name, tensor in model.named_tensors().items():
         np.testing.assert_array_equal(tensor.numpy(), expected[name], err_msg=name)
-    # If another format is requested, the values are quantized anew.
+    # If `quantize` asks for another format, the loader dequantizes the weights and quantizes again.
     other = FluxTransformer.from_pretrained(path, dtype="f32", config=CONFIG, quantize="int8")
     name = "transformer_blocks.0.attn.to_q.weight"
     difference = np.abs(other.named_tensors()[name].numpy() - expected[name]).max()
@@ -45,7 +45,7 @@ def test_a_code_that_is_nan_is_an_error(tmp_path: Path) -> None:
 
 
 def packed(name: str, values: np.ndarray) -> tuple[dict[str, Entry], np.ndarray]:
-    """A weight as bitsandbytes stores it with quantized scales, and its values."""
+    """The tensors in which bitsandbytes stores a weight with quantized scales, and its values."""
     found = tc.quantize(tc.tensor(values), "nf4")
     parts = {key: tensor.numpy() for key, tensor in found.tensors().items()}
     state = {
@@ -64,6 +64,7 @@ def packed(name: str, values: np.ndarray) -> tuple[dict[str, Entry], np.ndarray]
     return tensors, found.dequantize().numpy()
 
 
+# The values of the 16 codes of NF4.
 QUANTILES = np.array([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
@@ -73,7 +74,7 @@ QUANTILES = np.array([
 
 
 def dynamic_map() -> np.ndarray:
-    """The signed 8-bit map of bitsandbytes, from the golden file of its optimizers."""
+    """The values of bitsandbytes' signed 8-bit codes, from the golden file of its optimizers."""
     path = Path(__file__).parents[1] / "golden" / "optim" / "bitsandbytes.safetensors"
     return tc.load_file(path)["map.signed"].numpy().astype(np.float32)
 

@@ -21,7 +21,10 @@ def load(device: str = "cpu") -> AutoencoderKLQwenImage:
 
 
 def of_an_image(tensor: tc.Tensor) -> np.ndarray:
-    """The part of a stored parameter that applies to an image, which is a video of one frame."""
+    """The part of a stored parameter that applies to an image, which is a video of one frame.
+
+    Of a convolution over time, only the last time tap meets the frame: the padding is causal.
+    """
     values = tensor.to("f32").numpy()
     if values.ndim == 5:
         return values[:, :, -1]

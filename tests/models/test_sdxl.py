@@ -49,7 +49,8 @@ def test_names_and_shapes_equal_those_of_diffusers(model: SDXLUNet) -> None:
 
 
 def test_prediction_equals_that_of_diffusers(sdxl: Path, device: str) -> None:
-    # The latents have 10 x 7 elements: the up path must restore sizes that halving rounded up.
+    # The latents are 10 x 7. The down path halves heights and widths and rounds odd ones up; the up
+    # path must restore the heights and widths from before each halving.
     model = SDXLUNet.from_pretrained(sdxl / "unet", dtype="f32", device=device)
     assert_near(predict(model, device=device), CASE["output"])
 
@@ -97,7 +98,8 @@ def four_steps(model: SDXLUNet, adapter: tc.AdapterSet, target: tc.Tensor) -> li
     return losses
 
 
-# The norms of the tiny model have few channels, so its backward pass amplifies rounding errors.
+# The norms of the tiny model have few channels, so the backward pass of the model amplifies
+# rounding errors.
 @pytest.mark.parametrize(
     ("dtype", "of_output", "of_gradient", "of_loss"),
     [("f16", 0.01, 0.1, 2e-3), ("bf16", 0.05, 0.5, 1e-2)],

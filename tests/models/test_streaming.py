@@ -30,6 +30,7 @@ def load(
 
 
 def blocks(family: Family) -> int:
+    """The number of blocks of the family's golden transformer, all of which can be streamed."""
     config = json.loads((family.folder / "transformer" / "config.json").read_text())
     names = ("num_layers", "num_single_layers", "n_layers")
     refiners = 2 * config.get("n_refiner_layers", 0)
@@ -37,7 +38,7 @@ def blocks(family: Family) -> int:
 
 
 def step(family: Family, model: Model, policy: str, config: dict[str, object]) -> list[np.ndarray]:
-    """The results and gradients of two steps, and the result after them."""
+    """The predictions and the adapter's gradients of two steps, and the prediction after them."""
     tc.manual_seed(0)
     adapter = model.add_adapter(tc.LoraConfig(**config))
     optimizer = tc.optim.AdamW(adapter.parameters(), lr=1e-2)
@@ -74,7 +75,7 @@ def test_streamed_blocks_compute_what_resident_ones_do(name: str, policy: str) -
 
 @pytest.mark.parametrize("name", ["flux", "sd3"])
 def test_modulation_is_streamed_alone_or_with_blocks(name: str) -> None:
-    """The modulation has adapters, too, so the backward pass needs its weights again."""
+    """The modulation layers have adapters: the backward pass needs the layers' weights again."""
     family = FAMILIES[name]
     for policy in ("full", "none"):
         expected = step(family, load(family, 0), policy, ALL_LINEAR)
@@ -167,7 +168,8 @@ def test_the_estimate_counts_two_blocks_of_those_streamed() -> None:
         for quantize in (None, "nf4"):
             counts = range(blocks(family) + 1)
             found = [facts.weight_bytes("bf16", quantize, stream_blocks=n) for n in counts]
-            # One or two streamed blocks save nothing: the device always has room for two.
+            # Streaming one or two blocks saves nothing: the device holds the weights of two
+            # streamed blocks at a time.
             assert found[0] == facts.weight_bytes("bf16", quantize)
             assert found[1] == found[2] == found[0]
             assert (found[-1] < found[0]) == (blocks(family) > 2)
@@ -175,7 +177,7 @@ def test_the_estimate_counts_two_blocks_of_those_streamed() -> None:
 
 @pytest.mark.parametrize("policy", ["full", "selective", "none"])
 def test_a_unet_streams(policy: str) -> None:
-    """Nested blocks are recomputed several at a time, but streamed blocks one by one."""
+    """Checkpointing recomputes nested resident blocks together, but streamed blocks one by one."""
     case = tc.load_file(GOLDEN / "sdxl" / "unet_forward.safetensors")
     case.pop("output")
     found = []

@@ -63,7 +63,7 @@ def test_half_precision_is_near(form: str, dtype: str, within: float, device: st
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """An encoder whose residual stream, gated products and results of `wo` are beyond f16."""
+    """An encoder whose residual stream, gated products and outputs of `wo` exceed f16's range."""
     factors = {"wi_1": 8192}
     tensors = {
         name: tensor.to("f32") * factors.get(name.split(".")[-2], 1)
@@ -132,7 +132,7 @@ def test_the_embedding_has_either_name(tmp_path: Path, names: tuple[str, ...]) -
     tensors = weights_of("gated")
     embedding = tensors.pop("shared.weight")
     tensors |= {f"{name}.weight": embedding for name in names}
-    # A file of the whole model has these tensors, too.
+    # A file of the whole model (T5ForConditionalGeneration) also has the tensors of the decoder.
     tensors["decoder.final_layer_norm.weight"] = tensors["lm_head.weight"] = tc.zeros(3)
     config = json.loads((GOLDEN / "gated" / "config.json").read_text())
     config["architectures"] = ["T5ForConditionalGeneration"]
@@ -163,7 +163,7 @@ def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
     tc.save_file({TABLE: tensors[TABLE]}, path)
     with pytest.raises(tc.ConfigError, match=r"do not determine the size of shared"):
         T5Encoder.from_pretrained(path)
-    # umT5 has a table of biases in each block.
+    # umT5 has a table of relative position biases in each block, T5 only in the first block.
     tc.save_file({**tensors, TABLE.replace("0", "1", 1): tensors[TABLE]}, path)
     with pytest.raises(tc.ConfigError, match=r"unexpected encoder\.block\.1\..*attention_bias"):
         T5Encoder.from_pretrained(path)

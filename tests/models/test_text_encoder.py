@@ -1,4 +1,4 @@
-"""The text encoders against transformers."""
+"""CLIP's text encoders, as SDXL has them, against transformers."""
 
 from pathlib import Path
 

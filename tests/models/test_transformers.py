@@ -22,13 +22,17 @@ from trainable_candle.nn.functional import mse_loss
 from .conftest import distance, metadata, relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# torch rounds one frequency differently, so sinusoids of a guidance of 3500 differ by this much.
+# The largest relative error of predictions. torch rounds one frequency of the sinusoidal embedding
+# differently, so that the embeddings of a guidance of 3500 differ by this much.
 ROUNDING = 1e-5
 CASES = ("dora_attention", "lora_all_linear")
 
 
 def gradient(var: tc.Var) -> np.ndarray:
-    """A gradient; empty if there is none, as for layers of the text in Qwen-Image's last block."""
+    """The gradient of `var`, or an empty array if `var` has none.
+
+    The layers of Qwen-Image's last block that apply only to the text have no gradients.
+    """
     return np.empty(0) if var.grad is None else var.grad.numpy()
 
 
@@ -178,13 +182,14 @@ def test_an_original_file_is_the_same_model(family: Family, tmp_path: Path) -> N
     path = tmp_path / "original.safetensors"
     tc.models.save_checkpoint(path, {"transformer": model})
     written = tc.load_file(path)
-    if family.name not in {"zimage", "qwen-image"}:  # their original names are those of diffusers
+    # Most of the original tensor names of Z-Image and Qwen-Image are diffusers' names.
+    if family.name not in {"zimage", "qwen-image"}:
         assert not any(name in written for name in family.stored)
     found = family.kind.from_pretrained(path)
     for name, tensor in family.stored.items():
         np.testing.assert_array_equal(found.named_tensors()[name].to("f32"), tensor.to("f32"))
-    # This file has no configurations in its header, and its names have no prefix. The loader
-    # deduces the sizes from the shapes.
+    # The bare file has no configurations in its header, and its tensor names have no prefix. The
+    # loader deduces the sizes from the shapes of the tensors.
     bare = tmp_path / "bare.safetensors"
     tc.save_file(
         {name.removeprefix("model.diffusion_model."): t for name, t in written.items()}, bare
@@ -194,7 +199,8 @@ def test_an_original_file_is_the_same_model(family: Family, tmp_path: Path) -> N
         found = family.predict(family.kind.from_pretrained(bare)).to("f32").numpy()
         np.testing.assert_array_equal(found, expected)
     else:
-        # Shapes do not show the widths of the axes, and the published widths do not fit tiny heads.
+        # The shapes do not show the widths of the rotary axes (`axes_dims`), and the published
+        # model's widths do not fit the tiny model's heads.
         with pytest.raises(tc.ConfigError, match="axes_dims"):
             family.kind.from_pretrained(bare)
 
@@ -306,7 +312,10 @@ def test_positions_beyond_the_axes_are_rejected() -> None:
 
 
 def test_positions_are_cut_from_the_middle() -> None:
-    """Positions are cropped from 12 x 12, so more rows or columns of tokens are an error."""
+    """The position embeddings of the tokens are cropped from a table of 12 x 12.
+
+    More than 12 rows or columns of tokens are an error.
+    """
     family = FAMILIES["sd3"]
     model, case = family.load(), family.case
     with pytest.raises(tc.ShapeError, match="13 x 2 tokens, but the model has only 12 x 12"):

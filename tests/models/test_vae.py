@@ -50,7 +50,7 @@ def test_tiles_equal_those_of_diffusers(sdxl: Path, device: str) -> None:
     mean, _ = model.encode(given["image"], tile_size=16)
     assert_close(mean, CASE["tiled_mean"])
     assert_close(model.decode(given["latent"], tile_size=16), CASE["tiled_decoded"])
-    # An image of one tile is not split.
+    # An image that fits into one tile is not split.
     assert_close(model.decode(given["latent"], tile_size=512), CASE["decoded"])
     with pytest.raises(tc.ArgumentError, match="tile_size is 4, expected at least 8 pixels"):
         model.decode(given["latent"], tile_size=4)
@@ -108,7 +108,8 @@ def test_the_autoencoder_of_flux2_has_statistics_of_latents(tmp_path: Path) -> N
     assert f"{prefix}encoder.quant_conv.weight" in written
     bare = {name.removeprefix(prefix): tensor for name, tensor in written.items()}
     tc.save_file(bare, tmp_path / "bare.safetensors")
-    # Shapes do not show the number of groups in a norm; without a configuration it is 32.
+    # The shapes do not show the number of groups of a norm. Without a configuration, the loader
+    # takes 32 groups.
     config = FLUX2 / "vae" / "config.json"
     for path, given in (("folder", None), ("ae.safetensors", None), ("bare.safetensors", config)):
         found = AutoencoderKL.from_pretrained(tmp_path / path, config=given).named_tensors()

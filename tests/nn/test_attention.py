@@ -1,4 +1,4 @@
-"""Multi-head attention against its formula, and against torch where it is installed."""
+"""Multi-head attention against its formula, and against torch where torch is installed."""
 
 import itertools
 from typing import Any
@@ -73,7 +73,7 @@ def test_wrong_shapes_are_named() -> None:
 @pytest.mark.parametrize(
     ("shapes", "masks", "message"),
     [
-        # A transposed mask has the same number of elements.
+        # A transposed mask has the right number of elements, but the wrong shape.
         ([(B, S, E), (B, L, E)], {"attn_mask": (L, S)}, rf"attn_mask .*\({S}, {L}\) or \({B * H}"),
         ([(B, S, E), (B, L, E)], {"attn_mask": (B, H, S, L)}, "attn_mask has shape"),
         ([(B, S, E), (B, L, E)], {"key_padding_mask": (L, B)}, rf"key_.*expected \({B}, {L}\)"),

@@ -14,7 +14,7 @@ FORMATS = ["int8", "int4", "fp8", "nf4"]
 
 
 def matrix(rows: int, columns: int) -> np.ndarray:
-    """The matrix of the script that made the golden values."""
+    """The matrix whose rounded values are in the golden file (in the file, it is 6 x 64)."""
     i = np.arange(rows * columns, dtype=np.float64)
     values = (np.sin(i * 0.7) + np.sin(i * i * 0.013) * np.sin(i * 0.0031) ** 5) * 0.05
     return values.astype(np.float32).reshape(rows, columns)
@@ -31,7 +31,7 @@ def test_values_and_gradients_are_those_of_torchao(format: str) -> None:
     straight = np.ones_like(values)
     expected = GOLDEN[f"{format}.gradient"] if format != "fp8" else straight
     np.testing.assert_array_equal(x.grad.numpy(), expected)
-    # Only int4 has values beyond its last code. They get no gradient.
+    # Only in int4 are some elements beyond the value of the last code. They get no gradient.
     assert (expected == 0).any() == (format == "int4")
 
 
@@ -47,7 +47,8 @@ def test_nf4_has_the_codes_of_the_format_and_scales_in_f32() -> None:
     values = matrix(32, 64)
     parts = tc.quantize(tc.tensor(values), "nf4").tensors()
     packed = parts["codes"].numpy().reshape(-1, 1) >> np.array([4, 0]) & 15
-    # Each block of 64 elements, here one row, has a scale. `table` has the values of the codes.
+    # Each block of 64 elements, here one row, has a scale. `table` gets the values of the codes
+    # that occur.
     table = np.zeros(16, np.float32)
     scaled = F.fake_quantize(tc.tensor(values), "nf4").numpy()
     largest = np.abs(values).max(1, keepdims=True)
@@ -64,8 +65,8 @@ def test_nf4_has_the_codes_of_the_format_and_scales_in_f32() -> None:
 def test_rounded_values_stay_on_their_grid(format: str) -> None:
     once = F.fake_quantize(tc.tensor(matrix(6, 64)), format)
     if format == "int4":
-        # The largest value is 7.5 steps, but the largest code is 7: a second rounding has smaller
-        # steps. So check only that there are at most 16 values.
+        # The largest element of a block is 7.5 steps, but the largest code is 7: a second rounding
+        # has smaller steps. So check only that a block has at most 16 values.
         assert len(np.unique(once.numpy()[0, :32] / np.abs(once.numpy()[0, :32]).max())) <= 16
     else:
         again = F.fake_quantize(once, format).numpy()

@@ -30,7 +30,7 @@ def test_linear(shape):
 
 
 def convolved(x, w, b, stride, padding, dilation, groups):
-    """A convolution by loops, with the shapes of torch."""
+    """A convolution by loops. Inputs, weights and outputs have torch's shapes (channels first)."""
     x = np.pad(x, ((0, 0), (0, 0), (padding[0],) * 2, (padding[1],) * 2))
     batch, _, height, width = x.shape
     out, per_group, kh, kw = w.shape

@@ -1,4 +1,4 @@
-"""Layers with torch's constructors, containers, and methods for all tensors of a module."""
+"""Layers with torch's constructors; containers; methods that act on all tensors of a module."""
 
 import textwrap
 

@@ -131,7 +131,7 @@ def test_adapters_that_do_not_fit_are_rejected(net: Net, tmp_path: Path) -> None
         net.add_adapter(tc.LoraConfig(adapter="dora", target_modules=EVERY))
     with pytest.raises(ArgumentError, match="the convolution has 2 groups"):
         tc.nn.LoRAConv2d(tc.nn.Conv2d(2, 4, 3, groups=2), 1, 1.0)
-    # Nothing has changed.
+    # The rejected calls have not changed the model: no layer has an adapter.
     assert all(isinstance(value, tc.Var) for value in net.named_tensors().values())
     adapter = net.add_adapter(tc.LoraConfig(r=2, target_modules=["one"]))
     adapter.save(tmp_path / "a")
@@ -219,7 +219,7 @@ def test_an_optimizer_from_before_a_move_raises(kind: str) -> None:
     model = tc.get_peft_model(net, tc.LoraConfig(r=2, target_modules=["0"], adapter=kind))
     optimizer = tc.optim.SGD(model.parameters(), lr=1.0)
     x = tc.ones(3, 4)
-    for target in ("cpu", "f32"):  # Nothing moves.
+    for target in ("cpu", "f32"):  # The module has this device and dtype already.
         before = model.to(target)(x).numpy()
         optimizer.zero_grad()
         model(x).sum().backward()
@@ -268,7 +268,7 @@ def test_a_configuration_is_copied() -> None:
 
 
 def test_arguments_of_peft_that_mean_the_same_are_taken() -> None:
-    # The defaults of peft 0.18.
+    # The arguments of peft 0.18's LoraConfig, with the defaults that peft has.
     config = tc.LoraConfig(
         task_type="CAUSAL_LM", peft_type="LORA", auto_mapping=None, base_model_name_or_path=None,
         revision=None, inference_mode=False, r=8, target_modules=["q"], exclude_modules=None,

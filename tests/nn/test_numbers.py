@@ -16,6 +16,7 @@ def parameter() -> tc.Var:
     return tc.Var([1.0])
 
 
+# By the beginning of the message: what the message says is expected, and a call with the argument.
 TAKERS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "LoraConfig: lora_alpha": ("a number", lambda n: tc.LoraConfig(lora_alpha=n)),
     "LoraConfig: lora_dropout": ("a number", lambda n: tc.LoraConfig(lora_dropout=n)),

@@ -10,7 +10,7 @@ import trainable_candle as tc
 from trainable_candle.nn import functional
 
 GOLDEN = tc.load_file(Path(__file__).parents[1] / "golden" / "peft" / "peft.safetensors")
-SIZES = {  # rank and alpha of the two layers
+SIZES = {  # (rank, alpha) of the first layer and of the second layer
     "lora": [(3, 2), (3, 2)],
     "rslora": [(3, 2), (3, 2)],
     "dora": [(3, 2), (3, 2)],

@@ -10,7 +10,8 @@ import trainable_candle as tc
 from trainable_candle.nn import functional
 from trainable_candle.testing import assert_close
 
-# A case has the number of rows, of query heads and of key heads, the width, the bounds, the window.
+# The number of rows, the number of query heads, the number of key heads, the width of a head, the
+# bounds of the segments (`cu_seqlens`), and the window.
 CASES: list[tuple[int, int, int, int, list[int], int | None]] = [
     (11, 2, 2, 8, [0, 11], None),
     (40, 6, 2, 16, [0, 1, 18, 18, 40], None),

@@ -66,7 +66,7 @@ def test_muon_makes_the_update_of_any_shape_orthogonal() -> None:
     rng = np.random.default_rng(3)
     for shape in [(3, 40), (40, 3), (17, 33)]:
         x = tc.Var(tc.zeros(*shape))
-        # With these coefficients, the iteration converges to an orthogonal matrix.
+        # With these coefficients, the Newton-Schulz iteration converges to an orthogonal matrix.
         optimizer = optim.Muon(
             [x],
             lr=1.0,

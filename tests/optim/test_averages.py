@@ -1,4 +1,4 @@
-"""The moving average of variables of any kind."""
+"""`VariableEMA`: moving averages of variables, whether they are an adapter's or not."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Schedulers with torch's names against formulas, and against torch where it is installed."""
+"""Schedulers with torch's names against formulas, and against torch where torch is installed."""
 
 import math
 from collections.abc import Callable
@@ -137,7 +137,7 @@ def test_wrong_arguments_are_named() -> None:
 
 
 class After:
-    """The schedulers of a module, made with `last_epoch=9`."""
+    """A module's schedulers: each attribute is the module's class, called with `last_epoch=9`."""
 
     def __init__(self, schedulers: Any) -> None:
         self._schedulers = schedulers
@@ -160,7 +160,9 @@ def test_a_last_epoch_continues(case: str) -> None:
         CASES[case](After(ours), optimizer())
     torch = pytest.importorskip("torch")
     if "cycle" in case or case == "restarts":
-        return  # torch's schedulers need more entries in groups, or count cycles differently
+        # torch's OneCycleLR needs more entries in the groups, and its warm restarts of growing
+        # periods count cycles differently.
+        return
     groups = [
         {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr, "initial_lr": initial}
         for lr, initial in zip(lrs, LR, strict=True)

@@ -1,4 +1,4 @@
-"""The moving average of an adapter in Python. Tests in Rust check its arithmetic."""
+"""The moving average of an adapter's parameters. Tests in Rust check the average's arithmetic."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Optimizers from Python."""
+"""Optimizers: steps, states, groups, gradient clipping, loss scaling, schedules, errors."""
 
 from pathlib import Path
 
@@ -100,6 +100,7 @@ def test_adafactor_follows_torch(name, shape, options):
     size = int(np.prod(shape))
 
     def part(key):
+        """The first elements of a golden tensor, in the shape of the case."""
         return golden[key].flatten()[:size].reshape(shape).to("f64")
 
     x = tc.Var(part("p0"))

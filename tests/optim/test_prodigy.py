@@ -1,4 +1,4 @@
-"""Prodigy against its definition, in f64, and against its authors' implementation."""
+"""Prodigy in f64 against the definition in its paper and against the package prodigyopt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The library's registry of optimizers, and everything that is derived from it."""
+"""The library's registry of optimizers, and the classes, stubs and table derived from it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,10 @@ F32 = np.float32
 
 
 def philox(seed: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Ten rounds of Philox4x32 (Salmon et al. 2011) on rows of four words."""
+    """Ten rounds of Philox4x32 (Salmon et al. 2011).
+
+    Each row of `counters` is one counter of four 32-bit words; its row in the result is random.
+    """
     low = np.uint64(0xFFFFFFFF)
     c0, c1, c2, c3 = counters.T
     k0, k1 = seed & 0xFFFFFFFF, seed >> 32
@@ -38,7 +41,12 @@ def philox(seed: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def rounded(
     values: NDArray[Any], seed: int, step: int, first: int, number: int
 ) -> NDArray[np.float32]:
-    """f32 values rounded to bf16 by 16 random bits each."""
+    """f32 values, each rounded to bf16 with 16 random bits.
+
+    `first` is the index of the first element of the variable among the elements of all variables,
+    where the elements of each variable are padded to a multiple of 256. `number` is 0 for the
+    variable itself and 1, 2, ... for its states.
+    """
     elements = first + np.arange(values.size, dtype=np.uint64)
     zeros = np.zeros_like(elements)
     counters = np.stack([elements // 4, zeros, zeros + step, zeros + 2 + number // 2], 1)
@@ -123,7 +131,8 @@ def test_an_adapter_in_bf16_starts_as_the_identity_and_trains(
     tc.manual_seed(0)
     fresh = tc.models.DigitsTransformer(num_layers=1)
     for var in fresh.named_parameters().values():
-        # The last layer and some others start as zeros, and no rotation changes zeros.
+        # The weights of the last layer and of some other layers start as zeros. OFT rotates
+        # weights, and no rotation changes zeros.
         var.set(var.detach() + tc.randn(var.shape) * 0.05)
     fresh.save_pretrained(tmp_path)
     model = tc.models.DigitsTransformer.from_pretrained(tmp_path, dtype=precision)

@@ -62,7 +62,7 @@ WITHOUT = {
 
 
 def blocks(doc: str) -> list[str]:
-    """The indented blocks of a docstring outside its sections, and its fenced blocks."""
+    """The indented blocks of a docstring outside sections (`Args:`, ...), and its fenced blocks."""
     found: list[list[str]] = [[]]
     section = fence = False
     for line in doc.splitlines():
@@ -91,7 +91,11 @@ def modules() -> tuple[str, ...]:
 
 
 def examples() -> Iterator[tuple[str, str]]:
-    """Each public name, and each module, with its examples as one program; "" if it has none."""
+    """Pairs of a name and the examples in its docstring, as one program.
+
+    The names are all public names and the modules that have examples. The program of a public name
+    without an example is "".
+    """
     seen = set()
     for path in modules():
         module = importlib.import_module(f"trainable_candle.{path}".rstrip("."))

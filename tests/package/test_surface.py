@@ -1,4 +1,4 @@
-"""The public names of `trainable_candle`, its errors, and its cost of import."""
+"""The public names of `trainable_candle`, its errors, and the modules that its import loads."""
 
 import importlib
 import inspect
@@ -56,8 +56,10 @@ def test_every_function_of_the_extension_has_a_home():
         for name in [*MODULES, "trainable_candle.models", "trainable_candle.train"]
     ]
     public = {id(getattr(module, name)) for module in homes for name in module.__all__}
-    # The public forms of these take more arguments than the extension's functions.
+    # The public functions in `_creation` take more arguments than the extension's functions of the
+    # same names.
     public |= {id(getattr(_core, name)) for name in _creation.__all__}
+    # Functions and classes that only the package itself uses.
     inside = {
         "Adapter",
         "Schedule",
@@ -227,7 +229,8 @@ def test_the_gil_is_released_in_long_calls():
         thread.start()
         start.set()
         calls = 0
-        # On busy processors the thread may miss some calls; without the release it misses all.
+        # On busy processors the thread may not run during some calls. If the calls kept the GIL,
+        # the thread would run during none of them.
         while not ran and calls < 1000:
             _ = x @ x
             calls += 1

@@ -41,8 +41,8 @@ WRONG = {
     "negative pair": (-1, -1),
     "huge pair": (2**63, 2**63),
 }
-# Valid values for the other arguments of a call. A key is the name of a parameter, or the names of
-# a function and its parameter.
+# Makers of valid values for the other arguments of a call. A key is PARAMETER, or
+# FUNCTION.PARAMETER for the parameter of one function.
 RIGHT: dict[str, Callable[[], Any]] = {
     "adapter": lambda: tc.models.DigitsTransformer().add_adapter(tc.LoraConfig(r=2)),
     "adapters": lambda: [tc.models.DigitsTransformer().add_adapter(tc.LoraConfig(r=2))],
@@ -206,7 +206,10 @@ def right(function: Any, name: str, default: Any) -> Any:
 
 
 def passed(function: Any, wrong: str, value: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with `value` for the parameter `wrong`."""
+    """The positional and the named arguments of a call.
+
+    The parameter `wrong` gets `value`, other parameters without a default get valid values.
+    """
     positional: list[Any] = []
     named: dict[str, Any] = {}
     for name, parameter in parameters(function).items():

@@ -1,4 +1,4 @@
-"""One extension serves machines with and without CUDA: it must not depend on CUDA's libraries."""
+"""The extension is not linked to CUDA's libraries: it also serves machines that lack them."""
 
 import re
 from collections.abc import Iterator

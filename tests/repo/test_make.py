@@ -11,7 +11,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment(folder: Path, said: str | None) -> dict[str, str]:
-    """Variables with a PATH where `nvidia-smi` prints `said`, or is missing if `said` is None."""
+    """The environment variables of a run whose PATH holds only a few tools.
+
+    `nvidia-smi` is one of the tools and prints `said`; if `said` is None, there is no `nvidia-smi`.
+    """
     tools = folder / "bin"
     tools.mkdir()
     for name in ("bash", "sh", "awk", "make", "sed", "find", "env", "cat", "dirname", "python3"):
@@ -37,6 +40,7 @@ def run(folder: Path, said: str | None, *command: str) -> str:
     return result.stdout.strip()
 
 
+# `said` has a line for each GPU: the version of the driver, and the GPU's compute capability.
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
