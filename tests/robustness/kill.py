@@ -83,7 +83,10 @@ def adapter(folder: Path) -> dict[str, bytes]:
 
 
 def resume(folder: Path) -> list[str]:
-    """The flags that continue the run in `folder`, or none if it has no checkpoint to restore."""
+    """The flags that continue the run in `folder`; none if it has no checkpoint to continue from.
+
+    A checkpoint that a killed process was replacing counts, because the next process restores it.
+    """
     there = checkpoints(folder / "run") or needs_restoring(folder / "run")
     return ["--resume", "latest"] if there else []
 

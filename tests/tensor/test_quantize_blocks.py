@@ -60,7 +60,7 @@ def test_a_linear_layer_takes_a_quantized_weight(format: str) -> None:
 
 
 def test_a_large_weight_is_dequantized_in_parts() -> None:
-    """The weight is so large that the threads of the CPU dequantize it in parts."""
+    """The weight has more elements than the CPU dequantizes at a time."""
     tc.manual_seed(1)
     weight = tc.quantize(tc.randn((2100, 4096)), "q8_0")
     x = tc.randn((2, 4096))
