@@ -27,7 +27,7 @@ ROWS = [
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """The tiny Llama with a byte-level tokenizer."""
+    """The folder of a tiny Llama with a byte-level tokenizer that has the end token `<end>`."""
     folder = tmp_path / "weights"
     folder.mkdir()
     for name in ("config.json", "model.safetensors"):

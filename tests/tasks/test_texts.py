@@ -136,7 +136,10 @@ def test_validation_reports_the_mean_over_tokens_with_and_without_the_adapter() 
 
 
 class Letters:
-    """A tokenizer whose tokens are bytes. Like SentencePiece, it drops a space at the start."""
+    """A tokenizer whose tokens are bytes.
+
+    Like SentencePiece, it drops a space at the start of each text that it decodes.
+    """
 
     def decode(self, ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace").removeprefix(" ")

@@ -1,4 +1,4 @@
-"""Linear layers that multiply 8-bit codes, against their definition in numpy."""
+"""Linear layers that multiply 8-bit codes of inputs and weights, against a numpy definition."""
 
 from collections.abc import Iterator
 

@@ -13,7 +13,8 @@ from trainable_candle.train.logs import read_json_log
 
 
 def test_a_step_that_completes_an_epoch_is_its_end() -> None:
-    # 10 items in batches of 4: epochs of 2, 3, 2, 3 and 2 batches; a step takes two batches.
+    # 10 items in batches of 4: epochs of 2, 3, 2, 3 and 2 batches. A step takes two batches, so the
+    # epochs are complete after 2, 5, 7, 10 and 12 batches, which are in steps 1, 3, 4, 5 and 6.
     epochs = Epochs(ShuffledBatches(10, 4, seed=0).first_batch, accumulation=2)
     assert [epochs.completed(step) for step in range(6)] == [0, 1, 1, 2, 3, 4]
     ends = epochs.ends(1)
