@@ -61,7 +61,7 @@ def test_a_failure_is_raised_once(way: str) -> None:
     failed.wait()
 
     def look() -> None:
-        while True:  # the writer gets the error after `failed` is set
+        while True:  # the writer may store the error some time after `failed` is set
             writer.check() if way == "check" else writer.submit(lambda: None)
 
     with pytest.raises(OSError, match="No space left"):

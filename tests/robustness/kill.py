@@ -1,4 +1,4 @@
-"""Kill and resume a training run again and again: it must end with the same adapter.
+"""Kill and resume training runs: each must end with the adapter of a run without kills.
 
 python tests/robustness/kill.py [--kills 50] [--seed 0]
 
@@ -83,7 +83,10 @@ def adapter(folder: Path) -> dict[str, bytes]:
 
 
 def resume(folder: Path) -> list[str]:
-    """The flags that continue a run, or none if the run has no checkpoint yet."""
+    """The flags that continue the run in `folder`; none if it has no checkpoint to continue from.
+
+    A checkpoint that a killed process was replacing counts, because the next process restores it.
+    """
     there = checkpoints(folder / "run") or needs_restoring(folder / "run")
     return ["--resume", "latest"] if there else []
 
@@ -110,8 +113,9 @@ def main() -> None:
             pictures(folder / "pictures")
             runs += 1
             while True:
-                # Kill the first run, and half of the later ones; a run that wrote nothing is always
-                # killed.
+                # Each pass of this loop starts one process. Kill processes until the first kill
+                # happens, half of the later processes, and each that starts before anything exists
+                # in the output folder.
                 last = rng.randint(1, events) if not kills or rng.random() < 0.5 else 0
                 if not any(folder.glob("run/*")):
                     last = last or rng.randint(1, events)

@@ -1,6 +1,6 @@
-"""Train a small model with LoRA for many steps, and print time and memory of each tenth of them.
+"""Train a small model with LoRA, and print step time and memory after each tenth of the steps.
 
-The time of a step and the memory must not grow.
+Neither the median time of a step nor the memory may grow from one tenth to the next.
 
 python tests/robustness/steps.py [--steps 100000]
 """

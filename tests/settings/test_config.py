@@ -87,7 +87,7 @@ def test_wrong_values_say_what_was_found_and_expected(
 
 
 def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
-    # YAML 1.1 reads 1e-4 as text.
+    # PyYAML follows YAML 1.1, which reads 1e-4 as a string, because it has no dot.
     config = from_text(tmp_path, "learning_rate: 1e-4\nalpha: 16\nmax_grad_norm: 1")
     assert config.learning_rate == 1e-4
     assert (config.alpha, type(config.alpha)) == (16.0, float)
@@ -167,7 +167,7 @@ def test_paths_are_relative_to_their_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert inside.text_encoder == ["../t5", str(tmp_path / "clip")]
     assert inside.sample_prompts == ["a cat/dog", "../prompts.txt"]
     assert config.with_(output=str(project / "run")).portable(project / "run")["output"] == "."
-    # After a move, the paths are relative to the file's new place.
+    # After a move of the project, the file's relative paths start at its new folder.
     project.rename(tmp_path / "moved")
     moved = TrainConfig.from_yaml(tmp_path / "moved" / "run" / "config.yaml")
     assert moved.dataset == str(tmp_path / "moved" / "photos")

@@ -1,4 +1,4 @@
-"""docs/settings.md matches the settings, and every name in it is accepted."""
+"""docs/settings.md matches the settings, and docs/many-gpus.md the options of the ray command."""
 
 import importlib.util
 import re

@@ -16,7 +16,7 @@ __all__ = ["MODELS", "write_image", "write_model"]
 
 
 def write_image(folder: Path, side: int = 1024) -> Path:
-    """A data set of one image."""
+    """Write a data set of one black image of `side` x `side` px with a caption; return `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     Image.fromarray(np.zeros((side, side, 3), np.uint8)).save(folder / "a.png")
     (folder / "a.txt").write_text("a square")

@@ -163,7 +163,7 @@ def test_what_processes_share_counts_once_on_their_machine(flux: Model) -> None:
     enough = Budget(there.memory, need / 4 + 1, there.rates, processes=4, sharing=4)
     assert enough.host_need(plan.estimate) == need / 4
     assert flux.plan(enough, **given).config == plan.config
-    # If each process has its own copy, other settings are needed.
+    # If each process has its own copy of the streamed weights, the plan must choose other settings.
     alone = Budget(there.memory, need / 4 + 1, there.rates, processes=4)
     assert alone.host_need(plan.estimate) == need
     assert flux.plan(alone, **given).config != plan.config
@@ -178,7 +178,7 @@ def test_the_host_memory_in_messages_is_that_of_the_machine(flux: Model) -> None
         (gib,) = re.findall(message, str(caught.value))
         return float(gib)
 
-    # Two copies need twice the memory of one.
+    # Two processes that share no memory hold two copies of the streamed weights.
     assert need(sharing=1) == pytest.approx(2 * need(sharing=2), abs=0.02)
 
 
@@ -215,7 +215,7 @@ def test_a_plan_streams_from_peers_what_does_not_fit(flux: Model) -> None:
     assert plan.estimate.peak <= there.memory
     (chose, *_) = plan.lines(there)
     assert re.search(r"--stream-modulation from 4 GPUs by NVLink \(about ", chose)
-    # With two GPUs, each has half of the streamed weights, which is too much for 9 GiB.
+    # With two GPUs, each GPU holds half of the streamed weights; 9 GiB are too little for that.
     with pytest.raises(OutOfMemoryError, match="GPU memory: the run needs about"):
         flux.plan(replace(there, memory=9 * GIB, processes=2, sharing=2), **given)
 
@@ -275,9 +275,10 @@ def test_a_batch_of_auto_is_no_larger_than_the_data(flux: Model) -> None:
 
 
 def needs(activations: int) -> Callable[[TrainConfig], Estimate]:
-    """A function that estimates memory for settings.
+    """A function that estimates the memory of a run with given settings.
 
-    Activations grow with the batch size, and full checkpointing divides them by 4.
+    A sample takes `activations` bytes of activations, or a quarter of that with full checkpointing.
+    The adapter takes 1 MiB for each unit of its rank.
     """
 
     @cache

@@ -1,4 +1,4 @@
-"""Flow matching: every loss against its definition in float64, noise levels and sampling steps."""
+"""Flow matching: losses (compared with float64 definitions), noise levels and sampling steps."""
 
 from typing import Any
 

@@ -27,7 +27,7 @@ ROWS = [
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """The tiny Llama with a byte-level tokenizer."""
+    """The folder of a tiny Llama with a byte-level tokenizer that has the end token `<end>`."""
     folder = tmp_path / "weights"
     folder.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -67,7 +67,7 @@ def prepared(
 
 
 def log_prob(task: TextTask, tokens: Tokens) -> float:
-    """The log-probability of the learnt tokens of one text, which is alone in its row."""
+    """The summed log-probability of one text's learnt tokens; the text is not packed."""
     logits = task.family.model(tc.tensor(tokens.ids[None]))[0].numpy().astype(np.float64)  # type: ignore[operator]
     logits -= np.log(np.exp(logits).sum(1, keepdims=True))
     places = np.flatnonzero(tokens.learnt)
@@ -75,7 +75,7 @@ def log_prob(task: TextTask, tokens: Tokens) -> float:
 
 
 def by_definition(task: TextTask, pairs: list[Pair]) -> np.ndarray:
-    """The losses by equation 7 of the DPO paper (arXiv:2305.18290)."""
+    """The loss of each pair by equation 7 of the DPO paper (arXiv:2305.18290)."""
     tuned = [[log_prob(task, p.chosen), log_prob(task, p.rejected)] for p in pairs]
     with task.without_adapter():
         base = [[log_prob(task, p.chosen), log_prob(task, p.rejected)] for p in pairs]
@@ -98,7 +98,10 @@ def test_the_loss_is_that_of_the_definition(weights: Path) -> None:
 
 
 def test_the_gradient_is_that_of_the_definition(weights: Path) -> None:
-    """The gradient of a LoRA's second factor B, once with random values and once with zeros."""
+    """The gradient of one LoRA factor B, at random values of B and at B = 0.
+
+    The oracle is a central difference for the element of B with the largest gradient.
+    """
     task, dataset, data, named = prepared(config_of(weights, ROWS[:3]))
     name = next(name for name in named if "lora_B" in name or "up" in name)
     var = named[name]

@@ -1,4 +1,4 @@
-"""Predicted times of steps against measured ones (docs/benchmarks.md); terms of the prediction."""
+"""Predicted times of steps are close to measured ones, and each term lengthens a prediction."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,8 @@ ROWS = {"tokens": 2048}
 FULL: dict[str, Any] = {"gradient_checkpointing": "full"}
 ALL_FLUX: dict[str, Any] = FULL | {"stream_blocks": 57, "stream_modulation": True}
 
-# Milliseconds on one H200 in bf16 at rank 16; docs/benchmarks.md has commands and dates.
+# Model, targets, sizes of the input, settings, and the measured milliseconds of a step on one H200
+# in bf16 at rank 16. docs/benchmarks.md has the commands and dates of the measurements.
 MEASURED = [
     ("SDXL", ATTENTION, SDXL, {}, 44.5),
     ("SDXL", ATTENTION, SDXL, FULL, 60.4),
@@ -56,7 +57,7 @@ MEASURED = [
 
 
 def facts_of(folder: Path, model: str) -> tc.PartFacts:
-    """The facts of the model that is trained."""
+    """The facts of the part that is trained: the denoiser or the language model."""
     parts = tc.inspect(write_model(folder, model)).parts
     (found,) = (parts[name] for name in ("unet", "transformer", "") if name in parts)
     return found

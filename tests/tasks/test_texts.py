@@ -1,4 +1,4 @@
-"""The loss on texts is the mean over all tokens to learn, however they are batched."""
+"""The loss on texts is the mean over all tokens to learn, however the texts are batched."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ VOCABULARY, LENGTH = 7, 12
 
 
 class Bigrams:
-    """A bigram model: the logits of the next token are the row of a table for the last token."""
+    """A bigram model: row `t` of its table has the logits of the token that follows token `t`."""
 
     def __init__(self) -> None:
         values = np.random.default_rng(1).normal(size=(VOCABULARY, VOCABULARY))
@@ -111,7 +111,8 @@ def test_a_step_is_the_same_however_its_rows_are_batched() -> None:
     whole, _ = step(rows, 1)
     single, _ = step(1, rows)
     np.testing.assert_allclose(single, whole, rtol=1e-5, atol=1e-6)
-    # Compare the step with finite differences of the mean over all tokens.
+    # With SGD and lr 1, the step is minus the gradient. Compare three elements of it with finite
+    # differences of the mean loss over all tokens to learn.
     before = Bigrams().table.detach().numpy().astype(np.float64)
     for place in [(0, 0), (3, 5), (6, 1)]:
         other = before.copy()
@@ -135,7 +136,10 @@ def test_validation_reports_the_mean_over_tokens_with_and_without_the_adapter() 
 
 
 class Letters:
-    """A tokenizer whose tokens are bytes. Like SentencePiece, it drops a space at the start."""
+    """A tokenizer whose tokens are bytes.
+
+    Like SentencePiece, it drops a space at the start of each text that it decodes.
+    """
 
     def decode(self, ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace").removeprefix(" ")

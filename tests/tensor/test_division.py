@@ -19,7 +19,11 @@ TORCH = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16
 
 
 def rows(one: str, other: str) -> Iterator[tc.Tensor]:
-    """Two tensors with every pair of a value and a divisor that the two dtypes can hold."""
+    """Values in dtype `one` and divisors in dtype `other`: every pair of VALUES and DIVISORS.
+
+    Divisors that become 0 in an integer dtype are left out. If either dtype is u8, both tensors
+    hold absolute values.
+    """
     whole, signed = "f" not in other, "u8" not in {one, other}
     pairs = [(a, b) for a, b in product(VALUES, DIVISORS) if int(b) or not whole]
     for dtype, column in zip((one, other), zip(*pairs, strict=True), strict=True):

@@ -1,4 +1,4 @@
-"""DLPack in both directions, and the memory that it shares or copies."""
+"""Export and import of tensors by DLPack, and whether they share or copy memory."""
 
 import gc
 import weakref
@@ -60,7 +60,10 @@ def test_torch_shares_memory(dtype):
 
 def test_old_consumers_get_a_copy():
     class Old:
-        """A consumer of DLPack before 1.0: such versions have no flag for read-only memory."""
+        """Calls `__dlpack__` as an old consumer does: without `max_version` unless it is given.
+
+        DLPack before 1.0 has no flag for read-only memory.
+        """
 
         def __init__(self, tensor, **options):
             self.tensor, self.options = tensor, options

@@ -1,4 +1,4 @@
-"""A forked process has the memory of its parent, but not its threads."""
+"""After a fork, the child computes with threads of its own and frees the memory of its results."""
 
 import subprocess
 import sys

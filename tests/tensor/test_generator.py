@@ -1,4 +1,4 @@
-"""Generators, leaves, devices, modes of recording and arguments with their names in torch."""
+"""Random generators, leaf tensors, devices, gradient modes, and arguments by torch's names."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

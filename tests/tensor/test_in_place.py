@@ -1,4 +1,4 @@
-"""Methods that change variables, against torch where it is installed."""
+"""In-place methods of `Var`, compared with torch where it is installed."""
 
 import math
 from collections.abc import Callable

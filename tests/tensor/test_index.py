@@ -57,7 +57,8 @@ def test_against_numpy(index):
 
 
 def test_an_integer_before_a_tensor_index_selects_first():
-    # numpy would move the dimension of the list to the front; torch does not.
+    # In VALUES[0, :, [1, 2]], numpy moves the list's dimension to the front. torch and this library
+    # leave it last.
     np.testing.assert_array_equal(T[0, :, [1, 2]].numpy(), VALUES[0][:, [1, 2]])
 
 

@@ -1,4 +1,4 @@
-"""Impossible sizes are errors before memory is allocated: the process never aborts."""
+"""Impossible sizes and numbers raise errors; sizes do so before memory is allocated."""
 
 import pytest
 

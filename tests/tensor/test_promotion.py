@@ -9,8 +9,8 @@ import pytest
 import trainable_candle as tc
 
 DTYPES = ("f64", "f32", "f16", "bf16", "i64", "u8")
-# The dtypes of sums of two tensors with dimensions in torch 2.9. Rows and columns have the order of
-# DTYPES.
+# The dtypes that torch 2.9 gives to a + b, where both tensors have at least one dimension. A row is
+# the dtype of a, a column the dtype of b; both have the order of DTYPES.
 SUMS = """
 f64 f64 f64 f64 f64 f64
 f64 f32 f32 f32 f32 f32

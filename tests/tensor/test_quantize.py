@@ -36,7 +36,7 @@ def test_nf4_equals_that_of_bitsandbytes(name: str, shape: tuple[int, int], dtyp
     }
     np.testing.assert_array_equal(parts["codes"], expected["codes"])
     np.testing.assert_array_equal(parts["scale_codes"], expected["scales"])
-    # The last digit of the scales' mean depends on the order of summation.
+    # The offset is the mean of the scales. Its last digit depends on the order of summation.
     np.testing.assert_allclose(parts["offset"], GOLDEN[f"{name}.{dtype}.offset"], rtol=2e-7)
     np.testing.assert_allclose(parts["scales"], expected["outer"], rtol=1e-6)
     dequantized = found.dequantize().to("f32").numpy()
@@ -66,7 +66,7 @@ def test_fp8_has_the_codes_of_e4m3() -> None:
     normal = (8 + code % 8) * 2.0 ** (code // 8 - 10)
     table = np.where(code < 8, code * 2.0**-9, normal).astype(np.float32)
     distance = np.abs(np.abs(values / scales)[..., None] - table)
-    # A value halfway rounds to even.
+    # A value halfway between the values of two codes gets the even code.
     codes = np.lexsort((code % 2 + 0 * distance, distance))[..., 0]
     negative = np.signbit(values)
     found_codes = found.tensors()["codes"].numpy().reshape(5, 33)

@@ -46,7 +46,8 @@ def test_a_linear_layer_takes_a_quantized_weight(format: str) -> None:
         blocks = blocks[:, :144] if format == "q4_0" else blocks
         weight = tc.quantize(tc.randn((24, 288)), format)
     else:
-        # Set all scales to 1/8.
+        # The last two bytes of a q6_k block are its f16 scale. Set all these scales to 1/8, because
+        # random bytes may be NaN.
         blocks.reshape(24, 2, 210)[:, :, 208:] = np.float16([0.125]).view(np.uint8)
         weight = tc.QuantizedTensor.from_blocks(tc.tensor(blocks), format, "f32")
     x = tc.Var(tc.randn((3, weight.shape[1])))
@@ -59,7 +60,7 @@ def test_a_linear_layer_takes_a_quantized_weight(format: str) -> None:
 
 
 def test_a_large_weight_is_dequantized_in_parts() -> None:
-    """The threads of the CPU dequantize such a weight in parts."""
+    """The weight has more elements than the CPU dequantizes at a time."""
     tc.manual_seed(1)
     weight = tc.quantize(tc.randn((2100, 4096)), "q8_0")
     x = tc.randn((2, 4096))

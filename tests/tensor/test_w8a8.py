@@ -1,4 +1,4 @@
-"""Linear layers that multiply 8-bit codes, against their definition in numpy."""
+"""Linear layers that multiply 8-bit codes of inputs and weights, against a numpy definition."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,8 @@ from trainable_candle.nn import functional as F
 
 Matrix = npt.NDArray[np.float64]
 LARGEST = {"int8": 127.0, "fp8": 448.0}
-# The largest relative error of a result, from sums in f32 or from rounding to the dtype.
+# By dtype: the largest allowed error of a result's element, relative to the result's largest
+# element. The error comes from sums in f32 and from rounding to the dtype.
 ROUNDING = {"f32": 1e-5, "f16": 2e-3, "bf16": 1e-2}
 
 
@@ -23,7 +24,7 @@ def codes() -> Iterator[None]:
 
 
 def nearest(x: Matrix, format: str) -> Matrix:
-    """The number of the format nearest to x, ties to even."""
+    """Round each element of x to the nearest number of the format, ties to even."""
     if format == "int8":
         return np.rint(x)
     exponent = np.maximum(np.floor(np.log2(np.maximum(np.abs(x), 2.0**-20))), -6)
@@ -34,7 +35,8 @@ def nearest(x: Matrix, format: str) -> Matrix:
 def rounded(x: Matrix, format: str) -> Matrix:
     """Round each row of x to a scale times numbers of the format.
 
-    The scale is computed in f32, as in the library, because it decides which values are ties.
+    The scale is computed in f32, as in the library, because the scale decides which values are
+    ties.
     """
     single = x.astype(np.float32)
     largest = np.abs(single).max(axis=1, keepdims=True)

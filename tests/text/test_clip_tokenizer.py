@@ -63,7 +63,10 @@ def test_long_texts_are_cut_into_rows(big_g: CLIPTokenizer) -> None:
 
 
 def vocabulary() -> tuple[dict[str, int], list[str]]:
-    """A small vocabulary with ids of its own: letters, the words `cat` and `cats`, bytes of `ü`."""
+    """The token ids of a small vocabulary and its merges.
+
+    The tokens are letters, the bytes of `ü`, parts of the words `cat` and `cats`, and these words.
+    """
     merges = ["a t</w>", "c at</w>", "a t", "c at", "cat s</w>"]
     tokens = ["!", *"acst", "a</w>", "c</w>", "s</w>", "t</w>", "Ã", "¼", "¼</w>"]
     tokens += [merge.replace(" ", "") for merge in merges]
@@ -97,7 +100,8 @@ def test_tokenizer_json_is_the_same_tokenizer(tmp_path: Path) -> None:
     slow = CLIPTokenizer.from_pretrained(tmp_path / "slow")
     (tmp_path / "fast").mkdir()
     whole = tokenizers.Tokenizer.from_str(slow._tokenizer.to_str())
-    # Published files also have these settings.
+    # Published files also set padding, truncation and a post-processor; the loader must ignore
+    # them.
     whole.enable_padding(length=77)
     whole.enable_truncation(max_length=20)
     whole.post_processor = tokenizers.processors.RobertaProcessing(

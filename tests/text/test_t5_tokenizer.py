@@ -170,8 +170,8 @@ def test_a_damaged_table_of_characters_is_a_format_error(tmp_path: Path) -> None
     whole = bytearray(model_bytes())
     table = sentencepiece.parse(bytes(whole)).charsmap
     start = whole.find(table)
-    # Overwrite entries of the table so that they point beyond its end. Its first four bytes are its
-    # length, and stay as they are.
+    # The table starts with a length of four bytes, which stays. Overwrite the entries after it, so
+    # that they point beyond the end of the table.
     whole[start + 4 : start + 4 + 4096] = b"\xff\x7f\xff\x7f" * 1024
     (tmp_path / "spiece.model").write_bytes(whole)
     tokenizer = T5Tokenizer.from_pretrained(tmp_path)

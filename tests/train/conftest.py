@@ -1,4 +1,4 @@
-"""A training run of a few steps."""
+"""Fixtures: the settings of a short training run, and a function that trains by settings."""
 
 from collections.abc import Callable
 from pathlib import Path

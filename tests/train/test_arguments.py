@@ -1,4 +1,4 @@
-"""Arguments of optimizers and schedules that have no setting of their own."""
+"""The settings `optimizer_args` and `lr_scheduler_args`: names, values and errors."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def test_arguments_reach_the_optimizer() -> None:
         other.step()
     assert found == v.tolist()
     assert found != stepped(TrainConfig(**settings))
-    # One quoted text may have several arguments.
+    # One string of the list may have several arguments.
     assert found == stepped(TrainConfig(**settings, optimizer_args=["betas=0.5, 0.7 eps=0.1"]))
     # kohya's users give the weight decay as an argument.
     by_text = TrainConfig(**settings, optimizer_args=["weight_decay=0.5"])

@@ -9,7 +9,7 @@ from trainable_candle.train.ema import AdapterAverage
 
 
 class Average:
-    """Takes the place of `tc.optim.EMA`; with `full`, `swap_in` raises an out-of-memory error."""
+    """A stand-in for `tc.optim.EMA`. If `full`, its `swap_in` raises an out-of-memory error."""
 
     def __init__(self, *, full: bool = False) -> None:
         self.full = full

@@ -1,4 +1,4 @@
-"""Settings without effect are rejected by name, before anything is read."""
+"""Settings without effect, or that the model cannot use, are rejected before images are read."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -75,7 +75,8 @@ def test_a_setting_without_effect_is_rejected(settings: dict[str, Any], message:
 )
 def test_a_setting_with_effect_is_accepted(settings: dict[str, Any]) -> None:
     check_settings(TrainConfig(**settings))
-    # A run's configuration file also gives the settings with default values. They must be accepted.
+    # A run's configuration file has every setting, also those that keep their defaults. Settings
+    # that equal their defaults must be accepted.
     check_settings(TrainConfig.from_mapping(vars(TrainConfig(**settings))))
 
 

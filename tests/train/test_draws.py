@@ -1,4 +1,4 @@
-"""The random draws of a run depend only on the run's seed and the number of the sample."""
+"""A draw depends only on the run's seed, its purpose, and the number of the sample or batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prepared(base: Path, folder: Path, seed: int = 3) -> Any:
 
 
 def samples(data: Any, batch_size: int, count: int) -> list[tuple[Any, ...]]:
-    """The model's inputs for each of the first samples of a run."""
+    """The model's inputs, as bytes, for each of the first `count` samples of a run."""
     batches = data.batches(batch_size)
     seen = []
     for index in range(count // batch_size):
@@ -142,7 +142,7 @@ def test_draws_of_a_loss_depend_on_the_number_of_its_batch(tmp_path: Path) -> No
         state = tc.get_rng_state()
         assert trainer.train()
         assert seen == expected
-        # Only the callback's own draws advance the generator.
+        # Only the callback's own draws, one for each step, advance the global generator.
         assert tc.get_rng_state() == (state[0], 12 // accumulation)
     first, before = trained(tmp_path, 2, 6, stop=2)
     assert not first.train()

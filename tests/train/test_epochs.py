@@ -13,14 +13,15 @@ from trainable_candle.train.logs import read_json_log
 
 
 def test_a_step_that_completes_an_epoch_is_its_end() -> None:
-    # 10 items in batches of 4: epochs of 2, 3, 2, 3 and 2 batches; a step takes two batches.
+    # 10 items in batches of 4: epochs of 2, 3, 2, 3 and 2 batches. A step takes two batches, so the
+    # epochs are complete after 2, 5, 7, 10 and 12 batches, which are in steps 1, 3, 4, 5 and 6.
     epochs = Epochs(ShuffledBatches(10, 4, seed=0).first_batch, accumulation=2)
     assert [epochs.completed(step) for step in range(6)] == [0, 1, 1, 2, 3, 4]
     ends = epochs.ends(1)
     assert [step for step in range(1, 6) if ends(step)] == [1, 3, 4, 5]
     second = epochs.ends(2)
     assert [step for step in range(1, 6) if second(step)] == [3, 5]
-    # The next step may be an earlier one, as after a resume.
+    # The steps that are asked for may go back, as after a resume.
     assert epochs.completed(2) == 1
     assert epochs.at(0) == 0
     assert epochs.at(2) == pytest.approx(1 + 2 / 3)

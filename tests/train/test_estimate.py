@@ -99,7 +99,8 @@ def test_estimated_rounded_weights_match_what_the_tape_adds(
         # includes those weights.
         assert (rounded - plain, found) == (0, block)
     else:
-        # The tape keeps no rounded weights of the first layers: their inputs need no gradient.
+        # The estimate counts the rounded weights of all 6 blocks. The tape keeps fewer, because the
+        # inputs of the first layers need no gradient.
         assert rounded - plain <= found == 6 * block < 1.3 * (rounded - plain)
 
 

@@ -21,12 +21,14 @@ from trainable_candle.train.evaluation import Previews, best_path, step_adapters
 from trainable_candle.train.logs import read_json_log, read_log
 
 Train = Callable[..., dict[str, bytes]]
+# Settings for a run without previews. `sample_every` and `sample_steps` have their defaults; other
+# values are rejected without prompts.
 UNSEEN: dict[str, Any] = {"sample_prompts": [], "sample_every": 250, "sample_steps": 25}
 
 
 @pytest.fixture
 def everything(config: TrainConfig) -> TrainConfig:
-    """Validation, previews, an average and saves at steps that do not coincide."""
+    """A run with an average that validates every 4 steps, previews every 3 and saves every 2."""
     return config.with_(
         validation_split=0.3,
         validate_every=4,
@@ -86,7 +88,7 @@ def test_the_best_adapter_is_that_of_the_least_validation_loss(
 
 
 class Until(Callback):
-    """Ends the run after a step, as Ctrl-C would."""
+    """Ends the run after step `step`, as Ctrl-C would."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -264,7 +266,8 @@ def test_the_average_of_a_schedule_free_optimizer_is_what_is_saved(
         np.testing.assert_array_equal(var.numpy(), stored)
         y = next(tensor for key, tensor in trained.items() if key.endswith(name)).numpy()
         z = states[f"{number}.z"].numpy()
-        # With beta1 of 0.9, the parameters y are 0.9 times the average plus 0.1 times z.
+        # With beta1 = 0.9, the trained parameters are y = 0.9 x + 0.1 z, where x is the average
+        # that the run saves.
         np.testing.assert_allclose(y, 0.9 * stored + 0.1 * z, rtol=1e-4, atol=1e-6)
         differ += not np.array_equal(y, stored)
     assert differ

@@ -36,7 +36,7 @@ class Losses(Callback):
 
 
 def curve(config: TrainConfig, **settings: Any) -> npt.NDArray[np.float64]:
-    """The losses of a run."""
+    """The loss of each step of a run of `config` with the given settings changed."""
     losses = Losses()
     changed = config.with_(**settings)
     train_adapter(changed, callbacks=[losses], progress=False, report=lambda _: None)
@@ -59,7 +59,8 @@ def test_two_hundred_steps_give_the_curve_of_the_cpu(gpu: str, tmp_path: Path) -
     )
     expected = curve(config)
     found = curve(config, device=gpu, output=str(tmp_path / "f32"))
-    # Latents, noise and timesteps are the same. The effect of rounding grows with the steps.
+    # Both devices get the same latents, noise and timesteps. Differences by rounding grow with the
+    # steps.
     np.testing.assert_allclose(found[:20], expected[:20], rtol=1e-3)
     np.testing.assert_allclose(found, expected, rtol=0.05)
     assert found.mean() == pytest.approx(expected.mean(), rel=5e-3)
@@ -69,7 +70,7 @@ def test_two_hundred_steps_give_the_curve_of_the_cpu(gpu: str, tmp_path: Path) -
 
 
 def test_recorded_steps_of_texts_equal_eager_ones(gpu: str, tmp_path: Path) -> None:
-    """The bounds of texts differ from batch to batch; each replay of a graph reads them."""
+    """Bounds of packed texts differ by batch; each replay of a graph reads those of its batch."""
     dataset = tmp_path / "texts.jsonl"
     lines = ["".join(chr(97 + n * k % 26) for k in range(3 + 7 * n % 90)) for n in range(80)]
     dataset.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
@@ -108,7 +109,7 @@ def test_recorded_steps_equal_eager_ones_bit_for_bit(
 def test_a_run_continues_on_another_device(
     gpu: str, config: TrainConfig, train: Train, tmp_path: Path
 ) -> None:
-    """A run saved on the GPU continues on the CPU, and one saved on the CPU on the GPU."""
+    """A run saved on the GPU continues on the CPU; one saved on the CPU continues on the GPU."""
 
     class Stop(Callback):
         def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:

@@ -14,7 +14,10 @@ Inputs = Mapping[str, tc.Tensor]
 
 
 class Recordings:
-    """Takes the place of `tc.cuda.capture`: records captures and calls."""
+    """A stand-in for `tc.cuda.capture`.
+
+    `made` has the input shapes of each captured graph, `calls` the number of each graph that ran.
+    """
 
     def __init__(self) -> None:
         self.made: list[list[tuple[int, ...]]] = []

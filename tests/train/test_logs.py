@@ -1,4 +1,7 @@
-"""Logs as JSON lines and for TensorBoard. test_callbacks.py has the tests of the CSV log."""
+"""Logs as JSON lines and for TensorBoard, and damaged lines of the CSV log.
+
+test_callbacks.py has the other tests of the CSV log.
+"""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""Brackets nested too deeply for a parser, in every kind of file with settings."""
+"""Brackets nested too deeply for a parser are errors in files of settings, and skipped in logs."""
 
 import shutil
 from collections.abc import Callable

@@ -107,8 +107,8 @@ def enlarged(image: Array, size: tuple[int, int]) -> Array:
     for axis, length in zip((-2, -1), size, strict=True):
         count = image.shape[axis]
         centres = (np.arange(length) + 0.5) * count / length - 0.5
-        # Each pixel has a triangular weight around its centre. Beyond the edge, the values of the
-        # edge pixels continue.
+        # Each input pixel has a triangular weight around its centre. Beyond the edge, the values of
+        # the edge pixels continue.
         distance = np.abs(np.clip(centres, 0, count - 1)[:, None] - np.arange(count))
         tents = np.maximum(1 - distance, 0)
         image = np.moveaxis(np.moveaxis(image, axis, -1) @ tents.T, -1, axis)

@@ -1,4 +1,4 @@
-"""Prompts with their own settings or from files, settings stored in images, sheets of previews."""
+"""Prompts (with settings, or from files), the settings stored in images, and preview sheets."""
 
 from pathlib import Path
 

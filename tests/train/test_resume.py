@@ -23,7 +23,7 @@ Train = Callable[..., dict[str, bytes]]
 
 
 class StopAfter(Callback):
-    """Stops the run after a step, as Ctrl-C would, and keeps the losses."""
+    """Stops the run after step `step`, as Ctrl-C would, and keeps the loss of each step."""
 
     def __init__(self, step: int = STEPS) -> None:
         self._step = step
@@ -36,7 +36,7 @@ class StopAfter(Callback):
 
 
 class Problem:
-    """Noisy regression with two layers and dropout, which draws random numbers at every step."""
+    """Regression with two layers. Input noise and dropout draw random numbers at every step."""
 
     def __init__(self, config: TrainConfig, output: Path, stop_after: int = STEPS) -> None:
         tc.manual_seed(config.seed)

@@ -1,4 +1,4 @@
-"""A whole training run: its files, the effect of every setting, new plans when memory is short."""
+"""Whole training runs: files, the effect of each setting, and new plans when memory runs out."""
 
 import math
 import shutil
@@ -262,7 +262,7 @@ def test_a_missing_device_is_reported_before_anything_is_read(config: TrainConfi
 
 
 class OneOutOfMemory(Callback):
-    """Raises an out-of-memory error once, at the end of a step."""
+    """Raises an out-of-memory error once, at the end of step `step`."""
 
     def __init__(self, step: int) -> None:
         self.step: int | None = step
@@ -297,7 +297,7 @@ def test_a_run_out_of_memory_is_planned_anew_and_loses_nothing(
     assert "--gradient-checkpointing" in said
     written = TrainConfig.from_yaml(tmp_path / "again" / CONFIG)
     assert written.gradient_checkpointing in {"selective", "full"}
-    # Checkpointing changes no value.
+    # Gradient checkpointing changes no value.
     found = {n: v.detach().numpy().tobytes() for n, v in run.adapter.named_parameters().items()}
     assert found == expected
     steps = [row["step"] for row in read_log(tmp_path / "again" / LOG)]
@@ -307,8 +307,8 @@ def test_a_run_out_of_memory_is_planned_anew_and_loses_nothing(
 def test_a_run_out_of_memory_late_or_by_hand_fails(config: TrainConfig) -> None:
     by_hand = config.with_(gradient_checkpointing="none", base_precision="same")
     late = config.with_(steps=30, save_every=0)
-    # The three runs fail because no other plan is left, because the step is too late, and because a
-    # checkpoint of step 5 exists.
+    # None of the three runs is planned anew: the first has no other plan, the second runs out of
+    # memory too late, and the third has a checkpoint of step 5.
     for settings, step in ((by_hand, 1), (late, 25), (config, 7)):
         failing = OneOutOfMemory(step)
         with pytest.raises(tc.OutOfMemoryError):

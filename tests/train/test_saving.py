@@ -1,4 +1,4 @@
-"""Checkpoints are written while training continues; a failed write leaves older ones intact."""
+"""Checkpoints are written while training continues; a failed write leaves the older ones intact."""
 
 import errno
 import resource
@@ -124,7 +124,10 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(
             begun.append(trainer.step)
 
     class Failure(Callback):
-        """Submits more jobs than the queue holds, so that one submission raises the error."""
+        """If the error must not come later, makes one job submission raise it at step 6.
+
+        It submits more jobs than the queue holds.
+        """
 
         def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
             for _ in range(0 if is_late or trainer.step < 6 else 100):
@@ -187,7 +190,8 @@ def test_the_command_prints_the_reason_and_ends(
     assert "Traceback" not in error
 
 
-# Each child process saves, and is killed at a later file operation than the child before it.
+# Each child process saves a checkpoint and is killed one file operation later than the child before
+# it, until one is not killed.
 STEPWISE = """
 import os, signal, sys
 from pathlib import Path
@@ -249,8 +253,8 @@ def test_a_save_that_is_killed_leaves_the_old_or_the_new_checkpoint(tmp_path: Pa
     assert int(lines[-2].split()[1]) > 12
 
 
-# Counts the audit events in the thread that writes checkpoints. The event of a given number kills
-# the run.
+# Counts the audit events in the thread that writes checkpoints. The script's second argument is the
+# number of the event that kills the run; with 0, none does.
 KILLED = """
 import os, signal, sys, threading
 left = int(sys.argv[2])

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, checked when read."""
+"""Checkpoints are complete or absent, and are checked when they are read."""
 
 import errno
 import json

@@ -21,7 +21,7 @@ Y: Array = X @ np.array([1.0, -2.0, 0.5], dtype=np.float32) + 3
 
 
 class Slices:
-    """Consecutive rows of the data; the first row follows the last."""
+    """Batches of `size` consecutive rows of the data; after the last row, the first row follows."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -109,7 +109,7 @@ def test_clipping_shortens_the_step_and_reports_the_whole_norm() -> None:
 
 
 class Uneven:
-    """Batches of one row and of five in turn."""
+    """Batches with one row and batches with five rows, in turn."""
 
     def batch(self, index: int) -> npt.NDArray[np.int64]:
         first = 6 * (index // 2)
@@ -234,7 +234,10 @@ def test_a_non_finite_gradient_leaves_the_parameters_as_they_were() -> None:
 def test_a_step_that_is_queued_before_its_loss_is_read_is_skipped(
     monkeypatch: pytest.MonkeyPatch, accumulation: int
 ) -> None:
-    """As on a GPU, the loss is read after the step. One loss is infinite, but not its gradient."""
+    """As on a GPU, the trainer reads the loss after it queued the step.
+
+    The loss of batch 3 is infinite, but its gradient is finite.
+    """
     weight = tc.Var(np.ones(1, np.float32))
     run = Trainer(
         lambda rows: weight.sum() + (math.inf if rows[0] == 3 else 0.0),
@@ -256,7 +259,7 @@ def half(weight: tc.Var) -> tc.Tensor:
 
 
 def test_the_scaler_skips_steps_that_overflow() -> None:
-    # The initial scale of 65536 overflows f16, half of it does not.
+    # The scaled gradient is the scale. The initial scale of 65536 overflows f16; 32768 does not.
     weight, recorder = tc.Var(np.ones(1, np.float32)), Recorder()
     scaler = tc.optim.GradScaler()
     Trainer(

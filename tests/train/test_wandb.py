@@ -1,4 +1,4 @@
-"""Weights & Biases, with a module that takes the place of `wandb`."""
+"""The log for Weights & Biases, tested with a stand-in for the module `wandb`."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ from trainable_candle.train.wandb_log import WandbLog
 
 
 class Wandb:
-    """Takes the place of the module `wandb` and records calls."""
+    """A stand-in for the module `wandb`: keeps the arguments of its calls."""
 
     def __init__(self) -> None:
         self.inits: list[dict[str, Any]] = []
@@ -44,7 +44,7 @@ def test_a_run_logs_its_settings_steps_and_validations(config: TrainConfig, wand
     (start,) = wandb.inits
     assert (start["project"], start["name"], start["id"]) == ("loras", "digit", None)
     assert start["config"]["rank"] == config.rank
-    # The logged settings are those that the plan chose.
+    # The logged settings include those that the plan chose.
     assert start["config"]["gradient_checkpointing"] == "none"
     steps = [step for step, values in wandb.logged if "train/loss" in values]
     assert steps == list(range(1, config.steps + 1))
