@@ -306,7 +306,7 @@ def test_graphs_reject_two_updates_and_a_swap_of_averages(cuda: Any, digits_base
         return x
 
     x = tc.ones(3, device="cuda")
-    for function, text in ((twice, "averages twice in a call"), (swaps, "whether averages or")):
+    for function, text in ((twice, "averages twice in a call"), (swaps, "or trained values")):
         step = tc.cuda.capture(function, [x])
         step(x)
         before = ema.updates
