@@ -20,7 +20,7 @@ __all__ = ["full", "ones", "rand", "randint", "randn", "tensor", "zeros"]
 def tensor(
     data: Any,
     dtype: DType | str | None = None,
-    device: str = "cpu",
+    device: str | None = None,
     *,
     requires_grad: bool = False,
 ) -> Tensor:
@@ -33,11 +33,12 @@ def tensor(
         assert v.grad.tolist() == [2.0, 4.0]
 
     Args:
-        data: A number, nested lists of numbers, a numpy array, or anything with `__dlpack__` or
-            `__array__`.
+        data: A number, nested lists of numbers, a tensor, a numpy array, or anything with
+            `__dlpack__` or `__array__`.
         dtype: The dtype. By default, an array keeps its dtype, except that int8, int16 and int32
             become i64, and uint16 becomes u32. Python floats become f32, integers i64, bools u8.
-        device: The device.
+        device: The device. By default, a tensor keeps its device, and other data are put on the
+            CPU.
         requires_grad: Whether the result is a `Var`.
 
     Raises:
