@@ -2,7 +2,7 @@
 //
 // `compare_<dtype>(y, a, b, tensors, relations)`: y = 1 if the relation of a to b is among `relations`, else 0. `relations` is a sum of
 // LESS, EQUAL, GREATER and UNORDERED; the last is the relation of NaN to every number. Zeros of both signs are equal.
-// Launch: count / width threads in blocks of 256, no shared memory. `tensors` has the strides of y, a and b.
+// Launch: `tensors.count / tensors.width` threads in blocks of 256, no shared memory. `tensors` has the strides of y, a and b.
 #include "strided.cuh"
 
 constexpr uint32_t LESS = 1, EQUAL = 2, GREATER = 4, UNORDERED = 8;

@@ -2,7 +2,7 @@
 //
 // `<function>_<dtype>(y, a[, b[, c]], tensors, p, q)`: y = f(a, b, c) for each element, where `tensors` has the strides of y,
 // a, b and c, and p and q are parameters of the function. In the expressions, a, b and c are elements in the arithmetic type R.
-// Launch: count / width threads in blocks of 256, no shared memory.
+// Launch: `tensors.count / tensors.width` threads in blocks of 256, no shared memory.
 #include "strided.cuh"
 
 template <typename F, typename T> struct Apply1 {

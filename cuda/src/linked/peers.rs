@@ -13,8 +13,8 @@ pub const HANDLE: usize = 64;
 /// The handle with which another process opens an [`Exported`].
 pub type Handle = [u8; HANDLE];
 
-/// Memory of a device that other processes can open. It does not come from the allocators, because `cuIpcGetMemHandle` accepts only memory
-/// of `cuMemAlloc`.
+/// Memory of a device that other processes can open. `cuMemAlloc` makes it, not the allocators of this crate:
+/// `cuIpcGetMemHandle` rejects the memory that these map.
 pub struct Exported {
     address: u64,
     size: u64,
@@ -80,8 +80,8 @@ impl Opened {
 
 impl Drop for Opened {
     fn drop(&mut self) {
-        // SAFETY: the driver has mapped the memory, and the owner of this value guarantees that nothing uses it. An error is ignored,
-        // because it may only mean that the other process has ended.
+        // SAFETY: the driver has mapped the memory, and the owner of this value guarantees that nothing uses the memory. An error is
+        // ignored, because it may only mean that the other process has ended.
         unsafe { driver::cuIpcCloseMemHandle(self.address) };
     }
 }
@@ -117,7 +117,7 @@ pub struct Access {
 /// The driver's error.
 pub fn bus_id(device: c_int) -> Result<String, Status> {
     let mut text = [0 as c_char; 32];
-    // SAFETY: the signature is the driver's, which writes at most `length` bytes and ends the text with a zero.
+    // SAFETY: the driver writes at most as many bytes as its second argument says, and ends the text with a zero.
     check(unsafe { driver::cuDeviceGetPCIBusId(text.as_mut_ptr(), text.len() as c_int - 1, device) })?;
     // SAFETY: the last byte is zero.
     Ok(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())

@@ -23,8 +23,8 @@ class PassGraphs:
     without graphs.
 
     Args:
-        run: the function, such as a forward and backward pass. It takes the inputs by name and
-            whether the call is the first of an optimizer step, and returns a tensor.
+        run: the function, such as a forward and backward pass. Its arguments are the inputs by
+            name, and whether the call is the first of an optimizer step. It returns a tensor.
         keep: how many of the most recently used graphs to keep; 0 records nothing.
     """
 

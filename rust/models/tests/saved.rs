@@ -56,7 +56,7 @@ fn check_kind(
             let found = (4 * batch * Saved::values(model, &config, policy, size).unwrap()[0]) as f64;
             drop(result);
             let ratio = found / held;
-            // Under full checkpointing the estimate also counts the values that the backward pass recomputes at a time. The
+            // Under full checkpointing the estimate also counts the values of the blocks that the backward pass recomputes together. The
             // tape does not hold these values after the forward pass.
             let fits =
                 if policy == Policy::Full { (1.0..6.0).contains(&ratio) } else { (ratio - 1.0).abs() < 1.0 / 7.0 };

@@ -79,8 +79,9 @@ impl LinearGroup {
     }
 
     /// [`swiglu`](trainable_candle_core::ops::gated::swiglu) of the results of two members, features and gate, for
-    /// `x (..., in_features)`: `(..., out_features)`. Under the conditions of [`forward`](Self::forward) for one matrix
-    /// product, one operation computes the result, and the result is marked as [`remade`](Tensor::remade).
+    /// `x (..., in_features)`: `(..., out_features)`. If [`forward`](Self::forward) would compute both members by one
+    /// matrix product, one operation computes the result, which the backward pass may compute again instead of keeping it
+    /// ([`remade`](Tensor::remade)).
     ///
     /// # Errors
     /// As [`forward`](Self::forward); [`Error::Shape`] if there are not two members with the same number of output
@@ -96,9 +97,9 @@ impl LinearGroup {
         features.forward(x)?.mul(&gate.forward(x)?.silu()?)
     }
 
-    /// Apply the layer `last`, which has `out_features` input features, to the result of
-    /// [`forward_swiglu`](Self::forward_swiglu). One operation computes both if `last` has an adapter that is a low-rank
-    /// product and one operation can compute the members.
+    /// Apply the layer `last` to the result of [`forward_swiglu`](Self::forward_swiglu). The input features of `last` are the
+    /// output features of a member. One operation computes the SwiGLU and `last` if `last` has an adapter that is a low-rank
+    /// product and `forward_swiglu` would be one operation.
     ///
     /// # Errors
     /// As [`forward_swiglu`](Self::forward_swiglu) and [`Linear::forward`].
@@ -174,7 +175,7 @@ fn join(members: &mut [Linear<Tensor>]) -> Result<Option<Joined>> {
     let (weight, parts) = if weights.len() == count {
         (Weight::from(all(weights)?), None)
     } else if matrices.len() == count {
-        // On a GPU, codes in common storage take fewer products.
+        // On a GPU, one product computes all members if their quantized weights lie in common storage.
         match if device.is_cuda() { Quantized::join(&matrices)? } else { None } {
             Some((joined, parts)) => (joined.into(), Some(as_weights(parts))),
             None => (Quantized::cat(&matrices)?.into(), None),

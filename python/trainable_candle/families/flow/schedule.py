@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 TRAINED_LEVELS = 1000
 """The number of noise levels that the models were trained with: i / 1000 for i from 1 to 1000."""
 _MOST_FITTED: Final = 4300
-"""For images of more tokens, FLUX.2's mu is that for 200 steps, however many steps are taken."""
+"""For images with more tokens than this, FLUX.2 takes mu from the fit for 200 steps, whatever the
+number of steps."""
 
 
 def shifted_last(shift: float) -> float:
-    """The lowest noise level that a model was trained with, after a shift.
+    """The lowest of the noise levels of training, 1 / TRAINED_LEVELS, once shifted.
 
     Stable Diffusion 3's pipeline takes the levels from its scheduler. The scheduler spaces them
-    equally from 1 down to this level, and then shifts all of them, this level a second time.
+    equally from 1 down to this shifted level, and then shifts all levels, so that the lowest one is
+    shifted twice.
     """
     least = 1 / TRAINED_LEVELS
     return shift * least / (1 + (shift - 1) * least)
@@ -39,9 +41,9 @@ class FlowSchedule:
     """
 
     shift: float = 1.0
-    """k for drawing images of any size; not used if `grows`."""
+    """The same k for drawing images of all sizes; not used if `grows`."""
     last: float | None = None
-    """The last level above 0, before the shift; None: 1 divided by the number of steps."""
+    """The last level above 0, before `shift` is applied; None: 1 divided by the number of steps."""
     grows: bool = False
     """Whether k grows with the image: k = exp(mu), and mu is linear in the number of tokens."""
     tokens: tuple[float, float] = (256, 4096)
@@ -66,9 +68,9 @@ class FlowSchedule:
     def in_training(self, tokens: int) -> float:
         """The shift k for training on an image of this many tokens.
 
-        If drawing uses one shift for all sizes, k is that shift for an image of `tokens[1]` tokens
-        (1024x1024 pixels), and is proportional to the square root of the number of tokens
-        (arXiv:2403.03206, section 5.3.2).
+        If drawing uses one shift for all sizes, k in training is proportional to the square root
+        of the number of tokens (arXiv:2403.03206, section 5.3.2). For an image of `tokens[1]`
+        tokens (1024x1024 pixels), it equals the shift of drawing.
         """
         if self.grows:
             return self.at(tokens)
@@ -144,7 +146,7 @@ class KleinSchedule(FlowSchedule):
     """
 
     def drawing(self, steps: int, tokens: int) -> float:
-        """exp(mu), with mu linear in the steps through the fits for 10 and for 200 steps."""
+        """exp(mu); as a function of the steps, mu is the line through its fits for 10 and 200."""
         if not self.grows:
             return self.shift
         at_10 = 8.73809524e-05 * tokens + 1.89833333

@@ -59,7 +59,7 @@ pub(super) struct Copies {
     epoch: AtomicU64,
     /// The thread that copies from pageable memory, if it was started.
     staging: OnceLock<Staging>,
-    /// The number of buffers in pageable memory that copies read.
+    /// How many buffers that are read by copies are in pageable memory.
     pageable: AtomicUsize,
 }
 
@@ -96,7 +96,7 @@ impl Copies {
         self.staging.get()
     }
 
-    /// The number of buffers in pageable memory that copies read.
+    /// How many buffers that are read by copies are in pageable memory.
     pub(super) const fn pageable(&self) -> &AtomicUsize {
         &self.pageable
     }

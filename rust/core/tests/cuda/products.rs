@@ -96,9 +96,10 @@ fn convolutions_equal_the_cpu() {
     }
 }
 
-/// Convolutions whose f32 operands are split into sums of two bf16 numbers, stored in three times the channels, keep nearly
-/// the accuracy of f32. The cases have kernel steps that cross from one third of the channels to the next, padded channels,
-/// sums that few or many thread blocks share, large and small values, and no bias.
+/// Convolutions whose f32 operands are split into sums of two bf16 numbers keep nearly the accuracy of f32. The split
+/// operands have three times the channels: high times high, high times low and low times high. In the cases, steps over the
+/// channels cross from one third to the next, channels are padded, few or many thread blocks share a sum, values are large
+/// or small, and there is no bias.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn f32_convolutions_on_tensor_cores_equal_the_cpu() {
@@ -165,8 +166,8 @@ fn groups_of_linear_layers_equal_the_cpu() {
         (77, 2048, vec![640; 2], vec![true; 2]),
         (300, 320, vec![320; 3], vec![true, false, true]),
         (300, 320, vec![320, 64, 64], vec![true; 3]),
-        // Large enough for one product of cuBLAS and one launch that adds all terms, with rows that fill no tile; the last columns end
-        // within a block, and layers without an adapter lie between others.
+        // These are large enough for one product of cuBLAS and one launch that adds all terms. The last tile of rows and the last block
+        // of columns are not full. In the second case, a layer without an adapter lies between others.
         (6999, 640, vec![640, 128, 128], vec![true; 3]),
         (4097, 320, vec![96, 640, 288, 32], vec![true, false, true, true]),
     ] {

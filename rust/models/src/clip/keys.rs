@@ -18,7 +18,7 @@ pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     }
 }
 
-/// Whether readers skip the tensor `key`, which is no parameter of the text encoder. The position ids are constants, and
+/// Whether the tensor `key` is no parameter of the text encoder, so that readers skip it. The position ids are constants, and
 /// CLIP multiplies the similarities of texts and images by the logit scale.
 fn unused(key: &str) -> bool {
     key.ends_with("position_ids") || key == "logit_scale"

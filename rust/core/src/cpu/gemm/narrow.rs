@@ -7,7 +7,7 @@
 use super::kernel::Target;
 use crate::cpu::{Elem, Real, dispatch};
 
-/// Most columns for which the matrix is read in place. For more columns, packing the matrix once is less work than
+/// The largest number of columns for which the matrix is read in place. For more columns, packing the matrix once is less work than
 /// converting it for every four columns.
 pub const MAX_COLUMNS: usize = 8;
 /// Columns that are computed at a time.
@@ -48,7 +48,7 @@ impl<T: Elem> Narrow<T> {
             || {
                 for i in 0..self.m {
                     for j in (0..self.n).step_by(COLUMNS) {
-                        // SAFETY: row `i` and the columns from `j` on that the match counts are in the result.
+                        // SAFETY: the result has row `i`, and from column `j` on as many columns as the match has found.
                         unsafe {
                             match self.n - j {
                                 1 => self.row::<1>(i, j),
