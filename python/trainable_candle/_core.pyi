@@ -4594,7 +4594,7 @@ def lora_backward_(
 ) -> None:
     """
     Compute `lora_backward` of many layers at once, and add the results to the `.grad` of the matrices. Gradients that are in a flat
-    buffer change in place. On a CUDA device, matrix products of equal size run in one launch, without synchronization.
+    buffer change in place. On a CUDA device, many matrix products run in one launch, without synchronization.
 
     ```python
     x, down, up = tc.randn(5, 8), tc.Var(tc.randn(2, 8)), tc.Var(tc.randn(4, 2))

@@ -57,9 +57,12 @@ def _optimizer(
     try:
         return make_optimizer(config, groups)
     except OutOfMemoryError as error:
-        if not config.states_on_host:
+        if not config.states_on_host or "pinned memory" not in str(error):
             raise
-        report(f"optimizer: its states are in GPU memory, not in host memory: {error}")
+        report(
+            "optimizer: its states are in GPU memory, not in host memory, because the system gives "
+            "too little pinned memory for them"
+        )
         return make_optimizer(config.with_(optimizer_states=DEVICE), groups)
 
 
@@ -179,8 +182,8 @@ class Session:
             report(
                 "streamed blocks: the system gives too little pinned memory, so a thread copies "
                 "them through a small part of it, as fast as one core copies at most, and steps "
-                "run without CUDA graphs; raise the memory limit of the container or `ulimit -l` "
-                "(under WSL2, the memory in .wslconfig), or stream fewer blocks"
+                "run without CUDA graphs; raise the memory limit of the container or `ulimit -l`, "
+                "or stream fewer blocks"
             )
         report(
             f"training: {counted(config.steps, 'step')} of {size}{of}, "

@@ -123,7 +123,7 @@ pub fn unset(op: &'static str, like: &Raw, dims: &[usize]) -> Result<Raw> {
 }
 
 /// Computes all products, in any order. Returns for each product its result, or the tensor to which the result was added.
-/// On CUDA, products of one size run together.
+/// On CUDA, many products run together.
 ///
 /// # Errors
 /// As [`product`] and [`matmul_accumulate`].

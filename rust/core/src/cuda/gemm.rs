@@ -14,6 +14,7 @@ use candle_core::cuda_backend::cudarc::cublas::sys::{
 use super::copy::contiguous;
 use super::error::{check_blas, driver_error};
 use super::gemm_lt::{self, alignment};
+use super::gemm_tiles::preferred;
 use super::gpu::Gpu;
 use super::launch::{Address, address, empty, same_device};
 use super::product_calls::{Arithmetic, Key, Vectors};
@@ -267,7 +268,7 @@ impl Call<'_> {
             if is_f64 { std::ptr::from_ref(&wide[i]).cast() } else { std::ptr::from_ref(&narrow[i]).cast() }
         };
         let is_one = count == 1 && narrow == [1.0, 0.0];
-        if is_one && let Some(key) = self.key([a, b, y]) {
+        if is_one && let Some(key) = self.key([a, b, y]).filter(|key| preferred(self.gpu, key).is_some()) {
             // SAFETY: the plan stays within its operands and the result; the key describes the same product in cuBLAS'
             // order.
             if unsafe { gemm_lt::run(self.op, self.gpu, key, [b, a, y], Vectors::default()) }? {

@@ -62,11 +62,13 @@ const CHOICES: &[Choice] = &[
 /// The tile for a product, if one is known to be faster. A choice is also that of up to an eighth fewer rows, which need
 /// nearly the same number of tiles.
 pub(super) fn preferred(gpu: &Gpu, key: &Key) -> Option<u32> {
+    if !gpu.is_hopper() || !key.arithmetic.is_half() {
+        return None;
+    }
     let ([m, n, k], [(is_turned, _), (false, _)]) = (key.sizes, key.operands) else { return None };
     let fits = |&&([own_m, most, own_k], turned, bias, _): &&Choice| {
         (own_m, own_k, turned, bias) == (m, k, is_turned, key.arithmetic.has_bias())
             && (most - most / 8 + 1..=most).contains(&n)
     };
-    let choice = CHOICES.iter().find(fits)?;
-    (gpu.is_hopper() && key.arithmetic.is_half()).then_some(choice.3)
+    CHOICES.iter().find(fits).map(|choice| choice.3)
 }

@@ -30,15 +30,16 @@ const STEP: usize = 32;
 /// The addresses of matrices, and the distances between their rows in bytes, must be multiples of this.
 const ALIGNMENT: usize = 16;
 
-/// The most elements of all dst together for which one launch for several terms is faster than a product by cuBLAS and a launch of
+/// The most elements of dst, summed over the terms, for which one launch for several terms is faster than a product by cuBLAS and a launch of
 /// `low_rank_add`. The launch reads the input and the factors of each term again; on an H100 three terms of 1024 rows and 1280 + 1280
 /// elements take 12 instead of 9 μs, two of 77 rows and 2048 + 1280 elements 4 instead of 6 μs.
 const MOST_OF_SEVERAL: usize = 1 << 20;
 
-/// The number of ranks in a tile, the most tiles that a launch of `low_rank_add` adds to one dst, and its most dst.
+/// The number of ranks in a tile of `low_rank_add`.
 const TILE: usize = 16;
-/// The most tiles of a launch of `low_rank_add`.
+/// The most tiles that a launch of `low_rank_add` adds to one dst.
 const MOST_TILES: usize = 4;
+/// The most dst of a launch of `low_rank_add`.
 const MOST_SUMS: usize = 4;
 /// Rows and columns of the blocks of `low_rank_add`, and the most blocks in the direction of the rows.
 const ADD_BLOCK: [usize; 2] = [32, 256];

@@ -40,7 +40,9 @@ pub(super) fn run(work: &[Product], results: &mut [Option<Raw>]) -> Result<()> {
     }
     let Some((_, first)) = found.first() else { return Ok(()) };
     let (gpu, dtype) = (Gpu::of(OP, first.sum)?, first.dtype);
-    found.retain(|(_, gradient)| gradient.dtype == dtype);
+    // The products of a pass may be on several devices; a launch computes those of one.
+    let device = first.sum.device().clone();
+    found.retain(|(_, gradient)| gradient.dtype == dtype && gradient.sum.device().same_device(&device));
     let blocks: usize = found.iter().map(|(_, gradient)| gradient.blocks()).sum();
     if blocks < gpu.multiprocessors() {
         return Ok(());

@@ -25,16 +25,18 @@ impl Allocate for InHostMemory<'_> {
             let mib = bytes as f64 / (1u64 << 20) as f64;
             let message = format!(
                 "the system gives no further {mib:.1} MiB of pinned memory for states of the optimizer; keep them in the memory of the \
-                 device (states \"device\"), or use an 8-bit optimizer (under WSL2 a .wslconfig with more memory raises the limit)"
+                 device (states \"device\"), or use an 8-bit optimizer"
             );
             Error::OutOfMemory { op, message }
         };
-        if !may_pin(bytes) {
+        // Without stream-ordered memory, dropping the slice would call another function than the one that frees this memory.
+        if !may_pin(bytes) || !self.gpu.stream().context().has_async_alloc() {
             return Err(short());
         }
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(op, error))?;
-        let address = mapped::allocate(bytes)
-            .map_err(|status| if status.is_out_of_memory() { short() } else { status_error(op, status) })?;
+        let address = mapped::allocate(bytes).map_err(|status| {
+            if status.is_out_of_memory() || status.is_unpinnable() { short() } else { status_error(op, status) }
+        })?;
         // SAFETY: the memory has this many elements, all zero, which is a value of every dtype. Dropping the slice frees it.
         Ok(unsafe { self.gpu.stream().upgrade_device_ptr(address, count) })
     }

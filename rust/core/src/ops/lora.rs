@@ -151,7 +151,7 @@ pub struct LoraLayer<'a> {
 }
 
 /// [`lora_backward`] of many layers at once. The results are added to the gradients of the variables. If these gradients
-/// are in a flat buffer, the products are added in place. On CUDA, products of one size run together, without
+/// are in a flat buffer, the products are added in place. On CUDA, many products run together, without
 /// synchronization.
 ///
 /// # Errors

@@ -20,7 +20,7 @@ use crate::var::Var;
 use crate::{Error, Result, compute};
 
 /// Products that are added to the gradient buffers of variables. On CUDA, products wait until their operands together have
-/// 128 MiB, or until the pass ends; then, products of equal size run in one launch.
+/// 128 MiB, or until the pass ends; then many of them run in one launch.
 #[derive(Default)]
 struct Buffered {
     /// The ids of the variables with such products.
