@@ -168,4 +168,14 @@ def test_a_run_without_pinned_memory_keeps_states_on_the_gpu(
     assert session._optimizer(config, [], lines.append).groups == []
     assert asked == ["host", "device"]
     (line,) = lines
-    assert "in GPU memory, not in host memory: AdamW: the system gives no further" in line
+    assert "in GPU memory, not in host memory, because the system gives too little pinned" in line
+
+
+def test_a_run_whose_gpu_is_full_keeps_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(*_: Any) -> Any:
+        raise OutOfMemoryError("AdamW: the device is out of memory")
+
+    monkeypatch.setattr(session, "make_optimizer", make)
+    config = TrainConfig(device="cuda", optimizer_states="host")
+    with pytest.raises(OutOfMemoryError, match="the device is out of memory"):
+        session._optimizer(config, [], print)
