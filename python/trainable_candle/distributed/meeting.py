@@ -79,7 +79,7 @@ def reach(world: World, deadline: float) -> Connection[Any, Any]:
 def _connected(world: World, deadline: float) -> Connection[Any, Any]:
     """Try to connect once, until `deadline`.
 
-    A thread connects, because connecting blocks for a long time if nobody answers.
+    Connecting may block longer than that if nobody answers, so another thread connects.
     """
     found: Queue[Connection[Any, Any] | BaseException] = Queue()
 

@@ -20,7 +20,7 @@ from trainable_candle.train.trainer import Inputs
 def test_files_of_chroma_and_of_flux_are_distinguished(
     chroma_base: Path, flux_base: Path, tmp_path: Path
 ) -> None:
-    """Both kinds of files are told apart: those with original and those with diffusers' names."""
+    """A file is recognized by its names, whether these are the original ones or diffusers'."""
     classes = {"flux": tc.models.FluxTransformer, "chroma": tc.models.ChromaTransformer}
     for base, other, title in ((chroma_base, "flux", "Chroma"), (flux_base, "chroma", "Flux")):
         original = tmp_path / f"{other}.safetensors"
