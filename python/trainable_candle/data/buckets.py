@@ -26,7 +26,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Frame:
-    """The crop of an image that is trained on, px: the values of size and crop conditioning."""
+    """The crop of an image that is trained on, px. SDXL is conditioned on these values."""
 
     original: tuple[int, int]
     """Width and height of the image before it is scaled."""

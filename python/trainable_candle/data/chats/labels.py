@@ -163,8 +163,8 @@ def _answers(
 ) -> list[tuple[int, int]]:
     """The spans of the answers in the text `whole`, in characters.
 
-    For each answer, the messages before it are rendered, and these messages with the answer: the
-    lengths of the two texts are the start and the end of the answer.
+    For each answer, the template renders two texts: the messages before the answer, and the same
+    messages with the answer. The lengths of the two texts are the start and the end of the answer.
     """
     spans = []
     answers = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
