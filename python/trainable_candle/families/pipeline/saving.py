@@ -38,7 +38,8 @@ def save_merged(
         _save_folder(weights, parts, models, output)
     else:
         raise ConfigError(
-            f"--output is {output}, expected the name of a .safetensors file: {weights.name} is one"
+            f"--output is {output}, expected the name of a .safetensors file, because "
+            f"the checkpoint {weights.name} is a file"
         )
 
 
