@@ -95,7 +95,8 @@ def tokens_of(
 
     The text is tokenized once, as a whole. A token is learnt if at least one of its characters is
     in an answer that `train_on` selects. The token that ends the turn of this answer is learnt,
-    too. For a preference, only the compared answers are learnt.
+    too. With `train_on="all"`, all tokens but the first are learnt. For a preference, only the
+    compared answers are learnt.
 
     Raises:
         ValueError: the template rejects the example, or renders an answer differently when more
