@@ -75,7 +75,10 @@ def save_file(
 def _save_folder(
     weights: Path, parts: Sequence[str], models: Mapping[str, Model], output: Path
 ) -> None:
-    """Write a pipeline's folder with `models` in place of those in `weights`; copy the rest."""
+    """Write a pipeline's folder with `models` in place of those in `weights`.
+
+    The other models, the tokenizers, the scheduler and `model_index.json` are copied.
+    """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output is {output}, which exists; expected a new or an empty folder")
     partial = output.with_name(f"{output.name}.partial")
