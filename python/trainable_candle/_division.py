@@ -43,8 +43,8 @@ def floor_divided(name: str, one: Any, other: Any) -> Tensor:
 def remainder(name: str, one: Any, other: Any) -> Tensor:
     """Return the remainder, with the sign of the divisor; at least one operand is a tensor.
 
-    The derivative with respect to the dividend is 1, and with respect to the divisor minus the
-    rounded-down quotient. Arguments and errors are those of `floor_divided`.
+    The derivative with respect to the dividend is 1. The derivative with respect to the divisor is
+    the negative of the rounded-down quotient. Arguments and errors are those of `floor_divided`.
 
     Returns:
         The remainders, or `NotImplemented` if an operand is neither a tensor nor a number.

@@ -217,8 +217,8 @@ def multinomial(
 def einsum(equation: str, *operands: Tensor) -> Tensor:
     """Sum products of elements by the labels of their dimensions, like numpy's and torch's einsum.
 
-    Two operands become one matrix product; further operands follow from left to right. A label
-    may occur only once in each operand.
+    Operands are multiplied from left to right, each step as one matrix product. A label may occur
+    only once in each operand.
 
         x = tc.einsum("bij,bkj->bik", tc.ones(2, 3, 4), tc.ones(2, 5, 4))
         assert x.shape == (2, 3, 5)

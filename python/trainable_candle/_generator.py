@@ -96,7 +96,7 @@ class Generator:
 
 
 def drawing(function: str, generator: object) -> Any:
-    """Return a context in which `generator` draws; with None, the generator in use goes on.
+    """Return a context in which `generator` draws; with None, the context changes nothing.
 
     Args:
         function: The function that draws, for error messages.

@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Decorator(ContextDecorator):
-    """A context that decorates functions; it is open while a decorated generator function runs."""
+    """A context manager that also decorates functions, including generator functions."""
 
     def __call__(self, function: F) -> F:
         """Decorate a function."""

@@ -2,7 +2,8 @@
 
 For type checkers, `ComposedMethods` is a base class of `Tensor`; at run time, `attach` adds its
 methods to `Tensor`. A method runs on the tensor's device unless its docstring names the host. It
-has gradients if torch's method has them.
+has gradients if torch's method has them. The exceptions are `sign`, `floor`, `ceil` and `round`,
+whose gradients would be zero.
 """
 
 from __future__ import annotations

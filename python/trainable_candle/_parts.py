@@ -50,7 +50,7 @@ def mask(op: str, value: Any, like: Any = None) -> Tensor:
     if kind not in {"u8", "bool", "bool_"}:
         raise DTypeError(
             f"{op}: found {kind}, expected a mask (u8 or bool), as comparisons return; "
-            "write `x != 0` for where a tensor is not zero"
+            "`x != 0` is the mask of the elements that are not zero"
         )
     return true(value, like)
 

@@ -14,8 +14,8 @@ class BackgroundWriter:
     """Runs jobs one after the other in its own thread.
 
     If a job fails, the jobs in the queue are dropped, and the next call of `submit`, `check` or
-    `wait` raises the error. Later jobs run again. The thread ends when the queue is empty, and the
-    interpreter waits for the end of the thread before it exits.
+    `wait` raises the error. After that, new jobs run as usual. The thread ends when the queue is
+    empty, and the interpreter waits for the end of the thread before it exits.
 
     Args:
         name: the thread's name.

@@ -1,4 +1,4 @@
-"""Memory, profiles and CUDA graphs of CUDA devices, which are given by name or by number."""
+"""Memory, profiles and CUDA graphs of CUDA devices. A device is given by its name or its number."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -287,7 +287,7 @@ _INSTEAD = {
     "max_memory_allocated": 'use tc.cuda.memory_stats()["peak_allocated"]',
     "memory_reserved": 'use tc.cuda.memory_stats()["reserved"]',
     "max_memory_reserved": 'use tc.cuda.memory_stats()["peak_reserved"]',
-    "mem_get_info": 'use tc.cuda.memory_stats(), of which "free" and "total" are the device\'s',
+    "mem_get_info": 'use "free" and "total" of tc.cuda.memory_stats()',
     "set_device": 'give device="cuda:1" where tensors and models are made',
     "current_device": 'there is none: "cuda" is GPU 0',
     "amp": "load a model in bf16; tc.optim.GradScaler scales the loss of f16",

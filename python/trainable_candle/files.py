@@ -134,7 +134,7 @@ def _lock(path: Path, refusal: str) -> int:
                 os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
                 return handle
         except BlockingIOError:
-            holder = os.pread(handle, 32, 0).decode(errors="replace").strip() or "another"
+            holder = os.pread(handle, 32, 0).decode(errors="replace").strip() or "(unknown)"
             os.close(handle)
             raise ConfigError(
                 f"{refusal} by process {holder}; wait for it, or choose another folder"

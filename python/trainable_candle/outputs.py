@@ -42,10 +42,10 @@ def require_no_output(folder: Path) -> None:
 
 
 def adapter_in(path: Path) -> Path:
-    """The finished adapter if a path is a run's output folder; any other adapter's path unchanged.
+    """The finished adapter in `path` if `path` is a run's output folder, else `path` itself.
 
     Raises:
-        MissingFileError: the path is a folder without a finished adapter; the message says what to
+        MissingFileError: `path` is a folder without a finished adapter; the message says what to
             give.
     """
     if not path.is_dir() or (path / _PEFT).exists():

@@ -112,7 +112,7 @@ class ModuleAdapter:
             layer.enabled = enabled
 
     def merge(self) -> Module:
-        """Put the plain layers back, with merged adapters in their weights; return the module."""
+        """Put the plain layers back, with the adapters merged into them; return the module."""
         for name, layer in self.layers.items():
             self._restore(name, layer.merge())
         return self._module
@@ -184,8 +184,8 @@ class ModuleAdapter:
         odd = sorted(stored.keys() ^ parameters.keys())
         if odd:
             raise WeightsFormatError(
-                f"{path}: holds other adapters than the model has ({len(odd)} parameters are only "
-                f"in one of them, the first is {odd[0]})"
+                f"{path}: its adapters differ from the model's ({len(odd)} parameters are only in "
+                f"the file or only in the model, the first is {odd[0]})"
             )
         for name, var in parameters.items():
             if stored[name].shape != var.shape:
@@ -347,7 +347,7 @@ def _adapted(name: str, layer: Linear | Conv2d, rank: int, config: LoraConfig) -
 
 
 def _named(key: str) -> str:
-    """The name in `named_parameters` of a tensor in a peft file or a peft model's `state_dict`."""
+    """Convert a key of peft's file or `state_dict` to a name in `named_parameters`."""
     name = key.removeprefix(_PREFIX).replace(".default.", ".")
     return name.removesuffix(".weight") if name.endswith(_MAGNITUDE_OF_STATES) else name
 

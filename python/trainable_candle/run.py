@@ -351,7 +351,7 @@ def _train(
 
 @contextmanager
 def _multiplying_codes(config: TrainConfig) -> Iterator[None]:
-    """A context in which products with 8-bit weights multiply the codes, if `w8a8` is set."""
+    """A context in which layers with 8-bit weights multiply the weights' codes if `w8a8` is set."""
     before = tc.get_w8a8()
     tc.set_w8a8(before or config.w8a8)
     try:

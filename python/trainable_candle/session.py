@@ -180,10 +180,10 @@ class Session:
         epochs = self.epochs.at(config.steps)
         if config.on_gpu and _core.cuda_stages_weights(config.device):
             report(
-                "streamed blocks: the system gives too little pinned memory, so a thread copies "
-                "them through a small part of it, as fast as one core copies at most, and steps "
-                "run without CUDA graphs; raise the memory limit of the container or `ulimit -l`, "
-                "or stream fewer blocks"
+                "streamed blocks: the system gives too little pinned memory for all of them. A "
+                "thread copies the others through a small pinned buffer, at most as fast as one "
+                "core can copy, and steps run without CUDA graphs. Raise the memory limit of the "
+                "container or `ulimit -l`, or stream fewer blocks"
             )
         report(
             f"training: {counted(config.steps, 'step')} of {size}{of}, "

@@ -30,8 +30,8 @@ _LINE: Final = 14
 def preview_path(folder: Path, step: int, number: int | None = None) -> Path:
     """The file of the preview after `step` steps.
 
-    Without `number`, the file has the images of all prompts; with it, that of prompt `number`,
-    counted from 1.
+    Without `number`, the file has the images of all prompts. With `number`, it has the image of
+    this prompt; prompts are counted from 1.
     """
     name = f"step-{step:06d}"
     return folder / (f"{name}.png" if number is None else f"images/{name}-{number}.png")
@@ -41,8 +41,9 @@ def write_sheet(folder: Path, prompts: Sequence[str]) -> None:
     """Write `index.html` into a folder of previews, and `previews.png` beside the folder.
 
     Args:
-        folder: the folder with the files of `preview_path`. Several prompts have a file each and a
-            common file for the step; a single prompt has only the file of the step.
+        folder: the folder with the files of `preview_path`. If there are several prompts, a step
+            has a file for each prompt and one file for all. If there is one prompt, a step has only
+            the file for all.
         prompts: the prompts, in the order of the images.
 
     Raises:

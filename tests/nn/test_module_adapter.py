@@ -141,7 +141,7 @@ def test_adapters_that_do_not_fit_are_rejected(net: Net, tmp_path: Path) -> None
         other.load(tmp_path / "a")
     other.remove()
     wrong = net.add_adapter(tc.LoraConfig(r=2, target_modules=["0"]))
-    with pytest.raises(WeightsFormatError, match="holds other adapters than the model has"):
+    with pytest.raises(WeightsFormatError, match="its adapters differ from the model's"):
         wrong.load(tmp_path / "a")
 
 

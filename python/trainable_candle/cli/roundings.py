@@ -23,7 +23,7 @@ _CURES: Final = {form: f": use merge --to {form}" for form in FORMATS}
 
 
 def notes(adapter: Path, base: str | None, merged: str | None = None) -> list[str]:
-    """A note for each difference between the quantization in the adapter's training and here.
+    """A note for each difference between the quantization in training and in this command.
 
     A file without metadata about its training gets no notes.
 

@@ -109,7 +109,8 @@ def read_config(given: dict[str, Any]) -> TrainConfig:
             raise ConfigError(f"--preset {preset} depends on the model: give --model, too")
         by_hand = frozenset(values)
         values = completed(values, preset, families.presets(values.get("model", "")))
-        # A setting without effect is an error if the user gave it, and dropped if the preset did.
+        # A setting without effect is an error if the user gave it. If the preset gave it, it is
+        # dropped.
         try:
             idle = settings_without_effect(TrainConfig.from_mapping(values, source))
         except ConfigError as error:

@@ -26,7 +26,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Frame:
-    """The crop of an image that is trained on, px: the values of size and crop conditioning."""
+    """The crop of an image that is trained on, px. SDXL is conditioned on these values."""
 
     original: tuple[int, int]
     """Width and height of the image before it is scaled."""
@@ -86,8 +86,9 @@ class Buckets:
     The sides of a full-size bucket are multiples of the step; its area is as large as possible but
     at most that of a square of `resolution`. An image goes to the bucket with the nearest aspect
     ratio. If images may be enlarged, all full-size buckets are candidates. Otherwise the candidates
-    are the full-size buckets that the image covers, and the bucket whose sides are the largest
-    multiples of the step within the image's sides.
+    are the full-size buckets that the image covers, and a bucket whose sides are the largest
+    multiples of the step within the image's sides. This bucket is no candidate if its area is too
+    large or a side is too short.
     """
 
     def __init__(self, options: DatasetOptions) -> None:

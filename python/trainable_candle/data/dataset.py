@@ -58,8 +58,8 @@ class Batch:
     index: int
     """The number of the batch in the run."""
     samples: tuple[int, ...]
-    """The images' sample numbers. Samples are counted through the run, whatever the batch size, and
-    all random choices for a sample follow from its number and the seed."""
+    """The images' sample numbers. Samples are counted through the run, whatever the batch size. All
+    random choices for a sample follow from its number, the image's file and the seed."""
     views: tuple[View, ...]
     captions: tuple[str, ...]
     bucket: Bucket

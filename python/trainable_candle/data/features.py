@@ -74,8 +74,8 @@ class LatentCache:
         """Encode the missing entries, in batches of images of equal size.
 
         While the encoder works, several threads decode the next images and another thread writes
-        entries; memory does not grow with the number of images. Nothing is encoded if the cache is
-        off.
+        entries. Except for the entries that stay in memory, the memory in use does not grow with
+        the number of images. Nothing is encoded if the cache is off.
 
         Args:
             progress: whether to draw a bar on a terminal.

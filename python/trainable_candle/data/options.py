@@ -185,7 +185,7 @@ class DatasetOptions:
 class CaptionOptions:
     """How a caption is transformed each time it is used.
 
-    Random choices depend only on the run's seed and on the number of the sample.
+    Random choices depend only on the run's seed, the number of the sample, and the image's file.
 
     Raises:
         ConfigError: a value is outside its range.

@@ -56,7 +56,7 @@ def differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
 
 
 class Link:
-    """This process's connections: rank 0's to all other ranks, another rank's to rank 0.
+    """The connections of this process: to all other ranks if it is rank 0, else to rank 0.
 
     Args:
         world: the rank of this process, the number of processes, and the address of rank 0.

@@ -175,7 +175,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _factors(config: Mapping[str, Any]) -> list[Entry]:
-    """The divisors of the rotary frequencies, as an entry of the file; none unless Llama 3's."""
+    """The divisors of the rotary frequencies, as an entry; only Llama 3's scaling has divisors."""
     rope = _rope(config)
     if (rope.get("rope_type") or rope.get("type")) != "llama3":
         return []

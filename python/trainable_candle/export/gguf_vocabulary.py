@@ -108,7 +108,7 @@ def _split(found: Mapping[str, Any], path: str) -> str:
     """llama.cpp's name of the tokenizer's pre-tokenizer, which splits text into words.
 
     Raises:
-        ConfigError: the pre-tokenizer is none of those that this project knows a name of.
+        ConfigError: this project knows no llama.cpp name for the pre-tokenizer.
     """
     given = found.get("pre_tokenizer") or {}
     steps = given.get("pretokenizers", [given])

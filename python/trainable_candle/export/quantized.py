@@ -101,7 +101,7 @@ class _Matrix:
     """A weight rounded to a format, as units times scales."""
 
     units: _Floats
-    """The rounded values divided by their scales, [number of scales, elements of a scale]."""
+    """The rounded values divided by their scales, [number of scales, elements per scale]."""
     scales: _Floats
     shape: tuple[int, ...]
     dtype: str
@@ -111,7 +111,10 @@ class _Matrix:
 def _matrix(
     exact: Tensor, rounded: Tensor, form: _Form, factors: Tensor | None, dtype: str
 ) -> _Matrix:
-    """The units and scales of `rounded`: `exact` after rounding with the scales times `factors`."""
+    """Split `rounded` into units and scales.
+
+    `rounded` is `exact`, rounded with its scales multiplied by `factors`.
+    """
     width = form.group or exact.shape[-1]
     scales = np.abs(exact.numpy().reshape(-1, width)).max(1) / np.float32(form.largest)
     # As `fake_quantize` does; groups of zeros may have any scale.
@@ -131,9 +134,11 @@ class _Form:
     largest: float
     """The scale of a group is the largest magnitude in it, divided by this number."""
     parts: Callable[[str, _Matrix], dict[str, Tensor]]
-    """From a weight's key and the rounded weight: the tensors to store, codes under that key."""
+    """Takes a weight's key and the rounded weight; returns the tensors to store by their keys, with
+    the codes under the weight's key."""
     configuration: Callable[[str], dict[str, object]]
-    """From the name of the dtype to compute in: the `quantization_config` of `config.json`."""
+    """Takes the name of the dtype to compute in; returns the `quantization_config` of
+    `config.json`."""
 
 
 def _nf4(key: str, matrix: _Matrix) -> dict[str, Tensor]:

@@ -51,7 +51,7 @@ def refusals(adapter: TextAdapter, settings: Mapping[str, Any] | None) -> dict[s
     found: dict[str, list[str]] = {reader: [] for reader in READERS}
     for reader, reasons in found.items():
         if settings is None:
-            reasons.append("there is no adapter_config.json beside it")
+            reasons.append("there is no adapter_config.json beside the adapter")
         if adapter.is_dora and reader != "peft":
             reasons.append(_DORA)
         unread = [name for name in _UNREAD.get(reader, ()) if (settings or {}).get(name)]
@@ -61,7 +61,9 @@ def refusals(adapter: TextAdapter, settings: Mapping[str, Any] | None) -> dict[s
     if (settings or {}).get("modules_to_save"):
         found["vllm"].append("it rejects modules_to_save")
     if adapter.rank > VLLM_RANKS[-1]:
-        found["vllm"].append(f"its rank is {adapter.rank}, expected at most {VLLM_RANKS[-1]}")
+        found["vllm"].append(
+            f"the adapter's rank is {adapter.rank}, expected at most {VLLM_RANKS[-1]}"
+        )
     return found
 
 

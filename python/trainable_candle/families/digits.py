@@ -75,7 +75,7 @@ class Pixels:
         return {"mean": tc.tensor(to_model(pixels))}
 
     def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:  # noqa: ARG002
-        """The grey pixels in `kept`; no noise is added, unlike samples of an autoencoder."""
+        """The grey pixels in `kept`; unlike an autoencoder's latents, they are not sampled."""
         return kept["mean"]
 
     def decode(self, latents: Tensor) -> Tensor:

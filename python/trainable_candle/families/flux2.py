@@ -119,7 +119,7 @@ class Flux2(FlowFamily[Flux2Texts]):
         config, encoder = self.facts.config, self.facts.parts["text_encoder"].config
         if config["guidance_embeds"]:
             raise ConfigError(
-                f"weights: {self.weights} is FLUX.2-dev, which takes a scale of guidance and is "
+                f"weights: {self.weights} is FLUX.2-dev, which takes a guidance scale and is "
                 "not supported; expected FLUX.2-klein"
             )
         found, read = len(LAYERS) * encoder["hidden_size"], config["joint_attention_dim"]

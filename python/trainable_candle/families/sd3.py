@@ -121,7 +121,7 @@ class SD3(FlowFamily[SD3Texts]):
 
     @property
     def text_values(self) -> int:
-        """The number of values in a caption's features: all tokens' and the pooled features."""
+        """The number of values in the features of a caption's tokens and in its pooled features."""
         config = self.facts.config
         return int(
             self.text_tokens * config["joint_attention_dim"] + config["pooled_projection_dim"]

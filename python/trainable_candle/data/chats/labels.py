@@ -95,7 +95,8 @@ def tokens_of(
 
     The text is tokenized once, as a whole. A token is learnt if at least one of its characters is
     in an answer that `train_on` selects. The token that ends the turn of this answer is learnt,
-    too. For a preference, only the compared answers are learnt.
+    too. With `train_on="all"`, all tokens but the first are learnt. For a preference, only the
+    compared answers are learnt.
 
     Raises:
         ValueError: the template rejects the example, or renders an answer differently when more
@@ -163,8 +164,8 @@ def _answers(
 ) -> list[tuple[int, int]]:
     """The spans of the answers in the text `whole`, in characters.
 
-    For each answer, the messages before it are rendered, and these messages with the answer: the
-    lengths of the two texts are the start and the end of the answer.
+    For each answer, the template renders two texts: the messages before the answer, and the same
+    messages with the answer. The lengths of the two texts are the start and the end of the answer.
     """
     spans = []
     answers = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]

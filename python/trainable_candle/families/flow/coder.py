@@ -22,7 +22,7 @@ _MEAN, _VARIANCE = "bn.running_mean", "bn.running_var"
 
 
 class NormedKLCoder(KLCoder):
-    """An autoencoder whose latents are packed: 2x2 squares of pixels become channels.
+    """An autoencoder whose latents are packed: squares of 2x2 latent pixels become channels.
 
     Each packed channel is then normalised by the running statistics of a batch norm.
 

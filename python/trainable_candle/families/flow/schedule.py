@@ -21,7 +21,7 @@ number of steps."""
 
 
 def shifted_last(shift: float) -> float:
-    """The lowest of the noise levels of training, 1 / TRAINED_LEVELS, once shifted.
+    """The lowest noise level of training, 1 / TRAINED_LEVELS, after one shift.
 
     Stable Diffusion 3's pipeline takes the levels from its scheduler. The scheduler spaces them
     equally from 1 down to this shifted level, and then shifts all levels, so that the lowest one is
@@ -146,7 +146,7 @@ class KleinSchedule(FlowSchedule):
     """
 
     def drawing(self, steps: int, tokens: int) -> float:
-        """exp(mu); as a function of the steps, mu is the line through its fits for 10 and 200."""
+        """exp(mu); mu is linear in the number of steps, through its fits for 10 and 200 steps."""
         if not self.grows:
             return self.shift
         at_10 = 8.73809524e-05 * tokens + 1.89833333

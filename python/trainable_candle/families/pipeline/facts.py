@@ -80,7 +80,7 @@ class Facts:
 
     @property
     def factor(self) -> int:
-        """The width of an image divided by the width of its latents; so for the height."""
+        """The width of an image divided by the width of its latents; the same for the heights."""
         return self.checkpoint.factor or 1
 
     @property

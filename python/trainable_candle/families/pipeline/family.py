@@ -38,10 +38,10 @@ class Encoders(Protocol):
         """Text features of captions, (B, ...) by name."""
 
     def chunks(self, caption: str) -> int:
-        """A number of a caption; only captions with equal numbers are encoded together.
+        """The number that captions must share to be encoded together.
 
-        For CLIP the number of rows of 77 tokens that the caption needs, for others a number of
-        tokens or 1.
+        For SDXL it is the number of rows of 77 tokens that the caption needs. For other pipelines
+        it follows from the number of tokens, or is always 1.
         """
 
 

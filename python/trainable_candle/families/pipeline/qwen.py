@@ -129,8 +129,8 @@ class Qwen3(QwenEncoder):
 def tokenizer_folder(family: PipelineFamily[Any], of: str = Qwen3.of) -> Path:
     """The folder of the tokenizer's files.
 
-    The first of these that has such a file: `tokenizer` in the pipeline's folder, `tokenizer` in or
-    beside the text encoder's folder, and the text encoder's folder itself.
+    It is the first of these folders that has such a file: `tokenizer` in the pipeline's folder,
+    `tokenizer` in the text encoder's folder, `tokenizer` beside it, and the text encoder's folder.
 
     Args:
         family: the family with the weights.

@@ -38,7 +38,8 @@ def save_merged(
         _save_folder(weights, parts, models, output)
     else:
         raise ConfigError(
-            f"--output is {output}, expected the name of a .safetensors file: {weights.name} is one"
+            f"--output is {output}, expected the name of a .safetensors file, because "
+            f"the checkpoint {weights.name} is a file"
         )
 
 
@@ -74,7 +75,10 @@ def save_file(
 def _save_folder(
     weights: Path, parts: Sequence[str], models: Mapping[str, Model], output: Path
 ) -> None:
-    """Write a pipeline's folder with `models` in place of those in `weights`; copy the rest."""
+    """Write a pipeline's folder with `models` in place of those in `weights`.
+
+    The other models, the tokenizers, the scheduler and `model_index.json` are copied.
+    """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output is {output}, which exists; expected a new or an empty folder")
     partial = output.with_name(f"{output.name}.partial")

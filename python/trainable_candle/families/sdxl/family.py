@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 _TEXT_ENCODERS: Final = ("text_encoder", "text_encoder_2")
 """The folders of CLIP-L and OpenCLIP-bigG."""
 _WIDE_IMAGES: Final = 12
-"""The number of feature maps of the latents' height and width, with the channels of the first
-level, that the UNet holds at once without a tape: the skip connections and the gates."""
+"""The number of feature maps that the UNet holds at once without a tape: the skip connections and
+the gates. Each map has the height and width of the latents, and the channels of the first level."""
 
 
 class SDXL(PipelineFamily[TextEncoders]):
-    """Stable Diffusion XL: a UNet with features of CLIP-L and OpenCLIP-bigG and image sizes."""
+    """Stable Diffusion XL: a UNet that takes features of CLIP-L and OpenCLIP-bigG, and sizes."""
 
     name: ClassVar[str] = "sdxl"
     summary: ClassVar[str] = "Stable Diffusion XL (a tiny one that draws flowers is built in)"
@@ -88,7 +88,7 @@ class SDXL(PipelineFamily[TextEncoders]):
 
     @property
     def text_values(self) -> int:
-        """The number of values in a caption's features: all tokens' and the pooled features."""
+        """The number of values in the features of a caption's tokens and in its pooled features."""
         config = self.facts.config
         pooled = config["projection_class_embeddings_input_dim"]
         pooled -= len(time_ids(Frame.whole(1, 1))) * config["addition_time_embed_dim"]
