@@ -47,7 +47,7 @@ impl Packing {
                 Ok(raw.clone())
             })?;
         }
-        // Larger tensors first: a weight that is a part of a joined weight comes after it, and so is found in it.
+        // Larger tensors first: a joined weight comes before its parts, so `place` finds the parts in it.
         raws.sort_by_key(|raw| std::cmp::Reverse(raw.elem_count()));
         let mut packing = Self { joined: hollow.cloned().unwrap_or_default(), ..Self::default() };
         for raw in raws {
