@@ -39,7 +39,7 @@ const MOST_OF_SEVERAL: usize = 1 << 20;
 const TILE: usize = 16;
 /// The most tiles that a launch of `low_rank_add` adds to one dst.
 const MOST_TILES: usize = 4;
-/// The most dst of a launch of `low_rank_add`.
+/// The most destinations (dst) of a launch of `low_rank_add`.
 const MOST_SUMS: usize = 4;
 /// Rows and columns of the blocks of `low_rank_add`, and the most blocks in the direction of the rows.
 const ADD_BLOCK: [usize; 2] = [32, 256];
@@ -182,7 +182,7 @@ impl<'a> Addition<'a> {
         Ok(Some(Self { dst, at, outer, direction, sizes, tiles: (0..rank / TILE).map(tile).collect() }))
     }
 
-    /// Whether both add to the same dst, and one can have the tiles of both.
+    /// Whether both add to the same dst, and together have no more tiles than one addition can have.
     fn takes(&self, other: &Self) -> bool {
         (self.at, self.outer) == (other.at, other.outer)
             && self.is_like(other)
@@ -198,7 +198,8 @@ impl<'a> Addition<'a> {
         [self.at, self.at + Address::from(self.outer) * self.dst.dtype().size_in_bytes() as Address]
     }
 
-    /// Whether one launch can compute all of them. Several must add to different columns of one matrix.
+    /// Whether one launch can compute all of `together`. If there are several, they must add to different columns of one
+    /// matrix.
     fn fit(together: &[Self]) -> bool {
         let [first, others @ ..] = together else { return true };
         let mut rows: SmallVec<[[Address; 2]; MOST_SUMS]> = together.iter().map(Self::first_row).collect();
