@@ -75,7 +75,8 @@ impl Packing {
     }
 
     /// The address of the storage of `raw`, and the index of `raw`'s first element in this storage. If `raw` is a part of a
-    /// joined weight without values: those of the joined weight.
+    /// joined weight without values: the address of the joined weight's storage, and the index of the part's first element
+    /// in the joined weight.
     fn origin(&self, raw: &Raw) -> (usize, usize) {
         let (storage, start) = (storage_identity(raw).0, raw.layout().start_offset());
         self.joined.get(&storage).copied().unwrap_or((storage, start))
