@@ -71,7 +71,7 @@ functions! {
     lerp_in_place(x, source: &Raw, weight: &Raw) -> ();
 }
 
-/// The device of an operation on `tensors`: the device of the first tensor on CUDA, otherwise the CPU.
+/// The device of an operation on `tensors`: the device of the first tensor that is on a CUDA device, or the CPU if none is.
 #[cfg(feature = "cuda")]
 fn device_of<'a>(mut tensors: impl Iterator<Item = &'a Raw>) -> &'a Device {
     tensors.find(|tensor| tensor.device().is_cuda()).map_or(&Device::Cpu, |tensor| tensor.device())

@@ -83,7 +83,7 @@ impl Entry {
     }
 }
 
-/// The copies of a flat buffer's variables, one vector per dtype, allocated when the first copy is requested.
+/// The copies of a flat buffer's variables: one vector per dtype, allocated when the first copy in this dtype is requested.
 pub(crate) struct FlatCopies {
     /// The number of elements of the flat buffer, and of each vector.
     len: usize,

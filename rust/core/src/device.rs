@@ -11,12 +11,13 @@ use crate::{Error, Result};
 pub use crate::cuda::communicator;
 pub use stats::{KernelTime, MemoryStats};
 
-/// Whether `text` is meant as a device and not as a dtype: it begins with `cpu` or `cuda`. The device need not exist.
+/// Whether `text` is meant as a device and not as a dtype: the part before a `:` is `cpu` or `cuda`. The device need not
+/// exist.
 pub fn is_name(text: &str) -> bool {
     matches!(text.split(':').next(), Some("cpu" | "cuda"))
 }
 
-/// The device with a name: `"cpu"`, `"cuda"` or `"cuda:1"`; every call with one name returns the same device. The first
+/// The device with a name: `"cpu"`, `"cuda"` or `"cuda:1"`. All calls with the same name return the same device. The first
 /// call for CUDA searches for the CUDA libraries, first in `folders` and then where the system's loader searches.
 ///
 /// # Errors
@@ -44,7 +45,7 @@ pub fn name(device: &Device) -> String {
     }
 }
 
-/// The CUDA device with this number; every call with one number returns the same device.
+/// The CUDA device with this number. All calls with the same number return the same device.
 ///
 /// # Errors
 /// As [`parse`].

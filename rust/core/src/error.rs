@@ -54,7 +54,7 @@ pub enum Error {
         message: String,
     },
     /// An operation without a derivative has an input that needs a gradient.
-    #[error("{op}: has no backward, but an input needs a gradient; detach() the input or call it under no_grad()")]
+    #[error("{op}: has no backward, but an input needs a gradient; detach() the input, or call {op} under no_grad()")]
     NoBackward {
         /// The operation.
         op: &'static str,
@@ -155,7 +155,8 @@ impl Error {
         Self::Autograd { op, message: message.into() }
     }
 
-    /// A shape or dtype error under the name `op` of the operation that the caller used; any other error unchanged.
+    /// Replaces the name of the operation in a shape or dtype error with `op`, the operation that the caller used. Other
+    /// errors stay unchanged.
     #[cold]
     pub(crate) fn under(self, op: &'static str) -> Self {
         match self {

@@ -27,7 +27,7 @@ pub fn set_check(check: Check) {
 }
 
 /// Calls the check immediately. For waiting loops, which limit the rate of their calls themselves.
-#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only waits for a GPU call it"))]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only code that waits for a GPU calls it"))]
 pub(crate) fn ask() -> Result<()> {
     CHECK.get().map_or(Ok(()), |check| check())
 }

@@ -82,12 +82,12 @@ pub(crate) fn download<T: WithDType>(x: &Raw) -> Result<Vec<T>> {
     Ok(x.to_device(&Device::Cpu)?.flatten_all()?.to_vec1()?)
 }
 
-/// The number of elements in a CUDA storage, of which there are none in this build.
+/// The number of elements in a CUDA storage. This build has no CUDA storages.
 pub(crate) const fn storage_len(_storage: &CudaStorage) -> usize {
     0
 }
 
-/// Candle's CUDA error as the library's.
+/// Converts candle's CUDA error to an error of the library.
 #[cold]
 pub(crate) fn from_candle(error: Box<dyn std::error::Error + Send + Sync>) -> Error {
     Error::device("cuda", error.to_string())

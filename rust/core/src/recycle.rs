@@ -222,12 +222,12 @@ impl Shelf {
         }
     }
 
-    /// Run `action` on the shelf's blocks; `None`, without running it, while another thread uses the shelf.
+    /// Run `action` on the shelf's blocks. If another thread uses the shelf, `action` does not run and the result is `None`.
     fn with<R>(&self, action: impl FnOnce(&mut Blocks) -> R) -> Option<R> {
         if self.busy.swap(true, Ordering::Acquire) {
             return None;
         }
-        // SAFETY: this thread set `busy`, and `action`, which does not panic, runs before it is cleared.
+        // SAFETY: this thread has set `busy`, and clears it after `action`, which does not panic.
         let result = action(unsafe { &mut *self.blocks.get() });
         self.busy.store(false, Ordering::Release);
         Some(result)

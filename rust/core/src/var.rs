@@ -82,8 +82,8 @@ impl Var {
         self.0
     }
 
-    /// Note that a copy has taken the place of this variable, for example on another device. A step of an optimizer that
-    /// still has this variable is then an error, because it would not train the copy.
+    /// Mark this variable as replaced by a copy, for example on another device. A step of an optimizer that still has this
+    /// variable then returns an error, because the step would not train the copy.
     pub fn replace(&self) {
         self.leaf().is_replaced().store(true, Ordering::Relaxed);
     }
@@ -214,8 +214,8 @@ impl Var {
         self.changed()
     }
 
-    /// Run `update`, which may change the variable's storage in place (an optimizer's step). Every tensor that was computed
-    /// from the variable before becomes stale, even if `update` returns an error.
+    /// Run `update`, which may change the variable's storage in place (an optimizer's step). Every tensor computed from the
+    /// earlier value becomes stale, even if `update` returns an error.
     pub fn update_in_place<R>(&self, update: impl FnOnce(&Raw) -> Result<R>) -> Result<R> {
         let result = update(&self.0.raw);
         self.changed()?;

@@ -142,8 +142,8 @@ pub(super) fn note_advance(key: usize) {
     }
 }
 
-/// Whether the function that is being captured on this thread has set the state `key`, but not advanced it. The value
-/// that the function sees from then on is the same in every call.
+/// Whether the function that is being captured on this thread has set the state `key`, but not advanced it. If so,
+/// every call of the function sees the same value from then on.
 pub(super) fn is_changed(key: usize) -> bool {
     has_changed(key) && !EFFECTS.with_borrow(|effects| effects.advanced.contains(&key))
 }
@@ -296,7 +296,7 @@ impl Effects {
         self.stale().is_some() || self.observed.iter().any(|(gradient, place)| gradient.place() != *place)
     }
 
-    /// The state that the recorded work depends on and that has changed, if there is one.
+    /// The name of a state that the recorded work depends on and that has changed, if there is one.
     pub(crate) fn stale(&self) -> Option<&'static str> {
         self.depends.iter().find(|known| !(known.is_same)()).map(|known| known.name)
     }

@@ -7,7 +7,7 @@ use super::effects::note_seed;
 pub(crate) struct Generator<S>(S);
 
 impl<S: Copy> Generator<S> {
-    /// The generator that a process starts with. This position is not recorded.
+    /// A generator that starts at `state`. Unlike [`at`](Self::at), this does not record that a position was set.
     pub(crate) const fn initial(state: S) -> Self {
         Self(state)
     }

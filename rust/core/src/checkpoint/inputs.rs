@@ -2,8 +2,8 @@
 //!
 //! An input that is offloaded is copied to the host while the function runs; the input's memory on the device is freed
 //! when the function has returned. The backward pass recomputes checkpoints in reverse order. The recomputation of
-//! checkpoint n starts the copies to the device of the inputs of checkpoint n - 1, so that these copies run in parallel
-//! with the recomputation.
+//! checkpoint n starts to copy the inputs of checkpoint n - 1 to the device, so that these copies run in parallel with the
+//! recomputation.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError, Weak};

@@ -35,7 +35,7 @@ pub(super) fn exp(x: f32) -> f32 {
     // Above 89 the result is infinity, below -104 it is zero. The comparisons let NaN pass through.
     let x = if x > 89.0 { 89.0 } else { x };
     let vanishes = x < -104.0;
-    // Compute exp(0) in place of a result that rounds to zero: subnormal intermediate values are slow, and every masked
+    // Compute exp(0) instead of a result that rounds to zero: subnormal intermediate values are slow, and every masked
     // attention score would have them.
     let x = if vanishes { 0.0 } else { x };
     let shifted = x.mul_add(LOG2_E, ROUND);

@@ -10,10 +10,10 @@ use super::simd::{Real, dispatch};
 /// The columns that a task folds side by side. Their running results, one per column, stay in the first-level cache.
 pub(super) const TILE: usize = 2048;
 
-/// The running results in the fold of adjacent elements (inner = 1), enough to fill a few vector registers.
+/// The number of running results in the fold of adjacent elements (inner = 1), enough to fill a few vector registers.
 const LANES: usize = 32;
 
-/// A reduction's operation on two numbers, and its result for none.
+/// A reduction's operation on two numbers, and the reduction's result for no numbers.
 pub(super) trait Fold: Sync {
     /// The result for no elements.
     fn start<A: Real>() -> A;

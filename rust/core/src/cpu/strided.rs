@@ -35,7 +35,7 @@ pub(super) struct Axis {
 }
 
 /// The axes of `layout` broadcast to `dims`, outermost first. Axes of size 1 are left out. Two neighbouring axes are
-/// merged if the stride of the outer one is the stride of the inner one times its size.
+/// merged if the stride of the outer axis is the stride of the inner axis times the size of the inner axis.
 pub(super) fn collapse(layout: &Layout, dims: &[usize]) -> SmallVec<[Axis; 6]> {
     let added = dims.len() - layout.dims().len();
     let mut axes = SmallVec::<[Axis; 6]>::new();

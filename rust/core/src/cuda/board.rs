@@ -85,8 +85,8 @@ impl Board {
             Some((op, at)) => Err(Error::index(
                 op,
                 format!(
-                    "the id or bound at position {at} (in row-major order) was out of range in a call since the program last waited \
-                     for the device; expected 0 <= id < the size of the dimension, or bounds that ascend from 0 up to the number \
+                    "the id or bound at position {at} (in row-major order) was out of range in a call made since the program last \
+                     waited for the device; expected 0 <= id < the size of the dimension, or bounds that ascend from 0 up to the number \
                      of rows; call synchronize() after each call to find that call"
                 ),
             )),

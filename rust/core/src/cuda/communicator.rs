@@ -219,8 +219,7 @@ impl Communicator {
         })
     }
 
-    /// Make the current or next wait end with an error because another process has ended. May be called from any
-    /// thread.
+    /// Make the current or next wait end with the error that another process has ended. May be called from any thread.
     pub fn stop(&self) {
         self.stop.store(true, Ordering::Release);
     }

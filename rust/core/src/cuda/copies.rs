@@ -51,7 +51,7 @@ pub(super) struct Copies {
     stream: CUstream,
     /// Recorded on the compute stream before a copy; the stream of copies then waits for the event.
     forked: Event,
-    /// Recorded on the stream of copies; the compute stream then waits for the event, so for all copies.
+    /// Recorded on the stream of copies; the compute stream then waits for the event, and so for all copies.
     joined: Event,
     /// Whether copies may have been queued since the compute stream last waited for all copies.
     is_ahead: AtomicBool,
@@ -59,7 +59,7 @@ pub(super) struct Copies {
     epoch: AtomicU64,
     /// The thread that copies from pageable memory, if it was started.
     staging: OnceLock<Staging>,
-    /// How many buffers that are read by copies are in pageable memory.
+    /// The number of pageable buffers that copies read.
     pageable: AtomicUsize,
 }
 
@@ -96,7 +96,7 @@ impl Copies {
         self.staging.get()
     }
 
-    /// How many buffers that are read by copies are in pageable memory.
+    /// The number of pageable buffers that copies read.
     pub(super) const fn pageable(&self) -> &AtomicUsize {
         &self.pageable
     }

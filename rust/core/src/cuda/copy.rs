@@ -42,7 +42,7 @@ pub fn cast(x: &Raw, dtype: DType) -> Result<Raw> {
     Ok(y)
 }
 
-/// The same values in another dtype, where one of both dtypes is an integer one.
+/// The same values in another dtype, where at least one of the two dtypes is an integer dtype.
 ///
 /// # Errors
 /// [`Error::DType`] for dtypes that kernels do not support, [`Error::OutOfMemory`] if the result does not fit.

@@ -1,4 +1,4 @@
-//! Converts errors of the driver, of cuBLAS and of candle to the library's.
+//! Converts errors of the driver, of cuBLAS and of candle to errors of the library.
 
 use std::error::Error as StdError;
 
@@ -10,7 +10,7 @@ use trainable_candle_cuda::memory::Status;
 
 use crate::{Error, Result};
 
-/// The driver's error as the library's.
+/// Converts the driver's error to an error of the library.
 #[cold]
 pub(super) fn driver_error(op: &'static str, error: DriverError) -> Error {
     if error.0 == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
@@ -35,7 +35,7 @@ pub(super) fn check_blas(status: blas::cublasStatus_t) -> Result<()> {
     Err(Error::device("matmul", format!("cuBLAS reports {status:?}")))
 }
 
-/// Candle's CUDA error as the library's.
+/// Converts candle's CUDA error to an error of the library.
 #[cold]
 pub(crate) fn from_candle(error: Box<dyn StdError + Send + Sync>) -> Error {
     match error.downcast::<CudaError>() {
@@ -47,7 +47,7 @@ pub(crate) fn from_candle(error: Box<dyn StdError + Send + Sync>) -> Error {
     }
 }
 
-/// A status of the driver as the library's error.
+/// Converts a status of the driver to an error of the library.
 #[cold]
 pub(super) fn status_error(op: &'static str, status: Status) -> Error {
     Error::device(op, format!("the NVIDIA driver reports error {}", status.0))

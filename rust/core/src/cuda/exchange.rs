@@ -108,8 +108,8 @@ fn follow(device: &Device, consumer: Option<usize>) -> Result<()> {
 ///
 /// # Errors
 /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit into memory,
-/// [`Error::Shape`](crate::Error::Shape) if too many dimensions are left after those that `strides` allow to merge are
-/// merged, and as [`address`].
+/// [`Error::Shape`](crate::Error::Shape) if the tensor has too many dimensions, even after neighbouring dimensions are
+/// merged where their strides allow it, and as [`address`].
 pub unsafe fn copy(device: &Device, address: u64, dims: &[usize], strides: &[usize], dtype: DType) -> Result<Raw> {
     let gpu = Gpu::of_device(OP, device)?;
     capture::refuse(OP)?;

@@ -66,9 +66,10 @@ pub struct Scaled {
     pub stride: usize,
 }
 
-/// y (m, n) = x (m, k) times the transpose of w (n, k), of e4m3 codes, times `x_scales` in each column and `w_scales` in
-/// each row, plus `bias` in each row. Sums are in f32, results in `dtype`. Returns false if cuBLASLt does not support such
-/// products: it does on compute capability 9.0, for f16 and bf16.
+/// y (m, n) = x (m, k) times the transpose of w (n, k), of e4m3 codes. Row i of the product is multiplied by element i of
+/// `x_scales`, and column j by element j of `w_scales`; then `bias` is added to each row. Sums are in f32, results in
+/// `dtype`. Returns false if cuBLASLt does not support the product. It supports such products on compute capability 9.0, for
+/// results in f16 and bf16.
 ///
 /// Source: <https://docs.nvidia.com/cuda/cublas/#outer-vector-scaling-for-fp8-data-types>
 ///

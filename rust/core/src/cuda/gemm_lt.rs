@@ -16,7 +16,8 @@ use super::profile::measured;
 use crate::{Error, Result};
 
 const OP: &str = "linear";
-/// The number of algorithms of which one with a preferred tile is taken. cuBLASLt recommends about eight for a product.
+/// The number of recommended algorithms that are searched for the preferred tile. cuBLASLt recommends about eight for a
+/// product.
 const ALGORITHMS: usize = 8;
 
 /// The largest power of two up to 256 that divides an address.
@@ -26,8 +27,9 @@ pub(super) const fn alignment(address: Address) -> u32 {
 }
 
 /// Queue a product y = a b of column-major matrices, given the addresses of the operands and the result, and of the
-/// vectors that the arithmetic has. Returns false if cuBLASLt does not support it, or if the arithmetic is
-/// [`Arithmetic::Half`] and no tile is preferred: then cuBLAS, which has algorithms of its own, shall choose.
+/// vectors that the arithmetic has. Returns false if cuBLASLt does not support the product. Also returns false if the
+/// arithmetic is [`Arithmetic::Half`], unless a tile is preferred and cuBLASLt recommends an algorithm with this tile: the
+/// caller then uses cuBLAS, which has algorithms of its own.
 ///
 /// # Safety
 /// The addresses are those of matrices that `key` describes.

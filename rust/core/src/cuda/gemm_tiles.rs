@@ -4,11 +4,12 @@ use super::gpu::Gpu;
 use super::product_calls::Key;
 
 /// Sizes (m, n, k) in cuBLAS' order, where n is the number of rows; whether the first operand is transposed, as in a
-/// forward pass; whether there is a bias; and a tile, as cuBLASLt numbers them.
+/// forward pass; whether there is a bias; and cuBLASLt's number of the tile.
 type Choice = ([usize; 3], bool, bool, u32);
 
-/// Products in half precision for which another of the tiles that cuBLASLt recommends takes at least 3 % less time than
-/// its first recommendation and than cuBLAS' choice. All these tiles give the same bits. Measured by `benches/gpu_tiles.py`
+/// Products in half precision for which the first algorithm that cuBLASLt recommends is not the fastest. With the tile
+/// listed here, which cuBLASLt recommends too, the product takes at least 3 % less time than with the first recommendation
+/// and than with cuBLAS' choice. All these tiles give the same bits. Measured by `benches/gpu_tiles.py`
 /// on an H100 on 2026-11-26, with cuBLASLt 13.1, at the rows of the batches of the benchmarks.
 const CHOICES: &[Choice] = &[
     // SDXL, batches of 1 and 4
@@ -59,7 +60,7 @@ const CHOICES: &[Choice] = &[
     ([6144, 4096, 1536], false, false, 20),
 ];
 
-/// The tile for a product, if one is known to be faster. A choice is also that of up to an eighth fewer rows, which need
+/// The tile for a product, if one is known to be faster. A choice also applies to up to an eighth fewer rows, which need
 /// nearly the same number of tiles.
 pub(super) fn preferred(gpu: &Gpu, key: &Key) -> Option<u32> {
     if !gpu.is_hopper() || !key.arithmetic.is_half() {

@@ -46,7 +46,7 @@ fn known(find: impl Fn(&(DeviceId, &'static Gpu)) -> bool) -> Option<&'static Gp
     GPUS.read().unwrap_or_else(PoisonError::into_inner).iter().find(|gpu| find(gpu)).map(|&(_, gpu)| gpu)
 }
 
-/// The device with this number; every call with the number returns the same device. CUDA libraries are searched in
+/// The device with this number. All calls with the same number return the same device. CUDA libraries are searched in
 /// `folders` first.
 ///
 /// # Errors

@@ -318,7 +318,7 @@ impl Allocate for InDeviceMemory<'_> {
     }
 }
 
-/// A new tensor of a device in the memory that `memory` allocates.
+/// A new tensor on the device `gpu`, in memory that `memory` allocates.
 pub(super) fn made(op: &'static str, gpu: &Gpu, dims: &[usize], dtype: DType, memory: &impl Allocate) -> Result<Raw> {
     // One element at least, so that there is an address.
     let count = crate::raw::check_size(op, dims, dtype)?.max(1);
@@ -354,7 +354,7 @@ pub fn suffix(op: &'static str, dtype: DType) -> Result<&'static [&'static str]>
 /// The suffix of a kernel's name for a floating-point dtype, u8, u32 or i64.
 ///
 /// # Errors
-/// [`Error::DType`] if it is another one.
+/// [`Error::DType`] if `dtype` is another dtype.
 pub fn any_suffix(op: &'static str, dtype: DType) -> Result<&'static [&'static str]> {
     match dtype {
         DType::U8 => Ok(&["u8"]),
@@ -386,7 +386,7 @@ pub fn suffixes(op: &'static str, from: DType, to: DType) -> Result<&'static [&'
 /// The suffixes of a kernel's name for two dtypes, each as for [`any_suffix`].
 ///
 /// # Errors
-/// [`Error::DType`] if one is another one.
+/// [`Error::DType`] if `from` or `to` is not among these dtypes.
 pub fn any_suffixes(op: &'static str, from: DType, to: DType) -> Result<&'static [&'static str]> {
     macro_rules! pairs {
         ($($from:ident $f:literal)*; $to:tt) => {

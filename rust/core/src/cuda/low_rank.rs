@@ -31,15 +31,15 @@ const STEP: usize = 32;
 const ALIGNMENT: usize = 16;
 
 /// The most elements of dst, summed over the terms, for which one launch for several terms is faster than a product by cuBLAS and a launch of
-/// `low_rank_add`. The launch reads the input and the factors of each term again; on an H100 three terms of 1024 rows and 1280 + 1280
-/// elements take 12 instead of 9 μs, two of 77 rows and 2048 + 1280 elements 4 instead of 6 μs.
+/// `low_rank_add`. The launch reads the input and the factors of each term again; on an H100 it takes 12 instead of 9 μs for three terms of
+/// 1024 rows and 1280 + 1280 elements, and 4 instead of 6 μs for two terms of 77 rows and 2048 + 1280 elements.
 const MOST_OF_SEVERAL: usize = 1 << 20;
 
 /// The number of ranks in a tile of `low_rank_add`.
 const TILE: usize = 16;
 /// The most tiles that a launch of `low_rank_add` adds to one dst.
 const MOST_TILES: usize = 4;
-/// The most dst of a launch of `low_rank_add`.
+/// The most destinations (dst) of a launch of `low_rank_add`.
 const MOST_SUMS: usize = 4;
 /// Rows and columns of the blocks of `low_rank_add`, and the most blocks in the direction of the rows.
 const ADD_BLOCK: [usize; 2] = [32, 256];
@@ -182,7 +182,7 @@ impl<'a> Addition<'a> {
         Ok(Some(Self { dst, at, outer, direction, sizes, tiles: (0..rank / TILE).map(tile).collect() }))
     }
 
-    /// Whether both add to the same dst, and one can have the tiles of both.
+    /// Whether both add to the same dst, and together have no more tiles than one addition can have.
     fn takes(&self, other: &Self) -> bool {
         (self.at, self.outer) == (other.at, other.outer)
             && self.is_like(other)
@@ -198,7 +198,8 @@ impl<'a> Addition<'a> {
         [self.at, self.at + Address::from(self.outer) * self.dst.dtype().size_in_bytes() as Address]
     }
 
-    /// Whether one launch can compute all of them. Several must add to different columns of one matrix.
+    /// Whether one launch can compute all of `together`. If there are several, they must add to different columns of one
+    /// matrix.
     fn fit(together: &[Self]) -> bool {
         let [first, others @ ..] = together else { return true };
         let mut rows: SmallVec<[[Address; 2]; MOST_SUMS]> = together.iter().map(Self::first_row).collect();

@@ -40,7 +40,7 @@ pub(super) fn run(work: &[Product], results: &mut [Option<Raw>]) -> Result<()> {
     }
     let Some((_, first)) = found.first() else { return Ok(()) };
     let (gpu, dtype) = (Gpu::of(OP, first.sum)?, first.dtype);
-    // The products of a pass may be on several devices; a launch computes those of one.
+    // The products of a backward pass may be on several devices; a launch computes the products of one device.
     let device = first.sum.device().clone();
     found.retain(|(_, gradient)| gradient.dtype == dtype && gradient.sum.device().same_device(&device));
     let blocks: usize = found.iter().map(|(_, gradient)| gradient.blocks()).sum();

@@ -46,7 +46,7 @@ impl Allocate for InHostMemory<'_> {
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] if the system gives no more pinned memory, [`Error::DType`] if kernels do not support the dtype,
-/// [`Error::Device`] if it is not a CUDA device or within a captured function.
+/// [`Error::Device`] if `device` is not a CUDA device, or inside a captured function.
 pub fn zeros_on_host(op: &'static str, device: &Device, dims: &[usize], dtype: DType) -> Result<Raw> {
     let gpu = Gpu::of_device(op, device)?;
     capture::refuse(op)?;

@@ -1,10 +1,10 @@
 //! Tensors that wait in pinned memory of the host while the device uses their memory for something else.
 //!
 //! All copies to and from this memory are queued in one stream (see `copies.rs`) and run in the stream's order, so a
-//! buffer can be reused without waiting. Buffers stay allocated for the next training step: there are as many buffers
-//! as tensors were ever offloaded at the same time. Graphs share buffers that eager work does not use, because a replay
-//! writes to its buffers and would overwrite values of eager work. A replay writes each buffer before it reads the
-//! buffer, so several graphs can use the same buffers.
+//! buffer can be reused without waiting. Buffers stay allocated for the next training step. Their number is the largest
+//! number of tensors that were offloaded at the same time. Graphs share buffers that eager work does not use, because a
+//! replay writes to its buffers and would overwrite values of eager work. A replay writes each buffer before it reads
+//! the buffer, so several graphs can use the same buffers.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};

@@ -113,7 +113,7 @@ fn merged<const K: usize>(dims: &[usize], layouts: &[&Layout; K]) -> SmallVec<[A
 }
 
 /// Whether a thread can access `width` neighbouring elements of each tensor at once. The elements must be contiguous
-/// and aligned, or they must be one broadcast element, which the result cannot be.
+/// and aligned. In all tensors but the result they may also be one broadcast element.
 fn is_wide<const K: usize>(axes: &[Axis<K>], members: &[Member<'_>; K], width: usize) -> bool {
     let Some((inner, outer)) = axes.split_last() else { return false };
     inner.size % width == 0

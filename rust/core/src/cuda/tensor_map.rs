@@ -50,7 +50,7 @@ impl Encoder {
         Ok(Self { op, element, size: dtype.size_in_bytes() as u64 })
     }
 
-    /// The strides in bytes of all dimensions but the first, then the bytes of the whole tensor, of a dense tensor.
+    /// For a dense tensor: the strides in bytes of all dimensions but the first, then the bytes of the whole tensor.
     fn distances<const N: usize>(&self, shape: &[u64; N]) -> [u64; N] {
         let mut bytes = self.size;
         shape.map(|size| {

@@ -3,9 +3,10 @@
 /// The 256 values of the dynamic map in ascending order: `signed` for values in [-1, 1], otherwise for [0, 1].
 ///
 /// The map has seven decades, which end at 1e-6, 1e-5, ..., 1. Decade i (from 0 on) has 2^i values of each sign, or 2^(i+1) values
-/// if unsigned. They are the midpoints of as many equal intervals between a tenth of the decade's end and the decade's end. 0 and 1
-/// complete the map. Dettmers et al., "8-bit
-/// Optimizers via Block-wise Quantization", arXiv:2110.02861; follows
+/// if unsigned. To get these values, the range from a tenth of the decade's end to the decade's end is divided into equal intervals;
+/// the values are the intervals' midpoints. 0 and 1 complete the map.
+///
+/// Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861; follows
 /// <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py#L296>.
 pub fn create_dynamic_map(signed: bool) -> [f32; 256] {
     const DECADES: u32 = 7;

@@ -116,7 +116,7 @@ impl Quantized {
         Ok(Some((all, views)))
     }
 
-    /// Whether its codes can be split by rows: one part, whose blocks do not cross rows.
+    /// Whether the codes can be split by rows: there is one part, and its blocks do not cross rows.
     fn has_rows(&self) -> bool {
         matches!(&*self.parts, [Part { scales: Scales::Int8(_) | Scales::Fp8(_) | Scales::Ggml(_), .. }])
     }

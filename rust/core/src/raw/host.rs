@@ -102,9 +102,9 @@ pub fn with_bytes<R>(raw: &Raw, with: impl FnOnce(&[u8]) -> R) -> Result<R> {
     Ok(with(bytes))
 }
 
-/// A contiguous CPU tensor whose elements `fill` writes in the byte order of this machine. The tensor's bytes are cut
-/// into slices of `part` bytes (the last may be shorter), and several threads call `fill` at a time, once for each
-/// slice, with the slice's byte offset in the tensor and the slice. `part` must be a multiple of the element size.
+/// A contiguous CPU tensor whose elements `fill` writes in the byte order of this machine. The tensor's bytes are split
+/// into slices of `part` bytes (the last may be shorter). Several threads call `fill` in parallel, once for each slice;
+/// its arguments are the slice's byte offset in the tensor and the slice. `part` must be a multiple of the element size.
 ///
 /// # Errors
 /// [`Error::DType`] if `dtype` is not u8, u32, i64, bf16, f16, f32 or f64; the first error of `fill`.
@@ -124,7 +124,7 @@ pub fn filled_in_parts(
         let room = &mut values.spare_capacity_mut()[..count];
         let failure = Mutex::new(None);
         par_chunks_mut(room, part / size_of::<T>(), |number, room| {
-            // SAFETY: the slice is initialised with zero bytes, which are a number of every dtype, before it is read.
+            // SAFETY: the slice is filled with zero bytes before it is read, and zero bytes are a number of every dtype.
             let bytes = unsafe {
                 room.as_mut_ptr().write_bytes(0, room.len());
                 std::slice::from_raw_parts_mut(room.as_mut_ptr().cast::<u8>(), size_of_val(room))

@@ -19,7 +19,7 @@ use crate::{Result, compute};
 /// The bytes of a unit, one entry for each dtype.
 pub(super) struct Held(pub(super) Vec<(DType, Bytes)>);
 
-/// Where the bytes of all weights of one dtype of a unit are.
+/// Where the bytes of a unit's weights of one dtype are.
 pub(super) enum Bytes {
     /// For a ring on the CPU: in memory of this process.
     Plain(Raw),
@@ -33,7 +33,8 @@ pub(super) enum Bytes {
 }
 
 impl Held {
-    /// A copy of the weights of `packing`: in memory from `copier` for a ring on a GPU, in a CPU tensor without one.
+    /// A copy of the weights of `packing`. A ring on a GPU has a `copier`, which allocates the memory; without a copier, the
+    /// copy is a CPU tensor.
     pub(super) fn new(packing: &Packing, copier: Option<&Copier>) -> Result<Self> {
         let mut held = Vec::new();
         for dtype in packing.dtypes() {
@@ -99,8 +100,8 @@ impl Bytes {
         }
     }
 
-    /// A copy on the CPU of the values that `view`, a view of this dtype's tensor in a slot, has while the slot holds this
-    /// unit. The copy has one dimension.
+    /// A copy of the values that `view` has while its slot holds this unit; `view` is a view of this dtype's tensor in a
+    /// slot. The copy is on the CPU and has one dimension.
     pub(super) fn read(&self, view: &Raw) -> Result<Raw> {
         let (start, count) = (view.layout().start_offset(), view.elem_count());
         let size = view.dtype().size_in_bytes();

@@ -4,8 +4,9 @@
 //! A unit is a set of weights that are used together: those of one block of a model. A [`Ring`] has two slots on the
 //! device. While the device computes with the unit in one slot, a second CUDA stream fills the other slot with the unit
 //! that is needed next. All units share the memory of the slots, so a [`Streamed`] weight has values only while its unit
-//! is the one that [`Ring::enter`] entered last. Every use of the weight checks this; at any other time, it returns an
-//! error. Operations get the values from [`Streamed::here`] and do not keep them; a backward pass calls it again.
+//! is the one that [`Ring::enter`] entered last. Every use of the weight checks this; at any other time, the use
+//! returns an error. Operations get the values from [`Streamed::here`] and do not keep them; a backward pass calls `here`
+//! again.
 
 mod held;
 mod packing;
@@ -47,8 +48,8 @@ struct Inner {
 enum State {
     /// The weight on the CPU, until the ring is created.
     Gathered(Weight),
-    /// The weight in `ring`. The storage of `view` is a part of a slot; it has the weight's values while the weight's unit,
-    /// number `unit` of the ring, is in the slot.
+    /// The weight is in unit number `unit` of `ring`. `view` is a view of a slot, and has the weight's values while this
+    /// unit is in the slot.
     Placed { ring: Arc<Ring>, unit: usize, view: Weight },
 }
 
@@ -72,9 +73,9 @@ impl Streamed {
         Ok(streamed)
     }
 
-    /// A weight that has the rows of all `weights`, in their order, and for each of `weights` a weight that consists of
-    /// its rows of the joined weight. `None` if the units or the dtypes of `weights` differ, or if some of `weights` are
-    /// quantized and some are not.
+    /// Joins weights along their rows. Returns one weight that has the rows of all `weights`, in their order, and for each
+    /// of `weights` a weight of its rows alone. `None` if the units or the dtypes of `weights` differ, or if some of
+    /// `weights` are quantized and some are not.
     ///
     /// # Errors
     /// [`Error::Argument`] if one of `weights` is in a ring already, [`Error::OutOfMemory`] if the copy does not fit.

@@ -47,7 +47,7 @@ impl Packing {
                 Ok(raw.clone())
             })?;
         }
-        // Larger tensors first: a weight that is a part of a joined weight comes after it, and so is found in it.
+        // Larger tensors first: a joined weight comes before its parts, so `place` finds the parts in it.
         raws.sort_by_key(|raw| std::cmp::Reverse(raw.elem_count()));
         let mut packing = Self { joined: hollow.cloned().unwrap_or_default(), ..Self::default() };
         for raw in raws {
@@ -75,7 +75,8 @@ impl Packing {
     }
 
     /// The address of the storage of `raw`, and the index of `raw`'s first element in this storage. If `raw` is a part of a
-    /// joined weight without values: those of the joined weight.
+    /// joined weight without values: the address of the joined weight's storage, and the index of the part's first element
+    /// in the joined weight.
     fn origin(&self, raw: &Raw) -> (usize, usize) {
         let (storage, start) = (storage_identity(raw).0, raw.layout().start_offset());
         self.joined.get(&storage).copied().unwrap_or((storage, start))

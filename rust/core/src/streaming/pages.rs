@@ -27,7 +27,7 @@ pub struct Pages {
 
 // SAFETY: the mapping belongs to this object alone and is tied to no thread.
 unsafe impl Send for Pages {}
-// SAFETY: shared references only read the memory, or use words of it as atomics (the address is in `mapping`).
+// SAFETY: shared references only read the memory, or access words of it atomically at the address from `mapping`.
 unsafe impl Sync for Pages {}
 
 impl Pages {

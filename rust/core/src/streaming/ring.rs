@@ -216,7 +216,7 @@ impl Ring {
             views.push(weight.gathered()?.map(|raw| {
                 let part = slot.iter().find(|part| part.dtype() == raw.dtype());
                 let (Some(offset), Some(part)) = (packing.place(raw), part) else {
-                    return Err(Error::argument(OP, "a weight was replaced while the ring was created"));
+                    return Err(Error::argument(OP, "a streamed weight was replaced before the model was complete"));
                 };
                 Ok(part.narrow(0, offset, raw.elem_count())?.reshape(raw.shape())?)
             })?);
@@ -275,7 +275,7 @@ impl Ring {
         }
         state.slots[slot] = None;
         let Some(held) = self.units[unit].get() else {
-            return Err(Error::argument(OP, "a streamed block is used before all blocks are in the ring"));
+            return Err(Error::argument(OP, "a streamed block is used before the model is complete"));
         };
         let mut copies = Vec::with_capacity(held.0.len());
         for (dtype, bytes) in &held.0 {
@@ -300,7 +300,7 @@ impl Ring {
     pub(super) fn read(&self, unit: usize, view: &Raw) -> Result<Raw> {
         let held = self.units[unit].get().and_then(|held| held.0.iter().find(|(dtype, _)| *dtype == view.dtype()));
         let Some((_, bytes)) = held else {
-            return Err(Error::argument(OP, "a streamed block is used before all blocks are in the ring"));
+            return Err(Error::argument(OP, "a streamed block is used before the model is complete"));
         };
         Ok(bytes.read(view)?.reshape(view.shape())?)
     }

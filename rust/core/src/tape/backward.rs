@@ -205,7 +205,7 @@ impl BackwardContext<'_> {
     }
 
     /// The gradient buffer of input `index`, a variable; the caller must add a gradient to it. `None` if the input has no
-    /// buffer, or one of another dtype: then [`add`](Self::add) takes the gradient.
+    /// buffer, or one of another dtype: the caller then passes the gradient to [`add`](Self::add).
     #[cfg(feature = "cuda")]
     pub(crate) fn buffer(&mut self, index: usize, dtype: DType) -> Option<Raw> {
         let (true, Some(buffered)) = (self.needs(index), self.buffered.as_deref_mut()) else { return None };

@@ -103,7 +103,7 @@ impl Leaf {
         &self.is_replaced
     }
 
-    /// The gradient, if there is one: a copy of the buffer, or without a buffer the kept tensor, which never changes.
+    /// The gradient, if there is one: a copy of the buffer or, if there is no buffer, the kept tensor, which never changes.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if there is no memory for the copy.

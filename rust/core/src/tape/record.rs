@@ -45,7 +45,7 @@ impl OpInfo {
 /// Auxiliary results that only the backward pass reads (statistics, log-sum-exp, x Aᵀ).
 pub(crate) type Aux = SmallVec<[Raw; 2]>;
 
-/// Keeps values for an operation's backward pass: `save` activations, `hold` parameters.
+/// Keeps values for an operation's backward pass: `save` keeps activations, and `hold` keeps parameters.
 pub struct Saver<'a> {
     inputs: &'a [&'a Tensor],
     recording: bool,
@@ -80,8 +80,8 @@ impl Saver<'_> {
     }
 }
 
-/// Run `forward`, which computes the result of `op`. If an input needs a gradient, call `backward` with the result, and put
-/// a node with the derivative that it returns on the tape.
+/// Run `forward`, which computes the result of `op`. If an input needs a gradient, call `backward` with the result;
+/// `backward` returns the derivative, which goes on the tape in a new node.
 pub fn record<B: Backward + 'static>(
     op: &'static OpInfo,
     inputs: &[&Tensor],

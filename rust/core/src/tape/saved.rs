@@ -16,7 +16,8 @@ pub struct Saved(Kind);
 enum Kind {
     Kept {
         raw: Raw,
-        /// For the storage of a variable: the counter of its changes in place, and the count when it was kept.
+        /// If this is a variable's storage: the counter of the variable's changes in place, and the count when the value
+        /// was kept.
         version: Option<(Arc<Version>, u64)>,
         /// Absent for variables and other parameters, which would be in memory without the tape too.
         _bytes: Option<SavedBytes>,
@@ -31,8 +32,7 @@ enum Kind {
 }
 
 impl Saved {
-    /// The value of `tensor`, to be recomputed when it is read, if [`remade`](Tensor::remade) has marked the tensor;
-    /// otherwise `None`.
+    /// If [`remade`](Tensor::remade) has marked `tensor`: its value, which is recomputed when it is read. Otherwise `None`.
     pub(crate) fn again(tensor: &Tensor) -> Option<Self> {
         tensor.node.as_ref().filter(|node| node.is_remade()).map(|node| Self(Kind::Again(node.clone())))
     }

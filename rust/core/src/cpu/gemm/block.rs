@@ -20,7 +20,7 @@ const MIN_THIN_K: usize = 64;
 /// The most indices along `k` in one step of [`Method::Outer`], chosen so that the pages that hold these columns of `a`
 /// stay in the translation buffer (TLB).
 const OUTER_K: usize = 64;
-/// The limit below which `b` is read in place instead of being packed: the bytes from its first to its last element.
+/// `b` is read in place instead of being packed if its last element begins fewer than this many bytes after its first.
 const MAX_IN_PLACE: usize = 32 << 10;
 /// The least number of multiply-adds that is worth another thread.
 const MIN_WORK: usize = 1 << 18;
@@ -267,7 +267,7 @@ where
     unsafe fn write(self, sums: *const A::Acc) {
         let [row_stride, column_stride] = self.c_strides;
         for j in 0..self.n {
-            // SAFETY: column `j` of the sums and of the result; both are valid, and the result's elements are distinct.
+            // SAFETY: column `j` of the sums and of the result is valid, and the result's elements are distinct.
             unsafe {
                 let sums = std::slice::from_raw_parts(sums.add(j * self.m), self.m);
                 let c = self.c.add(j * column_stride);

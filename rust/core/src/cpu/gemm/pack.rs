@@ -28,7 +28,7 @@ impl<T> Side<T> {
     }
 }
 
-/// The dimension of a tile for whose indices an operand has elements.
+/// The dimension of a tile that comes from an operand: the rows from `a`, the columns from `b`.
 #[derive(Clone, Copy)]
 pub enum Along {
     /// Rows of the tile: the operand is read as vectors.
@@ -64,7 +64,7 @@ pub unsafe fn pack<T: Elem>(dst: *mut T::Acc, shape: TileShape, along: Along, sr
     for i in (0..len).step_by(full) {
         let rows = full.min(len - i);
         let width = full.min(rows.next_multiple_of(multiple));
-        // SAFETY: the panel that starts at row `i`.
+        // SAFETY: the panel that starts at row `i` is within the memory of `dst` and of `src`.
         unsafe {
             let (dst, src) = (dst.add(i * k), src.at(i, 0));
             if src.outer != 1 {

@@ -322,7 +322,7 @@ impl Graph {
     fn launch(&self) -> Result<()> {
         let (gpu, stream) = (self.gpu, self.gpu.stream());
         stream.context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
-        // SAFETY: the stream is the device's, which is current.
+        // SAFETY: the stream is the device's, and the device is current.
         unsafe { memory::restore_graphs(stream.cu_stream().cast()) }.map_err(|status| status_error(OP, status))?;
         if self.draws > 0 {
             let State { seed, offset } = rng::advance(self.draws);

@@ -35,7 +35,7 @@ impl Drop for Lease {
     fn drop(&mut self) {
         let stream = self.0.stream();
         if stream.context().bind_to_thread().is_ok() {
-            // SAFETY: the stream is the device's, which is current. An error is ignored; the memory then stays
+            // SAFETY: the stream is the device's, and the device is current. An error is ignored; the memory then stays
             // allocated.
             let _ = unsafe { memory::release_graph(stream.cu_stream().cast()) };
         }
@@ -73,7 +73,7 @@ impl Recording {
         recorder::claim(OP)?;
         // From here on, dropping the recording undoes each step.
         let mut recording = Self { gpu, run: Some(run), lease: None, is_open: false };
-        // SAFETY: the stream is the device's, which is current.
+        // SAFETY: the stream is the device's, and the device is current.
         unsafe { memory::begin_capture(stream.cu_stream().cast()) }.map_err(|status| status_error(OP, status))?;
         recording.lease = Some(Lease(gpu));
         recorder::begin(generator, start);
@@ -113,7 +113,7 @@ impl Recording {
         let held = recorder::end();
         let effects = self.run.take().map(Run::finish).unwrap_or_default();
         let stream = self.gpu.stream();
-        // SAFETY: the stream is the device's, which is current on this thread since the capture began.
+        // SAFETY: the stream is the device's. The device has been current on this thread since the capture began.
         let kept = unsafe { memory::kept_by_capture(stream.cu_stream().cast()) }.unwrap_or_default();
         Recorded { template, effects, held, kept, constants, lease: self.lease.take() }
     }
@@ -126,7 +126,7 @@ impl Drop for Recording {
         upload::finish_capture();
         recorder::end();
         let stream = self.gpu.stream();
-        // SAFETY: the stream is the device's, which is current on this thread since the capture began.
+        // SAFETY: the stream is the device's. The device has been current on this thread since the capture began.
         let _ = unsafe { memory::end_capture(stream.cu_stream().cast()) };
         recorder::release();
     }

@@ -19,15 +19,15 @@ use crate::quantized::Format;
 use crate::{Raw, Result, compute};
 
 const OP: &str = "linear";
-/// Number of bytes of sums that are computed and scaled at a time; so many stay in the L2 cache of large GPUs.
+/// Number of bytes of sums that are computed and scaled at a time; this many stay in the L2 cache of large GPUs.
 const SUMS: usize = 24 << 20;
-/// The minimum number of rows that are multiplied at a time; so many keep a GPU busy.
+/// The minimum number of rows that are multiplied at a time; this many keep a GPU busy.
 const FEWEST_ROWS: usize = 256;
-/// Rows and columns of a block's tile of a transposition.
+/// The number of rows, and of columns, of the tile that a thread block transposes.
 const TILE: usize = 64;
 /// Number of threads of a thread block.
 const BLOCK: u32 = 256;
-/// How many packs of a row each thread rounds.
+/// How many packs (16 bytes of neighbouring elements) of a row each thread rounds.
 const HELD: usize = 2;
 
 /// A matrix rounded to codes, with a scale for each row.
@@ -65,7 +65,7 @@ impl Quantized {
 }
 
 impl Rounded {
-    /// Unset codes and scales for the rows of `x`, a dense matrix whose address is a multiple of 16.
+    /// Uninitialised codes and scales for the rows of `x`, a dense matrix whose address is a multiple of 16.
     fn unset(gpu: &Gpu, x: &Raw) -> Result<Self> {
         let (rows, columns) = (x.dims()[0], x.dims()[1]);
         let codes = empty(OP, gpu, &[rows.next_multiple_of(MULTIPLE), columns], DType::U8)?;
@@ -176,7 +176,7 @@ struct Columns<'a> {
     y: &'a Raw,
     /// The first column of y that the product is written to.
     start: usize,
-    /// Address and number of the scales of these columns; one scale is for all of them. `None`: the columns have no scales.
+    /// Address and number of the scales of these columns. A single scale is for all columns. `None`: the columns have no scales.
     scales: Option<(u64, u32)>,
     /// The bias of all columns of y, dense.
     bias: Option<&'a Raw>,

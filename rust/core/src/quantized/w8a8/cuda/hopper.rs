@@ -13,7 +13,7 @@ use crate::{Raw, Result};
 /// Rows of a block's tile, and the codes of a row that one stage holds.
 const ROWS: usize = 128;
 const STEP: usize = 128;
-/// How many columns of products take as long as the rest of a tile's work, roughly.
+/// The work on a tile besides its products takes about as long as the products of this many columns.
 const REST: usize = 16;
 
 /// A kernel: the columns of a block's tile, the number of stages, and the end of its name.
@@ -27,7 +27,7 @@ const TILES: [Tile; 2] =
     [Tile { columns: 256, stages: 4, name: "_n256" }, Tile { columns: 128, stages: 6, name: "_n128" }];
 
 impl Tile {
-    /// Clusters for all tiles; each takes two tiles of rows.
+    /// The number of clusters for all tiles, if each computes two tiles, one below the other.
     fn clusters(&self, rows: usize, parts: &[CodePart]) -> usize {
         rows.div_ceil(2 * ROWS) * parts.iter().map(|part| (part.rows as usize).div_ceil(self.columns)).sum::<usize>()
     }

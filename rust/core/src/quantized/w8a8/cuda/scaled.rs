@@ -8,16 +8,16 @@ use crate::cuda::{Codes, Gpu, Scaled, scaled_product_of_codes};
 use crate::quantized::{Part, Quantized};
 use crate::{Raw, Result, compute};
 
-/// Bytes of a boundary at which cuBLASLt expects vectors of scales.
+/// cuBLASLt expects the addresses of vectors of scales to be multiples of this many bytes.
 const ALIGNMENT: u64 = 16;
 
-/// Whether cuBLASLt may have such products.
+/// Whether cuBLASLt may support scaled products of codes of this kind with results of `dtype`.
 pub(super) fn is_possible(gpu: &Gpu, kind: Codes, dtype: DType) -> bool {
     kind == Codes::E4m3 && gpu.is_hopper() && matches!(dtype, DType::F16 | DType::BF16)
 }
 
-/// Write the product of `x` with all parts of `w` to `y`: the sums of codes times the scales of their row and column, plus
-/// the bias. Returns false if the device, format or dtype is not supported.
+/// Write the product of `x` with all parts of `w` to `y`. An element of y is the sum of products of codes, times the scales
+/// of its row and column, plus the bias. Returns false if the device, format or dtype is not supported.
 pub(super) fn product(gpu: &Gpu, kind: Codes, x: &Rounded, w: &Quantized, y: &Raw, bias: Option<&Raw>) -> Result<bool> {
     if !is_possible(gpu, kind, y.dtype()) {
         return Ok(false);
