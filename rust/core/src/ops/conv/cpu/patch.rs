@@ -1,5 +1,5 @@
-//! Copies of parts of images, in the accumulator type, with the zeros of the padding. Words as in
-//! [`stencil`](super::stencil): the target positions are computed from source positions, one per kernel tap.
+//! Copies of parts of images, in the accumulator type, with the zeros of the padding. The terms are those of
+//! [`stencil`](super::stencil): each target position is computed from source positions, one per kernel tap.
 
 use std::ops::Range;
 
@@ -77,7 +77,7 @@ impl Axis {
         self.places.windows(2).all(|pair| pair[1].1 - pair[0].1 == 1)
     }
 
-    /// For each kernel tap, its index in the kernel, and the position of a copy that the first target position reads at it.
+    /// For each kernel tap, its index in the kernel, and the position of a copy that the first target position reads at this tap.
     pub fn copied_places(&self) -> impl Iterator<Item = (usize, usize)> {
         self.places.iter().map(|&(place, offset)| (place, offset.abs_diff(self.origin())))
     }
