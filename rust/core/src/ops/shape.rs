@@ -1,4 +1,5 @@
-//! Operations on shapes. They return views where the memory layout allows, otherwise copies.
+//! Operations on shapes. They return views where the memory layout allows, otherwise copies; `strided`, `cat` and `stack`
+//! always copy.
 
 use candle_core::Shape;
 

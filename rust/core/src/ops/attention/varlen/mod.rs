@@ -22,7 +22,7 @@ use crate::{Error, Result, Tensor, checkpoint};
 pub(super) static VARLEN: OpInfo = OpInfo::expensive("varlen_attention");
 
 /// softmax(scale · q kᵀ) v inside each segment of a packed row: `q (N, heads, D)`, `k (N, key heads, D)`, `v (N, key heads, D)` →
-/// `(N, heads, D)`. A query sees the keys of its segment up to its own position.
+/// `(N, heads, D)`. Each of the N rows is a token. A query sees the keys of its segment up to its own position.
 ///
 /// `cu_seqlens (M + 1)`, i64 or u32 on the device of q, are the bounds of M segments: the first bound is 0, the bounds
 /// ascend, and segment i has the rows from bound i up to bound i + 1, exclusive. Bounds may repeat, so that a buffer of

@@ -13,8 +13,8 @@ const MAX_COLUMNS: usize = 96;
 /// The maximum number of elements of a copy, so that the copy stays in the second-level cache. Only a copy for a single
 /// target line may have more.
 const MAX_PATCH: usize = 128 << 10;
-/// The limit for the lines of a part is an eighth of the target lines, so that threads share an image, but it is not below
-/// this number: smaller parts would mostly copy lines that neighbouring parts copy too.
+/// A part has at most an eighth of the target lines, so that threads share an image. The limit is never below this number:
+/// smaller parts would mostly copy lines that neighbouring parts copy too.
 const MIN_LINES: usize = 4;
 
 /// One direction, vertical or horizontal, of one phase of a stencil.
