@@ -1,4 +1,5 @@
-//! Attention inside the segments of packed rows on a CUDA device, compared with the CPU in f64. A row is a token.
+//! Attention inside the segments of packed tensors (rows, heads, width) on a CUDA device, compared with the CPU in f64. A
+//! row is a token.
 
 use trainable_candle_core::capture::{Captured, Function};
 use trainable_candle_core::ops::attention::{RotaryHeads, rotary_attention, varlen_attention};
