@@ -59,9 +59,9 @@ fn attention_plain(x: &[Tensor], mask: Option<&Tensor>, is_causal: bool) -> Resu
     scores.softmax(scores.rank() - 1)?.matmul(&x[2])
 }
 
-/// Shapes of q, k and v. The queries and the keys are several blocks of the kernel: with few heads, so that the gradients
-/// are sums of several tasks, and with many heads. Then heads as wide as in large models over a prompt of 77 tokens, and
-/// heads of an odd width.
+/// Shapes of q, k and v. The first has several blocks of queries and of keys, and few heads, so that the gradients of keys
+/// and values are sums of several tasks. The second has several blocks of queries, and many heads. The third has heads as
+/// wide as in large models, over a prompt of 77 tokens. The last has heads of an odd width.
 const SHAPES: [[[usize; 3]; 3]; 4] = [
     [[2, 300, 8], [2, 600, 8], [2, 600, 5]],
     [[20, 150, 4], [20, 150, 4], [20, 150, 4]],

@@ -37,9 +37,9 @@ functors! {
     // 1 where the result is the first operand, 1/2 where both operands are equal (torch's subgradient), 0 elsewhere.
     TakesMaximum "takes_maximum": |a, b| if a > b { R::ONE } else if a == b { R::from_f64(0.5) } else { R::ZERO };
     TakesMinimum "takes_minimum": |a, b| if a < b { R::ONE } else if a == b { R::from_f64(0.5) } else { R::ZERO };
-    // The derivative of a^b by a, zero for b = 0.
+    // The derivative of a^b with respect to a; zero for b = 0.
     PowerSlope "power_slope": |a, b| if b == R::ZERO { R::ZERO } else { b * a.powf(b - R::ONE) };
-    // The derivative of a^b by b: a^b ln a, zero for a = 0 and b >= 0.
+    // The derivative of a^b with respect to b: a^b ln a; zero for a = 0 and b >= 0.
     PowerLog "power_log": |a, b| if a == R::ZERO && b >= R::ZERO { R::ZERO } else { a.powf(b) * a.ln() };
 }
 

@@ -20,9 +20,9 @@ pub struct Entry {
 /// The distribution of an input's values.
 #[derive(Clone, Copy, Debug)]
 pub enum Domain {
-    /// Standard normal.
+    /// From -2 to 2.
     Normal,
-    /// In [0.5, 2).
+    /// From 0.5 to 2.
     Positive,
     /// For functions with kinks, maxima and division. Values of both signs. Their absolute values are at least 0.25. The values
     /// of two inputs of a case differ by at least 0.125.
@@ -51,7 +51,7 @@ pub struct Case {
 }
 
 impl Case {
-    /// A case without a plain form. The inputs have the given shapes and standard normal values.
+    /// A case without a plain form. The inputs have the given shapes and values from [`Domain::Normal`].
     pub fn new(
         label: &'static str,
         shapes: &[&[usize]],

@@ -69,8 +69,8 @@ impl Tensor {
 
     /// A variable's value in the compute dtype. The variable keeps a copy. If the variable has changed since the last
     /// use, the copy is cast again, unless the optimizer that changed the variable has also written the copy. The
-    /// result is a view of this copy, which later changes of the variable overwrite. So a backward pass through the result
-    /// is an error after the variable has changed. For other tensors this is [`to_dtype`](Self::to_dtype).
+    /// result is a view of this copy. A later change of the variable overwrites the copy, so a backward pass through the
+    /// result is then an error. For other tensors this is [`to_dtype`](Self::to_dtype).
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit.

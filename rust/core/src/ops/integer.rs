@@ -30,7 +30,7 @@ pub(super) fn abs(x: &Tensor) -> Result<Tensor> {
     if x.dtype() == DType::I64 { map(x, i64::wrapping_abs) } else { Ok(x.clone()) }
 }
 
-/// The maximum or the minimum over `dims`. `along` is candle's function for it over one dimension, which keeps that dimension
+/// The maximum or the minimum over `dims`. `along` is candle's maximum or minimum over one dimension; it keeps this dimension,
 /// with size 1.
 pub(super) fn extreme(
     x: &Tensor,

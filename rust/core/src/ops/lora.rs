@@ -56,7 +56,7 @@ pub(super) fn check_factors(
     trainable_kind(op, x, "up matrix", up)
 }
 
-/// A trained tensor must be on the device of `x`. Its dtype must be that of `x`, or f32 if `x` is f16 or bf16.
+/// A trained tensor must be on the device of `x`. It must have the dtype of `x`; for an f16 or bf16 `x` it may be f32.
 fn trainable_kind(op: &'static str, x: &Tensor, name: &str, tensor: &Tensor) -> Result<()> {
     let is_master = tensor.dtype() == DType::F32 && matches!(x.dtype(), DType::F16 | DType::BF16);
     if is_master && tensor.device().same_device(x.device()) {
@@ -114,8 +114,8 @@ fn check_backward(
 /// The gradients of the two LoRA matrices, without that of the input.
 ///
 /// For y = s (x Aᵀ) Bᵀ: `grad_output (..., out)`, `input (..., in)`, `down (r, in)`, `up (out, r)` → (`(r, in)`, `(out,
-/// r)`), in the dtypes of `down` and `up`: the dtype of the input, or f32 if the input is f16 or bf16. CPU tensors use
-/// the CPU form. All tensors must be on one device.
+/// r)`), in the dtypes of `down` and `up`. These have the dtype of the input; for an f16 or bf16 input they may be f32.
+/// All tensors must be on one device.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit.

@@ -1,4 +1,5 @@
-//! Operations on shapes. They return views where the memory layout allows, otherwise copies.
+//! Operations on shapes. They return views where the memory layout allows, otherwise copies; `strided`, `cat` and `stack`
+//! always copy.
 
 use candle_core::Shape;
 
@@ -56,8 +57,8 @@ impl Backward for NarrowBackward {
     }
 }
 
-/// The backward pass of [`Tensor::strided`]. `ids` are the indices of the taken elements along `dim` of the input, whose shape is
-/// `dims`.
+/// The backward pass of [`Tensor::strided`]. `ids` are the indices of the taken elements along `dim` of the input, which has
+/// `size` elements along `dim`.
 struct StridedBackward {
     size: usize,
     dim: usize,
@@ -210,7 +211,8 @@ impl Tensor {
                 format!("shape {:?} cannot be broadcast to {:?}", self.dims(), shape.dims()),
             ));
         }
-        // The view itself needs no memory, but the result of the next operation would not fit, or its element count would overflow.
+        // The view itself needs no memory. But if `shape` is too large, the next operation cannot allocate its result, or the
+        // number of elements overflows.
         check_allocation_on(self.device(), BROADCAST.name, shape.dims(), self.dtype())?;
         let dims = self.dims().to_vec();
         record_view(&BROADCAST, self, self.raw.broadcast_as(&shape)?, || BroadcastBackward(dims))

@@ -25,8 +25,8 @@ fn separate(x: &[Tensor], heads: usize, is_causal: bool) -> Result<Tensor> {
     mixed.transpose(1, 2)?.reshape(x[0].dims())
 }
 
-/// Attention of q, k and v side by side in one tensor (`is_of_itself`), or of q and a second tensor with the k and v of a
-/// context side by side.
+/// Attention over packed tensors: q, k and v side by side in one tensor if `is_of_itself`, else q in one tensor, and the k
+/// and v of a context side by side in a second one.
 fn packed(x: &[Tensor], is_of_itself: bool, heads: usize, is_causal: bool) -> Result<Tensor> {
     let first = usize::from(!is_of_itself);
     let joined = Tensor::cat(&x[first..].iter().collect::<Vec<_>>(), 2)?;
@@ -157,7 +157,8 @@ fn attention_of_fewer_steps_than_blocks_reads_only_what_was_written() {
     }
 }
 
-/// The scores of all queries do not fit in the memory that the kernels use for scores, so they take some queries at a time.
+/// The scores of all queries do not fit in the memory that the kernels use for scores, so the kernels take some queries at
+/// a time.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_of_wide_heads_takes_some_queries_at_a_time() {

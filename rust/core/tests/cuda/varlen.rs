@@ -1,4 +1,5 @@
-//! Attention inside the segments of packed rows on a CUDA device, compared with the CPU in f64. A row is a token.
+//! Attention inside the segments of packed tensors (rows, heads, width) on a CUDA device, compared with the CPU in f64. A
+//! row is a token.
 
 use trainable_candle_core::capture::{Captured, Function};
 use trainable_candle_core::ops::attention::{RotaryHeads, rotary_attention, varlen_attention};
@@ -35,9 +36,9 @@ const MANY: [i64; 41] = {
 };
 
 /// The cases have tiles of rows inside of one segment, tiles with many segments, and segments and windows that end inside
-/// of a tile. The rows after the last segment begin inside of a tile and fill further tiles. A tile of a head is shared by
-/// several thread blocks, or a thread block has several of them. Some widths are not supported by the tensor-core kernels:
-/// those above 128, or no multiple of 8.
+/// of a tile. The rows after the last segment begin inside of a tile and fill further tiles. Several thread blocks share a
+/// tile of a head, or one thread block has several tiles. The tensor-core kernels do not support some of the widths: those
+/// above 128 and those that are no multiple of 8.
 const ROWS: [Row; 19] = [
     Row { heads: [12, 2], width: 128, rows: 1024, bounds: &[0, 1024], window: None },
     Row { heads: [12, 2], width: 128, rows: 1000, bounds: &[0, 257, 320, 321, 700, 1000], window: None },

@@ -1,5 +1,5 @@
 //! Scaled dot-product attention (Vaswani et al. 2017, arXiv:1706.03762), computed block by block so that the matrix of all
-//! scores never exists (Dao et al. 2022, arXiv:2205.14135).
+//! scores never exists (Dao et al. 2022, arXiv:2205.14135). Only a learned mask needs the whole matrix.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -34,8 +34,8 @@ static ATTENTION: OpInfo = OpInfo::expensive("scaled_dot_product_attention");
 /// `is_causal` query i sees the keys up to i; a mask may be given too. `scale` is 1/√D unless given. A query that sees
 /// no key gets zeros. Scores are in f32 (in f64 for f64 operands).
 ///
-/// Saves q, k, v, the result and one number per query. The result has the memory order of `q`, so that heads split off
-/// by `reshape` and `transpose` are joined again without a copy.
+/// Saves q, k, v, the mask, the result and one number per query. The result has the memory order of `q`: if `reshape`
+/// and `transpose` made the heads of `q`, joining the heads of the result needs no copy.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit.
@@ -91,7 +91,7 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Result<()
         return Err(Error::shape(
             op,
             format!(
-                "k has shape {:?}, expected {batch:?} and (length, {width}) for q of shape {:?}",
+                "k has shape {:?}, expected {batch:?} followed by (length, {width}) for q of shape {:?}",
                 k.dims(),
                 q.dims()
             ),
@@ -101,7 +101,11 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Result<()
     if v.rank() != rank || v.dims()[..rank - 2] != *batch || v.dims()[rank - 2] != keys {
         return Err(Error::shape(
             op,
-            format!("v has shape {:?}, expected {batch:?} and ({keys}, width) for k of shape {:?}", v.dims(), k.dims()),
+            format!(
+                "v has shape {:?}, expected {batch:?} followed by ({keys}, width) for k of shape {:?}",
+                v.dims(),
+                k.dims()
+            ),
         ));
     }
     for (name, other) in [("k", k), ("v", v)] {

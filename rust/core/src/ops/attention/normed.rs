@@ -42,7 +42,8 @@ pub struct HeadSizes {
 /// [`rms_norm_rope`](crate::ops::norm::rms_norm_rope) with interleaved pairs. `mask` broadcasts to (B, heads, Σ S, Σ
 /// S), as in [`scaled_dot_product_attention`](super::scaled_dot_product_attention).
 ///
-/// Saves the projections, the result and one number per head and token; the backward pass computes queries and keys again.
+/// Saves the projections, the mask, the result and one number per head and token; the backward pass computes queries and
+/// keys again.
 ///
 /// # Errors
 /// [`Error::Argument`] without streams, if a norm's scale or the mask needs a gradient, or if `eps` is negative or not finite;
@@ -117,8 +118,9 @@ impl Normed {
         };
         // Candle's `unfold`, which makes the views of heads, computes sizes in f32; below this limit they are exact.
         if heads == 0 || width == 0 || width % 2 != 0 || heads.saturating_mul(width) >= 1 << 24 {
-            let message =
-                format!("found {heads} heads of width {width}, expected an even width and fewer than 2^24 columns");
+            let message = format!(
+                "found {heads} heads of width {width}, expected at least one head, an even width above 0 and fewer than 2^24 columns"
+            );
             return Err(Error::argument(op, message));
         }
         let batch = first.x.dims().first().copied().unwrap_or(0);
@@ -169,7 +171,8 @@ impl Normed {
         self.sizes.heads * self.sizes.width
     }
 
-    /// How many of queries, keys and values are written to the buffer: the values of a single stream are read in place.
+    /// The number of parts that are written to the buffer. They are queries, keys and, with several streams, values; the
+    /// values of a single stream are read in place.
     fn parts(&self) -> usize {
         if self.lengths.len() == 1 { 2 } else { 3 }
     }

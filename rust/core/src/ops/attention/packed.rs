@@ -70,7 +70,8 @@ impl Packed {
                 _ => Err(Error::shape(
                     op,
                     format!(
-                        "the {name} has shape {:?}, expected (batch, length, width) with a width of {parts} times {heads} heads",
+                        "the {name} has shape {:?}, expected (batch, length, width) with a width that is a multiple of \
+                        {parts} * {heads} heads",
                         tensor.dims()
                     ),
                 )),

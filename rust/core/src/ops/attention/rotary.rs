@@ -32,7 +32,7 @@ pub struct RotaryHeads<'a> {
     pub norms: Option<([Option<&'a Tensor>; 2], f64)>,
 }
 
-/// Causal attention inside each segment of a packed row, as [`varlen_attention`](super::varlen_attention), of `x (N,
+/// Causal attention inside each segment of a packed row, like [`varlen_attention`](super::varlen_attention): `x (N,
 /// (heads + 2 key heads) · width)` → `(N, heads · width)`. `x` has queries, keys and values of a token side by side,
 /// each with its heads one after the other. Queries and keys are first normalised, if `heads` has norms, and rotated.
 ///

@@ -28,7 +28,7 @@ pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Resul
     }
 }
 
-/// Adds the gradient of x to the context, from `grad`, the gradient of the activated columns.
+/// Adds the gradient of x to the context, from `grad`, the gradient of the activation's result.
 pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: &Raw, grad: &Raw) -> Result<()> {
     let part = columns.of(x)?;
     let dx = match columns.activation {

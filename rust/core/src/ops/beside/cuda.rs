@@ -32,8 +32,8 @@ pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Resul
     Ok(y)
 }
 
-/// Adds the gradient of `x` to the tape, where `grad` is the gradient of the activated columns. The kernel writes straight into the
-/// gradient of `x` if no gradient of these columns has been written before.
+/// Adds the gradient of `x` to the tape, where `grad` is the gradient of the activation's result. The kernel writes straight into
+/// the gradient of `x` if no gradient of the activated columns has been written before.
 pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: &Raw, grad: &Raw) -> Result<()> {
     let Columns { dim, start, .. } = *columns;
     let (x, grad) = (contiguous(x)?, even_rows(grad)?);

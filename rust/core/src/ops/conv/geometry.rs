@@ -9,7 +9,7 @@ pub struct Conv2dOptions {
     pub stride: [usize; 2],
     /// Number of zeros before the first and after the last pixel of the image.
     pub padding: [usize; 2],
-    /// Distance in the image, in pixels, between the pixels that meet adjacent elements of the kernel.
+    /// Distance in the image, in pixels, between the pixels that adjacent elements of the kernel multiply.
     pub dilation: [usize; 2],
     /// Number of groups of channels, each convolved separately.
     pub groups: usize,
@@ -99,7 +99,7 @@ impl Geometry {
         self.batch * self.output[0] * self.output[1]
     }
 
-    /// Number of elements of the weight of one output channel, which is also that of a window in the channels of a group.
+    /// Number of elements of the weight of one output channel. A window of the image has as many elements in the channels of a group.
     pub const fn row_len(&self) -> usize {
         self.kernel[0] * self.kernel[1] * self.channels_per_group()
     }

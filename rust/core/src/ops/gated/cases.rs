@@ -32,8 +32,8 @@ pub static ENTRIES: &[Entry] = &[
     Entry { info: &SWIGLU_FEED_FORWARD, cases: of_feed_forward },
 ];
 
-/// Gated units of two linear layers of one input, the features and the gate. `adapted` says which of the two has a low-rank
-/// product; each has its own scale. The plain form applies [`swiglu`] to the results of [`linear_group`].
+/// Gated units of two linear layers, the features and the gate, which have the same input. `adapted` says which of the two has
+/// a low-rank product; each product has its own scale. The plain form applies [`swiglu`] to the results of [`linear_group`].
 fn of_linear_groups() -> Vec<Case> {
     type Unit = fn(&Tensor, LinearGroup<'_>) -> Result<Tensor>;
     fn run(x: &[Tensor], width: usize, adapted: [bool; 2], unit: Unit) -> Result<Tensor> {

@@ -89,7 +89,7 @@ fn head_case(label: &'static str, targets: &'static [i64], weights: Option<&'sta
     Case::new(label, &[&[rows, 3], &[7, 3]], move |x| {
         let targets = Tensor::from_vec(targets.to_vec(), rows, x[0].device())?;
         let weights = weights.map(|weights| row(weights, &x[0])).transpose()?;
-        // The sum is in f32 whatever the dtype of the states.
+        // The sum is in f32 (f64 for f64). The result of the plain form has the dtype of the states.
         linear_cross_entropy(&x[0], &x[1], &targets, weights.as_ref())?.to_dtype(x[0].dtype())
     })
     .plain(move |x| {

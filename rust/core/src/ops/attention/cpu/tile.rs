@@ -53,7 +53,7 @@ impl<'a, T: Elem> Matrices<'a, T> {
 pub(super) struct Output<T> {
     buffer: Vec<T>,
     dims: SmallVec<[usize; 4]>,
-    /// The number of heads whose rows with one index are next to one another in memory: all heads, or 1.
+    /// How many heads are adjacent in memory at each row: all heads in the order `(rows, heads, width)`, otherwise 1.
     side_by_side: usize,
 }
 
@@ -103,7 +103,7 @@ impl<T: Elem> Rows<'_, T> {
     /// Write rows of `head` from `first_row` on.
     ///
     /// # Safety
-    /// Two threads must not write the same row at a time.
+    /// Two threads must not write the same row at the same time.
     pub unsafe fn write(&self, head: usize, first_row: usize, values: &[T::Acc]) {
         let (outer, inner) = (head / self.side_by_side, head % self.side_by_side);
         for (row, values) in values.chunks_exact(self.width.max(1)).enumerate() {

@@ -117,8 +117,8 @@ pub(in crate::ops::attention) fn map(
     encoder.strided(heads.address, shape, &distances, [64, at_once, 1, 1])
 }
 
-/// The destination of the gradient of keys or values in a backward kernel. The kernel writes a gradient that is not
-/// wanted to new memory.
+/// The destination of the gradient of keys or values in a backward kernel: `wanted`, or new memory if the gradient is not
+/// wanted, because the kernel writes it in any case.
 pub(in crate::ops::attention) fn key_place(
     op: &'static str,
     gpu: &Gpu,
@@ -151,7 +151,8 @@ pub(in crate::ops::attention) fn backward_maps(
 }
 
 impl Attention<'_> {
-    /// The constants of the kernels of this file, if they support these operands, which the general tensor-core kernels support.
+    /// The constants of the kernels of this file; `None` if these kernels do not support the operands. The caller has
+    /// checked that the general tensor-core kernels support the operands.
     fn hopper_form(
         &self,
         gpu: &Gpu,

@@ -36,9 +36,9 @@ impl Attention<'_> {
         let numbers = accumulator(dtype);
         let function = gpu.function(&LOGSUMEXP_FORWARD, suffix(op, numbers)?)?;
         let sums = output(op, log_sums)?;
-        // `pairs` splits each f32 number of a row into three parts in bf16 and writes the parts of the row one after
-        // the other. It gets all of v as one row, so the result has three matrices of the size of v, one below the
-        // other.
+        // `pairs` splits each f32 number of a row into hi + lo in bf16, and writes three parts one after the other: for
+        // k and v, the hi, the lo and again the hi numbers of the row (see `RIGHT`). It gets all of v as one row, so the
+        // result has three matrices of the size of v, one below the other.
         let in_pairs = uses_pairs(dtype) && keys.is_multiple_of(8) && v.dims()[rank - 1] <= MOST_VALUES / keys;
         for head in 0..heads {
             let [q, k, v, o] =

@@ -22,14 +22,14 @@ use crate::{Error, Result, Tensor, checkpoint};
 pub(super) static VARLEN: OpInfo = OpInfo::expensive("varlen_attention");
 
 /// softmax(scale · q kᵀ) v inside each segment of a packed row: `q (N, heads, D)`, `k (N, key heads, D)`, `v (N, key heads, D)` →
-/// `(N, heads, D)`. A query sees the keys of its segment up to its own position.
+/// `(N, heads, D)`. Each of the N rows is a token. A query sees the keys of its segment up to its own position.
 ///
 /// `cu_seqlens (M + 1)`, i64 or u32 on the device of q, are the bounds of M segments: the first bound is 0, the bounds
 /// ascend, and segment i has the rows from bound i up to bound i + 1, exclusive. Bounds may repeat, so that a buffer of
 /// fixed size can hold the bounds of fewer segments. Rows from the last bound on belong to no segment: their results
-/// and gradients are zero. With `window` w a query at position i of its row sees only keys at positions above i - w: at
-/// most w keys, including its own. Head h of q sees head h / (heads / key heads) of k and v. `scale` is 1/√D unless
-/// given. Scores are in f32 (in f64 for f64 operands).
+/// and gradients are zero. With `window` w a query at position i sees only keys at positions above i - w: at most w
+/// keys, including its own. Head h of q sees head h / (heads / key heads) of k and v. `scale` is 1/√D unless given.
+/// Scores are in f32 (in f64 for f64 operands).
 ///
 /// Saves q, k, v, the result, one number per query and head, and two numbers per row. On CUDA the host does not wait for the bounds.
 ///
@@ -177,7 +177,8 @@ impl Varlen {
     }
 }
 
-/// Check the shape, dtype and device of the bounds of segments, which must be on the device of `like`; the number of rows; and the window.
+/// Checks the shape and the dtype of the bounds of segments, that the bounds are on the device of `like`, the number of
+/// rows, and the window.
 pub(super) fn check_bounds(
     op: &'static str,
     like: &Tensor,
@@ -204,7 +205,7 @@ pub(super) fn check_bounds(
         return Err(Error::argument(op, "the window is 0, expected at least 1: a query sees its own key"));
     }
     if u32::try_from(rows).is_err() {
-        return Err(Error::shape(op, format!("found {rows} rows, expected fewer than 2^32; split the row")));
+        return Err(Error::shape(op, format!("found {rows} rows, expected fewer than 2^32; split the packed row")));
     }
     Ok(())
 }
@@ -246,7 +247,7 @@ fn spans_of(bounds: &[i64], rows: usize, window: Option<usize>) -> Result<Vec<u3
                 VARLEN.name,
                 format!(
                     "bound {at} of cu_seqlens is {bound}, expected {}",
-                    if at == 0 { "0".into() } else { format!("{last} to {rows}: bounds ascend, q has {rows} rows") }
+                    if at == 0 { "0".into() } else { format!("{last} to {rows}: bounds ascend, found {rows} rows") }
                 ),
             ));
         };

@@ -1,5 +1,5 @@
-//! Copies of parts of images, in the accumulator type, with the zeros of the padding. Words as in
-//! [`stencil`](super::stencil): the target positions are computed from source positions, one per kernel tap.
+//! Copies of parts of images, in the accumulator type, with the zeros of the padding. The terms are those of
+//! [`stencil`](super::stencil): each target position is computed from source positions, one per kernel tap.
 
 use std::ops::Range;
 
@@ -13,8 +13,8 @@ const MAX_COLUMNS: usize = 96;
 /// The maximum number of elements of a copy, so that the copy stays in the second-level cache. Only a copy for a single
 /// target line may have more.
 const MAX_PATCH: usize = 128 << 10;
-/// The limit for the lines of a part is an eighth of the target lines, so that threads share an image, but it is not below
-/// this number: smaller parts would mostly copy lines that neighbouring parts copy too.
+/// A part has at most an eighth of the target lines, so that threads share an image. The limit is never below this number:
+/// smaller parts would mostly copy lines that neighbouring parts copy too.
 const MIN_LINES: usize = 4;
 
 /// One direction, vertical or horizontal, of one phase of a stencil.
@@ -77,7 +77,7 @@ impl Axis {
         self.places.windows(2).all(|pair| pair[1].1 - pair[0].1 == 1)
     }
 
-    /// For each kernel tap, its index in the kernel, and the position of a copy that the first target position reads at it.
+    /// For each kernel tap, its index in the kernel, and the position of a copy that the first target position reads at this tap.
     pub fn copied_places(&self) -> impl Iterator<Item = (usize, usize)> {
         self.places.iter().map(|&(place, offset)| (place, offset.abs_diff(self.origin())))
     }

@@ -19,7 +19,8 @@ use crate::cpu::pool::{SharedMut, num_threads, par_ranges};
 use crate::cpu::{Elem, Real, vectorized};
 
 /// The maximum number of terms (kernel taps times source channels) that a tile adds up before the next block of source
-/// channels, so that the panels of the weight stay in the second-level cache. A block has at least 16 channels in any case.
+/// channels, so that the panels of the weight stay in the second-level cache. Where this would allow fewer than 16
+/// channels, a block may have 16.
 const STEPS: usize = 2944;
 /// The minimum number of multiply-adds of a task: for fewer, the cost of a separate task is too high.
 const MIN_WORK: usize = 1 << 18;
@@ -77,9 +78,9 @@ impl Stencil {
         }
     }
 
-    /// From the gradient of the result to the gradient of the image. In each direction, pixel i of the image met pixel o of
-    /// the result at kernel tap k if o · stride = i + padding - k · dilation. Two pixels of the image whose distance is a
-    /// multiple of the stride use the same taps, and are in one phase.
+    /// From the gradient of the result to the gradient of the image. In each direction, pixel i of the image contributed to
+    /// pixel o of the result at kernel tap k if o · stride = i + padding - k · dilation. Two pixels of the image whose
+    /// distance is a multiple of the stride use the same taps, and are in one phase.
     pub fn transposed(geometry: &Geometry) -> Self {
         let options = &geometry.options;
         let axis = |i: usize, first: usize| {
@@ -165,8 +166,8 @@ impl Phase<'_> {
         (0..depth.max(1)).step_by(size.max(1)).map(move |start| start..depth.min(start + size))
     }
 
-    /// The index in the packed weight at which the panel of a group that begins at target channel `row` starts, for a block
-    /// of source channels.
+    /// The index of a panel's first element in the packed weight. The panel belongs to `group` and to `block`, a range of
+    /// source channels. `row` is the panel's first target channel.
     fn packed_at(&self, group: usize, block: &Range<usize>, row: usize) -> usize {
         let rows = packed_len(self.shape, Along::Rows, self.rows(), 1);
         self.places() * (rows * (group * self.depth() + block.start) + row * block.len())

@@ -1,6 +1,6 @@
-//! The gradient of the weight. At each kernel tap, it is a sum over the result positions: the outer product of the
-//! channels of the result's gradient at a position and the channels of the pixel that the position reads at the tap. The
-//! lanes of a SIMD vector are adjacent channels of the image.
+//! The gradient of the weight. At each kernel tap, it is a sum over the result positions. Each term is the outer product
+//! of two vectors: the channels of the result's gradient at the position, and the channels of the pixel that the position
+//! reads at the tap. The lanes of a SIMD vector are adjacent channels of the image.
 
 use std::ops::Range;
 

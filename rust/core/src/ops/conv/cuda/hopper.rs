@@ -21,7 +21,7 @@ use crate::{Error, Raw, Result};
 const THREADS: u32 = 384;
 /// The maximum number of parts of a sum. More parts are not faster.
 const MOST_SPLITS: usize = 32;
-/// Bytes per microsecond that the kernel which adds the parts reads and writes.
+/// Bytes that the kernel for adding the parts reads and writes per microsecond.
 const SUM_RATE: f64 = 3e6;
 
 /// A tile for which there are kernels of the forward pass and of the gradient of the input.
@@ -161,8 +161,7 @@ impl Sizes {
     }
 }
 
-/// Whether the GPU and the operands meet the requirements that the kernels of this file share: forward pass, gradient of the
-/// input, gradient of the weight.
+/// Whether the GPU and the operands meet the requirements that all kernels of this file share.
 fn runs_on(gpu: &Gpu, sizes: &Sizes, dtype: DType, channels: &[u32], addresses: &[Address]) -> bool {
     gpu.is_hopper() && !MODULE.image.is_empty() && sizes.fits(dtype, channels, 8, addresses)
 }

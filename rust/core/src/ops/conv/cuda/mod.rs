@@ -43,7 +43,7 @@ struct Sizes {
 }
 
 /// The number of thread blocks that fills a large GPU. Sums are split if a launch would have fewer blocks. The number does
-/// not depend on the GPU, so that every GPU splits the sums in the same way and computes the same results.
+/// not depend on the GPU, so that GPUs that run the same kernels split the sums in the same way and compute the same results.
 const BLOCKS: usize = 132;
 /// The largest size of a grid in its second and in its third dimension.
 const MOST: u32 = 65_535;

@@ -116,9 +116,9 @@ struct FeedForward {
 type InnerGradients = (Raw, Raw);
 
 impl FeedForward {
-    /// Returns the inner gradients. `unit` is the part of the unit's gradient that comes through the outer map's base; `outer` is
-    /// s g B of the outer map's low-rank product, and the function adds the other part of the gradient, `outer` times A. It also adds
-    /// to the gradients in `context`: those of B of the two inner maps, and that of A of the outer map.
+    /// Returns the inner gradients. `unit` is the part of the unit's gradient that comes through the outer map's base. `outer` is
+    /// s g B of the outer map's low-rank product; the function adds the other part of the unit's gradient, `outer` times A, to `unit`.
+    /// It adds the gradients of B of the two inner maps, and that of A of the outer map, to those in `context`.
     fn on_cpu(&self, context: &mut BackwardContext<'_>, unit: &Raw, outer: &Raw) -> Result<InnerGradients> {
         let mut y = self.y.get()?;
         if let Some(late) = &self.late {

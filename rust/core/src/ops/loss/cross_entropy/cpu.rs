@@ -88,7 +88,7 @@ fn row_statistics<T: Elem>(row: &[T]) -> (T::Acc, T::Acc) {
                 let new = largest.max(rows::max(block));
                 sum += rows::sum(block, |x: T| x.to_acc());
                 if new == T::Acc::NEG_INFINITY {
-                    // All logits so far are -∞ and add nothing; if one is NaN, `sum` is NaN.
+                    // Each logit so far is -∞, which adds nothing, or NaN, which makes `sum` NaN.
                     exponentials = if sum == T::Acc::NEG_INFINITY { T::Acc::ZERO } else { sum };
                 } else {
                     exponentials *= (largest - new).exp();

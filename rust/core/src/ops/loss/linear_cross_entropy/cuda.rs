@@ -27,7 +27,7 @@ pub(super) fn log_probs(op: &'static str, head: &Head<'_>, targets: &Tensor) -> 
     Ok(losses)
 }
 
-/// The gradients of states and weight for the gradient `grad` of [`log_probs`].
+/// The gradients with respect to the states and the weight; `grad` is the gradient with respect to the result of [`log_probs`].
 pub(super) fn log_probs_backward(
     op: &'static str,
     head: &Head<'_>,

@@ -158,8 +158,7 @@ impl<F: Distance> Binary for Value<F> {
     }
 }
 
-/// The gradient of the first element a of a pair (a, b): g · `factor` · slope(a - b), from g, a and b, where g is the gradient
-/// of the result.
+/// The gradient of the first element a of a pair (a, b): g · `factor` · slope(a - b), where g is the gradient of the result.
 #[derive(Clone, Copy)]
 struct Slope<F> {
     function: F,

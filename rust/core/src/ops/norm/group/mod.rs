@@ -18,8 +18,8 @@ pub(super) static GROUP_NORM_SILU: OpInfo = OpInfo::cheap("group_norm_silu");
 /// an f64 `x`.
 ///
 /// # Errors
-/// [`Error::Argument`] if `groups` does not divide the channels, [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the
-/// shape, dtype or device of an operand does not match `x`.
+/// [`Error::Argument`] if `groups` does not divide the channels or `eps` is negative or not finite, [`Error::Shape`],
+/// [`Error::DType`], [`Error::Device`] if the shape, dtype or device of an operand does not match `x`.
 pub fn group_norm(
     x: &Tensor,
     groups: usize,

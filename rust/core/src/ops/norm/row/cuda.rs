@@ -31,12 +31,12 @@ fn check_samples(op: &'static str, Size { samples, .. }: Size) -> Result<()> {
     Err(Error::argument(op, message))
 }
 
-/// About as many threads as an H100 runs at once, by the registers of the kernels.
+/// About as many threads as an H100 runs at once, given the number of registers that a thread of these kernels takes.
 const FORWARD_THREADS: usize = 1 << 17;
 const BACKWARD_THREADS: usize = 1 << 16;
 
 /// The launch shape of those kernels of `kernels/norm.cu` that have a team of threads for each row. A thread holds 1 to `HELD` packs
-/// of its row: the smallest number with which all rows together need at most `threads` threads, or else `HELD`.
+/// of 16 bytes of its row: the smallest number with which all rows together need at most `threads` threads, or else `HELD`.
 fn over_rows(rows: usize, len: usize, dtype: DType, threads: usize) -> Shape {
     const HELD: usize = 3;
     let shape = |held| Shape::teams(rows, len, held, dtype);

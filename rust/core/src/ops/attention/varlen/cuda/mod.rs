@@ -46,7 +46,7 @@ pub fn spans(cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw
         rows: count32(op, rows)?,
         window: window.and_then(|window| u32::try_from(window).ok()).unwrap_or(u32::MAX),
     };
-    // SAFETY: the tensors are dense and of these sizes; spans stay inside of the row whatever the bounds are.
+    // SAFETY: the tensors are dense and of these sizes; spans stay inside of the packed row whatever the bounds are.
     unsafe { gpu.function(&ATTENTION_VARLEN_SPANS, &[])?.launch(op, gpu, shape, arguments) }?;
     Ok(spans)
 }

@@ -1,5 +1,5 @@
-//! RMS norm and rotary embedding, or one of the two, of an attention's queries and keys. They are read in place from the
-//! columns of a projection.
+//! RMS norm and rotary embedding, or one of the two, of an attention's queries and keys, which are columns of a projection.
+//! The CUDA kernels read the columns in place; the CPU form copies them first.
 
 #[cfg(feature = "cuda")]
 mod cuda;
