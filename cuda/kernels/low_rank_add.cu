@@ -1,5 +1,6 @@
-// The second products of adapted linear maps alone: dst += s hidden up, for several maps in one launch. At thousands of rows they move
-// memory at nearly its full speed; cuBLAS reaches half of it, and adds the products of several maps one after the other.
+// The second products of adapted linear maps without the first: dst += s hidden up, for several maps in one launch. At thousands of rows,
+// this kernel reaches nearly the full speed of memory. cuBLAS reaches half of this speed, and adds the products of the maps one after the
+// other.
 #include "low_rank.cuh"
 
 namespace {

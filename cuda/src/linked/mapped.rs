@@ -98,7 +98,8 @@ pub(crate) fn sweep() {
 /// The driver's error.
 ///
 /// # Safety
-/// Both addresses have `size` bytes, `from` in this memory; the stream belongs to the current device and is not capturing.
+/// `to` and `from` must be valid for `size` bytes, and `from` must be an address of this memory. The stream must belong to the current
+/// device and must not be capturing.
 pub unsafe fn read(to: *mut u8, from: u64, size: usize, stream: *mut c_void) -> Result<(), Status> {
     // SAFETY: the caller's promise.
     unsafe {
