@@ -33,8 +33,8 @@ __device__ __forceinline__ Axis forward_axis(int size, int kernel, int out, int 
 }
 
 // The axis of the pixels of the input whose coordinate is `phase` modulo the stride. All these pixels use the same kernel
-// taps, and neighbours among them read neighbouring pixels of the gradient of the result. So with a stride above 1, no
-// products with zeros are computed.
+// taps, and neighbours among them read neighbouring pixels of the gradient of the result. So no products are computed with
+// the zeros that a strided convolution's gradient would have between these pixels if they were spread over the input.
 __device__ __forceinline__ Axis grad_input_axis(int size, int kernel, int out, int stride, int padding, int dilation,
                                                 int phase) {
     Axis axis = {0, phase, stride, 0, 0, 1, 0, 1, 0, out};
