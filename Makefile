@@ -148,7 +148,7 @@ release-notes: ## Print the changes of this version
 release: release-check wheel test-wheel test-python wheel-cuda ## Build and check all packages of a release for this architecture
 	@ls -l $(DIST)/*.whl $(DIST)/*.tar.gz $(DIST)/cuda/*.whl
 
-# Not with --quiet: it would hide warnings from --strict too, which must fail on them.
+# mkdocs runs without --quiet, because --quiet would hide the warnings from --strict too, and --strict must fail on warnings.
 docs: $(VENV)/.tools $(VENV)/.docs $(GALLERY)/gallery.md ## Build the documentation site in dist/site; a dead link fails
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --config-file .ci/site/mkdocs.yml
 

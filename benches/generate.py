@@ -2,8 +2,8 @@
 
 python benches/generate.py
 
-A token needs every weight once, so reading memory limits the speed. The rate at which NumPy reads
-large arrays, in as many threads, is measured before each turn of generation.
+A token needs every weight once, so reading memory limits the speed. Before each turn of generation,
+the script measures the rate at which NumPy reads large arrays with the same number of threads.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ QWEN2 = {
 }  # fmt: skip
 """Qwen2-0.5B; its weights are random here."""
 BYTES = 2 * 494_032_768
-"""The bytes of its weights; the head is the embedding."""
+"""The bytes of the weights of Qwen2-0.5B, whose head and embedding are one matrix."""
 ARRAY = 1 << 30
 """Bytes that a thread reads to measure the rate: far more than the caches hold."""
 
 
 def read_rate(arrays: list[np.ndarray]) -> float:
-    """Bytes a second that one thread for each array reads together, the best of four times."""
+    """Bytes a second that all threads together read, one array each: the best of four times."""
     times = []
     with ThreadPoolExecutor(len(arrays)) as pool:
         for _ in range(4):

@@ -5,10 +5,11 @@ python benches/gpu_vram.py [--models flux,llama] [--vram 8,12,24] [--folder DIR]
 Each model has its full size and random weights (`gpu_job.py` says how much disk space they take),
 and is trained through the command line with each `--vram`: LoRA of rank 16 on the default layers,
 batch 1, images of 1024 x 1024 px or rows of 2,048 tokens. The first run of a model encodes its two
-images and captions; the others find them in the cache. Each run's line has the choice of the plan,
-the predicted peak, the peak of tensors, the peak of the device, and the predicted and the measured
-milliseconds of a step. The peak of the device is that of nvidia-smi: it includes CUDA's own memory,
-which `--vram` counts too. The measured time is the median of the second half of the steps.
+images and captions; the others find them in the cache. Each run's line has the predicted peak of
+memory ("announced"), the peak of tensors, the peak of the device, the predicted and the measured
+milliseconds of a step, and what the plan chose. The peak of the device is that of nvidia-smi: it
+includes CUDA's own memory, which `--vram` counts too. The measured time is the median of the second
+half of the steps.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class Sampler(nn.Module):
 
 
 class Level(nn.Module):
-    """Residual blocks. In a level with transformers, one follows each residual block."""
+    """Residual blocks. In a level with transformers, a transformer follows each residual block."""
 
     def __init__(self, inputs: list[int], out: int, level: int, time: int, context: int) -> None:
         super().__init__()

@@ -65,8 +65,8 @@ def main(folder: Path, steps: int = STEPS) -> dict[str, float]:
     """Train both adapters and draw with them in four ways.
 
     Returns:
-        For each other way and for no adapter ("without any"), the distance of its image from the
-        image with two loaded adapters.
+        Distances from the image that is drawn with both adapters loaded: of the images of the three
+        other ways, and of the image without adapters ("without any").
     """
     files = [train(name, folder, steps) for name in SUBJECTS]
     together = draw(*zip(files, WEIGHTS, strict=True))
@@ -78,7 +78,7 @@ def main(folder: Path, steps: int = STEPS) -> dict[str, float]:
     # The nearest file of rank 8, by singular values.
     resize(joined, rank=8).write(folder / "small.safetensors")
 
-    # A checkpoint into whose weights both adapters are merged.
+    # A checkpoint whose weights contain both adapters.
     task = families.load("sdxl", None, "f32", "cpu")
     task.load_adapters(list(zip(files, WEIGHTS, strict=True)))
     task.save_merged(folder / "merged")

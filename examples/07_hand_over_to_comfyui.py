@@ -51,8 +51,8 @@ def main(folder: Path, steps: int = STEPS, comfyui: Path | None = None) -> tc.Ad
         print(f"{tool}: {applied} of {len(report.modules)} modules as they were trained")
     if not report.good:
         raise SystemExit(
-            "ComfyUI would not apply all modules of the adapter as they were trained, or some have "
-            "no effect; `trainable-candle verify` names them"
+            "ComfyUI would not apply all modules of the adapter as they were trained, or some "
+            "modules have no effect; `trainable-candle verify` names them"
         )
 
     # Metadata that programs show: title, trigger, size, resolution, hashes.

@@ -42,7 +42,7 @@ def train(device: str) -> tuple[float, int]:
     optimizer = tc.optim.AdamW(parameters, lr=5e-3)
 
     for step in range(STEPS):
-        # Any number of processes trains on the same images in a step; each process takes a part.
+        # The images of a step do not depend on the number of processes. Each process takes a part.
         start = step * BATCH_SIZE % (len(pictures) - BATCH_SIZE)
         mine = slice(start + rank * BATCH_SIZE // size, start + (rank + 1) * BATCH_SIZE // size)
         x = tc.tensor(pictures.pixels[mine].reshape(-1, 64) / 16, dtype="f32", device=device)

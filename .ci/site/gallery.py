@@ -23,7 +23,8 @@ HEAD = """# Gallery
 
 This page shows what the demos of version {version} make. Models that ship in the wheel learn what
 they have never seen, and a judge that is independent of the models counts successes.
-`.ci/site/gallery.py FOLDER` makes this page, here on {machine}; `make demo` runs the same demos.
+`.ci/site/gallery.py FOLDER` makes this page. This copy was made on {machine}. `make demo` runs the
+same demos.
 """
 DIGITS = """## A digit it has never seen
 

@@ -1,5 +1,5 @@
-//! Generates code from the signatures of kernels: Rust structures that hold a kernel's arguments, and CUDA assertions that structures
-//! which both languages use have the same memory layout in both.
+//! Generates code from the signatures of kernels: Rust structures that hold a kernel's arguments, and CUDA assertions that a structure
+//! used in both languages has the same memory layout in both.
 
 use std::fmt::Write;
 

@@ -23,10 +23,10 @@ constexpr uint32_t FIRST_ENTRY = (127 - OCTAVES) << 7;
 // `ENTRIES`, rounded up to a multiple of 16 bytes.
 constexpr int PADDED_ENTRIES = (ENTRIES + 3) / 4 * 4;
 
-// `values` has the 256 values by code. `to_rank` gives the rank of a quotient among the magnitudes of the map. It has an entry e for each
-// upper half of a quotient's bits b, and rank = the upper half of (b + e) mod 2^32. So the upper half of e is the rank of the smallest
-// quotient with this entry, minus the upper half of b. If larger quotients with this entry have the next rank, the lower half of e is the
-// number for which b + e carries into the upper half from the first of these quotients on. No two ranks begin in one entry.
+// `values` has the 256 values by code. `to_rank` serves to find the rank of a quotient among the magnitudes of the map: the upper half of
+// the quotient's bits b selects an entry e, and the rank is the upper half of (b + e) mod 2^32. So the upper half of e is the rank of the
+// smallest quotient that selects e, minus the upper half of b. Larger quotients that select e may have the next rank. Then the lower half
+// of e is such that b + e carries into the upper half for exactly these quotients. No two ranks begin in one entry.
 struct alignas(16) Table {
     float values[256];
     uint32_t to_rank[PADDED_ENTRIES];
@@ -101,8 +101,8 @@ __device__ __forceinline__ uint32_t rank_of(const uint32_t *to_rank, float x) {
 
 constexpr float SMALLEST = 1.0f / (1 << OCTAVES);
 
-// The code of a quotient in the map with signs. A negative quotient never becomes zero: the negative value nearest to zero is the
-// greatest that it becomes. NaN, which is 0 / 0 in a block of zeros, gets the code 255.
+// The code of a quotient in the map with signs. A negative quotient never becomes zero; if it is close to zero, it becomes the negative
+// value nearest to zero. NaN, which is 0 / 0 in a block of zeros, gets the code 255.
 __device__ __forceinline__ uint32_t encode_signed(const uint32_t *to_rank, float x) {
     // fminf of NaN and 1 is 1.
     const int rank = rank_of(to_rank, fmaxf(fminf(fabsf(x), 1.0f), SMALLEST));

@@ -43,8 +43,8 @@ template <typename T, int N> struct alignas(sizeof(T) * N) Pack {
 // How many values of `T` one 16-byte access holds.
 template <typename T> constexpr int WIDE = 16 / sizeof(T);
 
-// Writes 16 or 8 bytes of global memory in one instruction. It is in assembly, because the compiler can split an assignment of words that
-// were computed one by one into a store for each word (nvcc 13.0); a kernel that mainly moves memory then takes twice as long.
+// Writes 16 or 8 bytes of global memory in one instruction. It is in assembly, because nvcc 13.0 may store the words one by one if they were
+// computed one by one. A kernel that mainly moves memory then takes twice as long.
 // The compiler does not know that this writes memory, so put `one_at_a_time()` (rows.cuh) between it and a load of the values.
 __device__ __forceinline__ void store_words(void *to, uint4 words) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(words.x), "r"(words.y), "r"(words.z),

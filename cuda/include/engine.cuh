@@ -12,7 +12,7 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine and the cluster.
+// Makes initialized barriers visible to the copy engine and the cluster.
 __device__ __forceinline__ void barriers_publish() {
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 }
@@ -27,8 +27,8 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
 
-// Arrives at the barrier with this address in the shared memory of block `rank` of the cluster. It publishes nothing that this thread
-// has written: a release for the whole cluster would wait for all its stores to global memory.
+// Arrives at the barrier with this address in the shared memory of block `rank` of the cluster. The arrival does not publish to that block
+// what this thread has written: a release for the whole cluster would wait for all stores of the thread to global memory.
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier, int rank) {
     asm volatile("{\n.reg .b32 remote;\n"
                  "mapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -37,8 +37,8 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier, int rank) {
                  : "memory");
 }
 
-// Waits for the end of the barrier's phase of parity `parity` (0 for the first phase, then alternating). Values that the copy engine or
-// threads of this block have written before can be read then.
+// Waits for the end of the barrier's phase of parity `parity` (0 for the first phase, then alternating). Afterwards, this thread can read
+// what the copy engine or threads of this block wrote before.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done = 0;
     while (done == 0)

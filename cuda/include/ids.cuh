@@ -2,7 +2,8 @@
 //
 // A kernel cannot raise an error for an id out of range. For such an id, the kernel reads nothing and writes the value that
 // its comment names. Unless out_of_range is null, *out_of_range becomes the lowest index of such an id. The caller first sets
-// *out_of_range to 2^64 - 1. If it is lower at the next synchronization of the device, the host raises an error that names it.
+// *out_of_range to 2^64 - 1. If the value is lower at the next synchronization of the device, the host raises an error that names the
+// index.
 #pragma once
 
 #include <cstdint>

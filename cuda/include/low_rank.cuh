@@ -13,7 +13,7 @@
 
 #include "attention/mma.cuh"
 
-// The number of ranks of one product.
+// The number of ranks in a tile: the ranks that one product with `up` sums over.
 constexpr int RANKS = 16;
 
 // Loads memory that the kernel does not write, so that the loads need not wait for stores.

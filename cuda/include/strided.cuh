@@ -10,7 +10,7 @@ constexpr int MAX_AXES = 8;
 template <int K> struct Strided {
     uint64_t count;                 // number of elements of each tensor
     uint32_t axes;                  // number of axes, at least 1; the first is the outermost
-    uint32_t width;                 // elements for each thread: 1, or as many as 16 bytes hold of the largest element type
+    uint32_t width;                 // elements for each thread: 1, or the number of elements of the largest type in 16 bytes
     uint64_t sizes[MAX_AXES];
     uint64_t strides[K][MAX_AXES];  // in elements; if `width` is above 1, the stride of the last axis is 0 or 1
 };

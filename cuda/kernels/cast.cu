@@ -1,8 +1,9 @@
 // Conversions from and to integers. `copy.cu` has those between floating-point types.
 //
-// `cast_<from>_<to>(y, x, tensors)`: y = x. Numbers become floating-point ones by rounding to nearest even; f16 and bf16 through f32.
-// Floating-point numbers become integers by rounding to zero, the nearest integer of the type if they are out of its range, and 0 if they
-// are NaN. Integers become others modulo 2^bits. These are the rules of Rust's `as`.
+// `cast_<from>_<to>(y, x, tensors)`: y = x. A conversion to a floating-point type rounds to nearest even; a conversion to f16 or bf16 goes
+// through f32. A conversion from a floating-point type to an integer type rounds toward zero. If the number is out of the integer type's
+// range, the result is the nearest integer of the type; NaN becomes 0. A conversion between integer types is modulo 2^bits. These are the
+// rules of Rust's `as`.
 // Launch: count / width threads in blocks of 256, no shared memory. `tensors` has the strides of y and x.
 #include <limits>
 #include <type_traits>
@@ -13,7 +14,7 @@ template <typename D> constexpr D LOW = std::numeric_limits<D>::min();
 template <typename D> constexpr D HIGH = std::numeric_limits<D>::max();
 
 template <typename D, typename R> __device__ __forceinline__ D saturated(R x) {
-    // R(HIGH) may be rounded up, but no smaller number of type R is then above HIGH.
+    // R(HIGH) may be rounded up. Even then, no number of type R below R(HIGH) is above HIGH.
     return x != x ? D(0) : x <= R(LOW<D>) ? LOW<D> : x >= R(HIGH<D>) ? HIGH<D> : static_cast<D>(x);
 }
 

@@ -11,7 +11,7 @@ namespace {
 
 constexpr float LARGEST_INT8 = 127.0f, LARGEST_E4M3 = 448.0f;
 
-// Multiplies `N` values that begin at `column` by the scales of their columns. They do not cross parts.
+// Multiplies `N` values that begin at `column` by the scales of their columns. All these columns belong to one part.
 template <int N> __device__ __forceinline__ void scale_columns(float (&values)[N], uint32_t column, const CodeParts &parts, uint32_t count) {
     uint32_t index = 0;
     while (index + 1 < count && column >= parts.list[index + 1].start) index++;
@@ -44,8 +44,8 @@ struct Divisor {
     __device__ __forceinline__ explicit Divisor(float scale)
         : scale(scale), inverse(__fdiv_rn(1.0f, scale)), is_common(scale > 0x1p-60f && scale < 0x1p60f) {}
 
-    // With the rounded inverse of a common scale, the first correction of the quotient makes it one of the two numbers next to the
-    // exact quotient, and the second the nearer one (Markstein 1990, doi:10.1147/rd.341.0111, theorem 8.1).
+    // If the scale is common, `inverse` is correctly rounded. Then the first correction of the quotient gives one of the two numbers next
+    // to the exact quotient, and the second correction gives the nearer one (Markstein 1990, doi:10.1147/rd.341.0111, theorem 8.1).
     __device__ __forceinline__ float divide(float x) const {
         if (!is_common) return __fdiv_rn(x, scale);
         float quotient = x * inverse;
@@ -66,7 +66,7 @@ __device__ __forceinline__ uint32_t codes_of(const float *values, const Divisor 
         return high << 16 | low;
     }
     uint32_t codes[4];
-    // So large a sum has no bits for a fraction, and its lowest byte is the code.
+    // 12582912 is 1.5 * 2^23. A sum of this size has no bits for a fraction, and its lowest byte is the code.
 #pragma unroll
     for (int i = 0; i < 4; i++) codes[i] = __float_as_uint(fminf(fmaxf(x[i], -LARGEST_INT8), LARGEST_INT8) + 12582912.0f);
     return __byte_perm(__byte_perm(codes[0], codes[1], 0x0040), __byte_perm(codes[2], codes[3], 0x0040), 0x5410);
@@ -82,7 +82,8 @@ template <typename T> struct Rounding {
     uint8_t *codes;
     float *scales;
 
-    // Rounds the rows of a block, one of `blocks`. change(values, index of the first column) changes N values of x first.
+    // Rounds the rows of block `block` of `blocks`. Before that, change(values, index of the first column) changes N values of x at a
+    // time.
     template <typename F> __device__ __forceinline__ void run(uint32_t block, uint32_t blocks, F change) const {
         constexpr uint32_t INFINITE = 0x7f800000;
         __shared__ uint32_t shared[WARP];
@@ -93,7 +94,7 @@ template <typename T> struct Rounding {
                 for (int k = 0; k < N; k++) values[k] = widen(pack.values[k]);
                 change(values, static_cast<uint32_t>(at));
             };
-            // Magnitudes have the order of their bits, and those of NaN are the largest.
+            // Magnitudes are ordered like their bits, and the bits of NaN are above those of infinity.
             uint32_t bits = 0;
             row.for_each([&](uint64_t at, const Pack<T, N> &pack) {
                 float values[N];
@@ -130,8 +131,8 @@ __device__ __forceinline__ void transpose(uint32_t (&words)[4]) {
     words[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// Codes (rows, columns) of all parts, and their transpose `out` (columns, rows). `rows` is the sum of the parts' rows, in multiples of
-// 16 like `columns`. ones (columns) = 1, unless it is null.
+// Codes (rows, columns) of all parts, and their transpose `out` (columns, rows). `rows` is the sum of the parts' rows. `columns` and the
+// number of rows of each part are multiples of 16. Unless `ones` (columns) is null, it is filled with 1.
 struct Transposition {
     static constexpr uint32_t TILE = 64, WORDS = TILE / 4, ITEMS = TILE * TILE / 16, FEWEST_THREADS = 64;
     const CodeParts &parts;
@@ -198,7 +199,7 @@ __device__ __forceinline__ float number(uint32_t sum, bool is_integer) {
     return is_integer ? static_cast<float>(static_cast<int32_t>(sum)) : __uint_as_float(sum);
 }
 
-// Loads `N` neighbouring values, widened, from any address of a value.
+// Loads `N` neighbouring values, widened. The address needs only the alignment of one value.
 template <int N, typename T> __device__ __forceinline__ void load_any(const T *from, float (&values)[N]) {
     if (is_wide(from)) {
         load_values(from, values);
@@ -252,8 +253,9 @@ __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *ro
 } // namespace
 
 // quantize_rows: the codes and scales of x (rows, columns).
-// quantize_gradient: the codes and scales of x (rows, columns) times the scales of its columns, which are the rows of the codes of
-// `parts` (columns, inner), and the transpose of these codes. The first `tiles` blocks transpose, the others round.
+// quantize_gradient: multiplies the columns of x (rows, columns) by scales, and computes the codes and scales of the result. The scale of
+// column j is the scale of row j of the codes of `parts` (columns, inner). Also writes the transpose of the codes of `parts`. The first
+// `tiles` blocks transpose, the others round.
 // Launch: as rows.cuh says, with teams whose threads hold up to two packs of a row; quantize_gradient has `tiles` =
 // (sum over the parts of ceil(rows / 64)) ceil(inner / 64) blocks more.
 #define DEFINE_CODES(SUFFIX, T)                                                                                                        \

@@ -1,8 +1,8 @@
 // Products of int8 codes on compute capability 9.0 (for sm_90a alone), scaled: see include/codes/hopper.cuh.
 //
-// product_of_codes_int8_{n128,n256}_{f16,bf16}: out (rows, stride) from x (rows, inner) and the parts of w (Σ rows, inner),
-// whose rows are the columns of out that begin at their `start`. A block computes tiles of 128 rows by 128 or 256 columns. A
-// part without scales has scales of one; bias may be null. Row lengths are multiples of 16 elements, addresses of 16 bytes.
+// product_of_codes_int8_{n128,n256}_{f16,bf16}: out (rows, stride) from x (rows, inner) and the parts of w (Σ rows, inner).
+// Row j of a part gives column `start` + j of out. A block computes tiles of 128 rows by 128 or 256 columns. A part without
+// scales has scales of one; bias may be null. Row lengths are multiples of 16 elements. Addresses are multiples of 16 bytes.
 // There is no such kernel for e4m3 codes: the instructions keep only about 14 bits of sums of e4m3, so cuBLASLt multiplies them.
 // Grid (blocks), an even number, in clusters of two; 384 threads. Dynamic shared memory: 196704 bytes (n128) or 196672 (n256).
 #include "../include/codes/hopper.cuh"

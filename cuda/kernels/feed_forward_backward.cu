@@ -317,10 +317,10 @@ __device__ __forceinline__ float4 sum_of(const float *parts, uint32_t count, uin
 
 // x (rows, 2 width) has the results of the maps to h and to gate without their low-rank products, dx their gradient. grad (rows, width) is
 // the gradient of the unit without the low-rank product last_hidden last_down. hidden (rows, 2 x 16) has the input of the maps times A
-// of the map to h, then times A of the map to gate; last_hidden (rows, 16) is s times the gradient of y times B of W. up_h and up_gate
-// (width, 16) are the factors B of the maps to h and gate, last_down (16, width) is A of W.
-// factor_parts (ceil(rows / 560), 3, 16 width): the parts of the gradients of up_h and up_gate, without the factors s, and of last_down.
-// hidden_parts (ceil(width / 256), rows, 2 x 16): the parts of the gradient of hidden, without the factors s.
+// of the map to h, then times A of the map to gate; last_hidden (rows, 16) is W's LoRA scale times the gradient of y times B of W. up_h and
+// up_gate (width, 16) are the factors B of the maps to h and gate, last_down (16, width) is A of W.
+// factor_parts (ceil(rows / 560), 3, 16 width): the parts of the gradients of up_h and up_gate, and of last_down. hidden_parts
+// (ceil(width / 256), rows, 2 x 16): the parts of the gradient of hidden. The parts are not yet multiplied by scale_h and scale_gate.
 // width is a multiple of 32; all addresses are multiples of 16 bytes.
 // Launch: block 256, grid (ceil(width / 256), ceil(rows / 560)), 93184 bytes of dynamic shared memory.
 #define DEFINE_BACKWARD(SUFFIX, T)                                                                                     \

@@ -1,6 +1,6 @@
-// Gated linear units (kernels/gated.cu) of x + s hidden upᵀ. Each half of a row has its own low-rank product (include/low_rank.cuh). The
-// products are computed in registers: adding them to x in memory would read and write x once more, which takes most of the time at
-// thousands of rows.
+// Gated linear units (kernels/gated.cu) of x + s hidden upᵀ. Each half of a row has its own low-rank product (include/low_rank.cuh) and its
+// own scale s. The products are computed in registers: adding them to x in memory would read and write x once more, and with thousands of
+// rows these accesses would take most of the time.
 //
 // A row of x (rows, 2 width) has two halves: h, then the gate. y and its gradient grad are (rows, width); dx, the gradient of x + s
 // hidden upᵀ, has the shape of x. Rows of hidden (rows, RANK) and up (width, RANK) of a half are `*_row` elements apart; hidden is null

@@ -1,5 +1,6 @@
-// The second products of adapted linear maps alone: dst += s hidden up, for several maps in one launch. At thousands of rows they move
-// memory at nearly its full speed; cuBLAS reaches half of it, and adds the products of several maps one after the other.
+// The second products of adapted linear maps without the first: dst += s hidden up, for several maps in one launch. At thousands of rows,
+// this kernel reaches nearly the full speed of memory. cuBLAS reaches half of this speed, and adds the products of the maps one after the
+// other.
 #include "low_rank.cuh"
 
 namespace {
@@ -12,7 +13,8 @@ struct LowRankTile {
     const void *hidden, *up;
 };
 
-// Products that are added to one dst with `outer` columns. The blocks of all sums before it and of this one end at `end`.
+// Products that are added to one dst with `outer` columns. Its blocks (blockIdx.x) are those from the `end` of the sum before it (0 for the
+// first sum) up to, but not including, `end`.
 struct LowRankSum {
     void *dst;
     uint32_t outer, end;
@@ -23,8 +25,8 @@ struct LowRankSums {
     LowRankSum list[MOST_SUMS];
 };
 
-// All matrices are `*_row` elements from row to row; `up` is stored as (outer, rank) in the forward pass and as (rank, outer) in the
-// backward pass.
+// `*_row` is the distance in elements between the starts of two neighbouring rows of a matrix. `up` is stored as (outer, rank) in the
+// forward pass and as (rank, outer) in the backward pass.
 struct LowRankAddSizes {
     uint32_t rows, hidden_row, up_row, dst_row;
     float scale;

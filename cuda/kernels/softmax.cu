@@ -111,8 +111,8 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
         else backward<T, 1, LOG>(y, grad, dx, rows, len, shared);                                                      \
     }
 
-// log Σ e^x of each row. The kernel writes it to exact (rows), in f32 (f64 for f64), which the backward pass reads, and, rounded to T, to
-// y (rows) unless y is null. If the largest element of a row is infinite, the row's result is that element.
+// log Σ e^x of each row. The kernel writes the result to exact (rows), in f32 (f64 for f64), for the backward pass. Unless y is null, it
+// also writes the result, rounded to T, to y (rows). If the largest element of a row is infinite, the row's result is that element.
 #define DEFINE_LOGSUMEXP(SUFFIX, T)                                                                                    \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         logsumexp_forward_##SUFFIX(const T *x, T *y, Acc<T> *exact, uint64_t rows, uint32_t len) {                     \

@@ -103,7 +103,7 @@ def train(
         networks: UNet and text encoders.
         latents: the training data.
         table: the token ids of all captions, for each encoder; the last row is the empty caption.
-        width: the number of captions from whose rows each sample draws one.
+        width: the number of captions of each sample; each step draws one of them.
         seconds: how long to train.
         rate: the peak learning rate.
         batch: samples in a step.

@@ -1,7 +1,7 @@
 """Train the small SDXL-shaped checkpoint that ships with trainable-candle.
 
 The script needs torch, diffusers and transformers, which trainable-candle itself does not need. Run
-it on a CUDA GPU; the options set training times in seconds, in which a CPU takes few steps:
+it on a CUDA GPU: training times are set in seconds, and a CPU takes only few steps in this time.
 
     python examples/sdxl_tiny/make.py --photos flower_photos --output sdxl_tiny
 

@@ -32,8 +32,8 @@ struct Task {
         : tile(block % tiles), index(block / tiles), batch(index / heads), head(index % heads) {}
 };
 
-// `Dense` and `Spans` tell which of the keys that `AttentionShape` allows a query sees. With `Dense`, each head of queries has its own
-// keys, and a query sees all of them that the shape allows.
+// `AttentionShape` limits the keys that a query may see. `Dense` and `Spans` tell which of these keys the query does see. With `Dense`, each
+// head of queries has its own keys, and a query sees all keys that the shape allows.
 struct Dense {
     static constexpr bool HAS_SPANS = false;
 

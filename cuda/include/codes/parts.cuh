@@ -5,7 +5,7 @@
 
 constexpr int MOST_PARTS = 8;
 
-// The part that has the `rows` rows of the whole matrix from row `start` on. It has a scale for each row, or one for all rows.
+// The part with rows `start` to `start` + `rows` - 1 of the whole matrix. It has a scale for each row, or one for all rows.
 struct CodePart {
     const void *codes, *scales;
     uint32_t start, rows, scale_count, unused;

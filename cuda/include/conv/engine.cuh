@@ -11,10 +11,10 @@ struct Conv2dMaps {
     TensorMap dense, windows[4];
 };
 
-// Starts to copy, for consecutive windows, 64 channels from `channel` on of each window's pixel at one kernel tap.
-// (image, y, x) is the pixel of the first window with the lowest coordinates, and the tap's pixel has the coordinates
-// (y + offset_y, x + offset_x). With BOTH, the engine copies into both blocks of the cluster, and the barrier of each
-// block counts the bytes.
+// Starts to copy from consecutive windows. Of each window, it copies the pixel at one kernel tap: 64 channels from
+// `channel` on. In the first window, (image, y, x) is the pixel with the lowest coordinates, and the tap's pixel has the
+// coordinates (y + offset_y, x + offset_x). With BOTH, the engine copies into both blocks of the cluster, and the barrier
+// of each block counts the bytes.
 template <bool BOTH> __device__ __forceinline__ void copy_windows(uint32_t to, const TensorMap &map, uint32_t barrier,
                                                                   int channel, int x, int y, int image,
                                                                   uint16_t offset_x, uint16_t offset_y) {

@@ -20,7 +20,7 @@ struct Conv2dShape {
 
 // One axis (height or width) of the sum, with `pixels` result pixels, `taps` taps and `source` source pixels. Result pixel
 // i has the coordinate `first + every * i` in the result image. Tap a has the coordinate `tap_first + tap_every * a` in the
-// convolution kernel. For result pixel i, it reads the source at `origin + step * i + move * a`.
+// convolution kernel. For result pixel i, tap a reads the source at `origin + step * i + move * a`.
 struct Axis {
     int pixels, first, every;
     int taps, tap_first, tap_every;
@@ -33,8 +33,8 @@ __device__ __forceinline__ Axis forward_axis(int size, int kernel, int out, int 
 }
 
 // The axis of the pixels of the input whose coordinate is `phase` modulo the stride. All these pixels use the same kernel
-// taps, and neighbours among them read neighbouring pixels of the gradient of the result. So the gradient of a strided
-// convolution's input multiplies no zeros.
+// taps, and neighbours among them read neighbouring pixels of the gradient of the result. So no products are computed with
+// the zeros that a strided convolution's gradient would have between these pixels if they were spread over the input.
 __device__ __forceinline__ Axis grad_input_axis(int size, int kernel, int out, int stride, int padding, int dilation,
                                                 int phase) {
     Axis axis = {0, phase, stride, 0, 0, 1, 0, 1, 0, out};

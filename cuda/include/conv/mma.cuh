@@ -40,7 +40,7 @@ template <bool TRANSPOSED> __device__ __forceinline__ void load_fragments(uint32
 // (a row is a summed value; there is a tile for each 64 columns).
 enum class Summed { ALONG_ROWS, ACROSS_ROWS };
 
-// Loads 16 rows of the left operand from row `first` on, and of these rows the step's summed values k to k + 15.
+// Loads a 16 x 16 part of the left operand: rows `first` to `first` + 15, and the step's summed values k to k + 15.
 template <Summed S> __device__ __forceinline__ void load_left(uint32_t (&to)[4], uint32_t tile, int first, int k) {
     const int lane = int(threadIdx.x) % WARP;
     if constexpr (S == Summed::ALONG_ROWS) {
@@ -52,7 +52,7 @@ template <Summed S> __device__ __forceinline__ void load_left(uint32_t (&to)[4],
     }
 }
 
-// Loads 16 columns of the right operand from column `first` on, and of these columns the step's summed values k to k + 15.
+// Loads a 16 x 16 part of the right operand: columns `first` to `first` + 15, and the step's summed values k to k + 15.
 // to[0] and to[1] get the first eight columns, to[2] and to[3] the last eight.
 template <Summed S> __device__ __forceinline__ void load_right(uint32_t (&to)[4], uint32_t tile, int first, int k) {
     const int lane = int(threadIdx.x) % WARP;

@@ -46,7 +46,7 @@ template <Direction D, int ROWS, int COUNT, bool PAIRED = false> struct Work {
     }
 };
 
-// Copies the tiles of one step after another into the stages.
+// Copies tiles into the stages, one step after another.
 template <typename T, Direction D, int ROWS, int COUNT, int VEC, int THREADS> struct Loader {
     using Left = WindowTile<T, ROWS, VEC, THREADS>;
     static constexpr bool FORWARD = D == Direction::FORWARD;
@@ -56,8 +56,8 @@ template <typename T, Direction D, int ROWS, int COUNT, int VEC, int THREADS> st
     static constexpr Summed RIGHT = FORWARD ? Summed::ALONG_ROWS : Summed::ACROSS_ROWS;
 
     Left windows;
-    // Indices of the summed dimension: `place` is that of the first value that this thread copies of a row. `start`, used
-    // only for the gradient of the input, is that of the step's first value.
+    // Indices in the summed dimension. `place` is the index of the first value that this thread copies of a row. `start` is
+    // the index of the step's first value; only the gradient of the input uses it.
     Place place, start;
 
     __device__ __forceinline__ explicit Loader(const Work<D, ROWS, COUNT> &work)

@@ -7,7 +7,7 @@
 // A variable as a sequence of matrices. The moments of the rows and of the columns are in the order of the matrices.
 struct Matrices {
     uint32_t height, width;
-    uint64_t number, rows, columns; // of matrices; of rows and of columns in all matrices together
+    uint64_t number, rows, columns; // the number of matrices; the numbers of rows and of columns in all matrices together
 
     __device__ __forceinline__ explicit Matrices(const Whole &of) : height(of.rows), width(of.columns) {
         number = of.count / (static_cast<uint64_t>(height) * width);

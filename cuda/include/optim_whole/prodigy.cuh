@@ -1,5 +1,5 @@
 // Prodigy, in three kernels. The first updates the moments of every variable and computes the variable's terms of the two sums behind
-// the estimate D. The second computes the estimate, and the third updates the parameters. See the host's prodigy.rs.
+// the estimate D. The second computes the estimate, and the third updates the parameters. See rust/nn/src/optim/prodigy.
 #pragma once
 
 #include "elements.cuh"

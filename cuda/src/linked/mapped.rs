@@ -1,7 +1,7 @@
 //! Pinned memory of the host that kernels read and write over the bus, under the same address as the host.
 //!
-//! Tensors own it as they own device memory: freeing a tensor calls the replacement of `cuMemFreeAsync`, which passes these addresses to
-//! [`free`]. Such memory is in no [`Allocator`](crate::allocator::Allocator), and no count of device memory has it.
+//! Tensors own this memory as they own device memory: freeing a tensor calls the replacement of `cuMemFreeAsync`, which passes addresses
+//! of this memory to [`free`]. The memory is in no [`Allocator`](crate::allocator::Allocator) and is not counted as device memory.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -15,9 +15,9 @@ const PORTABLE_AND_MAPPED: u32 = 3;
 
 struct Block {
     size: usize,
-    /// The context that it was allocated in.
+    /// The context that the block was allocated in.
     context: usize,
-    /// The stream whose work may still use the block, once its owner has freed it.
+    /// None while the block has an owner. After the owner has freed the block: the stream whose work may still use the block.
     last: Option<usize>,
 }
 
@@ -98,7 +98,8 @@ pub(crate) fn sweep() {
 /// The driver's error.
 ///
 /// # Safety
-/// Both addresses have `size` bytes, `from` in this memory; the stream belongs to the current device and is not capturing.
+/// `to` and `from` must be valid for `size` bytes, and `from` must be an address of this memory. The stream must belong to the current
+/// device and must not be capturing.
 pub unsafe fn read(to: *mut u8, from: u64, size: usize, stream: *mut c_void) -> Result<(), Status> {
     // SAFETY: the caller's promise.
     unsafe {

@@ -13,8 +13,8 @@ pub const HANDLE: usize = 64;
 /// The handle with which another process opens an [`Exported`].
 pub type Handle = [u8; HANDLE];
 
-/// Memory of a device that other processes can open. `cuMemAlloc` makes it, not the allocators of this crate:
-/// `cuIpcGetMemHandle` rejects the memory that these map.
+/// Memory of a device that other processes can open. It comes from `cuMemAlloc` and not from the allocators of this crate, because
+/// `cuIpcGetMemHandle` rejects the memory that the allocators map.
 pub struct Exported {
     address: u64,
     size: u64,

@@ -33,7 +33,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
     const Order &order;
     uint32_t shared;
 
-    // The index of a tile of queries among the query tiles of the whole batch, over (batch, heads, tiles).
+    // The index of a tile of queries over (batch, heads, tiles).
     __device__ __forceinline__ uint32_t place(const Task &queries) const {
         return queries.index * ceil_divide(shape.queries, M) + queries.tile;
     }
@@ -174,7 +174,7 @@ template <typename T, int D, int M, typename Order> struct HopperBackward {
                     const uint32_t do_rows = do_tile + half * 64 * ROW_BYTES;
                     float d_shares[32], shares[32];
                     multiply_keys(d_shares, values, do_rows);
-                    // Computes the attention weights while the products v doᵀ, which are the gradients of the weights, run.
+                    // The products v doᵀ, the gradients of the attention weights, run while this loop computes the weights.
 #pragma unroll
                     for (int n = 0; n < 8; n++) {
                         const float2 log_sums = statistic(q_stage, 0, half * 8 + n);

@@ -47,8 +47,8 @@ __device__ __forceinline__ void sum_results(T *o, float *log_sums, const float *
     write_eight(o_strides.matrix(o, task.batch, task.head) + query * o_strides.row + column, result);
 }
 
-// Writes the statistics of tile `block` of M queries: first log_sums / ln 2 of each query, then delta, the sum of o ∘ d_o over the
-// columns, of each query. In rows beyond the last query, log_sums / ln 2 is infinity, so that the attention weights are zero, and
+// Writes the statistics of tile `block` of M queries: first log_sums / ln 2 of all M queries, then delta of all M queries (the sum of
+// o ∘ d_o over the columns). In rows beyond the last query, log_sums / ln 2 is infinity, so that the attention weights are zero, and
 // delta is zero. Also sets the tile's entry of `turns` to zero.
 template <typename T, int D, int M>
 __device__ __forceinline__ void backward_statistics(uint32_t block, const T *o, const T *d_o, const float *log_sums, float *statistics,

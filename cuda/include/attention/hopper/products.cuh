@@ -79,8 +79,8 @@ template <int N> __device__ __forceinline__ void products_are_ready(float (&sum)
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(sum[i])::"memory");
 }
 
-// Returns `x`, but hides its origin from the compiler, which then computes values that depend on it at each use instead of keeping them
-// in registers throughout a loop.
+// Returns `x`, but hides from the compiler where `x` comes from. The compiler then computes values that depend on `x` at each use, instead
+// of keeping them in registers throughout a loop.
 __device__ __forceinline__ uint32_t unknown(uint32_t x) {
     asm volatile("" : "+r"(x));
     return x;

@@ -1,6 +1,6 @@
-// The work of the forward pass over packed rows: tiles of queries that blocks take one after another, as they become free. How many
-// tiles of keys a tile of queries sees depends on the spans in device memory, so the host cannot divide the work evenly in advance.
-// Results do not depend on which block takes a tile.
+// The work of the forward pass over packed rows: tiles of queries that blocks take one after another, as they become free. The number of
+// tiles of keys that a tile of queries sees depends on the spans, which are in device memory. So the host cannot divide the work evenly in
+// advance. Results do not depend on which block takes a tile.
 #pragma once
 
 #include "schedule.cuh"
@@ -13,7 +13,7 @@ __device__ __forceinline__ void tell(uint32_t to, const Span &span) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(span.item), "r"(span.begin), "r"(span.end), "r"(span.slot)
                  : "memory");
 }
-// Reads what `tell` wrote. Returns false if it has no steps, which means that no item is left.
+// Reads what `tell` wrote. Returns false if the span has no steps, which means that no item is left.
 __device__ __forceinline__ bool hear(Span &span, uint32_t from) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(span.item), "=r"(span.begin), "=r"(span.end), "=r"(span.slot)
@@ -52,7 +52,7 @@ struct Queue {
             const uint32_t tile = tiles - 1 - index / queue.heads, first = tile * queue.rows_at_once;
             span.item = index % queue.heads * tiles + tile;
             span.end = ceil_divide(min(first + queue.rows_at_once, queue.spans.rows), queue.keys_at_once);
-            // Queries of no segment have the next position as their first key; a tile of them still gets one step.
+            // A query outside all segments has the next position as its first key. A tile of such queries still gets one step.
             span.begin = min(queue.spans.first_key(first) / queue.keys_at_once, span.end - 1);
             return true;
         }

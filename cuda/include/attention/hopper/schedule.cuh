@@ -48,7 +48,7 @@ struct Schedule {
     // The number of blocks that take at least one step of the sequence. They are the first blocks of the launch, so consecutive blocks
     // compute the parts of an item.
     __device__ __forceinline__ uint32_t sharing() const { return max(1u, min(blocks, rest())); }
-    // `start`: the index in the sequence of a block's first step. `owner`: the block that takes step `step` of the sequence.
+    // `start`: the index of a block's first step in the sequence. `owner`: the block that takes step `step` of the sequence.
     __device__ __forceinline__ uint32_t start(uint32_t block) const { return min(block, sharing()) * rest() / sharing(); }
     __device__ __forceinline__ uint32_t owner(uint32_t step) const { return ((step + 1) * sharing() - 1) / rest(); }
 

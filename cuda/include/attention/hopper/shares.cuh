@@ -1,5 +1,5 @@
-// How the blocks of the backward pass share a packed row. How many tiles of queries see a tile of keys depends on the spans, which are in
-// device memory. So a kernel before the backward pass counts these tiles, and the blocks find their work in the counts.
+// How the blocks of the backward pass share a packed row. The number of tiles of queries that see a tile of keys depends on the spans,
+// which are in device memory. So a kernel before the backward pass counts these tiles, and the blocks find their work in the counts.
 //
 // An item is a tile of keys of one head. Several heads of queries may share a head of keys (grouped-query attention). The steps of an item
 // are the tiles of queries that see some of its keys: first those of the first head of queries, then those of the next one. So the sums of
@@ -12,8 +12,8 @@
 
 #include "order.cuh"
 
-// The sequence is divided into places. A step takes one place. Before its steps, an item takes this number of further places, which stand
-// for the time of loading its first tiles and storing its gradients. Without these places, blocks with many short items would end last.
+// The sequence is divided into places. A step takes one place. Each item also takes this number of places before its steps. They stand for
+// the time of loading the item's first tiles and storing its gradients. Without them, blocks with many short items would end last.
 constexpr uint32_t ITEM_PLACES = 2;
 
 // The shares for tiles of M queries.
@@ -185,7 +185,7 @@ template <int M> struct Shares {
         }
     };
 
-    // Describes the item in which the share of block `index` + 1 begins. Returns false unless the share of block `index` has the item's
+    // Describes the item in which the share of block `index` + 1 begins. Returns true only if the share of block `index` has the item's
     // first step, so each split item is found for one `index` alone.
     __device__ __forceinline__ bool split(uint32_t index, SplitItem &split) const {
         const uint32_t share = this->share(), start = index * share, place = start + share;
