@@ -232,7 +232,7 @@ class ReduceLROnPlateau:
         patience: Number of consecutive epochs without improvement that leave the rates unchanged.
         threshold: A value improves only if it is better than the best value by more than this.
         threshold_mode: "rel" if the threshold is a fraction of the best value, or "abs".
-        cooldown: Number of epochs after a reduction that are not counted as without improvement.
+        cooldown: Number of epochs after a reduction that do not count towards `patience`.
         min_lr: The least learning rate.
         eps: A reduction that would lower a rate by `eps` or less is not made.
 
