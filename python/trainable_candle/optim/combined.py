@@ -157,8 +157,8 @@ class OneCycleLR(ChainableScheduler):
         last_epoch: The last finished step; -1 for a new start.
 
     Raises:
-        ArgumentError: If neither `total_steps` nor both `epochs` and `steps_per_epoch` are given, a
-            number is out of range, or `step` is called after the last step.
+        ArgumentError: If `total_steps` is None and `epochs` or `steps_per_epoch` is None too, if a
+            number is out of range, or if `step` is called after the last step.
     """
 
     _is_closed = True

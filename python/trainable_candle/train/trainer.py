@@ -127,9 +127,9 @@ class Trainer(Generic[Batch]):
         settings: stored in checkpoints, for users and for comparison with those of a resumed run.
         group: the processes that train together. Each process takes `gradient_accumulation` batches
             in a step, in turn by batch number; only rank 0 has an `output`.
-        seed: this seed and the number of a batch determine the random numbers that `data`,
-            `inputs` and `loss` draw for the batch from tc's generator, whatever was drawn before;
-            by default the current seed of that generator.
+        seed: determines, with the number of a batch, the random numbers that `data`, `inputs` and
+            `loss` draw for the batch from tc's generator. Earlier draws do not change them. By
+            default the current seed of that generator.
         count: takes a batch, returns the number of its images or tokens, for reports.
         epoch: takes a number of steps, returns the number of epochs, for reports.
     """
