@@ -17,7 +17,7 @@ ADAPTERS: Final = tuple(choices()["adapter"])
 FORMATS: Final = tuple(choices()["format"])
 GRIDS: Final = tuple(choices()["qat"])
 DORA_AXES: Final = ("output", "input")
-"""Whether DoRA has a magnitude for each output feature, as in the paper, or each input feature."""
+"""Whether DoRA has a magnitude for each output feature, as in peft, or for each input feature."""
 OFT: Final = "oft"
 OFT_SIDES: Final = ("input", "output")
 """OFT rotates the inputs of layers, as peft does, or their outputs, as LyCORIS and ComfyUI do."""
