@@ -25,7 +25,7 @@ IDLE: list[tuple[dict[str, Any], str]] = [
     ({"oft_side": "input"}, "--oft-side has no effect without --adapter oft"),
     (
         {"adapter": "oft", "rslora": True},
-        "--rslora has no effect without an adapter other than oft",
+        "--rslora has no effect without a low-rank adapter",
     ),
     ({"adapter": "oft", "rank": 8}, "--rank and --alpha have no effect on --adapter oft"),
     ({"adapter": "oft", "alpha": 8.0}, "give --oft-block-size instead"),

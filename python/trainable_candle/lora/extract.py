@@ -37,8 +37,8 @@ def extract(
         layers: the names of the layers to compare.
         rank: the highest rank of a layer.
         keep: a fraction, above 0 and at most 1. Each layer gets the lowest rank at which its LoRA
-            keeps this fraction of the squared norm that the LoRA of rank `rank` has. 1 always gives
-            `rank`, or the smaller side of a weight with a side below `rank`.
+            keeps this fraction of the squared norm that the LoRA of rank `rank` has. With 1, each
+            layer gets rank `rank`, or the smaller side of its weight if that side is below `rank`.
         progress: called with the number of layers compared so far and the number of all layers.
 
     Raises:

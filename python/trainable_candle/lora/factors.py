@@ -75,8 +75,8 @@ def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> 
     """The matrix of rank `rank` that is nearest to `matrix`, as a product.
 
     Large matrices are decomposed by a randomized range finder with power iterations (Halko,
-    Martinsson and Tropp 2011, arXiv:0909.4061). If the singular values fall, as those of trained
-    changes do, the error is close to the error of a full decomposition.
+    Martinsson and Tropp 2011, arXiv:0909.4061). If the singular values decay, as they do for
+    changes of weights by training, the error is close to the error of a full decomposition.
 
     Args:
         matrix: the matrix (out, in).

@@ -41,7 +41,7 @@ class _Module:
     up_shape: tuple[int, ...]
     """The shape of `up` in the file that was read."""
     has_alpha: bool
-    """Whether the file has a tensor `.alpha` for the layer."""
+    """Whether the file has a tensor `.alpha` other than 0 for the layer."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,8 @@ class LoraFile:
             tensors[name + up_end] = tc.tensor(up).to(dtype)
             if module.has_alpha:
                 tensors[name + _ALPHA] = tc.tensor(float(rank))
-        # The configuration's alphas and the hashes are those of the tensors that were read.
+        # The configuration (with its alphas) and the hashes describe the tensors that were read,
+        # not the tensors to write.
         left_out = {_CONFIGURATION, *_HASHES}
         metadata = {name: text for name, text in self.metadata.items() if name not in left_out}
         if "ss_network_dim" in metadata:

@@ -58,7 +58,7 @@ def loftq(
 
 
 def start_from_rounding(adapter: AdapterSet, base: Model, original: Model) -> None:
-    """Set each LoRA on a quantized base to the nearest product to its layer's quantization error.
+    """Set each LoRA on a quantized base to approximate the quantization error of its layer.
 
     The base does not change. This is `loftq` with one iteration, like peft's
     `replace_lora_weights_loftq`. The LoRAs of convolutions and of layers without an error keep

@@ -201,7 +201,7 @@ class MultiheadAttention(Module):
 def _added(
     name: str, mask: Tensor, accepted: dict[tuple[int, ...], tuple[int, ...]], dtype: DType
 ) -> Tensor:
-    """The values that a mask adds to the scores, in the shape that `accepted` has for its shape."""
+    """The values that a mask adds to the scores; `accepted` maps the mask's shape to theirs."""
     if mask.shape not in accepted:
         shapes = " or ".join(map(str, accepted))
         raise ShapeError(f"MultiheadAttention: {name} has shape {mask.shape}, expected {shapes}")

@@ -113,7 +113,7 @@ def interpolate(
     scale_factor: float | None = None,
     mode: str = "nearest",
 ) -> Tensor:
-    """Resize the dimensions after B and C to nearest elements, as torch's "nearest" does.
+    """Resize the dimensions after B and C by copying elements, as torch's "nearest" does.
 
     ```python
     assert F.interpolate(tc.zeros(1, 3, 4, 4), scale_factor=2).shape == (1, 3, 8, 8)
@@ -251,7 +251,7 @@ def binary_cross_entropy_with_logits(
 def kl_div(
     input: Tensor, target: Tensor, reduction: str = "mean", log_target: bool = False
 ) -> Tensor:
-    """Return the Kullback-Leibler divergence: the sum of target * (log(target) - input).
+    """Return the Kullback-Leibler divergence, whose terms are target * (log(target) - input).
 
     ```python
     loss = F.kl_div(F.log_softmax(x), F.softmax(tc.randn(3, 4)), reduction="sum")
@@ -260,8 +260,8 @@ def kl_div(
     Args:
         input: Logarithms of the probabilities of the distribution to compare with.
         target: The probabilities of the target distribution; their logarithms with `log_target`.
-        reduction: "sum", "batchmean" (the sum divided by the first dimension), "mean" (the mean of
-            all elements) or "none" (the terms of the sum).
+        reduction: "sum", "batchmean" (the sum divided by the first dimension), "mean" (of all
+            terms) or "none" (the terms).
         log_target: Whether `target` holds logarithms.
 
     Raises:

@@ -94,7 +94,10 @@ def trunc_normal_(
         raise ArgumentError(f"trunc_normal_: std is {std}, expected above 0; see constant_")
     low, high = (0.5 * (1 + math.erf((end - mean) / (std * math.sqrt(2)))) for end in (a, b))
     if high - low < 1e-3:
-        raise ArgumentError(f"trunc_normal_: [{a}, {b}] is too far from the mean {mean}")
+        raise ArgumentError(
+            f"trunc_normal_: [{a}, {b}] has a probability of less than 0.001 with mean {mean} and "
+            f"std {std}; widen it, or move it nearer to the mean"
+        )
     values = np.full(_shape("trunc_normal_", tensor), np.nan)
     with drawing("trunc_normal_", generator):
         while (missing := ~((values >= a) & (values <= b))).any():
@@ -188,8 +191,8 @@ def kaiming_uniform_(
     Args:
         tensor: The variable, of at least two dimensions.
         a: The slope below 0 of the leaky ReLU, if `nonlinearity` is "leaky_relu".
-        mode: Which number "fan" is: "fan_in" (inputs of an output) or "fan_out" (outputs that an
-            input affects), each times the kernel elements of a convolution.
+        mode: What "fan" counts: "fan_in" (the inputs of each output) or "fan_out" (the outputs that
+            each input affects). For a convolution, the count includes the kernel elements.
         nonlinearity: The function that determines the gain; a name that `calculate_gain` takes.
         generator: Draws the values; default: the library's own (see `manual_seed`).
 
@@ -245,7 +248,7 @@ def orthogonal_(tensor: Var, gain: float = 1.0, generator: Generator | None = No
 
 @explained
 def calculate_gain(nonlinearity: str, param: float | None = None) -> float:
-    """Return the gain of initial values that keeps the variance of layers followed by a function.
+    """Return the gain with which a layer followed by a function keeps the variance of its input.
 
         assert tc.nn.init.calculate_gain("linear") == 1
 

@@ -88,10 +88,10 @@ class Conv2d(Module):
         out_channels: The number of channels of the result.
         kernel_size: The kernel's height and width, or one number for both. `stride`, `padding` and
             `dilation` also take two numbers, for height and width, or one for both.
-        stride: The input positions from the kernel of one output position to that of the next.
-        padding: The number of zeros on each side of the input; "valid" for none, "same" for as many
-            as make the result as large as the input.
-        dilation: The input positions from one kernel element to the next.
+        stride: How many input positions the kernel moves from one output position to the next.
+        padding: The number of zeros on each side of the input; "valid": none; "same": as many as
+            make the result as large as the input.
+        dilation: How many input positions one kernel element is from the next.
         groups: The number of groups of channels; an output channel reads only the input channels of
             its own group. Must divide `in_channels` and `out_channels`.
         bias: Whether there is a bias.

@@ -35,8 +35,8 @@ class Linear(Module):
     Args:
         weight: The weight, (out_features, in_features), or the number of input features.
         shift: The bias, (out_features,), or the number of output features.
-        bias: With a weight, the bias if `shift` is not given; with numbers of features, whether
-            there is a bias (default: True).
+        bias: In `Linear(weight, bias=...)`, the bias. In `Linear(64, 32, bias=...)`, whether there
+            is a bias (default: True).
         dtype: With numbers of features, the floating point dtype of the parameters; default f32.
         device: With numbers of features, the device of the parameters.
 
@@ -109,7 +109,7 @@ class Linear(Module):
 
 
 class _AdaptedLinear(Module):
-    """A frozen linear layer with an adapter, the base of `LoRALinear` and `DoRALinear`."""
+    """The base class of `LoRALinear` and `DoRALinear`: a frozen linear layer with an adapter."""
 
     _kind: ClassVar[str]
     _names: ClassVar[tuple[str, ...]]

@@ -27,7 +27,7 @@ _INSTEAD: Final = {
     "register_full_backward_hook": "use tc.grad(loss, [tensor])",
     "register_parameter": "assign a tc.nn.Parameter to an attribute",
     "add_module": "assign the module to an attribute",
-    "children": "named_children() has the modules inside, modules() all of them",
+    "children": "named_children() has all modules inside; modules() has this module, too",
     "buffers": "named_tensors() has every tensor",
     "named_buffers": "named_tensors() has every tensor",
     "cuda": 'use to("cuda")',
@@ -67,7 +67,10 @@ def _not_implemented(self: Module, *_: Any, **__: Any) -> NoReturn:
 
 
 def _items(node: Any) -> Iterator[tuple[Any, Any]]:
-    """(name, index or key; value) of everything directly inside a module or a container."""
+    """(key, value) of everything directly inside a module or a container.
+
+    The key is the name of an attribute, an index of a list or tuple, or a key of a dict.
+    """
     if isinstance(node, Module):
         yield from node._parts()  # noqa: SLF001 - modules are of this file
     elif isinstance(node, dict):
@@ -128,8 +131,7 @@ class Module:
             persistent: Whether `state_dict` has the tensor.
 
         Raises:
-            ArgumentError: If the name cannot be an attribute's, starts with an underscore or is
-                taken.
+            ArgumentError: If the name is not an identifier, starts with an underscore or is taken.
         """
         _check_buffer(name, tensor)
         if hasattr(self, name):

@@ -102,7 +102,7 @@ class ChainableScheduler:
         """Continue from the state of another scheduler of the same class.
 
         Raises:
-            ArgumentError: If the state has other entries, as that of another class of scheduler.
+            ArgumentError: If the state has other entries, such as those of another class.
         """
         if state.keys() != self.state_dict().keys():
             raise ArgumentError(

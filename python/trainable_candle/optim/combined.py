@@ -157,8 +157,8 @@ class OneCycleLR(ChainableScheduler):
         last_epoch: The last finished step; -1 for a new start.
 
     Raises:
-        ArgumentError: If neither `total_steps` nor both `epochs` and `steps_per_epoch` are given, a
-            number is out of range, or `step` is called after the last step.
+        ArgumentError: If `total_steps` is None and `epochs` or `steps_per_epoch` is None too, if a
+            number is out of range, or if `step` is called after the last step.
     """
 
     _is_closed = True
@@ -232,7 +232,7 @@ class ReduceLROnPlateau:
         patience: Number of consecutive epochs without improvement that leave the rates unchanged.
         threshold: A value improves only if it is better than the best value by more than this.
         threshold_mode: "rel" if the threshold is a fraction of the best value, or "abs".
-        cooldown: Number of epochs after a reduction that are not counted as without improvement.
+        cooldown: Number of epochs after a reduction that do not count towards `patience`.
         min_lr: The least learning rate.
         eps: A reduction that would lower a rate by `eps` or less is not made.
 

@@ -171,7 +171,7 @@ def cosine(
         optimizer: The optimizer.
         total_steps: Number of training steps, warm-up included.
         warmup_steps: Number of steps in the warm-up.
-        num_cycles: Number of periods of the cosine; half a period ends at 0 at `total_steps`.
+        num_cycles: Number of periods of the cosine; with 0.5, the rate is 0 at step `total_steps`.
 
     Raises:
         ArgumentError: If `num_cycles` is negative.

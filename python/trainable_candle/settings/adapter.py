@@ -17,7 +17,7 @@ ADAPTERS: Final = tuple(choices()["adapter"])
 FORMATS: Final = tuple(choices()["format"])
 GRIDS: Final = tuple(choices()["qat"])
 DORA_AXES: Final = ("output", "input")
-"""Whether DoRA has a magnitude for each output feature, as in the paper, or each input feature."""
+"""Whether DoRA has a magnitude for each output feature, as in peft, or for each input feature."""
 OFT: Final = "oft"
 OFT_SIDES: Final = ("input", "output")
 """OFT rotates the inputs of layers, as peft does, or their outputs, as LyCORIS and ComfyUI do."""
@@ -75,12 +75,12 @@ class Adapter(Group):
         Condition(
             ("rslora", "lora_dropout"),
             lambda c: c.adapter != OFT,
-            "an adapter other than oft (oft adds no low-rank product)",
+            "a low-rank adapter, such as lora (oft adds no low-rank product)",
         ),
         Condition(
             ("rank", "alpha"),
             lambda c: c.adapter != OFT,
-            "an adapter other than oft",
+            "a low-rank adapter, such as lora",
             "--rank and --alpha have no effect on --adapter oft: give --oft-block-size instead",
         ),
     )
@@ -127,7 +127,7 @@ class Adapter(Group):
     oft_block_size: Annotated[
         int,
         Setting(
-            "size of the blocks that oft rotates, or the nearest divisor of a layer's size",
+            "size of the blocks that oft rotates; a layer uses the nearest divisor of its size",
             low=2,
             rare=True,
         ),

@@ -293,7 +293,7 @@ def _varies(config: Any) -> bool:
 
 
 def _joins_tags(config: Any) -> bool:
-    # Such a file lists folders, and each of them may have its own trigger.
+    # A YAML file as the dataset lists folders, and each folder may have its own trigger.
     return _varies(config) or bool(config.trigger) or config.dataset.endswith(YAML_SUFFIXES)
 
 

@@ -84,7 +84,7 @@ class Group:
     section: ClassVar[str]
     """The section of the help that shows the group's settings."""
     conditions: ClassVar[tuple[Condition, ...]] = ()
-    """When the settings have an effect. A run checks at its start that each given setting has."""
+    """When the settings have an effect. A run checks at its start that its settings have one."""
     contradictions: ClassVar[tuple[Callable[[Any], str | None], ...]] = ()
     """Functions from a configuration to a message about a contradiction in it, or None; checked
     whenever a configuration is made."""

@@ -105,7 +105,7 @@ class Budget:
         return self.memory * (1 - self.margin)
 
     def host_need(self, found: Estimate) -> float:
-        """Bytes of host memory for each process, with its share of the streamed weights' copy.
+        """Bytes of host memory for each process, with its share of the copy of streamed weights.
 
         Weights that are streamed from other GPUs take host memory only while a model is loaded.
         """
@@ -134,14 +134,14 @@ class Budget:
     def sliced(
         self, estimate: Callable[[TrainConfig], Estimate]
     ) -> Callable[[TrainConfig], Estimate]:
-        """An `estimate` that also counts the GPU's own slice of the weights that GPUs stream."""
+        """An `estimate` that also counts the GPU's slice if GPUs hold the streamed weights."""
         if self.peers is None:
             return estimate
 
         def with_slice(config: TrainConfig) -> Estimate:
             found = estimate(config)
             item = Item("slice of streamed", "weights", math.ceil(_streamed(found) / self.sharing))
-            # The slice is in memory in the same phases as the model, which have an adapter.
+            # The slice is in memory in the same phases as the model: those with an adapter.
             phases = {
                 phase: [*items, item] if any(one.what == "adapter" for one in items) else items
                 for phase, items in found.phases.items()

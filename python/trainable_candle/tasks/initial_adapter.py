@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from trainable_candle.settings import TrainConfig
 
 _SAME_SCALE: Final = 1e-3
-"""The largest relative difference of equal scales, because files may store them in f16."""
+"""Scales count as equal up to this relative difference, because files may store them in f16."""
 
 
 def check_initial_adapter(

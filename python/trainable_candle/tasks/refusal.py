@@ -44,7 +44,7 @@ def refuse(
     limit: float,
     estimate: Callable[[TrainConfig], Estimate],
 ) -> NoReturn:
-    """Raise the error that a run does not fit in memory; it names settings with which it would.
+    """Raise the error for a run that does not fit in memory.
 
     Args:
         found: the estimate of the run without any savings.
@@ -73,7 +73,7 @@ def refuse_for_the_host(
     groups: Collection[type[Group]],
     host: tuple[float, float],
 ) -> NoReturn:
-    """Raise the error that a run fits on the GPU only with more host memory than is available.
+    """Raise the error for a run that fits on the GPU only with more host memory than there is.
 
     Args:
         found: the estimate of the run without any savings.

@@ -166,9 +166,9 @@ def states_on_host(
 
 
 def states_seconds(work: Work, rates: Rates) -> float:
-    """The approximate time that an optimizer step takes longer because of states in host memory.
+    """The approximate extra time of an optimizer step if the states are in host memory.
 
-    Its kernels read and write them over the link. Nothing else runs meanwhile.
+    The optimizer's kernels read and write the states over the link. Nothing else runs meanwhile.
     """
     return 2 * work.states / rates.link
 

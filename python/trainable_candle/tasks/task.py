@@ -37,7 +37,7 @@ class Split(Generic[PartT]):
 
 @contextmanager
 def naming_validation() -> Iterator[None]:
-    """A context in which errors that start with `dataset: ` start with `validation_dataset: `."""
+    """A context that replaces `dataset: ` at the start of errors by `validation_dataset: `."""
     try:
         yield
     except (ConfigError, DatasetError) as error:
@@ -200,9 +200,10 @@ class Task(Protocol):
         """
 
     def preview(self, path: Path) -> Path:
-        """Write the preview that the settings describe to `path` plus a suitable extension.
+        """Write the preview that the settings describe to a file.
 
-        The library's generator does not change.
+        The file's path is `path` plus a suitable extension. The library's generator does not
+        change.
 
         Returns:
             The path with the extension.

@@ -29,7 +29,7 @@ FILES: Final = (
 
 
 def copy_files(weights: Path, output: Path, *others: str) -> None:
-    """Copy those of `FILES` and `others` that exist from one folder to another, byte for byte."""
+    """Copy `FILES` and `others` to another folder, byte for byte; missing files are left out."""
     for name in (*FILES, *others):
         if (weights / name).is_file():
             shutil.copyfile(weights / name, output / name)
@@ -77,7 +77,7 @@ class ChatTokenizer:
             if not named["END"]:
                 raise WeightsFormatError(
                     "tokenizer: it has neither a chat template nor a token that ends a text; "
-                    "give one as eos_token in tokenizer_config.json"
+                    "give the token as eos_token in tokenizer_config.json"
                 )
         self.template = ChatTemplate(template, named)
         self._ends = frozenset(ends)

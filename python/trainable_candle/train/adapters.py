@@ -42,7 +42,7 @@ class Adapters:
     def groups(self, config: TrainConfig) -> list[tuple[list[Var], float]]:
         """The parameters by learning rate; text encoders have a learning rate of their own."""
         # By default, text encoders train at a tenth of the rate. Prodigy finds one step size for
-        # all groups, so the default factor is 1 for all of them.
+        # all groups, so with Prodigy they train at the same rate.
         share = 1 if config.finds_rate else 10
         of_text = config.text_encoder_learning_rate or config.rate / share
         groups: dict[float, list[Var]] = {}
@@ -109,7 +109,7 @@ def start_adapter(adapter: AdapterSet, family: Any) -> None:
 def oft_side(config: TrainConfig, formats: Sequence[str]) -> str:
     """Whether OFT rotates the layers' inputs or their outputs.
 
-    The default is the side that the programs expect that read the adapter file's format.
+    The default is the side that readers of the adapter file's format expect.
 
     Args:
         config: the settings.

@@ -175,8 +175,8 @@ class Previews(Callback):
                 written = self._preview(self._folder / f"step-{step:06d}")
             self._report(f"step {step}: preview {written}")
         except NonFiniteError as error:
-            # Do not stop the run: whether to stop is the trainer's decision, which checks losses
-            # and gradients itself.
+            # Do not stop the run: the trainer checks losses and gradients itself, and decides
+            # whether to stop.
             self._report(f"no preview of step {step}: {error}")
 
 

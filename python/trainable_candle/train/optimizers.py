@@ -21,7 +21,8 @@ def make_optimizer(config: TrainConfig, groups: Sequence[tuple[Sequence[Var], fl
     """The optimizer over (variables, learning rate) groups.
 
     Raises:
-        OutOfMemoryError: its states are to be in host memory, which the system does not let pin.
+        OutOfMemoryError: the states are to be in host memory, and the system does not let this
+            process pin as much memory as they need.
     """
     kind: Callable[..., Optimizer] = KINDS[config.optimizer]
     parameters: list[dict[str, Any]] = [{"params": list(vars_), "lr": lr} for vars_, lr in groups]

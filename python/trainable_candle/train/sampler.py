@@ -53,8 +53,8 @@ class Guided:
         positive: the conditioning for the prompt; tensors with the batch first.
         negative: the conditioning for the negative prompt.
         scale: the guidance scale; 1 uses the prompt alone, at half the cost.
-        batched: call the model once, with a batch of x under the negative prompt, then x under the
-            prompt; if False, call the model twice, which needs less memory.
+        batched: call the model once, with a batch that has x twice: for the negative prompt, then
+            for the prompt. If False, call the model twice, which needs less memory.
         rescale: takes the guided prediction and the prediction for the prompt, and returns the
             result; by default the result is the guided prediction.
 

@@ -41,7 +41,8 @@ Inputs: TypeAlias = Mapping[str, "Tensor"]
 """The inputs of a loss by name, on the device of the parameters."""
 
 MAX_SKIPPED: Final = 50
-"""Steps that a loss scaler may skip in a row; 65536 halved 50 times is below 1e-10."""
+"""A run fails if its loss scaler skips this many steps in a row: each skipped step halves the
+scale, and 65536 halved 50 times is below 1e-10."""
 _SHARE: Final = "share"
 """The name of the input with a batch's weight in the loss of its step."""
 
@@ -126,9 +127,9 @@ class Trainer(Generic[Batch]):
         settings: stored in checkpoints, for users and for comparison with those of a resumed run.
         group: the processes that train together. Each process takes `gradient_accumulation` batches
             in a step, in turn by batch number; only rank 0 has an `output`.
-        seed: this seed and the number of a batch determine the random numbers that `data`,
-            `inputs` and `loss` draw for the batch from tc's generator, whatever was drawn before;
-            by default the current seed of that generator.
+        seed: determines, with the number of a batch, the random numbers that `data`, `inputs` and
+            `loss` draw for the batch from tc's generator. Earlier draws do not change them. By
+            default the current seed of that generator.
         count: takes a batch, returns the number of its images or tokens, for reports.
         epoch: takes a number of steps, returns the number of epochs, for reports.
     """

@@ -364,6 +364,6 @@ class LatentModel(ABC):
             to: "fp8" or "int8".
 
         Raises:
-            ConfigError: `output` is no such file, or the family has no files with these weights.
+            ConfigError: `output` is no such file, or the family cannot be written in eight bits.
             OSError: the model cannot be written.
         """

@@ -288,7 +288,8 @@ class LatentTask:
             images = self.draw([prompt.text for prompt in alike], options)
             guidance = family.guidance if options.guidance is None else options.guidance
             for number, (image, prompt) in enumerate(zip(images, alike, strict=True)):
-                # `draw` draws `at_once` images from one seed: the option plus the first's index.
+                # `draw` draws `at_once` images from one seed: the seed of the options plus the
+                # index of the first of these images.
                 start = number - number % family.at_once
                 seeded = replace(options, seed=(options.seed + start) % 2**64)
                 place = Place(number - start, min(family.at_once, len(alike) - start))

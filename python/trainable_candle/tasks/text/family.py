@@ -86,7 +86,7 @@ class TextFamily(Protocol):
 
     @property
     def repeats(self) -> bool:
-        """Whether the operations are the same for all texts in a packed row of a given size.
+        """Whether packed rows of equal size run the same operations, whatever texts they contain.
 
         Then no host state depends on the lengths of the texts, as CUDA graphs require.
         """

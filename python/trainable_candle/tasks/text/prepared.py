@@ -93,7 +93,7 @@ class PreparedTexts(Packing):
     def weight(self, batch: Packed) -> float:
         """The number of tokens that count in the loss.
 
-        So a step's loss is the mean over the tokens of all its batches that count.
+        So a step's loss is the mean over the tokens that count, in all its batches.
         """
         return batch.count
 
