@@ -110,7 +110,7 @@ def test_gradients_go_where_values_came_from():
             "index: position -6 is out of range for dimension 0 of size 5",
         ),
         ((0, 0, 0, 0), tc.IndexOutOfRangeError, "index: 4 indices for a tensor of 3 dimensions"),
-        ((..., ...), tc.IndexOutOfRangeError, "index: more than one ..."),
+        ((..., ...), tc.IndexOutOfRangeError, "index: found more than one `...`"),
         ("a", tc.IndexOutOfRangeError, "index: cannot index with str"),
         (1.0, tc.IndexOutOfRangeError, "index: cannot index with float"),
         (True, tc.IndexOutOfRangeError, "index: cannot index with bool"),

@@ -37,7 +37,7 @@ class AdamW8bit(GroupedOptimizer):
         eps: Added to the root of the second moment, at least 0.
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         min_8bit_size: Parameters with fewer elements than this number keep their moments in f32.
-        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Variables of other dtypes are not affected.
         states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
@@ -79,7 +79,7 @@ class Adam8bit(GroupedOptimizer):
         eps: Added to the root of the second moment, at least 0.
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         min_8bit_size: Parameters with fewer elements than this number keep their moments in f32.
-        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Variables of other dtypes are not affected.
         states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
@@ -122,7 +122,7 @@ class AdamW(GroupedOptimizer):
         weight_decay: At least 0. Adam adds `weight_decay * param` to the gradient, an L2 penalty; AdamW leaves the gradient unchanged and multiplies the parameters by `1 - lr * weight_decay` in each step.
         amsgrad: Divide by the root of each element's largest second moment so far, instead of its current second moment.
         maximize: Ascend instead of descend.
-        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Variables of other dtypes are not affected.
         states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
@@ -166,7 +166,7 @@ class Adam(GroupedOptimizer):
         weight_decay: At least 0. Adam adds `weight_decay * param` to the gradient, an L2 penalty; AdamW leaves the gradient unchanged and multiplies the parameters by `1 - lr * weight_decay` in each step.
         amsgrad: Divide by the root of each element's largest second moment so far, instead of its current second moment.
         maximize: Ascend instead of descend.
-        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Variables of other dtypes are not affected.
         states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
@@ -208,7 +208,7 @@ class Lion8bit(GroupedOptimizer):
         betas: The momentum's weight in the update, and the momentum's decay rate; each in [0, 1).
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         min_8bit_size: Parameters with fewer elements than this number keep their momentum in f32.
-        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Variables of other dtypes are not affected.
         states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
@@ -247,7 +247,7 @@ class Lion(GroupedOptimizer):
         lr: Learning rate, at least 0; 3 to 10 times smaller than Adam's.
         betas: The momentum's weight in the update, and the momentum's decay rate; each in [0, 1).
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
-        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Variables of other dtypes are not affected.
         states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:
@@ -542,7 +542,7 @@ class SGD(GroupedOptimizer):
         weight_decay: L2 penalty, at least 0: `weight_decay * param` is added to the gradient.
         nesterov: Use Nesterov momentum. Needs `momentum > 0` and `dampening == 0`.
         maximize: Ascend instead of descend.
-        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Other variables are updated as before.
+        stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. Variables of other dtypes are not affected.
         states: the memory with the states of variables on a GPU: "device", the GPU's memory, or "host", pinned memory of the host. "host" saves memory of the GPU, but each step reads and writes the states over the bus. Results do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the memory of the host.
 
     Raises:

@@ -1,9 +1,9 @@
 //! Estimates from a model's layers alone how many values the tape keeps of a forward pass. Each block counts its own
 //! values in a function beside its forward pass.
 //!
-//! A frozen layer keeps nothing. An adapter keeps what its kind says ([`Kept`]), such as its input and the product
-//! between its factors. A norm, a product or an activation keeps what its backward pass reads, if a gradient passes through
-//! it. A forward pass over zeros that take no memory would give the same count, but would take seconds for SDXL.
+//! A frozen layer keeps nothing. An adapter keeps what its kind says ([`Kept`]), such as its input and the result of its
+//! first factor. A norm, a product or an activation keeps what its backward pass reads, if a gradient passes through it. A
+//! forward pass over zeros that take no memory would give the same count, but would take seconds for SDXL.
 
 use std::collections::HashMap;
 

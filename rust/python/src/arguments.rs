@@ -15,7 +15,7 @@ use trainable_candle_core as tc;
 
 use crate::error::{Error, Result};
 
-/// The largest number of characters of a value that a message quotes; it describes longer ones by their type.
+/// A message quotes a value of at most this many characters, and describes a longer value by its type.
 const LONGEST: usize = 40;
 
 /// Describe an object in an error: None, a float or a short str by its value, anything else by its type.

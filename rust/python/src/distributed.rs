@@ -227,10 +227,10 @@ pub fn memory_machine() -> Option<String> {
 ///     rank: the number of this process, from 0.
 ///     exchange: a function that sends its argument, bytes, to all processes and returns a list of the bytes that each
 ///         process has sent, by rank. None ends the sharing.
-///     peers: whether the devices of the processes keep the copy, each a slice, instead of host memory.
+///     peers: whether the copy is on the devices of the processes, one slice on each, instead of in host memory.
 ///
 /// Raises:
-///     ArgumentError: if `exchange` returns too few messages, or with `peers` a process is alone on its machine.
+///     ArgumentError: if `exchange` returns too few messages, or if `peers` is True and a process is alone on its machine.
 #[pyfunction]
 #[pyo3(signature = (rank=0, exchange=None, peers=false))]
 pub fn share_streamed(py: Python<'_>, rank: usize, exchange: Option<Function>, peers: bool) -> Result<()> {

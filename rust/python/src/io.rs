@@ -25,7 +25,7 @@ use crate::tensor::Tensor;
 ///     tensors: tensors by name.
 ///     path: the file.
 ///     metadata: text entries for the file's header.
-///     codes: the dtype in the file of each u8 tensor that has the codes of a QuantizedTensor, by the tensor's name:
+///     codes: names the u8 tensors that hold the codes of a QuantizedTensor, and gives each one's dtype in the file,
 ///         "int8" or "fp8" (e4m3).
 ///
 /// Raises:

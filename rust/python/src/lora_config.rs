@@ -56,10 +56,11 @@ use crate::peft_arguments;
 ///         `qat` "int8" or "fp8".
 ///     qat_learned_scales: whether each scale of the weights is multiplied by a learned factor, which starts at 1.
 ///     dtype: the dtype of the parameters in training, "f32", or "bf16" for an optimizer with `stochastic_rounding`.
-///     peft: other arguments of peft's class, with values that mean what happens here, such as `bias="none"`.
+///     peft: other arguments of peft's class, such as `bias="none"`. A value that asks for something that this library
+///         does not do raises ConfigError.
 ///
 /// Raises:
-///     ConfigError: if a value is out of range, or an argument of peft asks for something else than what happens here.
+///     ConfigError: if a value is out of range, or if an argument of peft asks for something that this library does not do.
 ///     TypeError: if there is no such argument.
 #[pyclass(frozen, subclass, module = "trainable_candle")]
 pub struct LoraConfig(pub adapter::LoraConfig);
@@ -135,14 +136,14 @@ impl LoraConfig {
 
     #[classmethod]
     fn __init_subclass__(_class: &Bound<'_, PyType>) -> Result<()> {
-        let message = "LoraConfig has no subclasses; make one by a function that calls it";
+        let message = "LoraConfig has no subclasses; write a function that calls LoraConfig instead";
         Err(PyTypeError::new_err(message).into())
     }
 
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Reduced<'py>> {
         let (py, class) = (slf.py(), slf.get_type());
         let values = PyDict::new(py);
-        // The arguments are fields, too, except the last, which has the further arguments of peft.
+        // Every argument is also a field, except the last one, `peft`.
         for name in py.import("inspect")?.call_method1("signature", (&class,))?.getattr("parameters")?.try_iter()? {
             let name = name?.cast_into::<PyString>()?;
             if name != "peft" {

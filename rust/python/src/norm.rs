@@ -1,4 +1,4 @@
-//! The normalisations of `trainable_candle.nn.functional`. A function that torch has too takes torch's argument names and
+//! The normalisations of `trainable_candle.nn.functional`. Functions that torch also has use torch's argument names and
 //! layouts.
 
 use pyo3::prelude::*;

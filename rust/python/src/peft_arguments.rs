@@ -10,8 +10,8 @@ use crate::error::Result;
 const INITIAL: &str = "adapters start without an effect; trainable_candle.lora.loftq sets other initial values";
 const LAYERS: &str = r"give target_modules a regular expression for whole names, such as '.*\.(0|1)\.to_q'";
 
-/// The values of each argument that mean what happens here, as Python shows them (none: every value does), and what to do
-/// instead of giving another one.
+/// The name of each argument; the values that are accepted, as Python's `repr` shows them (an empty list accepts every
+/// value); and what to do instead of giving another value.
 const ARGUMENTS: [(&str, &[&str], &str); 28] = [
     ("task_type", &[], ""),
     ("auto_mapping", &[], ""),
@@ -23,7 +23,7 @@ const ARGUMENTS: [(&str, &[&str], &str); 28] = [
     ("peft_type", &["None", "'LORA'"], "choose the kind with `adapter`"),
     ("inference_mode", &["False"], "adapters are made to be trained; `eval()` ends dropout"),
     ("init_lora_weights", &["True"], INITIAL),
-    ("bias", &["'none'"], "adapters do not change biases; make those of layers variables yourself"),
+    ("bias", &["'none'"], "adapters do not change biases; to train a layer's bias, make it a variable"),
     ("lora_bias", &["False"], "adapters have no bias"),
     (
         "modules_to_save",
@@ -50,8 +50,7 @@ const ARGUMENTS: [(&str, &[&str], &str); 28] = [
 /// Check the arguments that the constructor of `LoraConfig` does not name.
 ///
 /// # Errors
-/// `ConfigError` if an argument of peft asks for something else than what happens here, `TypeError` if peft has no such
-/// argument.
+/// `ConfigError` if the value of an argument is not accepted, `TypeError` if peft has no such argument.
 pub fn check(given: &Bound<'_, PyDict>) -> Result<()> {
     for (name, value) in given {
         let Some((name, accepted, advice)) = ARGUMENTS.iter().find(|(known, ..)| name.eq(known).unwrap_or(false))

@@ -18,7 +18,7 @@ use crate::error::Result;
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct TrainingAdapter {
     inner: adapter::TrainingAdapter,
-    // Keeps the model, on whose layers the adapter is, alive.
+    // Keeps the model alive, because the adapter is on its layers.
     _model: Loaded,
 }
 

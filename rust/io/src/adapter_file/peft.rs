@@ -2,7 +2,7 @@
 //!
 //! peft multiplies the change of every layer's weight by alpha / r. It does so even for a LoKr without a rank, whose two
 //! factors are full matrices. `LyCORIS`, and tools that read the files of `LyCORIS`, multiply a LoKr without a rank by 1.
-//! Therefore peft's files store the factor [`FOLDED`] of a LoKr without a rank divided by peft's alpha / r.
+//! Therefore, for a LoKr without a rank, peft's files store the factor [`FOLDED`] divided by peft's alpha / r.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ use super::{alpha, oft};
 const MODEL: &str = "adapter_model.safetensors";
 const CONFIG: &str = "adapter_config.json";
 
-/// The factor of a LoKr without a rank that peft's files store divided by alpha / r.
+/// For a LoKr without a rank, peft's files store this factor divided by alpha / r.
 pub(super) const FOLDED: &str = "lokr_w1";
 
 /// The file to write for `path`: `path` itself if it ends in `.safetensors` and is no folder, otherwise

@@ -13,7 +13,7 @@ pub struct Sampling {
     /// The temperature t, at least 0. If t is 0, the token with the highest score is chosen. Otherwise a token is drawn with
     /// the probabilities `softmax(scores / t)`, and the following options limit the tokens.
     pub temperature: f64,
-    /// The number of tokens, those with the highest scores, from which one is drawn. 0 means all tokens.
+    /// A token is drawn from this many tokens with the highest scores. 0 means all tokens.
     pub top_k: usize,
     /// A probability above 0 and up to 1. A token is drawn from the smallest set of most likely tokens whose probabilities
     /// sum to at least `top_p` (Holtzman et al. 2020, arXiv:1904.09751).

@@ -18,8 +18,8 @@ pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     }
 }
 
-/// Whether the tensor `key` is no parameter of the text encoder, so that readers skip it. The position ids are constants, and
-/// CLIP multiplies the similarities of texts and images by the logit scale.
+/// Whether the tensor `key` is no parameter of the text encoder, so that readers skip it. The position ids are constants,
+/// and only CLIP's comparison of texts and images uses the logit scale.
 fn unused(key: &str) -> bool {
     key.ends_with("position_ids") || key == "logit_scale"
 }

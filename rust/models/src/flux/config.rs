@@ -31,7 +31,8 @@ pub struct FluxConfig {
     pub pooled_projection_dim: usize,
     /// Whether the model takes a guidance scale as an input. Flux.1-dev does, Flux.1-schnell does not.
     pub guidance_embeds: bool,
-    /// For each axis of a token's position: the number of features of a head that the rotary embedding rotates by it.
+    /// For each axis of a token's position: the number of features of a head that the rotary embedding rotates by the
+    /// position along this axis.
     pub axes_dims_rope: Vec<usize>,
 }
 

@@ -31,7 +31,8 @@ pub struct Flux2Config {
     pub guidance_embeds: bool,
     /// The base of the rotary embedding's frequencies.
     pub rope_theta: f64,
-    /// For each axis of a token's position: the number of features of a head that the rotary embedding rotates by it.
+    /// For each axis of a token's position: the number of features of a head that the rotary embedding rotates by the
+    /// position along this axis.
     pub axes_dims_rope: Vec<usize>,
 }
 

@@ -31,7 +31,7 @@ pub(super) const fn t5_part(subfolder: &'static str) -> Part {
 pub(super) const LLAMA_CPP: Section =
     Section { prefixes: &[""], naming: Naming::LlamaCpp, probe: "blk.0.attn_q.weight" };
 
-/// Qwen3 as a text encoder, on which adapters are not supported. The model has the sizes of the 4B one unless its files
+/// Qwen3 as a text encoder, on which adapters are not supported. The sizes are those of Qwen3 4B, unless the model's files
 /// show other sizes.
 pub(super) const QWEN3_ENCODER: Part = Part {
     role: Role::TextEncoder,

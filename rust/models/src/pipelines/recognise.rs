@@ -5,7 +5,7 @@ use super::{PIPELINES, Pipeline, Place, Role, Section, adapter_prefixes, kinds, 
 use crate::pretrained::{CONFIG, Choice};
 use crate::registry::{Model, ModelKind};
 
-/// The first place of `model` of which a file has a probe key, with the section of this key and the key's prefix.
+/// The first place of `model` for which the file has a probe key, the section with this key, and the key's prefix.
 /// `is_there` says whether the file has a key; `choice` may name the part or the pipeline.
 pub fn of_file(
     model: &ModelKind,

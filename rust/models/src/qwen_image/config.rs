@@ -25,7 +25,8 @@ pub struct QwenImageConfig {
     pub attention_head_dim: usize,
     /// Width of the text encoder's tokens.
     pub joint_attention_dim: usize,
-    /// For each axis of a token's position: the number of features of a head that the rotary embedding rotates by it.
+    /// For each axis of a token's position: the number of features of a head that the rotary embedding rotates by the
+    /// position along this axis.
     pub axes_dims_rope: Vec<usize>,
 }
 

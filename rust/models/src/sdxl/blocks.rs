@@ -214,7 +214,8 @@ impl UpBlock {
             }
         }
         let Some(upsample) = &self.upsample else { return Ok(x) };
-        // The height and the width are doubled. Where the down block rounded half of an odd size up, 1 is subtracted.
+        // The upsampling doubles height and width. Where the down block halved an odd size and rounded up, the result is
+        // one less than the double.
         let size = skips.last().map(|skip| [skip.dims()[1], skip.dims()[2]]);
         upsample.forward(&x, size)
     }

@@ -181,8 +181,8 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
         .find(|block| shape(format!("{block}.proj_in.weight")).is_some())
         .ok_or_else(|| unknown("the number of features of the text, because no level attends to the text"))?;
     let projection = size("label_emb.0.0.weight", 1)?;
-    // The UNet's shapes determine the sum of the pooled text's features and of the sinusoids of `time_ids`, but neither
-    // number. The projection of the text encoder in the same file has the number of the pooled text's features.
+    // The UNet's shapes determine how many features the pooled text and the sinusoids of `time_ids` have together, but not
+    // how many each has. The projection of the text encoder in the same file shows how many the pooled text has.
     let pooled = files.shape("conditioner.embedders.1.model.text_projection").and_then(|dims| dims.get(1).copied());
     let deduced = UNetConfig {
         in_channels: size("input_blocks.0.0.weight", 1)?,

@@ -27,7 +27,8 @@ pub struct ZImageConfig {
     pub norm_eps: f64,
     /// The base of the rotary embedding's frequencies.
     pub rope_theta: f64,
-    /// Number of a head's features that the rotary embedding of each position axis rotates.
+    /// For each axis of a token's position: the number of features of a head that the rotary embedding rotates by the
+    /// position along this axis.
     pub axes_dims: Vec<usize>,
     /// Number of positions along each of these axes.
     pub axes_lens: Vec<usize>,

@@ -99,8 +99,8 @@ impl Positions {
         Tensor::cat(&[&image, &zeros(extent.padded_area() - area, 3)?, &caption], 0)
     }
 
-    /// A mask (B, L, 1), u8: 1 for a text's own tokens and 0 for its padding. Each text has L = `text` tokens with its
-    /// padding; without it, the texts have `lengths (B)` tokens.
+    /// A mask (B, L, 1), u8: 1 for a text's own tokens and 0 for its padding. With its padding, each text has L = `text`
+    /// tokens. Without the padding, the texts have `lengths (B)` tokens.
     pub fn words(&self, lengths: &Tensor, text: usize) -> Result<Tensor> {
         let numbers = self.numbers.narrow(0, 0, text)?.to_dtype(DType::F32)?.unsqueeze(0)?;
         numbers.lt(&column(lengths)?)?.unsqueeze(2)

@@ -39,8 +39,8 @@ const OP: &str = "CausalLM";
 ///
 /// Inside the model, all texts are in one packed row, which consists of three tensors. `input_ids` has the N tokens of
 /// the M texts, one text after the other. `positions` has each token's position in its text, from 0. `cu_seqlens` has
-/// M + 1 ascending bounds, from 0 to at most N: text i has the tokens from bound i up to, without, bound i + 1. Tokens
-/// of a text do not attend to other texts. Tokens after the last bound are padding.
+/// M + 1 ascending bounds, from 0 to at most N: text i has the tokens from bound i up to, but not including, bound
+/// i + 1. Tokens of a text do not attend to other texts. The tokens from the last bound on are padding.
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct CausalLM(Arc<models::CausalLM>);
 
@@ -265,7 +265,7 @@ impl CausalLM {
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if an id is not a token.
-    ///     ArgumentError: if a prompt is empty, a number out of range, or only a part of the layers was loaded.
+    ///     ArgumentError: if a prompt is empty, if a number is out of range, or if only a part of the layers was loaded.
     ///     NonFiniteError: if the model's scores are non-finite.
     #[pyo3(signature = (prompts, *, max_new_tokens=Integer::of(128), temperature=Argument::of(0.0), top_k=Integer::of(0),
         top_p=Argument::of(1.0), min_p=Argument::of(0.0), repetition_penalty=Argument::of(1.0), stop_token_ids=None, seed=Integer::of(0)))]
@@ -304,8 +304,8 @@ impl CausalLM {
     ///     prompts, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop_token_ids, seed: as for `generate`.
     ///
     /// Raises:
-    ///     As `generate`: ArgumentError for an empty prompt or a number out of range at the call, the other errors by
-    ///     the iterator.
+    ///     The errors of `generate`. The call itself raises ArgumentError if a prompt is empty or a number is out of range;
+    ///     the iterator raises the other errors.
     #[pyo3(signature = (prompts, *, max_new_tokens=Integer::of(128), temperature=Argument::of(0.0), top_k=Integer::of(0),
         top_p=Argument::of(1.0), min_p=Argument::of(0.0), repetition_penalty=Argument::of(1.0), stop_token_ids=None, seed=Integer::of(0)))]
     #[allow(clippy::too_many_arguments)] // each is a name in Python

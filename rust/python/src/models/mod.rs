@@ -65,7 +65,7 @@ pub use z_image::ZImageTransformer;
 /// model is a subclass, and calling an object of the subclass runs the forward pass. `from_pretrained` loads a model.
 ///
 /// ```python
-/// unet = tc.models.Model.from_pretrained("sdxl")  # the model of a pipeline that is fine-tuned
+/// unet = tc.models.Model.from_pretrained("sdxl")  # the denoising model of the pipeline
 /// unet.enable_gradient_checkpointing()
 /// adapter = unet.load_adapter("adapter.safetensors", scale=0.8)
 /// unet.merge_adapter()
@@ -178,7 +178,7 @@ impl Model {
     ///         weights of such a block are copied to the device before the block runs, on a separate CUDA stream. The
     ///         device holds the copied weights of two such blocks at a time.
     ///     stream_modulation: whether the weights of the layers that compute the modulation of all blocks are in pinned
-    ///         host memory too. For Flux these weights have 6 GiB, and each step reads them once.
+    ///         host memory too. For Flux these weights take 6 GiB, and each step reads them once.
     ///
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if files are missing or damaged.

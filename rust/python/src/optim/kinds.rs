@@ -47,7 +47,7 @@ fn docstring(kind: &OptimizerKind) -> String {
     }
     text += "    stochastic_rounding: keep bf16 variables and their states in bf16, without f32 master values. Steps compute \
         in f32 and round stochastically, with random bits from the seed of `manual_seed`, the step and the element. ";
-    text += if kind.rounds { "Other variables are updated as before.\n" } else { "This optimizer rejects it.\n" };
+    text += if kind.rounds { "Variables of other dtypes are not affected.\n" } else { "This optimizer rejects it.\n" };
     text += "    states: the memory with the states of variables on a GPU: \"device\", the GPU's memory, or \"host\", pinned \
         memory of the host. \"host\" saves memory of the GPU, but each step reads and writes the states over the bus. Results \
         do not depend on `states`. f32 master values stay on the GPU. The states of variables on the CPU are always in the \

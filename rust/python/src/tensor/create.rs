@@ -204,7 +204,7 @@ fn number(operand: &Operand<'_>) -> Result<Number> {
 ///
 /// Args:
 ///     start: the first value. If `end` is not given, `start` is the end, and the first value is 0.
-///     end: the bound of the values, which is not a value itself.
+///     end: the end of the range; all values are before it.
 ///     step: the difference between neighbouring values.
 ///     dtype: the dtype; default i64 if all arguments are integers, else f32.
 ///     device: the device.

@@ -121,7 +121,7 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
         .into());
     }
     if items.iter().filter(|item| matches!(item, Item::Ellipsis)).count() > 1 {
-        return Err(tc::Error::index(OP, "more than one ... in an index").into());
+        return Err(tc::Error::index(OP, "found more than one `...` in an index").into());
     }
     if items.iter().filter(|item| matches!(item, Item::Positions(_) | Item::Mask(_))).count() > 1 {
         return Err(tc::Error::argument(

@@ -90,7 +90,7 @@ impl Tensor {
         quick(|| self.0.unsqueeze(dim)).map(Self)
     }
 
-    /// Remove all dimensions of size 1, or, with `dim`, those of the dimensions `dim` that have size 1.
+    /// Remove the dimensions of size 1. If `dim` is given, remove only those that are among the dimensions `dim`.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if a dimension is out of range.
@@ -132,7 +132,7 @@ impl Tensor {
         quick(|| self.0.broadcast_as(sizes)).map(Self)
     }
 
-    /// A view of the indices from `start` up to, without, `start + length` along `dim`.
+    /// A view of the indices from `start` to `start + length - 1` along `dim`.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if an index of this range, or `dim`, is out of range.
@@ -158,7 +158,7 @@ impl Tensor {
     /// Split the tensor along `dim` into views.
     ///
     /// Args:
-    ///     split_size_or_sections: the size along `dim` of all views, of which the last may be smaller, or a list with the
+    ///     split_size_or_sections: one size along `dim` for all views (the last view may be smaller), or a list with the
     ///         size of each view.
     ///     dim: the dimension.
     ///

@@ -59,7 +59,7 @@ impl NoisedLatents {
 /// ```python
 /// objective = tc.train.DiffusionObjective(tc.train.NoiseSchedule(), min_snr_gamma=5.0)
 /// noised = objective.noise(tc.randn(2, 4, 8, 8))
-/// prediction = tc.zeros(2, 4, 8, 8)  # of a model, for noised.sample at noised.timesteps
+/// prediction = tc.zeros(2, 4, 8, 8)  # a model computes it from noised.sample and noised.timesteps
 /// loss = objective.loss(prediction, noised)
 /// ```
 ///

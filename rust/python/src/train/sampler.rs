@@ -18,7 +18,7 @@ use crate::tensor::Tensor;
 /// sampler = tc.train.Sampler(tc.train.NoiseSchedule(), 10, "dpmpp_2m")
 /// x = sampler.init_noise(tc.randn(1, 4, 8, 8))
 /// for i, timestep in enumerate(sampler.timesteps):
-///     output = tc.zeros(1, 4, 8, 8)  # of a model, for sampler.scale_input(x, i) at the timestep
+///     output = tc.zeros(1, 4, 8, 8)  # a model computes it from sampler.scale_input(x, i) and timestep
 ///     x = sampler.step(output, i, x)
 /// ```
 ///
