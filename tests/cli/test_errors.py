@@ -100,6 +100,36 @@ def test_no_command_shows_the_commands() -> None:
         ("train --config none.yaml", "none.yaml: there is no such configuration file"),
         ("sample --model digits", "missing --prompt, --output"),
         ("sample --model digits --prompt 1 --output a.jpg", "expected the name of a .png file"),
+        ("sample --model causal-lm", "missing --prompt (see"),
+        (
+            "sample --model causal-lm --prompt x --steps 3 --size 8x8",
+            "--steps, --size have no effect with --model causal-lm, which writes texts",
+        ),
+        (
+            "sample --model digits --prompt 1 --output a.png --tokens 3",
+            "--tokens has no effect with --model digits, which draws images; leave it out",
+        ),
+        (
+            "sample --model causal-lm --prompt x --count 2",
+            "--count has no effect without --temperature",
+        ),
+        (
+            "sample --model causal-lm --prompt x --raw --system y",
+            "--system has no effect with --raw",
+        ),
+        (
+            "sample --model causal-lm --prompt x --overwrite",
+            "--overwrite has no effect without --output",
+        ),
+        (
+            "sample --model causal-lm --prompt x --output a.png",
+            "expected the name of a .txt file",
+        ),
+        ("sample --model causal-lm --prompt= --raw", "prompt: has no tokens; give a text"),
+        (
+            "chat --model causal-lm --vae a --prompt x",
+            "--vae has no effect with --model causal-lm, whose weights are all in --weights",
+        ),
         ("sample --scale 0", "argument --scale: expected a finite number other than 0, found 0"),
         (
             "sample --scale nan",

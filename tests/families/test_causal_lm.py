@@ -141,6 +141,19 @@ def test_a_run_teaches_answers_and_writes_a_file_that_peft_loads(
     assert capsys.readouterr().out == "owt\n"
     assert main(["chat", *flags, "--top-k", "2"]) == 2
     assert "no effect without --temperature" in capsys.readouterr().err
+    written = tmp_path / "new" / "texts.txt"
+    assert main(["sample", *flags, "--prompt", "two", "--output", str(written)]) == 0
+    assert capsys.readouterr().out == "owt\n"
+    assert written.read_text() == "prompt: two\ntext: owt\n"
+    text = "<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
+    assert main(["sample", *flags, "--prompt", text, "--raw"]) == 0
+    assert capsys.readouterr().out == "owt\n"
+    drawn = ["--temperature", "3", "--seed", "4", "--count", "2"]
+    assert main(["sample", *flags, "--prompt", "two", *drawn]) == 0
+    texts = capsys.readouterr().out.split("prompt: two\n")[1:]
+    for seed, text in zip((4, 5), texts, strict=True):
+        assert main(["chat", *flags, "--prompt", "two", *drawn[:2], "--seed", str(seed)]) == 0
+        assert capsys.readouterr().out + "\n" == text
     whole = tmp_path / "whole"
     given = ["--model", "causal-lm", "--weights", str(weights), "--adapter", str(output / "peft")]
     assert main(["merge", *given, "--output", str(whole)]) == 0

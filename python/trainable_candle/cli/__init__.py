@@ -45,7 +45,9 @@ COMMANDS: Final = {
         "trainable_candle.cli.preview_data", "show the tokens of a data set, and which are learnt"
     ),
     "demo": Command("trainable_candle.cli.demo", "teach a built-in model what it has never seen"),
-    "sample": Command("trainable_candle.cli.sample", "draw images, with an adapter or without"),
+    "sample": Command(
+        "trainable_candle.cli.sample", "draw images or write texts, with an adapter or without"
+    ),
     "chat": Command("trainable_candle.cli.chat", "talk to a language model"),
     "merge": Command("trainable_candle.cli.merge", "write a model with an adapter merged into it"),
     "export": Command(

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from trainable_candle.cli.loading import add_model, load_model
-from trainable_candle.cli.options import Parser, add_help
+from trainable_candle.cli.options import Parser, add_help, whole
 from trainable_candle.cli.writing import add_writing, writing_options
 from trainable_candle.errors import ConfigError
 from trainable_candle.placement import AUTO, choose
@@ -91,5 +91,6 @@ def make_parser(program: str) -> Parser:
     )
     group.add_argument("--system", metavar="TEXT", help="the system message")
     add_writing(group)
+    group.add_argument("--seed", metavar="N", type=whole(0), help="seed of the draws (default: 0)")
     add_help(group)
     return parser

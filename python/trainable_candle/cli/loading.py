@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from trainable_candle.cli.adapter_files import scales_of
 from trainable_candle.cli.options import factor
 from trainable_candle.errors import ConfigError
+from trainable_candle.settings import flag
 from trainable_candle.settings.checks import existing_adapter
 from trainable_candle.settings.machine import FORMATS, SAME
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from trainable_candle.tasks.task import Task
 
@@ -48,9 +49,21 @@ def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
         "--base-precision",
         metavar="NAME",
         choices=(SAME, *FORMATS),
-        help=f"format of the model's linear layers, not of adapters: {', '.join(FORMATS)}",
+        help=f"format of the model's linear layers: {', '.join(FORMATS)}",
     )
     group.add_argument("--dtype", dest="precision", help=argparse.SUPPRESS)
+
+
+def reject(given: Mapping[str, Any], names: Sequence[str], where: str) -> None:
+    """Check that flags were not given that have no effect `where` a sentence says.
+
+    Raises:
+        ConfigError: some were given; the message names them.
+    """
+    useless = [flag(name) for name in names if name in given]
+    if useless:
+        verb, them = ("have", "them") if len(useless) > 1 else ("has", "it")
+        raise ConfigError(f"{', '.join(useless)} {verb} no effect with {where}; leave {them} out")
 
 
 def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Task:
@@ -71,12 +84,16 @@ def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Task
     from trainable_candle import families  # noqa: PLC0415
     from trainable_candle.cli.roundings import notes  # noqa: PLC0415
     from trainable_candle.settings import TrainConfig  # noqa: PLC0415
+    from trainable_candle.settings.texts import Texts  # noqa: PLC0415
     from trainable_candle.tasks.latent import LatentTask  # noqa: PLC0415
 
     if "scale" in given and "adapter" not in given:
         raise ConfigError(
             "--scale has no effect without --adapter; give --adapter, or leave --scale out"
         )
+    if Texts in families.find(given["model"]).groups:
+        where = f"--model {given['model']}, whose weights are all in --weights"
+        reject(given, ("text_encoder", "vae"), where)
 
     parts = TrainConfig(
         text_encoder=given.get("text_encoder", []),

@@ -29,13 +29,13 @@ def add_writing(group: argparse._ArgumentGroup) -> None:
         "--top-p",
         metavar="X",
         type=guidance,
-        help="draw from the likeliest tokens with this total probability",
+        help="draw from the fewest tokens with this probability",
     )
     group.add_argument(
         "--min-p",
         metavar="X",
         type=guidance,
-        help="least probability of a token, divided by that of the likeliest token",
+        help="least probability, relative to the likeliest token's",
     )
     group.add_argument(
         "--repetition-penalty", metavar="X", type=guidance, help="above 1: fewer repetitions"
@@ -46,7 +46,6 @@ def add_writing(group: argparse._ArgumentGroup) -> None:
         action="append",
         help="text that ends an answer; may be given again",
     )
-    group.add_argument("--seed", metavar="N", type=whole(0), help="seed of the draws (default: 0)")
 
 
 def writing_options(given: Mapping[str, Any]) -> WritingOptions:

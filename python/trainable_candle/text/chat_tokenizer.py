@@ -192,6 +192,16 @@ class ChatTokenizer:
         """
         return self.encode(self.template.render(messages, generation_prompt=True).text).ids
 
+    def beginning(self, text: str) -> list[int]:
+        """The tokens of a text that continues, with those that the tokenizer puts before a text."""
+        ids = self.encode(text, special=True).ids
+        ended = (
+            self.end is not None
+            and ids[-1:] == [self.end]
+            and not text.endswith(self.token(self.end))
+        )
+        return ids[:-1] if ended else ids
+
 
 def _json(path: Path) -> dict[str, Any]:
     """The object in a file; an empty one if there is no file.

@@ -195,6 +195,11 @@ class TextTask:
             tokens = self.family.tokenizer.prompt(messages)
         except ValueError as error:
             raise ConfigError(f"prompt: {error}") from error
+        return self._fitting(tokens)
+
+    def _fitting(self, tokens: list[int]) -> list[int]:
+        if not tokens:
+            raise ConfigError("prompt: has no tokens; give a text")
         if len(tokens) >= self.family.context:
             raise ConfigError(
                 f"prompt: has {len(tokens)} tokens, and the model was made for "
@@ -210,7 +215,20 @@ class TextTask:
         Raises:
             ConfigError: see `prompt_tokens`.
         """
-        asked = self.prompt_tokens(messages)
+        return self._streamed(self.prompt_tokens(messages), options)
+
+    def continuation(self, text: str, options: WritingOptions) -> Iterator[str]:
+        """What the model writes after a text, in pieces, without the chat template.
+
+        The text begins as a text of the training data does: with the tokens that the tokenizer puts
+        there.
+
+        Raises:
+            ConfigError: the text has no tokens, or no position is left for its continuation.
+        """
+        return self._streamed(self._fitting(self.family.tokenizer.beginning(text)), options)
+
+    def _streamed(self, asked: Sequence[int], options: WritingOptions) -> Iterator[str]:
         family = self.family
         given = self._room(options, [asked]).arguments(family.tokenizer.stops)
         steps = family.model.stream([asked], **given)
