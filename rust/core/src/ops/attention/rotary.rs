@@ -57,7 +57,7 @@ pub fn rotary_attention(
         &ROTARY,
         &[x],
         || {
-            let (x, spans) = (contiguous(&x.raw)?, spans(&cu_seqlens.raw, rotary.varlen.rows, window)?);
+            let (x, spans) = (contiguous(&x.raw)?, spans(ROTARY.name, &cu_seqlens.raw, rotary.varlen.rows, window)?);
             let norms = rotary.norms([&cos.raw, &sin.raw], scales.map(|scale| scale.map(Tensor::raw)));
             let (qkv, _) = rotary.heads(&x, &norms)?;
             let (o, log_sums) = rotary.varlen.forward(qkv.each_ref(), &spans)?;

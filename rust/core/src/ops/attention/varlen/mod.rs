@@ -51,7 +51,7 @@ pub fn varlen_attention(
         &VARLEN,
         &[q, k, v],
         || {
-            let spans = spans(&cu_seqlens.raw, varlen.rows, window)?;
+            let spans = spans(VARLEN.name, &cu_seqlens.raw, varlen.rows, window)?;
             let (o, log_sums) = varlen.forward([&q.raw, &k.raw, &v.raw], &spans)?;
             Ok((o, [log_sums, spans].into_iter().collect()))
         },
@@ -222,11 +222,11 @@ pub(super) fn scale_of(op: &'static str, width: usize, scale: Option<f64>) -> Re
 /// The spans (2, rows) of a packed row, u32: for each of its rows the first key that the row's query sees; then for
 /// each row the end (exclusive) of the queries that see the row's key. For the query of a row i outside of the segments
 /// the first key is i + 1, so the query sees no key.
-pub(super) fn spans(cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
+pub(super) fn spans(op: &'static str, cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
     on_device!(
         cu_seqlens.device(),
-        cuda => cuda::spans(cu_seqlens, rows, window),
-        cpu => Ok(from_vec(spans_of(&bounds_of(cu_seqlens)?, rows, window)?, (2, rows))),
+        cuda => cuda::spans(op, cu_seqlens, rows, window),
+        cpu => Ok(from_vec(spans_of(op, &bounds_of(cu_seqlens)?, rows, window)?, (2, rows))),
     )
 }
 
@@ -237,14 +237,14 @@ fn bounds_of(cu_seqlens: &Raw) -> Result<Vec<i64>> {
     to_vec::<i64>(cu_seqlens)
 }
 
-fn spans_of(bounds: &[i64], rows: usize, window: Option<usize>) -> Result<Vec<u32>> {
+fn spans_of(op: &'static str, bounds: &[i64], rows: usize, window: Option<usize>) -> Result<Vec<u32>> {
     let mut spans: Vec<u32> = (1..=rows as u32).chain(0..rows as u32).collect();
     let mut last = 0;
     for (at, &bound) in bounds.iter().enumerate() {
         let fits = usize::try_from(bound).ok().filter(|&b| b <= rows && b >= last && (at > 0 || b == 0));
         let Some(bound) = fits else {
             return Err(Error::index(
-                VARLEN.name,
+                op,
                 format!(
                     "bound {at} of cu_seqlens is {bound}, expected {}",
                     if at == 0 { "0".into() } else { format!("{last} to {rows}: bounds ascend, found {rows} rows") }
@@ -295,7 +295,7 @@ mod tests {
     use super::*;
 
     fn spans_with(bounds: &[i64], rows: usize, window: Option<usize>) -> Result<Vec<u32>> {
-        spans_of(bounds, rows, window)
+        spans_of("rotary_attention", bounds, rows, window)
     }
 
     #[test]
@@ -316,7 +316,8 @@ mod tests {
             (&[0, -1], "bound 1 of cu_seqlens is -1"),
         ] {
             let error = spans_with(bounds, 4, None).unwrap_err();
-            assert!(matches!(error, Error::Index { .. }) && error.to_string().contains(message), "{error}");
+            let message = format!("rotary_attention: {message}");
+            assert!(matches!(error, Error::Index { .. }) && error.to_string().contains(&message), "{error}");
         }
     }
 

@@ -28,8 +28,7 @@ const BLOCKS: u32 = 1056;
 /// The spans, as on the CPU: for each row the first key that the row's query sees; then for each row the end of the
 /// queries that see the row's key. After the spans comes a counter, initially zero, with which the blocks of the
 /// forward kernel distribute the work among themselves.
-pub fn spans(cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
-    let op = VARLEN.name;
+pub fn spans(op: &'static str, cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
     let gpu = Gpu::of(op, cu_seqlens)?;
     let spans = empty(op, gpu, &[2 * rows + 1], DType::U32)?;
     if rows == 0 {
