@@ -460,14 +460,10 @@ class ComposedMethods:
                 "a Tensor does not change; make another with tc.where, masked_fill or scatter, or "
                 "use a tc.Var, whose elements can be set"
             )
-        chosen = np.zeros(tensor.shape, np.uint8)
         place = key.numpy().astype(bool) if is_mask(key) else plain(key)
-        chosen[place] = 1
-        new = tensor.detach().numpy().copy() if tensor.dtype != "bf16" else None
         with no_tape():
-            if new is None:
-                new = tensor.detach().to("f32").numpy().copy()
-            new[place] = value.detach().to("f32").numpy() if is_tensor(value) else value
+            new = _on_host(tensor).copy()
+            new[place] = _on_host(value) if is_tensor(value) else value
             tensor.set(_core.tensor(new, dtype=tensor.dtype, device=tensor.device))
 
     @property
@@ -484,6 +480,12 @@ class ComposedMethods:
         if requires_grad:
             return tensor if isinstance(tensor, _core.Var) else _core.Var(tensor)
         return tensor.detach()
+
+
+def _on_host(tensor: Tensor) -> Any:
+    """The values as a numpy array; numpy has no bf16, so bf16 becomes f32, which is exact."""
+    tensor = tensor.detach()
+    return (tensor.to("f32") if tensor.dtype == "bf16" else tensor).numpy()
 
 
 def attach() -> None:

@@ -42,6 +42,13 @@ def test_a_wider_value_keeps_the_dtype() -> None:
     assert (str(v.dtype), v.tolist()) == ("bf16", [2.0, 4.0])
 
 
+@pytest.mark.parametrize(("dtype", "value"), [("f64", 1 / 3), ("bf16", 0.5), ("f16", 0.25)])
+def test_an_element_gets_every_bit_of_a_tensor(dtype: str, value: float) -> None:
+    v = tc.Var(tc.zeros(2, dtype=dtype))
+    v[1] = tc.tensor(value, dtype=dtype)
+    assert (str(v.dtype), v.tolist()) == (dtype, [0, value])
+
+
 def test_a_fill_replaces_non_finite_values() -> None:
     v = tc.Var(tc.tensor([math.nan, math.inf]))
     assert v.fill_(2.0).tolist() == [2.0, 2.0]
