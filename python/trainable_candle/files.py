@@ -187,5 +187,9 @@ def safetensors_metadata(path: Path) -> dict[str, str]:
         if size > _LARGEST_HEADER:
             raise ValueError(f"{path}: is not a safetensors file")
         header = parse_json(file.read(size))
-    entries = header.get("__metadata__", {}) if isinstance(header, dict) else {}
-    return {str(name): str(text) for name, text in entries.items()}
+    match header:
+        case {"__metadata__": dict(entries)}:
+            return {str(name): str(text) for name, text in entries.items()}
+        case dict() if header.get("__metadata__") is None:
+            return {}
+    raise ValueError(f"{path}: is not a safetensors file")

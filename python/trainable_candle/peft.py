@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from trainable_candle._core import LoraConfig, Tensor, Var, load_file, save_file
 from trainable_candle.errors import (
@@ -20,9 +20,6 @@ from trainable_candle.nn.conv_adapter import LoRAConv2d
 from trainable_candle.nn.layers import Conv2d
 from trainable_candle.nn.linear import DoRALinear, Linear, LoRALinear
 from trainable_candle.nn.module import Module
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 __all__ = ["ModuleAdapter", "PeftModel", "get_peft_model"]
 
@@ -62,6 +59,7 @@ class ModuleAdapter:
     Raises:
         ConfigError: If the configuration or one of its `target_modules` matches no layer, or a
             selected layer cannot have the adapter that the configuration describes.
+        ArgumentError: If an argument has another type, or a layer is in a tuple.
     """
 
     def __init__(self, module: Module, config: LoraConfig) -> None:
@@ -281,7 +279,9 @@ def _places(module: Module) -> dict[str, _Place]:
         if id(layer) not in seen:
             seen.add(id(layer))
             if isinstance(owner, tuple):
-                raise ArgumentError(f"{name} is in a tuple, which cannot change; use a list")
+                raise ArgumentError(
+                    f"add_adapter: {name} is in a tuple, which cannot change; use a list"
+                )
             found[name] = _Place(owner, key, layer)
     return found
 
@@ -354,14 +354,19 @@ def _named(key: str) -> str:
 
 def _read_config(path: Path) -> LoraConfig:
     try:
-        values: Mapping[str, Any] = parse_json(path.read_text(encoding="utf-8"))
+        values: Any = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise MissingFileError(f"{path}: there is no such file") from None
     except (OSError, ValueError) as error:
         raise WeightsFormatError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise WeightsFormatError(f"{path}: expected a JSON object")
     kind = values.get("peft_type")
     if kind != "LORA":
         raise ConfigError(f"{path}: peft_type is {kind}, expected LORA")
+    for name in ("r", "lora_alpha"):
+        if not isinstance(values.get(name), (int, float)):
+            raise WeightsFormatError(f"{path}: {name} is {values.get(name)}, expected a number")
     targets = values.get("target_modules") or []
     return LoraConfig(
         r=values["r"],

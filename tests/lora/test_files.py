@@ -10,6 +10,7 @@ import pytest
 import trainable_candle as tc
 from trainable_candle.cli import main
 from trainable_candle.errors import ArgumentError, WeightsFormatError
+from trainable_candle.files import safetensors_metadata
 from trainable_candle.lora import LoraFile, combine, resize
 
 RNG = np.random.default_rng(1)
@@ -136,3 +137,17 @@ def test_what_cannot_be_combined_is_answered(tmp_path: Path) -> None:
         combine([a, b], [1, 1])
     with pytest.raises(WeightsFormatError, match=r"is a folder, expected the \.safetensors file"):
         LoraFile.read(tmp_path)
+
+
+@pytest.mark.parametrize(("entries", "found"), [("null", {}), ('{"rank": 4}', {"rank": "4"})])
+def test_metadata_may_be_missing(entries: str, found: dict[str, str], tmp_path: Path) -> None:
+    header = f'{{"__metadata__": {entries}}}'.encode()
+    (tmp_path / "a").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert safetensors_metadata(tmp_path / "a") == found
+
+
+@pytest.mark.parametrize("header", ['{"__metadata__": 3}', "[]"])
+def test_a_damaged_header_is_no_safetensors_file(header: str, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(ValueError, match="is not a safetensors file"):
+        safetensors_metadata(tmp_path / "a")

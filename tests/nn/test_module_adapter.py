@@ -145,6 +145,22 @@ def test_adapters_that_do_not_fit_are_rejected(net: Net, tmp_path: Path) -> None
         wrong.load(tmp_path / "a")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "expected a JSON object"),
+        ('{"peft_type": "LORA"}', "r is None, expected a number"),
+        ('{"peft_type": "LORA", "r": 2, "lora_alpha": "4"}', "lora_alpha is 4, expected a number"),
+    ],
+)
+def test_a_damaged_configuration_is_named(
+    text: str, message: str, net: Net, tmp_path: Path
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(WeightsFormatError, match=message):
+        tc.PeftModel.from_pretrained(net, tmp_path)
+
+
 def test_every_target_selects_a_layer() -> None:
     def model() -> tc.nn.Sequential:
         return tc.nn.Sequential(tc.nn.Embedding(5, 4), tc.nn.Linear(4, 2))
