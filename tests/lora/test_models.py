@@ -59,7 +59,7 @@ def test_several_files_add_up(sdxl_base: Path, tmp_path: Path) -> None:
 def test_only_loras_add_up(sdxl_base: Path, tmp_path: Path) -> None:
     one = adapter(sdxl_base, tmp_path / "a.safetensors", 1, target_modules=["to_q"])
     dora = adapter(sdxl_base, tmp_path / "b.safetensors", 2, adapter="dora")
-    with pytest.raises(ConfigError, match="it is dora, and only LoRA can be used together"):
+    with pytest.raises(ConfigError, match="adapters other than LoRA, and only LoRA can be used"):
         stacked(unet(sdxl_base), [(one, 1.0), (dora, 1.0)])
 
 

@@ -78,8 +78,8 @@ def start_from_rounding(adapter: AdapterSet, base: Model, original: Model) -> No
     parameters = adapter.named_parameters()
     if adapter.config.adapter != "lora" or adapter.config.use_dora:
         raise ConfigError(
-            f"start_from_rounding: the adapter is {adapter.config.adapter}, expected lora, whose "
-            "product is added to the weight"
+            "start_from_rounding: expected LoRA, whose product is added to the weight; the "
+            f"adapter is {'dora' if adapter.config.use_dora else adapter.config.adapter}"
         )
     count = 0
     for name, down in parameters.items():

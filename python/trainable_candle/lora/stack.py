@@ -36,12 +36,13 @@ def stacked(model: Model, files: Sequence[tuple[Path, float]]) -> AdapterSet:
     for path, scale in files:
         adapter = model.load_adapter(path, scale=scale)
         config = adapter.config
-        if config.adapter != "lora":
-            raise ConfigError(
-                f"--adapter {path}: it is {config.adapter}, and only LoRA can be used together "
-                "with others; merge it into the model first"
-            )
         values = {name: var.detach().to("cpu") for name, var in adapter.named_parameters().items()}
+        others = any(not name.endswith((_DOWN, _UP)) for name in values)
+        if config.adapter != "lora" or config.use_dora or others:
+            raise ConfigError(
+                f"--adapter {path}: it has adapters other than LoRA, and only LoRA can be used "
+                "together with others; merge it into the model first"
+            )
         for name, down in values.items():
             layer = name.removesuffix(_DOWN)
             if layer == name:
