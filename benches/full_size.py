@@ -116,13 +116,6 @@ def write_pictures(
         (folder / f"{number:02d}.txt").write_text(f"a photo of a sks thing number {number}")
 
 
-def write_texts(path: Path, count: int = 64, length: int = 2000) -> None:
-    """Write lines of random letters, a dataset for a language model."""
-    random = np.random.default_rng(0)
-    texts = ("".join(map(chr, random.integers(97, 123, length))) for _ in range(count))
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-
-
 def vae_shapes() -> Shapes:
     """The parameters of SDXL's autoencoder, by diffusers' names."""
     last = VAE_WIDTHS[-1]

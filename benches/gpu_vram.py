@@ -21,17 +21,15 @@ import shutil
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import full_flow
 import full_size
+import full_text
 from gpu_job import RANK, Outcome, command
-from gpu_lm import CLASSES, LLAMA3, QWEN2
 
 import trainable_candle as tc
 
-TEXTS: dict[str, dict[str, Any]] = {"qwen2": QWEN2, "llama": LLAMA3}
-MODELS: tuple[str, ...] = ("sdxl", *full_flow.PIPELINES, *TEXTS)
+MODELS: tuple[str, ...] = ("sdxl", *full_flow.PIPELINES, *full_text.MODELS)
 IMAGES = 2
 GIB = r"([\d.]+) GiB"
 ROW = "{:<10} {:>5} {:>9} {:>9} {:>9} {:>9} {:>9}  {}"
@@ -40,12 +38,9 @@ ROW = "{:<10} {:>5} {:>9} {:>9} {:>9} {:>9} {:>9}  {}"
 def prepare(model: str, folder: Path) -> list[str]:
     """Write a model and its dataset; return the flags that name both."""
     weights, data = folder / "weights", folder / "data"
-    if model in TEXTS:
-        config = TEXTS[model] | {"architectures": [CLASSES[TEXTS[model]["model_type"]]]}
-        full_flow.write_part(weights, "CausalLM", config, "cuda")
-        full_flow.write_tokenizer(weights)
-        (weights / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-        full_size.write_texts(data.with_suffix(".jsonl"))
+    if model in full_text.MODELS:
+        full_text.write_model(weights, model, "cuda")
+        full_text.write_texts(data.with_suffix(".jsonl"))
         flags = ["--model", "causal-lm", "--dataset", str(data.with_suffix(".jsonl"))]
         return [*flags, "--sequence-length", "2048", "--weights", str(weights)]
     if model == "sdxl":

@@ -1,0 +1,129 @@
+"""Time a whole job on a full-size language model, and transformers and peft in the same phases.
+
+python benches/gpu_text_job.py [--model qwen2] [--folder DIR] [--only cold,chat,...] [--no-torch]
+
+The benchmark first writes a model of random weights (3.1 GB for Qwen2-1.5B, 16 GB for Llama-3-8B)
+and 5,000 conversations. Then it runs the commands that a user would type: preview the data; train
+100 steps of 4 rows of 2,048 tokens; resume; train with validation, previews and saves; chat;
+export for peft, llama.cpp and as a merged model; verify. A phase is the time between two lines that
+a command prints. `text_job_peer.py` runs the same phases in transformers and peft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import full_text
+import timing
+from gpu_job import RANK, command, show
+
+import trainable_candle as tc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+STEPS, ROWS, LENGTH = 100, 4, 2048
+WRITTEN = 128
+"""The tokens of an answer."""
+PROMPT: Final = "What is a LoRA?"
+
+
+def train(work: Path, name: str, steps: int, *more: str) -> None:
+    """Train as a user would."""
+    outcome = command(
+        "train", "--model", "causal-lm", "--weights", str(work / "weights"),
+        "--dataset", str(work / "chats.jsonl"), "--output", str(work / name),
+        "--device", "cuda", "--precision", "bf16", "--rank", str(RANK), "--steps", str(steps),
+        "--batch-size", str(ROWS), "--sequence-length", str(LENGTH), *more,
+    )  # fmt: skip
+    show(f"train, {name}", outcome, work / name)
+
+
+def chat(work: Path) -> None:
+    """Answer one prompt, then two: the difference is the time of an answer without start-up."""
+    for count in (1, 2):
+        outcome = command(
+            "sample", "--model", "causal-lm", "--weights", str(work / "weights"),
+            "--adapter", str(work / "cold" / "peft"), "--device", "cuda", "--precision", "bf16",
+            "--tokens", str(WRITTEN), *["--prompt", PROMPT] * count,
+        )  # fmt: skip
+        show(f"sample, {count} of at most {WRITTEN} tokens", outcome)
+
+
+def export(work: Path, reader: str) -> None:
+    """Export the adapter for a reader, or the merged model."""
+    output = work / f"for-{reader}"
+    outcome = command(
+        "export", "--weights", str(work / "weights"), "--adapter", str(work / "cold" / "peft"),
+        "--for", reader, "--output", str(output),
+    )  # fmt: skip
+    show(f"export --for {reader}", outcome)
+    shutil.rmtree(output, ignore_errors=True)
+
+
+def preview(work: Path) -> None:
+    """Print the tokens of three examples."""
+    data = ["--weights", str(work / "weights"), "--dataset", str(work / "chats.jsonl")]
+    outcome = command("preview-data", *data, "--examples", "3")
+    outcome.lines = outcome.lines[-1:]
+    show("preview-data", outcome)
+
+
+def verify(work: Path) -> None:
+    """Verify the adapter."""
+    weights = ["--weights", str(work / "weights")]
+    show("verify", command("verify", "--model", "causal-lm", *weights, str(work / "cold" / "peft")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", choices=sorted(full_text.MODELS), default="qwen2")
+    parser.add_argument("--folder", type=Path, help="for all files (default: a temporary folder)")
+    parser.add_argument("--only", default="", help="commands, comma-separated (default: all)")
+    parser.add_argument("--no-torch", action="store_true", help="leave transformers and peft out")
+    given = parser.parse_args()
+    reason = tc.cuda.unavailable_reason()
+    if reason is not None:
+        raise SystemExit(f"no CUDA: {reason}")
+    work = given.folder or Path(tempfile.mkdtemp(prefix="gpu_text_job_"))
+    parts: dict[str, Callable[[], None]] = {
+        "preview": lambda: preview(work),
+        "cold": lambda: train(work, "cold", STEPS),
+        "resume": lambda: train(work, "cold", STEPS + 20, "--resume", "latest"),
+        "everything": lambda: train(
+            work, "everything", 60, "--save-every", "20", "--sample-every", "20",
+            "--sample-prompts", PROMPT, "--sample-tokens", str(WRITTEN),
+            "--validation-split", "0.02", "--validate-every", "20",
+        ),
+        "chat": lambda: chat(work),
+        "peft": lambda: export(work, "peft"),
+        "gguf": lambda: export(work, "gguf"),
+        "merged": lambda: export(work, "merged"),
+        "verify": lambda: verify(work),
+    }  # fmt: skip
+    wanted = [name for name in given.only.split(",") if name] or list(parts)
+    try:
+        if not (work / "weights").exists():
+            started = time.perf_counter()
+            full_text.write_model(work / "weights", given.model, "cuda")
+            full_text.write_chats(work / "chats.jsonl")
+            print(f"made the model and the conversations: {time.perf_counter() - started:.1f} s")
+        for name in wanted:
+            parts[name]()
+        if not given.no_torch and timing.find_torch() is not None:
+            peer = str(Path(__file__).with_name("text_job_peer.py"))
+            subprocess.run([sys.executable, peer, str(work)], check=False)
+    finally:
+        if given.folder is None:
+            shutil.rmtree(work)
+
+
+if __name__ == "__main__":
+    main()
