@@ -98,8 +98,8 @@ impl LinearGroup {
     }
 
     /// Apply the layer `last` to the result of [`forward_swiglu`](Self::forward_swiglu). The input features of `last` are the
-    /// output features of a member. One operation ([`swiglu_feed_forward`]) computes both steps if the adapters of `last` and
-    /// of the two members are low-rank products, and `x` and all low-rank factors need a gradient.
+    /// output features of a member. If the adapters of `last` and of the two members are low-rank products, one operation may
+    /// compute both steps; [`swiglu_feed_forward`] says when.
     ///
     /// # Errors
     /// As [`forward_swiglu`](Self::forward_swiglu) and [`Linear::forward`].
