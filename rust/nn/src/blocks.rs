@@ -83,8 +83,8 @@ impl<B> FromIterator<B> for Blocks<B> {
 
 impl<B> Blocks<B> {
     /// Mark the blocks as nested in a network whose other layers keep more for the backward pass than several of these
-    /// blocks together. Under [`Policy::Full`] the tape then keeps the input of every stretch of [`stretch`](Self::stretch)
-    /// blocks instead of the input of every block, which takes less memory.
+    /// blocks keep together. Under [`Policy::Full`] the tape then needs less memory: it keeps one input for each stretch of
+    /// [`stretch`](Self::stretch) blocks instead of one for each block.
     #[must_use]
     pub fn nested(mut self) -> Self {
         self.nested = true;

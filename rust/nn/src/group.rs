@@ -33,8 +33,8 @@ pub enum Projected {
 }
 
 impl LinearGroup {
-    /// A group of named layers. The parameters of frozen layers move to common storage; trainable layers keep their own
-    /// storage.
+    /// A group of named layers. Where possible, the parameters of frozen layers move to common storage. Trainable layers
+    /// keep their own storage.
     ///
     /// # Errors
     /// [`Error::Shape`] if the layers have different numbers of input features, [`Error::OutOfMemory`] if the common
@@ -78,10 +78,10 @@ impl LinearGroup {
         }
     }
 
-    /// [`swiglu`](trainable_candle_core::ops::gated::swiglu) of the results of two members, features and gate, for
-    /// `x (..., in_features)`: `(..., out_features)`. If [`forward`](Self::forward) would compute both members by one
-    /// matrix product, one operation computes the result, which the backward pass may compute again instead of keeping it
-    /// ([`remade`](Tensor::remade)).
+    /// Apply the two members, features and gate, to `x (..., in_features)`, and return the
+    /// [`swiglu`](trainable_candle_core::ops::gated::swiglu) of their results, `(..., out_features)`. If
+    /// [`forward`](Self::forward) would compute both members by one matrix product, one operation computes the SwiGLU. The
+    /// tape then need not keep its result, because the backward pass can recompute it ([`remade`](Tensor::remade)).
     ///
     /// # Errors
     /// As [`forward`](Self::forward); [`Error::Shape`] if there are not two members with the same number of output
@@ -98,8 +98,8 @@ impl LinearGroup {
     }
 
     /// Apply the layer `last` to the result of [`forward_swiglu`](Self::forward_swiglu). The input features of `last` are the
-    /// output features of a member. One operation computes the SwiGLU and `last` if `last` has an adapter that is a low-rank
-    /// product and `forward_swiglu` would be one operation.
+    /// output features of a member. If the adapters of `last` and of the two members are low-rank products, one operation may
+    /// compute both steps; [`swiglu_feed_forward`] says when.
     ///
     /// # Errors
     /// As [`forward_swiglu`](Self::forward_swiglu) and [`Linear::forward`].
@@ -175,7 +175,7 @@ fn join(members: &mut [Linear<Tensor>]) -> Result<Option<Joined>> {
     let (weight, parts) = if weights.len() == count {
         (Weight::from(all(weights)?), None)
     } else if matrices.len() == count {
-        // On a GPU, one product computes all members if their quantized weights lie in common storage.
+        // On a GPU, one product computes all members if their quantized weights are in common storage.
         match if device.is_cuda() { Quantized::join(&matrices)? } else { None } {
             Some((joined, parts)) => (joined.into(), Some(as_weights(parts))),
             None => (Quantized::cat(&matrices)?.into(), None),

@@ -48,8 +48,8 @@ pub trait Stored {
         on_cpu(self.read_weight(name, format)?)
     }
 
-    /// The stored parameters that belong to no name in `taken`, the names that the model has requested. Returns the
-    /// names that the store uses, which may differ from the model's.
+    /// The stored parameters that the model has not requested. `taken` has the names that the model has requested. Returns
+    /// the names that the store uses, which may differ from the model's.
     fn unexpected(&self, taken: &BTreeSet<String>) -> Vec<String>;
 }
 
@@ -162,7 +162,8 @@ impl Source {
         )))
     }
 
-    /// The matrix `layer.weight` of `shape`, quantized and streamed as the source was told for this layer.
+    /// The matrix `layer.weight` of `shape`. It is quantized if the source's quantization includes `layer`, and streamed if
+    /// the source's streaming includes `layer`.
     pub(crate) fn weight(&mut self, layer: &str, shape: &Shape, init: Init) -> Result<Weight> {
         let name = format!("{layer}.weight");
         let wanted = self.quantization.and_then(|quantization| quantization.of(layer));

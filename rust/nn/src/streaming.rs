@@ -32,7 +32,7 @@ impl StreamOptions {
 pub struct StreamedBytes {
     /// Weights in the memory of the host, without those that compute the modulation.
     pub blocks: usize,
-    /// Weights in the memory of the host that compute the modulation of blocks.
+    /// Weights that compute the modulation of blocks and are in the memory of the host.
     pub modulation: usize,
     /// The device memory of the slots to which the weights are copied.
     pub slots: usize,
@@ -59,8 +59,8 @@ impl Units {
     }
 }
 
-/// The plan for copying the weights of linear layers in blocks to the device ahead of their use; see
-/// [`streaming`](trainable_candle_core::streaming). All other parameters, such as norms and biases, stay on the device.
+/// The plan for streaming the weights of the linear layers in a model's blocks: they are copied to the device before their
+/// use; see [`streaming`](trainable_candle_core::streaming). All other parameters, such as norms and biases, stay on the device.
 pub struct Streaming {
     device: Device,
     layers: Quantizable,

@@ -49,8 +49,8 @@ impl Weights<'_> {
     /// The parameter `name` of `shape`.
     ///
     /// # Errors
-    /// [`Error::Config`](trainable_candle_core::Error::Config) if the parameter has another shape in the file. A missing
-    /// parameter is reported by [`Source::finish`].
+    /// [`Error::Config`](trainable_candle_core::Error::Config) if the parameter has another shape in the file, or if too many
+    /// parameters are missing. If fewer are missing, [`Source::finish`] reports them.
     pub fn get(&mut self, name: &str, shape: impl Into<Shape>, init: Init) -> Result<Tensor> {
         let name = self.join(name);
         self.source.get(name, &shape.into(), init, Packing::Plain)

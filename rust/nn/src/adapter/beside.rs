@@ -14,8 +14,8 @@ use crate::Layer;
 use crate::base::{Base, Operation};
 use crate::slot::AdapterSlot;
 
-/// A frozen LoRA whose products layers add to their results, with or without another adapter. Saving and merging leave it
-/// out.
+/// A frozen LoRA. Each of its layers adds a low-rank product to the layer's result, whether or not the layer has another
+/// adapter. Saved and merged weights do not include the LoRA.
 ///
 /// The weights of the layers do not change. So [`set_enabled`](Self::set_enabled) restores the original results exactly in
 /// every dtype, without a copy of the weights.
@@ -25,7 +25,7 @@ pub struct TrainingAdapter {
 }
 
 impl TrainingAdapter {
-    /// Put the LoRA in `values` on the layers that it names, and multiply its products by `scale`.
+    /// Attach the LoRA of `values` to the layers that its keys name, and multiply its products by `scale`.
     ///
     /// # Errors
     /// [`Error::Config`] if a layer is missing, is not linear or already has a training adapter, or if the adapter is

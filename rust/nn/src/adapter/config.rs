@@ -173,7 +173,7 @@ impl LoraConfig {
         }
         if self.lora_dropout > 0.0 {
             return wrong(format!(
-                "lora_dropout is {}, expected 0 with adapter \"oft\", which rotates the base weight and has no separate input",
+                "lora_dropout is {}, expected 0 with adapter \"oft\", which has no separate input that dropout could change",
                 self.lora_dropout
             ));
         }
@@ -276,7 +276,7 @@ pub fn scale(alpha: f64, rank: usize, rslora: bool) -> f64 {
     alpha / if rslora { (rank as f64).sqrt() } else { rank as f64 }
 }
 
-/// The projections of an attention by the names of diffusers and transformers.
+/// The names of the projections of attention in diffusers and transformers.
 const ATTENTION: &[&str] = &[
     "to_q",
     "to_k",

@@ -36,7 +36,7 @@ pub static KIND: AdapterKind = AdapterKind {
     build,
 };
 
-/// The initial values of the factors, which are LoRA's, and of the magnitude: the norms of the weight, so that the layer's
+/// Initial values: the factors start as LoRA's do. The magnitude starts as the norms of the weight, so that the layer's
 /// results do not change.
 fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     let mut parameters = lora::start(base, settings);

@@ -1,9 +1,9 @@
 //! OFT (Qiu et al. 2023, arXiv:2306.07280): rotations of blocks of a layer's inputs or outputs, y = W R x + b or y = R W x + b.
 //!
-//! R is block diagonal. A block of outputs is the Cayley transform C = (I - Q) (I + Q)⁻¹ of a skew-symmetric Q; a block of
-//! inputs is Cᵀ. The strict upper triangle of Q is trained; Q = 0 gives the identity. The layer rotates activations, not the
-//! weight. Row vectors x become x + x D with D = Rᵀ - I, because in a bf16 R small rotations would vanish beside the ones of the
-//! diagonal.
+//! R is block diagonal. For outputs, each block is the Cayley transform C = (I - Q) (I + Q)⁻¹ of a skew-symmetric Q; for
+//! inputs, each block is Cᵀ. The strict upper triangle of Q is trained; Q = 0 gives the identity. The layer rotates
+//! activations, not the weight. A row vector x becomes x + x D with D = Rᵀ - I. The layer does not compute with R itself,
+//! because bf16 would round the diagonal of R to 1 if the rotation is small.
 //!
 //! peft rotates inputs; `LyCORIS` and `ComfyUI` rotate outputs. The parameter of each side has the name that these
 //! programs give it. In place of C, peft can use the first terms of a series (`use_cayley_neumann`). Their sum approximates

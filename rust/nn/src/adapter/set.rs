@@ -144,7 +144,7 @@ impl AdapterSet {
         Self::build(config, planned)
     }
 
-    /// Put the adapters in `values` on the layers that it names. Other layers do not change.
+    /// Attach each adapter of `values` to the layer that its key names. Other layers do not change.
     ///
     /// # Errors
     /// [`Error::Config`] if a layer is missing or already has an adapter, or if no kind has the parameters;
@@ -230,7 +230,7 @@ impl AdapterSet {
         Ok(set)
     }
 
-    /// The configuration. In a set that was read from a file, `target_modules` lists every layer.
+    /// The configuration. In a set that was read from a file, `target_modules` lists every adapted layer.
     pub const fn config(&self) -> &LoraConfig {
         &self.config
     }
@@ -406,7 +406,7 @@ impl AdapterSet {
                         })
                     };
                     let asked = named(member.settings.cayley_neumann_terms);
-                    let asked = format!("with {asked}; create it with the file's values");
+                    let asked = format!("made with {asked}; make it with the file's values");
                     return cure(&named(given.cayley_neumann_terms), &asked);
                 }
             }

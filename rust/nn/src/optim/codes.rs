@@ -1,9 +1,10 @@
 //! Computes the 8-bit codes of a block of values by arithmetic in registers, without look-ups in memory.
 //!
 //! The codes represent the values of the dynamic map. Within a decade (the magnitudes between two powers of ten), the map's
-//! values are evenly spaced. Number the map's magnitudes in ascending order from zero: in each decade, the number of the
-//! map's value nearest to a magnitude is then a linear function of the magnitude, rounded. The rounding may be wrong for
-//! magnitudes near the border between two codes. Such magnitudes are few, and their codes are looked up.
+//! values are evenly spaced. Here the map's magnitudes are numbered from zero in ascending order. To encode a magnitude is to
+//! find the number of the nearest magnitude in the map. Within a decade, this number is a linear function of the magnitude to
+//! encode, rounded. The rounding may be wrong near the border between two codes. Few magnitudes are so near to a border, and
+//! their codes are looked up.
 
 use super::lanes::Lanes;
 use super::quant::{BLOCK_SIZE, Codebook};
@@ -15,15 +16,16 @@ const DECADES: usize = 7;
 /// The nominal end of the first decade. All smaller magnitudes are in this decade, so this value replaces them where the decade
 /// is computed.
 const FIRST_END: f32 = 1e-6;
-/// The upper 16 bits of an f32, as an integer, times this factor, divided by 2^16, are approximately the f32's logarithm in
-/// decades plus a constant: the upper 16 bits grow by 2^7 per octave, that is by 2^16 in 154.1 decades. For the value 1 the
-/// result is 38.2. The whole part of the result, minus 32, is the index of the value's decade or of the decade below. This
-/// also holds at the actual end of the first decade, which is up to 1.9e-6 instead of 1e-6.
+/// Take the upper 16 bits of an f32 as an integer, multiply them by this factor and divide by 2^16. The result is
+/// approximately the f32's logarithm in decades plus a constant, because the upper 16 bits grow by 2^7 per octave, that is by
+/// 2^16 in 154.1 decades. For the value 1 the result is 38.2. The whole part of the result, minus 32, is the index of the
+/// value's decade or of the decade below. This also holds at the actual end of the first decade, which is up to 1.9e-6
+/// instead of 1e-6.
 const DECADES_PER_BIT: u16 = 154;
-/// The code of a value is looked up if the fraction of the value's number before rounding is below this limit, in units of
-/// 2^-16. The rounding errors of numbers (up to 255), lines and borders together are less than half of the limit. Half of the
-/// limit is added to each line, so that the uncertain fractions on both sides of a whole number become those from 0 to the
-/// limit.
+/// A limit for fractions, in units of 2^-16. Before rounding, the number of a value has a fraction. If this fraction is below
+/// the limit, the code of the value is looked up. The rounding errors of numbers (up to 255), lines and borders together are
+/// less than half of the limit, so a fraction is uncertain only within half of the limit above or below a whole number. Half
+/// of the limit is added to each line: the uncertain fractions are then those from 0 to the limit.
 const UNCERTAIN: u16 = 8;
 
 /// Registers that can look up a table of eight values.
@@ -62,9 +64,9 @@ impl Table {
 }
 
 /// The constant that is added to numbers so that all sums have the same exponent: they are at least this power of two and less
-/// than the next. The upper bits of such an f32's mantissa are the whole part of the number, the lower bits the fraction. In
-/// the map for values of both signs, the number of magnitudes above the last decade is an exception: the sum is the next power
-/// of two.
+/// than the next. The upper bits of such an f32's mantissa are the whole part of the number, the lower bits the fraction. There
+/// is one exception: in the map for values of both signs, the sum for a magnitude above the last decade is the next power of
+/// two.
 const fn base(signed: bool) -> f32 {
     if signed { 128.0 } else { 256.0 }
 }

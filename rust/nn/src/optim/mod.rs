@@ -17,8 +17,9 @@
 //!
 //! Every optimizer is a [`Stepper`] over a [`Rule`], or holds a [`Stepper`] if its steps need sums over all variables.
 //! A new optimizer is a file with a rule and its hyper-parameters, and a line of the registry that makes [`KINDS`]. All
-//! optimizers take f32, f16 and bf16 variables; for f16 and bf16 they hold f32 master values. Optimizers with states in
-//! full precision also take f64. Variables that share one flat buffer are updated in one pass over the buffer.
+//! optimizers take f32, f16 and bf16 variables. They hold f32 master values for f16 variables, and for bf16 variables that
+//! are not rounded stochastically. Optimizers with states in full precision also take f64. Variables that share one flat
+//! buffer are updated in one pass over the buffer.
 //!
 //! For CUDA variables, states, hyper-parameters and step counters are on the device;
 //! [`place_states`](Optimizer::place_states) moves the states to memory of the host. A step usually is two launches for

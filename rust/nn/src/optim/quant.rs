@@ -31,9 +31,9 @@ pub struct Codebook {
     values: [f32; 256],
     /// Entries for the f32 values to encode, indexed by a value's upper 16 bits. The value's code is the upper half of the sum
     /// of the entry and the value's lower 16 bits. The upper half of an entry is the code of the smallest value with this
-    /// index. If the next code begins at a larger value with this index, the entry's lower half makes the sum carry from that
-    /// value on. Among the values with one index, at most one code begins. The lower 16 bits of a negative value are inverted
-    /// before the addition, so that they grow with the value.
+    /// index. If the next code begins at a larger value with this index, the addition carries into the upper half for that
+    /// value and all larger ones; the entry's lower half is chosen so. Among the values with one index, at most one code
+    /// begins. The lower 16 bits of a negative value are inverted before the addition, so that they grow with the value.
     table: Box<[u32; 1 << 16]>,
     /// The map as lines, for computing the codes of optimizer states in registers.
     #[cfg(target_arch = "x86_64")]

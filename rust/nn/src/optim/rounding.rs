@@ -57,9 +57,9 @@ impl Bits {
     }
 }
 
-/// Rounds to one of the neighbouring bf16 numbers by the lower 16 of `bits`. The probability of the neighbour of larger
-/// magnitude is the distance to the other neighbour, divided by the distance between the two. Infinities do not change, and NaN
-/// stays NaN.
+/// Rounds to one of the neighbouring bf16 numbers, which the lower 16 of `bits` choose. The probability of the neighbour of
+/// larger magnitude is the distance of `value` from the other neighbour, divided by the distance between the neighbours.
+/// Infinities do not change, and NaN stays NaN.
 #[inline(always)]
 fn round(value: f32, bits: u32) -> bf16 {
     let found = value.to_bits();

@@ -100,7 +100,7 @@ impl GradScaler {
             return wrong("growth_interval", growth_interval.to_string(), "at least 1");
         }
         let state =
-            Fixed::new("the device of the loss scale, which moves at its first use", State::Host(init_scale, 0));
+            Fixed::new("the device of the loss scale (the first use moves the scale)", State::Host(init_scale, 0));
         Ok(Self { config, state, stages: stages(FxHashMap::default()) })
     }
 

@@ -96,8 +96,9 @@ pub trait Optimizer: Send {
     fn load_state_dict(&mut self, states: &StateDict) -> Result<()>;
 
     /// Decides where the states of CUDA variables are; by default on the device. With [`StatePlace::Host`], this makes the
-    /// states, so that a lack of memory shows before the first step. Call it last, before the first step. On the CPU it has
-    /// no effect, because the states are in the memory of the host anyway.
+    /// states, so that a lack of memory shows before the first step. Call this method before the first step, and
+    /// after all other settings are made. On the CPU it has no effect, because the states are in the memory of the host
+    /// anyway.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the system gives too little pinned memory, [`Error::Argument`] if the states exist
@@ -219,7 +220,7 @@ impl<R: Rule> Stepper<R> {
             device: None,
             shared: Vec::new(),
             place: StatePlace::Device,
-            trained: Fixed::new("whether averages or parameters are in place", None),
+            trained: Fixed::new("whether averages replace the parameters", None),
             seed: None,
         })
     }
@@ -281,8 +282,8 @@ impl<R: Rule> Stepper<R> {
         self.check_training("step")?;
         if let Some(parameter) = self.parameters().find(|parameter| parameter.var.is_replaced()) {
             let message = format!(
-                "step() found a variable of shape {:?} that a copy on another device or of another dtype has replaced; move the \
-                 model first, then make the optimizer",
+                "step() found a variable of shape {:?} that was replaced by a copy on another device or of another dtype; move \
+                 the model first, then make the optimizer",
                 parameter.var.dims()
             );
             return Err(Error::argument(R::NAME, message));

@@ -96,7 +96,7 @@ impl OnDevice {
         parameters(groups).zip(&self.places).zip(&slots.of).map(download).collect()
     }
 
-    /// The bytes that states, on the device or on the host, and master values take.
+    /// The bytes of the states (on the device or on the host) and of the master values.
     pub(in crate::optim) fn state_bytes(&self) -> usize {
         let bytes = |raw: &Raw| raw.elem_count() * raw.dtype().size_in_bytes();
         let states: usize = self.layouts.iter().flat_map(|layout| &layout.buffers).map(bytes).sum();

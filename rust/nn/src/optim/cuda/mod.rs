@@ -28,7 +28,7 @@ pub(super) use gradient::{Clip, LossScale, scale_gradients};
 
 const _: () = assert!(STATE_BLOCK == BLOCK_SIZE);
 
-/// The largest number of cached tables. There is one for each set of variables that a launch has updated.
+/// The largest number of cached tables. A table describes the variables that one launch updates.
 const TABLES: usize = 32;
 
 type Specs = SmallVec<[StateSpec; 4]>;
@@ -163,8 +163,8 @@ fn no_kernels(op: &'static str) -> Error {
 }
 
 impl OnDevice {
-    /// Moves the states of `groups` to the device of their variables or to host memory that it reads; variables without
-    /// states get zeros. `shared` are the numbers that all steps share, `seed` is the seed of stochastic rounding.
+    /// Moves the states of `groups` to the device of their variables, or to host memory that the device reads. Variables
+    /// without states get zeros. `shared` are the numbers that all steps share, `seed` is the seed of stochastic rounding.
     pub(super) fn new<R: Rule>(
         groups: &mut [Group<R::Config>],
         place: StatePlace,

@@ -215,7 +215,8 @@ impl Known {
 /// The table of one launch in device memory: the pieces of its variables, and the segments of memory that hold the pieces.
 pub struct Table {
     pub(super) known: Known,
-    /// A [`Piece`] for each run of elements that one block of threads, or one warp with 8-bit states, updates.
+    /// A [`Piece`] for each run of elements that is updated together: by one block of threads, or if the states are 8-bit, by
+    /// one warp.
     pub(super) pieces: Raw,
     /// The addresses from which the starts of pieces are counted.
     pub(super) segments: Raw,
@@ -335,7 +336,7 @@ impl Work {
     }
 
     /// The index of the segment of `place`, and the offset of `place` from the segment's addresses, in elements. Starts a new
-    /// segment if the three addresses of `place` are not at one offset from those of the last segment.
+    /// segment if the three addresses of `place` do not all have the same offset from the addresses of the last segment.
     fn locate(&mut self, place: Segment, sizes: [usize; 3]) -> (u32, u32) {
         if let Some(last) = self.segments.last() {
             let base = addresses(last);

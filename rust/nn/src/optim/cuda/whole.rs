@@ -59,8 +59,8 @@ impl WholeTable {
     }
 }
 
-/// The kernels' structure of a variable. `first` is the size of the first dimension; `rows` and `columns` are the sizes of the
-/// last two, 1 if the variable has too few dimensions.
+/// The kernels' structure of a variable. `first` is the size of the first dimension. `rows` and `columns` are the sizes of the
+/// last two dimensions, or 1 if the variable has too few dimensions.
 fn whole(
     op: &'static str,
     [params, grads, copy]: [Address; 3],

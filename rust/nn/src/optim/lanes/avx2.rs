@@ -205,7 +205,8 @@ impl Registers for Avx2 {
         unsafe {
             let codes = &mut codes[..4 * WIDTH];
             // Selects byte 2 (bits 16 to 23, the number) of each of the four 32-bit elements in a 128-bit half. The shuffle and
-            // the unpacking take each half of a result from the same half of the operands; `in_order` undoes this at the end.
+            // the unpacking take each half of a result from the same half of the operands, so the codes are out of order until
+            // `in_order` sorts them at the end.
             let third = _mm256_set1_epi32(0x0e0a_0602);
             let [a, b, c, d] = numbers;
             let (a, b) = (_mm256_shuffle_epi8(a, third), _mm256_shuffle_epi8(b, third));
