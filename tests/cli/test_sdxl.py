@@ -293,7 +293,7 @@ SETTINGS: list[dict[str, Any]] = [
 def plain(
     flags: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, bytes]:
-    """The tensors' bytes of the adapter that a run of 2 steps with the default `flags` writes."""
+    """The bytes of each tensor of the adapter that 2 steps with the default `flags` write."""
     output = tmp_path_factory.mktemp("plain") / "run"
     done(*flags(output, 2))
     return contents(output / "adapter.safetensors")

@@ -87,7 +87,7 @@ def test_an_adapter_for_the_built_in_model_is_compared_with_that_model(
     assert text.startswith("note: the adapter's sizes are those of the built-in `sdxl`")
     assert "problems" not in text
     assert main(["verify", str(path), "--weights", str(base)]) == 0
-    assert "note: its sizes" not in capsys.readouterr().out
+    assert "note: the adapter's sizes" not in capsys.readouterr().out
 
 
 def test_alphas_that_diffusers_misreads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Products of 8-bit codes call the kernels and cuBLASLt's products that fit the dtype and the GPU.
+"""A product of 8-bit codes uses the kernels and cuBLASLt calls that fit its dtype and the GPU.
 
 The simulated GPU has compute capability 9.0.
 """

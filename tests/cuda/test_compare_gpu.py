@@ -15,7 +15,8 @@ pytestmark = pytest.mark.gpu
 FLOATS = ("f32", "f16", "bf16", "f64")
 INTEGERS = ("u8", "u32", "i64")
 COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
-# Subnormal numbers, numbers that only f64 tells apart, and numbers beyond each type of integer.
+# Subnormal numbers, numbers that only f64 tells apart, and numbers beyond the range of each
+# integer type.
 NUMBERS = (
     -np.inf, -3e38, -(2.0**63), -2.5, -1.0, -0.5, -1e-40, -0.0, 0.0, 1e-40, 6e-8, 0.5, 1.0,
     1 + 2**-40, 2.5, 254.6, 255.0, 256.0, 2.0**31, 2.0**32 - 1, 2.0**32, 2.0**53 + 2, 2.0**63,
@@ -146,7 +147,7 @@ def test_attention_with_a_mask_of_true_and_false() -> None:
 
 
 @pytest.mark.parametrize("step", [2, -1, -3])
-def test_every_second_element(step: int) -> None:
+def test_elements_at_a_step(step: int) -> None:
     found = []
     for device in ("cpu", "cuda"):
         x = tc.Var(np.arange(60.0).reshape(4, 5, 3), device=device)

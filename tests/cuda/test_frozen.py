@@ -1,4 +1,4 @@
-"""If state on which a CUDA graph depends changes, the graph uses the new state or raises an error.
+"""If state that a CUDA graph needs has changed, the graph uses the new state or raises an error.
 
 The simulated device's kernels do not compute; test_frozen_gpu.py compares the values.
 """

@@ -70,7 +70,7 @@ class Training:
     def run(self) -> dict[str, Any]:
         """The losses and the final state (parameters, optimizer, EMA) of 24 steps.
 
-        Before nine of the steps, a change from outside the step writes or reads the state.
+        Before nine of the steps, code outside the step writes or reads the state.
         """
         changes: dict[int, Callable[[], None]] = {
             1: lambda: self.set(1.0),

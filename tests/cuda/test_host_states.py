@@ -26,7 +26,7 @@ MORE: dict[str, dict[str, Any]] = {
     "sgd": {"momentum": 0.9},
     **{kind: {"min_8bit_size": 1} for kind in ("adamw8bit", "adam8bit", "lion8bit")},
 }
-"""Arguments with which every optimizer has states, those of 8 bits as codes."""
+"""Arguments that give every optimizer states; the 8-bit optimizers store theirs as codes."""
 
 
 @pytest.mark.parametrize("kind", tc.optim.KINDS)
@@ -124,7 +124,8 @@ def test_states_are_loaded_and_saved_without_copies_between_host_and_gpu(cuda: A
         saved = run.after(f"saved-{states}")
         counts.append(sum(call["kind"] == "cuMemcpyDtoHAsync" for call in saved.of("copy")))
         assert saved.of("synchronize")
-    # Only the step counters are copied; the host reads four vectors of states itself.
+    # With states in host memory, only the step counters are copied: the host reads the four vectors
+    # of states itself.
     assert counts[0] - counts[1] == 4
 
 

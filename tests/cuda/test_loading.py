@@ -61,7 +61,7 @@ FAMILIES = ["sdxl", "sd3", "flux", "chroma", "zimage", "flux2", "qwen-image"]
 def test_a_run_loads_no_kernel_of_candle(
     cuda: Any, name: str, sdxl_folder: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Candle's kernels are PTX, which the driver compiles for seconds at the first use."""
+    """Candle's kernels are PTX. The driver compiles them at first use, which takes seconds."""
     base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
     settings = {
         "model": name, "weights": str(base), "dataset": str(sdxl_folder),

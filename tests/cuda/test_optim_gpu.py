@@ -76,7 +76,7 @@ def test_it_trains_as_on_the_cpu(kind: str, options: dict[str, Any], dtype: str)
         made.append((optimizer, parameters))
     (here, expected), (there, found) = made
     compare(values(found), values(expected), dtype)
-    # The CPU's optimizer loads the GPU's states, and the GPU's the CPU's. Both then continue.
+    # Each optimizer loads the states of the other one. Both then continue.
     states = here.state_dict(), there.state_dict()
     # With a learning rate of 0, a variable has a count of its steps in the GPU's states, but not in
     # the CPU's.

@@ -72,7 +72,7 @@ def test_a_layer_trained_with_rounding_is_near_the_cpu(gpu: str) -> None:
 def test_blocks_of_ggml_have_the_values_of_the_cpu(
     gpu: str, blocks: tuple[int, int], format: str
 ) -> None:
-    """The blocks are random bytes, except for their scales: finite, of many magnitudes."""
+    """The blocks are random bytes, but their scales are finite numbers of many magnitudes."""
     sizes = {"q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34}
     size = {**sizes, "q4_k": 144, "q5_k": 176, "q6_k": 210}[format]
     rows, each = blocks

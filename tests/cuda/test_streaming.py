@@ -187,8 +187,8 @@ PIECE = 8 << 20
 def test_without_pinned_memory_blocks_are_copied_through_a_ring(
     cuda: Any, quantize: str | None, limited: str
 ) -> None:
-    # With "driver", the driver pins no more than one buffer of a ring, which the copies of other
-    # values take, and 64 KiB. With "setting", the limit of pinned memory for blocks is 0 bytes.
+    # With "driver", the driver pins at most one buffer of a ring and 64 KiB more. Copies of other
+    # values take that buffer. With "setting", the limit of pinned memory for blocks is 0 bytes.
     settings = {"PINNED": str(PIECE + (64 << 10))} if limited == "driver" else {}
     start = "" if settings else "import os\n    os.environ['TRAINABLE_CANDLE_PINNED_BYTES'] = '0'"
     run = cuda.run(

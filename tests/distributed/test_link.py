@@ -58,7 +58,7 @@ def test_messages_arrive_by_rank(place: Address) -> None:
     every = [bytes([rank]) * (rank * 100_000) for rank in range(3)]
     at_rank_0 = (every, every, b"from 0")
     at_others = (every, [], b"from 0")
-    # One comparison: the message of a failure shows the error of a rank.
+    # Compare all ranks at once: if a rank raised an error, the failure message shows it.
     assert together(3, work, place) == [at_rank_0, at_others, at_others]
 
 
@@ -97,7 +97,7 @@ def test_the_reason_of_a_failure_reaches_all(place: Address) -> None:
         assert "rank 2: the disk is full" in str(error)
 
 
-def test_a_process_that_is_silent_or_busy_for_too_long_has_failed(
+def test_a_process_that_is_busy_for_too_long_has_failed(
     place: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link, "GRACE", 0.5)

@@ -1,6 +1,6 @@
 """Several processes compute the same as one process.
 
-The tests are of a user's own training loop, and of the trainer with weighted batches.
+The tests cover a user's own training loop, and the trainer with weighted batches.
 """
 
 import json

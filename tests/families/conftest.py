@@ -197,7 +197,7 @@ def flux2_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_pipeline(folder, "flux2", "Flux2KleinPipeline", scheduler, {}, "flux2")
     widen(folder / "transformer", {"in_channels": 128, "joint_attention_dim": 48})
     write_chat_tokenizer(folder / "tokenizer")
-    # FLUX.2 reads the hidden states after three blocks of the text encoder. The last is block 27.
+    # FLUX.2 reads the hidden states after blocks 9, 18 and 27 of the text encoder.
     write_qwen3(folder / "text_encoder", 16, 28)
     return folder
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 HANG = 120
 """The time limit of a case, s."""
 MOST_PIXELS = 1 << 18
-"""The most pixels of an image that Pillow decodes here. The bytes of a file do not bound them."""
+"""The most pixels of an image that Pillow decodes here: a small file can hold a huge image."""
 FREE_KIB, FACTOR = 64 * 1024, 10
 """A reader may take FREE_KIB KiB of memory, plus FACTOR bytes for each byte of its input."""
 WORDS = [
@@ -94,7 +94,8 @@ WORDS = [
 def mutated(rng: random.Random, seed: bytes) -> bytes:
     """Damage `seed` with one to six random edits.
 
-    Two in 1000 results also begin with brackets nested too deeply for a recursive parser.
+    Two in 1000 results also begin with brackets or list items that are nested so deeply that a
+    recursive parser may fail.
     """
     data = bytearray(seed)
     for _ in range(rng.randint(1, 6)):

@@ -20,7 +20,7 @@ def inputs(batch: int = 3) -> tuple[tc.Tensor, tc.Tensor, tc.Tensor]:
 def folder(tmp_path: Path) -> Path:
     """The folder of a saved model with random weights.
 
-    The gates of a fresh model are zero, so that its blocks would have no effect.
+    The gates of a fresh model are zero: its blocks have no effect.
     """
     tc.manual_seed(0)
     model = DigitsTransformer(num_layers=2)

@@ -17,8 +17,9 @@ PREFIX = "model.diffusion_model."
 def kind_of(name: str, tensor: tc.Tensor, kind: str) -> str:
     """The type in which the file stores a tensor.
 
-    Vectors and tensors of at most 1024 elements are f32. Position embeddings, and tensors that are
-    not matrices with rows of whole blocks of 32 elements, are f16. All others are of type `kind`.
+    Vectors and tensors of at most 1024 elements are f32. Position embeddings, tensors that are
+    not matrices, and matrices whose row length is not a multiple of 32 are f16. All others are of
+    type `kind`.
     """
     if tensor.ndim == 1 or tensor.numel() <= 1024:
         return "f32"

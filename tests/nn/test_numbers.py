@@ -16,7 +16,8 @@ def parameter() -> tc.Var:
     return tc.Var([1.0])
 
 
-# By the beginning of the message: what the message says is expected, and a call with the argument.
+# A key is the beginning of the message. The value is what the message says is expected, and a
+# function that passes its argument to the operation.
 TAKERS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "LoraConfig: lora_alpha": ("a number", lambda n: tc.LoraConfig(lora_alpha=n)),
     "LoraConfig: lora_dropout": ("a number", lambda n: tc.LoraConfig(lora_dropout=n)),

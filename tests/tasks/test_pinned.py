@@ -60,7 +60,7 @@ def test_states_take_what_streamed_weights_leave() -> None:
     states = replace(WORK, states=3 * GIB)
     assert can_pin(states, STREAMED, STREAMED + 3 * GIB, shared=False)
     assert not can_pin(states, STREAMED, STREAMED + 2 * GIB, shared=False)
-    # Weights that do not fit leave three tenths.
+    # Streamed weights that do not fit leave three tenths of the pinned memory to states.
     assert can_pin(states, STREAMED, 11 * GIB, shared=False)
     assert not can_pin(states, STREAMED, 9 * GIB, shared=False)
     assert can_pin(states, STREAMED, 3 * GIB, shared=True)

@@ -21,7 +21,7 @@ def test_a_step_that_completes_an_epoch_is_its_end() -> None:
     assert [step for step in range(1, 6) if ends(step)] == [1, 3, 4, 5]
     second = epochs.ends(2)
     assert [step for step in range(1, 6) if second(step)] == [3, 5]
-    # The steps that are asked for may go back, as after a resume.
+    # A later call may ask for an earlier step, as after a resume.
     assert epochs.completed(2) == 1
     assert epochs.at(0) == 0
     assert epochs.at(2) == pytest.approx(1 + 2 / 3)

@@ -124,9 +124,9 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(
             begun.append(trainer.step)
 
     class Failure(Callback):
-        """If the error must not come later, makes one job submission raise it at step 6.
+        """At step 6, submits more jobs than the queue holds, unless `is_late`.
 
-        It submits more jobs than the queue holds.
+        One of these calls raises the error.
         """
 
         def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002

@@ -1,6 +1,7 @@
 """Properties that only Chroma has.
 
-Chroma has one text encoder. It reads one token of padding per caption. Its files resemble Flux's.
+Chroma has one text encoder. Its transformer reads one padding token per caption. Its files resemble
+Flux's.
 """
 
 import shutil
@@ -20,7 +21,7 @@ from trainable_candle.train.trainer import Inputs
 def test_files_of_chroma_and_of_flux_are_distinguished(
     chroma_base: Path, flux_base: Path, tmp_path: Path
 ) -> None:
-    """A file is recognized by its names, whether these are the original ones or diffusers'."""
+    """A file is recognized by the names of its tensors: original names or those of diffusers."""
     classes = {"flux": tc.models.FluxTransformer, "chroma": tc.models.ChromaTransformer}
     for base, other, title in ((chroma_base, "flux", "Chroma"), (flux_base, "chroma", "Flux")):
         original = tmp_path / f"{other}.safetensors"

@@ -1,6 +1,6 @@
 """`merge --to fp8` and `--to int8` of image models.
 
-Tested are the files in ComfyUI's format and the losses that `merge` prints.
+The tests check the files in ComfyUI's format and the losses that `merge` prints.
 """
 
 import json

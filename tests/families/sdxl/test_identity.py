@@ -1,4 +1,4 @@
-"""The identities of the latents' and of the text features' caches.
+"""The identities of the cache of latents and of the cache of text features.
 
 An identity changes with every file that the cache's entries depend on, and with no other file.
 """

@@ -42,7 +42,7 @@ FLUX = {
     "num_attention_heads": 4, "joint_attention_dim": 40, "pooled_projection_dim": 24,
     "axes_dims_rope": (4, 6, 6), "guidance_embeds": True,
 }  # fmt: skip
-# Chroma is as small as 16 channels of latents and the text width of the tests, 40, allow.
+# The smallest Chroma for 16 channels of latents and the text width of the tests, 40.
 CHROMA = {
     "in_channels": 64, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 8,
     "num_attention_heads": 1, "joint_attention_dim": 40, "axes_dims_rope": (2, 2, 4),
@@ -276,7 +276,8 @@ def qwen_image():
     words = 2.0 + torch.arange(length)
     stored = inputs | {"img_ids": image.reshape(-1, 3), "txt_ids": words[:, None].repeat(1, 3),
                        "lengths": lengths.float()}  # fmt: skip
-    # The model does not use the text that the last block computes: adapt only that of the first.
+    # The model does not use the text that the last block computes: adapt these layers only in the
+    # first block.
     texts_of_first = [
         f"transformer_blocks.0.{name}" for name in ("attn.to_add_out", "txt_mlp.net.2")
     ]
@@ -332,8 +333,9 @@ def autoencoder():
 
 
 def folded(shapes):
-    """JSON with one line for all parameters of a shape whose names differ only in a block's number.
+    """JSON in which one line stands for the same parameter of several blocks.
 
+    The parameters of a line have the same shape, and their names differ only in a block's number.
     A line is [name, shape, numbers]: the name has `*` for the number of the block. A name without
     such a number has no `*`, and its list of numbers is empty.
     """

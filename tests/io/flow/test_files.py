@@ -190,7 +190,7 @@ MODULE = {
 def test_a_matrix_of_several_layers_is_split(
     family: Family, tmp_path: Path, style: str, kind: str
 ) -> None:
-    """An adapter of an original matrix is split among the layers that it combines in diffusers.
+    """If an original matrix combines layers of diffusers, its adapter is split among them.
 
     sd-scripts and LyCORIS train one adapter for the whole matrix, so these layers share a factor.
     """

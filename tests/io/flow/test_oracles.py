@@ -17,8 +17,9 @@ torch = pytest.importorskip("torch")
 # diffusers itself uses a class that it has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
 
-# Patterns of the layers that Flux's original matrix `linear1` combines, of the layers outside of
-# the blocks, and, by family, of some layers outside of the blocks that the style "outside" adapts.
+# LINEAR1: patterns of the layers that Flux's original matrix `linear1` combines. OUTSIDE: patterns
+# of the layers outside of the blocks. ENDS: by family, patterns of some layers outside of the
+# blocks that the style "outside" adapts.
 LINEAR1 = [r"single_transformer_blocks\.\d+\.(attn\.to_.|proj_mlp)"]
 OUTSIDE = ["x_embedder", "context_embedder", r"time_text_embed\..*", "norm_out.linear"]
 OUTSIDE += ["^proj_out", "all_.*", ".*_stream_modulation.*", r"time_guidance_embed\..*"]
