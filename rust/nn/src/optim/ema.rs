@@ -200,8 +200,9 @@ impl EMA {
             return Err(Error::Config(format!("load_state_dict: {OP}: found {updates} updates, expected 0 or more")));
         };
         let views = self.views()?;
-        let averages = views.iter().enumerate().map(|(i, view)| entry(&key(i), DType::F32, view.dims()));
-        let averages = averages.collect::<Result<Vec<_>>>()?;
+        // All values are on the device before the first one changes, because a copy to the device may fail.
+        let on_device = |(i, view): (usize, &Raw)| Ok(entry(&key(i), DType::F32, view.dims())?.to_device(view.device())?);
+        let averages = views.iter().enumerate().map(on_device).collect::<Result<Vec<_>>>()?;
         if let Some(name) = states.keys().find(|name| *name != UPDATES && !(0..views.len()).any(|i| **name == key(i))) {
             return Err(Error::Config(format!(
                 "load_state_dict: {OP}: found the state {name:?}, which this adapter lacks"
@@ -209,7 +210,7 @@ impl EMA {
         }
         self.updates.set(updates)?;
         for (view, average) in views.iter().zip(averages) {
-            copy_into(view, average.to_device(view.device())?.raw())?;
+            copy_into(view, average.raw())?;
         }
         Ok(())
     }
