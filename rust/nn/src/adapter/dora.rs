@@ -1,6 +1,6 @@
 //! DoRA (Liu et al. 2024, arXiv:2402.09353): m (W + s B A) / ‖W + s B A‖. The backward pass treats the norm as a constant.
 //!
-//! There is either one norm per output, as in the paper and in peft, or one norm per input (feature or channel), as in
+//! There is either one norm per output, as in peft, or one norm per input (feature or channel), as in
 //! kohya's files and in `ComfyUI`. The norm of an input is taken over the outputs and the kernel positions.
 //!
 //! The code follows <https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/lora/dora.py#L86>

@@ -95,7 +95,7 @@ pub struct AdapterSettings {
     pub scale: f64,
     /// Probability of dropping an element of the adapter's input while training.
     pub dropout: f64,
-    /// DoRA: whether there is one magnitude for each output, as in the paper, or one for each input.
+    /// DoRA: whether there is one magnitude for each output, as in peft, or one for each input.
     pub wd_on_output: bool,
     /// LoKr: whether the smaller factor may be low-rank, too.
     pub decompose_both: bool,
