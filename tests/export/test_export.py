@@ -18,6 +18,7 @@ from trainable_candle.demo import words
 from trainable_candle.export import read_adapter, refusals
 from trainable_candle.export.gguf import paired
 from trainable_candle.export.gguf_file import Entry, write
+from trainable_candle.export.merged import write_merged
 from trainable_candle.families.causal_lm import BUILT_IN
 from trainable_candle.models import CausalLM
 
@@ -247,6 +248,27 @@ def test_changes_lost_to_rounding_are_reported(
     told = capsys.readouterr().out
     share = float(told.partition("rounding took ")[2].partition("%")[0])
     assert share > 50
+
+
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+def test_weights_merged_some_rows_at_a_time_are_those_merged_at_once(
+    adapter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = GOLDEN / "llm" / "qwen2"
+    make_adapter(weights, tmp_path / "a.safetensors", adapter=adapter)
+    merged = []
+    for name, count in (("whole", 2**20), ("rows", 100)):
+        monkeypatch.setattr("trainable_candle.export.merged.AT_ONCE", count)
+        (tmp_path / name).mkdir()
+        read = read_adapter(tmp_path / "a.safetensors", "causal-lm", weights)
+        merged.append(write_merged(weights, read, tmp_path / name))
+    files = [tc.load_file(tmp_path / name / "model.safetensors") for name in ("whole", "rows")]
+    for name, tensor in files[0].items():
+        np.testing.assert_array_equal(tensor.to("f32").numpy(), files[1][name].to("f32").numpy())
+    one, other = merged
+    assert (one.weights, one.changed) == (other.weights, other.changed)
+    assert one.squared_change == pytest.approx(other.squared_change, rel=1e-5)
+    assert one.lost == pytest.approx(other.lost, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,11 @@ class Factors(NamedTuple):
     magnitude: Array | None = None
     """(out,): with DoRA, the Euclidean norms of the rows of the changed weight."""
 
+    def rows(self, some: slice) -> Factors:
+        """The change of these rows of the weight."""
+        magnitude = None if self.magnitude is None else self.magnitude[some]
+        return Factors(self.down, self.up[some], magnitude)
+
 
 @dataclass(frozen=True)
 class TextAdapter:

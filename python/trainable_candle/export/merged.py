@@ -6,8 +6,6 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 import trainable_candle as tc
 from trainable_candle.errors import MissingFileError, WeightsFormatError
 from trainable_candle.files import parse_json
@@ -21,6 +19,9 @@ if TYPE_CHECKING:
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
+AT_ONCE: Final = 2**20
+"""The number of elements of a weight that are merged at a time, so that they stay in the caches. As
+an f32, a count of so many elements is exact."""
 
 
 @dataclass
@@ -123,13 +124,20 @@ def add_factors(before: Tensor, factors: Factors) -> Tensor:
 
 
 def _sum(weight: Tensor, factors: Factors, result: Merged) -> Tensor:
-    before = weight.to("f32")
-    exact = add_factors(before, factors)
-    after = exact.to(str(weight.dtype))
-    change = (exact - before).numpy().astype(np.float64)
-    kept = (after.to("f32") - before).numpy()
-    result.weights += change.size
-    result.changed += int(np.count_nonzero(kept))
-    result.squared_change += float((change**2).sum())
-    result.squared_loss += float(((change - kept) ** 2).sum())
-    return after
+    """The weight with its adapter, computed some rows at a time, and counted in `result`."""
+    count, width = weight.shape
+    step = max(1, AT_ONCE // width)
+    parts = []
+    for first in range(0, count, step):
+        some = slice(first, min(first + step, count))
+        before = weight[some].to("f32")
+        exact = add_factors(before, factors.rows(some))
+        after = exact.to(str(weight.dtype))
+        change, kept = exact - before, after.to("f32") - before
+        lost = change - kept
+        result.changed += int((kept != 0).to("f32").sum().item())
+        result.squared_change += (change * change).sum().item()
+        result.squared_loss += (lost * lost).sum().item()
+        parts.append(after)
+    result.weights += count * width
+    return tc.cat(parts)
