@@ -105,6 +105,31 @@ def test_bad_lines_are_named_with_number_and_field(
     assert "3 lines left out" in left.summary()
 
 
+def test_lines_are_tokenized_in_groups_as_they_would_be_alone(
+    tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = {"prompt": "why?", "chosen": "so it is", "rejected": "no"}
+    asked = [{"role": "user", "content": "why?"}]
+    said = [{"role": "assistant", "content": "no"}]
+    messages = {"prompt": asked, "chosen": GOOD["messages"][1:], "rejected": said}
+    texts = [{"prompt": f"say {n}:", "completion": f" {n} ü" * n} for n in range(1, 6)]
+    for name, rows, given in (
+        ("a", [GOOD, "{", GOOD, {"messages": [*GOOD["messages"] * 3]}, "[1]"], {}),
+        ("b", texts, {}),
+        ("c", [chosen, messages, chosen, chosen, messages], {"preferences": True}),
+    ):
+        path = lines(tmp_path / f"{name}.jsonl", *rows)
+        whole = load(path, tokenizer, skip_bad=True, **given)
+        with monkeypatch.context() as patch:
+            patch.setattr("trainable_candle.data.chats.dataset.AT_ONCE", 2)
+            parts = load(path, tokenizer, skip_bad=True, **given)
+        assert parts.listing() == whole.listing()
+        assert parts.counts == whole.counts
+        alone = [load(lines(tmp_path / "one.jsonl", row), tokenizer, **given) for row in rows
+                 if row not in ("{", "[1]")]  # fmt: skip
+        assert ids(whole) == [one for dataset in alone for one in ids(dataset)]
+
+
 def test_unknown_forms_are_rejected_and_unread_fields_reported(
     tmp_path: Path, tokenizer: ChatTokenizer
 ) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from trainable_candle._core import gguf_facts
 from trainable_candle.errors import MissingFileError, WeightsFormatError
@@ -16,7 +18,8 @@ from trainable_candle.text.templates import CHATML, ChatTemplate
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tokenizers import Tokenizer
+    import numpy.typing as npt
+    from tokenizers import Encoding, Tokenizer
     from typing_extensions import Self
 
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
@@ -35,12 +38,21 @@ def copy_files(weights: Path, output: Path, *others: str) -> None:
             shutil.copyfile(weights / name, output / name)
 
 
-class Encoded(NamedTuple):
-    """A text as tokens."""
+class Encoded:
+    """A text as tokens.
 
-    ids: list[int]
-    offsets: list[tuple[int, int]]
-    """Start and end of each token in the text, in characters."""
+    Args:
+        encoding: what the tokenizer returned for the text.
+    """
+
+    def __init__(self, encoding: Encoding) -> None:
+        self._encoding = encoding
+        self.ids: list[int] = encoding.ids
+
+    @cached_property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """Start and end of each token in the text, in characters: an array of shape (tokens, 2)."""
+        return np.array(self._encoding.offsets, np.int64).reshape(-1, 2)
 
 
 class ChatTokenizer:
@@ -165,15 +177,19 @@ class ChatTokenizer:
         return ends | frozenset(found[-1:])
 
     def encode(self, text: str, *, special: bool = False) -> Encoded:
-        """The tokens of a text.
+        """The tokens of a text; see `encode_all`."""
+        return self.encode_all([text], special=special)[0]
+
+    def encode_all(self, texts: Sequence[str], *, special: bool = False) -> list[Encoded]:
+        """The tokens of each text. Several threads work at the same time.
 
         Args:
-            text: the text; special tokens that are spelled out in it are recognised.
+            texts: the texts; special tokens that are spelled out in them are recognised.
             special: add the tokens that the tokenizer puts around a text, such as the token
                 that begins it.
         """
-        encoding = self._tokenizer.encode(text, add_special_tokens=special)
-        return Encoded(encoding.ids, encoding.offsets)
+        found = self._tokenizer.encode_batch(list(texts), add_special_tokens=special)
+        return [Encoded(encoding) for encoding in found]
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of tokens, with or without special tokens."""

@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import chain, groupby, islice
 from typing import TYPE_CHECKING, Final
 
 from trainable_candle.data.chats.forms import Form, Preference, expected, form_of
-from trainable_candle.data.chats.labels import Pair, Tokens, tokens_of
+from trainable_candle.data.chats.labels import Pair, drafts_of, labelled
 from trainable_candle.data.chats.messages import RowError
 from trainable_candle.data.chats.reading import BadRow, Row, find_files, read_rows
 from trainable_candle.data.folder import counted, first_lines
 from trainable_candle.errors import DatasetError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from trainable_candle.text.chat_tokenizer import ChatTokenizer
+    from trainable_candle.data.chats.labels import Draft, Tokens
+    from trainable_candle.text.chat_tokenizer import ChatTokenizer, Encoded
 
+AT_ONCE: Final = 1024
+"""The number of lines whose texts are tokenized together, by several threads."""
 SKIP_HINT: Final = " (--skip-bad leaves such lines out)"
 
 
@@ -157,18 +161,22 @@ def _load(
     counts, examples, rows = Counts(), [], 0
     for file in files:
         form: Form | None = None
-        for row in read_rows(file):
-            rows += 1
-            try:
-                if isinstance(row, BadRow):
-                    raise RowError(row.reason)
-                form = form or _form(row)
-                example = _example(row, form, tokenizer, options, counts)
-            except ValueError as error:
-                counts.bad.append(f"{row.place}: {error}")
-                continue
-            if example is not None:
-                examples.append(example)
+        found = read_rows(file)
+        while some := list(islice(found, AT_ONCE)):
+            rows += len(some)
+            drafts: list[tuple[Draft, ...]] = []
+            for row in some:
+                try:
+                    if isinstance(row, BadRow):
+                        raise RowError(row.reason)
+                    form = form or _form(row)
+                    drafts.append(_drafts(row, form, tokenizer, options))
+                except ValueError as error:
+                    counts.bad.append(f"{row.place}: {error}")
+                    continue
+                counts.forms[form.name] += 1
+                counts.ignored.update(set(row.values) - {*form.fields, *form.others})
+            examples += _examples(drafts, tokenizer, options, counts)
     if counts.bad and not options.skip_bad:
         raise DatasetError(
             f"dataset: {len(counts.bad)} of {counted(rows, 'line')} in {place} cannot be used"
@@ -186,10 +194,10 @@ def _form(row: Row) -> Form:
     return form
 
 
-def _example(
-    row: Row, form: Form, tokenizer: ChatTokenizer, options: TextOptions, counts: Counts
-) -> Tokens | Pair | None:
-    """The tokens of a line; None if nothing in it is learnt.
+def _drafts(
+    row: Row, form: Form, tokenizer: ChatTokenizer, options: TextOptions
+) -> tuple[Draft, ...]:
+    """The texts of a line.
 
     Raises:
         ValueError: the line cannot be used.
@@ -202,9 +210,28 @@ def _example(
         )
     if options.preferences and not isinstance(read, Preference):
         raise RowError("has no `chosen` and `rejected`, which --objective dpo compares")
-    tokens = tokens_of(read, tokenizer, options.train_on)
-    counts.forms[form.name] += 1
-    counts.ignored.update(set(row.values) - {*form.fields, *form.others})
+    return drafts_of(read, tokenizer, options.train_on)
+
+
+def _examples(
+    drafts: Sequence[tuple[Draft, ...]],
+    tokenizer: ChatTokenizer,
+    options: TextOptions,
+    counts: Counts,
+) -> Iterator[Tokens | Pair]:
+    """The examples in which something is learnt, from the texts of each line."""
+    encoded: list[Encoded] = []
+    for special, group in groupby(chain.from_iterable(drafts), lambda draft: draft.special):
+        encoded += tokenizer.encode_all([draft.text for draft in group], special=special)
+    tokens = iter(encoded)
+    for texts in drafts:
+        example = _kept(labelled(texts, list(islice(tokens, len(texts)))), options, counts)
+        if example is not None:
+            yield example
+
+
+def _kept(tokens: Tokens | Pair, options: TextOptions, counts: Counts) -> Tokens | Pair | None:
+    """What is kept of an example after truncation; None if nothing in it is learnt."""
     counts.answers += tokens.answers
     kept = tokens.truncated(options.sequence_length)
     counts.stops += len(kept.stops)

@@ -12,15 +12,12 @@ from trainable_candle.data.chats.forms import Chat, Completion, Preference
 from trainable_candle.data.chats.messages import RowError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
     from trainable_candle.data.chats.forms import Example
     from trainable_candle.text.chat_tokenizer import ChatTokenizer, Encoded
-
-    Spans = Sequence[tuple[int, int]]
-    """Ranges of characters in a text, each from its first character to the one after its last."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +85,40 @@ class Pair:
         return Pair(self.chosen.truncated(chosen), self.rejected.truncated(rejected))
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A text of an example before it is tokenized."""
+
+    text: str
+    special: bool
+    """Whether to add the tokens that the tokenizer puts around a text."""
+    label: Callable[[Encoded], Tokens]
+    """Takes the tokens of the text, and selects those to learn."""
+
+
+def drafts_of(
+    example: Example, tokenizer: ChatTokenizer, train_on: str = "answers"
+) -> tuple[Draft, ...]:
+    """The texts of an example: two for a preference, else one.
+
+    Raises:
+        ValueError: the template rejects the example, or renders an answer differently when more
+            messages follow.
+    """
+    if isinstance(example, Preference):
+        # Only the last messages differ; answers before them are part of the prompt.
+        last = "answers" if isinstance(example.chosen, Completion) else "last-answer"
+        answers = (example.chosen, example.rejected)
+        return tuple(_draft(answer, tokenizer, last) for answer in answers)
+    return (_draft(example, tokenizer, train_on),)
+
+
+def labelled(drafts: Sequence[Draft], encoded: Sequence[Encoded]) -> Tokens | Pair:
+    """An example from its texts and the tokens of each text."""
+    first, *others = (draft.label(tokens) for draft, tokens in zip(drafts, encoded, strict=True))
+    return Pair(first, others[0]) if others else first
+
+
 def tokens_of(
     example: Example, tokenizer: ChatTokenizer, train_on: str = "answers"
 ) -> Tokens | Pair:
@@ -102,27 +133,20 @@ def tokens_of(
         ValueError: the template rejects the example, or renders an answer differently when more
             messages follow.
     """
-    if isinstance(example, Preference):
-        # Only the last messages differ; answers before them are part of the prompt.
-        last = "answers" if isinstance(example.chosen, Completion) else "last-answer"
-        return Pair(
-            _tokens(example.chosen, tokenizer, last), _tokens(example.rejected, tokenizer, last)
-        )
-    return _tokens(example, tokenizer, train_on)
+    drafts = drafts_of(example, tokenizer, train_on)
+    return labelled(drafts, [tokenizer.encode(d.text, special=d.special) for d in drafts])
 
 
-def _tokens(example: Chat | Completion, tokenizer: ChatTokenizer, train_on: str) -> Tokens:
+def _draft(example: Chat | Completion, tokenizer: ChatTokenizer, train_on: str) -> Draft:
     if isinstance(example, Chat):
         return _chat(example, tokenizer, train_on)
-    return _completion(example, tokenizer, train_on)
-
-
-def _completion(example: Completion, tokenizer: ChatTokenizer, train_on: str) -> Tokens:
     text = example.prompt + example.completion
-    encoded = tokenizer.encode(text, special=True)
-    spans = [(0 if train_on == "all" else len(example.prompt), len(text))]
-    ids, learnt = list(encoded.ids), _inside(encoded, spans)
-    end = tokenizer.end
+    span = (0 if train_on == "all" else len(example.prompt), len(text))
+    return Draft(text, True, lambda encoded: _completion(encoded, span, tokenizer.end))
+
+
+def _completion(encoded: Encoded, span: tuple[int, int], end: int | None) -> Tokens:
+    ids, learnt = list(encoded.ids), _inside(encoded, span)
     if end is not None and ids[-1:] != [end]:
         ids.append(end)
         learnt = np.append(learnt, True)
@@ -134,7 +158,7 @@ def _completion(example: Completion, tokenizer: ChatTokenizer, train_on: str) ->
     return Tokens(np.array(ids, np.int64), learnt, stops, 1)
 
 
-def _chat(example: Chat, tokenizer: ChatTokenizer, train_on: str) -> Tokens:
+def _chat(example: Chat, tokenizer: ChatTokenizer, train_on: str) -> Draft:
     rendered = tokenizer.template.render(example.messages, example.tools)
     if rendered.spans is None:
         last_only = train_on == "last-answer"
@@ -143,20 +167,23 @@ def _chat(example: Chat, tokenizer: ChatTokenizer, train_on: str) -> Tokens:
         spans = list(rendered.spans)
     if train_on == "last-answer":
         spans = spans[-1:]
-    encoded = tokenizer.encode(rendered.text)
-    ids = np.array(encoded.ids, np.int64)
-    learnt = np.zeros(len(ids), np.bool_)
-    stops: list[int] = []
-    for span in spans:
-        inside = np.flatnonzero(_inside(encoded, [span]))
-        if len(inside):
-            last, stopped = _turn_end(encoded, inside, rendered.text, tokenizer)
-            learnt[inside[0] : last + 1] = True
-            stops += [last] if stopped else []
-    if train_on == "all":
-        learnt[:] = True
-    learnt[:1] = False
-    return Tokens(ids, learnt, tuple(stops), len(spans))
+
+    def label(encoded: Encoded) -> Tokens:
+        ids = np.array(encoded.ids, np.int64)
+        learnt = np.zeros(len(ids), np.bool_)
+        stops: list[int] = []
+        for span in spans:
+            inside = np.flatnonzero(_inside(encoded, span))
+            if len(inside):
+                last, stopped = _turn_end(encoded, inside, rendered.text, tokenizer)
+                learnt[inside[0] : last + 1] = True
+                stops += [last] if stopped else []
+        if train_on == "all":
+            learnt[:] = True
+        learnt[:1] = False
+        return Tokens(ids, learnt, tuple(stops), len(spans))
+
+    return Draft(rendered.text, False, label)
 
 
 def _answers(
@@ -210,7 +237,7 @@ def _turn_end(
         and ids[last + 1] in tokenizer.stops
     ):
         return last + 1, True
-    ends = [n for n in inside if ids[n] in tokenizer.stops]
+    ends = [n for n in inside.tolist() if ids[n] in tokenizer.stops]
     if ends:
         begin, end = encoded.offsets[ends[-1]][1], encoded.offsets[last][1]
         if not text[begin:end].strip():
@@ -218,14 +245,13 @@ def _turn_end(
     return last, False
 
 
-def _inside(encoded: Encoded, spans: Spans) -> npt.NDArray[np.bool_]:
-    """The mask of the tokens that have at least one character in one of the spans."""
-    offsets = np.array(encoded.offsets, np.int64).reshape(-1, 2)
-    begin, end = offsets[:, 0], offsets[:, 1]
-    found = np.zeros(len(offsets), np.bool_)
-    for first, last in spans:
-        touched = np.flatnonzero((begin < last) & (end > first) & (end > begin))
-        if len(touched):
-            # A token without characters is inside if tokens before it and after it are.
-            found[touched[0] : touched[-1] + 1] = True
+def _inside(encoded: Encoded, span: tuple[int, int]) -> npt.NDArray[np.bool_]:
+    """The mask of the tokens that have at least one character in the span."""
+    first, last = span
+    begin, end = encoded.offsets.T
+    found = np.zeros(len(begin), np.bool_)
+    touched = np.flatnonzero((begin < last) & (end > first) & (end > begin))
+    if len(touched):
+        # A token without characters is inside if tokens before it and after it are.
+        found[touched[0] : touched[-1] + 1] = True
     return found
