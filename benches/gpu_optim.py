@@ -1,6 +1,9 @@
 """Optimizers on a GPU: AdamW8bit over 268 M parameters; every optimizer, and clipping, over 23 M.
 
-python benches/gpu_optim.py
+python benches/gpu_optim.py [--only host]
+
+`host` is AdamW8bit and AdamW over 268 M parameters with their states in GPU memory and in host
+memory, beside bitsandbytes' paged AdamW8bit if it is installed.
 
 The 23 M parameters are the factors of a LoRA of rank 16 on SDXL's attention, each factor a tensor.
 Where torch lacks an optimizer, ours is compared with prodigyopt, schedulefree or came-pytorch, if
@@ -73,6 +76,35 @@ def eight_bit(machine: Machine) -> None:
         gpu_timing.fresh(device)
     sides["floor"] = machine.floor("f32", 0, LARGE * (4 + 8 + 4))
     print(f"AdamW8bit, 268 M parameters: {gpu_timing.milliseconds(**sides)}", flush=True)
+
+
+def on_host(machine: Machine) -> None:
+    """States in pinned host memory: an optimizer step reads and writes them over the bus."""
+    device = machine.device
+    for kind in ("adamw8bit", "adamw"):
+        sides: dict[str, float] = {}
+        for states in ("gpu", "host"):
+            optimizer = tc.optim.KINDS[kind](our_vars([(LARGE,)], device), lr=1e-4, states=states)
+            sides[f"states_on_{states}"] = gpu_timing.timed(optimizer.step, device, machine.seconds)
+            count = sum(tensor.nbytes for tensor in optimizer.state_dict().values())
+            del optimizer
+            gpu_timing.fresh(device)
+        rate = 2 * count / (sides["states_on_host"] - sides["states_on_gpu"]) / 1e9
+        print(
+            f"{kind}, 268 M parameters, {count / gpu_timing.GIB:.2f} GiB of states: "
+            f"{gpu_timing.milliseconds(**sides)}; {rate:.0f} GB/s over the bus, both ways together",
+            flush=True,
+        )
+    if machine.torch is not None:
+        try:
+            import bitsandbytes  # noqa: PLC0415 - optional
+        except ImportError:
+            print("bitsandbytes is not installed")
+            return
+        parameters = torch_parameters(machine.torch, [(LARGE,)])
+        paged = bitsandbytes.optim.PagedAdamW8bit(parameters, lr=1e-4)
+        seconds = gpu_timing.torch_timed(machine.torch, paged.step, machine.seconds)
+        print(f"  bitsandbytes' PagedAdamW8bit: {gpu_timing.milliseconds(torch=seconds)}")
 
 
 def clipped(machine: Machine) -> None:
@@ -159,6 +191,7 @@ def main() -> None:
     machine = gpu_timing.start(options)
     cases: dict[str, Callable[[Machine], None]] = {
         "AdamW8bit": eight_bit,
+        "host": on_host,
         "AdamW": clipped,
         "every": every,
     }
