@@ -206,7 +206,13 @@ def trained_model(
         facts.weight_bytes(config.precision, config.base_format, **config.streaming),
     )
     adapters = adapter_items(component, facts.layers, adapter, config)
-    items = [weights, *adapters, activations(component, facts, adapter, config, **sizes)]
+    widest = facts.widest_gradient(adapter, **sizes) * config.batch_size * itemsize
+    items = [
+        weights,
+        *adapters,
+        activations(component, facts, adapter, config, **sizes),
+        Item(component, "backward pass", widest),
+    ]
     if config.qat is not None:
         items.append(_rounded(component, facts, adapter, config))
     work = work_of(facts, adapter, config, itemsize, **sizes)

@@ -172,6 +172,14 @@ impl PartFacts {
         Saved::values(self.model.as_ref(), config, policy, size)
     }
 
+    /// The number of values in the largest gradient of activations, as [`Saved::widest_gradient`].
+    ///
+    /// # Errors
+    /// As [`Saved::widest_gradient`].
+    pub fn widest_gradient(&self, config: &LoraConfig, size: SampleSize) -> Result<usize> {
+        Saved::widest_gradient(self.model.as_ref(), config, size)
+    }
+
     /// The operations of a forward pass over one sample of `size`, as [`Saved::forward_flops`].
     pub fn forward_flops(&self, size: SampleSize) -> Flops {
         Saved::forward_flops(self.model.as_ref(), size)

@@ -45,6 +45,8 @@ pub struct Saved {
     is_entered: bool,
     /// Values in the memory of the host: inputs of offloaded checkpoints.
     offloaded: usize,
+    /// The largest number of values in the result of layers that share an input, among layers whose result has a gradient.
+    widest: usize,
     flops: Flops,
 }
 
@@ -74,15 +76,26 @@ impl Saved {
     /// # Errors
     /// As [`LoraConfig::select`].
     pub fn values(model: &dyn Model, config: &LoraConfig, policy: Policy, size: SampleSize) -> Result<[usize; 2]> {
+        let saved = Self::of(model, Self::adapted(model, config)?, policy, size);
+        Ok([saved.held + saved.again, saved.offloaded])
+    }
+
+    /// The number of values in the largest gradient that the backward pass computes, for one sample of `size`: the
+    /// gradient of the result of layers that share an input. It exists in addition to the values that the tape holds.
+    ///
+    /// # Errors
+    /// As [`LoraConfig::select`].
+    pub fn widest_gradient(model: &dyn Model, config: &LoraConfig, size: SampleSize) -> Result<usize> {
+        Ok(Self::of(model, Self::adapted(model, config)?, Policy::None, size).widest)
+    }
+
+    /// What the adapters that `config` selects keep, by the layer's [`key`].
+    fn adapted(model: &dyn Model, config: &LoraConfig) -> Result<HashMap<*const (), Kept>> {
         let layers = model.named_layers();
         let selected = config.select(layers.iter().map(|(name, layer)| (name.as_str(), layer.is_conv())))?;
         let kind = config.kind()?;
-        let mut adapted = HashMap::new();
-        for (name, layer) in layers.iter().filter(|(name, _)| selected.contains_key(name)) {
-            adapted.insert(key(*layer), (kind.kept)(&layer.base(), &config.settings(name)?));
-        }
-        let saved = Self::of(model, adapted, policy, size);
-        Ok([saved.held + saved.again, saved.offloaded])
+        let adapted = layers.iter().filter(|(name, _)| selected.contains_key(name));
+        adapted.map(|(name, layer)| Ok((key(*layer), (kind.kept)(&layer.base(), &config.settings(name)?)))).collect()
     }
 
     /// The operations of a forward pass over one sample of `size`.
@@ -102,6 +115,7 @@ impl Saved {
             together: 0,
             is_entered: false,
             offloaded: 0,
+            widest: 0,
             flops: Flops::default(),
         };
         model.saved(size, &mut saved);
@@ -227,10 +241,14 @@ impl Saved {
     pub fn layers(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize), cheap: bool) {
         layers.iter().for_each(|layer| self.product(layer.base().weight.dims(), positions));
         let kept: Vec<Kept> = self.kept(layers).collect();
+        self.reached |= !kept.is_empty();
+        if self.reached {
+            let outputs = layers.iter().map(|layer| layer.base().weight.dims()[0]).sum::<usize>();
+            self.widest = self.widest.max(outputs * positions);
+        }
         if kept.is_empty() {
             return;
         }
-        self.reached = true;
         let selective = usize::from(self.policy == Policy::Selective);
         self.block.kept += positions * kept.iter().map(|kept| kept.values + selective * kept.products).sum::<usize>();
         if !kept.iter().any(|kept| kept.input) {

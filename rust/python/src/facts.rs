@@ -222,6 +222,31 @@ impl PartFacts {
         let [device, host] = detached(py, || self.0.saved_values(&config, policy, size))?;
         Ok((device, host))
     }
+
+    /// The number of values in the largest gradient that the backward pass computes for one sample. The gradient is that of
+    /// the result of layers that share an input, and exists in addition to the saved values.
+    ///
+    /// Args:
+    ///     config: the configuration of the adapters.
+    ///     height: the height of the latents or the image that is the model's input.
+    ///     width: the width of the latents or the image.
+    ///     tokens: the number of tokens of the text.
+    ///
+    /// Raises:
+    ///     ConfigError: if a pattern is not a regular expression.
+    #[pyo3(signature = (config, *, height=Integer::of(0), width=Integer::of(0), tokens=Integer::of(0)))]
+    fn widest_gradient(
+        &self,
+        py: Python<'_>,
+        config: &LoraConfig,
+        height: Integer,
+        width: Integer,
+        tokens: Integer,
+    ) -> Result<usize> {
+        let size = sample_size("widest_gradient", [height, width, tokens])?;
+        let config = config.inner();
+        detached(py, || self.0.widest_gradient(&config, size))
+    }
 }
 
 impl PartFacts {
