@@ -21,7 +21,7 @@ from tokenizers.models import BPE
 import trainable_candle as tc
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 Config = dict[str, Any]
 
@@ -77,6 +77,12 @@ QWEN_IMAGE: Config = {
 QWEN_VAE: Config = {
     "_class_name": "AutoencoderKLQwenImage", "base_dim": 96, "z_dim": 16,
     "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2,
+}  # fmt: skip
+# Layers of QWEN_VAE that change the number of frames: output and input channels. Images do not need
+# them, but diffusers expects them in the file.
+TIME_CONVS = {
+    "encoder.down_blocks.5": (192, 192), "encoder.down_blocks.8": (384, 384),
+    "decoder.up_blocks.0.upsamplers.0": (768, 384), "decoder.up_blocks.1.upsamplers.0": (768, 384),
 }  # fmt: skip
 QWEN25_VL: Config = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",
@@ -162,11 +168,21 @@ def write_part(folder: Path, kind: str, config: Config, device: str) -> None:
     _write(path, config)
     made = getattr(tc.models, kind).from_config(path, dtype="bf16", device=device)
     made.save_pretrained(folder)
+    if kind == "AutoencoderKLQwenImage":
+        weights = folder / "diffusion_pytorch_model.safetensors"
+        tc.save_file(tc.load_file(weights) | dict(_time_convs()), weights)
     # Write the file again: save_pretrained leaves out fields that only other programs read.
     _write(path, config)
     del made
     if device.startswith("cuda"):
         tc.cuda.empty_cache()
+
+
+def _time_convs() -> Iterator[tuple[str, tc.Tensor]]:
+    for name, (outputs, inputs) in TIME_CONVS.items():
+        weight = tc.randn((outputs, inputs, 3, 1, 1)) * 0.02
+        yield f"{name}.time_conv.weight", weight.to("bf16")
+        yield f"{name}.time_conv.bias", tc.zeros((outputs,), dtype="bf16")
 
 
 def _write(path: Path, values: Config) -> None:

@@ -83,13 +83,13 @@ def on_host(machine: Machine) -> None:
     device = machine.device
     for kind in ("adamw8bit", "adamw"):
         sides: dict[str, float] = {}
-        for states in ("gpu", "host"):
+        for states in ("device", "host"):
             optimizer = tc.optim.KINDS[kind](our_vars([(LARGE,)], device), lr=1e-4, states=states)
             sides[f"states_on_{states}"] = gpu_timing.timed(optimizer.step, device, machine.seconds)
             count = sum(tensor.nbytes for tensor in optimizer.state_dict().values())
             del optimizer
             gpu_timing.fresh(device)
-        rate = 2 * count / (sides["states_on_host"] - sides["states_on_gpu"]) / 1e9
+        rate = 2 * count / (sides["states_on_host"] - sides["states_on_device"]) / 1e9
         print(
             f"{kind}, 268 M parameters, {count / gpu_timing.GIB:.2f} GiB of states: "
             f"{gpu_timing.milliseconds(**sides)}; {rate:.0f} GB/s over the bus, both ways together",
