@@ -33,13 +33,13 @@ OUTPUT = Path(sys.argv[1])
 RANK, ALPHA, STEPS = 2, 4.0, 4
 SD3 = {
     "sample_size": 16, "patch_size": 2, "in_channels": 16, "out_channels": 16, "num_layers": 3,
-    "attention_head_dim": 16, "num_attention_heads": 4, "joint_attention_dim": 40,
-    "caption_projection_dim": 64, "pooled_projection_dim": 24, "pos_embed_max_size": 12,
+    "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 40,
+    "caption_projection_dim": 32, "pooled_projection_dim": 24, "pos_embed_max_size": 12,
     "dual_attention_layers": (0, 1), "qk_norm": "rms_norm",
 }  # fmt: skip
 FLUX = {
     "in_channels": 64, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
-    "num_attention_heads": 4, "joint_attention_dim": 40, "pooled_projection_dim": 24,
+    "num_attention_heads": 2, "joint_attention_dim": 40, "pooled_projection_dim": 24,
     "axes_dims_rope": (4, 6, 6), "guidance_embeds": True,
 }  # fmt: skip
 # Chroma is as small as 16 channels of latents and the text width of the tests, 40, allow.
@@ -50,7 +50,7 @@ CHROMA = {
 }  # fmt: skip
 FLUX2 = {
     "in_channels": 64, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
-    "num_attention_heads": 4, "joint_attention_dim": 40, "axes_dims_rope": [4, 4, 4, 4],
+    "num_attention_heads": 2, "joint_attention_dim": 40, "axes_dims_rope": [4, 4, 4, 4],
     "guidance_embeds": False,
 }  # fmt: skip
 Z_IMAGE = {
