@@ -35,7 +35,7 @@ def adapted(
     case, settings = tc.load_file(path), metadata(path)
     options = {key: json.loads(value) for key, value in settings.items() if key.startswith("use_")}
     targets = json.loads(settings["targets"])
-    adapter = model.add_adapter(tc.LoraConfig(r=4, lora_alpha=6, target_modules=targets, **options))
+    adapter = model.add_adapter(tc.LoraConfig(r=2, lora_alpha=3, target_modules=targets, **options))
     parameters = adapter.named_parameters()
     assert {f"lora.{key}" for key in parameters} == {k for k in case if k.startswith("lora.")}
     for key, var in parameters.items():

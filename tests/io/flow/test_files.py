@@ -248,15 +248,15 @@ def test_a_matrix_of_several_layers_is_split(
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("lokr_w1", (4, 8), "applies to all outputs of a fused module"),
-        ("lora_up.weight", (191, 3), "expected rows in 3 equal shares"),
+        ("lokr_w1", (4, 4), "applies to all outputs of a fused module"),
+        ("lora_up.weight", (95, 3), "expected rows in 3 equal shares"),
     ],
 )
 def test_adapters_that_cannot_be_split_are_rejected(
     tmp_path: Path, name: str, shape: tuple[int, int], message: str
 ) -> None:
     module = "lora_unet_joint_blocks_0_x_block_attn_qkv"
-    other = ("lokr_w2", (48, 8)) if name == "lokr_w1" else ("lora_down.weight", (3, 64))
+    other = ("lokr_w2", (24, 8)) if name == "lokr_w1" else ("lora_down.weight", (3, 32))
     arrays = {f"{module}.{name}": drawn(*shape), f"{module}.{other[0]}": drawn(*other[1])}
     path = save_arrays(tmp_path / "a.safetensors", arrays)
     family = FAMILIES["sd3"]
