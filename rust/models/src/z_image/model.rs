@@ -121,7 +121,7 @@ impl ZImageTransformer {
         let image = padded(&image, &self.pads[0])?;
         let text = self.cap_norm.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let mut text = padded(&self.cap_embedder.forward(&text)?, &self.pads[1])?;
-        // At the positions after a text's last token, the model's padding token replaces the text's features.
+        // At the positions after a text's last token, the model's padding token replaces the embedding of the padding.
         let mut shown = None;
         if let Some(lengths) = conditions.lengths {
             text = Tensor::select(&self.positions.words(lengths, extent.text)?, &text, &self.pads[1])?;
