@@ -46,7 +46,7 @@ def test_jobs_wait_for_jobs_that_exist() -> None:
     jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
     for job in jobs.values():
         needs = job.get("needs", [])
-        assert {needs} if isinstance(needs, str) else set(needs) <= set(jobs)
+        assert ({needs} if isinstance(needs, str) else set(needs)) <= set(jobs)
     # YAML 1.1 reads the key `on` as true.
     assert yaml.safe_load(WORKFLOW.read_text())[True]["push"] == {"tags": ["v*"]}
 

@@ -12,7 +12,7 @@
 
 #include "warpgroup.cuh"
 
-// Number of values in a 16-byte chunk, the unit of copies and of the permutation.
+// Number of values in a 16-byte chunk. Copies move whole chunks, and the chunks of a row are stored in the permuted order above.
 constexpr int CHUNK = 8;
 
 __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
@@ -184,8 +184,8 @@ __device__ __forceinline__ void warpgroup_rows(float (&sum)[N / 8][4], const Hel
 }
 #endif
 
-// sum = a @ b.T, where sum is (16 * M, N), a is (16 * M, D), and b (N, D) consists of N rows of a tile of `ROWS` rows. The products of a
-// warpgroup are asynchronous: the caller waits for them.
+// sum = a @ b.T, where sum is (16 * M, N), a is (16 * M, D), and b (N, D) consists of N rows of a tile of `ROWS` rows. With `wgmma`
+// (BY_WARPGROUP) the products are asynchronous, and the caller must wait for them (warpgroup.cuh). With `mma.sync` they are done on return.
 template <typename T, int D, int M, int N, int ROWS, template <int, int, int> class Rows, int ROWS_OF_A>
 __device__ __forceinline__ void multiply_rows(float (&sum)[M][N / 8][4], const Rows<D, M, ROWS_OF_A> &a, uint32_t b) {
 #if WARPGROUP_PRODUCTS
@@ -235,8 +235,8 @@ template <typename T, int M, int N> struct Weights {
     }
 };
 
-// sum += weights @ x, where sum is (16 * M, D), weights is (16 * M, N), and x (N, D) consists of N rows of a tile of `ROWS` rows. The
-// products of a warpgroup are asynchronous: the caller waits for them.
+// sum += weights @ x, where sum is (16 * M, D), weights is (16 * M, N), and x (N, D) consists of N rows of a tile of `ROWS` rows. As in
+// `multiply_rows`, the caller must wait for the products if they use `wgmma`.
 template <typename T, int D, int M, int N, int ROWS>
 __device__ __forceinline__ void add_weighted_rows(float (&sum)[M][D / 8][4], const Weights<T, M, N> &weights, uint32_t x) {
 #if WARPGROUP_PRODUCTS
@@ -271,13 +271,14 @@ __device__ __forceinline__ void add_weighted_rows(float (&sum)[M][D / 8][4], con
 
 // Rounds the accumulators of a warp, (16 * M, D), to `T` and writes them to global memory. Row i begins at `to + i * stride`; only `rows`
 // rows and `width` columns are written. The values pass through shared memory: `tile` points at the 16 * M rows of this warp in a tile
-// of `ROWS` rows. All threads of the block take part.
+// of `ROWS` rows. It may be the tile of the products' left operand, which is overwritten. All threads of the block take part.
 template <typename T, int D, int M, int ROWS>
 __device__ __forceinline__ void write_rows(T *to, uint64_t stride, int rows, int width, const float (&sum)[M][D / 8][4],
                                            unsigned char *tile) {
     constexpr int CHUNKS = D / CHUNK, STEP = WARP / CHUNKS;
     const int lane = threadIdx.x % WARP, group = lane / 4, member = lane % 4;
-    // Products of a warpgroup read the rows of all its warps, so all warps must have finished before one of them overwrites its rows.
+    // The tile may be the left operand of the products. A product by `wgmma` reads the rows of all four warps of the warpgroup, so all
+    // warps must have finished their products before a warp overwrites its rows. A product by `mma.sync` reads the rows of one warp only.
     if constexpr (BY_WARPGROUP<M>)
         __syncthreads();
     else

@@ -25,7 +25,7 @@ impl Exported {
     /// Allocate at least `size` bytes on the device that is current on this thread.
     ///
     /// # Errors
-    /// The driver's error; `CUDA_ERROR_OUT_OF_MEMORY` also if the device's limit would be exceeded.
+    /// The driver's error; `CUDA_ERROR_OUT_OF_MEMORY` also if the limit given to `memory::set_limit` would be exceeded.
     pub fn new(size: usize) -> Result<Self, Status> {
         let size = size.max(1) as u64;
         let (address, device) = allocate_outside(size)?;
@@ -43,7 +43,7 @@ impl Exported {
     /// The driver's error, for example if the system does not support such handles.
     pub fn handle(&self) -> Result<Handle, Status> {
         let mut handle = IpcHandle([0; HANDLE]);
-        // SAFETY: the signature is the driver's, and the address that of an allocation of `cuMemAlloc`.
+        // SAFETY: the signature is the driver's, and `cuMemAlloc` has returned the address.
         check(unsafe { driver::cuIpcGetMemHandle(&raw mut handle, self.address) })?;
         Ok(handle.0)
     }
@@ -67,7 +67,7 @@ impl Opened {
     /// The driver's error, for example if the devices cannot access each other's memory.
     pub fn new(handle: Handle) -> Result<Self, Status> {
         let mut address = 0;
-        // SAFETY: the signature is the driver's, which checks the handle.
+        // SAFETY: the signature is the driver's, and the driver checks the handle.
         check(unsafe { driver::cuIpcOpenMemHandle_v2(&raw mut address, IpcHandle(handle), driver::LAZY_PEER_ACCESS) })?;
         Ok(Self { address })
     }
@@ -111,7 +111,7 @@ pub struct Access {
     pub has_atomics: bool,
 }
 
-/// The address of a device on the PCI bus, which names the device in all processes of the machine.
+/// The address of a device on the PCI bus. All processes of the machine name the device by this address.
 ///
 /// # Errors
 /// The driver's error.

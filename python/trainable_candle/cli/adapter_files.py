@@ -53,7 +53,7 @@ def add_output(group: argparse._ArgumentGroup) -> None:
 
 
 def precision(text: str) -> str:
-    """The `type=` of a flag that takes a precision, under other tools' names too."""
+    """The `type=` of a flag that takes a precision, by its name here or in other tools."""
     name = PRECISION_SPELLINGS.get(text.lower(), text.lower())
     if name not in PRECISIONS:
         raise argparse.ArgumentTypeError(f"expected one of {', '.join(PRECISIONS)}, found {text}")
@@ -61,7 +61,9 @@ def precision(text: str) -> str:
 
 
 def scales_of(given: Mapping[str, Any], count: int) -> list[float]:
-    """Return a factor for the effect of each of `count` adapters.
+    """Return the values of `--scale`, one for each of `count` adapters; 1.0 without `--scale`.
+
+    The effect of an adapter is multiplied by its scale. A single `--scale` is for all adapters.
 
     Raises:
         ConfigError: the number of scales is neither 1 nor `count`.

@@ -81,10 +81,18 @@ pub fn cuda_synchronize(py: Python<'_>, device: DeviceArg) -> Result<()> {
     detached(py, || device::synchronize(&device.0))
 }
 
-/// Memory statistics of a CUDA device, in this order: bytes allocated and their peak; bytes reserved and their peak;
-/// bytes reserved by captured graphs; how often tensors and workspaces allocated memory, how often more memory of the
-/// device was reserved, and how often memory ran out and cached memory was released; bytes free on the device and in
-/// total.
+/// Memory statistics of a CUDA device: ten numbers, in this order.
+///
+/// 0. Allocated bytes.
+/// 1. Peak of the allocated bytes.
+/// 2. Reserved bytes.
+/// 3. Peak of the reserved bytes.
+/// 4. Bytes reserved by captured graphs.
+/// 5. How often tensors and workspaces allocated memory.
+/// 6. How often more memory of the device was reserved.
+/// 7. How often memory ran out and cached memory was released.
+/// 8. Free bytes on the device.
+/// 9. All bytes of the device.
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
@@ -133,7 +141,7 @@ pub fn cuda_device_name(device: DeviceArg) -> Result<String> {
     Ok(device::device_name(&device.0)?)
 }
 
-/// The address of a CUDA device on the PCI bus, which names the device in all processes of the machine.
+/// The address of a CUDA device on the PCI bus. All processes of the machine name the device by this address.
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.

@@ -1,9 +1,9 @@
-//! Counters with which kernels report ids out of range.
+//! The board: device memory in which kernels report ids out of range.
 //!
-//! A kernel cannot return an error, and waiting for its result would stall the queue. Each operation that takes ids has
-//! a counter. If a kernel of the operation finds an id out of range, it writes the row-major index of the id in the
-//! tensor of ids to the counter; the counter keeps the smallest such index. The next synchronization of the device
-//! reads the counters and returns the error.
+//! A kernel cannot return an error, and waiting for its result would stall the queue. So the board has an entry for each
+//! operation that takes ids, or bounds of segments. If a kernel of the operation finds an id out of range, it writes the
+//! row-major index of the id in the tensor of ids to the entry; the entry keeps the smallest such index. The next
+//! synchronization of the device reads the entries and returns the error.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -16,41 +16,41 @@ use super::error::driver_error;
 use crate::capture::HostState;
 use crate::{Error, Result};
 
-/// The number of counters, more than there are operations that take ids.
+/// The number of entries, more than there are operations that take ids.
 const PLACES: usize = 16;
 
-/// The counters of a device.
+/// The board of a device.
 pub struct Board {
     stream: Arc<CudaStream>,
-    counters: CudaSlice<u64>,
-    /// The operations that have a counter, in the order of the counters.
+    entries: CudaSlice<u64>,
+    /// The operations that have an entry, in the order of the entries.
     names: Mutex<Vec<&'static str>>,
-    /// Whether a kernel may have written to a counter since the last check.
+    /// Whether a kernel may have written to an entry since the last check.
     is_used: HostState<bool>,
 }
 
 impl Board {
     pub fn new(device: &CudaDevice) -> Result<Self> {
         // SAFETY: `clear` sets the counters below, before anything reads them.
-        let counters = unsafe { device.alloc::<u64>(PLACES) }?;
+        let entries = unsafe { device.alloc::<u64>(PLACES) }?;
         let stream = device.cuda_stream();
         let is_used = HostState::new("whether a kernel may have noted an id out of range", false);
-        let board = Self { stream, counters, names: Mutex::default(), is_used };
+        let board = Self { stream, entries, names: Mutex::default(), is_used };
         board.clear().map_err(|error| driver_error("cuda", error))?;
         Ok(board)
     }
 
     fn address(&self) -> Address {
-        self.counters.device_ptr(&self.stream).0
+        self.entries.device_ptr(&self.stream).0
     }
 
-    /// Sets all counters to the largest value, which means that nothing is reported.
+    /// Sets all entries to the largest value, which means that nothing is reported.
     fn clear(&self) -> std::result::Result<(), DriverError> {
-        // SAFETY: the counters have this many bytes.
+        // SAFETY: the entries have this many bytes.
         unsafe { result::memset_d8_async(self.address(), u8::MAX, PLACES * size_of::<u64>(), self.stream.cu_stream()) }
     }
 
-    /// The counter of an operation, for a kernel that is about to be queued.
+    /// The entry of an operation, for a kernel that is about to be queued.
     pub fn place(&self, op: &'static str) -> Mut {
         self.is_used.advance(|is_used| *is_used = true);
         let mut names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
@@ -61,10 +61,10 @@ impl Board {
         Mut::new(self.address(), Element::U64).behind(place.min(PLACES - 1) * size_of::<u64>())
     }
 
-    /// If a kernel may have written to a counter since the last check, wait for the device and read the counters.
+    /// If a kernel may have written to an entry since the last check, wait for the device and read the entries.
     ///
     /// # Errors
-    /// [`Error::Index`] if a kernel has written to a counter.
+    /// [`Error::Index`] if a kernel has written to an entry.
     pub fn check(&self) -> Result<()> {
         if !self.is_used.change(std::mem::take) {
             return Ok(());
@@ -72,22 +72,22 @@ impl Board {
         let read = || {
             self.stream.context().bind_to_thread()?;
             // A copy to memory that is not pinned is synchronous.
-            let counters = self.stream.clone_dtoh(&self.counters)?;
-            if counters.iter().any(|&at| at != u64::MAX) {
+            let entries = self.stream.clone_dtoh(&self.entries)?;
+            if entries.iter().any(|&at| at != u64::MAX) {
                 self.clear()?;
             }
-            Ok(counters)
+            Ok(entries)
         };
-        let counters = read().map_err(|error| driver_error("cuda", error))?;
+        let entries = read().map_err(|error| driver_error("cuda", error))?;
         let names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
-        match names.iter().zip(counters).find(|(_, at)| *at != u64::MAX) {
+        match names.iter().zip(entries).find(|(_, at)| *at != u64::MAX) {
             None => Ok(()),
             Some((op, at)) => Err(Error::index(
                 op,
                 format!(
-                    "the id or bound at position {at} (in row-major order) was out of range in a call made since the program last \
-                     waited for the device; expected 0 <= id < the size of the dimension, or bounds that ascend from 0 up to the number \
-                     of rows; call synchronize() after each call to find that call"
+                    "the id or bound at position {at} (in row-major order) was out of range in an operation that the program has queued \
+                     since it last waited for the GPU; expected ids with 0 <= id < the size of the dimension, or bounds of segments that \
+                     ascend from 0 to at most the number of rows; call synchronize() after each operation to find the one that failed"
                 ),
             )),
         }

@@ -215,7 +215,7 @@ impl Gpu {
         self.multiprocessors
     }
 
-    /// The counters with which kernels report ids out of range.
+    /// The board on which kernels report ids out of range.
     pub(crate) const fn board(&self) -> &Board {
         &self.board
     }

@@ -2,9 +2,11 @@
 //!
 //! All copies to and from this memory are queued in one stream (see `copies.rs`) and run in the stream's order, so a
 //! buffer can be reused without waiting. Buffers stay allocated for the next training step. Their number is the largest
-//! number of tensors that were offloaded at the same time. Graphs share buffers that eager work does not use, because a
-//! replay writes to its buffers and would overwrite values of eager work. A replay writes each buffer before it reads
-//! the buffer, so several graphs can use the same buffers.
+//! number of tensors that were offloaded at the same time.
+//!
+//! Graphs do not use the buffers of eager work, because their replays would overwrite values that eager work still
+//! needs. They have a second pool of buffers. All graphs share this pool: a replay writes each buffer before it reads the
+//! buffer.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -55,11 +57,11 @@ fn take(gpu: &'static Gpu, bytes: usize) -> Result<Arc<Buffer>> {
         if let Some(place) = free(graphs, gpu, bytes) {
             return Ok(graphs[place].clone());
         }
-        // The driver allocates no pinned memory during a capture. The buffers of the eager run before the recording are
-        // free now, so the recording takes them.
+        // The driver allocates no pinned memory during a capture. But the function has run eagerly before, and the buffers
+        // of that run are free now, so the recording takes one of them.
         let Some(place) = free(eager, gpu, bytes) else {
-            let message = "a recorded function needs more offloaded memory than the call before the recording has used; \
-                           drop the results of that call before this one";
+            let message = "a recording cannot allocate pinned memory, and the function offloads more than its last eager call has \
+                           left free; run the backward pass of that call, or drop the tensors that the function has kept";
             return Err(Error::device(OP, message));
         };
         let buffer = eager.swap_remove(place);
@@ -131,7 +133,7 @@ impl Away {
         self.buffer.left.before(stream).map_err(|error| driver_error(OP, error))
     }
 
-    /// Queue a copy to new memory of the device, in parallel with work that is queued later.
+    /// Queue a copy to new memory of the device. The copy runs in parallel with work that is queued later.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the device has too little memory, [`Error::Device`] if the driver reports an error.
@@ -153,8 +155,8 @@ impl Away {
 
 impl Drop for Away {
     fn drop(&mut self) {
-        // An error may drop this value before `left` was called; even then the tensor must not be freed before the copy
-        // is done. If the driver cannot wait, it cannot free memory either.
+        // An error may drop this value before `left` was called; even then nothing may reuse the tensor's memory before
+        // the copy is done. A failure is ignored: a driver that cannot queue this wait cannot queue such work either.
         let _ = self.left();
     }
 }
@@ -187,8 +189,8 @@ impl Arriving {
 
 impl Drop for Arriving {
     fn drop(&mut self) {
-        // The tensor's memory is freed in the order of the device's stream, so the stream first waits for the copy. If
-        // the driver cannot wait, it cannot free memory either.
+        // Later work in the device's stream may reuse the tensor's memory, so the stream first waits for the copy. A
+        // failure is ignored: a driver that cannot queue this wait cannot queue such work either.
         let _ = self.join();
     }
 }

@@ -24,7 +24,7 @@ use crate::{Error, Raw, Result, capture};
 const OP: &str = "stream_blocks";
 const CURE: &str = "stream from the host (stream_from: host)";
 
-/// The address of a device on the PCI bus, which names the device in all processes of the machine.
+/// The address of a device on the PCI bus. All processes of the machine name the device by this address.
 ///
 /// # Errors
 /// [`Error::Device`] if `device` is not a CUDA device, or the driver reports an error.

@@ -22,8 +22,8 @@ pub struct PackedTexts {
 }
 
 impl PackedTexts {
-    /// Packs the tokens of `input_ids (B, S)` where `attention_mask (B, S)` is 1, or all tokens without a mask. The mask is
-    /// copied to the CPU, so the call waits for the GPU that computes it.
+    /// Packs the tokens of `input_ids (B, S)` where `attention_mask (B, S)` is 1; without a mask, packs all tokens. The mask
+    /// is copied to the CPU, so the call waits for the GPU that computes it.
     ///
     /// # Errors
     /// [`Error::Shape`] if an input has another shape, [`Error::DType`] if an input is not i64 or u32, [`Error::Index`] if the

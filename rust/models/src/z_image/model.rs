@@ -1,4 +1,4 @@
-//! The transformer, which predicts the negative velocity from noisy latents, time and text.
+//! The transformer. From noisy latents, time and text it predicts the velocity latents − noise.
 
 use std::sync::Arc;
 
@@ -26,7 +26,8 @@ const TIME_SCALE: f64 = 1000.0;
 const SINUSOIDS: [usize; 2] = [256, 1024];
 
 /// Z-Image's transformer, with the results and the parameter names of diffusers' `ZImageTransformer2DModel`. Its time
-/// goes from 0 (noise) to 1 (clean), and it predicts latents − noise.
+/// goes from 0 (noise) to 1 (clean), and it predicts the velocity along this time: latents − noise. The other flow models
+/// here count the time from clean to noise and predict noise − latents.
 pub struct ZImageTransformer {
     config: ZImageConfig,
     x_embedder: Linear<Tensor>,
@@ -54,7 +55,7 @@ pub struct ZImageConditions<'a> {
     /// The number of tokens of each text without its padding, (B), at least 1 each. Tokens after these are not read. With
     /// None, no text has padding.
     pub lengths: Option<&'a Tensor>,
-    /// Whether the length of every text equals L after both are rounded up to a multiple of 32 tokens.
+    /// Whether the length of every text, rounded up to a multiple of 32 tokens, equals L rounded up to a multiple of 32.
     /// Attention then needs no mask. The value is not checked, because the check would wait for a GPU.
     pub rows_are_full: bool,
 }
@@ -104,8 +105,8 @@ impl ZImageTransformer {
         &self.config
     }
 
-    /// The negative velocity, latents − noise, at noisy latents `hidden_states (B, C, H, W)`; H and W are even. The
-    /// result has the shape of `hidden_states` and the dtype of the weights.
+    /// The velocity along the model's time, latents − noise, at noisy latents `hidden_states (B, C, H, W)`; H and W are
+    /// even. The result has the shape of `hidden_states` and the dtype of the weights.
     ///
     /// # Errors
     /// [`Error::Shape`] if the inputs do not fit the configuration or one another, or the image or the text has no token;
@@ -120,7 +121,7 @@ impl ZImageTransformer {
         let image = padded(&image, &self.pads[0])?;
         let text = self.cap_norm.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let mut text = padded(&self.cap_embedder.forward(&text)?, &self.pads[1])?;
-        // After each text's own tokens, the model's padding token replaces the values in `encoder_hidden_states`.
+        // At the positions after a text's last token, the model's padding token replaces the embedding of the padding.
         let mut shown = None;
         if let Some(lengths) = conditions.lengths {
             text = Tensor::select(&self.positions.words(lengths, extent.text)?, &text, &self.pads[1])?;

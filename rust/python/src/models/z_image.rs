@@ -21,14 +21,14 @@ class!(ZImageTransformer);
 
 #[pymethods]
 impl ZImageTransformer {
-    /// The negative velocity (latents minus noise) that the model predicts for noisy latents.
+    /// The velocity from noise to clean latents (latents minus noise) that the model predicts for noisy latents.
     ///
     /// Args:
     ///     hidden_states: noisy latents, (B, in_channels, h, w), shifted and scaled by the autoencoder's `shift_factor`
     ///         and `scaling_factor`; h and w must be even.
     ///     encoder_hidden_states: the text encoder's results for the text tokens, (B, L, cap_feat_dim).
     ///     timestep: the time, (B,), (1,), or a number, from 0 (pure noise) to 1 (clean latents). Other flow models count
-    ///         in the opposite direction.
+    ///         the time in the opposite direction, and predict noise minus latents.
     ///     lengths: the number of tokens of each text without padding, (B,). The model does not read the padding tokens
     ///         after them. Default: no text has padding.
     ///     rows_are_full: True asserts that the length of every text, rounded up to a multiple of 32, equals L rounded up

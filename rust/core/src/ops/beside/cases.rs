@@ -1,4 +1,4 @@
-//! Test cases of activations written beside other columns.
+//! Test cases of `activate_beside`.
 
 use super::{Activation, GELU_TANH_BESIDE, SWIGLU_BESIDE, activate_beside};
 use crate::ops::activation::Gelu;
@@ -23,8 +23,8 @@ fn cases(activation: Activation) -> Vec<Case> {
         Case::new(label, shapes, move |x| activate_beside(x.get(1), &x[0], start, activation))
             .plain(move |x| plain(x.get(1), &x[0], start, activation))
     };
-    // The function also reads other columns of x, so that the gradient of x has several parts; the columns between
-    // these and the activated ones get no gradient.
+    // The function reads columns 1 to 3 of x, and gives the columns from 6 on to the activation. So the gradient of x
+    // has several parts, and the columns between them get no gradient.
     let read_twice =
         move |x: &[Tensor], activate: fn(Option<&Tensor>, &Tensor, usize, Activation) -> Result<Tensor>| {
             let first = x[0].narrow(2, 1, 3)?.sqr()?;

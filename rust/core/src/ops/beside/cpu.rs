@@ -1,4 +1,4 @@
-//! Activations beside other columns on the CPU, from elementwise functions.
+//! The CPU form, from elementwise functions.
 
 use super::{Activation, Columns};
 use crate::cpu::Mul;
@@ -7,7 +7,7 @@ use crate::raw::Raw;
 use crate::tape::BackwardContext;
 use crate::{Result, compute};
 
-/// The gate and the features h: the first and the second half of the activated columns.
+/// The two inputs of SwiGLU: the gate, which is the first half of the columns `x`, and the features h, the second half.
 fn halves(columns: &Columns, x: &Raw) -> Result<[Raw; 2]> {
     let Columns { dim, width, .. } = *columns;
     Ok([x.narrow(dim, 0, width)?, x.narrow(dim, width, width)?])

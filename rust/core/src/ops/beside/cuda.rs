@@ -1,4 +1,4 @@
-//! The implementation for CUDA, with the kernels in `kernels/beside.cu`.
+//! The CUDA form: `kernels/beside.cu`.
 
 use trainable_candle_cuda::kernels::beside::{GeluTanhBesideBackward, GeluTanhBesideForward};
 
@@ -33,7 +33,7 @@ pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Resul
 }
 
 /// Adds the gradient of `x` to the tape, where `grad` is the gradient of the activation's result. The kernel writes straight into
-/// the gradient of `x` if no gradient of the activated columns has been written before.
+/// the gradient of `x` if nothing has been written before to the columns that the activation has read.
 pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: &Raw, grad: &Raw) -> Result<()> {
     let Columns { dim, start, .. } = *columns;
     let (x, grad) = (contiguous(x)?, even_rows(grad)?);
@@ -47,7 +47,7 @@ pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: 
     context.add_part(0, x.dims(), dim, start, &dx)
 }
 
-/// Writes the gradient of the activated columns of `x` to `dx`.
+/// Writes to `dx` the gradient of the columns of `x` that the activation has read.
 fn write(columns: &Columns, x: &Raw, grad: &Raw, dx: &Raw) -> Result<()> {
     let op = columns.activation.info().name;
     let gpu = Gpu::of(op, x)?;

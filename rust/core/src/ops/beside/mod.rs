@@ -1,6 +1,6 @@
-//! An activation written beside other columns. In blocks whose attention and feed-forward layer are parallel (Dehghani
-//! et al. 2023, arXiv:2302.05442, section 2.1), one linear layer reads the result of attention and the activation side
-//! by side.
+//! `activate_beside`: the columns of one tensor and, to the right of them, an activation of columns of another tensor. In
+//! blocks whose attention and feed-forward layer are parallel (Dehghani et al. 2023, arXiv:2302.05442, section 2.1), one
+//! linear layer reads the result of attention and the activation side by side.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -68,14 +68,14 @@ pub fn activate_beside(before: Option<&Tensor>, x: &Tensor, start: usize, activa
     )
 }
 
-/// The activated columns of x, and the columns of the result.
+/// The columns of x that the activation reads, and the columns of the result.
 #[derive(Clone, Copy)]
 struct Columns {
     activation: Activation,
     dim: usize,
     /// Number of columns of `before`.
     kept: usize,
-    /// The first activated column of x.
+    /// The first column of x that the activation reads.
     start: usize,
     /// Number of columns that the activation returns.
     width: usize,
@@ -115,7 +115,7 @@ impl Columns {
         Ok(columns)
     }
 
-    /// The number of columns of x that are activated.
+    /// The number of columns of x that the activation reads.
     const fn len(&self) -> usize {
         self.activation.parts() * self.width
     }
@@ -127,7 +127,7 @@ impl Columns {
         dims
     }
 
-    /// The columns of x, or of its gradient, that are activated.
+    /// The columns of x that the activation reads, or the same columns of its gradient.
     fn of(&self, x: &Raw) -> Result<Raw> {
         Ok(x.narrow(self.dim, self.start, self.len())?)
     }

@@ -65,9 +65,8 @@ fn schedule_noise_velocity_and_weights_equal_diffusers() {
     }
 }
 
-/// The loss by its definition, element by element in f64. `element(|d|, b)` is the loss of an element of example b whose
-/// prediction differs from its target by d.
-#[allow(clippy::too_many_arguments)]
+/// The loss by its definition, element by element in f64. `element(d, b)` is the loss of one element of example b, where d
+/// is the absolute difference between the prediction and the target.
 fn reference(
     prediction: &[f64],
     target: &[f64],
@@ -168,17 +167,18 @@ fn losses_and_their_gradients_follow_the_definition() {
 fn timesteps_fill_their_range_and_repeat_with_the_generator() {
     let config = DiffusionConfig { min_timestep: 200, max_timestep: Some(210), ..DiffusionConfig::default() };
     let objective = objective(PredictionType::Epsilon, config);
-    let start = State { seed: 5, offset: 0 };
-    let draw = || {
-        rng::set_state(start);
+    let draw = |seed| {
+        let _stream = rng::Stream::enter(State { seed, offset: 0 });
         objective.draw_timesteps(5000).unwrap().to_vec::<i64>().unwrap()
     };
-    let drawn = draw();
+    let drawn = draw(5);
     for t in 200..210 {
         let count = drawn.iter().filter(|&&d| d == t).count();
         assert!((400..600).contains(&count), "{t}: {count}");
     }
     assert_eq!(drawn.iter().filter(|t| !(200..210).contains(*t)).count(), 0);
+    assert_eq!(draw(5), drawn);
+    assert_ne!(draw(6), drawn);
 }
 
 #[test]
@@ -199,7 +199,8 @@ fn multiresolution_noise_has_large_structures_and_deviation_1() {
             DiffusionConfig { multires_noise_iterations, multires_noise_discount: 0.9, ..DiffusionConfig::default() };
         objective(PredictionType::Epsilon, config).noise(&latents).unwrap().target
     };
-    // The variance of the means over squares of 8 x 8 pixels. For independent pixels of variance 1, it is 1 / 64.
+    // Each square of 8 x 8 pixels has a mean; this is the variance of these means. For independent pixels of variance 1, it
+    // is 1 / 64.
     let coarse = |noise: &Tensor| {
         let means = noise.reshape((8, 4, 4, 8, 6, 8)).unwrap().mean(&[3, 5], false).unwrap();
         means.var(&[0, 1, 2, 3], false, 0.0).unwrap().item().unwrap()

@@ -18,9 +18,9 @@ struct HeadArguments {
     tables: Option<[Raw; 2]>,
     weights: [Option<Raw>; 2],
     positions: u32,
-    /// Numbers of heads: of queries, of keys, and of all heads that a token of y has.
+    /// For one token of y: the number of query heads, of key heads, and of all heads.
     heads: [u32; 3],
-    /// Number of heads in the whole y.
+    /// The number of all heads of all tokens of y.
     rows: usize,
     /// Strides in elements: from a token to the next, and from a sample to the next.
     x_strides: [u64; 2],
@@ -53,7 +53,7 @@ impl HeadArguments {
         })
     }
 
-    /// The addresses of the scales of queries and keys, and of cos and sin.
+    /// The addresses of the weights of queries and of keys, and of cos and sin.
     fn places(&self, op: &'static str) -> Result<[Const; 4]> {
         let table = |index: usize| optional_input(op, self.tables.as_ref().map(|tables| &tables[index]));
         let weight = |index: usize| optional_input(op, self.weights[index].as_ref());
