@@ -83,19 +83,33 @@ def _rates(tera: float, memory: float, link: float) -> Rates:
 
 GPUS: Final = {
     "RTX 3060": _rates(20, 360, 25),
+    "RTX 3060 Ti": _rates(25, 448, 25),
+    "RTX 3070": _rates(31, 448, 25),
+    "RTX 3080": _rates(46, 760, 25),
     "RTX 3090": _rates(55, 936, 25),
+    "RTX 4060": _rates(23, 272, 12),
     "RTX 4060 Ti": _rates(34, 288, 12),
     "RTX 4070": _rates(45, 504, 25),
+    "RTX 4070 Ti": _rates(62, 504, 25),
+    "RTX 4080": _rates(75, 717, 25),
     "RTX 4090": _rates(125, 1008, 25),
+    "RTX 5060 Ti": _rates(36, 448, 25),
+    "RTX 5070": _rates(47, 672, 50),
+    "RTX 5070 Ti": _rates(68, 896, 50),
+    "RTX 5080": _rates(87, 960, 50),
     "RTX 5090": _rates(160, 1792, 50),
+    "A100": _rates(240, 1555, 25),
+    "L40S": _rates(279, 864, 25),
+    "H100": _rates(690, 3350, 53),
     "H200": _rates(760, 4800, 53),
 }
 """A part of the driver's name for a GPU -> the GPU's rates.
 
 The rates of memory and link are the makers' figures, except for the H200's link, which is measured.
 The H200's rate of products and the constants above are fitted to the steps in docs/benchmarks.md
-that tests/tasks/test_speed.py lists. The other GPUs' rates of products are taken from published
-measurements; nothing was run on these GPUs.
+that tests/tasks/test_speed.py lists; the H100's rate of products is measured. The other GPUs' rates
+of products are 0.77 times the makers' figures for bf16 with sums in f32, as the H200's rate is;
+nothing was run on these GPUs.
 """
 _NVLINK: Final = 450e9
 """Bytes that a GPU receives by NVLink in a second: half of NVIDIA's figure for an H100 or H200,
