@@ -97,7 +97,12 @@ def test_latents_and_velocities_are_those_of_the_pipeline(
     latents = [task.family.coder.latents(task.family.coder.encode(pixels), None).numpy()
                for task in (one, other)]  # fmt: skip
     np.testing.assert_array_equal(*latents)
-    assert one.family.drawing_bytes((32, 32), 1) > 0
+    needed = one.family.drawing_bytes((32, 32), 1)
+    rounded = families.load(name, weights, "f32", "cpu", config.with_(base_precision="nf4"))
+    assert rounded.family.drawing_bytes((32, 32), 1) < needed
+    one.family.model  # noqa: B018 - loads the denoiser
+    denoiser = one.family.facts.bytes("f32", "transformer")
+    assert one.family.drawing_bytes((32, 32), 1) == needed - denoiser > 0
     options = SampleOptions(steps=1, size=(16, 16))
     if name == "chroma":
         # Chroma's only text encoder is T5, and the tiny one has all tokens of T5's tokenizer.

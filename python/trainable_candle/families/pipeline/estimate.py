@@ -197,19 +197,25 @@ def _working(facts: Facts) -> int:
     return 4 * facts.vae_width * _ENCODER_IMAGES
 
 
-def sampling_bytes(family: Sizes, size: tuple[int, int], count: int) -> int:
+def sampling_bytes(
+    family: Sizes, config: TrainConfig, size: tuple[int, int], count: int, *, loaded: bool
+) -> int:
     """Roughly the bytes that drawing images one by one takes, without `RUNTIME_BYTES`.
 
     Args:
         family: the facts about the checkpoint.
+        config: the settings, which name the format of the denoiser's weights.
         size: (width, height) of an image, in pixels.
         count: the number of images; all of them stay in memory.
+        loaded: whether the denoiser is in memory already; its weights then do not count.
     """
     facts, area = family.facts, size[0] * size[1]
     # Without a dtype, weights keep the dtype of their files; f16 is assumed.
     dtype = family.dtype or "f16"
     itemsize = ITEM_BYTES[dtype]
-    models = facts.bytes(dtype, family.component, *facts.text_encoders) + facts.bytes("f32", "vae")
+    models = facts.bytes(dtype, *facts.text_encoders) + facts.bytes("f32", "vae")
+    if not loaded:
+        models += facts.bytes(dtype, family.component, quantize=config.base_format)
     predicting = _GUIDED * family.predicting_values(area // facts.factor**2) * itemsize
     tile = 4 * facts.vae_width * area_at_once(area) * _ENCODER_IMAGES
     decoding = tile + 2 * 4 * 3 * area

@@ -123,8 +123,12 @@ class PipelineFamily(LatentFamily, Generic[E]):
         return sizes.estimate(self, config, data, limit)
 
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
-        """The bytes that drawing takes: models, predictions with guidance, decoding and images."""
-        return sizes.sampling_bytes(self, size, count)
+        """The bytes that drawing takes in addition to a denoiser that is loaded already.
+
+        They are those of the other models, of predictions with guidance, of decoding and of images.
+        """
+        loaded = "model" in vars(self)
+        return sizes.sampling_bytes(self, self.config, size, count, loaded=loaded)
 
     def encode_area(self) -> int:
         """The most pixels to encode at once; see `estimate.encode_area`."""

@@ -186,7 +186,10 @@ class LatentModel(ABC):
 
     @abstractmethod
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
-        """The approximate bytes for drawing `count` images of a size, without the runtime."""
+        """The approximate bytes for drawing `count` images of a size, without the runtime.
+
+        A model that is in memory already does not count.
+        """
 
     def encode_area(self) -> int:
         """The largest number of pixels, of all images together, to encode at once; 0: one image."""
