@@ -167,6 +167,24 @@ def test_a_run_teaches_answers_and_writes_a_file_that_peft_loads(
     assert "".join(again.answer(asked, WritingOptions(tokens=8))) == "owt"
 
 
+def test_a_run_continues_from_the_adapter_of_another(
+    weights: Path, chats: Path, tmp_path: Path
+) -> None:
+    first = train(config_of(weights, chats, tmp_path / "a", steps=20))
+    given = {"validation_split": 0.25, "steps": 1}
+    losses = []
+    for name, file in (("b", "adapter.safetensors"), ("c", "peft")):
+        start = str(first.output / file)
+        run = train(config_of(weights, chats, tmp_path / name, initial_adapter=start, **given))
+        rows = [row for row in read_json_log(run.output / "train.jsonl") if "validation_loss" in row]
+        losses.append(rows[0]["validation_loss"])
+        assert losses[-1] < 0.8 * rows[0]["validation_base_loss"]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    other = {"initial_adapter": start, "target_modules": ["q_proj"]}
+    with pytest.raises(ConfigError, match=r"for other layers than --target-modules: .*mlp"):
+        train(config_of(weights, chats, tmp_path / "d", **other))
+
+
 def test_accumulated_batches_are_one_large_batch(
     weights: Path, chats: Path, tmp_path: Path
 ) -> None:

@@ -67,7 +67,8 @@ def check_initial_adapter(
             f"{config.rank} and alpha {alpha:g}: give --rank {ranks[0]}"
             + (f" --alpha {its_alpha:g}" if has_alpha else "")
         )
-    prefix = f"{expected[0]}."
+    # A language model has one part, whose name is empty.
+    prefix = f"{expected[0]}." if expected[0] else ""
     found_layers = {
         module.layer.removeprefix(prefix)
         for module in modules
