@@ -326,3 +326,35 @@ def test_losses_with_the_adapter_and_merged_are_compared(
     assert base < 0.1
     assert adapter > base + 0.5
     assert merged == pytest.approx(adapter, rel=0.05)
+
+
+def test_data_is_checked_before_the_merged_model_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_adapter(BUILT_IN, tmp_path / "a.safetensors")
+    data = tmp_path / "data.jsonl"
+    for row, message in (
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "has pairs of answers"),
+        ({"question": "a"}, "has the fields question"),
+    ):
+        data.write_text(json.dumps(row) + "\n")
+        given = ["--adapter", str(tmp_path / "a.safetensors"), "--for", "merged"]
+        output = tmp_path / "merged"
+        assert main(["export", *given, "--output", str(output), "--dataset", str(data)]) == 2
+        assert message in capsys.readouterr().err
+        assert not output.exists()
+
+
+def test_ollama_finds_a_local_base_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(BUILT_IN, tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    make_adapter(Path("base"), Path("a.safetensors"))
+    folder = exported(Path("base"), Path("a.safetensors"), "ollama")
+    lines = (folder / "Modelfile").read_text().splitlines()
+    assert lines[:2] == [f"FROM {tmp_path / 'base'}", "ADAPTER ./adapter.gguf"]
+    other = tmp_path / "named"
+    given = ["--adapter", "a.safetensors", "--for", "ollama", "--base", "llama3.2:1b"]
+    assert main(["export", *given, "--weights", "base", "--output", str(other)]) == 0
+    assert (other / "Modelfile").read_text().startswith("FROM llama3.2:1b\n")

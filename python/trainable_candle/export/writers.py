@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -17,7 +18,6 @@ from trainable_candle.text.chat_tokenizer import copy_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from trainable_candle.tasks.text.family import TextFamily
 
@@ -71,7 +71,10 @@ def _gguf(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> 
 def _ollama(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> list[str]:
     _gguf(adapter, family, base, output)
     stops = (family.tokenizer.token(number) for number in sorted(family.tokenizer.stops))
-    lines = [f"FROM {base}", f"ADAPTER ./{GGUF_WEIGHTS}"]
+    # Ollama takes relative paths from the Modelfile's folder, and `base` is relative to this one.
+    local = Path(base).expanduser()
+    name = local.resolve() if local.exists() else base
+    lines = [f"FROM {name}", f"ADAPTER ./{GGUF_WEIGHTS}"]
     lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
     write_atomically(output / MODELFILE, "\n".join(lines) + "\n")
     return [f"ollama create tuned -f {output / MODELFILE}"]
