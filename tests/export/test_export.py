@@ -307,6 +307,7 @@ def test_verify_reports_what_each_program_cannot_load(
     assert "good: peft applies all modules" in told
     assert "transformers and peft: loads it as it is" in told
     assert "vLLM: cannot load it, even exported: it does not load DoRA; use export --for" in told
+    assert "mlx-lm: cannot load it, even exported: export writes no DoRA for it; use" in told
     # If the argument is the file instead of the folder, `verify` reads the adapter_config.json
     # beside the file.
     alone = folder / "adapter_model.safetensors"

@@ -1,8 +1,8 @@
 """Which adapters of language models other programs load once they are exported.
 
-vLLM (`vllm/lora/peft_helper.py` at 02143692ba86a7ba6198a67e12982c5317c8bd2f) raises on DoRA, and
-`export.verdicts` has what it does with files of other tools. llama.cpp (`src/llama-adapter.cpp`)
-and Ollama, which loads llama.cpp's format, know no DoRA. `export` writes no DoRA for mlx-lm.
+vLLM (`vllm/lora/peft_helper.py` at 02143692ba86a7ba6198a67e12982c5317c8bd2f) raises on DoRA.
+llama.cpp's format, which Ollama loads too, has no place for DoRA's magnitudes. mlx-lm loads DoRA,
+but `export` does not write its form. `verdicts` has what programs do with files as they are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def refusals(adapter: TextAdapter, reader: str) -> list[str]:
     """
     reasons = []
     if adapter.is_dora and reader != "peft":
-        reasons.append("it does not load DoRA; use export --for merged")
+        no = "export writes no DoRA for it" if reader == "mlx" else "it does not load DoRA"
+        reasons.append(f"{no}; use export --for merged")
     if reader == "vllm" and adapter.rank > VLLM_RANKS[-1]:
         reasons.append(f"the adapter's rank is {adapter.rank}, expected at most {VLLM_RANKS[-1]}")
     return reasons
