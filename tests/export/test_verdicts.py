@@ -225,9 +225,16 @@ def test_folders_of_peft_itself(
 ) -> None:
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
     base = transformers.AutoModelForCausalLM.from_pretrained(weights)
     config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **settings)
-    peft.get_peft_model(base, config).save_pretrained(tmp_path)
+    trained = peft.get_peft_model(base, config)
+    trained.save_pretrained(tmp_path)
+    ids = torch.tensor([[3, 5, 7]])
+    expected = trained(ids).logits.detach()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(weights)
+    loaded = peft.PeftModel.from_pretrained(plain, tmp_path)(ids).logits.detach()
+    torch.testing.assert_close(loaded, expected)
     found = verdicts(capsys, tmp_path, weights, status=1)
     assert found.pop("transformers and peft") == "loads it as it is"
     for text in found.values():
