@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from trainable_candle._core import LoraConfig, Tensor, Var, load_file, save_file
+from trainable_candle._core import LoraConfig, Model, Tensor, Var, load_file, save_file
 from trainable_candle.errors import (
     ArgumentError,
     ConfigError,
@@ -149,7 +149,7 @@ class ModuleAdapter:
             "base_model_name_or_path": None,
             "inference_mode": True,
             "r": config.r,
-            "lora_alpha": config.lora_alpha,
+            "lora_alpha": integer_if_whole(config.lora_alpha),
             "lora_dropout": config.lora_dropout,
             "target_modules": sorted(self.layers),
             "exclude_modules": None,
@@ -258,10 +258,30 @@ def get_peft_model(module: Module, config: LoraConfig) -> PeftModel:
         model = tc.get_peft_model(model, tc.LoraConfig(r=8, target_modules=["0", "2"]))
         optimizer = tc.optim.AdamW(model.parameters(), lr=1e-3)
 
+    Models of `trainable_candle.models` have a method instead: `model.add_adapter(config)`.
+
     Raises:
         ConfigError: As for `ModuleAdapter`.
+        TypeError: If `module` is not a module written in Python.
     """
+    _reject_model(module)
     return PeftModel(module, ModuleAdapter(module, config))
+
+
+def integer_if_whole(number: float) -> int | float:
+    """A number for `lora_alpha` of peft's configuration: 8 instead of 8.0.
+
+    peft and vLLM declare lora_alpha an integer, and Ollama rejects 8.0.
+    """
+    return int(number) if float(number).is_integer() else number
+
+
+def _reject_model(value: object) -> None:
+    if isinstance(value, Model):
+        raise TypeError(
+            f"get_peft_model: module is {type(value).__name__}, whose adapters are made by "
+            "adapter = model.add_adapter(config); train adapter.parameters()"
+        )
 
 
 def _expect(function: str, name: str, value: object, kind: type) -> None:

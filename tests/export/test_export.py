@@ -15,7 +15,7 @@ import pytest
 import trainable_candle as tc
 from trainable_candle.cli import main
 from trainable_candle.demo import words
-from trainable_candle.export import read_adapter, refusals
+from trainable_candle.export import read_adapter
 from trainable_candle.export.gguf import paired
 from trainable_candle.export.gguf_file import Entry, write
 from trainable_candle.export.merged import write_merged
@@ -123,10 +123,6 @@ def test_layers_of_several_ranks_are_exported_with_one_rank(tmp_path: Path) -> N
     np.testing.assert_allclose(tuned(weights, output), expected, atol=2e-5)
     written = json.loads((output / "adapter_config.json").read_text())
     assert (written["r"], written["rank_pattern"], written["alpha_pattern"]) == (3, {}, {})
-    found = refusals(read_adapter(folder, "causal-lm", weights), config)
-    assert found["vllm"] == ["it does not read rank_pattern and alpha_pattern before 0.33"]
-    assert found["gguf"] == ["it does not read alpha_pattern"]
-    assert found["peft"] == []
 
 
 def test_gguf_holds_what_llama_cpp_expects(weights: Path, tmp_path: Path) -> None:
@@ -310,7 +306,8 @@ def test_verify_reports_what_each_program_cannot_load(
     told = capsys.readouterr().out
     assert "good: peft applies all modules" in told
     assert "transformers and peft: loads it as it is" in told
-    assert "vLLM: it does not load DoRA; use export --for merged" in told
+    assert "vLLM: cannot load it, even exported: it does not load DoRA; use export --for" in told
+    assert "mlx-lm: cannot load it, even exported: export writes no DoRA for it; use" in told
     # If the argument is the file instead of the folder, `verify` reads the adapter_config.json
     # beside the file.
     alone = folder / "adapter_model.safetensors"
@@ -330,3 +327,35 @@ def test_losses_with_the_adapter_and_merged_are_compared(
     assert base < 0.1
     assert adapter > base + 0.5
     assert merged == pytest.approx(adapter, rel=0.05)
+
+
+def test_data_is_checked_before_the_merged_model_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_adapter(BUILT_IN, tmp_path / "a.safetensors")
+    data = tmp_path / "data.jsonl"
+    for row, message in (
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "has pairs of answers"),
+        ({"question": "a"}, "has the fields question"),
+    ):
+        data.write_text(json.dumps(row) + "\n")
+        given = ["--adapter", str(tmp_path / "a.safetensors"), "--for", "merged"]
+        output = tmp_path / "merged"
+        assert main(["export", *given, "--output", str(output), "--dataset", str(data)]) == 2
+        assert message in capsys.readouterr().err
+        assert not output.exists()
+
+
+def test_ollama_finds_a_local_base_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(BUILT_IN, tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    make_adapter(Path("base"), Path("a.safetensors"))
+    folder = exported(Path("base"), Path("a.safetensors"), "ollama")
+    lines = (folder / "Modelfile").read_text().splitlines()
+    assert lines[:2] == [f"FROM {tmp_path / 'base'}", "ADAPTER ./adapter.gguf"]
+    other = tmp_path / "named"
+    given = ["--adapter", "a.safetensors", "--for", "ollama", "--base", "llama3.2:1b"]
+    assert main(["export", *given, "--weights", "base", "--output", str(other)]) == 0
+    assert (other / "Modelfile").read_text().startswith("FROM llama3.2:1b\n")

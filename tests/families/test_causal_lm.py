@@ -122,6 +122,7 @@ def test_a_run_teaches_answers_and_writes_a_file_that_peft_loads(
     names = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert config["target_modules"] == names
     assert (config["r"], config["lora_alpha"]) == (16, 32)
+    assert isinstance(config["lora_alpha"], int)
     stored = tc.load_file(output / "peft" / "adapter_model.safetensors")
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in stored
     assert len(stored) == 3 * 7 * 2
@@ -368,3 +369,25 @@ def test_model_and_data_can_be_names_on_the_hub(
     needed = {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
     assert needed <= set(asked["model"])
     assert {"*.jsonl", "data/*.parquet"} <= set(asked["dataset"])
+
+
+def test_an_adapter_of_another_base_or_model_is_named(
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = tc.models.CausalLM.from_pretrained(weights).add_adapter(tc.LoraConfig(r=2))
+    adapter.save(tmp_path / "peft", format="peft")
+    path = tmp_path / "peft" / "adapter_config.json"
+    fields = json.loads(path.read_text()) | {"base_model_name_or_path": "some/base"}
+    path.write_text(json.dumps(fields))
+    flags = ["chat", "--model", "causal-lm", "--device", "cpu", "--prompt", "one"]
+    assert main([*flags, "--adapter", str(path.parent)]) == 2
+    told = capsys.readouterr().err
+    assert "this is the built-in model; the adapter's base is some/base" in told
+    assert "give --weights some/base" in told
+
+    image = tmp_path / "image.safetensors"
+    module = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
+    factors = {"lora_down.weight": tc.ones((2, 640)), "lora_up.weight": tc.ones((640, 2))}
+    tc.save_file({f"{module}.{name}": values for name, values in factors.items()}, image)
+    assert main([*flags, "--weights", str(weights), "--adapter", str(image)]) == 2
+    assert f"is for another model: its modules, such as {module}, are" in capsys.readouterr().err

@@ -12,6 +12,7 @@ import pytest
 
 import trainable_candle as tc
 from trainable_candle.errors import ArgumentError, ConfigError, ShapeError, WeightsFormatError
+from trainable_candle.families.causal_lm import BUILT_IN
 from trainable_candle.nn import functional as F
 
 
@@ -315,3 +316,18 @@ def test_other_arguments_of_peft_are_answered(name: str, value: Any, advice: str
         tc.LoraConfig(target_modules=["q"], **{name: value})
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         tc.LoraConfig(rnak=3)
+
+
+def test_a_model_of_the_library_has_a_method_instead() -> None:
+    model = tc.models.CausalLM.from_pretrained(BUILT_IN)
+    with pytest.raises(TypeError, match=r"module is CausalLM.* model\.add_adapter\(config\)"):
+        tc.get_peft_model(model, tc.LoraConfig())  # type: ignore[arg-type]
+
+
+def test_a_whole_alpha_is_stored_as_an_integer(tmp_path: Path) -> None:
+    for alpha in (8.0, 7.5):
+        model = tc.nn.Sequential(tc.nn.Linear.init(4, 4))
+        config = tc.LoraConfig(r=2, lora_alpha=alpha, target_modules=["0"])
+        tc.get_peft_model(model, config).save_pretrained(tmp_path)
+        stored = json.loads((tmp_path / "adapter_config.json").read_text())["lora_alpha"]
+        assert (stored, type(stored)) == ((8, int) if alpha == 8 else (7.5, float))

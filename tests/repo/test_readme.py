@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import trainable_candle as tc
+from trainable_candle.demo import words
 from trainable_candle.families.causal_lm import BUILT_IN
+from trainable_candle.text.chat_tokenizer import ChatTokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,10 +29,10 @@ def run(block: str, given: dict[str, object] | None = None) -> dict[str, object]
 def test_every_example_is_run_below() -> None:
     examples = {path: len(blocks(path)) for path in ("README.md", *documents())}
     assert {path: count for path, count in examples.items() if count} == {
-        "README.md": 1,
+        "README.md": 2,
         "docs/language-models.md": 1,
         "docs/many-gpus.md": 1,
-        "docs/python.md": 3,
+        "docs/python.md": 4,
         "docs/training.md": 2,
     }
 
@@ -65,13 +67,46 @@ def test_the_network_reads_digits() -> None:
     assert names["accuracy"] >= 0.97
 
 
-def test_a_language_model_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The built-in language model as `WEIGHTS` in the current folder."""
     shutil.copytree(BUILT_IN, tmp_path / "WEIGHTS")
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("language_model")
+def test_a_language_model_writes() -> None:
     names = run(blocks("docs/language-models.md")[0])
     texts = names["texts"]
     assert isinstance(texts, list)
     assert len(texts) == 2
+
+
+def test_a_loop_trains_a_language_model(language_model: Path) -> None:
+    names = run(blocks("README.md")[1])
+    model, ids = names["model"], names["ids"]
+    assert isinstance(model, tc.models.CausalLM)
+    assert isinstance(ids, tc.Tensor)
+    trained = model.loss(ids, labels=ids).item()
+    base = tc.models.CausalLM.from_pretrained(language_model / "WEIGHTS")
+    assert trained < 0.2 < 1.0 < base.loss(ids, labels=ids).item()
+    base.load_adapter(language_model / "lora")
+    assert base.loss(ids, labels=ids).item() == pytest.approx(trained, abs=1e-4)
+
+
+def test_the_trainer_takes_texts(language_model: Path) -> None:
+    rows = [{"messages": words.chat("upper", word)} for word in ("clavo", "drenda", "spok")]
+    for row in rows:
+        row["messages"][-1]["content"] = "no"
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (language_model / "chats.jsonl").write_text(lines)
+    names = run(blocks("docs/python.md")[2])
+    model, tokenizer = names["model"], names["tokenizer"]
+    assert isinstance(model, tc.models.CausalLM)
+    assert isinstance(tokenizer, ChatTokenizer)
+    (answer,) = model.generate([tokenizer.prompt(rows[0]["messages"][:-1])], max_new_tokens=4)
+    assert tokenizer.decode(answer) == "no"
 
 
 def test_t5_encodes_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +126,7 @@ def test_a_users_own_model_gets_adapters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names = run(blocks("docs/python.md")[2])
+    names = run(blocks("docs/python.md")[3])
     assert "trainable params: 552 ||" in capsys.readouterr().out
     assert (tmp_path / "my-lora" / "adapter_config.json").is_file()
     assert names["plain"](tc.randn(2, 64)).shape == (2, 10)

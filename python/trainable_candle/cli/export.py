@@ -48,6 +48,8 @@ def run(arguments: Sequence[str], program: str) -> int:
     family = task.family
     adapter = export.read_adapter(path, model, family.weights)
     if reader == MERGED:
+        # The loss comes first, because it checks the data set.
+        base_loss = task.loss_on(given["dataset"]) if "dataset" in given else None
         output.mkdir(parents=True, exist_ok=True)
         merged = output
         if "gguf" in given:
@@ -55,8 +57,8 @@ def run(arguments: Sequence[str], program: str) -> int:
             export.write_model(family.weights, adapter, merged, given["gguf"])
         else:
             print(export.write_merged(family.weights, adapter, output))
-        if "dataset" in given:
-            _compare(task, path, merged, given["dataset"])
+        if base_loss is not None:
+            _compare(task, path, merged, given["dataset"], base_loss)
         print(f"merged model: {merged}")
         return 0
     export.require_accepted(adapter, reader)
@@ -69,15 +71,13 @@ def run(arguments: Sequence[str], program: str) -> int:
     return 0
 
 
-def _compare(task: TextTask, adapter: Path, merged: Path, dataset: str) -> None:
+def _compare(task: TextTask, adapter: Path, merged: Path, dataset: str, base: float) -> None:
     """Print the losses of the base, of the base with the adapter, and of the merged model."""
     from trainable_candle import families  # noqa: PLC0415 - after the flags are parsed
 
-    family = task.family
-    base = task.loss_on(dataset)
     task.load_adapter(adapter, 1.0)
     tuned = task.loss_on(dataset)
-    other = families.load(family.name, merged, None, "cpu")
+    other = families.load(task.family.name, merged, None, "cpu")
     print(
         f"loss: base {base:.4f}, with the adapter {tuned:.4f}, merged {other.loss_on(dataset):.4f}"
     )

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainable_candle.cli.adapter_files import scales_of
 from trainable_candle.cli.options import factor
-from trainable_candle.errors import ConfigError
+from trainable_candle.errors import ConfigError, Error
 from trainable_candle.settings import flag
 from trainable_candle.settings.checks import existing_adapter
 from trainable_candle.settings.machine import FORMATS, SAME
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from trainable_candle.tasks.task import Task
 
@@ -111,7 +112,8 @@ def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Task
             for note in notes(path, parts.base_format, given.get("to")):
                 print(note)
         if len(adapters) == 1:
-            task.load_adapter(adapters[0], scales[0])
+            with _naming_base(adapters[0], given):
+                task.load_adapter(adapters[0], scales[0])
         elif isinstance(task, LatentTask):
             task.load_adapters(list(zip(adapters, scales, strict=True)))
         else:
@@ -120,3 +122,24 @@ def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Task
                 "model, and give the merged model as --weights"
             )
     return task
+
+
+@contextmanager
+def _naming_base(adapter: Path, given: Mapping[str, Any]) -> Iterator[None]:
+    """A context that adds the base in peft's configuration to an error, if --weights is not given.
+
+    Raises:
+        Error: an error of the same class as the one in the context.
+    """
+    try:
+        yield
+    except Error as error:
+        from trainable_candle.export.verdicts import settings_of  # noqa: PLC0415 - expensive
+
+        base = (settings_of(adapter) or {}).get("base_model_name_or_path")
+        if "weights" in given or not base:
+            raise
+        raise type(error)(
+            f"{error}\n  without --weights, this is the built-in model; the adapter's base is "
+            f"{base}, says its adapter_config.json: give --weights {base}"
+        ) from None

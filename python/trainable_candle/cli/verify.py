@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from trainable_candle.cli.options import Parser, add_help
-from trainable_candle.errors import Error
 from trainable_candle.outputs import adapter_in
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from trainable_candle import AdapterModule, AdapterReport
 
@@ -19,6 +18,7 @@ BAD: Final = 1
 """Exit status if the report's first program does not apply every module of the file."""
 
 _SHOWN: Final = 20
+_ONLY_PEFT: Final = "peft loads it, and this library does not"
 
 
 def run(arguments: Sequence[str], program: str) -> int:
@@ -27,18 +27,24 @@ def run(arguments: Sequence[str], program: str) -> int:
     given = parser.parse(arguments)
     parser.require(given, "file")
 
-    from trainable_candle import families, verify_adapter  # noqa: PLC0415 - after the flags are parsed
-    from trainable_candle.settings.texts import Texts  # noqa: PLC0415
+    # Expensive imports, after the flags are parsed.
+    from trainable_candle import families, verify_adapter  # noqa: PLC0415
+    from trainable_candle.cli import verify_texts  # noqa: PLC0415
 
-    path = adapter_in(Path(given["file"]).expanduser())
+    path = Path(given["file"]).expanduser()
     weights = Path(given["weights"]).expanduser() if "weights" in given else None
     model = given.get("model", "sdxl")
+    writes = verify_texts.is_text(model)
+    if writes and verify_texts.is_exported(path):
+        print("\n".join(verify_texts.exported_lines(path, model, weights)))
+        return 0
+    path = adapter_in(path)
     report = verify_adapter(path, model, weights)
     built_in = families.find(model).default_weights() if weights is None else None
     if built_in is not None and _misfits(report):
         other = verify_adapter(path, model, built_in)
         if _misfits(other) < _misfits(report):
-            report = other
+            report, weights = other, built_in
             print(
                 f"note: the adapter's sizes are those of the built-in `{model}`, not those of the "
                 "published model"
@@ -48,21 +54,31 @@ def run(arguments: Sequence[str], program: str) -> int:
             f"note: compared with the published `{model}`; for a model of other sizes, give "
             "--weights"
         )
-    for line in lines(path, report, every="all" in given):
-        print(line)
-    if weights is not None and Texts in families.find(model).groups:
-        for line in _refusals(path, model, weights):
-            print(line)
+    outside = verify_texts.outside(path, report) if writes else set()
+    # The remarks are about programs for image models.
+    shown = lines(path, report, every="all" in given, outside=outside, remarks=not writes)
+    print("\n".join(shown))
+    if writes:
+        print("\n".join(verify_texts.reader_lines(path, model, weights)))
     return 0 if report.good else BAD
 
 
-def lines(path: Path, report: AdapterReport, *, every: bool) -> list[str]:
+def lines(
+    path: Path,
+    report: AdapterReport,
+    *,
+    every: bool,
+    outside: Collection[str] = (),
+    remarks: bool = True,
+) -> list[str]:
     """The text of a report.
 
     Args:
         path: the file.
         report: the result of `verify_adapter`.
         every: whether to list every module.
+        outside: modules and tensors that peft loads and this library does not.
+        remarks: whether to list the report's remarks.
     """
     modules = report.modules
     names = {module.module for module in modules}
@@ -73,16 +89,24 @@ def lines(path: Path, report: AdapterReport, *, every: bool) -> list[str]:
         f"  {count} x {kind}, rank {rank}, scale {scale}"
         for (kind, rank, scale), count in sorts.most_common(_SHOWN)
     ]
-    text += [f"  {_applied(tool, modules)}" for tool in report.tools]
+    text += [f"  {_applied(tool, modules, outside)}" for tool in report.tools]
     first = report.tools[0] if report.tools else "this library"
-    wrong = [f"  {m.module}: {fault}" for m in modules if (fault := _fault(m, first))]
-    wrong += [f"  {key}: this tensor is no parameter of an adapter" for key in report.others]
+    wrong = [
+        f"  {m.module}: {fault}"
+        for m in modules
+        if (fault := _ONLY_PEFT if m.module in outside else _fault(m, first))
+    ]
+    wrong += [
+        f"  {key}: {_ONLY_PEFT if key in outside else 'this tensor is no parameter of an adapter'}"
+        for key in report.others
+    ]
     if wrong:
         more = len(wrong) - _SHOWN
         text += ["problems:", *(wrong if every else wrong[:_SHOWN])]
         if more > 0 and not every:
             text.append(f"  and {more} more; --all shows them")
-    text += [f"note: {remark}" for remark in report.remarks]
+    if remarks:
+        text += [f"note: {remark}" for remark in report.remarks]
     if every:
         text += ["modules:"]
         text += [
@@ -94,28 +118,12 @@ def lines(path: Path, report: AdapterReport, *, every: bool) -> list[str]:
     return text
 
 
-def _refusals(path: Path, model: str, weights: Path) -> list[str]:
-    """A line for each program that loads adapters of language models: what it rejects."""
-    from trainable_candle import export  # noqa: PLC0415 - after the flags are parsed
-    from trainable_candle.export.adapter import adapter_settings  # noqa: PLC0415
-
-    try:
-        adapter = export.read_adapter(path, model, weights)
-    except Error as error:
-        return [f"not for export: {error}"]
-    settings = adapter_settings(path if path.is_dir() else path.parent)
-    text = []
-    for reader, reasons in export.refusals(adapter, settings).items():
-        verdict = "; ".join(reasons) or "loads it as it is"
-        cure = "" if not reasons else f" (`trainable-candle export --for {reader}`)"
-        text.append(f"{export.READERS[reader]}: {verdict}{cure}")
-    return text
-
-
-def _applied(tool: str, modules: Sequence[AdapterModule]) -> str:
+def _applied(tool: str, modules: Sequence[AdapterModule], outside: Collection[str]) -> str:
     """How many adapters a program applies as trained, and why it does not apply the rest."""
+    if tool != "peft":
+        outside = ()
     ignored = Counter(m.ignored_by[tool] for m in modules if tool in m.ignored_by)
-    missing = sum(m.layer is None for m in modules)
+    missing = sum(m.layer is None and m.module not in outside for m in modules)
     if missing:
         ignored["the model has no such layer"] = missing
     wrong_size = sum(_misfit(m) and tool not in m.ignored_by for m in modules)

@@ -7,9 +7,11 @@ no alpha.
 """
 
 from trainable_candle.export.adapter import Factors, TextAdapter, read_adapter
+from trainable_candle.export.forms import form_of, require_fit, summary
 from trainable_candle.export.gguf_model import write_model
 from trainable_candle.export.merged import Merged, write_merged
-from trainable_candle.export.readers import READERS, refusals, require_accepted
+from trainable_candle.export.readers import READERS, require_accepted
+from trainable_candle.export.verdicts import outside, settings_of, verdicts
 from trainable_candle.export.writers import WRITERS
 
 __all__ = [
@@ -18,9 +20,14 @@ __all__ = [
     "Factors",
     "Merged",
     "TextAdapter",
+    "form_of",
+    "outside",
     "read_adapter",
-    "refusals",
     "require_accepted",
+    "require_fit",
+    "settings_of",
+    "summary",
+    "verdicts",
     "write_merged",
     "write_model",
 ]

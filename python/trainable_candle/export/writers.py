@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -10,13 +11,13 @@ import numpy as np
 import trainable_candle as tc
 from trainable_candle.export import gguf
 from trainable_candle.export.adapter import CONFIG, WEIGHTS, TextAdapter, short_names
+from trainable_candle.export.forms import GGUF_WEIGHTS, MLX_WEIGHTS, MODELFILE
 from trainable_candle.export.readers import vllm_rank
 from trainable_candle.files import write_atomically
 from trainable_candle.text.chat_tokenizer import copy_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from trainable_candle.tasks.text.family import TextFamily
 
@@ -63,17 +64,20 @@ def _vllm(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> 
 
 
 def _gguf(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> list[str]:  # noqa: ARG001
-    gguf.write_adapter(output / "adapter.gguf", adapter, family.settings)
-    return [f"llama-cli -m BASE.gguf --lora {output / 'adapter.gguf'}"]
+    gguf.write_adapter(output / GGUF_WEIGHTS, adapter, family.settings)
+    return [f"llama-cli -m BASE.gguf --lora {output / GGUF_WEIGHTS}"]
 
 
 def _ollama(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> list[str]:
     _gguf(adapter, family, base, output)
     stops = (family.tokenizer.token(number) for number in sorted(family.tokenizer.stops))
-    lines = [f"FROM {base}", "ADAPTER ./adapter.gguf"]
+    # Ollama takes relative paths from the Modelfile's folder, and `base` is relative to this one.
+    local = Path(base).expanduser()
+    name = local.resolve() if local.exists() else base
+    lines = [f"FROM {name}", f"ADAPTER ./{GGUF_WEIGHTS}"]
     lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
-    write_atomically(output / "Modelfile", "\n".join(lines) + "\n")
-    return [f"ollama create tuned -f {output / 'Modelfile'}"]
+    write_atomically(output / MODELFILE, "\n".join(lines) + "\n")
+    return [f"ollama create tuned -f {output / MODELFILE}"]
 
 
 def _mlx(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> list[str]:
@@ -81,7 +85,7 @@ def _mlx(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> l
     for layer, factors in adapter.filled().items():
         tensors[f"{layer}.lora_a"] = tc.tensor(np.ascontiguousarray(factors.down.T))
         tensors[f"{layer}.lora_b"] = tc.tensor(np.ascontiguousarray(factors.up.T))
-    tc.save_file(tensors, output / "adapters.safetensors", {"format": "mlx"})
+    tc.save_file(tensors, output / MLX_WEIGHTS, {"format": "mlx"})
     # (number of the decoder layer, name of the linear layer within that decoder layer). mlx-lm
     # adapts all `keys` in each of the last `num_layers` decoder layers.
     places = [layer.split(".", 3)[2:] for layer in adapter.layers]

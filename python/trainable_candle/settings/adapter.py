@@ -100,7 +100,7 @@ class Adapter(Group):
     alpha: Annotated[
         float | None,
         Setting(
-            "the adapter is scaled by alpha / rank (default: rank)",
+            "the adapter is scaled by alpha / rank (default: rank; language models: 2 x rank)",
             rare=True,
             low=0,
             above=True,

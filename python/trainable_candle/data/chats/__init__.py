@@ -12,7 +12,7 @@ Examples are not padded: the examples of a batch follow each other in one sequen
 the tokens of an example attend only to tokens of the same example.
 """
 
-from trainable_candle.data.chats.dataset import TextDataset, TextOptions, load_texts
+from trainable_candle.data.chats.dataset import TextDataset, TextOptions, has_pairs, load_texts
 from trainable_candle.data.chats.labels import Pair, Tokens, tokens_of
 from trainable_candle.data.chats.packing import IGNORED, Packed, PackedRows, best_fit, in_order
 
@@ -25,6 +25,7 @@ __all__ = [
     "TextOptions",
     "Tokens",
     "best_fit",
+    "has_pairs",
     "in_order",
     "load_texts",
     "tokens_of",

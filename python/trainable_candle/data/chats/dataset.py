@@ -155,6 +155,18 @@ def load_texts(
     return _load(train, path, tokenizer, options), held_out
 
 
+def has_pairs(path: Path) -> bool:
+    """Whether the first line of a data set is a pair of answers, chosen and rejected.
+
+    Raises:
+        DatasetError: the files are missing.
+    """
+    rows = (row for file in find_files(path)[0] for row in read_rows(file))
+    first = next((row for row in rows if isinstance(row, Row)), None)
+    form = form_of(first.values) if first else None
+    return form is not None and form.name == "preferences"
+
+
 def _load(
     files: Sequence[Path], place: Path, tokenizer: ChatTokenizer, options: TextOptions
 ) -> TextDataset:

@@ -9,14 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
+import trainable_candle as tc
 from trainable_candle import hub
-from trainable_candle.data.chats import TextOptions, best_fit, load_texts
+from trainable_candle.data.chats import TextOptions, best_fit, has_pairs, load_texts
 from trainable_candle.data.chats.reading import SUFFIXES
 from trainable_candle.data.folder import counted
 from trainable_candle.distributed.group import ALONE
-from trainable_candle.errors import ConfigError, DatasetError
+from trainable_candle.errors import ConfigError, DatasetError, WeightsFormatError
 from trainable_candle.export.adapter import short_names
 from trainable_candle.files import parse_json, write_atomically
+from trainable_candle.peft import integer_if_whole
 from trainable_candle.settings.checks import existing
 from trainable_candle.tasks.checks import check_format, check_targets
 from trainable_candle.tasks.estimate import adapted_layers
@@ -118,10 +120,15 @@ class TextTask:
     def _kind(self) -> type[PreparedTexts | PreparedPreferences]:
         return PreparedPreferences if self._compares else PreparedTexts
 
-    def _load(self, dataset: str) -> tuple[TextDataset, TextDataset | None]:
-        config, path = self.family.config, Path(dataset).expanduser()
+    @staticmethod
+    def _path(dataset: str) -> Path:
+        """The file or folder of a data set; one on the hub is downloaded."""
         if hub.is_name(dataset):
-            path = hub.download_texts(dataset, SUFFIXES)
+            return hub.download_texts(dataset, SUFFIXES)
+        return Path(dataset).expanduser()
+
+    def _load(self, dataset: str) -> tuple[TextDataset, TextDataset | None]:
+        config, path = self.family.config, self._path(dataset)
         options = TextOptions(
             self.sequence_length, config.train_on, self._compares, config.skip_bad
         )
@@ -288,6 +295,8 @@ class TextTask:
         layers = self.family.layers()
         fields["base_model_name_or_path"] = self.family.config.weights
         fields["task_type"] = "CAUSAL_LM"
+        for name in {"lora_alpha", "alpha"} & fields.keys():
+            fields[name] = integer_if_whole(fields[name])
         fields["target_modules"] = short_names(fields["target_modules"], layers)
         write_atomically(path, json.dumps(fields, indent=2) + "\n")
         return folder
@@ -310,11 +319,18 @@ class TextTask:
         copy_files(self.family.weights, output, *([] if self.family.dtype else ["config.json"]))
 
     def loss_on(self, dataset: str) -> float:
-        """The mean loss on a data set, with the adapter if there is one.
+        """The mean loss on a data set of texts, with the adapter if there is one.
 
         Raises:
-            DatasetError: the data set cannot be used.
+            DatasetError: the data set cannot be used. One of pairs of answers cannot: the loss of
+                DPO compares a model with its base, and a merged model has none.
         """
+        path = self._path(dataset)
+        if has_pairs(path):
+            raise DatasetError(
+                f"--dataset: {path} has pairs of answers (`chosen`, `rejected`), and losses are "
+                "compared on texts: rename `chosen` to `completion`, or give another data set"
+            )
         texts, _ = self._load(dataset)
         return PreparedTexts(self.family, texts, self.without_adapter, print).validation_loss()
 
@@ -325,6 +341,20 @@ class TextTask:
             MissingFileError, WeightsFormatError, ConfigError: the file is missing, damaged, or of
                 another model.
         """
+        self._require_own_layers(path)
         adapter = self.family.model.load_adapter(path, scale=scale)
         self._adapters = Adapters({self.family.component: adapter})
         return self._adapters
+
+    def _require_own_layers(self, path: Path) -> None:
+        """Check that a file's adapters are on layers of a language model.
+
+        Raises:
+            WeightsFormatError: none of the file's modules has a name of a layer of this model.
+        """
+        modules = tc.verify_adapter(path, self.family.name, self.family.weights).modules
+        if modules and all(module.layer is None for module in modules):
+            raise WeightsFormatError(
+                f"{path}: is for another model: its modules, such as {modules[0].module}, are no "
+                f"layers of {self.family.weights}"
+            )

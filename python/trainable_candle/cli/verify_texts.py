@@ -1,0 +1,76 @@
+"""What `trainable-candle verify` says about adapters of language models only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from trainable_candle import export, families
+from trainable_candle.errors import ConfigError
+from trainable_candle.settings.texts import Texts
+from trainable_candle.tasks.text import TextTask
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainable_candle import AdapterReport
+    from trainable_candle.tasks.text.family import TextFamily
+
+_SETTINGS_BESIDE: Final = (None, "peft")
+"""The forms that `verify_adapter` reads: a safetensors file alone, and peft's folder."""
+
+
+def is_text(model: str) -> bool:
+    """Whether a name for `--model` stands for language models."""
+    return Texts in families.find(model).groups
+
+
+def is_exported(path: Path) -> bool:
+    """Whether the files are an adapter in llama.cpp's, mlx-lm's or Ollama's form."""
+    return export.form_of(path) not in _SETTINGS_BESIDE
+
+
+def exported_lines(path: Path, model: str, weights: Path | None) -> list[str]:
+    """The report on an adapter that another program reads and this library does not.
+
+    Raises:
+        WeightsFormatError: the files are damaged, or are not for the model in `weights`.
+    """
+    form = str(export.form_of(path))
+    text = [f"{path}: an adapter for {export.READERS[form]}, {export.summary(path, form)}"]
+    family = _family(model, weights)
+    if weights is not None:
+        export.require_fit(path, form, family.settings, family.layers())
+    else:
+        text.append("note: not compared with a model; give --weights")
+    return [*text, *_verdicts(path, family)]
+
+
+def reader_lines(path: Path, model: str, weights: Path | None) -> list[str]:
+    """A line for each program that loads adapters of language models.
+
+    Args:
+        path: a safetensors file, or peft's folder.
+        model: the model's name for `--model`.
+        weights: the model's folder; without it, one line says that the folder is needed.
+    """
+    if weights is None:
+        programs = ", ".join(export.READERS.values())
+        return [f"note: give --weights to see what these programs do with it: {programs}"]
+    return _verdicts(path, _family(model, weights))
+
+
+def outside(path: Path, report: AdapterReport) -> set[str]:
+    """The modules and tensors that peft loads and this library does not."""
+    return export.outside(report, export.settings_of(path))
+
+
+def _family(model: str, weights: Path | None) -> TextFamily:
+    task = families.load(model, weights, None, "cpu")
+    if not isinstance(task, TextTask):
+        raise ConfigError(f"--model {model} draws images")
+    return task.family
+
+
+def _verdicts(path: Path, family: TextFamily) -> list[str]:
+    found = export.verdicts(path, family)
+    return [f"{export.READERS[reader]}: {verdict}" for reader, verdict in found.items()]

@@ -1,0 +1,110 @@
+"""Which program a file or folder with an adapter of a language model is for.
+
+The names of files are those that `export` writes, and those that the programs look for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import trainable_candle as tc
+from trainable_candle._core import gguf_facts
+from trainable_candle.errors import WeightsFormatError
+from trainable_candle.export.adapter import CONFIG, WEIGHTS
+from trainable_candle.export.gguf import architecture
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from typing import Any
+
+    from trainable_candle.tasks.estimate import Shape
+
+MLX_WEIGHTS: Final = "adapters.safetensors"
+GGUF_WEIGHTS: Final = "adapter.gguf"
+MODELFILE: Final = "Modelfile"
+
+
+def form_of(path: Path) -> str | None:
+    """The program whose form the files have; None for a safetensors file without configuration.
+
+    The result is a key of `READERS`; "peft" also stands for vLLM, which reads peft's form.
+    """
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return "gguf"
+        names = {path.name, *({CONFIG} if (path.parent / CONFIG).is_file() else ())}
+    else:
+        names = {file.name for file in path.iterdir()} if path.is_dir() else set()
+    if {WEIGHTS, CONFIG} <= names:
+        return "peft"
+    if {MLX_WEIGHTS, CONFIG} <= names:
+        return "mlx"
+    if GGUF_WEIGHTS in names:
+        return "ollama" if MODELFILE in names else "gguf"
+    return None
+
+
+def summary(path: Path, form: str) -> str:
+    """What an adapter in mlx-lm's or llama.cpp's form consists of.
+
+    Raises:
+        WeightsFormatError: the files are damaged, or do not hold an adapter.
+    """
+    if form == "mlx":
+        factors = _mlx_factors(path)
+        ranks = {shape[1] for key, shape in factors.items() if key.endswith(".lora_a")}
+        layers = len({key.rpartition(".")[0] for key in factors})
+        return f"{layers} layers, rank {', '.join(map(str, sorted(ranks)))}"
+    return f"architecture {_gguf(path)['general.architecture']}"
+
+
+def require_fit(
+    path: Path, form: str, config: Mapping[str, Any], layers: Mapping[str, Shape]
+) -> None:
+    """Check that an adapter in mlx-lm's or llama.cpp's form is for a model.
+
+    Of llama.cpp's files, only the name of the architecture is compared.
+
+    Args:
+        path: the file or folder.
+        form: the adapter's form.
+        config: the model's `config.json`.
+        layers: the shapes of the weights of the model's linear layers.
+
+    Raises:
+        WeightsFormatError: the adapter is for another model.
+        ConfigError: llama.cpp does not support the model.
+    """
+    if form != "mlx":
+        found, expected = _gguf(path)["general.architecture"], architecture(config)
+        if found != expected:
+            raise WeightsFormatError(
+                f"{path}: is for the architecture {found}, and the model is {expected}"
+            )
+        return
+    for key, shape in _mlx_factors(path).items():
+        layer, _, factor = key.rpartition(".")
+        outputs, inputs = layers.get(layer, (0, 0))[:2]
+        if shape[factor == "lora_b"] != (outputs if factor == "lora_b" else inputs):
+            raise WeightsFormatError(
+                f"{path}: {key} has the shape {list(shape)}, which does not fit "
+                + (f"a weight of shape {[outputs, inputs]}" if layer in layers else "this model")
+            )
+
+
+def _mlx_factors(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the factors: lora_a is (in, rank), lora_b is (rank, out)."""
+    tensors = tc.load_file(path / MLX_WEIGHTS if path.is_dir() else path)
+    factors = {key: t.shape for key, t in tensors.items() if key.endswith((".lora_a", ".lora_b"))}
+    if not factors:
+        raise WeightsFormatError(f"{path}: has no lora_a and lora_b, mlx-lm's names of factors")
+    return factors
+
+
+def _gguf(path: Path) -> dict[str, Any]:
+    facts = gguf_facts(path / GGUF_WEIGHTS if path.is_dir() else path) or {}
+    if facts.get("general.type") != "adapter":
+        kind = facts.get("general.type", "nothing that GGUF describes")
+        raise WeightsFormatError(f"{path}: expected an adapter in llama.cpp's format, found {kind}")
+    return facts

@@ -1,0 +1,216 @@
+"""What each program that loads adapters of language models does with the given files.
+
+vLLM (`vllm/lora/peft_helper.py` at 02143692ba86a7ba6198a67e12982c5317c8bd2f) reads peft's folder.
+It declares lora_alpha an integer, and raises on modules_to_save and DoRA. That version ignores
+rank_pattern and alpha_pattern, which vLLM 0.33 reads. llama.cpp's `convert_lora_to_gguf.py` (at
+0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c) takes lora_alpha from peft's configuration and the ranks
+from the shapes of the factors, and stops at a tensor that is not a LoRA factor. mlx-lm
+(`mlx_lm/tuner/utils.py` at d78bf58e) has a format of its own. Ollama takes a Modelfile, whose
+ADAPTER is llama.cpp's format, or peft's folder for the models in `_CONVERTED`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import trainable_candle as tc
+from trainable_candle.errors import Error
+from trainable_candle.export.adapter import adapter_settings, read_adapter
+from trainable_candle.export.forms import form_of
+from trainable_candle.export.gguf import architecture
+from trainable_candle.export.readers import READERS, refusals, vllm_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from trainable_candle import AdapterReport
+    from trainable_candle.export.adapter import TextAdapter
+    from trainable_candle.tasks.text.family import TextFamily
+
+AS_IT_IS: Final = "loads it as it is"
+_CONVERTED: Final = ("llama", "mistral", "gemma")
+"""The `model_type` of the models whose adapters Ollama converts from safetensors."""
+_OTHER_FORMS: Final = {
+    "mlx": {"mlx": AS_IT_IS},
+    "gguf": {
+        "gguf": AS_IT_IS,
+        "ollama": "loads it once a Modelfile names the base (FROM) and the file (ADAPTER)",
+    },
+    "ollama": {"gguf": f"{AS_IT_IS}: adapter.gguf", "ollama": AS_IT_IS},
+}
+"""For each form that is not peft's, the programs that load it."""
+_OUTSIDE: Final = ("lm_head", "embed_tokens")
+"""The layers outside of the decoder's blocks that peft adapts or stores."""
+_UNREAD: Final = {
+    "vllm": ("rank_pattern", "alpha_pattern"),
+    "gguf": ("alpha_pattern", "use_rslora"),
+}
+"""Settings of peft's that vLLM before 0.33 and llama.cpp's converter ignore."""
+
+
+def outside(report: AdapterReport, settings: Mapping[str, Any] | None) -> set[str]:
+    """The modules and tensors that peft loads but that belong to no linear layer of a block.
+
+    They are LoRA on the embedding or the head, and whole weights: those of `modules_to_save`, and
+    those that peft stores beside an adapted embedding.
+
+    Args:
+        report: the result of `verify_adapter` with the model's files.
+        settings: the `adapter_config.json` of the adapter.
+    """
+    modules = [module.module for module in report.modules if module.layer is None]
+    return {key for key in [*modules, *report.others] if _outside(key, settings)}
+
+
+def _outside(key: str, settings: Mapping[str, Any] | None) -> set[str]:
+    """The names of layers outside of the blocks, or of `modules_to_save`, in a key."""
+    saved = (settings or {}).get("modules_to_save") or ()
+    return {*_OUTSIDE, *saved}.intersection(key.split("."))
+
+
+def settings_of(path: Path) -> dict[str, Any] | None:
+    """The configuration of an adapter in peft's form; None for a safetensors file without one.
+
+    Args:
+        path: the file, or the folder of peft's form.
+    """
+    if form_of(path) != "peft":
+        return None
+    return adapter_settings(path if path.is_dir() else path.parent)
+
+
+def verdicts(path: Path, family: TextFamily) -> dict[str, str]:
+    """By program, whether it loads the files, and what to do if it does not.
+
+    Args:
+        path: the file or folder.
+        family: the adapter's model.
+    """
+    form = form_of(path)
+    if form in _OTHER_FORMS:
+        no = (
+            f"cannot load it, and export cannot convert {READERS[form]}'s format: "
+            "export the adapter that train-lora wrote"
+        )
+        return {reader: _OTHER_FORMS[form].get(reader, no) for reader in READERS}
+    given = _examine(path, family)
+    if given.wrong:
+        return dict.fromkeys(READERS, f"cannot load it: it is not for this model: {given.wrong}")
+    return {reader: given.verdict(reader) for reader in READERS}
+
+
+@dataclass
+class _Given:
+    """A folder of peft's, or a safetensors file alone."""
+
+    settings: Mapping[str, Any] | None
+    """The `adapter_config.json`; None for a file alone."""
+    config: Mapping[str, Any]
+    """The model's `config.json`."""
+    others: list[str]
+    """The tensors that are no parameters of adapters."""
+    unnamed: bool
+    """Whether the names are not peft's."""
+    wrong: str | None
+    """Why the adapter is not for the model; None if it is."""
+    adapter: TextAdapter | None
+    unexportable: str | None
+    """Why `export` cannot read the adapter; None if it can."""
+
+    def verdict(self, reader: str) -> str:
+        now = self._now(reader)
+        if not now:
+            rank = vllm_rank(self.adapter.rank) if reader == "vllm" and self.adapter else 0
+            # 16 is the default of this flag.
+            return AS_IT_IS + (f", with --max-lora-rank {rank}" if rank > 16 else "")
+        later = self._later(reader)
+        if later:
+            return f"cannot load it, even exported: {'; '.join(later)}"
+        return f"loads it after `trainable-candle export --for {reader}`: {'; '.join(now)}"
+
+    def _now(self, reader: str) -> list[str]:
+        """Why a program does not load the files as they are, or not as trained."""
+        if reader == "mlx":
+            return ["it needs adapters.safetensors, and an adapter_config.json of its own form"]
+        if reader == "gguf":
+            return ["it needs a .gguf file", *self._unread(reader, "its converter")]
+        if reader == "ollama":
+            family = str(self.config.get("model_type"))
+            converts = family.startswith(_CONVERTED)
+            also = "" if converts else ", and converts no safetensors adapters of this architecture"
+            return [f"it needs a Modelfile{also}"]
+        if self.settings is None:
+            return ["it needs a folder with adapter_model.safetensors and adapter_config.json"]
+        reasons = ["it knows only peft's names of tensors"] if self.unnamed else []
+        return reasons if reader == "peft" else [*reasons, *self._for_vllm(self.settings)]
+
+    def _for_vllm(self, settings: Mapping[str, Any]) -> list[str]:
+        """Why vLLM does not load peft's folder, or not as trained."""
+        reasons = self._unread("vllm", "before 0.33, it")
+        if self.adapter:
+            reasons += refusals(self.adapter, "vllm")
+        elif settings.get("peft_type") != "LORA":
+            reasons.append("it loads only LoRA")
+        alpha = settings.get("lora_alpha")
+        if not isinstance(alpha, int):
+            reasons.append(f"it declares lora_alpha an integer, and may reject {alpha}")
+        if settings.get("modules_to_save"):
+            reasons.append("it rejects modules_to_save")
+        elif self.others:
+            reasons.append(f"it rejects {self.others[0]}")
+        if settings.get("bias", "none") != "none":
+            reasons.append(f"it may reject bias: {settings['bias']}")
+        return reasons
+
+    def _unread(self, reader: str, subject: str) -> list[str]:
+        names = [name for name in _UNREAD[reader] if (self.settings or {}).get(name)]
+        return [f"{subject} does not read {' and '.join(names)}"] if names else []
+
+    def _later(self, reader: str) -> list[str]:
+        """Why a program does not load the exported adapter."""
+        if self.unexportable or not self.adapter:
+            return [str(self.unexportable)]
+        reasons = refusals(self.adapter, reader)
+        if reader in {"gguf", "ollama"}:
+            try:
+                architecture(self.config)
+            except Error as error:
+                reasons.append(str(error))
+        return reasons
+
+
+def _examine(path: Path, family: TextFamily) -> _Given:
+    report = tc.verify_adapter(path, family.name, family.weights)
+    settings = settings_of(path)
+    apart = outside(report, settings)
+    strange = [key for key in report.others if key not in apart]
+    missing = [m.module for m in report.modules if m.layer is None and m.module not in apart]
+    faults = [f"{m.module}: {m.fault}" for m in report.modules if m.layer and m.fault]
+    wrong = [
+        *(f"there is no layer {name}" for name in missing),
+        *faults,
+        *(f"{key} is no parameter of an adapter" for key in strange),
+    ]
+    adapter, unexportable = None, None
+    if apart:
+        part = ", ".join(sorted({name for key in apart for name in _outside(key, settings)}))
+        unexportable = (
+            f"it changes {part}, and export writes adapters of the blocks' linear layers only; "
+            "merge it with peft's merge_and_unload"
+        )
+    elif not wrong:
+        try:
+            adapter = read_adapter(path, family.name, family.weights)
+        except Error as error:
+            unexportable = str(error)
+    return _Given(
+        settings,
+        family.settings,
+        list(report.others),
+        any("peft" in module.ignored_by for module in report.modules),
+        wrong[0] if wrong else None,
+        adapter,
+        unexportable,
+    )

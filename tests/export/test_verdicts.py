@@ -1,0 +1,241 @@
+"""`verify` says what each program does with the given files of a language model's adapter."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.cli import main
+from trainable_candle.families.causal_lm import BUILT_IN
+from trainable_candle.models import CausalLM
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "llm"
+NEEDS_FILE = "loads it after `trainable-candle export --for gguf`: it needs a .gguf file"
+HEAD = "base_model.model.lm_head"
+
+
+def make_adapter(weights: Path, folder: Path, **settings: Any) -> Path:
+    """Write peft's folder with an adapter of random values."""
+    model = CausalLM.from_pretrained(weights, dtype="f32")
+    chosen = {"r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj", "down_proj"]}
+    adapter = model.add_adapter(tc.LoraConfig(**(chosen | settings)))
+    for name, var in adapter.named_parameters().items():
+        if "magnitude" not in name:
+            var.set(tc.randn(var.shape) * 0.2)
+    adapter.save(folder, format="peft")
+    return configured(folder, lora_alpha=8)
+
+
+def configured(folder: Path, **settings: Any) -> Path:
+    """Change settings in an `adapter_config.json`."""
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return folder
+
+
+def verdicts(
+    capsys: pytest.CaptureFixture[str], path: Path, weights: Path, status: int = 0
+) -> dict[str, str]:
+    """The line of each program, by the program."""
+    capsys.readouterr()
+    given = ["verify", str(path), "--model", "causal-lm", "--weights", str(weights)]
+    assert main(given) == status
+    told = capsys.readouterr().out
+    assert "the scale 1" not in told
+    return dict(line.split(": ", 1) for line in told.splitlines()[-5:])
+
+
+@pytest.fixture
+def weights() -> Path:
+    return GOLDEN / "llama"
+
+
+def test_peft_and_vllm_load_pefts_folder(
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_adapter(weights, tmp_path / "peft")
+    expected = {
+        "transformers and peft": "loads it as it is",
+        "vLLM": "loads it as it is",
+        "llama.cpp": NEEDS_FILE,
+        "mlx-lm": "loads it after `trainable-candle export --for mlx`: it needs "
+        "adapters.safetensors, and an adapter_config.json of its own form",
+        "Ollama": "loads it after `trainable-candle export --for ollama`: it needs a Modelfile",
+    }
+    assert verdicts(capsys, folder, weights) == expected
+    assert verdicts(capsys, folder / "adapter_model.safetensors", weights) == expected
+    other = make_adapter(GOLDEN / "qwen2", tmp_path / "other")
+    found = verdicts(capsys, other, GOLDEN / "qwen2")
+    assert found["Ollama"].endswith("converts no safetensors adapters of this architecture")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reasons"),
+    [
+        (
+            {"alpha_pattern": {"layers.0.self_attn.q_proj": 3}},
+            {
+                "vLLM": "before 0.33, it does not read alpha_pattern",
+                "llama.cpp": "it needs a .gguf file; its converter does not read alpha_pattern",
+            },
+        ),
+        (
+            {"use_rslora": True},
+            {"llama.cpp": "it needs a .gguf file; its converter does not read use_rslora"},
+        ),
+        ({"lora_alpha": 7.5}, {"vLLM": "it declares lora_alpha an integer, and may reject 7.5"}),
+        ({"bias": "all"}, {"vLLM": "it may reject bias: all"}),
+    ],
+)
+def test_settings_that_a_program_misreads(
+    weights: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    settings: Any,
+    reasons: dict[str, str],
+) -> None:
+    folder = configured(make_adapter(weights, tmp_path / "peft"), **settings)
+    found = verdicts(capsys, folder, weights)
+    assert found["transformers and peft"] == "loads it as it is"
+    names = {"vLLM": "vllm", "llama.cpp": "gguf"}
+    for program, reason in reasons.items():
+        start = f"loads it after `trainable-candle export --for {names[program]}`: "
+        assert found[program] == start + reason
+
+
+def test_exported_files_are_recognised(
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_adapter(weights, tmp_path / "peft", r=40)
+    loaded = {}
+    for form in ("peft", "vllm", "gguf", "mlx"):
+        output = tmp_path / form
+        if form != "peft":
+            given = ["--weights", str(weights), "--adapter", str(folder), "--for", form]
+            assert main(["export", *given, "--output", str(output)]) == 0
+        found = verdicts(capsys, output, weights)
+        loaded[form] = {name for name, text in found.items() if text.startswith("loads it as")}
+        capsys.readouterr()
+    assert loaded["peft"] == loaded["vllm"] == {"transformers and peft", "vLLM"}
+    assert loaded["gguf"] == {"llama.cpp"}
+    assert loaded["mlx"] == {"mlx-lm"}
+    assert verdicts(capsys, tmp_path / "peft", weights)["vLLM"].endswith("--max-lora-rank 64")
+    (tmp_path / "gguf" / "Modelfile").write_text("ADAPTER ./adapter.gguf")
+    found = verdicts(capsys, tmp_path / "gguf", weights)
+    assert found["Ollama"] == "loads it as it is"
+    assert found["llama.cpp"] == "loads it as it is: adapter.gguf"
+    assert found["vLLM"].startswith("cannot load it, and export cannot convert Ollama's format")
+
+
+def test_exported_files_of_another_model_are_errors(
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_adapter(weights, tmp_path / "peft", target_modules=["down_proj"])
+    for form, other, message in (
+        ("gguf", GOLDEN / "qwen2", "is for the architecture llama, and the model is qwen2"),
+        ("mlx", BUILT_IN, "which does not fit a weight of shape [96, 128]"),
+    ):
+        output = tmp_path / form
+        given = ["--weights", str(weights), "--adapter", str(folder), "--for", form]
+        assert main(["export", *given, "--output", str(output)]) == 0
+        given = ["verify", str(output), "--model", "causal-lm"]
+        assert main([*given, "--weights", str(other)]) == 2
+        assert message in capsys.readouterr().err
+        assert main(given) == 0
+        assert "not compared with a model; give --weights" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["modules_to_save", "lora"])
+def test_a_changed_head_is_for_peft_alone(
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: bool
+) -> None:
+    folder = make_adapter(weights, tmp_path / "peft")
+    file = folder / "adapter_model.safetensors"
+    head = tc.load_file(weights / "model.safetensors")["lm_head.weight"]
+    vocabulary, width = head.shape
+    added = {f"{HEAD}.weight": head}
+    if not saved:
+        added = {
+            f"{HEAD}.base_layer.weight": head,
+            f"{HEAD}.lora_A.weight": tc.ones((4, width)),
+            f"{HEAD}.lora_B.weight": tc.ones((vocabulary, 4)),
+        }
+    tc.save_file(tc.load_file(file) | added, file)
+    configured(folder, modules_to_save=["lm_head"] if saved else None)
+    found = verdicts(capsys, folder, weights, status=1)
+    assert found.pop("transformers and peft") == "loads it as it is"
+    for text in found.values():
+        assert text.startswith("cannot load it, even exported: it changes lm_head, and export ")
+    assert main(["verify", str(folder), "--model", "causal-lm", "--weights", str(weights)]) == 1
+    told = capsys.readouterr().out
+    assert "not: the model has no such layer" not in told
+    assert f"{next(iter(added))}: peft loads it, and this library does not" in told
+
+
+def test_adapters_of_another_model_are_for_no_program(
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.safetensors"
+    module = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
+    factors = {"lora_down.weight": tc.ones((2, 640)), "lora_up.weight": tc.ones((640, 2))}
+    tc.save_file({f"{module}.{name}": values for name, values in factors.items()}, file)
+    found = verdicts(capsys, file, weights, status=1)
+    reason = f"cannot load it: it is not for this model: there is no layer {module}"
+    assert set(found.values()) == {reason}
+
+
+def test_a_file_alone_needs_a_configuration(
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = CausalLM.from_pretrained(weights, dtype="f32")
+    adapter = model.add_adapter(tc.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"]))
+    for var in adapter.parameters():
+        var.set(tc.ones(var.shape))
+    adapter.save(tmp_path / "a.safetensors", format="peft")
+    found = verdicts(capsys, tmp_path / "a.safetensors", weights)
+    for program, name in (("transformers and peft", "peft"), ("vLLM", "vllm")):
+        assert found[program].startswith(f"loads it after `trainable-candle export --for {name}`")
+    assert main(["verify", str(tmp_path / "a.safetensors"), "--model", "causal-lm"]) == 1
+    assert "note: give --weights to see what these programs do" in capsys.readouterr().out
+
+
+def test_the_built_in_model_is_used_if_it_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_adapter(BUILT_IN, tmp_path / "peft")
+    assert main(["verify", str(folder), "--model", "causal-lm"]) == 0
+    assert "\nvLLM: loads it as it is\n" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
+    ],
+    ids=["head", "embedding", "saved", "tokens"],
+)
+def test_folders_of_peft_itself(
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: Any
+) -> None:
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    base = transformers.AutoModelForCausalLM.from_pretrained(weights)
+    config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **settings)
+    trained = peft.get_peft_model(base, config)
+    trained.save_pretrained(tmp_path)
+    ids = torch.tensor([[3, 5, 7]])
+    expected = trained(ids).logits.detach()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(weights)
+    loaded = peft.PeftModel.from_pretrained(plain, tmp_path)(ids).logits.detach()
+    torch.testing.assert_close(loaded, expected)
+    found = verdicts(capsys, tmp_path, weights, status=1)
+    assert found.pop("transformers and peft") == "loads it as it is"
+    for text in found.values():
+        assert text.startswith("cannot load it, even exported: it changes ")
