@@ -368,6 +368,9 @@ def test_of_a_preset_what_has_an_effect_is_taken() -> None:
         check_settings(config)
         assert (config.rank, config.lora_dropout) == (16, 0.0)
         assert config.lr_scheduler == "cosine"
+    config = parse("--model", "causal-lm", "--preset", "quality", "--objective", "dpo")
+    check_settings(config)
+    assert (config.rank, config.lora_dropout) == (64, 0.0)
     config = parse("--model", "sdxl", "--preset", "quality", "--adapter", "oft", "--rank", "4")
     with pytest.raises(ConfigError, match="give --oft-block-size instead"):
         check_settings(config)
