@@ -1,6 +1,8 @@
 """Every setting has a flag, flags override files, and the help fits on a screen."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ from trainable_candle.cli import (
     verify,
 )
 from trainable_candle.cli.train import make_parser, read_config
-from trainable_candle.errors import ConfigError
+from trainable_candle.errors import ConfigError, MissingFileError
+from trainable_candle.families.causal_lm import BUILT_IN
 from trainable_candle.settings import TrainConfig, flag, settings
 from trainable_candle.settings.checks import check_groups, check_settings
 from trainable_candle.settings.config import canonical
@@ -374,6 +377,21 @@ def test_of_a_preset_what_has_an_effect_is_taken() -> None:
     config = parse("--model", "sdxl", "--preset", "quality", "--adapter", "oft", "--rank", "4")
     with pytest.raises(ConfigError, match="give --oft-block-size instead"):
         check_settings(config)
+
+
+def test_a_preset_fits_the_context_of_the_model(tmp_path: Path) -> None:
+    for length in (512, 4096):
+        folder = tmp_path / str(length)
+        shutil.copytree(BUILT_IN, folder)
+        path = folder / "config.json"
+        facts = json.loads(path.read_text())
+        path.write_text(json.dumps({**facts, "max_position_embeddings": length}))
+        given = ("--model", "causal-lm", "--weights", str(folder), "--preset", "fast")
+        assert parse(*given).sequence_length == min(length, 1024)
+        # Only the preset's value is limited: the run rejects a given value that is too large.
+        assert parse(*given, "--sequence-length", "9999").sequence_length == 9999
+    with pytest.raises(MissingFileError, match="--weights: there is no file or folder no"):
+        parse("--model", "causal-lm", "--weights", "no", "--preset", "fast")
 
 
 @pytest.mark.parametrize("model", families.NAMES)
