@@ -189,6 +189,11 @@ class Session:
             f"training: {counted(config.steps, 'step')} of {size}{of}, "
             f"{epochs:.3g} epochs of {counted(len(self._train), self._task.noun)}"
         )
+        if config.lora_plus_ratio != 1:
+            report(
+                f"LoRA+: the factors B have {config.lora_plus_ratio:g} times the learning rate of "
+                "the other parameters"
+            )
 
     def _metadata(self, step: int) -> dict[str, str]:
         epoch = self.epochs.completed(step)

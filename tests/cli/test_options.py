@@ -97,6 +97,7 @@ SAMPLES: dict[str, Any] = {
     "optimizer": "lion",
     "learning_rate": 1e-3,
     "text_encoder_learning_rate": 1e-5,
+    "lora_plus_ratio": 16.0,
     "lr_scheduler": "cosine",
     "warmup_steps": 2,
     "optimizer_args": ["betas=0.9,0.98"],
@@ -204,6 +205,7 @@ def test_every_setting_has_a_flag() -> None:
         ("--optimizer_type AdamW8bit --text_encoder_lr 1e-5", {"optimizer": "adamw8bit"}),
         ("--shuffle_caption --keep_tokens 2", {"caption_shuffle": True, "caption_keep_tokens": 2}),
         ("--save_every_n_epochs 1", {"save_every_epochs": 1}),
+        ("--loraplus_lr_ratio 16", {"lora_plus_ratio": 16.0}),
     ],
 )
 def test_flags_of_other_tools_mean_the_same(text: str, expected: dict[str, Any]) -> None:
@@ -291,7 +293,8 @@ def test_flags_that_users_of_kohya_give_are_answered() -> None:
         --cache_text_encoder_outputs --network_module --save_model_as --sdpa --full_bf16
         --persistent_data_loader_workers --max_data_loader_n_workers --highvram --xformers
         --weighting_scheme --network_args --network_dropout --apply_t5_attn_mask --torch_compile
-        --t5xxl_max_token_length --lowvram --config_file --save_state --zero_terminal_snr"""
+        --t5xxl_max_token_length --lowvram --config_file --save_state --zero_terminal_snr
+        --loraplus_unet_lr_ratio --loraplus_text_encoder_lr_ratio --loraplus_lr_embedding"""
     for name in flags.split():
         with pytest.raises(
             ConfigError, match=f"^{name.replace('_', '-')} .*(leave it out|give|--)"

@@ -30,7 +30,7 @@ def test_every_example_is_run_below() -> None:
         "README.md": 1,
         "docs/language-models.md": 1,
         "docs/many-gpus.md": 1,
-        "docs/python.md": 3,
+        "docs/python.md": 4,
         "docs/training.md": 2,
     }
 
@@ -95,6 +95,13 @@ def test_a_users_own_model_gets_adapters(
     assert "trainable params: 552 ||" in capsys.readouterr().out
     assert (tmp_path / "my-lora" / "adapter_config.json").is_file()
     assert names["plain"](tc.randn(2, 64)).shape == (2, 10)
+
+
+def test_factors_b_have_a_rate_of_their_own() -> None:
+    names = run(blocks("docs/python.md")[3])
+    assert names["scheduler"].base_lrs == [1e-3, 16e-3]
+    assert [p.shape for p in names["up"]] == [(32, 4), (10, 4)]
+    assert [p.shape for p in names["others"]] == [(4, 64), (4, 32)]
 
 
 def test_a_loop_runs_alone_too() -> None:
