@@ -123,6 +123,7 @@ SAMPLES: dict[str, Any] = {
     "clip_skip": 2,
     "validation_split": 0.1,
     "validate_every": 5,
+    "early_stop": 3,
     "sample_prompts": ["a cat, a dog", "a tree"],
     "sample_every": 6,
     "sample_every_epochs": 2,
@@ -205,6 +206,7 @@ def test_every_setting_has_a_flag() -> None:
         ("--optimizer_type AdamW8bit --text_encoder_lr 1e-5", {"optimizer": "adamw8bit"}),
         ("--shuffle_caption --keep_tokens 2", {"caption_shuffle": True, "caption_keep_tokens": 2}),
         ("--save_every_n_epochs 1", {"save_every_epochs": 1}),
+        ("--early_stopping_patience 3", {"early_stop": 3}),
         ("--loraplus_lr_ratio 16", {"lora_plus_ratio": 16.0}),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,7 +12,7 @@ from trainable_candle.settings.adapter import INITS, LOFTQ, OFT_SIDES
 from trainable_candle.settings.machine import SAME
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from trainable_candle import AdapterFile, AdapterSet, Var
@@ -94,6 +95,18 @@ class Adapters:
         """
         for adapter in self.sets.values():
             adapter.load(path)
+
+    @contextmanager
+    def loaded(self, path: Path) -> Iterator[None]:
+        """A context in which the adapters have the parameters of a file; see `load`."""
+        parameters = self.named_parameters()
+        before = tc.snapshot({name: var.detach() for name, var in parameters.items()})
+        try:
+            self.load(path)
+            yield
+        finally:
+            for name, var in parameters.items():
+                var.set(before[name].to(var.device))
 
 
 def start_adapter(adapter: AdapterSet, family: Any) -> None:
