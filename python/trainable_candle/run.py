@@ -65,7 +65,8 @@ class TrainingRun:
     step: int
     """The number of optimizer steps, including the steps before the run was resumed."""
     completed: bool
-    """Whether the last step was reached; the adapter file is written only then."""
+    """Whether the last step was reached, or the run ended by `early_stop`; the adapter file is
+    written only then."""
     stopped_by: signal.Signals | None
     """The signal that ended the run, if one did."""
     file: str = ADAPTER

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 SAMPLES = "samples"
 """The folder of the previews."""
+BEST = "best"
+"""The folder of what `Task.publish` writes of the best adapter."""
 
 
 def adapter_path(config: TrainConfig, output: Path) -> Path:
@@ -115,6 +117,7 @@ class Session:
                 held_out.validation_facts,
                 config.stem,
                 report,
+                config.early_stop,
             )
             self.callbacks.append(self.validation)
         if group.rank == 0:
@@ -136,7 +139,13 @@ class Session:
         """
         config = self._config
         every = self._moments(config.save_every, config.save_every_epochs)
-        return is_due(config.compare_every, step) or is_due(every, step) or step == config.steps
+        is_last = step == config.steps or self._ends_early
+        return is_due(config.compare_every, step) or is_due(every, step) or is_last
+
+    @property
+    def _ends_early(self) -> bool:
+        """Whether the last measured step ends the run because of `early_stop`."""
+        return self.validation is not None and self.validation.ends_early
 
     def _moments(self, steps: int, epochs: int | None) -> Moments:
         """When something is due: after every `epochs` epochs if given, else every `steps` steps."""
@@ -189,6 +198,11 @@ class Session:
             f"training: {counted(config.steps, 'step')} of {size}{of}, "
             f"{epochs:.3g} epochs of {counted(len(self._train), self._task.noun)}"
         )
+        if config.lora_plus_ratio != 1:
+            report(
+                f"LoRA+: the factors B have {config.lora_plus_ratio:g} times the learning rate of "
+                "the other parameters"
+            )
 
     def _metadata(self, step: int) -> dict[str, str]:
         epoch = self.epochs.completed(step)
@@ -206,6 +220,12 @@ class Session:
         file = self.adapter_file(finished, step)
         file.write()
         report(f"done: {self.totals}")
+        if self.validation is not None and self.validation.ends_early:
+            report(
+                f"early stop: after step {step} of {self._config.steps}, because "
+                f"{counted(self.validation.since_best, 'validation')} in a row had no lower loss "
+                f"than that of step {self.validation.best_step}"
+            )
         report(f"adapter: {finished}")
         published = self._task.publish(self._adapters, output, self._metadata(step))
         if published is not None:
@@ -217,6 +237,12 @@ class Session:
             best = self.validation
             path = best_path(output, self._config.stem)
             report(f"best: {path} (step {best.best_step}, loss {best.best_loss:.4f})")
+            # A run that was resumed into another folder may not have improved since.
+            if published is not None and path.exists():
+                metadata = self._metadata(best.best_step)
+                with self._adapters.loaded(path):
+                    published = self._task.publish(self._adapters, output / BEST, metadata)
+                report(f"best for other tools: {published}")
         if self._config.sample_prompts:
             page = output / SAMPLES / PAGE
             report(f"previews: {page if page.exists() else page.parent}")

@@ -1,6 +1,8 @@
 """Every setting has a flag, flags override files, and the help fits on a screen."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ from trainable_candle.cli import (
     verify,
 )
 from trainable_candle.cli.train import make_parser, read_config
-from trainable_candle.errors import ConfigError
+from trainable_candle.errors import ConfigError, MissingFileError
+from trainable_candle.families.causal_lm import BUILT_IN
 from trainable_candle.settings import TrainConfig, flag, settings
 from trainable_candle.settings.checks import check_groups, check_settings
 from trainable_candle.settings.config import canonical
@@ -94,6 +97,7 @@ SAMPLES: dict[str, Any] = {
     "optimizer": "lion",
     "learning_rate": 1e-3,
     "text_encoder_learning_rate": 1e-5,
+    "lora_plus_ratio": 16.0,
     "lr_scheduler": "cosine",
     "warmup_steps": 2,
     "optimizer_args": ["betas=0.9,0.98"],
@@ -119,6 +123,7 @@ SAMPLES: dict[str, Any] = {
     "clip_skip": 2,
     "validation_split": 0.1,
     "validate_every": 5,
+    "early_stop": 3,
     "sample_prompts": ["a cat, a dog", "a tree"],
     "sample_every": 6,
     "sample_every_epochs": 2,
@@ -201,6 +206,8 @@ def test_every_setting_has_a_flag() -> None:
         ("--optimizer_type AdamW8bit --text_encoder_lr 1e-5", {"optimizer": "adamw8bit"}),
         ("--shuffle_caption --keep_tokens 2", {"caption_shuffle": True, "caption_keep_tokens": 2}),
         ("--save_every_n_epochs 1", {"save_every_epochs": 1}),
+        ("--early_stopping_patience 3", {"early_stop": 3}),
+        ("--loraplus_lr_ratio 16", {"lora_plus_ratio": 16.0}),
     ],
 )
 def test_flags_of_other_tools_mean_the_same(text: str, expected: dict[str, Any]) -> None:
@@ -288,7 +295,8 @@ def test_flags_that_users_of_kohya_give_are_answered() -> None:
         --cache_text_encoder_outputs --network_module --save_model_as --sdpa --full_bf16
         --persistent_data_loader_workers --max_data_loader_n_workers --highvram --xformers
         --weighting_scheme --network_args --network_dropout --apply_t5_attn_mask --torch_compile
-        --t5xxl_max_token_length --lowvram --config_file --save_state --zero_terminal_snr"""
+        --t5xxl_max_token_length --lowvram --config_file --save_state --zero_terminal_snr
+        --loraplus_unet_lr_ratio --loraplus_text_encoder_lr_ratio --loraplus_lr_embedding"""
     for name in flags.split():
         with pytest.raises(
             ConfigError, match=f"^{name.replace('_', '-')} .*(leave it out|give|--)"
@@ -368,9 +376,27 @@ def test_of_a_preset_what_has_an_effect_is_taken() -> None:
         check_settings(config)
         assert (config.rank, config.lora_dropout) == (16, 0.0)
         assert config.lr_scheduler == "cosine"
+    config = parse("--model", "causal-lm", "--preset", "quality", "--objective", "dpo")
+    check_settings(config)
+    assert (config.rank, config.lora_dropout) == (64, 0.0)
     config = parse("--model", "sdxl", "--preset", "quality", "--adapter", "oft", "--rank", "4")
     with pytest.raises(ConfigError, match="give --oft-block-size instead"):
         check_settings(config)
+
+
+def test_a_preset_fits_the_context_of_the_model(tmp_path: Path) -> None:
+    for length in (512, 4096):
+        folder = tmp_path / str(length)
+        shutil.copytree(BUILT_IN, folder)
+        path = folder / "config.json"
+        facts = json.loads(path.read_text())
+        path.write_text(json.dumps({**facts, "max_position_embeddings": length}))
+        given = ("--model", "causal-lm", "--weights", str(folder), "--preset", "fast")
+        assert parse(*given).sequence_length == min(length, 1024)
+        # Only the preset's value is limited: the run rejects a given value that is too large.
+        assert parse(*given, "--sequence-length", "9999").sequence_length == 9999
+    with pytest.raises(MissingFileError, match="--weights: there is no file or folder no"):
+        parse("--model", "causal-lm", "--weights", "no", "--preset", "fast")
 
 
 @pytest.mark.parametrize("model", families.NAMES)

@@ -230,3 +230,25 @@ def test_validation_sees_everything_once() -> None:
     seen = Counter(n for batch in batches for n in batch.input_ids.tolist())
     assert seen == Counter(n for e in EXAMPLES for n in e.ids.tolist())
     assert sum(batch.count for batch in batches) == sum(e.learnt[1:].sum() for e in EXAMPLES)
+
+
+def test_the_summary_of_a_part_counts_its_own_examples(
+    tmp_path: Path, tokenizer: ChatTokenizer
+) -> None:
+    long = {"instruction": "say", "output": "well " * 40}
+    short = {"instruction": "say", "output": "so"}
+    path = lines(tmp_path / "a.jsonl", short, long, short, long, short, {"text": 1})
+    whole = load(path, tokenizer, sequence_length=24, skip_bad=True)
+    length = len(load(lines(tmp_path / "b.jsonl", long), tokenizer).examples[0])
+    assert "3 of 5 answers end in a stop token" in whole.summary()
+    cut = length - 24
+    parts = {
+        (0, 2, 3): ["3 examples of", "2 of 3 answers", f"1 example longer than 24 tokens: {cut} "],
+        (1, 3): ["2 examples of", "0 of 2 answers", f"longer than 24 tokens: {2 * cut} cut off"],
+    }
+    for numbers, texts in parts.items():
+        summary = whole.part(numbers).summary()
+        for text in (*texts, "1 line left out: cannot be used"):
+            assert text in summary
+    assert "longer than" not in whole.part([0, 4]).summary()
+    assert "3 of 5 answers" in whole.part(range(5)).summary()

@@ -221,6 +221,26 @@ def test_validation_is_shared_out(
     np.testing.assert_allclose([*two.values()], [*one.values()], rtol=1e-5)
 
 
+def test_all_processes_end_early_after_the_same_step(
+    digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
+) -> None:
+    more = {"validation_split": 0.3, "validate_every": 2, "early_stop": 1, "steps": 40,
+            "learning_rate": 0.3, "gpus": 2, "device": device, "precision": "f32",
+            "batch_size": 1, "compare_every": 100}  # fmt: skip
+    output = tmp_path / "run"
+    result = run(training(digits_base, digits_folder, output, **more))
+    assert result.returncode == 0, result.stderr
+    rows = [row for row in read_json_log(output / JSON_LOG) if "validation_loss" in row]
+    found = [row["validation_loss"] for row in rows[1:]]
+    rises = [n for n in range(1, len(found)) if found[n] >= found[n - 1]]
+    assert rises == [len(found) - 1]
+    end = 2 * len(found)
+    assert end < 40
+    assert f"early stop: after step {end} of 40, because 1 validation in a row" in result.stdout
+    assert [folder.name for folder in checkpoints(output)] == [f"checkpoint-{end:06d}"]
+    assert (output / "adapter.safetensors").exists()
+
+
 def test_a_killed_process_ends_all_and_leaves_the_checkpoint(
     digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
 ) -> None:

@@ -132,6 +132,13 @@ def test_a_users_own_model_gets_adapters(
     assert names["plain"](tc.randn(2, 64)).shape == (2, 10)
 
 
+def test_factors_b_have_a_rate_of_their_own() -> None:
+    names = run(blocks("docs/python.md")[3])
+    assert names["scheduler"].base_lrs == [1e-3, 16e-3]
+    assert [p.shape for p in names["up"]] == [(32, 4), (10, 4)]
+    assert [p.shape for p in names["others"]] == [(4, 64), (4, 32)]
+
+
 def test_a_loop_runs_alone_too() -> None:
     parameters = {"w": tc.Var(tc.ones((3,)))}
     given = {

@@ -41,6 +41,7 @@ IDLE: list[tuple[dict[str, Any], str]] = [
         {"multires_noise_discount": 0.5},
         "--multires-noise-discount has no effect without --multires-noise-iterations",
     ),
+    ({"objective": "dpo", "lora_dropout": 0.1}, "leave --lora-dropout out"),
     ({"validate_every": 1}, "--validate-every has no effect without --validation-split"),
     (
         {"guidance": 3.0, "sample_steps": 4},

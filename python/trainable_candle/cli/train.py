@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from trainable_candle.cli.options import Parser, add_settings
 from trainable_candle.distributed.launch import chosen_gpus, follow_launcher, is_launched, launch
@@ -20,6 +20,9 @@ from trainable_candle.settings.presets import IMAGES, LENGTHS, PRESET, TEXTS, co
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
+
+_ROW: Final = "sequence_length"
+"""The setting whose value of a preset is limited to the context of the model."""
 
 
 def run(arguments: Sequence[str], program: str) -> int:
@@ -117,7 +120,24 @@ def read_config(given: dict[str, Any]) -> TrainConfig:
             raise _of_preset(error, preset, values.keys() - by_hand) from None
         for name in {name for _, names in idle for name in names} - by_hand:
             del values[name]
+        if _ROW in values.keys() - by_hand:
+            values[_ROW] = min(values[_ROW], _context(values["model"], values.get("weights")))
     return TrainConfig.from_mapping(values, source)
+
+
+def _context(model: str, weights: str | None) -> int:
+    """The most tokens of a row that a language model was made for.
+
+    Raises:
+        ConfigError, MissingFileError, WeightsFormatError: the weights are missing, damaged, or of
+            another model.
+    """
+    from trainable_candle import families  # noqa: PLC0415 - only a preset needs them
+    from trainable_candle.tasks.text import TextTask  # noqa: PLC0415
+
+    task = families.load(model, weights, None, "cpu")
+    assert isinstance(task, TextTask)
+    return task.family.context
 
 
 def _of_preset(error: ConfigError, preset: str, taken: Collection[str]) -> ConfigError:

@@ -61,7 +61,11 @@ _KOHYA: Final = {
     "fused_backward_pass": _NOT_NEEDED,
     "num_cpu_threads_per_process": _give("--threads"),
     "network_module": "has no counterpart: choose the kind with --adapter",
-    "network_args": "has no counterpart: give --adapter and --target-modules",
+    "network_args": "has no counterpart: give --adapter and --target-modules, and "
+    "--lora-plus-ratio for loraplus_lr_ratio",
+    "loraplus_unet_lr_ratio": _give("--lora-plus-ratio, which is for all parts of a model"),
+    "loraplus_text_encoder_lr_ratio": _give("--lora-plus-ratio, which is for all parts of a model"),
+    "loraplus_lr_embedding": f"is not needed, because embeddings get no adapter: {_LEAVE}",
     "network_dropout": "has no exact counterpart: --lora-dropout drops the adapter's inputs",
     "scale_weight_norms": _NONE,
     "dim_from_weights": _give("--rank, the rank of the file of --initial-adapter"),

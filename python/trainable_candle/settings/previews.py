@@ -32,7 +32,7 @@ class Validation(Group):
     section: ClassVar[str] = sections.VALIDATION
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(
-            ("validate_every",),
+            ("validate_every", "early_stop"),
             lambda c: bool(c.validation_dataset or c.validation_split),
             "--validation-split or --validation-dataset",
         ),
@@ -48,6 +48,16 @@ class Validation(Group):
     validate_every: Annotated[
         int, Setting("steps between validations", low=1, rare=True, free=True)
     ] = 100
+    early_stop: Annotated[
+        int | None,
+        Setting(
+            "end the run after this many validations in a row without a lower loss",
+            low=1,
+            rare=True,
+            free=True,
+            synonyms=("early-stopping-patience", "early-stopping"),
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

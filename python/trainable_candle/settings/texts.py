@@ -33,6 +33,13 @@ class Texts(Group):
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(("dpo_beta",), lambda c: c.objective == "dpo", "--objective dpo"),
         Condition(("train_on",), lambda c: c.objective == "sft", "--objective sft"),
+        Condition(
+            ("lora_dropout",),
+            lambda c: c.objective == "sft",
+            "",
+            "--lora-dropout: --objective dpo compares the model with the base, and dropout would "
+            "change only one of them; leave --lora-dropout out",
+        ),
     )
     contradictions: ClassVar = (_answers_compared,)
 

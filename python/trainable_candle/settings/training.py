@@ -82,6 +82,16 @@ def _wrong_arguments(config: Any) -> str | None:
     return None
 
 
+def _one_rate_for_all(config: Any) -> str | None:
+    """Why the optimizer cannot train the factors B at a rate of their own; None if it can."""
+    if config.finds_rate and config.lora_plus_ratio != 1:
+        return (
+            f"--optimizer {config.optimizer} finds one step size for all parameters, so it cannot "
+            "train the factors B at another rate; leave --lora-plus-ratio out"
+        )
+    return None
+
+
 def _averaged_twice(config: Any) -> str | None:
     """Why an optimizer that averages the adapter itself contradicts a setting; else None."""
     kind: Callable[..., Any] = KINDS[config.optimizer]
@@ -118,6 +128,7 @@ def _contradiction(config: Any) -> str | None:
     return (
         _long_warmup(config)
         or _wrong_arguments(config)
+        or _one_rate_for_all(config)
         or _averaged_twice(config)
         or _rounding_contradiction(config)
     )
@@ -134,6 +145,11 @@ class Training(Group):
             lambda c: c.epochs is None,
             "",
             "--epochs and --steps both say how long to train; give one of the two",
+        ),
+        Condition(
+            ("lora_plus_ratio",),
+            lambda c: c.adapter in {"lora", "dora"},
+            "--adapter lora or --adapter dora (other kinds have no factor B)",
         ),
     )
     contradictions: ClassVar = (_contradiction,)
@@ -214,6 +230,16 @@ class Training(Group):
             synonyms=("lr", "train.lr"),
         ),
     ] = None
+    lora_plus_ratio: Annotated[
+        float,
+        Setting(
+            "learning rate of the factors B relative to that of the rest (LoRA+)",
+            low=0,
+            above=True,
+            rare=True,
+            synonyms=("loraplus-lr-ratio",),
+        ),
+    ] = 1.0
     lr_scheduler: Annotated[
         str,
         Setting(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
 from trainable_candle.lora import start_from_rounding
@@ -11,12 +12,16 @@ from trainable_candle.settings.adapter import INITS, LOFTQ, OFT_SIDES
 from trainable_candle.settings.machine import SAME
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from trainable_candle import AdapterFile, AdapterSet, Var
     from trainable_candle.settings import TrainConfig
     from trainable_candle.settings.adapter import Adapter
+
+
+_UP: Final = ".lora_B.weight"
+"""The end of the name of a factor B, in LoRA and in DoRA."""
 
 
 class Adapters:
@@ -40,7 +45,11 @@ class Adapters:
         }
 
     def groups(self, config: TrainConfig) -> list[tuple[list[Var], float]]:
-        """The parameters by learning rate; text encoders have a learning rate of their own."""
+        """The parameters by learning rate.
+
+        Text encoders have a learning rate of their own. `lora_plus_ratio` multiplies the rate of
+        the factors B in every part of the model (LoRA+, Hayou et al. 2024, arXiv:2402.12354).
+        """
         # By default, text encoders train at a tenth of the rate. Prodigy finds one step size for
         # all groups, so with Prodigy they train at the same rate.
         share = 1 if config.finds_rate else 10
@@ -48,7 +57,9 @@ class Adapters:
         groups: dict[float, list[Var]] = {}
         for component, adapter in self.sets.items():
             rate = of_text if component.startswith("text_encoder") else config.rate
-            groups.setdefault(rate, []).extend(adapter.parameters())
+            for name, var in adapter.named_parameters().items():
+                faster = config.lora_plus_ratio if name.endswith(_UP) else 1.0
+                groups.setdefault(rate * faster, []).append(var)
         return [(parameters, rate) for rate, parameters in groups.items()]
 
     def set_training(self, training: bool) -> None:
@@ -84,6 +95,18 @@ class Adapters:
         """
         for adapter in self.sets.values():
             adapter.load(path)
+
+    @contextmanager
+    def loaded(self, path: Path) -> Iterator[None]:
+        """A context in which the adapters have the parameters of a file; see `load`."""
+        parameters = self.named_parameters()
+        before = tc.snapshot({name: var.detach() for name, var in parameters.items()})
+        try:
+            self.load(path)
+            yield
+        finally:
+            for name, var in parameters.items():
+                var.set(before[name].to(var.device))
 
 
 def start_adapter(adapter: AdapterSet, family: Any) -> None:

@@ -51,9 +51,10 @@ def evaluated(adapters: Adapters, average: Average | None) -> Iterator[None]:
 
 
 class Validation(Callback):
-    """Measures the loss on validation data, and keeps the best adapter.
+    """Measures the loss on validation data, keeps the best adapter, and may end the run early.
 
-    There is one measurement before the first step and one after the last step.
+    There is one measurement before the first step and one after the last step. The measurement
+    before the first step is never the best one, because the adapter has no effect yet.
 
     Args:
         loss: returns the mean loss over the validation data, with the same random numbers at every
@@ -64,6 +65,9 @@ class Validation(Callback):
         facts: returns the values to log for a loss, by name; called in the context of `evaluated`.
         stem: the beginning of the name of the best adapter's file.
         report: gets a line at each measurement if the loss is the only value.
+        patience: the run ends after this many measurements in a row that are not better than the
+            best one; None: it never ends early. All processes measure the same loss, and so end
+            after the same step.
     """
 
     def __init__(
@@ -75,9 +79,13 @@ class Validation(Callback):
         facts: Callable[[float], Mapping[str, float]] = lambda loss: {"validation_loss": loss},
         stem: str = "adapter",
         report: Callable[[str], None] = lambda _: None,
+        patience: int | None = None,
     ) -> None:
         self.best_loss = math.inf
         self.best_step = 0
+        self.since_best = 0
+        """The number of measurements since the best one."""
+        self._patience = patience
         self._loss = loss
         self._every = every
         self._evaluated = evaluated
@@ -90,18 +98,32 @@ class Validation(Callback):
         """Measure the initial model."""
         if trainer.step == 0:
             self._measure(trainer)
+        # The checkpoint may be that of a run that has ended early.
+        self._end_if_due(trainer)
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
         """Measure if the step is due."""
         if not is_due(self._every, report.step) and report.step != trainer.steps:
             return
         loss = self._measure(trainer)
+        self.since_best += 1
         if loss < self.best_loss:
-            self.best_loss, self.best_step = loss, report.step
+            self.best_loss, self.best_step, self.since_best = loss, report.step, 0
             if trainer.output is not None:
                 with self._evaluated():
                     best = self._adapter(best_path(trainer.output, self._stem), report.step)
                 trainer.write_later(best.write)
+        self._end_if_due(trainer)
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether the loss has not improved for as many measurements as `patience` says."""
+        return self._patience is not None and self.since_best >= self._patience
+
+    def _end_if_due(self, trainer: Trainer[Any]) -> None:
+        """Make the current step the last one if the run is to end early."""
+        if self.ends_early:
+            trainer.steps = trainer.step
 
     def _measure(self, trainer: Trainer[Any]) -> float:
         with self._evaluated():
@@ -114,19 +136,22 @@ class Validation(Callback):
         return loss
 
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
-        """Save the number of the best step, and the validation loss after it."""
+        """Save the best step, the validation loss after it, and the measurements since."""
         if self.best_step:
-            best = json.dumps({"step": self.best_step, "loss": self.best_loss})
+            known = {"step": self.best_step, "loss": self.best_loss, "since_best": self.since_best}
+            best = json.dumps(known)
             trainer.write_later(partial(write_atomically, folder / _BEST_STATE, best))
 
     def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
-        """Restore the number of the best step, and the validation loss after it."""
+        """Restore the best step, the validation loss after it, and the measurements since."""
         path = folder / _BEST_STATE
         if not path.exists():
             return
         best = read_json(folder, _BEST_STATE)
         try:
             self.best_step, self.best_loss = int(best["step"]), float(best["loss"])
+            # Checkpoints of older versions do not have the count.
+            self.since_best = int(best.get("since_best", 0))
         except (ValueError, TypeError, KeyError) as error:
             raise damaged(folder, _BEST_STATE, error) from error
 

@@ -34,7 +34,7 @@ class CsvLog(Callback):
 
     Args:
         path: the file.
-        every: steps between two lines; the last step always has a line.
+        every: steps between two lines; the last step has a line, unless the run ends early.
     """
 
     COLUMNS = ("step", "loss", "lr", "grad_norm", "seconds")
@@ -77,7 +77,8 @@ class JsonLog(Callback):
 
     Args:
         path: the file.
-        every: steps between two lines with the values of a step; the last step always has a line.
+        every: steps between two lines with the values of a step; the last step has such a line,
+            unless the run ends early.
     """
 
     def __init__(self, path: Path, every: int = 1) -> None:
@@ -125,7 +126,8 @@ class TensorBoardLog(Callback):
 
     Args:
         folder: the folder for the event files.
-        every: steps between two points of a `train/...` curve; the last step always has a point.
+        every: steps between two points of a `train/...` curve; the last step has a point, unless
+            the run ends early.
 
     Raises:
         ModuleNotFoundError: tensorboardX is not installed; the message says how to install it.

@@ -28,7 +28,8 @@ class WandbLog(Callback):
         project: the name of the project.
         name: the name of the run.
         folder: the output folder, for wandb's files and the id of the run.
-        every: steps between two points of a `train/...` curve; the last step always has a point.
+        every: steps between two points of a `train/...` curve; the last step has a point, unless
+            the run ends early.
 
     Raises:
         ModuleNotFoundError: wandb is not installed; the message says how to install it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import chain, groupby, islice
 from typing import TYPE_CHECKING, Final
@@ -95,9 +95,20 @@ class TextDataset:
         return sum(int(example.learnt.sum()) for example in self.examples)
 
     def part(self, numbers: Sequence[int]) -> TextDataset:
-        """The data set of the examples with these indices."""
+        """The data set of the examples with these indices.
+
+        Its counts of answers and of truncated examples are those of its own examples. The counts
+        of what was left out remain those of all lines, because no part has what was left out.
+        """
         chosen = [self.examples[number] for number in numbers]
-        return TextDataset(chosen, self.counts, self.options, self.place)
+        counts = replace(
+            self.counts,
+            truncated=sum(example.cut > 0 for example in chosen),
+            cut_tokens=sum(example.cut for example in chosen),
+            answers=sum(example.answers for example in chosen),
+            stops=sum(len(example.stops) for example in chosen),
+        )
+        return TextDataset(chosen, counts, self.options, self.place)
 
     def listing(self) -> dict[str, str]:
         """For each example, a hash of its token ids and of its mask of tokens to learn."""
@@ -247,9 +258,9 @@ def _kept(tokens: Tokens | Pair, options: TextOptions, counts: Counts) -> Tokens
     counts.answers += tokens.answers
     kept = tokens.truncated(options.sequence_length)
     counts.stops += len(kept.stops)
-    if len(kept) < len(tokens):
+    if kept.cut:
         counts.truncated += 1
-        counts.cut_tokens += len(tokens) - len(kept)
+        counts.cut_tokens += kept.cut
     parts = (kept.chosen, kept.rejected) if isinstance(kept, Pair) else (kept,)
     if not all(part.learnt.any() for part in parts):
         counts.unlearnt += 1

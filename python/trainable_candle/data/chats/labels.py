@@ -31,6 +31,8 @@ class Tokens:
     """The indices, in `ids`, of tokens that end an answer and stop generation; all are learnt."""
     answers: int
     """The number of answers to learn, with or without a stop token, before truncation."""
+    cut: int = 0
+    """The number of tokens that truncation has cut off."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -40,7 +42,8 @@ class Tokens:
         if len(self) <= length:
             return self
         stops = tuple(place for place in self.stops if place < length)
-        return Tokens(self.ids[:length], self.learnt[:length], stops, self.answers)
+        cut = self.cut + len(self) - length
+        return Tokens(self.ids[:length], self.learnt[:length], stops, self.answers, cut)
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,11 @@ class Pair:
     def answers(self) -> int:
         """The number of answers to learn, before truncation."""
         return self.chosen.answers + self.rejected.answers
+
+    @property
+    def cut(self) -> int:
+        """The number of tokens that truncation has cut off."""
+        return self.chosen.cut + self.rejected.cut
 
     def truncated(self, length: int) -> Pair:
         """The pair with its ends cut off, so that it has at most `length` tokens.

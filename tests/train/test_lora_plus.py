@@ -1,0 +1,180 @@
+"""LoRA+: the factors B train at a multiple of the learning rate."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.errors import ConfigError
+from trainable_candle.families.causal_lm import BUILT_IN, CausalLM
+from trainable_candle.run import train_adapter
+from trainable_candle.settings.checks import check_settings
+from trainable_candle.train import Callback, StepReport, TrainConfig, Trainer
+from trainable_candle.train.adapters import Adapters
+from trainable_candle.train.optimizers import make_optimizer
+
+Train = Callable[..., dict[str, bytes]]
+GOLDEN = Path(__file__).parents[1] / "golden" / "llm" / "llama"
+RATIO = 16.0
+
+
+def adapters_of(folder: Path, kind: str = "lora") -> Any:
+    model = tc.models.CausalLM.from_pretrained(folder, dtype="f32")
+    targets = list(CausalLM.targets)
+    return model.add_adapter(tc.LoraConfig(r=4, target_modules=targets, adapter=kind))
+
+
+def rates(adapters: Adapters, config: TrainConfig) -> dict[str, float]:
+    """The learning rate that the optimizer has for each parameter."""
+    names = {id(var): name for name, var in adapters.named_parameters().items()}
+    groups = adapters.groups(config)
+    assert make_optimizer(config, groups).group_lrs == [rate for _, rate in groups]
+    found = {names[id(var)]: rate for parameters, rate in groups for var in parameters}
+    assert len(found) == len(names) == sum(len(parameters) for parameters, _ in groups)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_the_groups_are_those_of_peft(kind: str) -> None:
+    peft = pytest.importorskip("peft")
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    create_loraplus_optimizer = pytest.importorskip("peft.optimizers").create_loraplus_optimizer
+    model = transformers.AutoModelForCausalLM.from_pretrained(GOLDEN, dtype=torch.float32)
+    settings = peft.LoraConfig(r=4, target_modules=list(CausalLM.targets), use_dora=kind == "dora")
+    model = peft.get_peft_model(model, settings)
+    optimizer = create_loraplus_optimizer(
+        model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=RATIO
+    )
+    names = {
+        id(parameter): name.removeprefix("base_model.model.").replace(".default", "")
+        for name, parameter in model.named_parameters()
+    }
+    expected = {
+        names[id(parameter)]: group["lr"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    config = TrainConfig(learning_rate=1e-3, lora_plus_ratio=RATIO, adapter=kind)
+    found = rates(Adapters({"": adapters_of(GOLDEN, kind)}), config)
+    assert found.keys() == expected.keys()
+    # peft counts all vectors among the factors B, and so also the magnitudes of DoRA. LoRA+ as the
+    # paper defines it is about the factors alone.
+    magnitudes = {name for name in found if "magnitude" in name}
+    assert bool(magnitudes) == (kind == "dora")
+    assert {found.pop(name) for name in magnitudes} <= {1e-3}
+    assert found == {name: expected[name] for name in found}
+    assert set(found.values()) == {1e-3, 1e-3 * RATIO}
+
+
+def test_text_encoders_have_the_ratio_of_their_own_rate() -> None:
+    parts = {part: adapters_of(BUILT_IN) for part in ("unet", "text_encoder", "text_encoder_2")}
+    config = TrainConfig(learning_rate=1e-3, lora_plus_ratio=4, train_text_encoder=True)
+    for given, of_text in ((None, 1e-4), (3e-5, 3e-5)):
+        found = rates(Adapters(parts), config.with_(text_encoder_learning_rate=given))
+        for name, rate in found.items():
+            own = 1e-3 if name.startswith("unet.") else of_text
+            assert rate == pytest.approx(own * (4 if "lora_B" in name else 1)), name
+
+
+class Updates(Callback):
+    """Compares each update with the formula of gradient descent."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, np.ndarray] = {}
+        self.largest: dict[str, float] = {}
+
+    def on_train_begin(self, trainer: Trainer[Any]) -> None:
+        self._before = {name: var.numpy().copy() for name, var in trainer.parameters.items()}
+
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
+        for name, var in trainer.parameters.items():
+            before, gradient = self._before[name], var.grad
+            assert gradient is not None
+            rate = report.lr * (RATIO if name.endswith(".lora_B.weight") else 1)
+            change = rate * gradient.numpy()
+            after = var.numpy().copy()
+            np.testing.assert_allclose(before - after, change, rtol=1e-3, atol=1e-6)
+            kind = name.split(".")[-2]
+            self.largest[kind] = max(self.largest.get(kind, 0.0), float(np.abs(change).max()))
+            self._before[name] = after
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_every_update_is_that_of_the_scheduled_rate(config: TrainConfig, kind: str) -> None:
+    config = config.with_(
+        adapter=kind, optimizer="sgd", learning_rate=0.1, weight_decay=0, lora_plus_ratio=RATIO
+    )
+    updates = Updates()
+    lines: list[str] = []
+    train_adapter(config, callbacks=[updates], progress=False, report=lines.append)
+    assert "LoRA+: the factors B have 16 times the learning rate of the other parameters" in lines
+    assert len(updates.largest) == (3 if kind == "dora" else 2)
+    assert min(updates.largest.values()) > 1e-4
+
+
+@pytest.mark.parametrize("optimizer", sorted(tc.optim.KINDS.keys() - {"prodigy"}))
+def test_the_first_step_of_every_optimizer(
+    config: TrainConfig, train: Train, tmp_path: Path, optimizer: str
+) -> None:
+    """At the first step, A has no gradient and B is zero: the ratio is a factor of B's rate."""
+    config = config.with_(steps=1, lr_scheduler="constant", warmup_steps=0, optimizer=optimizer)
+    rate = 1e-2
+    plain, plus, larger = (
+        train(config.with_(learning_rate=lr, lora_plus_ratio=ratio, output=str(tmp_path / name)))
+        for name, lr, ratio in (("plain", rate, 1), ("plus", rate, 4), ("larger", 4 * rate, 1))
+    )
+    for name in plain:
+        assert plus[name] == (larger if name.endswith(".lora_B.weight") else plain)[name], name
+    assert plus != plain
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_run_resumes_bit_for_bit(
+    config: TrainConfig, train: Train, tmp_path: Path, kind: str
+) -> None:
+    class Halt(Callback):
+        def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
+            if report.step == 7:
+                trainer.stop()
+
+    config = config.with_(adapter=kind, lora_plus_ratio=RATIO, learning_rate=1e-3)
+    expected = train(config)
+    broken = config.with_(output=str(tmp_path / "broken"))
+    train(broken, Halt())
+    assert train(broken.with_(resume="latest")) == expected
+    with pytest.raises(tc.WeightsFormatError, match="resume with the settings that the run was"):
+        train(broken.with_(resume="latest", lora_plus_ratio=1, steps=13))
+
+
+def test_a_language_model_trains(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"instruction": "say", "output": "so"}) + "\n")
+    config = TrainConfig(
+        model="causal-lm", dataset=str(data), output=str(tmp_path / "run"), device="cpu",
+        precision="f32", optimizer="sgd", learning_rate=0.1, weight_decay=0, steps=3,
+        lora_plus_ratio=RATIO,
+    )  # fmt: skip
+    updates = Updates()
+    train_adapter(config, callbacks=[updates], progress=False, report=lambda _: None)
+    assert min(updates.largest.values()) > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"adapter": "loha"}, "--lora-plus-ratio has no effect without --adapter lora or"),
+        ({"adapter": "lokr"}, "other kinds have no factor B"),
+        ({"adapter": "oft"}, "other kinds have no factor B"),
+        ({"optimizer": "prodigy"}, "prodigy finds one step size .* leave --lora-plus-ratio out"),
+        ({"lora_plus_ratio": 0}, r"lora_plus_ratio is 0\.0, expected above 0"),
+    ],
+)
+def test_a_ratio_without_meaning_is_rejected(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_settings(TrainConfig(**{"lora_plus_ratio": RATIO, **settings}))
