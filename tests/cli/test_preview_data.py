@@ -76,7 +76,7 @@ def test_a_template_file_wins(folder: Path) -> None:
     [
         ("tokenizer.json", "{", "tokenizer.json cannot be read"),
         ("tokenizer_config.json", "[", "tokenizer_config.json cannot be read"),
-        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template that is not text"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template that is neither text nor"),
         (
             "tokenizer_config.json",
             '{"chat_template": [{"name": "rag", "template": ""}]}',

@@ -105,6 +105,15 @@ def test_bad_lines_are_named_with_number_and_field(
     assert "3 lines left out" in left.summary()
 
 
+def test_half_of_a_surrogate_pair_is_named(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    answer = {"role": "assistant", "content": "cut \ud83d"}
+    path = lines(tmp_path / "a.jsonl", GOOD, {"messages": [GOOD["messages"][0], answer]})
+    message = r"line 2: `messages\[1\].content` has half of a character, '\\ud83d', at index 4"
+    with pytest.raises(DatasetError, match=message):
+        load(path, tokenizer)
+    assert len(load(path, tokenizer, skip_bad=True)) == 1
+
+
 def test_lines_are_tokenized_in_groups_as_they_would_be_alone(
     tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from trainable_candle.data.chats.forms import Form, Preference, expected, form_of
 from trainable_candle.data.chats.labels import Pair, drafts_of, labelled
-from trainable_candle.data.chats.messages import RowError
+from trainable_candle.data.chats.messages import RowError, require_whole
 from trainable_candle.data.chats.reading import BadRow, Row, find_files, read_rows
 from trainable_candle.data.folder import counted, first_lines
 from trainable_candle.errors import DatasetError
@@ -202,6 +202,8 @@ def _drafts(
     Raises:
         ValueError: the line cannot be used.
     """
+    for name in (*form.fields, *form.others):
+        require_whole(row.values.get(name), name)
     read = form.read(row.values)
     if isinstance(read, Preference) and not options.preferences:
         raise RowError(

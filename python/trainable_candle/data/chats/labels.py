@@ -159,7 +159,7 @@ def _completion(encoded: Encoded, span: tuple[int, int], end: int | None) -> Tok
 
 
 def _chat(example: Chat, tokenizer: ChatTokenizer, train_on: str) -> Draft:
-    rendered = tokenizer.template.render(example.messages, example.tools)
+    rendered = tokenizer.render(example.messages, example.tools)
     if rendered.spans is None:
         last_only = train_on == "last-answer"
         spans = _answers(example, tokenizer, rendered.text, last_only=last_only)
@@ -197,10 +197,10 @@ def _answers(
     spans = []
     answers = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
     for turn in answers[-1:] if last_only else answers:
-        asked = tokenizer.template.render(
+        asked = tokenizer.render(
             example.messages[:turn], example.tools, generation_prompt=True
         ).text
-        answered = tokenizer.template.render(example.messages[: turn + 1], example.tools).text
+        answered = tokenizer.render(example.messages[: turn + 1], example.tools).text
         if not answered.startswith(asked):
             raise RowError(
                 f"the chat template begins the answer in message {turn} differently from its "

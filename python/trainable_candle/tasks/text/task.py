@@ -24,7 +24,7 @@ from trainable_candle.tasks.task import Split, held_out_items, naming_validation
 from trainable_candle.tasks.text.preferences import PreparedPreferences
 from trainable_candle.tasks.text.prepared import PreparedTexts
 from trainable_candle.tasks.text.writing import WritingOptions, streamed
-from trainable_candle.text.chat_tokenizer import copy_files
+from trainable_candle.text.tokenizer_files import copy_files
 from trainable_candle.train.adapters import Adapters, adapter_config, start_adapter
 
 if TYPE_CHECKING:
