@@ -236,6 +236,23 @@ def test_a_resumed_run_repeats_bit_for_bit(weights: Path, chats: Path, tmp_path:
     assert parameters(resumed) == parameters(whole)
 
 
+def test_resuming_on_edited_examples_is_reported(
+    weights: Path, chats: Path, tmp_path: Path
+) -> None:
+    data = shutil.copyfile(chats, tmp_path / "chats.jsonl")
+    train(config_of(weights, data, tmp_path / "run", steps=1))
+    given = {"steps": 2, "resume": "latest"}
+    lines: list[str] = []
+    train(config_of(weights, data, tmp_path / "run", **given), lines)
+    assert not any("digest" in line for line in lines)
+    (tmp_path / "run" / "adapter.safetensors").unlink()
+    data.write_text(data.read_text().replace("eno", "one"))
+    train(config_of(weights, data, tmp_path / "run", **{**given, "steps": 3}), lines)
+    (line,) = (line for line in lines if "digest" in line)
+    assert line.startswith("resume: digest of the examples is '")
+    assert line.endswith("the run will not repeat the earlier one")
+
+
 @pytest.mark.parametrize(("base", "near"), [("int8", 0.005), ("fp8", 0.01), ("nf4", 0.05)])
 def test_losses_on_a_quantized_base_are_near_those_on_the_whole_base(
     weights: Path, chats: Path, tmp_path: Path, base: str, near: float
