@@ -137,6 +137,12 @@ class ChatTokenizer:
         size: int = self._tokenizer.get_vocab_size()
         return size
 
+    @property
+    def size_without_added(self) -> int:
+        """The number of tokens in the vocabulary, without those that were added to it later."""
+        size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
+        return size
+
     @cached_property
     def special(self) -> frozenset[int]:
         """Numbers of the special tokens, such as those that begin or end a text or a turn."""
@@ -147,6 +153,14 @@ class ChatTokenizer:
                 *(n for n, token in added.items() if token.special),
                 *(n for n in named if n is not None),
             ]
+        )
+
+    def is_ordinary(self, number: int) -> bool:
+        """Whether a number is that of a token of ordinary text, neither special nor added."""
+        return (
+            number not in self.special
+            and number not in self._tokenizer.get_added_tokens_decoder()
+            and self._tokenizer.id_to_token(number) is not None
         )
 
     @property

@@ -55,10 +55,13 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def token_ids(config: Mapping[str, Any], name: str) -> list[int]:
-    """The ids in the entry `name` of one of `CONFIGS`, which is an id, a list of ids, or absent."""
+    """The ids in the entry `name` of one of `CONFIGS`, which is an id, a list of ids, or absent.
+
+    Some files have -1 for a token that the model lacks; it is left out.
+    """
     found = config.get(name)
     numbers = found if isinstance(found, list) else [found]
-    return [number for number in numbers if isinstance(number, int)]
+    return [number for number in numbers if isinstance(number, int) and number >= 0]
 
 
 def end_tokens(folder: Path) -> list[int]:

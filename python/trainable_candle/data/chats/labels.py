@@ -137,6 +137,25 @@ def tokens_of(
     return labelled(drafts, [tokenizer.encode(d.text, special=d.special) for d in drafts])
 
 
+def unknown_token(
+    ids: npt.ArrayLike, tokenizer: ChatTokenizer, vocabulary: int | None
+) -> str | None:
+    """The end of a sentence about a token that the model does not have; None if it has all.
+
+    Args:
+        ids: at least one token.
+        tokenizer: the tokenizer that made them.
+        vocabulary: the number of tokens that the model has; None: any number.
+    """
+    largest = int(np.max(ids))
+    if vocabulary is None or largest < vocabulary:
+        return None
+    return (
+        f"has the token {tokenizer.token(largest)} ({largest}), and the model has {vocabulary} "
+        "tokens: the tokenizer is another model's"
+    )
+
+
 def _draft(example: Chat | Completion, tokenizer: ChatTokenizer, train_on: str) -> Draft:
     if isinstance(example, Chat):
         return _chat(example, tokenizer, train_on)
