@@ -652,7 +652,8 @@ class CausalLM(Model):
     @property
     def eos_token_ids(self, /) -> list[int]:
         """
-        The tokens that end a text, as `config.json` says.
+        The tokens that end a text: those of `config.json`, and for a loaded model also those of
+        `generation_config.json`.
         """
     def extend(
         self, /, cache: KVCache, tokens: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]]

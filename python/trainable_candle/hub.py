@@ -111,7 +111,7 @@ def download_language_model(name: str) -> Path:
         MissingFileError: see `download`.
     """
     # Imported here, because the tokenizers import settings, which import this module.
-    from trainable_candle.text.chat_tokenizer import FILES  # noqa: PLC0415
+    from trainable_candle.text.tokenizer_files import FILES  # noqa: PLC0415
 
     weights = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
     return _fetch(name, ["config.json", *FILES, *weights], [])

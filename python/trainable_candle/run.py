@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
 from trainable_candle import families, plot
+from trainable_candle.data.cache import fingerprint
 from trainable_candle.data.folder import counted
 from trainable_candle.distributed import device_of
 from trainable_candle.distributed.agreement import require_same
@@ -306,6 +307,7 @@ def _train(
     output = Path(config.output).expanduser()
     if config.threads is not None:
         tc.set_num_threads(config.threads)
+    contents = fingerprint(data.train.listing())
     with shared_streams(group, peers=config.from_peers):
         prepared = task.prepare(data, report, group)
     if config.epochs is not None:
@@ -324,7 +326,11 @@ def _train(
 
     session = Session(group, config, task, adapters, prepared, output, report)
     session.announce(report)
-    settings = {**config.portable(output), "examples": len(prepared.train)}
+    settings = {
+        **config.portable(output),
+        "examples": len(prepared.train),
+        "digest of the examples": contents,
+    }
     before, after = callbacks
     trainer = session.trainer([*before, *session.callbacks, *after], settings)
     if start is not None:

@@ -76,7 +76,7 @@ def test_a_template_file_wins(folder: Path) -> None:
     [
         ("tokenizer.json", "{", "tokenizer.json cannot be read"),
         ("tokenizer_config.json", "[", "tokenizer_config.json cannot be read"),
-        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template that is not text"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template that is neither text nor"),
         (
             "tokenizer_config.json",
             '{"chat_template": [{"name": "rag", "template": ""}]}',
@@ -99,3 +99,41 @@ def test_damaged_tokenizers_are_named(
     flags = ["--weights", str(folder), "--dataset", str(folder / "chats.jsonl")]
     assert main(["preview-data", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def preview(*flags: str) -> int:
+    return main(["preview-data", *flags, "--examples", "0"])
+
+
+def test_rows_are_those_of_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--weights", str(folder), "--dataset", str(folder / "chats.jsonl")]
+    config = {"vocab_size": 380, "max_position_embeddings": 60}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert preview(*flags) == 0
+    assert "rows of 60 tokens" in capsys.readouterr().out
+    assert preview(*flags, "--sequence-length", "61") == 2
+    assert "was made for 60 positions" in capsys.readouterr().err
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 380}))
+    assert preview(*flags) == 0
+    assert "rows of 2048 tokens" in capsys.readouterr().out
+
+
+def test_the_tokenizer_is_checked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--weights", str(folder), "--dataset", str(folder / "chats.jsonl")]
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 379}))
+    assert preview(*flags) == 2
+    assert "has a tokenizer of 380 tokens, and the model's embedding has 379 rows" in (
+        capsys.readouterr().err
+    )
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 380, "bos_token_id": 7}))
+    assert preview(*flags) == 2
+    assert "bos_token_id in" in capsys.readouterr().err
+
+
+def test_without_weights_the_built_in_model_is_used(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert preview("--dataset", str(folder / "chats.jsonl")) == 0
+    out = capsys.readouterr().out
+    assert "answers end with <|end|>" in out
+    assert "rows of 512 tokens" in out

@@ -23,7 +23,8 @@ ASKED = {"role": "user", "content": "why?"}
 def tokenizer(template: str | None) -> ChatTokenizer:
     from tokenizers import Tokenizer
 
-    return ChatTokenizer(Tokenizer.from_file(str(GOLDEN / "tokenizer.json")), TOKENS, template)
+    templates = None if template is None else {"default": template}
+    return ChatTokenizer(Tokenizer.from_file(str(GOLDEN / "tokenizer.json")), TOKENS, templates)
 
 
 def chat_of(case: dict[str, Any]) -> tuple[ChatTokenizer, Chat]:
@@ -162,11 +163,11 @@ def test_a_damaged_template_is_named_with_its_line() -> None:
                 "prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
                 "completion": [{"role": "assistant", "content": "b"}],
             },
-            [("user", "a"), ("assistant", "b")],
+            [("user", [{"type": "text", "text": "a"}]), ("assistant", "b")],
         ),
     ],
 )
-def test_forms_become_messages(row: dict[str, Any], messages: list[tuple[str, str]]) -> None:
+def test_forms_become_messages(row: dict[str, Any], messages: list[tuple[str, Any]]) -> None:
     form = form_of(row)
     assert form is not None
     found = form.read(row)
@@ -192,7 +193,29 @@ ANSWER = {"role": "assistant", "content": "b"}
             r"content\[0\]` is of type image; the model reads only text",
         ),
         ({"messages": [ASKED, ANSWER], "tools": "{"}, "`tools` is text that is not JSON"),
+        (
+            {"messages": [ASKED, ANSWER], "tools": [{}, 1]},
+            r"`tools\[1\]` is int, expected an object: a JSON schema",
+        ),
+        (
+            {"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {}}]}]},
+            r"`messages\[1\].tool_calls\[0\]` is not a function call",
+        ),
+        (
+            {"messages": [ASKED, {"role": "assistant", "tool_calls": {"name": "f"}}]},
+            r"tool_calls` is dict, expected a list of function calls",
+        ),
+        ({"messages": [ASKED, ANSWER], "tools": '["\\ud83d"]'}, r"`tools\[0\]` has half of a char"),
         ({"instruction": "a", "output": ""}, "`output` is empty"),
+        ({"instruction": "a", "output": "b", "history": 3}, "`history` is int, expected a list of"),
+        (
+            {"prompt": "a", "completion": [ANSWER]},
+            "`completion` is a list of messages and `prompt` is not; give both as texts, or both",
+        ),
+        (
+            {"prompt": [ASKED], "completion": "b"},
+            "`prompt` is a list of messages and `completion` is not",
+        ),
         ({"prompt": 3, "completion": "b"}, "`prompt` is int, expected text"),
         ({"chosen": "a", "rejected": "a"}, "`chosen` and `rejected` are the same"),
         ({"chosen": [ASKED, ANSWER], "rejected": [ASKED]}, "`rejected` has no message of the role"),

@@ -105,6 +105,34 @@ def test_bad_lines_are_named_with_number_and_field(
     assert "3 lines left out" in left.summary()
 
 
+def test_half_of_a_surrogate_pair_is_named(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    answer = {"role": "assistant", "content": "cut \ud83d"}
+    path = lines(tmp_path / "a.jsonl", GOOD, {"messages": [GOOD["messages"][0], answer]})
+    message = r"line 2: `messages\[1\].content` has half of a character, '\\ud83d', at index 4"
+    with pytest.raises(DatasetError, match=message):
+        load(path, tokenizer)
+    assert len(load(path, tokenizer, skip_bad=True)) == 1
+
+
+def test_tokens_that_the_model_lacks_are_named_with_their_line(
+    tmp_path: Path, tokenizer: ChatTokenizer
+) -> None:
+    path = lines(tmp_path / "a.jsonl", {"text": "so"}, {"text": "so Be"}, {"text": "so"})
+    known = load(lines(tmp_path / "b.jsonl", {"text": "so"}), tokenizer)
+    vocabulary = int(known.examples[0].ids.max()) + 1
+    (largest,) = {int(example.ids.max()) for example in load(path, tokenizer).examples} - {
+        vocabulary - 1
+    }
+    message = rf"line 2: has the token .* \({largest}\), and the model has {vocabulary} tokens"
+    with pytest.raises(DatasetError, match=message):
+        load(path, tokenizer, vocabulary=vocabulary)
+    left = load(path, tokenizer, vocabulary=vocabulary, skip_bad=True)
+    assert ids(left) == ids(known) * 2
+    bad = lines(tmp_path / "c.jsonl", {"text": "so Be"})
+    with pytest.raises(DatasetError, match=r"none can be used:\n  c.jsonl, line 1: has the token"):
+        load(bad, tokenizer, vocabulary=vocabulary, skip_bad=True)
+
+
 def test_lines_are_tokenized_in_groups_as_they_would_be_alone(
     tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

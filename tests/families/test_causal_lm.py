@@ -177,7 +177,9 @@ def test_a_run_continues_from_the_adapter_of_another(
     for name, file in (("b", "adapter.safetensors"), ("c", "peft")):
         start = str(first.output / file)
         run = train(config_of(weights, chats, tmp_path / name, initial_adapter=start, **given))
-        rows = [row for row in read_json_log(run.output / "train.jsonl") if "validation_loss" in row]
+        rows = [
+            row for row in read_json_log(run.output / "train.jsonl") if "validation_loss" in row
+        ]
         losses.append(rows[0]["validation_loss"])
         assert losses[-1] < 0.8 * rows[0]["validation_base_loss"]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -253,6 +255,23 @@ def test_a_resumed_run_repeats_bit_for_bit(weights: Path, chats: Path, tmp_path:
     train(config_of(weights, chats, tmp_path / "b", **{**given, "steps": 3}))
     resumed = train(config_of(weights, chats, tmp_path / "b", resume="latest", **given))
     assert parameters(resumed) == parameters(whole)
+
+
+def test_resuming_on_edited_examples_is_reported(
+    weights: Path, chats: Path, tmp_path: Path
+) -> None:
+    data = shutil.copyfile(chats, tmp_path / "chats.jsonl")
+    train(config_of(weights, data, tmp_path / "run", steps=1))
+    given = {"steps": 2, "resume": "latest"}
+    lines: list[str] = []
+    train(config_of(weights, data, tmp_path / "run", **given), lines)
+    assert not any("digest" in line for line in lines)
+    (tmp_path / "run" / "adapter.safetensors").unlink()
+    data.write_text(data.read_text().replace("eno", "one"))
+    train(config_of(weights, data, tmp_path / "run", **{**given, "steps": 3}), lines)
+    (line,) = (line for line in lines if "digest" in line)
+    assert line.startswith("resume: digest of the examples is '")
+    assert line.endswith("the run will not repeat the earlier one")
 
 
 @pytest.mark.parametrize(("base", "near"), [("int8", 0.005), ("fp8", 0.01), ("nf4", 0.05)])

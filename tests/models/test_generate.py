@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -155,6 +156,20 @@ def test_stop_tokens_end_their_text_alone() -> None:
     steps += list(stream)
     assert [step[1] for step in steps] == free[1]
     assert [step[0] for step in steps] == free[0][:2] + [None] * 8
+
+
+def test_end_tokens_are_those_of_both_configurations(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "llama", tmp_path, dirs_exist_ok=True)
+    prompts = [[1, 2, 3]]
+    free = model_of("llama").generate(prompts, max_new_tokens=10, stop_token_ids=[])[0]
+    config = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": 319}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = {"eos_token_id": [free[4], 319]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    model = CausalLM.from_pretrained(tmp_path, dtype="f32")
+    assert sorted(model.eos_token_ids) == sorted({free[4], 319})
+    expected = free[: free.index(free[4])]
+    assert model.generate(prompts, max_new_tokens=10) == [expected]
 
 
 def test_wrong_input_is_named() -> None:

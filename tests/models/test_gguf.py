@@ -137,6 +137,9 @@ def test_a_run_from_a_file_to_an_adapter(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tokenizer_is_that_of_the_folder(family: str, tmp_path: Path) -> None:
     base = folder(family, tmp_path)
+    (base / "chat_template.jinja").write_text("a")
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
     write_model(base, TextAdapter({}), tmp_path / "model.gguf", "f32")
     expected, found = map(ChatTokenizer.from_pretrained, (base, tmp_path / "model.gguf"))
     text = "hello World's 12345 \u00e9\u732b <|im_start|>hell\n\n  12 don't"
@@ -145,7 +148,9 @@ def test_the_tokenizer_is_that_of_the_folder(family: str, tmp_path: Path) -> Non
     assert found.decode(ids) == expected.decode(ids)
     assert found.stops == expected.stops
     assert found.special == expected.special
-    assert found.template.render([{"role": "user", "content": "a"}]).text == "a"
+    asked = [{"role": "user", "content": "a"}]
+    assert found.render(asked).text == "a"
+    assert found.render(asked, [{}]).text == "with tools"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

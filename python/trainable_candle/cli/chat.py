@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from trainable_candle.cli.loading import add_model, load_model
 from trainable_candle.cli.options import Parser, add_help, whole
@@ -14,6 +14,7 @@ from trainable_candle.placement import AUTO, choose
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from trainable_candle.tasks.task import Task
     from trainable_candle.tasks.text import TextTask
     from trainable_candle.tasks.text.writing import WritingOptions
 
@@ -28,21 +29,28 @@ def run(arguments: Sequence[str], program: str) -> int:
     from trainable_candle.settings.checks import require_text  # noqa: PLC0415
     from trainable_candle.tasks.text import TextTask  # noqa: PLC0415
 
-    for prompt in given.get("prompt", []):
-        require_text("--prompt", prompt)
-    options = writing_options(given)
-    placement = choose(given.get("device", AUTO), given.get("precision", AUTO))
-    task = load_model(given, placement.device, placement.precision)
-    if not isinstance(task, TextTask):
-        raise ConfigError(
-            f"--model {given['model']} draws images, and chat writes texts; "
-            "use trainable-candle sample"
-        )
     system = given.get("system")
     start = [{"role": "system", "content": system}] if system else []
-    for prompt in given.get("prompt", []):
-        _answer(task, [*start, {"role": "user", "content": prompt}], options)
-    if "prompt" not in given:
+    prompts = given.get("prompt", [])
+    asked = [[*start, {"role": "user", "content": prompt}] for prompt in prompts]
+    for prompt in prompts:
+        require_text("--prompt", prompt)
+
+    def check(task: Task) -> None:
+        if not isinstance(task, TextTask):
+            raise ConfigError(
+                f"--model {given['model']} draws images, and chat writes texts; "
+                "use trainable-candle sample"
+            )
+        for messages in asked:
+            task.prompt_tokens(messages)
+
+    options = writing_options(given)
+    placement = choose(given.get("device", AUTO), given.get("precision", AUTO))
+    task = cast("TextTask", load_model(given, placement.device, placement.precision, check))
+    for messages in asked:
+        _answer(task, messages, options)
+    if not prompts:
         _talk(task, start, options)
     return 0
 
@@ -50,16 +58,67 @@ def run(arguments: Sequence[str], program: str) -> int:
 def _talk(task: TextTask, messages: list[dict[str, str]], options: WritingOptions) -> None:
     """Answer lines of standard input as one conversation, until an empty line or the end."""
     if sys.stdin.isatty():
-        print("an empty line or Ctrl-D ends the conversation", file=sys.stderr)
+        _notice("an empty line or Ctrl-D ends the conversation")
     while True:
         if sys.stdin.isatty():
             print("> ", end="", flush=True, file=sys.stderr)
-        line = sys.stdin.readline().strip()
+        line = _line()
         if not line:
             return
-        messages = [*messages, {"role": "user", "content": line}]
-        answer = _answer(task, messages, options)
-        messages = [*messages, {"role": "assistant", "content": answer}]
+        asked = _shortened(task, [*messages, {"role": "user", "content": line}], options)
+        if task.room(asked) < 1:
+            _notice(f"this message does not fit the context of {task.family.context} tokens; "
+                    "it is left out")  # fmt: skip
+            continue
+        answer = _answer(task, asked, options)
+        messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+def _line() -> str:
+    """The next line of standard input, without spaces around it.
+
+    Raises:
+        ConfigError: the line is not text in the encoding of the terminal.
+    """
+    # An expensive import, after the flags are parsed.
+    from trainable_candle.settings.checks import require_text  # noqa: PLC0415
+
+    try:
+        line = sys.stdin.readline().strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"standard input: byte {error.object[error.start]:#04x} is not text in "
+            f"{error.encoding}; send text in that encoding"
+        ) from None
+    require_text("standard input", line)
+    return line
+
+
+def _shortened(
+    task: TextTask, messages: list[dict[str, str]], options: WritingOptions
+) -> list[dict[str, str]]:
+    """A conversation without its oldest turns, if it leaves too little room for an answer.
+
+    The room is that for the longest answer, but at most a quarter of the context. The system
+    message and the last message stay.
+    """
+    # An expensive import, after the flags are parsed.
+    from trainable_candle.data.folder import counted  # noqa: PLC0415
+
+    context = task.family.context
+    room = min(options.tokens, context // 4)
+    start = 1 if messages[0]["role"] == "system" else 0
+    kept = messages
+    while len(kept) > start + 1 and task.room(kept) < room:
+        kept = [*kept[:start], *kept[start + 2 :]]
+    if len(kept) < len(messages):
+        turns = counted((len(messages) - len(kept)) // 2, "oldest turn")
+        _notice(f"the context has {context} tokens: {turns} left out")
+    return kept
+
+
+def _notice(text: str) -> None:
+    print(f"[{text}]", file=sys.stderr)
 
 
 def _answer(task: TextTask, messages: Sequence[dict[str, str]], options: WritingOptions) -> str:

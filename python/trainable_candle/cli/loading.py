@@ -15,7 +15,7 @@ from trainable_candle.settings.checks import existing_adapter
 from trainable_candle.settings.machine import FORMATS, SAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from trainable_candle.tasks.task import Task
 
@@ -67,13 +67,19 @@ def reject(given: Mapping[str, Any], names: Sequence[str], where: str) -> None:
         raise ConfigError(f"{', '.join(useless)} {verb} no effect with {where}; leave {them} out")
 
 
-def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Task:
+def load_model(
+    given: Mapping[str, Any],
+    device: str,
+    dtype: str | None,
+    check: Callable[[Task], None] = lambda _: None,
+) -> Task:
     """Load the model that the flags name, with its adapters if they name any.
 
     Args:
         given: the flags and their values.
         device: where to load the model.
         dtype: the dtype of the weights; None keeps the stored dtype.
+        check: called before weights are loaded; it raises an error if the task does not suit.
 
     Raises:
         ConfigError: a flag has no effect, there is no model of this name, the model needs weights
@@ -103,6 +109,7 @@ def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Task
         **{name: given[name] for name in ("resolution", "max_side") if name in given},
     )
     task = families.load(given["model"], given.get("weights"), dtype, device, parts)
+    check(task)
     if "adapter" in given:
         adapters = [
             existing_adapter("adapter", Path(text).expanduser()) for text in given["adapter"]

@@ -4,35 +4,48 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainable_candle.cli.options import Parser, add_help, whole
 from trainable_candle.settings.texts import OBJECTIVES, TRAIN_ON
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    from trainable_candle.families.causal_lm import CausalLM
 
 
 def run(arguments: Sequence[str], program: str) -> int:
     """Show examples as the arguments say; returns the exit status."""
     parser = make_parser(program)
     given = parser.parse(arguments)
-    parser.require(given, "weights", "dataset")
+    parser.require(given, "dataset")
 
     # Expensive imports, after the flags are parsed.
     from trainable_candle.data.chats import TextOptions, best_fit, load_texts  # noqa: PLC0415
     from trainable_candle.data.chats.preview import legend, shown  # noqa: PLC0415
-    from trainable_candle.text.chat_tokenizer import ChatTokenizer  # noqa: PLC0415
+    from trainable_candle.data.chats.reading import dataset_path  # noqa: PLC0415
+    from trainable_candle.families import weights_of  # noqa: PLC0415
+    from trainable_candle.families.causal_lm import CausalLM  # noqa: PLC0415
+    from trainable_candle.tasks.text.fitting import (  # noqa: PLC0415
+        check_tokenizer,
+        context_of,
+        row_length,
+    )
 
-    tokenizer = ChatTokenizer.from_pretrained(given["weights"])
+    family = CausalLM(weights_of(CausalLM.name, given.get("weights")), None, "cpu")
+    tokenizer, settings = family.tokenizer, _settings(family)
+    vocabulary = settings.get("vocab_size")
+    if vocabulary is not None:
+        check_tokenizer(tokenizer, family.weights, vocabulary)
     options = TextOptions(
-        sequence_length=given.get("sequence_length", TextOptions.sequence_length),
+        sequence_length=row_length(given.get("sequence_length"), context_of(settings)),
         train_on=given.get("train_on", TextOptions.train_on),
         preferences=given.get("objective") == "dpo",
         skip_bad=given.get("skip_bad", False),
+        vocabulary=vocabulary,
     )
-    train, validation = load_texts(Path(given["dataset"]).expanduser(), tokenizer, options)
+    train, validation = load_texts(dataset_path(given["dataset"]), tokenizer, options)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print(legend(colour=colour))
     for number, example in enumerate(train.examples[: given.get("examples", 3)], 1):
@@ -48,15 +61,31 @@ def run(arguments: Sequence[str], program: str) -> int:
     return 0
 
 
+def _settings(family: CausalLM) -> Mapping[str, Any]:
+    """The model's `config.json`; empty if there is only a tokenizer."""
+    # An expensive import, after the flags are parsed.
+    from trainable_candle.text.tokenizer_files import read_object  # noqa: PLC0415
+
+    weights = family.weights
+    if weights.suffix == ".gguf":
+        return family.settings
+    # Not `family.settings`, because only the run itself needs the files of weights.
+    return read_object((weights if weights.is_dir() else weights.parent) / "config.json")
+
+
 def make_parser(program: str) -> Parser:
     """Make the parser of the flags."""
     parser = Parser(
         program,
         "Show the tokens of a data set for language models, and which of them are learnt.",
-        "--weights DIR --dataset FILE [options]",
+        "--dataset FILE [options]",
     )
     group = parser.add_argument_group("options")
-    group.add_argument("--weights", metavar="DIR", help="folder of a model, or its tokenizer.json")
+    group.add_argument(
+        "--weights",
+        metavar="DIR",
+        help="folder of a model, or its tokenizer.json (default: the built-in model)",
+    )
     group.add_argument("--dataset", metavar="PATH", help="file or folder of examples")
     group.add_argument(
         "--examples", metavar="N", type=whole(0), help="number of examples to show (default: 3)"
@@ -65,7 +94,7 @@ def make_parser(program: str) -> Parser:
         "--sequence-length",
         metavar="N",
         type=whole(2),
-        help="longest example, tokens (default: 2048)",
+        help="longest example, tokens (default: 2048, or the model's context if it is shorter)",
     )
     group.add_argument("--objective", choices=OBJECTIVES, metavar="NAME", help="sft (default), dpo")
     group.add_argument("--train-on", choices=TRAIN_ON, metavar="NAME", help=", ".join(TRAIN_ON))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from trainable_candle.cli.adapter_files import new_file
@@ -112,7 +113,8 @@ def _write(given: Mapping[str, Any]) -> None:
         raise ConfigError("--overwrite has no effect without --output; leave it out")
     prompts = _prompts(given)
     placement = choose(given.get("device", AUTO), given.get("precision", AUTO))
-    task: TextTask = load_model(given, placement.device, placement.precision)  # type: ignore[assignment]
+    check = partial(_check_prompts, prompts, given)
+    task: TextTask = load_model(given, placement.device, placement.precision, check)  # type: ignore[arg-type, assignment]
     several = len(prompts) * count > 1
     written = []
     for prompt in prompts:
@@ -131,14 +133,26 @@ def _write(given: Mapping[str, Any]) -> None:
         write_atomically(output, "\n".join(written))
 
 
+def _check_prompts(prompts: Sequence[str], given: Mapping[str, Any], task: TextTask) -> None:
+    for prompt in prompts:
+        if "raw" in given:
+            task.text_tokens(prompt)
+        else:
+            task.prompt_tokens(_messages(prompt, given))
+
+
 def _pieces(
     task: TextTask, prompt: str, given: Mapping[str, Any], options: WritingOptions
 ) -> Iterator[str]:
     if "raw" in given:
         return task.continuation(prompt, options)
+    return task.answer(_messages(prompt, given), options)
+
+
+def _messages(prompt: str, given: Mapping[str, Any]) -> list[dict[str, str]]:
     system = given.get("system")
     messages = [{"role": "system", "content": system}] if system else []
-    return task.answer([*messages, {"role": "user", "content": prompt}], options)
+    return [*messages, {"role": "user", "content": prompt}]
 
 
 def make_parser(program: str) -> Parser:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from trainable_candle.errors import ConfigError, MissingFileError
 from trainable_candle.files import parse_json
-from trainable_candle.text.chat_tokenizer import chat_template, config_ends, special_tokens
 from trainable_candle.text.gguf_tokenizer import (
     BYTE,
     CONTROL,
@@ -15,8 +14,16 @@ from trainable_candle.text.gguf_tokenizer import (
     NORMAL,
     SMOLLM,
     SPLITS,
+    TEMPLATE,
     UNUSED,
     USER,
+)
+from trainable_candle.text.tokenizer_files import (
+    DEFAULT,
+    chat_templates,
+    end_tokens,
+    read_object,
+    special_tokens,
 )
 
 if TYPE_CHECKING:
@@ -80,28 +87,26 @@ def vocabulary(folder: Path, size: int) -> dict[str, Fact]:
 
 
 def _named(folder: Path, numbers: Mapping[str, int], post_processor: str) -> dict[str, Fact]:
-    """The ids of the named special tokens, whether texts begin with BOS, and the chat template."""
+    """The ids of the named special tokens, whether texts begin with BOS, and the chat templates."""
     facts: dict[str, Fact] = {}
-    config = _json(folder / "tokenizer_config.json")
-    named = special_tokens({**_json(folder / "special_tokens_map.json"), **config})
+    config = read_object(folder / "tokenizer_config.json")
+    named = special_tokens({**read_object(folder / "special_tokens_map.json"), **config})
     for name, key in NAMES.items():
         if named.get(name) in numbers:
             facts[f"{_START}{key}"] = numbers[named[name]]
     end = facts.get(f"{_START}eos_token_id")
-    others = [number for number in config_ends(folder) if number != end]
-    if others:
-        facts[f"{_START}eot_token_id" if end is not None else f"{_START}eos_token_id"] = others[0]
+    ends = [number for number in end_tokens(folder) if number != end]
+    if ends:
+        facts[f"{_START}eot_token_id" if end is not None else f"{_START}eos_token_id"] = ends[0]
     first = named.get("bos_token")
     facts[f"{_START}add_bos_token"] = first is not None and first in post_processor
-    template = chat_template(folder, config)
-    if template is not None:
-        facts["tokenizer.chat_template"] = template
-    return facts
-
-
-def _json(path: Path) -> dict[str, Any]:
-    found = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return dict(found)
+    templates = chat_templates(folder, config)
+    others = sorted(templates.keys() - {DEFAULT})
+    if templates:
+        facts[TEMPLATE] = templates[DEFAULT]
+    if others:
+        facts[f"{TEMPLATE}s"] = list(others)
+    return facts | {f"{TEMPLATE}.{name}": templates[name] for name in others}
 
 
 def _split(found: Mapping[str, Any], path: str) -> str:

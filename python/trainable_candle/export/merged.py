@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import trainable_candle as tc
 from trainable_candle.errors import MissingFileError, WeightsFormatError
 from trainable_candle.files import parse_json
-from trainable_candle.text.chat_tokenizer import copy_files
+from trainable_candle.text.tokenizer_files import copy_files
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ from trainable_candle.export.adapter import CONFIG, WEIGHTS, TextAdapter, short_
 from trainable_candle.export.forms import GGUF_WEIGHTS, MLX_WEIGHTS, MODELFILE
 from trainable_candle.export.readers import vllm_rank
 from trainable_candle.files import write_atomically
-from trainable_candle.text.chat_tokenizer import copy_files
+from trainable_candle.text.tokenizer_files import copy_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,6 +19,7 @@ from trainable_candle.settings.training import Training
 from trainable_candle.tasks.estimate import Estimate, trained_model
 from trainable_candle.tasks.initial_adapter import check_initial_adapter
 from trainable_candle.tasks.text import TextTask
+from trainable_candle.tasks.text.fitting import context_of
 from trainable_candle.text.chat_tokenizer import ChatTokenizer
 from trainable_candle.train.adapters import adapter_config
 
@@ -98,8 +99,7 @@ class CausalLM:
     @property
     def context(self) -> int:
         """The largest number of tokens in a text that the model was made for."""
-        # 2048 is transformers' default for Llama; other models' configurations have the entry.
-        return int(self._facts.config.get("max_position_embeddings", 2048))
+        return context_of(self._facts.config)
 
     @property
     def settings(self) -> Mapping[str, Any]:

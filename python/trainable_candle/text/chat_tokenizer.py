@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainable_candle._core import gguf_facts
 from trainable_candle.errors import MissingFileError, WeightsFormatError
-from trainable_candle.files import parse_json
 from trainable_candle.text import gguf_tokenizer
 from trainable_candle.text.templates import CHATML, ChatTemplate
+from trainable_candle.text.tokenizer_files import (
+    DEFAULT,
+    TOOL_USE,
+    chat_templates,
+    end_tokens,
+    read_object,
+    special_tokens,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,20 +28,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
     from typing_extensions import Self
 
-_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
-                  "mask_token")  # fmt: skip
-FILES: Final = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-    "generation_config.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
-)  # fmt: skip
-"""The files in a model's folder with its tokenizer and its settings for generation."""
-
-
-def copy_files(weights: Path, output: Path, *others: str) -> None:
-    """Copy `FILES` and `others` to another folder, byte for byte; missing files are left out."""
-    for name in (*FILES, *others):
-        if (weights / name).is_file():
-            shutil.copyfile(weights / name, output / name)
+    from trainable_candle.text.templates import Rendered
 
 
 class Encoded:
@@ -61,7 +54,8 @@ class ChatTokenizer:
     Args:
         tokenizer: converts text to ids of tokens and back.
         tokens: the texts of special tokens by name: `bos_token`, `eos_token` and so on.
-        template: the chat template; None: ChatML.
+        templates: the chat templates by name; `default` is needed, and `tool_use`, if present, is
+            for conversations with tools. Empty: ChatML for all conversations.
         ends: ids of the tokens that end a text according to the model's configuration.
 
     Raises:
@@ -73,17 +67,17 @@ class ChatTokenizer:
         self,
         tokenizer: Tokenizer,
         tokens: Mapping[str, str],
-        template: str | None = None,
+        templates: Mapping[str, str] | None = None,
         ends: Sequence[int] = (),
     ) -> None:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
         self.tokens = dict(tokens)
-        self.has_template = template is not None
+        self.has_template = bool(templates)
         named = dict(self.tokens)
-        if template is None:
-            template = CHATML
+        if not templates:
+            templates = {DEFAULT: CHATML}
             chatml = tokenizer.token_to_id("<|im_end|>") is not None
             named["END"] = "<|im_end|>" if chatml else self.tokens.get("eos_token", "")
             if not named["END"]:
@@ -91,7 +85,10 @@ class ChatTokenizer:
                     "tokenizer: it has neither a chat template nor a token that ends a text; "
                     "give the token as eos_token in tokenizer_config.json"
                 )
-        self.template = ChatTemplate(template, named)
+        self.template = ChatTemplate(templates[DEFAULT], named)
+        self._for_tools = (
+            ChatTemplate(templates[TOOL_USE], named) if TOOL_USE in templates else self.template
+        )
         self._ends = frozenset(ends)
 
     @classmethod
@@ -124,9 +121,9 @@ class ChatTokenizer:
         except Exception as error:
             # The library raises no narrower exception.
             raise WeightsFormatError(f"tokenizer: {path} cannot be read: {error}") from error
-        config = _json(folder / "tokenizer_config.json")
-        tokens = special_tokens({**_json(folder / "special_tokens_map.json"), **config})
-        return cls(tokenizer, tokens, chat_template(folder, config), config_ends(folder))
+        config = read_object(folder / "tokenizer_config.json")
+        tokens = special_tokens({**read_object(folder / "special_tokens_map.json"), **config})
+        return cls(tokenizer, tokens, chat_templates(folder, config), end_tokens(folder))
 
     def summary(self) -> str:
         """A line for the log: which template is used, and which tokens end an answer."""
@@ -140,6 +137,12 @@ class ChatTokenizer:
         size: int = self._tokenizer.get_vocab_size()
         return size
 
+    @property
+    def size_without_added(self) -> int:
+        """The number of tokens in the vocabulary, without those that were added to it later."""
+        size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
+        return size
+
     @cached_property
     def special(self) -> frozenset[int]:
         """Numbers of the special tokens, such as those that begin or end a text or a turn."""
@@ -150,6 +153,14 @@ class ChatTokenizer:
                 *(n for n, token in added.items() if token.special),
                 *(n for n in named if n is not None),
             ]
+        )
+
+    def is_ordinary(self, number: int) -> bool:
+        """Whether a number is that of a token of ordinary text, neither special nor added."""
+        return (
+            number not in self.special
+            and number not in self._tokenizer.get_added_tokens_decoder()
+            and self._tokenizer.id_to_token(number) is not None
         )
 
     @property
@@ -168,13 +179,27 @@ class ChatTokenizer:
         ends = self._ends if self.end is None else self._ends | {self.end}
         try:
             asked = [{"role": "user", "content": "a"}]
-            before = self.template.render(asked, generation_prompt=True).text
+            before = self.render(asked, generation_prompt=True).text
             answered = [*asked, {"role": "assistant", "content": "b"}]
-            answer = self.template.render(answered).text.removeprefix(before)
+            answer = self.render(answered).text.removeprefix(before)
         except ValueError:
             return ends
         found = [n for n in self.encode(answer).ids if n in self.special]
         return ends | frozenset(found[-1:])
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        generation_prompt: bool = False,
+    ) -> Rendered:
+        """The text of a conversation, as `ChatTemplate.render`.
+
+        Conversations with tools are rendered by the template `tool_use` if the tokenizer has one.
+        """
+        template = self.template if tools is None else self._for_tools
+        return template.render(messages, tools, generation_prompt=generation_prompt)
 
     def encode(self, text: str, *, special: bool = False) -> Encoded:
         """The tokens of a text; see `encode_all`."""
@@ -206,7 +231,7 @@ class ChatTokenizer:
         Raises:
             ValueError: the template rejects the conversation.
         """
-        return self.encode(self.template.render(messages, generation_prompt=True).text).ids
+        return self.encode(self.render(messages, generation_prompt=True).text).ids
 
     def beginning(self, text: str) -> list[int]:
         """The tokens of a text that continues, with those that the tokenizer puts before a text."""
@@ -217,66 +242,3 @@ class ChatTokenizer:
             and not text.endswith(self.token(self.end))
         )
         return ids[:-1] if ended else ids
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """The object in a file; an empty one if there is no file.
-
-    Raises:
-        WeightsFormatError: the file is damaged.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        content = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise WeightsFormatError(f"tokenizer: {path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise WeightsFormatError(f"tokenizer: {path} is not a JSON object")
-    return content
-
-
-def config_ends(folder: Path) -> list[int]:
-    """Numbers of the end tokens in a folder's `generation_config.json` and `config.json`."""
-    ends: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        found = _json(folder / name).get("eos_token_id")
-        numbers = found if isinstance(found, list) else [found]
-        ends += [number for number in numbers if isinstance(number, int)]
-    return ends
-
-
-def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The texts of special tokens by name; `config` has texts, or objects with a `content`."""
-    tokens = {}
-    for name in _TOKENS:
-        value = config.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            tokens[name] = value
-    return tokens
-
-
-def chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template of a folder, from `chat_template.jinja` or else from the configuration.
-
-    Raises:
-        WeightsFormatError: the configuration's entry is not text, or is a list of templates without
-            one called default.
-    """
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        by_name = {entry.get("name"): entry.get("template") for entry in found}
-        found = by_name.get("default")
-        if found is None:
-            names = ", ".join(map(str, by_name))
-            raise WeightsFormatError(
-                f"tokenizer: {folder} has the chat templates {names}, expected one called default"
-            )
-    if found is not None and not isinstance(found, str):
-        raise WeightsFormatError(f"tokenizer: {folder} has a chat_template that is not text")
-    return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from trainable_candle.errors import WeightsFormatError
+from trainable_candle.text.tokenizer_files import DEFAULT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,6 +36,8 @@ NAMES: Final = {
     "pad_token": "padding_token_id",
 }  # fmt: skip
 """Special tokens: transformers' name -> the key in the file after `tokenizer.ggml.`."""
+TEMPLATE: Final = "tokenizer.chat_template"
+"""The key of the chat template in the file."""
 NORMAL, CONTROL, USER, UNUSED, BYTE = 1, 3, 4, 5, 6
 """The types of tokens in the file's entry `tokenizer.ggml.token_type`."""
 _ENDS: Final = ("eos_token_id", "eot_token_id")
@@ -44,8 +47,11 @@ _CURE: Final = "give the folder of the original model, with its tokenizer.json, 
 
 def read(
     path: Path, facts: Mapping[str, Any]
-) -> tuple[Tokenizer, dict[str, str], str | None, list[int]]:
-    """The tokenizer, its special tokens by name, its chat template, and the tokens that end a text.
+) -> tuple[Tokenizer, dict[str, str], dict[str, str], list[int]]:
+    """The tokenizer, its special tokens by name, its chat templates, and the end tokens.
+
+    The template `default` has the key `tokenizer.chat_template`; the keys of other templates have a
+    `.` and the name of the template after that.
 
     Args:
         path: the path of the file, for messages.
@@ -72,8 +78,12 @@ def read(
             f"tokenizer: the tokenizer in {path} is damaged: {error}"
         ) from error
     ends = [given[key] for key in _ENDS if isinstance(given.get(key), int)]
-    template = facts.get("tokenizer.chat_template")
-    return tokenizer, named, template if isinstance(template, str) else None, ends
+    templates = {
+        key.removeprefix(TEMPLATE).removeprefix(".") or DEFAULT: value
+        for key, value in facts.items()
+        if (key == TEMPLATE or key.startswith(f"{TEMPLATE}.")) and isinstance(value, str)
+    }
+    return tokenizer, named, templates if DEFAULT in templates else {}, ends
 
 
 def _built(given: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:

@@ -1,10 +1,13 @@
 """Chat templates, which turn messages into text as in transformers' `apply_chat_template`.
 
 Templates come with downloaded checkpoints, so they run in jinja's sandbox and get only plain JSON
-values. The environment is that of transformers 5 (`utils/chat_template_utils.py`), with two
+values. The environment is that of transformers 5 (`utils/chat_template_utils.py`), with four
 exceptions. `strftime_now` always gives the same day: if texts changed from day to day, runs would
 not be repeatable. Names of a namespace's attributes must not begin with `_`, because such names
-could lead to Python's internals.
+could lead to Python's internals. The role `developer` is called `system` for templates that do not
+name it, because most of them would leave the message out. A content that is text becomes a list of
+parts, or the reverse, for templates that read only the other form; transformers would render
+Python's notation of the list, or nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from trainable_candle.errors import WeightsFormatError
@@ -38,6 +41,8 @@ DAY: Final = dt.datetime(2024, 7, 26, tzinfo=dt.timezone.utc)
 """The date that templates get as today; it is the default date in Llama 3.1's template."""
 _START, _END = "\ufdd0", "\ufdd1"
 """Marks around generated text; Unicode reserves these characters, so texts do not have them."""
+_PROBE: Final = "A question"
+"""The text of the message that shows which forms of content a template reads."""
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 """The keys under which a message may have its reasoning; the first key that is present is used."""
 
@@ -85,19 +90,30 @@ class ChatTemplate:
         """The text of a conversation.
 
         Args:
-            messages: `role`, `content` and so on; values that are None count as absent.
+            messages: `role`, `content` and so on; values that are None count as absent. A content
+                is text, or a list of parts with `text`.
             tools: JSON schemas of functions.
             generation_prompt: end with the prefix of an answer.
 
         Raises:
             ValueError: the template rejects the conversation; the message says why.
         """
+        present = [{k: v for k, v in m.items() if v is not None} for m in messages]
+        adapted = [_with_reasoning(self._adapted(message)) for message in present]
+        marked = self._render(adapted, tools, generation_prompt)
+        return _unmarked(marked, self.marks_answers)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        generation_prompt: bool = False,
+    ) -> str:
         from jinja2 import TemplateError  # noqa: PLC0415 - imported when first needed
 
-        present = [{k: v for k, v in m.items() if v is not None} for m in messages]
         try:
-            marked = self._template.render(
-                messages=[_with_reasoning(message) for message in present],
+            return self._template.render(
+                messages=messages,
                 tools=tools,
                 documents=None,
                 add_generation_prompt=generation_prompt,
@@ -105,7 +121,35 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, ArithmeticError, LookupError) as error:
             raise ValueError(f"the chat template rejects the conversation: {error}") from error
-        return _unmarked(marked, self.marks_answers)
+
+    def _adapted(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message with a role and a form of content that the template reads."""
+        content = message.get("content")
+        if isinstance(content, list) and not self._reads_parts:
+            message = {**message, "content": "".join(part["text"] for part in content)}
+        elif isinstance(content, str) and self._reads_parts and not self._reads_text:
+            message = {**message, "content": [{"type": "text", "text": content}]}
+        if message.get("role") == "developer" and "developer" not in self.source:
+            message = {**message, "role": "system"}
+        return message
+
+    @cached_property
+    def _reads_text(self) -> bool:
+        """Whether the template writes a content that is text."""
+        return _PROBE in self._probed(_PROBE)
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template writes the texts of a content that is a list of parts."""
+        text = self._probed([{"type": "text", "text": _PROBE}])
+        # A template for text alone may write the list in the notation of Python or JSON.
+        return _PROBE in text and not any(f"{quote}{_PROBE}{quote}" in text for quote in "'\"")
+
+    def _probed(self, content: str | list[dict[str, str]]) -> str:
+        try:
+            return self._render([{"role": "user", "content": content}])
+        except ValueError:
+            return ""
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ the tokens of an example attend only to tokens of the same example.
 """
 
 from trainable_candle.data.chats.dataset import TextDataset, TextOptions, has_pairs, load_texts
-from trainable_candle.data.chats.labels import Pair, Tokens, tokens_of
+from trainable_candle.data.chats.labels import Pair, Tokens, tokens_of, unknown_token
 from trainable_candle.data.chats.packing import IGNORED, Packed, PackedRows, best_fit, in_order
 
 __all__ = [
@@ -29,4 +29,5 @@ __all__ = [
     "in_order",
     "load_texts",
     "tokens_of",
+    "unknown_token",
 ]

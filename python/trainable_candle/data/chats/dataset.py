@@ -9,8 +9,8 @@ from itertools import chain, groupby, islice
 from typing import TYPE_CHECKING, Final
 
 from trainable_candle.data.chats.forms import Form, Preference, expected, form_of
-from trainable_candle.data.chats.labels import Pair, drafts_of, labelled
-from trainable_candle.data.chats.messages import RowError
+from trainable_candle.data.chats.labels import Pair, drafts_of, labelled, unknown_token
+from trainable_candle.data.chats.messages import RowError, require_whole
 from trainable_candle.data.chats.reading import BadRow, Row, find_files, read_rows
 from trainable_candle.data.folder import counted, first_lines
 from trainable_candle.errors import DatasetError
@@ -39,6 +39,8 @@ class TextOptions:
     """Whether examples are pairs of answers to compare."""
     skip_bad: bool = False
     """Whether lines that cannot be used are left out."""
+    vocabulary: int | None = None
+    """The number of tokens that the model has; None: any token is right."""
 
 
 @dataclass
@@ -181,19 +183,20 @@ def has_pairs(path: Path) -> bool:
 def _load(
     files: Sequence[Path], place: Path, tokenizer: ChatTokenizer, options: TextOptions
 ) -> TextDataset:
-    counts, examples, rows = Counts(), [], 0
+    counts, rows = Counts(), 0
+    examples: list[Tokens | Pair] = []
     for file in files:
         form: Form | None = None
         found = read_rows(file)
         while some := list(islice(found, AT_ONCE)):
             rows += len(some)
-            drafts: list[tuple[Draft, ...]] = []
+            drafts: list[tuple[str, tuple[Draft, ...]]] = []
             for row in some:
                 try:
                     if isinstance(row, BadRow):
                         raise RowError(row.reason)
                     form = form or _form(row)
-                    drafts.append(_drafts(row, form, tokenizer, options))
+                    drafts.append((row.place, _drafts(row, form, tokenizer, options)))
                 except ValueError as error:
                     counts.bad.append(f"{row.place}: {error}")
                     continue
@@ -225,6 +228,8 @@ def _drafts(
     Raises:
         ValueError: the line cannot be used.
     """
+    for name in (*form.fields, *form.others):
+        require_whole(row.values.get(name), name)
     read = form.read(row.values)
     if isinstance(read, Preference) and not options.preferences:
         raise RowError(
@@ -237,20 +242,26 @@ def _drafts(
 
 
 def _examples(
-    drafts: Sequence[tuple[Draft, ...]],
+    drafts: Sequence[tuple[str, tuple[Draft, ...]]],
     tokenizer: ChatTokenizer,
     options: TextOptions,
     counts: Counts,
 ) -> Iterator[Tokens | Pair]:
-    """The examples in which something is learnt, from the texts of each line."""
+    """The examples in which something is learnt, from the place and the texts of each line."""
     encoded: list[Encoded] = []
-    for special, group in groupby(chain.from_iterable(drafts), lambda draft: draft.special):
+    every = chain.from_iterable(texts for _, texts in drafts)
+    for special, group in groupby(every, lambda draft: draft.special):
         encoded += tokenizer.encode_all([draft.text for draft in group], special=special)
     tokens = iter(encoded)
-    for texts in drafts:
-        example = _kept(labelled(texts, list(islice(tokens, len(texts)))), options, counts)
-        if example is not None:
-            yield example
+    for place, texts in drafts:
+        example = labelled(texts, list(islice(tokens, len(texts))))
+        problem = unknown_token(example.ids, tokenizer, options.vocabulary)
+        if problem:
+            counts.bad.append(f"{place}: {problem}")
+            continue
+        kept = _kept(example, options, counts)
+        if kept is not None:
+            yield kept
 
 
 def _kept(tokens: Tokens | Pair, options: TextOptions, counts: Counts) -> Tokens | Pair | None:
@@ -274,7 +285,7 @@ def _require_something(
     start = f"dataset: {counted(rows, 'line')} in {place}:"
     if not rows:
         raise DatasetError(f"dataset: {place} is empty")
-    if not counts.forms:
+    if not examples and not counts.unlearnt:
         raise DatasetError(f"{start} none can be used:\n  " + "\n  ".join(first_lines(counts.bad)))
     if not examples:
         reason = (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from trainable_candle.data.chats.messages import RowError, conversation, functions, text
+from trainable_candle.data.chats.messages import SYSTEM, RowError, conversation, functions, text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -61,17 +61,24 @@ def _chat(values: Mapping[str, Any]) -> Chat:
 
 def _sharegpt(values: Mapping[str, Any]) -> Chat:
     messages = conversation(values.get("conversations"), "conversations")
-    if values.get("system") and messages[0]["role"] != "system":
+    if values.get("system") and messages[0]["role"] not in SYSTEM:
         messages = [{"role": "system", "content": text(values["system"], "system")}, *messages]
     return Chat(messages, functions(values.get("tools")))
 
 
 def _completion(values: Mapping[str, Any]) -> Example:
     prompt, completion = values.get("prompt"), values.get("completion")
-    if isinstance(prompt, list) or isinstance(completion, list):
+    lists = [isinstance(value, list) for value in (prompt, completion)]
+    if any(lists):
+        if not all(lists):
+            texts, messages = ("completion", "prompt") if lists[0] else ("prompt", "completion")
+            raise RowError(
+                f"`{messages}` is a list of messages and `{texts}` is not; give both as texts, or "
+                "both as messages"
+            )
         asked = conversation(prompt, "prompt", answered=False)
-        if not isinstance(completion, list) or not completion:
-            raise RowError("`prompt` is a list of messages, so `completion` must be such a list")
+        if not completion:
+            raise RowError("`completion` is empty")
         both = [*asked, *completion]
         return Chat(conversation(both, "prompt + completion"), functions(values.get("tools")))
     return Completion(text(prompt, "prompt", empty=True), text(completion, "completion"))
@@ -86,7 +93,12 @@ def _instruction(values: Mapping[str, Any]) -> Chat:
     messages = []
     if values.get("system"):
         messages.append({"role": "system", "content": text(values["system"], "system")})
-    for turn, pair in enumerate(values.get("history") or []):
+    history = values.get("history") or []
+    if not isinstance(history, list):
+        raise RowError(
+            f"`history` is {type(history).__name__}, expected a list of pairs: question and answer"
+        )
+    for turn, pair in enumerate(history):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise RowError(f"`history[{turn}]` is not a pair of question and answer")
         for role, content in zip(("user", "assistant"), pair, strict=True):

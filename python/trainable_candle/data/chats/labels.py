@@ -145,6 +145,25 @@ def tokens_of(
     return labelled(drafts, [tokenizer.encode(d.text, special=d.special) for d in drafts])
 
 
+def unknown_token(
+    ids: npt.ArrayLike, tokenizer: ChatTokenizer, vocabulary: int | None
+) -> str | None:
+    """The end of a sentence about a token that the model does not have; None if it has all.
+
+    Args:
+        ids: at least one token.
+        tokenizer: the tokenizer that made them.
+        vocabulary: the number of tokens that the model has; None: any number.
+    """
+    largest = int(np.max(ids))
+    if vocabulary is None or largest < vocabulary:
+        return None
+    return (
+        f"has the token {tokenizer.token(largest)} ({largest}), and the model has {vocabulary} "
+        "tokens: the tokenizer is another model's"
+    )
+
+
 def _draft(example: Chat | Completion, tokenizer: ChatTokenizer, train_on: str) -> Draft:
     if isinstance(example, Chat):
         return _chat(example, tokenizer, train_on)
@@ -167,7 +186,7 @@ def _completion(encoded: Encoded, span: tuple[int, int], end: int | None) -> Tok
 
 
 def _chat(example: Chat, tokenizer: ChatTokenizer, train_on: str) -> Draft:
-    rendered = tokenizer.template.render(example.messages, example.tools)
+    rendered = tokenizer.render(example.messages, example.tools)
     if rendered.spans is None:
         last_only = train_on == "last-answer"
         spans = _answers(example, tokenizer, rendered.text, last_only=last_only)
@@ -205,10 +224,10 @@ def _answers(
     spans = []
     answers = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
     for turn in answers[-1:] if last_only else answers:
-        asked = tokenizer.template.render(
+        asked = tokenizer.render(
             example.messages[:turn], example.tools, generation_prompt=True
         ).text
-        answered = tokenizer.template.render(example.messages[: turn + 1], example.tools).text
+        answered = tokenizer.render(example.messages[: turn + 1], example.tools).text
         if not answered.startswith(asked):
             raise RowError(
                 f"the chat template begins the answer in message {turn} differently from its "

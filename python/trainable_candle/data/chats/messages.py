@@ -13,8 +13,10 @@ class RowError(ValueError):
     """A line of a data set that cannot be used; the message names the field."""
 
 
+SYSTEM: Final = frozenset({"system", "developer"})
+"""The roles of a message with instructions, which begins a conversation."""
 _ROLES: Final = {
-    "system": "system", "developer": "system",
+    "system": "system", "developer": "developer",
     "user": "user", "human": "user",
     "assistant": "assistant", "gpt": "assistant", "model": "assistant", "chatgpt": "assistant",
     "bing": "assistant", "bard": "assistant",
@@ -55,9 +57,40 @@ def functions(values: Any, field: str = "tools") -> list[dict[str, Any]] | None:
     values = _parsed(values, field)
     if values is None or values in ("", []):
         return None
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+    if not isinstance(values, list):
         raise RowError(f"`{field}` is {_kind(values)}, expected a list of JSON schemas")
+    for number, value in enumerate(values):
+        if not isinstance(value, dict):
+            raise RowError(
+                f"`{field}[{number}]` is {_kind(value)}, expected an object: a JSON schema"
+            )
     return values
+
+
+def require_whole(value: Any, field: str) -> None:
+    """Check that all texts in a field's value consist of whole characters.
+
+    JSON can express half of a UTF-16 surrogate pair. Such halves come from programs that cut a text
+    inside an emoji, and no tokenizer takes them.
+
+    Raises:
+        RowError: a text has such a half; the message names the field.
+    """
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise RowError(
+                f"`{field}` has half of a character, {value[error.start]!r}, at index "
+                f"{error.start}: the text was cut inside an emoji or another rare character"
+            ) from None
+    elif isinstance(value, dict):
+        for name, inside in value.items():
+            require_whole(name, f"{field}: a name in it")
+            require_whole(inside, f"{field}.{name}")
+    elif isinstance(value, (list, tuple)):
+        for number, inside in enumerate(value):
+            require_whole(inside, f"{field}[{number}]")
 
 
 def text(value: Any, field: str, *, empty: bool = False) -> str:
@@ -91,20 +124,20 @@ def _message(value: Any, field: str) -> Message:
     message: Message = {"role": role, **rest}
     calls = _parsed(message.get("tool_calls"), f"{field}.tool_calls")
     if calls:
-        message["tool_calls"] = calls
+        message["tool_calls"] = _named(calls, f"{field}.tool_calls")
     else:
         message.pop("tool_calls", None)
     if content is None and calls:
         return message
-    joined = _content(content, f"{field}.{held}")
-    if role in {"user", "assistant"} and not joined.strip() and not calls:
+    said = _content(content, f"{field}.{held}")
+    if role in {"user", "assistant"} and not said.strip() and not calls:
         what = "answer" if role == "assistant" else "message"
         raise RowError(f"`{field}.{held}` is an empty {what}")
-    return {"role": role, "content": joined, **{k: v for k, v in message.items() if k != "role"}}
+    return {"role": role, "content": content, **{k: v for k, v in message.items() if k != "role"}}
 
 
 def _content(value: Any, field: str) -> str:
-    """The text of a message; its content is a string, or a list of parts whose texts are joined."""
+    """The text of a message, whose content is a string or a list of parts with texts."""
     if isinstance(value, list):
         for number, part in enumerate(value):
             kind = part.get("type", "text") if isinstance(part, dict) else _kind(part)
@@ -118,26 +151,39 @@ def _calls(value: Any, field: str) -> list[dict[str, Any]]:
     """The function calls of a message whose role is ShareGPT's `function_call`.
 
     The message's content is one call, or a list of calls, in JSON.
-
-    Raises:
-        RowError: the content is not JSON, or a call has no `name`.
     """
     found = _parsed(value, field)
     calls = found if isinstance(found, list) else [found]
-    for call in calls:
-        if not isinstance(call, dict) or "name" not in call:
-            raise RowError(f"`{field}` is not a function call: JSON with name and arguments")
-    return [{"type": "function", "function": call} for call in calls]
+    return [{"type": "function", "function": call} for call in _named(calls, field)]
+
+
+def _named(calls: Any, field: str) -> list[Any]:
+    """Check that function calls are a list, and that each has the name of a function.
+
+    A call is an object with `name` and `arguments`, or has such an object as `function`.
+
+    Raises:
+        RowError: the message names the call.
+    """
+    if not isinstance(calls, list):
+        raise RowError(f"`{field}` is {_kind(calls)}, expected a list of function calls")
+    for number, call in enumerate(calls):
+        called = (call.get("function") or call) if isinstance(call, dict) else call
+        if not isinstance(called, dict) or not isinstance(called.get("name"), str):
+            raise RowError(
+                f"`{field}[{number}]` is not a function call: expected JSON with name and arguments"
+            )
+    return calls
 
 
 def _check_order(messages: list[Message], field: str) -> None:
     before = ""
     for number, message in enumerate(messages):
         role = message["role"]
-        if role == "system":
+        if role in SYSTEM:
             fine = number == 0
         elif role == "user":
-            fine = before in {"", "system", "assistant"}
+            fine = before in {"", *SYSTEM, "assistant"}
         elif role == "assistant":
             fine = before in {"user", "tool"}
         else:
@@ -155,9 +201,11 @@ def _parsed(value: Any, field: str) -> Any:
     if not isinstance(value, str) or not value.strip():
         return value
     try:
-        return parse_json(value)
+        parsed = parse_json(value)
     except ValueError as error:
         raise RowError(f"`{field}` is text that is not JSON: {error}") from None
+    require_whole(parsed, field)
+    return parsed
 
 
 def _kind(value: Any) -> str:

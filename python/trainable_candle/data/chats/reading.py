@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import csv
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from trainable_candle import hub
 from trainable_candle.errors import DatasetError
 from trainable_candle.files import parse_json
 from trainable_candle.outputs import require_no_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 SUFFIXES: Final = (".jsonl", ".json", ".csv", ".parquet")
 TRAIN: Final = ("train",)
@@ -39,6 +40,15 @@ class BadRow:
     """The file and the line's number, as in `Row`."""
     reason: str
     """The end of a sentence that begins with `place`: `is not JSON: ...`."""
+
+
+def dataset_path(name: str) -> Path:
+    """The file or folder that a setting names; a data set of the Hugging Face hub is downloaded.
+
+    Raises:
+        MissingFileError: the hub has no such data set, or cannot be reached.
+    """
+    return hub.download_texts(name, SUFFIXES) if hub.is_name(name) else Path(name).expanduser()
 
 
 def find_files(path: Path) -> tuple[list[Path], list[Path]]:

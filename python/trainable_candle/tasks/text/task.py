@@ -6,13 +6,11 @@ import json
 import math
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import trainable_candle as tc
-from trainable_candle import hub
-from trainable_candle.data.chats import TextOptions, best_fit, has_pairs, load_texts
-from trainable_candle.data.chats.reading import SUFFIXES
+from trainable_candle.data.chats import TextOptions, best_fit, has_pairs, load_texts, unknown_token
+from trainable_candle.data.chats.reading import dataset_path
 from trainable_candle.data.folder import counted
 from trainable_candle.distributed.group import ALONE
 from trainable_candle.errors import ConfigError, DatasetError, WeightsFormatError
@@ -23,14 +21,16 @@ from trainable_candle.settings.checks import existing
 from trainable_candle.tasks.checks import check_format, check_targets
 from trainable_candle.tasks.estimate import adapted_layers
 from trainable_candle.tasks.task import Split, held_out_items, naming_validation
+from trainable_candle.tasks.text.fitting import check_tokenizer, row_length
 from trainable_candle.tasks.text.preferences import PreparedPreferences
 from trainable_candle.tasks.text.prepared import PreparedTexts
 from trainable_candle.tasks.text.writing import WritingOptions, streamed
-from trainable_candle.text.chat_tokenizer import copy_files
+from trainable_candle.text.tokenizer_files import copy_files
 from trainable_candle.train.adapters import Adapters, adapter_config, start_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from trainable_candle import AdapterFile
     from trainable_candle.data.chats import TextDataset
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 PEFT: Final = "peft"
 """The folder that `PeftModel.from_pretrained` loads."""
-ROW: Final = 2048
-"""The default number of tokens of a packed row, if the model's context is not shorter."""
 
 
 class TextTask:
@@ -71,8 +69,12 @@ class TextTask:
 
     @property
     def sequence_length(self) -> int:
-        """The most tokens of a packed row."""
-        return self.family.config.sequence_length or min(ROW, self.family.context)
+        """The most tokens of a packed row.
+
+        Raises:
+            ConfigError: the setting exceeds the model's context.
+        """
+        return row_length(self.family.config.sequence_length, self.family.context)
 
     def check(self, report: Callable[[str], None]) -> None:
         """See `Task.check`; also reports which chat template is used."""
@@ -85,11 +87,8 @@ class TextTask:
             wanted = config.target_modules or family.targets
             adapted = adapted_layers(layers, wanted, config.exclude_modules)
             family.check_initial_adapter(path, adapted)
-        if self.sequence_length > family.context:
-            raise ConfigError(
-                f"--sequence-length is {self.sequence_length}, and the model was made for "
-                f"{family.context} positions; give at most that many"
-            )
+        _ = self.sequence_length
+        check_tokenizer(family.tokenizer, family.weights, family.vocabulary)
         for prompt in config.sample_prompts:
             self.prompt_tokens([{"role": "user", "content": prompt}])
         report(family.tokenizer.summary())
@@ -120,28 +119,16 @@ class TextTask:
     def _kind(self) -> type[PreparedTexts | PreparedPreferences]:
         return PreparedPreferences if self._compares else PreparedTexts
 
-    @staticmethod
-    def _path(dataset: str) -> Path:
-        """The file or folder of a data set; one on the hub is downloaded."""
-        if hub.is_name(dataset):
-            return hub.download_texts(dataset, SUFFIXES)
-        return Path(dataset).expanduser()
-
     def _load(self, dataset: str) -> tuple[TextDataset, TextDataset | None]:
-        config, path = self.family.config, self._path(dataset)
+        config = self.family.config
         options = TextOptions(
-            self.sequence_length, config.train_on, self._compares, config.skip_bad
+            self.sequence_length,
+            config.train_on,
+            self._compares,
+            config.skip_bad,
+            self.family.vocabulary,
         )
-        train, validation = load_texts(path, self.family.tokenizer, options)
-        for part in (train, *([validation] if validation else [])):
-            largest = max(int(example.ids.max()) for example in part.examples)
-            if largest >= self.family.vocabulary:
-                token = self.family.tokenizer.token(largest)
-                raise DatasetError(
-                    f"dataset: {path} has the token {token} ({largest}), and the model has "
-                    f"{self.family.vocabulary} tokens: the tokenizer is another model's"
-                )
-        return train, validation
+        return load_texts(dataset_path(dataset), self.family.tokenizer, options)
 
     def samples(self, data: Split[TextDataset]) -> int:
         """The number of packed rows; see `Task.samples`."""
@@ -195,18 +182,42 @@ class TextTask:
         """The tokens of a conversation, including those that begin the answer's turn.
 
         Raises:
-            ConfigError: the chat template rejects the conversation, or no position is left for an
-                answer.
+            ConfigError: the chat template rejects the conversation, the model lacks a token, or no
+                position is left for an answer.
         """
+        return self._fitting(self._conversation(messages))
+
+    def room(self, messages: Sequence[Mapping[str, str]]) -> int:
+        """How many positions a conversation leaves for an answer; below 1 if it is too long.
+
+        Raises:
+            ConfigError: the chat template rejects the conversation.
+        """
+        return self.family.context - len(self._conversation(messages))
+
+    def _conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         try:
-            tokens = self.family.tokenizer.prompt(messages)
+            return self.family.tokenizer.prompt(messages)
         except ValueError as error:
             raise ConfigError(f"prompt: {error}") from error
-        return self._fitting(tokens)
+
+    def text_tokens(self, text: str) -> list[int]:
+        """The tokens of a text that continues, without the chat template.
+
+        The text begins as a text of the training data does: with the tokens that the tokenizer puts
+        there.
+
+        Raises:
+            ConfigError: the text has no tokens, or no position is left for its continuation.
+        """
+        return self._fitting(self.family.tokenizer.beginning(text))
 
     def _fitting(self, tokens: list[int]) -> list[int]:
         if not tokens:
             raise ConfigError("prompt: has no tokens; give a text")
+        problem = unknown_token(tokens, self.family.tokenizer, self.family.vocabulary)
+        if problem:
+            raise ConfigError(f"prompt: {problem}")
         if len(tokens) >= self.family.context:
             raise ConfigError(
                 f"prompt: has {len(tokens)} tokens, and the model was made for "
@@ -227,13 +238,10 @@ class TextTask:
     def continuation(self, text: str, options: WritingOptions) -> Iterator[str]:
         """What the model writes after a text, in pieces, without the chat template.
 
-        The text begins as a text of the training data does: with the tokens that the tokenizer puts
-        there.
-
         Raises:
-            ConfigError: the text has no tokens, or no position is left for its continuation.
+            ConfigError: see `text_tokens`.
         """
-        return self._streamed(self._fitting(self.family.tokenizer.beginning(text)), options)
+        return self._streamed(self.text_tokens(text), options)
 
     def _streamed(self, asked: Sequence[int], options: WritingOptions) -> Iterator[str]:
         family = self.family
@@ -325,7 +333,7 @@ class TextTask:
             DatasetError: the data set cannot be used. One of pairs of answers cannot: the loss of
                 DPO compares a model with its base, and a merged model has none.
         """
-        path = self._path(dataset)
+        path = dataset_path(dataset)
         if has_pairs(path):
             raise DatasetError(
                 f"--dataset: {path} has pairs of answers (`chosen`, `rejected`), and losses are "

@@ -77,7 +77,8 @@ pub struct CausalLMConfig {
     pub rope: Rope,
     /// For each layer, the largest number of tokens that a token attends to, itself included; `None` for no limit.
     pub windows: Vec<Option<usize>>,
-    /// The ids of the tokens that end a text.
+    /// The ids of the tokens that end a text: those in `config.json`, and for a loaded model also those in
+    /// `generation_config.json`.
     pub eos_token_ids: Vec<u32>,
     /// Number of layers in the files. The model consists of the first `num_hidden_layers` of these layers. If it does not have
     /// all layers, it has no language-model head.
@@ -188,6 +189,15 @@ fn text_part(map: &Map<String, Value>) -> Option<Map<String, Value>> {
 }
 
 impl CausalLMConfig {
+    /// Add the end tokens of a `generation_config.json`, which may differ from those of `config.json`.
+    pub(super) fn add_eos_tokens(&mut self, settings: &Map<String, Value>) {
+        for id in tokens(settings.get("eos_token_id")) {
+            if !self.eos_token_ids.contains(&id) {
+                self.eos_token_ids.push(id);
+            }
+        }
+    }
+
     /// Whether the model has a language-model head whose matrix is not that of the embedding.
     pub(super) fn has_own_head(&self) -> bool {
         !self.tie_word_embeddings && self.has_head()

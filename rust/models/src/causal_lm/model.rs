@@ -18,6 +18,9 @@ use crate::pretrained::{Architecture, Configuration, Key, Layout, Naming, Origin
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
+/// The file in a model's folder with settings for generation.
+const GENERATION_CONFIG: &str = "generation_config.json";
+
 /// A language model that computes the same as transformers' class for its family (`LlamaForCausalLM` for Llama). The tokens
 /// of all texts are concatenated to one sequence: M texts with N tokens in total. `positions (N)` (i64 or u32) are the tokens'
 /// positions for the rotary embedding. `cu_seqlens (M + 1)` are the bounds of the texts: text i has the tokens `cu_seqlens[i]` to
@@ -315,7 +318,10 @@ impl Architecture for CausalLM {
     }
 
     fn load(files: &Pretrained, dtype: Option<DType>, device: &Device) -> Result<Self> {
-        let config = Self::read_config(files)?;
+        let mut config = Self::read_config(files)?;
+        if let Some(settings) = files.beside_config(GENERATION_CONFIG)? {
+            config.add_eos_tokens(&settings);
+        }
         let config = match files.layers() {
             Some(count) => config.first_layers(count)?,
             None => config,

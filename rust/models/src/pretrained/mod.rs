@@ -212,6 +212,15 @@ impl Pretrained {
             .ok_or_else(|| Error::Config(format!("{}: _class_name and architectures are both missing", path.display())))
     }
 
+    /// The JSON object in the file `name` beside `config.json`. `None` if there is no such file.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it is not a JSON object.
+    pub fn beside_config(&self, name: &str) -> Result<Option<Map<String, Value>>> {
+        let path = self.config.as_ref().map(|config| config.with_file_name(name));
+        path.filter(|path| path.is_file()).map(|path| read_json(&path)).transpose()
+    }
+
     /// The configuration in `config.json`. For an original checkpoint, `deduce` determines the configuration from
     /// the shapes of tensors and from known configurations. The first known configuration is the one in the file's header.
     /// If the header has none, the first one is the `config.json` in a folder beside the file, if this folder has the

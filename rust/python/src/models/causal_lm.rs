@@ -402,7 +402,8 @@ impl CausalLM {
         self.0.config().num_hidden_layers
     }
 
-    /// The tokens that end a text, as `config.json` says.
+    /// The tokens that end a text: those of `config.json`, and for a loaded model also those of
+    /// `generation_config.json`.
     #[getter]
     fn eos_token_ids(&self) -> Vec<u32> {
         self.0.config().eos_token_ids.clone()

@@ -1,0 +1,92 @@
+"""`trainable-candle chat`, with the built-in model: long conversations and wrong input."""
+
+import io
+import shutil
+from pathlib import Path
+
+import pytest
+
+from trainable_candle.cli import main
+from trainable_candle.families.causal_lm import BUILT_IN, CausalLM
+
+CHAT = ["chat", "--model", "causal-lm", "--device", "cpu", "--tokens", "4"]
+CONTEXT = 512
+
+
+def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+
+
+def test_long_conversations_lose_their_oldest_turns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[list[str]] = []
+    prompt = CausalLM(BUILT_IN, None, "cpu").tokenizer.__class__.prompt
+
+    def noted(self: object, messages: list[dict[str, str]]) -> list[int]:
+        asked.append([message["content"] for message in messages])
+        return prompt(self, messages)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("trainable_candle.text.chat_tokenizer.ChatTokenizer.prompt", noted)
+    say(monkeypatch, *(f"first: {'word' * 40}{number}" for number in range(4)))
+    assert main([*CHAT, "--system", "be brief"]) == 0
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) == 4
+    assert printed.err == f"[the context has {CONTEXT} tokens: 1 oldest turn left out]\n" * 2
+    last = asked[-1]
+    assert last[0] == "be brief"
+    assert [text[-1] for text in last[1::2]] == ["2", "3"]
+
+
+def test_a_message_that_does_not_fit_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(monkeypatch, "upper: clavo", "x" * CONTEXT, "upper: clavo")
+    assert main(CHAT) == 0
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) == 2
+    assert f"this message does not fit the context of {CONTEXT} tokens" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("errors", "message"),
+    [
+        ("strict", "standard input: byte 0xff is not text in utf-8"),
+        ("surrogateescape", r"standard input is 'a\udcff', expected text in UTF-8"),
+    ],
+)
+def test_bytes_that_are_no_text_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    errors: str,
+    message: str,
+) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert main(CHAT) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["chat", "sample"])
+def test_prompts_are_checked_before_anything_loads(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from tokenizers import Tokenizer
+
+    weights = tmp_path / "weights"
+    shutil.copytree(BUILT_IN, weights)
+    tokenizer = Tokenizer.from_file(str(weights / "tokenizer.json"))
+    tokenizer.add_tokens(["<new>", "<newer>"])
+    tokenizer.save(str(weights / "tokenizer.json"))
+    monkeypatch.setattr(CausalLM, "model", property(lambda _: pytest.fail("the model is loaded")))
+    adapter = tmp_path / "adapter.safetensors"
+    adapter.write_bytes(b"")
+    flags = ["--weights", str(weights), "--adapter", str(adapter), "--prompt", "a", "--prompt"]
+    given = [command, *CHAT[1:], *flags]
+    assert main([*given, "a <newer>"]) == 2
+    assert "has the token <newer> (260), and the model has 260 tokens" in capsys.readouterr().err
+    assert main([*given, "x" * CONTEXT]) == 2
+    assert f"the model was made for {CONTEXT} positions" in capsys.readouterr().err

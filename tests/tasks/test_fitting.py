@@ -1,0 +1,97 @@
+"""A tokenizer of another model is named before training; those of published models are not."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainable_candle.errors import ConfigError, WeightsFormatError
+from trainable_candle.run import train_adapter
+from trainable_candle.settings import TrainConfig
+from trainable_candle.tasks.text.fitting import check_tokenizer, row_length
+from trainable_candle.text.chat_tokenizer import ChatTokenizer
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+WORDS = 20
+"""Ordinary tokens, with the ids from 0 on; special tokens and an added one follow."""
+END, TURN, ADDED = WORDS, WORDS + 1, WORDS + 2
+
+
+def tokenizer() -> ChatTokenizer:
+    from tokenizers import AddedToken, Tokenizer, models
+
+    made = Tokenizer(models.WordLevel({f"w{n}": n for n in range(WORDS)}, unk_token="w0"))
+    made.add_special_tokens([AddedToken("<end>", special=True), AddedToken("<turn>", special=True)])
+    made.add_tokens(["<think>"])
+    return ChatTokenizer(made, {"eos_token": "<end>"})
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "message"),
+    [
+        # As Qwen2.5: a base's end in config.json, other ends in generation_config.json.
+        ({"eos_token_id": END}, {"eos_token_id": [TURN, END], "bos_token_id": END}, None),
+        ({"eos_token_id": ADDED, "bos_token_id": None}, {}, None),
+        ({}, {}, None),
+        # The defaults of LlamaConfig, which its maker never chose.
+        ({"eos_token_id": 2, "bos_token_id": 1}, {}, None),
+        (
+            {"eos_token_id": 2, "bos_token_id": 1},
+            {"_from_model_config": True, "eos_token_id": 2, "bos_token_id": 1},
+            None,
+        ),
+        # The ids of generation_config.json are those that count.
+        ({"eos_token_id": 5}, {"eos_token_id": END}, None),
+        ({"eos_token_id": -1}, {}, None),
+        ({"eos_token_id": 5}, {}, r"eos_token_id in .*[/]config.json is 5, the ordinary text 'w5'"),
+        ({}, {"eos_token_id": [END, 6]}, r"generation_config.json is 6, the ordinary text 'w6'"),
+        ({"bos_token_id": 3, "eos_token_id": END}, {}, r"bos_token_id in .* is 3, the ordinary"),
+        ({}, {"eos_token_id": 2}, r"eos_token_id in .*generation_config.json is 2"),
+        ({"eos_token_id": [900, 901]}, {}, r"is 900, and the tokenizer has 23 tokens"),
+    ],
+)
+def test_ids_of_special_tokens_show_another_tokenizer(
+    tmp_path: Path, config: dict[str, Any], generation: dict[str, Any], message: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    if message is None:
+        check_tokenizer(tokenizer(), tmp_path, WORDS)
+        check_tokenizer(tokenizer(), tmp_path / "model.safetensors", 2 * WORDS)
+    else:
+        with pytest.raises(WeightsFormatError, match=f"{message}.*another model's; give"):
+            check_tokenizer(tokenizer(), tmp_path, WORDS)
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(WeightsFormatError, match=r"of 20 tokens, and the model's embedding has 19"):
+        check_tokenizer(tokenizer(), tmp_path, WORDS - 1)
+
+
+def test_a_run_checks_its_tokenizer_first(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    shutil.copytree(GOLDEN / "llm" / "llama", weights)
+    shutil.copyfile(GOLDEN / "chats" / "tokenizer.json", weights / "tokenizer.json")
+    (weights / "tokenizer_config.json").write_text('{"eos_token": "<|end_of_text|>"}')
+    (tmp_path / "chats.jsonl").write_text('{"text": "so it is"}\n')
+    config = TrainConfig(
+        model="causal-lm",
+        weights=str(weights),
+        dataset=str(tmp_path / "chats.jsonl"),
+        output=str(tmp_path / "run"),
+        device="cpu",
+        steps=1,
+    )
+    with pytest.raises(WeightsFormatError, match=r"380 tokens, and the model's embedding has 320"):
+        train_adapter(config, progress=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_default_row_is_no_longer_than_the_context() -> None:
+    assert [row_length(None, context) for context in (512, 4096)] == [512, 2048]
+    assert row_length(4096, 4096) == 4096
+    with pytest.raises(ConfigError, match="--sequence-length is 513, and the model was made for"):
+        row_length(513, 512)

@@ -1,0 +1,131 @@
+"""Chat templates with names, and forms of messages, are treated as transformers treats them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainable_candle.data.chats.forms import Chat, form_of
+from trainable_candle.errors import WeightsFormatError
+from trainable_candle.text.chat_tokenizer import ChatTokenizer
+from trainable_candle.text.templates import ChatTemplate
+from trainable_candle.text.tokenizer_files import copy_files
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "chats"
+TEXTS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+PARTS = (
+    "{% for m in messages %}{{ m.role }}: "
+    "{% for part in m['content'] %}{% if part['type'] == 'text' %}({{ part['text'] }})"
+    "{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+)
+BOTH = PARTS.replace(
+    "{% for part in m['content'] %}",
+    "{% set parts = [{'type': 'text', 'text': m['content']}] if m['content'] is string "
+    "else m['content'] %}{% for part in parts %}",
+)
+NAMED = [{"name": "default", "template": TEXTS}, {"name": "tool_use", "template": "T" + TEXTS}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+ANSWER = {"role": "assistant", "content": "b"}
+ASKED = [{"role": "user", "content": "a"}]
+
+
+def split(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def folder(path: Path, entry: Any = None, **files: str) -> Path:
+    """A folder with a tokenizer; `entry` is its `chat_template`, `files` the template files."""
+    (path / "tokenizer.json").write_bytes((GOLDEN / "tokenizer.json").read_bytes())
+    config = {"eos_token": "<|end_of_text|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    if entry is not None:
+        config["chat_template"] = entry
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    for name, template in files.items():
+        file = path / "chat_template.jinja"
+        if name != "default":
+            file = path / "additional_chat_templates" / f"{name}.jinja"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(template)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("entry", "files"),
+    [
+        (TEXTS, {}),
+        (NAMED, {}),
+        (None, {"default": TEXTS, "tool_use": "T" + TEXTS}),
+        (NAMED, {"default": "F" + TEXTS}),
+        ("C" + TEXTS, {"default": TEXTS, "rag": "R" + TEXTS}),
+    ],
+)
+def test_templates_are_chosen_as_transformers_does(
+    tmp_path: Path, entry: Any, files: dict[str, str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    path = folder(tmp_path, entry, **files)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(path)
+    ours = ChatTokenizer.from_pretrained(path)
+    for tools in (None, TOOLS):
+        expected = theirs.apply_chat_template(ASKED, tools=tools, tokenize=False)
+        assert ours.render(ASKED, tools).text == expected
+
+
+def test_tool_use_is_for_conversations_with_tools(tmp_path: Path) -> None:
+    ours = ChatTokenizer.from_pretrained(
+        folder(tmp_path, default=TEXTS, tool_use="T" + TEXTS, rag="R" + TEXTS)
+    )
+    assert ours.render(ASKED, TOOLS).text == "Tuser: a<|im_end|>\n"
+    assert ours.render(ASKED).text == "user: a<|im_end|>\n"
+
+
+def test_all_templates_are_copied(tmp_path: Path) -> None:
+    path = folder(tmp_path, default=TEXTS, tool_use="T" + TEXTS)
+    (path / "copy").mkdir()
+    copy_files(path, path / "copy")
+    found = ChatTokenizer.from_pretrained(path / "copy")
+    assert found.render(ASKED, TOOLS).text.startswith("T")
+
+
+@pytest.mark.parametrize("template", [TEXTS, PARTS, BOTH], ids=["texts", "parts", "both"])
+def test_both_forms_of_content_reach_every_template(template: str) -> None:
+    text = ChatTemplate(template, {}).render([{"role": "user", "content": "one, two"}]).text
+    parts = ChatTemplate(template, {}).render([{"role": "user", "content": split("one, ", "two")}])
+    assert "one, two" in text
+    assert parts.text.replace(")(", "") == text
+
+
+@pytest.mark.parametrize(("template", "content"), [(PARTS, split("a", "b")), (BOTH, split("a")),
+                                                   (BOTH, "a"), (TEXTS, "a")])  # fmt: skip
+def test_content_that_a_template_reads_is_passed_unchanged(
+    tmp_path: Path, template: str, content: Any
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder(tmp_path, template))
+    messages = [{"role": "user", "content": content}]
+    expected = theirs.apply_chat_template(messages, tokenize=False)
+    assert ChatTemplate(template, {}).render(messages).text == expected
+
+
+def test_the_role_developer_is_for_templates_that_know_it() -> None:
+    row = {"messages": [{"role": "developer", "content": "be brief"}, *ASKED, ANSWER]}
+    form = form_of(row)
+    assert form is not None
+    chat = form.read(row)
+    assert isinstance(chat, Chat)
+    assert ChatTemplate(TEXTS, {}).render(chat.messages).text.startswith("system: be brief")
+    knows = TEXTS.replace("{{ m.role }}", "{{ 'D' if m.role == 'developer' else m.role }}")
+    assert ChatTemplate(knows, {}).render(chat.messages).text.startswith("D: be brief")
+
+
+def test_damaged_template_files_are_named(tmp_path: Path) -> None:
+    path = folder(tmp_path, ["x"])
+    with pytest.raises(WeightsFormatError, match=r"tokenizer_config.json has a chat_template that"):
+        ChatTokenizer.from_pretrained(path)
+    (path / "chat_template.jinja").write_bytes("{{ 'é' }}".encode("latin-1"))
+    with pytest.raises(WeightsFormatError, match=r"chat_template.jinja cannot be read.*utf-8"):
+        ChatTokenizer.from_pretrained(path)
