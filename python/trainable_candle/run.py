@@ -35,6 +35,7 @@ from trainable_candle.tasks.checks import require_apart
 from trainable_candle.train import state as run_state
 from trainable_candle.train.callbacks import Callback, ProgressBar
 from trainable_candle.train.logs import CsvLog, JsonLog, TensorBoardLog, read_json_log, read_log
+from trainable_candle.train.pissa import require_same_start
 from trainable_candle.train.wandb_log import WandbLog
 
 if TYPE_CHECKING:
@@ -248,6 +249,8 @@ def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, Train
     start = run_state.find(output, config.resume) if config.resume else None
     state = run_state.read_state(start) if start else None
     step = state.step if state else -1
+    if state is not None:
+        require_same_start(config, state.settings)
     if config.epochs is None:
         _require_steps_left(config, step)
     run_state.refuse_later(output, step)

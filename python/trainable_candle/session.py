@@ -94,7 +94,7 @@ class Session:
         self.totals = Totals(task.counts)
         self._optimizer = _optimizer(config, adapters.groups(config), report)
         self._average: Average | None = None
-        self.callbacks: list[Callback] = []
+        self.callbacks: list[Callback] = adapters.callbacks()
         # All processes need the average for validation. The first process also needs it for files
         # and previews.
         if config.ema_decay and (group.rank == 0 or prepared.validation is not None):
@@ -255,3 +255,4 @@ class Session:
         self._adapters.set_training(False)
         if self._average is not None:
             self._average.keep()
+        self._adapters.finish()

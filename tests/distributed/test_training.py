@@ -100,6 +100,23 @@ def test_one_gpu_computes_as_without_a_launcher(
     np.testing.assert_allclose(losses(tmp_path / "launched"), losses(tmp_path / "alone"), rtol=1e-6)
 
 
+def test_two_processes_start_from_the_same_part_of_the_weights(
+    digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
+) -> None:
+    more = {"effective_batch": 8, "device": device, "precision": "f32", "init": "pissa"}
+    files = []
+    for name, gpus in (("alone", {}), ("two", {"gpus": 2})):
+        output = tmp_path / name
+        command = training(
+            digits_base, digits_folder, output, **more, **gpus, optimizer="sgd", lora_dropout=0
+        )
+        result = run(command)
+        assert result.returncode == 0, result.stderr
+        files.append(tc.load_file(output / "adapter.safetensors"))
+    for name, value in files[0].items():
+        np.testing.assert_allclose(files[1][name].numpy(), value.numpy(), atol=1e-5)
+
+
 def test_two_processes_equal_one_with_twice_the_accumulation(
     alone: Path, digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
 ) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import trainable_candle as tc
 from trainable_candle.errors import ConfigError
 from trainable_candle.files import safetensors_metadata
-from trainable_candle.settings.adapter import LOFTQ
+from trainable_candle.settings.initial import LOFTQ
 from trainable_candle.settings.machine import FORMATS
 from trainable_candle.train.metadata import BASE, INIT, QAT, QAT_SCALES
 

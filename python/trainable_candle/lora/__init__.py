@@ -1,12 +1,14 @@
 """Tools for LoRAs: reduce ranks, combine files, extract a LoRA from a fine-tuned checkpoint.
 
-`loftq` and `start_from_rounding` compute initial factors that reduce the error of quantization.
+`loftq` and `start_from_rounding` compute initial factors that reduce the error of quantization;
+`pissa` computes the principal part of a weight.
 """
 
 from trainable_candle.lora.extract import extract
 from trainable_candle.lora.factors import Factors, approximate, truncate
 from trainable_candle.lora.files import LoraFile, combine, resize
 from trainable_candle.lora.loftq import loftq, start_from_rounding
+from trainable_candle.lora.pissa import pissa
 
 __all__ = [
     "Factors",
@@ -15,6 +17,7 @@ __all__ = [
     "combine",
     "extract",
     "loftq",
+    "pissa",
     "resize",
     "start_from_rounding",
     "truncate",

@@ -20,7 +20,7 @@ _OVERSAMPLED: Final = 16
 """The number of columns that the random matrix has in addition to the rank."""
 _ITERATIONS: Final = 4
 """The number of power iterations."""
-_WHOLE: Final = 4
+WHOLE: Final = 4
 """A matrix whose shorter side is at most this many times the rank is decomposed as a whole."""
 
 
@@ -64,11 +64,11 @@ def truncate(factors: Factors, rank: int, keep: float = 1.0) -> Factors:
     Raises:
         NonFiniteError: a value is not a finite number.
     """
-    _require_finite(factors.up, factors.down)
+    require_finite(factors.up, factors.down)
     left, up = np.linalg.qr(factors.up.astype(np.float64))
     right, down = np.linalg.qr(factors.down.T.astype(np.float64))
     u, s, vt = np.linalg.svd(up @ down.T)
-    return _balanced(left @ u, s, vt @ right.T, rank, keep)
+    return balanced(left @ u, s, vt @ right.T, rank, keep)
 
 
 def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> Factors:
@@ -87,11 +87,11 @@ def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> 
     Raises:
         NonFiniteError: a value is not a finite number.
     """
-    _require_finite(matrix)
+    require_finite(matrix)
     matrix = matrix.astype(np.float32)
-    if min(matrix.shape) <= _WHOLE * rank:
+    if min(matrix.shape) <= WHOLE * rank:
         u, s, vt = np.linalg.svd(matrix.astype(np.float64), full_matrices=False)
-        return _balanced(u, s, vt, rank, keep)
+        return balanced(u, s, vt, rank, keep)
     size = min(rank + _OVERSAMPLED, *matrix.shape)
     probe = np.random.default_rng(seed).standard_normal((matrix.shape[1], size), np.float32)
     basis, _ = np.linalg.qr(matrix @ probe)
@@ -99,10 +99,10 @@ def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> 
         other, _ = np.linalg.qr(matrix.T @ basis)
         basis, _ = np.linalg.qr(matrix @ other)
     u, s, vt = np.linalg.svd((basis.T @ matrix).astype(np.float64), full_matrices=False)
-    return _balanced(basis @ u, s, vt, rank, keep)
+    return balanced(basis @ u, s, vt, rank, keep)
 
 
-def _balanced(u: Matrix, s: Matrix, vt: Matrix, rank: int, keep: float) -> Factors:
+def balanced(u: Matrix, s: Matrix, vt: Matrix, rank: int, keep: float = 1.0) -> Factors:
     """The factors of the largest singular values of u @ diag(s) @ vt.
 
     The square root of each singular value scales its column of `up` and its row of `down`.
@@ -116,6 +116,11 @@ def _balanced(u: Matrix, s: Matrix, vt: Matrix, rank: int, keep: float) -> Facto
     return Factors(up.astype(np.float32), down.astype(np.float32))
 
 
-def _require_finite(*matrices: Matrix) -> None:
+def require_finite(*matrices: Matrix) -> None:
+    """Check that all values are finite numbers.
+
+    Raises:
+        NonFiniteError: a value is not.
+    """
     if not all(np.isfinite(matrix).all() for matrix in matrices):
         raise NonFiniteError("svd: a value is NaN or infinite; the file or the model is damaged")

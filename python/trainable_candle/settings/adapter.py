@@ -10,6 +10,7 @@ from trainable_candle._core import choices
 from trainable_candle.errors import MissingFileError
 from trainable_candle.outputs import adapter_in
 from trainable_candle.settings import sections
+from trainable_candle.settings.initial import INITS, contradiction
 from trainable_candle.settings.machine import PRECISION_SPELLINGS, PRECISIONS
 from trainable_candle.settings.setting import Condition, Group, Setting
 
@@ -21,47 +22,6 @@ DORA_AXES: Final = ("output", "input")
 OFT: Final = "oft"
 OFT_SIDES: Final = ("input", "output")
 """OFT rotates the inputs of layers, as peft does, or their outputs, as LyCORIS and ComfyUI do."""
-LOFTQ: Final = "loftq"
-INITS: Final = ("default", LOFTQ)
-"""Adapters start without an effect, or with values that offset the base's quantization error."""
-
-
-def _quantization_contradiction(config: Any) -> str | None:
-    """Why `qat` or `init` contradicts another setting; None if neither does."""
-    return _qat_contradiction(config) or _loftq_contradiction(config)
-
-
-def _qat_contradiction(config: Any) -> str | None:
-    """Why `qat` contradicts another setting; None if it does not."""
-    if config.qat is None:
-        return None
-    if config.lora_dropout:
-        return (
-            "--qat rounds the sum of weight and adapter, and --lora-dropout needs the two apart; "
-            "leave out one of the flags"
-        )
-    base = config.base_format
-    if base not in {None, config.qat}:
-        return (
-            f"--qat {config.qat} cannot start from --base-precision {base}, which has rounded the "
-            f"weights to another grid; leave --base-precision out"
-        )
-    return None
-
-
-def _loftq_contradiction(config: Any) -> str | None:
-    """Why `init` contradicts another setting; None if it does not."""
-    if config.init != LOFTQ:
-        return None
-    if config.adapter != "lora":
-        return f"--init loftq works only with --adapter lora, and --adapter is {config.adapter}"
-    if config.initial_adapter:
-        return "--init loftq and --initial-adapter both say how the adapter starts; give one"
-    if config.base_format is None:
-        return (
-            "--init loftq offsets the error of a quantized base; give --base-precision, such as nf4"
-        )
-    return None
 
 
 @dataclass(frozen=True)
@@ -84,7 +44,7 @@ class Adapter(Group):
             "--rank and --alpha have no effect on --adapter oft: give --oft-block-size instead",
         ),
     )
-    contradictions: ClassVar = (_quantization_contradiction,)
+    contradictions: ClassVar = (contradiction,)
 
     adapter: Annotated[
         str, Setting("kind of adapter", choices=ADAPTERS, synonyms=("network.type",))
@@ -150,7 +110,10 @@ class Adapter(Group):
     init: Annotated[
         str,
         Setting(
-            "initial LoRA values; loftq: offset the error of --base-precision", INITS, rare=True
+            "initial LoRA values; loftq: offset the error of --base-precision; pissa: the weights' "
+            "largest singular values",
+            INITS,
+            rare=True,
         ),
     ] = INITS[0]
     initial_adapter: Annotated[

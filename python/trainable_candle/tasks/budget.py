@@ -20,6 +20,7 @@ from trainable_candle.distributed.streamed import (
 from trainable_candle.errors import OutOfMemoryError
 from trainable_candle.placement import AUTO
 from trainable_candle.settings.config import group_of
+from trainable_candle.settings.initial import PISSA
 from trainable_candle.settings.machine import DEVICE, HOST, SAME
 from trainable_candle.tasks.estimate import RUNTIME_BYTES, Item, memory_limit, size
 from trainable_candle.tasks.pinned import can_pin, pinned_limit, ring_share, with_ring
@@ -368,10 +369,12 @@ def _ladders(
     """
     formats = [SAME]
     streams: list[tuple[bool | None, int | None]] = [(None, None)]
-    if work is not None and work.can_be_quantized and _PRECISION in names:
+    # PiSSA decomposes unrounded weights in the device's memory.
+    whole = config.init == PISSA
+    if work is not None and work.can_be_quantized and _PRECISION in names and not whole:
         # Quantization-aware training needs an unrounded base or a base in its own format.
         formats = [form for form in _FORMATS if config.qat in {None, form} or form == SAME]
-    if work is not None and config.on_gpu:
+    if work is not None and config.on_gpu and not whole:
         modulation = True if work.has_modulation and _MODULATION in names else None
         shares = range(1, _SHARES + 1) if _BLOCKS in names else ()
         blocks = sorted({max(1, work.blocks * share // _SHARES) for share in shares if work.blocks})

@@ -10,6 +10,7 @@ from trainable_candle.data.pixels import SUFFIXES
 from trainable_candle.errors import ConfigError
 from trainable_candle.outputs import JSON_LOG, LOG
 from trainable_candle.settings.adapter import OFT
+from trainable_candle.settings.initial import PISSA
 from trainable_candle.tasks.estimate import adapted_layers
 from trainable_candle.train.adapters import oft_side
 
@@ -84,8 +85,15 @@ def check_targets(
                 f"--exclude-modules: `{pattern}` is none of the layers that get adapters "
                 f"{_some(chosen)}"
             )
-    if not adapted_layers(chosen, config.target_modules or targets, config.exclude_modules):
+    left = adapted_layers(chosen, config.target_modules or targets, config.exclude_modules)
+    if not left:
         raise ConfigError("--exclude-modules: no layer is left for an adapter")
+    convolutions = [name for name, shape in left.items() if len(shape) != 2]
+    if config.init == PISSA and convolutions:
+        raise ConfigError(
+            f"--init pissa is for linear layers, and {convolutions[0]} is a convolution "
+            f"({len(convolutions)} are); name them in --exclude-modules"
+        )
 
 
 def _named(option: str, pattern: str, layers: Mapping[str, Shape]) -> Mapping[str, Shape]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 import trainable_candle as tc
 from trainable_candle.errors import OutOfMemoryError
-from trainable_candle.settings.adapter import LOFTQ
+from trainable_candle.settings.initial import LOFTQ, PISSA
 from trainable_candle.tasks.speed import states_on_host, work_of
+from trainable_candle.train.pissa import doubled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -206,13 +207,17 @@ def trained_model(
         facts.weight_bytes(config.precision, config.base_format, **config.streaming),
     )
     adapters = adapter_items(component, facts.layers, adapter, config)
+    # A layer computes the product of PiSSA's adapter and that of its start as one.
+    computed = doubled(adapter) if config.init == PISSA else adapter
     widest = facts.widest_gradient(adapter, **sizes) * config.batch_size * itemsize
     items = [
         weights,
         *adapters,
-        activations(component, facts, adapter, config, **sizes),
+        activations(component, facts, computed, config, **sizes),
         Item(component, "backward pass", widest),
     ]
+    if config.init == PISSA:
+        items.append(_start(component, facts, computed, config))
     if config.qat is not None:
         items.append(_rounded(component, facts, adapter, config))
     work = work_of(facts, adapter, config, itemsize, **sizes)
@@ -226,6 +231,17 @@ def trained_model(
             second = Item(component, "original weights", original)
             start["starting the adapter"] = [weights, adapters[0], second]
     return Trained(items, work, start, host if config.on_gpu else 0)
+
+
+def _start(component: str, facts: PartFacts, computed: LoraConfig, config: TrainConfig) -> Item:
+    """The memory that PiSSA's start takes; `computed` has twice the rank of the adapter.
+
+    The adapter for files has f32 values and gradients. In the precision of the computation there
+    are the frozen start, and the factors of each layer joined with those of the start.
+    """
+    count, _ = computed.plan(dict(facts.layers), config.optimizer)
+    copies = ITEM_BYTES[config.precision] * (count // 2 + count)
+    return Item(component, "start of the adapter", 2 * 4 * count + copies)
 
 
 def activations(

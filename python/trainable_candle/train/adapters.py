@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
 from trainable_candle.lora import start_from_rounding
-from trainable_candle.settings.adapter import INITS, LOFTQ, OFT_SIDES
+from trainable_candle.settings.adapter import OFT_SIDES
+from trainable_candle.settings.initial import INITS, LOFTQ, PISSA
 from trainable_candle.settings.machine import SAME
+from trainable_candle.train.pissa import KeepStart, PissaStart
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from trainable_candle import AdapterFile, AdapterSet, Var
     from trainable_candle.settings import TrainConfig
     from trainable_candle.settings.adapter import Adapter
+    from trainable_candle.train.callbacks import Callback
 
 
 _UP: Final = ".lora_B.weight"
@@ -29,10 +32,14 @@ class Adapters:
 
     Args:
         sets: the adapters, at least one.
+        starts: for each component whose adapter begins as a part of the weights, its start.
     """
 
-    def __init__(self, sets: Mapping[str, AdapterSet]) -> None:
+    def __init__(
+        self, sets: Mapping[str, AdapterSet], starts: Mapping[str, PissaStart] | None = None
+    ) -> None:
         self.sets = dict(sets)
+        self._starts = dict(starts or {})
 
     def named_parameters(self) -> dict[str, Var]:
         """The trainable parameters; with several components, names begin with the component's."""
@@ -71,6 +78,17 @@ class Adapters:
         """Enable the adapters, or disable them: the model then computes exactly as without them."""
         for adapter in self.sets.values():
             adapter.set_enabled(enabled)
+        for start in self._starts.values():
+            start.set_enabled(enabled)
+
+    def callbacks(self) -> list[Callback]:
+        """The callbacks that keep the adapters' starts in checkpoints."""
+        return [KeepStart(start) for start in self._starts.values()]
+
+    def finish(self) -> None:
+        """After training: replace each adapter with a start by the adapter that files get."""
+        self.sets |= {component: start.finish() for component, start in self._starts.items()}
+        self._starts = {}
 
     def file(self, path: Path, config: Adapter, metadata: dict[str, str]) -> AdapterFile:
         """A snapshot of the adapters for one file, in the format and precision of the settings.
@@ -78,9 +96,10 @@ class Adapters:
         Raises:
             ArgumentError: the format cannot represent these adapters.
         """
+        changes = {component: start.for_files() for component, start in self._starts.items()}
         return tc.prepare_adapters(
             path,
-            list(self.sets.values()),
+            list((self.sets | changes).values()),
             format=config.format,
             metadata=metadata,
             dtype=config.adapter_precision,
@@ -109,8 +128,8 @@ class Adapters:
                 var.set(before[name].to(var.device))
 
 
-def start_adapter(adapter: AdapterSet, family: Any) -> None:
-    """Initialise the adapters on a family's model by LoftQ, if the settings ask for it.
+def start_adapter(adapter: AdapterSet, family: Any, fresh: bool) -> dict[str, PissaStart]:
+    """Initialise the adapters on a family's model by LoftQ or PiSSA, if the settings ask for it.
 
     Otherwise, the adapters keep the initial values from `add_adapter`. LoftQ loads the model a
     second time, without quantization, into host memory.
@@ -118,15 +137,25 @@ def start_adapter(adapter: AdapterSet, family: Any) -> None:
     Args:
         adapter: the newly attached adapters.
         family: a family of language models or image models.
+        fresh: whether the run starts; a resumed run reads its values from a checkpoint.
+
+    Returns:
+        For PiSSA, the start by the name of the family's component; nothing otherwise.
     """
     config: TrainConfig = family.config
-    if config.init != LOFTQ:
-        return
+    if config.init == PISSA:
+        start = PissaStart(family.model, adapter)
+        if fresh:
+            start.begin(config.seed)
+        return {family.component: start}
+    if config.init != LOFTQ or not fresh:
+        return {}
     plain = replace(
         config, init=INITS[0], base_precision=SAME, stream_blocks=0, stream_modulation=False
     )
     original = type(family)(family.weights, family.dtype, "cpu", plain).model
     start_from_rounding(adapter, family.model, original)
+    return {}
 
 
 def oft_side(config: TrainConfig, formats: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from trainable_candle.settings.adapter import INITS
+from trainable_candle.settings.initial import INITS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -223,8 +223,7 @@ class LatentTask:
         family, config = self.family, self.family.config
         wanted = adapter_config(config, family.targets, family.formats)
         sets = {family.component: family.model.add_adapter(wanted)}
-        if fresh:
-            start_adapter(sets[family.component], family)
+        starts = start_adapter(sets[family.component], family, fresh)
         if config.train_text_encoder:
             for name, model in family.text_models.items():
                 sets[name] = model.add_adapter(family.text_adapter(name, config))
@@ -234,7 +233,7 @@ class LatentTask:
         if config.training_adapter:
             self._training_adapter = family.model.add_training_adapter(config.training_adapter_path)
         self._adapted = tuple(sets)
-        return Adapters(sets)
+        return Adapters(sets, starts)
 
     @contextmanager
     def _as_used(self) -> Iterator[None]:

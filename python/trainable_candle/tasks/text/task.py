@@ -159,11 +159,10 @@ class TextTask:
         """See `Task.attach`."""
         family, config = self.family, self.family.config
         adapter = family.model.add_adapter(adapter_config(config, family.targets, family.formats))
-        if fresh:
-            start_adapter(adapter, family)
+        starts = start_adapter(adapter, family, fresh)
         if config.checkpointing != "none":
             family.model.enable_gradient_checkpointing(config.checkpointing)
-        self._adapters = Adapters({family.component: adapter})
+        self._adapters = Adapters({family.component: adapter}, starts)
         return self._adapters
 
     @contextmanager

@@ -1,0 +1,228 @@
+"""LoRAs that start as the principal part of the weights, and the files that they are written to.
+
+A layer computes W x + s (B A - B0 A0) x, where A0 and B0 are the initial values of the trained
+factors A and B, and s is the scale. That is PiSSA (Meng et al. 2024, arXiv:2404.02948), which
+freezes the residual W - s B0 A0. Here W itself stays: a frozen LoRA subtracts the start. So the
+residual is not rounded to the dtype of the weights, and a model whose adapter is disabled is the
+original model, as previews and DPO need it.
+
+Files hold s (B A - B0 A0) as plain LoRA of twice the rank, which fits the original weights.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+import trainable_candle as tc
+from trainable_candle.errors import ConfigError, ShapeError, WeightsFormatError
+from trainable_candle.lora.pissa import pissa
+from trainable_candle.lora.stack import scale_of
+from trainable_candle.settings.initial import INITS, PISSA
+from trainable_candle.train.callbacks import Callback
+from trainable_candle.train.state import read_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trainable_candle import AdapterSet, Tensor, TrainingAdapter, Var
+    from trainable_candle.lora.factors import Matrix
+    from trainable_candle.models import Model
+    from trainable_candle.settings import TrainConfig
+    from trainable_candle.train.trainer import Trainer
+
+_DOWN: Final = ".lora_A.weight"
+_UP: Final = ".lora_B.weight"
+_PEFT: Final = "base_model.model."
+_FILE: Final = "start.safetensors"
+
+
+def doubled(config: tc.LoraConfig) -> tc.LoraConfig:
+    """The configuration of LoRAs of twice the rank, with the same layers and the same scale."""
+    return tc.LoraConfig(
+        r=2 * config.r,
+        lora_alpha=config.lora_alpha * (2**0.5 if config.use_rslora else 2),
+        target_modules=config.target_modules,
+        exclude_modules=config.exclude_modules,
+        use_rslora=config.use_rslora,
+    )
+
+
+class PissaStart:
+    """The start of a model's trained LoRA, and the LoRA of twice the rank that files get.
+
+    Until `begin` or `load`, the trained LoRA has its usual initial values.
+
+    Args:
+        model: the model; its linear layers have the LoRA.
+        trained: the LoRA, newly attached.
+    """
+
+    def __init__(self, model: Model, trained: AdapterSet) -> None:
+        self._model = model
+        self._trained = trained
+        self._subtracted: TrainingAdapter | None = None
+        # From now on, the model's adapter is the one for files, so that it can be merged after
+        # training. Until then, the trained one has its place in the layers.
+        model.remove_adapter()
+        self._written = model.add_adapter(doubled(trained.config))
+        self._written.set_enabled(False)
+        trained.set_enabled(True)
+
+    def begin(self, seed: int) -> None:
+        """Set the trained LoRA to the principal part of each weight.
+
+        If the rank exceeds the smaller side of a weight, the ranks beyond that side keep their
+        usual initial values.
+
+        Raises:
+            NonFiniteError: a weight has a value that is not a finite number.
+        """
+        parameters = self._trained.named_parameters()
+        for name, down in parameters.items():
+            layer = name.removesuffix(_DOWN)
+            if layer == name:
+                continue
+            up, rank = parameters[layer + _UP], down.shape[0]
+            found = pissa(self._model.get_tensor(f"{layer}.weight"), rank, seed)
+            share = scale_of(self._trained.config, layer, rank) ** -0.5
+            values = [var.detach().to("cpu").to("f32").numpy().copy() for var in (down, up)]
+            values[0][: found.rank] = share * found.down
+            values[1][:, : found.rank] = share * found.up
+            for var, value in zip((down, up), values, strict=True):
+                var.set(_like(var, value))
+        self.take()
+
+    def take(self) -> None:
+        """Make the present values of the trained LoRA its start."""
+        self._set({name: var.detach() for name, var in self._trained.named_parameters().items()})
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of the start on the CPU."""
+        parts = {name: self._start_of(name, var) for name, var in self._named_written().items()}
+        return tc.snapshot(parts)
+
+    def load(self, start: Mapping[str, Tensor]) -> None:
+        """Set the start to that of another run; the trained LoRA keeps its values.
+
+        Raises:
+            KeyError: a value is missing.
+            ShapeError: a value has another shape.
+        """
+        self._set({name: start[name] for name in self._trained.named_parameters()})
+
+    def set_enabled(self, enabled: bool) -> None:
+        """Enable or disable the subtraction of the start."""
+        if self._subtracted is not None:
+            self._subtracted.set_enabled(enabled)
+
+    def for_files(self) -> AdapterSet:
+        """The difference of the trained LoRA and its start, as LoRA on the original weights."""
+        trained = self._trained.named_parameters()
+        for name, var in self._named_written().items():
+            own = trained[name].detach().to(var.dtype)
+            var.set(tc.cat([own, _signed(name, self._start_of(name, var))], _axis(name)))
+        return self._written
+
+    def finish(self) -> AdapterSet:
+        """Put the LoRA that files get on the layers, instead of the trained one and its start."""
+        written = self.for_files()
+        self._trained.set_enabled(False)
+        if self._subtracted is not None:
+            self._subtracted.remove()
+        written.set_enabled(True)
+        return written
+
+    def _named_written(self) -> dict[str, Var]:
+        return self._written.named_parameters()
+
+    @staticmethod
+    def _start_of(name: str, written: Var) -> Tensor:
+        """A0 or B0, from the second half of a parameter for files."""
+        axis = _axis(name)
+        rank = written.shape[axis] // 2
+        return _signed(name, written.detach().narrow(axis, rank, rank))
+
+    def _set(self, start: Mapping[str, Tensor]) -> None:
+        frozen = {}
+        config = self._trained.config
+        for name, var in self._named_written().items():
+            value = start[name].to(var.device).to(var.dtype)
+            var.set(tc.cat([value, _signed(name, value)], _axis(name)))
+            layer = name.removesuffix(_UP)
+            rank = value.shape[_axis(name)]
+            frozen[_PEFT + name] = value if layer == name else value * scale_of(config, layer, rank)
+        if self._subtracted is not None:
+            self._subtracted.remove()
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / _FILE
+            tc.save_file(tc.snapshot(frozen), path)
+            # A file without alphas has the scale 1.
+            self._subtracted = self._model.add_training_adapter(path, -1.0)
+
+
+class KeepStart(Callback):
+    """Writes the start of the trained LoRA to checkpoints, and reads it from them.
+
+    Args:
+        start: the start.
+    """
+
+    def __init__(self, start: PissaStart) -> None:
+        self._start = start
+
+    def on_train_begin(self, trainer: Trainer[Any]) -> None:
+        """Take over the start of the first process, from which the trainer copies parameters."""
+        if trainer.step == 0 and trainer.group.size > 1:
+            self._start.take()
+
+    def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
+        """Write the start to a checkpoint."""
+        trainer.write_later(partial(tc.save_file, self._start.state(), folder / _FILE))
+
+    def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
+        """Load the start of a checkpoint.
+
+        Raises:
+            WeightsFormatError: the file is missing, damaged or of another adapter.
+        """
+        stored = read_tensors(folder, _FILE)
+        try:
+            self._start.load(stored)
+        except (KeyError, ShapeError) as error:
+            raise WeightsFormatError(
+                f"resume: {folder} has the start of another adapter ({error}); resume with the "
+                "settings that the run was started with"
+            ) from error
+
+
+def require_same_start(config: TrainConfig, earlier: Mapping[str, object]) -> None:
+    """Check that a resumed run subtracts the start of its adapter if, and only if, it did before.
+
+    Raises:
+        ConfigError: the checkpoint's run had another `init`.
+    """
+    before = earlier.get("init", INITS[0])
+    if before != config.init and PISSA in {before, config.init}:
+        raise ConfigError(
+            f"resume: the checkpoint is of a run with --init {before}, and --init is "
+            f"{config.init}; give --init {before}"
+        )
+
+
+def _axis(name: str) -> int:
+    """The axis of the ranks: rows of A, columns of B."""
+    return 0 if name.endswith(_DOWN) else 1
+
+
+def _signed(name: str, value: Tensor) -> Tensor:
+    """A, or -B: the start is subtracted by the sign of B."""
+    return value if name.endswith(_DOWN) else -value
+
+
+def _like(var: Var, values: Matrix) -> Tensor:
+    return tc.tensor(np.ascontiguousarray(values)).to(var.dtype).to(var.device)
