@@ -44,8 +44,9 @@ def test_a_message_that_does_not_fit_is_left_out(
     say(monkeypatch, "upper: clavo", "x" * CONTEXT, "upper: clavo")
     assert main(CHAT) == 0
     printed = capsys.readouterr()
+    assert "oldest" not in printed.err
     assert len(printed.out.splitlines()) == 2
-    assert f"this message does not fit the context of {CONTEXT} tokens" in printed.err
+    assert f"made for {CONTEXT} positions; this message is left out" in printed.err
 
 
 @pytest.mark.parametrize(

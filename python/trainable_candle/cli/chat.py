@@ -57,6 +57,9 @@ def run(arguments: Sequence[str], program: str) -> int:
 
 def _talk(task: TextTask, messages: list[dict[str, str]], options: WritingOptions) -> None:
     """Answer lines of standard input as one conversation, until an empty line or the end."""
+    # An expensive import, after the flags are parsed.
+    from trainable_candle.data.folder import counted  # noqa: PLC0415
+
     if sys.stdin.isatty():
         _notice("an empty line or Ctrl-D ends the conversation")
     while True:
@@ -65,11 +68,17 @@ def _talk(task: TextTask, messages: list[dict[str, str]], options: WritingOption
         line = _line()
         if not line:
             return
-        asked = _shortened(task, [*messages, {"role": "user", "content": line}], options)
-        if task.room(asked) < 1:
-            _notice(f"this message does not fit the context of {task.family.context} tokens; "
-                    "it is left out")  # fmt: skip
+        try:
+            asked = _shortened(task, [*messages, {"role": "user", "content": line}], options)
+            task.prompt_tokens(asked)
+        except ConfigError as error:
+            # One message that cannot be answered must not end the conversation.
+            _notice(f"{error}; this message is left out")
             continue
+        left_out = (len(messages) + 1 - len(asked)) // 2
+        if left_out:
+            turns = counted(left_out, "oldest turn")
+            _notice(f"the context has {task.family.context} tokens: {turns} left out")
         answer = _answer(task, asked, options)
         messages = [*asked, {"role": "assistant", "content": answer}]
 
@@ -102,18 +111,11 @@ def _shortened(
     The room is that for the longest answer, but at most a quarter of the context. The system
     message and the last message stay.
     """
-    # An expensive import, after the flags are parsed.
-    from trainable_candle.data.folder import counted  # noqa: PLC0415
-
-    context = task.family.context
-    room = min(options.tokens, context // 4)
+    room = min(options.tokens, task.family.context // 4)
     start = 1 if messages[0]["role"] == "system" else 0
     kept = messages
     while len(kept) > start + 1 and task.room(kept) < room:
         kept = [*kept[:start], *kept[start + 2 :]]
-    if len(kept) < len(messages):
-        turns = counted((len(messages) - len(kept)) // 2, "oldest turn")
-        _notice(f"the context has {context} tokens: {turns} left out")
     return kept
 
 

@@ -114,7 +114,7 @@ def _write(given: Mapping[str, Any]) -> None:
     prompts = _prompts(given)
     placement = choose(given.get("device", AUTO), given.get("precision", AUTO))
     check = partial(_check_prompts, prompts, given)
-    task: TextTask = load_model(given, placement.device, placement.precision, check)  # type: ignore[arg-type, assignment]
+    task: TextTask = load_model(given, placement.device, placement.precision, check)  # type: ignore[assignment]
     several = len(prompts) * count > 1
     written = []
     for prompt in prompts:
