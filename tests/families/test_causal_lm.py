@@ -113,7 +113,7 @@ def test_a_run_teaches_answers_and_writes_a_file_that_peft_loads(
     assert "tuned: eno\n" in preview
     text = "\n".join(lines)
     assert "chat template: ChatML, as the tokenizer has none; answers end with" in text
-    assert "8 of 8 answers end in a stop token" in text
+    assert "6 of 6 answers end in a stop token" in text
     assert "memory while training" in text
 
     config = json.loads((output / "peft" / "adapter_config.json").read_text())

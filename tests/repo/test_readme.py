@@ -32,7 +32,7 @@ def test_every_example_is_run_below() -> None:
         "README.md": 2,
         "docs/language-models.md": 1,
         "docs/many-gpus.md": 1,
-        "docs/python.md": 4,
+        "docs/python.md": 5,
         "docs/training.md": 2,
     }
 
@@ -133,7 +133,7 @@ def test_a_users_own_model_gets_adapters(
 
 
 def test_factors_b_have_a_rate_of_their_own() -> None:
-    names = run(blocks("docs/python.md")[3])
+    names = run(blocks("docs/python.md")[4])
     assert names["scheduler"].base_lrs == [1e-3, 16e-3]
     assert [p.shape for p in names["up"]] == [(32, 4), (10, 4)]
     assert [p.shape for p in names["others"]] == [(4, 64), (4, 32)]
