@@ -628,8 +628,8 @@ class CausalLM(Model):
 
     Inside the model, all texts are in one packed row, which consists of three tensors. `input_ids` has the N tokens of
     the M texts, one text after the other. `positions` has each token's position in its text, from 0. `cu_seqlens` has
-    M + 1 ascending bounds, from 0 to at most N: text i has the tokens from bound i up to, without, bound i + 1. Tokens
-    of a text do not attend to other texts. Tokens after the last bound are padding.
+    M + 1 ascending bounds, from 0 to at most N: text i has the tokens from bound i up to, but not including, bound
+    i + 1. Tokens of a text do not attend to other texts. The tokens from the last bound on are padding.
     """
     def __call__(self, /, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """
@@ -711,7 +711,7 @@ class CausalLM(Model):
 
         Raises:
             IndexOutOfRangeError: if an id is not a token.
-            ArgumentError: if a prompt is empty, a number out of range, or only a part of the layers was loaded.
+            ArgumentError: if a prompt is empty, if a number is out of range, or if only a part of the layers was loaded.
             NonFiniteError: if the model's scores are non-finite.
         """
     def hidden(self, /, input_ids: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -880,8 +880,8 @@ class CausalLM(Model):
             prompts, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop_token_ids, seed: as for `generate`.
 
         Raises:
-            As `generate`: ArgumentError for an empty prompt or a number out of range at the call, the other errors by
-            the iterator.
+            The errors of `generate`. The call itself raises ArgumentError if a prompt is empty or a number is out of range;
+            the iterator raises the other errors.
         """
     @property
     def vocab_size(self, /) -> int:
@@ -1021,7 +1021,7 @@ class DiffusionObjective:
     ```python
     objective = tc.train.DiffusionObjective(tc.train.NoiseSchedule(), min_snr_gamma=5.0)
     noised = objective.noise(tc.randn(2, 4, 8, 8))
-    prediction = tc.zeros(2, 4, 8, 8)  # of a model, for noised.sample at noised.timesteps
+    prediction = tc.zeros(2, 4, 8, 8)  # a model computes it from noised.sample and noised.timesteps
     loss = objective.loss(prediction, noised)
     ```
 
@@ -1650,10 +1650,11 @@ class LoraConfig:
             `qat` "int8" or "fp8".
         qat_learned_scales: whether each scale of the weights is multiplied by a learned factor, which starts at 1.
         dtype: the dtype of the parameters in training, "f32", or "bf16" for an optimizer with `stochastic_rounding`.
-        peft: other arguments of peft's class, with values that mean what happens here, such as `bias="none"`.
+        peft: other arguments of peft's class, such as `bias="none"`. A value that asks for something that this library
+            does not do raises ConfigError.
 
     Raises:
-        ConfigError: if a value is out of range, or an argument of peft asks for something else than what happens here.
+        ConfigError: if a value is out of range, or if an argument of peft asks for something that this library does not do.
         TypeError: if there is no such argument.
     """
     @classmethod
@@ -1824,7 +1825,7 @@ class Model:
     model is a subclass, and calling an object of the subclass runs the forward pass. `from_pretrained` loads a model.
 
     ```python
-    unet = tc.models.Model.from_pretrained("sdxl")  # the model of a pipeline that is fine-tuned
+    unet = tc.models.Model.from_pretrained("sdxl")  # the denoising model of the pipeline
     unet.enable_gradient_checkpointing()
     adapter = unet.load_adapter("adapter.safetensors", scale=0.8)
     unet.merge_adapter()
@@ -1949,7 +1950,7 @@ class Model:
                 weights of such a block are copied to the device before the block runs, on a separate CUDA stream. The
                 device holds the copied weights of two such blocks at a time.
             stream_modulation: whether the weights of the layers that compute the modulation of all blocks are in pinned
-                host memory too. For Flux these weights have 6 GiB, and each step reads them once.
+                host memory too. For Flux these weights take 6 GiB, and each step reads them once.
 
         Raises:
             MissingFileError, WeightsFormatError: if files are missing or damaged.
@@ -2475,6 +2476,28 @@ class PartFacts:
             ArgumentError: if the format is unknown, if the model has no layers that may be quantized, or if it has
                 fewer blocks than `stream_blocks`.
         """
+    def widest_gradient(
+        self,
+        /,
+        config: LoraConfig,
+        *,
+        height: SupportsIndex = 0,
+        width: SupportsIndex = 0,
+        tokens: SupportsIndex = 0,
+    ) -> int:
+        """
+        The number of values in the largest gradient that the backward pass computes for one sample. The gradient is that of
+        the result of layers that share an input, and exists in addition to the saved values.
+
+        Args:
+            config: the configuration of the adapters.
+            height: the height of the latents or the image that is the model's input.
+            width: the width of the latents or the image.
+            tokens: the number of tokens of the text.
+
+        Raises:
+            ConfigError: if a pattern is not a regular expression.
+        """
 
 @final
 class QuantizedTensor:
@@ -2679,7 +2702,7 @@ class Sampler:
     sampler = tc.train.Sampler(tc.train.NoiseSchedule(), 10, "dpmpp_2m")
     x = sampler.init_noise(tc.randn(1, 4, 8, 8))
     for i, timestep in enumerate(sampler.timesteps):
-        output = tc.zeros(1, 4, 8, 8)  # of a model, for sampler.scale_input(x, i) at the timestep
+        output = tc.zeros(1, 4, 8, 8)  # a model computes it from sampler.scale_input(x, i) and timestep
         x = sampler.step(output, i, x)
     ```
 
@@ -3216,7 +3239,7 @@ class Tensor(ComposedMethods):
         """
     def narrow(self, /, dim: SupportsIndex, start: SupportsIndex, length: SupportsIndex) -> Tensor:
         """
-        A view of the indices from `start` up to, without, `start + length` along `dim`.
+        A view of the indices from `start` to `start + length - 1` along `dim`.
 
         Raises:
             IndexOutOfRangeError: if an index of this range, or `dim`, is out of range.
@@ -3340,7 +3363,7 @@ class Tensor(ComposedMethods):
         Split the tensor along `dim` into views.
 
         Args:
-            split_size_or_sections: the size along `dim` of all views, of which the last may be smaller, or a list with the
+            split_size_or_sections: one size along `dim` for all views (the last view may be smaller), or a list with the
                 size of each view.
             dim: the dimension.
 
@@ -3365,7 +3388,7 @@ class Tensor(ComposedMethods):
         """
     def squeeze(self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None) -> Tensor:
         """
-        Remove all dimensions of size 1, or, with `dim`, those of the dimensions `dim` that have size 1.
+        Remove the dimensions of size 1. If `dim` is given, remove only those that are among the dimensions `dim`.
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
@@ -3609,14 +3632,14 @@ class ZImageTransformer(Model):
         rows_are_full: bool = False,
     ) -> Tensor:
         """
-        The negative velocity (latents minus noise) that the model predicts for noisy latents.
+        The velocity from noise to clean latents (latents minus noise) that the model predicts for noisy latents.
 
         Args:
             hidden_states: noisy latents, (B, in_channels, h, w), shifted and scaled by the autoencoder's `shift_factor`
                 and `scaling_factor`; h and w must be even.
             encoder_hidden_states: the text encoder's results for the text tokens, (B, L, cap_feat_dim).
             timestep: the time, (B,), (1,), or a number, from 0 (pure noise) to 1 (clean latents). Other flow models count
-                in the opposite direction.
+                the time in the opposite direction, and predict noise minus latents.
             lengths: the number of tokens of each text without padding, (B,). The model does not read the padding tokens
                 after them. Default: no text has padding.
             rows_are_full: True asserts that the length of every text, rounded up to a multiple of 32, equals L rounded up
@@ -3692,7 +3715,7 @@ def arange(
 
     Args:
         start: the first value. If `end` is not given, `start` is the end, and the first value is 0.
-        end: the bound of the values, which is not a value itself.
+        end: the end of the range; all values are before it.
         step: the difference between neighbouring values.
         dtype: the dtype; default i64 if all arguments are integers, else f32.
         device: the device.
@@ -3885,7 +3908,7 @@ def cross_entropy(
 
 def cuda_bus_id(device: str) -> str:
     """
-    The address of a CUDA device on the PCI bus, which names the device in all processes of the machine.
+    The address of a CUDA device on the PCI bus. All processes of the machine name the device by this address.
 
     Raises:
         DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
@@ -3937,10 +3960,18 @@ def cuda_link(device: str, bus_id: str) -> str | None:
 
 def cuda_memory_stats(device: str) -> list[int]:
     """
-    Memory statistics of a CUDA device, in this order: bytes allocated and their peak; bytes reserved and their peak;
-    bytes reserved by captured graphs; how often tensors and workspaces allocated memory, how often more memory of the
-    device was reserved, and how often memory ran out and cached memory was released; bytes free on the device and in
-    total.
+    Memory statistics of a CUDA device: ten numbers, in this order.
+
+    0. Allocated bytes.
+    1. Peak of the allocated bytes.
+    2. Reserved bytes.
+    3. Peak of the reserved bytes.
+    4. Bytes reserved by captured graphs.
+    5. How often tensors and workspaces allocated memory.
+    6. How often more memory of the device was reserved.
+    7. How often memory ran out and cached memory was released.
+    8. Free bytes on the device.
+    9. All bytes of the device.
 
     Raises:
         DeviceError, CudaUnavailableError: if `device` is not a CUDA device or the driver reports an error.
@@ -5036,7 +5067,7 @@ def save_file(
         tensors: tensors by name.
         path: the file.
         metadata: text entries for the file's header.
-        codes: the dtype in the file of each u8 tensor that has the codes of a QuantizedTensor, by the tensor's name:
+        codes: names the u8 tensors that hold the codes of a QuantizedTensor, and gives each one's dtype in the file,
             "int8" or "fp8" (e4m3).
 
     Raises:
@@ -5191,10 +5222,10 @@ def share_streamed(
         rank: the number of this process, from 0.
         exchange: a function that sends its argument, bytes, to all processes and returns a list of the bytes that each
             process has sent, by rank. None ends the sharing.
-        peers: whether the devices of the processes keep the copy, each a slice, instead of host memory.
+        peers: whether the copy is on the devices of the processes, one slice on each, instead of in host memory.
 
     Raises:
-        ArgumentError: if `exchange` returns too few messages, or with `peers` a process is alone on its machine.
+        ArgumentError: if `exchange` returns too few messages, or if `peers` is True and a process is alone on its machine.
     """
 
 def smooth_l1_loss(
