@@ -66,6 +66,9 @@ structs! {
         q: TensorMap, k: TensorMap, v: TensorMap, d_o: TensorMap, dk: TensorMap, dv: TensorMap,
     }
 
+    /// Declared in include/attention/hopper/few_keys.cuh.
+    AttentionFewKeysMaps { q: TensorMap, k: TensorMap, v: TensorMap, d_o: TensorMap, }
+
     /// Declared in include/attention/plain.cuh.
     Mask { numbers: Address, batch: u64, head: u64, query: u64, key: u64, }
 
@@ -202,6 +205,7 @@ pub const LAYOUTS: &[Layout] = &[
     Schedule::layout("Schedule"),
     AttentionForwardMaps::layout("AttentionForwardMaps"),
     AttentionBackwardMaps::layout("AttentionBackwardMaps"),
+    AttentionFewKeysMaps::layout("AttentionFewKeysMaps"),
     Mask::layout("Mask<float>"),
     Mask::layout("Mask<double>"),
     Conv2dShape::layout("Conv2dShape"),

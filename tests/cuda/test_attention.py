@@ -41,7 +41,16 @@ def test_long_sequences_take_the_kernels_of_their_gpu(cuda: Any, width: int, for
     }
 
 
-@pytest.mark.parametrize("other", [{"CAUSAL": True}, {"KEYS": 77}, {"WIDTH": 44}])
+@pytest.mark.parametrize("width", [64, 40])
+def test_few_keys_take_the_kernels_of_their_gpu(cuda: Any, width: int) -> None:
+    sizes = {"HEADS": 10, "WIDTH": width, "QUERIES": 300, "KEYS": 77}
+    assert launches(cuda, "forward", **sizes) == {"attention_few_keys_forward_bf16": 1}
+    assert launches(cuda, "backward", **sizes) == {
+        f"attention_few_keys_{name}_bf16": 1 for name in ("backward", "finish")
+    }
+
+
+@pytest.mark.parametrize("other", [{"CAUSAL": True}, {"KEYS": 100}, {"WIDTH": 44}])
 def test_other_attention_takes_the_general_kernels(cuda: Any, other: dict[str, Any]) -> None:
     sizes = {"HEADS": 2, "WIDTH": 64, "QUERIES": 300, "KEYS": 300} | other
     forward = launches(cuda, "forward", **sizes)

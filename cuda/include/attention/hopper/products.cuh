@@ -30,10 +30,14 @@ __device__ __forceinline__ uint32_t later(uint32_t descriptor, uint32_t bytes) {
 
 #define SUM_8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define SUM_32(d, i) SUM_8(d, i), SUM_8(d, i + 8), SUM_8(d, i + 16), SUM_8(d, i + 24)
+#define SUM_40(d, i) SUM_32(d, i), SUM_8(d, i + 32)
 #define SUM_64(d, i) SUM_32(d, i), SUM_32(d, i + 32)
 #define REGISTERS_32                                                                                                               \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "    \
     "%26, %27, %28, %29, %30, %31}"
+#define REGISTERS_40                                                                                                               \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "    \
+    "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39}"
 #define REGISTERS_64                                                                                                               \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "    \
     "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "     \
@@ -69,8 +73,10 @@ __device__ __forceinline__ uint32_t later(uint32_t descriptor, uint32_t bytes) {
     }
 
 HOPPER_PRODUCTS(__half, "f16", 64, SUM_32, REGISTERS_32, "32", "33", "34", "35", "36", "37")
+HOPPER_PRODUCTS(__half, "f16", 80, SUM_40, REGISTERS_40, "40", "41", "42", "43", "44", "45")
 HOPPER_PRODUCTS(__half, "f16", 128, SUM_64, REGISTERS_64, "64", "65", "66", "67", "68", "69")
 HOPPER_PRODUCTS(__nv_bfloat16, "bf16", 64, SUM_32, REGISTERS_32, "32", "33", "34", "35", "36", "37")
+HOPPER_PRODUCTS(__nv_bfloat16, "bf16", 80, SUM_40, REGISTERS_40, "40", "41", "42", "43", "44", "45")
 HOPPER_PRODUCTS(__nv_bfloat16, "bf16", 128, SUM_64, REGISTERS_64, "64", "65", "66", "67", "68", "69")
 
 // Keeps the compiler from moving uses of accumulators to before the wait for the products that write them.

@@ -104,6 +104,10 @@ fn attention_shared_by_blocks_equals_the_cpu_and_repeats() {
         (1, 300, 270, 3, 96),
         (2, 257, 1000, 2, 40),
         (1, 1030, 256, 70, 64),
+        // Few keys: blocks share heads, and several heads are those of one block.
+        (2, 1210, 77, 13, 64),
+        (5, 300, 80, 40, 40),
+        (1, 257, 1, 3, 8),
     ] {
         let exact =
             |length: usize| random(&[batch, length, heads * width], 1.0, DType::BF16).to_dtype(DType::F16).unwrap();
@@ -140,7 +144,9 @@ fn attention_shared_by_blocks_equals_the_cpu_and_repeats() {
 #[ignore = "needs a CUDA device"]
 fn attention_of_fewer_steps_than_blocks_reads_only_what_was_written() {
     let device = gpu().unwrap();
-    for (queries, keys, heads, width) in [(257, 1000, 1, 40), (1000, 300, 2, 128), (192 * 132 + 1, 1024, 1, 64)] {
+    for (queries, keys, heads, width) in
+        [(257, 1000, 1, 40), (1000, 300, 2, 128), (192 * 132 + 1, 1024, 1, 64), (1000, 77, 2, 64)]
+    {
         let drawn = [queries, keys, keys].map(|length| random(&[1, length, heads * width], 1.0, DType::BF16));
         let alone = |x: &[Tensor]| separate(x, heads, false);
         // Fill with NaN the memory that the partial sums and their totals will reuse.

@@ -1,6 +1,7 @@
 //! Attention on CUDA devices: the host side of `kernels/attention.cu`. These kernels never store the matrix of all
 //! scores. They use tensor cores where the operands allow it; otherwise plain kernels compute the attention.
 
+mod few_keys;
 pub(super) mod hopper;
 mod wide;
 
@@ -194,7 +195,10 @@ impl Attention<'_> {
         let [q, k, v, to] = [Heads::new(op, q)?, Heads::new(op, k)?, Heads::new(op, v)?, Heads::new(op, &o)?];
         let sums = output(op, &log_sums)?;
         if let Some(form) = self.tensor_cores(&sizes, &[&q, &k, &v, &to], mask) {
-            if self.hopper_forward(gpu, &sizes, form, [&q, &k, &v, &to], sums)? {
+            let operands = [&q, &k, &v, &to];
+            if self.hopper_forward(gpu, &sizes, form, operands, sums)?
+                || self.few_keys_forward(gpu, &sizes, form, operands, sums)?
+            {
                 return Ok((o, log_sums));
             }
             let function = gpu.function(form.forward(), suffix(op, dtype)?)?;
@@ -280,7 +284,9 @@ impl Attention<'_> {
         if let Some(form) = form.filter(|_| o.is_aligned()) {
             let log_sums = input(op, log_sums)?;
             let results = results.each_ref().map(Option::as_ref);
-            if self.hopper_backward(gpu, &sizes, form, [&q, &k, &v, &o, &grad], log_sums, results)? {
+            if self.hopper_backward(gpu, &sizes, form, [&q, &k, &v, &o, &grad], log_sums, results)?
+                || self.few_keys_backward(gpu, &sizes, form, [&q, &k, &v, &grad], log_sums, results)?
+            {
                 return Ok(());
             }
         }

@@ -1,0 +1,146 @@
+// The backward pass of attention to few keys.
+#pragma once
+
+#include "few_keys.cuh"
+
+template <typename T> struct FewKeysBackward : FewKeys<2, 3> {
+    // The sums of a group, dk and dv, are transposed, (columns, keys), and distributed over the group's threads. A part has both.
+    static constexpr int SUM = FEW_KEYS / 2, PART = 2 * FEW_KEYS * D;
+    static_assert(OWN_BYTES >= SUM * WARPGROUP * 4, "the group's tiles have room for a sum");
+
+    // sum += rowsᵀ scores, (columns, keys), with 64 rows of a tile of queries or gradients.
+    static __device__ __forceinline__ void add_across(float (&sum)[SUM], uint32_t rows, uint32_t scores) {
+        const uint32_t left = across_rows(rows, RESULT_BYTES), right = across_rows(scores, 64 * ROW_BYTES);
+#pragma unroll
+        for (int k = 0; k < 4; k++) multiply_next<1, 1>(T(), sum, later(left, k * 16 * ROW_BYTES), later(right, k * 16 * ROW_BYTES));
+    }
+
+    // dq may be null.
+    __device__ __forceinline__ void work(T *dq, const Strides &dq_strides, const float *log_sums, float *parts) const {
+        const int group = warpgroup(), lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
+        const uint32_t weight_tile = shared + OWN + group * OWN_BYTES, score_tile = weight_tile + SCORE_BYTES,
+                       staged = score_tile + SCORE_BYTES;
+        const float factor = static_cast<float>(shape.scale), scale = factor * LOG2_E;
+        ScheduleWalk walk(schedule);
+        Span span;
+        Ring<2> keys;
+        Ring<STAGE_COUNT> queries;
+        while (walk.next(schedule, span)) {
+            const Task task = head(span);
+            const uint32_t k = shared + KEYS + keys.stage * 2 * KEY_BYTES, v = k + KEY_BYTES;
+            const float *const bases = log_sums + uint64_t(task.index) * shape.queries;
+            float dk[SUM] = {}, dv[SUM] = {};
+            uint32_t last = 0;
+            barrier_wait(shared + KEYS_FULL + keys.stage * 8, keys.parity);
+            for (uint32_t step = span.begin; step < span.end; step++) {
+                const uint32_t first = step * ROWS + group * 64, row = first + warp * 16 + lane / 4;
+                const uint32_t q = shared + QUERIES + queries.stage * STAGE_BYTES + group * RESULT_BYTES, d_o = q + ROWS_BYTES;
+                float base[2];
+#pragma unroll
+                for (int r = 0; r < 2; r++) base[r] = row + 8 * r < shape.queries ? bases[row + 8 * r] * LOG2_E : INFINITY;
+                // `scores` are first dP, then dS.
+                float weights[SUM], scores[SUM];
+                barrier_wait(shared + FULL + queries.stage * 8, queries.parity);
+                begin_products();
+                multiply_rows<T, D, ROWS, FEW_KEYS>(weights, q, k);
+                end_products();
+                multiply_rows<T, D, ROWS, FEW_KEYS>(scores, d_o, v);
+                end_products();
+                wait_for_products<1>();
+                products_are_ready(weights);
+#pragma unroll
+                for (int i = 0; i < SUM; i++) weights[i] = exp2_fast(fmaf(weights[i], scale, -base[i / 2 % 2]));
+                set_beyond_keys(weights, 0.0f);
+                wait_for_products<0>();
+                products_are_ready(scores);
+                float delta[2] = {};
+#pragma unroll
+                for (int i = 0; i < SUM; i++) delta[i / 2 % 2] += weights[i] * scores[i];
+#pragma unroll
+                for (int r = 0; r < 2; r++) delta[r] = row_sum(delta[r]);
+#pragma unroll
+                for (int i = 0; i < SUM; i++) scores[i] = weights[i] * (scores[i] - delta[i / 2 % 2]);
+                // All warps have waited for the products of the last step, which read its stage and the group's tiles.
+                group_sync(ALONE + group, WARPGROUP);
+                if (step > span.begin) release(EMPTY + last * 8);
+                last = queries.stage;
+                queries.advance();
+                uint32_t narrow[FEW_KEYS / 16][4];
+                narrow_sums<T>(narrow, weights);
+                write_narrow<64>(weight_tile, narrow);
+                narrow_sums<T>(narrow, scores);
+                write_narrow<64>(score_tile, narrow);
+                publish_to_products();
+                group_sync(ALONE + group, WARPGROUP);
+                float result[D / 2] = {};
+                begin_products();
+                add_weighted<T, FEW_KEYS>(result, narrow, k);
+                end_products();
+                add_across(dv, d_o, weight_tile);
+                add_across(dk, q, score_tile);
+                end_products();
+                wait_for_products<1>();
+                products_are_ready(result);
+                if (dq == nullptr) continue;
+#pragma unroll
+                for (int i = 0; i < D / 2; i++) result[i] *= factor;
+                store(dq_strides.matrix(dq, task.batch, task.head), dq_strides.row, first, result, staged);
+            }
+            wait_for_products<0>();
+            products_are_ready(dk);
+            products_are_ready(dv);
+            group_sync(ALONE + group, WARPGROUP);
+            release(EMPTY + last * 8);
+            release(KEYS_EMPTY + keys.stage * 8);
+            keys.advance();
+#pragma unroll
+            for (int i = 0; i < SUM; i++) dk[i] *= factor;
+            // Heads and blocks follow one another in the sequence of steps. So the sum of their indices is a number of its own for each
+            // pair of a head and a block that share steps.
+            add_groups(group, dk, dv, parts == nullptr ? nullptr : parts + uint64_t(span.item + blockIdx.x) * PART);
+        }
+    }
+
+    // Writes the sums of both groups to the part: dk, then dv, (keys, columns) each. The first group adds dk, the second dv; each gets the
+    // other's sum through shared memory.
+    __device__ __forceinline__ void add_groups(int group, const float (&dk)[SUM], const float (&dv)[SUM], float *part) const {
+        const uint32_t own = shared + OWN + group * OWN_BYTES + threadIdx.x % WARPGROUP * 4;
+        const uint32_t others = own + (group == 0 ? OWN_BYTES : -OWN_BYTES);
+#pragma unroll
+        for (int i = 0; i < SUM; i++)
+            asm volatile("st.shared.f32 [%0], %1;" ::"r"(own + i * WARPGROUP * 4), "f"(group == 0 ? dv[i] : dk[i]) : "memory");
+        group_sync(TOGETHER, GROUPS * WARPGROUP);
+        if (part != nullptr) {
+            const int lane = threadIdx.x % WARP, column = threadIdx.x / WARP % 4 * 16 + lane / 4, key = group * FEW_KEYS + lane % 4 * 2;
+#pragma unroll
+            for (int i = 0; i < SUM; i++) {
+                float other;
+                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(other) : "r"(others + i * WARPGROUP * 4) : "memory");
+                part[(key + i / 4 * 8 + i % 2) * D + column + i / 2 % 2 * 8] = (group == 0 ? dk[i] : dv[i]) + other;
+            }
+        }
+        group_sync(TOGETHER, GROUPS * WARPGROUP);
+    }
+};
+
+// dk and dv from the parts of the blocks. A thread adds four columns of a key; the second half of the grid takes dv.
+template <typename T>
+__device__ __forceinline__ void few_keys_finish(const float *parts, T *dk, T *dv, const Strides &dk_strides, const Strides &dv_strides,
+                                                const AttentionShape &shape, const Schedule &schedule) {
+    constexpr int D = FewKeysBackward<T>::D;
+    const uint32_t index = blockIdx.x * blockDim.x + threadIdx.x, column = index % (D / 4) * 4, key = index / (D / 4) % FEW_KEYS;
+    const uint32_t item = index / (D / 4) / FEW_KEYS;
+    T *const to = blockIdx.y == 0 ? dk : dv;
+    if (to == nullptr || item >= schedule.items || key >= shape.keys || column >= shape.width) return;
+    const Strides &strides = blockIdx.y == 0 ? dk_strides : dv_strides;
+    const Task task(item, 1, shape.heads);
+    const uint32_t first = schedule.owner(item * schedule.steps), last = schedule.owner((item + 1) * schedule.steps - 1);
+    parts += (blockIdx.y * FEW_KEYS + key) * D + column;
+    float4 sum = {};
+    for (uint32_t block = first; block <= last; block++) {
+        const float4 x = *reinterpret_cast<const float4 *>(parts + uint64_t(item + block) * FewKeysBackward<T>::PART);
+        sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+    }
+    store_words(strides.matrix(to, task.batch, task.head) + key * strides.row + column,
+                make_uint2(pair<T>(sum.x, sum.y), pair<T>(sum.z, sum.w)));
+}

@@ -1,0 +1,53 @@
+// The attention of attention.cu to few keys on compute capability 9.0, forward and backward (for sm_90a alone). It takes f16 and bf16;
+// equal widths of queries and values, which are a multiple of 8 up to 64; pointers and strides that are multiples of 16 bytes; a scale
+// above 0; at least one query; 1 to 80 keys; no mask, and no causal mask. Tensors, strides and log_sums are as in attention.cu.
+//
+// `Schedule` (include/attention/hopper/schedule.cuh) divides the work: items are the heads of all samples, with
+// ceil(queries / 128) steps each; whole = 0; `blocks` is the number of multiprocessors. items * steps * blocks must be below 2^32.
+//
+// `maps` (include/attention/hopper/few_keys.cuh) are as in attention_hopper.cu.
+#include "../include/attention/hopper/few_keys_backward.cuh"
+
+#define BY_VALUE const __grid_constant__
+#define ENTRY(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
+
+// attention_few_keys_forward_{f16,bf16}: o and log_sums.
+// Grid (blocks), 384 threads. Dynamic shared memory: 155776 bytes.
+#define FORWARD(dtype, type)                                                                                                       \
+    static_assert(FewKeysForward<type>::SHARED == 155776);                                                                         \
+    ENTRY(FewKeysForward<type>::THREADS)                                                                                           \
+    attention_few_keys_forward_##dtype(type *o, float *log_sums, BY_VALUE AttentionFewKeysMaps maps, BY_VALUE Strides o_strides,   \
+                                       BY_VALUE AttentionShape shape, BY_VALUE Schedule schedule) {                                \
+        follow();                                                                                                                  \
+        extern __shared__ __align__(1024) unsigned char shared[];                                                                  \
+        const FewKeysForward<type> pass{{maps, shape, schedule, shared_address(shared)}};                                          \
+        pass.run([&] { pass.work(o, o_strides, log_sums); });                                                                      \
+    }
+
+// attention_few_keys_backward_{f16,bf16}: dq, unless it is null. Unless `parts` is null, writes sums over the block's queries for dk
+// and dv of each head to parts (items + blocks - 1, 2, 80, 64).
+// Grid (blocks), 384 threads. Dynamic shared memory: 221264 bytes.
+#define BACKWARD(dtype, type)                                                                                                      \
+    static_assert(FewKeysBackward<type>::SHARED == 221264);                                                                        \
+    ENTRY(FewKeysBackward<type>::THREADS)                                                                                          \
+    attention_few_keys_backward_##dtype(type *dq, const float *log_sums, float *parts, BY_VALUE AttentionFewKeysMaps maps,         \
+                                        BY_VALUE Strides dq_strides, BY_VALUE AttentionShape shape, BY_VALUE Schedule schedule) {  \
+        follow();                                                                                                                  \
+        extern __shared__ __align__(1024) unsigned char shared[];                                                                  \
+        const FewKeysBackward<type> pass{{maps, shape, schedule, shared_address(shared)}};                                         \
+        pass.run([&] { pass.work(dq, dq_strides, log_sums, parts); });                                                             \
+    }
+
+// attention_few_keys_finish_{f16,bf16}: dk and dv from the parts, unless they are null.
+// Grid (5 items, 2), 256 threads. No dynamic shared memory.
+#define FINISH(dtype, type)                                                                                                        \
+    ENTRY(256)                                                                                                                     \
+    attention_few_keys_finish_##dtype(const float *parts, type *dk, type *dv, BY_VALUE Strides dk_strides,                         \
+                                      BY_VALUE Strides dv_strides, BY_VALUE AttentionShape shape, BY_VALUE Schedule schedule) {    \
+        follow();                                                                                                                  \
+        few_keys_finish<type>(parts, dk, dv, dk_strides, dv_strides, shape, schedule);                                             \
+    }
+
+#define KERNELS(dtype, type) FORWARD(dtype, type) BACKWARD(dtype, type) FINISH(dtype, type)
+KERNELS(f16, __half)
+KERNELS(bf16, __nv_bfloat16)

@@ -1,0 +1,106 @@
+//! Attention of many queries to few keys on compute capability 9.0: the host side of `attention_few_keys_hopper.cu`.
+
+use candle_core::DType;
+use trainable_candle_cuda::kernels::attention_few_keys_hopper::{
+    ATTENTION_FEW_KEYS_BACKWARD, ATTENTION_FEW_KEYS_FINISH, ATTENTION_FEW_KEYS_FORWARD,
+    AttentionFewKeysBackward as Backward, AttentionFewKeysFinish as Finish, AttentionFewKeysForward as Forward, MODULE,
+};
+use trainable_candle_cuda::structs::{AttentionFewKeysMaps, AttentionShape, Schedule, TensorMap};
+
+use super::hopper::{FEWEST, THREADS, is_mapped, map};
+use super::{Attention, Heads, Width};
+use crate::Result;
+use crate::cuda::Gpu;
+use crate::cuda::launch::{Const, Mut, Shape, empty, optional_input, optional_output, suffix};
+use crate::cuda::tensor_map::{Encoder, NO_MAP};
+
+/// The most keys, and the columns of a head in the kernels' tiles.
+const KEYS: u32 = 80;
+const COLUMNS: u32 = 64;
+/// Queries of a step.
+const QUERIES: u32 = 128;
+/// Threads of a block of the main kernels.
+const MAIN_THREADS: u32 = 384;
+
+/// The blocks' work, if the kernels support these operands, which the general tensor-core kernels support.
+fn schedule(gpu: &Gpu, sizes: &AttentionShape, form: Width, operands: &[&Heads]) -> Option<Schedule> {
+    let (blocks, items) = (gpu.multiprocessors() as u32, sizes.batch * sizes.heads);
+    let steps = sizes.queries.div_ceil(QUERIES);
+    let fits = gpu.is_hopper()
+        && !MODULE.image.is_empty()
+        && form == Width::W64
+        && sizes.is_causal == 0
+        && sizes.keys <= KEYS
+        && sizes.queries >= FEWEST
+        && [steps, blocks].iter().try_fold(items, |product, &factor| product.checked_mul(factor)).is_some()
+        && operands.iter().all(|heads| is_mapped(heads, sizes));
+    fits.then_some(Schedule { items, steps, whole: 0, blocks })
+}
+
+fn maps(
+    encoder: &Encoder,
+    [q, k, v]: [&Heads; 3],
+    d_o: Option<&Heads>,
+    sizes: &AttentionShape,
+) -> Result<AttentionFewKeysMaps> {
+    let of_queries = |heads: &Heads| map(encoder, heads, sizes, sizes.queries, QUERIES);
+    let of_keys = |heads: &Heads| map(encoder, heads, sizes, sizes.keys, KEYS);
+    let d_o: Result<TensorMap> = d_o.map_or(Ok(NO_MAP), of_queries);
+    Ok(AttentionFewKeysMaps { q: of_queries(q)?, k: of_keys(k)?, v: of_keys(v)?, d_o: d_o? })
+}
+
+impl Attention<'_> {
+    /// Computes the result and the log-sum-exp of the scores of each query; false if these kernels do not support the operands.
+    pub(super) fn few_keys_forward(
+        &self,
+        gpu: &Gpu,
+        sizes: &AttentionShape,
+        form: Width,
+        [q, k, v, o]: [&Heads; 4],
+        log_sums: Mut,
+    ) -> Result<bool> {
+        let (op, dtype) = (self.op, q.raw.dtype());
+        let Some(schedule) = schedule(gpu, sizes, form, &[q, k, v]) else { return Ok(false) };
+        let maps = maps(&Encoder::new(op, dtype)?, [q, k, v], None, sizes)?;
+        let shape = Shape { grid: [schedule.blocks, 1, 1], block: [MAIN_THREADS, 1, 1], shared: 155_776 };
+        let arguments = Forward { o: o.output(), log_sums, maps, o_strides: o.strides, shape: *sizes, schedule };
+        // SAFETY: the maps describe the tensors, and the strides stay inside of the result.
+        unsafe { gpu.function(&ATTENTION_FEW_KEYS_FORWARD, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
+        Ok(true)
+    }
+
+    /// Writes the gradients of q, k and v for which there is a destination; false if these kernels do not support the operands.
+    pub(super) fn few_keys_backward(
+        &self,
+        gpu: &Gpu,
+        sizes: &AttentionShape,
+        form: Width,
+        [q, k, v, grad]: [&Heads; 4],
+        log_sums: Const,
+        [dq, dk, dv]: [Option<&Heads>; 3],
+    ) -> Result<bool> {
+        let (op, dtype) = (self.op, q.raw.dtype());
+        let Some(schedule) = schedule(gpu, sizes, form, &[q, k, v, grad]) else { return Ok(false) };
+        let count = (schedule.items + schedule.blocks - 1) as usize;
+        let dims = [count, 2, KEYS as usize, COLUMNS as usize];
+        let parts = (dk.is_some() || dv.is_some()).then(|| empty(op, gpu, &dims, DType::F32)).transpose()?;
+        let maps = maps(&Encoder::new(op, dtype)?, [q, k, v], Some(grad), sizes)?;
+        let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] = [dq, dk, dv].map(Heads::place);
+        let shape = Shape { grid: [schedule.blocks, 1, 1], block: [MAIN_THREADS, 1, 1], shared: 221_264 };
+        let to_parts = optional_output(op, parts.as_ref())?;
+        let arguments = Backward { dq, log_sums, parts: to_parts, maps, dq_strides, shape: *sizes, schedule };
+        // SAFETY: the maps describe the tensors, the strides stay inside of the gradient, and `parts` has room for each pair of a head and a
+        // block that shares its steps.
+        unsafe { gpu.function(&ATTENTION_FEW_KEYS_BACKWARD, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
+        if parts.is_none() {
+            return Ok(true);
+        }
+        let shape =
+            Shape { grid: [schedule.items * KEYS * COLUMNS / 4 / THREADS, 2, 1], block: [THREADS, 1, 1], shared: 0 };
+        let parts = optional_input(op, parts.as_ref())?;
+        let arguments = Finish { parts, dk, dv, dk_strides, dv_strides, shape: *sizes, schedule };
+        // SAFETY: as above; gradients that are not wanted are null.
+        unsafe { gpu.function(&ATTENTION_FEW_KEYS_FINISH, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
+        Ok(true)
+    }
+}
