@@ -28,10 +28,11 @@ pub enum Pointer {
 /// The text between `extern "C"` and the body of each kernel, as one line for each kernel.
 ///
 /// # Errors
-/// Names a kernel whose first statement is not `follow();`: such a kernel could run before its operands are written.
+/// Names a kernel whose first statement is neither `follow();` nor `follow_after(...)`: such a kernel could run before its
+/// operands are written.
 pub fn heads(preprocessed: &str) -> Result<Vec<String>, String> {
     const LINKAGE: &str = "extern \"C\"";
-    const FIRST: &str = "follow();";
+    const FIRST: [&str; 2] = ["follow();", "follow_after("];
     let code: String =
         preprocessed.lines().filter(|line| !line.starts_with('#')).flat_map(|line| [line, " "]).collect();
     let mut heads = Vec::new();
@@ -41,8 +42,9 @@ pub fn heads(preprocessed: &str) -> Result<Vec<String>, String> {
             continue;
         }
         let head = head.split_whitespace().collect::<Vec<_>>().join(" ");
-        if body.strip_prefix('{').is_some_and(|body| !body.trim_start().starts_with(FIRST)) {
-            return Err(format!("the first statement is not {FIRST} (include/follow.cuh says why) in: {head}"));
+        let starts = |body: &str| FIRST.iter().any(|first| body.trim_start().starts_with(first));
+        if body.strip_prefix('{').is_some_and(|body| !starts(body)) {
+            return Err(format!("the first statement is not {} (include/follow.cuh says why) in: {head}", FIRST[0]));
         }
         heads.push(head);
     }

@@ -61,7 +61,7 @@ def test_sums_of_e4m3_in_f32_are_scaled_by_a_kernel(cuda: Any) -> None:
 
 def test_a_kernel_multiplies_and_scales_int8(cuda: Any) -> None:
     found = calls(cuda, FORMAT="int8", DTYPE="bf16", ROWS="77")
-    product = "product_of_codes_int8_n128_bf16"
+    product = "product_of_codes_int8_n80_bf16"
     assert found["forward"] == (["quantize_rows_bf16", product], [])
     assert found["backward"] == (["quantize_gradient_bf16", product], [])
 

@@ -1,10 +1,11 @@
 // Products of int8 codes with the matrix instructions and the copy engine of compute capability 9.0 (code for sm_90a alone). One
-// thread copies tiles; two warpgroups multiply 64 rows by 128 or 256 columns each, scale the sums and store them. Two blocks form a cluster:
+// thread copies tiles; two warpgroups multiply 64 rows by 80 to 256 columns each, scale the sums and store them. Two blocks form a cluster:
 // they take neighbouring tiles of rows and the same columns, and each block fetches half of the columns' codes for both.
 #pragma once
 
 #include "../rows.cuh"
 #include "../stages.cuh"
+#include "multiply.cuh"
 #include "parts.cuh"
 
 // Maps of the codes of x (rows, inner) and of each part of w. They have elements of 8 bits, dimensions (inner, 1, rows), boxes
@@ -12,46 +13,6 @@
 struct CodeMaps {
     TensorMap x, w[MOST_PARTS];
 };
-
-// The descriptor of an operand with rows of 128 bytes, for a product whose sum runs along the rows: 128-byte swizzle, groups of eight rows
-// 1024 bytes apart.
-__device__ __forceinline__ uint64_t rows_descriptor(uint32_t address) {
-    return (address & 0x3ffff) >> 4 | 1ull << 16 | uint64_t(1024 >> 4) << 32 | 1ull << 62;
-}
-
-#define SUMS_16(d, i)                                                                                                                  \
-    "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), "+r"(d[i + 7]),        \
-        "+r"(d[i + 8]), "+r"(d[i + 9]), "+r"(d[i + 10]), "+r"(d[i + 11]), "+r"(d[i + 12]), "+r"(d[i + 13]), "+r"(d[i + 14]),           \
-        "+r"(d[i + 15])
-#define SUMS_64(d) SUMS_16(d, 0), SUMS_16(d, 16), SUMS_16(d, 32), SUMS_16(d, 48)
-#define SUMS_128(d)                                                                                                                    \
-    SUMS_64(d), SUMS_16(d, 64), SUMS_16(d, 80), SUMS_16(d, 96), SUMS_16(d, 112)
-#define REGISTERS_64                                                                                                                   \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "        \
-    "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "         \
-    "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define REGISTERS_128                                                                                                                  \
-    REGISTERS_64                                                                                                                       \
-    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, "                                                                             \
-    "%74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, "         \
-    "%98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, "           \
-    "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-
-// sums (64 rows, 128 columns) = a bᵀ, or sums += a bᵀ if `adds`, with a (64, 32) and b (128, 32).
-__device__ __forceinline__ void multiply_codes(uint32_t (&sums)[64], uint64_t a, uint64_t b, bool adds) {
-    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" REGISTERS_64 "}, %64, %65, adds;\n}"
-                 : SUMS_64(sums)
-                 : "l"(a), "l"(b), "r"(int(adds)));
-}
-
-// sums (64 rows, 256 columns) = a bᵀ, or sums += a bᵀ if `adds`, with a (64, 32) and b (256, 32).
-__device__ __forceinline__ void multiply_codes(uint32_t (&sums)[128], uint64_t a, uint64_t b, bool adds) {
-    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %130, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 {" REGISTERS_128 "}, %128, %129, adds;\n}"
-                 : SUMS_128(sums)
-                 : "l"(a), "l"(b), "r"(int(adds)));
-}
 
 // Exchanges values among four lanes t = 0 to 3. Each lane passes a value of each of four column blocks: `a` to `d` belong to column blocks
 // 0 to 3. Lane t gets the four lanes' values of column block t.
@@ -118,83 +79,133 @@ template <typename T, int COLUMNS, int STAGES> struct CodesProduct {
             }
     }
 
-    __device__ __forceinline__ void multiply(Ring ring) const {
-        const uint32_t left = threadIdx.x / WARPGROUP * 64 * STEP;
+    // sums = the sums of a tile's products.
+    __device__ __forceinline__ void sum_up(Ring &ring, uint32_t (&sums)[SUMS]) const {
+        for (uint32_t k = 0; k < inner; k += STEP) {
+            const uint32_t left = rows_descriptor(ring.address()) + threadIdx.x / WARPGROUP * (64 * STEP / DESCRIBED);
+            const uint32_t right = rows_descriptor(ring.address() + LEFT_BYTES);
+            barrier_wait(ring.barrier(), ring.round & 1);
+            multiply_fence();
+#pragma unroll
+            for (uint32_t slice = 0; slice < STEP; slice += 32)
+                multiply_codes(sums, left + slice / DESCRIBED, right + slice / DESCRIBED, k + slice > 0);
+            multiply_commit();
+            multiply_wait<1>();
+            if (k > 0) ring.leave_last();
+            ring.advance();
+        }
+        multiply_wait<0>();
+        ring.leave_last();
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) asm volatile("" : "+r"(sums[i])::"memory");
+    }
+
+    // Factors of a tile's results: those of this thread's two rows, and the factor and the addend of one of the columns. They are loaded
+    // before the products, because loads one after the other at the end of a tile took longer than its products.
+    struct Factors {
+        float rows[2], column, bias;
+    };
+
+    static __device__ __forceinline__ float load_early(const float *from) {
+        float value;
+        asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
+        return value;
+    }
+    static __device__ __forceinline__ float load_early(const T *from) {
+        uint16_t bits;
+        asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(bits) : "l"(from));
+        T value;
+        memcpy(&value, &bits, 2);
+        return widen(value);
+    }
+
+    static __device__ __forceinline__ float number(uint32_t sum) { return static_cast<float>(static_cast<int32_t>(sum)); }
+
+    // The first of this thread's two rows of a tile; the second is eight rows below.
+    static __device__ __forceinline__ uint32_t row_of(const Tile &tile) {
+        return tile.row + threadIdx.x / WARP * 16 + threadIdx.x % WARP / 4;
+    }
+
+    __device__ __forceinline__ Factors load_factors(const Tile &tile) const {
+        const CodePart &part = parts.list[tile.part];
+        const uint32_t row = row_of(tile), column = tile.column + threadIdx.x;
+        Factors factors{{0.0f, 0.0f}, 1.0f, 0.0f};
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            if (row + 8 * r < rows) factors.rows[r] = load_early(row_scales + row + 8 * r);
+        if (threadIdx.x >= COLUMNS || column >= part.rows) return factors;
+        if (part.scales != nullptr) factors.column = load_early(static_cast<const float *>(part.scales) + (part.scale_count == 1 ? 0 : column));
+        if (bias != nullptr) factors.bias = load_early(bias + part.start + column);
+        return factors;
+    }
+
+    // `columns` has room for two tiles' factors and addends of columns.
+    __device__ __forceinline__ void multiply(Ring ring, float2 (*columns)[COLUMNS]) const {
         Tile tile;
-        for (uint32_t index = blockIdx.x / 2; find(index, tile); index += gridDim.x / 2) {
+        uint32_t turn = 0;
+        for (uint32_t index = blockIdx.x / 2; find(index, tile); index += gridDim.x / 2, turn ^= 1) {
+            const Factors factors = load_factors(tile);
             uint32_t sums[SUMS];
-            for (uint32_t k = 0; k < inner; k += STEP) {
-                barrier_wait(ring.barrier(), ring.round & 1);
-                multiply_fence();
-#pragma unroll
-                for (uint32_t slice = 0; slice < STEP; slice += 32)
-                    multiply_codes(sums, rows_descriptor(ring.address() + left + slice),
-                                            rows_descriptor(ring.address() + LEFT_BYTES + slice), k + slice > 0);
-                multiply_commit();
-                multiply_wait<1>();
-                if (k > 0) ring.leave_last();
-                ring.advance();
-            }
-            multiply_wait<0>();
-            ring.leave_last();
-#pragma unroll
-            for (int i = 0; i < SUMS; i++) asm volatile("" : "+r"(sums[i])::"memory");
-            store(tile, sums);
+            sum_up(ring, sums);
+            if (threadIdx.x < COLUMNS) columns[turn][threadIdx.x] = make_float2(factors.column, factors.bias);
+            asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
+            store(tile, factors.rows, columns[turn], sums);
         }
     }
 
-    __device__ __forceinline__ void store(const Tile &tile, const uint32_t (&sums)[SUMS]) const {
+    __device__ __forceinline__ void store(const Tile &tile, const float (&row_factors)[2], const float2 *columns, const uint32_t (&sums)[SUMS]) const {
         const CodePart &part = parts.list[tile.part];
-        const uint32_t lane = threadIdx.x % WARP, row = tile.row + threadIdx.x / WARP * 16 + lane / 4, t = lane % 4;
-        float scale[2];
+        const uint32_t row = row_of(tile), t = threadIdx.x % 4;
 #pragma unroll
-        for (int r = 0; r < 2; r++) scale[r] = row + 8 * r < rows ? __ldg(row_scales + row + 8 * r) : 0.0f;
-#pragma unroll
-        for (int i = 0; i < COLUMNS / 32; i++) {
-            // Four blocks of eight columns.
-            uint32_t words[2][4];
+        for (int i = 0; i < (COLUMNS + 31) / 32; i++) {
+            // Four blocks of eight columns; the last blocks may be beyond the tile.
+            uint32_t words[2][4] = {};
 #pragma unroll
             for (int b = 0; b < 4; b++) {
                 const int n = 4 * i + b;
-                const uint32_t column = tile.column + n * 8 + t * 2;
-                const bool exists = column < part.rows;
-                float factor[2] = {1.0f, 1.0f}, more[2] = {0.0f, 0.0f};
+                if (n >= COLUMNS / 8) break;
+                const float4 two = *reinterpret_cast<const float4 *>(columns + n * 8 + t * 2);
 #pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    if (exists && part.scales != nullptr) factor[c] = scale_of(part, column + c);
-                    if (exists && bias != nullptr) more[c] = widen(bias[part.start + column + c]);
-                }
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    float values[2];
-#pragma unroll
-                    for (int c = 0; c < 2; c++) {
-                        const auto number = static_cast<float>(static_cast<int32_t>(sums[4 * n + 2 * r + c]));
-                        values[c] = number * scale[r] * factor[c] + more[c];
-                    }
-                    words[r][b] = narrow_pair<T>(values[0], values[1]);
-                }
+                for (int r = 0; r < 2; r++)
+                    words[r][b] = narrow_pair<T>(number(sums[4 * n + 2 * r]) * row_factors[r] * two.x + two.y,
+                                                 number(sums[4 * n + 2 * r + 1]) * row_factors[r] * two.z + two.w);
             }
-            const uint32_t column = tile.column + (4 * i + t) * 8;
+            const uint32_t within = (4 * i + t) * 8, column = tile.column + within;
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const uint4 eight = exchange(words[r][0], words[r][1], words[r][2], words[r][3]);
-                if (row + 8 * r < rows && column < part.rows)
+                if (row + 8 * r < rows && within < COLUMNS && column < part.rows)
                     *reinterpret_cast<uint4 *>(out + static_cast<uint64_t>(row + 8 * r) * stride + part.start + column) = eight;
             }
         }
     }
 
-    __device__ __forceinline__ void run(uint32_t shared) const {
-        Ring ring{shared};
-        ring.init();
+    // Shared memory: the stages, their barriers, and then factors and addends of two tiles' columns.
+    static __device__ __forceinline__ unsigned char *shared_memory() {
+        extern __shared__ __align__(1024) unsigned char shared[];
+        return shared;
+    }
+
+    static __device__ __forceinline__ Ring stages() { return {static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory()))}; }
+
+    // What a kernel does before it waits for the kernel before it.
+    static __device__ __forceinline__ void prepare(const CodeMaps &maps, const CodeParts &parts, uint32_t count) {
+        stages().init();
+        if (threadIdx.x != WORKERS) return;
+        prefetch(maps.x);
+        for (uint32_t part = 0; part < count; part++)
+            if (parts.list[part].rows > 0) prefetch(maps.w[part]);
+    }
+
+    __device__ __forceinline__ void run() const {
+        const Ring ring = stages();
         if (threadIdx.x >= WORKERS) {
             registers_fewer<40>();
             if (threadIdx.x == WORKERS) copy(ring);
             __syncwarp();
         } else {
             registers_more<232>();
-            multiply(ring);
+            multiply(ring, reinterpret_cast<float2(*)[COLUMNS]>(shared_memory() + STAGES * (STAGE_BYTES + 16)));
         }
         // The other block of the cluster may still write to this block's shared memory or signal its barriers, so this block must not end
         // before the other.

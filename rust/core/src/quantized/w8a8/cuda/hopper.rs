@@ -1,7 +1,7 @@
-//! Products of codes on compute capability 9.0: the host side of `codes_hopper.cu`.
+//! Products of int8 codes on compute capability 9.0: the host side of `codes_hopper.cu`.
 
 use candle_core::DType;
-use trainable_candle_cuda::kernels::codes_hopper::{MODULE, ProductOfCodesInt8N128 as Arguments};
+use trainable_candle_cuda::kernels::codes_hopper::{MODULE, ProductOfCodesInt8N80 as Arguments};
 use trainable_candle_cuda::structs::{Address, CodeMaps, CodePart, CodeParts, TensorMap};
 
 use super::{MOST_PARTS, OP, Rounded};
@@ -13,8 +13,9 @@ use crate::{Raw, Result};
 /// Rows of a block's tile, and the codes of a row that one stage holds.
 const ROWS: usize = 128;
 const STEP: usize = 128;
-/// The work on a tile besides its products takes about as long as the products of this many columns.
-const REST: usize = 16;
+/// The work on a tile besides its products takes about as long as the products of this many columns: the tile's rows are
+/// copied and read however many columns it has.
+const REST: usize = 100;
 
 /// A kernel: the columns of a block's tile, the number of stages, and the end of its name.
 struct Tile {
@@ -23,19 +24,28 @@ struct Tile {
     name: &'static str,
 }
 
-const TILES: [Tile; 2] =
-    [Tile { columns: 256, stages: 4, name: "_n256" }, Tile { columns: 128, stages: 6, name: "_n128" }];
+const TILES: [Tile; 3] = [
+    Tile { columns: 256, stages: 4, name: "_n256" },
+    Tile { columns: 128, stages: 6, name: "_n128" },
+    Tile { columns: 80, stages: 8, name: "_n80" },
+];
 
 impl Tile {
     /// The number of clusters for all tiles, if each computes two tiles, one below the other.
     fn clusters(&self, rows: usize, parts: &[CodePart]) -> usize {
-        rows.div_ceil(2 * ROWS) * parts.iter().map(|part| (part.rows as usize).div_ceil(self.columns)).sum::<usize>()
+        let columns = |part: &CodePart| (part.rows as usize).div_ceil(self.columns);
+        rows.div_ceil(2 * ROWS) * parts.iter().map(columns).sum::<usize>()
     }
 
-    /// Bytes of the stages and of their barriers.
+    /// Bytes of the stages, of their barriers, and of the factors and addends of two tiles' columns.
     const fn shared(&self) -> u32 {
-        (self.stages * ((ROWS + self.columns) * STEP + 16)) as u32
+        (self.stages * ((ROWS + self.columns) * STEP + 16) + 16 * self.columns) as u32
     }
+}
+
+/// Whether the device has these kernels, and they multiply codes of `kind` and write results of `dtype`.
+pub(super) fn is_possible(gpu: &Gpu, kind: Codes, dtype: DType) -> bool {
+    kind == Codes::Int8 && gpu.is_hopper() && !MODULE.image.is_empty() && matches!(dtype, DType::F16 | DType::BF16)
 }
 
 /// Writes x Wᵀ + b to `y`, where the rows of W are those of the `count` parts. An element of y is the sum of products of codes, times
@@ -48,11 +58,7 @@ pub(super) fn product(
     y: &Raw,
     bias: Option<&Raw>,
 ) -> Result<bool> {
-    if kind != Codes::Int8
-        || !gpu.is_hopper()
-        || MODULE.image.is_empty()
-        || !matches!(y.dtype(), DType::F16 | DType::BF16)
-    {
+    if !is_possible(gpu, kind, y.dtype()) {
         return Ok(false);
     }
     let encoder = Encoder::new(OP, DType::U8)?;
