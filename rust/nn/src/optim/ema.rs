@@ -201,8 +201,7 @@ impl EMA {
         };
         let views = self.views()?;
         // All values are on the device before the first one changes, because a copy to the device may fail.
-        let on_device =
-            |(i, view): (usize, &Raw)| Ok(entry(&key(i), DType::F32, view.dims())?.to_device(view.device())?);
+        let on_device = |(i, view): (usize, &Raw)| entry(&key(i), DType::F32, view.dims())?.to_device(view.device());
         let averages = views.iter().enumerate().map(on_device).collect::<Result<Vec<_>>>()?;
         if let Some(name) = states.keys().find(|name| *name != UPDATES && !(0..views.len()).any(|i| **name == key(i))) {
             return Err(Error::Config(format!(
