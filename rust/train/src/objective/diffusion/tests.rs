@@ -168,7 +168,7 @@ fn timesteps_fill_their_range_and_repeat_with_the_generator() {
     let config = DiffusionConfig { min_timestep: 200, max_timestep: Some(210), ..DiffusionConfig::default() };
     let objective = objective(PredictionType::Epsilon, config);
     let draw = |seed| {
-        let _stream = rng::Stream::enter(State { seed, offset: 0 });
+        let _stream = Stream::enter(State { seed, offset: 0 });
         objective.draw_timesteps(5000).unwrap().to_vec::<i64>().unwrap()
     };
     let drawn = draw(5);
