@@ -14,7 +14,7 @@ template <typename D> constexpr D LOW = std::numeric_limits<D>::min();
 template <typename D> constexpr D HIGH = std::numeric_limits<D>::max();
 
 template <typename D, typename R> __device__ __forceinline__ D saturated(R x) {
-    // R(HIGH) may be rounded up. Even then, no number of type R below R(HIGH) is above HIGH.
+    // R(HIGH) may be rounded up, to a number above HIGH. The next smaller number of type R is at most HIGH.
     return x != x ? D(0) : x <= R(LOW<D>) ? LOW<D> : x >= R(HIGH<D>) ? HIGH<D> : static_cast<D>(x);
 }
 

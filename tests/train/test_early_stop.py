@@ -123,7 +123,7 @@ def test_the_count_is_that_of_the_definition(patience: int | None) -> None:
     while trainer.step < trainer.steps:
         trainer.step += 1
         validation.on_step_end(trainer, SimpleNamespace(step=trainer.step))  # type: ignore[arg-type]
-    # Neither an equal loss nor one that is no number is an improvement.
+    # An equal loss is not an improvement, and neither is NaN.
     assert trainer.step == {1: 3, 2: 4, 3: 11, None: 12}[patience]
     assert validation.ends_early == (patience is not None)
 

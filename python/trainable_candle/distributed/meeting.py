@@ -79,7 +79,8 @@ def reach(world: World, deadline: float) -> Connection[Any, Any]:
 def _connected(world: World, deadline: float) -> Connection[Any, Any]:
     """Try to connect once, until `deadline`.
 
-    Connecting may block longer than that if nobody answers, so another thread connects.
+    If nobody answers, the system may try to connect for longer. So another thread connects, and
+    this one waits until `deadline`.
     """
     found: Queue[Connection[Any, Any] | BaseException] = Queue()
 
