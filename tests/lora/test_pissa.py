@@ -250,6 +250,23 @@ def test_the_files_give_the_trained_model_on_the_original_weights(
     np.testing.assert_allclose(merged(tc.tensor(IDS)).numpy(), finished, atol=2e-5)
 
 
+def test_the_best_adapter_is_on_the_original_weights(language: TrainConfig, tmp_path: Path) -> None:
+    # The run learns texts that end in another way, so the validation loss soon rises.
+    other = {"prompt": "say 1", "completion": "QXZJ"}
+    (tmp_path / "other.jsonl").write_text(json.dumps(other) + "\n")
+    given = {"steps": 60, "save_every": 60, "validate_every": 5, "early_stop": 2}
+    run = train(language.with_(validation_dataset=str(tmp_path / "other.jsonl"), **given))
+    assert run.step < 60
+    outputs = []
+    for path in (run.output / "adapter-best.safetensors", run.output / "best" / "peft",
+                 run.adapter_path):  # fmt: skip
+        model = CausalLM.from_pretrained(BASE, dtype="f32")
+        model.load_adapter(path)
+        outputs.append(model(tc.tensor(IDS)).detach().numpy())
+    np.testing.assert_array_equal(outputs[0], outputs[1])
+    assert abs(outputs[0] - outputs[2]).max() > 1e-2
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about peft
 def test_peft_reads_the_file(language: TrainConfig) -> None:
     torch = pytest.importorskip("torch")
