@@ -10,7 +10,7 @@ import pytest
 from trainable_candle.errors import ConfigError, WeightsFormatError
 from trainable_candle.run import train_adapter
 from trainable_candle.settings import TrainConfig
-from trainable_candle.tasks.text.fitting import check_tokenizer, row_length
+from trainable_candle.tasks.text.tokenizer_check import check_tokenizer, row_length
 from trainable_candle.text.chat_tokenizer import ChatTokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden"

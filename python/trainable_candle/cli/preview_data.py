@@ -27,7 +27,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     from trainable_candle.data.chats.reading import dataset_path  # noqa: PLC0415
     from trainable_candle.families import weights_of  # noqa: PLC0415
     from trainable_candle.families.causal_lm import CausalLM  # noqa: PLC0415
-    from trainable_candle.tasks.text.fitting import (  # noqa: PLC0415
+    from trainable_candle.tasks.text.tokenizer_check import (  # noqa: PLC0415
         check_tokenizer,
         context_of,
         row_length,

@@ -19,7 +19,7 @@ from trainable_candle.settings.training import Training
 from trainable_candle.tasks.estimate import Estimate, trained_model
 from trainable_candle.tasks.initial_adapter import check_initial_adapter
 from trainable_candle.tasks.text import TextTask
-from trainable_candle.tasks.text.fitting import context_of
+from trainable_candle.tasks.text.tokenizer_check import context_of
 from trainable_candle.text.chat_tokenizer import ChatTokenizer
 from trainable_candle.train.adapters import adapter_config
 

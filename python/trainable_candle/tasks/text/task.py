@@ -21,9 +21,9 @@ from trainable_candle.settings.checks import existing
 from trainable_candle.tasks.checks import check_format, check_targets
 from trainable_candle.tasks.estimate import adapted_layers
 from trainable_candle.tasks.task import Split, held_out_items, naming_validation
-from trainable_candle.tasks.text.fitting import check_tokenizer, row_length
 from trainable_candle.tasks.text.preferences import PreparedPreferences
 from trainable_candle.tasks.text.prepared import PreparedTexts
+from trainable_candle.tasks.text.tokenizer_check import check_tokenizer, row_length
 from trainable_candle.tasks.text.writing import WritingOptions, streamed
 from trainable_candle.text.tokenizer_files import copy_files
 from trainable_candle.train.adapters import Adapters, adapter_config, start_adapter
