@@ -56,10 +56,15 @@ def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
 
 
 def reject(given: Mapping[str, Any], names: Sequence[str], where: str) -> None:
-    """Check that flags were not given that have no effect `where` a sentence says.
+    """Check that none of certain flags is given.
+
+    Args:
+        given: the given flags and their values.
+        names: the flags that have no effect here.
+        where: the reason, which ends the sentence "the flag has no effect with".
 
     Raises:
-        ConfigError: some were given; the message names them.
+        ConfigError: some are given; the message names them.
     """
     useless = [flag(name) for name in names if name in given]
     if useless:
