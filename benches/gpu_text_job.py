@@ -4,9 +4,10 @@ python benches/gpu_text_job.py [--model qwen2] [--folder DIR] [--only cold,chat,
 
 The benchmark first writes a model of random weights (3.1 GB for Qwen2-1.5B, 16 GB for Llama-3-8B)
 and 5,000 conversations. Then it runs the commands that a user would type: preview the data; train
-100 steps of 4 rows of 2,048 tokens; resume; train with validation, previews and saves; chat;
-export for peft, llama.cpp and as a merged model; verify. A phase is the time between two lines that
-a command prints. `text_job_peer.py` runs the same phases in transformers and peft.
+100 steps of 4 rows of 2,048 tokens; resume; train with validation, previews and saves, with LoRA+,
+from PiSSA, and until the validation loss rises; chat; export for peft, llama.cpp and as a merged
+model; verify. A phase is the time between two lines that a command prints. `text_job_peer.py` runs
+the same phases in transformers and peft.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ STEPS, ROWS, LENGTH = 100, 4, 2048
 WRITTEN = 128
 """The tokens of an answer."""
 PROMPT: Final = "What is a LoRA?"
+STOPPED: Final = (
+    "--learning-rate", "0.03", "--validation-split", "0.02", "--validate-every", "5",
+    "--early-stop", "2",
+)  # fmt: skip
+"""A learning rate so high that the validation loss soon rises, which ends the run."""
 
 
 def train(work: Path, name: str, steps: int, *more: str) -> None:
@@ -105,6 +111,9 @@ def main() -> None:
             "--sample-prompts", PROMPT, "--sample-tokens", str(WRITTEN),
             "--validation-split", "0.02", "--validate-every", "20",
         ),
+        "plus": lambda: train(work, "plus", STEPS, "--lora-plus-ratio", "16"),
+        "pissa": lambda: train(work, "pissa", STEPS, "--init", "pissa"),
+        "stop": lambda: train(work, "stop", STEPS, *STOPPED),
         "chat": lambda: chat(work),
         "peft": lambda: export(work, "peft"),
         "gguf": lambda: export(work, "gguf"),

@@ -121,6 +121,8 @@ class Job:
             self.phase(f"write {given.tokens} tokens, {number}", lambda: self.write(model))
         merged = self.phase("merge the adapter", model.merge_and_unload)
         self.phase("save the merged model", lambda: merged.save_pretrained(self.output / "merged"))
+        start = lambda: self.attach(merged, "pissa_niter_16")  # noqa: E731
+        self.phase("attach an adapter that starts from PiSSA", start)
         shutil.rmtree(self.output)
 
     def read(self) -> tuple[Rows, Rows]:
@@ -147,10 +149,11 @@ class Job:
             self.given.folder / "weights", dtype=torch.bfloat16, attn_implementation="sdpa"
         ).to(self.given.device)
 
-    def attach(self, base: Any) -> Any:
+    def attach(self, base: Any, init: bool | str = True) -> Any:
         config = LoraConfig(
-            r=RANK, lora_alpha=2 * RANK, target_modules=LAYERS, task_type="CAUSAL_LM"
-        )
+            r=RANK, lora_alpha=2 * RANK, target_modules=LAYERS, task_type="CAUSAL_LM",
+            init_lora_weights=init,
+        )  # fmt: skip
         model = get_peft_model(base, config)
         for parameter in model.parameters():
             if parameter.requires_grad:
