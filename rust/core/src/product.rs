@@ -62,7 +62,8 @@ impl Product {
 pub enum MatmulPrecision {
     /// In f32.
     Highest,
-    /// In TF32: factors have a mantissa of 10 bits, sums are in f32. Tensor cores make this several times as fast.
+    /// In TF32: factors have a mantissa of 10 bits, sums are in f32. Tensor cores compute such products several times as fast as
+    /// products in f32.
     High,
 }
 

@@ -11,7 +11,7 @@ use super::strided::{Axis, View, collapse};
 use crate::raw::check_allocation;
 use crate::{Raw, Result};
 
-/// Rows and columns, in the result, of the tiles in which transposed tensors are copied. The copy reads each column of
+/// A transposed tensor is copied in tiles of this many rows and columns of the result. The copy reads each column of
 /// a tile as 16 adjacent elements of the source (32 to 128 bytes), and writes each row of the tile as 64 adjacent
 /// elements of the result (128 to 512 bytes).
 const TILE_ROWS: usize = 16;

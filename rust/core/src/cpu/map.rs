@@ -15,8 +15,8 @@ use super::strided::{BLOCK, Blocks, Dims, View, broadcast_dims};
 use crate::raw::check_allocation;
 use crate::{Error, Raw, Result, dispatch_float};
 
-/// The name of the operation in the errors of this file. A caller that wants its own name in errors checks its operands
-/// before it calls a function of this file.
+/// The name of the operation in the errors of this file, except in those of [`cast`]. A caller that wants its own name
+/// in errors checks its operands before it calls a function of this file.
 const OP: &str = "elementwise operation";
 
 /// A function of one number. `apply` must be `#[inline(always)]` to be vectorised.

@@ -43,7 +43,8 @@ pub fn product(a: &Raw, b: &Raw, alpha: f64, dtype: DType) -> Result<Raw> {
 ///
 /// `a` and `b` are as in [`matmul`]. `dst` must have the shape of their product. `dst` must be contiguous (it may be
 /// part of a larger buffer) or, if `a` and `b` are matrices, a range of the columns of a contiguous matrix. The dtype
-/// of `dst` must be that of `a` and `b`, or, if they are in f16 or bf16, may be f32; then the f32 sums are not rounded.
+/// of `dst` must be that of `a` and `b`. For operands in f16 or bf16 it may also be f32; then the f32 sums are not
+/// rounded.
 ///
 /// # Errors
 /// [`Error::Shape`] and [`Error::DType`] if `a`, `b` or `dst` break these rules, [`Error::Candle`] if `dst` shares its

@@ -61,8 +61,8 @@ where
             return;
         }
         // A SIMD vector holds neighbouring rows of one column of the result. So the large operand of a thin product
-        // must be `a`, whose rows are those of the result. The result of any other product should have rows with stride
-        // 1. If a product is not of this form, compute its transpose.
+        // must be `a`, whose rows are those of the result. In the result of any other product, neighbouring rows should
+        // be adjacent in memory. If a product is not of this form, compute its transpose.
         let thin = self.m.min(self.n) <= thin::max_columns() && self.k >= MIN_THIN_K;
         let method = match thin {
             true if self.n <= self.m => self.a.method(self.n),

@@ -48,7 +48,7 @@ impl<T: Elem> Narrow<T> {
             || {
                 for i in 0..self.m {
                     for j in (0..self.n).step_by(COLUMNS) {
-                        // SAFETY: the result has row `i`, and from column `j` on as many columns as the match has found.
+                        // SAFETY: the result has row `i`, and `n - j` columns from column `j` on.
                         unsafe {
                             match self.n - j {
                                 1 => self.row::<1>(i, j),
