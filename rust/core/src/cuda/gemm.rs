@@ -61,9 +61,10 @@ fn check_apart(op: &'static str, dst: &Raw, a: &Raw, b: &Raw) -> Result<()> {
     Ok(())
 }
 
-/// As [`cpu::write_products`](crate::cpu::write_products). Large low-rank products that are added to `dst` are computed
-/// by the kernels of `low_rank`. Other products, if they have the same shape, are computed by one call of cuBLAS: as a
-/// single product if their matrices are adjacent in memory, or as a batch if their matrices are evenly spaced.
+/// As [`cpu::write_products`](crate::cpu::write_products). Low-rank products that are added to `dst` are computed by
+/// the kernels of `low_rank` if these support the matrices. Other products, if they have the same shape, are computed
+/// by one call of cuBLAS: as a single product if their matrices are adjacent in memory, or as a batch if their matrices
+/// are evenly spaced.
 pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Result<()> {
     const OP: &str = "write_products";
     let beta = f64::from(u8::from(accumulate));

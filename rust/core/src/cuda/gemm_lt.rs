@@ -131,7 +131,7 @@ fn find(gpu: &Gpu, key: &Key, vectors: Vectors) -> Result<Option<Call>> {
     Ok(algorithm.map(|algorithm| Call { arithmetic: key.arithmetic, description, layouts, algorithm }))
 }
 
-/// Whether an algorithm has a tile and does not split the sums, which would change the result's bits.
+/// Whether an algorithm has the given tile and does not split the sums. Splitting them would change the result's bits.
 fn has_tile(algorithm: &sys::cublasLtMatmulAlgo_t, tile: u32) -> bool {
     type Attribute = sys::cublasLtMatmulAlgoConfigAttributes_t;
     let is = |attribute: Attribute, expected: u32| {

@@ -10,7 +10,7 @@ type Choice = ([usize; 3], bool, bool, u32);
 /// Products in half precision for which the first algorithm that cuBLASLt recommends is not the fastest. With the tile
 /// listed here, which cuBLASLt recommends too, the product takes at least 3 % less time than with the first recommendation
 /// and than with cuBLAS' choice. All these tiles give the same bits. Measured by `benches/gpu_tiles.py`
-/// on an H100 on 2026-11-26, with cuBLASLt 13.1, at the rows of the batches of the benchmarks.
+/// on an H100 on 2026-11-26, with cuBLASLt 13.1, with as many rows as the benchmarks have.
 const CHOICES: &[Choice] = &[
     // SDXL, batches of 1 and 4
     ([3840, 1024, 1280], true, false, 20),

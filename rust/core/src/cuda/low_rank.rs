@@ -31,8 +31,9 @@ const STEP: usize = 32;
 const ALIGNMENT: usize = 16;
 
 /// The most elements of dst, summed over the terms, for which one launch for several terms is faster than a product by cuBLAS and a launch of
-/// `low_rank_add`. The launch reads the input and the factors of each term again; on an H100 it takes 12 instead of 9 μs for three terms of
-/// 1024 rows and 1280 + 1280 elements, and 4 instead of 6 μs for two terms of 77 rows and 2048 + 1280 elements.
+/// `low_rank_add`. In the one launch, each term reads the input again, and each block of rows reads the factors again. On an H100 it takes
+/// 12 instead of 9 μs for three terms of 1024 rows and 1280 + 1280 elements, and 4 instead of 6 μs for two terms of 77 rows and 2048 + 1280
+/// elements.
 const MOST_OF_SEVERAL: usize = 1 << 20;
 
 /// The number of ranks in a tile of `low_rank_add`.
@@ -41,8 +42,9 @@ const TILE: usize = 16;
 const MOST_TILES: usize = 4;
 /// The most destinations (dst) of a launch of `low_rank_add`.
 const MOST_SUMS: usize = 4;
-/// Rows and columns of the blocks of `low_rank_add`, and the most blocks in the direction of the rows.
+/// Rows and columns of the blocks of `low_rank_add`.
 const ADD_BLOCK: [usize; 2] = [32, 256];
+/// The most blocks of rows in a launch of `low_rank_add`.
 const MOST_ROW_BLOCKS: usize = 65_535;
 
 /// The layout of the factors `down` and `up` in memory.
@@ -229,7 +231,7 @@ impl<'a> Addition<'a> {
         }
         let grid = [end, first.sizes.rows.div_ceil(ADD_BLOCK[0] as u32), 1];
         let arguments = LowRankAddForward1 { sums: LowRankSums { list }, sizes: first.sizes };
-        // SAFETY: `write_products` has checked that the matrices have these sizes, and that dst shares no storage with the others.
+        // SAFETY: `write_products` has checked that the matrices have these sizes, and that dst shares no storage with hidden and up.
         unsafe { function.launch(OP, gpu, Shape { grid, block: [256, 1, 1], shared: 0 }, arguments) }
     }
 }

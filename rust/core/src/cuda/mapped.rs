@@ -42,7 +42,7 @@ impl Allocate for InHostMemory<'_> {
     }
 }
 
-/// A tensor of zeros in pinned memory of the host, at whose address kernels of the device read and write it.
+/// A tensor of zeros in pinned memory of the host. Kernels of the device read and write it there.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] if the system gives no more pinned memory, [`Error::DType`] if kernels do not support the dtype,
@@ -64,7 +64,8 @@ pub(super) fn read<T: WithDType>(op: &'static str, gpu: &Gpu, address: u64, coun
     let copy = || {
         gpu.stream().context().bind_to_thread().map_err(|error| driver_error(op, error))?;
         let mut values: Vec<T> = Vec::with_capacity(count);
-        // SAFETY: both have `count` elements of a plain number; all of them are written.
+        // SAFETY: the tensor and the capacity of `values` have `count` elements of the number type `T`, and the copy
+        // writes all elements of `values`.
         unsafe {
             let to = values.as_mut_ptr().cast();
             mapped::read(to, address, count * size_of::<T>(), gpu.stream().cu_stream().cast())

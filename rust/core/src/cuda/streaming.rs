@@ -162,7 +162,7 @@ impl Copier {
         bind().map_err(|error| driver_error(OP, error))?;
         let (address, size) = pages.mapping();
         let may_pin = may_pin(size);
-        // SAFETY: the mapping consists of whole pages; the registration owns the mapping, so the mapping lives as long.
+        // SAFETY: the mapping consists of whole pages; the registration owns the mapping and keeps it.
         let is_pinned = may_pin
             && match unsafe { host::register(address, size) } {
                 Ok(()) => true,

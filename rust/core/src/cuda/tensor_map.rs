@@ -90,7 +90,7 @@ impl Encoder {
     ) -> Result<TensorMap> {
         debug_assert_eq!(distances.len() + 1, N);
         let mut map = MaybeUninit::<CUtensorMap>::uninit();
-        // SAFETY: the arrays have the sizes of the rank, and the driver fills the map.
+        // SAFETY: the arrays have the sizes that the driver expects for `N` dimensions, and the driver fills the map.
         unsafe {
             let status = cuTensorMapEncodeTiled(
                 map.as_mut_ptr(),
