@@ -155,8 +155,8 @@ struct LinearBackward {
     /// The weight, if the input needs a gradient.
     weight: Option<HeldWeight>,
     x_shape: Shape,
-    /// The index of the bias among the inputs: 2, or 1 for a quantized weight, which is not an input. Without a bias, the number
-    /// of inputs.
+    /// The index of the bias among the inputs: 2, or 1 for a quantized or streamed weight, which is not an input. Without a
+    /// bias, the number of inputs.
     bias: usize,
 }
 

@@ -171,8 +171,8 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
     }
 
     /// Writes the gradients of the queries in `blocks`, whose heads share the key head `key_head`. Also adds to `grads`
-    /// these queries' part of the gradients of that head's keys and values. `grads` holds the gradients of the keys and,
-    /// after them, those of the values.
+    /// what these queries contribute to the gradients of the head's keys and values. `grads` holds the gradients of the
+    /// keys and, after them, those of the values.
     fn query_blocks(&self, key_head: usize, blocks: Range<usize>, scratch: &mut Scratch<T::Acc>, grads: &mut [T::Acc]) {
         let attention = self.scores.attention;
         let [width, value_width] = self.widths;

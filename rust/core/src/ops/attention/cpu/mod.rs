@@ -41,8 +41,7 @@ pub(super) enum Sight {
     All,
     /// The keys up to the query's own position.
     Causal,
-    /// The keys of the query's segment of a packed row that are not after the query's own position and are inside its
-    /// window.
+    /// The keys that are in the query's segment of a packed row, inside its window, and not after its own position.
     Segments(Spans),
 }
 

@@ -14,15 +14,17 @@ use crate::cuda::Gpu;
 use crate::cuda::launch::{Const, Mut, Shape, empty, optional_input, optional_output, suffix};
 use crate::cuda::tensor_map::{Encoder, NO_MAP};
 
-/// The most keys, and the columns of a head in the kernels' tiles.
+/// The most keys.
 const KEYS: u32 = 80;
+/// Columns of a head in the kernels' tiles.
 const COLUMNS: u32 = 64;
 /// Queries of a step.
 const QUERIES: u32 = 128;
 /// Threads of a block of the main kernels.
 const MAIN_THREADS: u32 = 384;
 
-/// The blocks' work, if the kernels support these operands, which the general tensor-core kernels support.
+/// The work of the thread blocks; `None` if these kernels do not support the operands. The caller has checked that the
+/// general tensor-core kernels support the operands.
 fn schedule(gpu: &Gpu, sizes: &AttentionShape, form: Width, operands: &[&Heads]) -> Option<Schedule> {
     let (blocks, items) = (gpu.multiprocessors() as u32, sizes.batch * sizes.heads);
     let steps = sizes.queries.div_ceil(QUERIES);
@@ -90,7 +92,7 @@ impl Attention<'_> {
         let to_parts = optional_output(op, parts.as_ref())?;
         let arguments = Backward { dq, log_sums, parts: to_parts, maps, dq_strides, shape: *sizes, schedule };
         // SAFETY: the maps describe the tensors, the strides stay inside of the gradient, and `parts` has room for each pair of a head and a
-        // block that shares its steps.
+        // block that computes some of its steps.
         unsafe { gpu.function(&ATTENTION_FEW_KEYS_BACKWARD, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
         if parts.is_none() {
             return Ok(true);
