@@ -9,8 +9,8 @@ use crate::tape::{BackwardContext, Saved, Saver};
 use crate::{Raw, Result, Tensor, checkpoint, compute};
 
 /// The weight of a linear layer: a tensor, a frozen quantized matrix, or a frozen weight of either kind that is
-/// streamed. A streamed weight is in the memory of the host or of other devices, and is copied to the device for each
-/// use.
+/// streamed. A streamed weight is in the memory of the host, or in slices on the devices of a machine, and is copied to
+/// the device for each use.
 #[derive(Clone, Debug)]
 pub enum Weight {
     /// Values: an ordinary tensor.

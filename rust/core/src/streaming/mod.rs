@@ -1,5 +1,5 @@
-//! Frozen weights that are kept in the memory of the host, or of other devices. Before a weight is used, it is copied to
-//! the device that uses it.
+//! Frozen weights that are kept in the memory of the host, or in slices on the devices of a machine. Before a weight is
+//! used, it is copied to the device that uses it.
 //!
 //! A unit is a set of weights that are used together: those of one block of a model. A [`Ring`] has two slots on the
 //! device. While the device computes with the unit in one slot, a second CUDA stream fills the other slot with the unit

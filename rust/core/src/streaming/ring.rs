@@ -18,8 +18,8 @@ use crate::{Error, Result, Tensor, checkpoint, compute};
 
 const SLOTS: usize = 2;
 
-/// Two slots on a device, to which units are copied from the memory of the host or of other devices. Unit i is copied to
-/// slot i mod 2.
+/// Two slots on a device, to which units are copied from the memory of the host, or from slices on the devices of a
+/// machine. Unit i is copied to slot i mod 2.
 pub struct Ring {
     /// The first field, so that it is dropped first: copies to the slots must end before the slots are freed.
     copier: Option<Copier>,
