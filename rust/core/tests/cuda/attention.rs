@@ -104,7 +104,7 @@ fn attention_shared_by_blocks_equals_the_cpu_and_repeats() {
         (1, 300, 270, 3, 96),
         (2, 257, 1000, 2, 40),
         (1, 1030, 256, 70, 64),
-        // Few keys: blocks share heads, and several heads are those of one block.
+        // Few keys: several thread blocks share a head, or one thread block has several heads.
         (2, 1210, 77, 13, 64),
         (5, 300, 80, 40, 40),
         (1, 257, 1, 3, 8),
