@@ -42,8 +42,8 @@ const OP: &str = "save_adapter";
 pub enum AdapterFormat {
     /// `lora_unet_input_blocks_4_1_….lora_down.weight` (kohya's trainers): ComfyUI, A1111 and diffusers load it.
     Kohya,
-    /// `unet.down_blocks.1.….lora_A.weight` (diffusers). For a part whose diffusers names `ComfyUI` also reads, the
-    /// factors are already multiplied by the scale.
+    /// `unet.down_blocks.1.….lora_A.weight` (diffusers). If `ComfyUI` also reads diffusers' names of the part, the factors
+    /// are already multiplied by the scale.
     Diffusers,
     /// `base_model.model.LAYER.lora_A.weight` (peft). A file holds one part. If the path is a folder, the folder gets the
     /// files `adapter_model.safetensors` and `adapter_config.json`, which `PeftModel.from_pretrained` loads.

@@ -40,8 +40,8 @@ pub struct Saved {
 ///
 /// - The alphas in the file are such that alpha / rank is the scale of training, for rsLoRA too. Each module has a tensor
 ///   `….alpha`. In the formats of diffusers and peft, the alphas are in the header instead.
-/// - In kohya's format all LoRA layers of a part have the same alpha, and each layer's up factor is multiplied so that the
-///   adapter's effect stays the same.
+/// - In kohya's format all layers of a part have the same alpha if all their adapters are LoRAs and the original checkpoint
+///   stores each layer's matrix as it is. Each layer's up factor is then multiplied so that the adapter's effect stays the same.
 /// - In diffusers' format the factors are multiplied by the scale if `ComfyUI` also reads diffusers' names of the part. Such
 ///   a file has no alphas.
 /// - If the format uses the names of original checkpoints, layers that are one matrix in the original checkpoint are stored

@@ -44,7 +44,7 @@ pub trait Adapter: Send + Sync {
     fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor>;
 
     /// The low-rank product that the adapter adds to a linear layer's result for an input of `dtype`; None if the adapter
-    /// changes the result in another way. LoRA does so while its dropout is active.
+    /// changes the result in another way, as LoRA does while its dropout is active.
     ///
     /// # Errors
     /// The errors of the operations on tensors.

@@ -412,7 +412,7 @@ impl AdapterSet {
             }
             let own_rank = if member.has_rank() { member.settings.rank } else { 0 };
             if (rank == 0) != (own_rank == 0) {
-                // Either the file or this set has parameters that the other does not. The caller's error lists their names.
+                // Either the file or this set has parameters that the other does not. The caller returns the error for this.
                 continue;
             }
             let (there, here) = (given.scale, member.settings.scale);

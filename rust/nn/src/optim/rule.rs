@@ -19,7 +19,7 @@ pub trait Rule: Sized + Send + Sync + 'static {
     /// The hyper-parameters of a group of parameters.
     type Config: Clone + std::fmt::Debug + PartialEq + Send + Sync + 'static;
 
-    /// The update of f32 values, which are the master values of f16 and bf16 variables.
+    /// The update of f32 values. f16 and bf16 variables are updated in f32 too.
     const UPDATE: Update<Self::Config, f32>;
 
     /// The update of f64 values, if the optimizer takes f64 variables.

@@ -130,7 +130,7 @@ impl State {
     }
 
     pub(super) fn slice<T: Number>(&mut self) -> StateSlice<'_, T> {
-        const MADE: &str = "make_states and State::from_tensor store states that are not quantized as T";
+        const MADE: &str = "make_states and State::from_tensor store unquantized states as T";
         match (self.spec.kind, &mut self.data) {
             (StateKind::Codes, StateData::U8(data)) => StateSlice::Codes(data),
             (StateKind::Scales, StateData::F32(data)) => StateSlice::Scales(data),
