@@ -43,7 +43,7 @@ pub struct PartFacts {
     pub place: Option<Place>,
     /// The folder or file in which the model was found: the pipeline's or the model's own.
     pub path: PathBuf,
-    /// The dtype of most tensors of the model's file.
+    /// The floating-point dtype of most of the model's elements in its file.
     pub dtype: Option<DType>,
     /// The model without its weights.
     model: Arc<dyn Model>,

@@ -9,7 +9,7 @@ pub enum Naming {
     Own,
     /// The names of the code that the model was published with.
     Original,
-    /// llama.cpp's names, in GGUF files of language models.
+    /// llama.cpp's names, in GGUF files of language models and text encoders.
     LlamaCpp,
 }
 
@@ -33,8 +33,7 @@ pub trait Layout {
     /// tensor. Writers of files use the first key.
     fn places(&self, name: &str) -> Vec<Key>;
 
-    /// Whether readers skip the tensor under this key (without the prefix), because it is computed or only serves
-    /// training.
+    /// Whether readers skip the tensor under this key (without the prefix), because the model does not use it.
     fn ignores(&self, key: &str) -> bool {
         let _ = key;
         false

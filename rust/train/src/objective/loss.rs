@@ -53,8 +53,8 @@ pub(crate) struct Weights<'a> {
     pub(crate) places: Option<&'a Tensor>,
 }
 
-/// The mean of the examples' losses, one element in f32. The loss of an example is the weight of the example, times the mean
-/// over its elements of position weight · loss of the element.
+/// The mean of the examples' losses, one element in f32. The loss of an example is the mean over its elements of (position
+/// weight · loss of the element), times the weight of the example.
 pub(crate) fn weighted_loss(
     function: LossFunction,
     delta: Delta<'_>,
