@@ -87,7 +87,7 @@ impl PartFacts {
         Ok(self.0.check_format(Some(format.parse()?), adapter, &layers)?)
     }
 
-    /// The dtype of most of the model's tensors.
+    /// The floating-point dtype of most of the model's elements in its file.
     #[getter]
     fn dtype(&self) -> Option<DType> {
         self.0.dtype.map(DType::new)

@@ -19,8 +19,8 @@ use crate::peft_arguments;
 /// The configuration of adapters: which layers get them, and their kind and size. The names of fields are peft's.
 ///
 /// An entry that selects layers is the whole name of a layer, the end of its name after a dot ("to_q", "to_out.0"), or
-/// a regular expression for the whole name. "all-linear" selects every linear layer, "all-conv" every convolution, and
-/// "all-attention" the projections of attention.
+/// a regular expression for the whole name or its end after a dot. "all-linear" selects every linear layer, "all-conv"
+/// every convolution, and "all-attention" the projections of attention.
 ///
 /// ```python
 /// config = tc.LoraConfig(r=16, lora_alpha=16, target_modules=["to_q", "to_v"], rank_pattern={"to_v": 4})

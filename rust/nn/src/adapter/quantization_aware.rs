@@ -1,9 +1,9 @@
 //! Quantization-aware training: a layer computes with its adapted weight, rounded as a quantized model would store it.
 //!
 //! Every forward pass, in training or not, computes the whole adapted weight (for LoRA: W + s B A) and rounds it to a
-//! [`Grid`]; gradients pass through the rounding unchanged. When the adapted weight is merged and stored in the grid's
-//! format, its rounding errors are the same as in training (Liu et al. 2023, "LLM-QAT", arXiv:2305.17888). Inputs are
-//! rounded only with [`QuantizationAware::with_activations`].
+//! [`Grid`]. Gradients pass through the rounding unchanged, except that clipped elements get the gradient 0. When the
+//! adapted weight is merged and stored in the grid's format, its rounding errors are the same as in training (Liu et al.
+//! 2023, "LLM-QAT", arXiv:2305.17888). Inputs are rounded only with [`QuantizationAware::with_activations`].
 
 use trainable_candle_core::ops::fake_quantize::{Grid, fake_quantize, fake_quantize_by};
 use trainable_candle_core::{Error, Result, Tensor, Var, WeightRef};

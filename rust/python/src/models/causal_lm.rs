@@ -266,7 +266,7 @@ impl CausalLM {
     /// Raises:
     ///     IndexOutOfRangeError: if an id is not a token.
     ///     ArgumentError: if a prompt is empty, if a number is out of range, or if only a part of the layers was loaded.
-    ///     NonFiniteError: if the model's scores are non-finite.
+    ///     NonFiniteError: if one of the model's scores is NaN.
     #[pyo3(signature = (prompts, *, max_new_tokens=Integer::of(128), temperature=Argument::of(0.0), top_k=Integer::of(0),
         top_p=Argument::of(1.0), min_p=Argument::of(0.0), repetition_penalty=Argument::of(1.0), stop_token_ids=None, seed=Integer::of(0)))]
     #[allow(clippy::too_many_arguments)] // each is a name in Python

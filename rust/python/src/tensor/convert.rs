@@ -97,8 +97,8 @@ fn from_numpy(op: &'static str, array: &Bound<'_, PyUntypedArray>) -> Result<Raw
         element,
         swapped: dtype.is_native_byteorder() == Some(false),
     };
-    // SAFETY: the array exists during the call and owns its memory, and numpy's strides stay inside that memory. The
-    // GIL is held.
+    // SAFETY: the array exists during the call and keeps its memory alive, and numpy's strides stay inside that memory.
+    // The GIL is held.
     Ok(unsafe { source.read(op) }?)
 }
 
