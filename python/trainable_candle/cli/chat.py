@@ -108,8 +108,8 @@ def _shortened(
 ) -> list[dict[str, str]]:
     """A conversation without its oldest turns, if it leaves too little room for an answer.
 
-    The room is that for the longest answer, but at most a quarter of the context. The system
-    message and the last message stay.
+    The room must be enough for the longest answer, but need not exceed a quarter of the context.
+    The system message and the last message stay.
     """
     room = min(options.tokens, task.family.context // 4)
     start = 1 if messages[0]["role"] == "system" else 0

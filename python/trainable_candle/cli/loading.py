@@ -88,7 +88,8 @@ def load_model(
 
     Raises:
         ConfigError: a flag has no effect, there is no model of this name, the model needs weights
-            and none are given, or the adapters or scales are too many.
+            and none are given, the model takes one adapter and several are given, or the number of
+            scales is neither 1 nor the number of adapters.
         MissingFileError: a file does not exist; the message names the flag.
         WeightsFormatError: the weights or the adapter are damaged, or belong to another model.
     """
@@ -138,7 +139,9 @@ def load_model(
 
 @contextmanager
 def _naming_base(adapter: Path, given: Mapping[str, Any]) -> Iterator[None]:
-    """A context that adds the base in peft's configuration to an error, if --weights is not given.
+    """A context that adds the base model that peft's configuration names to the messages of errors.
+
+    With --weights, errors do not change.
 
     Raises:
         Error: an error of the same class as the one in the context.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 _ROW: Final = "sequence_length"
-"""The setting whose value of a preset is limited to the context of the model."""
+"""The setting that, if a preset gives it, is limited to the context of the model."""
 
 
 def run(arguments: Sequence[str], program: str) -> int:
@@ -126,7 +126,7 @@ def read_config(given: dict[str, Any]) -> TrainConfig:
 
 
 def _context(model: str, weights: str | None) -> int:
-    """The most tokens of a row that a language model was made for.
+    """The longest row, in tokens, that a language model was made for.
 
     Raises:
         ConfigError, MissingFileError, WeightsFormatError: the weights are missing, damaged, or of

@@ -128,7 +128,7 @@ def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, outpu
 
 
 def gpu_environment(folder: Path, rank: int, size: int) -> dict[str, str]:
-    """The environment of process `rank` of `size`, which meet in `folder` on this machine."""
+    """The environment of process `rank`; `size` processes on this machine meet in `folder`."""
     return {**os.environ, RENDEZVOUS: str(folder / "rendezvous"), **_place(0, rank, size, 1)}
 
 

@@ -101,7 +101,7 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> M
 def _kind_of(shape: Sequence[int], kind: str) -> str:
     """The kind that a tensor is stored in: f32 for vectors, else `kind`.
 
-    Like llama.cpp's converter, f16 replaces `kind` if the rows are not whole blocks of `kind`.
+    As in llama.cpp's converter, f16 replaces `kind` if the rows are not whole blocks of `kind`.
     """
     if len(shape) == 1:
         return "f32"

@@ -1,4 +1,4 @@
-"""Which adapters of language models other programs load once they are exported.
+"""Which exported adapters of language models other programs load.
 
 vLLM (`vllm/lora/peft_helper.py` at 02143692ba86a7ba6198a67e12982c5317c8bd2f) raises on DoRA.
 llama.cpp's format, which Ollama loads too, has no place for DoRA's magnitudes. mlx-lm loads DoRA,

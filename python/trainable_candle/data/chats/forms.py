@@ -169,7 +169,7 @@ FORMS: Final = (
 
 
 def form_of(values: Mapping[str, Any]) -> Form | None:
-    """The form of a line with the fields `values`; None if they lack a field of every form."""
+    """The form of a line with the fields `values`; None if no form fits."""
     return next((form for form in FORMS if all(name in values for name in form.fields)), None)
 
 
