@@ -71,7 +71,8 @@ def _gguf(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> 
 def _ollama(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> list[str]:
     _gguf(adapter, family, base, output)
     stops = (family.tokenizer.token(number) for number in sorted(family.tokenizer.stops))
-    # Ollama takes relative paths from the Modelfile's folder, and `base` is relative to this one.
+    # Ollama reads relative paths from the Modelfile's folder, but `base` is relative to the current
+    # folder.
     local = Path(base).expanduser()
     name = local.resolve() if local.exists() else base
     lines = [f"FROM {name}", f"ADAPTER ./{GGUF_WEIGHTS}"]

@@ -20,7 +20,7 @@ weights; the paper, too, uses 16."""
 _LEAST_OVERSAMPLED: Final = 16
 """The least number of columns that the random matrix has in addition to the rank."""
 _SMALLEST: Final = 1e-6
-"""The smallest eigenvalue of a Gram matrix, relative to the largest, that f32 can represent."""
+"""Eigenvalues of a Gram matrix below this fraction of the largest one are rounding errors of f32."""
 
 
 def pissa(weight: Tensor, rank: int, seed: int = 0) -> Factors:
@@ -70,8 +70,8 @@ def _even(columns: Tensor) -> Tensor:
     """A matrix with the same column space and nearly orthonormal columns.
 
     Only a small matrix leaves the device: a QR decomposition in numpy would take longer than the
-    products with the weight on a GPU. The columns need not be exactly orthonormal, because the last
-    basis is.
+    products with the weight on a GPU. The columns need not be exactly orthonormal, because `pissa`
+    orthonormalises the last basis by a QR decomposition.
     """
     gram = _finite(columns.t() @ columns).astype(np.float64)
     values, vectors = np.linalg.eigh(gram)

@@ -259,7 +259,7 @@ class LatentModel(ABC):
 
         Args:
             sample: (B, C, h, w), in the dtype of the model.
-            times: the times of the samples, from 0 to 1000: (B,), or (1,) for the same time.
+            times: the times of the samples, from 0 to 1000: (B,), or (1,) if all are equal.
             conditions: the results of `features` and `conditions`.
         """
 
