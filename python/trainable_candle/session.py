@@ -144,7 +144,7 @@ class Session:
 
     @property
     def _ends_early(self) -> bool:
-        """Whether the last measured step ends the run because of `early_stop`."""
+        """Whether the run ends at the current step because of `early_stop`."""
         return self.validation is not None and self.validation.ends_early
 
     def _moments(self, steps: int, epochs: int | None) -> Moments:

@@ -203,8 +203,7 @@ class TextTask:
     def text_tokens(self, text: str) -> list[int]:
         """The tokens of a text that continues, without the chat template.
 
-        The text begins as a text of the training data does: with the tokens that the tokenizer puts
-        there.
+        As in training, the text begins with the tokens that the tokenizer puts before a text.
 
         Raises:
             ConfigError: the text has no tokens, or no position is left for its continuation.
@@ -329,8 +328,8 @@ class TextTask:
         """The mean loss on a data set of texts, with the adapter if there is one.
 
         Raises:
-            DatasetError: the data set cannot be used. One of pairs of answers cannot: the loss of
-                DPO compares a model with its base, and a merged model has none.
+            DatasetError: the data set cannot be used, or has pairs of answers: the loss of DPO
+                compares a model with its base, and a merged model has no base.
         """
         path = dataset_path(dataset)
         if has_pairs(path):
