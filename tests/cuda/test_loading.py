@@ -76,8 +76,9 @@ def test_a_run_loads_no_kernel_of_candle(
     assert "any" not in {call["architecture"] for call in run.of("module")}
 
 
-# The run with validation loads its best adapter again. The simulated device computes no values, so
-# the learned scales in that file would not be above 0.
+# Learned scales and validation are separate cases: a run with validation loads its best adapter
+# again. The simulated device computes no values, so learned scales in that file would not be above
+# 0, and loading would fail.
 @pytest.mark.parametrize(
     "more",
     [{"qat_learned_scales": True}, {"validation_split": 0.2, "validate_every": 3}],

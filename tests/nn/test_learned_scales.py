@@ -32,9 +32,9 @@ def defined(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rounded values, and the gradients of values and factors: equations 1 to 3 of the paper.
 
-    The paper's codes are integers, and values up to half a step beyond the first or the last code
-    get a gradient. For codes that are not integers, this step is the distance between the first
-    two codes or the last two codes.
+    In the paper, only values between the first and the last code get a gradient. Here, values up
+    to half a step beyond these codes get one, too. The step is the distance between the first two
+    codes or the last two codes; in the paper, codes are integers.
     """
     codes = CODES[format]
     x = values.astype(np.float64).reshape(-1, GROUPS[format])

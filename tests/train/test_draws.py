@@ -1,4 +1,4 @@
-"""A draw depends only on the run's seed, its purpose, and the number of the sample or batch."""
+"""A draw depends only on its purpose, the run's seed, and the number of the sample or batch."""
 
 from __future__ import annotations
 

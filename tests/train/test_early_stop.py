@@ -25,7 +25,10 @@ Train = Callable[..., dict[str, bytes]]
 
 
 def last_step(losses: list[float], patience: int) -> int:
-    """The number of validations of a run, from the definition: each is compared with all before."""
+    """The number of validations of a run, by the definition of `early_stop`.
+
+    A run ends when none of the last `patience` losses is below the lowest loss before them.
+    """
     for number in range(patience + 1, len(losses) + 1):
         if min(losses[number - patience : number]) >= min(losses[: number - patience]):
             return number
@@ -96,8 +99,8 @@ def test_a_resumed_run_continues_the_count(wild: TrainConfig, train: Train, tmp_
     losses = validations(config.output)
     end = max(losses)
     best = min(losses, key=losses.__getitem__)
-    # The run is interrupted after each step of which the count has another value, and between two
-    # validations.
+    # Interrupt the run once at each value of the count of losses without improvement, and once
+    # between two validations.
     for step in (best, best + 2, best + 3, best + 4):
         broken = config.with_(output=str(tmp_path / f"broken-{step}"))
         train(broken, Until(step))

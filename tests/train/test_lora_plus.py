@@ -122,7 +122,10 @@ def test_every_update_is_that_of_the_scheduled_rate(config: TrainConfig, kind: s
 def test_the_first_step_of_every_optimizer(
     config: TrainConfig, train: Train, tmp_path: Path, optimizer: str
 ) -> None:
-    """At the first step, A has no gradient and B is zero: the ratio is a factor of B's rate."""
+    """In the first step, B is zero, and so the gradient of A is zero.
+
+    The ratio multiplies the learning rate of B, and changes nothing else.
+    """
     config = config.with_(steps=1, lr_scheduler="constant", warmup_steps=0, optimizer=optimizer)
     rate = 1e-2
     plain, plus, larger = (
