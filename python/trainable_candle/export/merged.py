@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 AT_ONCE: Final = 2**21
-"""The number of elements of a weight that are merged at a time, so that they stay in the caches. The
-number is small enough that changed elements can be counted exactly in f32."""
+"""The number of elements of a weight that are merged at a time, so that they stay in the caches.
+The number is small enough that changed elements can be counted exactly in f32."""
 
 
 @dataclass

@@ -20,7 +20,7 @@ weights; the paper, too, uses 16."""
 _LEAST_OVERSAMPLED: Final = 16
 """The least number of columns that the random matrix has in addition to the rank."""
 _SMALLEST: Final = 1e-6
-"""Eigenvalues of a Gram matrix below this fraction of the largest one are rounding errors of f32."""
+"""Eigenvalues of a Gram matrix below this fraction of the largest are rounding errors of f32."""
 
 
 def pissa(weight: Tensor, rank: int, seed: int = 0) -> Factors:

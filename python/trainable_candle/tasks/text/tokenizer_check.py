@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 ROW: Final = 2048
 """The default number of tokens of a packed row, if the model's context is not shorter."""
 _DEFAULTS: Final = {"eos_token_id": 2, "bos_token_id": 1}
-"""The ids that transformers writes into the configuration of a Llama or Mistral model if no ids were
-given. They say nothing about the tokenizer."""
+"""The ids that transformers writes into the configuration of a Llama or Mistral model if no ids
+were given. They say nothing about the tokenizer."""
 _CURE: Final = "the tokenizer is another model's; give the model with its own tokenizer files"
 
 
