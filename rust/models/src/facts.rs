@@ -387,7 +387,7 @@ pub fn plan(config: &LoraConfig, layers: &BTreeMap<String, Vec<usize>>, optimize
     let mut plan = Plan::default();
     let selected = config.select(layers.iter().map(|(name, dims)| (name.as_str(), dims.len() == 4)))?;
     for name in selected.keys() {
-        let settings: AdapterSettings = config.settings(name)?;
+        let settings: AdapterSettings = config.settings(name, layers[name].len() == 4)?;
         let starts = with_base(&layers[name], |base| (kind.start)(base, &settings))?;
         let scales = config.qat.filter(|_| config.qat_learned_scales).and_then(|grid| match *layers[name] {
             [rows, columns] => Some(vec![grid.scales(rows, columns)]),

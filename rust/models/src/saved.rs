@@ -95,7 +95,12 @@ impl Saved {
         let selected = config.select(layers.iter().map(|(name, layer)| (name.as_str(), layer.is_conv())))?;
         let kind = config.kind()?;
         let adapted = layers.iter().filter(|(name, _)| selected.contains_key(name));
-        adapted.map(|(name, layer)| Ok((key(*layer), (kind.kept)(&layer.base(), &config.settings(name)?)))).collect()
+        adapted
+            .map(|(name, layer)| {
+                let settings = config.settings(name, layer.is_conv())?;
+                Ok((key(*layer), (kind.kept)(&layer.base(), &settings)))
+            })
+            .collect()
     }
 
     /// The operations of a forward pass over one sample of `size`.

@@ -247,7 +247,8 @@ pub(super) fn configured_scale(config: &Value, part: &str, layer: &str) -> Optio
     for (name, alpha) in get("alpha_pattern").and_then(Value::as_object).into_iter().flatten() {
         config.alpha_pattern.insert(name.clone(), alpha.as_f64()?);
     }
-    Some(config.settings(layer).ok()?.scale)
+    // peft's patterns are names or regular expressions, which match convolutions and linear layers alike.
+    Some(config.settings(layer, false).ok()?.scale)
 }
 
 /// Undo [`Common::fold`] for a layer without a rank: multiply the factor [`FOLDED`] by `scale`, the alpha / r of peft's

@@ -231,7 +231,7 @@ impl LoraConfig {
         layers
             .into_iter()
             .filter(|&(name, is_conv)| hit(&targets, name, is_conv) && !hit(&exclude, name, is_conv))
-            .map(|(name, _)| Ok((name.to_owned(), self.settings(name)?.rank)))
+            .map(|(name, is_conv)| Ok((name.to_owned(), self.settings(name, is_conv)?.rank)))
             .collect()
     }
 
@@ -250,13 +250,13 @@ impl LoraConfig {
         self.target_modules.push(name.into());
     }
 
-    /// The settings of the adapter on the layer `name`.
+    /// The settings of the adapter on the layer `name`, a convolution or a linear layer.
     ///
     /// # Errors
     /// [`Error::Config`] if a pattern is not a regular expression.
-    pub fn settings(&self, name: &str) -> Result<AdapterSettings> {
-        let rank = lookup(&self.rank_pattern, name)?.unwrap_or(self.r);
-        let alpha = lookup(&self.alpha_pattern, name)?.unwrap_or(self.lora_alpha);
+    pub fn settings(&self, name: &str, is_conv: bool) -> Result<AdapterSettings> {
+        let rank = lookup(&self.rank_pattern, name, is_conv)?.unwrap_or(self.r);
+        let alpha = lookup(&self.alpha_pattern, name, is_conv)?.unwrap_or(self.lora_alpha);
         Ok(AdapterSettings {
             rank,
             scale: scale(alpha, rank, self.use_rslora),
@@ -339,10 +339,11 @@ fn patterns(texts: &[String]) -> Result<Vec<Pattern<'_>>> {
     texts.iter().map(|text| Pattern::new(text)).collect()
 }
 
-/// The value of the first pattern, in alphabetical order, that matches the layer `name`.
-fn lookup<V: Copy>(values: &BTreeMap<String, V>, name: &str) -> Result<Option<V>> {
+/// The value of the first pattern, in alphabetical order, that matches the layer `name`, a convolution or a linear
+/// layer.
+fn lookup<V: Copy>(values: &BTreeMap<String, V>, name: &str, is_conv: bool) -> Result<Option<V>> {
     for (pattern, value) in values {
-        if Pattern::new(pattern)?.matches(name, false) {
+        if Pattern::new(pattern)?.matches(name, is_conv) {
             return Ok(Some(*value));
         }
     }
@@ -418,11 +419,13 @@ mod tests {
         let mut c = config(&["all-linear"]);
         c.rank_pattern.insert("to_q".into(), 4);
         c.alpha_pattern.insert("to_q".into(), 2.0);
-        let settings = c.settings("a.to_q").unwrap();
+        let settings = c.settings("a.to_q", false).unwrap();
         assert_eq!((settings.rank, settings.scale), (4, 0.5));
         c.use_rslora = true;
-        assert_eq!(c.settings("a.to_q").unwrap().scale, 1.0);
-        assert_eq!(c.settings("a.to_k").unwrap().rank, 8);
+        assert_eq!(c.settings("a.to_q", false).unwrap().scale, 1.0);
+        assert_eq!(c.settings("a.to_k", false).unwrap().rank, 8);
+        c.rank_pattern = BTreeMap::from([("all-conv".into(), 2)]);
+        assert_eq!((c.settings("a.conv1", true).unwrap().rank, c.settings("a.to_k", false).unwrap().rank), (2, 8));
     }
 
     #[test]

@@ -122,7 +122,7 @@ impl AdapterSet {
         let selected = config.select(layers.iter().map(|(name, layer)| (name.as_str(), layer.is_conv())))?;
         for (name, layer) in layers {
             if selected.contains_key(name) {
-                let mut settings = config.settings(name)?;
+                let mut settings = config.settings(name, layer.is_conv())?;
                 let values = kind.init(&layer.base(), &settings).map_err(|e| at_layer(name, e))?;
                 let values = values.into_iter().map(|(name, value)| Ok((name, value.to_dtype(config.dtype)?)));
                 let values = values.collect::<Result<Parameters<Tensor>>>()?;
