@@ -98,8 +98,19 @@ def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> 
     for _ in range(_ITERATIONS):
         other, _ = np.linalg.qr(matrix.T @ basis)
         basis, _ = np.linalg.qr(matrix @ other)
-    u, s, vt = np.linalg.svd((basis.T @ matrix).astype(np.float64), full_matrices=False)
+    u, s, vt = wide_svd(basis.T @ matrix)
     return balanced(basis @ u, s, vt, rank, keep)
+
+
+def wide_svd(rows: Matrix) -> tuple[Matrix, Matrix, Matrix]:
+    """The singular value decomposition, in f64, of a matrix with few rows and many columns.
+
+    A QR decomposition of the transposed matrix leaves a small square matrix to decompose. LAPACK's
+    decomposition of the whole matrix takes ten times as long.
+    """
+    right, square = np.linalg.qr(rows.T.astype(np.float64))
+    u, s, vt = np.linalg.svd(square.T)
+    return u, s, vt @ right.T
 
 
 def balanced(u: Matrix, s: Matrix, vt: Matrix, rank: int, keep: float = 1.0) -> Factors:

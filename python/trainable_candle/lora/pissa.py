@@ -8,7 +8,7 @@ import numpy as np
 
 import trainable_candle as tc
 from trainable_candle.errors import ArgumentError
-from trainable_candle.lora.factors import WHOLE, approximate, balanced, require_finite
+from trainable_candle.lora.factors import WHOLE, approximate, balanced, require_finite, wide_svd
 
 if TYPE_CHECKING:
     from trainable_candle import Tensor
@@ -62,7 +62,7 @@ def pissa(weight: Tensor, rank: int, seed: int = 0) -> Factors:
         found = exact @ _even(exact.t() @ _even(found))
     basis, _ = np.linalg.qr(_finite(found))
     rows = _finite(exact.t() @ tc.tensor(basis, device=exact.device)).T
-    u, s, vt = np.linalg.svd(rows.astype(np.float64), full_matrices=False)
+    u, s, vt = wide_svd(rows)
     return balanced(basis @ u, s, vt, rank)
 
 
