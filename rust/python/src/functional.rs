@@ -48,7 +48,7 @@ pub fn linear(py: Python<'_>, input: &Tensor, weight: WeightArg<'_>, bias: Optio
 /// Round a matrix to the values that an 8-bit or 4-bit format can represent; the result keeps the dtype of the input. The backward pass
 /// is the straight-through estimator: an element gets the gradient of its rounded value if its code is within the format's range, and 0
 /// otherwise. The backward pass treats scales as constants. `factors` get the gradient of LSQ, equation 3
-/// (<https://arxiv.org/abs/1902.08153>).
+/// (<https://arxiv.org/abs/1902.08153>), except that an element is clipped only if it rounds to a number beyond the last code.
 ///
 /// ```python
 /// weight = tc.Var(tc.randn(64, 64))

@@ -5,7 +5,8 @@
 //! estimator (Bengio et al. 2013, arXiv:1308.3432) with the clipping of Jacob et al. 2018, arXiv:1712.05877. Scales are constants in the
 //! backward pass. Learned factors on the scales have the gradient of LSQ (Esser et al. 2020, arXiv:1902.08153, equation 3), as in
 //! torchao's `range_learning`. LSQ also multiplies this gradient by a constant; it is left out here, because the steps of Adam do not
-//! depend on it.
+//! depend on it. LSQ takes a value for clipped if it exceeds the last code; here, as in torchao, a value is clipped if it rounds to a
+//! number beyond the last code.
 
 use std::str::FromStr;
 
