@@ -1,6 +1,6 @@
 """A language model's losses after quantization-aware training, and with products of 8-bit codes.
 
-python benches/rounded_training.py qat MODEL [--steps 400] [--seeds 3] [--device cuda]
+python benches/rounded_training.py qat MODEL [--steps 400] [--seeds 3] [--device cuda] [--only qat]
 python benches/rounded_training.py w8a8 MODEL [--steps 2000] [--seeds 3] [--device cuda]
 
 MODEL is a folder in transformers' format, such as benches/pretrain.py writes. A LoRA of rank 16 on
@@ -148,6 +148,8 @@ def qat(given: argparse.Namespace) -> dict[str, dict[str, float]]:
     cases["loftq nf4"] = {"base_precision": "nf4", "init": "loftq"}
     found = {}
     for name, more in cases.items():
+        if name != "plain" and given.only not in name:
+            continue
         task, adapter, _ = train(given, name, **more)
         apart = held_out(given, task)
         # LoftQ's adapter starts as the rounding error of its base, so it fits only that base.
@@ -193,6 +195,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=4, help="rows of 1,024 tokens")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", default="", help="qat: ways of training that contain this")
     # For the process of one seed: the seed, and the folder that all processes share.
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
