@@ -2,8 +2,8 @@
 
 python benches/full_text.py FOLDER MODEL [--device cuda]
 
-Words are random letters, the same few thousand everywhere, so that the tokenizer, which is trained
-on them, has merges and tokens of several letters as real tokenizers do.
+All texts consist of the same few thousand words of random letters. The tokenizer is trained on
+these words, so it has merges and tokens of several letters, as real tokenizers do.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 python benches/gpu_tiles.py [--only sdxl] [--least 2]
 
-Prints the lines of the table in rust/core/src/cuda/gemm_tiles.rs: the products for which one of the
-algorithms that cuBLASLt recommends takes less time than the usual one. The usual algorithm is
-cuBLASLt's first recommendation for a product with a bias, cuBLAS's choice for one without.
-Weights come from memory in each product, as in a model, and inputs from the cache. Needs torch.
+Prints a line for each product. The lines with `->` are those of the table in
+rust/core/src/cuda/gemm_tiles.rs: one of the algorithms that cuBLASLt recommends takes at least
+`--least` per cent less time than the usual one. The usual algorithm is cuBLASLt's first
+recommendation for a product with a bias, cuBLAS's choice for one without. Weights come from memory
+in each product, as in a model, and inputs from the cache. Needs torch.
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ def examine(lt: CublasLt, layer: Layer, *, backward: bool, least: float) -> None
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--only", default="", help="the models whose name contains this")
-    options.add_argument("--least", type=float, default=3, help="the least gain of a line, in %%")
+    options.add_argument("--least", type=float, default=3, help="the least gain for ->, in %%")
     given = options.parse_args()
     lt = CublasLt()
     print(f"// {torch.cuda.get_device_name()}, cuBLASLt {lt.library.cublasLtGetVersion()}")

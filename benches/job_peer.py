@@ -4,8 +4,8 @@ python benches/job_peer.py FOLDER MODEL [--steps 28] [--guidance 3.5] [--device 
 
 FOLDER is the folder of `gpu_job.py`: its subfolder MODEL has the pipeline, and `pictures` the
 images. SDXL is loaded as a pipeline. The other pipelines lack tokenizers, so each part is loaded
-separately, text encoders get random tokens of the length that the pipeline pads to, and images are
-drawn from random features.
+separately. Text encoders get random tokens: CLIP 77, the others 512. Images are drawn from random
+features.
 """
 
 from __future__ import annotations
