@@ -139,7 +139,7 @@ template <typename T, int COLUMNS, int STAGES> struct CodesProduct {
         return factors;
     }
 
-    // `columns` has room for two tiles' factors and addends of columns.
+    // `columns` has room for the factors and addends of the columns of two tiles.
     __device__ __forceinline__ void multiply(Ring ring, float2 (*columns)[COLUMNS]) const {
         Tile tile;
         uint32_t turn = 0;
@@ -180,7 +180,7 @@ template <typename T, int COLUMNS, int STAGES> struct CodesProduct {
         }
     }
 
-    // Shared memory: the stages, their barriers, and then factors and addends of two tiles' columns.
+    // Shared memory: the stages, their barriers, and then the factors and addends of the columns of two tiles.
     static __device__ __forceinline__ unsigned char *shared_memory() {
         extern __shared__ __align__(1024) unsigned char shared[];
         return shared;

@@ -30,8 +30,9 @@ __device__ __forceinline__ uint32_t rows_descriptor(uint32_t address) { return a
     "%107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, " \
     "%125, %126, %127"
 
-// sums (64 rows, columns) = a bᵀ, or sums += a bᵀ if `adds`, with a (64, 32) and b (columns, 32), whose descriptors are `left` and `right`.
-// `count` is columns / 2, `a` to `adds` are count, count + 1 and count + 2.
+// multiply_codes computes sums (64 rows, columns) = x wᵀ, or sums += x wᵀ if `add`, with codes x (64, 32) and w (columns, 32), whose
+// descriptors are `left` and `right`. Arguments of the macro: `count` is columns / 2; `a`, `b` and `adds` are the numbers of the assembly
+// operands with `left`, `right` and `add`, which are count, count + 1 and count + 2.
 #define PRODUCT_OF_CODES(columns, count, a, b, adds)                                                                                   \
     __device__ __forceinline__ void multiply_codes(uint32_t(&sums)[count], uint32_t left, uint32_t right, bool add) {                  \
         asm volatile("{\n.reg .pred adds;\n.reg .b64 left, right;\nsetp.ne.b32 adds, %" adds ", 0;\n"                                   \

@@ -1,5 +1,5 @@
 // Gradient of the weight on the tensor cores:
-//   grad_weight[o, a, b, c] = sum over the pixels p of the result of grad_y[p, o] * x[p's window at (a, b), c]
+//   grad_weight[o, a, b, c] = sum of grad_y[p, o] * x[p's window at (a, b), c] over all pixels p of the result
 // This is a product of (out channels, pixels) and (pixels, taps * channels). The pixels are split among blocks.
 #pragma once
 

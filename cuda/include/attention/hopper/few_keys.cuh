@@ -18,7 +18,7 @@ struct AttentionFewKeysMaps {
     TensorMap q, k, v, d_o;
 };
 
-// What both passes have in common. A stage has one tile of queries for each of the `INPUTS` tensors q and d_o.
+// What both passes have in common. A stage has a tile of q and, if `INPUTS` is 2 (the backward pass), a tile of d_o for the same queries.
 template <int INPUTS, int STAGES> struct FewKeys {
     static constexpr int STAGE_COUNT = STAGES, D = 64, GROUPS = 2, ROWS = 64 * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP;
     static constexpr int KEY_BYTES = tile_bytes<D>(FEW_KEYS), ROWS_BYTES = tile_bytes<D>(ROWS), STAGE_BYTES = INPUTS * ROWS_BYTES;
@@ -75,7 +75,8 @@ template <int INPUTS, int STAGES> struct FewKeys {
         if (threadIdx.x % WARPGROUP == 0) barrier_arrive(shared + barrier);
     }
 
-    // Writes the group's results, of queries `first` and later of a head. The rows of a warp pass through `staged`, a tile of the group.
+    // Writes the group's results for the 64 queries of a head from `first` on. The rows of a warp pass through `staged`, a tile of the
+    // group.
     template <typename T>
     __device__ __forceinline__ void store(T *matrix, uint64_t stride, uint32_t first, const float (&result)[D / 2], uint32_t staged) const {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4, chunk = lane % 8;
@@ -97,7 +98,7 @@ template <int INPUTS, int STAGES> struct FewKeys {
         __syncwarp();
     }
 
-    // Sets the scores, or the weights, of columns beyond the last key.
+    // Sets the scores (or weights) of columns beyond the last key to `value`.
     __device__ __forceinline__ void set_beyond_keys(float (&scores)[FEW_KEYS / 2], float value) const {
 #pragma unroll
         for (int n = 0; n < FEW_KEYS / 8; n++) {
