@@ -1,5 +1,5 @@
 //! Compares the results of all cases of the registry on a CUDA device with those on the CPU in f64, and tests what only the
-//! CUDA code has. Needs a GPU: `cargo test --features cuda --test cuda -- --ignored`.
+//! CUDA code has. All tests but `registry_runs_on_cuda` need a GPU: `cargo test --features cuda --test cuda -- --ignored`.
 #![cfg(feature = "cuda")]
 
 use std::path::PathBuf;

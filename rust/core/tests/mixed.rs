@@ -1,5 +1,4 @@
-//! f32 variables in f16 and bf16 computation: the copies of the variables' values for computing, and the variables'
-//! gradients.
+//! f32 variables in f16 and bf16 computation: the copies of their values in f16 or bf16, and their gradients in f32.
 
 use trainable_candle_core::ops::linear::linear;
 use trainable_candle_core::ops::lora::{

@@ -156,6 +156,7 @@ fn a_recomputation_and_draws_of_other_threads_are_independent() -> Result<()> {
     y.backward_with(Some(&Tensor::ones(1000, DType::F32, &CPU)?), false)?;
     let expected: Vec<f32> = y.to_vec::<f32>()?.into_iter().map(|v| 2.0 * v).collect();
     assert_eq!(x.grad().unwrap().to_vec::<f32>()?, expected, "the recomputation draws the same masks");
+    // A draw of 8 numbers takes two blocks of four random words from the generator.
     let (drawn, blocks) = (drawn.lock().unwrap().clone(), 2);
     assert_eq!(drawn.len(), 4, "two in the first run, two in the recomputation");
     for (index, values) in drawn.iter().enumerate() {

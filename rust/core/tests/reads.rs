@@ -1,6 +1,6 @@
-//! Variables that an operation reads in addition to its inputs on the tape (masks, tables, frozen weights, compared
-//! values). If they change before the backward pass, the pass returns an error or the gradient of the original
-//! computation.
+//! Variables that an operation reads in addition to its inputs on the tape: masks, tables of cosines and sines, frozen
+//! weights, operands of comparisons. If such a variable changes before the backward pass, the pass returns an error or
+//! the gradient for the value before the change.
 
 use trainable_candle_core::checkpoint::{Policy, checkpoint, checkpoint_with};
 use trainable_candle_core::ops::attention::{RotaryHeads, rotary_attention, scaled_dot_product_attention};
@@ -73,7 +73,7 @@ const FUNCTIONS: [(&str, Function); 16] = [
 /// The gradient of x. With `change`, the variable v changes between the forward and the backward pass.
 fn gradient(f: &dyn Fn(&Tensor, &Tensor) -> Result<Tensor>, change: bool) -> Result<Vec<f64>> {
     let (x, v) = (Var::from_tensor(&ramp(0.0))?, Var::from_tensor(&ramp(1.0))?);
-    // The squares read the function's result in their backward pass.
+    // The backward pass of a square reads its input, so the first sqr makes the backward pass read the result of f.
     let loss = f(&x, &v.detach())?.sqr()?.sqr()?.sum_all()?;
     if change {
         v.set(&ramp(2.0))?;
@@ -107,8 +107,9 @@ fn a_change_before_a_recomputation_is_an_error_or_has_no_effect() {
                 Ok(checkpoint_with(policy, run, &[x])?.remove(0))
             };
             check(&format!("{name}, {policy:?}"), &recomputed);
-            // The inner checkpoint alone would not detect the change. The outer checkpoint must also check the
-            // variables that an inner function reads.
+            // The inner checkpoint alone could miss the change: the recomputation of the outer checkpoint runs the inner
+            // checkpoint anew, which then records the variable as it is after the change. So the outer checkpoint must
+            // also check the variables that the inner function reads.
             let nested = move |x: &Tensor, v: &Tensor| -> Result<Tensor> {
                 let v = v.clone();
                 let outer = move |xs: &[Tensor]| -> Result<Vec<Tensor>> {

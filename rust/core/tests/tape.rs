@@ -88,7 +88,7 @@ fn a_changed_variable_is_an_error_not_a_wrong_gradient() -> Result<()> {
     w.set(&Tensor::new(5f32, &CPU)?)?;
     let error = y.backward().unwrap_err();
     assert!(matches!(error, Error::Autograd { .. }) && error.to_string().contains("changed in place"), "{error}");
-    // A view of the variable shares the variable's version.
+    // A view shares the version of its variable: the count of changes that the backward pass checks.
     let m = Var::new([[1f32, 2.0], [3.0, 4.0]].as_slice().first().unwrap().as_slice(), &CPU)?;
     let z = m.narrow(0, 0, 1)?.detach().mul(&x)?;
     m.set(&Tensor::zeros(2, DType::F32, &CPU)?)?;

@@ -228,7 +228,8 @@ macro_rules! binary_methods {
                 /// Shapes broadcast as in numpy.
                 ///
                 /// # Errors
-                /// [`Error::Shape`] if the shapes do not broadcast, [`Error::DType`] if the dtypes differ.
+                /// [`Error::Shape`] if the shapes do not broadcast, [`Error::DType`] if the dtypes differ or the function
+                /// does not support them, [`Error::Device`] if the devices differ.
                 pub fn $name(&self, other: &Tensor) -> Result<Tensor> {
                     $call(&$info, self, other, $functor, $integer, $kind)
                 }

@@ -67,10 +67,10 @@ impl Tensor {
         record(&CAST, &[self], || compute::convert(&self.raw, dtype), |_, _| CastBackward(from))
     }
 
-    /// A variable's value in the compute dtype. The variable keeps a copy. If the variable has changed since the last
-    /// use, the copy is cast again, unless the optimizer that changed the variable has also written the copy. The
-    /// result is a view of this copy. A later change of the variable overwrites the copy, so a backward pass through the
-    /// result is then an error. For other tensors this is [`to_dtype`](Self::to_dtype).
+    /// A variable's value in `dtype`. The variable keeps a copy in this dtype, and the result is a view of the copy. If the
+    /// variable has changed since the last use, the value is cast again, unless the optimizer that changed it has also
+    /// written the copy. A later change of the variable overwrites the copy, so a backward pass through the result is then
+    /// an error. For a tensor that is not a variable this is [`to_dtype`](Self::to_dtype).
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit.
@@ -87,7 +87,7 @@ impl Tensor {
     /// The same values on another device. The gradient is on this tensor's device.
     ///
     /// # Errors
-    /// Candle's, if the copy fails.
+    /// Candle's, if the copy fails; [`Error::Device`](crate::Error::Device) for a copy to the CPU while a CUDA graph is recorded.
     pub fn to_device(&self, device: &Device) -> Result<Self> {
         if self.device().same_device(device) {
             return Ok(self.clone());

@@ -99,7 +99,8 @@ impl LinearGroup<'_> {
 /// Saves x and x Aᵀ if the gradients of low-rank factors need them. A group without low-rank products saves nothing.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base needs a gradient.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base needs a gradient
+/// or a scale is not finite.
 pub fn linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
     group.check(LINEAR_GROUP.name, x)?;
     let low_ranks = group.low_ranks(x.dtype())?;

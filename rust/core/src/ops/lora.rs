@@ -1,8 +1,9 @@
 //! Low-rank adapted linear maps as single operations.
 //!
 //! LoRA (Hu et al. 2021, arXiv:2106.09685): y = x Wᵀ + b + s (x Aᵀ) Bᵀ with A = `down (r, in)`, B = `up (out, r)`.
-//! DoRA (Liu et al. 2024, arXiv:2402.09353): y = c ∘ (x Wᵀ + s (x Aᵀ) Bᵀ) + b. c has m / ‖w‖ for each row w of W + s B A,
-//! where m is the magnitude. ‖w‖ is a constant in the backward pass (section 4.3 of the paper), as in peft.
+//! DoRA (Liu et al. 2024, arXiv:2402.09353): y = c ∘ (x Wᵀ + s (x Aᵀ) Bᵀ) + b. The vector c has one element for each row w of
+//! W + s B A: m / ‖w‖, where m is the row's trained magnitude. ‖w‖ is a constant in the backward pass (section 4.3 of the
+//! paper), as in peft.
 //!
 //! The base W, b is frozen: it never gets a gradient, and nothing is saved for it.
 //!
@@ -65,7 +66,8 @@ fn trainable_kind(op: &'static str, x: &Tensor, name: &str, tensor: &Tensor) -> 
     same_kind(op, x, name, tensor)
 }
 
-/// Check that the base, which is not an input on the tape, needs no gradient.
+/// Checks that the base needs no gradient. The base is not an input on the tape, so this function also reports to checkpoints
+/// that the operation reads it.
 pub(super) fn check_frozen(op: &'static str, weight: WeightRef<'_>, bias: Option<&Tensor>) -> Result<()> {
     if weight.requires_grad() || bias.is_some_and(Tensor::requires_grad) {
         return Err(Error::argument(
@@ -114,11 +116,11 @@ fn check_backward(
 /// The gradients of the two LoRA matrices, without that of the input.
 ///
 /// For y = s (x Aᵀ) Bᵀ: `grad_output (..., out)`, `input (..., in)`, `down (r, in)`, `up (out, r)` → (`(r, in)`, `(out,
-/// r)`), in the dtypes of `down` and `up`. These have the dtype of the input; for an f16 or bf16 input they may be f32.
-/// All tensors must be on one device.
+/// r)`), in the dtypes of `down` and `up`. `down` and `up` have the dtype of the input; for an f16 or bf16 input they may be
+/// f32. All tensors must be on one device.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if `scale` is not finite.
 pub fn lora_backward(
     grad_output: &Tensor,
     input: &Tensor,
@@ -150,9 +152,9 @@ pub struct LoraLayer<'a> {
     pub scale: f64,
 }
 
-/// [`lora_backward`] of many layers at once. The results are added to the gradients of the variables. If these gradients
-/// are in a flat buffer, the products are added in place. On CUDA, many products run together, without
-/// synchronization.
+/// [`lora_backward`] of many layers at once. The results are added to the gradients of the variables. Where these gradients
+/// are parts of a [`FlatBuffer`](crate::FlatBuffer), the products are added in place. On CUDA, many products run together,
+/// without synchronization.
 ///
 /// # Errors
 /// As [`lora_backward`]; if an operand does not fit, no gradient changes.
@@ -213,7 +215,7 @@ impl LoraWeights<'_> {
 }
 
 impl<'a> LoraWeights<'a> {
-    /// The low-rank product of inputs of `dtype`.
+    /// The low-rank product, with factors in `dtype`, the dtype of the input.
     fn low_rank(&self, dtype: DType) -> Result<LowRanks<'a>> {
         let mut low_rank = LowRanks::default();
         low_rank.push([self.down, self.up], self.scale, 0, dtype)?;
@@ -224,7 +226,8 @@ impl<'a> LoraWeights<'a> {
 /// y = x Wᵀ + b + s (x Aᵀ) Bᵀ: `x (..., in)` → `(..., out)`. Saves x and x Aᵀ.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base needs a gradient.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base needs a gradient
+/// or the scale is not finite.
 pub fn lora_linear(x: &Tensor, w: LoraWeights<'_>) -> Result<Tensor> {
     w.check(LORA.name, x)?;
     let low_rank = w.low_rank(x.dtype())?;
@@ -292,8 +295,8 @@ pub fn adapted_row_norm<'a>(
     Tensor::constant(squares).sqrt()
 }
 
-/// DoRA: `x (..., in)` → `(..., out)` with `magnitude (out)`. Saves x, x Aᵀ and, for the gradient of the magnitude, the result before
-/// scaling.
+/// DoRA: `x (..., in)` → `(..., out)` with `magnitude (out)`. Saves x, x Aᵀ, the vector c and the norms of the rows. If the magnitude
+/// needs a gradient, also saves the matrix that c scales.
 ///
 /// # Errors
 /// As [`lora_linear`].

@@ -39,7 +39,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Shape`] if an operand has no dimensions, the inner sizes k differ, or the batch dimensions do not broadcast;
-    /// [`Error::DType`] if the dtypes differ or are not floating point.
+    /// [`Error::DType`] if the dtypes differ or are not floating point; [`Error::Device`] if the devices differ.
     pub fn matmul(&self, other: &Self) -> Result<Self> {
         if self.rank() == 0 || other.rank() == 0 {
             return Err(Error::shape("matmul", "a number is not a matrix; use * to multiply a tensor by a number"));

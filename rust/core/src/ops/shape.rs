@@ -221,7 +221,7 @@ impl Tensor {
     /// A view of `length` elements from `start` along `dim`.
     ///
     /// # Errors
-    /// [`Error::Index`] if the range is not inside the dimension.
+    /// [`Error::Index`] if `dim` is out of range or the elements are not all inside the dimension.
     pub fn narrow(&self, dim: usize, start: usize, length: usize) -> Result<Self> {
         self.check_dim("narrow", dim)?;
         let size = self.dims()[dim];
@@ -239,7 +239,7 @@ impl Tensor {
     /// `start`.
     ///
     /// # Errors
-    /// [`Error::Index`] if an element is outside the dimension, [`Error::Argument`] if `step` is 0.
+    /// [`Error::Index`] if `dim` is out of range or an element is outside the dimension, [`Error::Argument`] if `step` is 0.
     pub fn strided(&self, dim: usize, start: usize, length: usize, step: isize) -> Result<Self> {
         self.check_dim(STRIDED.name, dim)?;
         if step == 0 {
@@ -265,8 +265,8 @@ impl Tensor {
     /// Joins tensors one after the other along `dim`; the sizes of all other dimensions must agree.
     ///
     /// # Errors
-    /// [`Error::Argument`] if `tensors` is empty, [`Error::Shape`] if other dimensions differ in size, [`Error::DType`] if the
-    /// dtypes differ.
+    /// [`Error::Argument`] if `tensors` is empty, [`Error::Index`] if `dim` is out of range, [`Error::Shape`] if other dimensions
+    /// differ in size, [`Error::DType`] if the dtypes differ, [`Error::OutOfMemory`] if the result does not fit in memory.
     pub fn cat(tensors: &[&Self], dim: usize) -> Result<Self> {
         let Some(first) = tensors.first() else {
             return Err(Error::argument("cat", "expected at least one tensor, found none"));
@@ -341,7 +341,7 @@ impl Tensor {
     /// dimension.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the lengths do not add up to this size, [`Error::Index`] if `dim` is out of range.
+    /// [`Error::Shape`] if the lengths do not add up to the size, [`Error::Index`] if `dim` is out of range.
     pub fn split(&self, lengths: &[usize], dim: usize) -> Result<Vec<Self>> {
         self.check_dim("split", dim)?;
         let total: usize = lengths.iter().sum();

@@ -167,7 +167,7 @@ fn groups_of_linear_layers_equal_the_cpu() {
         (300, 320, vec![320; 3], vec![true, false, true]),
         (300, 320, vec![320, 64, 64], vec![true; 3]),
         // The next two cases are large enough for one product of cuBLAS and one launch that adds all terms. The last tile of rows and
-        // the last block of columns are not full. In the second of them, a layer without an adapter lies between others.
+        // the last block of columns are not full. In the second case, a layer without an adapter lies between the others.
         (6999, 640, vec![640, 128, 128], vec![true; 3]),
         (4097, 320, vec![96, 640, 288, 32], vec![true, false, true, true]),
     ] {

@@ -227,8 +227,8 @@ fn targets(x: &Tensor) -> Result<Tensor> {
     Tensor::from_vec(vec![last; x.dims()[0]], x.dims()[0], x.device())
 }
 
-/// Three attentions (one for each row of `x`) with one query each. Each element of a row gives one key: the element
-/// repeated 16 times. The query and the values are fixed numbers.
+/// Calls `attention` for three sequences, one for each row of `x`. The arguments are: one query of fixed numbers per
+/// sequence; the elements of the row, each repeated 16 times, as the keys or the values; fixed numbers of the same shape.
 fn attend(x: &Tensor, attention: impl Fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
     let keys = x.reshape((3, x.dims()[1], 1))?.broadcast_as((3, x.dims()[1], 16))?.contiguous()?;
     attention(&like(&keys.narrow(1, 0, 1)?.contiguous()?)?, &keys, &like(&keys)?)

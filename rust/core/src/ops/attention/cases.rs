@@ -89,6 +89,7 @@ struct NormedCase {
     width: usize,
     has_norms: bool,
     rotates: bool,
+    /// Whether each sample has angles of its own.
     per_sample: bool,
     masked: bool,
 }
@@ -140,7 +141,7 @@ impl NormedCase {
         normed_attention(&streams, sizes, self.mask(xs)?.as_ref())
     }
 
-    /// The plain form from views, norms and attention, sample by sample.
+    /// The plain form: views, norms with a rotation (sample by sample), then attention.
     fn plain(&self, xs: &[Tensor]) -> Result<Tensor> {
         let mut parts: [Vec<Tensor>; 3] = Default::default();
         for (index, x) in xs.iter().enumerate() {

@@ -34,11 +34,12 @@ static ATTENTION: OpInfo = OpInfo::expensive("scaled_dot_product_attention");
 /// `is_causal` query i sees the keys up to i; a mask may be given too. `scale` is 1/√D unless given. A query that sees
 /// no key gets zeros. Scores are in f32 (in f64 for f64 operands).
 ///
-/// Saves q, k, v, the mask, the result and one number per query. The result has the memory order of `q`: if `reshape`
-/// and `transpose` made the heads of `q`, joining the heads of the result needs no copy.
+/// Saves q, k, v, the mask, the result and one number per query. If the heads of a query are adjacent in the memory of `q`
+/// (after `reshape` and `transpose`), they are adjacent in the result too, so joining the heads needs no copy.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit; [`Error::Argument`] if `scale` is not
+/// finite; [`Error::OutOfMemory`] if the result does not fit in memory.
 pub fn scaled_dot_product_attention(
     q: &Tensor,
     k: &Tensor,

@@ -46,8 +46,9 @@ pub struct HeadSizes {
 /// keys again.
 ///
 /// # Errors
-/// [`Error::Argument`] without streams, if a norm's scale or the mask needs a gradient, or if `eps` is negative or not finite;
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::OutOfMemory`] if the result does not fit.
+/// [`Error::Argument`] without streams, if `sizes` has no head, an odd width or too many columns, if a norm's scale or the mask needs
+/// a gradient, or if `eps` is negative or not finite; [`Error::NoBackward`] if cos or sin needs a gradient; [`Error::Shape`],
+/// [`Error::DType`], [`Error::Device`] if the operands do not fit together; [`Error::OutOfMemory`] if the result does not fit in memory.
 pub fn normed_attention(streams: &[Stream<'_>], sizes: HeadSizes, mask: Option<&Tensor>) -> Result<Tensor> {
     let normed = Normed::new(streams, sizes, mask)?;
     let first = streams[0].x;
@@ -79,7 +80,7 @@ pub fn normed_attention(streams: &[Stream<'_>], sizes: HeadSizes, mask: Option<&
 #[derive(Clone)]
 struct Operands {
     norms: [Option<Raw>; 2],
-    /// cos and sin, one row for each token of one sample or of all samples.
+    /// cos and sin: one row for each token of a sample if all samples share them, else one for each token of every sample.
     tables: Option<[Raw; 2]>,
 }
 

@@ -17,7 +17,8 @@ pub(super) static PACKED: OpInfo = OpInfo::expensive("packed_attention");
 /// i. The scale is 1/√(D / heads). Saves its inputs, the result and one number per head and token.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::OutOfMemory`] if the result does not fit.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit together, [`Error::OutOfMemory`] if the result does
+/// not fit in memory.
 pub fn packed_attention(x: &Tensor, context: Option<&Tensor>, heads: usize, is_causal: bool) -> Result<Tensor> {
     let packed = Packed::new(x, context, heads, is_causal)?;
     check_allocation(PACKED.name, &packed.result, x.dtype())?;

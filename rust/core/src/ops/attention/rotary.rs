@@ -25,7 +25,8 @@ pub struct RotaryHeads<'a> {
     pub heads: usize,
     /// Number of heads of keys and values, a divisor of `heads`.
     pub key_heads: usize,
-    /// cos and sin, (N, width / 2), by which the pairs of columns (i, i + width / 2) of row n are rotated.
+    /// cos and sin of the angles by which the pairs of columns (i, i + width / 2) are rotated: (N, width / 2) for the N rows
+    /// of the projection.
     pub angles: [&'a Tensor; 2],
     /// Scales of the RMS norms of queries and of keys, (width), frozen, and the epsilon of the norms; `None` for models
     /// without these norms.
@@ -40,8 +41,9 @@ pub struct RotaryHeads<'a> {
 /// and head, and two numbers per row; the backward pass computes queries and keys again.
 ///
 /// # Errors
-/// As [`varlen_attention`](super::varlen_attention); [`Error::Argument`] also if a norm's scale needs a gradient, and
-/// [`Error::OutOfMemory`] if the result does not fit.
+/// As [`varlen_attention`](super::varlen_attention); [`Error::Argument`] also if a norm's scale needs a gradient or the
+/// epsilon is negative or not finite; [`Error::NoBackward`] if cos or sin needs a gradient; [`Error::OutOfMemory`] if the
+/// result does not fit in memory.
 pub fn rotary_attention(
     x: &Tensor,
     heads: RotaryHeads<'_>,

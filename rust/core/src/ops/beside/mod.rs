@@ -52,7 +52,8 @@ impl Activation {
 /// f turns the W - `start` columns into n. Saves `x` alone.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::OutOfMemory`] if the result does not fit.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit together, [`Error::OutOfMemory`] if the result does
+/// not fit in memory.
 pub fn activate_beside(before: Option<&Tensor>, x: &Tensor, start: usize, activation: Activation) -> Result<Tensor> {
     let info = activation.info();
     let columns = Columns::new(before, x, start, activation)?;

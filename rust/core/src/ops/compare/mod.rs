@@ -8,7 +8,8 @@ use crate::compute::on_device;
 use crate::raw::{Raw, check_allocation_on};
 use crate::{Result, Tensor, checkpoint};
 
-/// A comparison: its name, the sum of the relations of `kernels/compare.cu` for which it holds, and its function on the CPU.
+/// A comparison: its name, the sum of the relations for which it holds (1 less, 2 equal, 4 greater, 8 one of the two is NaN, as in
+/// `kernels/compare.cu`), and its function on the CPU.
 struct Comparison {
     op: &'static str,
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the kernel reads it"))]

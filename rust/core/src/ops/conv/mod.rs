@@ -72,7 +72,7 @@ impl Backward for Conv2dBackward {
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the shapes, dtypes or devices of the operands do not fit together,
 /// [`Error::Shape`] if the kernel is larger than the padded image, [`Error::Argument`] if a stride, a dilation or the number of
-/// groups is 0.
+/// groups is 0, [`Error::OutOfMemory`] if the result does not fit in memory.
 pub fn conv2d(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, options: Conv2dOptions) -> Result<Tensor> {
     let rank_4 = |name: &str, tensor: &Tensor, expected: &str| {
         <[usize; 4]>::try_from(tensor.dims()).map_err(|_| {

@@ -152,7 +152,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Index`] if `dim` or an id is out of range (as every negative id is), [`Error::Shape`] if `ids` is not a vector,
-    /// [`Error::DType`] if it is not i64 or u32.
+    /// [`Error::DType`] if `ids` is not i64 or u32, [`Error::Device`] if `ids` is on another device.
     pub fn index_select(&self, ids: &Self, dim: usize) -> Result<Self> {
         check_dim(INDEX_SELECT.name, self, dim)?;
         check_device(INDEX_SELECT.name, self.device(), ids)?;
@@ -176,7 +176,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Index`] if `dim` or an id is out of range (as every negative id is), [`Error::Shape`] if the shapes do not fit,
-    /// [`Error::DType`] if `ids` is not i64 or u32.
+    /// [`Error::DType`] if `ids` is not i64 or u32, [`Error::Device`] if `ids` is on another device.
     pub fn gather(&self, ids: &Self, dim: usize) -> Result<Self> {
         check_dim(GATHER.name, self, dim)?;
         check_device(GATHER.name, self.device(), ids)?;
@@ -211,8 +211,8 @@ impl Tensor {
 ///
 /// # Errors
 /// [`Error::Index`] if an id is out of range (as every negative id is), [`Error::Shape`] if `weight` is not a matrix,
-/// [`Error::DType`] if `ids` is not i64 or u32, [`Error::Argument`] if the rows of a quantized weight cannot be read
-/// separately.
+/// [`Error::DType`] if `ids` is not i64 or u32, [`Error::Device`] if `ids` is on another device, [`Error::Argument`] if the
+/// rows of a quantized weight cannot be read separately.
 pub fn embedding<'a>(weight: impl Into<WeightRef<'a>>, ids: &Tensor) -> Result<Tensor> {
     let weight = weight.into();
     let &[_, features] = weight.dims() else {

@@ -62,7 +62,7 @@ fn assert_close(found: &[f64], expected: &[f64]) {
 
 #[test]
 fn select_and_its_gradient_match_plain_loops() {
-    // The larger tensors are computed in several pieces, which may start between two ids of one outer index.
+    // The larger tensors are computed in several pieces. A piece may start in the middle of the ids of an outer index.
     for (dims, dim, count) in
         [([3, 4, 5], 1, 6), ([40, 90, 70], 1, 55), ([2000, 3, 41], 0, 700), ([9, 50, 300], 2, 111)]
     {

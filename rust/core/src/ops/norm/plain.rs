@@ -13,7 +13,7 @@ pub(super) fn rms_norm(x: &[Tensor], eps: f64) -> Result<Tensor> {
     affine(&x[0].div(&rms)?, x)
 }
 
-/// For `x (batch, length, channels)`.
+/// The plain form of group norm for `x[0] (batch, length, channels)`.
 pub(super) fn group_norm(x: &[Tensor], groups: usize, eps: f64) -> Result<Tensor> {
     let dims = x[0].dims();
     let split = x[0].reshape((dims[0], dims[1], groups, dims[2] / groups))?;

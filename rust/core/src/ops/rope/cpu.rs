@@ -14,7 +14,7 @@ use crate::{Result, dispatch_float};
 /// The angles by which pairs of features are rotated, and which pairs and rows they belong to. Row i has position
 /// i / `repeats` mod `positions`.
 pub struct Angles<'a, R> {
-    /// The cosines, (positions, half); `sin` has the same shape.
+    /// The cosines, (`positions`, `half`); `sin` has the same shape.
     pub cos: &'a [R],
     pub sin: &'a [R],
     pub positions: usize,
@@ -63,8 +63,8 @@ impl<R: Real> Angles<'_, R> {
     }
 }
 
-/// Rotates the rows of a dense `x (..., 2 half)` as [`Angles::rotate`] does. `cos` and `sin` are (positions, half); `repeats`
-/// consecutive rows have the same position.
+/// Rotates the rows of a dense `x` as [`Angles::rotate`] does. `cos` and `sin` have one row per position and one column per pair of
+/// features. Each `repeats` consecutive rows of `x` have the same position.
 pub fn rotate(x: &Raw, [cos, sin]: [&Raw; 2], repeats: usize, interleaved: bool, back: bool) -> Result<Raw> {
     let (positions, half) = (cos.dims()[0], cos.dims()[1]);
     let len = 2 * half;

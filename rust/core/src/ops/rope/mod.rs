@@ -21,11 +21,13 @@ static ROPE: OpInfo = OpInfo::cheap("rope");
 /// `(S, D/2)` and any floating-point dtype; they get no gradient.
 ///
 /// Pair i consists of the features 2i and 2i + 1 if `interleaved` (Flux, original LLaMA), else of the features i and i + D/2
-/// (GPT-NeoX, Hugging Face's LLaMA). The result has the memory order of `x`.
+/// (GPT-NeoX, Hugging Face's LLaMA). If `x` is (..., heads, S, D) and the heads of a position are adjacent in memory, they are
+/// adjacent in the result too; any other result is contiguous.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if D is odd, or `cos` or `sin` does not match `x`; [`Error::NoBackward`]
-/// if `cos` or `sin` needs a gradient.
+/// [`Error::Shape`] if `x` has fewer than two dimensions, D is odd, or `cos` or `sin` does not fit; [`Error::DType`] if an operand is not
+/// floating point; [`Error::Device`] if `cos` or `sin` is on another device than `x`; [`Error::NoBackward`] if `cos` or `sin` needs a
+/// gradient.
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result<Tensor> {
     check(ROPE.name, x, cos, sin)?;
     record(

@@ -14,17 +14,17 @@ use crate::cuda::Gpu;
 use crate::cuda::launch::{Const, Mut, Shape, empty, optional_input, optional_output, suffix};
 use crate::cuda::tensor_map::{Encoder, NO_MAP};
 
-/// The most keys.
+/// The most keys that these kernels support.
 const KEYS: u32 = 80;
 /// Columns of a head in the kernels' tiles.
 const COLUMNS: u32 = 64;
-/// Queries of a step.
+/// Queries of a step (see [`schedule`]).
 const QUERIES: u32 = 128;
-/// Threads of a block of the main kernels.
+/// Threads of a block of the forward and of the backward kernel.
 const MAIN_THREADS: u32 = 384;
 
-/// The work of the thread blocks; `None` if these kernels do not support the operands. The caller has checked that the
-/// general tensor-core kernels support the operands.
+/// The work of the thread blocks: an item is a head of a sample, a step is a tile of the head's queries. `None` if these
+/// kernels do not support the operands. The caller has checked that the general tensor-core kernels support the operands.
 fn schedule(gpu: &Gpu, sizes: &AttentionShape, form: Width, operands: &[&Heads]) -> Option<Schedule> {
     let (blocks, items) = (gpu.multiprocessors() as u32, sizes.batch * sizes.heads);
     let steps = sizes.queries.div_ceil(QUERIES);

@@ -1,5 +1,6 @@
 //! Attention on CUDA devices: the host side of `kernels/attention.cu`. These kernels never store the matrix of all
-//! scores. They use tensor cores where the operands allow it; otherwise plain kernels compute the attention.
+//! scores. They use tensor cores where the operands allow it; otherwise plain kernels compute the attention. For very wide
+//! heads, matrix products compute the forward pass (`wide.rs`).
 
 mod few_keys;
 pub(super) mod hopper;
@@ -391,7 +392,8 @@ impl Attention<'_> {
         Ok(deltas)
     }
 
-    /// Sums the parts of the gradients of the keys and of the values. Does nothing for a gradient without parts.
+    /// Sums the parts of the gradients of the keys and of the values; each part is what some of the queries contribute.
+    /// Does nothing for a gradient without parts.
     /// `sizes.heads` is the number of heads of keys, not of queries.
     pub(super) fn sum_parts(
         &self,

@@ -1,5 +1,5 @@
-//! Attention with heads too wide for the tensor-core kernels: matrix products around a softmax, for one block of
-//! queries at a time.
+//! The forward pass of attention with heads too wide for the tensor-core kernels: matrix products around a softmax, for
+//! one block of queries at a time. The backward pass uses the plain kernels.
 
 use trainable_candle_cuda::kernels::softmax::{LOGSUMEXP_FORWARD, LogsumexpForward};
 

@@ -177,8 +177,8 @@ impl Varlen {
     }
 }
 
-/// Checks the shape and the dtype of the bounds of segments, that the bounds are on the device of `like`, the number of
-/// rows, and the window.
+/// Checks the bounds of segments (their shape and dtype, and that they are on the device of `like`), the number of rows
+/// and the window.
 pub(super) fn check_bounds(
     op: &'static str,
     like: &Tensor,
@@ -321,7 +321,7 @@ mod tests {
         }
     }
 
-    /// Rows beyond the last bound may have any values.
+    /// The rows beyond the last bound have values other than zero here.
     #[test]
     fn rows_of_no_segment_give_zeros_and_get_no_gradient() -> Result<()> {
         let device = candle_core::Device::Cpu;

@@ -1,4 +1,5 @@
 //! Depthwise convolutions: each channel is convolved separately. The lanes of a SIMD vector are adjacent channels.
+//! [`stencil`](super::stencil) explains what source, target and phase are.
 
 use super::super::geometry::Geometry;
 use super::patch::Axis;

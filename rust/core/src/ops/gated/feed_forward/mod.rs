@@ -23,11 +23,12 @@ pub(super) static SWIGLU_FEED_FORWARD: OpInfo = OpInfo::expensive("swiglu_feed_f
 
 /// [`linear_group`] of [`swiglu_linear_group`]: `x (..., in)` → `(..., out)`. The maps of `group` have 2 n results in all, the second half
 /// of which is the gate; `last` has n inputs. The function runs as one fused operation only if `group` is two maps and `last` is one
-/// map, all three have low-rank products, and x and all low-rank factors need a gradient. Otherwise it calls these two functions.
+/// map, all three have low-rank products, and x and all low-rank factors need a gradient. Otherwise it calls `swiglu_linear_group`, then
+/// `linear_group`.
 ///
 /// # Errors
 /// [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType), [`Error::Device`](crate::Error::Device) if the operands
-/// do not fit, [`Error::Argument`](crate::Error::Argument) if the base needs a gradient.
+/// do not fit, [`Error::Argument`](crate::Error::Argument) if a base needs a gradient or a scale is not finite.
 pub fn swiglu_feed_forward(x: &Tensor, group: LinearGroup<'_>, last: LinearGroup<'_>) -> Result<Tensor> {
     group.check(SWIGLU_FEED_FORWARD.name, x)?;
     if !is_fused(x, group, last)? {

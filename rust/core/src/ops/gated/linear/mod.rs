@@ -24,7 +24,8 @@ pub(super) static SWIGLU_LINEAR_GROUP: OpInfo = OpInfo::expensive("swiglu_linear
 /// results, the second half of which is the gate.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base needs a gradient.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base needs a gradient
+/// or a scale is not finite.
 pub fn swiglu_linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
     let op = SWIGLU_LINEAR_GROUP.name;
     if checkpoint::is_selective() {

@@ -1,4 +1,4 @@
-//! The CPU form, which computes only the rows that have a target.
+//! The CPU form, which computes only the rows whose target is not ignored.
 
 use super::super::IGNORE_INDEX;
 use super::super::cross_entropy::cpu::{Targets, gradient, losses, read_targets};
@@ -67,7 +67,7 @@ impl Labelled {
     }
 }
 
-/// The logarithm of the probability of each row's target; 0 for a row without a target.
+/// The logarithm of the probability of each row's target; 0 for a row whose target is ignored.
 pub(super) fn log_probs(op: &'static str, head: &Head<'_>, targets: &Tensor) -> Result<Raw> {
     let labelled = Labelled::new(op, head, targets)?;
     let mut values = vec![0.0; head.h.dims()[0]];

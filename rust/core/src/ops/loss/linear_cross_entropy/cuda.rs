@@ -1,5 +1,5 @@
-//! The CUDA form: cuBLAS and `kernels/cross_entropy.cu`. The host does not read the targets, so rows without a target
-//! are computed too.
+//! The CUDA form: cuBLAS and `kernels/cross_entropy.cu`. The host does not read the targets, so it cannot leave out the
+//! rows whose target is ignored.
 
 use super::super::IGNORE_INDEX;
 use super::super::cross_entropy::cuda::{Targets, Turn, losses, turn};
@@ -19,7 +19,7 @@ pub(super) fn sum(head: &Head<'_>, targets: &Tensor, weights: Option<&Raw>) -> R
     Ok((compute::sum(&weighted, &[0], false)?, gradients))
 }
 
-/// The logarithm of the probability of each row's target; 0 for a row without a target.
+/// The logarithm of the probability of each row's target; 0 for a row whose target is ignored.
 pub(super) fn log_probs(op: &'static str, head: &Head<'_>, targets: &Tensor) -> Result<Raw> {
     let (parts, _) = run(op, head, targets, None, false)?;
     let losses = joined(head, &parts)?;

@@ -282,7 +282,8 @@ fn distance(
 /// The squared difference of `input` and `target`, which have the same shape.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the shapes, dtypes or devices of the tensors differ.
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the shapes, dtypes or devices of the tensors differ; [`Error::DType`]
+/// also if they are not floating point.
 pub fn mse_loss(input: &Tensor, target: &Tensor, reduction: Reduction) -> Result<Tensor> {
     distance(&MSE, input, target, reduction, Square)
 }

@@ -84,7 +84,7 @@ impl HeadNorms<'_> {
         on_device!(x.device(), cuda => cuda::forward(self, x, y), cpu => self.forward_on_cpu(x, y))
     }
 
-    /// Writes the gradient of the columns that [`forward`](Self::forward) has read to `dx (B, S, heads · width)`. `grad` is the
+    /// Writes to `dx (B, S, heads · width)` the gradient of the columns that [`forward`](Self::forward) has read. `grad` is the
     /// gradient of what `forward` has written to `y`, in the shape of `y`. `dx` and `grad` may be the same memory.
     pub fn backward(&self, x: &Raw, grad: &Raw, statistics: &HeadStatistics, dx: &Raw) -> Result<()> {
         on_device!(
