@@ -1,5 +1,5 @@
-//! Saved bytes and the generator belong to the whole process: the tests that read them are in a process of their own
-//! and run one at a time.
+//! The count of saved bytes and the random generator belong to the whole process, so the tests that read them are in a
+//! process of their own and run one at a time.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};

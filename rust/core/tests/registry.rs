@@ -1,4 +1,5 @@
-//! Tests every case of every operation in the registry against independent oracles.
+//! Tests every case of every operation in the registry against finite differences, plain forms, results in f64 and runs
+//! without checkpoints.
 
 use std::collections::BTreeSet;
 use std::path::Path;

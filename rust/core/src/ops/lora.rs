@@ -5,7 +5,7 @@
 //! W + s B A: m / ‖w‖, where m is the row's trained magnitude. ‖w‖ is a constant in the backward pass (section 4.3 of the
 //! paper), as in peft.
 //!
-//! The base W, b is frozen: it never gets a gradient, and nothing is saved for it.
+//! The base W, b is frozen: it never gets a gradient, so nothing is saved for one.
 //!
 //! x and W may be f16 or bf16 while the trained tensors are f32. Products then use copies of the trained tensors in the
 //! dtype of x, and the gradients of A and B are summed and stored in f32.

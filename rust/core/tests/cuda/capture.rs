@@ -197,7 +197,8 @@ fn ids_out_of_range_are_an_error_when_the_host_waits_for_the_device() {
     assert!(matches!(wrong.item(), Err(Error::Index { op: "gather", .. })));
 }
 
-/// The copies have more bytes than fit in the ring of pinned memory, and are queued while the device is busy.
+/// The copies have more bytes than fit in the ring of pinned memory that they go through, and are queued while the device is
+/// busy.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn copies_from_the_host_arrive_in_order() {

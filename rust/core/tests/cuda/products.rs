@@ -96,10 +96,10 @@ fn convolutions_equal_the_cpu() {
     }
 }
 
-/// Convolutions whose f32 operands are split into sums of two bf16 numbers keep nearly the accuracy of f32. The split
-/// operands have three times the channels: high times high, high times low and low times high. In the cases, steps over the
-/// channels cross from one third to the next, channels are padded, few or many thread blocks share a sum, values are large
-/// or small, and there is no bias.
+/// Convolutions whose f32 operands are split into sums high + low of two bf16 numbers keep nearly the accuracy of f32. The
+/// split operands have three times the channels, for the products high · high, high · low and low · high. There are cases
+/// where steps over the channels cross from one third to the next, where channels are padded, where few or many thread
+/// blocks share a sum, where values are large or small, and where there is no bias.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn f32_convolutions_on_tensor_cores_equal_the_cpu() {
@@ -155,7 +155,8 @@ fn linear_layers_with_biases_equal_the_cpu() {
     }
 }
 
-/// q, k and v of SDXL's blocks with LoRA on all or some, with factors in one buffer or separate.
+/// Groups such as q, k and v of SDXL's blocks, with LoRA on all layers or on some, and with factors in one buffer or
+/// separate.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn groups_of_linear_layers_equal_the_cpu() {

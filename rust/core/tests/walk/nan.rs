@@ -17,8 +17,8 @@ use super::walk::{TOLERANCE, draw, text, value_and_gradients};
 
 type Checked = std::result::Result<(), String>;
 
-/// Operations whose gradient is always one of several constants, even where the input is NaN, as in torch. Their gradients
-/// are not checked.
+/// Operations whose derivative is always one of a few constants (such as 0 or 1), even where the input is NaN, as in torch.
+/// Their gradients are not checked.
 const CHOOSING: [&str; 8] = ["relu", "clamp", "max", "min", "maximum", "minimum", "abs", "l1_loss"];
 
 /// `x` with the element at `at` replaced by `value`, in `dtype`.
@@ -221,7 +221,7 @@ fn like(x: &Tensor) -> Result<Tensor> {
     Tensor::from_raw(&from_vec(values, x.shape().clone()).to_dtype(x.dtype())?).to_device(x.device())
 }
 
-/// The target of every row is the last class. A sum over the classes thus meets NaN in an earlier class before the target.
+/// The target of every row is the last class, so a loop over the classes meets a NaN of an earlier class before the target.
 fn targets(x: &Tensor) -> Result<Tensor> {
     let last = x.dims()[1] as i64 - 1;
     Tensor::from_vec(vec![last; x.dims()[0]], x.dims()[0], x.device())

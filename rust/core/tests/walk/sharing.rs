@@ -48,7 +48,7 @@ fn walked(outcome: Result<impl Sized>) -> std::result::Result<bool, String> {
 
 /// Changes each input of `case` in turn after the result was computed. Every backward pass that succeeds must give the
 /// gradients of the unchanged inputs. A result may follow the changed input only if it is a view that has the variable's
-/// version, so that a backward pass that needs the result fails.
+/// version (the count of changes), so that a backward pass that needs the result fails.
 pub fn results_do_not_follow_variables(case: &Case, device: &Device) -> Checked {
     let expected = {
         let vars = text(variables(case, device))?;

@@ -1,5 +1,5 @@
 //! Scaled dot-product attention (Vaswani et al. 2017, arXiv:1706.03762), computed block by block so that the matrix of all
-//! scores never exists (Dao et al. 2022, arXiv:2205.14135). Only a learned mask needs the whole matrix.
+//! scores is never in memory (Dao et al. 2022, arXiv:2205.14135), except with a learned mask.
 
 #[cfg(feature = "testing")]
 mod cases;

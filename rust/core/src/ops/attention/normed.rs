@@ -13,7 +13,7 @@ use crate::{Error, Result, Tensor, compute};
 
 pub(super) static NORMED: OpInfo = OpInfo::expensive("normed_attention");
 
-/// One sequence of tokens.
+/// A sequence of tokens for each sample, such as the text or the image, with norms and angles of its own.
 #[derive(Clone, Copy)]
 pub struct Stream<'a> {
     /// Projections (B, S, at least 3 · heads · width). The first columns are queries, keys and values, each with its

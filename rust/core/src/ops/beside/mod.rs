@@ -86,7 +86,7 @@ impl Columns {
     fn new(before: Option<&Tensor>, x: &Tensor, start: usize, activation: Activation) -> Result<Self> {
         let (op, parts) = (activation.info().name, activation.parts());
         let wrong = || {
-            let expected = if parts == 1 { "" } else { " and after these an even number: gate, features" };
+            let expected = if parts == 1 { "" } else { ", then an even number of columns: gate, features" };
             Error::shape(op, format!("the input has shape {:?}, expected at least {start} columns{expected}", x.dims()))
         };
         let (&all, outer) = x.dims().split_last().ok_or_else(wrong)?;

@@ -24,8 +24,8 @@ const GROUP: usize = 4 * LANES;
 /// Number of elements that a thread computes at a time, a multiple of [`GROUP`].
 const GRAIN: usize = 32 * 1024;
 
-/// In training, zero each element with probability `p` and divide the others by 1 - p. Outside of training, return the
-/// tensor itself.
+/// In training, zero each element with probability `p` and divide the others by 1 - p. Outside of training, or if `p` is 0,
+/// return the tensor itself.
 ///
 /// The mask comes from the library's generator ([`rng`]) and does not depend on dtype or number of threads.
 ///

@@ -90,7 +90,7 @@ impl Attention {
         index * QUERIES..self.queries().min((index + 1) * QUERIES)
     }
 
-    /// The blocks of keys that some query of a block sees.
+    /// The blocks of keys that at least one of the queries sees.
     fn key_blocks(&self, queries: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
         let seen = match &self.sight {
             Sight::All => 0..self.keys(),

@@ -40,7 +40,7 @@ impl<'a> From<&'a cpu::Attention> for Attention<'a> {
     }
 }
 
-/// A tensor (..., rows, width) as matrices of heads.
+/// A tensor (..., rows, width) as one matrix per head, with the address and the strides for kernels.
 #[derive(Clone)]
 pub(super) struct Heads {
     pub(super) raw: Raw,

@@ -107,11 +107,13 @@ impl Sizes {
         [self.kernel[0], self.kernel[1], self.channels / self.groups].map(|size| size as usize).iter().product()
     }
 
+    /// The number of phases of the input's gradient (see [`phase_pixels`](Self::phase_pixels)).
     fn phases(&self) -> u32 {
         self.stride[0] * self.stride[1]
     }
 
-    /// The maximum number of input pixels of a phase. The pixels of a phase have the same (line, column) modulo the stride.
+    /// The maximum number of input pixels of a phase. The pixels of a phase have the same (line, column) modulo the stride, so the
+    /// same kernel taps contribute to their gradients.
     fn phase_pixels(&self) -> usize {
         let along = |i: usize| self.input[i].div_ceil(self.stride[i]) as usize;
         self.batch as usize * along(0) * along(1)

@@ -1,7 +1,7 @@
 //! The head of a language model and its loss as one operation, so that the matrix of all logits never exists.
 //!
-//! The forward pass computes the logits of some rows at a time, the losses of these rows, and the gradients of states and weight. As the
-//! result is a sum, the backward pass only multiplies these saved gradients by a number (Hsu et al. 2024, Liger Kernel,
+//! The forward pass takes some rows at a time: it computes their logits and losses, and the gradients of the hidden states and of the
+//! weight. As the result is a sum, the backward pass only multiplies these saved gradients by a number (Hsu et al. 2024, Liger Kernel,
 //! arXiv:2410.10989; Wijmans et al. 2024, Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009).
 
 mod cpu;
@@ -38,7 +38,7 @@ const CPU_CHUNK_BYTES: usize = 16 << 20;
 ///
 /// Rows whose target is [`IGNORE_INDEX`](super::IGNORE_INDEX) count as 0. Sums are in f32 (f64 for f64). Logits are in the
 /// dtype of `h`, and only those of a chunk of rows exist at a time. The forward pass computes the gradients of `h` and
-/// `weight` if they need one. A quantized weight is dequantized some rows at a time.
+/// `weight` if they need one. Of a quantized weight, only some rows are dequantized at a time.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Index`] naming a target
