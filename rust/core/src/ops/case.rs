@@ -20,11 +20,11 @@ pub struct Entry {
 /// The distribution of an input's values.
 #[derive(Clone, Copy, Debug)]
 pub enum Domain {
-    /// From -2 to 2.
+    /// Spread evenly from -2 to 2.
     Normal,
-    /// From 0.5 to 2.
+    /// Spread evenly from 0.5 to 2.
     Positive,
-    /// For functions with kinks, maxima and division. Values of both signs. Their absolute values are at least 0.25. The values
+    /// For functions with kinks, maxima or divisions: values of both signs, with absolute values of at least 0.25. The values
     /// of two inputs of a case differ by at least 0.125.
     Distinct,
 }

@@ -12,10 +12,10 @@ use super::walk::value_and_gradients;
 
 const EPS: f64 = 1e-5;
 
-/// Numbers of rows and their lengths: few and many packs (accesses of 16 bytes) per thread, several rows per thread block
-/// and several warps per row, lengths that are no multiple of a pack, rows too long for the registers of the threads that
-/// share a row. No number of rows is a multiple of seven: over seven rows the gradients of the results (`weights_like`)
-/// add up to zero, so the gradient of a bias would be zero.
+/// Numbers of rows and their lengths. A thread gets few or many packs (accesses of 16 bytes), a thread block has several
+/// rows or a row has several warps, some lengths are no multiple of a pack, and some rows are too long for the registers of
+/// the threads that share a row. No number of rows is a multiple of seven: over seven rows the gradients of the results
+/// (`weights_like`) add up to zero, so the gradient of a bias would be zero.
 const SIZES: [[usize; 2]; 8] =
     [[1024, 1280], [4096, 640], [5000, 1280], [79, 768], [3, 12_808], [2, 40_000], [5, 12_301], [300, 33]];
 

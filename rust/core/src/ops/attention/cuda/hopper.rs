@@ -19,7 +19,7 @@ use crate::cuda::launch::{Const, Kernel, Mut, Shape, empty, input, optional_inpu
 use crate::cuda::tensor_map::Encoder;
 use crate::{Raw, Result};
 
-/// The fewest queries, and the fewest keys, for these kernels: with fewer, the general kernels are as fast.
+/// The fewest queries, and the fewest keys, for these kernels: with fewer, the general kernels (`attention.cu`) are as fast.
 pub(in crate::ops::attention) const FEWEST: u32 = 256;
 /// Keys in a tile.
 pub(in crate::ops::attention) const KEYS: u32 = 128;

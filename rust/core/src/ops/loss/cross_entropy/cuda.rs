@@ -81,8 +81,8 @@ pub(in crate::ops::loss) struct Targets {
 }
 
 impl Targets {
-    /// The host does not read the ids. If a target is out of range, a kernel writes its position to the device's board (a list of
-    /// errors that the host reads later), and the loss of its row is NaN.
+    /// The host does not read the ids. If a target is out of range, a kernel writes its position to the device's board (memory that
+    /// the host reads later, to return the error), and the loss of its row is NaN.
     pub(in crate::ops::loss) fn new(op: &'static str, ids: &Raw, ignore_index: i64) -> Result<Self> {
         id_bytes(op, ids)?;
         Ok(Self { ids: contiguous(ids)?, ignore_index })

@@ -18,8 +18,8 @@ use crate::ops::attention::cuda::hopper::{FEWEST, KEYS, STORED, THREADS, backwar
 use crate::ops::attention::cuda::{Heads, Width};
 use crate::{Raw, Result};
 
-/// Whether the kernels of this file support the operands. The first of `sizes` and of `operands` has the heads of
-/// queries, the second the heads of keys.
+/// Whether the kernels of this file support the operands. `sizes` and `operands` are those with query heads, then those
+/// with key heads.
 fn fits(gpu: &Gpu, sizes: [&AttentionShape; 2], operands: [&[&Heads]; 2]) -> bool {
     gpu.is_hopper()
         && !MODULE.image.is_empty()
@@ -27,7 +27,8 @@ fn fits(gpu: &Gpu, sizes: [&AttentionShape; 2], operands: [&[&Heads]; 2]) -> boo
         && operands.iter().zip(sizes).all(|(heads, sizes)| heads.iter().all(|heads| is_mapped(heads, sizes)))
 }
 
-/// Writes the result to `o` and log Σ e^score of each query to `log_sums`; false if only the general kernels support the operands.
+/// Writes the result to `o` and log Σ e^score of each query to `log_sums`; false if only the general kernels
+/// (`attention_varlen.cu`) support the operands.
 pub fn forward(
     gpu: &Gpu,
     sizes: &AttentionShape,
