@@ -17,8 +17,8 @@ use super::walk::{TOLERANCE, draw, text, value_and_gradients};
 
 type Checked = std::result::Result<(), String>;
 
-/// Operations whose derivative is always one of a few constants (such as 0 or 1), even where the input is NaN, as in torch.
-/// Their gradients are not checked.
+/// Operations whose derivative has only a few values, such as 0 and 1. Most of them have one of these values even where the
+/// input is NaN, as in torch. The gradients of these operations are not checked.
 const CHOOSING: [&str; 8] = ["relu", "clamp", "max", "min", "maximum", "minimum", "abs", "l1_loss"];
 
 /// `x` with the element at `at` replaced by `value`, in `dtype`.
