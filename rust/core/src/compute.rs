@@ -139,7 +139,7 @@ pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
 /// integers are those of Rust's `as`.
 ///
 /// # Errors
-/// [`Error::DType`] or candle's, for dtypes that cannot be converted.
+/// [`Error::DType`] or an error of candle if the dtypes cannot be converted.
 pub fn convert(x: &Raw, dtype: DType) -> Result<Raw> {
     if is_float(x.dtype()) && is_float(dtype) {
         return cast(x, dtype);
@@ -147,7 +147,7 @@ pub fn convert(x: &Raw, dtype: DType) -> Result<Raw> {
     on_device!(x.device(), cuda => crate::cuda::convert(x, dtype), cpu => Ok(x.to_dtype(dtype)?))
 }
 
-/// A contiguous copy with its own storage, detached from any candle graph; any dtype.
+/// A contiguous copy of a tensor of any dtype. The copy has its own storage and is detached from any candle graph.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] if it does not fit.

@@ -141,7 +141,7 @@ pub fn synchronize(device: &Device) -> Result<()> {
     crate::cuda::synchronize(device)
 }
 
-/// Measure every launch on a CUDA device from now on, until [`finish_profile`].
+/// Measure the time of every kernel launched on a CUDA device from now on, until [`finish_profile`].
 ///
 /// # Errors
 /// [`Error::Device`] if `device` is not a CUDA device, [`Error::Argument`] if another profile is in progress.

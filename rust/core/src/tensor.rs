@@ -164,7 +164,7 @@ impl Tensor {
     /// The only element as f64.
     ///
     /// # Errors
-    /// [`Error::Shape`] if there is not exactly one element.
+    /// [`Error::Shape`] if there is not exactly one element; for a tensor on a GPU, as [`to_cpu`](raw::to_cpu).
     pub fn item(&self) -> Result<f64> {
         if self.elem_count() != 1 {
             return Err(Error::shape(
@@ -179,7 +179,8 @@ impl Tensor {
     /// The only element as a `T`. The name is that of candle's method.
     ///
     /// # Errors
-    /// [`Error::Shape`] if there is not exactly one element, [`Error::DType`] if `T` is not the type of the tensor's elements.
+    /// [`Error::Shape`] if there is not exactly one element, [`Error::DType`] if `T` is not the type of the tensor's elements;
+    /// for a tensor on a GPU, as [`to_cpu`](raw::to_cpu).
     pub fn to_scalar<T: candle_core::WithDType>(&self) -> Result<T> {
         if self.elem_count() != 1 {
             return Err(Error::shape(
@@ -195,7 +196,7 @@ impl Tensor {
     /// All elements in row-major order.
     ///
     /// # Errors
-    /// [`Error::DType`] if `T` is not the type of the tensor's elements.
+    /// [`Error::DType`] if `T` is not the type of the tensor's elements; for a tensor on a GPU, as [`to_cpu`](raw::to_cpu).
     pub fn to_vec<T: candle_core::WithDType>(&self) -> Result<Vec<T>> {
         self.check_rust_type::<T>("to_vec")?;
         self.check_readable("to_vec")?;

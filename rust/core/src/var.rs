@@ -14,9 +14,8 @@ use crate::{Error, Result, compute};
 
 /// A trainable variable: a leaf of the tape with storage of its own.
 ///
-/// Its storage never moves: [`set`](Var::set) and the optimizers write in place. A [`Tensor`] computed from an earlier
-/// value is then stale: its backward pass returns an error instead of a wrong gradient. A clone refers to the same
-/// variable.
+/// Its storage never moves: [`set`](Var::set) and the optimizers write in place. A backward pass that needs a value that was
+/// overwritten returns an error instead of a wrong gradient. A clone refers to the same variable.
 #[derive(Clone)]
 pub struct Var(Tensor);
 
@@ -159,7 +158,8 @@ impl Var {
         Ok(self.leaf().grad()?.map(Tensor::constant))
     }
 
-    /// Remove the gradient: [`grad`](Self::grad) is `None` until the next backward pass. A flat buffer is zeroed.
+    /// Remove the gradient: [`grad`](Self::grad) is `None` until the next backward pass. If the gradient is in a flat buffer,
+    /// its part of the buffer is zeroed.
     pub fn zero_grad(&self) -> Result<()> {
         self.leaf().clear()
     }
@@ -214,8 +214,8 @@ impl Var {
         self.changed()
     }
 
-    /// Run `update`, which may change the variable's storage in place (an optimizer's step). Every tensor computed from the
-    /// earlier value becomes stale, even if `update` returns an error.
+    /// Run `update`, which may change the variable's storage in place (an optimizer's step). The value counts as changed,
+    /// even if `update` returns an error.
     pub fn update_in_place<R>(&self, update: impl FnOnce(&Raw) -> Result<R>) -> Result<R> {
         let result = update(&self.0.raw);
         self.changed()?;

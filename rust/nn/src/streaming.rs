@@ -1,5 +1,9 @@
-//! [`Streaming`]: which weights of a model are in the memory of the host. The weights are chosen before the model is
-//! built.
+//! [`Streaming`]: which weights of a model are streamed: kept in the memory of the host, and copied to the device before
+//! each use. The weights are chosen before the model is built.
+//!
+//! The weights of a block that are copied together are a [`Unit`]. A [`Ring`] has two slots in the memory of the device, and
+//! copies its units to them in turn. A model has up to two rings: one for the weights that blocks use while they run, and one for
+//! the weights that compute the modulation of a block before the block runs. A block's unit in a ring is its [`Turn`].
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -10,13 +14,13 @@ use trainable_candle_core::{Device, Error, Result, Tensor, Weight};
 use crate::quantization::Quantizable;
 use crate::{Layer, Module, Part, Visitor};
 
-/// Which weights of a model are in the memory of the host.
+/// Which weights of a model are streamed from the memory of the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamOptions {
-    /// The number of blocks whose linear layers are in the memory of the host.
+    /// The number of blocks whose linear layers are streamed.
     pub blocks: usize,
-    /// Whether the layers that compute the modulation are in the memory of the host for all blocks. If false, they are
-    /// in it only for the streamed [`blocks`](Self::blocks).
+    /// Whether the layers that compute the modulation of a block are streamed for all blocks. If false, they are streamed
+    /// only for the [`blocks`](Self::blocks) above.
     pub modulation: bool,
 }
 
@@ -34,7 +38,7 @@ pub struct StreamedBytes {
     pub blocks: usize,
     /// Weights that compute the modulation of blocks and are in the memory of the host.
     pub modulation: usize,
-    /// The device memory of the slots to which the weights are copied.
+    /// The slots of the rings, in the memory of the device.
     pub slots: usize,
 }
 
@@ -59,24 +63,24 @@ impl Units {
     }
 }
 
-/// The plan for streaming the weights of the linear layers in a model's blocks: they are copied to the device before their
-/// use; see [`streaming`](trainable_candle_core::streaming). All other parameters, such as norms and biases, stay on the device.
+/// The plan for streaming a model: which weights of linear layers in blocks are streamed, and the unit of each. All other
+/// parameters, such as norms and biases, stay on the device. See [`streaming`](trainable_candle_core::streaming).
 pub struct Streaming {
     device: Device,
     layers: Quantizable,
-    /// The units of the weights that blocks need while they run, inside their checkpoints.
+    /// The units of the weights that blocks use while they run.
     runs: Units,
-    /// The units of the weights of the modulation, which is computed before a block runs.
+    /// The units of the weights that compute the modulation of a block, before the block runs.
     asides: Units,
     /// The processes that load the model together with this process, if there are any.
     sharing: Option<Arc<Sharing>>,
 }
 
 impl Streaming {
-    /// A plan that streams some blocks of a model. The streamed blocks are spread evenly over all blocks, so that the
-    /// computation of the blocks between them hides the copies. `shapes` is the model with shapes but no values, and
-    /// `layers` says which of its layers are in blocks. Processes that load the model together ([`Sharing::set`]) share one
-    /// copy of the weights.
+    /// A plan that streams some blocks of a model. The streamed blocks are spread evenly over all blocks, so that a unit is
+    /// copied while the device computes the blocks before it. `shapes` is the model with shapes but no values. `layers` says
+    /// which layers are in blocks, and which of them compute the modulation. If [`Sharing::set`] was called on this thread,
+    /// the processes that load the model together share one copy of the weights.
     ///
     /// # Errors
     /// [`Error::Argument`] if the model has fewer blocks than `options` asks for, or if the modulation is to be
@@ -108,7 +112,7 @@ impl Streaming {
         blocks(model, layers).len()
     }
 
-    /// The units of the ring that streams the weight of the linear layer `layer`, and the index of the weight's unit among
+    /// Where the weight of the linear layer `layer` is streamed: the units of its ring, and the index of its unit among
     /// them. None if the weight is not streamed.
     fn place(&self, layer: &str) -> Option<(&Units, usize)> {
         if !self.layers.has(layer) {
@@ -191,7 +195,7 @@ fn blocks(model: &dyn Module, layers: &Quantizable) -> Vec<String> {
     names
 }
 
-/// The unit of one block in a ring.
+/// The unit of one block in a ring; the block calls [`enter`](Self::enter) before it runs.
 #[derive(Clone)]
 pub(crate) struct Turn {
     ring: Arc<Ring>,

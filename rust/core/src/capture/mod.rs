@@ -14,7 +14,7 @@
 //! | whether a value derived from a variable is up to date | [`Follower`] |
 //! | the position of a random generator | `Generator` |
 //!
-//! Work that the device must do before every call is registered with [`before_replay`].
+//! Work that must be done before every replay, outside of the graph, is registered with [`before_replay`].
 
 mod effects;
 mod fixed;

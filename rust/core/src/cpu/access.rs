@@ -1,8 +1,10 @@
 //! Access to the storage of candle tensors.
 //!
-//! Candle's own operations lock storages in an order that cannot deadlock, even if operands share a storage that
-//! another thread waits to write. So kernels run inside candle's custom operations, which this module makes from
-//! closures.
+//! Each storage is behind a lock. `Tensor::storage_and_layout`, the only access that candle exports, waits while another
+//! thread waits to write the storage. If two operands share a storage, the second access could wait for a thread that
+//! waits for the first: a deadlock. Candle's custom operations cannot deadlock: a thread may read a storage again while
+//! other threads wait to write it, and operations in place lock their storages in the order of the addresses. So kernels
+//! run inside custom operations, which this module makes from closures.
 
 use std::cell::Cell;
 
@@ -105,12 +107,15 @@ impl<F: Fn(&mut CpuStorage, &Layout, [Operand<'_>; 2]) -> Result<()>> InplaceOp3
     }
 }
 
-/// Checks that all tensors are on the CPU: CPU kernels read host memory only, and tensors are never moved implicitly.
+/// Checks that all tensors are on the CPU: CPU kernels read host memory only, and no operation moves a tensor by itself.
 fn check_cpu(op: &'static str, tensors: &[&Raw]) -> crate::Result<()> {
     if tensors.iter().all(|tensor| tensor.device().is_cpu()) {
         return Ok(());
     }
-    Err(crate::Error::device(op, "has no CUDA kernel yet; move the tensors to the CPU with to(\"cpu\")"))
+    Err(crate::Error::device(
+        op,
+        "expected all tensors on the CPU, found one on another device; move all tensors to the CPU with to(\"cpu\")",
+    ))
 }
 
 /// Computes a new tensor from one tensor's storage.
@@ -163,7 +168,8 @@ pub(crate) fn read_all<R>(
 }
 
 /// Nests custom operations, one for each tensor of `rest`, and calls `f` in the innermost operation with the storages of
-/// all tensors. `found` are the storages of the tensors before `rest`.
+/// all tensors. `found` are the storages of the tensors before `rest`. Candle passes at most three storages to one
+/// operation, so nesting is the way to read more.
 fn enter(
     op: &'static str,
     rest: &[&Raw],
@@ -190,7 +196,7 @@ pub(super) fn write1(
     f: impl Fn(&mut CpuStorage, &Layout) -> Result<()>,
 ) -> crate::Result<()> {
     check_cpu(op, &[dst])?;
-    // Candle mistakes the strides of an empty tensor for repeated elements.
+    // Candle rejects some empty tensors: it takes their strides of 0 for those of repeated elements.
     if dst.elem_count() == 0 {
         return Ok(());
     }

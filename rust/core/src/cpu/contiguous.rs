@@ -91,7 +91,7 @@ fn copy_transposed<T: WithDType>(x: &[T], axes: &[Axis], rows: usize, out: &mut 
         for task in tasks {
             let (mut matrix, first) = (task / bands, task % bands * TILE_ROWS);
             let height = TILE_ROWS.min(axes[rows].size - first);
-            // The start of the band in the source and in the result.
+            // The start of the band, `TILE_ROWS` rows of one matrix, in the source and in the result.
             let (mut from, mut to, mut step) = (first, first * row_stride, columns.size);
             for (i, axis) in axes.iter().enumerate().rev().skip(1) {
                 if i != rows {

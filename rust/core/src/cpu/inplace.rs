@@ -78,7 +78,7 @@ pub fn scale_in_place(dst: &Raw, factor: f64) -> Result<()> {
 /// so that replays of a captured CUDA graph read the weight's current value.
 ///
 /// # Errors
-/// As [`accumulate`].
+/// As [`accumulate`]; [`Error::DType`] or [`Error::Shape`] if `weight` is not a tensor of one f64.
 pub fn lerp_in_place(dst: &Raw, src: &Raw, weight: &Raw) -> Result<()> {
     const OP: &str = "lerp_in_place";
     check_dims(OP, dst, src)?;

@@ -31,7 +31,7 @@ pub struct Board {
 
 impl Board {
     pub fn new(device: &CudaDevice) -> Result<Self> {
-        // SAFETY: `clear` sets the counters below, before anything reads them.
+        // SAFETY: `clear` sets the entries below, before anything reads them.
         let entries = unsafe { device.alloc::<u64>(PLACES) }?;
         let stream = device.cuda_stream();
         let is_used = HostState::new("whether a kernel may have noted an id out of range", false);

@@ -142,7 +142,8 @@ impl Communicator {
     /// # Errors
     /// [`Error::Shape`] if a tensor is not contiguous, [`Error::DType`] if its dtype is not u8, u32, i64 or a
     /// floating-point one, [`Error::Device`] if it is on another device than the communicator, the communicator was
-    /// aborted, or NCCL fails.
+    /// aborted, NCCL fails, or [`stop`](Self::stop) was called. Returns the error of the check as [`wait`](Self::wait)
+    /// does.
     pub fn all_reduce(&self, tensors: &[&Raw]) -> Result<()> {
         self.queue(tensors, |comm, stream, place, count, dtype| {
             // SAFETY: the tensor is contiguous, has `count` elements, and is used on this stream only.

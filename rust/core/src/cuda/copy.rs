@@ -1,4 +1,5 @@
-//! Copies, conversions and changes in place.
+//! Copies, conversions and changes in place. Where candle returns [`Error::Candle`] on the CPU (the destination shares the
+//! source's storage or is a broadcast view), these functions return [`Error::Argument`].
 
 use candle_core::DType;
 use candle_core::cuda_backend::cudarc::driver::result;

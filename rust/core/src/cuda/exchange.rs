@@ -1,4 +1,4 @@
-//! Memory shared by DLPack with other libraries, which use their own streams of the device.
+//! Memory that this library shares with other libraries by DLPack. They queue their work in streams of their own.
 
 use std::sync::{Mutex, PoisonError};
 

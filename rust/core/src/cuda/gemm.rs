@@ -112,7 +112,7 @@ struct Joined {
     right: Matrix,
     /// Number of products in the batch.
     count: usize,
-    /// Distances of `a`, `b` and the result from those of the next product of the batch, in elements.
+    /// The distance from the `a` of one product to that of the next, in elements; then the same for `b` and for the result.
     strides: [usize; 3],
 }
 

@@ -74,7 +74,7 @@ pub struct Scaled {
 /// Source: <https://docs.nvidia.com/cuda/cublas/#outer-vector-scaling-for-fp8-data-types>
 ///
 /// # Safety
-/// The addresses are those of matrices and f32 vectors of these sizes on the device.
+/// The addresses are those of matrices and vectors of these sizes on the device. The scales are f32.
 ///
 /// # Errors
 /// [`Error::Device`](crate::Error::Device) if the device reports an error.

@@ -27,9 +27,9 @@ pub(super) const fn alignment(address: Address) -> u32 {
 }
 
 /// Queue a product y = a b of column-major matrices, given the addresses of the operands and the result, and of the
-/// vectors that the arithmetic has. Returns false if cuBLASLt does not support the product. Also returns false if the
-/// arithmetic is [`Arithmetic::Half`], unless a tile is preferred and cuBLASLt recommends an algorithm with this tile: the
-/// caller then uses cuBLAS, which has algorithms of its own.
+/// vectors that the arithmetic has. Returns false if cuBLASLt does not support the product. For [`Arithmetic::Half`], also
+/// returns false if no tile is preferred, or if cuBLASLt recommends no algorithm with the preferred tile: the caller then
+/// uses cuBLAS, which has algorithms of its own.
 ///
 /// # Safety
 /// The addresses are those of matrices that `key` describes.

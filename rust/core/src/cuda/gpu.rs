@@ -189,8 +189,8 @@ impl Gpu {
         self.copies.get()
     }
 
-    /// Join the stream of copies with [`stream`](Self::stream). To be called where a recording or a replay begins or
-    /// ends.
+    /// Let [`stream`](Self::stream) wait for all copies, and count a meeting (see `copies.rs`). To be called where a
+    /// recording or a replay begins or ends.
     pub(super) fn meet_copies(&self) -> std::result::Result<(), DriverError> {
         self.copies.get().map_or(Ok(()), |copies| copies.meet(&self.stream))
     }

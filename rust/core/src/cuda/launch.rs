@@ -91,8 +91,8 @@ impl Shape {
 }
 
 impl Gpu {
-    /// The kernel `<name>_<dtype>_...` of the kernel's module, for the dtypes `dtypes`. The loader looks up each kernel
-    /// only once.
+    /// The variant of `kernel` for `dtypes`: the function `<name>_<dtype>_...` in the kernel's module. The loader looks up
+    /// each function only once.
     ///
     /// # Errors
     /// [`Error::Device`] if there is no kernel for these dtypes or the driver cannot load it.
@@ -364,7 +364,7 @@ pub fn any_suffix(op: &'static str, dtype: DType) -> Result<&'static [&'static s
     }
 }
 
-/// The suffix of the name of a kernel that only moves elements: their size.
+/// The suffix of the name of a kernel that only moves elements: the bytes of an element.
 pub fn byte_suffix(dtype: DType) -> &'static [&'static str] {
     match dtype.size_in_bytes() {
         1 => &["1"],

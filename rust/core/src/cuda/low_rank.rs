@@ -1,4 +1,5 @@
-//! The low-rank products of adapted linear maps, dst += s · input · down · up, for which the library has kernels of its own.
+//! The low-rank products (terms) of adapted linear maps, dst += s · input · down · up, for which the library has kernels of its
+//! own.
 
 use candle_core::DType;
 use smallvec::SmallVec;
@@ -31,9 +32,9 @@ const STEP: usize = 32;
 const ALIGNMENT: usize = 16;
 
 /// The most elements of dst, summed over the terms, for which one launch for several terms is faster than a product by cuBLAS and a launch of
-/// `low_rank_add`. In the one launch, each term reads the input again, and each block of rows reads the factors again. On an H100 it takes
-/// 12 instead of 9 μs for three terms of 1024 rows and 1280 + 1280 elements, and 4 instead of 6 μs for two terms of 77 rows and 2048 + 1280
-/// elements.
+/// `low_rank_add`. In the one launch, each term reads the input again, and each block of rows reads the factors again. On an H100 the one
+/// launch takes 12 instead of 9 μs for three terms of 1024 rows and 1280 + 1280 elements, and 4 instead of 6 μs for two terms of 77 rows
+/// and 2048 + 1280 elements.
 const MOST_OF_SEVERAL: usize = 1 << 20;
 
 /// The number of ranks in a tile of `low_rank_add`.

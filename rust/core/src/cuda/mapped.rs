@@ -53,7 +53,8 @@ pub fn zeros_on_host(op: &'static str, device: &Device, dims: &[usize], dtype: D
     made(op, gpu, dims, dtype, &InHostMemory { op, gpu })
 }
 
-/// The elements of a dense tensor at `address`, if it is in this memory. Waits for the device.
+/// The elements of a dense tensor at `address`. `None` if the tensor is empty or is not in memory that [`zeros_on_host`]
+/// allocates. Waits for the device.
 ///
 /// # Errors
 /// [`Error::Device`] if the driver reports an error.

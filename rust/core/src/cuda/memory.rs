@@ -12,7 +12,7 @@ use super::peers;
 use crate::device::stats::MemoryStats;
 use crate::{Error, Result, capture};
 
-/// Uninitialised memory for `count` elements.
+/// Uninitialised memory for `count` elements. An error names the shape `dims`.
 pub(super) fn allocate<T: DeviceRepr>(
     op: &'static str,
     gpu: &Gpu,

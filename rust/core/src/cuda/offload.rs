@@ -104,7 +104,7 @@ impl Away {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the system gives no more pinned memory, [`Error::Device`] if the tensor is not on a
-    /// CUDA device or the driver reports an error.
+    /// CUDA device, no buffer is free during a capture, or the driver reports an error.
     pub fn new(x: &Raw) -> Result<Self> {
         let gpu = Gpu::of(OP, x)?;
         recorder::check_thread(OP)?;

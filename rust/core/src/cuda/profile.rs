@@ -103,7 +103,7 @@ fn profile() -> MutexGuard<'static, Option<Profile>> {
     PROFILE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Measure all launches on a device from now on, until [`finish`].
+/// Measure the times of all launches on a device from now on, until [`finish`].
 ///
 /// # Errors
 /// [`Error::Device`] if `device` is not a CUDA device, [`Error::Argument`] if another profile is in progress.

@@ -42,7 +42,7 @@ pub fn normal(device: &Device, dims: &[usize], start: State, [mean, std]: [f64; 
 }
 
 /// Draw with a kernel. `arguments` makes the arguments of the kernel from the result, the result's number of elements,
-/// and the two values that [`generator`] returns.
+/// and the two values by which the kernel finds its seed and position: the address and the state from [`generator`].
 fn draw<A: Arguments>(
     op: &'static str,
     kernel: &Kernel<A>,

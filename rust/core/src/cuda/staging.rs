@@ -1,8 +1,8 @@
 //! Copies from pageable host memory, for systems that give little pinned memory.
 //!
 //! A thread copies the bytes piece by piece to a small ring of pinned memory (`upload`), from which the device copies
-//! them. So the thread that computes does not wait for copies within the host until it needs their result. Copies are
-//! queued in the order of their jobs.
+//! them. So the thread that computes waits for a copy only when it needs the copied values. Copies are queued in the order
+//! of their jobs.
 
 use std::any::Any;
 use std::sync::mpsc::{Sender, channel};

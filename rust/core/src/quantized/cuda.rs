@@ -1,4 +1,4 @@
-//! The CUDA form: `kernels/dequantize.cu`.
+//! Dequantization on CUDA, by `kernels/dequantize.cu`.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::dequantize::{DEQUANTIZE, Dequantize};

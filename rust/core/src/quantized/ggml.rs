@@ -17,7 +17,8 @@ const LARGEST_BLOCK: usize = 256;
 /// Number of elements that a thread takes at a time; a multiple of every block size.
 const GRAIN: usize = 32 * 1024;
 
-/// A block format of ggml, and the value of an element with the code n. The scale d and the minimum m of a block are f16.
+/// A block format of ggml. Each format below says how many codes a block has, and which value the code n represents. The
+/// scale d and the minimum m of a block are f16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ggml {
     /// 32 codes of four bits: d (n - 8).

@@ -64,8 +64,8 @@ enum Scales {
     Fp8(Raw),
     /// For NF4: one scale per block of [`nf4::BLOCK`] elements.
     Nf4(Raw),
-    /// For NF4 whose scales are quantized: the code of each block's scale in the dynamic map, one f32 scale per
-    /// [`nf4::NESTED`] of these codes, and the offset that is added to every block's scale.
+    /// For NF4 whose scales are quantized: the code of each block's scale in the dynamic map ([`create_dynamic_map`]), one
+    /// f32 scale per [`nf4::NESTED`] of these codes, and the offset that is added to every block's scale.
     Nested { codes: Raw, scales: Raw, offset: f32 },
     /// For ggml's formats, whose blocks contain the scales.
     Ggml(Ggml),

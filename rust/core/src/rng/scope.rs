@@ -34,7 +34,7 @@ enum Scope {
 struct Repeated {
     /// The draws that were not repeated yet.
     draws: std::vec::IntoIter<Draw>,
-    /// The generator after the last draw.
+    /// The generator after the latest draw; before the first draw, at the start of that draw.
     position: Generator<State>,
     /// Whether a draw took another number of blocks than the recorded draw, or came after the last recorded draw.
     has_differed: bool,

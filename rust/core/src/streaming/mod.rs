@@ -3,10 +3,10 @@
 //!
 //! A unit is a set of weights that are used together: those of one block of a model. A [`Ring`] has two slots on the
 //! device. While the device computes with the unit in one slot, a second CUDA stream fills the other slot with the unit
-//! that is needed next. All units share the memory of the slots, so a [`Streamed`] weight has values only while its unit
-//! is the one that [`Ring::enter`] entered last. Every use of the weight checks this; at any other time, the use
-//! returns an error. Operations get the values from [`Streamed::here`] and do not keep them; a backward pass calls `here`
-//! again.
+//! that is needed next. A block calls [`Ring::enter`] with its unit before it runs. All units share the memory of the slots,
+//! so a [`Streamed`] weight has values only while its unit is the one that was entered last. Every use of the weight checks
+//! this; at any other time, the use returns an error. Operations get the values from [`Streamed::here`] and do not keep
+//! them; a backward pass calls `here` again.
 
 mod held;
 mod packing;

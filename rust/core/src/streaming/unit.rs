@@ -22,7 +22,8 @@ struct Contents {
     weights: Vec<Weak<Inner>>,
     /// The digest of the values that [`Unit::share`] was called with, in the order of the calls.
     digest: u64,
-    /// `Some` if this process does not keep the weights' values: which elements of joined weights their parts have.
+    /// `Some` if this process does not keep the weights' values. The map says for each part of a joined weight which of the
+    /// joined weight's elements it has.
     hollow: Option<Joined>,
     /// Tensors whose storage `hollow` names by its address, kept alive so that no other storage gets that address.
     kept: Vec<Raw>,

@@ -410,10 +410,11 @@ impl Tensor {
 }
 
 /// The gradients of `loss` with respect to `inputs` (variables or any tensors on the tape). [`Var::grad`] does not
-/// change. An input that the loss does not depend on gets `None`.
+/// change. An input that the loss does not depend on gets `None`. `gradient` and `retain_graph` are those of
+/// [`Tensor::backward_with`].
 ///
 /// # Errors
-/// As [`Tensor::backward`].
+/// As [`Tensor::backward_with`], and [`Error::Autograd`] if an input is not on the tape.
 pub fn grad(
     loss: &Tensor,
     inputs: &[&Tensor],

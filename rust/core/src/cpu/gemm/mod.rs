@@ -6,8 +6,8 @@
 //!
 //! The result is split into blocks, which are computed on several threads. For each block, a thread packs the operands
 //! and computes tiles of the result in registers by [`kernel`] (Goto and van de Geijn, "Anatomy of high-performance
-//! matrix multiplication", 2008). Where a sum over k is split depends only on the sizes, strides and dtypes of the
-//! product, and an element is computed in the same way in any block. So the result does not depend on the number of
+//! matrix multiplication", 2008). The indices at which a sum over k is split depend only on the sizes, strides and dtypes of
+//! the product, and an element is computed in the same way in any block. So the result does not depend on the number of
 //! threads.
 
 pub(crate) mod batch;

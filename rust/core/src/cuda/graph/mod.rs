@@ -3,8 +3,8 @@
 //! The first call of a captured function runs it eagerly, which allocates memory, loads kernels and creates optimizer
 //! states. The second call records the function and replays the record; each later call copies new inputs in and
 //! replays. Every call has its full effect, so training computes the same bits as without a graph. If the function
-//! creates gradients outside flat buffers, these gradients move to fixed storage after the first call. Then the second
-//! call runs eagerly again, and the third call records.
+//! creates gradients outside of [flat buffers](crate::FlatBuffer), these gradients move to fixed storage after the first
+//! call. Then the second call runs eagerly again, and the third call records.
 //!
 //! All graphs of a device share one pool of memory for temporaries (the memory of graphs). They can share it, because
 //! the graphs of a device run one after the other; eager work between two replays may use the pool, too. A call returns
