@@ -28,8 +28,8 @@ struct Entry {
 }
 
 impl Copies {
-    /// From now on, allocate new copies in the vectors of `buffer`, which hold the copies of a flat buffer's variables.
-    /// This variable begins at element `start` of the flat buffer.
+    /// From now on, allocate new copies in the vectors of `buffer`, which hold the copies of the variables of a flat buffer
+    /// ([`FlatBuffer`](crate::FlatBuffer)). This variable begins at element `start` of the flat buffer.
     pub(crate) fn lie_in(&mut self, buffer: Arc<FlatCopies>, start: usize) {
         self.part = Some((buffer, start));
     }

@@ -73,7 +73,7 @@ pub enum Error {
     OutOfMemory {
         /// The operation.
         op: &'static str,
-        /// The requested and the available memory.
+        /// What does not fit, what to do.
         message: String,
     },
     /// A non-finite value where all must be finite.

@@ -150,7 +150,7 @@ impl<B: Send + Sync + 'static> Blocks<B> {
     }
 
     /// Run `forward` on block `index` outside of the block's checkpoint, before the block runs. Models use this to compute
-    /// the block's modulation.
+    /// the block's modulation (shifts, scales and gates from the timestep).
     ///
     /// # Errors
     /// Those of `forward`.

@@ -74,8 +74,9 @@ pub trait Module {
         layers
     }
 
-    /// Every parameter with its name (`blocks.0.attn.to_q.weight`), dequantized and in the layout of files. Parameters of
-    /// adapters are not in the list, but the weight of a layer includes the layer's merged adapter.
+    /// Every parameter with its name (`blocks.0.attn.to_q.weight`), dequantized and in the layout of files. A weight that
+    /// cannot be dequantized is left out. Parameters of adapters are not in the list, but while an adapter is merged, the
+    /// weight of its layer is the merged one.
     fn named_tensors(&self) -> Vec<(String, Tensor)> {
         let values = |(name, weight): (String, Weight)| match weight {
             Weight::Plain(tensor) => Some((name, tensor)),

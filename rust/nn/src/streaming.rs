@@ -1,9 +1,10 @@
 //! [`Streaming`]: which weights of a model are streamed: kept in the memory of the host, and copied to the device before
 //! each use. The weights are chosen before the model is built.
 //!
-//! The weights of a block that are copied together are a [`Unit`]. A [`Ring`] has two slots in the memory of the device, and
-//! copies its units to them in turn. A model has up to two rings: one for the weights that blocks use while they run, and one for
-//! the weights that compute the modulation of a block before the block runs. A block's unit in a ring is its [`Turn`].
+//! The weights of a block that are copied together are a [`Unit`]. A [`Ring`] has two slots in the memory of the
+//! device, and copies its units to them in turn. A model has up to two rings: one for the weights that blocks use while
+//! they run, and one for the weights that compute the modulation of a block before the block runs. A block's unit in a
+//! ring is its [`Turn`].
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;

@@ -50,7 +50,8 @@ impl Weights<'_> {
     ///
     /// # Errors
     /// [`Error::Config`](trainable_candle_core::Error::Config) if the parameter has another shape in the file, or if too many
-    /// parameters are missing. If fewer are missing, [`Source::finish`] reports them.
+    /// parameters are missing. If fewer are missing, [`Source::finish`] reports them. The errors of [`Stored`](crate::Stored)
+    /// and of drawing initial values.
     pub fn get(&mut self, name: &str, shape: impl Into<Shape>, init: Init) -> Result<Tensor> {
         let name = self.join(name);
         self.source.get(name, &shape.into(), init, Packing::Plain)

@@ -196,7 +196,7 @@ pub(super) fn write1(
     f: impl Fn(&mut CpuStorage, &Layout) -> Result<()>,
 ) -> crate::Result<()> {
     check_cpu(op, &[dst])?;
-    // Candle rejects some empty tensors: it takes their strides of 0 for those of repeated elements.
+    // Candle rejects some empty tensors, because it believes that strides of 0 mean repeated elements.
     if dst.elem_count() == 0 {
         return Ok(());
     }

@@ -1,9 +1,10 @@
 //! The board: device memory in which kernels report ids out of range.
 //!
-//! A kernel cannot return an error, and waiting for its result would stall the queue. So the board has an entry for each
-//! operation that takes ids, or bounds of segments. If a kernel of the operation finds an id out of range, it writes the
-//! row-major index of the id in the tensor of ids to the entry; the entry keeps the smallest such index. The next
-//! synchronization of the device reads the entries and returns the error.
+//! A kernel cannot return an error, and waiting for its result would stall the queue. So the board has an entry for
+//! each operation that takes ids, or bounds of segments (sequences one after another in a tensor), which are checked
+//! like ids. If a kernel of the operation finds an id out of range, it writes the row-major index of the id in the
+//! tensor of ids to the entry; the entry keeps the smallest such index. The next synchronization of the device reads
+//! the entries and returns the error.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

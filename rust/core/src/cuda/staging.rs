@@ -18,7 +18,7 @@ use crate::{Error, Result};
 
 const OP: &str = "stream_blocks";
 
-/// One unit's copies.
+/// The copies of one unit of streamed weights.
 pub(super) struct Job {
     /// For each copy: the address on the device, and the bytes to copy.
     pub(super) parts: Vec<(u64, Bytes)>,

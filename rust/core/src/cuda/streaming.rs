@@ -1,5 +1,5 @@
-//! Copies from pinned host memory, or from other devices, on a separate stream, in parallel with the work of the
-//! device's stream.
+//! Copies of streamed weights from pinned host memory, or from other devices, on a separate stream, in parallel with the work
+//! of the device's stream. `crate::streaming` says what units and slots are.
 //!
 //! If the system gives too little pinned memory, pageable memory takes its place ([`Copier::start_staging`]).
 //!

@@ -1,4 +1,5 @@
-//! [`Held`]: the bytes of a unit while it is not in a slot.
+//! [`Held`]: the bytes of a unit (the streamed weights of one block) in the memory where the ring keeps them. The ring copies
+//! them to a slot on the device before the block runs.
 
 use std::fmt::Write as _;
 use std::hash::{Hash, Hasher};

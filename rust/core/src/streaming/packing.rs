@@ -1,4 +1,5 @@
-//! [`Packing`]: where the weights of a unit lie in the memory of the unit, one after the other.
+//! [`Packing`]: where the weights of a unit (the streamed weights of one block) lie in the memory of the unit, one after the
+//! other.
 
 use std::collections::HashMap;
 

@@ -1,5 +1,5 @@
-//! [`Shards`]: streamed units in slices. Each process of a machine keeps one slice of every unit; a process's shard is the
-//! memory that has its slices of all units.
+//! [`Shards`]: units (the streamed weights of one block each) in slices. Each process of a machine keeps one slice of every
+//! unit; a process's shard is the memory that has its slices of all units.
 //!
 //! Processes that train together need the same unit at the same time. If one process kept a whole unit, all others would
 //! read the unit through the link of that process's device. With slices, every device sends and receives as much as the

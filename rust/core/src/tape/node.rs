@@ -85,7 +85,13 @@ impl Node {
 
     /// The result of an operation, computed again.
     pub(crate) fn result(&self) -> Result<Raw> {
-        let gone = || Error::autograd("backward", format!("the values that {} saved are freed", self.name));
+        let gone = || {
+            let message = format!(
+                "an earlier backward has freed the values that {} saved; pass retain_graph=True to it to differentiate again",
+                self.name
+            );
+            Error::autograd("backward", message)
+        };
         let Kind::Op(state) = &self.kind else { return Err(gone()) };
         let state = state.lock().unwrap_or_else(PoisonError::into_inner);
         state.as_ref().and_then(|backward| backward.again()).ok_or_else(gone)?()

@@ -98,7 +98,7 @@ impl LoraConfig {
         let ranks = std::iter::once(("r", self.r)).chain(self.rank_pattern.iter().map(|(k, &v)| (k.as_str(), v)));
         for (name, rank) in ranks {
             if rank == 0 {
-                return Err(Error::Config(format!("LoraConfig: the rank of {name} is 0, expected at least 1")));
+                return Err(Error::Config(format!("LoraConfig: found rank 0 for {name}, expected at least 1")));
             }
         }
         let alphas = std::iter::once(("lora_alpha", self.lora_alpha))
@@ -106,7 +106,7 @@ impl LoraConfig {
         for (name, alpha) in alphas {
             if !alpha.is_finite() || alpha == 0.0 {
                 return Err(Error::Config(format!(
-                    "LoraConfig: the alpha of {name} is {alpha}, expected a finite number other than 0"
+                    "LoraConfig: found alpha {alpha} for {name}, expected a finite number other than 0"
                 )));
             }
         }

@@ -52,8 +52,8 @@ pub trait Adapter: Send + Sync {
         Ok(None)
     }
 
-    /// The weight that a plain layer would need to compute the same, in at least f32 and the base's layout. Gradients
-    /// flow through it to the adapter's parameters.
+    /// The weight with which a layer without an adapter would compute the same, in f32 or f64 and in the base's layout.
+    /// Gradients flow through it to the adapter's parameters.
     ///
     /// # Errors
     /// The errors of the operations on tensors.

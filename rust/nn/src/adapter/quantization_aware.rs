@@ -22,7 +22,7 @@ pub struct QuantizationAware {
 }
 
 impl QuantizationAware {
-    /// Round the weight of `inner` on `base`.
+    /// An adapter of the layer `base` that rounds the weight which `inner` adapts.
     ///
     /// # Errors
     /// [`Error::Config`] if the layer is a convolution, if its weight is quantized to another grid or does not divide

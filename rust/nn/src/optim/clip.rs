@@ -86,7 +86,7 @@ pub(super) fn host_norm(params: &[Var], norm_type: NormType) -> Result<f64> {
 ///
 /// # Errors
 /// [`Error::Argument`] if `max_norm` is negative or NaN; [`Error::NonFinite`] if `error_if_nonfinite` is set and the
-/// norm is non-finite, in which case the gradients do not change.
+/// norm is non-finite, in which case the gradients do not change; [`Error::Device`] as [`grad_norm`].
 pub fn clip_grad_norm_(params: &[Var], max_norm: f64, norm_type: NormType, error_if_nonfinite: bool) -> Result<Tensor> {
     if max_norm.is_nan() || max_norm < 0.0 {
         return Err(Error::argument(OP, format!("found max_norm {max_norm}, expected a number of at least 0")));

@@ -121,12 +121,12 @@ impl EMA {
         Ok(())
     }
 
-    /// Replaces the variables by the averages. Tensors computed from the variables become stale, as after an optimizer's
-    /// step.
+    /// Replaces the variables by the averages. As after an optimizer's step, a backward pass that needs the replaced values
+    /// returns an error.
     ///
     /// # Errors
     /// [`Error::Argument`] if the averages already replace the variables, [`Error::OutOfMemory`] if a copy of the
-    /// variables does not fit. After an error, nothing has changed.
+    /// variables does not fit, [`Error::Device`] within a captured function. After an error, nothing has changed.
     pub fn swap_in(&mut self) -> Result<()> {
         if self.is_swapped_in() {
             return Err(Error::argument(OP, "swap_in() found the averages already in place of the parameters"));
@@ -145,7 +145,7 @@ impl EMA {
     /// Restores the variables' own values, bit for bit.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the averages do not replace the variables.
+    /// [`Error::Argument`] if the averages do not replace the variables, [`Error::Device`] within a captured function.
     pub fn swap_out(&mut self) -> Result<()> {
         let Some(trained) = Option::clone(&self.trained) else {
             return Err(Error::argument(
@@ -177,7 +177,7 @@ impl EMA {
     ///
     /// # Errors
     /// [`Error::Config`] if an entry is missing or not expected, [`Error::Shape`] or [`Error::DType`] if an entry has
-    /// another shape or dtype. After an error, nothing has changed.
+    /// another shape or dtype, [`Error::Device`] within a captured function. After an error, nothing has changed.
     pub fn load_state_dict(&mut self, states: &StateDict) -> Result<()> {
         let entry = |name: &str, dtype: DType, dims: &[usize]| {
             let wrong = |what: String| format!("load_state_dict: {OP}: {what}");

@@ -1,7 +1,7 @@
 //! Learning-rate schedules: the factor of the learning rate as a pure function of the number of the step.
 //!
 //! Definitions are those of transformers' `get_*_schedule_with_warmup`: over the first `warmup_steps` steps the factor
-//! rises linearly from 0, afterwards it follows the schedule's [`Decay`].
+//! rises linearly from 0; afterwards it follows the schedule's [`Decay`].
 //!
 //! Follows <https://github.com/huggingface/transformers/blob/ad1fc9639f2e7b6808a2ca982c0a9b3134d76ee8/src/transformers/optimization.py>.
 

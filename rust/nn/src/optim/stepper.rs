@@ -30,7 +30,8 @@ pub trait Optimizer: Send {
     /// the norm, so the host does not wait for it. The gradients are kept until [`zero_grad`](Self::zero_grad).
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the states do not fit.
+    /// [`Error::OutOfMemory`] if the states do not fit, [`Error::Argument`] if averages replace the values
+    /// ([`eval`](Self::eval)), or if a copy has replaced a variable ([`Var::replace`]).
     fn step_guarded(&mut self, guard: Guard<'_>) -> Result<()>;
 
     /// Updates every variable that has a gradient. The gradients are kept until [`zero_grad`](Self::zero_grad).
@@ -90,9 +91,9 @@ pub trait Optimizer: Send {
     ///
     /// # Errors
     /// [`Error::Config`] that names states that are missing or not expected, [`Error::Shape`] or [`Error::DType`] that
-    /// names a state of another shape or dtype, [`Error::Device`] within a captured function. After these errors,
-    /// nothing has changed. If the copy to a device fails, the host has the loaded states, and the next step copies
-    /// them again.
+    /// names a state of another shape or dtype, [`Error::Argument`] if averages replace the values ([`eval`](Self::eval)),
+    /// [`Error::Device`] within a captured function. After these errors, nothing has changed. If the copy to a device fails,
+    /// the host has the loaded states, and the next step copies them again.
     fn load_state_dict(&mut self, states: &StateDict) -> Result<()>;
 
     /// Decides where the states of CUDA variables are; by default on the device. With [`StatePlace::Host`], this makes the
@@ -106,8 +107,8 @@ pub trait Optimizer: Send {
     fn place_states(&mut self, place: StatePlace) -> Result<()>;
 
     /// Replaces the variables' values by the averages that the optimizer keeps of them, for validation or for saving. Does
-    /// nothing if the optimizer keeps no averages, or if the averages have already replaced the values. Tensors
-    /// computed from the variables become stale, as after a step.
+    /// nothing if the optimizer keeps no averages, or if the averages have already replaced the values. As after a step, a
+    /// backward pass that needs the replaced values returns an error.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if a copy of the variables does not fit, [`Error::Device`] within a captured function.
