@@ -2,8 +2,8 @@
 
 use super::effects::note_seed;
 
-/// The position of a random generator. A draw advances the position, and each replay advances it by as many draws.
-/// Setting the position is recorded (`Effects::has_seeded`), because replays do not set the position.
+/// The position of a random generator. A draw advances the position, and each replay advances it by the draws of the
+/// recorded call. Setting the position is recorded (`Effects::has_seeded`), because replays do not set the position.
 pub(crate) struct Generator<S>(S);
 
 impl<S: Copy> Generator<S> {

@@ -1,4 +1,4 @@
-//! The effects that a captured function has on the host, which replays of the function's graph repeat.
+//! The effects of a captured function on the host. Replays of the function's graph repeat these effects.
 //!
 //! A CUDA graph repeats the device's work only. So a capture also records what a call changes on the host, and a replay
 //! repeats these changes. A change that a replay could not repeat is an error while a function is recorded. Each kind of host

@@ -34,7 +34,8 @@ impl Repeat for Arc<Version> {
 
 /// The version of a variable from which a value was derived, such as a copy in another dtype or an optimizer's f32
 /// values. If a captured function updates the derived value, every replay updates the value and this version, too.
-/// [`Var`](crate::Var) compares the version with the variable's and sets it. Clones share the version.
+/// [`Var::is_followed_by`](crate::Var::is_followed_by) compares this version with the variable's;
+/// [`Var::set_followed_by`](crate::Var::set_followed_by) makes both equal. Clones share the version.
 #[derive(Clone, Debug, Default)]
 pub struct Follower(Arc<AtomicU64>);
 

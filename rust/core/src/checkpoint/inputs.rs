@@ -150,8 +150,8 @@ impl Offloaded {
     }
 }
 
-/// The origin of an input. Operations keep references to variables but save computed values, so the inputs of a
-/// recomputation must have the same origins as those of the first run.
+/// The origin of an input. Operations keep references to variables but save computed values. A recomputation must save the
+/// same values as the first run, so its inputs must have the same origins.
 #[derive(Clone, Copy)]
 enum Origin {
     Constant,

@@ -1,4 +1,4 @@
-//! The operations with which recomputations end.
+//! Tests of the operation with which a recomputation ends.
 
 use std::sync::{Arc, Mutex};
 

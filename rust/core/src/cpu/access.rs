@@ -149,7 +149,7 @@ pub(super) fn read3(
     Ok(a.apply_op3_no_bwd(b, c, &Call { op, f })?)
 }
 
-/// Calls `f` with the storages of any number of tensors, in their order.
+/// Calls `f` with the storages of any number of tensors, in the order of `tensors`.
 pub(crate) fn read_all<R>(
     op: &'static str,
     tensors: &[&Raw],

@@ -51,8 +51,8 @@ where
     B: Elem<Acc = A::Acc>,
     C: Elem<Acc = A::Acc>,
 {
-    /// Computes `batch` products. The operands and the result of the i-th begin `offsets(i)` = `[a, b, c]` elements
-    /// after those of `self`.
+    /// Computes `batch` products. `offsets(i)` has three numbers for product i: how many elements after those of `self` its
+    /// `a`, `b` and `c` begin.
     ///
     /// # Safety
     /// The operands are readable and the results writable at all their elements. No result shares an element with
