@@ -106,7 +106,8 @@ pub enum Error {
     /// An error of candle that has no variant here.
     #[error("{0}")]
     Candle(String),
-    /// An error of the caller's own code, passed through unchanged (a Python exception inside a checkpointed function).
+    /// An error of the caller's own code, passed through unchanged: for example a Python exception inside a checkpointed
+    /// function.
     #[error("{0}")]
     External(Box<dyn std::error::Error + Send + Sync>),
 }

@@ -24,7 +24,7 @@ pub struct Blocks<B> {
     kept: Kept,
 }
 
-/// The checkpointing policy of blocks, and which of them have their weights in host memory.
+/// The checkpointing policy of blocks, and which of them have streamed weights.
 #[derive(Default)]
 pub struct Kept {
     policy: RwLock<Policy>,
@@ -55,8 +55,8 @@ impl Kept {
         *self.policy.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Set the turns of the blocks that have weights in host memory, by the index of the block: `runs` for the weights that
-    /// a block reads while it runs, `asides` for the weights that [`Blocks::aside`] reads.
+    /// Set the turns of the blocks that have streamed weights, by the index of the block: `runs` for the weights that a
+    /// block reads while it runs, `asides` for the weights that [`Blocks::aside`] reads.
     pub(crate) fn stream(&self, runs: HashMap<usize, Turn>, asides: HashMap<usize, Turn>) {
         *self.turns.write().unwrap_or_else(PoisonError::into_inner) = Turns { runs, asides };
     }

@@ -1,5 +1,5 @@
-//! [`Streaming`]: which weights of a model are streamed: kept in the memory of the host, and copied to the device before
-//! each use. The weights are chosen before the model is built.
+//! [`Streaming`]: which weights of a model are streamed: kept in the memory of the host, or in slices on the devices of a
+//! machine, and copied to the device before each use. The weights are chosen before the model is built.
 //!
 //! The weights of a block that are copied together are a [`Unit`]. A [`Ring`] has two slots in the memory of the
 //! device, and copies its units to them in turn. A model has up to two rings: one for the weights that blocks use while
@@ -15,7 +15,7 @@ use trainable_candle_core::{Device, Error, Result, Tensor, Weight};
 use crate::quantization::Quantizable;
 use crate::{Layer, Module, Part, Visitor};
 
-/// Which weights of a model are streamed from the memory of the host.
+/// Which weights of a model are streamed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamOptions {
     /// The number of blocks whose linear layers are streamed.
@@ -35,9 +35,9 @@ impl StreamOptions {
 /// The streamed weights of a model, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamedBytes {
-    /// Weights in the memory of the host, without those that compute the modulation.
+    /// Streamed weights, without those that compute the modulation.
     pub blocks: usize,
-    /// Weights that compute the modulation of blocks and are in the memory of the host.
+    /// Streamed weights that compute the modulation of blocks.
     pub modulation: usize,
     /// The slots of the rings, in the memory of the device.
     pub slots: usize,
