@@ -99,8 +99,8 @@ def memory_stats(device: str | int = "cuda") -> dict[str, int]:
         In bytes: `allocated` and `peak_allocated` (tensors and workspaces), `reserved` and
         `peak_reserved` (allocated, cached, or used by captured functions), `graphs` (used by
         captured functions), `free` and `total` (of the whole device, for any process). Counts:
-        `allocations`, `growths` (how often memory was mapped from the device), `retries` (how often
-        memory ran out and cached memory was released).
+        `allocations`, `growths` (how often memory was taken from the device), `retries` (how often
+        memory ran out, cached memory was released, and the allocation was tried again).
 
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
@@ -186,8 +186,9 @@ class Profile:
 def profile(device: str | int = "cuda") -> Iterator[Profile]:
     """Measure how long the GPU takes for each kernel that is launched in this context.
 
-    The GPU pauses while launches are queued, so that the times do not include waiting for the host.
-    Copies and launches of captured functions are not measured::
+    The GPU starts each batch of launches only when the host has queued the whole batch, so that the
+    times do not include waiting for the host. Not measured are copies, and kernels that a captured
+    function launches as a graph::
 
         with tc.cuda.profile() as profile:
             step()
@@ -227,10 +228,13 @@ class Captured:
         return self._run.is_recorded
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """Return what the function returns for `inputs`, without gradients.
+        """Return what the function returns for `inputs`, as tensors detached from the tape.
+
+        Gradients that the function itself computes (by `backward`) are kept.
 
         Raises:
-            ShapeError, DTypeError: If an input differs in shape or dtype from its static input.
+            ArgumentError, ShapeError, DTypeError: If the number, a shape or a dtype of the inputs
+                differs from those of the static inputs.
             DeviceError: If the function does something that a graph cannot record; raised by the
                 call that records.
         """
@@ -243,24 +247,25 @@ def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Ca
 
     The first call runs the function. The second call records the function as a graph and replays
     the graph. Later calls copy their inputs and replay the graph. (If the function computes
-    gradients of variables outside an adapter, the second call runs it too, and the third records.)
-    Every call has the effects of a call without a graph: the same random numbers, gradients and
-    parameters. A training step can be one function: forward, backward, `step`, `zero_grad`.
+    gradients of variables that are not parameters of an adapter, the second call still runs the
+    function, and the third records it.) Every call has the effects of a call without a graph: the
+    same random numbers, gradients and parameters. A training step can be one function: forward,
+    backward, `step`, `zero_grad`.
 
-    Decisions of the function on the CPU (shapes, branches, Python numbers) are recorded once. The
-    function cannot read values (`item`, `numpy`, `print`); return tensors and read them after the
-    call. A value that the function copies from the CPU must be the same in each call: if two calls
-    in a row copy the same value, it is recorded as a constant, and replays ignore later changes.
-    Pass changing values as inputs, or set a `Var` between calls. The function must not keep tensors
-    that it makes, because every replay overwrites them. No other thread may use CUDA during the
-    recording.
+    Decisions of the function on the CPU (shapes, branches, Python numbers) are recorded once, and
+    replays repeat them. The function cannot read values of tensors (`item`, `numpy`, `print`);
+    return the tensors and read them after the call. A value that the function copies from the CPU
+    to the GPU must be the same in each call: the recording makes it a constant, and replays do not
+    notice a later change. Pass values that change as inputs, or set a `Var` between calls. The
+    function must not keep tensors that it makes, because every replay overwrites them. No other
+    thread may use CUDA during the recording.
 
-    You may change the optimizer and its helpers between calls: replays follow learning rates,
-    schedules, loaded states and `EMA`. If a graph cannot follow a change (the variables have taken
-    different numbers of steps, or a gradient is missing now), the next call runs the function and
-    the call after it records again. Inside the function, changes of the optimizer and its helpers
-    raise errors. The exceptions are `step`, `zero_grad`, `update` of a `GradScaler` and one call of
-    `update` of an `EMA`; every replay repeats these.
+    You may change the optimizer and its helpers (schedulers, `GradScaler`, `EMA`) between calls:
+    replays use new learning rates and loaded states. A graph cannot follow some changes: some
+    variables have now taken more steps than others, or a gradient is missing. Then the next call
+    runs the function, and the call after it records again. Inside the function, changing the
+    optimizer or its helpers raises an error. The exceptions are `step`, `zero_grad`, `update` of a
+    `GradScaler` and one call of `update` of an `EMA`; every replay repeats these.
 
     Args:
         function: Takes tensors on the device; returns a tensor, None, or tuples, lists and dicts
@@ -270,7 +275,9 @@ def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Ca
 
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
-        AutogradError: If an input needs a gradient.
+        AutogradError: If a static input needs a gradient.
+        TypeError: If `function` is not a function, or `static_inputs` has values that are not
+            tensors.
     """
     return Captured(function, static_inputs)
 

@@ -35,11 +35,12 @@ def assert_close(
     Args:
         actual: The tensor.
         expected: A tensor of the same dtype, or an array or nested lists.
-        rtol: Relative tolerance; default: that of the tensor's dtype in `TOLERANCES`.
-        atol: Absolute tolerance; default: that of the tensor's dtype in `TOLERANCES`.
+        rtol: Relative tolerance; by default the first number in `TOLERANCES` for the dtype of
+            `actual`, or 0 if the dtype is not listed.
+        atol: Absolute tolerance; by default the second number, or 0.
 
     Raises:
-        AssertionError: If the tensor differs from `expected`; the message names the two dtypes, the
+        AssertionError: If the tensor differs from `expected`; the message shows the two dtypes, the
             two shapes or the largest difference of values.
     """
     if isinstance(expected, Tensor) and actual.dtype != expected.dtype:

@@ -43,7 +43,7 @@ class ChromaTexts:
         self._t5 = T5.load(family, "text_encoder", _TOKENS)
 
     def chunks(self, caption: str) -> int:
-        """The number of tokens of a caption; only captions of equal length share a batch of T5."""
+        """The number of tokens that T5 encodes for a caption, with the end token and padding."""
         return self._t5.read_tokens(caption)
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
@@ -61,7 +61,8 @@ class Chroma(FlowFamily[ChromaTexts]):
         "each, Apache-2.0)"
     )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("chroma"))
-    # Chroma's blocks have Flux's layers. As in other trainers, the approximator has no adapter.
+    # Chroma's blocks have Flux's layers. As in other trainers, no adapter is put on the
+    # approximator, which computes the blocks' modulation.
     targets: ClassVar[tuple[str, ...]] = Flux.targets
     guidance: ClassVar[float] = 5.0
     reads_texts_apart: ClassVar[bool] = True
@@ -78,7 +79,7 @@ class Chroma(FlowFamily[ChromaTexts]):
         if "flash" not in self.weights.resolve().name.lower():
             return None
         undone = "training Chroma1-Flash directly undoes its distillation to a few steps"
-        return f"{undone}; train Chroma1-Base or Chroma1-HD"
+        return f"{undone}; train Chroma1-Base or Chroma1-HD instead"
 
     def load_encoders(self) -> ChromaTexts:
         """Load T5 and its tokenizer."""
@@ -97,8 +98,8 @@ class Chroma(FlowFamily[ChromaTexts]):
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
         """The velocity that the transformer predicts, in the shape of `sample`."""
         text = conditions["encoder_hidden_states"]
-        # A single text has only the padding token that the model reads. In a batch, shorter texts
-        # are padded further, and `lengths` masks that padding.
+        # A single text has one padding token, which the model reads as in diffusers, so it needs no
+        # mask. In a batch, shorter texts get more padding, which `lengths` masks.
         lengths = conditions["lengths"] if sample.shape[0] > 1 else None
         return over_tokens(
             sample,

@@ -28,7 +28,7 @@ _STATE: Final = "state.json"
 _PARTIAL: Final = ".partial"
 """The suffix of a folder that is being written."""
 _REPLACED: Final = ".replaced"
-"""The suffix of an old checkpoint, which is removed once the new one has its name."""
+"""The suffix that an old checkpoint gets while a new one takes its name; then it is removed."""
 _REMOVED: Final = ".removed"
 """The suffix of a folder that is being removed."""
 
@@ -122,7 +122,7 @@ def remove_run(output: Path, adapter: str) -> None:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of everything in a checkpoint, on the CPU, so that training does not change it."""
+    """A copy on the CPU of all that a checkpoint saves; training may go on without changing it."""
 
     parameters: dict[str, Tensor]
     optimizer: dict[str, Tensor]
@@ -235,8 +235,8 @@ def load(folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer) -> R
     for name, var in parameters.items():
         var.set(stored[name].to(var.device))
     try:
-        # Load the optimizer's state after the variables: if a variable changes later, the optimizer
-        # replaces the f32 copy that it keeps of the variable.
+        # Load the optimizer's state after setting the variables. The state has f32 copies of the
+        # variables, and the optimizer would replace a copy if its variable were set afterwards.
         optimizer.load_state_dict(states)
     except Error as error:
         raise WeightsFormatError(

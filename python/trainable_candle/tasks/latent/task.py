@@ -51,14 +51,13 @@ if TYPE_CHECKING:
 
 
 class LatentTask:
-    """The `Task` of training an image model of any family on latents.
+    """The `Task` that trains image models, which work on latents.
 
-    It can also draw images, load adapters and merge them.
-
-    Parts are loaded when they are needed, and freed when they are not needed any more.
+    It can also draw images, load adapters and merge them. It loads each part of the model (text
+    encoders, denoiser, autoencoder) when the part is needed, and frees the part after its last use.
 
     Args:
-        family: the model; its `config` has the settings.
+        family: the model, with the settings in its `config`.
     """
 
     noun: ClassVar[str] = "image"
@@ -170,8 +169,8 @@ class LatentTask:
         """
         family, config = self.family, self.family.config
         self._side = data.train.options.resolution
-        # Determine the area before the text encoders are loaded, so that as much memory is free as
-        # the estimate assumes.
+        # The most pixels to encode at once depend on the free memory. Determine them before the
+        # text encoders are loaded: the estimate of memory assumes that nothing is loaded yet.
         area = family.encode_area()
         # Only rank 0 draws previews. The other ranks load no encoder if all latents and text
         # features are cached.
@@ -182,7 +181,7 @@ class LatentTask:
         parts = [data.train] if data.validation is None else [data.train, data.validation]
         latents = [self._latents(part, area, report, group) for part in parts]
         if config.cache == "off":
-            # Load the coder now rather than in the first step.
+            # Load the autoencoder now rather than in the first step.
             family.coder.load()
         elif not drawn:
             family.coder.drop()
@@ -237,7 +236,7 @@ class LatentTask:
 
     @contextmanager
     def _as_used(self) -> Iterator[None]:
-        """A context without the training adapter, as the model is used after training."""
+        """A context without the training adapter: the model is used without it after training."""
         if self._training_adapter is None:
             yield
             return
@@ -274,9 +273,10 @@ class LatentTask:
         return whole
 
     def draw_prompts(self, prompts: Sequence[Prompt]) -> list[tuple[npt.NDArray[np.uint8], str]]:
-        """The image (height, width, 3) of each prompt, and its settings in A1111's format.
+        """Draw each prompt; returns pairs of an image (height, width, 3) and a text.
 
-        Each run of consecutive prompts with equal options is one call of `draw`.
+        The text has the image's prompt and options in the format of AUTOMATIC1111's web UI.
+        Consecutive prompts with equal options are drawn by one call of `draw`.
 
         Raises:
             ConfigError, NonFiniteError: see `draw`.
@@ -287,8 +287,8 @@ class LatentTask:
             images = self.draw([prompt.text for prompt in alike], options)
             guidance = family.guidance if options.guidance is None else options.guidance
             for number, (image, prompt) in enumerate(zip(images, alike, strict=True)):
-                # `draw` draws `at_once` images from one seed: the seed of the options plus the
-                # index of the first of these images.
+                # `draw` draws up to `at_once` images from one seed: the seed of the options plus
+                # the index of the first of these images, which is `start`.
                 start = number - number % family.at_once
                 seeded = replace(options, seed=(options.seed + start) % 2**64)
                 place = Place(number - start, min(family.at_once, len(alike) - start))
@@ -320,7 +320,8 @@ class LatentTask:
     ) -> npt.NDArray[np.uint8]:
         """Draw one image per prompt; shape (n, height, width, 3).
 
-        A training adapter is disabled during the drawing. The library's generator does not change.
+        A training adapter is disabled during the drawing. The library's random generator does not
+        change.
 
         Raises:
             ConfigError: a prompt or an option does not suit the model.
@@ -382,7 +383,8 @@ class LatentTask:
 
         Raises:
             MissingFileError, WeightsFormatError: a file is missing, damaged, or of another model.
-            ConfigError: a file is of another model, or has adapters other than LoRA.
+            ConfigError: a file is for a part that this model lacks, or has adapters other than
+                LoRA.
         """
         by_part: dict[str, list[tuple[Path, float]]] = {}
         for path, scale in files:
@@ -401,7 +403,8 @@ class LatentTask:
                 them in ComfyUI's format; `output` must then be a file. None keeps the precision.
 
         Raises:
-            ConfigError: `output` is neither of the two.
+            ConfigError: `output` exists and is not an empty folder, or is a folder although `to` is
+                given.
             OSError: the model cannot be written.
         """
         models = {name: self._part(name) for name in self._adapted}

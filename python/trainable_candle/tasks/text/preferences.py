@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 class PreparedPreferences(Packing):
     """A data set of pairs of answers, and the loss of a model on it."""
 
-    # `answers` has a row for each pair; batches of equal length have different numbers of pairs.
+    # The shape of `answers` differs between batches with equally many tokens: it has a row for each
+    # pair of answers, and such batches can have different numbers of pairs.
     alike: ClassVar[bool] = False
 
     def weight(self, batch: Packed) -> float:
@@ -37,7 +38,7 @@ class PreparedPreferences(Packing):
         return len(_answers(batch))
 
     def inputs(self, batch: Packed) -> dict[str, Tensor]:
-        """The result of `tokens`, `answers` as in `Packed`, and the margins m0 as `reference`."""
+        """The result of `tokens`, the batch's `answers`, and the base's margins as `reference`."""
         inputs = self.tokens(batch)
         inputs["answers"] = tc.tensor(_answers(batch), device=self._family.device)
         with tc.no_grad(), self._without_adapter():
@@ -57,7 +58,7 @@ class PreparedPreferences(Packing):
         return float(np.logaddexp(0, -rewards).mean())
 
     def validation_facts(self, loss: float) -> dict[str, float]:
-        """The loss, the share of pairs with a reward above 0, and the mean reward as the margin."""
+        """The loss, the share of rewards above 0 as accuracy, and the mean reward as margin."""
         rewards = self._all_rewards()
         accuracy, margin = float((rewards > 0).mean()), float(rewards.mean())
         self._report(
