@@ -74,6 +74,7 @@ def allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-
 
     Raises:
         TypeError: If an argument is not a tensor.
+        ArgumentError: If the shapes do not broadcast.
     """
     for value in (input, other):
         if not isinstance(value, _core.Tensor):
@@ -225,7 +226,8 @@ def einsum(equation: str, *operands: Tensor) -> Tensor:
 
     Raises:
         TypeError: If an operand is not a tensor.
-        ArgumentError: If the equation does not fit the operands, or uses `...` or a diagonal.
+        ArgumentError: If the equation does not fit the operands, uses `...`, or repeats a label
+            within an operand or in the output.
     """
     if not isinstance(equation, str):
         raise TypeError(f"einsum: the equation is {type(equation).__name__}, expected a text")

@@ -76,7 +76,7 @@ class Generator:
     ) -> None:
         """Continue with the generator of the enclosing `with` block, or with the library's.
 
-        The same generator may be in use in both blocks.
+        A generator may also be used again in a block inside its own block.
         """
         self._leave()
         self._entered.pop()

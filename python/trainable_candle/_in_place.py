@@ -86,7 +86,7 @@ class VarMethods:
 
 
 def _changed(variable: object, value: Tensor) -> Var:
-    """Set a variable; if it and the value are floating-point, convert the value to its dtype."""
+    """Set a variable; a floating-point value is converted to a floating-point variable's dtype."""
     var = cast("Var", variable)
     both = var.dtype in _FLOATS and value.dtype in _FLOATS
     var.set(value.to(var.dtype) if both else value)

@@ -111,7 +111,7 @@ class ComposedMethods:
         return _core.ones(sizes_of(size), dtype=own(self).dtype, device=own(self).device)
 
     def clone(self) -> Tensor:
-        """Return a copy through which gradients flow; tensors themselves never change in place."""
+        """Return a copy, through which gradients flow."""
         tensor = own(self)
         return tensor * 1 if tensor.requires_grad else _core.tensor(tensor)
 
@@ -175,11 +175,11 @@ class ComposedMethods:
         return mask("invert", self) == 0
 
     def all(self, dim: Any = None, keepdim: bool = False) -> Tensor:
-        """Return whether every element is not zero, as u8."""
+        """Return whether all elements are nonzero, as u8."""
         return reduced(true(self), "min", dim, keepdim)
 
     def any(self, dim: Any = None, keepdim: bool = False) -> Tensor:
-        """Return whether some element is not zero, as u8."""
+        """Return whether any element is nonzero, as u8."""
         return reduced(true(self), "max", dim, keepdim)
 
     def isnan(self) -> Tensor:
@@ -271,7 +271,8 @@ class ComposedMethods:
         """Return the error function."""
         x = own(self)
         zero = x.detach() == 0
-        # gelu(z) = z / 2 * (1 + erf(z / sqrt(2))); near 0, erf(x) = 2 x / sqrt(pi).
+        # Solve gelu(z) = z / 2 * (1 + erf(z / sqrt(2))) for erf. At x = 0 this would divide by 0,
+        # so use 2 x / sqrt(pi) there, which has erf's value and derivative.
         z = _core.where(zero, 1.0, x) * math.sqrt(2)
         return _core.where(zero, x * (2 / math.sqrt(math.pi)), z.gelu() * 2 / z - 1)
 

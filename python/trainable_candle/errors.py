@@ -40,7 +40,7 @@ class DTypeError(Error, TypeError):
 
 
 class DeviceError(Error, ValueError):
-    """Operands are on different devices, or a device is unknown."""
+    """Operands are on different devices, a device is unknown, or it reports an error."""
 
 
 class CudaUnavailableError(Error, RuntimeError):
@@ -52,7 +52,7 @@ class IndexOutOfRangeError(Error, IndexError):
 
 
 class ArgumentError(Error, ValueError):
-    """An argument is outside its range."""
+    """An argument has a value that is not allowed."""
 
 
 class NoBackwardError(Error, RuntimeError):

@@ -59,7 +59,8 @@ class ModuleAdapter:
     Raises:
         ConfigError: If the configuration or one of its `target_modules` matches no layer, or a
             selected layer cannot have the adapter that the configuration describes.
-        ArgumentError: If an argument has another type, or a layer is in a tuple.
+        ArgumentError: If a layer is in a tuple.
+        TypeError: If an argument has another type.
     """
 
     def __init__(self, module: Module, config: LoraConfig) -> None:
@@ -170,7 +171,8 @@ class ModuleAdapter:
 
         Raises:
             MissingFileError: If there is no such file.
-            WeightsFormatError: If the stored adapters have other layers; nothing is changed then.
+            WeightsFormatError: If the file is damaged, or the stored adapters have other layers;
+                nothing is changed then.
             ShapeError: If a parameter has another shape; nothing is changed then.
         """
         path = Path(folder).expanduser()
@@ -222,7 +224,8 @@ class PeftModel(Module):
         Raises:
             MissingFileError: If a file is missing.
             WeightsFormatError: If a file is damaged, or its adapters have other layers.
-            ConfigError: If the adapters are neither LoRA nor DoRA.
+            ConfigError: If the adapters are neither LoRA nor DoRA, or as for `ModuleAdapter`.
+            ShapeError: If a layer of the module has another size than the adapters are for.
         """
         path = Path(folder).expanduser()
         model = get_peft_model(module, _read_config(path / _CONFIG))

@@ -152,7 +152,7 @@ def test_buffers_of_copies_are_their_own() -> None:
         (lambda: nn.BatchNorm2d, "use GroupNorm"),
         (lambda: nn.TransformerEncoderLayer, "MultiheadAttention, LayerNorm and Linear"),
         (lambda: nn.Nothing, "has no 'Nothing'$"),
-        (lambda: Net().register_forward_hook, "subclass the module"),
+        (lambda: Net().register_forward_hook, "write a subclass"),
         (lambda: Net().cuda, r"use to\("),
         (lambda: Net().nothing, "has no attribute 'nothing'$"),
         (lambda: tc.autograd, r"use tc\.grad"),

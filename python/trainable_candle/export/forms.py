@@ -105,6 +105,6 @@ def _mlx_factors(path: Path) -> dict[str, tuple[int, ...]]:
 def _gguf(path: Path) -> dict[str, Any]:
     facts = gguf_facts(path / GGUF_WEIGHTS if path.is_dir() else path) or {}
     if facts.get("general.type") != "adapter":
-        kind = facts.get("general.type", "nothing that GGUF describes")
+        kind = facts.get("general.type", "a file without general.type")
         raise WeightsFormatError(f"{path}: expected an adapter in llama.cpp's format, found {kind}")
     return facts

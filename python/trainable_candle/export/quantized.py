@@ -43,7 +43,7 @@ def quantize_folder(
         folder: the folder with `config.json` and the weights; its files are replaced.
         layers: the names of the linear layers.
         to: one of `FORMATS`.
-        factors: for names of layers, learned factors that multiply the layer's scales.
+        factors: the learned factors that multiply a layer's scales, by the names of layers.
 
     Returns:
         The relative error of the replaced weights: the norm of the error divided by the norm

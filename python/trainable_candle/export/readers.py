@@ -2,7 +2,8 @@
 
 vLLM (`vllm/lora/peft_helper.py` at 02143692ba86a7ba6198a67e12982c5317c8bd2f) raises on DoRA.
 llama.cpp's format, which Ollama loads too, has no place for DoRA's magnitudes. mlx-lm loads DoRA,
-but `export` does not write its form. `verdicts` has what programs do with files as they are.
+but `export` does not write its form. The module `verdicts` says what programs do with files that
+are not exported.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ def kl_div(
     ```
 
     Args:
-        input: Logarithms of the probabilities of the distribution to compare with.
+        input: Logarithms of the probabilities of the distribution that is compared with the target.
         target: The probabilities of the target distribution; their logarithms with `log_target`.
         reduction: "sum", "batchmean" (the sum divided by the first dimension), "mean" (of all
             terms) or "none" (the terms).

@@ -99,7 +99,8 @@ class Conv2d(Module):
         device: The device of the parameters.
 
     Raises:
-        ArgumentError: If a number is out of range.
+        ArgumentError: If a number is out of range, or `groups` or `padding` does not suit the other
+            arguments.
     """
 
     def __init__(
@@ -364,7 +365,7 @@ class ReLU(Module):
     """
 
     def __init__(self, inplace: bool = False) -> None:
-        del inplace  # taken as in torch; it does not change the result
+        del inplace  # accepted as by torch; the result is always a new tensor
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the function to each element."""
@@ -380,7 +381,7 @@ class SiLU(Module):
     """
 
     def __init__(self, inplace: bool = False) -> None:
-        del inplace  # taken as in torch; it does not change the result
+        del inplace  # accepted as by torch; the result is always a new tensor
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the function to each element."""

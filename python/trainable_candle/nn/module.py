@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["LoadResult", "Module"]
 
 _FLOATS: Final = ("f32", "f16", "bf16", "f64")
-_HOOKS: Final = "subclass the module, or call another one in forward()"
+_HOOKS: Final = "write a subclass whose forward() does the hook's work"
 _INSTEAD: Final = {
     "register_forward_hook": _HOOKS,
     "register_forward_pre_hook": _HOOKS,
@@ -239,8 +239,8 @@ class Module:
         """Move all tensors to a device, and floating point ones to a dtype.
 
         Variables of another device or dtype are replaced by new variables without gradients. Call
-        this before making an optimizer: the next step of an optimizer that holds replaced variables
-        raises. The adapters of linear layers stay f32.
+        this before making an optimizer: an optimizer that holds replaced variables raises an error
+        in its next step. The adapters of linear layers stay f32.
 
         Args:
             target: A device or a dtype.
@@ -248,7 +248,8 @@ class Module:
             device: A device.
 
         Raises:
-            ArgumentError: If a device or a dtype is unknown, or is given twice.
+            ArgumentError: If a device or a dtype is unknown or is given twice, or a tensor is in a
+                tuple.
             DTypeError: If the dtype is not a floating point one.
             CudaUnavailableError, DeviceError: If there is no such device.
         """
@@ -275,12 +276,12 @@ class Module:
         return self._replaced(moved)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Freeze all variables, or turn all floating point tensors but buffers into variables.
+        """Freeze all variables, or turn floating point tensors other than buffers into variables.
 
         Tensors that become variables are copied. Call this before making an optimizer.
 
         Raises:
-            ArgumentError: If `requires_grad` is neither True nor False.
+            ArgumentError: If `requires_grad` is neither True nor False, or a tensor is in a tuple.
         """
         if not isinstance(requires_grad, bool):
             raise ArgumentError(f"requires_grad_: found {requires_grad!r}, expected True or False")

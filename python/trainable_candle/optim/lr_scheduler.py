@@ -1,7 +1,7 @@
 """Learning-rate schedules.
 
-The functions return an `LRScheduler` with a warm-up and the formulas of transformers. The other
-classes have torch's names and formulas.
+The functions return an `LRScheduler` with a warm-up and the formulas of the package transformers.
+The other classes have torch's names and formulas.
 
 ```python
 scheduler = tc.optim.lr_scheduler.cosine(optimizer, total_steps=1000, warmup_steps=50)

@@ -329,7 +329,7 @@ def _explored(
     plan: Callable[[Mapping[str, Any]], Plan],
     budget: Budget,
 ) -> list[Plan]:
-    """Plans for the choices of each ladder, where the last choice needs the least memory.
+    """Plans for the choices of each of `_ladders`, whose last choice needs the least memory.
 
     If the plan of the last choice fits into the device's memory, the earlier choices are planned,
     up to the first that fits. A ladder with states in host memory is left out if a plan of an

@@ -207,7 +207,8 @@ def trained_model(
         facts.weight_bytes(config.precision, config.base_format, **config.streaming),
     )
     adapters = adapter_items(component, facts.layers, adapter, config)
-    # A layer computes the product of PiSSA's adapter and that of its start as one.
+    # With PiSSA, a layer subtracts the adapter's initial values, its start. It computes the adapter
+    # and the start as one adapter of twice the rank.
     computed = doubled(adapter) if config.init == PISSA else adapter
     widest = facts.widest_gradient(adapter, **sizes) * config.batch_size * itemsize
     items = [
@@ -234,10 +235,11 @@ def trained_model(
 
 
 def _start(component: str, facts: PartFacts, computed: LoraConfig, config: TrainConfig) -> Item:
-    """The memory that PiSSA's start takes; `computed` has twice the rank of the adapter.
+    """The memory that PiSSA takes in addition to the trained adapter.
 
-    The adapter for files has f32 values and gradients. In the precision of the computation there
-    are the frozen start, and the factors of each layer joined with those of the start.
+    There is an adapter of twice the rank, `computed`, that files get: its values and gradients are
+    f32. In the precision of the computation there are the frozen start, and the factors of each
+    layer joined with those of the start.
     """
     count, _ = computed.plan(dict(facts.layers), config.optimizer)
     copies = ITEM_BYTES[config.precision] * (count // 2 + count)

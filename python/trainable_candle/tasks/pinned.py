@@ -34,7 +34,9 @@ def pinned_limit() -> float:
 
 
 def ring_share(streamed: float, pinned: float, *, shared: bool) -> float:
-    """The share of streamed weights that a thread copies through a small ring of pinned memory.
+    """The share of streamed weights that a thread copies through a ring of pinned memory.
+
+    The ring is a small buffer that is filled again and again, for weights that cannot be pinned.
 
     Args:
         streamed: bytes of streamed weights in host memory.
@@ -47,10 +49,10 @@ def ring_share(streamed: float, pinned: float, *, shared: bool) -> float:
 
 
 def can_pin(work: Work, streamed: float, pinned: float, *, shared: bool) -> bool:
-    """Whether states can be pinned beside streamed weights and offloaded inputs of blocks.
+    """Whether the optimizer's states can be pinned beside streamed weights and blocks' inputs.
 
     Args:
-        work: has the bytes of states and inputs.
+        work: has the bytes of the states and of the offloaded inputs of blocks.
         streamed: as for `ring_share`.
         pinned: as for `ring_share`.
         shared: as for `ring_share`.

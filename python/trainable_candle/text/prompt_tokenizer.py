@@ -27,7 +27,7 @@ _NO_THOUGHTS: Final = "<think>\n\n</think>\n\n"
 
 
 class PromptTokenizer:
-    """Qwen's tokenizer with its template, as `transformers`' `apply_chat_template`.
+    """Qwen's tokenizer; it puts prompts into Qwen's chat template, as transformers does.
 
     Args:
         tokenizer: splits text, also the template's, into tokens and maps each token to its number.

@@ -28,7 +28,7 @@ UNKNOWN: Final = "<unk>"
 SENTINELS: Final = 100
 """The number of tokens `<extra_id_99>` to `<extra_id_0>`, which follow the pieces in this order."""
 SHIPPED: Final = Path(str(files("trainable_candle.text") / "assets" / "t5_spiece.model.gz"))
-"""The package's own copy of the SentencePiece model of every T5."""
+"""The package's own copy of the SentencePiece model that all published T5 models share."""
 _SPACE: Final = "▁"
 """The character that marks the space before a word."""
 

@@ -196,7 +196,7 @@ class LatentModel(ABC):
         return 0
 
     def text_parts(self) -> int:
-        """The largest number of chunks of captions to encode at once; see `text_length`."""
+        """The largest sum of the captions' `text_length` to encode at once."""
         return 1
 
     def dataset(self, folder: str) -> Dataset:
@@ -272,7 +272,12 @@ class LatentModel(ABC):
         return False
 
     def rescaled(self, guided: Tensor, positive: Tensor) -> Tensor:  # noqa: ARG002
-        """The guided prediction, which a family may rescale to the prediction for the prompt."""
+        """The guided prediction; a family may rescale it to the norms of `positive`.
+
+        Args:
+            guided: the prediction with classifier-free guidance.
+            positive: the prediction for the prompt alone.
+        """
         return guided
 
     def conditions(
@@ -307,7 +312,7 @@ class LatentModel(ABC):
         return None
 
     def text_length(self, caption: str) -> int:  # noqa: ARG002
-        """The number of chunks of the encoders' length that a caption needs."""
+        """The size of a caption for `text_parts`; only captions of one size are encoded together."""
         return 1
 
     # A family that takes the settings `TextEncoders` must implement the next two methods.

@@ -58,7 +58,7 @@ class PreparedLatents:
         return self._dataset.batches(batch_size)
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """The inputs of `loss`. The host draws each sample's random numbers from its number."""
+        """The inputs of `loss`; random numbers depend only on the seed and a sample's number."""
         kept = self._latents.batch(batch)
         seed = self._dataset.seed
         latents = self._family.coder.latents(

@@ -1,4 +1,7 @@
-"""Reads prompts with settings in kohya's syntax; writes the metadata of images."""
+"""Reads prompts with settings in kohya's syntax; writes the metadata of images.
+
+The metadata have the format of AUTOMATIC1111's web UI (A1111).
+"""
 
 from __future__ import annotations
 

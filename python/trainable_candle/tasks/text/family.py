@@ -63,14 +63,14 @@ class TextFamily(Protocol):
     """The layers that get adapters by default."""
     config: TrainConfig
     weights: Path
-    """The folder of the model."""
+    """The folder of the model, or a file with its weights."""
     dtype: str | None
     """The dtype of the model; None: as stored."""
     device: str
 
     @property
     def tokenizer(self) -> ChatTokenizer:
-        """The tokenizer in the folder of the weights."""
+        """The tokenizer in the folder of the weights, or in a GGUF file."""
 
     @property
     def context(self) -> int:

@@ -353,7 +353,7 @@ class TextTask:
         return self._adapters
 
     def _require_own_layers(self, path: Path) -> None:
-        """Check that a file's adapters are on layers of a language model.
+        """Check that a file's adapters are on layers of this model.
 
         Raises:
             WeightsFormatError: none of the file's modules has a name of a layer of this model.

@@ -1,4 +1,4 @@
-"""Checks that a tokenizer, rows and prompts fit a language model, before the model is loaded."""
+"""Checks that a tokenizer and the length of rows fit a language model, before it is loaded."""
 
 from __future__ import annotations
 
