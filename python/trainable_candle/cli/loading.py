@@ -139,7 +139,7 @@ def load_model(
 
 @contextmanager
 def _naming_base(adapter: Path, given: Mapping[str, Any]) -> Iterator[None]:
-    """A context that adds the base model that peft's configuration names to the messages of errors.
+    """A context in which messages of errors also name the base model of peft's configuration.
 
     With --weights, errors do not change.
 

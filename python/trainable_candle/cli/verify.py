@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from trainable_candle import AdapterModule, AdapterReport
 
 BAD: Final = 1
-"""Exit status if the report's first program does not apply every module of the file."""
+"""Exit status if ComfyUI (for language models: peft) does not apply every module of the file."""
 
 _SHOWN: Final = 20
 _ONLY_PEFT: Final = "peft loads it, and this library does not"
 
 
 def run(arguments: Sequence[str], program: str) -> int:
-    """Print the report; the exit status is 0 if its first program applies all modules."""
+    """Print the report; returns 0 if ComfyUI (for language models: peft) applies all modules."""
     parser = make_parser(program)
     given = parser.parse(arguments)
     parser.require(given, "file")

@@ -25,7 +25,7 @@ How a folder becomes batches::
 `encode_text` takes n captions and also returns tensors of n rows by name. A batch depends only on
 the seed and the number of the batch, so a resumed run gets the same batches. For validation,
 `dataset.fixed()` returns a data set without random crops, mirroring and changes of colour. Its
-`fixed_batches(size)` gives every image once, with the plain caption.
+`fixed_batches(size)` gives every image once, with its whole caption and the tags in order.
 """
 
 from trainable_candle.data.batches import ShuffledBatches

@@ -145,7 +145,8 @@ class Dataset:
         """Batches for validation, with each image once and nothing random.
 
         The images of a bucket are in order. Each is cropped at the centre and not mirrored, and has
-        its own colours and its plain caption. The last batch of a bucket may be smaller.
+        its own colours and its whole caption, tags in order. The last batch of a bucket may be
+        smaller.
         """
         by_bucket: dict[Bucket, list[int]] = {}
         for number, item in enumerate(self.items):

@@ -166,10 +166,10 @@ class TextCache:
             skip, the number of tokens, the dtype. Different identities have separate entries.
         folder: the folder of entries (`cache_folder`); needed if `options.kind` is `disk`.
         device: the device of batches.
-        encode_parts: the greatest number of chunks, of all captions together, that `encode` gets at
-            once; a caption with more chunks is encoded alone.
-        parts: returns the number of chunks that a caption needs; a chunk has as many tokens as the
-            encoders read at once. Only captions with the same number are encoded together.
+        encode_parts: the greatest sum of the captions' sizes (see `parts`) that `encode` gets at
+            once; a larger caption is encoded alone.
+        parts: returns the size of a caption, such as the number of chunks of tokens that the
+            encoders read one by one. Only captions of equal size are encoded together.
     """
 
     def __init__(

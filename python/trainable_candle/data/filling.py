@@ -41,7 +41,7 @@ class Filled:
 
 
 class Progress:
-    """A progress bar on a terminal; elsewhere, a log line after each tenth of many tasks."""
+    """A progress bar on a terminal; elsewhere, ten log lines in all if there are many tasks."""
 
     def __init__(self, what: str, total: int, progress: bool, report: Report | None) -> None:
         # With None, tqdm draws on terminals only.

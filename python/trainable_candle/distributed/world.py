@@ -22,7 +22,7 @@ PORT: Final = "TRAINABLE_CANDLE_PORT"
 MACHINES: Final = "NNODES"
 """The number of machines on which our launcher is started for the same run."""
 MACHINE: Final = "NODE_RANK"
-"""The index of this machine among these machines, from 0."""
+"""The index of this machine among the machines of the run, from 0."""
 JOB: Final = "TRAINABLE_CANDLE_JOB"
 """The name of the job. Processes connect only to processes of a job with the same name."""
 
@@ -180,8 +180,8 @@ def _address(env: Mapping[str, str]) -> Address:
     host, port = env.get("MASTER_ADDR", ""), env.get(PORT) or env.get("MASTER_PORT", "")
     if not host or not port.isdigit():
         raise ConfigError(
-            "distributed: MASTER_ADDR and MASTER_PORT say where rank 0 listens, and are not set; "
-            "export them, with the name of the first machine and a free port"
+            "distributed: MASTER_ADDR and MASTER_PORT must say where rank 0 listens; export them, "
+            "with the name of the first machine and the number of a free port"
         )
     # torchrun itself listens at MASTER_PORT, so use the next port.
     return host, int(port) + (PORT not in env)

@@ -72,7 +72,8 @@ class TrainConfig(
     ```
 
     Raises:
-        ConfigError: a value has the wrong type or is outside its range.
+        ConfigError: a value has the wrong type or is outside its range, or two settings contradict
+            each other.
     """
 
     def __post_init__(self) -> None:
@@ -167,7 +168,8 @@ class TrainConfig(
         """A copy with other values.
 
         Raises:
-            ConfigError: a name is unknown, or a value has the wrong type or is outside its range.
+            ConfigError: a name is unknown, a value has the wrong type or is outside its range, or
+                two settings contradict each other.
         """
         for name in changes:
             if name not in settings():

@@ -186,7 +186,7 @@ _AI_TOOLKIT: Final = {
     "sample.samples": _give("--sample-prompts"),
 }
 INSTEAD: Final = {**_KOHYA, **_ONETRAINER_KEYS, **_AI_TOOLKIT}
-"""Maps another tool's setting to a message that begins with the setting's name.
+"""Maps another tool's setting to the rest of a message that begins with the setting's name.
 
 The names here have underscores, and dots between the names of nested lines.
 """

@@ -29,7 +29,7 @@ SAME: Final = "same"
 FORMATS: Final = ("int8", "fp8", "nf4")
 """The formats to which the weights of linear layers may be quantized."""
 EIGHT_BITS: Final = ("int8", "fp8")
-"""The formats whose 8-bit codes matrix products can multiply without dequantizing them."""
+"""The formats with 8-bit codes, which a matrix product can multiply without dequantizing them."""
 HOST: Final = "host"
 PEERS: Final = "peers"
 DEVICE: Final = "device"

@@ -41,7 +41,8 @@ Inputs: TypeAlias = Mapping[str, "Tensor"]
 """The inputs of a loss by name, on the device of the parameters."""
 
 MAX_SKIPPED: Final = 50
-"""A run fails after this many skipped steps in a row; 65536 halved 50 times is below 1e-10."""
+"""A run fails after this many skipped steps in a row. Each halves the scale of the loss, which
+begins at 65536 and is then below 1e-10."""
 _SHARE: Final = "share"
 """The name of the input with a batch's weight in the loss of its step."""
 

@@ -58,8 +58,8 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
     The items are placed from the longest to the shortest, items of equal length in the given order.
     Each item goes to the bin that has enough room for it and will have the least room left.
-    Reordering `lengths` exchanges items of equal length between bins, but each bin gets items of
-    the same lengths.
+    If `lengths` is reordered, items of equal length may change places, but each bin still gets
+    items of the same lengths.
 
     Args:
         lengths: the lengths of the items, from 1 to `capacity`.
@@ -112,7 +112,7 @@ class PackedRows:
         self._length = sequence_length
         self._batch_size = batch_size
         self._seed = seed
-        # Batches have a multiple of this many tokens.
+        # The number of tokens in a batch is a multiple of this number; 0: any number.
         self._unit = -(-batch_size * sequence_length // shapes) if shapes else 0
         lengths = [len(example) for example in examples]
         rows = best_fit(lengths, sequence_length)

@@ -312,7 +312,7 @@ class LatentModel(ABC):
         return None
 
     def text_length(self, caption: str) -> int:  # noqa: ARG002
-        """The size of a caption for `text_parts`; only captions of one size are encoded together."""
+        """The size of a caption for `text_parts`; captions of one size are encoded together."""
         return 1
 
     # A family that takes the settings `TextEncoders` must implement the next two methods.
