@@ -17,7 +17,7 @@ _PIECE: Final = 16 * 2**20
 """Contents are exchanged in rounds. For a round, a process collects contents until they have this
 many bytes or more."""
 _LENGTH: Final = 8
-"""The number of bytes in which a message has the length of a content."""
+"""In a message, each content follows its length, which takes this many bytes."""
 
 
 def measured(

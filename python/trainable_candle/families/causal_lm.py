@@ -38,7 +38,8 @@ class CausalLM:
     """A language model and its tokenizer, from one folder.
 
     Args:
-        weights: the folder with the weights, `config.json` and the tokenizer's files.
+        weights: the folder with the weights, `config.json` and the tokenizer's files; or a GGUF
+            file.
         dtype: the dtype of the model; None: the dtype of the weight files.
         device: the device of the model.
         config: the settings of the run; None: the defaults, which suffice to write texts and to

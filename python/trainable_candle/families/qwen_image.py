@@ -60,7 +60,7 @@ class QwenImageTexts:
         return self._encoder.tokenizer.encode(caption, _DROPPED + _MOST_TOKENS)
 
     def chunks(self, caption: str) -> int:
-        """The number of tokens in a caption's features; only features of one length are batched."""
+        """The number of tokens in a caption's features."""
         return len(self._tokens(caption)) - _DROPPED
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:

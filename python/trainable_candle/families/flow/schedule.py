@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 TRAINED_LEVELS = 1000
 """The number of noise levels that the models were trained with: i / 1000 for i from 1 to 1000."""
 _MOST_FITTED: Final = 4300
-"""For images with more tokens than this, FLUX.2 takes mu from the fit for 200 steps, whatever the
-number of steps."""
+"""For images with more tokens than this, FLUX.2 takes mu, the logarithm of the shift, from the fit
+for 200 steps, whatever the number of steps."""
 
 
 def shifted_last(shift: float) -> float:

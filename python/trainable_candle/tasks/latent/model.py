@@ -186,9 +186,9 @@ class LatentModel(ABC):
 
     @abstractmethod
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
-        """The approximate bytes for drawing `count` images of a size, without the runtime.
+        """The approximate bytes that drawing `count` images of a size takes.
 
-        A model that is in memory already does not count.
+        Not included are a model that is in memory already, kernels and workspaces.
         """
 
     def encode_area(self) -> int:

@@ -403,8 +403,8 @@ class LatentTask:
                 them in ComfyUI's format; `output` must then be a file. None keeps the precision.
 
         Raises:
-            ConfigError: `output` exists and is not an empty folder, or is a folder although `to` is
-                given.
+            ConfigError: `output` exists and is not an empty folder, or must end in `.safetensors`
+                and does not.
             OSError: the model cannot be written.
         """
         models = {name: self._part(name) for name in self._adapted}
