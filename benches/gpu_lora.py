@@ -1,4 +1,4 @@
-"""A frozen linear layer with LoRA on a GPU, forward and backward, and the LoRA backward alone.
+"""A frozen linear layer with LoRA on a GPU: forward and backward, and the backward of LoRA alone.
 
 python benches/gpu_lora.py [--only bf16]
 """

@@ -55,7 +55,8 @@ def train(work: Path, name: str, steps: int, *more: str) -> None:
 def chat(work: Path) -> None:
     """Answer one prompt, then two: the difference is the time of an answer without start-up.
 
-    The adapter has learnt from random words to stop at once; with its small scale it does not.
+    The adapter has learnt from random words to end an answer at once. It is used at a small scale,
+    so that the model does not do this.
     """
     for count in (1, 2):
         outcome = command(

@@ -3,8 +3,8 @@
 python benches/gpu_transformers.py [--only flux] [--profile]
 
 A step is forward, mean squared error, backward and the optimizer, with f32 LoRA of rank 16 on the
-attention of image and text. Our step is timed without and with a CUDA graph. It is compared
-with diffusers and peft under torch's autocast, if they are installed.
+attention of image and text. Our step is timed without and with a CUDA graph. The time with the
+graph is compared with that of diffusers and peft under torch's autocast, if they are installed.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 python benches/pretrain.py FOLDER [--seconds 240] [--text FOLDER] [--megabytes 120] [--tiny]
 
 The model is a Llama of 0.11 B parameters (14 layers of width 768) with a byte-level BPE of 16,384
-tokens. It learns the Python files under --text (default: the installed packages) in bf16, and is
-saved into FOLDER with transformers. `--tiny` makes a model that is small enough for a CPU.
+tokens. It learns the Python files under --text (default: the installed packages) under autocast to
+bf16, and is saved into FOLDER in bf16, with transformers. `--tiny` makes a model that is small
+enough for a CPU.
 """
 
 from __future__ import annotations

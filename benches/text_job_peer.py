@@ -4,8 +4,8 @@ python benches/text_job_peer.py FOLDER [--device cpu] [--steps 30] [--rows 4] [-
 
 FOLDER is the folder of `gpu_text_job.py`. The training is that of transformers' `Trainer` over
 peft's LoRA with f32 factors and a bf16 base, under autocast, with the fused AdamW. Conversations
-follow one another in rows of the same length as ours. torch's attention crosses the bounds of
-conversations, so it needs no mask, which would take time.
+follow one another in rows of the same length as ours. Here a token also attends to the earlier
+conversations of its row, so torch needs no mask, which would take time.
 """
 
 from __future__ import annotations

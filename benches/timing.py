@@ -53,7 +53,7 @@ def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def find_torch() -> Any:
-    """The torch module, or None if it is not installed. Every benchmark runs without torch too."""
+    """The torch module, or None if it is not installed: our own times need no torch."""
     try:
         return importlib.import_module("torch")
     except ImportError:

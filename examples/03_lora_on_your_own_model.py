@@ -1,8 +1,8 @@
 """LoRA on a model of your own: a classifier of upright digits learns to read digits upside down.
 
 The model is a module as in torch. `get_peft_model` freezes it and puts adapters on its linear
-layers; the adapters are saved to a small folder, and the model's own weights do not change. The
-script takes some seconds on a CPU:
+layers; only the adapters are trained, and they are saved to a folder of their own. The script takes
+some seconds on a CPU:
 
     python examples/03_lora_on_your_own_model.py [FOLDER]
 """

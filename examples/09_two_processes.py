@@ -1,8 +1,8 @@
 """Train one model in two processes, each on half of every batch.
 
-The steps are those of one process with whole batches. On one machine with GPUs, `train-lora --gpus
-2` does all of this itself. A training loop of your own needs the calls of `tc.distributed` in this
-script, and a launcher that gives each process its rank:
+The steps are those of one process with whole batches. On one machine with GPUs, `--gpus 2` of
+`train-lora` does all of this itself. A training loop of your own needs the calls of
+`tc.distributed` in this script, and a launcher that gives each process its rank:
 
     torchrun --nproc-per-node 2 examples/09_two_processes.py
 
@@ -76,7 +76,7 @@ def launch(size: int) -> int:
 
 
 def main() -> int:
-    """Under a launcher, train as one process; otherwise start two processes that train."""
+    """Under a launcher, train as one of its processes; otherwise start two that train."""
     if "RANK" not in os.environ:
         return launch(2)
     loss, weights = train(sys.argv[1] if len(sys.argv) > 1 else "auto")

@@ -71,7 +71,7 @@ def load(folder: Path) -> Photos:
 
 
 def main_colour(picture: Image.Image) -> str:
-    """The petals' colour: the most frequent one in the middle of the image, or '' below 8 %."""
+    """The petals' colour: the one with the largest share of the image's middle, '' below 8 %."""
     border = RESOLUTION // 8
     middle = picture.crop((border, border, RESOLUTION - border, RESOLUTION - border))
     hue, saturation, value = np.moveaxis(np.asarray(middle.convert("HSV"), np.float32), -1, 0)
@@ -107,7 +107,9 @@ def captions(flower: str, colour: str) -> list[str]:
 
 
 def crops(photos: Photos, variants: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Make `variants` copies of each photograph: enlarged and cropped, mirrored, or blurred.
+    """Make `variants` copies of each photograph: unchanged, enlarged and cropped, or blurred.
+
+    Half of the copies, chosen at random, are also mirrored.
 
     Returns:
         The pixels, (variants * N, 128, 128, 3); the index of each copy's photograph; and SDXL's
