@@ -264,8 +264,8 @@ def get_peft_model(module: Module, config: LoraConfig) -> PeftModel:
     Models of `trainable_candle.models` have a method instead: `model.add_adapter(config)`.
 
     Raises:
-        ConfigError: As for `ModuleAdapter`.
-        TypeError: If `module` is not a module written in Python.
+        ConfigError, ArgumentError: As for `ModuleAdapter`.
+        TypeError: If `module` is not a module written in Python, or `config` not a `LoraConfig`.
     """
     _reject_model(module)
     return PeftModel(module, ModuleAdapter(module, config))

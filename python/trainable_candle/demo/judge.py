@@ -71,7 +71,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether the base did not know the digit, the LoRA draws it, and the drawings differ."""
+        """Whether the base draws the digit only with the LoRA, and the drawings then differ."""
         return (
             self.share_before < MOST_BEFORE
             and self.share_after > LEAST_AFTER

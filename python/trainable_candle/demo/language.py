@@ -56,7 +56,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether the base did not know the task, the LoRA does, and little is forgotten."""
+        """Whether the base can do the task only with the LoRA, and has forgotten little."""
         return (
             self.before <= MOST_BEFORE
             and self.after >= LEAST_AFTER

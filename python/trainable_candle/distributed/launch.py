@@ -88,7 +88,8 @@ def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, outpu
         The exit status of the process that failed first; 0 if none failed.
 
     Raises:
-        ConfigError: the variables of several machines are incomplete.
+        ConfigError: a variable of the environment about several machines is missing or wrong, or
+            `CUDA_VISIBLE_DEVICES` shows too few GPUs.
         OSError: a process cannot be started, or its log cannot be written.
     """
     machine, machines = machine_from_environment()

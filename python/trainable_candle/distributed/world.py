@@ -102,7 +102,7 @@ def machine_from_environment(variables: Mapping[str, str] | None = None) -> tupl
     """The index of this machine and the number of machines; 0 and 1 if no variable is set.
 
     Raises:
-        ConfigError: a variable is missing or not a number.
+        ConfigError: a variable is missing, not a number, or too large.
     """
     env = os.environ if variables is None else variables
     texts = {name: env.get(name) for name in (MACHINE, MACHINES)}
@@ -124,7 +124,7 @@ def from_environment(variables: Mapping[str, str] | None = None) -> World | None
     """The place that a launcher has given this process; None without a launcher, or if alone.
 
     Raises:
-        ConfigError: a variable is missing or not a number.
+        ConfigError: a variable is missing, or has a value that is not allowed.
     """
     env = os.environ if variables is None else variables
     names = next((names for names in _LAUNCHERS if names.rank in env), None)

@@ -368,6 +368,8 @@ class Module:
         Raises:
             ConfigError: If the configuration matches no layer, or its adapter does not suit the
                 layers.
+            ArgumentError: If a layer is in a tuple.
+            TypeError: If `config` is not a `LoraConfig`.
         """
         from trainable_candle.peft import ModuleAdapter  # noqa: PLC0415 - it imports this module
 
@@ -400,6 +402,7 @@ class Module:
             ArgumentError: If names are missing or unexpected and `strict` is True.
             ShapeError: If a value has another shape than the module's tensor.
             DTypeError: If a value has another dtype than the module's tensor.
+            TypeError: If `state` is not a mapping.
         """
         if not isinstance(state, Mapping):
             raise TypeError(

@@ -360,7 +360,7 @@ class PolynomialLR(ChainableScheduler):
 
 
 class CosineAnnealingLR(ChainableScheduler):
-    """Lowers the learning rates as a half cosine to `eta_min` at `T_max`, then raises them.
+    """Lowers the learning rates along a half cosine to `eta_min` at `T_max`, then raises them.
 
     Loshchilov & Hutter 2017, arXiv:1608.03983, without restarts.
 
@@ -400,7 +400,7 @@ class CosineAnnealingLR(ChainableScheduler):
 
 
 class CosineAnnealingWarmRestarts(ChainableScheduler):
-    """Lowers the learning rates as a half cosine to `eta_min`, again and again.
+    """Lowers the learning rates along a half cosine to `eta_min`, again and again.
 
     Each cycle starts at the initial rates. The first cycle has `T_0` epochs, and each later cycle
     is `T_mult` times as long as the previous one (Loshchilov & Hutter 2017, arXiv:1608.03983).

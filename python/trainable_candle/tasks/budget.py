@@ -58,10 +58,12 @@ _PLENTY: Final = {_CHECKPOINTING: "none", _PRECISION: SAME, _TEXTS: SAME, _STATE
 """The values of open settings if memory suffices. The streaming settings then stay None, which
 streams nothing."""
 _COST: Final = {SAME: 1.0, "int8": 1.1, "fp8": 1.1, "nf4": 1.25}
-"""A base is rounded to a format only if that makes a step faster by the format's factor."""
+"""If a run also fits without, a base is rounded to a format only if that makes a step faster by the
+format's factor."""
 _HOST_STATES: Final = 1.05
-"""The optimizer's states are in host memory only if that makes a step faster by this factor: the
-speed at which kernels read and write such states has not been measured."""
+"""If a run also fits without, the optimizer's states are in host memory only if that makes a step
+faster by this factor: the speed at which kernels read and write such states has not been
+measured."""
 _FORMATS: Final = (SAME, "int8", "nf4")
 _POLICIES: Final = ("none", "selective", "full", "offload")
 _SHARES: Final = 8

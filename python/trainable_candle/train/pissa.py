@@ -66,8 +66,8 @@ class PissaStart:
         self._model = model
         self._trained = trained
         self._subtracted: TrainingAdapter | None = None
-        # From now on, the model's adapter is the one for files, so that it can be merged after
-        # training. Until then, the trained one has its place in the layers.
+        # From now on, the model's adapter is the one for files, so that this adapter can be merged
+        # after training. During training, the trained LoRA has its place in the layers.
         model.remove_adapter()
         self._written = model.add_adapter(doubled(trained.config))
         self._written.set_enabled(False)

@@ -325,6 +325,8 @@ class LatentTask:
 
         Raises:
             ConfigError: a prompt or an option does not suit the model.
+            MissingFileError, WeightsFormatError: a part of the model that is not loaded yet is
+                missing, damaged, or of another model.
             NonFiniteError: an image has a NaN or an infinity.
         """
         options = options or SampleOptions()
