@@ -50,7 +50,9 @@ class Job:
     steps: int
     """The number of training steps."""
     draw_steps: int
+    """The number of steps in which an image is drawn."""
     guidance: float
+    """The guidance scale with which an image is drawn."""
 
 
 JOBS = {

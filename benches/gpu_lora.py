@@ -1,4 +1,4 @@
-"""A frozen linear layer with LoRA on a GPU: forward and backward, and the backward of LoRA alone.
+"""A frozen linear layer with LoRA on a GPU: forward and backward, and the factors' gradients alone.
 
 python benches/gpu_lora.py [--only bf16]
 """
@@ -60,7 +60,7 @@ CASES = [
 
 
 def ours(case: Case, device: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """The forward and backward pass of the layer, and the LoRA backward alone."""
+    """The forward and backward pass of the layer, and the gradients of the factors alone."""
 
     def random(*shape: int) -> tc.Tensor:
         return tc.randn(shape, device=device).to(case.dtype)
