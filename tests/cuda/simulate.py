@@ -141,7 +141,7 @@ def attributes(section: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def machine_code(image: bytes) -> Iterator[str]:
-    """Yield a line of the table for each kernel in machine code."""
+    """Yield a line of `table` for each kernel in an image of machine code."""
     max_threads, parameter = 0x05, 0x17
     found = re.search(rb"-arch (sm_(\d+)a?)", image)
     if not found:
@@ -193,7 +193,7 @@ def describe(
 
 
 def portable_code(number: int, image: bytes) -> Iterator[str]:
-    """Yield a line of the table for each kernel in PTX.
+    """Yield a line of `table` for each kernel in an image of PTX.
 
     This function reads only the kernel's name from PTX; the other columns are 0 or `-`.
     """

@@ -34,7 +34,8 @@ def test_long_sequences_take_the_kernels_of_their_gpu(cuda: Any, width: int, for
     """The simulated GPU has compute capability 9.0 and 132 multiprocessors."""
     sizes = {"HEADS": 10, "WIDTH": width, "QUERIES": 300, "KEYS": 2500}
     forward, backward = (launches(cuda, part, **sizes) for part in ("forward", "backward"))
-    # 40 or 60 tiles of queries would leave most multiprocessors idle, so the keys are split.
+    # The 20 heads of the batch have 40 (w64) or 60 (w128) tiles of queries. One block for each tile
+    # would leave most multiprocessors idle, so several blocks share the keys of a tile.
     assert forward == {f"attention_hopper_{name}_{form}_bf16": 1 for name in ("forward", "sum")}
     assert backward == {
         f"attention_hopper_{name}_{form}_bf16": 1 for name in ("statistics", "backward", "finish")

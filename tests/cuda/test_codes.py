@@ -1,6 +1,7 @@
-"""A product of 8-bit codes uses the kernels and cuBLASLt calls that fit its dtype and the GPU.
+"""With W8A8, a product uses the kernels and cuBLASLt calls that fit its dtype and the GPU.
 
-The simulated GPU has compute capability 9.0.
+W8A8 multiplies weights and activations as codes: numbers of 8 bits with scales. The simulated GPU
+has compute capability 9.0.
 """
 
 from typing import Any
@@ -67,9 +68,9 @@ def test_a_kernel_multiplies_and_scales_int8(cuda: Any) -> None:
 
 
 def test_queries_keys_and_values_are_one_product(cuda: Any) -> None:
-    """Linear layers with the same input keep their codes in common storage.
+    """Linear layers with the same input keep the codes of their weights in common storage.
 
-    So one product computes all of them.
+    So one product computes the outputs of all these layers.
     """
     run = cuda.run(
         """

@@ -39,13 +39,13 @@ def values(dtype: str) -> tc.Tensor:
 
 
 def bits(x: tc.Tensor) -> tuple[tuple[int, ...], bytes]:
-    """The shape and the bytes of the elements. f32 represents f16 and bf16 exactly."""
+    """The shape and the bytes of the elements. f16 and bf16 become f32 first, which is exact."""
     x = x.detach().to("cpu")
     return x.shape, (x.to("f32") if x.dtype in {"f16", "bf16"} else x).numpy().tobytes()
 
 
 def same(function: Callable[..., tc.Tensor], *inputs: tc.Tensor) -> None:
-    """Check a function of tensors, and of views of the tensors, on both devices."""
+    """Check that a function has the same bits on both devices, for tensors and for their views."""
     layouts: dict[str, Callable[[tc.Tensor], tc.Tensor]] = {
         "dense": lambda x: x,
         "transposed": lambda x: x.transpose(0, 1),

@@ -52,7 +52,7 @@ def test_loaded_states_reach_the_graph(cuda: Any) -> None:
         ADAMW
         + """
     step = captured()
-    # The simulated kernels count no steps, so the states come from an optimizer on the CPU.
+    # Simulated kernels do not count steps, so the loaded states come from an optimizer on the CPU.
     there = tc.nn.LoRALinear(tc.randn(64, 64), 8, 8.0)
     other = tc.optim.AdamW(list(there.parameters()), lr=0.1)
     there(tc.ones(1, 64)).sum().backward()
@@ -65,8 +65,8 @@ def test_loaded_states_reach_the_graph(cuda: Any) -> None:
     mark("replay")
     step(x)
     mark("other")
-    # If the optimizer has updated the variables different numbers of times, the captured function
-    # must be recorded again.
+    # In these states the variables' step counts differ, unlike when the function was recorded. So
+    # it must be recorded again.
     states["step"] = tc.tensor([2, 1], dtype="i64")
     opt.load_state_dict(states)
     for call in range(3):
@@ -75,8 +75,8 @@ def test_loaded_states_reach_the_graph(cuda: Any) -> None:
     """
     )
     assert run.of("refused") == []
-    # Both moments are copied into the memory that the graph uses. `optim_configure` writes the step
-    # counts.
+    # The graph reads one buffer with the first moments of all variables and one with their second
+    # moments: loading takes one copy to each. `optim_configure` writes the step count.
     loaded = run.after("load").launches
     assert loaded.count("copy_bytes_4") == 2
     assert loaded.count("optim_configure") == 1
@@ -159,8 +159,9 @@ def test_a_recording_that_is_rejected_changes_nothing(cuda: Any) -> None:
     mark("end")
     """
     )
-    # The rejected recording wrote no settings of the optimizer, so the eager step writes the
-    # settings for the one variable that has a gradient.
+    # Variables that take a step together share settings in GPU memory. The rejected recording left
+    # both variables with the same settings, so the eager step must write settings for the first
+    # variable, the only one with a gradient.
     assert run.after("eager").launches.count("optim_configure") == 1
 
 

@@ -54,9 +54,9 @@ def test_states_are_in_pinned_memory_and_steps_stay_as_they_are(cuda: Any, kind:
     lines = [list(map(int, line.split())) for line in run.output.splitlines()]
     (on_device, held), (on_host, same) = lines
     assert same == held
-    # Blocks of the device are multiples of 512 bytes.
+    # The allocator rounds each block of device memory up to a multiple of 512 bytes.
     assert held <= on_device - on_host <= held + 5 * 512
-    # The other pinned memory is pieces of 8 MiB for copying values.
+    # All other pinned memory is buffers of 8 MiB, through which values are copied.
     freed = [int(call["bytes"]) for call in run.after("host-dropped").of("free-pinned")]
     assert sum(freed) == held
     pinned = [int(call["bytes"]) for call in run.of("alloc-pinned")]
@@ -96,7 +96,8 @@ def test_a_graph_keeps_the_states_that_it_updates(cuda: Any) -> None:
 
 
 def test_states_are_loaded_and_saved_without_copies_between_host_and_gpu(cuda: Any) -> None:
-    # The simulated steps are not counted, so only states from the CPU have values.
+    # A kernel counts the steps, and simulated kernels do not compute. So the states to load come
+    # from an optimizer on the CPU.
     run = cuda.run(
         TRAIN
         + """

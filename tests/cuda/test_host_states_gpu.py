@@ -1,4 +1,4 @@
-"""Optimizer states in host memory against states in GPU memory: the same bits, on a GPU."""
+"""On a GPU, optimizer steps compute the same bits with states in host memory as in GPU memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CASES += [(kind, "rounded") for kind in ROUNDED]
 
 
 class Run:
-    """A LoRA layer in training; `states` is where the states of its optimizer are."""
+    """Trains a LoRA layer. `states` says where the optimizer's states are: "device" or "host"."""
 
     def __init__(self, kind: str, dtype: str, states: str, *, captured: bool) -> None:
         rng = np.random.default_rng(0)
@@ -82,7 +82,7 @@ def test_states_on_the_host_have_the_bits_of_those_on_the_gpu(
     for run in (expected, found):
         run.take(0, 5)
     same(found, expected)
-    # Each continues from the states of the other; captured steps read the loaded states.
+    # Each run loads the other's states and continues. A captured step must use the loaded states.
     saved = expected.optimizer.state_dict(), found.optimizer.state_dict()
     expected.optimizer.load_state_dict(saved[1])
     found.optimizer.load_state_dict(saved[0])

@@ -1,4 +1,9 @@
-"""The host memory that loading weights to a GPU takes, and the kernels that runs load."""
+"""Loading weights to a GPU takes little host memory, and runs load no kernel of candle.
+
+candle is the Rust library whose tensors this package uses. Its kernels are PTX, which the driver
+compiles at first use; that takes seconds. The log of the simulated device gives the architecture of
+PTX as "any".
+"""
 
 import json
 from pathlib import Path
@@ -19,7 +24,8 @@ LOAD = """
             line = next(line for line in file if line.startswith(key))
         return int(line.split()[1]) * 1024
 
-    # The first calls start threads, load kernels and allocate the ring of copy buffers.
+    # The first calls start threads, load kernels and allocate the buffers that copies go through.
+    # They come before `before` is measured, so that this memory does not count.
     tc.ones((1024, 1024), device="cuda").to("cpu")
     held = tc.cuda.memory_stats()["allocated"]
     before = status("VmRSS")
@@ -41,8 +47,8 @@ def test_a_model_passes_through_little_host_memory(cuda: Any, tmp_path: Path) ->
     run = cuda.run(LOAD.replace("FOLDER", repr(str(tmp_path / "model"))))
     there, more = map(int, run.output.split())
     assert there == pytest.approx(size / 2, rel=0.02)
-    # The bound allows one tensor, its conversion to bf16 and the ring of copy buffers, but not the
-    # whole file (over 500 MiB).
+    # The bound leaves room for one tensor, its conversion to bf16 and buffers of copies, but not
+    # for the whole file (over 500 MiB).
     assert more < 192 * MIB, f"{more / MIB:.0f} MiB beside {there / MIB:.0f} on the device"
 
 
@@ -61,7 +67,6 @@ FAMILIES = ["sdxl", "sd3", "flux", "chroma", "zimage", "flux2", "qwen-image"]
 def test_a_run_loads_no_kernel_of_candle(
     cuda: Any, name: str, sdxl_folder: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Candle's kernels are PTX. The driver compiles them at first use, which takes seconds."""
     base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
     settings = {
         "model": name, "weights": str(base), "dataset": str(sdxl_folder),
@@ -76,9 +81,9 @@ def test_a_run_loads_no_kernel_of_candle(
     assert "any" not in {call["architecture"] for call in run.of("module")}
 
 
-# Learned scales and validation are separate cases: a run with validation loads its best adapter
-# again. The simulated device computes no values, so learned scales in that file would not be above
-# 0, and loading would fail.
+# Learned scales and validation are separate cases. A run with validation saves its best adapter and
+# loads it at the end. Loading requires learned scales above 0, but the simulated device computes no
+# values, so the saved scales are not.
 @pytest.mark.parametrize(
     "more",
     [{"qat_learned_scales": True}, {"validation_split": 0.2, "validate_every": 3}],

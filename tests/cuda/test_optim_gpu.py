@@ -78,8 +78,8 @@ def test_it_trains_as_on_the_cpu(kind: str, options: dict[str, Any], dtype: str)
     compare(values(found), values(expected), dtype)
     # Each optimizer loads the states of the other one. Both then continue.
     states = here.state_dict(), there.state_dict()
-    # With a learning rate of 0, a variable has a count of its steps in the GPU's states, but not in
-    # the CPU's.
+    # If the learning rate of the second group is 0 (Prodigy with options), the GPU counts the steps
+    # of its variables, but the CPU does not. Then the GPU has more states.
     assert states[0].keys() <= states[1].keys()
     assert "lr" in groups[1] or states[0].keys() == states[1].keys()
     here.load_state_dict(states[1])

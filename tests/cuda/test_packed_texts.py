@@ -58,7 +58,8 @@ def test_attention_inside_texts(
     heads: int, key_heads: int, width: int, bounds: list[int], window: int | None, dtype: str
 ) -> None:
     rng = np.random.default_rng(0)
-    # The last twelve rows belong to no text. `cu` repeats the last bound: an empty last text.
+    # The last twelve rows belong to no text. `cu` repeats the last bound, so its last text is
+    # empty.
     rows = bounds[-1] + 12
     arrays = [rng.standard_normal((rows, n, width)) for n in (heads, key_heads, key_heads)]
     # Round the inputs first, so that both devices compute from the same values.

@@ -1,7 +1,9 @@
-"""Two processes stream the weights of transformer blocks from slices on two simulated devices.
+"""Two processes, each with one simulated device, stream the weights of blocks from both devices.
 
-Each process uses one device, which holds one slice of the weights. The kernels do not compute, but
-copies are real, so weights that are read back show what the slices hold.
+To stream a transformer block is to copy its weights to a device shortly before the block runs.
+Here, each device holds one slice of the weights of every block, and each process copies both
+slices. The kernels do not compute, but copies are real, so weights that are read back show what the
+slices hold.
 """
 
 from pathlib import Path

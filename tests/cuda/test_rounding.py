@@ -72,7 +72,7 @@ def test_a_step_is_one_launch_without_master_values(
     else:
         for kernel, times in KERNELS[optimizer].items():
             assert launches[kernel] == times, launches
-        # No kernel updates or copies master values in f32.
+        # No kernel updates or copies master values: f32 copies of the bf16 variables.
         assert not any("_f32" in name for name in launches), launches
 
 
@@ -119,7 +119,7 @@ def train_adapter(
             parameters, optimizer, step = started(held)
             if captured:
                 # Run the captured function once before the states are loaded, and then restore the
-                # parameters: the record and its replays must use the loaded states.
+                # parameters: the graph, which is recorded later, must use the loaded states.
                 step(batches[0].to(device))
                 for var, value in zip(parameters, held, strict=True):
                     var.set(tc.tensor(value, dtype="bf16", device=device))

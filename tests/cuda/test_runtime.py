@@ -65,9 +65,9 @@ def test_captured_steps_equal_eager_ones_to_the_bit() -> None:
 
 
 def optimize(name: str, captured: bool) -> tuple[object, ...]:
-    """The losses and norms of six steps with decreasing learning rates.
+    """Take six steps with decreasing learning rates.
 
-    Then follow the final weights and the optimizer's final state.
+    Returns the loss and norm of each step, the final weights and the optimizer's final state.
     """
     rng = np.random.default_rng(2)
     x = tc.tensor(rng.standard_normal((6, 32, 64)).astype(np.float32), device="cuda")

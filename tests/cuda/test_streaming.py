@@ -70,9 +70,10 @@ def test_a_step_copies_blocks_ahead_of_their_use(cuda: Any, quantize: str | None
     assert run.of("refused") == []
     second = run.after("second")
     found = copies(second)
-    # There are two slots. The previous backward pass left the first two blocks in them, and the
-    # forward pass leaves the last two: each pass copies all blocks but two. Each block's modulation
-    # is copied once in a step.
+    # Two slots of device memory hold the weights of two blocks. The previous backward pass left the
+    # first two blocks in them, and the forward pass leaves the last two: each pass copies all
+    # blocks but two. Each block's modulation is copied once in a step. Quantized weights have
+    # tensors of two dtypes, which take one copy each.
     parts = 1 if quantize is None else 2
     units = 2 * (COUNT - 2) + COUNT
     assert len(found) == parts * units
@@ -179,7 +180,7 @@ def test_streamed_blocks_take_two_slots_of_the_device(cuda: Any) -> None:
 
 
 PIECE = 8 << 20
-"""The bytes of one pinned buffer of the ring through which pageable weights are copied."""
+"""The size of a pinned buffer in bytes. Pageable weights are copied through a ring of buffers."""
 
 
 @pytest.mark.parametrize("limited", ["driver", "setting"])
