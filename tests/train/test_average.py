@@ -44,7 +44,7 @@ def test_all_averages_are_applied_or_none() -> None:
     members = [Average(), Average(full=True), Average()]
     average = averages(*members)
     with pytest.raises(OutOfMemoryError), average.applied():
-        raise AssertionError("it was entered")
+        raise AssertionError("the context was entered although one average failed to swap in")
     assert [m.is_swapped_in for m in members] == [False] * 3
     with pytest.raises(OutOfMemoryError):
         average.keep()

@@ -1,4 +1,9 @@
-"""Whole training runs: files, the effect of each setting, and new plans when memory runs out."""
+"""Whole training runs: their files, the effect of each setting, and what happens without memory.
+
+A plan chooses settings that the user leaves open (such as checkpointing and the precision of the
+base) so that the run fits into memory. If memory runs out within the first 20 steps and before the
+first checkpoint, the run makes a new plan for less memory and starts again.
+"""
 
 import math
 import shutil
@@ -307,8 +312,8 @@ def test_a_run_out_of_memory_is_planned_anew_and_loses_nothing(
 def test_a_run_out_of_memory_late_or_by_hand_fails(config: TrainConfig) -> None:
     by_hand = config.with_(gradient_checkpointing="none", base_precision="same")
     late = config.with_(steps=30, save_every=0)
-    # None of the three runs is planned anew: the first has no other plan, the second runs out of
-    # memory too late, and the third has a checkpoint of step 5.
+    # None of the three runs is planned anew. In the first, the user has set all that a plan could
+    # change; the second runs out of memory after the first 20 steps; the third has a checkpoint.
     for settings, step in ((by_hand, 1), (late, 25), (config, 7)):
         failing = OneOutOfMemory(step)
         with pytest.raises(tc.OutOfMemoryError):
