@@ -99,7 +99,7 @@ def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sdxl_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pipeline's folder: the golden SDXL, with random weights and tokenizers of 200 tokens."""
+    """The folder of a tiny SDXL pipeline with random weights and tokenizers of 200 tokens."""
     folder = tmp_path_factory.mktemp("sdxl model") / "base"
     for name in SDXL_PARTS:
         shutil.copytree(GOLDEN_SDXL / name, folder / name)

@@ -63,7 +63,10 @@ def test_the_commands_are_found() -> None:
 def test_a_command_fails_only_for_missing_files(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a folder without models or images, flags are checked before a file is found missing."""
+    """The command runs in a folder without models and images.
+
+    An error about a missing file passes the test: it shows that the flags are correct.
+    """
 
     def no_hub(*_: object) -> None:
         raise MissingFileError("there is no hub here")

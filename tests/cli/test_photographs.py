@@ -106,8 +106,8 @@ def test_a_killed_run_loses_only_the_steps_since_its_last_checkpoint(
     output, whole = tmp_path / "killed", tmp_path / "whole"
     killed_at = [sys.executable, "-c", KILLED, str(tmp_path)]
     said = done(training(whole, 16, **settings), [*killed_at, "0"])
-    # A resumed run finds a cache, so it does fewer operations than this run. The N at which a run
-    # is killed is at most half of this run's operations, so that most resumed runs are killed, too.
+    # This run also fills the cache. A resumed run finds it filled and does fewer operations. Each N
+    # below is therefore less than half of `operations`: most resumed runs reach it and are killed.
     operations = int(said.rpartition("operations: ")[2])
     settings["cache_dir"] = tmp_path / "cache of the killed"
     generator = random.Random(0)

@@ -62,7 +62,8 @@ def flags(sdxl_base: Path, sdxl_folder: Path) -> Callable[..., list[str]]:
             "steps": steps,
             "cache": "memory",
             "learning_rate": 1e-2,
-            # With this seed, random crops and flips each change one of the first two images.
+            # With this seed, `--crop random` changes one of the first two images, and `--flip` does
+            # too. So two steps show the effect of either setting.
             "seed": 2,
             "optimizer": "adamw",
             **settings,

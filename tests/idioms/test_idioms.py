@@ -32,7 +32,7 @@ def names(device: str) -> dict[str, Any]:
 def run(code: str, known: dict[str, Any]) -> None:
     if "torch." in code:
         known["torch"] = pytest.importorskip("torch")
-    # An idiom may disable gradients. At its end, the context `enable_grad` enables them again.
+    # An idiom may disable gradients. The end of the context `enable_grad` enables them again.
     with contextlib.redirect_stdout(io.StringIO()), tc.enable_grad():
         exec(code, known)
 

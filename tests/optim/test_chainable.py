@@ -137,7 +137,7 @@ def test_wrong_arguments_are_named() -> None:
 
 
 class After:
-    """A module's schedulers: each attribute is the module's class, called with `last_epoch=9`."""
+    """A stand-in for a module of schedulers: it calls the module's classes with `last_epoch=9`."""
 
     def __init__(self, schedulers: Any) -> None:
         self._schedulers = schedulers
