@@ -1,4 +1,4 @@
-"""`ShuffledBatches`: the number of a batch and the settings determine its items."""
+"""`ShuffledBatches` computes the items of any batch from the batch's number and the settings."""
 
 from collections import Counter
 from itertools import pairwise
@@ -47,8 +47,8 @@ def test_a_batch_has_one_group_and_epochs_are_fair(size: int) -> None:
     drawn = [batches.batch(index).tolist() for index in range(batches.first_batch(10 * size))]
     assert all(len(batch) == size for batch in drawn)
     assert all(len({GROUPS[item] for item in batch}) == 1 for batch in drawn)
-    # In `size` epochs, the items of each group fill whole batches, so each item occurs equally
-    # often in 10 * `size` epochs.
+    # In `size` epochs, a group of n items occurs n * `size` times, which fills n whole batches. So
+    # the batches of 10 * `size` epochs contain each item exactly 10 * `size` times.
     assert Counter(item for batch in drawn for item in batch) == dict.fromkeys(
         range(len(GROUPS)), 10 * size
     )

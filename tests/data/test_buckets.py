@@ -1,4 +1,4 @@
-"""Sizes of buckets, the bucket of each image, and the frame that SDXL gets as conditions."""
+"""Sizes of buckets, the bucket of each image, and the crop that SDXL gets as a condition."""
 
 import itertools
 from pathlib import Path

@@ -14,7 +14,8 @@ from trainable_candle.data import file_identity, identity
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file in which hashes are remembered.
 
-    In most of these tests, it also keeps the hashes of files that have just changed.
+    The library does not remember the hash of a file that has changed within the last `SETTLED`
+    nanoseconds. With the value that this fixture sets, it remembers all hashes.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(identity, "SETTLED", -(10**12))

@@ -1,4 +1,4 @@
-"""The judge of the digits demo on real images, and `spread` against scipy."""
+"""The judge of the digits demo (a classifier) on real images, and `spread` against scipy."""
 
 import subprocess
 import sys

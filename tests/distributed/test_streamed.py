@@ -105,7 +105,7 @@ def run(
 
 
 def assert_one_copy(found: list[dict[str, Any]], resident: dict[str, Any]) -> None:
-    """Assert that all processes map the same memory, and compute the same as resident blocks."""
+    """Assert that all processes map the same memory, and compute the same as without streaming."""
     # One mapping has the blocks, the other their modulation.
     assert len(found[0]["mapped"]) == 2
     assert all(one["mapped"] == found[0]["mapped"] for one in found)
@@ -113,7 +113,7 @@ def assert_one_copy(found: list[dict[str, Any]], resident: dict[str, Any]) -> No
 
 
 def assert_same_steps(found: list[dict[str, Any]], resident: dict[str, Any]) -> None:
-    """Assert that all processes have the losses and the adapter of a run with resident blocks."""
+    """Assert that all processes have the losses and the adapter of a run without streaming."""
     for one in found:
         assert (one["losses"], one["digest"]) == (resident["losses"], resident["digest"])
 

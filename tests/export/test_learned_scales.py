@@ -1,4 +1,4 @@
-"""Quantization-aware training that learns factors of the rounding scales, and files with them."""
+"""Quantization-aware training with learned factors of the scales, and files with the factors."""
 
 from pathlib import Path
 

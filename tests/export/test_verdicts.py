@@ -38,7 +38,7 @@ def configured(folder: Path, **settings: Any) -> Path:
 def verdicts(
     capsys: pytest.CaptureFixture[str], path: Path, weights: Path, status: int = 0
 ) -> dict[str, str]:
-    """The line of each program, by the program."""
+    """For each program, what `verify` prints about it."""
     capsys.readouterr()
     given = ["verify", str(path), "--model", "causal-lm", "--weights", str(weights)]
     assert main(given) == status
