@@ -1,4 +1,4 @@
-"""Runs of language models: from a file of conversations to an adapter whose model answers."""
+"""Runs of language models: from a file of conversations to answers that follow from an adapter."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Models whose blocks are in host memory compute the same as models with resident blocks."""
+"""Models whose blocks are streamed from host memory compute the same as without streaming."""
 
 import json
 from pathlib import Path

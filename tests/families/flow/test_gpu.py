@@ -33,9 +33,10 @@ def test_padding_sees_the_words_alone(gpu: str, flux2_base: Path) -> None:
 def test_a_run_over_a_training_adapter(
     gpu: str, name: str, request: pytest.FixtureRequest, sdxl_folder: Path, tmp_path: Path
 ) -> None:
-    """Losses on the GPU are near those on the CPU, although previews turn the training adapter off.
+    """The losses of a run over a training adapter are near those on the CPU.
 
-    On the GPU, the steps are recorded as CUDA graphs, and previews run between the steps.
+    A training adapter takes part in the steps, but previews turn it off. On the GPU, the steps are
+    recorded as CUDA graphs, and previews run between the steps.
     """
     base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
 

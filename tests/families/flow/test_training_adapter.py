@@ -1,6 +1,6 @@
 """A training adapter takes part in the training of another adapter, but not in inference.
 
-It is for distilled models.
+Distilled models are trained over an adapter that undoes the distillation, and are used without it.
 """
 
 from collections.abc import Callable
@@ -52,8 +52,8 @@ def test_a_training_adapter_counts_in_training_alone(
     plain = train_adapter(made(name, base, "plain", **given))
     run = train_adapter(made(name, base, "run", **given, training_adapter=str(over)))
     assert losses(run.output)[0] != losses(plain.output)[0]
-    # The first preview comes before the first step, where the trained adapter has no effect yet. So
-    # both runs draw the images of the base model.
+    # The first preview comes before the first step: the new adapter has no effect yet, and previews
+    # turn the training adapter off. So both runs draw the images of the base model.
     previews = [min((r.output / "samples").glob("*.png")).read_bytes() for r in (plain, run)]
     assert previews[0] == previews[1]
     # The run's model draws like a base model with the run's adapter and no training adapter.
