@@ -75,7 +75,7 @@ def test_a_run_ends_after_validations_without_improvement(
     file = best_path(run.output)
     assert f"best: {file} (step {best}, loss {losses[best]:.4f})" in lines
     # The step at which the run ends counts as the last one: it has the finished adapter, a preview
-    # and a checkpoint, and no adapter of a step.
+    # and a checkpoint, but no intermediate adapter.
     assert run.adapter_path.exists()
     assert (run.output / SAMPLES / f"step-{run.step:06d}.png").exists()
     assert checkpoints(run.output)[-1].name == f"checkpoint-{run.step:06d}"

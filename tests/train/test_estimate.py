@@ -89,8 +89,8 @@ def test_estimated_rounded_weights_match_what_the_tape_adds(
     plain, items = held()
     assert "model rounded weights" not in items
     rounded, items = held(qat=grid)
-    # Three f32 buffers of one 128 x 128 layer: the weight, the weight plus the adapter's product,
-    # and the gradient.
+    # Beside the rounded weights, this item counts three f32 buffers of one 128 x 128 layer: the
+    # weight, the weight plus the adapter's product, and the gradient.
     found = items["model rounded weights"] - 3 * 4 * 128 * 128
     # Bytes of the rounded weights of one block: four f32 matrices for q, k, v and the output.
     block = 4 * 4 * 128 * 128

@@ -21,14 +21,14 @@ from trainable_candle.train.evaluation import Previews, best_path, step_adapters
 from trainable_candle.train.logs import read_json_log, read_log
 
 Train = Callable[..., dict[str, bytes]]
-# Settings for a run without previews. `sample_every` and `sample_steps` have their defaults; other
-# values are rejected without prompts.
+# Settings for a run without previews. Without prompts, `sample_every` and `sample_steps` must have
+# their defaults.
 UNSEEN: dict[str, Any] = {"sample_prompts": [], "sample_every": 250, "sample_steps": 25}
 
 
 @pytest.fixture
 def everything(config: TrainConfig) -> TrainConfig:
-    """A run with an average that validates every 4 steps, previews every 3 and saves every 2."""
+    """A run with averages of the adapter, validation, previews and checkpoints."""
     return config.with_(
         validation_split=0.3,
         validate_every=4,

@@ -125,7 +125,7 @@ def test_multiresolution_noise_is_that_of_kohyas_formula(height: int, width: int
         return objective.noise(latents, samples, seed).target.numpy()
 
     def levels(first: Array) -> Array:
-        """The noise of kohya's `pyramid_noise_like` for one example."""
+        """What kohya's `pyramid_noise_like` makes of `first`, the noise of one example."""
         noise = first.astype(np.float64)
         for i in range(6):
             r = float(tc.rand(1).item()) * 2 + 2

@@ -124,9 +124,10 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(
             begun.append(trainer.step)
 
     class Failure(Callback):
-        """At step 6, submits more jobs than the queue holds, unless `is_late`.
+        """Unless `is_late`, submits more jobs at step 6 than the queue of the writer holds.
 
-        One of these calls raises the error.
+        So it waits for the writer, whose write of step 6 fails: a call of `write_later` raises that
+        error.
         """
 
         def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002

@@ -293,7 +293,7 @@ def test_a_scaler_that_skips_for_ever_is_an_error() -> None:
 
 
 def test_inputs_of_the_loss_can_be_made_before_the_step() -> None:
-    """A step makes the inputs of all its batches first. Each batch draws from its own stream."""
+    """A step first makes the inputs of all its batches. Each batch has its own random numbers."""
 
     def numbered(rows: npt.NDArray[np.int64]) -> dict[str, tc.Tensor]:
         seen.append(list(rows))
