@@ -1,9 +1,10 @@
-"""Conversations as transformers renders and masks them: writes tokenizer.json and cases.json.gz.
+"""Conversations as transformers renders them, and masks of the assistant's tokens in them.
 
     python make_transformers.py
 
-Needs transformers 5.23 and jinja2. Templates are in the styles of published ones. If a
-template lacks `{% generation %}`, its masks come from a copy with that tag around each answer.
+Writes tokenizer.json and cases.json.gz. Needs transformers 5.23 and jinja2. Templates are in the
+styles of published ones. If a template lacks `{% generation %}`, its masks come from a copy with
+that tag around each answer.
 """
 
 import datetime as dt

@@ -1,4 +1,4 @@
-"""Optimizer trajectories and quantised states of bitsandbytes 0.50.2, and its dynamic maps.
+"""Optimizer trajectories and 8-bit states of bitsandbytes 0.50.2, and its tables of code values.
 
     pip install bitsandbytes==0.50.2 torch==2.11.0 safetensors
     python make_bitsandbytes.py bitsandbytes.safetensors

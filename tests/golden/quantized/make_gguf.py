@@ -1,8 +1,8 @@
 """Blocks of ggml's formats and their values, by gguf-py 0.19 (pip install gguf).
 
 Writes gguf.npz. For each format X, `X.blocks` has random bytes with scales of all magnitudes, and
-`X.values` has the blocks' values in f32. For formats that gguf-py can also write, `X.made` has the
-blocks of `weights`.
+`X.values` has the blocks' values in f32. For Q4_0 and Q8_0, `X.made` has the blocks that gguf-py
+makes of `weights`.
 """
 
 from pathlib import Path

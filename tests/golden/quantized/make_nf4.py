@@ -3,9 +3,10 @@
     pip install torch==2.11.0 bitsandbytes==0.50.2
     python tests/golden/quantized/make_nf4.py
 
-This script itself finds the nearest code of the map for each scale: some codes of bitsandbytes'
-library for CPUs are off by one, because its table has too few entries. The CUDA kernels and the
-torch fallback of bitsandbytes are exact.
+The scales are quantized, too: to 8-bit codes of a table of values. This script itself finds the
+nearest code for each scale, because some codes by bitsandbytes' library for CPUs are off by one:
+that library looks them up in a table with too few entries. The CUDA kernels and the torch fallback
+of bitsandbytes are exact.
 """
 
 from pathlib import Path

@@ -3,10 +3,10 @@
     pip install torch==2.11.0 torchao==0.18.0
     python tests/golden/quantized/make_torchao.py
 
-Writes torchao.npz: for each format, the fake quantized `values` of `matrix`. For int8 and int4, it
-also has the `gradient` of the sum of these values; the scales are constants. Integers are
-symmetric: int8 has codes from -127 to 127 and one scale for each row, int4 is the format of
-`IntxFakeQuantizeConfig(torch.int4, group_size=32)`.
+Writes torchao.npz: for each format, the fake quantized `values` of `matrix` (of make_nf4.py). For
+int8 and int4, it also has the `gradient` of the sum of these values, in which the scales count as
+constants. Integers are symmetric: int8 has codes from -127 to 127 and one scale for each row, int4
+is the format of `IntxFakeQuantizeConfig(torch.int4, group_size=32)`.
 """
 
 from pathlib import Path

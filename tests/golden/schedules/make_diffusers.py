@@ -1,4 +1,4 @@
-"""SDXL's noise schedule, noised latents, velocities and min-SNR weights of diffusers.
+"""SDXL's noise schedule, and noised latents, velocities and min-SNR weights, all by diffusers.
 
 pip install torch==2.11.0 diffusers==0.42.1 safetensors
 python make_diffusers.py diffusers.safetensors

@@ -4,11 +4,12 @@ diffusers, transformers and peft.
 Run with torch 2.11, diffusers 0.42.1, transformers 5.23, peft 0.21 and safetensors installed:
 python make_diffusers.py
 
-`original_names.json.gz` maps each key of an original checkpoint to its sources: a folder, a
-parameter and a form ("plain", "transposed", "pointwise", or "rows N" for third N of the key's
-rows). The map fits models with as many layers as these. It comes from a comparison of a model with
-the output of diffusers' convert_diffusers_to_original_sdxl.py. `unet_shapes.json` has the names and
-shapes of the parameters of SDXL's UNet in diffusers, in the format of `folded` in
+This script does not write two of the files. `original_names.json.gz` maps each key of a checkpoint
+in Stability AI's format to the parameters that it holds. Each has a folder, a name and a form
+("plain", "transposed", "pointwise", or "rows N" for third N of the key's rows). The map fits models
+with as many layers as this SDXL. It comes from a comparison of a model with the output of
+diffusers' convert_diffusers_to_original_sdxl.py. `unet_shapes.json` has the names and shapes of the
+parameters of the full-size SDXL's UNet in diffusers, in the format of `folded` in
 transformers/make_diffusers.py.
 """
 

@@ -2,8 +2,9 @@
 
     python make_t5.py FOLDER | gzip -9n > t5.json.gz
 
-FOLDER holds T5's `spiece.model` as Google publishes it. Rows of 1 and 8 tokens are stored only for
-texts that they truncate.
+FOLDER holds T5's `spiece.model` as Google publishes it. For each text, the output has the ids, and
+the same as a row of 77 tokens with its mask: padded or truncated. Rows of 1 and 8 tokens are stored
+only for texts that they truncate.
 """
 
 import json

@@ -108,7 +108,7 @@ def published(name):
 
 
 def adapted(model, call, targets, use_dora, sample, path):
-    """Save the output, gradients and losses of AdamW's steps of the model with an adapter.
+    """Save the output and gradients of the model with an adapter, and the losses of AdamW's steps.
 
     The random numbers of a case do not depend on the cases before it.
     """
