@@ -1,4 +1,4 @@
-"""Processes share the work of filling caches and of validation: each item is computed once.
+"""Processes divide the work of filling caches and of validation: each item is computed once.
 
 Each process is a thread here.
 """
@@ -119,7 +119,8 @@ def test_processes_receive_entries_that_they_cannot_read(
     data: Dataset, tmp_path: Path, kind: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The entries are in the memory of other processes, or in folders of other machines."""
-    monkeypatch.setattr(dealing, "_PIECE", 1000)  # In bytes: entries take several rounds.
+    # With so few bytes in a round of messages, the entries take several rounds.
+    monkeypatch.setattr(dealing, "_PIECE", 1000)
     encoder = Encoder()
 
     def work(group: Group) -> tuple[str, list[float]]:

@@ -401,5 +401,6 @@ def test_the_estimate_counts_the_start() -> None:
     count = sum(var.numel() for var in family.task().attach().named_parameters().values())
     found = family.estimate(config, 64).phases["training"]
     (start,) = [item.bytes for item in found if item.what == "start of the adapter"]
-    # Values and gradients at twice the rank in f32, the frozen start, the joined factors.
+    # In multiples of the adapter: the adapter for files has twice the rank, and memory for
+    # gradients (4); the start is frozen (1); steps compute with adapter and start joined (2).
     assert start == 4 * count * (4 + 1 + 2)

@@ -28,7 +28,10 @@ GROUPS = families.find("digits").groups
 
 
 def estimates(states: float) -> Callable[[TrainConfig], Estimate]:
-    """Estimates of a model that can only recompute, or keep its states in host memory."""
+    """Estimates of a model that can save memory in two ways only.
+
+    Checkpointing saves activations, and the states of the optimizer can be in host memory.
+    """
 
     def estimate(config: TrainConfig) -> Estimate:
         kept = {"none": 4, "selective": 3}.get(config.checkpointing, 2)
@@ -56,7 +59,7 @@ def test_states_stay_on_the_gpu_where_they_fit() -> None:
 
 
 def test_what_costs_less_comes_first() -> None:
-    # Selective checkpointing frees as much and is predicted to cost nothing here.
+    # Selective checkpointing also frees 1 GiB, and is predicted to cost nothing here.
     found = plan(GIB, 10)
     assert found.chosen == {"gradient_checkpointing": "selective"}
 
@@ -67,7 +70,8 @@ def test_states_go_to_the_host_where_nothing_faster_fits() -> None:
     assert found.chosen == {"optimizer_states": "host"}
     line = found.lines(there)[0]
     assert line.startswith("plan: --optimizer-states host (about 10.00 GiB, ")
-    # Reading and writing 2 GiB over the link costs less than a second forward pass.
+    # Copying 2 GiB of states over the link to the GPU and back costs less than a second forward
+    # pass.
     recomputed = replace(WORK, recomputes=True)
     assert 4 * GIB / 25e9 + seconds(WORK, CARD) < seconds(recomputed, CARD)
     free = plan(2 * GIB, 9)

@@ -50,7 +50,7 @@ def test_peaks_are_predicted_within_5_percent(
 @pytest.mark.parametrize(
     ("model", "targets", "sizes", "values"),
     [
-        # Queries, keys, values and the network's first layer of a block with one stream.
+        # In a block with one stream: queries, keys, values and the network's first layer.
         ("Flux.1-dev", JOINT, FLUX, (4096 + 512) * (3 * 3072 + 4 * 3072)),
         # The first layer of the network, GEGLU's two halves, at 64 x 64 tokens.
         ("SDXL", ["to_q"], SDXL, 4096 * 2 * 4 * 640),

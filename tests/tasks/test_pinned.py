@@ -1,4 +1,8 @@
-"""Predicted steps where the system gives too little pinned memory for streamed weights."""
+"""Predicted times of steps where the system gives too little pinned memory for streamed weights.
+
+The GPU reads pinned weights directly. A thread of the host first copies other weights into a small
+ring of pinned buffers.
+"""
 
 import math
 from dataclasses import replace

@@ -100,7 +100,8 @@ def test_the_loss_is_that_of_the_definition(weights: Path) -> None:
 def test_the_gradient_is_that_of_the_definition(weights: Path) -> None:
     """The gradient of one LoRA factor B, at random values of B and at B = 0.
 
-    The oracle is a central difference for the element of B with the largest gradient.
+    The element of B with the largest gradient is compared with a central difference of the loss by
+    definition.
     """
     task, dataset, data, named = prepared(config_of(weights, ROWS[:3]))
     name = next(name for name in named if "lora_B" in name or "up" in name)

@@ -15,7 +15,7 @@ from trainable_candle.text.chat_tokenizer import ChatTokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 WORDS = 20
-"""Ordinary tokens, with the ids from 0 on; special tokens and an added one follow."""
+"""The number of ordinary tokens. Their ids begin at 0; the ids of the other tokens follow."""
 END, TURN, ADDED = WORDS, WORDS + 1, WORDS + 2
 
 
@@ -31,18 +31,18 @@ def tokenizer() -> ChatTokenizer:
 @pytest.mark.parametrize(
     ("config", "generation", "message"),
     [
-        # As Qwen2.5: a base's end in config.json, other ends in generation_config.json.
+        # As in Qwen2.5: config.json has one end token, generation_config.json also has others.
         ({"eos_token_id": END}, {"eos_token_id": [TURN, END], "bos_token_id": END}, None),
         ({"eos_token_id": ADDED, "bos_token_id": None}, {}, None),
         ({}, {}, None),
-        # The defaults of LlamaConfig, which its maker never chose.
+        # LlamaConfig's defaults: the maker of the model never chose them, so they are not checked.
         ({"eos_token_id": 2, "bos_token_id": 1}, {}, None),
         (
             {"eos_token_id": 2, "bos_token_id": 1},
             {"_from_model_config": True, "eos_token_id": 2, "bos_token_id": 1},
             None,
         ),
-        # The ids of generation_config.json are those that count.
+        # If both files have an id, only that of generation_config.json counts.
         ({"eos_token_id": 5}, {"eos_token_id": END}, None),
         ({"eos_token_id": -1}, {}, None),
         ({"eos_token_id": 5}, {}, r"eos_token_id in .*[/]config.json is 5, the ordinary text 'w5'"),
