@@ -31,8 +31,8 @@ def test_a_step_becomes_one_launch(cuda: Any) -> None:
     for call in range(6):
         mark(f"call-{call}")
         result = step(*batch(call))
-        # A graph needs gradients at fixed addresses. The first call allocates the gradients, so the
-        # second call is eager, too.
+        # A graph needs the addresses of the gradients. The first call allocates the gradients, the
+        # second call finds them allocated, and the third call records the graph.
         assert step.is_recorded == (call > 1)
         assert list(result) == ["loss", "rest"]
         assert result["loss"].shape == () and not result["loss"].requires_grad

@@ -92,7 +92,7 @@ def test_memory_can_be_limited(cuda: Any) -> None:
         except tc.OutOfMemoryError as error:
             assert f"the limit is {limit / (1 << 30):.2f} GiB" in str(error), error
         else:
-            raise AssertionError("more than the limit")
+            raise AssertionError("the tensors take more than the limit")
         small = tc.zeros((32, 1 << 20), dtype="u8", device="cuda")
         # Freed memory can be allocated again, whatever the sizes of the freed blocks.
         del kept, small

@@ -193,8 +193,8 @@ def test_master_values_are_not_rounded_by_replays(cuda: Any) -> None:
     for name in ("recorded", "replayed"):
         done = run.after(name)
         copies = [c["captured"] for c in done.of("launch") if c["name"] == "copy_bf16_f32"]
-        # One launch copies the weight into the master values. The launch precedes the graph's
-        # replay and is not in the graph.
+        # The optimizer updates master values: an f32 copy of the weight. As `set` has changed the
+        # weight, a launch outside the graph copies it into the master values before the replay.
         assert copies == ["0"], name
         assert len(done.of("replay")) == 1
     assert "copy_bf16_f32" not in run.after("as-it-was").launches

@@ -26,7 +26,7 @@ MORE: dict[str, dict[str, Any]] = {
     "sgd": {"momentum": 0.9},
     **{kind: {"min_8bit_size": 1} for kind in ("adamw8bit", "adam8bit", "lion8bit")},
 }
-"""Arguments that give every optimizer states; the 8-bit optimizers store theirs as codes."""
+"""Arguments with which every optimizer has states, and all states of 8-bit optimizers are codes."""
 
 
 @pytest.mark.parametrize("kind", tc.optim.KINDS)

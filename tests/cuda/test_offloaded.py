@@ -1,4 +1,4 @@
-"""Checkpoints that keep their inputs in host memory until the backward pass."""
+"""Gradient checkpoints that keep their inputs in host memory until the backward pass."""
 
 from itertools import pairwise
 from typing import Any

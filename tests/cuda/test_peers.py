@@ -100,9 +100,9 @@ def together(cuda: Any, folder: Path, code: str, **settings: str) -> Any:
 
 
 def side_copies(run: Any, kind: str, rank: int) -> list[Any]:
-    """The copies of one kind to a rank's device on its stream for copies.
+    """The copies of one kind to a rank's device, on the stream that copies blocks.
 
-    That stream has the highest number of the streams that copy to the device.
+    Of the streams that copy to the device, it has the highest number.
     """
     found = [call for call in run.of("copy") if call["to"] == str(rank)]
     side = max((call["stream"] for call in found), key=int)
@@ -112,7 +112,7 @@ def side_copies(run: Any, kind: str, rank: int) -> list[Any]:
 def halves(size: int) -> tuple[int, int]:
     """How many of `size` bytes the slices of rank 0 and rank 1 hold.
 
-    Rank 0 holds a multiple of 256 bytes, or all of them.
+    The slice of rank 0 has a multiple of 256 bytes, or all bytes.
     """
     first = min(size, -(-size // 512) * 256)
     return first, size - first

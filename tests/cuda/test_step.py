@@ -51,7 +51,7 @@ def test_a_warm_step_neither_waits_nor_allocates(cuda: Any) -> None:
 def test_every_architecture_has_the_kernels(cuda: Any) -> None:
     """Each GPU loads the machine code for its architecture.
 
-    A GPU for which there is no machine code uses PTX; its compute capability here is 13.0.
+    A GPU for which there is no machine code uses PTX: here, a GPU of compute capability 13.0.
     """
     kernels = [line.split() for line in cuda.kernels.read_text().splitlines()]
     architectures = sorted(

@@ -1,4 +1,7 @@
-"""On a GPU, streamed blocks compute the same bits as resident ones, eagerly and in graphs."""
+"""On a GPU, blocks streamed from host memory compute the same bits as blocks in GPU memory.
+
+That holds for eager calls and in graphs.
+"""
 
 import os
 import subprocess
@@ -61,7 +64,8 @@ def losses(
     for index in range(6):
         found.append(run(*inputs).to("cpu").numpy())
         if index == 3:
-            # This eager call changes the contents of the slots between two replays.
+            # Streamed blocks are copied into slots of GPU memory. This eager call changes the
+            # contents of the slots between two replays.
             with tc.no_grad():
                 found.append(model(**dict(zip(names, inputs, strict=True))).to("f32").numpy())
     return found

@@ -17,7 +17,7 @@ REPORT = """
         except tc.CudaUnavailableError as error:
             assert reason in str(error), error
         else:
-            raise AssertionError("a tensor on a device that is not there")
+            raise AssertionError("there is a tensor on a device that is not there")
     assert (tc.ones(2) + 1).tolist() == [2.0, 2.0]
 """
 DRIVER = "libcuda.so.1"
