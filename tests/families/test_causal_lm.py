@@ -1,4 +1,4 @@
-"""Runs of language models: from a file of conversations to answers that follow from an adapter."""
+"""Training runs of language models: from a file of conversations to answers with the adapter."""
 
 import io
 import json
@@ -363,7 +363,7 @@ def test_checkpointing_changes_nothing(
 def test_settings_of_image_runs_work_for_texts(
     weights: Path, chats: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    # The batch of every step has all examples.
+    # The batch of every step has all examples, so the losses of the steps can be compared.
     given = {"sequence_length": 256, "batch_size": 2, "steps": 8, **settings}
     run = train(config_of(weights, chats, tmp_path / "run", **given))
     rows = [row["loss"] for row in read_json_log(run.output / "train.jsonl")]

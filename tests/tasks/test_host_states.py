@@ -1,4 +1,4 @@
-"""Optimizer states in host memory: what is counted where, the predicted time, and the choice."""
+"""Optimizer states in host memory: estimated memory and times, and when a plan puts them there."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Estimates of memory match the memory that the tape and the optimizer use."""
+"""Estimates of memory match the memory that the tape and the optimizer use.
+
+The tape has the values that operations save for the backward pass.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Brackets nested too deeply for a parser are errors in files of settings, and skipped in logs."""
+"""Brackets nested too deeply for a parser: an error in most files, a skipped line in logs."""
 
 import shutil
 from collections.abc import Callable

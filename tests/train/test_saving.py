@@ -44,7 +44,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     class Waiting(state.Draft):
         def write(self, snapshot: state.Snapshot) -> None:
-            assert opened.wait(60), "training must not wait for the checkpoint"
+            assert opened.wait(60), "training waited for the checkpoint"
             super().write(snapshot)
 
     monkeypatch.setattr(saver, "Draft", Waiting)

@@ -1,4 +1,7 @@
-"""The estimate of memory against the bytes that the tape, optimizers and models really hold."""
+"""The estimate of memory against the bytes that the tape, optimizers and models really hold.
+
+The tape has the values that operations save for the backward pass.
+"""
 
 import math
 from collections.abc import Callable
