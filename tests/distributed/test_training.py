@@ -1,4 +1,4 @@
-"""A run of several processes equals a run of one process that takes all their batches per step."""
+"""A run of several processes equals a run of one process that takes as many batches in a step."""
 
 import os
 import signal

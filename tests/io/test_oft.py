@@ -49,7 +49,8 @@ def weights(model: tc.models.Model) -> dict[str, np.ndarray]:
 def test_lycoris_files_turn_outputs(
     unet: tc.models.SDXLUNet, tmp_path: Path, alpha: float | None
 ) -> None:
-    """`DiagOFTModule` limits the norm of Q to alpha times the number of outputs:
+    """`DiagOFTModule` computes the rotation from a skew-symmetric Q. The norm of Q is limited to
+    alpha times the number of outputs:
     https://github.com/KohakuBlueleaf/LyCORIS/blob/01ca138a/lycoris/modules/diag_oft.py#L87"""
     weight = weights(unet)[f"{LAYER}.weight"]
     blocks = np.random.default_rng(3).normal(0, 0.3, (len(weight) // 4, 4, 4)).astype(np.float32)

@@ -87,7 +87,7 @@ def test_the_start_and_the_residual_are_those_of_peft(rslora: bool) -> None:
         theirs = {end: reference[f"{start}.lora_{end}.default.weight"].numpy() for end in "AB"}
         product = theirs["B"] @ theirs["A"]
         np.testing.assert_allclose(up @ down, product, atol=2e-3 * abs(product).max())
-        # The rows of A may have another sign, but they have the same norms.
+        # The rows of A may have another sign than peft's, but they have the same norms.
         norms = [np.linalg.norm(rows, axis=1) for rows in (down, theirs["A"])]
         np.testing.assert_allclose(norms[0], norms[1], rtol=2e-3)
         rest = family.model.get_tensor(f"{name}.weight").numpy() - scale * up @ down

@@ -177,7 +177,7 @@ def test_the_estimate_counts_two_blocks_of_those_streamed() -> None:
 
 @pytest.mark.parametrize("policy", ["full", "selective", "none"])
 def test_a_unet_streams(policy: str) -> None:
-    """Checkpointing recomputes nested resident blocks together, but streamed blocks one by one."""
+    """Checkpointing recomputes nested blocks together, but streamed blocks one by one."""
     case = tc.load_file(GOLDEN / "sdxl" / "unet_forward.safetensors")
     case.pop("output")
     found = []

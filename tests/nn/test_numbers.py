@@ -16,8 +16,8 @@ def parameter() -> tc.Var:
     return tc.Var([1.0])
 
 
-# A key is the beginning of the message. The value is what the message says is expected, and a
-# function that passes its argument to the operation.
+# A key is the beginning of the error's message. Its value is a pair: what the message says that it
+# expected, and a function that passes its argument to the operation.
 TAKERS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "LoraConfig: lora_alpha": ("a number", lambda n: tc.LoraConfig(lora_alpha=n)),
     "LoraConfig: lora_dropout": ("a number", lambda n: tc.LoraConfig(lora_dropout=n)),

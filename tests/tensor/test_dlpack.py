@@ -60,9 +60,9 @@ def test_torch_shares_memory(dtype):
 
 def test_old_consumers_get_a_copy():
     class Old:
-        """Calls `__dlpack__` as an old consumer does: without `max_version` unless it is given.
+        """Calls `__dlpack__` with `options` only: by default without `max_version`.
 
-        DLPack before 1.0 has no flag for read-only memory.
+        So do consumers of DLPack before 1.0, which has no flag for read-only memory.
         """
 
         def __init__(self, tensor, **options):

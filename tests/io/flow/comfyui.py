@@ -236,7 +236,7 @@ def _patched(weight: np.ndarray, values: Arrays, *, swapped: bool) -> np.ndarray
     if "oft_blocks" in values:
         blocks = values.pop("oft_blocks").astype(np.float64)
         q = blocks - blocks.transpose(0, 2, 1)
-        assert np.linalg.norm(q) < alpha.item(), "ComfyUI limits the rotation"
+        assert np.linalg.norm(q) < alpha.item(), "ComfyUI would limit the rotation"
         eye = np.eye(q.shape[1])
         rotation = (eye + q) @ np.linalg.inv(eye - q)
         rows = np.roll(weight, -(len(weight) // 2), axis=0) if swapped else weight
