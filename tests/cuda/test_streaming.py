@@ -213,7 +213,7 @@ def test_without_pinned_memory_blocks_are_copied_through_a_ring(
     second = run.after("second")
     found = copies(second)
     # Blocks are copied as often as from pinned memory; the first test of this file explains the
-    # counts. A part that does not fit in the rest of a buffer needs several copies.
+    # counts. Weights that do not fit in the rest of a buffer need several copies.
     parts = 1 if quantize is None else 2
     assert len(found) >= parts * (2 * (COUNT - 2) + COUNT)
     # If the ring has no buffer, the driver copies from pageable memory itself.

@@ -189,7 +189,7 @@ def test_an_original_file_is_the_same_model(family: Family, tmp_path: Path) -> N
     for name, tensor in family.stored.items():
         np.testing.assert_array_equal(found.named_tensors()[name].to("f32"), tensor.to("f32"))
     # The bare file has no configurations in its header, and its tensor names have no prefix. The
-    # loader deduces the sizes from the shapes of the tensors.
+    # loader must deduce the sizes from the shapes of the tensors.
     bare = tmp_path / "bare.safetensors"
     tc.save_file(
         {name.removeprefix("model.diffusion_model."): t for name, t in written.items()}, bare
@@ -312,7 +312,7 @@ def test_positions_beyond_the_axes_are_rejected() -> None:
 
 
 def test_positions_are_cut_from_the_middle() -> None:
-    """The position embeddings of the tokens are cropped from a table of 12 x 12.
+    """The position embeddings of the tokens are cropped from the middle of a table of 12 x 12.
 
     More than 12 rows or columns of tokens are an error.
     """

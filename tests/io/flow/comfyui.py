@@ -2,8 +2,8 @@
 
 ComfyUI's models have the original names, and one matrix for queries, keys and values. ComfyUI's map
 of names (`lora.py`) lists the original names under `diffusion_model.` and, with underscores, under
-`lora_unet_`. It lists diffusers' names under `transformer.`. There, each name stands for a slice of
-an original matrix's rows. ComfyUI's package `weight_adapter` has the formulas. This file follows
+`lora_unet_`. Under `transformer.`, it lists diffusers' names, each of which stands for some of the
+rows of an original matrix. ComfyUI's package `weight_adapter` has the formulas. This file follows
 ComfyUI at commit ec93dcac. It does not use the tables of trainable_candle.
 """
 
