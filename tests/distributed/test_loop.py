@@ -15,7 +15,7 @@ import pytest
 
 from trainable_candle.distributed.launch import gpu_environment
 
-# Batches have different weights, and only some batches depend on the parameter b.
+# Only batches with odd numbers depend on the parameter b.
 PROBLEM = """
 import json
 import sys
@@ -63,6 +63,7 @@ print(json.dumps({"total": float(total), "parameters": values()}))
 tc.distributed.close()
 """
 
+# The batches have different weights.
 TRAINER = """
 group = make_group(from_environment(), "cpu", {})
 seen = []

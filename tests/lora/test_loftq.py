@@ -143,7 +143,7 @@ def test_wrong_arguments_are_named() -> None:
 def test_layers_without_an_error_and_ranks_above_a_side_are_exact() -> None:
     """A rank above the smaller side of a weight leaves no error.
 
-    A quantized model's head gets no adapter, even if `target_modules` names it.
+    The head gets no adapter, even if `target_modules` names it.
     """
     original = CausalLM.from_pretrained(LLAMA, dtype="f32")
     base = CausalLM.from_pretrained(LLAMA, dtype="f32", quantize="nf4")
