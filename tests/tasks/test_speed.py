@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 import trainable_candle as tc
+from trainable_candle import families
 from trainable_candle.tasks.speed import GPUS, Work, rates_of, seconds, work_of
 from trainable_candle.train import TrainConfig
+from trainable_candle.train.adapters import adapter_config
 
 from .full_size import write_model
 
@@ -20,39 +22,62 @@ SD3 = {"height": 128, "width": 128, "tokens": 333}
 Z_IMAGE = {"height": 128, "width": 128, "tokens": 128}
 ROWS = {"tokens": 2048}
 FULL: dict[str, Any] = {"gradient_checkpointing": "full"}
+SELECTIVE: dict[str, Any] = {"gradient_checkpointing": "selective"}
+OFFLOAD: dict[str, Any] = {"gradient_checkpointing": "offload"}
+ASIDE: dict[str, Any] = {"stream_modulation": True}
 ALL_FLUX: dict[str, Any] = FULL | {"stream_blocks": 57, "stream_modulation": True}
 
 # Model, targets, sizes of the input, settings, and the measured milliseconds of a step on one H200
 # in bf16 at rank 16. docs/benchmarks.md has the commands and dates of the measurements.
 MEASURED = [
-    ("SDXL", ATTENTION, SDXL, {}, 44.5),
-    ("SDXL", ATTENTION, SDXL, FULL, 60.4),
-    ("SDXL", ATTENTION, SDXL, {"batch_size": 4}, 136.8),
-    ("SDXL", ATTENTION, SDXL, FULL | {"base_precision": "nf4"}, 68.0),
-    ("Flux.1-dev", JOINT, FLUX, {}, 318.0),
-    ("Flux.1-dev", JOINT, FLUX, {"gradient_checkpointing": "selective"}, 320.0),
-    ("Flux.1-dev", JOINT, FLUX, FULL, 409.0),
-    ("Flux.1-dev", JOINT, FLUX, FULL | {"base_precision": "nf4"}, 489.0),
-    (
-        "Flux.1-dev",
-        JOINT,
-        FLUX,
-        FULL | {"base_precision": "int8", "stream_modulation": True},
-        430.0,
-    ),
+    ("SDXL", ATTENTION, SDXL, {}, 41.0),
+    ("SDXL", ATTENTION, SDXL, SELECTIVE, 43.4),
+    ("SDXL", ATTENTION, SDXL, FULL, 55.6),
+    ("SDXL", ATTENTION, SDXL, {"batch_size": 4}, 127.9),
+    ("SDXL", ATTENTION, SDXL, FULL | {"base_precision": "nf4"}, 63.9),
+    ("Flux.1-dev", JOINT, FLUX, {}, 307.5),
+    ("Flux.1-dev", JOINT, FLUX, SELECTIVE, 313.9),
+    ("Flux.1-dev", JOINT, FLUX, FULL, 401.2),
+    ("Flux.1-dev", JOINT, FLUX, OFFLOAD, 403.3),
+    ("Flux.1-dev", JOINT, FLUX, FULL | {"base_precision": "nf4"}, 425.6),
+    ("Flux.1-dev", JOINT, FLUX, FULL | {"base_precision": "int8"}, 423.3),
     ("Flux.1-dev", JOINT, FLUX, ALL_FLUX | {"base_precision": "int8"}, 494.0),
     ("Flux.1-dev", JOINT, FLUX, ALL_FLUX, 740.0),
-    ("SD3.5-medium", JOINT, SD3, {}, 69.0),
-    ("SD3.5-medium", JOINT, SD3, FULL, 92.0),
-    ("SD3.5-large", JOINT, SD3, FULL, 208.0),
-    ("Z-Image", JOINT, Z_IMAGE, {}, 228.0),
-    ("Z-Image", JOINT, Z_IMAGE, FULL, 324.0),
-    ("FLUX.2-klein-4B", JOINT, FLUX, {}, 147.0),
-    ("FLUX.2-klein-4B", JOINT, FLUX, FULL, 206.0),
-    ("Qwen2-1.5B", ["all-linear"], ROWS, {"batch_size": 4}, 126.8),
-    ("Qwen2-1.5B", ["all-linear"], ROWS, FULL | {"batch_size": 4}, 165.2),
-    ("Llama-3-8B", ["all-linear"], ROWS, FULL | {"batch_size": 2}, 333.0),
-    ("Llama-3-8B", ["all-linear"], ROWS, FULL | {"batch_size": 2, "base_precision": "nf4"}, 347.0),
+    ("SD3.5-medium", JOINT, SD3, {}, 68.0),
+    ("SD3.5-medium", JOINT, SD3, FULL, 90.3),
+    ("SD3.5-large", JOINT, SD3, FULL, 205.6),
+    ("Z-Image", JOINT, Z_IMAGE, {}, 224.5),
+    ("Z-Image", JOINT, Z_IMAGE, FULL, 320.9),
+    ("FLUX.2-klein-4B", JOINT, FLUX, {}, 145.8),
+    ("FLUX.2-klein-4B", JOINT, FLUX, SELECTIVE, 148.0),
+    ("FLUX.2-klein-4B", JOINT, FLUX, FULL, 193.0),
+    ("Qwen2-1.5B", ["all-linear"], ROWS, {"batch_size": 4}, 112.8),
+    ("Qwen2-1.5B", ["all-linear"], ROWS, FULL | {"batch_size": 4}, 142.7),
+    ("Llama-3-8B", ["all-linear"], ROWS, FULL | {"batch_size": 2}, 299.7),
+    ("Llama-3-8B", ["all-linear"], ROWS, FULL | {"batch_size": 2, "base_precision": "nf4"}, 314.5),
+]
+# Model, family, sizes of the input, settings, and the measured milliseconds of a step on one H100
+# with the family's default adapter of rank 16. docs/memory.md has the command and the date.
+RUNS = [
+    ("SDXL", "sdxl", SDXL, FULL | {"stream_blocks": 17}, 73),
+    ("SDXL", "sdxl", SDXL, SELECTIVE | {"stream_blocks": 52}, 131),
+    ("SDXL", "sdxl", SDXL, SELECTIVE, 52),
+    ("SD3.5-medium", "sd3", SD3, SELECTIVE | ASIDE | {"stream_blocks": 24}, 139),
+    ("SD3.5-medium", "sd3", SD3, SELECTIVE | ASIDE | {"stream_blocks": 6}, 89),
+    ("Flux.1-dev", "flux", FLUX, OFFLOAD | ASIDE | {"stream_blocks": 49}, 785),
+    ("Flux.1-dev", "flux", FLUX, OFFLOAD | ASIDE | {"stream_blocks": 42}, 689),
+    ("Flux.1-dev", "flux", FLUX, FULL | ASIDE | {"stream_blocks": 35}, 614),
+    ("Flux.1-dev", "flux", FLUX, FULL | ASIDE | {"stream_blocks": 21}, 541),
+    ("FLUX.2-klein-4B", "flux2", FLUX, OFFLOAD | {"stream_blocks": 9}, 225),
+    ("FLUX.2-klein-4B", "flux2", FLUX, SELECTIVE | {"stream_blocks": 21}, 241),
+    ("FLUX.2-klein-4B", "flux2", FLUX, {}, 154),
+    ("Qwen2-1.5B", "causal-lm", ROWS, {"stream_blocks": 14}, 52),
+    ("Qwen2-1.5B", "causal-lm", ROWS, {}, 32),
+    ("Llama-3-8B", "causal-lm", ROWS, FULL | {"stream_blocks": 32}, 512),
+    ("Llama-3-8B", "causal-lm", ROWS, OFFLOAD | {"stream_blocks": 24}, 429),
+    ("Z-Image", "zimage", Z_IMAGE, OFFLOAD | {"stream_blocks": 21}, 390),
+    ("Z-Image", "zimage", Z_IMAGE, FULL | {"stream_blocks": 12}, 340),
+    ("Z-Image", "zimage", Z_IMAGE, SELECTIVE | {"stream_blocks": 8}, 254),
 ]
 
 
@@ -83,6 +108,22 @@ def test_steps_are_predicted_within_15_percent(
 ) -> None:
     found = work(tmp_path, model, targets, sizes, changes)
     assert 1e3 * seconds(found, GPUS["H200"]) == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(("model", "family", "sizes", "changes", "measured"), RUNS, ids=str)
+def test_steps_of_runs_are_predicted_within_15_percent(
+    tmp_path: Path,
+    model: str,
+    family: str,
+    sizes: dict[str, int],
+    changes: dict[str, Any],
+    measured: float,
+) -> None:
+    config = TrainConfig(device="cuda", precision="bf16", rank=16, **changes)
+    kind = families.find(family)
+    adapter = adapter_config(config, kind.targets, kind.formats)
+    found = work_of(facts_of(tmp_path, model), adapter, config, 2, **sizes)
+    assert 1e3 * seconds(found, GPUS["H100"]) == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.parametrize(

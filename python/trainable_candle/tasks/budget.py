@@ -313,8 +313,13 @@ def _plan_batch(
         fitting = [found for found in plans if _fits(found, budget)]
         if fitting:
             best = min(fitting, key=lambda found: _cost(found, budget))
-            most = _WORTH * _cost(best, budget)
-            better = [found for found in plans if _cost(found, budget) <= most]
+            most, slowest = _WORTH * _cost(best, budget), step_seconds(best, budget)
+            # A plan that costs less only because it does not round the base may be slower.
+            better = [
+                found
+                for found in plans
+                if _cost(found, budget) <= most and step_seconds(found, budget) < slowest
+            ]
             nearest = min(better, key=lambda found: found.estimate.peak, default=None)
             return replace(best, nearest=nearest)
     on_the_gpu = [found for found in plans if found.estimate.peak <= budget.planned]

@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from trainable_candle import LoraConfig, PartFacts
     from trainable_candle.settings import TrainConfig
 
-_STEP: Final = 0.0143
+_STEP: Final = 0.0073
 """The seconds of a step that depend on none of the `Rates`: launches, small operations, the
 optimizer."""
-_ATTENTION: Final = 0.79
+_ATTENTION: Final = 0.63
 """The rate of attention divided by that of matrix products."""
-_TRAFFIC: Final = 12.7
+_TRAFFIC: Final = 9.5
 """How often norms, activations, gates and adapters together read or write each byte that the tape
 keeps, in a step without recomputation."""
-_AGAIN: Final = 0.34
+_AGAIN: Final = 0.43
 """The memory traffic of a second forward pass, as a fraction of the traffic without it."""
-_DECODED: Final = 7.2
+_DECODED: Final = 4.4
 """Bytes of memory traffic for each weight that is dequantized."""
 _BESIDE: Final = 4
 """The exponent p in (a^p + b^p)^(1/p), the time of computing and copying in parallel. Alone, the
@@ -106,10 +106,10 @@ GPUS: Final = {
 """A part of the driver's name for a GPU -> the GPU's rates.
 
 The rates of memory and link are the makers' figures, except for the H200's link, which is measured.
-The H200's rate of products and the constants above are fitted to the steps in docs/benchmarks.md
-that tests/tasks/test_speed.py lists; the H100's rate of products is measured. The other GPUs' rates
-of products are 0.77 times the makers' figures for bf16 with sums in f32, as the H200's rate is;
-nothing was run on these GPUs.
+The H200's rate of products is fitted to steps measured on 2026-11-23; the H100's is measured. With
+these two, the constants above are fitted to the steps that tests/tasks/test_speed.py lists. The
+other GPUs' rates of products are 0.77 times the makers' figures for bf16 with sums in f32, as the
+H200's rate is; nothing was run on these GPUs.
 """
 _NVLINK: Final = 450e9
 """Bytes that a GPU receives by NVLink in a second: half of NVIDIA's figure for an H100 or H200,
