@@ -159,7 +159,7 @@ def test_array_protocol():
             tc.DTypeError,
             "tensor: no tensor dtype can represent an array of dtype object",
         ),
-        ([2**64], tc.ArgumentError, "does not fit in 64 bits"),
+        ([2**64], tc.ArgumentError, "is outside the range of i64"),
         ([tc.ones(2)], tc.ArgumentError, r"join tensors with stack\(\) or cat\(\)"),
     ],
 )
@@ -211,7 +211,7 @@ def test_arange(arguments):
 
 
 def test_arange_that_never_ends():
-    with pytest.raises(tc.ArgumentError, match="arange: from 0 to 3 by 0 never ends"):
+    with pytest.raises(tc.ArgumentError, match="arange: from 0 to 3 by 0 is not a finite range"):
         tc.arange(0, 3, 0)
     with pytest.raises(tc.ArgumentError, match="arange"):
         tc.arange(float("inf"))

@@ -41,7 +41,7 @@ pub struct PartFacts {
     pub kind: &'static ModelKind,
     /// The model's place in a pipeline; None if the model fits no part of a pipeline.
     pub place: Option<Place>,
-    /// The folder or file in which the model was found: the pipeline's or the model's own.
+    /// The path that was given to [`inspect`] and holds the model: one of `others`, or else `path`.
     pub path: PathBuf,
     /// The floating-point dtype of most of the model's elements in its file.
     pub dtype: Option<DType>,
@@ -378,7 +378,8 @@ pub struct Plan {
 /// layer to the shape of its weight in files. The optimizer is assumed to round bf16 parameters stochastically.
 ///
 /// # Errors
-/// [`Error::Config`] if a value is out of range, or if there is no such optimizer or kind of adapter.
+/// [`Error::Config`] if a value is out of range, or if there is no such optimizer or kind of adapter; [`Error::Shape`] if
+/// a shape is not that of a layer's weight.
 pub fn plan(config: &LoraConfig, layers: &BTreeMap<String, Vec<usize>>, optimizer: &str) -> Result<Plan> {
     let Some(optimizer) = OptimizerKind::find(optimizer) else {
         return Err(Error::Config(format!("there is no optimizer \"{optimizer}\"")));

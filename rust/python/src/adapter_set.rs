@@ -159,7 +159,7 @@ fn options(
 /// Args:
 ///     path: the file.
 ///     adapters: the adapter set of each model.
-///     format: "kohya" (the default for SDXL), "diffusers" or "comfyui".
+///     format: "kohya" (the default for SDXL), "diffusers", "comfyui", or "peft", which holds only one model.
 ///     metadata: text entries for the file's header, in addition to the entries that other tools read.
 ///     dtype: the dtype of the parameters in the file, "f32", "f16" or "bf16". Default: f32.
 ///
@@ -197,7 +197,7 @@ pub fn save_adapters(
 /// Args:
 ///     path: the file.
 ///     adapters: the adapter set of each model.
-///     format: "kohya" (the default for SDXL), "diffusers" or "comfyui".
+///     format: "kohya" (the default for SDXL), "diffusers", "comfyui", or "peft", which holds only one model.
 ///     metadata: text entries for the file's header, in addition to the entries that other tools read.
 ///     dtype: the dtype of the parameters in the file, "f32", "f16" or "bf16". Default: f32.
 ///

@@ -72,7 +72,7 @@ impl Integer {
 
     /// The value as a signed number.
     pub fn signed(&self, op: &'static str, name: &str) -> Result<i64> {
-        self.ranged(op, name, "an integer of at most 63 bits")
+        self.ranged(op, name, "an integer from -2**63 to 2**63 - 1")
     }
 
     /// The value as a count.

@@ -134,7 +134,8 @@ impl NcclCommunicator {
     ///     The sum of the tails.
     ///
     /// Raises:
-    ///     DeviceError: if a variable is on another device, or NCCL fails.
+    ///     DTypeError, DeviceError: if NCCL cannot send a dtype, if a variable or `tail` is not on the device of this
+    ///         communicator, or if NCCL fails.
     ///     OutOfMemoryError: if the vectors of gradients do not fit.
     #[pyo3(signature = (parameters, tail, narrow=false))]
     fn all_reduce_gradients(

@@ -93,7 +93,7 @@ impl PartFacts {
         self.0.dtype.map(DType::new)
     }
 
-    /// The folder or file that contains the model: the pipeline's, or the model's own.
+    /// The path that was given to `inspect` and holds the model: one of `others`, or else `path`.
     #[getter]
     fn path(&self) -> PathBuf {
         self.0.path.clone()
@@ -206,6 +206,7 @@ impl PartFacts {
     ///     The number of values on the device, and the number in host memory, which only "offload" uses.
     ///
     /// Raises:
+    ///     ArgumentError: if the policy is unknown.
     ///     ConfigError: if a pattern is not a regular expression.
     #[pyo3(signature = (config, policy, *, height=Integer::of(0), width=Integer::of(0), tokens=Integer::of(0)))]
     fn saved_values(

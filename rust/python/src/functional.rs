@@ -45,10 +45,11 @@ pub fn linear(py: Python<'_>, input: &Tensor, weight: WeightArg<'_>, bias: Optio
     compute(py, work, || lin::linear(&input.0, weight, inner(bias))).map(Tensor)
 }
 
-/// Round a matrix to the values that an 8-bit or 4-bit format can represent; the result keeps the dtype of the input. The backward pass
-/// is the straight-through estimator: an element gets the gradient of its rounded value if its code is within the format's range, and 0
-/// otherwise. The backward pass treats scales as constants. `factors` get the gradient of LSQ, equation 3
-/// (<https://arxiv.org/abs/1902.08153>), except that an element is clipped only if it rounds to a number beyond the last code.
+/// Round a matrix to the values that an 8-bit or 4-bit format can represent: products of a scale and a code, which is a number of the
+/// format. The result keeps the dtype of the input. The backward pass is the straight-through estimator: an element gets the gradient of
+/// its rounded value if its code is within the format's range, and 0 otherwise. The backward pass treats scales as constants. `factors`
+/// get the gradient of LSQ, equation 3 (<https://arxiv.org/abs/1902.08153>), except that an element is clipped only if it rounds to a
+/// number beyond the last code.
 ///
 /// ```python
 /// weight = tc.Var(tc.randn(64, 64))
@@ -189,7 +190,7 @@ pub fn lora_backward_(
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
-///     ArgumentError: if a stride, a dilation or the number of groups is 0.
+///     ArgumentError: if a stride, a dilation or the number of groups is less than 1, or a padding is negative.
 #[pyfunction]
 #[pyo3(signature = (input, weight, bias=None, stride=Pair::of(1), padding=Pair::of(0), dilation=Pair::of(1),
     groups=Integer::of(1), *, channels_last=false))]

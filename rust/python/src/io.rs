@@ -25,8 +25,8 @@ use crate::tensor::Tensor;
 ///     tensors: tensors by name.
 ///     path: the file.
 ///     metadata: text entries for the file's header.
-///     codes: names the u8 tensors that hold the codes of a QuantizedTensor, and gives each one's dtype in the file,
-///         "int8" or "fp8" (e4m3).
+///     codes: by name, for each u8 tensor that holds the codes of a QuantizedTensor, its dtype in the file: "int8" or
+///         "fp8" (e4m3).
 ///
 /// Raises:
 ///     FileError: if the file cannot be written.
@@ -86,6 +86,8 @@ pub fn save_file(
 /// Raises:
 ///     MissingFileError: if there is no such file.
 ///     WeightsFormatError: if the file is not a safetensors file, or a tensor in it has a dtype that is not supported.
+///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+///     OutOfMemoryError: if the tensors do not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (path, device="cpu"))]
 pub fn load_file<'py>(py: Python<'py>, path: FilePath, device: &str) -> Result<NamedTensors<'py>> {

@@ -61,6 +61,8 @@ use crate::peft_arguments;
 ///
 /// Raises:
 ///     ConfigError: if a value is out of range, or if an argument of peft asks for something that this library does not do.
+///     ArgumentError: if an integer other than `decompose_factor` is negative, or the format `qat` is unknown.
+///     DTypeError: if the dtype is unknown.
 ///     TypeError: if there is no such argument.
 #[pyclass(frozen, subclass, module = "trainable_candle")]
 pub struct LoraConfig(pub adapter::LoraConfig);

@@ -10,10 +10,11 @@ use crate::arguments::FilePath;
 use crate::call::detached;
 use crate::error::Result;
 
-/// The report of one layer's adapter in a file. A module with the adapters of several layers has one report for each layer.
+/// The report on one module of an adapter file: the tensors whose keys start with the same name, such as the two factors of
+/// a LoRA. If a module adapts several layers, which are one matrix in some tools, each of these layers has a report.
 ///
 /// ```python
-/// report = tc.verify_adapter("adapter.safetensors", "sdxl", "sdxl")
+/// report = tc.verify_adapter("adapter.safetensors", "sdxl", weights="sdxl")
 /// module = report.modules[0]
 /// assert (module.kind, module.rank, module.fault) == ("lora", 4, None)
 /// ```
@@ -29,7 +30,8 @@ pub struct AdapterModule {
     rank: usize,
     /// The value of the module's tensor `alpha`, the numerator of the scale; None if the module has no such tensor.
     alpha: Option<f64>,
-    /// The scale alpha / rank, by which tools multiply the adapter; 1 if the file has no alpha.
+    /// The scale by which the adapter is multiplied: the module's `alpha` / rank, or without this tensor the scale in peft's
+    /// configuration. It is 1 if there is neither, and for an adapter without a rank.
     scale: f64,
     /// Whether all elements of one of the factors are 0, so that the adapter has no effect.
     zero: bool,
@@ -44,12 +46,13 @@ pub struct AdapterModule {
 /// The report of an adapter file: how other tools would apply the file.
 ///
 /// ```python
-/// report = tc.verify_adapter("adapter.safetensors", "sdxl", "sdxl")
+/// report = tc.verify_adapter("adapter.safetensors", "sdxl", weights="sdxl")
 /// assert report.good and "ComfyUI" in report.tools
 /// ```
 #[pyclass(frozen, get_all, module = "trainable_candle")]
 pub struct AdapterReport {
-    /// The tools that the report covers.
+    /// The tools that the report covers: none for the demo's model, otherwise first ComfyUI (image models) or peft (language
+    /// models).
     tools: Vec<&'static str>,
     /// The reports of all modules, in the order of the modules' names.
     modules: Vec<Py<AdapterModule>>,
@@ -57,8 +60,8 @@ pub struct AdapterReport {
     others: Vec<String>,
     /// Remarks about the file as a whole.
     remarks: Vec<String>,
-    /// Whether the file has modules and no other keys, every module fits a layer and has an effect, and the first of
-    /// `tools` applies every module as it was trained.
+    /// Whether the file has modules and no other keys, every module fits a layer and has an effect, and the tool
+    /// `tools[0]`, if there is one, applies every module as it was trained. The other tools do not count.
     good: bool,
 }
 

@@ -173,8 +173,8 @@ pub(super) fn unshared(triangles: &Tensor, inputs: usize) -> Result<Tensor> {
     }
 }
 
-/// If `config` has `coft: true`, limit the Frobenius norm of each block's Q to `eps` / √(number of blocks). peft does this
-/// before each forward pass
+/// If `config` has `coft: true`, limit the Frobenius norm of each block's skew-symmetric matrix Q, which the triangle
+/// stores, to `eps` / √(number of blocks). peft does this before each forward pass
 /// (<https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/oft/layer.py#L158>).
 pub(super) fn project(config: Option<&Value>, stored: &mut Stored) -> Result<()> {
     let Some(config) = config.filter(|config| config.get("coft").and_then(Value::as_bool) == Some(true)) else {

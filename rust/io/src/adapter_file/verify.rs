@@ -22,7 +22,8 @@ pub struct Outline {
     pub layers: BTreeMap<String, Vec<usize>>,
 }
 
-/// The report of one layer's adapter in a file. A module with the adapters of several layers has one report for each layer.
+/// The report on one module of a file: the tensors whose keys start with the same name, such as the two factors of a LoRA.
+/// If a module adapts several layers, which are one matrix in some tools, each of these layers has a report.
 pub struct ModuleReport {
     /// The module's name in the file: the keys of its tensors without the parameters' names.
     pub module: String,
@@ -34,8 +35,8 @@ pub struct ModuleReport {
     pub rank: usize,
     /// The value of the module's tensor `….alpha`, the numerator of the scale. `None` if the module has no such tensor.
     pub alpha: Option<f64>,
-    /// The scale alpha / rank, by which tools multiply the adapter. The alpha is that of the module's tensor or of peft's
-    /// configuration. The scale is 1 if neither has an alpha.
+    /// The scale by which the adapter is multiplied: the module's [`alpha`](Self::alpha) / rank, or without this tensor the
+    /// scale in peft's configuration. It is 1 if there is neither, and for an adapter without a rank.
     pub scale: f64,
     /// Whether all elements of one of the factors are 0, so that the adapter has no effect.
     pub zero: bool,
@@ -61,7 +62,8 @@ pub struct Report {
 
 impl Report {
     /// Whether the file has modules and no other keys, every module fits a layer and has an effect, and the first of
-    /// [`tools`](Self::tools), if there is one, applies every module as it was trained.
+    /// [`tools`](Self::tools), if there is one, applies every module as it was trained. The first is `ComfyUI` if it
+    /// supports the model, otherwise peft; the other tools do not count.
     pub fn is_good(&self) -> bool {
         let first = self.tools.first();
         self.others.is_empty()

@@ -1,6 +1,6 @@
-//! The network that computes the modulation (shifts, scales and gates) of all transformer blocks. In Flux, each block has its
-//! own layers that compute its modulation. Chroma's network was distilled from these layers of Flux.1-schnell. Its name in
-//! files is `distilled_guidance_layer`.
+//! The network that computes the modulation table: a row for each shift, scale and gate of all transformer blocks. In Flux,
+//! each block has its own layers that compute its modulation. Chroma's network was distilled from these layers of
+//! Flux.1-schnell. Its name in files is `distilled_guidance_layer`.
 
 use trainable_candle_core::{DType, Device, Result, Tensor};
 use trainable_candle_nn::{Linear, Module, RmsNorm, Visitor, Weights};

@@ -103,7 +103,7 @@ impl Configuration for ChromaConfig {
 }
 
 impl ChromaConfig {
-    /// Check that the sizes fit together.
+    /// Check that `approximator_num_channels` is a multiple of 8, and that `axes_dims_rope` fits `attention_head_dim`.
     ///
     /// # Errors
     /// [`Error::Config`] with the field's name and the values that are allowed.

@@ -64,7 +64,8 @@ impl Default for CLIPTextConfig {
 }
 
 impl Configuration for CLIPTextConfig {
-    // Fields about initial values, generation and CLIP's vision encoder are ignored.
+    // All other fields are ignored: those that transformers writes are about initial values, generation or CLIP's vision
+    // encoder. A missing field gets transformers' default.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(CLIPTextModel::CLASS_NAME, map);
         let projects = map
@@ -120,7 +121,7 @@ impl Configuration for CLIPTextConfig {
 }
 
 impl CLIPTextConfig {
-    /// Check that the sizes fit together.
+    /// Check that `num_attention_heads` divides `hidden_size`.
     ///
     /// # Errors
     /// [`Error::Config`] with the field's name and the values that are allowed.

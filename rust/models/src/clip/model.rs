@@ -107,7 +107,7 @@ impl CLIPTextModel {
     ///
     /// # Errors
     /// [`Error::Shape`] if the ids have another shape or S is out of range, [`Error::Index`] if an id is not less than the
-    /// vocabulary's size.
+    /// vocabulary's size, [`Error::DType`] if the ids are neither i64 nor u32.
     pub fn forward(&self, input_ids: &Tensor) -> Result<TextFeatures> {
         let longest = self.config.max_position_embeddings;
         let &[_, length] = input_ids.dims() else {

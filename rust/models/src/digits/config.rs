@@ -82,7 +82,7 @@ impl DigitsConfig {
     /// Check every value.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the value and what it must be.
+    /// [`Error::Config`] that names the wrong value and what it must be.
     pub fn validate(&self) -> Result<()> {
         let sizes = [
             ("sample_size", self.sample_size),

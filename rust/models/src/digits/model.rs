@@ -31,7 +31,7 @@ impl DigitsTransformer {
     /// The `_class_name` in its `config.json`.
     pub const CLASS_NAME: &'static str = "DigitsTransformer";
 
-    /// A model over `weights`.
+    /// A model with the parameters of `weights`.
     ///
     /// # Errors
     /// [`Error::Config`] if the configuration is wrong or the weights belong to another model.
@@ -81,7 +81,8 @@ impl DigitsTransformer {
     /// - `class_labels (B)`: i64 or u32.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, [`Error::Index`] if a label is not a class.
+    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, [`Error::Index`] if a label is not a class,
+    /// [`Error::DType`] if the labels are neither i64 nor u32.
     pub fn forward(&self, sample: &Tensor, timestep: &Tensor, class_labels: &Tensor) -> Result<Tensor> {
         self.check(sample, timestep, class_labels)?;
         let x = self.patch_embed.forward(&self.patchify(&sample.to_dtype(self.dtype())?)?)?.add(&self.pos_embed)?;

@@ -96,10 +96,10 @@ impl Configuration for FluxConfig {
 }
 
 impl FluxConfig {
-    /// Check that the sizes fit together.
+    /// Check that `axes_dims_rope` fits `attention_head_dim`.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Config`] naming the field and what it must be.
+    /// As [`RopeAxes::check`].
     pub fn validate(&self) -> Result<()> {
         RopeAxes::check(FluxTransformer::CLASS_NAME, &self.axes_dims_rope, self.attention_head_dim)
     }

@@ -105,10 +105,10 @@ impl Configuration for Flux2Config {
 }
 
 impl Flux2Config {
-    /// Check that the sizes fit together.
+    /// Check that `axes_dims_rope` fits `attention_head_dim`.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Config`] naming the field and what it must be.
+    /// As [`RopeAxes::check`].
     pub fn validate(&self) -> Result<()> {
         RopeAxes::check(Flux2Transformer::CLASS_NAME, &self.axes_dims_rope, self.attention_head_dim)
     }

@@ -18,7 +18,7 @@ pub trait Configuration: Clone + Default + 'static {
     /// The configuration in a `config.json`.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field that is missing, wrong or not supported.
+    /// [`Error::Config`] that names the field that is missing, wrong or not supported.
     fn from_json(map: &Map<String, Value>) -> Result<Self>;
 
     /// The `config.json` that diffusers or transformers reads.
@@ -36,7 +36,7 @@ pub trait Architecture: Model + Sized {
     /// The linear layers that may be quantized; none by default.
     const QUANTIZABLE: Quantizable = Quantizable::NOTHING;
 
-    /// A model over `weights`.
+    /// A model with the parameters of `weights`.
     ///
     /// # Errors
     /// [`Error::Config`] if the configuration is wrong or the weights belong to another model.
@@ -127,7 +127,7 @@ pub trait Architecture: Model + Sized {
     /// # Errors
     /// [`Error::Io`] if the `config.json` cannot be read, [`Error::Config`] if it belongs to another model,
     /// [`Error::DType`] if `dtype` is not floating-point, [`Error::OutOfMemory`] if the model does not fit on the device,
-    /// [`Error::Argument`] if the model cannot be quantized.
+    /// [`Error::Argument`] if the model cannot be quantized; as [`Streaming::new`].
     fn from_config(
         config: Option<&Path>,
         dtype: DType,

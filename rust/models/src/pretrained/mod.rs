@@ -227,7 +227,8 @@ impl Pretrained {
     /// part's name in a pipeline, such as `unet`. The configurations of published models follow.
     ///
     /// # Errors
-    /// [`Error::Io`] if a file cannot be read, [`Error::Config`] naming what is wrong with the configuration.
+    /// [`Error::Io`] if a file cannot be read, [`Error::Config`] that says what is wrong with the configuration,
+    /// [`Error::WeightsFormat`] if there is neither a `config.json` nor an original checkpoint.
     pub fn config<C: Configuration>(
         &self,
         deduce: impl FnOnce(&WeightFiles, Original, Vec<C>) -> Result<C>,

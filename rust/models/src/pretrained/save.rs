@@ -47,7 +47,8 @@ pub struct Written {
 ///
 /// # Errors
 /// [`Error::Argument`] if a model has no place in such a file, if a model with a format has no layers that may be
-/// quantized, or if a format is not `Fp8` or `Int8`; [`Error::Io`] that names the path that cannot be read or written.
+/// quantized, or if a format is not `Fp8` or `Int8`; [`Error::WeightsFormat`] if `base` is damaged or has tensors of an
+/// unsupported dtype; [`Error::Io`] that names the path that cannot be read or written.
 pub fn save_checkpoint(
     path: &Path,
     models: &[(&str, &dyn Model)],

@@ -102,10 +102,10 @@ impl Configuration for QwenImageConfig {
 }
 
 impl QwenImageConfig {
-    /// Check that the sizes fit together.
+    /// Check that `axes_dims_rope` fits `attention_head_dim`.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field and what it must be.
+    /// As [`RopeAxes::check`].
     pub fn validate(&self) -> Result<()> {
         RopeAxes::check(QwenImageTransformer::CLASS_NAME, &self.axes_dims_rope, self.attention_head_dim)
     }

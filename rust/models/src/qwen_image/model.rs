@@ -58,7 +58,7 @@ impl QwenImageTransformer {
     /// The `_class_name` in its `config.json`.
     pub const CLASS_NAME: &'static str = "QwenImageTransformer2DModel";
 
-    /// A model over `weights`.
+    /// A model with the parameters of `weights`.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Config`] if the configuration is wrong or the weights belong to another model.

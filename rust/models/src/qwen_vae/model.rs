@@ -26,7 +26,7 @@ impl AutoencoderKLQwenImage {
     /// The `_class_name` in its `config.json`.
     pub const CLASS_NAME: &'static str = "AutoencoderKLQwenImage";
 
-    /// A model over `weights`.
+    /// A model with the parameters of `weights`.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Config`] if the weights belong to another model.

@@ -116,10 +116,10 @@ impl Configuration for SD3Config {
 }
 
 impl SD3Config {
-    /// Check that the sizes fit together.
+    /// Check that the width of the tokens is a multiple of 4.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field and what it must be.
+    /// [`Error::Config`] that names the wrong field and what it must be.
     pub fn validate(&self) -> Result<()> {
         if self.inner_dim().is_multiple_of(4) {
             return Ok(());

@@ -46,7 +46,7 @@ impl SD3Transformer {
     /// The `_class_name` in its `config.json`.
     pub const CLASS_NAME: &'static str = "SD3Transformer2DModel";
 
-    /// A model over `weights`.
+    /// A model with the parameters of `weights`.
     ///
     /// # Errors
     /// [`Error::Config`] if the configuration is wrong or the weights belong to another model.

@@ -174,7 +174,7 @@ impl UNetConfig {
     /// Check that the sizes fit together.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field and what it must be.
+    /// [`Error::Config`] that names the wrong field and what it must be.
     pub fn validate(&self) -> Result<()> {
         let wrong = |text: String| Err(Error::Config(format!("{}: {text}", SDXLUNet::CLASS_NAME)));
         for (level, (&channels, &heads)) in self.block_out_channels.iter().zip(&self.num_attention_heads).enumerate() {

@@ -50,7 +50,7 @@ impl SDXLUNet {
     /// The `_class_name` in its `config.json`.
     pub const CLASS_NAME: &'static str = "UNet2DConditionModel";
 
-    /// A model over `weights`.
+    /// A model with the parameters of `weights`.
     ///
     /// # Errors
     /// [`Error::Config`] if the configuration is wrong or the weights belong to another model.

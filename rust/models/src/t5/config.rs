@@ -62,7 +62,8 @@ impl Default for T5Config {
 }
 
 impl Configuration for T5Config {
-    // Fields about initial values, generation or the decoder are ignored. Missing fields take transformers' defaults.
+    // All other fields are ignored: those that transformers writes are about initial values, generation or the decoder. A
+    // missing field gets transformers' default, which is not always that of `T5Config::default`.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(T5Encoder::CLASS_NAME, map);
         let form = fields.text("feed_forward_proj").unwrap_or("relu");
@@ -107,15 +108,16 @@ impl Configuration for T5Config {
 }
 
 impl T5Config {
-    /// Features of the queries of all heads together; keys and values have as many.
+    /// Features of the queries of all heads together, and likewise of the keys and of the values.
     pub const fn inner_dim(&self) -> usize {
         self.num_heads * self.d_kv
     }
 
-    /// Check that the sizes fit together.
+    /// Check the two fields about relative positions: [`bucket`](super::bucket) needs at least 4 buckets, and a maximum
+    /// distance of more than a quarter of their number.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field and what it must be.
+    /// [`Error::Config`] that names the wrong field and the values it may have.
     pub fn validate(&self) -> Result<()> {
         let wrong = |text: String| Err(Error::Config(format!("{}: {text}", T5Encoder::CLASS_NAME)));
         let buckets = self.relative_attention_num_buckets;

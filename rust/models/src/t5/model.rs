@@ -36,7 +36,7 @@ impl T5Encoder {
     /// The class in its `config.json`.
     pub const CLASS_NAME: &'static str = "T5EncoderModel";
 
-    /// A model over `weights`.
+    /// A model with the parameters of `weights`.
     ///
     /// # Errors
     /// [`Error::Config`] if the configuration is wrong or the weights belong to another model.

@@ -29,7 +29,7 @@ pub struct VaeConfig {
     pub scaling_factor: f64,
     /// The shift in the formula of `scaling_factor`. None means 0: the file has no such field.
     pub shift_factor: Option<f64>,
-    /// Whether half precision is insufficient.
+    /// Whether the model needs f32 instead of half precision.
     pub force_upcast: bool,
     /// Whether a 1×1 convolution follows the encoder.
     pub use_quant_conv: bool,
@@ -135,10 +135,10 @@ impl Configuration for VaeConfig {
 const NORM_EPS: &str = "batch_norm_eps";
 
 impl VaeConfig {
-    /// Check that the sizes fit together.
+    /// Check that `norm_num_groups` divides all of `block_out_channels`.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field and what it must be.
+    /// [`Error::Config`] that names the wrong field and what it must be.
     pub fn validate(&self) -> Result<()> {
         match self.block_out_channels.iter().find(|channels| !channels.is_multiple_of(self.norm_num_groups)) {
             None => Ok(()),

@@ -33,7 +33,7 @@ impl AutoencoderKL {
     /// FLUX.2's autoencoder, which stores statistics of its latents.
     pub const NORMED_CLASS_NAME: &'static str = "AutoencoderKLFlux2";
 
-    /// A model over `weights`.
+    /// A model with the parameters of `weights`.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Config`] if the configuration is wrong or the weights belong to another model.

@@ -117,7 +117,7 @@ impl ZImageConfig {
     /// Check that the sizes fit together.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field and what it must be.
+    /// [`Error::Config`] that names the wrong field and what it must be.
     pub fn validate(&self) -> Result<()> {
         let wrong = |text: String| Err(Error::Config(format!("{}: {text}", ZImageTransformer::CLASS_NAME)));
         if !self.dim.is_multiple_of(self.n_heads) {

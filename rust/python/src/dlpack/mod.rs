@@ -344,8 +344,9 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
 /// Copy the values of an object with `__dlpack__`.
 ///
 /// # Errors
-/// `DeviceError` if the values are neither on the CPU nor on a CUDA device, `DTypeError` if no dtype can represent
-/// the values, or an exception of the producer.
+/// `DeviceError` if the values are neither on the CPU nor on a CUDA device, `CudaUnavailableError` if CUDA cannot be used,
+/// `DTypeError` if no dtype can represent the values, `ShapeError` for negative strides on a CUDA device, `ArgumentError`
+/// if the capsule was used before or has no tensor, or an exception of the producer.
 pub fn import(object: &Bound<'_, PyAny>) -> Result<Raw> {
     let py = object.py();
     let capsule = if object.is_instance_of::<PyCapsule>() {
@@ -390,7 +391,9 @@ pub fn import(object: &Bound<'_, PyAny>) -> Result<Raw> {
 /// Raises:
 ///     DeviceError: if the values are neither on the CPU nor on a CUDA device.
 ///     CudaUnavailableError: if the values are on a CUDA device and CUDA cannot be used.
-///     DTypeError: if no dtype can represent the values.
+///     DTypeError: if no dtype can represent the values. On a CUDA device, also for int8, int16, int32 and uint16.
+///     ShapeError: if the values are on a CUDA device and a stride is negative.
+///     ArgumentError: if `data` has no `__dlpack__`, or is a capsule without a tensor.
 #[pyfunction]
 pub fn from_dlpack(data: &Bound<'_, PyAny>) -> Result<Tensor> {
     if !data.is_instance_of::<PyCapsule>() && !data.hasattr("__dlpack__")? {

@@ -39,6 +39,7 @@ impl ChromaTransformer {
     ///
     /// Raises:
     ///     ShapeError: if the inputs do not fit the model or one another.
+    ///     DTypeError: if `hidden_states` is not floating point.
     #[pyo3(signature = (hidden_states, encoder_hidden_states, timestep, img_ids, txt_ids, lengths=None))]
     #[allow(clippy::too_many_arguments)] // each is a name in Python
     fn __call__(

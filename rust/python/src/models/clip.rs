@@ -34,8 +34,9 @@ impl CLIPTextModel {
     ///     input_ids: token ids, (B, S), i64 or u32, S up to 77.
     ///
     /// Raises:
-    ///     ShapeError: if a text is too long.
+    ///     ShapeError: if the ids have another shape, or the texts have no token or too many.
     ///     IndexOutOfRangeError: if an id is not a token.
+    ///     DTypeError: if the ids are neither i64 nor u32.
     fn __call__(&self, py: Python<'_>, input_ids: Argument<PyRef<'_, Tensor>>) -> Result<TextFeatures> {
         let input_ids = input_ids.get("CLIPTextModel", "input_ids")?;
         let ids = &input_ids.0;

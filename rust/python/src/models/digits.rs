@@ -86,6 +86,7 @@ impl DigitsTransformer {
     /// Raises:
     ///     ShapeError: if the inputs do not fit the model or one another.
     ///     IndexOutOfRangeError: if a label is not a class.
+    ///     DTypeError: if the labels are neither i64 nor u32.
     fn __call__(
         &self,
         py: Python<'_>,

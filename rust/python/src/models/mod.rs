@@ -184,8 +184,9 @@ impl Model {
     ///     MissingFileError, WeightsFormatError: if files are missing or damaged.
     ///     ConfigError: if the configuration belongs to another model, is not supported, or does not fit the weights.
     ///     ArgumentError: if `layers` is given for a model that is not a language model or exceeds the model's number of
-    ///         layers, if `quantize` is given for a kind of model without layers to quantize, or if the model has fewer
-    ///         blocks than `stream_blocks`.
+    ///         layers, if `quantize` is unknown or is given for a kind of model without layers to quantize, or if the model
+    ///         has fewer blocks than `stream_blocks`.
+    ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
     ///     OutOfMemoryError: if the model does not fit, or if the system cannot allocate the pinned memory.
     #[classmethod]
     #[pyo3(signature = (path, dtype=None, device="cpu", *, subfolder=None, config=None, force_upcast=None, layers=None, quantize=None, stream_blocks=Integer::of(0), stream_modulation=false))]
@@ -224,7 +225,8 @@ impl Model {
     ///     stream_modulation: as in `from_pretrained`.
     ///
     /// Raises:
-    ///     ArgumentError: if called on the base class `Model`, or if the kind has no layers to quantize.
+    ///     ArgumentError: if called on the base class `Model`, if `quantize` is unknown or the kind has no layers to
+    ///         quantize, or if the model has fewer blocks than `stream_blocks`.
     ///     MissingFileError, ConfigError: if the configuration is missing or belongs to another model.
     ///     OutOfMemoryError: if the model does not fit.
     #[classmethod]
@@ -425,6 +427,7 @@ impl Model {
 ///     ArgumentError: if a model does not fit the name of its folder, if it has no layers that may be quantized, or if
 ///         a format is unknown.
 ///     FileError, MissingFileError: if a file cannot be written or read.
+///     WeightsFormatError: if `base` is damaged or has tensors of an unsupported dtype.
 #[pyfunction]
 #[pyo3(signature = (path, models, base=None, dtype=None, quantize=Argument::of(None)))]
 pub fn save_checkpoint(

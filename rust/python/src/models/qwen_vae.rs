@@ -54,6 +54,7 @@ impl AutoencoderKLQwenImage {
     ///
     /// Raises:
     ///     ShapeError: if the image does not fit the model.
+    ///     ArgumentError: if `tile_size` is below 4 * downscale.
     #[pyo3(signature = (image, *, tile_size=None))]
     fn encode(
         &self,
@@ -81,6 +82,7 @@ impl AutoencoderKLQwenImage {
     ///
     /// Raises:
     ///     ShapeError: if the latents do not fit the model.
+    ///     ArgumentError: if `tile_size` is below 4 * downscale.
     #[pyo3(signature = (latent, *, tile_size=None))]
     fn decode(
         &self,

@@ -35,6 +35,7 @@ impl SD3Transformer {
     ///
     /// Raises:
     ///     ShapeError: if the inputs do not fit the model or one another.
+    ///     DTypeError: if `hidden_states` is not floating point.
     #[pyo3(signature = (hidden_states, encoder_hidden_states, pooled_projections, timestep))]
     fn __call__(
         &self,

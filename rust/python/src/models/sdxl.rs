@@ -45,6 +45,8 @@ impl SDXLUNet {
     ///
     /// Raises:
     ///     ShapeError: if the inputs do not fit the model or one another.
+    ///     DTypeError: if `sample` is not floating point.
+    ///     ArgumentError: if a timestep in host memory is not finite.
     #[pyo3(signature = (sample, timestep, encoder_hidden_states, *, text_embeds, time_ids))]
     fn __call__(
         &self,

@@ -60,6 +60,7 @@ impl AutoencoderKL {
     ///
     /// Raises:
     ///     ShapeError: if the image does not fit the model.
+    ///     ArgumentError: if `tile_size` is below 4 * downscale.
     #[pyo3(signature = (image, *, tile_size=None))]
     fn encode(
         &self,
@@ -87,6 +88,7 @@ impl AutoencoderKL {
     ///
     /// Raises:
     ///     ShapeError: if the latents do not fit the model.
+    ///     ArgumentError: if `tile_size` is below 4 * downscale.
     #[pyo3(signature = (latent, *, tile_size=None))]
     fn decode(
         &self,

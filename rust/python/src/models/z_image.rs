@@ -39,6 +39,7 @@ impl ZImageTransformer {
     ///
     /// Raises:
     ///     ShapeError: if the inputs do not fit the model or one another.
+    ///     DTypeError: if `hidden_states` is not floating point.
     #[pyo3(signature = (hidden_states, encoder_hidden_states, timestep, lengths=None, *, rows_are_full=false))]
     fn __call__(
         &self,

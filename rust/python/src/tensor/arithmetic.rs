@@ -153,6 +153,7 @@ impl Tensor {
     ///
     /// Raises:
     ///     ShapeError: if the shapes do not broadcast.
+    ///     DTypeError: if `other` is a numpy array of another dtype.
     fn maximum(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
         binary(py, "maximum", &self.0, &other, tc::Tensor::maximum)
     }
@@ -161,6 +162,7 @@ impl Tensor {
     ///
     /// Raises:
     ///     ShapeError: if the shapes do not broadcast.
+    ///     DTypeError: if `other` is a numpy array of another dtype.
     fn minimum(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
         binary(py, "minimum", &self.0, &other, tc::Tensor::minimum)
     }

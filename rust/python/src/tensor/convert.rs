@@ -17,10 +17,12 @@ use crate::dlpack;
 use crate::error::Result;
 use crate::types::NdArray;
 
-/// Copy the numbers in a Python object to new CPU storage, and convert them to `dtype` if it is given.
+/// Copy the numbers in a Python object to new storage, and convert them to `dtype` if it is given. A [`Tensor`] and an
+/// object with `__dlpack__` keep their device; other numbers are put on the CPU.
 ///
 /// # Errors
-/// `DTypeError` if the values are not numbers, `ShapeError` if nested lists are ragged.
+/// Those of [`nested::read`] for numbers and lists, and of [`dlpack::import`]; `DTypeError` if an array has other elements
+/// than numbers or no dtype can represent them.
 pub fn to_raw(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -> Result<Raw> {
     let raw = if let Ok(tensor) = data.cast::<Tensor>() {
         tc::raw::own_copy(tensor.get().0.raw())?

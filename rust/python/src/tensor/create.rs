@@ -18,7 +18,7 @@ fn dtype_or_f32(dtype: Option<DTypeArg>) -> DType {
     dtype.map_or(DType::F32, |dtype| dtype.0)
 }
 
-/// The number of elements of a shape, as a measure of work.
+/// The number of elements of a shape, by which `compute` decides whether to release the GIL.
 fn work(sizes: &[usize]) -> usize {
     sizes.iter().fold(1, |n, &size| n.saturating_mul(size))
 }
@@ -37,19 +37,22 @@ pub fn from_data(data: &Bound<'_, PyAny>, dtype: Option<DType>, device: &tc::Dev
     Ok(tensor.to_device(device)?)
 }
 
-/// A tensor with a copy of `data`.
+/// A tensor with a copy of `data`, detached from the tape.
 ///
 /// Args:
-///     data: a number, nested lists of numbers, a numpy array, or any object with `__dlpack__` or `__array__`.
+///     data: a number, nested lists of numbers, a Tensor, a numpy array, or any object with `__dlpack__` or `__array__`.
 ///     dtype: the dtype of the result. By default, an array keeps its dtype, except that int8, int16 and int32 become i64,
-///         uint16 becomes u32, and bool becomes u8. Numbers and lists become f32 if they contain a Python float, u8 if
-///         all are Python bools, and i64 otherwise.
-///     device: the device. By default, a tensor keeps its device, and other data are put on the CPU.
+///         uint16 becomes u32, and bool becomes u8. Numbers and lists become f32 if they contain a float or are empty, u8
+///         if all are Python bools, and i64 otherwise. An integer dtype drops the fractions of floats.
+///     device: the device. By default, a Tensor keeps its device, and other data are put on the CPU.
 ///
 /// Raises:
 ///     DTypeError: if the data are not numbers, or no dtype can represent them (complex, uint64).
-///     ShapeError: if nested lists are ragged.
+///     ShapeError: if nested lists are ragged or deeper than 32.
+///     ArgumentError: if a number in lists is an integer outside the range of i64, or is outside the range of u8 or u32
+///         and `dtype` is this dtype; or if lists contain a Tensor.
 ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+///     OutOfMemoryError: if the copy does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (data, dtype=None, device=None))]
 pub fn tensor(data: &Bound<'_, PyAny>, dtype: Option<DTypeArg>, device: Option<&str>) -> Result<Tensor> {
@@ -70,6 +73,8 @@ pub fn tensor(data: &Bound<'_, PyAny>, dtype: Option<DTypeArg>, device: Option<&
 ///     device: the device.
 ///
 /// Raises:
+///     ShapeError: if a size is negative.
+///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 ///     OutOfMemoryError: if the tensor does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]", dtype=None, device="cpu"))]
@@ -87,6 +92,8 @@ pub fn zeros(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>
 ///     device: the device.
 ///
 /// Raises:
+///     ShapeError: if a size is negative.
+///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 ///     OutOfMemoryError: if the tensor does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]", dtype=None, device="cpu"))]
@@ -105,7 +112,11 @@ pub fn ones(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>,
 ///     device: the device.
 ///
 /// Raises:
-///     ArgumentError, DTypeError: if an integer dtype cannot represent the value.
+///     DTypeError: if the value is a float and `dtype` is an integer dtype.
+///     ArgumentError: if the value is an integer outside the range of an integer `dtype`, or of f64 if `dtype` is floating
+///         point.
+///     ShapeError: if a size is negative, or `value` is a tensor that does not have exactly one element.
+///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 ///     OutOfMemoryError: if the tensor does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (shape, value, dtype=None, device="cpu"))]
@@ -191,7 +202,7 @@ pub fn empty_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, devic
 fn number(operand: &Operand<'_>) -> Result<Number> {
     match operand {
         Operand::Number(number) => Ok(*number),
-        _ => Err(tc::Error::argument("arange", "found a tensor, expected numbers").into()),
+        _ => Err(tc::Error::argument("arange", "found a tensor or an array, expected numbers; pass its item()").into()),
     }
 }
 
@@ -206,11 +217,14 @@ fn number(operand: &Operand<'_>) -> Result<Number> {
 ///     start: the first value. If `end` is not given, `start` is the end, and the first value is 0.
 ///     end: the end of the range; all values are before it.
 ///     step: the difference between neighbouring values.
-///     dtype: the dtype; default i64 if all arguments are integers, else f32.
+///     dtype: the dtype; default i64 if all arguments are integers, else f32. The values are computed in f64 and then
+///         converted, so that integers beyond 2**53 are rounded.
 ///     device: the device.
 ///
 /// Raises:
-///     ArgumentError: if `step` is 0 or an argument is not finite.
+///     ArgumentError: if `step` is 0, an argument is not finite or is a tensor, or f64 cannot represent the number of values.
+///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+///     OutOfMemoryError: if the values do not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (start, end=None, step=None, dtype=None, device="cpu"))]
 pub fn arange(
@@ -230,7 +244,7 @@ pub fn arange(
     let count = ((end.value - start.value) / step.value).ceil();
     if step.value == 0.0 || !count.is_finite() || parts.iter().any(|n| !n.value.is_finite()) {
         let message = format!(
-            "from {} to {} by {} never ends; expected finite numbers and a step other than 0",
+            "from {} to {} by {} is not a finite range; expected finite numbers, and a step that is neither 0 nor too small",
             start.value, end.value, step.value
         );
         return Err(tc::Error::argument("arange", message).into());
@@ -257,6 +271,8 @@ pub fn arange(
 ///     device: the device.
 ///
 /// Raises:
+///     ArgumentError: if `n` or `m` is negative.
+///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 ///     OutOfMemoryError: if the tensor does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (n, m=None, dtype=None, device="cpu"))]
@@ -279,6 +295,8 @@ pub fn eye(n: Integer, m: Option<Integer>, dtype: Option<DTypeArg>, device: &str
 ///
 /// Raises:
 ///     DTypeError: if the dtype is not floating point.
+///     ShapeError: if a size is negative.
+///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 ///     OutOfMemoryError: if the tensor does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]", dtype=None, device="cpu"))]
@@ -297,6 +315,8 @@ pub fn rand(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>,
 ///
 /// Raises:
 ///     DTypeError: if the dtype is not floating point.
+///     ShapeError: if a size is negative.
+///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 ///     OutOfMemoryError: if the tensor does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]", dtype=None, device="cpu"))]
@@ -306,7 +326,7 @@ pub fn randn(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>
     compute(py, work(&sizes), || tc::Tensor::randn(0.0, 1.0, sizes, dtype_or_f32(dtype), &device)).map(Tensor)
 }
 
-/// Random integers, uniform in [low, high), from the library's generator (see `manual_seed`), in i64.
+/// Random integers in i64, uniform in [low, high), from the library's generator (see `manual_seed`).
 ///
 /// Args:
 ///     low: the smallest value.
@@ -316,6 +336,8 @@ pub fn randn(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>
 ///
 /// Raises:
 ///     ArgumentError: if the range is empty or has more than 2**32 - 1 values.
+///     ShapeError: if a size is negative.
+///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 ///     OutOfMemoryError: if the tensor does not fit into memory.
 #[pyfunction]
 #[pyo3(signature = (low, high, shape, device="cpu"))]

@@ -84,7 +84,9 @@ impl Tensor {
 ///     other: a tensor or a number. If `input` and `other` are numbers, the result is f32.
 ///
 /// Raises:
-///     DTypeError: if `condition` is not u8, or `input` and `other` are tensors of different dtypes.
+///     DTypeError: if `condition` is not u8, `input` and `other` are tensors of different dtypes, or one of them is a float
+///         and the other a tensor of integers.
+///     ArgumentError: if an integer is outside the range of the other's dtype.
 ///     ShapeError: if the shapes do not broadcast.
 #[pyfunction]
 #[pyo3(name = "where")]

@@ -206,11 +206,12 @@ impl Tensor {
     ///
     /// Args:
     ///     dim: the dimension.
-    ///     index: (n,), i64 or u32.
+    ///     index: (n,), i64 or u32, without negative indices.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if an index or the dimension is out of range.
-    ///     DTypeError: if `index` is not an integer tensor.
+    ///     ShapeError: if `index` does not have one dimension.
+    ///     DTypeError: if `index` is neither i64 nor u32.
     fn index_select(&self, py: Python<'_>, dim: Integer, index: &Self) -> Result<Self> {
         let dim = dim.dim("index_select", self.0.rank())?;
         compute(py, self.0.elem_count(), || self.0.index_select(&index.0, dim)).map(Self)
@@ -221,12 +222,12 @@ impl Tensor {
     ///
     /// Args:
     ///     dim: the dimension along which `index` selects.
-    ///     index: i64 or u32, with as many dimensions as this tensor.
+    ///     index: i64 or u32, with as many dimensions as this tensor. Negative indices are out of range.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if an index or the dimension is out of range.
     ///     ShapeError: if the shapes do not fit.
-    ///     DTypeError: if `index` is not an integer tensor.
+    ///     DTypeError: if `index` is neither i64 nor u32.
     fn gather(&self, py: Python<'_>, dim: Integer, index: &Self) -> Result<Self> {
         let dim = dim.dim("gather", self.0.rank())?;
         compute(py, index.0.elem_count(), || self.0.gather(&index.0, dim)).map(Self)

@@ -133,6 +133,7 @@ impl Tensor {
     ///     device: the device, by keyword.
     ///
     /// Raises:
+    ///     ArgumentError: if `target` and a keyword are two dtypes or two devices.
     ///     DTypeError: if the dtype is unknown.
     ///     DeviceError: if the device is unknown.
     ///     CudaUnavailableError: if the device is a CUDA device and CUDA cannot be used. The message says why.
@@ -148,7 +149,7 @@ impl Tensor {
         match target {
             Some(Target::DType(target)) if dtype.is_none() => dtype = Some(target.0),
             Some(Target::Device(target)) if device.is_none() => device = Some(target.0),
-            Some(_) => return Err(tc::Error::argument("to", "the target was given twice").into()),
+            Some(_) => return Err(tc::Error::argument("to", "the target was given twice; drop the keyword").into()),
             None => {}
         }
         reading(py, &self.0, || {

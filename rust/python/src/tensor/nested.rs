@@ -8,7 +8,7 @@ use trainable_candle_core as tc;
 use super::Tensor;
 use crate::error::Result;
 
-/// The greatest depth of nested lists. The limit also makes a list that contains itself an error.
+/// The greatest depth of nested lists. Without a limit, reading a list that contains itself would not end.
 const MAX_DEPTH: usize = 32;
 
 /// A Python number.
@@ -40,9 +40,13 @@ impl Scalar {
 /// Read the numbers in nested lists, and convert them to `dtype`. Without `dtype`, the result is f32 if any number is a
 /// float or there are no numbers, u8 if all numbers are bools, and i64 otherwise. `None` if the lists contain arrays.
 ///
+/// Conversions of floats to an integer dtype first round towards 0 to i64: NaN becomes 0, and a float outside the range
+/// of i64 becomes the nearest end of this range.
+///
 /// # Errors
-/// `ShapeError` if the lists are ragged, `DTypeError` if an element is not a number, `ArgumentError` if a number does
-/// not fit the dtype.
+/// `ShapeError` if the lists are ragged or too deep, `DTypeError` if an element is not a number, `ArgumentError` if an
+/// element is a [`Tensor`] or an `int` outside the range of i64, or if `dtype` is u8 or u32 and a number is outside its
+/// range.
 pub fn read(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -> Result<Option<Raw>> {
     let mut nested = Nested { op, dims: Vec::new(), values: Vec::new() };
     match nested.visit(data, 0) {
@@ -98,6 +102,7 @@ impl<E: Into<crate::error::Error>> From<E> for Refusal {
     }
 }
 
+/// The lists read so far: their shape, and their numbers in row-major order.
 struct Nested {
     op: &'static str,
     dims: Vec<usize>,
@@ -155,7 +160,7 @@ impl Nested {
         if object.is_instance_of::<PyInt>() {
             let value = object
                 .extract()
-                .map_err(|_| tc::Error::argument(self.op, format!("{object} does not fit in 64 bits")))?;
+                .map_err(|_| tc::Error::argument(self.op, format!("{object} is outside the range of i64")))?;
             return Ok(Scalar::Int(value));
         }
         if let Ok(tensor) = object.cast::<Tensor>() {

@@ -24,7 +24,7 @@ pub enum Operand<'a> {
 /// A number without a dtype.
 #[derive(Clone, Copy)]
 pub struct Number {
-    /// The value; infinite for an integer that is too large for f64.
+    /// The value; infinity for an integer outside the range of f64.
     pub value: f64,
     /// The kind of number.
     pub kind: Kind,

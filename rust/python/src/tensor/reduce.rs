@@ -25,7 +25,7 @@ fn dims_or_all(op: &'static str, tensor: &tc::Tensor, dim: Option<&Dims>) -> Res
 }
 
 /// Define methods that reduce over one, several or all dimensions. An entry has the method's name, its docstring, and
-/// optionally errors besides `IndexOutOfRangeError`.
+/// optionally errors besides those of the arguments.
 macro_rules! reductions {
     ($($name:ident $doc:literal $(raises $raises:literal)?;)*) => {
         #[pymethods]
@@ -40,6 +40,7 @@ macro_rules! reductions {
                 ///
                 /// Raises:
                 ///     IndexOutOfRangeError: if a dimension is out of range.
+                ///     ArgumentError: if a dimension is given twice, or both `dim` and `axis` are given.
                 $(#[doc = $raises])?
                 #[pyo3(signature = (dim=None, keepdim=false, *, axis=None))]
                 fn $name(&self, py: Python<'_>, dim: Option<Dims>, keepdim: bool, axis: Option<Dims>) -> Result<Self> {
@@ -76,6 +77,7 @@ impl Tensor {
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if a dimension is out of range.
+    ///     ArgumentError: if a dimension is given twice, or both `dim` and `axis` are given.
     ///     ShapeError: if there are no elements.
     ///     DTypeError: if the tensor is not floating point.
     #[pyo3(signature = (dim=None, keepdim=false, *, axis=None))]
@@ -97,6 +99,7 @@ impl Tensor {
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if a dimension is out of range.
+    ///     ArgumentError: if a dimension is given twice, or both `dim` and `axis` are given.
     ///     ShapeError: if there are no elements.
     ///     DTypeError: if the tensor is not floating point.
     #[pyo3(signature = (dim=None, keepdim=false, *, axis=None))]
@@ -120,6 +123,7 @@ impl Tensor {
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if a dimension is out of range.
+    ///     ArgumentError: if a dimension is given twice, or both `dim` and `axis` are given.
     ///     DTypeError: if the tensor is not floating point.
     #[pyo3(signature = (dim=None, keepdim=false, *, correction=Argument::of(1.0), unbiased=None, axis=None))]
     fn var(
@@ -146,6 +150,8 @@ impl Tensor {
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if the dimension is out of range.
+    ///     ShapeError: if there are no elements.
+    ///     DTypeError: if the tensor is not floating point.
     #[pyo3(signature = (dim=None, keepdim=false))]
     fn argmax(&self, py: Python<'_>, dim: Option<Integer>, keepdim: bool) -> Result<Self> {
         let tensor = self.0.detach();

@@ -17,7 +17,8 @@ impl Tensor {
     ///     shape: the sizes, as arguments or one sequence. One size may be -1: it is computed from the number of elements.
     ///
     /// Raises:
-    ///     ShapeError: if the tensor does not have as many elements as `shape`.
+    ///     ShapeError: if the tensor does not have as many elements as `shape`, or `shape` has a negative size other than
+    ///         one -1.
     #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]"))]
     fn reshape(&self, py: Python<'_>, shape: &Bound<'_, PyTuple>) -> Result<Self> {
         let sizes = Shape::from_arguments(shape)?.infer("reshape", self.0.elem_count())?;
@@ -57,7 +58,9 @@ impl Tensor {
     /// Reorder the dimensions. The order is given as arguments or one sequence.
     ///
     /// Raises:
-    ///     ShapeError: if the order is not a permutation of the dimensions.
+    ///     ShapeError: if the order does not have all dimensions.
+    ///     ArgumentError: if a dimension is given twice.
+    ///     IndexOutOfRangeError: if a dimension is out of range.
     #[pyo3(signature = (*dims: "int | tuple[int, ...] | list[int]"))]
     fn permute(&self, dims: &Bound<'_, PyTuple>) -> Result<Self> {
         let order = Dims::from_arguments(dims)?.resolve("permute", self.0.rank())?;
@@ -94,6 +97,7 @@ impl Tensor {
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if a dimension is out of range.
+    ///     ArgumentError: if a dimension is given twice.
     #[pyo3(signature = (dim=None))]
     fn squeeze(&self, dim: Option<Dims>) -> Result<Self> {
         let mut dims = match dim {
@@ -136,6 +140,7 @@ impl Tensor {
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if an index of this range, or `dim`, is out of range.
+    ///     ArgumentError: if `start` or `length` is negative.
     fn narrow(&self, dim: Integer, start: Integer, length: Integer) -> Result<Self> {
         let dim = dim.dim("narrow", self.0.rank())?;
         let (start, length) = (start.count("narrow", "start")?, length.count("narrow", "length")?);
@@ -146,7 +151,7 @@ impl Tensor {
     /// smaller, and there may be fewer than `chunks` views.
     ///
     /// Raises:
-    ///     ArgumentError: if `chunks` is 0.
+    ///     ArgumentError: if `chunks` is less than 1.
     ///     IndexOutOfRangeError: if the dimension is out of range.
     #[pyo3(signature = (chunks, dim=Integer::of(0)))]
     fn chunk(&self, chunks: Integer, dim: Integer) -> Result<Vec<Self>> {
@@ -164,7 +169,7 @@ impl Tensor {
     ///
     /// Raises:
     ///     ShapeError: if the sizes in the list do not add up to the size of the dimension.
-    ///     ArgumentError: if one size is given and is 0.
+    ///     ArgumentError: if a size is negative, or the one size for all views is 0.
     ///     IndexOutOfRangeError: if the dimension is out of range.
     #[pyo3(signature = (split_size_or_sections, dim=Integer::of(0)))]
     fn split(&self, split_size_or_sections: Sections, dim: Integer) -> Result<Vec<Self>> {

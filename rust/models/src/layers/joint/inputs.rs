@@ -1,9 +1,9 @@
-//! Checks the inputs of transformers over tokens against the configuration.
+//! Checks whether the inputs of an image transformer, such as Flux.1, have the sizes that its configuration gives.
 
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{Error, Result, Tensor};
 
-/// The sizes that inputs must have.
+/// The sizes that the inputs of a model must have, from its configuration.
 #[derive(Clone, Copy)]
 pub struct TokenSizes {
     /// The model's name in messages.
@@ -20,7 +20,7 @@ pub struct TokenSizes {
     pub guidance: bool,
 }
 
-/// The inputs of one call.
+/// The inputs of one forward pass.
 #[derive(Clone, Copy)]
 pub struct TokenInputs<'a> {
     /// Tokens of the noisy image, (B, S, channels).

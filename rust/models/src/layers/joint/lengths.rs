@@ -45,11 +45,11 @@ impl TextLengths {
     /// `length` is L, the number of tokens of the padded texts; `area` is S, the number of image tokens.
     ///
     /// # Errors
-    /// [`Error::Shape`] if [`check`](Self::check) fails.
+    /// [`Error::Shape`] or [`Error::Index`] for inputs that [`check`](Self::check) rejects.
     pub fn mask(&self, lengths: &Tensor, length: usize, area: usize) -> Result<Tensor> {
         let lengths = lengths.detach().to_dtype(DType::F32)?.unsqueeze(1)?;
         let text = self.numbers.narrow(1, 0, length)?.lt(&lengths)?;
-        // The mask of a text's first token is always 1. The image's keys repeat this value.
+        // Lengths are at least 1, so the mask of a text's first token is 1. The image's keys repeat this value.
         let image = text.narrow(1, 0, 1)?.broadcast_as((lengths.dims()[0], area))?;
         Tensor::cat(&[&text, &image], 1)?.unsqueeze(1)?.unsqueeze(1)
     }
