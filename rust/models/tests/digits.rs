@@ -21,7 +21,7 @@ fn frozen() -> DigitsTransformer {
     DigitsTransformer::from_pretrained(&golden(), None, &Device::Cpu).unwrap()
 }
 
-/// The golden model with trainable parameters.
+/// The model of `tests/golden/digits`, but with trainable parameters.
 fn trainable() -> DigitsTransformer {
     let config = frozen().config().clone();
     let model = DigitsTransformer::fresh(config, &Device::Cpu).unwrap();

@@ -107,7 +107,7 @@ impl QuantizedTensor {
     /// The same matrix on another device.
     ///
     /// Raises:
-    ///     DeviceError: if the device is unknown.
+    ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
     fn to(&self, py: Python<'_>, device: DeviceArg) -> Result<Self> {
         compute(py, self.numel(), || self.0.to_device(&device.0)).map(Self)
     }

@@ -28,6 +28,7 @@ use crate::tensor::{Tensor, from_data};
 ///
 /// Raises:
 ///     DTypeError: if the values are not floating point.
+///     The other errors of `tensor`.
 #[pyclass(frozen, extends = Tensor, module = "trainable_candle")]
 pub struct Var(pub tc::Var);
 
@@ -72,7 +73,7 @@ impl Var {
         quick(|| grad.map_or_else(|| self.0.zero_grad(), |grad| self.0.set_grad(&grad.0)))
     }
 
-    /// Note that a copy has taken the place of this variable, for example on another device. A step of an optimizer that
+    /// Record that a copy has taken the place of this variable, for example on another device. A step of an optimizer that
     /// still has this variable then raises an error.
     fn _replace(&self) {
         self.0.replace();

@@ -26,7 +26,8 @@ pub struct PartLayers<'a> {
 ///
 /// # Errors
 /// [`Error::WeightsFormat`] if the file is not an adapter file, has no adapter for any of the parts, names layers that
-/// a part does not have, or has non-finite elements.
+/// a part does not have, has one layer under two names, or has non-finite elements; [`Error::Config`] if peft's
+/// configuration beside the file is not JSON.
 pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeMap<String, LayerValues>>> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (p.names, p.layers.iter().map(|(n, _)| n.as_str()).collect())));

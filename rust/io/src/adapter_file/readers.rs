@@ -189,7 +189,9 @@ impl Reader {
             AlphaAt::Beside if known.alpha == Alpha::LeftOut => {
                 Outcome::Part("it ignores the alpha beside the factors")
             }
-            AlphaAt::Configuration if !known.configured => Outcome::Part("it ignores the alpha in peft's configuration"),
+            AlphaAt::Configuration if !known.configured => {
+                Outcome::Part("it ignores the alpha in peft's configuration")
+            }
             _ => Outcome::Whole,
         }
     }

@@ -159,8 +159,8 @@ impl<R: Read> Reader<R> {
                 let (kind, count) = (self.u32()?, self.u64()?);
                 if kind == 9 || count > LONGEST_ARRAY.min(self.length) {
                     return Err(format!(
-                        "the metadata entry {name} is a list of lists or has more than {LONGEST_ARRAY} elements; is the \
-                         file damaged?"
+                        "the metadata entry {name} is a list of lists, or a list of {count} elements, which is too long; is \
+                         the file damaged?"
                     ));
                 }
                 (0..count).map(|_| self.value(kind, name)).collect::<Result<Vec<_>, _>>()?.into()

@@ -114,7 +114,8 @@ impl Default for CausalLMConfig {
 }
 
 impl Configuration for CausalLMConfig {
-    // Fields about initial values, dropout and generation are ignored. Missing fields have the defaults of transformers.
+    // All other fields are ignored: those that transformers writes are about initial values, dropout or generation. A missing
+    // field gets transformers' default, except the sizes without a default here, which are required.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let (whole, text) = (map, text_part(map));
         let map = text.as_ref().unwrap_or(map);

@@ -68,7 +68,7 @@ impl CausalLM {
     /// A model with trainable parameters, whose initial values are drawn from the library's generator.
     ///
     /// # Errors
-    /// [`Error::Argument`] if an initial value cannot be drawn.
+    /// [`Error::OutOfMemory`] if the parameters do not fit on the device.
     pub fn fresh(config: CausalLMConfig, device: &Device) -> Result<Self> {
         Self::new(config, &mut Source::fresh(device).root())
     }

@@ -141,7 +141,7 @@ fn adapter_configurations() {
     });
 }
 
-/// Copies a golden model's configuration and weights to `folder`; returns their total size in bytes.
+/// Copies the configuration and the weights of a model in `tests/golden` to `folder`; returns their total size in bytes.
 fn copied(name: &str, folder: &Folder) -> usize {
     let files = ["config.json", "model.safetensors"];
     files.iter().map(|file| std::fs::copy(golden(name).join(file), folder.join(file)).unwrap() as usize).sum()

@@ -315,7 +315,8 @@ impl Model {
     ///
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
-    ///     ConfigError: if the model has an adapter already.
+    ///     ConfigError, ShapeError: if the model has an adapter already, or the file's adapters do not fit its layers.
+    ///     ArgumentError: if `scale` is 0 or not finite.
     #[pyo3(signature = (path, scale=Argument::of(1.0)))]
     fn load_adapter(&self, py: Python<'_>, path: FilePath, scale: Argument<f64>) -> Result<Py<AdapterSet>> {
         const OP: &str = "load_adapter";
@@ -332,7 +333,8 @@ impl Model {
     ///
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
-    ///     ConfigError: if the file is not a LoRA of linear layers, or a layer already has a training adapter.
+    ///     ConfigError, ShapeError: if the file is not a LoRA of linear layers, if it does not fit the layers, or if a layer
+    ///         already has a training adapter.
     #[pyo3(signature = (path, scale=Argument::of(1.0)))]
     fn add_training_adapter(&self, py: Python<'_>, path: FilePath, scale: Argument<f64>) -> Result<TrainingAdapter> {
         const OP: &str = "add_training_adapter";

@@ -77,10 +77,10 @@ impl NoisedLatents {
 ///         SNR is the timestep's signal-to-noise ratio. The paper uses 5; with None all timesteps have the weight 1.
 ///     noise_offset: the standard deviation of additional noise that has one value for each channel of each example, 0
 ///         to about 0.1.
-///     multires_noise_iterations: the largest number of levels of multiresolution noise. Each level is normal noise of a
-///         lower resolution than the level before it, enlarged to the size of the latents. All levels are added to the
-///         noise, and the sum is scaled to a standard deviation of 1 over the example. 0 adds no levels; 6 to 10 are
-///         usual.
+///     multires_noise_iterations: the largest number of levels of multiresolution noise. The first level is normal noise of
+///         the size of the latents. Each further level has a lower resolution and is enlarged to that size. All levels are
+///         added to the noise of the latents, and the sum is scaled to a standard deviation of 1 over the example. 0 adds no
+///         levels; 6 to 10 are usual.
 ///     multires_noise_discount: the weight of each level after the first, divided by the weight of the level before it;
 ///         above 0 and below 1.
 ///     loss: the loss of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the Huber loss divided
@@ -95,6 +95,7 @@ impl NoisedLatents {
 /// Raises:
 ///     ArgumentError: if a name is unknown, if a number is out of range, or if the model predicts noise and a timestep of
 ///         pure noise may be drawn.
+///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 #[pyclass(frozen, module = "trainable_candle.train")]
 pub struct DiffusionObjective(objective::DiffusionObjective);
 
@@ -202,7 +203,8 @@ impl DiffusionObjective {
     ///     seed: the seed of the noise; the timesteps do not depend on it.
     ///
     /// Raises:
-    ///     ShapeError: if `examples` does not have one number for each example of the batch.
+    ///     ShapeError, DTypeError, DeviceError: if the latents do not fit, or if `examples` does not have one number for each
+    ///         example of the batch.
     #[pyo3(signature = (latents, examples, seed=Integer::of(0)))]
     fn validation_noise(
         &self,

@@ -21,7 +21,8 @@ use crate::tensor::Tensor;
 /// ```
 ///
 /// Args:
-///     distribution: the distribution of noise levels s in (0, 1), "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
+///     distribution: the distribution of noise levels s from 0 (data) to 1 (noise): "uniform", "logit_normal" or "mode"
+///         (arXiv:2403.03206).
 ///     shift: a number above 1 shifts the levels towards noise, a number below 1 towards data: level s becomes
 ///         shift * s / (1 + (shift - 1) * s).
 ///
@@ -45,7 +46,7 @@ impl FlowMatching {
     /// Add noise to a batch of data, each example at its own noise level.
     ///
     /// Args:
-    ///     data: (B, ...).
+    ///     data: (B, ...), floating point.
     ///     samples: the number of each example, counted through the whole training run. If given, an example's noise and
     ///         level depend only on its number and `seed`, and the library's generator does not advance. By default, the
     ///         library's generator gives noise and levels.
@@ -79,7 +80,7 @@ impl FlowMatching {
     /// The library's generator does not advance.
     ///
     /// Args:
-    ///     data: (B, ...).
+    ///     data: (B, ...), floating point.
     ///     examples: the number of each example in the validation set, from 0.
     ///     seed: the seed of noise and levels.
     ///
@@ -87,7 +88,7 @@ impl FlowMatching {
     ///     As `noise`.
     ///
     /// Raises:
-    ///     ShapeError: if `examples` does not have one number for each example of the batch.
+    ///     ShapeError: if the data has no dimension, or `examples` does not have one number for each example of the batch.
     #[pyo3(signature = (data, examples, seed=Integer::of(0)))]
     fn validation_noise(
         &self,

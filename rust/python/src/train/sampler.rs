@@ -63,7 +63,7 @@ impl Sampler {
         self.lock().sigmas().to_vec()
     }
 
-    /// Scale standard normal noise to the sample at step 0, in f32.
+    /// Scale standard normal noise to the sample at step 0, in f32 (f64 for f64 noise).
     ///
     /// Args:
     ///     noise: standard normal values.
@@ -92,7 +92,7 @@ impl Sampler {
     ///     x: the sample at step `i`.
     ///
     /// Returns:
-    ///     The sample at step `i + 1`, f32.
+    ///     The sample at step `i + 1`, f32 (f64 for f64 samples).
     ///
     /// Raises:
     ///     ArgumentError: if there is no step `i`, or for "dpmpp_2m" if step `i` is neither the next one nor 0.

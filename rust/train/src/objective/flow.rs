@@ -35,11 +35,11 @@ impl FlowMatching {
         Ok(Self { levels: NoiseLevels::new(OP, distribution, shift)? })
     }
 
-    /// Add noise to `data (B, ...)`, each example at its own noise level. The noise and the levels come from the library's
-    /// generator.
+    /// Add noise to floating-point `data (B, ...)`, each example at its own noise level. The noise and the levels come from
+    /// the library's generator.
     ///
     /// # Errors
-    /// [`Error::Shape`] if `data` has no dimension, [`Error::DType`] if `data` is not floating point.
+    /// [`Error::Shape`] if `data` has no dimension.
     pub fn noise(&self, data: &Tensor) -> Result<Noised> {
         let sigmas = self.levels.draw(batch_of(data)?, data.device())?;
         let noise = Tensor::randn(0.0, 1.0, data.shape(), DType::F32, data.device())?;

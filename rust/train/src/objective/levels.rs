@@ -5,7 +5,7 @@ use std::f64::consts::PI;
 use trainable_candle_core::rng::{self, Purpose};
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
-/// The distribution of noise levels in (0, 1), where 0 is data and 1 is noise.
+/// The distribution of noise levels from 0 (data) to 1 (noise).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum SigmaDistribution {
     /// Uniform.
@@ -19,7 +19,8 @@ pub enum SigmaDistribution {
         std: f64,
     },
     /// 1 − u − scale · (cos²(π u / 2) − 1 + u) for uniform u (arXiv:2403.03206, section 3.1, "mode sampling with heavy
-    /// tails"). A positive scale makes levels near 0.5 more frequent, a negative scale levels near 0 and near 1.
+    /// tails"). A positive scale makes levels near 0.5 more frequent; a negative scale makes levels near 0 and near 1 more
+    /// frequent.
     Mode {
         /// A number from −1 to 2 / (π − 2), the range in which the function decreases with u.
         scale: f64,

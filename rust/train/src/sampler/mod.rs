@@ -41,7 +41,7 @@ pub trait Sampler: Send {
     /// Scale standard normal noise to the run's first sample.
     ///
     /// # Errors
-    /// [`Error::DType`] if the noise is not floating point.
+    /// [`Error::OutOfMemory`] if the sample does not fit in memory.
     fn init_noise(&self, noise: &Tensor) -> Result<Tensor>;
 
     /// Scale `x` to the model's input at step `i`.
