@@ -99,7 +99,8 @@ impl AdapterSet {
     ///
     /// Raises:
     ///     FileError: if the file cannot be written.
-    ///     ArgumentError: if the format is unknown or cannot hold these adapters.
+    ///     ArgumentError: if the format is unknown or cannot hold these adapters, if the dtype is not floating point, or if
+    ///         `path` is a folder and the format is not "peft".
     #[pyo3(signature = (path, format=None, metadata=Argument::of(None), dtype=None))]
     fn save(
         &self,
@@ -168,7 +169,8 @@ fn options(
 ///
 /// Raises:
 ///     FileError: if the file cannot be written.
-///     ArgumentError: if the format is unknown or cannot hold these adapters.
+///     ArgumentError: if `adapters` is empty, if the format is unknown or cannot hold these adapters, if the dtype is not
+///         floating point, or if `path` is a folder and the format is not "peft".
 #[pyfunction]
 #[pyo3(signature = (path, adapters, format=None, metadata=Argument::of(None), dtype=None))]
 pub fn save_adapters(
@@ -202,7 +204,8 @@ pub fn save_adapters(
 ///     dtype: the dtype of the parameters in the file, "f32", "f16" or "bf16". Default: f32.
 ///
 /// Raises:
-///     ArgumentError: if the format is unknown or cannot hold these adapters.
+///     ArgumentError: if `adapters` is empty, if the format is unknown or cannot hold these adapters, if the dtype is not
+///         floating point, or if `path` is a folder and the format is not "peft".
 #[pyfunction]
 #[pyo3(signature = (path, adapters, format=None, metadata=Argument::of(None), dtype=None))]
 pub fn prepare_adapters(

@@ -251,7 +251,7 @@ pub fn with_channels_last(
 ///     (B, C, *size); (B, *size, C) with `channels_last`.
 ///
 /// Raises:
-///     ArgumentError: unless exactly one of `size` and `scale_factor` is given.
+///     ArgumentError: unless exactly one of `size` and `scale_factor` is given, or if it is negative.
 ///     ShapeError: if the input does not have four dimensions, or has no pixels.
 ///     DTypeError: if the input is not floating point.
 #[pyfunction]

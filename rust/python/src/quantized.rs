@@ -135,7 +135,7 @@ impl QuantizedTensor {
 ///         "q4_0" for blocks of 32 elements of a row, each with a scale, as in GGUF files.
 ///
 /// Raises:
-///     ShapeError: if the tensor is not a matrix, or its rows do not divide into blocks of the format.
+///     ShapeError: if the tensor is not a matrix, or for "q8_0" and "q4_0", if a row does not consist of whole blocks.
 ///     DTypeError: if the tensor is not floating point.
 ///     ArgumentError: if the format is unknown, or if the tensor requires a gradient or has non-finite values.
 #[pyfunction]

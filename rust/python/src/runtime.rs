@@ -52,7 +52,7 @@ pub fn get_num_threads() -> usize {
 /// ```
 ///
 /// Raises:
-///     ArgumentError: if `n` is less than 1, or the system cannot start so many threads.
+///     ArgumentError: if `n` is not from 1 to 1024, or the system cannot start so many threads.
 #[pyfunction]
 pub fn set_num_threads(py: Python<'_>, n: Integer) -> Result<()> {
     let n = n.count("set_num_threads", "n")?;

@@ -79,8 +79,9 @@ pub struct AdapterReport {
 ///         headers of the files are read.
 ///
 /// Raises:
-///     MissingFileError, WeightsFormatError: if there is no such file, or it is not a safetensors file.
-///     ConfigError: if the model family is not known.
+///     MissingFileError, WeightsFormatError: if there is no such file, or it is not a safetensors file of adapters that this
+///         library can read.
+///     ConfigError: if the model family is not known, or peft's configuration beside the file is not JSON.
 #[pyfunction]
 #[pyo3(signature = (path, model="sdxl", weights=None))]
 pub fn verify_adapter(py: Python<'_>, path: FilePath, model: &str, weights: Option<FilePath>) -> Result<AdapterReport> {

@@ -358,7 +358,7 @@ impl CausalLM {
     ///     input_ids: token ids, (N), i64 or u32.
     ///     words: the number of tokens of the text, 1 to N. The first `words` tokens of `input_ids` are the text; the
     ///         others are padding.
-    ///     layers: the numbers of the states to return, as in `hidden_states`; at least one.
+    ///     layers: the numbers of the states to return, as in `hidden_states`.
     ///
     /// Returns:
     ///     For each of `layers` the states, (N, D).

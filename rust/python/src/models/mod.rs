@@ -172,8 +172,8 @@ impl Model {
     ///         autoencoder's activations exceed the range of f16.
     ///     layers: load only this many layers of a language model, from the first on, to read their `hidden_states`;
     ///         default: all.
-    ///     quantize: "int8", "fp8" or "nf4": quantize the weights of linear layers as the function `quantize` does, each
-    ///         layer when it is read. The other weights have `dtype`.
+    ///     quantize: "int8", "fp8", "nf4", "q8_0" or "q4_0": quantize the weights of linear layers as the function `quantize`
+    ///         does, each layer when it is read. The other weights have `dtype`.
     ///     stream_blocks: the number of transformer blocks whose linear layers' weights are in pinned host memory. The
     ///         weights of such a block are copied to the device before the block runs, on a separate CUDA stream. The
     ///         device holds the copied weights of two such blocks at a time.
@@ -186,6 +186,7 @@ impl Model {
     ///     ArgumentError: if `layers` is given for a model that is not a language model or exceeds the model's number of
     ///         layers, if `quantize` is unknown or is given for a kind of model without layers to quantize, or if the model
     ///         has fewer blocks than `stream_blocks`.
+    ///     DTypeError: if the dtype is unknown or not floating point.
     ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
     ///     OutOfMemoryError: if the model does not fit, or if the system cannot allocate the pinned memory.
     #[classmethod]
@@ -228,6 +229,8 @@ impl Model {
     ///     ArgumentError: if called on the base class `Model`, if `quantize` is unknown or the kind has no layers to
     ///         quantize, or if the model has fewer blocks than `stream_blocks`.
     ///     MissingFileError, ConfigError: if the configuration is missing or belongs to another model.
+    ///     DTypeError: if the dtype is unknown or not floating point.
+    ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
     ///     OutOfMemoryError: if the model does not fit.
     #[classmethod]
     #[pyo3(signature = (config=None, dtype=None, device="cpu", *, quantize=None, stream_blocks=Integer::of(0), stream_modulation=false))]
@@ -395,6 +398,7 @@ impl Model {
     ///
     /// Raises:
     ///     FileError: if a file cannot be written.
+    ///     ArgumentError: if only a part of the model's layers was loaded.
     fn save_pretrained(&self, py: Python<'_>, folder: FilePath) -> Result<()> {
         let folder = folder.get("save_pretrained")?;
         detached(py, || models::save_pretrained(&*self.model, &folder))

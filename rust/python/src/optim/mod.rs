@@ -72,6 +72,8 @@ impl Optimizer {
     ///
     /// Raises:
     ///     ShapeError: if `if_finite` does not have exactly one element.
+    ///     ArgumentError: if `eval` has replaced the values, or a variable was replaced by a copy on another device or in
+    ///         another dtype.
     #[pyo3(signature = (*, if_finite=None))]
     fn step(&self, py: Python<'_>, if_finite: Option<&Tensor>) -> Result<()> {
         detached(py, || {

@@ -49,6 +49,7 @@ pub fn from_data(data: &Bound<'_, PyAny>, dtype: Option<DType>, device: &tc::Dev
 /// Raises:
 ///     DTypeError: if the data are not numbers, or no dtype can represent them (complex, uint64).
 ///     ShapeError: if nested lists are ragged or deeper than 32.
+///     ValueError: if lists contain arrays of different shapes.
 ///     ArgumentError: if a number in lists is an integer outside the range of i64, or is outside the range of u8 or u32
 ///         and `dtype` is this dtype; or if lists contain a Tensor.
 ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.

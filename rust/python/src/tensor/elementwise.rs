@@ -8,7 +8,8 @@ use crate::argument::Argument;
 use crate::call::compute;
 use crate::error::Result;
 
-/// Define methods without arguments. An entry has the method's name in Python, its name in the core, and its docstring.
+/// Define methods without arguments for floating-point tensors. An entry has the method's name in Python, its name in the
+/// core, and its docstring.
 macro_rules! unary_methods {
     ($($name:ident = $method:ident, $doc:literal;)*) => {
         #[pymethods]
@@ -32,8 +33,6 @@ unary_methods! {
     sqrt = sqrt, "The square root.";
     square = sqr, "The square.";
     reciprocal = recip, "One over each element.";
-    abs = abs, "The absolute value; the gradient at 0 is 0.";
-    neg = neg, "The negative.";
     sin = sin, "The sine.";
     cos = cos, "The cosine.";
     tanh = tanh, "The hyperbolic tangent.";
@@ -44,6 +43,19 @@ unary_methods! {
 
 #[pymethods]
 impl Tensor {
+    /// The absolute value; the gradient at 0 is 0.
+    fn abs(&self, py: Python<'_>) -> Result<Self> {
+        compute(py, self.0.elem_count(), || self.0.abs()).map(Self)
+    }
+
+    /// The negative.
+    ///
+    /// Raises:
+    ///     DTypeError: if the tensor is u8 or u32.
+    fn neg(&self, py: Python<'_>) -> Result<Self> {
+        compute(py, self.0.elem_count(), || self.0.neg()).map(Self)
+    }
+
     /// GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
     ///
     /// Args:
@@ -62,7 +74,7 @@ impl Tensor {
     /// Limit each element to [min, max]. The gradient of elements outside of this range is 0.
     ///
     /// Raises:
-    ///     ArgumentError: if neither limit is given, or min > max.
+    ///     ArgumentError: if neither limit is given, a limit is NaN, or min > max.
     ///     DTypeError: if the tensor is not floating point.
     #[pyo3(signature = (min=Argument::of(None), max=Argument::of(None)))]
     fn clamp(&self, py: Python<'_>, min: Argument<Option<f64>>, max: Argument<Option<f64>>) -> Result<Self> {

@@ -86,7 +86,7 @@ impl Number {
             Kind::Float => Err(tc::Error::dtype(
                 op,
                 format!(
-                    "the tensor is {}, but the number {} is not an integer; convert the tensor with to()",
+                    "{} cannot hold {}, which is not an integer; use a floating point dtype",
                     dtype.as_str(),
                     self.value
                 ),

@@ -79,7 +79,6 @@ impl Tensor {
     ///     IndexOutOfRangeError: if a dimension is out of range.
     ///     ArgumentError: if a dimension is given twice, or both `dim` and `axis` are given.
     ///     ShapeError: if there are no elements.
-    ///     DTypeError: if the tensor is not floating point.
     #[pyo3(signature = (dim=None, keepdim=false, *, axis=None))]
     fn max(&self, py: Python<'_>, dim: Option<Dims>, keepdim: bool, axis: Option<Dims>) -> Result<Self> {
         let dims = one_of("max", dim, axis)?.map(|dim| dim.resolve("max", self.0.rank())).transpose()?;
@@ -101,7 +100,6 @@ impl Tensor {
     ///     IndexOutOfRangeError: if a dimension is out of range.
     ///     ArgumentError: if a dimension is given twice, or both `dim` and `axis` are given.
     ///     ShapeError: if there are no elements.
-    ///     DTypeError: if the tensor is not floating point.
     #[pyo3(signature = (dim=None, keepdim=false, *, axis=None))]
     fn min(&self, py: Python<'_>, dim: Option<Dims>, keepdim: bool, axis: Option<Dims>) -> Result<Self> {
         let dims = one_of("min", dim, axis)?.map(|dim| dim.resolve("min", self.0.rank())).transpose()?;
