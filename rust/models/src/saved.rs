@@ -31,7 +31,7 @@ pub struct Saved {
     /// What the adapter of each layer keeps, by the layer's [`key`].
     adapted: HashMap<*const (), Kept>,
     policy: Policy,
-    /// Whether a layer with an adapter came already. Gradients then pass through all layers that follow.
+    /// Whether a layer with an adapter was counted already. Gradients then pass through all layers that follow.
     reached: bool,
     /// Values that the tape holds when the forward pass ends.
     held: usize,

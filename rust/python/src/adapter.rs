@@ -22,13 +22,14 @@ use crate::var::Var;
 ///     weight: the layer's frozen weight, (out_features, in_features).
 ///     bias: the layer's frozen bias, (out_features,).
 ///     rank: rank of the low-rank product, at least 1.
-///     alpha: the low-rank product is multiplied by alpha / rank.
+///     alpha: the low-rank product is multiplied by alpha / rank. For "oft", which has no such product, the difference
+///         between its rotation and the identity is.
 ///     dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
 ///     rslora: whether the low-rank product is multiplied by alpha / sqrt(rank) instead of alpha / rank.
 ///     qat: the format to which every forward pass rounds the adapted weight, as `nn.functional.fake_quantize` does.
 ///
 /// Raises:
-///     ArgumentError: if the kind is unknown, or a number is out of range.
+///     ArgumentError: if the kind or the format `qat` is unknown, or a number is out of range.
 ///     ShapeError: if the weight is not a matrix or the bias does not fit it.
 ///     ConfigError: if the weight cannot be rounded to the format `qat`.
 #[pyclass(frozen, module = "trainable_candle")]
@@ -86,7 +87,8 @@ impl Adapter {
         Ok(Self { inner, vars })
     }
 
-    /// The adapter's trainable parameters, which depend on its kind: for LoRA down and up, for DoRA also the magnitude.
+    /// The adapter's trainable parameters. They depend on its kind: LoRA has the matrices down and up, DoRA has the
+    /// magnitude too.
     fn vars(&self, py: Python<'_>) -> Vec<Py<Var>> {
         self.vars.iter().map(|var| var.clone_ref(py)).collect()
     }

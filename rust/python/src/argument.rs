@@ -14,7 +14,7 @@ use crate::error::Result;
 
 /// A type to which the argument for a parameter is converted.
 pub trait Expected {
-    /// What an error says was expected, if an argument has another type.
+    /// The description of the type in the error about an argument of another type.
     const EXPECTED: &'static str;
 }
 

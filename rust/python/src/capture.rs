@@ -39,7 +39,8 @@ fn call(slot: &Slot, inputs: &[tc::Tensor]) -> tc::Result<Vec<tc::Tensor>> {
             let tensors = returned.extract::<Vec<PyRef<'_, Tensor>>>()?;
             let tensors = tensors.iter().map(|tensor| tensor.0.clone()).collect();
             if tc::capture::is_capturing() {
-                // The garbage collector frees the tensors of unreachable reference cycles that the function has left.
+                // A captured function may keep no tensor that it has created, except its results. So the garbage
+                // collector must free the tensors in unreachable reference cycles that the function has left.
                 drop(returned);
                 py.import("gc")?.call_method0("collect")?;
             }
@@ -57,7 +58,9 @@ impl CapturedFunction {
     ///
     /// Raises:
     ///     CudaUnavailableError: if CUDA cannot be used.
+    ///     DeviceError: if the GPU cannot run graphs, or another captured function is running.
     ///     AutogradError: if an input needs a gradient.
+    ///     OutOfMemoryError: if copies of the inputs do not fit into memory.
     #[new]
     fn new(py: Python<'_>, function: Function, static_inputs: Vec<PyRef<'_, Tensor>>) -> Result<Self> {
         let inputs: Vec<tc::Tensor> = static_inputs.iter().map(|tensor| tensor.0.clone()).collect();
@@ -75,6 +78,7 @@ impl CapturedFunction {
     /// Call the function, or replay its graph; return the results for `inputs`.
     ///
     /// Raises:
+    ///     ArgumentError: if the number of inputs is another than in `static_inputs`.
     ///     ShapeError, DTypeError: if an input has another shape or dtype than in `static_inputs`.
     ///     DeviceError: if the function does something that graphs do not support, such as reading a value.
     fn __call__(&self, py: Python<'_>, inputs: Vec<PyRef<'_, Tensor>>) -> Result<Vec<Tensor>> {

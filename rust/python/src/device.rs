@@ -122,8 +122,9 @@ pub fn cuda_set_memory_limit(device: DeviceArg, limit: Option<u64>) -> Result<()
     Ok(device::set_memory_limit(&device.0, limit)?)
 }
 
-/// Whether streamed weights of a device are in host memory that is not pinned, because the system provides too little
-/// pinned memory. CUDA graphs cannot copy weights from such memory.
+/// Whether some of a device's streamed weights (weights in host memory, copied to the device before each use) are in
+/// memory that is not pinned, because the system provides too little pinned memory. CUDA graphs cannot copy weights from
+/// such memory.
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if there is no such device.

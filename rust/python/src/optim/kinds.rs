@@ -1,4 +1,5 @@
-//! The optimizers of the registry. `python/trainable_candle/optim/kinds.py` makes a Python class for each.
+//! The optimizers of [`KINDS`], the library's registry. `python/trainable_candle/optim/kinds.py` makes a Python class for
+//! each.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};

@@ -15,7 +15,7 @@ use crate::error::Result;
 pub enum Operand<'a> {
     /// A tensor.
     Tensor(&'a tc::Tensor),
-    /// A Python or numpy number, which gets the tensor's dtype.
+    /// A Python or numpy number, which gets the dtype of the operator's tensor.
     Number(Number),
     /// A numpy array or a tensor of another library, with its own dtype.
     Array(tc::Tensor),
