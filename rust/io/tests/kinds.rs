@@ -100,7 +100,8 @@ impl Golden {
     }
 }
 
-/// The largest absolute difference of two elements, divided by the largest absolute expected element.
+/// The largest absolute difference between an element and its expected value, divided by the largest absolute expected
+/// value.
 fn error_of(found: &Tensor, expected: &Tensor) -> f64 {
     assert_eq!(found.dims(), expected.dims());
     let values =

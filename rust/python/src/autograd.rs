@@ -264,8 +264,9 @@ pub fn checkpoint<'py>(
 ///     True.
 ///
 /// Raises:
-///     AutogradError: if an analytic gradient differs from the numeric one by more than the tolerance. The message
-///         names the entry that exceeds the tolerance most.
+///     AutogradError: if an analytic gradient differs from the numeric one by more than the tolerance, or if the result
+///         does not depend on the inputs. In the first case, the message names the entry that exceeds the tolerance most.
+///     ArgumentError: if the function does not return one Tensor.
 ///     DTypeError: if an input is not f64.
 ///     The exceptions of the function.
 #[pyfunction]

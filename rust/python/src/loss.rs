@@ -129,7 +129,7 @@ pub fn smooth_l1_loss(
 ///     input: (..., classes) logits.
 ///     target: (...) class ids, i64 or u32.
 ///     ignore_index: rows with this target have no loss and no gradient.
-///     reduction: "mean" (over the rows that are not ignored), "sum", or "none" for the losses of the rows.
+///     reduction: "mean" (over the rows that are not ignored; NaN if all are), "sum", or "none" for the losses of the rows.
 ///     label_smoothing: the fraction of each target's probability that is spread evenly over all classes, in [0, 1].
 ///
 /// Raises:

@@ -145,7 +145,7 @@ pub fn modulated_layer_norm(
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
-///     ArgumentError: if `eps` is negative or not finite.
+///     ArgumentError: if `eps` is negative or not finite, or `normalized_shape` has several dimensions.
 #[pyfunction]
 #[pyo3(signature = (input, normalized_shape, weight=None, eps=Argument::of(1e-6)))]
 pub fn rms_norm(

@@ -22,6 +22,9 @@ use crate::types::Anything;
 ///
 /// Args:
 ///     seed: 0 to 2**64 - 1.
+///
+/// Raises:
+///     ArgumentError: if the seed is out of range.
 #[pyfunction]
 pub fn manual_seed(seed: Integer) -> Result<()> {
     rng::manual_seed(seed.word("manual_seed", "seed")?);
@@ -51,10 +54,13 @@ pub fn get_rng_state() -> (u64, u64) {
 /// tc.set_rng_state(state)
 /// assert tc.randn(3).tolist() == drawn.tolist()
 /// ```
+///
+/// Raises:
+///     ArgumentError: if the seed or the position is not a number from 0 to 2**64 - 1.
 #[pyfunction]
 pub fn set_rng_state(state: (Integer, Integer)) -> Result<()> {
     const OP: &str = "set_rng_state";
-    rng::set_state(State { seed: state.0.word(OP, "seed")?, offset: state.1.word(OP, "offset")? });
+    rng::set_state(State { seed: state.0.word(OP, "seed")?, offset: state.1.word(OP, "the position")? });
     Ok(())
 }
 
@@ -66,7 +72,7 @@ pub fn set_rng_state(state: (Integer, Integer)) -> Result<()> {
 ///     number: the index of the sample, batch or other item that the stream belongs to, 0 to 2**64 - 1.
 ///
 /// Raises:
-///     ArgumentError: if no purpose has this name.
+///     ArgumentError: if no purpose has this name, or a number is out of range.
 #[pyfunction]
 pub fn stream_seed(seed: Integer, purpose: &str, number: Integer) -> Result<u64> {
     const OP: &str = "stream_seed";
@@ -83,6 +89,10 @@ pub fn stream_seed(seed: Integer, purpose: &str, number: Integer) -> Result<u64>
 ///
 /// Returns:
 ///     The result of `function`.
+///
+/// Raises:
+///     ArgumentError: if the seed is out of range.
+///     The exceptions of the function.
 #[pyfunction]
 pub fn draw_from<'py>(py: Python<'py>, seed: Integer, function: Function) -> PyResult<Anything<'py>> {
     let _stream = rng::Stream::enter(State { seed: seed.word("draw_from", "seed")?, offset: 0 });
@@ -102,7 +112,7 @@ pub fn draw_from<'py>(py: Python<'py>, seed: Integer, function: Function) -> PyR
 ///     (B, *shape), f32.
 ///
 /// Raises:
-///     ArgumentError: if no purpose has this name.
+///     ArgumentError: if no purpose has this name, or a number is out of range.
 #[pyfunction]
 pub fn normal_samples(
     py: Python<'_>,

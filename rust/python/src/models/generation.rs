@@ -122,7 +122,10 @@ pub fn tokens(op: &'static str, name: &str, ids: Vec<Integer>) -> Result<Vec<u32
 /// ```
 ///
 /// Args:
-///     texts: the number of texts.
+///     texts: the number of texts, at least 0.
+///
+/// Raises:
+///     ArgumentError: if `texts` is negative.
 #[pyclass(frozen, module = "trainable_candle.models")]
 pub struct KVCache(pub Mutex<causal_lm::KvCache>);
 

@@ -31,7 +31,8 @@ use crate::tensor::Tensor;
 ///         value waits for all pending work of the device.
 ///
 /// Raises:
-///     ArgumentError: if `max_norm` or `norm_type` is out of range, or an item of `parameters` is not a Var.
+///     ArgumentError: if `max_norm` or `norm_type` is out of range, or `parameters` is a single tensor or has an item that
+///         is not a Var.
 ///     NonFiniteError: if `error_if_nonfinite` is True and the norm is non-finite. In this case the gradients do not
 ///         change.
 #[pyfunction]

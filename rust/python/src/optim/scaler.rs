@@ -72,6 +72,9 @@ impl GradScaler {
     }
 
     /// The loss times the scale.
+    ///
+    /// Raises:
+    ///     DTypeError: if the loss is not floating point.
     fn scale(&self, loss: &Tensor) -> Result<Tensor> {
         quick(|| self.lock().scale(&loss.0)).map(Tensor)
     }

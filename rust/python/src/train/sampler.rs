@@ -113,13 +113,14 @@ impl Sampler {
 /// Args:
 ///     negative: the model's output for the negative prompt.
 ///     positive: the model's output for the prompt.
-///     scale: the guidance scale; the result is `positive` if it is 1.
+///     scale: the guidance scale. 1 gives `positive`, up to rounding.
 ///
 /// Returns:
 ///     negative + scale * (positive - negative).
 ///
 /// Raises:
-///     ShapeError, DTypeError: if the two outputs differ in shape or dtype.
+///     ShapeError: if the shapes of the two outputs do not broadcast.
+///     DTypeError: if the dtypes of the two outputs differ.
 #[pyfunction]
 pub fn classifier_free_guidance(
     py: Python<'_>,

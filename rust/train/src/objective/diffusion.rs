@@ -256,7 +256,7 @@ impl DiffusionObjective {
     ///
     /// # Errors
     /// As [`noise`](Self::noise); [`Error::Shape`] if the three shapes do not fit together, [`Error::Index`] if the
-    /// schedule does not have one of the timesteps.
+    /// schedule does not have one of the timesteps, [`Error::DType`] if the timesteps are neither i64 nor u32.
     pub fn noise_at(&self, latents: &Tensor, noise: &Tensor, timesteps: &Tensor) -> Result<NoisedLatents> {
         let dims = self.check_latents(latents)?;
         if noise.dims() != dims || timesteps.dims() != [dims[0]] {

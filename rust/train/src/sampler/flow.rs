@@ -23,7 +23,7 @@ pub fn flow_sigmas(steps: usize, shift: f64) -> Result<Vec<f64>> {
 /// step between neighbouring `sigmas`. Records no gradients.
 ///
 /// # Errors
-/// [`Error::Argument`] if there are fewer than two noise levels; the errors of `velocity`.
+/// [`Error::Argument`] if there are fewer than two noise levels; the errors of `velocity` and [`euler_step`].
 pub fn euler(
     noise: &Tensor,
     sigmas: &[f64],

@@ -3,10 +3,10 @@
 use trainable_candle_core::{Error, Result, Tensor};
 
 /// `negative` + `scale` · (`positive` - `negative`): the model's output for the prompt, moved away from the output for the
-/// negative prompt. Scale 1 gives the output for the prompt.
+/// negative prompt. Up to rounding, scale 1 gives the output for the prompt.
 ///
 /// # Errors
-/// [`Error::Shape`] or [`Error::DType`] if the shapes or dtypes of the two outputs differ.
+/// [`Error::Shape`] if the shapes of the two outputs do not broadcast, [`Error::DType`] if their dtypes differ.
 pub fn classifier_free_guidance(negative: &Tensor, positive: &Tensor, scale: f64) -> Result<Tensor> {
     negative.add(&positive.sub(negative)?.mul_scalar(scale)?)
 }
@@ -62,7 +62,7 @@ impl<M: FnMut(&Tensor, f64, &[Tensor]) -> Result<Tensor>> Guided<M> {
     /// The guided prediction for `x` at `timestep`.
     ///
     /// # Errors
-    /// Those of the model.
+    /// Those of the model and of [`classifier_free_guidance`].
     pub fn predict(&mut self, x: &Tensor, timestep: f64) -> Result<Tensor> {
         let (negative, positive) = match &self.conditions {
             Conditions::Positive(condition) => return (self.model)(x, timestep, condition),

@@ -48,7 +48,7 @@ impl RopeAxes {
     }
 
     /// The angles of tokens at the positions `ids (S, axes)`, computed in f64. The models were trained with f64
-    /// angles. Positions reach hundreds, so the rounding of f32 angles would change their cosines visibly.
+    /// angles. Positions reach hundreds, so rounding the angles to f32 would change their cosines by about 1e-5.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if the number of axes is wrong.
