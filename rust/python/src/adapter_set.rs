@@ -87,7 +87,8 @@ impl AdapterSet {
     /// Write the adapters to a safetensors file. If writing fails, no incomplete file remains.
     ///
     /// Args:
-    ///     path: the file.
+    ///     path: the file. With the format "peft", a path that does not end in ".safetensors" is a folder, which gets the
+    ///         files that `PeftModel.from_pretrained` loads.
     ///     format: "kohya", "diffusers", "peft" or "comfyui". Default: the format that most tools load, such as "kohya"
     ///         for SDXL, or "peft" for a model that no other tool supports.
     ///     metadata: text entries for the file's header, in addition to the entries that other tools read.
@@ -158,7 +159,7 @@ fn options(
 /// ```
 ///
 /// Args:
-///     path: the file.
+///     path: the file; with the format "peft", also a folder, as in `AdapterSet.save`.
 ///     adapters: the adapter set of each model.
 ///     format: "kohya" (the default for SDXL), "diffusers", "comfyui", or "peft", which holds only one model.
 ///     metadata: text entries for the file's header, in addition to the entries that other tools read.
@@ -197,7 +198,7 @@ pub fn save_adapters(
 /// ```
 ///
 /// Args:
-///     path: the file.
+///     path: the file; with the format "peft", also a folder, as in `AdapterSet.save`.
 ///     adapters: the adapter set of each model.
 ///     format: "kohya" (the default for SDXL), "diffusers", "comfyui", or "peft", which holds only one model.
 ///     metadata: text entries for the file's header, in addition to the entries that other tools read.

@@ -80,14 +80,15 @@ impl PartFacts {
     ///     layers: the names of the layers that get an adapter.
     ///
     /// Raises:
-    ///     ArgumentError: if the format cannot hold these adapters. The message names a format that can.
+    ///     ArgumentError: if the format is unknown, or cannot hold these adapters. In the second case, the message names a
+    ///         format that can.
     ///     ConfigError: if there is no such kind.
     fn check_format(&self, format: &str, adapter: &str, layers: Vec<String>) -> Result<()> {
         let layers: Vec<&str> = layers.iter().map(String::as_str).collect();
         Ok(self.0.check_format(Some(format.parse()?), adapter, &layers)?)
     }
 
-    /// The floating-point dtype of most of the model's elements in its file.
+    /// The floating-point dtype of most of the model's elements in its file; None if its elements have no such dtype.
     #[getter]
     fn dtype(&self) -> Option<DType> {
         self.0.dtype.map(DType::new)
@@ -127,8 +128,8 @@ impl PartFacts {
     ///     stream_modulation: as in `from_pretrained`.
     ///
     /// Raises:
-    ///     ArgumentError: if the format is unknown, if the model has no layers that may be quantized, or if it has
-    ///         fewer blocks than `stream_blocks`.
+    ///     ArgumentError: if the format is unknown, if the model has no layers that may be quantized, if it has fewer blocks
+    ///         than `stream_blocks`, or if it has no separate layers for `stream_modulation`.
     #[pyo3(signature = (dtype, quantize=None, *, stream_blocks=Integer::of(0), stream_modulation=false))]
     fn weight_bytes(
         &self,

@@ -64,7 +64,7 @@ pub fn linear(py: Python<'_>, input: &Tensor, weight: WeightArg<'_>, bias: Optio
 ///     factors: one factor for each scale, row after row; each scale is multiplied by its factor.
 ///
 /// Returns:
-///     the rounded matrix, in the shape and dtype of the input.
+///     The rounded matrix, in the shape and dtype of the input.
 ///
 /// Raises:
 ///     ShapeError: if the input is not a matrix, or does not consist of whole groups ("int4": 32 elements of a row; "nf4": 64 elements
@@ -251,7 +251,7 @@ pub fn with_channels_last(
 ///     (B, C, *size); (B, *size, C) with `channels_last`.
 ///
 /// Raises:
-///     ArgumentError: unless exactly one of `size` and `scale_factor` is given, or if it is negative.
+///     ArgumentError: unless exactly one of `size` and `scale_factor` is given, or if a number in it is negative.
 ///     ShapeError: if the input does not have four dimensions, or has no pixels.
 ///     DTypeError: if the input is not floating point.
 #[pyfunction]

@@ -33,7 +33,7 @@ use crate::peft_arguments;
 ///     target_modules: the layers that get an adapter.
 ///     exclude_modules: layers that get no adapter although `target_modules` selects them.
 ///     lora_dropout: probability of dropping an element of an adapter's input while training, in [0, 1).
-///     use_dora: whether adapters are weight-decomposed (DoRA) instead of LoRA.
+///     use_dora: whether adapters of the kind "lora" are weight-decomposed (DoRA), as those of the kind "dora" are.
 ///     use_rslora: whether the scale is lora_alpha / sqrt(r) instead of lora_alpha / r.
 ///     rank_pattern: ranks other than `r`, by the entry that selects their layers.
 ///     alpha_pattern: alphas other than `lora_alpha`, by the entry that selects their layers.
@@ -49,7 +49,7 @@ use crate::peft_arguments;
 ///         peft's format, "output" for the others.
 ///     use_cayley_neumann: whether OFT of inputs (`oft_side`) computes a Neumann series instead of the Cayley transform,
 ///         as peft does by default.
-///     num_cayley_neumann_terms: the number of terms of the Neumann series, at least 2.
+///     num_cayley_neumann_terms: the number of terms of the Neumann series, from 2 to 64.
 ///     qat: the format for quantization-aware training, "int8", "int4", "fp8" or "nf4". Every forward pass rounds the
 ///         adapted weights of linear layers to this format, as `nn.functional.fake_quantize` does.
 ///     qat_activations: whether layers with rounded weights also round their inputs, with a scale per token. This needs
@@ -60,7 +60,8 @@ use crate::peft_arguments;
 ///         does not do raises ConfigError.
 ///
 /// Raises:
-///     ConfigError: if a value is out of range, or if an argument of peft asks for something that this library does not do.
+///     ConfigError: if a value is unknown, out of range or does not fit the other values, or if an argument of peft asks
+///         for something that this library does not do.
 ///     ArgumentError: if an integer other than `decompose_factor` is negative, or the format `qat` is unknown.
 ///     DTypeError: if the dtype is unknown.
 ///     TypeError: if there is no such argument.

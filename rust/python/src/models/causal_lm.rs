@@ -194,7 +194,7 @@ impl CausalLM {
     /// The scores (logits) of the next token, (..., V), for hidden states (..., D) that `hidden` computed.
     ///
     /// Raises:
-    ///     ShapeError: if the last dimension of the states is not D.
+    ///     ShapeError, DTypeError: if the last dimension of the states is not D, or their dtype is not that of the weights.
     ///     ArgumentError: if only a part of the layers was loaded.
     fn logits(&self, py: Python<'_>, hidden: Argument<PyRef<'_, Tensor>>) -> Result<Tensor> {
         let hidden = hidden.get(OP, "hidden")?;

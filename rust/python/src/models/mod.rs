@@ -184,8 +184,8 @@ impl Model {
     ///     MissingFileError, WeightsFormatError: if files are missing or damaged.
     ///     ConfigError: if the configuration belongs to another model, is not supported, or does not fit the weights.
     ///     ArgumentError: if `layers` is given for a model that is not a language model or exceeds the model's number of
-    ///         layers, if `quantize` is unknown or is given for a kind of model without layers to quantize, or if the model
-    ///         has fewer blocks than `stream_blocks`.
+    ///         layers, if `quantize` is unknown or is given for a kind of model without layers to quantize, if the model has
+    ///         fewer blocks than `stream_blocks`, or if it has no separate layers for `stream_modulation`.
     ///     DTypeError: if the dtype is unknown or not floating point.
     ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
     ///     OutOfMemoryError: if the model does not fit, or if the system cannot allocate the pinned memory.
@@ -227,7 +227,8 @@ impl Model {
     ///
     /// Raises:
     ///     ArgumentError: if called on the base class `Model`, if `quantize` is unknown or the kind has no layers to
-    ///         quantize, or if the model has fewer blocks than `stream_blocks`.
+    ///         quantize, if the model has fewer blocks than `stream_blocks`, or if it has no separate layers for
+    ///         `stream_modulation`.
     ///     MissingFileError, ConfigError: if the configuration is missing or belongs to another model.
     ///     DTypeError: if the dtype is unknown or not floating point.
     ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
@@ -430,8 +431,8 @@ impl Model {
 ///         "int8" as integers with one scale per row of the weight.
 ///
 /// Raises:
-///     ArgumentError: if a model does not fit the name of its folder, if it has no layers that may be quantized, or if
-///         a format is unknown.
+///     ArgumentError: if a model does not fit the name of its folder, if `quantize` names a model that is not in `models`
+///         or has no layers that may be quantized, or if a format is neither "fp8" nor "int8".
 ///     FileError, MissingFileError: if a file cannot be written or read.
 ///     WeightsFormatError: if `base` is damaged or has tensors of an unsupported dtype.
 #[pyfunction]
