@@ -43,7 +43,7 @@ pub struct PartFacts {
     pub place: Option<Place>,
     /// The path that was given to [`inspect`] and holds the model: one of `others`, or else `path`.
     pub path: PathBuf,
-    /// The floating-point dtype of most of the model's elements in its file.
+    /// The floating-point dtype of most of the model's elements in its file; `None` if its elements have no such dtype.
     pub dtype: Option<DType>,
     /// The model without its weights.
     model: Arc<dyn Model>,

@@ -197,8 +197,9 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
 
 /// The columns of the module's up factors that only this layer uses, as runs (start, length). (In the modules that [`join`]
 /// and kohya's trainers write, every column belongs to one layer, unless all layers have the same down factors.) A column is
-/// used by a share if it is not zero in the share's rows. `None` if the layer keeps all columns. This is so if another layer
-/// uses a column of this layer too, if all columns are zero, or if the module has a magnitude and this layer uses no column.
+/// used by a share if it is not zero in the share's rows. `None` if the layer keeps all columns. This is so if the module has
+/// no up factor, if another layer uses a column of this layer too, if all columns are zero, or if the module has a magnitude
+/// and this layer uses no column.
 fn kept(module: &Parameters, (first, count, of): (usize, usize, usize)) -> Result<Option<Vec<(usize, usize)>>> {
     let Some(up) = UPS.iter().find_map(|name| module.get(name)).filter(|up| up.rank() == 2) else { return Ok(None) };
     let (rows, rank) = (up.dims()[0], up.dims()[1]);

@@ -84,9 +84,9 @@ impl Contents {
     /// Read the adapter file at `path`, or peft's adapter file in the folder `path`.
     ///
     /// # Errors
-    /// [`Error::WeightsFormat`] if the file is not a safetensors file, has no tensors, has an alpha that is not one finite
-    /// number, or has a parameter of an unsupported variant of adapter. [`Error::Config`] if `adapter_config.json` beside
-    /// the file is not JSON.
+    /// As [`TensorFile::open`] and [`TensorFile::read`]; [`Error::WeightsFormat`] if the file has no tensors, has an alpha
+    /// that is not one finite number, or has a parameter of an unsupported variant of adapter; [`Error::Config`] if
+    /// `adapter_config.json` beside the file is not JSON.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let path = &peft::file_to_read(path);
         let mut file = TensorFile::open(path)?;

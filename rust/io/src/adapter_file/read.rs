@@ -25,9 +25,9 @@ pub struct PartLayers<'a> {
 /// `parts`, from a layer's name to its adapter. Modules of parts other than `parts` are skipped.
 ///
 /// # Errors
-/// [`Error::WeightsFormat`] if the file is not an adapter file, has no adapter for any of the parts, names layers that
-/// a part does not have, has one layer under two names, or has non-finite elements; [`Error::Config`] if peft's
-/// configuration beside the file is not JSON.
+/// [`Error::Io`] if the file cannot be read; [`Error::WeightsFormat`] if it is not an adapter file, has no adapter for any
+/// of the parts, names layers that a part does not have, has one layer under two names, or has non-finite elements;
+/// [`Error::Config`] if peft's configuration beside the file is not JSON.
 pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeMap<String, LayerValues>>> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (p.names, p.layers.iter().map(|(n, _)| n.as_str()).collect())));

@@ -80,8 +80,9 @@ impl Report {
 /// Report how the tools in the parts' tables of readers would apply the file at `path` to the parts of a model.
 ///
 /// # Errors
-/// [`Error::WeightsFormat`](trainable_candle_core::Error::WeightsFormat) if the file is not a safetensors file, has no
-/// tensors, has an alpha that is not one finite number, or has a parameter of an unsupported variant of adapter;
+/// [`Error::Io`](trainable_candle_core::Error::Io) if the file cannot be read;
+/// [`Error::WeightsFormat`](trainable_candle_core::Error::WeightsFormat) if it is not a safetensors file, has no tensors,
+/// has an alpha that is not one finite number, or has a parameter of an unsupported variant of adapter;
 /// [`Error::Config`](trainable_candle_core::Error::Config) if peft's configuration beside the file is not JSON.
 pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     let contents = Contents::read(path)?;

@@ -38,7 +38,7 @@ pub struct Saved {
 
 /// Write the adapters of one or several parts to `path`, atomically, with the metadata that tools look for.
 ///
-/// - The alphas in the file are such that alpha / rank is the scale of training, for rsLoRA too. Each module has a tensor
+/// - Except as described below, alpha / rank in the file is the scale of training, for rsLoRA too. Each module has a tensor
 ///   `….alpha`. In the formats of diffusers and peft, the alphas are in the header instead.
 /// - In kohya's format all layers of a part have the same alpha if all their adapters are LoRAs and the original checkpoint
 ///   stores each layer's matrix as it is. Each layer's up factor is then multiplied so that the adapter's effect stays the same.

@@ -78,7 +78,7 @@ impl Tensor {
         DType::new(self.0.dtype())
     }
 
-    /// The device: "cpu" or "cuda:0".
+    /// The device, such as "cpu" or "cuda:0".
     #[getter]
     fn device(&self) -> String {
         device::name(self.0.device())

@@ -147,8 +147,8 @@ impl DoubleBlock {
                 saved.keep(area * dim);
                 attn2.saved(area, saved);
             }
-            // If the layer that computes a gate is adapted, the tape keeps the values that the gate multiplies. It also
-            // keeps the sums after the gates, because norms read them.
+            // The tape keeps the sums after the gates, because norms read them. If the layer that computes a gate is
+            // adapted, the tape also keeps the values that the gate multiplies.
             if let Some(ff) = &self.ff_context {
                 saved.keep_product(length * dim, gates[1]);
                 saved.keep_cheap(length * dim);
