@@ -221,8 +221,9 @@ pub fn memory_machine() -> Option<String> {
     streaming::machine()
 }
 
-/// Share the streamed weights (see `stream_blocks`) of the models that this thread loads from now on: the processes of a
-/// machine keep one copy of these weights. All processes must then load the same models in the same order.
+/// Share the streamed weights (see `stream_blocks` of `from_pretrained`) of the models that this thread loads from now on:
+/// the processes of a machine keep one copy of these weights. All processes must then load the same models in the same
+/// order.
 ///
 /// Args:
 ///     rank: the number of this process, from 0.

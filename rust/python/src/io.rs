@@ -30,7 +30,8 @@ use crate::tensor::Tensor;
 ///
 /// Raises:
 ///     FileError: if the file cannot be written.
-///     ArgumentError: if a name in `codes` is not among `tensors`, or a dtype in `codes` is neither "int8" nor "fp8".
+///     ArgumentError: if a tensor has the name "__metadata__", if a name in `codes` is not among `tensors`, or if a dtype in
+///         `codes` is neither "int8" nor "fp8".
 ///     DTypeError: if a tensor of codes is not u8, or if safetensors files do not support the dtype of a tensor.
 #[pyfunction]
 #[pyo3(signature = (tensors, path, metadata=Argument::of(None), codes=Argument::of(None)))]
@@ -84,7 +85,7 @@ pub fn save_file(
 ///     Tensors by name.
 ///
 /// Raises:
-///     MissingFileError: if there is no such file.
+///     MissingFileError, FileError: if there is no such file, or it cannot be read.
 ///     WeightsFormatError: if the file is not a safetensors file, or a tensor in it has a dtype that is not supported.
 ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 ///     OutOfMemoryError: if the tensors do not fit into memory.

@@ -36,7 +36,7 @@ impl QuantizedTensor {
     ///
     /// Raises:
     ///     ArgumentError: if the format is unknown.
-    ///     ShapeError: if the bytes of a row are not a whole number of blocks.
+    ///     ShapeError: if `blocks` is not a matrix, or the bytes of a row are not a whole number of blocks.
     ///     DTypeError: if `blocks` is not u8, or `dtype` is not floating point.
     #[staticmethod]
     #[pyo3(signature = (blocks, format, dtype=None))]
@@ -57,7 +57,7 @@ impl QuantizedTensor {
         DType::new(self.0.dtype())
     }
 
-    /// The device: "cpu" or "cuda:0".
+    /// The device, such as "cpu" or "cuda:0".
     #[getter]
     fn device(&self) -> String {
         device::name(self.0.device())
@@ -137,7 +137,8 @@ impl QuantizedTensor {
 /// Raises:
 ///     ShapeError: if the tensor is not a matrix, or for "q8_0" and "q4_0", if a row does not consist of whole blocks.
 ///     DTypeError: if the tensor is not floating point.
-///     ArgumentError: if the format is unknown, or if the tensor requires a gradient or has non-finite values.
+///     ArgumentError: if the format is unknown, or if the tensor requires a gradient or has values that are not finite or
+///         too large for the format.
 #[pyfunction]
 pub fn quantize(py: Python<'_>, tensor: &Tensor, format: &str) -> Result<QuantizedTensor> {
     let format = format.parse()?;

@@ -36,6 +36,8 @@ const OP: &str = "CausalLM";
 ///
 /// Raises:
 ///     MissingFileError, ConfigError: if the configuration is missing or belongs to another model.
+///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+///     OutOfMemoryError: if the parameters do not fit.
 ///
 /// Inside the model, all texts are in one packed row, which consists of three tensors. `input_ids` has the N tokens of
 /// the M texts, one text after the other. `positions` has each token's position in its text, from 0. `cu_seqlens` has

@@ -35,7 +35,9 @@ use crate::tensor::Tensor;
 ///     device: the device of the parameters.
 ///
 /// Raises:
-///     ConfigError: if the sizes do not fit together.
+///     ConfigError, ArgumentError: if a number is out of range, or the sizes do not fit together.
+///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+///     OutOfMemoryError: if the parameters do not fit.
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct DigitsTransformer(Arc<models::DigitsTransformer>);
 

@@ -214,7 +214,8 @@ impl DiffusionObjective {
         seed: Integer,
     ) -> Result<NoisedLatents> {
         const OP: &str = "validation_noise";
-        let examples = examples.iter().map(|number| number.word32(OP, "an example")).collect::<Result<Vec<u32>>>()?;
+        let examples =
+            examples.iter().map(|number| number.word32(OP, "an example's number")).collect::<Result<Vec<u32>>>()?;
         let seed = seed.word(OP, "seed")?;
         let work = || self.0.validation_noise(&latents.0, &examples, seed);
         compute(py, latents.0.elem_count(), work).map(NoisedLatents)
