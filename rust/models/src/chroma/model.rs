@@ -95,7 +95,8 @@ impl ChromaTransformer {
     /// in_channels)`. Each of the S image tokens is a square of 2 × 2 latents.
     ///
     /// # Errors
-    /// As [`TokenSizes::check`]; [`trainable_candle_core::Error::Shape`] if the lengths do not fit.
+    /// As [`TokenSizes::check`]; [`trainable_candle_core::Error::Shape`] if the lengths do not fit,
+    /// [`trainable_candle_core::Error::DType`] if `img_ids` and `txt_ids` have different dtypes.
     pub fn forward(&self, hidden_states: &Tensor, conditions: ChromaConditions<'_>) -> Result<Tensor> {
         let [area, length] = self.check(hidden_states, conditions)?;
         let (dtype, batch) = (self.dtype(), hidden_states.dims()[0]);

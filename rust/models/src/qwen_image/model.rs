@@ -94,7 +94,8 @@ impl QwenImageTransformer {
     /// latents. The result is (B, S, 4 out_channels), in the dtype of the weights.
     ///
     /// # Errors
-    /// As [`TokenSizes::check`] and [`TextLengths::check`].
+    /// As [`TokenSizes::check`] and [`TextLengths::check`]; [`trainable_candle_core::Error::DType`] if `img_ids` and
+    /// `txt_ids` have different dtypes.
     pub fn forward(&self, hidden_states: &Tensor, conditions: QwenImageConditions<'_>) -> Result<Tensor> {
         let [area, length] = self.check(hidden_states, conditions)?;
         let (dtype, batch) = (self.dtype(), hidden_states.dims()[0]);

@@ -30,7 +30,7 @@ impl ChromaTransformer {
     ///     timestep: the time from 0 (clean latents) to 1 (pure noise): (B,), (1,), or a number.
     ///     img_ids: positions of the image tokens, (S, 3): 0, row, column.
     ///     txt_ids: positions of the text tokens, (L, 3): zeros.
-    ///     lengths: for each sample, the number of text tokens that other tokens attend to, (B,), f32, at least 1: the
+    ///     lengths: for each sample, the number of text tokens that other tokens attend to, (B,), at least 1: the
     ///         text's own tokens and one padding token. Default: all L tokens; then attention needs no mask, which saves
     ///         time.
     ///
@@ -39,7 +39,7 @@ impl ChromaTransformer {
     ///
     /// Raises:
     ///     ShapeError: if the inputs do not fit the model or one another.
-    ///     DTypeError: if `hidden_states` is not floating point.
+    ///     DTypeError: if `hidden_states` is not floating point, or `img_ids` and `txt_ids` have different dtypes.
     #[pyo3(signature = (hidden_states, encoder_hidden_states, timestep, img_ids, txt_ids, lengths=None))]
     #[allow(clippy::too_many_arguments)] // each is a name in Python
     fn __call__(

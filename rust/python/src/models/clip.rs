@@ -31,7 +31,8 @@ impl CLIPTextModel {
     /// The features of texts.
     ///
     /// Args:
-    ///     input_ids: token ids, (B, S), i64 or u32, S up to 77.
+    ///     input_ids: token ids, (B, S), i64 or u32. S is at most the model's number of positions, 77 in the published
+    ///         models.
     ///
     /// Raises:
     ///     ShapeError: if the ids have another shape, or the texts have no token or too many.

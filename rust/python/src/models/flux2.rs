@@ -38,7 +38,7 @@ impl Flux2Transformer {
     ///
     /// Raises:
     ///     ShapeError: if the inputs do not fit the model or one another.
-    ///     DTypeError: if `hidden_states` is not floating point.
+    ///     DTypeError: if `hidden_states` is not floating point, or `img_ids` and `txt_ids` have different dtypes.
     ///     ArgumentError: if a model that takes `guidance` gets none, or if one that does not take `guidance` gets it.
     #[pyo3(signature = (hidden_states, encoder_hidden_states, timestep, img_ids, txt_ids, guidance=None))]
     #[allow(clippy::too_many_arguments)] // each is a name in Python

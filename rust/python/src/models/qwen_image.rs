@@ -32,7 +32,7 @@ impl QwenImageTransformer {
     ///         n // 2 - n to n // 2 - 1; so do the coordinates of n columns.
     ///     txt_ids: positions of the text tokens, (L, 3). If the image has h rows and w columns of tokens, all three
     ///         coordinates of text token i are max(h // 2, w // 2) + i.
-    ///     lengths: for each sample, the number of text tokens that other tokens attend to, (B,), f32, at least 1.
+    ///     lengths: for each sample, the number of text tokens that other tokens attend to, (B,), at least 1.
     ///         Default: all L tokens; then attention needs no mask, which saves time.
     ///
     /// Returns:
@@ -40,7 +40,7 @@ impl QwenImageTransformer {
     ///
     /// Raises:
     ///     ShapeError: if the inputs do not fit the model or one another.
-    ///     DTypeError: if `hidden_states` is not floating point.
+    ///     DTypeError: if `hidden_states` is not floating point, or `img_ids` and `txt_ids` have different dtypes.
     #[pyo3(signature = (hidden_states, encoder_hidden_states, timestep, img_ids, txt_ids, lengths=None))]
     #[allow(clippy::too_many_arguments)] // each is a name in Python
     fn __call__(
