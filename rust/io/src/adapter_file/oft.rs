@@ -42,7 +42,7 @@ fn norm(blocks: &Tensor) -> Result<(f64, usize)> {
 }
 
 /// If ‖Q‖ of a module exceeds alpha · (number of outputs), multiply the module's blocks so that ‖Q‖ equals this limit, as
-/// `LyCORIS` and sd-scripts do. Does nothing for a module without an alpha or without blocks.
+/// `LyCORIS` and sd-scripts do. Does nothing for a module without blocks, or without an alpha above 0.
 pub(super) fn apply_limit(stored: &mut Stored) -> Result<()> {
     let Some(alpha) = stored.alpha.filter(|alpha| *alpha > 0.0) else { return Ok(()) };
     let Some(blocks) = stored.parameters.get_mut(BLOCKS).filter(|blocks| are_square(blocks)) else { return Ok(()) };

@@ -12,9 +12,9 @@ impl CausalLM {
     /// Add the tokens `new[i]` to text i of `cache`, and compute the scores of the next token of each text that got
     /// tokens. The result has the shape (texts that got tokens, vocab), with the texts in the order of `cache`.
     ///
-    /// If a text whose tokens are all in the cache gets one token, the forward pass has only this token. Any other text that
-    /// gets tokens needs a forward pass over all its tokens. In both cases the scores equal those of a forward pass over
-    /// the whole text. If the rotary angles depend on the length of the text (dynamic scaling, `LongRoPE`), every change of
+    /// If the cache has the keys and values of all tokens of a text, and the text gets one token, the forward pass has only
+    /// this token. Any other text that gets tokens needs a forward pass over all its tokens. In both cases the scores equal
+    /// those of a forward pass over the whole text. If the rotary angles depend on the length of the text (dynamic scaling, `LongRoPE`), every change of
     /// the angles needs a forward pass over the whole text. A text's scores do not depend on the other texts.
     ///
     /// # Errors
@@ -82,8 +82,8 @@ impl CausalLM {
     }
 
     /// The hidden states of the last token of each text after the last norm, (texts, hidden size). Adds the keys and values
-    /// of the new tokens to the cache. Either none of the texts has tokens in the cache, or each text has exactly one token
-    /// that is not in the cache.
+    /// of the new tokens to the cache. The cache has keys and values either for no token of the texts, or for all tokens of
+    /// each text except the last.
     fn decode(&self, texts: &mut [&mut Text]) -> Result<Tensor> {
         let device = self.device();
         let row = |values: Vec<i64>| {

@@ -174,6 +174,8 @@ pub(super) fn config(file: &GgufFile) -> Result<CausalLMConfig> {
 /// The field `rope_scaling` of the configuration. `None` if the file scales neither positions nor frequencies.
 fn scaling(file: &GgufFile, fact: impl Fn(&str) -> Option<Value>) -> Result<Option<Value>> {
     if file.shape(FACTORS).is_some() {
+        // Only `LongRoPE` has a divisor for each frequency. The file's divisors hold for texts of all lengths, so they are
+        // `LongRoPE`'s divisors for short and for long texts.
         let factors = file.read_as(FACTORS, Some(DType::F32), &Device::Cpu)?.to_vec::<f32>()?;
         let longest = fact("context_length");
         return Ok(Some(json!({

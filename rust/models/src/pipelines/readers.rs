@@ -146,7 +146,7 @@ fn is_attention(layer: &str) -> bool {
 }
 
 /// FLUX.2. `ComfyUI` does not read diffusers' names for the shared modulation layers and for the network that embeds time
-/// and guidance. diffusers converts peft's names as if they were those of ai-toolkit.
+/// and guidance. diffusers converts peft's names as if they were those of the trainer ai-toolkit.
 pub(super) static FLUX2: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -234,6 +234,7 @@ fn no_embedder(layer: &str) -> bool {
     !layer.starts_with("cap_embedder.") && !layer.starts_with("t_embedder.")
 }
 
+/// Whether a layer is neither the first (`all_x_embedder`) nor the last (`all_final_layer`) of Z-Image.
 fn no_original_end(layer: &str) -> bool {
     !layer.starts_with("all_")
 }

@@ -214,8 +214,8 @@ impl UpBlock {
             }
         }
         let Some(upsample) = &self.upsample else { return Ok(x) };
-        // The upsampling doubles height and width. Where the down block halved an odd size and rounded up, the result is
-        // one less than the double.
+        // The upsampling doubles height and width. Where the down block halved an odd size and rounded up, the size of the
+        // result must be one less than the double.
         let size = skips.last().map(|skip| [skip.dims()[1], skip.dims()[2]]);
         upsample.forward(&x, size)
     }
