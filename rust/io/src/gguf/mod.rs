@@ -84,8 +84,7 @@ impl GgufFile {
     ///
     /// # Errors
     /// [`Error::WeightsFormat`] if there is no such tensor, [`Error::Io`] if reading fails,
-    /// [`Error::OutOfMemory`] if the tensor does not fit in memory, [`Error::DType`] if the tensor is quantized and `dtype`
-    /// is not floating point.
+    /// [`Error::OutOfMemory`] if the tensor does not fit in memory, [`Error::DType`] if `dtype` is not floating point.
     pub fn read_as(&self, name: &str, dtype: Option<DType>, device: &Device) -> Result<Tensor> {
         let info = self.info(name)?;
         check_allocation("load", &info.dims, dtype.unwrap_or(BLOCK_DTYPE))?;

@@ -22,8 +22,8 @@ impl Sinusoids {
     /// [`trainable_candle_core::Error::Candle`] if the frequencies cannot be copied to the device.
     pub fn new(dim: usize, device: &Device) -> Result<Self> {
         let half = dim / 2;
-        // Frequencies are computed in f32, as in the models' training, because a timestep of 1000 multiplies their
-        // rounding errors by 1000.
+        // Frequencies are computed in f32, so that they have the same rounding errors as in the models' training. A
+        // timestep of 1000 multiplies these errors by 1000.
         let frequency = |i: usize| (-MAX_PERIOD.ln() as f32 * i as f32 / half as f32).exp();
         let frequencies: Vec<f32> = (0..half).map(frequency).collect();
         Ok(Self { frequencies: Tensor::from_vec(frequencies, (1, half), &Device::Cpu)?.to_device(device)? })

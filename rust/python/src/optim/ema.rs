@@ -29,7 +29,7 @@ use crate::tensor::Tensor;
 /// ```
 ///
 /// Args:
-///     adapter: the adapter from `add_adapter`.
+///     adapter: the adapter, from `add_adapter` or `load_adapter`.
 ///     decay: the weight of the old average in each update, in [0, 1).
 ///     warmup: whether the update that follows n other updates uses min(decay, (1 + n) / (10 + n)) as its decay, so that
 ///         the initial values soon lose their weight.
