@@ -11,7 +11,7 @@ from trainable_candle.tasks.estimate import GIB, Estimate, trained_model
 from trainable_candle.train import TrainConfig
 from trainable_candle.train.adapters import adapter_config
 
-from .test_speed import FLUX, JOINT, ROWS, SDXL, facts_of
+from .test_speed import FLUX, JOINT, ROWS, SD3, SDXL, Z_IMAGE, facts_of
 
 FLUX_STREAMED: dict[str, Any] = {"gradient_checkpointing": "offload", "stream_modulation": True}
 SELECTIVE: dict[str, Any] = {"gradient_checkpointing": "selective", "stream_modulation": True}
@@ -24,6 +24,14 @@ MEASURED = [
     ("Qwen2-1.5B", "causal-lm", ROWS, {"stream_blocks": 14}, 5.00),
     ("Llama-3-8B", "causal-lm", ROWS, OFFLOADED | {"stream_blocks": 24}, 7.28),
     ("Llama-3-8B", "causal-lm", ROWS, {"stream_blocks": 28}, 11.16),
+    ("SDXL", "sdxl", SDXL, {"gradient_checkpointing": "full", "stream_blocks": 17}, 5.13),
+    ("SDXL", "sdxl", SDXL, {"gradient_checkpointing": "selective", "stream_blocks": 52}, 6.24),
+    ("SDXL", "sdxl", SDXL, {"gradient_checkpointing": "selective"}, 9.21),
+    ("SD3.5-medium", "sd3", SD3, SELECTIVE | {"stream_blocks": 6}, 7.30),
+    ("FLUX.2-klein-4B", "flux2", FLUX, OFFLOADED | {"stream_blocks": 9}, 6.94),
+    ("FLUX.2-klein-4B", "flux2", FLUX, {}, 18.11),
+    ("Z-Image", "zimage", Z_IMAGE, OFFLOADED | {"stream_blocks": 21}, 6.81),
+    ("Z-Image", "zimage", Z_IMAGE, {"gradient_checkpointing": "full", "stream_blocks": 12}, 10.52),
     ("Flux.1-dev", "flux", FLUX, FLUX_STREAMED | {"stream_blocks": 42}, 7.30),
     ("Flux.1-dev", "flux", FLUX, FLUX_STREAMED | {"stream_blocks": 28}, 11.29),
     ("Flux.1-dev", "flux", FLUX, SELECTIVE | {"stream_blocks": 42}, 20.94),

@@ -198,6 +198,11 @@ impl Saved {
         }
     }
 
+    /// Whether a gradient reaches the operations that are counted now: a layer with an adapter was counted before.
+    pub const fn is_reached(&self) -> bool {
+        self.reached
+    }
+
     /// Whether a layer has an adapter.
     pub fn adapts(&self, layer: &Linear<Tensor>) -> bool {
         self.adapted.contains_key(&key(Layer::Linear(layer)))

@@ -100,7 +100,9 @@ impl Attention {
             }
         }
         saved.keep(2 * inside + 2 * context_area.unwrap_or(area) * width);
-        saved.linear(&self.to_out, (inside, area));
+        // If a gradient passes through attention, the tape keeps attention's result, which is also the input of `to_out`, already.
+        let input = if saved.is_reached() { 0 } else { inside };
+        saved.linear(&self.to_out, (input, area));
     }
 }
 
