@@ -2,78 +2,11 @@
 //
 // Codes are int8 (-127 to 127) or e4m3 (Micikevicius et al. 2022, arXiv:2209.05433). The length of every row is a multiple of
 // 16 elements, and every row begins at a 16-byte boundary.
-#include <cuda_fp8.h>
-
-#include "codes/parts.cuh"
-#include "rows.cuh"
+#include "codes/round.cuh"
 
 namespace {
 
-constexpr float LARGEST_INT8 = 127.0f, LARGEST_E4M3 = 448.0f;
-
-// Multiplies `N` values that begin at `column` by the scales of their columns. All these columns belong to one part.
-template <int N> __device__ __forceinline__ void scale_columns(float (&values)[N], uint32_t column, const CodeParts &parts, uint32_t count) {
-    uint32_t index = 0;
-    while (index + 1 < count && column >= parts.list[index + 1].start) index++;
-    const CodePart &part = parts.list[index];
-    const float *from = static_cast<const float *>(part.scales);
-    if (part.scale_count == 1) {
-#pragma unroll
-        for (int i = 0; i < N; i++) values[i] *= __ldg(from);
-        return;
-    }
-    from += column - part.start;
-    if (is_wide(from)) {
-#pragma unroll
-        for (int i = 0; i < N; i += 4) {
-            const float4 four = __ldg(reinterpret_cast<const float4 *>(from + i));
-            values[i] *= four.x, values[i + 1] *= four.y, values[i + 2] *= four.z, values[i + 3] *= four.w;
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < N; i++) values[i] *= __ldg(from + i);
-    }
-}
-
-// Division by a scale, correctly rounded, for quotients of at most about 448. Quotients so small that their code is zero may be
-// inexact, except for the sign.
-struct Divisor {
-    float scale, inverse;
-    bool is_common;
-
-    __device__ __forceinline__ explicit Divisor(float scale)
-        : scale(scale), inverse(__fdiv_rn(1.0f, scale)), is_common(scale > 0x1p-60f && scale < 0x1p60f) {}
-
-    // If the scale is common, `inverse` is correctly rounded. Then the first correction of the quotient gives one of the two numbers next
-    // to the exact quotient, and the second correction gives the nearer one (Markstein 1990, doi:10.1147/rd.341.0111, theorem 8.1).
-    __device__ __forceinline__ float divide(float x) const {
-        if (!is_common) return __fdiv_rn(x, scale);
-        float quotient = x * inverse;
-        quotient = fmaf(fmaf(-quotient, scale, x), inverse, quotient);
-        quotient = fmaf(fmaf(-quotient, scale, x), inverse, quotient);
-        return copysignf(quotient, x);
-    }
-};
-
-// The codes of four values divided by a scale, the first in the lowest byte.
-__device__ __forceinline__ uint32_t codes_of(const float *values, const Divisor &divisor, bool is_int8) {
-    float x[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = divisor.divide(values[i]);
-    if (!is_int8) {
-        const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(x[0], x[1]), __NV_SATFINITE, __NV_E4M3);
-        const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(x[2], x[3]), __NV_SATFINITE, __NV_E4M3);
-        return high << 16 | low;
-    }
-    uint32_t codes[4];
-    // 12582912 is 1.5 * 2^23. A sum of this size has no bits for a fraction, and its lowest byte is the code.
-#pragma unroll
-    for (int i = 0; i < 4; i++) codes[i] = __float_as_uint(fminf(fmaxf(x[i], -LARGEST_INT8), LARGEST_INT8) + 12582912.0f);
-    return __byte_perm(__byte_perm(codes[0], codes[1], 0x0040), __byte_perm(codes[2], codes[3], 0x0040), 0x5410);
-}
-
-// A matrix (rows, columns), and the codes and scales of its rows: codes[i, :] = round(x[i, :] / scale), where scale = the row's largest
-// magnitude / the largest code. The scale is NaN for a row with a non-finite number, and 1 for a row of zeros.
+// A matrix (rows, columns), and the codes and scales of its rows: codes[i, :] = round(x[i, :] / scale) with the scale of RowScale.
 template <typename T> struct Rounding {
     static constexpr int N = WIDE<T>;
     const T *x;
@@ -85,8 +18,6 @@ template <typename T> struct Rounding {
     // Rounds the rows of block `block` of `blocks`. Before that, change(values, index of the first column) changes N values of x at a
     // time.
     template <typename F> __device__ __forceinline__ void run(uint32_t block, uint32_t blocks, F change) const {
-        constexpr uint32_t INFINITE = 0x7f800000;
-        __shared__ uint32_t shared[WARP];
         for (uint64_t i = static_cast<uint64_t>(block) * blockDim.y + threadIdx.y; i < rows; i += static_cast<uint64_t>(blocks) * blockDim.y) {
             Row<T, N> row(x + i * columns, columns);
             const auto changed = [&](uint64_t at, const Pack<T, N> &pack, float (&values)[N]) {
@@ -94,28 +25,21 @@ template <typename T> struct Rounding {
                 for (int k = 0; k < N; k++) values[k] = widen(pack.values[k]);
                 change(values, static_cast<uint32_t>(at));
             };
-            // Magnitudes are ordered like their bits, and the bits of NaN are above those of infinity.
-            uint32_t bits = 0;
+            RowScale found;
             row.for_each([&](uint64_t at, const Pack<T, N> &pack) {
                 float values[N];
                 changed(at, pack, values);
-#pragma unroll
-                for (int k = 0; k < N; k++) bits = max(bits, __float_as_uint(values[k]) & 0x7fffffff);
+                found.see(values);
             });
-            bits = team_max(bits, shared);
-            float scale = bits > 0 ? __fdiv_rn(__uint_as_float(bits), is_int8 ? LARGEST_INT8 : LARGEST_E4M3) : 1.0f;
-            if (bits >= INFINITE) scale = __uint_as_float(0x7fc00000);
+            const float scale = found.of_team(is_int8);
             if (threadIdx.x == 0) scales[i] = scale;
-            const Divisor divisor(scale);
-            uint8_t *to = codes + i * columns;
             row.keep_narrow();
-            row.for_each([&](uint64_t at, const Pack<T, N> &pack) {
-                float values[N];
-                changed(at, pack, values);
-                Pack<uint32_t, N / 4> words;
-#pragma unroll
-                for (int k = 0; k < N; k += 4) words.values[k / 4] = codes_of(values + k, divisor, is_int8);
-                store_pack(reinterpret_cast<uint32_t *>(to + at), words);
+            with_rounder(scale, is_int8, [&](auto rounder) {
+                row.for_each([&](uint64_t at, const Pack<T, N> &pack) {
+                    float values[N];
+                    changed(at, pack, values);
+                    rounder.store(codes + i * columns + at, values);
+                });
             });
         }
     }
@@ -255,7 +179,7 @@ __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *ro
 // quantize_rows: the codes and scales of x (rows, columns).
 // quantize_gradient: multiplies the columns of x (rows, columns) by scales, and computes the codes and scales of the result. The scale of
 // column j is the scale of row j of the codes of `parts` (columns, inner). Also writes the transpose of the codes of `parts`. The first
-// `tiles` blocks transpose, the others round.
+// `tiles` blocks transpose, the others round; with no tiles, nothing is transposed.
 // Launch: as rows.cuh says, with teams whose threads hold up to two packs of a row; quantize_gradient has `tiles` =
 // (sum over the parts of ceil(rows / 64)) ceil(inner / 64) blocks more.
 #define DEFINE_CODES(SUFFIX, T)                                                                                                        \
