@@ -1,12 +1,12 @@
 """Which of cuBLASLt's tiles multiplies the matrices of models fastest.
 
-python benches/gpu_tiles.py [--only sdxl] [--least 2]
+python benches/gpu_tiles.py [--only sdxl] [--least 2] [--codes]
 
-Prints a line for each product. The lines with `->` are those of the table in
-rust/core/src/cuda/gemm_tiles.rs: one of the algorithms that cuBLASLt recommends takes at least
-`--least` per cent less time than the usual one. The usual algorithm is cuBLASLt's first
-recommendation for a product with a bias, cuBLAS's choice for one without. Weights come from memory
-in each product, as in a model, and inputs from the cache. Needs torch.
+Prints the lines of the table in rust/core/src/cuda/gemm_tiles.rs: the products for which one of the
+algorithms that cuBLASLt recommends takes less time than the usual one. The usual algorithm is
+cuBLASLt's first recommendation for a product with a bias or of codes, cuBLAS's choice for others.
+With `--codes`, the products are those of e4m3 codes with a scale for each row and column. Weights
+come from memory in each product, as in a model, and inputs from the cache. Needs torch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-BF16, F32, COMPUTE_F32 = 14, 0, 68
+BF16, F32, E4M3, COMPUTE_F32 = 14, 0, 28, 68
 TRANSPOSE_A, TRANSPOSE_B, EPILOGUE, BIAS_POINTER = 3, 4, 7, 8
+SCALES, SCALE_MODES, BY_ROWS = (17, 18), (31, 32), 3
 WITH_BIAS = 4
 MOST_WORKSPACE, REDUCTION, IN_COMPUTE_TYPE, ALIGNMENTS = 1, 3, 2, (5, 6, 7, 8)
 TILE, SPLITS, CLUSTER = 1, 2, 8
@@ -110,17 +111,29 @@ class CublasLt:
 class Product:
     """y (n, m) = x (n, k) times weight (k, m), with a bias or without.
 
-    m, n and k are those of cuBLASLt. If `turned`, the weight is stored as (m, k).
+    m, n and k are those of cuBLASLt. If `turned`, the weight is stored as (m, k). If `codes`, the
+    factors are e4m3 numbers.
     """
 
     def __init__(
-        self, lt: CublasLt, sizes: tuple[int, int, int], *, turned: bool, bias: bool
+        self,
+        lt: CublasLt,
+        sizes: tuple[int, int, int],
+        *,
+        turned: bool,
+        bias: bool,
+        codes: bool = False,
     ) -> None:
         self.lt, (m, n, k) = lt, sizes
         half: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
-        count = max(2, CACHE // (2 * m * k))
-        self.weights = [torch.randn((m, k) if turned else (k, m), **half) for _ in range(count)]
-        self.x, self.y = torch.randn((n, k), **half), torch.empty((n, m), **half)
+        factor = torch.float8_e4m3fn if codes else torch.bfloat16
+
+        def random(rows: int, columns: int) -> torch.Tensor:
+            return torch.randn((rows, columns), **half).to(factor)
+
+        count = max(2, CACHE // (factor.itemsize * m * k))
+        self.weights = [random(m, k) if turned else random(k, m) for _ in range(count)]
+        self.x, self.y = random(n, k), torch.empty((n, m), **half)
         self.bias = torch.zeros(m, **half)
         self.description = lt.make("cublasLtMatmulDescCreate", COMPUTE_F32, F32)
         for which, value in ((TRANSPOSE_A, int(turned)), (TRANSPOSE_B, 0)):
@@ -129,11 +142,19 @@ class Product:
             self.describe(EPILOGUE, c_int(WITH_BIAS))
             self.describe(BIAS_POINTER, c_void_p(self.bias.data_ptr()))
 
-        def layout(rows: int, columns: int) -> c_void_p:
-            shape = (c_uint64(rows), c_uint64(columns), c_int64(rows))
-            return lt.make("cublasLtMatrixLayoutCreate", BF16, *shape)
+        if codes:
+            self.scales = [torch.ones(size, device="cuda") for size in (m, n)]
+            for scales, mode, pointer in zip(self.scales, SCALE_MODES, SCALES, strict=True):
+                self.describe(mode, c_int(BY_ROWS))
+                self.describe(pointer, c_void_p(scales.data_ptr()))
 
-        self.layouts = [layout(k, m) if turned else layout(m, k), layout(k, n), layout(m, n)]
+        def layout(kind: int, rows: int, columns: int) -> c_void_p:
+            shape = (c_uint64(rows), c_uint64(columns), c_int64(rows))
+            return lt.make("cublasLtMatrixLayoutCreate", kind, *shape)
+
+        kind = E4M3 if codes else BF16
+        weight = (k, m) if turned else (m, k)
+        self.layouts = [layout(kind, *weight), layout(kind, k, n), layout(BF16, m, n)]
 
     def describe(self, which: int, value: Any) -> None:
         size = c_size_t(ctypes.sizeof(value))
@@ -190,14 +211,16 @@ def microseconds(call: Callable[[int], object]) -> float:
     return statistics.median(times[1:])
 
 
-def examine(lt: CublasLt, layer: Layer, *, backward: bool, least: float) -> None:
+def examine(lt: CublasLt, layer: Layer, *, backward: bool, least: float, codes: bool) -> None:
     m, k = (layer.inner, layer.outer) if backward else (layer.outer, layer.inner)
     bias = layer.bias and not backward
-    product = Product(lt, (m, layer.rows, k), turned=not backward, bias=bias)
+    # Products of codes need the transposed weight in the backward pass.
+    turned = codes or not backward
+    product = Product(lt, (m, layer.rows, k), turned=turned, bias=bias, codes=codes)
     algorithms = product.algorithms()
     times = [microseconds(lambda turn, a=a: product.run(a, turn)) for a in algorithms]
     usual = times[0]
-    if not bias:
+    if not bias and not codes:
 
         def by_cublas(turn: int) -> None:
             weight = product.weights[turn % len(product.weights)]
@@ -210,7 +233,7 @@ def examine(lt: CublasLt, layer: Layer, *, backward: bool, least: float) -> None
     gain = 100 * (1 - times[best] / usual)
     tile, cluster = (lt.attribute(algorithms[best], which) for which in (TILE, CLUSTER))
     tiles = [lt.attribute(a, TILE) for a in algorithms]
-    line = f"({[m, layer.rows, k]}, {str(not backward).lower()}, {str(bias).lower()}, {tile}),"
+    line = f"({[m, layer.rows, k]}, {str(turned).lower()}, {str(bias).lower()}, {tile}),"
     kept = "   " if gain < least else "-> "
     print(
         f"{kept}{line:52s} // {layer.model}, {usual:.1f} -> {times[best]:.1f} us, {gain:.1f} %, "
@@ -222,7 +245,8 @@ def examine(lt: CublasLt, layer: Layer, *, backward: bool, least: float) -> None
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--only", default="", help="the models whose name contains this")
-    options.add_argument("--least", type=float, default=3, help="the least gain for ->, in %%")
+    options.add_argument("--least", type=float, default=3, help="the least gain of a line, in %%")
+    options.add_argument("--codes", action="store_true", help="products of e4m3 codes")
     given = options.parse_args()
     lt = CublasLt()
     print(f"// {torch.cuda.get_device_name()}, cuBLASLt {lt.library.cublasLtGetVersion()}")
@@ -232,7 +256,8 @@ def main() -> None:
             shape = (layer.rows, layer.inner, layer.outer, layer.bias and not backward, backward)
             if given.only in layer.model and shape not in seen:
                 seen.add(shape)
-                examine(lt, layer, backward=backward, least=given.least)
+                how = {"least": given.least, "codes": given.codes}
+                examine(lt, layer, backward=backward, **how)
 
 
 if __name__ == "__main__":
