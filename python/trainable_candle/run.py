@@ -32,6 +32,7 @@ from trainable_candle.settings.config import settings as known_settings
 from trainable_candle.settings.prompts import expanded
 from trainable_candle.tasks.budget import KEPT, find_budget, is_open, kept_within, make_plan
 from trainable_candle.tasks.checks import require_apart
+from trainable_candle.tasks.codes import multiplying_codes
 from trainable_candle.train import state as run_state
 from trainable_candle.train.callbacks import Callback, ProgressBar
 from trainable_candle.train.logs import CsvLog, JsonLog, TensorBoardLog, read_json_log, read_log
@@ -345,7 +346,7 @@ def _train(
         write_atomically(output / CONFIG, config.with_(resume=None).to_yaml(output))
     adapters.set_training(True)
     plot.prepare()
-    with _multiplying_codes(config):
+    with multiplying_codes(config):
         completed = trainer.train()
     session.finish()
     if completed and group.rank == 0:
@@ -357,17 +358,6 @@ def _train(
         group.barrier()
     file = adapter_path(config, output).name
     return TrainingRun(task, adapters, output, trainer.step, completed, trainer.stopped_by, file)
-
-
-@contextmanager
-def _multiplying_codes(config: TrainConfig) -> Iterator[None]:
-    """A context in which layers with 8-bit weights multiply the weights' codes if `w8a8` is set."""
-    before = tc.get_w8a8()
-    tc.set_w8a8(before or config.w8a8)
-    try:
-        yield
-    finally:
-        tc.set_w8a8(before)
 
 
 def _with_defaults(config: TrainConfig, family: type[Family]) -> TrainConfig:

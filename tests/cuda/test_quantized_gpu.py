@@ -3,13 +3,14 @@
 Dequantized values equal the CPU's bit by bit; results of models are near the CPU's.
 """
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import trainable_candle as tc
-from trainable_candle.models import CausalLM, FluxTransformer
+from trainable_candle.models import CausalLM, FluxTransformer, SDXLUNet
 from trainable_candle.nn import functional as F
 
 pytestmark = pytest.mark.gpu
@@ -146,6 +147,47 @@ def test_products_of_codes_are_those_of_the_cpu(
     for expected, ours in zip(found[:2], found[2:], strict=True):
         for one, other in zip(expected, ours, strict=True):
             assert np.abs(one - other).max() <= largest * np.abs(one).max()
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("width", [48, 1008])
+def test_a_feed_forward_network_of_codes_equals_separate_operations(
+    gpu: str, tmp_path: Path, width: int, dtype: str, format: str
+) -> None:
+    """A selective checkpoint computes the network as separate operations."""
+    config = json.loads((GOLDEN / "sdxl" / "unet" / "config.json").read_text())
+    config |= {"block_out_channels": [8, 16, width], "norm_num_groups": 8, "layers_per_block": 1}
+    config |= {"attention_head_dim": [1, 2, width // 16], "transformer_layers_per_block": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tc.manual_seed(0)
+    image, text = (tc.randn(shape).to(dtype).to(gpu) for shape in ((2, 4, 24, 16), (2, 7, 20)))
+    pooled = tc.randn((2, 12)).to(dtype).to(gpu)
+    times, sizes = tc.full((2,), 500.0, device=gpu), tc.full((2, 6), 64.0, device=gpu)
+    tc.set_w8a8(True)
+    try:
+        model = SDXLUNet.from_config(tmp_path / "config.json", dtype, gpu, quantize=format)
+        adapter = model.add_adapter(tc.LoraConfig(r=4, target_modules=["to_q", "to_out.0"]))
+        for var in adapter.parameters():
+            var.set(tc.randn(var.shape, device=gpu) * 0.05)
+        found = []
+        for policy in ("none", "selective", "full"):
+            if policy != "none":
+                model.enable_gradient_checkpointing(policy)
+            with tc.cuda.profile(gpu) as profile:
+                y = model(image, times, text, text_embeds=pooled, time_ids=sizes)
+                loss = y.to("f32").square().mean()
+                gradients = tc.grad(loss, adapter.parameters())
+            fused = [f"geglu_codes_{way}_" in str(profile) for way in ("forward", "backward")]
+            assert fused == [policy != "selective"] * 2
+            found.append([t.to("cpu").to("f32").numpy() for t in (y, *gradients)])
+    finally:
+        tc.set_w8a8(False)
+    for others in zip(*found, strict=True):
+        assert np.isfinite(others[0]).all()
+        assert np.abs(others[0]).max() > 0
+        np.testing.assert_array_equal(others[1], others[0])
+        np.testing.assert_array_equal(others[2], others[0])
 
 
 @pytest.mark.parametrize("format", FORMATS)

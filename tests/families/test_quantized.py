@@ -50,9 +50,9 @@ def test_products_of_codes_train_as_those_of_values(
     config = config.with_(base_precision=form)
     expected = losses(config)
     found = losses(config.with_(output=str(tmp_path / "codes"), w8a8=True))
-    # W8A8 multiplies codes of 8 bits in layers whose numbers of input and output features are
-    # multiples of 16. The tiny UNet has no such layer, so its losses do not change.
-    assert (found == expected) == (config.model == "sdxl")
+    # W8A8 applies to layers whose numbers of input and output features are multiples of 16. The
+    # tiny UNet has no such layer, but with W8A8 fewer of its layers are quantized.
+    assert found != expected
     np.testing.assert_allclose(found, expected, rtol=0.05)
     assert not tc.get_w8a8()
 

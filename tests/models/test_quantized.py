@@ -1,12 +1,13 @@
 """Models whose base weights are quantized: results, gradients, memory, files."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import trainable_candle as tc
-from trainable_candle.models import AutoencoderKL, CausalLM, Model
+from trainable_candle.models import AutoencoderKL, CausalLM, Model, SDXLUNet
 from trainable_candle.nn.functional import mse_loss
 
 from .test_transformers import FAMILIES, Family, gradient
@@ -187,6 +188,39 @@ def test_facts_have_the_bytes_of_quantized_weights(format: str) -> None:
     inside = sum(2 * rows * columns for rows, columns in blocks.values())
     codes = sum(tc.quantize(tc.zeros(shape), format).nbytes for shape in blocks.values())
     assert facts.weight_bytes("bf16", format) == 2 * facts.elements - inside + codes
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_unet_multiplies_the_codes_of_feed_forward_networks_alone(
+    format: str, tmp_path: Path
+) -> None:
+    """The others are too small. These networks also keep their codes transposed."""
+    config = json.loads((GOLDEN / "sdxl" / "unet" / "config.json").read_text())
+    config |= {"block_out_channels": [8, 16, 48]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plain = SDXLUNet.from_config(tmp_path / "config.json", "bf16")
+    plain.save_pretrained(tmp_path / "model")
+    (facts,) = tc.inspect(tmp_path / "model").parts.values()
+    inside = {name: shape for name, shape in facts.layers.items() if ".ff.net." in name}
+    assert 0 < len(inside) < len(facts.layers)
+    expected = {key: value.to("f32").numpy() for key, value in plain.named_tensors().items()}
+    wide = 2 * facts.elements - sum(2 * rows * columns for rows, columns in inside.values())
+    tc.set_w8a8(True)
+    try:
+        model = SDXLUNet.from_pretrained(tmp_path / "model", "bf16", quantize=format)
+        found = facts.weight_bytes("bf16", format)
+    finally:
+        tc.set_w8a8(False)
+    if format == "nf4":
+        assert found == facts.weight_bytes("bf16", format)
+        return
+    # Transposed codes take one byte an element, and four bytes a column for scales of one.
+    codes = [tc.quantize(tc.zeros(shape), format).nbytes for shape in inside.values()]
+    turned = [rows * columns + 4 * columns for rows, columns in inside.values()]
+    assert found == wide + sum(codes) + sum(turned)
+    for key, value in model.named_tensors().items():
+        is_equal = np.array_equal(value.to("f32").numpy(), expected[key])
+        assert is_equal == (key.removesuffix(".weight") not in inside), key
 
 
 def test_a_model_without_such_layers_says_so() -> None:

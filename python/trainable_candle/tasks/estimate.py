@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import trainable_candle as tc
 from trainable_candle.errors import OutOfMemoryError
 from trainable_candle.settings.initial import LOFTQ, PISSA
+from trainable_candle.tasks.codes import multiplying_codes
 from trainable_candle.tasks.speed import states_on_host, work_of
 from trainable_candle.train.pissa import doubled
 
@@ -201,11 +202,9 @@ def trained_model(
         sizes: `height`, `width` and `tokens` of a sample, as for `PartFacts.saved_values`.
     """
     itemsize = ITEM_BYTES[config.precision]
-    weights = Item(
-        component,
-        "weights",
-        facts.weight_bytes(config.precision, config.base_format, **config.streaming),
-    )
+    with multiplying_codes(config):
+        loaded = facts.weight_bytes(config.precision, config.base_format, **config.streaming)
+    weights = Item(component, "weights", loaded)
     adapters = adapter_items(component, facts.layers, adapter, config)
     # With PiSSA, a layer subtracts the adapter's initial values, its start. It computes the adapter
     # and the start as one adapter of twice the rank.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from trainable_candle.distributed.streamed import NVLINK
+from trainable_candle.tasks.codes import multiplying_codes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -151,13 +152,15 @@ def work_of(
     _, offloaded = facts.saved_values(adapter, config.checkpointing, **sizes)
     count = config.batch_size
     base = config.base_format
+    with multiplying_codes(config):
+        streamed = facts.streamed_bytes(config.precision, base, **config.streaming)
     return Work(
         layers * count,
         attention * count,
         kept * count,
         config.recomputes_all,
         facts.elements if base else 0,
-        *facts.streamed_bytes(config.precision, base, **config.streaming),
+        *streamed,
         offloaded * itemsize * count if config.on_gpu else 0,
         states_on_host(facts.layers, adapter, config),
         facts.blocks,

@@ -7,8 +7,10 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 use trainable_candle_core::checkpoint::Policy;
+use trainable_candle_core::compute::uses_w8a8;
 use trainable_candle_core::ops::conv::Conv2dOptions;
 use trainable_candle_core::quantized::Format;
+use trainable_candle_core::quantized::w8a8::transposed_bytes;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor, Weight};
 use trainable_candle_io::adapter_file::{AdapterFormat, adapter_keys, check_format};
 use trainable_candle_io::{WeightFile, WeightFiles};
@@ -122,7 +124,8 @@ impl PartFacts {
 
     /// Bytes of the weights on a device, and bytes of the streamed weights. A weight that may be quantized has `format`;
     /// if `format` is None, the weight keeps the block format in which its file stores it. A weight that may not be
-    /// quantized, or that has none of these formats, has `dtype`.
+    /// quantized, or that has none of these formats, has `dtype`. Whether linear layers multiply codes now decides which
+    /// layers are quantized, as it does when a model is loaded.
     ///
     /// # Errors
     /// [`Error::Argument`] if a format is given but no layer may be quantized; as [`Streaming::new`].
@@ -136,16 +139,20 @@ impl PartFacts {
             self.kind.check_quantizable("weight_bytes")?;
         }
         let (layers, quantizable) = (self.layers(), self.kind.quantizable);
+        let quantization = Quantization::new(format, quantizable, uses_w8a8());
         let format_of = |name: &str| {
             let layer = name.strip_suffix(".weight")?;
             let is_matrix = layers.contains_key(layer) || quantizable.rows.contains(&layer);
-            let wanted = Quantization { format, layers: quantizable }.of(layer).filter(|_| is_matrix)?;
+            let wanted = quantization.of(layer).filter(|_| is_matrix)?;
             wanted.or_else(|| self.stored.get(name).copied())
         };
         let bytes = |name: &str, dims: &[usize]| {
             let plain = dims.iter().product::<usize>() * dtype.size_in_bytes();
             match (dims, format_of(name)) {
-                (&[rows, columns], Some(format)) => format.bytes(rows, columns),
+                (&[rows, columns], Some(format)) => {
+                    let transposed = quantization.transposes() && stream.is_none();
+                    format.bytes(rows, columns) + if transposed { transposed_bytes(rows, columns) } else { 0 }
+                }
                 _ => plain,
             }
         };

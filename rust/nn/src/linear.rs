@@ -1,5 +1,6 @@
 //! [`Linear`]: y = x Wᵀ + b over frozen or trainable parameters, with a slot for an adapter.
 
+use trainable_candle_core::ops::gated::{geglu, geglu_feed_forward};
 use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var, Weight, WeightRef};
 
 use crate::base::{Base, Operation};
@@ -120,6 +121,19 @@ impl<T: Parameter> Linear<T> {
             bias: self.bias.as_ref().map(AsRef::as_ref),
             operation: Operation::Linear,
         }
+    }
+
+    /// Apply this layer, [`geglu`] and the layer `last` to `x (..., in_features)`. Without adapters, one operation may compute the
+    /// three steps; [`geglu_feed_forward`] says when.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn geglu_feed_forward(&self, x: &Tensor, last: &Self) -> Result<Tensor> {
+        if self.slot().get().is_some() || last.slot().get().is_some() {
+            return last.forward(&geglu(&self.forward(x)?)?);
+        }
+        let (inner, outer) = (self.base(), last.base());
+        geglu_feed_forward(x, (inner.weight, inner.bias), (outer.weight, outer.bias))
     }
 
     pub(crate) const fn slot(&self) -> &AdapterSlot {

@@ -17,11 +17,16 @@ pub struct Quantizable {
     /// at a time, and the head, which is too large to be dequantized as a whole. They are quantized to int8 or a ggml
     /// format.
     pub rows: &'static [&'static str],
+    /// Substrings of layer names, for models whose other layers are so small that rounding their inputs takes longer than products
+    /// of 8-bit codes save. While linear layers multiply codes
+    /// ([`set_w8a8`](trainable_candle_core::compute::set_w8a8)), only layers whose names contain one of them are quantized, and
+    /// these also [keep their codes transposed](trainable_candle_core::Quantized::with_transposed_codes). Empty: this changes nothing.
+    pub multiplied: &'static [&'static str],
 }
 
 impl Quantizable {
     /// Quantizes no layer.
-    pub const NOTHING: Self = Self { blocks: &[], kept: &[], modulation: &[], rows: &[] };
+    pub const NOTHING: Self = Self { blocks: &[], kept: &[], modulation: &[], rows: &[], multiplied: &[] };
 
     /// Whether the layer `name` may be quantized.
     pub fn has(&self, name: &str) -> bool {
@@ -41,16 +46,30 @@ pub struct Quantization {
     pub format: Option<Format>,
     /// The layers that are quantized.
     pub layers: Quantizable,
+    /// Whether products multiply the layers' codes, so that only some layers are quantized: [`Quantizable::multiplied`].
+    is_selective: bool,
 }
 
 impl Quantization {
+    /// A quantization to `format`. `w8a8` says whether linear layers with 8-bit weights multiply codes.
+    pub fn new(format: Option<Format>, layers: Quantizable, w8a8: bool) -> Self {
+        let is_selective = w8a8 && !layers.multiplied.is_empty() && matches!(format, Some(Format::Int8 | Format::Fp8));
+        Self { format, layers, is_selective }
+    }
+
+    /// Whether the quantized layers keep their codes transposed, too.
+    pub const fn transposes(&self) -> bool {
+        self.is_selective
+    }
+
     /// The format of the matrix `name`; None if the matrix stays unquantized. `Some(None)` means the format in which the
     /// file stores the matrix.
     pub fn of(&self, name: &str) -> Option<Option<Format>> {
         if self.layers.rows.contains(&name) {
             return Some(self.format.map(by_rows));
         }
-        self.layers.has(name).then_some(self.format)
+        let is_chosen = !self.is_selective || self.layers.multiplied.iter().any(|part| name.contains(part));
+        (is_chosen && self.layers.has(name)).then_some(self.format)
     }
 }
 

@@ -167,6 +167,7 @@ impl Source {
     pub(crate) fn weight(&mut self, layer: &str, shape: &Shape, init: Init) -> Result<Weight> {
         let name = format!("{layer}.weight");
         let wanted = self.quantization.and_then(|quantization| quantization.of(layer));
+        let transposes = wanted.is_some() && self.transposes();
         let streaming = self.streaming.clone();
         let streamed = streaming.as_deref().and_then(|streaming| Some((streaming, streaming.unit(layer)?)));
         if let Kind::Stored { stored, taken, .. } = &mut self.kind
@@ -182,7 +183,7 @@ impl Source {
                     let values = weight.quantized().map(|codes| codes.dequantize(codes.dtype())).transpose()?;
                     streaming.weight(unit, values.map_or(weight, Weight::from))?
                 }
-                (None, Some(format)) => stored.read_weight(&name, format)?,
+                (None, Some(format)) => transposed(stored.read_weight(&name, format)?, transposes)?,
                 (None, None) => stored.read(&name)?.into(),
             };
             taken.insert(name);
@@ -191,13 +192,18 @@ impl Source {
         let values = self.get(name, shape, init, Packing::Plain)?;
         let Kind::Random { .. } = &self.kind else { return Ok(values.into()) };
         let weight: Weight = match wanted.flatten() {
-            Some(format) => Quantized::new(&values, format)?.into(),
+            Some(format) => transposed(Quantized::new(&values, format)?.into(), transposes)?,
             None => values.into(),
         };
         match streamed {
             Some((streaming, unit)) => streaming.weight(unit, on_cpu(weight)?),
             None => Ok(weight),
         }
+    }
+
+    /// Whether quantized weights keep their codes transposed, too. Weights that are copied to the device for each use never do.
+    fn transposes(&self) -> bool {
+        self.streaming.is_none() && self.quantization.is_some_and(|quantization| quantization.transposes())
     }
 
     /// The parameter `name`. `shape` is its shape in files, `packing` its layout in memory.
@@ -227,6 +233,14 @@ impl Source {
             Kind::Random { dtype, device } => packing.pack(draw(shape, init, device)?.to_dtype(*dtype)?),
             Kind::Shapes { dtype } => without_memory(&packing.shape(shape), *dtype),
         }
+    }
+}
+
+/// `weight`, which also keeps its codes transposed if `transposes`.
+fn transposed(weight: Weight, transposes: bool) -> Result<Weight> {
+    match weight {
+        Weight::Quantized(codes) if transposes => Ok(codes.with_transposed_codes()?.into()),
+        other => Ok(other),
     }
 }
 

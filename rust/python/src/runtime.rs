@@ -120,6 +120,9 @@ pub fn get_w8a8() -> bool {
 /// values. Products of codes need a GPU of compute capability 7.5 or higher for int8, and 8.9 or higher for fp8; older GPUs
 /// multiply values.
 ///
+/// Choose before a model is loaded: SDXL's UNet then quantizes the layers of its feed-forward networks alone, because the
+/// products of its other layers are too small to gain.
+///
 /// Args:
 ///     enabled: whether layers multiply codes from now on. By default they multiply the values that codes represent.
 ///         Captured graphs keep the choice with which they were recorded.

@@ -15,6 +15,7 @@ from trainable_candle.families.pipeline.facts import Loading, facts, source
 from trainable_candle.families.pipeline.identity import parts_identity
 from trainable_candle.models import load
 from trainable_candle.settings.checks import existing
+from trainable_candle.tasks.codes import multiplying_codes
 from trainable_candle.tasks.estimate import memory_limit
 from trainable_candle.tasks.latent.coders import KLCoder
 from trainable_candle.tasks.latent.family import LatentFamily
@@ -143,12 +144,9 @@ class PipelineFamily(LatentFamily, Generic[E]):
     @cached_property
     def model(self) -> Model:
         """The denoiser, which is loaded on first use."""
-        return load(
-            **self.source(self.component),
-            **self.config.streaming,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        where = self.source(self.component)
+        with multiplying_codes(self.config):
+            return load(**where, **self.config.streaming, dtype=self.dtype, device=self.device)
 
     def use_model(self, path: Path) -> None:
         """Use the denoiser of another checkpoint; the other parts stay the same.

@@ -45,6 +45,9 @@ pub struct Shape {
     pub shared: u32,
 }
 
+/// The number of threads of the largest team (`include/rows.cuh`).
+pub const TEAM: usize = 512;
+
 impl Shape {
     /// `blocks` blocks of `threads` threads in one dimension.
     ///
@@ -73,7 +76,6 @@ impl Shape {
     /// As [`rows`](Self::rows), for a kernel whose threads each hold up to `held` packs of a row in registers. A pack
     /// is 16 bytes of neighbouring elements.
     pub fn teams(rows: usize, len: usize, held: usize, dtype: DType) -> Self {
-        const TEAM: usize = 512;
         let threads = (32 * len.div_ceil(32 * held * wide(dtype))).clamp(32, TEAM);
         let teams = if threads == 32 { 4 } else { 1 };
         let blocks = rows.div_ceil(teams).clamp(1, i32::MAX as usize);

@@ -27,6 +27,7 @@ pub use ggml::Ggml;
 pub use nf4::values as nf4_values;
 pub use weight::{Weight, WeightRef};
 
+use self::w8a8::Transposed;
 use crate::raw::{Raw, is_float, with_bytes};
 use crate::{Error, Result, Tensor};
 
@@ -43,6 +44,8 @@ pub struct Quantized {
     /// The dtype of the values that the codes represent.
     dtype: DType,
     parts: Arc<[Part]>,
+    /// The codes transposed; see [`with_transposed_codes`](Self::with_transposed_codes).
+    transposed: Option<Transposed>,
 }
 
 /// Rows that were quantized together.
@@ -105,6 +108,10 @@ impl Scales {
 }
 
 impl Quantized {
+    const fn of_parts(dims: [usize; 2], dtype: DType, parts: Arc<[Part]>) -> Self {
+        Self { dims, dtype, parts, transposed: None }
+    }
+
     /// Quantize a matrix. The CPU computes the codes; the result is on the tensor's device.
     ///
     /// - `Int8`: a scale per row, the largest magnitude / 127; ties are rounded to even codes (torchao's symmetric int8 weights).
@@ -153,7 +160,7 @@ impl Quantized {
             ));
         };
         let part = Part { rows, codes, scales };
-        Self { dims: [rows, columns], dtype: matrix.dtype(), parts: Arc::new([part]) }.to_device(matrix.device())
+        Self::of_parts([rows, columns], matrix.dtype(), Arc::new([part])).to_device(matrix.device())
     }
 
     /// A matrix from 8-bit codes (u8), (rows, columns), and their scales (f32), as files contain them: `Int8` has a scale for
@@ -187,7 +194,7 @@ impl Quantized {
             }
         };
         let part = Part { rows, codes: crate::compute::contiguous(codes)?, scales };
-        Ok(Self { dims: [rows, columns], dtype, parts: Arc::new([part]) })
+        Ok(Self::of_parts([rows, columns], dtype, Arc::new([part])))
     }
 
     /// The NF4 matrix (rows, columns) of a file of bitsandbytes: two codes per byte, and a scale for each block of 64.
@@ -229,7 +236,7 @@ impl Quantized {
                 offset,
             },
         };
-        Ok(Self { dims: [rows, columns], dtype, parts: Arc::new([Part { rows, codes, scales }]) })
+        Ok(Self::of_parts([rows, columns], dtype, Arc::new([Part { rows, codes, scales }])))
     }
 
     /// A matrix whose rows consist of blocks of a format of ggml: `blocks` (rows, bytes of a row), u8. The matrix represents
@@ -255,7 +262,7 @@ impl Quantized {
         }
         let codes = crate::compute::contiguous(&blocks.raw)?;
         let part = Part { rows, codes, scales: Scales::Ggml(format) };
-        Ok(Self { dims: [rows, columns], dtype, parts: Arc::new([part]) })
+        Ok(Self::of_parts([rows, columns], dtype, Arc::new([part])))
     }
 
     /// The rows of several matrices, stacked. The result shares storage with them, and has the dtype of the first one.
@@ -274,7 +281,7 @@ impl Quantized {
         }
         let parts = matrices.iter().flat_map(|matrix| matrix.parts.iter().cloned()).collect();
         let rows = matrices.iter().map(|matrix| matrix.dims[0]).sum();
-        Ok(Self { dims: [rows, columns], dtype: first.dtype, parts })
+        Ok(Self::of_parts([rows, columns], first.dtype, parts))
     }
 
     /// The same matrix, representing values of `dtype`.
@@ -306,7 +313,9 @@ impl Quantized {
     /// Number of bytes of codes and scales.
     pub fn bytes(&self) -> usize {
         let size = |raw: &Raw| raw.elem_count() * raw.dtype().size_in_bytes();
-        self.parts.iter().map(|part| size(&part.codes) + part.scales.storages().map(size).sum::<usize>()).sum()
+        let of_parts =
+            self.parts.iter().map(|part| size(&part.codes) + part.scales.storages().map(size).sum::<usize>());
+        of_parts.sum::<usize>() + self.transposed.as_ref().map_or(0, |both| size(&both.codes) + size(&both.ones))
     }
 
     /// The tensors of the matrix, part by part: `codes` and `scales`. A part in NF4 with quantized scales also has `scale_codes` and
@@ -351,7 +360,11 @@ impl Quantized {
             Ok(Part { rows: part.rows, codes, scales: part.scales.map(&mut of)? })
         };
         let parts = self.parts.iter().map(&mut part).collect::<Result<_>>()?;
-        Ok(Self { dims: self.dims, dtype: self.dtype, parts })
+        let transposed = match &self.transposed {
+            Some(Transposed { codes, ones }) => Some(Transposed { codes: of(codes)?, ones: of(ones)? }),
+            None => None,
+        };
+        Ok(Self { dims: self.dims, dtype: self.dtype, parts, transposed })
     }
 
     /// The values that the codes represent, computed in f32 and rounded once to `dtype`.

@@ -90,7 +90,7 @@ impl Quantized {
     /// # Errors
     /// Those of [`cat`](Self::cat), and [`Error::OutOfMemory`] if the copy does not fit.
     pub fn join(matrices: &[&Self]) -> Result<Option<(Self, Vec<Self>)>> {
-        let Self { dims, dtype, parts } = Self::cat(matrices)?;
+        let Self { dims, dtype, parts, .. } = Self::cat(matrices)?;
         let format = parts.first().map(|part| part.scales.format());
         let has_scales = |part: &Part| {
             part.row_scales().is_some_and(|scales| scales.elem_count() == part.rows)
@@ -104,7 +104,7 @@ impl Quantized {
         let scales = if format == Some(Format::Int8) { Scales::Int8(scales) } else { Scales::Fp8(scales) };
         let codes = parts.iter().map(|part| Ok(part.codes.flatten_all()?)).collect::<Result<Vec<_>>>()?;
         let codes = compute::cat(&codes.iter().collect::<Vec<_>>(), 0)?;
-        let all = Self { dims, dtype, parts: [Part { rows: dims[0], codes, scales }].into() };
+        let all = Self::of_parts(dims, dtype, [Part { rows: dims[0], codes, scales }].into());
         let mut start = 0;
         let mut views = Vec::with_capacity(matrices.len());
         for matrix in matrices {
@@ -138,7 +138,7 @@ impl Quantized {
         let bytes = part.codes.elem_count() / part.rows.max(1);
         let codes = pick(&part.codes.reshape((part.rows, bytes))?)?;
         let dims = [count, self.dims[1]];
-        Ok(Some(Self { dims, dtype: self.dtype, parts: [Part { rows: count, codes, scales }].into() }))
+        Ok(Some(Self::of_parts(dims, self.dtype, [Part { rows: count, codes, scales }].into())))
     }
 }
 

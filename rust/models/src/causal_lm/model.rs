@@ -299,8 +299,13 @@ impl Architecture for CausalLM {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    const QUANTIZABLE: Quantizable =
-        Quantizable { blocks: &["model.layers."], kept: &[], modulation: &[], rows: &[keys::EMBEDDING, keys::HEAD] };
+    const QUANTIZABLE: Quantizable = Quantizable {
+        blocks: &["model.layers."],
+        kept: &[],
+        modulation: &[],
+        rows: &[keys::EMBEDDING, keys::HEAD],
+        multiplied: &[],
+    };
 
     fn build(config: CausalLMConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

@@ -165,6 +165,7 @@ impl Architecture for ChromaTransformer {
         kept: &[],
         modulation: &[],
         rows: &[],
+        multiplied: &[],
     };
 
     fn build(config: ChromaConfig, weights: &mut Weights<'_>) -> Result<Self> {

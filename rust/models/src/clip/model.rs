@@ -172,7 +172,7 @@ impl Architecture for CLIPTextModel {
     const KIND: &'static ModelKind = &super::KIND;
 
     const QUANTIZABLE: Quantizable =
-        Quantizable { blocks: &["text_model.encoder.layers."], kept: &[], modulation: &[], rows: &[] };
+        Quantizable { blocks: &["text_model.encoder.layers."], kept: &[], modulation: &[], rows: &[], multiplied: &[] };
 
     fn build(config: CLIPTextConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

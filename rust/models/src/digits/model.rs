@@ -155,7 +155,7 @@ impl Architecture for DigitsTransformer {
     const KIND: &'static ModelKind = &super::KIND;
 
     const QUANTIZABLE: Quantizable =
-        Quantizable { blocks: &["transformer_blocks."], kept: &[], modulation: &[], rows: &[] };
+        Quantizable { blocks: &["transformer_blocks."], kept: &[], modulation: &[], rows: &[], multiplied: &[] };
 
     fn build(config: DigitsConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

@@ -166,6 +166,7 @@ impl Architecture for FluxTransformer {
         kept: &[],
         modulation: &["norm1.linear", "norm1_context.linear", "norm.linear"],
         rows: &[],
+        multiplied: &[],
     };
 
     fn build(config: FluxConfig, weights: &mut Weights<'_>) -> Result<Self> {

@@ -183,6 +183,7 @@ impl Architecture for Flux2Transformer {
         kept: &[],
         modulation: &[],
         rows: &[],
+        multiplied: &[],
     };
 
     fn build(config: Flux2Config, weights: &mut Weights<'_>) -> Result<Self> {

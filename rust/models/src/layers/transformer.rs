@@ -1,6 +1,5 @@
 //! Transformer blocks inside an image network, under diffusers' names: `Transformer2DModel`, `BasicTransformerBlock`.
 
-use trainable_candle_core::ops::gated::geglu;
 use trainable_candle_core::{Error, Result, Tensor};
 use trainable_candle_nn::{Blocks, Conv2d, GroupNorm, Init, Layer, LayerNorm, Linear, Module, Visitor, Weights};
 
@@ -66,7 +65,7 @@ impl Block {
         let (x, normed) = self.norm2.add_forward(&mixed, x)?;
         let mixed = self.attn2.forward(&normed, Some(context))?;
         let (x, normed) = self.norm3.add_forward(&mixed, &x)?;
-        self.ff_out.forward(&geglu(&self.ff_in.forward(&normed)?)?)?.add(&x)
+        self.ff_in.geglu_feed_forward(&normed, &self.ff_out)?.add(&x)
     }
 }
 

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::{Map, Value};
+use trainable_candle_core::compute::uses_w8a8;
 use trainable_candle_core::quantized::Format;
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Result};
@@ -100,7 +101,8 @@ pub trait Architecture: Model + Sized {
     }
 
     /// The quantization of the model's layers to `format`. If `format` is None, layers that may be quantized stay
-    /// quantized if their file stores them in blocks of ggml; no other layer is quantized.
+    /// quantized if their file stores them in blocks of ggml; no other layer is quantized. Whether linear layers multiply codes
+    /// now decides which layers are quantized ([`Quantizable::multiplied`](trainable_candle_nn::Quantizable::multiplied)).
     ///
     /// # Errors
     /// [`Error::Argument`] if a format is given but no layer may be quantized.
@@ -108,7 +110,7 @@ pub trait Architecture: Model + Sized {
         if format.is_some() {
             Self::KIND.check_quantizable(op)?;
         }
-        Ok(Quantization { format, layers: Self::QUANTIZABLE })
+        Ok(Quantization::new(format, Self::QUANTIZABLE, uses_w8a8()))
     }
 
     /// Load the frozen model at `path`: the model's folder, a weight file beside the model's `config.json`, a pipeline's

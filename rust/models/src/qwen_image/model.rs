@@ -157,8 +157,13 @@ impl Architecture for QwenImageTransformer {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    const QUANTIZABLE: Quantizable =
-        Quantizable { blocks: &["transformer_blocks."], kept: &[], modulation: &MODULATION, rows: &[] };
+    const QUANTIZABLE: Quantizable = Quantizable {
+        blocks: &["transformer_blocks."],
+        kept: &[],
+        modulation: &MODULATION,
+        rows: &[],
+        multiplied: &[],
+    };
 
     fn build(config: QwenImageConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

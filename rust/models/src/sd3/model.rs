@@ -163,6 +163,7 @@ impl Architecture for SD3Transformer {
         kept: &[],
         modulation: &["norm1.linear", "norm1_context.linear"],
         rows: &[],
+        multiplied: &[],
     };
 
     fn build(config: SD3Config, weights: &mut Weights<'_>) -> Result<Self> {

@@ -201,6 +201,7 @@ impl Architecture for SDXLUNet {
         kept: &["time_emb_proj"],
         modulation: &[],
         rows: &[],
+        multiplied: &["ff.net."],
     };
 
     fn build(config: UNetConfig, weights: &mut Weights<'_>) -> Result<Self> {

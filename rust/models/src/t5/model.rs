@@ -112,7 +112,8 @@ impl Architecture for T5Encoder {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["encoder.block."], kept: &[], modulation: &[], rows: &[] };
+    const QUANTIZABLE: Quantizable =
+        Quantizable { blocks: &["encoder.block."], kept: &[], modulation: &[], rows: &[], multiplied: &[] };
 
     fn build(config: T5Config, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

@@ -264,6 +264,7 @@ impl Architecture for ZImageTransformer {
         kept: &["adaLN_modulation"],
         modulation: &[],
         rows: &[],
+        multiplied: &[],
     };
 
     fn build(config: ZImageConfig, weights: &mut Weights<'_>) -> Result<Self> {

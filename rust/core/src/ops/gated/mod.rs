@@ -3,6 +3,7 @@
 
 #[cfg(feature = "testing")]
 mod cases;
+mod codes;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -18,6 +19,7 @@ use crate::{Error, Result, Tensor};
 
 #[cfg(feature = "testing")]
 pub use cases::ENTRIES;
+pub use codes::geglu_feed_forward;
 pub use feed_forward::swiglu_feed_forward;
 pub use linear::swiglu_linear_group;
 

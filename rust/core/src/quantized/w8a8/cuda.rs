@@ -9,11 +9,16 @@ use candle_core::DType;
 use trainable_candle_cuda::kernels::codes::{
     QUANTIZE_GRADIENT, QUANTIZE_ROWS, QuantizeGradient, QuantizeRows, SCALE_SUMS, ScaleSums,
 };
+use trainable_candle_cuda::kernels::geglu_codes::{
+    GEGLU_CODES_BACKWARD, GEGLU_CODES_FORWARD, GegluCodesBackward, GegluCodesForward,
+};
 use trainable_candle_cuda::kernels::{Const, Mut};
 use trainable_candle_cuda::structs::{CodePart, CodeParts};
 
-use super::{MOST_PARTS, MULTIPLE, Quantized};
-use crate::cuda::launch::{Shape, address, count32, element, empty, input, optional_output, output, suffix};
+use super::{MOST_PARTS, MULTIPLE, Quantized, Transposed};
+use crate::cuda::launch::{
+    Shape, TEAM, address, count32, element, empty, input, optional_output, output, suffix, wide,
+};
 use crate::cuda::{Codes, Gpu, product_of_codes};
 use crate::quantized::Format;
 use crate::{Raw, Result, compute};
@@ -65,9 +70,8 @@ impl Quantized {
 }
 
 impl Rounded {
-    /// Uninitialised codes and scales for the rows of `x`, a dense matrix whose address is a multiple of 16.
-    fn unset(gpu: &Gpu, x: &Raw) -> Result<Self> {
-        let (rows, columns) = (x.dims()[0], x.dims()[1]);
+    /// Uninitialised codes and scales.
+    fn unset(gpu: &Gpu, rows: usize, columns: usize) -> Result<Self> {
         let codes = empty(OP, gpu, &[rows.next_multiple_of(MULTIPLE), columns], DType::U8)?;
         Ok(Self { codes, scales: empty(OP, gpu, &[rows], DType::F32)?, rows, columns })
     }
@@ -75,7 +79,7 @@ impl Rounded {
     /// Round `x` (rows, columns).
     fn new(gpu: &Gpu, kind: Codes, x: &Raw) -> Result<Self> {
         let x = aligned(x)?;
-        let rounded = Self::unset(gpu, &x)?;
+        let rounded = Self::unset(gpu, x.dims()[0], x.dims()[1])?;
         let arguments = QuantizeRows {
             x: input(OP, &x)?,
             rows: count32(OP, rounded.rows)?,
@@ -90,13 +94,67 @@ impl Rounded {
         Ok(rounded)
     }
 
-    /// Round the gradient `g` (rows, columns), multiplied by the scales of the rows of `w` (columns, inner), and transpose
-    /// the codes of `w` to `turned` (inner, columns). `ones` (inner) is set to one.
-    fn gradient(gpu: &Gpu, w: &Quantized, g: &Raw, turned: &Raw, ones: Option<&Raw>) -> Result<Self> {
+    /// Round the GEGLU of `y` (rows, 2 columns); `None` if its rows are too long for the kernel.
+    fn geglu(gpu: &Gpu, kind: Codes, y: &Raw) -> Result<Option<Self>> {
+        if y.dims()[1] / 2 > longest(y.dtype()) {
+            return Ok(None);
+        }
+        let y = aligned(y)?;
+        let rounded = Self::unset(gpu, y.dims()[0], y.dims()[1] / 2)?;
+        let arguments = GegluCodesForward {
+            x: input(OP, &y)?,
+            rows: count32(OP, rounded.rows)?,
+            width: count32(OP, rounded.columns)?,
+            is_int8: u32::from(kind == Codes::Int8),
+            codes: output(OP, &rounded.codes)?,
+            scales: output(OP, &rounded.scales)?,
+        };
+        let shape = Shape::teams(rounded.rows, rounded.columns, HELD, y.dtype());
+        // SAFETY: y is dense, and codes and scales have its rows.
+        unsafe { gpu.function(&GEGLU_CODES_FORWARD, suffix(OP, y.dtype())?)?.launch(OP, gpu, shape, arguments) }?;
+        Ok(Some(rounded))
+    }
+
+    /// Round the gradient of `y` (rows, columns), multiplied by the scales of the rows of `w` (columns, inner). `grad` is the gradient
+    /// of the GEGLU of `y`. `None` if rows are too long for the kernel, or `w` has several parts.
+    fn geglu_gradient(gpu: &Gpu, w: &Quantized, y: &Raw, grad: &Raw) -> Result<Option<Self>> {
+        let Some(column_scales) = (if let [part] = &w.parts[..] { part.row_scales() } else { None }) else {
+            return Ok(None);
+        };
+        if y.dims()[1] / 2 > longest(y.dtype()) {
+            return Ok(None);
+        }
+        let (y, grad, column_scales) = (aligned(y)?, aligned(grad)?, aligned(column_scales)?);
+        let rounded = Self::unset(gpu, y.dims()[0], y.dims()[1])?;
+        let width = rounded.columns / 2;
+        let arguments = GegluCodesBackward {
+            x: input(OP, &y)?,
+            grad: input(OP, &grad)?,
+            column_scales: input(OP, &column_scales)?,
+            is_one_scale: u32::from(column_scales.elem_count() == 1),
+            rows: count32(OP, rounded.rows)?,
+            width: count32(OP, width)?,
+            is_int8: u32::from(w.kind() == Codes::Int8),
+            codes: output(OP, &rounded.codes)?,
+            scales: output(OP, &rounded.scales)?,
+        };
+        let shape = Shape::teams(rounded.rows, width, HELD, y.dtype());
+        // SAFETY: y and its gradient are dense, codes and scales have their rows, and w has a row, and a scale or one scale for all
+        // rows, for each column of y.
+        unsafe { gpu.function(&GEGLU_CODES_BACKWARD, suffix(OP, y.dtype())?)?.launch(OP, gpu, shape, arguments) }?;
+        Ok(Some(rounded))
+    }
+
+    /// Round the gradient `g` (rows, columns), multiplied by the scales of the rows of `w` (columns, inner). Fill `turned`, if given,
+    /// with the transposed codes of `w` and with ones.
+    fn gradient(gpu: &Gpu, w: &Quantized, g: &Raw, turned: Option<&Transposed>) -> Result<Self> {
         let g = aligned(g)?;
-        let rounded = Self::unset(gpu, &g)?;
+        let rounded = Self::unset(gpu, g.dims()[0], g.dims()[1])?;
         let tiles = |size: usize| size.div_ceil(TILE);
-        let tiles = tiles(w.dims[1]) * w.parts.iter().map(|part| tiles(part.rows)).sum::<usize>();
+        let tiles = match turned {
+            Some(_) => tiles(w.dims[1]) * w.parts.iter().map(|part| tiles(part.rows)).sum::<usize>(),
+            None => 0,
+        };
         let arguments = QuantizeGradient {
             x: input(OP, &g)?,
             parts: w.code_parts()?,
@@ -108,8 +166,8 @@ impl Rounded {
             is_int8: u32::from(w.kind() == Codes::Int8),
             codes: output(OP, &rounded.codes)?,
             scales: output(OP, &rounded.scales)?,
-            turned: output(OP, turned)?,
-            ones: optional_output(OP, ones)?,
+            turned: optional_output(OP, turned.map(|turned| &turned.codes))?,
+            ones: optional_output(OP, turned.map(|turned| &turned.ones))?,
         };
         let mut shape = Shape::teams(rounded.rows, rounded.columns, HELD, g.dtype());
         shape.grid[0] += count32(OP, tiles)?;
@@ -164,6 +222,11 @@ impl Rounded {
     }
 }
 
+/// The largest number of elements of a GEGLU's row that the kernels round.
+fn longest(dtype: DType) -> usize {
+    TEAM * HELD * wide(dtype)
+}
+
 /// `x` as a dense matrix whose address is a multiple of 16.
 fn aligned(x: &Raw) -> Result<Raw> {
     let x = compute::contiguous(x)?;
@@ -184,14 +247,24 @@ struct Columns<'a> {
 
 /// x Wᵀ + b; `None` if the device has no 8-bit products.
 pub(super) fn product(w: &Quantized, x: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
-    let (gpu, kind) = (Gpu::of(OP, x)?, w.kind());
+    let gpu = Gpu::of(OP, x)?;
+    product_of_rounded(gpu, w, &Rounded::new(gpu, w.kind(), x)?, bias, x.dtype())
+}
+
+/// geglu(y) Wᵀ + b; `None` as in [`product`].
+pub(super) fn product_of_geglu(w: &Quantized, y: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
+    let gpu = Gpu::of(OP, y)?;
+    let Some(x) = Rounded::geglu(gpu, w.kind(), y)? else { return Ok(None) };
+    product_of_rounded(gpu, w, &x, bias, y.dtype())
+}
+
+fn product_of_rounded(gpu: &Gpu, w: &Quantized, x: &Rounded, bias: Option<&Raw>, dtype: DType) -> Result<Option<Raw>> {
+    let kind = w.kind();
     let bias = bias.map(compute::contiguous).transpose()?;
-    let dtype = x.dtype();
-    let x = Rounded::new(gpu, kind, x)?;
     let y = empty(OP, gpu, &[x.rows, w.dims[0]], dtype)?;
     let parts = w.code_parts()?;
-    if hopper::product(gpu, kind, &x, (parts, w.parts.len()), &y, bias.as_ref())?
-        || scaled::product(gpu, kind, &x, w, &y, bias.as_ref())?
+    if hopper::product(gpu, kind, x, (parts, w.parts.len()), &y, bias.as_ref())?
+        || scaled::product(gpu, kind, x, w, &y, bias.as_ref())?
     {
         return Ok(Some(y));
     }
@@ -207,23 +280,44 @@ pub(super) fn product(w: &Quantized, x: &Raw, bias: Option<&Raw>) -> Result<Opti
 
 /// g W; `None` if the device has no 8-bit products.
 pub(super) fn input_gradient(w: &Quantized, g: &Raw) -> Result<Option<Raw>> {
-    let (gpu, kind) = (Gpu::of(OP, g)?, w.kind());
-    let ([rows, columns], dtype) = (w.dims, g.dtype());
-    // Tensor cores sum 8-bit products along the rows of both matrices, so W is transposed.
-    let turned = empty(OP, gpu, &[columns, rows], DType::U8)?;
-    let ones = scaled::is_possible(gpu, kind, dtype).then(|| empty(OP, gpu, &[columns], DType::F32)).transpose()?;
-    let g = Rounded::gradient(gpu, w, g, &turned, ones.as_ref())?;
+    let (gpu, dtype) = (Gpu::of(OP, g)?, g.dtype());
+    if let Some(turned) = &w.transposed {
+        return gradient_of_rounded(gpu, w, &Rounded::gradient(gpu, w, g, None)?, turned, dtype);
+    }
+    let [rows, columns] = w.dims;
+    let codes = empty(OP, gpu, &[columns, rows], DType::U8)?;
+    let turned = Transposed { codes, ones: empty(OP, gpu, &[columns], DType::F32)? };
+    gradient_of_rounded(gpu, w, &Rounded::gradient(gpu, w, g, Some(&turned))?, &turned, dtype)
+}
+
+/// g W, where g is the gradient of y and `grad` that of geglu(y); `None` if the device has no 8-bit products, or if W does not
+/// keep transposed codes.
+pub(super) fn input_gradient_of_geglu(w: &Quantized, y: &Raw, grad: &Raw) -> Result<Option<Raw>> {
+    let Some(turned) = &w.transposed else { return Ok(None) };
+    let gpu = Gpu::of(OP, y)?;
+    let Some(g) = Rounded::geglu_gradient(gpu, w, y, grad)? else { return Ok(None) };
+    gradient_of_rounded(gpu, w, &g, turned, y.dtype())
+}
+
+/// g W from the rounded g. Tensor cores sum 8-bit products along the rows of both matrices, so the product reads `turned`, the
+/// transposed codes of W.
+fn gradient_of_rounded(
+    gpu: &Gpu,
+    w: &Quantized,
+    g: &Rounded,
+    turned: &Transposed,
+    dtype: DType,
+) -> Result<Option<Raw>> {
+    let (kind, columns) = (w.kind(), w.dims[1]);
     let dx = empty(OP, gpu, &[g.rows, columns], dtype)?;
-    let (w, mut whole) = (address(OP, &turned)?, CodeParts::default());
-    whole.list[0] = CodePart { codes: w, rows: count32(OP, columns)?, ..CodePart::default() };
-    if hopper::product(gpu, kind, &g, (whole, 1), &dx, None)? {
+    let (codes, mut whole) = (address(OP, &turned.codes)?, CodeParts::default());
+    whole.list[0] = CodePart { codes, rows: count32(OP, columns)?, ..CodePart::default() };
+    if hopper::product(gpu, kind, g, (whole, 1), &dx, None)? {
         return Ok(Some(dx));
     }
-    if let Some(ones) = &ones
-        && scaled::part(gpu, &g, (&turned, ones), (&dx, 0), None)?
-    {
+    if scaled::is_possible(gpu, kind, dtype) && scaled::part(gpu, g, (&turned.codes, &turned.ones), (&dx, 0), None)? {
         return Ok(Some(dx));
     }
     let to = Columns { y: &dx, start: 0, scales: None, bias: None };
-    Ok(g.product(gpu, kind, (w, columns), &to)?.then_some(dx))
+    Ok(g.product(gpu, kind, (codes, columns), &to)?.then_some(dx))
 }

@@ -32,19 +32,54 @@ const MULTIPLE: usize = 16;
 /// The maximum number of parts of a matrix whose codes are multiplied.
 const MOST_PARTS: usize = 8;
 
+/// The bytes that [`Quantized::with_transposed_codes`] adds to a matrix whose codes are multiplied.
+pub const fn transposed_bytes(rows: usize, columns: usize) -> usize {
+    if rows.is_multiple_of(MULTIPLE) && columns.is_multiple_of(MULTIPLE) { rows * columns + 4 * columns } else { 0 }
+}
+
+/// What the product for an input's gradient reads.
+#[derive(Clone)]
+pub(super) struct Transposed {
+    /// The codes of all parts of a matrix (rows, columns), transposed: u8, (columns, rows).
+    pub(super) codes: Raw,
+    /// f32, (columns): the scales of these codes' rows, which are ones because the gradient is multiplied by the matrix's own scales.
+    pub(super) ones: Raw,
+}
+
 impl Quantized {
     /// Whether the product of this matrix and a matrix of `rows` rows and dtype `dtype` multiplies codes. It does if
     /// [`set_w8a8`](compute::set_w8a8) has enabled this, `rows` is not 0, `dtype` is not f64, there are at most 8 parts,
     /// all int8 or all fp8, and the numbers of columns and of each part's rows are multiples of 16.
     fn multiplies_codes(&self, dtype: DType, rows: usize) -> bool {
-        let format = self.format();
         uses_w8a8()
             && rows > 0
             && matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
-            && matches!(format, Format::Int8 | Format::Fp8)
+            && self.has_products_of_codes()
+    }
+
+    fn has_products_of_codes(&self) -> bool {
+        let format = self.format();
+        matches!(format, Format::Int8 | Format::Fp8)
             && self.dims[1].is_multiple_of(MULTIPLE)
             && self.parts.len() <= MOST_PARTS
             && self.parts.iter().all(|part| part.scales.format() == format && part.rows.is_multiple_of(MULTIPLE))
+    }
+
+    /// The same matrix, which also keeps its codes transposed. The gradient of an input, as a product of codes on a GPU, reads
+    /// transposed codes; without them it transposes the codes each time. They take one byte an element. A matrix whose codes are
+    /// never multiplied does not change.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the codes do not fit.
+    pub fn with_transposed_codes(&self) -> Result<Self> {
+        if !self.has_products_of_codes() {
+            return Ok(self.clone());
+        }
+        let turn = |part: &Part| Ok(part.codes.reshape((part.rows, self.dims[1]))?.t()?);
+        let parts = self.parts.iter().map(turn).collect::<Result<Vec<Raw>>>()?;
+        let codes = compute::cat(&parts.iter().collect::<Vec<_>>(), 1)?;
+        let ones = from_vec(vec![1f32; self.dims[1]], self.dims[1]).to_device(self.device())?;
+        Ok(Self { transposed: Some(Transposed { codes, ones }), ..self.clone() })
     }
 
     /// x Wᵀ + b for a matrix x, as a product of codes; `None` if the caller must multiply values instead.
@@ -61,6 +96,29 @@ impl Quantized {
             return Ok(None);
         }
         on_device!(g.device(), cuda => cuda::input_gradient(self, g), cpu => self.input_gradient_on_cpu(g).map(Some))
+    }
+
+    /// Whether the matrix has [transposed codes](Self::with_transposed_codes).
+    pub(crate) const fn keeps_transposed_codes(&self) -> bool {
+        self.transposed.is_some()
+    }
+
+    /// geglu(y) Wᵀ + b for a matrix y, as a product of codes that makes no matrix of the GEGLU's values; `None` if the caller must
+    /// compute the GEGLU by itself, as on the CPU.
+    pub(crate) fn product_of_geglu(&self, y: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
+        if !self.multiplies_codes(y.dtype(), y.dims()[0]) {
+            return Ok(None);
+        }
+        on_device!(y.device(), cuda => cuda::product_of_geglu(self, y, bias), cpu => Ok(None))
+    }
+
+    /// g W, where g is the gradient of the matrix y from the gradient `grad` of geglu(y), as a product of codes that makes no matrix of
+    /// g's values; `None` as in [`product_of_geglu`](Self::product_of_geglu).
+    pub(crate) fn input_gradient_of_geglu(&self, y: &Raw, grad: &Raw) -> Result<Option<Raw>> {
+        if !self.multiplies_codes(y.dtype(), y.dims()[0]) {
+            return Ok(None);
+        }
+        on_device!(y.device(), cuda => cuda::input_gradient_of_geglu(self, y, grad), cpu => Ok(None))
     }
 
     fn product_on_cpu(&self, x: &Raw, bias: Option<&Raw>) -> Result<Raw> {
@@ -108,7 +166,7 @@ impl Quantized {
             let scales = if matches!(part.scales, Scales::Int8(_)) { Scales::Int8(one()) } else { Scales::Fp8(one()) };
             Part { rows: part.rows, codes: part.codes.clone(), scales }
         };
-        Self { dims: self.dims, dtype: self.dtype, parts: self.parts.iter().map(of).collect() }
+        Self::of_parts(self.dims, self.dtype, self.parts.iter().map(of).collect())
     }
 }
 
