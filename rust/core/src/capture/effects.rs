@@ -131,7 +131,8 @@ pub(super) fn note_change(key: usize, undo: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// Whether the function that is being captured on this thread has changed the state `key`.
+/// Whether the function that is being captured on this thread has changed the state `key`, by `HostState::change` or
+/// `HostState::advance`.
 pub(super) fn has_changed(key: usize) -> bool {
     is_capturing() && EFFECTS.with_borrow(|effects| effects.undo.iter().any(|&(known, _)| known == key))
 }
@@ -143,8 +144,8 @@ pub(super) fn note_advance(key: usize) {
     }
 }
 
-/// Whether the function that is being captured on this thread has set the state `key`, but not advanced it. If so,
-/// every call of the function sees the same value from then on.
+/// Whether the function that is being captured on this thread has changed the state `key` by `HostState::change`, but not
+/// by `HostState::advance`. Then the value after the change is the same in every call.
 pub(super) fn is_changed(key: usize) -> bool {
     has_changed(key) && !EFFECTS.with_borrow(|effects| effects.advanced.contains(&key))
 }

@@ -74,12 +74,12 @@ impl<T: Clone + Send + 'static> HostState<T> {
         after_replay(move || change(&mut state.value()));
     }
 
-    /// Checks that the function being recorded has not changed the value so far. Work whose result depends on how often
-    /// the value was advanced needs this check.
+    /// Checks that the function being recorded has not changed the value so far. Work that depends on the value and then
+    /// advances it calls this method first if a recorded function may do the work only once.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device) if the function has changed the value; `what` names the work in the
-    /// message.
+    /// [`Error::Device`](crate::Error::Device) if the function has changed the value; in the message, `what` follows "the
+    /// function changes".
     pub fn refuse_repetition(&self, what: &'static str) -> Result<()> {
         if has_changed(self.key()) { refuse_change(what) } else { Ok(()) }
     }
@@ -102,7 +102,8 @@ impl<T: Clone + PartialEq + Send + 'static> HostState<T> {
     pub fn read(&self) -> T {
         let value = self.get();
         if is_changed(self.key()) {
-            // Each call of the function sets this same value, so the record does not depend on the value before the call.
+            // The value comes from a `change` in this call, and later calls make the same change. So the record does not
+            // depend on the value before the call. (`is_changed` is false after `advance`: each call then has another value.)
             return value;
         }
         let (known, state) = (value.clone(), self.clone());

@@ -28,7 +28,8 @@ impl Drop for Template {
     }
 }
 
-/// Keeps the memory of graphs allocated. The memory is released when the last lease is dropped.
+/// Keeps the memory of graphs (the pool for the temporaries of all graphs of a device) allocated. The memory is released
+/// when the last lease is dropped.
 pub(super) struct Lease(&'static Gpu);
 
 impl Drop for Lease {
@@ -56,9 +57,9 @@ pub(super) struct Recorded {
     pub(super) template: Result<Template>,
     /// What the function changes on the host.
     pub(super) effects: Effects,
-    /// The tensors outside of the memory of graphs that the recorded work uses.
+    /// The tensors that the recorded work uses outside of the memory of graphs.
     pub(super) held: Held,
-    /// The blocks in the memory of graphs that tensors still use after the capture.
+    /// The blocks of the memory of graphs that tensors still use after the capture.
     pub(super) kept: Vec<Range<Address>>,
     /// The values from the CPU that the recorded work reads.
     pub(super) constants: Constants,

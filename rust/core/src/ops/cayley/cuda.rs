@@ -17,7 +17,8 @@ fn shape(count: usize, size: usize, dtype: DType) -> Result<Shape> {
         return Err(Error::shape(
             CAYLEY.name,
             format!(
-                "a matrix of {size} x {size} needs {shared} bytes of shared memory, but {SHARED} are available; use smaller matrices"
+                "two matrices of {size} x {size} need {shared} bytes of shared memory, but {SHARED} are available; use smaller \
+                 matrices (for OFT, a smaller oft_block_size)"
             ),
         ));
     }
