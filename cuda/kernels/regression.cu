@@ -38,7 +38,8 @@ template <typename A> struct SmoothAbsolute {
     }
 };
 
-// Calls f(first element, number of elements as a constant) for all packs of the tensors, then for the remaining elements.
+// Calls f(start, count) for this thread's share of the tensors: with `wide`, for packs of WIDE<T> neighbouring elements, then for single
+// elements. `start` is the index of the first element; `count`, the number of elements, is an integral constant.
 template <typename T, typename F> __device__ __forceinline__ void for_each_pack(uint64_t len, bool wide, F f) {
     const uint64_t packs = wide ? len / WIDE<T> : 0;
     for (uint64_t index = flat_index(); index < packs; index += flat_stride())
@@ -65,8 +66,9 @@ __device__ __forceinline__ void sum(const T *a, const T *b, double *partials, ui
 
 } // namespace
 
-// partials[b] = the sum of the losses that block b computes, in f64. Launch: block 256, no dynamic shared memory. The caller chooses the
-// grid from `len` alone, for instance clamp(ceil(len / (2048 WIDE)), 1, 1024), and launches loss_total afterwards.
+// First stage: partials[b] = the sum, in f64, of the losses of the elements that thread block b reads. Launch: block 256, no dynamic shared
+// memory. The grid, which determines the order of the sums, must depend only on `len` and T, for instance
+// clamp(ceil(len / (2048 WIDE)), 1, 1024) with WIDE = WIDE<T>. Second stage: loss_total.
 #define DEFINE_SUM(NAME, FUNCTION, SUFFIX, T)                                                                          \
     extern "C" __global__ void NAME##_sum_##SUFFIX(const T *a, const T *b, double *partials, uint64_t len,             \
                                                    double parameter) {                                                 \
