@@ -420,7 +420,7 @@ class Prodigy(GroupedOptimizer):
 
 class AdamWScheduleFree(GroupedOptimizer):
     """
-    Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682), as `schedulefree.AdamWScheduleFree`: call `eval()` before validating or saving, to replace the parameters by their average, and `train()` before the next step.
+    Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682), as `schedulefree.AdamWScheduleFree`: call `eval()` before validating or saving, to replace the parameters by the average of the iterates, and `train()` before the next step.
 
     ```python
     optimizer = tc.optim.AdamWScheduleFree(model.parameters(), lr=1e-3)

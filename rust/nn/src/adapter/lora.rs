@@ -152,12 +152,12 @@ impl Adapter for Lora {
     }
 }
 
-/// The backward pass of LoRA as a separate function.
+/// The gradients of LoRA's factors as a function that needs no tape.
 pub struct LoRABackwardOps;
 
 impl LoRABackwardOps {
-    /// Compute the gradients of `lora_down (r, in)` and `lora_up (out, r)` in y = scale (x downᵀ) upᵀ, from
-    /// `grad_output (..., out)` and `input (..., in)`.
+    /// The gradients of `lora_down (r, in)` and `lora_up (out, r)`, the factors in y = scale (x downᵀ) upᵀ.
+    /// `input (..., in)` is x, and `grad_output (..., out)` is the gradient of y.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`], `DType` or `Device` if the operands do not fit.

@@ -1,13 +1,14 @@
-//! [`Guard`]: the conditions of a step.
+//! [`Guard`]: skips a step if a norm is not finite, and has the loss scale of the gradients.
 
 use trainable_candle_core::{Error, Result, Tensor};
 
 use super::cuda::LossScale;
 
-/// Conditions of a step.
+/// When to skip a step of an optimizer, and by which loss scale to divide the gradients. By default, every step is taken,
+/// and nothing is divided.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Guard<'a> {
-    /// If this number is infinite or NaN, the step is skipped.
+    /// A norm of the gradients. If it is infinite or NaN, the step is skipped.
     pub(super) norm: Option<&'a Tensor>,
     /// The loss scale, by which the step divides the gradients.
     pub(super) loss_scale: Option<&'a LossScale>,

@@ -58,7 +58,8 @@ pub type AdamWScheduleFree = Stepper<AdamWScheduleFreeRule>;
 registered!(
     AdamWScheduleFreeRule,
     "Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682), as `schedulefree.AdamWScheduleFree`: call `eval()` \
-     before validating or saving, to replace the parameters by their average, and `train()` before the next step.",
+     before validating or saving, to replace the parameters by the average of the iterates, and `train()` before the next \
+     step.",
     7,
     AdamWScheduleFreeConfig::default()
 );
