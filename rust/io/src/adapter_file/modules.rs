@@ -14,7 +14,8 @@ use crate::tensor_file::TensorFile;
 pub(super) struct Stored {
     /// Parameters under peft's names, laid out as in files.
     pub parameters: BTreeMap<&'static str, Tensor>,
-    /// The numerator of the scale alpha / rank. For OFT that rotates the outputs, the limit of the rotations (see [`oft`]).
+    /// The module's alpha. The scale of most kinds is alpha / rank; for OFT that rotates outputs, alpha limits the rotation
+    /// (`oft::apply_limit`).
     pub alpha: Option<f64>,
 }
 
@@ -30,7 +31,7 @@ impl Stored {
 pub(super) struct Contents {
     /// The modules by name. A module's name is the part of its keys before the parameter's name.
     pub modules: BTreeMap<String, Stored>,
-    /// The keys that belong to no module.
+    /// The keys that belong to no module, except the keys of [`SCALES`].
     pub others: Vec<String>,
     pub metadata: HashMap<String, String>,
     /// peft's configuration, from the header or from `adapter_config.json` beside the file.
@@ -105,7 +106,7 @@ impl Contents {
                 return Err(Error::weights(
                     path,
                     format!(
-                        "\"{key}\": {form} (parameter \"{ending}\") is not supported; train the adapter without it"
+                        "\"{key}\": {form} (parameter \"{ending}\") is not supported; use an adapter without this parameter"
                     ),
                 ));
             }

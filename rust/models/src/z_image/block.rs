@@ -26,7 +26,7 @@ pub(super) struct Block {
 
 /// w2(silu(w1 x) · w3 x).
 struct FeedForward {
-    /// `w3` and `w1`, in the order of `LinearGroup::forward_swiglu`.
+    /// `w3` (the features) and `w1` (their gate): `LinearGroup::forward_swiglu` takes them in this order.
     inner: LinearGroup,
     w2: Linear<Tensor>,
 }
@@ -60,7 +60,7 @@ impl Module for FeedForward {
 }
 
 impl Block {
-    /// Takes parameters below `weights`. A block over the text alone is not modulated.
+    /// Takes the parameters below `weights`. `is_modulated` is false for the blocks that process only the text.
     pub fn new(config: &ZImageConfig, is_modulated: bool, weights: &mut Weights<'_>) -> Result<Self> {
         let dim = config.dim;
         let mut norm = |name| weights.rms_norm(name, dim, config.norm_eps);
@@ -91,8 +91,9 @@ impl Block {
         self.part(&x, &self.feed_forward_norms, modulation.map(|all| (all, 2)), feed)
     }
 
-    /// Computes one part (attention or feed-forward layer) between its norms. `modulation` is the modulation of the
-    /// whole block, and the index of the vector in it that is this part's scale. The next vector is this part's gate.
+    /// Computes one half of the block: `run` (the attention or the feed-forward layer) between its two norms, and the
+    /// residual sum. `modulation` is a pair: the modulation of the whole block, and the index of the half's scale among
+    /// the [`PARTS`] vectors. The half's gate is the next vector.
     fn part(
         &self,
         x: &Tensor,
@@ -117,7 +118,8 @@ impl Block {
             self.modulation.iter().for_each(|layer| saved.linear(layer, (layer.in_features(), 1)));
         });
         saved.block(inside, false, |saved| {
-            // The input and the result of each part are inputs of norms, so the tape keeps them.
+            // The tape keeps the inputs of the four norms: the block's input, the attention's result, their gated sum
+            // (which selective checkpointing recomputes), and the feed-forward layer's result.
             saved.keep(inside);
             self.attention.saved(tokens, saved);
             saved.keep(inside);
