@@ -84,7 +84,7 @@ def test_all_used_views_and_captions_are_listed(pictures: MakePictures, tmp_path
 def test_captions_made_afresh_cannot_be_listed(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", (64, 64))
     data = load(tmp_path / "a", captions=CaptionOptions(shuffle=True, variants=0))
-    with pytest.raises(ConfigError, match=r"captions with 0 variants .* cannot be cached"):
+    with pytest.raises(ConfigError, match=r"with caption_variants 0, .* cannot be cached"):
         data.possible_captions()
 
 

@@ -58,7 +58,8 @@ class Batch:
     index: int
     """The number of the batch in the run."""
     samples: tuple[int, ...]
-    """The images' sample numbers. Samples are counted through the run, whatever the batch size. All
+    """The sample number of each image. A sample is one use of an image. In training, the samples of
+    all batches of the run are numbered from 0, so the numbers do not depend on the batch size. All
     random choices for a sample follow from its number, the image's file and the seed."""
     views: tuple[View, ...]
     captions: tuple[str, ...]
@@ -98,7 +99,7 @@ class Dataset:
         return len(self.items)
 
     def summary(self) -> str:
-        """A table of folders, buckets and images that are left out."""
+        """The lines to print before training: folders, buckets, images that are left out."""
         return self._summary
 
     def listing(self) -> dict[str, str]:
@@ -120,7 +121,10 @@ class Dataset:
         }
 
     def metadata(self) -> dict[str, str]:
-        """The metadata of adapter files about the images, under kohya's names and ModelSpec's."""
+        """The metadata about the images for adapter files.
+
+        The names are those of kohya's scripts and of ModelSpec, a standard for such metadata.
+        """
         return described(self.items, self._captions.separator)
 
     def part(self, numbers: Sequence[int]) -> Dataset:
@@ -144,9 +148,9 @@ class Dataset:
     def fixed_batches(self, batch_size: int) -> list[Batch]:
         """Batches for validation, with each image once and nothing random.
 
-        The images of a bucket are in order. Each is cropped at the centre and not mirrored, and has
-        its own colours and its whole caption, tags in order. The last batch of a bucket may be
-        smaller.
+        The images of a bucket keep the order of `items`. Each is cropped at the centre, is not
+        mirrored and has unchanged colours. Captions are whole, with their tags in order. The last
+        batch of a bucket may be smaller.
         """
         by_bucket: dict[Bucket, list[int]] = {}
         for number, item in enumerate(self.items):
@@ -182,12 +186,12 @@ class Dataset:
         """Every caption that can be in a batch.
 
         Raises:
-            ConfigError: captions are changed anew for each sample (`variants` is 0).
+            ConfigError: tags are shuffled or dropped anew for each sample (`variants` is 0).
         """
         if self._maker.endless:
             raise ConfigError(
-                "dataset: captions with 0 variants are shuffled afresh each time, so their text "
-                "features cannot be cached; set the variants to 1 or more"
+                "dataset: with caption_variants 0, tags are shuffled or dropped anew for each "
+                "sample, so text features cannot be cached; set caption_variants to 1 or more"
             )
         found = {
             caption: None

@@ -1,4 +1,4 @@
-"""A family whose weights are a pipeline of diffusers, or an original checkpoint of its parts."""
+"""The base of families whose weights are a diffusers pipeline or an original checkpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Encoders(Protocol):
         """Text features of captions, (B, ...) by name."""
 
     def chunks(self, caption: str) -> int:
-        """The number that captions must share to be encoded together.
+        """The caption's size; captions of equal size can be encoded in one batch.
 
         For SDXL it is the number of rows of 77 tokens that the caption needs. For other pipelines
         it follows from the number of tokens, or is always 1.
@@ -50,12 +50,12 @@ E = TypeVar("E", bound=Encoders)
 
 
 class PipelineFamily(LatentFamily, Generic[E]):
-    """The base of the pipelines' families; a family adds its text encoders and conditions."""
+    """The base of families with a pipeline; a family adds its text encoders and conditions."""
 
     text_tokens: ClassVar[int]
     """The number of tokens of a caption that memory estimates assume."""
     coder_kind: ClassVar[type[KLCoder]] = KLCoder
-    """The class of `coder`, which also normalises the autoencoder's latents for the denoiser."""
+    """The class of `coder`: the autoencoder with the normalization of latents for the denoiser."""
 
     @property
     def facts(self) -> Facts:
@@ -98,7 +98,10 @@ class PipelineFamily(LatentFamily, Generic[E]):
         return self.facts.parts[self.component].layers
 
     def text_layers(self) -> Mapping[str, Mapping[str, Shape]]:
-        """For each text encoder's folder, its layers' shapes; empty if none can be trained."""
+        """The shapes of each text encoder's layers, by its folder's name.
+
+        Empty if the family cannot train text encoders.
+        """
         if not self.text_targets:
             return {}
         return {name: self.facts.parts[name].layers for name in self.facts.text_encoders}
@@ -124,9 +127,10 @@ class PipelineFamily(LatentFamily, Generic[E]):
         return sizes.estimate(self, config, data, limit)
 
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
-        """The bytes that drawing takes in addition to a denoiser that is loaded already.
+        """Roughly the bytes that drawing `count` images of `size` (width, height) takes.
 
-        They are those of the other models, of predictions with guidance, of decoding and of images.
+        They include the other models, predictions with guidance, decoding and the images. They
+        include the denoiser only if it is not loaded yet.
         """
         loaded = "model" in vars(self)
         return sizes.sampling_bytes(self, self.config, size, count, loaded=loaded)
@@ -158,7 +162,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
         self.model = load(**where, quantize=None, dtype=self.dtype, device=self.device)
 
     def source(self, part: str) -> Loading:
-        """The arguments of `from_pretrained` that load a part, with its quantization."""
+        """The arguments of `load` and `from_pretrained` for a part: its place and quantization."""
         where = source(self.facts.parts[part].path, part)
         quantize = self.config.base_format if part == self.component else None
         if part in self.facts.text_encoders:
@@ -199,7 +203,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
         return self.encoders(captions)
 
     def text_length(self, caption: str) -> int:
-        """The number that captions must share to be encoded together; see `Encoders.chunks`."""
+        """The caption's size; captions of equal size can share a batch; see `Encoders.chunks`."""
         return self.encoders.chunks(caption)
 
     # Files.
@@ -219,7 +223,9 @@ class PipelineFamily(LatentFamily, Generic[E]):
         saving.save_merged(self.weights, self.parts, models, output)
 
     def save_quantized(self, models: Mapping[str, Model], output: Path, to: str) -> None:
-        """Write one file with the tensors' original names, the denoiser in ComfyUI's 8-bit format.
+        """Write the merged checkpoint as one file with the tensors' original names.
+
+        The denoiser is in ComfyUI's 8-bit format that `to` names.
 
         Raises:
             ConfigError: `output` is not the name of a new `.safetensors` file.

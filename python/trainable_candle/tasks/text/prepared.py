@@ -59,7 +59,11 @@ class Packing:
         return len(self._dataset)
 
     def batches(self, batch_size: int) -> PackedRows:
-        """Rows of packed examples; rows have few different shapes if a run records CUDA graphs."""
+        """Batches of packed rows.
+
+        If steps run as CUDA graphs, padding gives the batches at most `SHAPES` different sizes in
+        tokens. This needs a GPU, `alike`, and a family whose `repeats` is true.
+        """
         config = self._family.config
         repeats = config.on_gpu and self.alike and self._family.repeats
         return PackedRows(
@@ -93,7 +97,8 @@ class PreparedTexts(Packing):
     def weight(self, batch: Packed) -> float:
         """The number of tokens that count in the loss.
 
-        So a step's loss is the mean over the tokens that count, in all its batches.
+        The trainer weights the batch's loss by this number, so the loss of a step is the mean over
+        the tokens that count in all its batches.
         """
         return batch.count
 
