@@ -20,7 +20,7 @@ CONTEXT, POOLED, SIZES, GROUPS = 2048, 1280, 256, 32
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer with LoRA factors in f32, as in peft."""
+    """A frozen linear layer with LoRA of scale 1; the factors are f32, the dtype that peft uses."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Training on a CUDA device against the same training on the CPU."""
+"""Training on a CUDA device: against the CPU, with and without graphs, and its memory."""
 
 import json
 import math
@@ -70,7 +70,7 @@ def test_two_hundred_steps_give_the_curve_of_the_cpu(gpu: str, tmp_path: Path) -
 
 
 def test_recorded_steps_of_texts_equal_eager_ones(gpu: str, tmp_path: Path) -> None:
-    """The texts of a packed row begin elsewhere in each batch, and replays of a graph follow."""
+    """Texts of a packed row begin at other positions in each batch; a replay uses the new ones."""
     dataset = tmp_path / "texts.jsonl"
     lines = ["".join(chr(97 + n * k % 26) for k in range(3 + 7 * n % 90)) for n in range(80)]
     dataset.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
@@ -206,7 +206,8 @@ def test_checkpointing_needs_less_memory(gpu: str) -> None:
         (model(**given).to("f32") ** 2).mean().backward()
         peaks[policy] = tc.cuda.memory_stats(gpu)["peak_allocated"] - before
         assert all(var.grad is not None for var in adapter.parameters())
-    # Of this model's activations, full checkpointing keeps a fifth, and selective nine tenths.
+    # Of the activations that this model keeps without checkpointing, full checkpointing keeps a
+    # fifth, and selective checkpointing nine tenths. The peaks also have what is recomputed.
     assert peaks["full"] < 0.7 * peaks["none"], peaks
     assert peaks["full"] < peaks["selective"] < peaks["none"], peaks
 

@@ -1,10 +1,12 @@
-"""How ComfyUI applies an adapter file, written after ComfyUI's key map and formulas.
+"""Applies adapter files to weights as ComfyUI does, in numpy.
 
 ComfyUI's models have the original names, and one matrix for queries, keys and values. ComfyUI's map
-of names (`lora.py`) lists the original names under `diffusion_model.` and, with underscores, under
-`lora_unet_`. Under `transformer.`, it lists diffusers' names, each of which stands for some of the
-rows of an original matrix. ComfyUI's package `weight_adapter` has the formulas. This file follows
-ComfyUI at commit ec93dcac. It does not use the tables of trainable_candle.
+of names (`lora.py`) lists the original names with the prefix `diffusion_model.` and, with
+underscores for dots, with the prefix `lora_unet_`. It lists diffusers' names, each of which stands
+for some of the rows of an original matrix, with the prefix `transformer.` and, with underscores,
+with the prefixes `lycoris_` and `lora_transformer_`. ComfyUI's package `weight_adapter` has the
+formulas. This file follows ComfyUI at commit ec93dcac. It does not use the tables of
+trainable_candle.
 """
 
 from collections.abc import Mapping
@@ -77,7 +79,8 @@ def flux_slices(blocks: int, singles: int) -> dict[str, Slice]:
 def without_modulation(flux: dict[str, Slice], layers: int) -> dict[str, Slice]:
     """Like `flux_slices`, for Chroma, from the result for Flux.
 
-    Chroma lacks Flux's layers of modulation, and has an approximator with `layers` blocks.
+    Chroma lacks Flux's modulation layers. In their place it has one network that computes all
+    modulation (`distilled_guidance_layer`, the approximator), with `layers` blocks.
     """
     modulation = ("time_text_embed.", "norm_out.")
     found = {
@@ -172,7 +175,7 @@ def z_image_slices(layers: int, refiners: int) -> dict[str, Slice]:
     return found
 
 
-# Layers that ComfyUI's map lists only by their original names.
+# The beginnings of diffusers' names of layers that ComfyUI's map lists only by the original names.
 _NATIVE = ("double_stream_modulation_", "single_stream_modulation.", "time_guidance_embed.",
            "cap_embedder.", "t_embedder.", "distilled_guidance_layer.")  # fmt: skip
 
