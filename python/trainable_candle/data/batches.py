@@ -23,7 +23,7 @@ _REMEMBERED: Final = 64
 class ShuffledBatches:
     """Batches of item numbers: every epoch is a new shuffle of the items.
 
-    All items of a batch belong to one group; a batch may span two epochs of its group. In every
+    All items of a batch belong to one group; a batch may contain items of several epochs. In every
     epoch each item occurs `repeats` times; if that is not a whole number, the item occurs once more
     in some epochs, so that its mean number of occurrences is `repeats`. A batch depends only on the
     seed and its number, so any batch can be computed at any time.

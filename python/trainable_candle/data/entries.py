@@ -38,7 +38,8 @@ def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
         tensors: the tensors, by name.
         facts: text entries of the header, to which the checksum is added.
     """
-    # The widest first, so that every tensor begins at a multiple of its element size.
+    # Tensors with the widest elements come first, so that each begins at a multiple of its element
+    # size.
     order = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     entries: dict[str, Any] = {}
     parts, end = [], 0

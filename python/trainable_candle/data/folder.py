@@ -67,7 +67,9 @@ class Folder:
 
 
 def check_folder(folder: str | Path, caption: str | None = None) -> list[Picture]:
-    """Every image in `folder` (not below it), sorted by name, each decoded once.
+    """Every image in `folder`, sorted by path, each decoded once.
+
+    Images in folders inside it are included only if its `metadata.jsonl` names them.
 
     Args:
         folder: the folder of images.
@@ -77,8 +79,9 @@ def check_folder(folder: str | Path, caption: str | None = None) -> list[Picture
         The images; at least one.
 
     Raises:
-        DatasetError: the folder is missing or has no images, or some images cannot be read or have
-            no caption; the message names the first ten.
+        DatasetError: the folder is missing, has no images or is the output of a run, its
+            `metadata.jsonl` is wrong, or some images cannot be read or have no caption; the message
+            names the first ten of them.
         OSError: the folder cannot be listed.
     """
     found = read_folder(Source(Path(folder), caption))

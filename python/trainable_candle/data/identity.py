@@ -29,8 +29,8 @@ _WORKERS: Final = min(16, os.cpu_count() or 1)
 _REMEMBERED: Final = 1000
 """The greatest number of files whose hashes are remembered."""
 SETTLED: Final = 2_000_000_000
-"""Two changes of a file get different timestamps, on any file system, if at least this time, in
-nanoseconds, is between them."""
+"""A time in nanoseconds: if at least this time is between two changes of a file, every file system
+gives them different timestamps."""
 
 
 def file_identity(path: str | Path) -> str:

@@ -112,8 +112,9 @@ class Entries:
 
         Args:
             group: the processes. Each of them must call this after it has made its own entries.
-            keys: the result of `needed`. This process has made the entries of the keys with the
-                indices `group.rank`, `group.rank + group.size` and so on.
+            keys: the keys of all entries that some process lacked before they were made (the result
+                of `needed`). This process has made the entries of the keys with the indices
+                `group.rank`, `group.rank + group.size` and so on.
 
         Raises:
             OSError: an entry cannot be read or written.

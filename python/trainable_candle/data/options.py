@@ -121,7 +121,8 @@ class DatasetOptions:
     """Longest side of a bucket, px (default: twice `resolution`)."""
     upscale: bool = False
     """Whether to enlarge images that are smaller than their bucket. If off, such images get a
-    smaller bucket, and images that are too small for every bucket are left out and counted."""
+    smaller bucket (only with `bucketing`), and images that are too small for every bucket are left
+    out and counted."""
     crop: str = "center"
     """Which part of an image is kept if its bucket has a different shape: `center` or `random`."""
     random_crops: int = 4

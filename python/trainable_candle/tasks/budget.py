@@ -58,12 +58,12 @@ _PLENTY: Final = {_CHECKPOINTING: "none", _PRECISION: SAME, _TEXTS: SAME, _STATE
 """The values of open settings if memory suffices. The streaming settings then stay None, which
 streams nothing."""
 _COST: Final = {SAME: 1.0, "int8": 1.1, "fp8": 1.1, "nf4": 1.25}
-"""If a run also fits without, a base is rounded to a format only if that makes a step faster by the
-format's factor."""
+"""If a run also fits with an unrounded base, the base is rounded to a format only if that makes a
+step faster by the format's factor."""
 _HOST_STATES: Final = 1.05
-"""If a run also fits without, the optimizer's states are in host memory only if that makes a step
-faster by this factor: the speed at which kernels read and write such states has not been
-measured."""
+"""If a run also fits with the optimizer's states on the GPU, they are in host memory only if that
+makes a step faster by this factor: the speed at which kernels read and write states in host memory
+has not been measured."""
 _FORMATS: Final = (SAME, "int8", "nf4")
 _POLICIES: Final = ("none", "selective", "full", "offload")
 _SHARES: Final = 8
@@ -137,7 +137,10 @@ class Budget:
     def sliced(
         self, estimate: Callable[[TrainConfig], Estimate]
     ) -> Callable[[TrainConfig], Estimate]:
-        """An `estimate` that also counts the GPU's slice if GPUs hold the streamed weights."""
+        """An `estimate` that also counts the weights that each GPU holds for streaming.
+
+        If GPUs hold the streamed weights (`peers`), each GPU of a machine holds a slice of them.
+        """
         if self.peers is None:
             return estimate
 
@@ -255,7 +258,8 @@ def make_plan(
 
     Args:
         config: the settings.
-        groups: the groups of settings that the model takes; others are not chosen.
+        groups: the groups of settings that the model takes; settings of other groups are not
+            chosen.
         budget: the available memory.
         estimate: returns the estimate of a run with the settings that it gets.
         samples: the number of samples per epoch in this process; `auto` chooses no larger batch.

@@ -99,8 +99,8 @@ class TextDataset:
     def part(self, numbers: Sequence[int]) -> TextDataset:
         """The data set of the examples with these indices.
 
-        Its counts of answers and of truncated examples are those of its own examples. The counts
-        of what was left out remain those of all lines, because no part has what was left out.
+        Its counts of answers and of truncated examples are those of its own examples. Its counts of
+        what was left out are those of the whole data set, because what was left out is in no part.
         """
         chosen = [self.examples[number] for number in numbers]
         counts = replace(
@@ -172,7 +172,8 @@ def has_pairs(path: Path) -> bool:
     """Whether the first line of a data set is a pair of answers, chosen and rejected.
 
     Raises:
-        DatasetError: the files are missing.
+        DatasetError: the files are missing or cannot be read.
+        ModuleNotFoundError: a Parquet file needs pyarrow.
     """
     rows = (row for file in find_files(path)[0] for row in read_rows(file))
     first = next((row for row in rows if isinstance(row, Row)), None)

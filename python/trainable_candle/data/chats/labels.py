@@ -148,7 +148,7 @@ def tokens_of(
 def unknown_token(
     ids: npt.ArrayLike, tokenizer: ChatTokenizer, vocabulary: int | None
 ) -> str | None:
-    """The end of a sentence about a token that the model does not have; None if it has all.
+    """The end of a sentence about a token of `ids` that the model lacks; None if it lacks none.
 
     Args:
         ids: at least one token.
@@ -178,7 +178,7 @@ def _completion(encoded: Encoded, span: tuple[int, int], end: int | None) -> Tok
         ids.append(end)
         learnt = np.append(learnt, True)
     elif end is not None:
-        # If the tokenizer added the end token, the token is not in the text.
+        # An end token that the tokenizer has added has no characters, so no span contains it.
         learnt[-1] = True
     learnt[:1] = False
     stops = () if end is None else (len(ids) - 1,)

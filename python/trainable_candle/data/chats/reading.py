@@ -93,6 +93,7 @@ def read_rows(path: Path) -> Iterator[Row | BadRow]:
 
     Raises:
         DatasetError: the file as a whole cannot be read.
+        ModuleNotFoundError: a Parquet file needs pyarrow.
     """
     try:
         yield from _READERS[path.suffix.lower()](path)

@@ -62,7 +62,8 @@ class PipelineFamily(LatentFamily, Generic[E]):
         """What the configurations and the weight files' headers say about the checkpoint.
 
         Raises:
-            MissingFileError, WeightsFormatError: the checkpoint is missing, or of another model.
+            MissingFileError, WeightsFormatError, ConfigError: the checkpoint, or a file that
+                `--text-encoder` or `--vae` names, is missing, damaged or of another model.
         """
         return facts(self.weights, self.name, self._others)
 

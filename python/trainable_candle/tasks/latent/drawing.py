@@ -137,7 +137,7 @@ def require_multiple(size: tuple[int, int], factor: int) -> None:
 def paired(
     positive: Mapping[str, Tensor], negative: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The features of both texts, repeating the shorter text up to the length of the longer."""
+    """The features of two texts; the shorter text is repeated up to the length of the longer."""
     one, other = dict(positive), dict(negative)
     for name, found in positive.items():
         if found.ndim < 3:

@@ -32,7 +32,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Place:
-    """The index of an image in its batch: the images drawn together from one tensor of noise."""
+    """The index of an image in its batch, the images that one tensor of noise is drawn for."""
 
     number: int
     """Counted from 0."""

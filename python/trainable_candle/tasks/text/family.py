@@ -88,7 +88,7 @@ class TextFamily(Protocol):
     def repeats(self) -> bool:
         """Whether packed rows of equal size run the same operations, whatever texts they contain.
 
-        Then no host state depends on the lengths of the texts, as CUDA graphs require.
+        If so, no state of the host depends on the lengths of the texts, as CUDA graphs require.
         """
 
     @property

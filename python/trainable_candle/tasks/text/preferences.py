@@ -34,7 +34,11 @@ class PreparedPreferences(Packing):
     alike: ClassVar[bool] = False
 
     def weight(self, batch: Packed) -> float:
-        """The number of pairs; so a step's loss is the mean over the pairs of all its batches."""
+        """The number of pairs.
+
+        The trainer weights the batch's loss by this number, so the loss of a step is the mean over
+        the pairs of all its batches.
+        """
         return len(_answers(batch))
 
     def inputs(self, batch: Packed) -> dict[str, Tensor]:

@@ -206,7 +206,8 @@ class TextTask:
         As in training, the text begins with the tokens that the tokenizer puts before a text.
 
         Raises:
-            ConfigError: the text has no tokens, or no position is left for its continuation.
+            ConfigError: the text has no tokens, the model lacks a token, or no position is left for
+                a continuation.
         """
         return self._fitting(self.family.tokenizer.beginning(text))
 

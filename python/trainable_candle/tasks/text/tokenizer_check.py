@@ -54,8 +54,9 @@ def check_tokenizer(tokenizer: ChatTokenizer, weights: Path, vocabulary: int) ->
         vocabulary: the number of rows of the model's embedding.
 
     Raises:
-        WeightsFormatError: the tokenizer has more tokens than the model, or the ids in `CONFIGS`
-            that generation uses are those of ordinary text, or not in the tokenizer at all.
+        WeightsFormatError: the tokenizer has more tokens than the model, or the ids of start and
+            end tokens in `generation_config.json` or else `config.json` are those of ordinary text,
+            or not in the tokenizer at all.
     """
     if tokenizer.size_without_added > vocabulary:
         raise WeightsFormatError(
