@@ -57,8 +57,8 @@ pub trait Rule: Sized + Send + Sync + 'static {
     fn lr(config: &mut Self::Config) -> &mut f64;
 }
 
-/// An average of a parameter over the steps: `parameter + weight * (state - parameter)`, where the state has the shape of the
-/// parameter.
+/// An average over the steps, which replaces a parameter outside of training. It is computed from the parameter and one of its
+/// states, which has the same shape: `parameter + weight * (state - parameter)`.
 #[derive(Clone, Copy)]
 pub struct Average<C> {
     /// The index of the state.

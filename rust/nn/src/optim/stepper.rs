@@ -106,9 +106,9 @@ pub trait Optimizer: Send {
     /// elsewhere, [`Error::Device`] within a captured function. After an error, nothing has changed.
     fn place_states(&mut self, place: StatePlace) -> Result<()>;
 
-    /// Replaces the variables' values by the averages that the optimizer keeps of them, for validation or for saving. Does
-    /// nothing if the optimizer keeps no averages, or if the averages have already replaced the values. As after a step, a
-    /// backward pass that needs the replaced values returns an error.
+    /// Replaces the variables' values by the averages over the steps that the optimizer keeps, for validation or for saving.
+    /// Does nothing if the optimizer keeps no averages, or if the averages have already replaced the values. As after a step,
+    /// a backward pass that needs the replaced values returns an error.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if a copy of the variables does not fit, [`Error::Device`] within a captured function.

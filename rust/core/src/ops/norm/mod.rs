@@ -98,7 +98,7 @@ impl<'a> Affine<'a> {
         std::iter::once(x).chain(self.weight).chain(self.bias).collect()
     }
 
-    /// Saves the scale and the shift where the backward pass reads them. `computes_again`: whether the backward pass
+    /// Saves the scale and the shift, each if the backward pass reads it. `computes_again`: whether the backward pass
     /// recomputes the scaled and shifted values, for which it needs both.
     fn save(&self, saver: &mut Saver<'_>, computes_again: bool) -> SavedAffine {
         let place =

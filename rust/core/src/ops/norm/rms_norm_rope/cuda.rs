@@ -161,7 +161,7 @@ fn gradients(
                 width,
                 interleaved,
             };
-            // SAFETY: as above; `partials` has one entry for each thread block along the grid's second dimension.
+            // SAFETY: as above; `partials` has 2 x `width` numbers for each piece (the grid's second dimension).
             unsafe { function.launch(op, gpu, shape, arguments) }?;
         }
         [grads.weight, _] = sum_affine(op, gpu, &partials, x.dtype(), [true, false])?;

@@ -26,7 +26,7 @@ pub(super) static RMS_NORM_ROPE: OpInfo = OpInfo::cheap("rms_norm_rope");
 ///
 /// `weight` has the dtype of `x`; for a 16-bit `x` it may be f32. `cos` and `sin` have any floating-point dtype and get no gradient. The
 /// normalised values are not rounded to the dtype of `x` before they are rotated. As in `rope`, `interleaved` says which
-/// two features form a pair, and the result has the same memory order. Saves `x` and, for each row, 1/√(mean(x²) + eps).
+/// two features form a pair, and the result has the memory order of `x`. Saves `x` and, for each row, 1/√(mean(x²) + eps).
 ///
 /// # Errors
 /// [`Error::Argument`](crate::Error::Argument) if `eps` is negative or not finite; [`Error::Shape`](crate::Error::Shape),

@@ -90,6 +90,7 @@ impl Kind {
 /// The sizes of a norm.
 #[derive(Clone, Copy)]
 struct Size {
+    /// Number of samples, each with its own scale and shift; 1 if all rows share one scale and one shift.
     samples: usize,
     /// Number of rows of a sample. They share a scale and a shift.
     sharing: usize,
