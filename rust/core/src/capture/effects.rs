@@ -54,8 +54,8 @@ pub(crate) struct Effects {
     gradients: Vec<Arc<dyn Slot>>,
     /// For each of `gradients`, whether it had a value after the run.
     filled: Vec<bool>,
-    /// Gradients that the run read before any change of its own to them. Each has its storage at that time, if there was
-    /// any.
+    /// Gradients that the run read before it changed them, each with its storage at that time (None if there was no
+    /// gradient).
     observed: Vec<(Arc<dyn Slot>, Option<Place>)>,
     /// Changes of variables, one for each variable.
     versions: Vec<Box<dyn Repeat>>,

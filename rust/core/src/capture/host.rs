@@ -65,8 +65,9 @@ impl<T: Clone + Send + 'static> HostState<T> {
         Ok(())
     }
 
-    /// Changes the value; if a function is being recorded, each replay changes it too. Queued work that needs
-    /// the value must compute it on the device.
+    /// Changes the value; if a function is being recorded, each replay changes it too. Queued work that needs the value must
+    /// read it in device memory, where a kernel or a function given to [`before_replay`](super::before_replay) keeps it up to
+    /// date.
     pub fn advance(&self, change: impl Fn(&mut T) + Send + Sync + 'static) {
         self.change(&change);
         note_advance(self.key());

@@ -171,7 +171,8 @@ impl GradScaler {
             return Ok(());
         }
         if self.stage(optimizer).is_some() {
-            let message = format!("unscale() was already called for this {} since the last update()", optimizer.name());
+            let name = optimizer.name();
+            let message = format!("unscale() or step() was already called for this {name} since the last update()");
             return Err(Error::argument(OP, message));
         }
         let vars = optimizer.vars();

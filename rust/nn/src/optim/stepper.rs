@@ -69,13 +69,14 @@ pub trait Optimizer: Send {
     /// Sets the learning rate of one group.
     ///
     /// # Errors
-    /// [`Error::Argument`] if `lr` is negative or not finite, or there is no such group.
+    /// [`Error::Argument`] if `lr` is negative or not finite, or there is no such group; [`Error::Device`] within a captured
+    /// function.
     fn set_group_lr(&mut self, group: usize, lr: f64) -> Result<()>;
 
     /// Sets the learning rate of every group.
     ///
     /// # Errors
-    /// [`Error::Argument`] if `lr` is negative or not finite.
+    /// [`Error::Argument`] if `lr` is negative or not finite; [`Error::Device`] within a captured function.
     fn set_lr(&mut self, lr: f64) -> Result<()> {
         (0..self.group_lrs().len()).try_for_each(|group| self.set_group_lr(group, lr))
     }
@@ -174,8 +175,8 @@ impl<R: Rule> Stepper<R> {
     /// An optimizer of several groups of variables.
     ///
     /// # Errors
-    /// [`Error::Argument`] if a hyper-parameter is outside its range, if a group is empty, or if a variable appears
-    /// twice; [`Error::DType`] or [`Error::Device`] if the optimizer does not support a variable's dtype on its device,
+    /// [`Error::Argument`] if a hyper-parameter is outside its range, if there is no group, if a group is empty, or if a
+    /// variable appears twice; [`Error::DType`] or [`Error::Device`] if the optimizer does not support a variable's dtype on its device,
     /// or if variables are on different devices.
     pub fn with_groups(groups: Vec<ParamGroup<R::Config>>) -> Result<Self> {
         static NEXT_ID: AtomicU64 = AtomicU64::new(1);
@@ -235,7 +236,7 @@ impl<R: Rule> Stepper<R> {
     ///
     /// # Errors
     /// [`Error::Argument`] if a hyper-parameter is outside its range, if there is no such group, or if the new
-    /// hyper-parameters need other states than the existing ones.
+    /// hyper-parameters need other states than the existing ones; [`Error::Device`] within a captured function.
     pub fn set_config(&mut self, group: usize, config: R::Config) -> Result<()> {
         R::validate(&config)?;
         let fits = self.group_mut(group)?.parameters.iter().all(|p| p.states_are(&R::states(&config, p.var.dims())));

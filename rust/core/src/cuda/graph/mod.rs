@@ -63,7 +63,7 @@ pub struct Captured {
 }
 
 enum Stage {
-    /// Not called yet, or gradients have moved since the last call.
+    /// The next call runs the function eagerly: there was no call yet, or the last call has failed or has moved gradients.
     New,
     /// The function ran eagerly: its effects on the host, and the values that it copied from the CPU.
     Ran(Effects, Known),

@@ -150,8 +150,7 @@ impl Prodigy {
     /// Prodigy on several groups of variables with one estimate.
     ///
     /// # Errors
-    /// [`Error::Argument`] if a hyper-parameter is out of range, if groups differ in a hyper-parameter that must be the same
-    /// in all, if there is no variable, or if a variable appears twice; [`Error::DType`] if a dtype is not floating point.
+    /// As [`Stepper::with_groups`]; [`Error::Argument`] if groups differ in a hyper-parameter that must be the same in all.
     pub fn with_groups(groups: Vec<ParamGroup<ProdigyConfig>>) -> Result<Self> {
         let first = groups.first().map(|group| group.config.clone()).unwrap_or_default();
         for (index, ParamGroup { config, .. }) in groups.iter().enumerate() {
