@@ -68,7 +68,7 @@ __device__ __forceinline__ void sum(const T *a, const T *b, double *partials, ui
 
 // First stage: partials[b] = the sum, in f64, of the losses of the elements that thread block b reads. Launch: block 256, no dynamic shared
 // memory. The grid, which determines the order of the sums, must depend only on `len` and T, for instance
-// clamp(ceil(len / (2048 WIDE)), 1, 1024) with WIDE = WIDE<T>. Second stage: loss_total.
+// clamp(ceil(len / (2048 WIDE<T>)), 1, 1024). Second stage: loss_total.
 #define DEFINE_SUM(NAME, FUNCTION, SUFFIX, T)                                                                          \
     extern "C" __global__ void NAME##_sum_##SUFFIX(const T *a, const T *b, double *partials, uint64_t len,             \
                                                    double parameter) {                                                 \

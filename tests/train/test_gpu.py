@@ -70,7 +70,7 @@ def test_two_hundred_steps_give_the_curve_of_the_cpu(gpu: str, tmp_path: Path) -
 
 
 def test_recorded_steps_of_texts_equal_eager_ones(gpu: str, tmp_path: Path) -> None:
-    """Texts of a packed row begin at other positions in each batch; a replay uses the new ones."""
+    """Texts begin at other positions in each batch, and a replay uses those of its own batch."""
     dataset = tmp_path / "texts.jsonl"
     lines = ["".join(chr(97 + n * k % 26) for k in range(3 + 7 * n % 90)) for n in range(80)]
     dataset.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))

@@ -103,8 +103,9 @@ impl<T: Clone + PartialEq + Send + 'static> HostState<T> {
     pub fn read(&self) -> T {
         let value = self.get();
         if is_changed(self.key()) {
-            // The value comes from a `change` in this call, and later calls make the same change. So the record does not
-            // depend on the value before the call. (`is_changed` is false after `advance`: each call then has another value.)
+            // The value comes from a `change` in this call. It is assumed to be the same in every call, whatever the value was
+            // before the call, so the record does not depend on the value before the call. After `advance`, `is_changed` is
+            // false, because each call then has another value.
             return value;
         }
         let (known, state) = (value.clone(), self.clone());

@@ -118,8 +118,8 @@ impl Block {
             self.modulation.iter().for_each(|layer| saved.linear(layer, (layer.in_features(), 1)));
         });
         saved.block(inside, false, |saved| {
-            // The tape keeps the inputs of the four norms: the block's input, the attention's result, their gated sum
-            // (which selective checkpointing recomputes), and the feed-forward layer's result.
+            // The tape keeps the inputs of the four norms: the block's input, the attention's result, the residual sum after
+            // the attention (which selective checkpointing recomputes), and the feed-forward layer's result.
             saved.keep(inside);
             self.attention.saved(tokens, saved);
             saved.keep(inside);

@@ -1,4 +1,4 @@
-//! [`Guard`]: skips a step if a norm is not finite, and has the loss scale of the gradients.
+//! [`Guard`]: the norm that decides whether a step is skipped, and the loss scale of the gradients.
 
 use trainable_candle_core::{Error, Result, Tensor};
 

@@ -176,8 +176,8 @@ impl<R: Rule> Stepper<R> {
     ///
     /// # Errors
     /// [`Error::Argument`] if a hyper-parameter is outside its range, if there is no group, if a group is empty, or if a
-    /// variable appears twice; [`Error::DType`] or [`Error::Device`] if the optimizer does not support a variable's dtype on its device,
-    /// or if variables are on different devices.
+    /// variable appears twice; [`Error::DType`] or [`Error::Device`] if the optimizer does not support a variable's dtype
+    /// on its device, or if variables are on different devices.
     pub fn with_groups(groups: Vec<ParamGroup<R::Config>>) -> Result<Self> {
         static NEXT_ID: AtomicU64 = AtomicU64::new(1);
         let mut seen = FxHashSet::default();
