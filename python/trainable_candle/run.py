@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import errno
-import gc
 import math
 import os
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -14,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
 from trainable_candle import families, plot
+from trainable_candle.attempts import Taken, run_planned, tell
 from trainable_candle.data.cache import fingerprint
 from trainable_candle.data.folder import counted
 from trainable_candle.distributed import device_of
 from trainable_candle.distributed.agreement import require_same
 from trainable_candle.distributed.group import Group, make_group
 from trainable_candle.distributed.streamed import require_peers, require_streams, shared_streams
-from trainable_candle.errors import ConfigError, OutOfMemoryError
+from trainable_candle.errors import ConfigError
 from trainable_candle.files import held, write_atomically
 from trainable_candle.outputs import ADAPTER as STEM
 from trainable_candle.outputs import CONFIG, CURVE, JSON_LOG, LOG
@@ -30,7 +30,7 @@ from trainable_candle.settings import TrainConfig
 from trainable_candle.settings.checks import check_groups, check_settings, differences
 from trainable_candle.settings.config import settings as known_settings
 from trainable_candle.settings.prompts import expanded
-from trainable_candle.tasks.budget import KEPT, find_budget, is_open, kept_within, make_plan
+from trainable_candle.tasks.budget import KEPT, find_budget, is_open, make_plan
 from trainable_candle.tasks.checks import require_apart
 from trainable_candle.tasks.codes import multiplying_codes
 from trainable_candle.train import state as run_state
@@ -44,17 +44,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from trainable_candle.distributed.world import World
-    from trainable_candle.tasks.budget import Budget, Plan
     from trainable_candle.tasks.task import Family, Prepared, Split, Task
     from trainable_candle.train.adapters import Adapters
-    from trainable_candle.train.trainer import StepReport, Trainer
 
 ADAPTER: Final = f"{STEM}.safetensors"
 """The file of the finished adapter if `--name` is not given."""
 TENSORBOARD: Final = "tensorboard"
 LOCK: Final = ".lock"
-_FIRST_STEPS: Final = 20
-"""If memory runs out within this many steps, the run is planned once more, with less memory."""
 
 
 @dataclass(frozen=True)
@@ -192,38 +188,23 @@ def _train_in(
         samples=max(1, task.samples(data) // group.size),
     )
     plan = planned(budget)
-    _tell(plan, budget, report)
-    taken = _Taken()
+    tell(plan, budget, report)
+    taken = Taken()
+    before.append(taken)
     with ExitStack() as stack:
-        stack.enter_context(kept_within(budget, config))
-        before.append(taken)
         if is_first:
             stack.enter_context(_held_output(output, step))
         if progress:
             bar = ProgressBar(unit=task.counts)
             before, report = [*before, bar], bar.beside(report)
         run = partial(_train, group, family, weights, start, data, (before, callbacks), report)
-        tried = plan
-        try:
-            return run(tried.config)
-        except OutOfMemoryError as error:
-            # Do not try again if this attempt has saved a checkpoint, which would look newer than
-            # those of the next attempt.
+
+        def may_repeat() -> bool:
+            # A checkpoint of the first attempt would look newer than those of the second.
             saved = any(run_state.step_of(kept) > step for kept in run_state.checkpoints(output))
-            if group.size > 1 or taken.steps >= _FIRST_STEPS or saved:
-                raise
-            report(f"plan: memory ran out after {counted(taken.steps, 'step')}: {error}")
-            budget = budget.below(plan.estimate.peak)
-            with suppress(OutOfMemoryError):
-                plan = planned(budget)
-            if plan.config == tried.config:
-                raise
-        _tell(plan, budget, report)
-        # After the `except` block, nothing refers to the models of the first attempt any more.
-        gc.collect()
-        if config.on_gpu:
-            tc.cuda.empty_cache(config.device)
-        return run(plan.config)
+            return group.size == 1 and not saved
+
+        return run_planned(run, plan, budget, planned, taken, may_repeat, report)
 
 
 @contextmanager
@@ -266,22 +247,6 @@ def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, Train
     known = {name: value for name, value in planned.items() if is_open(config, name)}
     # Without a checkpoint, clear `resume`, so that checks and estimates are those of a new run.
     return start, step, config.with_(**known, resume=config.resume if start else None)
-
-
-class _Taken(Callback):
-    """Counts the steps of one attempt to train."""
-
-    steps = 0
-
-    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:  # noqa: ARG002
-        """Count the step."""
-        self.steps += 1
-
-
-def _tell(plan: Plan, budget: Budget, report: Callable[[str], None]) -> None:
-    """Report the estimated memory of a run, and the settings that were chosen to fit."""
-    for line in [*plan.estimate.table(), *plan.lines(budget)]:
-        report(line)
 
 
 def _train(

@@ -229,16 +229,51 @@ def test_originals_for_loftq_are_not_shared(flux: Model) -> None:
 def test_a_plan_says_what_it_chose_and_what_more_memory_would_bring(flux: Model) -> None:
     there = budget(12)
     plan = flux.plan(there)
-    chose, more = plan.lines(there)
+    chose, more, copies = plan.lines(there)
     assert chose.startswith("plan: --gradient-checkpointing full ")
     assert chose.endswith(" s a step) fits in 12.00 GiB")
     assert more.startswith("plan: faster with more memory: ")
     assert plan.nearest is not None
     assert plan.nearest.estimate.peak > 12 * GIB
     assert step_seconds(plan.nearest, there) < step_seconds(plan, there)
+    assert copies == "plan: " + copies_of(plan, there)
     # For an unknown GPU, the plan reports no time.
     unknown = Budget(12 * GIB, 64 * GIB)
+    assert len(flux.plan(unknown).lines(unknown)) == 2
     assert "s a step" not in " ".join(flux.plan(unknown).lines(unknown))
+
+
+def copies_of(plan: Plan, there: Budget) -> str:
+    """The line about copies: their bytes by the rate of the link, and the time of computation.
+
+    The computation is the step of the same work if nothing is copied.
+    """
+    work = plan.estimate.work
+    assert work is not None
+    assert there.rates is not None
+    copied = 2 * work.streamed + work.modulation + 2 * work.offloaded
+    copying = copied / there.rates.link
+    alone = replace(work, streamed=0, modulation=0, offloaded=0)
+    computing = step_seconds(replace(plan, estimate=Estimate({"training": []}, True, alone)), there)
+    longer = "shorter" if copying <= computing else "longer"
+    return (
+        f"copies between host and GPU take {copying:.2g} s, which is {longer} than the "
+        f"{computing:.2g} s of computation beside them"
+    )
+
+
+@pytest.mark.parametrize(("gpu", "longer"), [("RTX 3060", "shorter"), ("H200", "longer")])
+def test_copies_of_streamed_blocks_are_compared_with_the_computation(
+    flux: Model, gpu: str, longer: str
+) -> None:
+    """On a fast GPU, copies of all blocks take longer than the computation."""
+    given = {"gradient_checkpointing": "full", "base_precision": SAME, "stream_blocks": 57}
+    there = budget(80, gpu)
+    plan = flux.plan(there, **given, stream_modulation=True)
+    assert plan.chosen == {}
+    (line,) = plan.lines(there)
+    assert line == "plan: " + copies_of(plan, there)
+    assert f"which is {longer} than" in line
 
 
 def test_a_plan_leaves_a_margin_and_a_second_one_takes_less(flux: Model) -> None:

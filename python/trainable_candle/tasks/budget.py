@@ -27,6 +27,8 @@ from trainable_candle.tasks.pinned import can_pin, pinned_limit, ring_share, wit
 from trainable_candle.tasks.refusal import as_flag, refuse, refuse_for_the_host
 from trainable_candle.tasks.speed import (
     ANY_GPU,
+    computing_seconds,
+    copying_seconds,
     rates_of,
     seconds,
     states_seconds,
@@ -216,7 +218,27 @@ class Plan:
     """The plan that needs the least memory among the faster plans, none of which fits."""
 
     def lines(self, budget: Budget) -> list[str]:
-        """Lines about the chosen settings, and about a faster plan that more memory would allow."""
+        """Lines for the log.
+
+        They are about the chosen settings, a faster plan that more memory would allow, and copies.
+        """
+        return [*self._choice(budget), *self._copies(budget)]
+
+    def _copies(self, budget: Budget) -> list[str]:
+        """A line that compares the time of copies with that of the computation beside them."""
+        work = self.estimate.work
+        if work is None or budget.rates is None:
+            return []
+        rates = budget.paced(self.estimate)
+        copying = copying_seconds(work, rates)
+        if copying == 0:
+            return []
+        computing = computing_seconds(work, rates)
+        longer = "shorter" if copying <= computing else "longer"
+        times = f"{copying:.2g} s, which is {longer} than the {computing:.2g} s of computation"
+        return [f"plan: copies between host and GPU take {times} beside them"]
+
+    def _choice(self, budget: Budget) -> list[str]:
         if not self.chosen:
             return []
         found = [f"plan: {self.described(budget)} fits in {size(budget.memory)}"]

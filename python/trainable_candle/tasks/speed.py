@@ -193,16 +193,28 @@ def states_seconds(work: Work, rates: Rates) -> float:
 def seconds(work: Work, rates: Rates) -> float:
     """The approximate time of a micro-batch.
 
+    Copies run in parallel with the computation, and slow it down more the longer they take (see
+    `_BESIDE`).
+    """
+    computing, copying = computing_seconds(work, rates), copying_seconds(work, rates)
+    return float((computing**_BESIDE + copying**_BESIDE) ** (1 / _BESIDE))
+
+
+def computing_seconds(work: Work, rates: Rates) -> float:
+    """The approximate time of a micro-batch without copies from and to host memory.
+
     The backward pass of a frozen layer costs as much as one forward pass; the backward pass of
-    attention costs as much as two and a half. Copies run in parallel with the computation, and slow
-    it down more the longer they take (see `_BESIDE`).
+    attention costs as much as two and a half.
     """
     again = 1 if work.recomputes else 0
     products = (2 + again) * work.layers / rates.products
     attention = (3.5 + again) * work.attention / (_ATTENTION * rates.products)
     traffic = (1 + _AGAIN * again) * _TRAFFIC * work.kept / rates.memory
     decoding = (2 + again) * _DECODED * work.decoded / rates.memory
-    computing = products + attention + traffic + decoding + _STEP
-    copying = (2 * work.streamed + work.modulation) / (rates.streams or rates.link)
-    copying += 2 * work.offloaded / rates.link
-    return float((computing**_BESIDE + copying**_BESIDE) ** (1 / _BESIDE))
+    return products + attention + traffic + decoding + _STEP
+
+
+def copying_seconds(work: Work, rates: Rates) -> float:
+    """The approximate time of a micro-batch's copies of streamed weights and inputs of blocks."""
+    weights = (2 * work.streamed + work.modulation) / (rates.streams or rates.link)
+    return weights + 2 * work.offloaded / rates.link

@@ -1,0 +1,126 @@
+"""Runs with the settings of a plan, and once more with less memory if memory runs out."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import trainable_candle as tc
+from trainable_candle.data.folder import counted
+from trainable_candle.errors import OutOfMemoryError
+from trainable_candle.tasks.budget import kept_within
+from trainable_candle.tasks.estimate import size
+from trainable_candle.train.callbacks import Callback
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainable_candle.settings import TrainConfig
+    from trainable_candle.tasks.budget import Budget, Plan
+    from trainable_candle.train.trainer import StepReport, Trainer
+
+    Report = Callable[[str], None]
+
+_FIRST_STEPS: Final = 20
+"""If memory runs out within this many steps, the run is planned once more, with less memory."""
+_EXACT: Final = 0.05
+"""A prediction is reported as wrong if the run takes more by more than this share of it."""
+
+T = TypeVar("T")
+
+
+class Taken(Callback):
+    """Counts the steps of one attempt to train."""
+
+    steps = 0
+
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:  # noqa: ARG002
+        """Count the step."""
+        self.steps += 1
+
+
+def tell(plan: Plan, budget: Budget, report: Report) -> None:
+    """Report the estimated memory of a run, and the settings that were chosen to fit."""
+    for line in [*plan.estimate.table(), *plan.lines(budget)]:
+        report(line)
+
+
+def run_planned(
+    run: Callable[[TrainConfig], T],
+    plan: Plan,
+    budget: Budget,
+    replan: Callable[[Budget], Plan],
+    taken: Taken,
+    may_repeat: Callable[[], bool],
+    report: Report,
+) -> T:
+    """Run within the budget; if memory runs out in the first steps, plan again and start anew.
+
+    Args:
+        run: trains with settings.
+        plan: the settings to start with.
+        budget: the memory that the plan fits in.
+        replan: makes a plan for a smaller budget.
+        taken: counts the steps of `run`.
+        may_repeat: whether a second attempt would lose nothing.
+        report: gets a line about each plan and each wrong prediction.
+
+    Raises:
+        OutOfMemoryError: memory ran out too late, or in the second attempt too.
+    """
+    with kept_within(budget, plan.config):
+        try:
+            return _measured(run, plan, report)
+        except OutOfMemoryError as error:
+            if taken.steps >= _FIRST_STEPS or not may_repeat():
+                raise
+            report(f"plan: memory ran out after {counted(taken.steps, 'step')}: {error}")
+            budget, tried = budget.below(plan.estimate.peak), plan
+            with suppress(OutOfMemoryError):
+                plan = replan(budget)
+            if plan.config == tried.config:
+                raise
+        tell(plan, budget, report)
+        # After the `except` block, nothing refers to the models of the first attempt any more.
+        gc.collect()
+        if plan.config.on_gpu:
+            tc.cuda.empty_cache(plan.config.device)
+        return _measured(run, plan, report)
+
+
+def _measured(run: Callable[[TrainConfig], T], plan: Plan, report: Report) -> T:
+    """Run with a plan's settings; report by how much the run's memory exceeded the prediction."""
+    if plan.config.on_gpu:
+        tc.cuda.reset_peak_memory_stats(plan.config.device)
+    try:
+        result = run(plan.config)
+    except OutOfMemoryError:
+        _compare(plan, "had taken", " when memory ran out", report)
+        raise
+    if _excess(plan) > _EXACT:
+        _compare(plan, "took", "", report)
+    return result
+
+
+def _excess(plan: Plan) -> float:
+    """The share of the predicted memory by which the run took more; negative if it took less.
+
+    On the CPU 0: the peak of a process also counts what was in memory before the run.
+    """
+    return _peak(plan) / plan.estimate.peak - 1 if plan.config.on_gpu else 0.0
+
+
+def _peak(plan: Plan) -> int:
+    return tc.cuda.memory_stats(plan.config.device)["peak_reserved"]
+
+
+def _compare(plan: Plan, took: str, when: str, report: Report) -> None:
+    """Report the memory that a run on a GPU took, and by how much the prediction was wrong."""
+    if plan.config.on_gpu:
+        more = _excess(plan)
+        report(
+            f"plan: the run {took} {size(_peak(plan))} of GPU memory{when}, where "
+            f"{size(plan.estimate.peak)} were predicted "
+            f"({100 * abs(more):.0f} % {'more' if more > 0 else 'less'})"
+        )

@@ -1,0 +1,89 @@
+"""Messages about wrong predictions of a run's memory."""
+
+from typing import Any
+
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.attempts import Taken, run_planned
+from trainable_candle.tasks.budget import Budget, Plan
+from trainable_candle.tasks.estimate import GIB, RUNTIME_BYTES, Estimate, Item
+from trainable_candle.train import TrainConfig
+
+
+@pytest.fixture
+def peak(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """The statistics of a GPU that is not there; a test sets `peak_reserved`."""
+    stats: dict[str, int] = {}
+    monkeypatch.setattr(tc.cuda, "memory_stats", lambda _device: stats)
+    for name in ("reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(tc.cuda, name, lambda _device: stats.clear())
+    return stats
+
+
+def plan(gib: float, policy: str = "none") -> Plan:
+    items = [Item("unet", "weights", int(gib * GIB) - RUNTIME_BYTES)]
+    config = TrainConfig(device="cuda", gradient_checkpointing=policy)
+    return Plan(config, Estimate({"training": items}, on_gpu=True), {})
+
+
+def attempt(
+    peak: dict[str, int], taken: list[float], first: Plan, second: Plan | None = None
+) -> list[str]:
+    """The lines about a run whose attempts take `taken` GiB; all but the last run out of memory."""
+    lines: list[str] = []
+    left = list(taken)
+
+    def run(_config: TrainConfig) -> None:
+        assert not peak
+        peak["peak_reserved"] = int(left.pop(0) * GIB)
+        if left:
+            raise tc.OutOfMemoryError("matmul: there is too little")
+
+    def replan(_budget: Budget) -> Plan:
+        assert second is not None
+        return second
+
+    budget = Budget(24 * GIB, 24 * GIB)
+    run_planned(run, first, budget, replan, Taken(), lambda: True, lines.append)
+    return lines
+
+
+@pytest.mark.parametrize("taken", [9.0, 10.4])
+def test_a_good_prediction_is_not_mentioned(peak: dict[str, int], taken: float) -> None:
+    assert attempt(peak, [taken], plan(10)) == []
+
+
+def test_a_run_that_takes_more_says_how_much(peak: dict[str, int]) -> None:
+    assert attempt(peak, [11.2], plan(10)) == [
+        "plan: the run took 11.20 GiB of GPU memory, where 10.00 GiB were predicted (12 % more)"
+    ]
+
+
+def test_a_run_out_of_memory_says_how_much_was_predicted(peak: dict[str, int]) -> None:
+    missed, out, *table = attempt(peak, [12, 9], plan(10), plan(9, "full"))
+    assert missed == (
+        "plan: the run had taken 12.00 GiB of GPU memory when memory ran out, where 10.00 GiB were "
+        "predicted (20 % more)"
+    )
+    assert out == "plan: memory ran out after 0 steps: matmul: there is too little"
+    assert table[0] == "GPU memory while training: 9.00 GiB"
+
+
+def test_a_late_end_of_memory_is_explained_too(peak: dict[str, int]) -> None:
+    lines: list[str] = []
+    taken = Taken()
+
+    def run(_config: TrainConfig) -> None:
+        taken.steps = 100
+        peak["peak_reserved"] = 8 * GIB
+        raise tc.OutOfMemoryError("matmul: there is too little")
+
+    def no_plan(_budget: Budget) -> Any:
+        raise AssertionError
+
+    with pytest.raises(tc.OutOfMemoryError):
+        run_planned(run, plan(10), Budget(24 * GIB, 0), no_plan, taken, lambda: True, lines.append)
+    (line,) = lines
+    assert line.startswith("plan: the run had taken 8.00 GiB of GPU memory when memory ran out")
+    assert line.endswith("where 10.00 GiB were predicted (20 % less)")
