@@ -170,3 +170,29 @@ def test_the_estimate_of_a_gpu_leaves_host_memory_out(
     assert items(sdxl_base, config) == {
         name: count for name, count in on_cpu.items() if not name.endswith(" cache")
     }
+
+
+def test_previews_are_a_phase_with_the_area_of_the_largest(
+    sdxl_base: Path, configure: Callable[..., TrainConfig]
+) -> None:
+    prompts = ["a cat", "a wide cat --w 256 --h 128"]
+    config = configure(sample_prompts=prompts)
+    training, drawing = (items(sdxl_base, config, p) for p in ("training", "drawing previews"))
+    steps = {"unet activations", "unet backward pass"}
+    # Models, adapters and states stay; what only steps hold is gone.
+    working = drawing.pop("previews activations")
+    assert drawing == {name: count for name, count in training.items() if name not in steps}
+    family = SDXL(sdxl_base, "f32", "cpu", config)
+    # The family's check before `sample` counts, beside the same working memory and the image, the
+    # text encoders and the autoencoder, which are loaded apart from a preview's prompt.
+    family.model  # noqa: B018 - loads the denoiser, which the check then leaves out
+    others = sum(
+        family.facts.bytes("f32", part) for part in ("vae", "text_encoder", "text_encoder_2")
+    )
+    assert working == family.drawing_bytes((256, 128), 1) - others
+    assert working > 2 * items(sdxl_base, configure(sample_prompts=prompts[:1]),
+                               "drawing previews")["previews activations"]  # fmt: skip
+    sized = configure(sample_prompts=prompts[:1], sample_size="256x128")
+    assert items(sdxl_base, sized, "drawing previews")["previews activations"] == working
+    with pytest.raises(KeyError):
+        items(sdxl_base, configure(), "drawing previews")

@@ -17,6 +17,8 @@ from trainable_candle.tasks.estimate import (
     adapter_items,
     trained_model,
 )
+from trainable_candle.tasks.latent.drawing import SampleOptions, parse_size
+from trainable_candle.tasks.latent.prompts import parse_prompt
 from trainable_candle.tasks.latent.tiles import area_at_once
 from trainable_candle.tasks.speed import states_on_host
 from trainable_candle.train.adapters import adapter_config
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
 _ENCODER_IMAGES: Final = 6
 """The number of feature maps, each with the image's height and width and `vae_width` channels, that
 the autoencoder holds at once."""
+_OF_STEPS: Final = ("activations", "backward pass")
+"""What only steps of training hold."""
+_IMAGE_COPIES: Final = 3 * 3
+"""The bytes that a drawn image takes for each of its pixels: three copies in RGB."""
 _GUIDED: Final = 2
 """The number of predictions that a step with classifier-free guidance makes at once."""
 _ENCODE_AREA: Final = 4 * 1024**2
@@ -132,6 +138,11 @@ def estimate(
         **{phase: [*items, *cache] for phase, items in model.start.items()},
         "training": _together(trained),
     }
+    if config.sample_prompts:
+        drawn = _largest(config, data.train.options.resolution)
+        working = _drawing(family, itemsize, drawn) + _IMAGE_COPIES * drawn
+        idle = [item for item in trained if item.what not in _OF_STEPS]
+        phases["drawing previews"] = [*_together(idle), Item("previews", "activations", working)]
     work = replace(model.work, states=model.work.states + states)
     return Estimate(phases, config.on_gpu, work, model.host + states)
 
@@ -212,11 +223,22 @@ def sampling_bytes(
     facts, area = family.facts, size[0] * size[1]
     # Without a dtype, weights keep the dtype of their files; f16 is assumed.
     dtype = family.dtype or "f16"
-    itemsize = ITEM_BYTES[dtype]
     models = facts.bytes(dtype, *facts.text_encoders) + facts.bytes("f32", "vae")
     if not loaded:
         models += facts.bytes(dtype, family.component, quantize=config.base_format)
+    return int(models + _drawing(family, ITEM_BYTES[dtype], area) + _IMAGE_COPIES * area * count)
+
+
+def _drawing(family: Sizes, itemsize: int, area: int) -> int:
+    """The bytes that predictions and decoding hold while an image of `area` pixels is drawn."""
+    facts = family.facts
     predicting = _GUIDED * family.predicting_values(area // facts.factor**2) * itemsize
-    tile = 4 * facts.vae_width * area_at_once(area) * _ENCODER_IMAGES
-    decoding = tile + 2 * 4 * 3 * area
-    return int(models + max(predicting, decoding) + 3 * 3 * area * count)
+    tile = _working(facts) * area_at_once(area)
+    return max(predicting, tile + 2 * 4 * 3 * area)
+
+
+def _largest(config: TrainConfig, side: int) -> int:
+    """The pixels of the largest preview; previews without a size are squares of `side` pixels."""
+    size = parse_size(config.sample_size) if config.sample_size else (side, side)
+    drawn = [parse_prompt(text, SampleOptions(size=size)) for text in config.sample_prompts]
+    return max(math.prod(prompt.options.size or size) for prompt in drawn)
