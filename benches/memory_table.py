@@ -32,11 +32,11 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "memory.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 # Bytes of host memory that a run may use for what `Estimate.host` counts.
 HOST = 24 * GIB
-# An example of a card for each size of memory in GB. The 6 GB card stands for GPUs of laptops.
-CARDS = {
-    6: "RTX 3060", 8: "RTX 4060 Ti", 12: "RTX 4070", 16: "RTX 4060 Ti", 24: "RTX 4090",
-    32: "RTX 5090",
-}  # fmt: skip
+# The memory of cards in GB, and their GPUs. The 6 GB card stands for GPUs of laptops.
+CARDS = (
+    (6, "RTX 3060"), (8, "RTX 4060 Ti"), (12, "RTX 4070"), (16, "RTX 4060 Ti"), (24, "RTX 3090"),
+    (24, "RTX 4090"), (32, "RTX 5090"),
+)  # fmt: skip
 RANK, SIDE, ROW = 16, 1024, 2048
 SHORT = {
     "gradient_checkpointing": "checkpointing", "base_precision": "base",
@@ -50,7 +50,7 @@ def plans(model: str, folder: Path) -> Iterator[tuple[int, str, Plan | None, Bud
     name, _ = MODELS[model]
     family: Any = families.find(name)
     weights = write_model(folder / model, model)
-    for gib, gpu in CARDS.items():
+    for gib, gpu in CARDS:
         config = _config(family, folder)
         budget = Budget(gib * GIB - CONTEXT_BYTES, HOST, GPUS[gpu], margin=0.05)
         made = family(weights, "bf16", "cuda", config)
@@ -97,18 +97,10 @@ def _line(model: str, gib: int, gpu: str, plan: Plan | None, budget: Budget) -> 
     card = f"{gib} GB ({gpu})"
     if plan is None:
         return f"| {model} | {card} | does not fit | | | | |"
-    work = plan.estimate.work
-    host = 0.0 if work is None else work.streamed + work.modulation + work.states
-    peak = plan.estimate.peak / GIB
-    phase = max(
-        plan.estimate.phases,
-        key=lambda name: sum(item.bytes for item in plan.estimate.phases[name]),
-    )
-    shown = f"{host / GIB:.1f} GiB" if host else ""
-    seconds = f"{step_seconds(plan, budget):.2g} s"
-    return (
-        f"| {model} | {card} | {_chosen(plan)} | {peak:.1f} GiB | {phase} | {shown} | {seconds} |"
-    )
+    found = plan.estimate
+    host = f"{found.host / GIB:.1f} GiB" if found.host else ""
+    needs = f"{found.peak / GIB:.1f} GiB | {found.highest} | {host}"
+    return f"| {model} | {card} | {_chosen(plan)} | {needs} | {step_seconds(plan, budget):.2g} s |"
 
 
 def _chosen(plan: Plan) -> str:

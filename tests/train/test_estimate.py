@@ -150,7 +150,14 @@ def test_the_table_names_every_item() -> None:
         "  interpreter and libraries          200.0 MiB",
         "memory while training: 200.0 MiB",
         "  interpreter and libraries          200.0 MiB",
+        "memory at most: 203.0 MiB, while caching",
     ]
+
+
+def test_the_table_names_the_memory_of_the_host() -> None:
+    phases = {"caching": [Item("vae", "weights", 3 << 20)], "training": [Item("", "", 1 << 30)]}
+    *_, last = Estimate(phases, on_gpu=True, host=5 << 29).table()
+    assert last == "GPU memory at most: 1.20 GiB, while training, and 2.50 GiB in host memory"
 
 
 @pytest.mark.parametrize(

@@ -65,10 +65,15 @@ class Estimate:
     @property
     def peak(self) -> int:
         """Bytes of the phase that needs the most memory, `RUNTIME_BYTES` included."""
-        return max(map(_total, self.phases.values())) + RUNTIME_BYTES
+        return _total(self.phases[self.highest]) + RUNTIME_BYTES
+
+    @property
+    def highest(self) -> str:
+        """The name of the phase that needs the most memory."""
+        return max(self.phases, key=lambda phase: _total(self.phases[phase]))
 
     def table(self) -> list[str]:
-        """Lines for a user: each phase with its items and its sum."""
+        """Lines for a user: each phase with its items and its sum, then the peaks."""
         lines = []
         around = "kernels and workspaces" if self.on_gpu else "interpreter and libraries"
         for phase, items in self.phases.items():
@@ -78,6 +83,8 @@ class Estimate:
                 for item in [*items, Item(around, "", RUNTIME_BYTES)]
                 if item.bytes
             ]
+        host = f", and {size(self.host)} in host memory" if self.host else ""
+        lines.append(f"{self.place} at most: {size(self.peak)}, while {self.highest}{host}")
         return lines
 
 
