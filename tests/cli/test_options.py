@@ -177,7 +177,7 @@ def as_arguments(name: str, value: Any) -> list[str]:
 def test_every_setting_has_a_flag() -> None:
     # These settings conflict with settings in SAMPLES, so SAMPLES does not contain them.
     exclusive = {"validation_dataset", "objective", "qat", "init"}
-    exclusive |= {"qat_learned_scales", "stochastic_rounding"}
+    exclusive |= {"qat_learned_scales", "qat_activations", "stochastic_rounding"}
     assert SAMPLES.keys() | exclusive == settings().keys()
     default = TrainConfig()
     for name, value in SAMPLES.items():
@@ -187,6 +187,7 @@ def test_every_setting_has_a_flag() -> None:
     assert parse("--validation-dataset", "v").validation_dataset == "v"
     assert parse("--qat", "nf4").qat == "nf4"
     assert parse("--qat", "nf4", "--qat-learned-scales").qat_learned_scales
+    assert parse("--qat", "fp8", "--qat-activations").qat_activations
     assert parse("--stochastic-rounding").stochastic_rounding
     assert parse("--init", "loftq", "--base-precision", "nf4").init == "loftq"
     assert parse("--mixed-precision", "bf16").precision == "bf16"

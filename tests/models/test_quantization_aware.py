@@ -89,3 +89,29 @@ def test_convolutions_are_rejected_by_name(sdxl: Path) -> None:
     with pytest.raises(ConfigError, match=r"qat int8: the layer is a convolution.*exclude_modules"):
         unet.add_adapter(tc.LoraConfig(target_modules=["all-conv"], qat="int8"))
     assert unet.add_adapter(tc.LoraConfig(target_modules=["all-linear"], qat="int8")).parameters()
+
+
+@pytest.mark.parametrize("grid", ["int8", "fp8"])
+def test_with_rounded_inputs_a_model_computes_what_w8a8_computes(grid: str, tmp_path: Path) -> None:
+    """A server rounds the merged weights and the inputs of layers, and multiplies the codes."""
+    (facts,) = tc.inspect(FLUX.folder / "transformer").parts.values()
+    layers = [name for name in facts.layers if "transformer_blocks." in name]
+    found = {}
+    for rounded in (False, True):
+        model = FLUX.load()
+        tc.manual_seed(0)
+        adapter = model.add_adapter(
+            tc.LoraConfig(r=4, target_modules=layers, qat=grid, qat_activations=rounded)
+        )
+        moved(adapter)
+        found[rounded] = FLUX.predict(model).numpy()
+    model.merge_adapter()
+    model.save_pretrained(tmp_path)
+    served = FLUX.kind.from_pretrained(tmp_path, dtype="f32", quantize=grid)
+    tc.set_w8a8(True)
+    try:
+        expected = FLUX.predict(served).numpy()
+    finally:
+        tc.set_w8a8(False)
+    np.testing.assert_allclose(found[True], expected, rtol=1e-3, atol=1e-4)
+    assert np.abs(found[False] - expected).max() > 20 * np.abs(found[True] - expected).max()

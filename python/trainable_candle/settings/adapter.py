@@ -11,7 +11,7 @@ from trainable_candle.errors import MissingFileError
 from trainable_candle.outputs import adapter_in
 from trainable_candle.settings import sections
 from trainable_candle.settings.initial import INITS, contradiction
-from trainable_candle.settings.machine import PRECISION_SPELLINGS, PRECISIONS
+from trainable_candle.settings.machine import EIGHT_BITS, PRECISION_SPELLINGS, PRECISIONS
 from trainable_candle.settings.setting import Condition, Group, Setting
 
 ADAPTERS: Final = tuple(choices()["adapter"])
@@ -43,6 +43,7 @@ class Adapter(Group):
             "a low-rank adapter, such as lora",
             "--rank and --alpha have no effect on --adapter oft: give --oft-block-size instead",
         ),
+        Condition(("qat_activations",), lambda c: c.qat in EIGHT_BITS, "--qat int8 or fp8"),
     )
     contradictions: ClassVar = (contradiction,)
 
@@ -107,6 +108,13 @@ class Adapter(Group):
         str | None,
         Setting("train for quantization: round adapted weights to this format", GRIDS, rare=True),
     ] = None
+    qat_activations: Annotated[
+        bool,
+        Setting(
+            "with --qat int8 or fp8: also round the inputs of adapted layers, for servers that do",
+            rare=True,
+        ),
+    ] = False
     init: Annotated[
         str,
         Setting(

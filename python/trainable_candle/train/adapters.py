@@ -190,6 +190,7 @@ def adapter_config(
         oft_block_size=config.oft_block_size,
         oft_side=oft_side(config, formats),
         qat=config.qat,
+        qat_activations=config.qat_activations,
         qat_learned_scales=config.qat_learned_scales,
         dtype="bf16" if config.stochastic_rounding else "f32",
     )
