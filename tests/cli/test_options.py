@@ -297,7 +297,9 @@ def test_flags_that_users_of_kohya_give_are_answered() -> None:
         --persistent_data_loader_workers --max_data_loader_n_workers --highvram --xformers
         --weighting_scheme --network_args --network_dropout --apply_t5_attn_mask --torch_compile
         --t5xxl_max_token_length --lowvram --config_file --save_state --zero_terminal_snr
-        --loraplus_unet_lr_ratio --loraplus_text_encoder_lr_ratio --loraplus_lr_embedding"""
+        --loraplus_unet_lr_ratio --loraplus_text_encoder_lr_ratio --loraplus_lr_embedding
+        --fp8_t5 --fp8_llm --load_in_4bit --load_in_8bit --quantize --base_model_precision
+        --gradient_checkpointing_cpu_offload"""
     for name in flags.split():
         with pytest.raises(
             ConfigError, match=f"^{name.replace('_', '-')} .*(leave it out|give|--)"
