@@ -1,0 +1,88 @@
+"""Loading a quantized model takes little more memory than the model: never that of a bf16 copy."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.export.gguf_file import Entry, write
+from trainable_candle.export.gguf_model import model_facts, parameter_name
+from trainable_candle.export.quantized import quantize_folder
+from trainable_candle.models import CausalLM
+
+LLAMA = Path(__file__).parents[1] / "golden" / "llm" / "llama" / "config.json"
+SIZES = {
+    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "vocab_size": 512,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
+# Loads a small model first, so that threads and buffers of the library are not counted.
+LOAD = """
+import re, sys
+from pathlib import Path
+from trainable_candle.models import CausalLM
+
+small, path, form = sys.argv[1:]
+CausalLM.from_pretrained(small, dtype="bf16", quantize=form or None)
+
+def status(name):
+    return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+before = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+model = CausalLM.from_pretrained(path, dtype="bf16", quantize=form or None)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model of 76 million random parameters in bf16."""
+    folder = tmp_path_factory.mktemp("large")
+    (folder / "config.json").write_text(json.dumps(json.loads(LLAMA.read_text()) | SIZES))
+    CausalLM.from_config(folder / "config.json", dtype="bf16").save_pretrained(folder)
+    return folder
+
+
+def peak(path: Path, form: str | None) -> int:
+    """The most bytes by which a process grows while it loads a model."""
+    command = [sys.executable, "-c", LOAD, str(LLAMA.parent), str(path), form or ""]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def whole(model: Path) -> int:
+    return (model / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize(("form", "share"), [(None, 1.0), ("int8", 0.5), ("nf4", 0.26)])
+def test_weights_are_quantized_one_by_one(model: Path, form: str | None, share: float) -> None:
+    found = peak(model, form) / whole(model)
+    # Besides the model there are a few copies of one weight in f32, each 8 % of the model's size.
+    assert share < found < share + 0.25
+
+
+@pytest.mark.parametrize(("form", "share"), [("fp8", 0.5), ("nf4", 0.28)])
+def test_codes_of_a_folder_are_loaded_without_their_values(
+    model: Path, tmp_path: Path, form: str, share: float
+) -> None:
+    tc.models.load(model).save_pretrained(tmp_path)
+    layers = [name for name in tc.inspect(model).parts[""].layers if "layers." in name]
+    quantize_folder(tmp_path, layers, form)
+    assert share < peak(tmp_path, form) / whole(model) < share + 0.2
+
+
+def test_blocks_of_a_gguf_file_are_loaded_without_their_values(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    entries = []
+    for name, tensor in tc.models.load(model).named_tensors().items():
+        kind = "q8_0" if tensor.ndim == 2 else "f32"
+        key = parameter_name(name.removeprefix("model."))
+        wide = partial(tensor.to, "f32")
+        entries.append(Entry(key, tuple(tensor.shape), kind, wide))
+    with path.open("wb") as file:
+        write(file, model_facts(json.loads((model / "config.json").read_text())), entries)
+    assert 0.5 < peak(path, None) / whole(model) < 0.75
