@@ -2435,6 +2435,12 @@ class PartFacts:
         Raises:
             ConfigError: if a pattern is not a regular expression.
         """
+    @property
+    def stored_format(self, /) -> str | None:
+        """
+        The format in which the file stores every layer that may be quantized: "int8", "fp8" or "nf4"; None if a layer has another
+        format. With this format as `quantize`, `from_pretrained` keeps the codes of the file.
+        """
     def streamed_bytes(
         self,
         /,

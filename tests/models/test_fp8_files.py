@@ -1,7 +1,8 @@
-"""FP8 weights in the three forms of ComfyUI's files.
+"""FP8 weights in the forms of ComfyUI's files.
 
 The forms are "plain" (codes without a scale), "old" (each layer has a `scale_weight`) and "new"
-(each layer has a `weight_scale` and a `comfy_quant`, which names the format).
+(each layer has a `weight_scale` and a `comfy_quant`, which names the format). "bytes" is "new" with
+the codes in tensors of the dtype U8; in "header", the header names the formats.
 """
 
 import json
@@ -14,8 +15,13 @@ import pytest
 import trainable_candle as tc
 from trainable_candle.models import FluxTransformer
 
+from .test_transformers import FAMILIES
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "flux" / "transformer"
 FORMAT = json.dumps({"format": "float8_e4m3fn"}).encode()
+NAME = "transformer_blocks.0.attn.to_q.weight"
+LAYER = NAME.removesuffix(".weight")
+Entries = dict[str, tuple[str, tuple[int, ...], bytes]]
 
 
 def e4m3() -> np.ndarray:
@@ -36,9 +42,14 @@ def encoded(values: np.ndarray) -> np.ndarray:
     return order[np.searchsorted(middles, values)].astype(np.uint8)
 
 
-def write(path: Path, tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
+def write(
+    path: Path,
+    tensors: Entries,
+    metadata: dict[str, str] | None = None,
+) -> None:
     """Write a safetensors file byte by byte: the library's own writer has no FP8."""
-    header, data = {}, b""
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    data = b""
     for name, (dtype, shape, content) in tensors.items():
         place = [len(data), len(data) + len(content)]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": place}
@@ -49,37 +60,60 @@ def write(path: Path, tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) ->
 
 def quantised(
     form: str,
-) -> tuple[dict[str, tuple[str, tuple[int, ...], bytes]], dict[str, np.ndarray]]:
+) -> tuple[Entries, dict[str, np.ndarray]]:
     """The golden transformer's tensors in one of the forms, and their values after rounding."""
     stored = tc.load_file(GOLDEN / "diffusion_pytorch_model.safetensors")
-    tensors, expected = {}, {}
-    for name, tensor in stored.items():
-        values = tensor.to("f32").numpy()
+    return in_fp8({name: tensor.to("f32").numpy() for name, tensor in stored.items()}, form)
+
+
+def in_fp8(stored: dict[str, np.ndarray], form: str) -> tuple[Entries, dict[str, np.ndarray]]:
+    """Some tensors in one of the forms, and their values after rounding."""
+    tensors: Entries = {}
+    expected = {}
+    for name, values in stored.items():
         expected[name] = values
-        if values.ndim < 2 or "embed" in name:
+        if values.ndim < 2 or "embed" in name or not name.endswith(".weight"):
             tensors[name] = ("F32", values.shape, values.tobytes())
             continue
         scale = np.float32(1) if form == "plain" else np.float32(np.abs(values).max() / 448)
         codes = encoded(values / scale)
         expected[name] = e4m3()[codes].astype(np.float32) * scale
-        tensors[name] = ("F8_E4M3", values.shape, codes.tobytes())
+        kind = "U8" if form == "bytes" else "F8_E4M3"
+        tensors[name] = (kind, values.shape, codes.tobytes())
         layer = name.removesuffix("weight")
         if form == "old":
             tensors[f"{layer}scale_weight"] = ("F32", (), scale.tobytes())
             tensors[f"{layer}scale_input"] = ("F32", (), scale.tobytes())
-        elif form == "new":
+        elif form in {"new", "bytes", "header"}:
             tensors[f"{layer}weight_scale"] = ("F32", (1,), scale.tobytes())
-            tensors[f"{layer}comfy_quant"] = ("U8", (len(FORMAT),), FORMAT)
+            if form != "header":
+                tensors[f"{layer}comfy_quant"] = ("U8", (len(FORMAT),), FORMAT)
     if form == "old":
         tensors["scaled_fp8"] = ("F8_E4M3", (0,), b"")
     return tensors, expected
 
 
-@pytest.mark.parametrize("form", ["plain", "old", "new"])
+FORMS = ("plain", "old", "new", "bytes", "header")
+
+
+def stated(layers: list[str], **format: object) -> dict[str, str]:
+    """The header of a file that names the format of layers."""
+    found = {"format_version": "1.0", "layers": dict.fromkeys(layers, format)}
+    return {"_quantization_metadata": json.dumps(found)}
+
+
+def header(form: str, tensors: Entries) -> dict[str, str]:
+    if form != "header":
+        return {}
+    layers = [name for name, (kind, *_) in tensors.items() if kind == "F8_E4M3"]
+    return stated([name.removesuffix(".weight") for name in layers], format="float8_e4m3fn")
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_read(form: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors, expected = quantised(form)
-    write(path, tensors)
+    write(path, tensors, header(form, tensors))
     model = FluxTransformer.from_pretrained(path, dtype="f32", config=GOLDEN / "config.json")
     for name, tensor in model.named_tensors().items():
         np.testing.assert_allclose(tensor.numpy(), expected[name], rtol=1e-6, err_msg=name)
@@ -93,16 +127,103 @@ def test_every_form_is_read(form: str, tmp_path: Path) -> None:
     assert half.dtype == "bf16"
 
 
-def test_other_formats_are_named(tmp_path: Path) -> None:
+def load(path: Path) -> FluxTransformer:
+    return FluxTransformer.from_pretrained(path, dtype="f32", config=GOLDEN / "config.json")
+
+
+def test_five_bits_of_exponent_are_read(tmp_path: Path) -> None:
+    """E5M2 numbers are the upper halves of f16 numbers."""
+    tensors, expected = quantised("plain")
+    name = "transformer_blocks.0.attn.to_q.weight"
+    halves = expected[name].astype(np.float16).view(np.uint16) & 0xFF00
+    codes = (halves >> 8).astype(np.uint8)
+    write(
+        tmp_path / "model.safetensors", tensors | {name: ("F8_E5M2", halves.shape, codes.tobytes())}
+    )
+    found = load(tmp_path / "model.safetensors").named_tensors()[name].numpy()
+    np.testing.assert_array_equal(found, halves.view(np.float16).astype(np.float32))
+
+
+def comfy(**format: object) -> Entries:
+    text = json.dumps(format).encode()
+    return {f"{LAYER}.comfy_quant": ("U8", (len(text),), text)}
+
+
+def scale(value: float, *dims: int, end: str = "weight_scale") -> Entries:
+    values = np.full(dims, value, np.float32)
+    return {f"{LAYER}.{end}": ("F32", dims, values.tobytes())}
+
+
+# Changes to a file of the form "new", and what the error says.
+WRONG: list[tuple[Entries, dict[str, str], str]] = [
+    # The weights of NVFP4 have two codes in a byte.
+    (
+        {NAME: ("U8", (32, 16), bytes(512)), **comfy(format="nvfp4")},
+        {},
+        'quantized as "nvfp4", which is not supported',
+    ),
+    (comfy(format="mxfp8"), {}, 'quantized as "mxfp8"'),
+    (comfy(format="float8_e5m2"), {}, 'quantized as "float8_e5m2"'),
+    (
+        {NAME: ("I8", (32, 32), bytes(1024)), **comfy(format="int8_tensorwise", convrot=True)},
+        {},
+        r"int8_tensorwise \(convrot\)",
+    ),
+    ({}, stated([LAYER], format="awq_w4a16"), 'quantized as "awq_w4a16"'),
+    (scale(1, 2), {}, "expected one scale for .* or one for each of its 32 rows"),
+    (scale(float("nan")), {}, "to_q.weight_scale.* has the scale NaN, expected a positive number"),
+    (scale(float("inf")), {}, "has the scale inf, expected"),
+    (scale(-0.5), {}, "has the scale -0.5, expected"),
+    (scale(1, end="scale_weight"), {}, "to_q.weight.* has several tensors of scales"),
+    (scale(1, 32, end="pre_quant_scale"), {}, "scales the inputs of layers"),
+    (scale(1, 16, end="weight_code"), {}, "ComfyUI's NF4 .bitsandbytes' NF4 is supported"),
+    (scale(1, end="weight_scale_2"), {}, "weights of NVFP4"),
+    (scale(1, 2, end="wscales"), {}, r"SVDQuant \(Nunchaku\) are not supported; load the unq"),
+    (scale(1, 2, end="qzeros"), {}, "weights of GPTQ or AWQ"),
+    (scale(1, 2, end="weight._data"), {}, "weights of quanto"),
+    (scale(1, 2, end="_weight_qdata"), {}, "weights of torchao"),
+    (scale(1, 2, end="weight_scale_inv"), {}, "a scale for each block of a matrix"),
+]
+
+
+@pytest.mark.parametrize(("changes", "metadata", "message"), WRONG)
+def test_other_formats_and_wrong_scales_are_named(
+    changes: Entries, metadata: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    tensors, _ = quantised("header" if metadata else "new")
     path = tmp_path / "model.safetensors"
-    tensors, _ = quantised("new")
-    other = json.dumps({"format": "nvfp4"}).encode()
-    name = "transformer_blocks.0.attn.to_q.comfy_quant"
-    write(path, tensors | {name: ("U8", (len(other),), other)})
-    with pytest.raises(tc.WeightsFormatError, match='quantized as "nvfp4", which is not supported'):
-        FluxTransformer.from_pretrained(path, config=GOLDEN / "config.json")
-    tensors, _ = quantised("old")
-    name = "transformer_blocks.0.attn.to_q.scale_weight"
-    write(path, tensors | {name: ("F32", (2,), np.ones(2, np.float32).tobytes())})
-    with pytest.raises(tc.WeightsFormatError, match="expected one scale for"):
-        FluxTransformer.from_pretrained(path, config=GOLDEN / "config.json")
+    write(path, tensors | changes, metadata)
+    for quantize in (None, "fp8"):
+        with pytest.raises(tc.WeightsFormatError, match=message):
+            FluxTransformer.from_pretrained(path, config=GOLDEN / "config.json", quantize=quantize)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_code_that_is_no_number_is_an_error(form: str, tmp_path: Path) -> None:
+    tensors, _ = quantised(form)
+    kind, dims, codes = tensors[NAME]
+    path = tmp_path / "model.safetensors"
+    write(path, tensors | {NAME: (kind, dims, codes[:-1] + b"\x7f")}, header(form, tensors))
+    with pytest.raises(tc.WeightsFormatError, match=r"attn.to_q.weight.* codes are NaN"):
+        load(path)
+
+
+@pytest.mark.parametrize("form", ["plain", "old", "new"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_files_of_every_family_are_read(name: str, form: str, tmp_path: Path) -> None:
+    """Files with the original names have the values of files without codes, loaded as fp8 too."""
+    family = FAMILIES[name]
+    original, path = tmp_path / "original.safetensors", tmp_path / "fp8.safetensors"
+    tc.models.save_checkpoint(original, {"transformer": family.load()})
+    stored = {key: tensor.to("f32").numpy() for key, tensor in tc.load_file(original).items()}
+    tensors, expected = in_fp8(stored, form)
+    assert sum(kind == "F8_E4M3" for kind, *_ in tensors.values()) > 5
+    write(path, tensors)
+    tc.save_file({key: tc.tensor(values) for key, values in expected.items()}, original)
+    read = {"dtype": "f32", "config": family.folder / "transformer" / "config.json"}
+    values = family.kind.from_pretrained(original, **read).named_tensors()
+    for quantize in (None, "fp8"):
+        found = family.kind.from_pretrained(path, **read, quantize=quantize).named_tensors()
+        for key, tensor in found.items():
+            wanted = values[key].numpy()
+            np.testing.assert_allclose(tensor.numpy(), wanted, rtol=1e-6, err_msg=key)

@@ -1,6 +1,7 @@
 """Files whose weights are quantized already: the loader keeps the codes."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,17 @@ import pytest
 import trainable_candle as tc
 from trainable_candle.models import FluxTransformer
 
-from .test_fp8_files import GOLDEN, e4m3, quantised, write
+from .test_fp8_files import FORMS, GOLDEN, e4m3, header, quantised, write
 
 CONFIG = GOLDEN / "config.json"
 Entry = tuple[str, tuple[int, ...], bytes]
 
 
-@pytest.mark.parametrize("form", ["plain", "old", "new"])
+@pytest.mark.parametrize("form", FORMS)
 def test_codes_of_comfyui_are_kept(form: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors, expected = quantised(form)
-    write(path, tensors)
+    write(path, tensors, header(form, tensors))
     model = FluxTransformer.from_pretrained(path, dtype="f32", config=CONFIG, quantize="fp8")
     for name, tensor in model.named_tensors().items():
         np.testing.assert_array_equal(tensor.numpy(), expected[name], err_msg=name)
@@ -79,7 +80,13 @@ def dynamic_map() -> np.ndarray:
     return tc.load_file(path)["map.signed"].numpy().astype(np.float32)
 
 
-def folder_of_bitsandbytes(folder: Path, **changes: Any) -> dict[str, np.ndarray]:
+def folder_of_bitsandbytes(
+    folder: Path, storage: str = "U8", **changes: Any
+) -> dict[str, np.ndarray]:
+    """Write a transformer in NF4, and return its values.
+
+    `storage` is the dtype whose tensors hold the codes' bytes (`bnb_4bit_quant_storage`).
+    """
     stored = tc.load_file(GOLDEN / "diffusion_pytorch_model.safetensors")
     tensors: dict[str, Entry] = {}
     expected = {}
@@ -88,7 +95,9 @@ def folder_of_bitsandbytes(folder: Path, **changes: Any) -> dict[str, np.ndarray
         expected[name] = values
         if values.ndim == 2 and "transformer_blocks." in name:
             entries, expected[name] = packed(name, values)
-            tensors |= entries
+            _, (count, _), codes = entries[name]
+            size = {"U8": 1, "BF16": 2, "F32": 4}[storage]
+            tensors |= entries | {name: (storage, (count // size, 1), codes)}
         else:
             tensors[name] = ("F32", values.shape, values.tobytes())
     write(folder / "diffusion_pytorch_model.safetensors", tensors)
@@ -101,18 +110,108 @@ def folder_of_bitsandbytes(folder: Path, **changes: Any) -> dict[str, np.ndarray
     return expected
 
 
-def test_folders_of_bitsandbytes_are_read(tmp_path: Path) -> None:
-    expected = folder_of_bitsandbytes(tmp_path)
+@pytest.mark.parametrize("storage", ["U8", "BF16", "F32"])
+def test_folders_of_bitsandbytes_are_read(tmp_path: Path, storage: str) -> None:
+    expected = folder_of_bitsandbytes(tmp_path, storage)
     for quantize in (None, "nf4"):
         model = FluxTransformer.from_pretrained(tmp_path, dtype="f32", quantize=quantize)
         for name, tensor in model.named_tensors().items():
             np.testing.assert_array_equal(tensor.numpy(), expected[name], err_msg=name)
 
 
+def with_plain_scales(name: str, values: np.ndarray) -> tuple[dict[str, Entry], np.ndarray]:
+    """As `packed`, with scales that are not quantized: bitsandbytes' default."""
+    blocks = values.reshape(-1, 64)
+    scales = np.abs(blocks).max(1)
+    middles = (QUANTILES[1:] + QUANTILES[:-1]) / 2
+    codes = np.searchsorted(middles, blocks / scales[:, None]).astype(np.uint8).reshape(-1, 2)
+    state = {
+        "quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(values.shape),
+    }  # fmt: skip
+    text = json.dumps(state).encode()
+    tensors = {
+        name: ("U8", (len(codes), 1), (codes[:, 0] << 4 | codes[:, 1]).tobytes()),
+        f"{name}.absmax": ("F32", scales.shape, scales.tobytes()),
+        f"{name}.quant_map": ("F32", (16,), QUANTILES.tobytes()),
+        f"{name}.quant_state.bitsandbytes__nf4": ("U8", (len(text),), text),
+    }
+    return tensors, (QUANTILES[codes].reshape(blocks.shape) * scales[:, None]).reshape(values.shape)
+
+
+def test_layers_that_a_file_joins_keep_their_codes(tmp_path: Path) -> None:
+    """Forge's files join queries, keys and values; rows of a block of codes stay together."""
+    plain = FluxTransformer.from_pretrained(GOLDEN, dtype="f32")
+    original = tmp_path / "original.safetensors"
+    tc.models.save_checkpoint(original, {"transformer": plain})
+    tensors: dict[str, Entry] = {}
+    values = {}
+    for name, tensor in tc.load_file(original).items():
+        values[name] = tensor.numpy()
+        if tensor.ndim == 2 and "_blocks." in name:
+            entries, values[name] = with_plain_scales(name, values[name])
+            tensors |= entries
+        else:
+            tensors[name] = ("F32", tensor.shape, values[name].tobytes())
+    assert any("qkv" in name for name in tensors)
+    path = tmp_path / "forge.safetensors"
+    write(path, tensors)
+    tc.save_file({name: tc.tensor(value) for name, value in values.items()}, original)
+    expected = FluxTransformer.from_pretrained(original, dtype="f32", config=CONFIG).named_tensors()
+    for quantize in (None, "nf4"):
+        model = FluxTransformer.from_pretrained(path, dtype="f32", config=CONFIG, quantize=quantize)
+        for name, tensor in model.named_tensors().items():
+            np.testing.assert_array_equal(tensor.numpy(), expected[name].numpy(), err_msg=name)
+
+
+@pytest.mark.parametrize("form", [*FORMS, "nf4", "plain nf4", "mixed"])
+def test_facts_name_the_format_that_keeps_all_codes(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "diffusion_pytorch_model.safetensors"
+    shutil.copy(CONFIG, tmp_path)
+    if form in FORMS:
+        tensors, _ = quantised(form)
+        write(path, tensors, header(form, tensors))
+    else:
+        pack = packed if form == "nf4" else with_plain_scales
+        tensors = {}
+        for name, tensor in tc.load_file(GOLDEN / path.name).items():
+            value = tensor.to("f32").numpy()
+            whole = form == "mixed" and "single_transformer_blocks.0.proj_out" in name
+            if value.ndim == 2 and "transformer_blocks." in name and not whole:
+                tensors |= pack(name, value)[0]
+            else:
+                tensors[name] = ("F32", value.shape, value.tobytes())
+        write(path, tensors)
+    (facts,) = tc.inspect(tmp_path).parts.values()
+    expected = {"mixed": None, "nf4": "nf4", "plain nf4": "nf4"}.get(form, "fp8")
+    assert facts.stored_format == expected
+    if expected == "nf4":
+        # A matrix has half a byte for each element, and its blocks' scales.
+        layers = [name for name in facts.layers if "transformer_blocks." in name]
+        kinds = {"U8": 1, "F32": 4}
+        scales = sum(
+            int(np.prod(dims)) * kinds[kind]
+            for key, (kind, dims, _) in tensors.items()
+            if key.endswith((".absmax", ".nested_absmax"))
+        )
+        inside = sum(int(np.prod(facts.layers[name])) for name in layers)
+        expected_bytes = 2 * (facts.elements - inside) + inside // 2 + scales
+        assert facts.weight_bytes("bf16", "nf4") == expected_bytes
+
+
 @pytest.mark.parametrize(
-    "changes", [{"quant_method": "gptq"}, {"load_in_4bit": False}, {"bnb_4bit_quant_type": "fp4"}]
+    ("changes", "name"),
+    [
+        ({"quant_method": "gptq"}, '"gptq"'),
+        ({"load_in_4bit": False}, r'"bitsandbytes" \(nf4\)'),
+        ({"bnb_4bit_quant_type": "fp4"}, r'"bitsandbytes" \(fp4\)'),
+        ({"bnb_4bit_quant_type": None}, r'"bitsandbytes" \(fp4\)'),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            r'"compressed-tensors" \(pack-quantized\)',
+        ),
+    ],
 )
-def test_other_quantizations_are_errors(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_other_quantizations_are_errors(tmp_path: Path, changes: dict[str, Any], name: str) -> None:
     folder_of_bitsandbytes(tmp_path, **changes)
-    with pytest.raises(tc.errors.ConfigError, match="load the unquantized weights"):
+    with pytest.raises(tc.errors.ConfigError, match=f"of {name} are .*load the unquantized weight"):
         FluxTransformer.from_pretrained(tmp_path)

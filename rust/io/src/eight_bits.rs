@@ -1,16 +1,17 @@
 //! Eight-bit weights, with or without scales, as `ComfyUI`, compressed-tensors and bitsandbytes store them.
 //!
 //! The scales of `layer.weight` are in another tensor. Older files of `ComfyUI` store them in `layer.scale_weight`, and an
-//! empty tensor `scaled_fp8` marks such a file. Newer files of `ComfyUI` store the scales in `layer.weight_scale`, and
-//! `layer.comfy_quant` has the name of the format.
-//! A weight has one scale or, in compressed-tensors, one scale for each row
+//! empty tensor `scaled_fp8` marks such a file. Newer files of `ComfyUI` store the scales in `layer.weight_scale`. They name the
+//! format of each layer in JSON, in the tensor `layer.comfy_quant` or, for all layers together, in an entry of the header.
+//! A weight has one scale or one for each row
 //! (<https://github.com/comfyanonymous/ComfyUI/blob/a125cd84b054a57729b5eecab930ca9408719832/comfy/ops.py>).
 //! bitsandbytes stores the largest magnitude of each row in `layer.SCB`. `layer.weight_format` is 0 if the codes are in
 //! row-major order
 //! (<https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/nn/modules.py>).
 
-use half::bf16;
-use serde_json::Value;
+use half::{bf16, f16};
+use safetensors::Dtype;
+use serde_json::{Map, Value};
 
 use crate::tensor_writer::EightBits;
 
@@ -24,6 +25,10 @@ pub(crate) const LARGEST_INT8: f32 = 127.0;
 const INPUTS: [&str; 2] = ["scale_input", "input_scale"];
 /// The ending of the key of `ComfyUI`'s JSON with the name of the format.
 pub(crate) const COMFY: &str = "comfy_quant";
+/// The entry of the header in which `ComfyUI` names the formats of layers.
+pub(crate) const HEADER: &str = "_quantization_metadata";
+/// What the names of weights may begin with while the names of layers in [`HEADER`] do not.
+pub(crate) const PREFIXES: [&str; 2] = ["", "model.diffusion_model."];
 /// The ending of the key of bitsandbytes' number for the order of the codes.
 pub(crate) const ORDER: &str = "weight_format";
 /// The name of the empty tensor that marks an older file of `ComfyUI` with scales.
@@ -36,8 +41,6 @@ pub(crate) enum Beside {
     Scales,
     /// The largest magnitude of each row, which is the row's scale times 127.
     Largest,
-    /// `ComfyUI`'s JSON with the name of the format.
-    Comfy,
     /// bitsandbytes' number for the order of the codes.
     Order,
     /// Data that does not affect the weight's values.
@@ -51,7 +54,6 @@ pub(crate) fn keys_beside(name: &str) -> Vec<(String, Beside)> {
     let keys = |ends: &'static [&str], what| ends.iter().map(move |end| (format!("{layer}{end}"), what));
     keys(&SCALES, Beside::Scales)
         .chain(keys(&[LARGEST], Beside::Largest))
-        .chain(keys(&[COMFY], Beside::Comfy))
         .chain(keys(&[ORDER], Beside::Order))
         .chain(keys(&INPUTS, Beside::Nothing))
         .collect()
@@ -65,15 +67,28 @@ pub const fn comfy_format(bits: EightBits) -> &'static str {
     }
 }
 
-/// The name of the format in `ComfyUI`'s JSON, or `None` if this format is supported. The only supported format for weights
-/// of type `bits` is [`comfy_format`], without the rotation `convrot`.
-pub(crate) fn other_format(json: &[u8], bits: EightBits) -> Option<String> {
-    let found: Value = serde_json::from_slice(json).unwrap_or_default();
-    let format = found.get("format").and_then(Value::as_str).unwrap_or("unknown");
-    if found.get("convrot").and_then(Value::as_bool) == Some(true) {
-        return Some(format!("{format} (convrot)"));
+/// The type of the codes of a weight, given `ComfyUI`'s JSON about it and the dtype of its tensor. The error is the name of a
+/// format that is not supported. The supported formats are those of [`comfy_format`], without the rotation `convrot`.
+pub(crate) fn bits_of(stated: &Value, stored: Option<Dtype>) -> Result<EightBits, String> {
+    let format = stated.get("format").and_then(Value::as_str).unwrap_or("unknown");
+    if stated.get("convrot").and_then(Value::as_bool) == Some(true) {
+        return Err(format!("{format} (convrot)"));
     }
-    (format != comfy_format(bits)).then(|| format.to_owned())
+    let bits = match stored {
+        Some(Dtype::F8_E4M3 | Dtype::U8) => Some(EightBits::Fp8),
+        Some(Dtype::I8) => Some(EightBits::Int8),
+        _ => None,
+    };
+    bits.filter(|&bits| comfy_format(bits) == format).ok_or_else(|| format.to_owned())
+}
+
+/// `ComfyUI`'s JSON about each layer, from the text of the header's entry [`HEADER`].
+pub(crate) fn layers_of(text: &str) -> Map<String, Value> {
+    let Ok(Value::Object(mut found)) = serde_json::from_str(text) else { return Map::new() };
+    match found.remove("layers") {
+        Some(Value::Object(layers)) => layers,
+        _ => Map::new(),
+    }
 }
 
 /// The value of the e4m3 number with the given bits: a sign bit, four bits of exponent with a bias of 7, three bits of
@@ -89,9 +104,15 @@ pub(crate) fn value(bits: u8) -> bf16 {
     })
 }
 
+/// The value of the e5m2 number with the given bits, which are the upper eight bits of an f16 number. bf16 represents every
+/// e5m2 value exactly.
+pub(crate) fn value_of_e5m2(bits: u8) -> bf16 {
+    bf16::from_f32(f16::from_bits(u16::from(bits) << 8).to_f32())
+}
+
 #[cfg(test)]
 mod tests {
-    use super::value;
+    use super::{value, value_of_e5m2};
 
     #[test]
     fn e4m3_bits_have_the_values_of_the_format() {
@@ -103,5 +124,14 @@ mod tests {
         }
         assert!(found(0x7f).is_nan() && found(0xff).is_nan());
         assert_eq!(value(0x80).to_bits(), 0x8000);
+    }
+
+    #[test]
+    fn e5m2_bits_have_the_values_of_the_format() {
+        let expected = [(0x00, 0.0), (0x01, 2f32.powi(-16)), (0x3c, 1.0), (0xbd, -1.25), (0x7b, 57344.0)];
+        for (bits, value) in expected {
+            assert!((value_of_e5m2(bits).to_f32() - value).abs() < f32::EPSILON, "{bits:#x}");
+        }
+        assert!(value_of_e5m2(0x7f).is_nan());
     }
 }

@@ -6,6 +6,7 @@ mod bitsandbytes;
 mod eight_bits;
 pub mod form;
 mod gguf;
+mod other_formats;
 pub mod tensor_file;
 mod tensor_writer;
 mod weight_file;

@@ -14,7 +14,6 @@ use trainable_candle_core::raw::{check_allocation, filled_in_parts, from_vec, is
 use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor};
 
 use crate::eight_bits;
-use crate::tensor_writer::EightBits;
 
 /// The largest size of a header, in bytes, that the format allows.
 const LONGEST_HEADER: u64 = 100_000_000;
@@ -103,7 +102,7 @@ impl TensorFile {
         self.metadata.info(name).map(|info| info.shape.as_slice())
     }
 
-    /// The dtype in which [`read`](Self::read) returns the tensor `name`: the stored dtype, bf16 for e4m3 and u8 for bool.
+    /// The dtype in which [`read`](Self::read) returns the tensor `name`: the stored dtype, bf16 for fp8 and u8 for bool.
     /// `None` if the file has no tensor `name`, or if the tensor's dtype is not supported.
     pub fn dtype_of(&self, name: &str) -> Option<DType> {
         let info = self.metadata.info(name)?;
@@ -135,8 +134,13 @@ impl TensorFile {
             return Err(Error::weights(&self.path, format!("there is no tensor \"{name}\"")));
         };
         let stored = self.dtype(name, &info)?;
-        if info.dtype == Dtype::F8_E4M3 {
-            return self.read_fp8(&info, dtype.unwrap_or(stored), device);
+        let value = match info.dtype {
+            Dtype::F8_E4M3 => Some(eight_bits::value as fn(u8) -> bf16),
+            Dtype::F8_E5M2 => Some(eight_bits::value_of_e5m2 as fn(u8) -> bf16),
+            _ => None,
+        };
+        if let Some(value) = value {
+            return self.read_fp8(&info, value, dtype.unwrap_or(stored), device);
         }
         let dtype = dtype.filter(|_| is_float(stored)).unwrap_or(stored);
         let elements = check_allocation("load", &info.shape, dtype)?;
@@ -161,38 +165,40 @@ impl TensorFile {
         Ok(Tensor::from_raw(&result.reshape(info.shape)?))
     }
 
-    /// Read a tensor of e4m3 numbers. The numbers are converted to bf16, which represents them exactly, and then to `dtype`.
-    fn read_fp8(&mut self, info: &TensorInfo, dtype: DType, device: &Device) -> Result<Tensor> {
+    /// Read a tensor of fp8 numbers. `value` converts each to bf16, which represents it exactly; bf16 is converted to `dtype`.
+    fn read_fp8(&self, info: &TensorInfo, value: fn(u8) -> bf16, dtype: DType, device: &Device) -> Result<Tensor> {
         let elements = check_allocation("load", &info.shape, dtype)?;
         let bytes = self.read_stored(info, DType::U8)?.reshape(elements)?.to_vec1::<u8>()?;
-        let known: Vec<bf16> = (0..=u8::MAX).map(eight_bits::value).collect();
+        let known: Vec<bf16> = (0..=u8::MAX).map(value).collect();
         let values: Vec<bf16> = bytes.into_iter().map(|byte| known[usize::from(byte)]).collect();
         let read = from_vec(values, info.shape.as_slice()).to_device(device)?;
         Ok(Tensor::from_raw(&if dtype == DType::BF16 { read } else { cast(&read, dtype)? }))
     }
 
-    /// Read the bytes of a tensor of eight-bit numbers, as u8 in the shape of the tensor.
-    pub(crate) fn read_codes(&self, name: &str) -> Result<Tensor> {
+    /// Read the bytes of a tensor, whatever its dtype, as u8 in one dimension.
+    pub(crate) fn read_bytes(&self, name: &str) -> Result<Tensor> {
         let Some(info) = self.metadata.info(name) else {
             return Err(Error::weights(&self.path, format!("there is no tensor \"{name}\"")));
         };
-        check_allocation("load", &info.shape, DType::U8)?;
-        Ok(Tensor::from_raw(&self.read_stored(info, DType::U8)?))
+        let (start, end) = info.data_offsets;
+        check_allocation("load", &[end - start], DType::U8)?;
+        Ok(Tensor::from_raw(&self.read_range(start, &[end - start], DType::U8)?))
     }
 
-    /// The type of the elements of the tensor `name` if they are int8 or e4m3 numbers, otherwise `None`.
-    pub(crate) fn eight_bits(&self, name: &str) -> Option<EightBits> {
-        match self.metadata.info(name)?.dtype {
-            Dtype::F8_E4M3 => Some(EightBits::Fp8),
-            Dtype::I8 => Some(EightBits::Int8),
-            _ => None,
-        }
+    /// The dtype of the tensor `name` in the file.
+    pub(crate) fn stored_dtype(&self, name: &str) -> Option<Dtype> {
+        self.metadata.info(name).map(|info| info.dtype)
     }
 
-    /// Read the stored values of a tensor with several threads. `stored` is the dtype of these values.
+    /// Read the stored values of a tensor. `stored` is the dtype of these values.
     fn read_stored(&self, info: &TensorInfo, stored: DType) -> Result<Raw> {
-        let start = self.data + info.data_offsets.0 as u64;
-        filled_in_parts(&info.shape, stored, PART, |at, part| {
+        self.read_range(info.data_offsets.0, &info.shape, stored)
+    }
+
+    /// Read values of `dtype` with several threads, beginning `start` bytes after the beginning of the tensors' data.
+    fn read_range(&self, start: usize, dims: &[usize], dtype: DType) -> Result<Raw> {
+        let start = self.data + start as u64;
+        filled_in_parts(dims, dtype, PART, |at, part| {
             self.file.read_exact_at(part, start + at as u64).map_err(|error| Error::io(&self.path, error))
         })
     }
@@ -203,8 +209,8 @@ impl TensorFile {
             Dtype::F64 => Ok(DType::F64),
             Dtype::F32 => Ok(DType::F32),
             Dtype::F16 => Ok(DType::F16),
-            // The values of e4m3 numbers are read as bf16.
-            Dtype::BF16 | Dtype::F8_E4M3 => Ok(DType::BF16),
+            // The values of fp8 numbers are read as bf16.
+            Dtype::BF16 | Dtype::F8_E4M3 | Dtype::F8_E5M2 => Ok(DType::BF16),
             Dtype::I64 => Ok(DType::I64),
             Dtype::U32 => Ok(DType::U32),
             Dtype::U8 | Dtype::BOOL => Ok(DType::U8),

@@ -5,11 +5,10 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-use trainable_candle_core::{DType, Device, Result, Tensor};
+use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
 use crate::gguf::{self, GgufFile};
 use crate::tensor_file::TensorFile;
-use crate::tensor_writer::EightBits;
 
 /// An open file of weights whose tensors are read one at a time.
 pub enum WeightFile {
@@ -103,8 +102,14 @@ impl WeightFile {
         }
     }
 
-    /// The type of the elements of the tensor `name` if they are int8 or e4m3 numbers, otherwise `None`.
-    pub(crate) fn eight_bits(&self, name: &str) -> Option<EightBits> {
-        self.safetensors()?.eight_bits(name)
+    /// Read the bytes of the tensor `name` of a safetensors file, whatever the tensor's dtype is, as u8 in one dimension.
+    ///
+    /// # Errors
+    /// [`Error::WeightsFormat`] if there is no such tensor, or if this is a GGUF file; [`Error::Io`] if reading fails.
+    pub(crate) fn read_bytes(&self, name: &str) -> Result<Tensor> {
+        match self {
+            Self::Safetensors(file) => file.read_bytes(name),
+            Self::Gguf(file) => Err(Error::weights(file.path(), format!("\"{name}\" is not in a safetensors file"))),
+        }
     }
 }

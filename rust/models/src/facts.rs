@@ -51,6 +51,10 @@ pub struct PartFacts {
     model: Arc<dyn Model>,
     /// The format of each parameter that its file stores quantized in blocks.
     stored: BTreeMap<String, Format>,
+    /// The format in which the file stores every layer that may be quantized, unless it is a block format.
+    codes: Option<Format>,
+    /// Whether the file has weights in NF4 whose scales are not quantized.
+    has_plain_scales: bool,
 }
 
 impl Facts {
@@ -86,13 +90,21 @@ impl PartFacts {
         let weights = WeightFiles::open(files.weights())?;
         let prefix = files.original().map_or("", |original| original.prefix);
         let layout = model.layout(files.original(), Some(&weights));
-        let format = |name: &str| {
-            let mut places = layout.places(name).into_iter().filter(|place| place.form.keeps_rows());
-            places.find_map(|place| weights.block_format(&format!("{prefix}{}", place.key)))
+        let keys = |name: &str| {
+            let places = layout.places(name).into_iter().filter(|place| place.form.keeps_rows());
+            places.map(|place| format!("{prefix}{}", place.key)).collect::<Vec<_>>()
         };
+        let format = |name: &str| keys(name).iter().find_map(|key| weights.block_format(key));
         let stored = |(name, _): (String, Weight)| format(&name).map(|format| (name, Format::Ggml(format)));
         let stored = model.named_weights().into_iter().filter_map(stored).collect();
-        Ok(Self { kind, place: files.place(), path, dtype: weights.common_dtype(prefix), model, stored })
+        let matrices = pipelines::layer_shapes(model.as_ref()).into_iter().filter(|(_, dims)| dims.len() == 2);
+        let layers = matrices.map(|(layer, _)| layer).filter(|layer| kind.quantizable.has(layer));
+        let layers: Vec<Vec<String>> = layers.map(|layer| keys(&format!("{layer}.weight"))).collect();
+        let mut formats = layers.iter().map(|keys| keys.iter().find_map(|key| weights.format(key)));
+        let codes = formats.next().flatten().filter(|&first| formats.all(|other| other == Some(first)));
+        let has_plain_scales = layers.iter().flatten().any(|key| weights.has_plain_scales(key));
+        let dtype = weights.common_dtype(prefix);
+        Ok(Self { kind, place: files.place(), path, dtype, model, stored, codes, has_plain_scales })
     }
 
     /// The model's `config.json`.
@@ -149,6 +161,9 @@ impl PartFacts {
         let bytes = |name: &str, dims: &[usize]| {
             let plain = dims.iter().product::<usize>() * dtype.size_in_bytes();
             match (dims, format_of(name)) {
+                (&[rows, columns], Some(Format::Nf4)) if self.has_plain_scales => {
+                    Format::bytes_with_plain_scales(rows, columns)
+                }
                 (&[rows, columns], Some(format)) => {
                     let transposed = quantization.transposes() && stream.is_none();
                     format.bytes(rows, columns) + if transposed { transposed_bytes(rows, columns) } else { 0 }
@@ -190,6 +205,12 @@ impl PartFacts {
     /// The operations of a forward pass over one sample of `size`, as [`Saved::forward_flops`].
     pub fn forward_flops(&self, size: SampleSize) -> Flops {
         Saved::forward_flops(self.model.as_ref(), size)
+    }
+
+    /// The format in which the model's file stores every layer that may be quantized: int8, fp8 or NF4. Loading the model in this
+    /// format keeps the codes of the file.
+    pub const fn stored_format(&self) -> Option<Format> {
+        self.codes
     }
 
     /// Whether the model's layers can be quantized: the kind of model has such layers, and no weight in the model's file

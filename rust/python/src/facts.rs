@@ -155,6 +155,13 @@ impl PartFacts {
         Ok((streamed.blocks, streamed.modulation))
     }
 
+    /// The format in which the file stores every layer that may be quantized: "int8", "fp8" or "nf4"; None if a layer has another
+    /// format. With this format as `quantize`, `from_pretrained` keeps the codes of the file.
+    #[getter]
+    fn stored_format(&self) -> Option<&'static str> {
+        self.0.stored_format().map(trainable_candle_core::quantized::Format::name)
+    }
+
     /// Whether `from_pretrained` can quantize the model. False also if the model's file has quantized layers, because
     /// these layers keep their format.
     #[getter]

@@ -239,6 +239,35 @@ impl Quantized {
         Ok(Self::of_parts([rows, columns], dtype, Arc::new([Part { rows, codes, scales }])))
     }
 
+    /// The rows from `start` on, `count` of them, with the codes and scales of this matrix. None if the matrix is not in NF4, or if
+    /// elements of other rows share a scale with elements of these rows.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if the copy does not fit.
+    pub fn rows_of_nf4(&self, start: usize, count: usize) -> Result<Option<Self>> {
+        let ([rows, columns], [part]) = (self.dims, &*self.parts) else { return Ok(None) };
+        let shared = match part.scales {
+            Scales::Nf4(_) => nf4::BLOCK,
+            Scales::Nested { .. } => nf4::BLOCK * nf4::NESTED,
+            _ => return Ok(None),
+        };
+        let [first, length] = [start, count].map(|rows| rows * columns);
+        if !first.is_multiple_of(shared) || !(length.is_multiple_of(shared) || start + count == rows) {
+            return Ok(None);
+        }
+        // The elements are copied, because a view would keep the memory of the whole matrix allocated.
+        let cut = |raw: &Raw, each: usize| raw.narrow(0, first / each, length.div_ceil(each))?.force_contiguous();
+        let scales = match &part.scales {
+            Scales::Nested { codes, scales, offset } => {
+                Scales::Nested { codes: cut(codes, nf4::BLOCK)?, scales: cut(scales, shared)?, offset: *offset }
+            }
+            Scales::Nf4(scales) => Scales::Nf4(cut(scales, nf4::BLOCK)?),
+            _ => return Ok(None),
+        };
+        let part = Part { rows: count, codes: cut(&part.codes, 2)?, scales };
+        Ok(Some(Self { dims: [count, columns], dtype: self.dtype, parts: Arc::new([part]) }))
+    }
+
     /// A matrix whose rows consist of blocks of a format of ggml: `blocks` (rows, bytes of a row), u8. The matrix represents
     /// values of `dtype`.
     ///

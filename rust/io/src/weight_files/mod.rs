@@ -1,5 +1,7 @@
 //! Reads weights by name from one or several files.
 
+mod beside;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -8,7 +10,7 @@ use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Quantized, Result, Tensor};
 
 use crate::bitsandbytes::{self, State};
-use crate::eight_bits::{self, Beside};
+use crate::eight_bits;
 use crate::gguf::GgufFile;
 use crate::tensor_file::TensorFile;
 use crate::tensor_writer::EightBits;
@@ -19,6 +21,8 @@ pub struct WeightFiles {
     files: Vec<WeightFile>,
     /// A map from a tensor's name to the index in `files` of the file that has the tensor.
     index: BTreeMap<String, usize>,
+    /// The types of the codes of eight-bit weights by the weights' names.
+    codes: BTreeMap<String, EightBits>,
     /// The scales (f32) of the eight-bit weights by the weights' names: one scale for a weight, or one for each of its rows.
     scales: BTreeMap<String, Tensor>,
     /// The four-bit weights of bitsandbytes by name.
@@ -37,7 +41,8 @@ impl WeightFiles {
     /// Open one file, or all files (shards) of a model.
     ///
     /// # Errors
-    /// As [`WeightFile::open`]; [`Error::WeightsFormat`] if two shards have a tensor of the same name.
+    /// As [`WeightFile::open`]; [`Error::WeightsFormat`] if two shards have a tensor of the same name, or if weights are quantized
+    /// in a format that is not supported.
     pub fn open(paths: &[PathBuf]) -> Result<Self> {
         let files = paths.iter().map(|path| WeightFile::open(path)).collect::<Result<Vec<_>>>()?;
         let mut index = BTreeMap::new();
@@ -49,98 +54,10 @@ impl WeightFiles {
                 index.insert(name, i);
             }
         }
-        let mut found = Self { files, index, scales: BTreeMap::new(), packed: BTreeMap::new() };
-        found.take_scales()?;
-        found.take_packed()?;
+        let (codes, scales, packed) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        let mut found = Self { files, index, codes, scales, packed };
+        found.take_all_beside()?;
         Ok(found)
-    }
-
-    /// Read the scales and the other tensors that belong to eight-bit weights. These tensors are removed from the names,
-    /// because they are part of the weights' values.
-    fn take_scales(&mut self) -> Result<()> {
-        let kind = |(name, &file): (&String, &usize)| Some((name.clone(), self.files[file].eight_bits(name)?));
-        let weights: Vec<(String, EightBits)> = self.index.iter().filter_map(kind).collect();
-        for (weight, bits) in weights {
-            for (key, beside) in eight_bits::keys_beside(&weight) {
-                let Some(file) = self.index.remove(&key) else { continue };
-                self.take_beside((&weight, bits), &key, beside, file)?;
-            }
-        }
-        self.index.retain(|name, _| name.rsplit('.').next() != Some(eight_bits::MARK));
-        Ok(())
-    }
-
-    /// Read the tensor `key`, which belongs to an eight-bit weight, from the file with the index `file`. `beside` is what the
-    /// tensor contains.
-    fn take_beside(&mut self, (weight, bits): (&str, EightBits), key: &str, beside: Beside, file: usize) -> Result<()> {
-        let rows = self.shape(weight).and_then(|dims| dims.first().copied()).unwrap_or(1);
-        let file = &mut self.files[file];
-        match beside {
-            Beside::Scales | Beside::Largest => {
-                let scales = flat(&file.read_as(key, Some(DType::F32), &Device::Cpu)?)?;
-                if ![1, rows].contains(&scales.elem_count()) {
-                    let found = file.shape(key).unwrap_or_default();
-                    let text = format!(
-                        "\"{key}\" has shape {found:?}, expected one scale for \"{weight}\" or one for each of its {rows} rows"
-                    );
-                    return Err(Error::weights(file.path(), text));
-                }
-                let scales = if beside == Beside::Largest {
-                    let factors = scales.to_vec::<f32>()?.into_iter().map(|largest| largest / eight_bits::LARGEST_INT8);
-                    Tensor::new(factors.collect::<Vec<f32>>().as_slice(), &Device::Cpu)?
-                } else {
-                    scales
-                };
-                self.scales.insert(weight.to_owned(), scales);
-            }
-            Beside::Comfy => {
-                if let Some(format) = eight_bits::other_format(&bytes(file, key)?, bits) {
-                    let text = format!(
-                        "\"{weight}\" is quantized as \"{format}\", which is not supported; use a file of bf16, f16 or fp8 \
-                         (float8_e4m3fn)"
-                    );
-                    return Err(Error::weights(file.path(), text));
-                }
-            }
-            Beside::Order => {
-                if bytes(file, key)? != [0] {
-                    let text = format!(
-                        "\"{weight}\" is not in row-major order, which is not supported; save it again \
-                         in row-major order"
-                    );
-                    return Err(Error::weights(file.path(), text));
-                }
-            }
-            Beside::Nothing => {}
-        }
-        Ok(())
-    }
-
-    /// Read the states of four-bit weights. All tensors of these weights except the codes are removed from the names, because
-    /// they are part of the weights' values.
-    fn take_packed(&mut self) -> Result<()> {
-        let states: Vec<(String, usize)> = self
-            .index
-            .iter()
-            .filter(|(key, _)| key.ends_with(bitsandbytes::STATE) || key.ends_with(bitsandbytes::OTHER_STATE))
-            .map(|(key, &file)| (key.clone(), file))
-            .collect();
-        for (key, file) in states {
-            let error = |text: String| Error::weights(self.files[file].path(), text);
-            let Some(weight) = key.strip_suffix(bitsandbytes::STATE).map(str::to_owned) else {
-                let text = format!("\"{key}\": weights of the type fp4 are not supported; use nf4, or bf16 weights");
-                return Err(error(text));
-            };
-            let path = self.files[file].path().to_path_buf();
-            let json = self.files[file].read(&key, &Device::Cpu)?.to_vec::<u8>()?;
-            let state = State::parse(&json).map_err(|text| Error::weights(&path, format!("\"{weight}\": {text}")))?;
-            self.index.remove(&key);
-            let ends = [bitsandbytes::SCALES, bitsandbytes::CODE, bitsandbytes::OUTER, bitsandbytes::OUTER_CODE];
-            let names = ends.map(|end| format!("{weight}{end}"));
-            let parts = names.into_iter().filter_map(|name| Some((name.clone(), self.index.remove(&name)?))).collect();
-            self.packed.insert(weight, Packed { state, parts });
-        }
-        Ok(())
     }
 
     /// The names of the tensors, sorted.
@@ -161,13 +78,13 @@ impl WeightFiles {
         self.files[*self.index.get(name)?].shape(name)
     }
 
-    /// The dtype in which [`read`](Self::read) returns the tensor `name` if no other dtype is requested. It is bf16 for int8
-    /// weights with scales. `None` if the files have no tensor `name`, or if the tensor's dtype is not supported.
+    /// The dtype in which [`read`](Self::read) returns the tensor `name` if no other dtype is requested. It is bf16 for eight-bit
+    /// weights. `None` if the files have no tensor `name`, or if the tensor's dtype is not supported.
     pub fn dtype(&self, name: &str) -> Option<DType> {
         if let Some(packed) = self.packed.get(name) {
             return Some(packed.state.dtype);
         }
-        if let Some((EightBits::Int8, _)) = self.eight_bits(name) {
+        if self.eight_bits(name).is_some() {
             return Some(DType::BF16);
         }
         self.files[*self.index.get(name)?].dtype_of(name)
@@ -192,9 +109,9 @@ impl WeightFiles {
         elements.into_iter().max_by_key(|&(_, count)| count).map(|(dtype, _)| dtype)
     }
 
-    /// The text entries of the headers of all files.
+    /// The text entries of the headers of all files, without the formats of weights.
     pub fn metadata(&self) -> BTreeMap<String, String> {
-        self.files.iter().flat_map(WeightFile::metadata).collect()
+        self.files.iter().flat_map(WeightFile::metadata).filter(|(name, _)| name != eight_bits::HEADER).collect()
     }
 
     /// Read one tensor to `device`. Floating-point values are converted to `dtype`, if it is given. Quantized weights are
@@ -210,22 +127,42 @@ impl WeightFiles {
             let matrix = self.read_nf4(name)?.to_device(device)?;
             return matrix.dequantize(dtype.unwrap_or_else(|| matrix.dtype()));
         }
-        if !self.scales.contains_key(name) {
-            return self.files[file].read_as(name, dtype, device);
-        }
         let Some((bits, codes, scales)) = self.read_eight_bits(name)? else {
-            return Err(Error::weights(self.path(), format!("\"{name}\" has scales but is not an eight-bit weight")));
+            return self.files[file].read_as(name, dtype, device);
         };
         // The rows of a convolution's weight are the weights of the output channels.
         let rows = codes.dims().first().copied().unwrap_or(1);
         let matrix = codes.reshape((rows, codes.elem_count() / rows.max(1)))?;
-        let values = quantized(bits, &matrix, &scales, dtype.unwrap_or(DType::BF16))?.to_device(device)?;
+        let values = quantized(bits, &matrix, &scales, dtype.unwrap_or(DType::BF16)).map_err(|error| match error {
+            Error::Argument { message, .. } => {
+                Error::weights(self.files[file].path(), format!("\"{name}\": {message}"))
+            }
+            other => other,
+        })?;
+        let values = values.to_device(device)?;
         values.dequantize(values.dtype())?.reshape(codes.dims())
     }
 
     /// Whether the tensor `name` is a four-bit weight of bitsandbytes.
     pub fn is_nf4(&self, name: &str) -> bool {
         self.packed.contains_key(name)
+    }
+
+    /// Whether the tensor `name` is a four-bit weight of bitsandbytes whose scales are not quantized.
+    pub fn has_plain_scales(&self, name: &str) -> bool {
+        self.packed.get(name).is_some_and(|packed| packed.state.offset.is_none())
+    }
+
+    /// The format of the codes of the quantized weight `name`, except for weights in GGUF files: see
+    /// [`block_format`](Self::block_format).
+    pub fn format(&self, name: &str) -> Option<Format> {
+        if self.is_nf4(name) {
+            return Some(Format::Nf4);
+        }
+        Some(match self.eight_bits(name)?.0 {
+            EightBits::Fp8 => Format::Fp8,
+            EightBits::Int8 => Format::Int8,
+        })
     }
 
     /// Read a four-bit weight to the CPU without dequantizing it.
@@ -245,8 +182,10 @@ impl WeightFiles {
         let [scales, code] = [file_of(bitsandbytes::SCALES)?, file_of(bitsandbytes::CODE)?];
         let outer =
             if nested { Some([file_of(bitsandbytes::OUTER)?, file_of(bitsandbytes::OUTER_CODE)?]) } else { None };
+        // The bytes are the codes whatever the dtype of the tensor is: `bnb_4bit_quant_storage` may be bf16, for example.
+        let codes = self.files[file].read_bytes(name)?;
         let mut read = |file: usize, end: &str| self.files[file].read(&format!("{name}{end}"), &Device::Cpu);
-        let (codes, scales) = (read(file, "")?, read(scales, bitsandbytes::SCALES)?);
+        let scales = read(scales, bitsandbytes::SCALES)?;
         let map = read(code, bitsandbytes::CODE)?.to_vec::<f32>()?;
         let outer = match outer {
             Some([of_scales, of_code]) => {
@@ -277,14 +216,15 @@ impl WeightFiles {
             Some(scales) => scales.clone(),
             None => Tensor::new(&[1f32], &Device::Cpu)?,
         };
-        Ok(Some((bits, file.read_codes(name)?, scales)))
+        let codes = file.read_bytes(name)?.reshape(file.shape(name).unwrap_or_default())?;
+        Ok(Some((bits, codes, scales)))
     }
 
     /// The type of an eight-bit weight's codes, and the weight's file. `None` for other weights, and for int8 weights without
     /// scales.
     fn eight_bits(&self, name: &str) -> Option<(EightBits, &TensorFile)> {
-        let file = self.files[*self.index.get(name)?].safetensors()?;
-        let bits = file.eight_bits(name)?;
+        let (&bits, &file) = (self.codes.get(name)?, self.index.get(name)?);
+        let file = self.files[file].safetensors()?;
         (bits == EightBits::Fp8 || self.scales.contains_key(name)).then_some((bits, file))
     }
 
@@ -325,14 +265,4 @@ pub fn quantized(bits: EightBits, codes: &Tensor, scales: &Tensor, dtype: DType)
             Quantized::from_eight_bits(Format::Int8, codes, &scales, dtype)
         }
     }
-}
-
-/// `tensor` with one dimension.
-fn flat(tensor: &Tensor) -> Result<Tensor> {
-    tensor.reshape(tensor.elem_count())
-}
-
-/// The elements of the u8 tensor `key`.
-fn bytes(file: &mut WeightFile, key: &str) -> Result<Vec<u8>> {
-    flat(&file.read(key, &Device::Cpu)?)?.to_vec::<u8>()
 }

@@ -335,9 +335,15 @@ fn take_quantization(map: &mut Map<String, Value>) -> std::result::Result<(), St
         return Ok(());
     }
     let method = text("quant_method");
+    // bitsandbytes' default for four bits is fp4.
+    let form = match (method, given.get("bnb_4bit_quant_type").and_then(Value::as_str)) {
+        ("bitsandbytes", form) => format!(" ({})", form.unwrap_or("fp4")),
+        ("compressed-tensors", _) => format!(" ({})", text("format")),
+        _ => String::new(),
+    };
     Err(format!(
-        "weights with this {FIELD} of \"{method}\" are not supported; supported are nf4 and int8 of bitsandbytes, and \
-         eight-bit weights of compressed-tensors; load the unquantized weights, with quantize= (--base-precision)"
+        "weights with this {FIELD} of \"{method}\"{form} are not supported; supported are nf4 and int8 of bitsandbytes, \
+         and eight-bit weights of compressed-tensors; load the unquantized weights, with quantize= (--base-precision)"
     ))
 }
 

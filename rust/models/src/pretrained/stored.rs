@@ -71,9 +71,17 @@ impl StoredWeights {
             }
             return Quantized::from_ggml(stored, &form.read(&blocks)?, self.dtype.unwrap_or(DType::BF16)).map(Some);
         }
-        if format == Some(Format::Nf4) && form == Form::Plain && self.files.is_nf4(&key) {
-            let matrix = self.files.read_nf4(&key)?;
-            return Ok(Some(matrix.with_dtype(self.dtype.unwrap_or_else(|| matrix.dtype()))));
+        if format == Some(Format::Nf4) && self.files.is_nf4(&key) {
+            let stored = self.files.read_nf4(&key)?;
+            let matrix = match form {
+                Form::Plain => Some(stored),
+                Form::Rows { first, count, of } => {
+                    let share = stored.dims()[0] / of;
+                    stored.rows_of_nf4(first * share, count * share)?
+                }
+                _ => None,
+            };
+            return Ok(matrix.map(|matrix| matrix.with_dtype(self.dtype.unwrap_or_else(|| matrix.dtype()))));
         }
         let of_eight = match format {
             Some(Format::Int8) => EightBits::Int8,
