@@ -186,11 +186,13 @@ class Adapter:
         dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
         rslora: whether the low-rank product is multiplied by alpha / sqrt(rank) instead of alpha / rank.
         qat: the format to which every forward pass rounds the adapted weight, as `nn.functional.fake_quantize` does.
+        qat_activations: whether `forward` also rounds its input, with a scale for each vector of in_features.
 
     Raises:
         ArgumentError: if the kind is unknown, or a number is out of range.
         ShapeError: if the weight is not a matrix or the bias does not fit it.
-        ConfigError: if the weight cannot be rounded to the format `qat`.
+        ConfigError: if the weight cannot be rounded to the format `qat`, or inputs are to be rounded to another format than
+            "int8" or "fp8".
     """
     def __new__(
         cls,
@@ -203,6 +205,7 @@ class Adapter:
         dropout: SupportsFloat | SupportsIndex = ...,
         rslora: bool = False,
         qat: str | None = None,
+        qat_activations: bool = False,
     ) -> Adapter: ...
     def forward(self, /, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """

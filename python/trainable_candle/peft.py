@@ -366,7 +366,7 @@ def _adapted(name: str, layer: Linear | Conv2d, rank: int, config: LoraConfig) -
         )
     kind = DoRALinear if config.adapter == "dora" else LoRALinear
     assert isinstance(layer, Linear)
-    return kind(layer.weight, rank, alpha, layer.bias, *how, config.qat)
+    return kind(layer.weight, rank, alpha, layer.bias, *how, config.qat, config.qat_activations)
 
 
 def _named(key: str) -> str:

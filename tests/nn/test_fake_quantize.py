@@ -171,5 +171,41 @@ def test_python_modules_round_their_linear_layers() -> None:
     adapter = model.add_adapter(config)
     expected = F.fake_quantize(before.detach(), "int8").numpy()
     np.testing.assert_array_equal(adapter.merge().fc.weight.numpy(), expected)
+    model = Small()
+    config = tc.LoraConfig(r=2, target_modules=["fc"], qat="int8", qat_activations=True)
+    adapter = model.add_adapter(config)
+    x = tc.tensor(matrix(5, 16))
+    found = model.fc(x).numpy()
+    layer = adapter.merge().fc
+    expected = F.linear(F.fake_quantize(x, "int8"), layer.weight, layer.bias).numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
     with pytest.raises(ConfigError, match=r"conv is a convolution.*exclude_modules"):
         Small().add_adapter(tc.LoraConfig(target_modules=["conv"], qat="int8"))
+
+
+@pytest.mark.parametrize("layer", [tc.nn.LoRALinear, tc.nn.DoRALinear])
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_inputs_are_rounded_with_a_scale_per_token(
+    layer: type[tc.nn.LoRALinear | tc.nn.DoRALinear], format: str
+) -> None:
+    weight, x = tc.tensor(matrix(32, 64)), tc.Var(tc.tensor(matrix(6, 64).reshape(2, 3, 64)))
+    aware = layer(weight, 4, 8.0, qat=format, qat_activations=True)
+    aware.get_vars()[1].set(tc.tensor(matrix(32, 4) * 3))
+    tokens = F.fake_quantize(x.detach().reshape(6, 64), format)
+    expected = F.linear(tokens, aware.merge()).reshape(2, 3, 32)
+    y = aware(x)
+    np.testing.assert_allclose(y.numpy(), expected.numpy(), rtol=1e-5, atol=1e-7)
+    without = F.linear(x.detach(), aware.merge()).numpy()
+    assert np.abs(y.numpy() - without).max() > 1e-4
+    # The gradient of the input passes through the rounding unchanged.
+    y.sum().backward()
+    ones = np.ones((6, 32), np.float32) @ aware.merge().numpy()
+    np.testing.assert_allclose(x.grad.numpy().reshape(6, 64), ones, rtol=1e-4, atol=1e-6)
+
+
+def test_inputs_are_rounded_only_to_formats_with_a_scale_per_row() -> None:
+    for format in (None, "int4", "nf4"):
+        with pytest.raises(ConfigError, match=r"qat_activations .* expected int8 or fp8"):
+            tc.nn.LoRALinear(tc.tensor(matrix(32, 64)), 4, 8.0, qat=format, qat_activations=True)
+        with pytest.raises(ConfigError, match=r"qat_activations .* expected int8 or fp8"):
+            tc.LoraConfig(qat=format, qat_activations=True)

@@ -123,11 +123,12 @@ class _AdaptedLinear(Module):
         dropout: float = 0.0,
         rslora: bool = False,
         qat: str | None = None,
+        qat_activations: bool = False,
     ) -> None:
         _check_tensors(type(self).__name__, base_weight, bias)
         self.weight = base_weight.detach()
         self.bias = None if bias is None else bias.detach()
-        self._how: tuple[Any, ...] = (rank, alpha, dropout, rslora, qat)
+        self._how: tuple[Any, ...] = (rank, alpha, dropout, rslora, qat, qat_activations)
         self._adapter = Adapter(self._kind, self.weight, self.bias, *self._how)
         self.enabled = True
         self._joined: dict[str, Tensor] = {}
@@ -198,7 +199,10 @@ class _AdaptedLinear(Module):
         )
 
     def merge(self) -> Tensor:
-        """Return the weight with which a plain `Linear` computes the same."""
+        """Return the weight with which a plain `Linear` computes the same of the same inputs.
+
+        With `qat_activations`, this layer rounds its inputs, and a plain `Linear` does not.
+        """
         return self._adapter.merged_weight(self.weight)
 
 
@@ -223,13 +227,15 @@ class LoRALinear(_AdaptedLinear):
             arXiv:2312.03732).
         qat: The format that the sum of W and the adapter's product is rounded to, as
             `nn.functional.fake_quantize` does; None: no rounding.
+        qat_activations: Whether the input is rounded too, with a scale for each vector of
+            in_features; needs `qat` "int8" or "fp8".
 
     Raises:
         TypeError: If the weight or the bias is not a tensor.
         ShapeError: If the weight is not a matrix or the bias does not fit it.
         ArgumentError: If the rank is below 1, the dropout is not in [0, 1), or `qat` is unknown.
-        ConfigError: If `qat` is combined with dropout, or in_features is not a multiple of the
-            format's group size.
+        ConfigError: If `qat` is combined with dropout, in_features is not a multiple of the
+            format's group size, or `qat_activations` does not fit `qat`.
     """
 
     _kind = "lora"
@@ -258,13 +264,15 @@ class DoRALinear(_AdaptedLinear):
         rslora: Whether the scale is alpha / sqrt(rank) instead.
         qat: The format that the adapted weight is rounded to, as `nn.functional.fake_quantize`
             does; None: no rounding.
+        qat_activations: Whether the input is rounded too, with a scale for each vector of
+            in_features; needs `qat` "int8" or "fp8".
 
     Raises:
         TypeError: If the weight or the bias is not a tensor.
         ShapeError: If the weight is not a matrix or the bias does not fit it.
         ArgumentError: If the rank is below 1, the dropout is not in [0, 1), or `qat` is unknown.
-        ConfigError: If `qat` is combined with dropout, or in_features is not a multiple of the
-            format's group size.
+        ConfigError: If `qat` is combined with dropout, in_features is not a multiple of the
+            format's group size, or `qat_activations` does not fit `qat`.
     """
 
     _kind = "dora"

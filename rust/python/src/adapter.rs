@@ -27,11 +27,13 @@ use crate::var::Var;
 ///     dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
 ///     rslora: whether the low-rank product is multiplied by alpha / sqrt(rank) instead of alpha / rank.
 ///     qat: the format to which every forward pass rounds the adapted weight, as `nn.functional.fake_quantize` does.
+///     qat_activations: whether `forward` also rounds its input, with a scale for each vector of in_features.
 ///
 /// Raises:
 ///     ArgumentError: if the kind or the format `qat` is unknown, or a number is out of range.
 ///     ShapeError: if the weight is not a matrix or the bias does not fit it.
-///     ConfigError: if the weight cannot be rounded to the format `qat`.
+///     ConfigError: if the weight cannot be rounded to the format `qat`, or inputs are to be rounded to another format than
+///         "int8" or "fp8".
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct Adapter {
     inner: Box<dyn adapter::Adapter>,
@@ -41,7 +43,7 @@ pub struct Adapter {
 #[pymethods]
 impl Adapter {
     #[new]
-    #[pyo3(signature = (kind, weight, bias, rank, alpha, dropout=Argument::of(0.0), rslora=false, qat=None))]
+    #[pyo3(signature = (kind, weight, bias, rank, alpha, dropout=Argument::of(0.0), rslora=false, qat=None, qat_activations=false))]
     #[allow(clippy::too_many_arguments)] // each is a property of a layer
     fn new(
         py: Python<'_>,
@@ -53,6 +55,7 @@ impl Adapter {
         dropout: Argument<f64>,
         rslora: bool,
         qat: Option<&str>,
+        qat_activations: bool,
     ) -> Result<Self> {
         const OP: &str = "Adapter";
         let Some(kind) = KINDS.iter().find(|k| k.name == kind) else {
@@ -80,8 +83,13 @@ impl Adapter {
                 .collect::<tc::Result<Vec<_>>>()
         })?;
         let mut inner = (kind.build)(&parameters, &base.base(), &settings)?;
-        if let Some(grid) = qat {
-            inner = Box::new(QuantizationAware::over(inner, &base.base(), &settings, grid.parse()?)?);
+        let grid = qat.map(str::parse).transpose()?;
+        if qat_activations {
+            QuantizationAware::check_activations(grid)?;
+        }
+        if let Some(grid) = grid {
+            let aware = QuantizationAware::over(inner, &base.base(), &settings, grid)?;
+            inner = Box::new(aware.with_activations(qat_activations));
         }
         let vars = parameters.into_iter().map(|(_, var)| Var::object(py, var)).collect::<PyResult<_>>()?;
         Ok(Self { inner, vars })

@@ -7,7 +7,7 @@ use trainable_candle_core::ops::fake_quantize::Grid;
 use trainable_candle_core::{DType, Error, Result};
 
 use super::oft::TERMS;
-use super::{AdapterKind, AdapterSettings, KINDS, OftSide};
+use super::{AdapterKind, AdapterSettings, KINDS, OftSide, QuantizationAware};
 
 /// Which layers get an adapter, and of what kind and size.
 #[derive(Clone, Debug, PartialEq)]
@@ -124,11 +124,8 @@ impl LoraConfig {
                 grid.name()
             )));
         }
-        if self.qat_activations && !matches!(self.qat, Some(Grid::Int8 | Grid::Fp8)) {
-            let found = self.qat.map_or("none", Grid::name);
-            return Err(Error::Config(format!(
-                "LoraConfig: qat_activations rounds inputs to the format of qat, which is {found}; expected int8 or fp8"
-            )));
+        if self.qat_activations {
+            QuantizationAware::check_activations(self.qat)?;
         }
         if self.qat_learned_scales && self.qat.is_none() {
             return Err(Error::Config("LoraConfig: qat_learned_scales has no effect without qat; set qat".into()));

@@ -53,6 +53,20 @@ impl QuantizationAware {
         Ok(Self { inner, grid, activations: false, scales: None })
     }
 
+    /// Check that inputs can be rounded to the grid of the weights.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if there is no grid, or one whose groups are not rows.
+    pub fn check_activations(grid: Option<Grid>) -> Result<()> {
+        if matches!(grid, Some(Grid::Int8 | Grid::Fp8)) {
+            return Ok(());
+        }
+        let found = grid.map_or("none", Grid::name);
+        Err(Error::Config(format!(
+            "qat_activations rounds inputs to the format of qat, which is {found}; expected int8 or fp8"
+        )))
+    }
+
     /// If `activations`, round inputs too. Each token has one scale, computed from its largest magnitude. torchao does the same in
     /// `Int8DynamicActivationInt8Weight` with symmetric activations, and in `Float8DynamicActivationFloat8Weight` with a scale per row
     /// (<https://github.com/pytorch/ao/blob/v0.18.0/torchao/quantization/quant_api.py>).
