@@ -167,3 +167,64 @@ def test_wrong_flags_are_named(
     assert merged(BUILT_IN, tmp_path / "a.safetensors", tmp_path / "o", *flags) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
+
+
+def quantized(base: Path, output: Path, to: str) -> Path:
+    """The folder of a model that is quantized without an adapter."""
+    given = ["merge", "--model", "causal-lm", "--weights", str(base), "--output", str(output)]
+    assert main([*given, "--dtype", "f32", "--to", to]) == 0
+    return output
+
+
+@pytest.mark.parametrize("to", ["nf4", "int8", "fp8"])
+def test_a_model_is_quantized_without_an_adapter(
+    weights: Path,  # noqa: F811
+    tmp_path: Path,
+    to: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The next run reads the codes, instead of quantizing the original weights again."""
+    folder = quantized(weights, tmp_path / to, to)
+    assert f"quantized model: {folder}" in capsys.readouterr().out
+    found = CausalLM.from_pretrained(folder, dtype="f32").named_tensors()
+    for key, value in rounded(weights, to).items():
+        np.testing.assert_allclose(found[key].numpy(), value, rtol=1e-6, err_msg=key)
+    facts = tc.inspect(folder).parts[""]
+    assert facts.stored_format == to
+    assert tc.inspect(weights).parts[""].stored_format is None
+
+
+@pytest.mark.parametrize("to", ["nf4", "int8", "fp8"])
+def test_an_adapter_merged_into_a_quantized_folder_leaves_it_unquantized(
+    weights: Path,  # noqa: F811
+    tmp_path: Path,
+    to: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = quantized(weights, tmp_path / to, to)
+    expected = make_adapter(folder, adapter := tmp_path / "a.safetensors")
+    assert merged(folder, adapter, tmp_path / "merged") == 0
+    assert f"note: the base was dequantized from {to}; the merged" in capsys.readouterr().out
+    # transformers would take the weights for quantized ones if the entry stayed.
+    assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
+    stored = tc.load_file(tmp_path / "merged" / "model.safetensors")
+    assert {str(tensor.dtype) for tensor in stored.values()} <= {"f32", "bf16"}
+    assert merged(folder, adapter, tmp_path / "exact", "--dtype", "f32") == 0
+    found = scores(CausalLM.from_pretrained(tmp_path / "exact", dtype="f32"))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("flags", [[], ["--gguf", "q8_0"]])
+@pytest.mark.parametrize("to", ["nf4", "int8", "fp8"])
+def test_a_quantized_folder_is_not_exported(
+    weights: Path,  # noqa: F811
+    tmp_path: Path,
+    to: str,
+    flags: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = quantized(weights, tmp_path / to, to)
+    make_adapter(folder, adapter := tmp_path / "a.safetensors")
+    given = ["export", "--weights", str(folder), "--adapter", str(adapter), "--for", "merged"]
+    assert main([*given, "--output", str(tmp_path / "exported"), *flags]) == 2
+    assert "are quantized (quantization_config" in capsys.readouterr().err

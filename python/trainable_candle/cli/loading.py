@@ -77,6 +77,7 @@ def load_model(
     device: str,
     dtype: str | None,
     check: Callable[[Task], None] = lambda _: None,
+    tell: Callable[[str], None] = print,
 ) -> Task:
     """Load the model that the flags name, with its adapters if they name any.
 
@@ -85,6 +86,7 @@ def load_model(
         device: where to load the model.
         dtype: the dtype of the weights; None keeps the stored dtype.
         check: called before weights are loaded; it raises an error if the task does not suit.
+        tell: gets notes about how the adapters were trained.
 
     Raises:
         ConfigError: a flag has no effect, there is no model of this name, the model needs weights
@@ -123,7 +125,7 @@ def load_model(
         scales = scales_of(given, len(adapters))
         for path in adapters:
             for note in notes(path, parts.base_format, given.get("to")):
-                print(note)
+                tell(note)
         if len(adapters) == 1:
             with _naming_base(adapters[0], given):
                 task.load_adapter(adapters[0], scales[0])

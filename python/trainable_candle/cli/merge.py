@@ -1,7 +1,8 @@
-"""`trainable-candle merge`: write a model with an adapter merged into its weights."""
+"""`trainable-candle merge`: write a model with an adapter merged into its weights, or quantized."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -9,6 +10,7 @@ from trainable_candle.cli.loading import add_model, load_model
 from trainable_candle.cli.options import Parser, add_help, whole
 from trainable_candle.errors import ConfigError
 from trainable_candle.outputs import adapter_in
+from trainable_candle.settings.machine import SAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +31,8 @@ def run(arguments: Sequence[str], program: str) -> int:
     """Merge as the arguments say; returns the exit status."""
     parser = make_parser(program)
     given = parser.parse(arguments)
-    parser.require(given, "model", "adapter", "output")
+    # With --to, the model may be quantized alone.
+    parser.require(given, "model", *([] if "to" in given else ["adapter"]), "output")
 
     output = Path(given["output"]).expanduser()
     if "to" in given:
@@ -37,9 +40,30 @@ def run(arguments: Sequence[str], program: str) -> int:
     elif "dataset" in given:
         raise ConfigError("--dataset has no effect without --to; give --to, or leave --dataset out")
     else:
-        load_model(given, "cpu", given.get("precision")).save_merged(output)
-    print(f"merged model: {output}")
+        task = load_model(given, "cpu", given.get("precision"))
+        task.save_merged(output)
+        form = _format_of(task, given)
+        if form is not None:
+            print(f"note: the base was dequantized from {form}; the merged model is not quantized")
+    print(f"{'merged' if 'adapter' in given else 'quantized'} model: {output}")
     return 0
+
+
+def _format_of(task: Task, given: Mapping[str, Any]) -> str | None:
+    """The format of the quantized weights that the adapter was merged into; None if not quantized.
+
+    A file's own format counts only if all of the layers that can be quantized are in it.
+    """
+    from trainable_candle import inspect  # noqa: PLC0415 - expensive
+
+    form = given.get("base_precision", SAME)
+    if form != SAME:
+        return str(form)
+    weights = task.family.weights
+    if weights.suffix == ".gguf":
+        return "the file's formats"
+    stored = [part.stored_format for part in inspect(weights).parts.values()]
+    return next((found for found in stored if found is not None), None)
 
 
 def _quantized(given: Mapping[str, Any], output: Path) -> None:
@@ -53,25 +77,32 @@ def _quantized(given: Mapping[str, Any], output: Path) -> None:
     if to not in FORMATS:
         known = ", ".join(FORMATS)
         raise ConfigError(f"--to is {to}, expected one of {known}; for GGUF see export --gguf")
-    task = load_model(given, "cpu", given.get("precision"))
+    task = load_model(given, "cpu", given.get("precision"), partial(_require_format, given=given))
     if isinstance(task, LatentTask):
         _quantized_image(task, given, output)
     elif isinstance(task, TextTask):
-        _require_no_sizes(given)
         apart = _loss(task, given)
-        _quantized_text(task, given["adapter"][0], output, to)
+        _quantized_text(task, given.get("adapter"), output, to)
         _compare(apart, lambda: _unadapted({**given, "weights": str(output)}), given)
 
 
-def _quantized_image(task: LatentTask, given: Mapping[str, Any], output: Path) -> None:
-    if given["to"] == "nf4":
+def _require_format(task: Task, given: Mapping[str, Any]) -> None:
+    """Check that a model of this kind can be quantized as the flags say."""
+    from trainable_candle.tasks.latent import LatentTask  # noqa: PLC0415 - expensive
+
+    is_image = isinstance(task, LatentTask)
+    if is_image and given["to"] == "nf4":
         raise ConfigError("--to nf4 writes language models; for image models give fp8 or int8")
-    if "dataset" not in given:
+    if not is_image or "dataset" not in given:
         _require_no_sizes(given)
+
+
+def _quantized_image(task: LatentTask, given: Mapping[str, Any], output: Path) -> None:
     apart = _loss(task, given)
     if apart is not None:
         # Computing the loss frees parts of the model that `save_merged` writes: load them again.
-        task = cast("LatentTask", load_model(given, "cpu", given.get("precision")))
+        again = load_model(given, "cpu", given.get("precision"), tell=lambda _: None)
+        task = cast("LatentTask", again)
     task.save_merged(output, given["to"])
 
     def merged() -> Task:
@@ -92,7 +123,8 @@ def _unadapted(given: Mapping[str, Any]) -> Task:
 def _compare(apart: float | None, merged: Callable[[], Task], given: Mapping[str, Any]) -> None:
     if apart is not None:
         loss = _loss(merged(), given)
-        print(f"loss: adapter not merged {apart:.4f}, merged and quantized {loss:.4f}")
+        names = ("adapter not merged", "merged and ") if "adapter" in given else ("before", "")
+        print(f"loss: {names[0]} {apart:.4f}, {names[1]}quantized {loss:.4f}")
 
 
 def _require_no_sizes(given: Mapping[str, Any]) -> None:
@@ -102,13 +134,15 @@ def _require_no_sizes(given: Mapping[str, Any]) -> None:
             raise ConfigError(f"{flag} has no effect without --dataset of images; leave it out")
 
 
-def _quantized_text(task: TextTask, adapter: str, output: Path, to: str) -> None:
+def _quantized_text(task: TextTask, adapters: Sequence[str] | None, output: Path, to: str) -> None:
     from trainable_candle.cli.roundings import learned_scales  # noqa: PLC0415
     from trainable_candle.export.quantized import quantize_folder  # noqa: PLC0415
 
     family = task.family
     layers = [name for name in family.layers() if name.split(".")[-1] in family.targets]
-    factors = learned_scales(adapter_in(Path(adapter).expanduser()), to)
+    factors = {}
+    if adapters:
+        factors = learned_scales(adapter_in(Path(adapters[0]).expanduser()), to)
     task.save_merged(output)
     error = quantize_folder(output, layers, to, factors)
     print(f"{len(layers)} layers in {to}: relative error of their weights {error:.2%}")
@@ -122,8 +156,8 @@ def make_parser(program: str) -> Parser:
     """Make the parser of the flags."""
     parser = Parser(
         program,
-        "Write a model with an adapter merged into its weights.",
-        "--model NAME --adapter FILE --output DIR [options]",
+        "Write a model with an adapter merged into its weights, or quantized, or both.",
+        "--model NAME [--adapter FILE] --output DIR ...",
     )
     group = parser.add_argument_group("options")
     add_model(group, "dtype of the written weights (default: as stored)")

@@ -16,7 +16,7 @@ from trainable_candle.errors import ConfigError, WeightsFormatError
 from trainable_candle.export import gguf
 from trainable_candle.export.gguf_file import KINDS, Entry, Fact, write
 from trainable_candle.export.gguf_vocabulary import vocabulary
-from trainable_candle.export.merged import Merged, add_factors, shards
+from trainable_candle.export.merged import CONFIG, Merged, add_factors, shards
 from trainable_candle.files import parse_json
 
 if TYPE_CHECKING:
@@ -61,12 +61,13 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> M
     """
     if kind not in FILE_TYPES:
         raise ConfigError(f"--gguf is {kind}, expected one of {', '.join(FILE_TYPES)}")
-    config = parse_json((weights / "config.json").read_text(encoding="utf-8"))
+    names = shards(weights)
+    config = parse_json((weights / CONFIG).read_text(encoding="utf-8"))
     facts = model_facts(config) | vocabulary(weights, int(config["vocab_size"]))
     facts |= {"general.file_type": FILE_TYPES[kind], "general.quantization_version": 2}
     left, merged = dict(adapter.layers), Merged(files=1)
     entries = _factors(config)
-    for name in shards(weights):
+    for name in names:
         for key, tensor in tc.load_file(weights / name).items():
             ours = key.removeprefix("model.")
             if ours.endswith("rotary_emb.inv_freq"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
 from trainable_candle.errors import MissingFileError, WeightsFormatError
-from trainable_candle.files import parse_json
+from trainable_candle.files import parse_json, write_atomically
 from trainable_candle.text.tokenizer_files import copy_files
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from trainable_candle import Tensor
     from trainable_candle.export.adapter import Factors, TextAdapter
 
+CONFIG: Final = "config.json"
+QUANTIZATION: Final = "quantization_config"
+"""The entry of a configuration that says in which format the weights are quantized."""
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 AT_ONCE: Final = 2**21
@@ -81,10 +85,24 @@ def write_merged(weights: Path, adapter: TextAdapter, output: Path) -> Merged:
         result.files += 1
     if left:
         raise WeightsFormatError(f"weights: {weights} has no weight of {next(iter(left))}")
-    copy_files(weights, output, "config.json")
+    copy_files(weights, output, CONFIG)
     if (weights / INDEX).is_file():
         shutil.copyfile(weights / INDEX, output / INDEX)
     return result
+
+
+def quantization_of(folder: Path) -> Any:
+    """What the configuration in a model's folder says about quantized weights; None if nothing."""
+    path = folder / CONFIG
+    return parse_json(path.read_text("utf-8")).get(QUANTIZATION) if path.is_file() else None
+
+
+def as_unquantized(folder: Path) -> None:
+    """Remove what the configuration in a model's folder says about quantized weights."""
+    if quantization_of(folder) is not None:
+        config = parse_json((folder / CONFIG).read_text("utf-8"))
+        del config[QUANTIZATION]
+        write_atomically(folder / CONFIG, json.dumps(config, indent=2))
 
 
 def shards(weights: Path) -> list[str]:
@@ -92,12 +110,17 @@ def shards(weights: Path) -> list[str]:
 
     Raises:
         MissingFileError: the folder has no weight files, or `weights` is a GGUF file.
-        WeightsFormatError: the index names a file in another folder.
+        WeightsFormatError: the index names a file in another folder, or the weights are quantized.
     """
     if weights.is_file():
         raise MissingFileError(
             f"weights: {weights} is a GGUF file, whose values are rounded; give the folder of the "
             "original model"
+        )
+    if quantization_of(weights) is not None:
+        raise WeightsFormatError(
+            f"weights: the weights in {weights} are quantized ({QUANTIZATION} in {CONFIG}); give "
+            "the folder of the original model, or the result of `merge`, which dequantizes them"
         )
     index = weights / INDEX
     if not index.is_file():

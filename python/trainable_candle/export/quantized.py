@@ -11,7 +11,7 @@ import numpy as np
 
 import trainable_candle as tc
 from trainable_candle.errors import WeightsFormatError
-from trainable_candle.export.merged import INDEX, shards
+from trainable_candle.export.merged import CONFIG, INDEX, QUANTIZATION, shards
 from trainable_candle.files import parse_json, write_atomically
 from trainable_candle.nn.functional import fake_quantize
 
@@ -85,10 +85,10 @@ def quantize_folder(
     if (folder / INDEX).is_file():
         index = parse_json((folder / INDEX).read_text(encoding="utf-8"))
         write_atomically(folder / INDEX, json.dumps(index | {"weight_map": places}, indent=2))
-    path = folder / "config.json"
+    path = folder / CONFIG
     config = parse_json(path.read_text(encoding="utf-8"))
     dtype = config.get("torch_dtype") or config.get("dtype") or "float32"
-    config["quantization_config"] = form.configuration(dtype)
+    config[QUANTIZATION] = form.configuration(dtype)
     write_atomically(path, json.dumps(config, indent=2))
     return math.sqrt(error / length) if length else 0.0
 

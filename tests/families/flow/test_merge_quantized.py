@@ -174,3 +174,47 @@ def test_a_note_says_what_an_adapter_was_trained_with(
     found = capsys.readouterr().out
     assert ("note: adapter" in found) == bool(told)
     assert told in found
+
+
+@pytest.mark.parametrize("to", ["fp8", "int8"])
+def test_a_model_is_quantized_without_an_adapter(
+    flux_base: Path, tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The next run reads the codes, instead of quantizing the original weights again."""
+    path = tmp_path / "quantized.safetensors"
+    given = ["--model", "flux", "--weights", str(flux_base)]
+    assert merged(given, path, "--to", to) == 0
+    assert f"quantized model: {path}" in capsys.readouterr().out
+    read: dict[str, Any] = {"dtype": "f32", "subfolder": "transformer"}
+    original = tc.models.load(flux_base, **read).named_tensors()
+    found = tc.models.load(path, **read, quantize=to).named_tensors()
+    for key, value in original.items():
+        error = np.abs(found[key].numpy() - value.numpy()).max()
+        assert error <= np.abs(value.numpy()).max() / 16, key
+    assert tc.inspect(path, "flux").parts["transformer"].stored_format == to
+
+
+def test_an_adapter_is_merged_into_a_quantized_file(
+    flux_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The merged file has plain weights, and says nothing of codes."""
+    stored = tmp_path / "stored.safetensors"
+    assert merged(["--model", "flux", "--weights", str(flux_base)], stored, "--to", "fp8") == 0
+    adapter = make_adapter(flux_base / "transformer", tmp_path / "adapter.safetensors")
+    given = ["--model", "flux", "--weights", str(stored), "--adapter", str(adapter)]
+    assert merged(given, tmp_path / "merged.safetensors") == 0
+    assert "note: the base was dequantized from fp8" in capsys.readouterr().out
+    assert {dtype for dtype, _ in raw_tensors(tmp_path / "merged.safetensors").values()} == {"F32"}
+
+
+def test_a_note_is_printed_once(
+    flux_base: Path, sdxl_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = make_adapter(flux_base / "transformer", tmp_path / "plain.safetensors")
+    path = tmp_path / "adapter.safetensors"
+    metadata = {"trainable_candle.base_precision": "nf4"}
+    tc.save_file(tc.load_file(adapter), path, metadata)
+    given = ["--model", "flux", "--weights", str(flux_base), "--adapter", str(path)]
+    data = ("--dataset", str(sdxl_folder), "--resolution", "32", "--max-side", "48")
+    assert merged(given, tmp_path / "written.safetensors", "--to", "fp8", *data) == 0
+    assert capsys.readouterr().out.count("note: ") == 1

@@ -15,6 +15,7 @@ from trainable_candle.data.folder import counted
 from trainable_candle.distributed.group import ALONE
 from trainable_candle.errors import ConfigError, DatasetError, WeightsFormatError
 from trainable_candle.export.adapter import short_names
+from trainable_candle.export.merged import CONFIG, as_unquantized
 from trainable_candle.files import parse_json, write_atomically
 from trainable_candle.peft import integer_if_whole
 from trainable_candle.settings.checks import existing
@@ -309,7 +310,7 @@ class TextTask:
         return folder
 
     def save_merged(self, output: Path) -> None:
-        """Write the model with its adapter merged, and copy the tokenizer's files.
+        """Write the model with its adapter merged, if it has one, and copy the tokenizer's files.
 
         Raises:
             ConfigError: `output` exists and is not an empty folder.
@@ -319,11 +320,13 @@ class TextTask:
             raise ConfigError(
                 f"--output is {output}, which exists; expected a new or an empty folder"
             )
-        self.family.model.merge_adapter()
+        if self._adapters is not None:
+            self.family.model.merge_adapter()
         self.family.model.save_pretrained(output)
         # `save_pretrained` has written a configuration with the present dtype. Keep this
         # configuration if the dtype was changed, else replace it by the original one.
-        copy_files(self.family.weights, output, *([] if self.family.dtype else ["config.json"]))
+        copy_files(self.family.weights, output, *([] if self.family.dtype else [CONFIG]))
+        as_unquantized(output)
 
     def loss_on(self, dataset: str) -> float:
         """The mean loss on a data set of texts, with the adapter if there is one.
