@@ -108,6 +108,26 @@ def test_nothing_else_that_fits_is_faster(flux: Model) -> None:
             assert step_seconds(found, there) <= step_seconds(other, there)
 
 
+@pytest.mark.parametrize("stored", ["fp8", "nf4"])
+def test_a_quantized_file_keeps_its_format(flux: Model, stored: str) -> None:
+    """The codes represent the file's values, so they cost no accuracy; other formats do."""
+    there = budget(12)
+    estimate = flux.estimate(flux.config(), there.memory)
+
+    def of_file(config: TrainConfig) -> Estimate:
+        found = estimate(config)
+        assert found.work is not None
+        return replace(found, work=replace(found.work, stored_format=stored))
+
+    groups = flux.family.groups
+    rounded = make_plan(flux.config(), groups, there, estimate)
+    kept = make_plan(flux.config(), groups, there, of_file)
+    assert (rounded.config.base_format, kept.config.base_format) == ("int8", stored)
+    assert step_seconds(kept, there) <= step_seconds(rounded, there)
+    # Where memory suffices, values are computed once, not in each step.
+    assert make_plan(flux.config(), groups, budget(80), of_file).chosen == {}
+
+
 def test_what_is_given_is_kept(flux: Model) -> None:
     given = {
         "gradient_checkpointing": "selective",

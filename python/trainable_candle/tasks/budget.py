@@ -61,7 +61,7 @@ _PLENTY: Final = {_CHECKPOINTING: "none", _PRECISION: SAME, _TEXTS: SAME, _STATE
 streams nothing."""
 _COST: Final = {SAME: 1.0, "int8": 1.1, "fp8": 1.1, "nf4": 1.25}
 """If a run also fits with an unrounded base, the base is rounded to a format only if that makes a
-step faster by the format's factor."""
+step faster by the format's factor. A format that the file already has rounds nothing."""
 _HOST_STATES: Final = 1.05
 """If a run also fits with the optimizer's states on the GPU, they are in host memory only if that
 makes a step faster by this factor: the speed at which kernels read and write states in host memory
@@ -406,7 +406,8 @@ def _ladders(
     whole = config.init == PISSA
     if work is not None and work.can_be_quantized and _PRECISION in names and not whole:
         # Quantization-aware training needs an unrounded base or a base in its own format.
-        formats = [form for form in _FORMATS if config.qat in {None, form} or form == SAME]
+        known = dict.fromkeys([*_FORMATS, work.stored_format or SAME])
+        formats = [form for form in known if config.qat in {None, form} or form == SAME]
     if work is not None and config.on_gpu and not whole:
         modulation = True if work.has_modulation and _MODULATION in names else None
         shares = range(1, _SHARES + 1) if _BLOCKS in names else ()
@@ -448,7 +449,9 @@ def _can_pin(plan: Plan, budget: Budget) -> bool:
 
 def _cost(plan: Plan, budget: Budget) -> float:
     """The time of a step times `_COST`, and times `_HOST_STATES` if the plan chose such states."""
-    penalty = _COST[plan.config.base_format or SAME]
+    work, form = plan.estimate.work, plan.config.base_format
+    kept = work is not None and work.stored_format == form
+    penalty = 1.0 if kept else _COST[form or SAME]
     if plan.config.states_on_host and _STATES in plan.chosen:
         penalty *= _HOST_STATES
     return step_seconds(plan, budget) * penalty

@@ -61,6 +61,8 @@ class Work:
     """Whether the model has modulation weights that can be streamed."""
     can_be_quantized: bool
     """Whether the model's layers can be quantized."""
+    stored_format: str | None = None
+    """The format in which the model's file stores these layers, if all are in one format."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ def work_of(
         facts.blocks,
         facts.has_modulation,
         facts.can_be_quantized,
+        facts.stored_format,
     )
 
 
