@@ -172,6 +172,8 @@ def _train_in(
             run_state.restore(output)
     group.barrier()
     start, step, config = _resumed(config, output)
+    # A resumed run keeps the batch size that an earlier plan chose.
+    config = _accumulating(config, group.size)
     before: list[Callback] = _logs(config, output) if is_first else []
     task = family(weights, config.precision, config.device, config).task()
     task.check(report)
@@ -342,21 +344,32 @@ def _shared_out(config: TrainConfig, world: World | None) -> TrainConfig:
     Raises:
         ConfigError: the effective batch cannot be divided evenly among the processes.
     """
-    size = 1 if world is None else world.size
-    whole = config.effective_batch
-    if whole is not None:
-        if not config.batch_size:
-            raise ConfigError("effective_batch: --batch-size is auto; give a number")
-        at_once = config.batch_size * size
-        if whole % at_once:
-            raise ConfigError(
-                f"effective_batch: {whole} samples a step cannot be divided among {size} "
-                f"processes of batch size {config.batch_size}; give a multiple of {at_once}"
-            )
-        config = config.with_(gradient_accumulation=whole // at_once)
+    config = _accumulating(config, 1 if world is None else world.size)
     if world is not None and config.threads is None:
         config = config.with_(threads=max(1, tc.get_num_threads() // world.local_size))
     return config
+
+
+def _accumulating(config: TrainConfig, size: int) -> TrainConfig:
+    """The settings with the gradient accumulation of one of `size` processes.
+
+    It follows from the effective batch, if that is given. While the batch size is `auto`, it is
+    that of batches of one sample.
+
+    Raises:
+        ConfigError: the effective batch cannot be divided evenly among the processes.
+    """
+    whole = config.effective_batch
+    if whole is None:
+        return config
+    batch_size = config.batch_size or 1
+    at_once = batch_size * size
+    if whole % at_once:
+        raise ConfigError(
+            f"effective_batch: {whole} samples a step cannot be divided among {size} "
+            f"processes of batch size {batch_size}; give a multiple of {at_once}"
+        )
+    return config.with_(gradient_accumulation=whole // at_once)
 
 
 def _agreed(config: TrainConfig) -> dict[str, str]:

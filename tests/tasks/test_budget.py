@@ -323,6 +323,23 @@ def test_a_batch_of_auto_is_doubled_while_samples_get_faster(model: Model) -> No
                 assert faster >= 0.96 * step_seconds(found, there) / count
 
 
+@pytest.mark.parametrize(("whole", "limit"), [(16, 16), (12, 4), (3, 1)])
+def test_a_batch_of_auto_divides_the_effective_batch(
+    tmp_path: Path, whole: int, limit: int
+) -> None:
+    there = budget(141)
+    plan = Model(tmp_path, "SDXL").plan(
+        there, batch_size="auto", effective_batch=whole, gradient_accumulation=whole
+    )
+    count = plan.config.batch_size
+    assert count * plan.config.gradient_accumulation == whole
+    assert 1 <= count <= limit
+    assert (count > 1) == (limit > 1)
+    names = list(plan.chosen)[:2]
+    assert names == ["batch_size", "gradient_accumulation"]
+    assert f"--batch-size {count} --gradient-accumulation {whole // count}" in plan.lines(there)[0]
+
+
 def test_a_batch_of_auto_is_no_larger_than_the_data(flux: Model) -> None:
     there = budget(141)
     assert flux.plan(there, samples=3, batch_size="auto").config.batch_size <= 2

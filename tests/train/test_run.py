@@ -327,8 +327,26 @@ def test_an_automatic_batch_size_becomes_a_number(config: TrainConfig) -> None:
     written = TrainConfig.from_yaml(Path(config.output) / CONFIG)
     assert written.batch_size >= 1
     assert any(line.startswith(f"plan: --batch-size {written.batch_size} ") for line in lines)
-    with pytest.raises(ConfigError, match="--batch-size is auto"):
-        train_adapter(TrainConfig.from_mapping({**settings, "effective_batch": 8}), progress=False)
+
+
+def test_an_effective_batch_is_divided_into_automatic_batches(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    """A run that is resumed keeps the parts of the effective batch."""
+    settings = {**asdict(config), "batch_size": "auto", "effective_batch": 6, "steps": 3}
+    parts = []
+    for more in ({"save_every": 2}, {"steps": 4, "resume": "latest"}):
+        given = TrainConfig.from_mapping({**settings, **more})
+        train_adapter(given, progress=False, report=lambda _: None)
+        written = TrainConfig.from_yaml(Path(config.output) / CONFIG)
+        parts.append((written.batch_size, written.gradient_accumulation))
+        if not given.resume:
+            (Path(config.output) / ADAPTER).unlink()
+    # On the CPU, the batch size of `auto` is 1.
+    assert parts == [(1, 6), (1, 6)]
+    uneven = {**settings, "batch_size": 4, "output": str(tmp_path / "uneven")}
+    with pytest.raises(ConfigError, match="cannot be divided among 1 processes of batch size 4"):
+        train_adapter(TrainConfig.from_mapping(uneven), progress=False)
 
 
 def test_streamed_blocks_of_a_run_on_a_gpu_are_not_kept_on_the_cpu(

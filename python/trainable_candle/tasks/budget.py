@@ -51,6 +51,7 @@ _BLOCKS: Final = "stream_blocks"
 _MODULATION: Final = "stream_modulation"
 _STATES: Final = "optimizer_states"
 _BATCH: Final = "batch_size"
+_ACCUMULATION: Final = "gradient_accumulation"
 _CHOSEN: Final = (_CHECKPOINTING, _PRECISION, _TEXTS, _MODULATION, _BLOCKS, _STATES)
 PLANNED: Final = (*_CHOSEN, _BATCH)
 """The settings that a plan chooses if the user leaves them open."""
@@ -273,10 +274,11 @@ def make_plan(
     """Choose the fastest checkpointing, precision and streaming that fit, if they are left open.
 
     A batch size of `auto` is 1 on the CPU. On a GPU, it is doubled as long as this reduces the time
-    per sample. The time with a quantized base is multiplied by `_COST`, because rounding changes
-    the model; the time with optimizer states in host memory by `_HOST_STATES`. Modulation weights
-    are streamed before blocks, because each step reads them only once. Text encoders are quantized
-    only if the run does not fit otherwise.
+    per sample, and as long as a given effective batch divides into such batches. The time with a
+    quantized base is multiplied by `_COST`, because rounding changes the model, unless the file has
+    this format already. The time with optimizer states in host memory is multiplied by
+    `_HOST_STATES`. Modulation weights are streamed before blocks, because each step reads them only
+    once. Text encoders are quantized only if the run does not fit otherwise.
 
     Args:
         config: the settings.
@@ -292,22 +294,29 @@ def make_plan(
     estimate = budget.sliced(estimate)
     if not is_open(config, _BATCH):
         return _plan_batch(config, groups, budget, estimate)
-    best = _plan_batch(config.with_(batch_size=1), groups, budget, estimate)
+    # Of a given effective batch, each batch is a part, and the gradients of the parts add up.
+    share = None if config.effective_batch is None else config.gradient_accumulation
+
+    def of_batches(count: int) -> dict[str, int]:
+        parts = {} if share is None else {_ACCUMULATION: share // count}
+        return {_BATCH: count, **parts}
+
+    best = _plan_batch(config.with_(**of_batches(1)), groups, budget, estimate)
     for count in _BATCHES:
-        if count > samples or not config.on_gpu:
+        if count > samples or not config.on_gpu or (share or 0) % count:
             break
         try:
-            larger = _plan_batch(config.with_(batch_size=count), groups, budget, estimate)
+            larger = _plan_batch(config.with_(**of_batches(count)), groups, budget, estimate)
         except OutOfMemoryError:
             break
         if _sample_cost(larger, budget) > _GAIN * _sample_cost(best, budget):
             break
         best = larger
-    return replace(best, chosen={_BATCH: best.config.batch_size, **best.chosen})
+    return replace(best, chosen={**of_batches(best.config.batch_size), **best.chosen})
 
 
 def _sample_cost(plan: Plan, budget: Budget) -> float:
-    return _cost(plan, budget) / plan.config.batch_size
+    return _cost(plan, budget) / (plan.config.batch_size * plan.config.gradient_accumulation)
 
 
 def _plan_batch(
