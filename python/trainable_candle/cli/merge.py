@@ -42,15 +42,15 @@ def run(arguments: Sequence[str], program: str) -> int:
     else:
         task = load_model(given, "cpu", given.get("precision"))
         task.save_merged(output)
-        form = _format_of(task, given)
+        form = _format_of(cast("LatentTask | TextTask", task).family.weights, given)
         if form is not None:
             print(f"note: the base was dequantized from {form}; the merged model is not quantized")
     print(f"{'merged' if 'adapter' in given else 'quantized'} model: {output}")
     return 0
 
 
-def _format_of(task: Task, given: Mapping[str, Any]) -> str | None:
-    """The format of the quantized weights that the adapter was merged into; None if not quantized.
+def _format_of(weights: Path, given: Mapping[str, Any]) -> str | None:
+    """The format of the base that the adapter was merged into; None if it was not quantized.
 
     A file's own format counts only if all of the layers that can be quantized are in it.
     """
@@ -59,7 +59,6 @@ def _format_of(task: Task, given: Mapping[str, Any]) -> str | None:
     form = given.get("base_precision", SAME)
     if form != SAME:
         return str(form)
-    weights = task.family.weights
     if weights.suffix == ".gguf":
         return "the file's formats"
     stored = [part.stored_format for part in inspect(weights).parts.values()]
