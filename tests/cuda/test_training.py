@@ -80,6 +80,22 @@ def test_states_that_cannot_be_pinned_stay_on_the_gpu(
     assert (tmp_path / "run" / "adapter.safetensors").is_file()
 
 
+@pytest.mark.parametrize("runtime", [None, 0])
+def test_a_wrong_prediction_is_reported(
+    cuda: Any, digits_base: Path, digits_folder: Path, tmp_path: Path, runtime: int | None
+) -> None:
+    """Without the share for kernels and workspaces, the prediction for a tiny model is too low."""
+    code = digits(digits_base, digits_folder, tmp_path / "run")
+    code = code.replace("report=lambda _: None", "report=print")
+    if runtime is not None:
+        change = f"from trainable_candle.tasks import estimate; estimate.RUNTIME_BYTES = {runtime}"
+        code = f"    {change}\n{code}"
+    lines = cuda.run(code).output.splitlines()
+    took = [line for line in lines if line.startswith("plan: the run took")]
+    assert len(took) == (runtime is not None)
+    assert all(" of GPU memory, where " in line and "% more)" in line for line in took)
+
+
 def test_without_graphs_a_step_waits_once_too(
     cuda: Any, digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
