@@ -14,8 +14,10 @@ from trainable_candle.export import TextAdapter, write_model
 from trainable_candle.export.gguf_file import Entry, Fact, write
 from trainable_candle.export.gguf_model import model_facts, parameter_name
 from trainable_candle.models import CausalLM
+from trainable_candle.tasks.speed import work_of
 from trainable_candle.text.chat_tokenizer import ChatTokenizer
 from trainable_candle.text.gguf_tokenizer import SPLITS
+from trainable_candle.train import TrainConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 IDS = [[3, 5, 7, 11, 13, 17]]
@@ -111,6 +113,16 @@ def test_facts_have_the_bytes_of_a_file(tmp_path: Path) -> None:
         blocks = len(shape) == 2 and shape[1] % 32 == 0
         expected += shape[0] * shape[1] // 32 * 34 if blocks else 2 * int(np.prod(shape))
     assert facts.weight_bytes("bf16") == expected
+
+
+@pytest.mark.parametrize(("kind", "decoded"), [("q8_0", True), ("bf16", False)])
+def test_steps_over_a_file_dequantize_it(kind: str, decoded: bool, tmp_path: Path) -> None:
+    base = folder("qwen3", tmp_path)
+    write_model(base, TextAdapter({}), tmp_path / "model.gguf", kind)
+    (facts,) = tc.inspect(tmp_path / "model.gguf").parts.values()
+    config = TrainConfig(device="cuda", precision="bf16")
+    work = work_of(facts, tc.LoraConfig(target_modules=["q_proj"]), config, 2, tokens=64)
+    assert work.decoded == (facts.elements if decoded else 0)
 
 
 def test_a_run_from_a_file_to_an_adapter(tmp_path: Path) -> None:

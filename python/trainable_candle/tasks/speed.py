@@ -155,13 +155,15 @@ def work_of(
     count = config.batch_size
     base = config.base_format
     with multiplying_codes(config):
+        # The weights of GGUF files stay quantized without a format for the base.
+        whole = facts.weight_bytes(config.precision, base) == facts.elements * itemsize
         streamed = facts.streamed_bytes(config.precision, base, **config.streaming)
     return Work(
         layers * count,
         attention * count,
         kept * count,
         config.recomputes_all,
-        facts.elements if base else 0,
+        0 if whole else facts.elements,
         *streamed,
         offloaded * itemsize * count if config.on_gpu else 0,
         states_on_host(facts.layers, adapter, config),
