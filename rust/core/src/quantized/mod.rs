@@ -265,7 +265,7 @@ impl Quantized {
             _ => return Ok(None),
         };
         let part = Part { rows: count, codes: cut(&part.codes, 2)?, scales };
-        Ok(Some(Self { dims: [count, columns], dtype: self.dtype, parts: Arc::new([part]) }))
+        Ok(Some(Self::of_parts([count, columns], self.dtype, Arc::new([part]))))
     }
 
     /// A matrix whose rows consist of blocks of a format of ggml: `blocks` (rows, bytes of a row), u8. The matrix represents
