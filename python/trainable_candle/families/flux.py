@@ -60,9 +60,14 @@ class FluxTexts:
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Encode captions: `encoder_hidden_states` (B, L, 4096), `pooled_projections` (B, 768)."""
         rows = [self._tokenizer.chunks(caption, 1)[0] for caption in captions]
+        states = self._clip(tc.tensor(rows, device=self._device)).last_hidden_state
+        # Not `pooled`: in files that were made for other models, CLIP-L has a projection, which
+        # Flux does not apply.
+        ends = [int((row == self._tokenizer.end).argmax()) for row in rows]
+        pooled = [states[i : i + 1, end] for i, end in enumerate(ends)]
         return {
             "encoder_hidden_states": self._t5(captions),
-            "pooled_projections": self._clip(tc.tensor(rows, device=self._device)).pooled,
+            "pooled_projections": tc.cat(pooled, 0),
         }
 
 

@@ -1,5 +1,6 @@
 """Weights in separate files: a transformer, an autoencoder, text encoders."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -124,3 +125,24 @@ def test_missing_parts_and_wrong_files_are_named(
     twice = config.with_(text_encoder=[config.text_encoder[0]] * 2)
     with pytest.raises(WeightsFormatError, match="that are still missing"):
         families.load(name, weights, "f32", "cpu", twice)
+
+
+def test_flux_does_not_apply_the_projection_of_a_clip_encoder(
+    flux_base: Path, tmp_path: Path
+) -> None:
+    """Files of CLIP-L for SDXL and SD3, and ComfyUI's files with all parts, have a projection."""
+    folder = tmp_path / "base"
+    shutil.copytree(flux_base, folder)
+    encoder = folder / "text_encoder"
+    config = json.loads((encoder / "config.json").read_text())
+    config |= {"architectures": ["CLIPTextModelWithProjection"], "projection_dim": 24}
+    (encoder / "config.json").write_text(json.dumps(config))
+    (weights,) = encoder.glob("*.safetensors")
+    tc.save_file(tc.load_file(weights) | {"text_projection.weight": tc.randn((24, 24))}, weights)
+    captions = ["a red blur", "", "a " * 40]
+    plain, other = (
+        families.load("flux", base, "f32", "cpu").family.features(captions)["pooled_projections"]
+        for base in (flux_base, folder)
+    )
+    assert plain.shape == (3, 24)
+    np.testing.assert_array_equal(other.numpy(), plain.numpy())
