@@ -26,7 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:Fut
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 # The width and height of images in pixels. They differ, so that tests fail if they are exchanged.
-SIZE, STEPS, SEED = (40, 24), 4, 3
+# Tokens are squares of 4 px: 11 columns and 7 rows, both odd.
+SIZE, STEPS, SEED = (44, 28), 4, 3
 PROMPT, NEGATIVE = "a red blur", "noise"
 
 
