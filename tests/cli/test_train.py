@@ -1,6 +1,7 @@
 """`train`, `sample` and `merge`, run as commands."""
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -15,6 +16,8 @@ import pytest
 from PIL import Image
 
 import trainable_candle as tc
+from trainable_candle import families
+from trainable_candle.cli import main
 from trainable_candle.models import DigitsTransformer
 from trainable_candle.settings.training import OPTIMIZERS
 from trainable_candle.train import TrainConfig
@@ -265,3 +268,17 @@ def test_a_file_that_is_not_an_adapter_is_rejected(
     refused(sample(*arguments, "--adapter", tmp_path / "none.safetensors"), "none.safetensors")
     refused(sample(*arguments, "--adapter", trained / "train.csv"), "train.csv")
     refused(sample(*arguments, "--adapter", digits_base / "model.safetensors"), "model.safetensors")
+
+
+def test_the_long_help_says_which_weights_to_download(capsys: pytest.CaptureFixture[str]) -> None:
+    """For each model without weights in the package: where they are, their size and licence."""
+    assert main(["train", "--help-all"]) == 0
+    shown = capsys.readouterr().out.partition("weights to download:\n")[2]
+    assert max(map(len, shown.splitlines())) <= 80
+    for name in families.NAMES:
+        family = families.find(name)
+        is_built_in = family.default_weights() is not None
+        assert is_built_in == (f"  {name}: " not in shown), name
+        if not is_built_in:
+            for what in (r"hub", r"\d GB", r"Apache-2\.0|License"):
+                assert re.search(what, family.download), (name, what)

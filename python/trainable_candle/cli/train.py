@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, Final
 
 from trainable_candle.cli.options import Parser, add_settings
@@ -19,7 +20,7 @@ from trainable_candle.settings.config import read_settings
 from trainable_candle.settings.presets import IMAGES, LENGTHS, PRESET, TEXTS, completed, described
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
 _ROW: Final = "sequence_length"
 """The setting that, if a preset gives it, is limited to the context of the model."""
@@ -33,6 +34,7 @@ def run(arguments: Sequence[str], program: str) -> int:
         make_parser(program, rare=True).print_help()
         print("\npresets for images:", *described(IMAGES), sep="\n")
         print("\npresets for texts:", *described(TEXTS), sep="\n")
+        print("\nweights to download:", *_downloads(), sep="\n")
         return 0
     config = read_config(given)
     world = from_environment()
@@ -56,6 +58,15 @@ def run(arguments: Sequence[str], program: str) -> int:
         file=sys.stderr,
     )
     return 128 + result.stopped_by if result.stopped_by else 0
+
+
+def _downloads() -> Iterator[str]:
+    """For each model without weights in the package: where to get them, their size and licence."""
+    from trainable_candle import families  # noqa: PLC0415 - only the long help needs them
+
+    for name in families.NAMES:
+        if download := families.find(name).download:
+            yield fill(f"{name}: {download}", 80, initial_indent="  ", subsequent_indent="    ")
 
 
 def _launch(config: TrainConfig, arguments: Sequence[str]) -> int:

@@ -66,7 +66,7 @@ class Data(Group):
     weights: Annotated[
         str,
         Setting(
-            "weights of the model: a folder or a file",
+            "folder, file or hub name; see --help-all",
             synonyms=(
                 "pretrained-model-name-or-path",
                 "base-model-name",
