@@ -11,6 +11,8 @@ from trainable_candle.errors import MissingFileError
 # The starts of the names of weight files: those of diffusers, then those of transformers.
 _STEMS: Final = ("diffusion_pytorch_model", "model")
 _PLAIN: Final = (".safetensors", "-*-of-*.safetensors", ".safetensors.index.json")
+_FILES: Final = (".safetensors", ".gguf")
+"""The endings of the names of files that hold a model."""
 _WORD: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]+")
 _HALF: Final = (
     ".fp16.safetensors",
@@ -63,11 +65,7 @@ def is_name(text: str) -> bool:
     path = Path(text)
     named = bool(slash) and all(map(_WORD.fullmatch, (organisation, name)))
     # A path that exists, or whose parent folder exists, was meant as a path.
-    return (
-        named
-        and path.suffix not in {".safetensors", ".gguf"}
-        and not (path.exists() or path.parent.is_dir())
-    )
+    return named and path.suffix not in _FILES and not (path.exists() or path.parent.is_dir())
 
 
 def resolve(name: str, subfolders: list[str], half: bool) -> str | None:
@@ -99,6 +97,16 @@ def download_pipeline(name: str, parts: Sequence[str], half: bool = False) -> Pa
     folders = [Path(download(name, [part], half)) for part in parts]
     _fetch(name, ["model_index.json", "tokenizer*/*", "scheduler*/*"], [])
     return folders[0].parent
+
+
+def shown_name(path: Path) -> str:
+    """The name of a model: of its repository in the client's cache, or of its file or folder."""
+    path = path.resolve()
+    # The client keeps `organisation/name` in models--organisation--name/snapshots/REVISION.
+    cached = path.parents[1].name if path.parent.name == "snapshots" else ""
+    if cached.startswith("models--"):
+        return cached.rpartition("--")[2]
+    return path.stem if path.suffix in _FILES else path.name
 
 
 def download_language_model(name: str) -> Path:

@@ -165,7 +165,7 @@ class Session:
             steps=config.steps,
             scheduler=make_scheduler(config, self._optimizer),
             gradient_accumulation=config.gradient_accumulation,
-            max_grad_norm=config.max_grad_norm,
+            max_grad_norm=config.most_grad_norm,
             scaler=tc.optim.GradScaler() if config.precision == "f16" else None,
             output=self._output,
             save_every=self._moments(config.save_every, config.save_every_epochs),

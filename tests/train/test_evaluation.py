@@ -23,7 +23,7 @@ from trainable_candle.train.logs import read_json_log, read_log
 Train = Callable[..., dict[str, bytes]]
 # Settings for a run without previews. Without prompts, `sample_every` and `sample_steps` must have
 # their defaults.
-UNSEEN: dict[str, Any] = {"sample_prompts": [], "sample_every": 250, "sample_steps": 25}
+UNSEEN: dict[str, Any] = {"sample_prompts": [], "sample_every": 250, "sample_steps": None}
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from trainable_candle.errors import ConfigError, MissingFileError
 from trainable_candle.run import train_adapter
 from trainable_candle.settings.prompts import expanded
 from trainable_candle.sheet import PAGE, SHEET, preview_path, write_sheet
-from trainable_candle.tasks.latent.drawing import SampleOptions
+from trainable_candle.tasks.latent.drawing import SampleOptions, Usual
 from trainable_candle.tasks.latent.prompts import Place, Prompt, infotext, parse_prompt
 from trainable_candle.train import TrainConfig
 
@@ -78,16 +78,16 @@ def test_a_file_of_prompts_stands_for_its_lines(tmp_path: Path) -> None:
 
 
 def test_an_image_has_its_settings_in_a1111s_format() -> None:
-    options = SampleOptions(20, 7, 5.0, "blurry", None, "dpmpp_2m")
+    options = SampleOptions(None, 7, None, "blurry", None, "dpmpp_2m")
     prompt = Prompt("a cat", options)
-    assert infotext(prompt, "sdxl", 5.0, (64, 32), Place(0, 1)) == (
+    assert infotext(prompt, "sdxl", Usual(20, 5.0), (64, 32), Place(0, 1)) == (
         "a cat\nNegative prompt: blurry\n"
         "Steps: 20, Sampler: DPM++ 2M, CFG scale: 5, Seed: 7, Size: 64x32, Model: sdxl"
     )
-    assert infotext(prompt, "a, b", 1.0, (64, 32), Place(1, 2)).endswith(
+    assert infotext(prompt, "a, b", Usual(20, 1.0), (64, 32), Place(1, 2)).endswith(
         "Model: a  b, Batch size: 2, Batch pos: 1"
     )
-    assert "Negative" not in infotext(prompt, "sdxl", 1.0, (64, 32), Place(0, 1))
+    assert "Negative" not in infotext(prompt, "sdxl", Usual(20, 1.0), (64, 32), Place(0, 1))
 
 
 def test_previews_are_shown_over_time(tmp_path: Path) -> None:

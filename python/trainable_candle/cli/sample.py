@@ -70,7 +70,7 @@ def _draw(given: Mapping[str, Any]) -> None:
 
     output = new_file(given["output"], overwrite="overwrite" in given, suffix=".png")
     options = SampleOptions(
-        steps=given.get("steps", 25),
+        steps=given.get("steps"),
         seed=given.get("seed", 0),
         guidance=given.get("guidance"),
         negative_prompt=given.get("negative_prompt", ""),
@@ -180,7 +180,9 @@ def make_parser(program: str) -> Parser:
     group.add_argument("--seed", metavar="N", type=whole(0), help="seed of the draws (default: 0)")
     group.add_argument("--device", metavar="TEXT", help="auto (default), cpu, cuda or cuda:N")
     group = parser.add_argument_group("images")
-    group.add_argument("--steps", metavar="N", type=whole(1), help="sampling steps (default: 25)")
+    group.add_argument(
+        "--steps", metavar="N", type=whole(1), help="sampling steps (default: the model's)"
+    )
     group.add_argument(
         "--sampler", metavar="NAME", choices=SAMPLERS, help="sampler: " + ", ".join(SAMPLERS)
     )

@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from trainable_candle._core import pipeline_parts
-from trainable_candle.families.flow import FlowFamily
+from trainable_candle.families.flow import Features, FlowFamily
 from trainable_candle.families.flow.patches import over_tokens
 from trainable_candle.families.flow.rows import in_rows
 from trainable_candle.families.flow.schedule import FlowSchedule
 from trainable_candle.families.flux import Flux
 from trainable_candle.families.pipeline.identity import parts_identity, tokenizers_identity
 from trainable_candle.families.pipeline.t5 import T5
+from trainable_candle.tasks.latent.drawing import Usual
 from trainable_candle.text.t5_tokenizer import SHIPPED as T5_TOKENIZER
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from trainable_candle import Tensor
     from trainable_candle.models import ChromaTransformer
@@ -64,11 +65,19 @@ class Chroma(FlowFamily[ChromaTexts]):
     # Chroma's blocks have Flux's layers. As in other trainers, no adapter is put on the
     # approximator, which computes the blocks' modulation.
     targets: ClassVar[tuple[str, ...]] = Flux.targets
-    guidance: ClassVar[float] = 5.0
+    drawing: ClassVar[Usual] = Usual(35, 5.0)
+    distilled: ClassVar[Usual] = Usual(16, 1.0)
     reads_texts_apart: ClassVar[bool] = True
     schedule: ClassVar[FlowSchedule] = FlowSchedule(grows=True)
     text_tokens: ClassVar[int] = _TOKENS
+    goes_with: ClassVar[str] = "Chroma goes with T5-XXL"
     model: ChromaTransformer
+
+    @property
+    def text_features(self) -> Mapping[str, Features]:
+        """See `FlowFamily.text_features`."""
+        made = self.facts.parts["text_encoder"].config["d_model"]
+        return {"text_encoder": Features(made, self.facts.config["joint_attention_dim"])}
 
     @property
     def distillation(self) -> str | None:
@@ -76,7 +85,7 @@ class Chroma(FlowFamily[ChromaTexts]):
 
         Only "flash" in the name of the weights distinguishes Chroma1-Flash.
         """
-        if "flash" not in self.weights.resolve().name.lower():
+        if "flash" not in self.shown_name.lower():
             return None
         undone = "training Chroma1-Flash directly undoes its distillation to a few steps"
         return f"{undone}; train Chroma1-Base or Chroma1-HD instead"

@@ -9,7 +9,7 @@ import numpy as np
 import trainable_candle as tc
 from trainable_candle._core import pipeline_parts
 from trainable_candle.errors import ConfigError
-from trainable_candle.families.flow import FlowFamily
+from trainable_candle.families.flow import Features, FlowFamily
 from trainable_candle.families.flow.patches import over_tokens
 from trainable_candle.families.flow.schedule import FlowSchedule
 from trainable_candle.families.pipeline.clip import clip_tokenizer
@@ -17,12 +17,13 @@ from trainable_candle.families.pipeline.identity import parts_identity, tokenize
 from trainable_candle.families.pipeline.t5 import T5
 from trainable_candle.models import CLIPTextModel
 from trainable_candle.settings.objective import DistilledGuidance
+from trainable_candle.tasks.latent.drawing import Usual
 from trainable_candle.text import PAD_OF_CLIP_L
 from trainable_candle.text.clip_tokenizer import SHIPPED as CLIP_TOKENIZER
 from trainable_candle.text.t5_tokenizer import SHIPPED as T5_TOKENIZER
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from trainable_candle import Tensor
     from trainable_candle.data.buckets import Frame
@@ -88,7 +89,8 @@ class Flux(FlowFamily[FluxTexts]):
         "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
     )  # fmt: skip
     groups: ClassVar[tuple[type[Group], ...]] = (*FlowFamily.groups, DistilledGuidance)
-    guidance: ClassVar[float] = 3.5
+    drawing: ClassVar[Usual] = Usual(28, 3.5)
+    goes_with: ClassVar[str] = "Flux.1 goes with CLIP-L and T5-XXL"
     schedule: ClassVar[FlowSchedule] = FlowSchedule(grows=True)
     model: FluxTransformer
 
@@ -107,12 +109,25 @@ class Flux(FlowFamily[FluxTexts]):
         """The most tokens of a caption: 512 for dev, 256 for schnell."""
         return _TOKENS[self.is_told_guidance]
 
+    @property
+    def text_features(self) -> Mapping[str, Features]:
+        """See `FlowFamily.text_features`."""
+        config, parts = self.facts.config, self.facts.parts
+        pooled, states = (
+            parts["text_encoder"].config["hidden_size"], parts["text_encoder_2"].config["d_model"],
+        )  # fmt: skip
+        return {
+            "text_encoder": Features(pooled, config["pooled_projection_dim"]),
+            "text_encoder_2": Features(states, config["joint_attention_dim"]),
+        }
+
     def check(self) -> None:
         """Check that the settings have no negative prompt, and no guidance scale for schnell.
 
         Raises:
-            ConfigError: a setting has no effect on the model.
+            ConfigError: a setting has no effect on the model, or the parts do not fit together.
         """
+        super().check()
         if self.config.negative_prompt:
             raise ConfigError(
                 "--negative-prompt has no effect on Flux, which makes no second prediction for it"

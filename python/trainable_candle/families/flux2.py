@@ -9,16 +9,17 @@ import trainable_candle as tc
 from trainable_candle._core import pipeline_parts
 from trainable_candle.data import file_identity
 from trainable_candle.errors import ConfigError
-from trainable_candle.families.flow import FlowFamily
+from trainable_candle.families.flow import Features, FlowFamily
 from trainable_candle.families.flow.coder import NormedKLCoder
 from trainable_candle.families.flow.patches import as_tokens, from_tokens, positions
 from trainable_candle.families.flow.schedule import FlowSchedule, KleinSchedule
 from trainable_candle.families.pipeline.facts import index_of
 from trainable_candle.families.pipeline.identity import parts_identity
 from trainable_candle.families.pipeline.qwen import MOST_TOKENS, Qwen3, tokenizer_folder
+from trainable_candle.tasks.latent.drawing import Usual
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from trainable_candle import Tensor
     from trainable_candle.models import Flux2Transformer
@@ -80,12 +81,14 @@ class Flux2(FlowFamily[Flux2Texts]):
     )
     schedule: ClassVar[FlowSchedule] = KleinSchedule(grows=True)
     coder_kind: ClassVar[type[KLCoder]] = NormedKLCoder
+    drawing: ClassVar[Usual] = Usual(50, 4.0)
     text_tokens: ClassVar[int] = MOST_TOKENS
+    goes_with: ClassVar[str] = "FLUX.2-klein 4B goes with Qwen3 4B, and 9B with Qwen3 8B"
     model: Flux2Transformer
 
     @cached_property
     def is_distilled(self) -> bool:
-        """Whether the model was distilled to a few steps.
+        """Whether the model was distilled to 4 steps.
 
         The folder's `model_index.json` says it, or else the name of the weights.
 
@@ -95,7 +98,7 @@ class Flux2(FlowFamily[Flux2Texts]):
         stated = index_of(self.weights).get("is_distilled")
         if isinstance(stated, bool):
             return stated
-        name = self.weights.resolve().name.lower()
+        name = self.shown_name.lower()
         return "klein" in name and "base" not in name
 
     @property
@@ -103,31 +106,24 @@ class Flux2(FlowFamily[Flux2Texts]):
         """Whether the model draws without classifier-free guidance, as the distilled models do."""
         return self.is_distilled
 
-    @property
-    def guidance(self) -> float:  # type: ignore[override]
-        """The default guidance scale: 4 for base models, 1 (no guidance) for distilled models."""
-        return 1.0 if self.is_distilled else 4.0
-
     def require_own(self) -> None:
-        """See `PipelineFamily.require_own`; also checks that the text encoder fits the transformer.
+        """See `FlowFamily.require_own`; also checks that the model is not FLUX.2-dev.
 
         Raises:
-            ConfigError: the text encoder belongs to a model of another size, or the model is
-                FLUX.2-dev.
+            ConfigError: the parts do not fit together, or the model is FLUX.2-dev.
         """
-        super().require_own()
-        config, encoder = self.facts.config, self.facts.parts["text_encoder"].config
-        if config["guidance_embeds"]:
+        if self.facts.config["guidance_embeds"]:
             raise ConfigError(
                 f"weights: {self.weights} is FLUX.2-dev, which takes a guidance scale and is "
                 "not supported; expected FLUX.2-klein"
             )
-        found, read = len(LAYERS) * encoder["hidden_size"], config["joint_attention_dim"]
-        if found != read:
-            raise ConfigError(
-                f"text_encoder: it makes {found} features of a token, but the transformer reads "
-                f"{read}; FLUX.2-klein 4B goes with Qwen3 4B, and 9B with Qwen3 8B"
-            )
+        super().require_own()
+
+    @property
+    def text_features(self) -> Mapping[str, Features]:
+        """See `FlowFamily.text_features`."""
+        made = len(LAYERS) * self.facts.parts["text_encoder"].config["hidden_size"]
+        return {"text_encoder": Features(made, self.facts.config["joint_attention_dim"])}
 
     def check(self) -> None:
         """Check the parts, and that no setting asks a distilled model for guidance.
@@ -136,7 +132,7 @@ class Flux2(FlowFamily[Flux2Texts]):
             ConfigError: the model is distilled and has a guidance scale or a negative prompt, or
                 the parts do not fit together.
         """
-        self.require_own()
+        super().check()
         if not self.is_distilled:
             return
         for option, given in (

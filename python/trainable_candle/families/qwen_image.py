@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from trainable_candle._core import pipeline_parts
 from trainable_candle.data import file_identity
 from trainable_candle.errors import ConfigError
-from trainable_candle.families.flow import FlowFamily
+from trainable_candle.families.flow import Features, FlowFamily
 from trainable_candle.families.flow.coder import QwenImageCoder
 from trainable_candle.families.flow.patches import from_squares, over_tokens, squares
 from trainable_candle.families.flow.rows import in_rows
@@ -15,12 +15,14 @@ from trainable_candle.families.flow.schedule import FlowSchedule
 from trainable_candle.families.pipeline.facts import index_of
 from trainable_candle.families.pipeline.identity import parts_identity
 from trainable_candle.families.pipeline.qwen import Qwen25VL, tokenizer_folder
+from trainable_candle.tasks.latent.drawing import Usual
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from trainable_candle import Tensor
     from trainable_candle.models import QwenImageTransformer
+    from trainable_candle.settings import TrainConfig
     from trainable_candle.tasks.latent.coders import KLCoder
     from trainable_candle.train.trainer import Inputs
 
@@ -85,7 +87,7 @@ class QwenImage(FlowFamily[QwenImageTexts]):
         r"transformer_blocks\.\d+\.attn\.(to_(q|k|v|out\.0|add_out)|add_(q|k|v)_proj)",
         r"transformer_blocks\.\d+\.(img|txt)_mlp\.net\.(0\.proj|2)",
     )
-    guidance: ClassVar[float] = 4.0
+    drawing: ClassVar[Usual] = Usual(50, 4.0)
     no_prompt: ClassVar[str] = " "
     reads_texts_apart: ClassVar[bool] = True
     schedule: ClassVar[FlowSchedule] = FlowSchedule(
@@ -93,14 +95,20 @@ class QwenImage(FlowFamily[QwenImageTexts]):
     )
     coder_kind: ClassVar[type[KLCoder]] = QwenImageCoder
     text_tokens: ClassVar[int] = _USUAL_TOKENS
+    goes_with: ClassVar[str] = "Qwen-Image goes with Qwen2.5-VL 7B"
     model: QwenImageTransformer
 
+    @classmethod
+    def defaults(cls, config: TrainConfig) -> Mapping[str, Any]:  # noqa: ARG003
+        """The learning rate of musubi-tuner, lower than that of the other models of images."""
+        return {"learning_rate": 5e-5}
+
     def require_own(self) -> None:
-        """See `PipelineFamily.require_own`; also checks the kind of the pipeline and its encoder.
+        """See `FlowFamily.require_own`; also checks the kind of the pipeline.
 
         Raises:
-            ConfigError: the folder holds a related pipeline, such as Qwen-Image-Edit, or the text
-                encoder does not fit the transformer.
+            ConfigError: the folder holds a related pipeline, such as Qwen-Image-Edit, or the parts
+                do not fit together.
         """
         kind = index_of(self.weights).get("_class_name", _PIPELINES[0])
         if kind not in _PIPELINES:
@@ -109,13 +117,12 @@ class QwenImage(FlowFamily[QwenImageTexts]):
                 f"({_PIPELINES[0]})"
             )
         super().require_own()
-        read = self.facts.config["joint_attention_dim"]
-        found = self.facts.parts["text_encoder"].layers["model.layers.0.self_attn.q_proj"][1]
-        if found != read:
-            raise ConfigError(
-                f"text_encoder: it makes {found} features of a token, but the transformer reads "
-                f"{read}; Qwen-Image goes with Qwen2.5-VL 7B"
-            )
+
+    @property
+    def text_features(self) -> Mapping[str, Features]:
+        """See `FlowFamily.text_features`."""
+        made = self.facts.parts["text_encoder"].layers["model.layers.0.self_attn.q_proj"][1]
+        return {"text_encoder": Features(made, self.facts.config["joint_attention_dim"])}
 
     def load_encoders(self) -> QwenImageTexts:
         """Load Qwen2.5-VL, without its vision encoder, and its tokenizer."""

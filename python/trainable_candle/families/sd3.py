@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import trainable_candle as tc
 from trainable_candle._core import pipeline_parts
 from trainable_candle.errors import ConfigError
-from trainable_candle.families.flow import FlowFamily
+from trainable_candle.families.flow import Features, FlowFamily
 from trainable_candle.families.flow.schedule import FlowSchedule, shifted_last
-from trainable_candle.families.pipeline.clip import clip_tokenizer
+from trainable_candle.families.pipeline.clip import clip_tokenizer, pooled_width
 from trainable_candle.families.pipeline.identity import parts_identity, tokenizers_identity
 from trainable_candle.families.pipeline.t5 import T5
 from trainable_candle.models import CLIPTextModel
+from trainable_candle.tasks.latent.drawing import Usual
 from trainable_candle.text import PAD_OF_BIG_G, PAD_OF_CLIP_L
 from trainable_candle.text.clip_tokenizer import SHIPPED as CLIP_TOKENIZER
 from trainable_candle.text.t5_tokenizer import SHIPPED as T5_TOKENIZER
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from trainable_candle import Tensor
     from trainable_candle.data import Dataset
     from trainable_candle.models import SD3Transformer
+    from trainable_candle.settings import TrainConfig
     from trainable_candle.train.trainer import Inputs
 
 _CLIP_TOKENS: Final = 77
@@ -93,10 +95,40 @@ class SD3(FlowFamily[SD3Texts]):
     # The layers that SimpleTuner adapts: those of the image tokens' attention. The "dual" blocks of
     # medium have two such attentions.
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    guidance: ClassVar[float] = 4.5
+    drawing: ClassVar[Usual] = Usual(28, 4.5)
     schedule: ClassVar[FlowSchedule] = FlowSchedule(3.0, shifted_last(3.0))
     text_tokens: ClassVar[int] = _CLIP_TOKENS + _T5_TOKENS
+    goes_with: ClassVar[str] = "SD3.5 goes with CLIP-L, OpenCLIP-bigG and T5-XXL"
+    packs: ClassVar[bool] = False
     model: SD3Transformer
+
+    @classmethod
+    def defaults(cls, config: TrainConfig) -> Mapping[str, Any]:
+        """Also a low limit of gradients, as in SimpleTuner: the training of large is unstable."""
+        return {**super().defaults(config), "max_grad_norm": 0.1}
+
+    @property
+    def text_features(self) -> Mapping[str, Features]:
+        """See `FlowFamily.text_features`; the pooled features are those of both CLIP encoders."""
+        config, parts = self.facts.config, self.facts.parts
+        pooled = sum(pooled_width(parts[f"text_encoder{number}"].config) for number in ("", "_2"))
+        return {
+            "text_encoder with text_encoder_2": Features(pooled, config["pooled_projection_dim"]),
+            "text_encoder_3": Features(
+                parts["text_encoder_3"].config["d_model"], config["joint_attention_dim"]
+            ),
+        }
+
+    @property
+    def distillation(self) -> str | None:
+        """A note that training undoes turbo's distillation; None if the model is not turbo.
+
+        Only the name of the weights distinguishes SD3.5-large-turbo.
+        """
+        if "turbo" not in self.shown_name.lower():
+            return None
+        undone = "training SD3.5-large-turbo directly undoes its distillation to 4 steps"
+        return f"{undone}; train SD3.5-large, and use the adapter on turbo"
 
     def dataset(self, folder: str) -> Dataset:
         """The checked images; none has a side longer than the model's position embedding covers.

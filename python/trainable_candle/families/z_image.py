@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from trainable_candle._core import pipeline_parts
 from trainable_candle.data import file_identity
-from trainable_candle.families.flow import FlowFamily
+from trainable_candle.families.flow import Features, FlowFamily
 from trainable_candle.families.flow.rows import in_rows
 from trainable_candle.families.flow.schedule import FlowSchedule
 from trainable_candle.families.pipeline.identity import parts_identity
 from trainable_candle.families.pipeline.qwen import MOST_TOKENS, Qwen3, tokenizer_folder
+from trainable_candle.tasks.latent.drawing import Usual
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from trainable_candle import Tensor
     from trainable_candle.models import ZImageTransformer
@@ -76,19 +77,28 @@ class ZImage(FlowFamily[ZImageTexts]):
     targets: ClassVar[tuple[str, ...]] = (
         r"layers\.\d+\.(attention\.to_(q|k|v|out\.0)|feed_forward\.w[123])",
     )
-    guidance: ClassVar[float] = 5.0
+    drawing: ClassVar[Usual] = Usual(50, 5.0)
+    distilled: ClassVar[Usual] = Usual(9, 1.0)
     reads_texts_apart: ClassVar[bool] = True
     schedule: ClassVar[FlowSchedule] = FlowSchedule(3.0)
     text_tokens: ClassVar[int] = _USUAL_TOKENS
+    goes_with: ClassVar[str] = "Z-Image goes with Qwen3 4B"
+    packs: ClassVar[bool] = False
     model: ZImageTransformer
 
     @property
-    def distillation(self) -> str | None:
-        """A note that training undoes turbo's distillation; None if the folder is not turbo's.
+    def text_features(self) -> Mapping[str, Features]:
+        """See `FlowFamily.text_features`."""
+        made = self.facts.parts["text_encoder"].config["hidden_size"]
+        return {"text_encoder": Features(made, self.facts.config["cap_feat_dim"])}
 
-        Only the name of the folder distinguishes turbo.
+    @property
+    def distillation(self) -> str | None:
+        """A note that training undoes turbo's distillation; None if the model is not turbo.
+
+        Only the name of the weights distinguishes turbo.
         """
-        name = self.weights.resolve().name.lower()
+        name = self.shown_name.lower()
         if "turbo" not in name or "de-turbo" in name or "de_turbo" in name:
             return None
         undone = "training Z-Image-Turbo directly undoes its distillation to a few steps"

@@ -126,15 +126,15 @@ class Denoising(Group):
     conditions: ClassVar[tuple[Condition, ...]] = (_previews("sample_steps"),)
 
     sample_steps: Annotated[
-        int,
+        int | None,
         Setting(
-            "sampling steps per preview",
+            "sampling steps per preview (default: model's)",
             low=1,
             rare=True,
             free=True,
             synonyms=("sample.sample-steps",),
         ),
-    ] = 25
+    ] = None
 
 
 @dataclass(frozen=True)

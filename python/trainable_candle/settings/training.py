@@ -268,14 +268,14 @@ class Training(Group):
     ] = 0
     weight_decay: Annotated[float, Setting("weight decay", low=0, rare=True)] = 0.01
     max_grad_norm: Annotated[
-        float,
+        float | None,
         Setting(
-            "norm to which larger gradients are clipped; 0: no limit",
+            "norm to which larger gradients are clipped; 0: no limit (default: 1; sd3: 0.1)",
             low=0,
             rare=True,
             synonyms=("clip-grad-norm", "train.max-grad-norm"),
         ),
-    ] = 1.0
+    ] = None
     ema_decay: Annotated[
         float,
         Setting("decay of the adapter's moving average; 0: no average", low=0, below=1, rare=True),
@@ -306,6 +306,11 @@ class Training(Group):
     def finds_rate(self) -> bool:
         """Whether the optimizer finds its step size, which it multiplies by the learning rate."""
         return self.optimizer == "prodigy"
+
+    @property
+    def most_grad_norm(self) -> float:
+        """The norm to which larger gradients are clipped, or 1 if none is set."""
+        return 1.0 if self.max_grad_norm is None else self.max_grad_norm
 
     @property
     def rate(self) -> float:

@@ -88,7 +88,7 @@ def training_metadata(
         "ss_optimizer": config.optimizer,
         "ss_lr_scheduler": config.lr_scheduler,
         "ss_lr_warmup_steps": config.warmup_steps,
-        "ss_max_grad_norm": config.max_grad_norm,
+        "ss_max_grad_norm": config.most_grad_norm,
         "ss_gradient_checkpointing": config.checkpointing != "none",
         "ss_mixed_precision": _KOHYA_PRECISIONS[config.precision],
         "ss_min_snr_gamma": config.min_snr_gamma,

@@ -70,7 +70,7 @@ def test_distilled_models_are_recognised_by_their_folder_or_a_files_name(
     index.write_text(json.dumps(distilled))
     family = families.load("flux2", folder, "f32", "cpu").family
     assert family.is_distilled
-    assert family.guidance == 1.0
+    assert family.usual == (4, 1.0)
     assert "undoes its distillation" in family.notes()[0]
     for setting in ({"guidance": 4.0}, {"negative_prompt": "x"}):
         other = Flux2(folder, "f32", "cpu", TrainConfig(**setting))
@@ -83,7 +83,7 @@ def test_distilled_models_are_recognised_by_their_folder_or_a_files_name(
     for name, expected in names.items():
         file = Flux2(tmp_path / f"{name}.safetensors", "f32", "cpu")
         assert file.is_distilled is expected
-        assert file.guidance == (1.0 if expected else 4.0)
+        assert file.usual == ((4, 1.0) if expected else (50, 4.0))
 
 
 def test_original_files_with_parts_of_their_own(flux2_base: Path, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_original_files_with_parts_of_their_own(flux2_base: Path, tmp_path: Path
 
 def test_parts_of_another_size_are_named(flux2_base: Path, tmp_path: Path) -> None:
     for field, value, message in (
-        ("joint_attention_dim", 60, "makes 48 features of a token, but the transformer reads 60"),
+        ("joint_attention_dim", 60, "makes 48 features, but the transformer reads 60"),
         ("guidance_embeds", True, "is FLUX.2-dev"),
     ):
         folder = tmp_path / field

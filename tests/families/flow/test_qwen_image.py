@@ -174,7 +174,7 @@ def test_another_encoder_is_rejected(qwen_image_base: Path, tmp_path: Path) -> N
     CausalLM.from_config(tmp_path / "text_encoder" / "config.json").save_pretrained(
         tmp_path / "text_encoder"
     )
-    with pytest.raises(ConfigError, match=r"makes 80 features of a token, .* reads 40"):
+    with pytest.raises(ConfigError, match=r"makes 80 features, .* reads 40"):
         families.load("qwen-image", tmp_path, "f32", "cpu")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 from trainable_candle.errors import ConfigError
 from trainable_candle.families.pipeline import PipelineFamily
@@ -11,14 +12,26 @@ from trainable_candle.families.pipeline.family import Encoders
 from trainable_candle.settings import IMAGE_GROUPS
 from trainable_candle.settings.adapter import ClipSkip, TextEncoders
 from trainable_candle.settings.objective import DistilledGuidance, NoisePrediction
+from trainable_candle.tasks.latent.drawing import Usual
 from trainable_candle.tasks.latent.objectives import FlowObjective, FlowSampler
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from trainable_candle.data import Dataset
     from trainable_candle.families.flow.schedule import FlowSchedule
     from trainable_candle.settings import Group
 
 E = TypeVar("E", bound=Encoders)
+
+
+class Features(NamedTuple):
+    """The numbers of features of a text, or of each of its tokens."""
+
+    made: int
+    """The number that the text encoder makes."""
+    read: int
+    """The number that the transformer reads."""
 
 
 class FlowFamily(PipelineFamily[E]):
@@ -41,6 +54,13 @@ class FlowFamily(PipelineFamily[E]):
     """The noise levels of sampling for weights without a scheduler's configuration."""
     patch: ClassVar[int] = 2
     """The side of an image token, in latent pixels."""
+    packs: ClassVar[bool] = True
+    """Whether the transformer counts the channels of an image token as its input channels; if not,
+    it counts the channels of a latent pixel."""
+    goes_with: ClassVar[str]
+    """Which text encoders the model goes with, for messages."""
+    distilled: ClassVar[Usual] = Usual(4, 1.0)
+    """How models draw that were distilled to a few steps."""
     wide_images: ClassVar[int] = 12
     """The most values per token that a block holds without a tape, divided by `width`."""
 
@@ -80,6 +100,51 @@ class FlowFamily(PipelineFamily[E]):
         return images
 
     @property
+    @abstractmethod
+    def text_features(self) -> Mapping[str, Features]:
+        """The features of texts that the text encoders make, by their folders in the pipeline."""
+
+    def require_own(self) -> None:
+        """See `PipelineFamily.require_own`; also checks that the parts fit together.
+
+        Raises:
+            ConfigError: the autoencoder or a text encoder is of another model.
+        """
+        super().require_own()
+        facts = self.facts
+        made, read = facts.latent_channels, facts.config["in_channels"]
+        read //= self.patch**2 if self.packs else 1
+        if made != read:
+            raise ConfigError(
+                f"vae: the latents of {facts.parts['vae'].path} have {made} channels, but the "
+                f"transformer reads {read}; give the autoencoder of the same model"
+            )
+        for part, features in self.text_features.items():
+            if features.made != features.read:
+                raise ConfigError(
+                    f"{part}: it makes {features.made} features, but the transformer reads "
+                    f"{features.read}; {self.goes_with}"
+                )
+
+    def check(self) -> None:
+        """Check that the parts fit together.
+
+        Raises:
+            ConfigError: the autoencoder or a text encoder is of another model.
+        """
+        self.require_own()
+
+    @property
+    def is_distilled(self) -> bool:
+        """Whether the model was distilled to a few steps."""
+        return self.distillation is not None
+
+    @property
+    def usual(self) -> Usual:
+        """How images are drawn by default: distilled models take few steps and no guidance."""
+        return self.distilled if self.is_distilled else self.drawing
+
+    @property
     def distillation(self) -> str | None:
         """A note that training undoes the model's distillation, and what to train instead.
 
@@ -92,8 +157,8 @@ class FlowFamily(PipelineFamily[E]):
         undone, config = self.distillation, self.config
         if config.training_adapter is None:
             return [f"{undone}, or give a --training-adapter"] if undone else []
-        name = self.weights.resolve().name
-        return [] if undone else [f"--training-adapter is for distilled models; is {name} one?"]
+        note = f"--training-adapter is for distilled models; is {self.shown_name} one?"
+        return [] if undone else [note]
 
     def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
         """Flow matching: the transformer learns the velocity from latents to noise."""

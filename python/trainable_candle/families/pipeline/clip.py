@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from trainable_candle.errors import WeightsFormatError
 from trainable_candle.text import CLIPTokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from trainable_candle.models import CLIPTextModel
 
 _TOKENS: Final = "text_model.embeddings.token_embedding.weight"
+
+
+def pooled_width(config: Mapping[str, Any]) -> int:
+    """The number of features of the pooled text of a CLIP encoder with this configuration."""
+    projects = config["architectures"] == ["CLIPTextModelWithProjection"]
+    return int(config["projection_dim"] if projects else config["hidden_size"])
 
 
 def clip_tokenizer(weights: Path, name: str, pad: str, model: CLIPTextModel) -> CLIPTokenizer:

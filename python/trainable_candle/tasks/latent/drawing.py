@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -27,11 +27,20 @@ if TYPE_CHECKING:
     Features = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 
-@dataclass(frozen=True)
-class SampleOptions:
-    """How images are drawn; None means the default of the model's family."""
+class Usual(NamedTuple):
+    """How a model draws images: the values of a model's family for options that are not given."""
 
     steps: int = 25
+    """Steps of the sampler."""
+    guidance: float = 1.0
+    """Scale of classifier-free guidance; 1 turns it off."""
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """How images are drawn; None means the default of the model."""
+
+    steps: int | None = None
     """Steps of the sampler, at least 1."""
     seed: int = 0
     """Seed of the noise."""
@@ -43,6 +52,13 @@ class SampleOptions:
     """Width and height, px."""
     sampler: str | None = None
     """`euler` or `dpmpp_2m`."""
+
+    def chosen(self, usual: Usual) -> Usual:
+        """The steps and the guidance of these options, or of `usual` where they have none."""
+        return Usual(
+            usual.steps if self.steps is None else self.steps,
+            usual.guidance if self.guidance is None else self.guidance,
+        )
 
 
 def parse_size(text: str) -> tuple[int, int]:
@@ -87,7 +103,7 @@ def draw(
     require_multiple((width, height), family.multiple)
     graphs = _graphs(family)
     shape = (family.coder.channels, height // factor, width // factor)
-    guidance = family.guidance if options.guidance is None else options.guidance
+    steps, guidance = options.chosen(family.usual)
     # A model with distilled guidance is called once per step, without a negative prompt.
     scale = 1.0 if family.distilled_guidance else guidance
     images = []
@@ -112,7 +128,7 @@ def draw(
             batched=not family.reads_texts_apart,
             rescale=family.rescaled,
         )
-        stepper = family.stepper(options.steps, options.sampler, (width, height))
+        stepper = family.stepper(steps, options.sampler, (width, height))
         latents = stepper.init_noise(noise)
         for step, timestep in enumerate(stepper.timesteps):
             prediction = guided(stepper.scale_input(latents, step), timestep)

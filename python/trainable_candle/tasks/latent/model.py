@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from trainable_candle._core import verify_adapter
 from trainable_candle.errors import ConfigError
+from trainable_candle.hub import shown_name
 from trainable_candle.settings import TrainConfig
 from trainable_candle.tasks.initial_adapter import check_initial_adapter
 from trainable_candle.tasks.latent.data import load_images
+from trainable_candle.tasks.latent.drawing import Usual
 from trainable_candle.train.adapters import adapter_config
 
 if TYPE_CHECKING:
@@ -52,8 +54,8 @@ class LatentModel(ABC):
     """The layers that get adapters by default."""
     text_targets: ClassVar[tuple[str, ...]] = ()
     """The layers of the text encoders that get adapters, if the encoders are trained too."""
-    guidance: ClassVar[float] = 1.0
-    """The default scale of classifier-free guidance; 1 means none."""
+    drawing: ClassVar[Usual] = Usual()
+    """How images are drawn by default; see `usual`."""
     no_prompt: ClassVar[str] = ""
     """The negative prompt if none is given."""
     reads_texts_apart: ClassVar[bool] = False
@@ -73,6 +75,11 @@ class LatentModel(ABC):
         self.dtype = dtype
         self.device = device
         self.config = config or TrainConfig()
+
+    @property
+    def shown_name(self) -> str:
+        """The name of the weights; see `hub.shown_name`."""
+        return shown_name(self.weights)
 
     # Facts that are read from the files before any weights are loaded.
 
@@ -262,6 +269,11 @@ class LatentModel(ABC):
             times: the times of the samples, from 0 to 1000: (B,), or (1,) if all are equal.
             conditions: the results of `features` and `conditions`.
         """
+
+    @property
+    def usual(self) -> Usual:
+        """How images are drawn by default, with these weights."""
+        return self.drawing
 
     @property
     def distilled_guidance(self) -> bool:

@@ -15,7 +15,7 @@ from trainable_candle.settings.previews import SAMPLERS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainable_candle.tasks.latent.drawing import SampleOptions
+    from trainable_candle.tasks.latent.drawing import SampleOptions, Usual
 
 _OPTION: Final = re.compile(r"(?:^|\s)--([a-zA-Z]\S*)")
 _LABELS: Final = {"euler": "Euler", "dpmpp_2m": "DPM++ 2M"}
@@ -117,26 +117,24 @@ The function takes the whole prompt and the flag (both for its error messages) a
 """
 
 
-def infotext(
-    prompt: Prompt, model: str, guidance: float, size: tuple[int, int], place: Place
-) -> str:
+def infotext(prompt: Prompt, model: str, used: Usual, size: tuple[int, int], place: Place) -> str:
     """The settings of an image in A1111's format for the entry `parameters` of a PNG.
 
     Args:
         prompt: what was drawn.
         model: the model's name.
-        guidance: the scale that was used.
+        used: the steps and the guidance that were used.
         size: width and height, px.
         place: the image's index in its batch.
     """
     options = prompt.options
     lines = [prompt.text]
-    if options.negative_prompt and guidance != 1:
+    if options.negative_prompt and used.guidance != 1:
         lines.append(f"Negative prompt: {options.negative_prompt}")
     facts = {
-        "Steps": options.steps,
+        "Steps": used.steps,
         "Sampler": _LABELS[options.sampler or "euler"],
-        "CFG scale": f"{guidance:g}",
+        "CFG scale": f"{used.guidance:g}",
         "Seed": options.seed,
         "Size": f"{size[0]}x{size[1]}",
         "Model": model.replace(",", " "),

@@ -138,7 +138,8 @@ class LatentTask:
         family.check_prompt(prompt.text)
         self._refuse_unused(options)
         side = family.config.resolution or family.resolution
-        family.stepper(options.steps, options.sampler, options.size or (side, side))
+        steps = options.chosen(family.usual).steps
+        family.stepper(steps, options.sampler, options.size or (side, side))
         if options.size:
             require_multiple(options.size, family.multiple)
 
@@ -285,7 +286,7 @@ class LatentTask:
         for options, group in groupby(prompts, key=lambda prompt: prompt.options):
             alike = list(group)
             images = self.draw([prompt.text for prompt in alike], options)
-            guidance = family.guidance if options.guidance is None else options.guidance
+            used = options.chosen(family.usual)
             for number, (image, prompt) in enumerate(zip(images, alike, strict=True)):
                 # `draw` draws up to `at_once` images from one seed: the seed of the options plus
                 # the index of the first of these images, which is `start`.
@@ -294,12 +295,12 @@ class LatentTask:
                 place = Place(number - start, min(family.at_once, len(alike) - start))
                 size = (image.shape[1], image.shape[0])
                 named = Prompt(prompt.text, seeded)
-                drawn.append((image, infotext(named, self._model_name, guidance, size, place)))
+                drawn.append((image, infotext(named, self._model_name, used, size, place)))
         return drawn
 
     @property
     def _model_name(self) -> str:
-        return self.family.weights.stem or self.family.name
+        return self.family.shown_name or self.family.name
 
     def require_room(self, count: int, options: SampleOptions) -> None:
         """Check that there is memory to draw `count` images.
@@ -336,12 +337,19 @@ class LatentTask:
             return draw(self.family, prompts, options, self._features, (side, side))
 
     def _refuse_unused(self, options: SampleOptions) -> None:
-        if Drawing in self.family.groups:
+        family = self.family
+        if Drawing in family.groups:
+            needless = options.negative_prompt and options.guidance is None
+            if needless and family.usual.guidance == 1:
+                raise ConfigError(
+                    f"sample: the negative prompt has no effect, because {family.shown_name} is "
+                    "drawn without guidance by default; give a guidance scale above 1, too, or "
+                    "leave the negative prompt out"
+                )
             return
         for name in ("guidance", "negative_prompt", "size", "sampler"):
             if getattr(options, name) != getattr(SampleOptions(), name):
-                model = self.family.name
-                raise ConfigError(f"sample: {name} has no effect on the model `{model}`")
+                raise ConfigError(f"sample: {name} has no effect on the model `{family.name}`")
 
     def _features(self, prompts: Sequence[str]) -> dict[str, Tensor]:
         # Features are remembered for single prompts only.

@@ -1,0 +1,120 @@
+"""What the weights of a flow model are: parts that fit together, distilled or not."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from trainable_candle import families
+from trainable_candle.errors import ConfigError
+from trainable_candle.hub import shown_name
+from trainable_candle.run import train_adapter
+from trainable_candle.tasks.latent import LatentModel, SampleOptions
+from trainable_candle.train import TrainConfig
+
+FAMILIES = ("sd3", "flux", "chroma", "zimage", "flux2", "qwen-image")
+FEATURES = {"zimage": ["cap_feat_dim"], "sd3": ["joint_attention_dim", "pooled_projection_dim"],
+            "flux": ["joint_attention_dim", "pooled_projection_dim"]}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parts_of_other_models_are_named_before_they_are_loaded(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
+    features = FEATURES.get(name, ["joint_attention_dim"])
+    for field in ("in_channels", *features):
+        folder = tmp_path / field
+        shutil.copytree(base, folder)
+        path = folder / "transformer" / "config.json"
+        config = json.loads(path.read_text())
+        outputs = {"out_channels": 16} if "out_channels" in config else {}
+        path.write_text(json.dumps(config | outputs | {field: 2 * config[field]}))
+        wrong = "vae: the latents of" if field == "in_channels" else "text_encoder.*: it makes"
+        with pytest.raises(ConfigError, match=f"{wrong} .*but the transformer reads"):
+            families.load(name, folder, "f32", "cpu")
+        config = TrainConfig(model=name, weights=str(folder))
+        with pytest.raises(ConfigError, match=f"{wrong} .*but the transformer reads"):
+            families.find(name)(folder, "f32", "cpu", config).task().check(lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "distilled", "usual"),
+    [
+        ("sd3", "sd3.5_large", "sd3.5_large_turbo", (4, 1.0)),
+        ("chroma", "Chroma1-HD", "Chroma1-HD-Flash", (16, 1.0)),
+        ("zimage", "z_image_bf16", "z_image_turbo_bf16", (9, 1.0)),
+        ("flux2", "flux-2-klein-base-4b", "flux-2-klein-4b", (4, 1.0)),
+    ],
+)
+@pytest.mark.parametrize("place", ["file", "cache"])
+def test_distilled_models_draw_in_few_steps_without_guidance(
+    name: str, plain: str, distilled: str, usual: tuple[int, float], place: str, tmp_path: Path
+) -> None:
+    """The names of files and of repositories in the hub's cache show the distillation."""
+
+    def family(weights: str) -> LatentModel:
+        path = tmp_path / f"{weights}.safetensors"
+        if place == "cache":
+            path = tmp_path / f"models--someone--{weights}" / "snapshots" / "0a1b2c"
+            path.mkdir(parents=True)
+        return families.find(name)(path, "f32", "cpu", TrainConfig())  # type: ignore[return-value]
+
+    base, fast = family(plain), family(distilled)
+    assert fast.usual == usual
+    assert base.usual.steps >= 28
+    assert base.usual.guidance > 1
+    assert base.notes() == []
+    assert "undoes its distillation" in fast.notes()[0]
+
+
+def test_flux_schnell_draws_in_four_steps(flux_base: Path, tmp_path: Path) -> None:
+    assert families.load("flux", flux_base, "f32", "cpu").family.usual == (28, 3.5)
+    folder = tmp_path / "base"
+    shutil.copytree(flux_base, folder)
+    path = folder / "transformer" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"guidance_embeds": False}))
+    schnell = families.load("flux", folder, "f32", "cpu").family
+    assert schnell.usual == (4, 1.0)
+    assert "undoes its distillation" in schnell.notes()[0]
+
+
+def test_a_negative_prompt_without_guidance_is_rejected(zimage_base: Path, tmp_path: Path) -> None:
+    weights = tmp_path / "Z-Image-Turbo"
+    shutil.copytree(zimage_base, weights)
+    task = families.load("zimage", weights, "f32", "cpu")
+    options = {"steps": 1, "size": (16, 16), "negative_prompt": "noise"}
+    with pytest.raises(ConfigError, match="Z-Image-Turbo is drawn without guidance by default"):
+        task.draw(["a"], SampleOptions(**options))
+    assert task.draw(["a"], SampleOptions(**options, guidance=2.0)).shape == (1, 16, 16, 3)
+
+
+def test_a_model_is_shown_by_the_name_of_its_file_folder_or_repository(tmp_path: Path) -> None:
+    cached = tmp_path / "models--black-forest-labs--FLUX.1-dev" / "snapshots" / "3de623"
+    for path, expected in (
+        (tmp_path / "z_image.v2.safetensors", "z_image.v2"),
+        (tmp_path / "FLUX.1-dev", "FLUX.1-dev"),
+        (cached, "FLUX.1-dev"),
+        (tmp_path / "snapshots" / "mine", "mine"),
+    ):
+        assert shown_name(path) == expected
+
+
+@pytest.mark.parametrize(("name", "rate", "norm"), [("sd3", 1e-4, 0.1), ("qwen-image", 5e-5, None)])
+def test_runs_have_the_settings_that_suit_the_model(
+    name: str,
+    rate: float,
+    norm: float | None,
+    sdxl_folder: Path,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+) -> None:
+    base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
+    config = TrainConfig(
+        model=name, weights=str(base), dataset=str(sdxl_folder), output=str(tmp_path / "out"),
+        resolution=32, max_side=48, cache="memory", steps=1, device="cpu", precision="f32",
+    )  # fmt: skip
+    train_adapter(config)
+    used = TrainConfig.from_yaml(tmp_path / "out" / "config.yaml")
+    assert (used.rate, used.max_grad_norm) == (rate, norm)
