@@ -113,6 +113,7 @@ SAMPLES: dict[str, Any] = {
     "timesteps": "logit_normal",
     "timestep_shift": 3.0,
     "resolution_shift": True,
+    "loss_weighting": "cosmap",
     "train_guidance": 2.0,
     "min_timestep": 10,
     "max_timestep": 900,

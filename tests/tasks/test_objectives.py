@@ -40,6 +40,10 @@ def expected(
     if config.min_snr_gamma is not None:
         snr = ((1 - levels) / levels) ** 2
         losses = losses * levels**2 * np.minimum(snr, config.min_snr_gamma)
+    if config.loss_weighting == "sigma_sqrt":
+        losses = losses * levels**-2.0
+    if config.loss_weighting == "cosmap":
+        losses = losses * 2 / (np.pi * (1 - 2 * levels + 2 * levels**2))
     return float(np.mean(losses if weights is None else losses * weights))
 
 
@@ -55,6 +59,8 @@ def expected(
         {"loss": "huber", "huber_schedule": "snr"},
         {"min_snr_gamma": 5.0},
         {"min_snr_gamma": 0.5, "loss": "l1"},
+        {"loss_weighting": "sigma_sqrt"},
+        {"loss_weighting": "cosmap", "loss": "huber"},
     ],
     ids=str,
 )

@@ -26,10 +26,10 @@ from trainable_candle.settings.foreign import instead
 from trainable_candle.settings.machine import Machine
 from trainable_candle.settings.objective import (
     DistilledGuidance,
+    Flow,
     Loss,
     NoiseLevels,
     NoisePrediction,
-    ResolutionShift,
 )
 from trainable_candle.settings.paths import inward, outward
 from trainable_candle.settings.presets import PRESET
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 GROUPS: Final[tuple[type[Group], ...]] = (
     Data, Parts, Unusable, Images, DefaultCaption, Captions, Texts, Adapter, LearnedScales,
-    TrainingAdapters, TextEncoders, Training, NoisePrediction, Loss, NoiseLevels, ResolutionShift,
+    TrainingAdapters, TextEncoders, Training, NoisePrediction, Loss, NoiseLevels, Flow,
     DistilledGuidance, ClipSkip, Validation, Previews, Denoising, Drawing, Writing,
     Machine, Several, Files,
 )  # fmt: skip
@@ -60,7 +60,7 @@ IMAGE_GROUPS: Final = tuple(
 @dataclass(frozen=True)
 class TrainConfig(
     Files, Several, Machine, Writing, Drawing, Denoising, Previews, Validation, ClipSkip,
-    DistilledGuidance, ResolutionShift, NoiseLevels, Loss, NoisePrediction, Training, TextEncoders,
+    DistilledGuidance, Flow, NoiseLevels, Loss, NoisePrediction, Training, TextEncoders,
     TrainingAdapters, LearnedScales,
     Adapter, Texts, Captions, DefaultCaption, Images, Unusable, Parts, Data,
 ):  # fmt: skip

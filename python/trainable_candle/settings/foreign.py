@@ -108,7 +108,8 @@ _KOHYA: Final = {
     "timestep_sampling": "has no counterpart of the same form: sigmoid is --timesteps "
     "logit_normal, shift is --timestep-shift X, flux_shift is --resolution-shift",
     "sigmoid_scale": _LEVELS,
-    "weighting_scheme": _LEVELS,
+    "weighting_scheme": "has no single counterpart: logit_normal and mode are --timesteps, "
+    "sigma_sqrt and cosmap are --loss-weighting",
     "logit_mean": _LEVELS,
     "logit_std": _LEVELS,
     "mode_scale": _LEVELS,

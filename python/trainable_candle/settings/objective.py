@@ -11,6 +11,7 @@ from trainable_candle.settings.setting import Condition, Group, Setting
 LOSSES: Final = ("mse", "l1", "huber", "smooth_l1")
 HUBER_SCHEDULES: Final = ("constant", "exponential", "snr")
 TIMESTEPS: Final = ("uniform", "logit_normal", "mode")
+WEIGHTINGS: Final = ("none", "sigma_sqrt", "cosmap")
 PREDICTIONS: Final = ("epsilon", "v_prediction")
 
 
@@ -136,8 +137,8 @@ class NoiseLevels(Group):
 
 
 @dataclass(frozen=True)
-class ResolutionShift(Group):
-    """The objective of flow models, whose noise levels may depend on the size of an image."""
+class Flow(Group):
+    """The objective of flow models."""
 
     section: ClassVar[str] = sections.OBJECTIVE
     conditions: ClassVar[tuple[Condition, ...]] = (
@@ -148,11 +149,21 @@ class ResolutionShift(Group):
             "--resolution-shift replaces the model's shift by one that depends on the size of an "
             "image, and --timestep-shift replaces it by a constant; give one of the two",
         ),
+        Condition(
+            ("loss_weighting",),
+            lambda c: c.min_snr_gamma is None,
+            "",
+            "--loss-weighting and --min-snr-gamma both weigh noise levels; give one of the two",
+        ),
     )
 
     resolution_shift: Annotated[
         bool, Setting("shift noise levels by the size of each image", rare=True)
     ] = False
+    loss_weighting: Annotated[
+        str,
+        Setting("weight of the loss at each noise level", choices=WEIGHTINGS, rare=True),
+    ] = "none"
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,8 @@ def test_settings_of_other_models_are_rejected(
     for setting in ({"clip_skip": 1}, {"train_text_encoder": True}, {"noise_offset": 0.1}):
         with pytest.raises(ConfigError, match="has no effect on"):
             train_adapter(configure(**setting))
+    with pytest.raises(ConfigError, match="give one of the two"):
+        train_adapter(configure(loss_weighting="cosmap", min_snr_gamma=5.0))
     with pytest.raises(ConfigError, match="--sampler is dpmpp_2m, expected euler"):
         train_adapter(configure(sampler="dpmpp_2m", sample_prompts=["x"]))
     with pytest.raises(ConfigError, match=r"needs its checkpoint; give --weights PATH: .*hub"):

@@ -18,7 +18,7 @@ from trainable_candle.families.sdxl.schedule import schedule
 from trainable_candle.families.sdxl.text import TextEncoders, unread_layers
 from trainable_candle.settings import IMAGE_GROUPS
 from trainable_candle.settings.adapter import TrainingAdapters
-from trainable_candle.settings.objective import DistilledGuidance, ResolutionShift
+from trainable_candle.settings.objective import DistilledGuidance, Flow
 from trainable_candle.tasks.latent.drawing import Usual
 from trainable_candle.tasks.latent.objectives import NoiseObjective
 from trainable_candle.text.clip_tokenizer import SHIPPED
@@ -46,9 +46,7 @@ class SDXL(PipelineFamily[TextEncoders]):
     name: ClassVar[str] = "sdxl"
     summary: ClassVar[str] = "Stable Diffusion XL (a tiny one that draws flowers is built in)"
     groups: ClassVar[tuple[type[Group], ...]] = tuple(
-        group
-        for group in IMAGE_GROUPS
-        if group not in {ResolutionShift, DistilledGuidance, TrainingAdapters}
+        group for group in IMAGE_GROUPS if group not in {Flow, DistilledGuidance, TrainingAdapters}
     )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("sdxl"))
     component: ClassVar[str] = "unet"

@@ -129,6 +129,9 @@ class FlowObjective:
     predicted data by min(SNR, gamma). This error is s**2 times the squared error of the velocity,
     whose weight is thus s**2 * min(SNR, gamma) (arXiv:2303.09556, section 3.4).
 
+    Other weights are those of diffusers' script for Stable Diffusion 3: "sigma_sqrt" is 1 / s**2,
+    "cosmap" is 2 / (pi * (1 - 2 * s + 2 * s**2)) (arXiv:2403.03206, section 3.1).
+
     Args:
         config: the settings of noise levels and loss.
         timesteps: the default distribution of levels.
@@ -154,6 +157,7 @@ class FlowObjective:
         self._delta = config.huber_delta
         self._schedule = config.huber_schedule
         self._gamma = config.min_snr_gamma
+        self._weighting = config.loss_weighting
 
     def noise(self, latents: Tensor, samples: Sequence[int], seed: int) -> dict[str, Tensor]:
         """See `Objective.noise`."""
@@ -175,20 +179,32 @@ class FlowObjective:
         """See `Objective.loss`."""
         prediction, target = prediction.to("f32"), inputs["target"]
         mask, weights = inputs.get("mask"), inputs.get("weights")
-        if self._loss == "mse" and self._gamma is None and mask is None and weights is None:
-            return tc.nn.functional.mse_loss(prediction, target)
         count = target.shape[0]
-        levels = (inputs["times"] / FLOW_TIMES).reshape(count, *[1] * (target.ndim - 1))
+        s = inputs["times"] / FLOW_TIMES
+        of_level = self._weights(s)
+        if self._loss == "mse" and of_level is None and mask is None and weights is None:
+            return tc.nn.functional.mse_loss(prediction, target)
+        levels = s.reshape(count, *[1] * (target.ndim - 1))
         each = self._elements(prediction - target, levels)
         if mask is not None:
             mean = mask.reshape(count, -1).mean(dim=1).reshape(levels.shape)
             # An example whose mask is 0 everywhere has a loss of 0.
             each = each * mask / tc.where(mean > 0, mean, tc.ones_like(mean))
         losses = each.reshape(count, -1).mean(dim=1)
-        if self._gamma is not None:
-            s = levels.reshape(count)
-            losses = losses * ((1 - s) ** 2).minimum(s * s * self._gamma)
+        if of_level is not None:
+            losses = losses * of_level
         return (losses if weights is None else losses * weights).mean()
+
+    def _weights(self, s: Tensor) -> Tensor | None:
+        """The weight of the loss at each noise level; None if all weights are 1."""
+        if self._gamma is not None:
+            return ((1 - s) ** 2).minimum(s * s * self._gamma)
+        if self._weighting == "sigma_sqrt":
+            # Below the lowest level of the models' own training, the weight does not grow further.
+            return 1 / s.maximum(1 / FLOW_TIMES) ** 2
+        if self._weighting == "cosmap":
+            return 2 / math.pi / (1 - 2 * s + 2 * s * s)
+        return None
 
     def _elements(self, error: Tensor, levels: Tensor) -> Tensor:
         """The loss of each element of an error; `levels` has a shape that broadcasts to it."""
