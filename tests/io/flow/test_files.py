@@ -100,6 +100,15 @@ def drawn(*shape: int) -> np.ndarray:
 BLOCK, FLAT = "transformer_blocks.1.attn.to_out.0", "transformer_blocks_1_attn_to_out_0"
 PEFT, KOHYA = ("lora_A", "lora_B"), ("lora_down", "lora_up")
 TO_OUT = {
+    ("sd3", "sd-scripts"): ("lora_unet_joint_blocks_1_x_block_attn_proj", KOHYA),
+    ("sd3", "ai-toolkit"): (f"transformer.{BLOCK}", PEFT),
+    ("sd3", "OneTrainer"): (f"lora_transformer_{FLAT}", KOHYA),
+    ("sd3", "SimpleTuner"): (f"transformer.{BLOCK}", ("lora.down", "lora.up")),
+    ("sd3", "SimpleTuner, LyCORIS"): (f"lycoris_{FLAT}", KOHYA),
+    ("chroma", "sd-scripts"): ("lora_unet_single_blocks_1_linear2", KOHYA),
+    ("chroma", "ai-toolkit"): ("diffusion_model.single_blocks.1.linear2", PEFT),
+    ("chroma", "OneTrainer"): ("lora_transformer_single_transformer_blocks_1_proj_out", KOHYA),
+    ("chroma", "SimpleTuner"): ("transformer.single_transformer_blocks.1.proj_out", PEFT),
     ("flux", "sd-scripts"): ("lora_unet_double_blocks_1_img_attn_proj", KOHYA),
     ("flux", "ai-toolkit"): (f"transformer.{BLOCK}", PEFT),
     ("flux", "ai-toolkit, later"): ("diffusion_model.double_blocks.1.img_attn.proj", PEFT),
@@ -115,6 +124,7 @@ TO_OUT = {
     ("zimage", "musubi-tuner"): ("lora_unet_layers_1_attention_to_out_0", KOHYA),
     ("zimage", "ComfyUI's own"): ("lora_unet_layers_1_attention_out", KOHYA),
     ("zimage", "ai-toolkit"): ("diffusion_model.layers.1.attention.to_out.0", PEFT),
+    ("zimage", "SimpleTuner, LyCORIS"): ("lycoris_layers_1_attention_to_out_0", KOHYA),
     ("zimage", "OneTrainer"): ("transformer.layers.1.attention.to_out.0", KOHYA),
     ("qwen-image", "musubi-tuner"): (f"lora_unet_{FLAT}", KOHYA),
     ("qwen-image", "ai-toolkit"): (f"diffusion_model.{BLOCK}", PEFT),
@@ -130,10 +140,12 @@ def test_names_of_other_tools_are_read(tmp_path: Path, name: str, tool: str) -> 
     module, (down, up) = TO_OUT[name, tool]
     has_alpha = (down, up) == KOHYA
     model = FAMILIES[name].load()
-    layer = "layers.1.attention.to_out.0" if name == "zimage" else BLOCK
-    layer = f"{layer}.weight"
+    others = {
+        "zimage": "layers.1.attention.to_out.0", "chroma": "single_transformer_blocks.1.proj_out",
+    }  # fmt: skip
+    layer = f"{others.get(name, BLOCK)}.weight"
     base = model.named_tensors()[layer].numpy()
-    a, b = drawn(RANK, len(base)), drawn(len(base), RANK)
+    a, b = drawn(RANK, base.shape[1]), drawn(len(base), RANK)
     arrays = {f"{module}.{down}.weight": a, f"{module}.{up}.weight": b}
     if has_alpha:
         arrays[f"{module}.alpha"] = np.float32(2.0)
