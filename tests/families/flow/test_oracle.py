@@ -75,7 +75,11 @@ def load(kind: type, folder: Path) -> object:
     return kind.from_pretrained(folder, torch_dtype=torch.float32)
 
 
-def test_sd3(sd3_base: Path, tmp_path: Path) -> None:
+# A caption without words, one with some words, and one that is truncated.
+CAPTIONS = ["", PROMPT, "a blur of many words " * 150]
+
+
+def sd3(sd3_base: Path, tmp_path: Path) -> "diffusers.StableDiffusion3Pipeline":
     with_projection = transformers.CLIPTextModelWithProjection
     pipeline = diffusers.StableDiffusion3Pipeline(
         transformer=load(diffusers.SD3Transformer2DModel, sd3_base / "transformer"),
@@ -89,14 +93,28 @@ def test_sd3(sd3_base: Path, tmp_path: Path) -> None:
         tokenizer_3=t5_tokenizer(tmp_path / "t5"),
     )
     pipeline.tokenizer_max_length = 17
-    theirs = pipeline(
+    return pipeline
+
+
+def test_sd3_reads_texts(sd3_base: Path, tmp_path: Path) -> None:
+    with torch.no_grad():
+        states, _, pooled, _ = sd3(sd3_base, tmp_path).encode_prompt(
+            CAPTIONS, None, None, do_classifier_free_guidance=False, max_sequence_length=256
+        )
+    found = families.load("sd3", sd3_base, "f32", "cpu").family.features(CAPTIONS)
+    for name, expected in (("encoder_hidden_states", states), ("pooled_projections", pooled)):
+        np.testing.assert_allclose(found[name].numpy(), expected.numpy(), atol=1e-5, err_msg=name)
+
+
+def test_sd3(sd3_base: Path, tmp_path: Path) -> None:
+    theirs = sd3(sd3_base, tmp_path)(
         PROMPT, negative_prompt=NEGATIVE, num_inference_steps=STEPS, guidance_scale=4.5,
         height=SIZE[1], width=SIZE[0], latents=noise(), output_type="np",
     ).images  # fmt: skip
     np.testing.assert_allclose(ours("sd3", sd3_base, 4.5, NEGATIVE), theirs, atol=1e-3 + 0.5 / 255)
 
 
-def test_flux(flux_base: Path, tmp_path: Path) -> None:
+def flux(flux_base: Path, tmp_path: Path) -> "diffusers.FluxPipeline":
     pipeline = diffusers.FluxPipeline(
         transformer=load(diffusers.FluxTransformer2DModel, flux_base / "transformer"),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(
@@ -109,7 +127,19 @@ def test_flux(flux_base: Path, tmp_path: Path) -> None:
         tokenizer_2=t5_tokenizer(tmp_path / "t5"),
     )
     pipeline.tokenizer_max_length = 17
-    latents = noise()
+    return pipeline
+
+
+def test_flux_reads_texts(flux_base: Path, tmp_path: Path) -> None:
+    with torch.no_grad():
+        states, pooled, _ = flux(flux_base, tmp_path).encode_prompt(CAPTIONS, None)
+    found = families.load("flux", flux_base, "f32", "cpu").family.features(CAPTIONS)
+    for name, expected in (("encoder_hidden_states", states), ("pooled_projections", pooled)):
+        np.testing.assert_allclose(found[name].numpy(), expected.numpy(), atol=1e-5, err_msg=name)
+
+
+def test_flux(flux_base: Path, tmp_path: Path) -> None:
+    pipeline, latents = flux(flux_base, tmp_path), noise()
     packed = pipeline._pack_latents(latents, *latents.shape)
     theirs = pipeline(
         PROMPT, num_inference_steps=STEPS, guidance_scale=3.5, height=SIZE[1], width=SIZE[0],
@@ -191,9 +221,8 @@ def test_every_block_of_chroma_has_its_rows_of_the_modulation(tmp_path: Path) ->
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("guidance", [1.0, 4.0])
-def test_z_image(zimage_base: Path, guidance: float) -> None:
-    pipeline = diffusers.ZImagePipeline(
+def z_image(zimage_base: Path) -> "diffusers.ZImagePipeline":
+    return diffusers.ZImagePipeline(
         transformer=load(diffusers.ZImageTransformer2DModel, zimage_base / "transformer"),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(
             zimage_base / "scheduler"
@@ -202,9 +231,26 @@ def test_z_image(zimage_base: Path, guidance: float) -> None:
         text_encoder=load(transformers.Qwen3ForCausalLM, zimage_base / "text_encoder"),
         tokenizer=chat_tokenizer(zimage_base / "tokenizer"),
     )
+
+
+def test_z_image_reads_texts(zimage_base: Path) -> None:
+    with torch.no_grad():
+        # A copy, because the pipeline writes the template into the list.
+        theirs, _ = z_image(zimage_base).encode_prompt(
+            list(CAPTIONS), do_classifier_free_guidance=False
+        )
+    found = families.load("zimage", zimage_base, "f32", "cpu").family.features(CAPTIONS)
+    assert found["lengths"].numpy().tolist() == [len(text) for text in theirs]
+    for states, expected in zip(found["encoder_hidden_states"].numpy(), theirs, strict=True):
+        scale = np.abs(expected.numpy()).max()
+        np.testing.assert_allclose(states[: len(expected)], expected.numpy(), atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_z_image(zimage_base: Path, guidance: float) -> None:
     # The pipeline's guidance scale is that of this library minus 1. The prompts have 29 and 19
     # tokens, and both are padded to 32.
-    theirs = pipeline(
+    theirs = z_image(zimage_base)(
         PROMPT, negative_prompt="", num_inference_steps=STEPS, guidance_scale=guidance - 1,
         height=SIZE[1], width=SIZE[0], latents=noise(), output_type="np",
     ).images  # fmt: skip
