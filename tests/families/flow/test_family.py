@@ -9,9 +9,11 @@ import pytest
 
 import trainable_candle as tc
 from trainable_candle import families
+from trainable_candle.distributed.group import ALONE
 from trainable_candle.errors import ConfigError
 from trainable_candle.run import train_adapter
-from trainable_candle.tasks.latent import SampleOptions
+from trainable_candle.tasks.latent import LatentTask, SampleOptions
+from trainable_candle.tasks.latent.texts import prepare_texts
 from trainable_candle.train import TrainConfig
 
 
@@ -57,6 +59,32 @@ def test_a_run_from_images_to_an_adapter(
     assert before.shape == (1, 16, 32, 3)
     task.load_adapter(result.adapter_path, 1.0)
     assert (task.draw(["a blur"], SampleOptions(steps=2, size=(32, 16))) != before).any()
+
+
+def test_captions_are_encoded_once_and_then_the_encoders_are_freed(
+    name: str, base: Path, configure: Callable[..., TrainConfig]
+) -> None:
+    """The cached features, also those of the empty caption, are those that the encoders make."""
+    config = configure(caption_dropout=0.5)
+    task = families.load(name, base, "f32", "cpu", config)
+    assert isinstance(task, LatentTask)
+    family, data = task.family, task.read(lambda _: None)
+    texts, prompts = prepare_texts(family, data, ["a dog"], lambda _: None, ALONE)
+    assert {"encoders", "model"}.isdisjoint(vars(family))
+    captions = sorted(set(data.train.possible_captions()))
+    assert "" in captions
+    cached, live = texts.inputs(captions), family.features(captions)
+    assert cached.keys() == live.keys() == prompts["a dog"].keys()
+    # The transformers do not read the hidden states after the text's length.
+    whole = [live["encoder_hidden_states"].shape[1]] * len(captions)
+    lengths = live["lengths"].numpy().astype(int) if "lengths" in live else whole
+    for key, tensor in live.items():
+        rows = zip(cached[key].numpy(), tensor.numpy(), lengths, strict=True)
+        for found, expected, length in rows:
+            read = length if key == "encoder_hidden_states" else None
+            np.testing.assert_allclose(
+                np.atleast_1d(found)[:read], np.atleast_1d(expected)[:read], atol=1e-5, err_msg=key
+            )
 
 
 def test_a_model_without_a_size_takes_that_of_its_family(name: str, base: Path) -> None:
