@@ -23,9 +23,9 @@ def name(request: pytest.FixtureRequest) -> str:
 def config(
     name: str, sdxl_folder: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> TrainConfig:
+    base = f"{name.replace('-', '_')}_base"
     return TrainConfig(
-        model=name, weights=str(request.getfixturevalue(f"{name.replace('-', '_')}_base")),
-        dataset=str(sdxl_folder),
+        model=name, weights=str(request.getfixturevalue(base)), dataset=str(sdxl_folder),
         output=str(tmp_path / "values"), resolution=32, max_side=48, cache="memory", rank=4,
         device="cpu", precision="f32", steps=5, learning_rate=1e-3,
     )  # fmt: skip
@@ -38,9 +38,9 @@ def losses(config: TrainConfig) -> list[float]:
 
 def test_losses_are_near_those_over_the_whole_model(config: TrainConfig, tmp_path: Path) -> None:
     expected = losses(config)
-    # NF4 changes the losses of the tiny Chroma, whose layers are narrow, by up to 13 %.
-    base = "int8" if config.model == "chroma" else "nf4"
-    settings = {"base_precision": base, "text_encoder_precision": "int8"}
+    # Rounding to four bits changes the tiny Chroma, whose tokens have 8 features, by more than 10 %.
+    form = "int8" if config.model == "chroma" else "nf4"
+    settings = {"base_precision": form, "text_encoder_precision": "int8"}
     found = losses(config.with_(output=str(tmp_path / "codes"), **settings))
     assert found != expected
     np.testing.assert_allclose(found, expected, rtol=0.1)
@@ -56,8 +56,9 @@ def test_products_of_codes_train_as_those_of_values(
     expected = losses(config)
     found = losses(config.with_(output=str(tmp_path / "codes"), w8a8=True))
     # W8A8 applies to layers whose numbers of input and output features are multiples of 16. The
-    # tiny UNet has no such layer, but with W8A8 fewer of its layers are quantized.
-    assert found != expected
+    # tiny Chroma has no such layer. The tiny UNet has none either, but with W8A8 fewer of its layers
+    # are quantized.
+    assert (found == expected) == (config.model == "chroma")
     np.testing.assert_allclose(found, expected, rtol=0.05)
     assert not tc.get_w8a8()
 
