@@ -47,6 +47,10 @@ class ChromaTexts:
         """The number of tokens that T5 encodes for a caption, with the end token and padding."""
         return self._t5.read_tokens(caption)
 
+    def truncates(self, caption: str) -> bool:
+        """Whether a caption has more tokens than T5 reads."""
+        return self._t5.truncates(caption)
+
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Encode captions: `encoder_hidden_states` (B, L, 4096), and each row's `lengths` (B,)."""
         return in_rows([self._t5.words(caption) for caption in captions])

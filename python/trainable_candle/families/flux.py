@@ -58,6 +58,10 @@ class FluxTexts:
         """1: every caption takes one row of tokens in each encoder."""
         return 1
 
+    def truncates(self, caption: str) -> bool:
+        """Whether a caption has more tokens than T5 reads; CLIP always reads fewer."""
+        return self._t5.truncates(caption)
+
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Encode captions: `encoder_hidden_states` (B, L, 4096), `pooled_projections` (B, 768)."""
         rows = [self._tokenizer.chunks(caption, 1)[0] for caption in captions]

@@ -52,6 +52,10 @@ class Flux2Texts:
         """1: every caption takes one row of 512 tokens."""
         return 1
 
+    def truncates(self, caption: str) -> bool:
+        """Whether a caption in the template has more tokens than Qwen3 reads."""
+        return len(self._qwen3.tokenizer.encode(caption, MOST_TOKENS + 1)) > MOST_TOKENS
+
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Encode captions as `encoder_hidden_states` (B, 512, 3 times Qwen3's width)."""
         rows = []

@@ -65,6 +65,11 @@ class QwenImageTexts:
         """The number of tokens in a caption's features."""
         return len(self._tokens(caption)) - _DROPPED
 
+    def truncates(self, caption: str) -> bool:
+        """Whether a caption in the template has more tokens than the encoder reads."""
+        most = _DROPPED + _MOST_TOKENS
+        return len(self._encoder.tokenizer.encode(caption, most + 1)) > most
+
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Encode captions: `encoder_hidden_states` (B, L, 3584), and each row's `lengths` (B,)."""
         rows = [self._encoder.states(self._tokens(caption)) for caption in captions]
@@ -95,6 +100,7 @@ class QwenImage(FlowFamily[QwenImageTexts]):
     )
     coder_kind: ClassVar[type[KLCoder]] = QwenImageCoder
     text_tokens: ClassVar[int] = _USUAL_TOKENS
+    overflows: ClassVar[bool] = True
     goes_with: ClassVar[str] = "Qwen-Image goes with Qwen2.5-VL 7B"
     model: QwenImageTransformer
 
@@ -110,13 +116,13 @@ class QwenImage(FlowFamily[QwenImageTexts]):
             ConfigError: the folder holds a related pipeline, such as Qwen-Image-Edit, or the parts
                 do not fit together.
         """
+        super().require_own()
         kind = index_of(self.weights).get("_class_name", _PIPELINES[0])
         if kind not in _PIPELINES:
             raise ConfigError(
                 f"weights: {self.weights} is a {kind}, which is not supported; expected Qwen-Image "
                 f"({_PIPELINES[0]})"
             )
-        super().require_own()
 
     @property
     def text_features(self) -> Mapping[str, Features]:

@@ -51,6 +51,10 @@ class ZImageTexts:
         """The number of tokens of a caption divided by 32, rounded up."""
         return -(-len(self._tokens(caption)) // _MULTIPLE)
 
+    def truncates(self, caption: str) -> bool:
+        """Whether a caption in the template has more tokens than Qwen3 reads."""
+        return len(self._qwen3.tokenizer.encode(caption, MOST_TOKENS + 1)) > MOST_TOKENS
+
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Encode captions: `encoder_hidden_states` (B, L, 2560) and `lengths` (B,) in tokens.
 
@@ -82,6 +86,7 @@ class ZImage(FlowFamily[ZImageTexts]):
     reads_texts_apart: ClassVar[bool] = True
     schedule: ClassVar[FlowSchedule] = FlowSchedule(3.0)
     text_tokens: ClassVar[int] = _USUAL_TOKENS
+    overflows: ClassVar[bool] = True
     goes_with: ClassVar[str] = "Z-Image goes with Qwen3 4B"
     packs: ClassVar[bool] = False
     model: ZImageTransformer

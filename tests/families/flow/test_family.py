@@ -1,5 +1,6 @@
 """Families of flow models: from the folder of a pipeline to an adapter, and back to images."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,26 @@ def test_captions_are_encoded_once_and_then_the_encoders_are_freed(
             np.testing.assert_allclose(
                 np.atleast_1d(found)[:read], np.atleast_1d(expected)[:read], atol=1e-5, err_msg=key
             )
+
+
+def test_captions_that_are_too_long_give_a_note(
+    name: str, base: Path, configure: Callable[..., TrainConfig], sdxl_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "images"
+    shutil.copytree(sdxl_folder, folder, ignore=shutil.ignore_patterns(".*"))
+    (folder / "0.txt").write_text("a red blur " * 500)
+    config = configure(cache="disk", cache_dir=str(tmp_path / "cache")).with_(dataset=str(folder))
+    found = []
+    for _ in range(2):
+        task = families.load(name, base, "f32", "cpu", config)
+        assert isinstance(task, LatentTask)
+        lines: list[str] = []
+        prepare_texts(task.family, task.read(lambda _: None), [], lines.append, ALONE)
+        found.append([line for line in lines if "note" in line])
+    assert len(found[0]) == 1
+    assert "do not read the end of 1 caption, " in found[0][0]
+    assert "a red blur a red" in found[0][0]
+    assert found[1] == []
 
 
 def test_a_model_without_a_size_takes_that_of_its_family(name: str, base: Path) -> None:

@@ -57,6 +57,8 @@ class FlowFamily(PipelineFamily[E]):
     packs: ClassVar[bool] = True
     """Whether the transformer counts the channels of an image token as its input channels; if not,
     it counts the channels of a latent pixel."""
+    overflows: ClassVar[bool] = False
+    """Whether values of the published model are too large for f16."""
     goes_with: ClassVar[str]
     """Which text encoders the model goes with, for messages."""
     distilled: ClassVar[Usual] = Usual(4, 1.0)
@@ -153,12 +155,16 @@ class FlowFamily(PipelineFamily[E]):
         return None
 
     def notes(self) -> list[str]:
-        """A note if training would undo a distillation, or `--training-adapter` seems needless."""
-        undone, config = self.distillation, self.config
-        if config.training_adapter is None:
-            return [f"{undone}, or give a --training-adapter"] if undone else []
-        note = f"--training-adapter is for distilled models; is {self.shown_name} one?"
-        return [] if undone else [note]
+        """Notes about what spoils a run: a distillation undone, a needless setting, f16."""
+        notes, undone = [], self.distillation
+        if undone and self.config.training_adapter is None:
+            notes.append(f"{undone}, or give a --training-adapter")
+        if not undone and self.config.training_adapter:
+            name = self.shown_name
+            notes.append(f"--training-adapter is for distilled models; is {name} one?")
+        if self.overflows and self.dtype == "f16":
+            notes.append(f"values of {self.name} leave the range of f16; give --precision bf16")
+        return notes
 
     def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
         """Flow matching: the transformer learns the velocity from latents to noise."""

@@ -45,6 +45,9 @@ class Encoders(Protocol):
         it follows from the number of tokens, or is always 1.
         """
 
+    def truncates(self, caption: str) -> bool:
+        """Whether a caption has more tokens than the encoders read."""
+
 
 E = TypeVar("E", bound=Encoders)
 
@@ -206,6 +209,10 @@ class PipelineFamily(LatentFamily, Generic[E]):
     def text_length(self, caption: str) -> int:
         """The caption's size; captions of equal size can share a batch; see `Encoders.chunks`."""
         return self.encoders.chunks(caption)
+
+    def truncates(self, caption: str) -> bool:
+        """Whether the text encoders do not read the end of a caption."""
+        return self.encoders.truncates(caption)
 
     # Files.
 

@@ -75,6 +75,10 @@ class T5:
         ids, _ = self._tokenizer(captions, self._length)
         return self.model(tc.tensor(ids, device=self._device))
 
+    def truncates(self, caption: str) -> bool:
+        """Whether a caption and the end token are more than `length` tokens."""
+        return len(self._tokenizer.encode(caption)) + 1 > self._length
+
     def read_tokens(self, caption: str) -> int:
         """The number of tokens that `words` encodes for a caption, at most `length`.
 

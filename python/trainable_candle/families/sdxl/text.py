@@ -69,6 +69,11 @@ class TextEncoders:
         """The number of chunks of a caption, from 1 to `MOST_CHUNKS`."""
         return max(len(t.chunks(caption, MOST_CHUNKS)) for t in self._tokenizers)
 
+    def truncates(self, caption: str) -> bool:
+        """Whether a caption has more than `MOST_CHUNKS` chunks."""
+        most = MOST_CHUNKS
+        return any(len(t.chunks(caption, most + 1)) > most for t in self._tokenizers)
+
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Encode captions: `encoder_hidden_states` (B, 77 n, 2048) and `text_embeds` (B, 1280).
 

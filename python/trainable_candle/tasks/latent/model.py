@@ -327,6 +327,10 @@ class LatentModel(ABC):
         """The size of a caption for `text_parts`; captions of one size are encoded together."""
         return 1
 
+    def truncates(self, caption: str) -> bool:  # noqa: ARG002
+        """Whether the text encoders do not read the end of a caption."""
+        return False
+
     # A family that takes the settings `TextEncoders` must implement the next two methods.
 
     def tokens(self, captions: Sequence[str]) -> dict[str, Tensor]:

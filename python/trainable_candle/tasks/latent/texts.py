@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import trainable_candle as tc
 from trainable_candle.data import TextCache
+from trainable_candle.data.folder import counted
 from trainable_candle.distributed.group import first_before_others
 from trainable_candle.tasks.latent.data import cache_options, folder_for_cache
 
@@ -80,7 +81,15 @@ def prepare_texts(
     if data.validation is not None:
         batches = data.validation.fixed_batches(1)
         captions += [caption for batch in batches for caption in batch.captions]
-    report(f"captions: {cache.fill(captions, progress=True, report=report, group=group)}")
+    filled = cache.fill(captions, progress=True, report=report, group=group)
+    report(f"captions: {filled}")
+    # If all captions are cached, an earlier run logged the note, and no tokenizer must be loaded.
+    long = [caption for caption in captions if filled.made and family.truncates(caption)]
+    if long:
+        report(
+            f"note: the text encoders do not read the end of {counted(len(long), 'caption')}, "
+            f"such as `{long[0][:40]}...`"
+        )
     with tc.no_grad():
         remembered = {prompt: family.features([prompt]) for prompt in prompts}
     family.drop_text_models()
