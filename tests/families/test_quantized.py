@@ -38,7 +38,7 @@ def losses(config: TrainConfig) -> list[float]:
 
 def test_losses_are_near_those_over_the_whole_model(config: TrainConfig, tmp_path: Path) -> None:
     expected = losses(config)
-    # Rounding to four bits changes the tiny Chroma, whose tokens have 8 features, by more than 10 %.
+    # Rounding to four bits changes the tiny Chroma by more than 10 %: its tokens have 8 features.
     form = "int8" if config.model == "chroma" else "nf4"
     settings = {"base_precision": form, "text_encoder_precision": "int8"}
     found = losses(config.with_(output=str(tmp_path / "codes"), **settings))

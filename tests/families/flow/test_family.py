@@ -220,6 +220,8 @@ def test_guidance_of_flux_is_one_prediction(
     with pytest.raises(ConfigError, match="--negative-prompt has no effect on Flux"):
         train_adapter(config)
     task = families.load("flux", flux_base, "f32", "cpu")
+    with pytest.raises(ConfigError, match="the negative prompt has no effect on base, which"):
+        task.draw(["x"], SampleOptions(steps=2, size=(16, 16), negative_prompt="y"))
     drawn = [task.draw(["x"], SampleOptions(steps=2, size=(16, 16), guidance=scale))
              for scale in (1.0, 3.5, 3.5)]  # fmt: skip
     assert (drawn[0] != drawn[1]).any()

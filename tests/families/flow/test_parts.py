@@ -152,3 +152,33 @@ def test_flux_does_not_apply_the_projection_of_a_clip_encoder(
     )
     assert plain.shape == (3, 24)
     np.testing.assert_array_equal(other.numpy(), plain.numpy())
+
+
+def shard(folder: Path, variant: str) -> None:
+    """Split a model's weight file into two shards with an index, as the libraries do."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = tc.load_file(file)
+    file.unlink()
+    names = sorted(tensors)
+    index: dict[str, str] = {}
+    for i, part in enumerate((names[::2], names[1::2]), 1):
+        name = f"{file.stem}{variant}-{i:05}-of-00002.safetensors"
+        tc.save_file({key: tensors[key] for key in part}, folder / name)
+        index |= dict.fromkeys(part, name)
+    path = folder / f"{file.stem}.safetensors.index{variant}.json"
+    path.write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+@pytest.mark.parametrize("variant", ["", ".fp16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pipelines_in_shards_draw_the_same(
+    name: str, variant: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
+    folder = tmp_path / "base"
+    shutil.copytree(base, folder)
+    for part in ("transformer", *ENCODERS.get(name, ("text_encoder",))):
+        shard(folder / part, variant)
+    options = SampleOptions(steps=1, size=(16, 16))
+    one, other = (families.load(name, path, "f32", "cpu") for path in (base, folder))
+    np.testing.assert_array_equal(one.draw(["a"], options), other.draw(["a"], options))

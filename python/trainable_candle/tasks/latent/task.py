@@ -339,17 +339,28 @@ class LatentTask:
     def _refuse_unused(self, options: SampleOptions) -> None:
         family = self.family
         if Drawing in family.groups:
-            needless = options.negative_prompt and options.guidance is None
-            if needless and family.usual.guidance == 1:
-                raise ConfigError(
-                    f"sample: the negative prompt has no effect, because {family.shown_name} is "
-                    "drawn without guidance by default; give a guidance scale above 1, too, or "
-                    "leave the negative prompt out"
-                )
+            self._refuse_negative(options)
             return
         for name in ("guidance", "negative_prompt", "size", "sampler"):
             if getattr(options, name) != getattr(SampleOptions(), name):
                 raise ConfigError(f"sample: {name} has no effect on the model `{family.name}`")
+
+    def _refuse_negative(self, options: SampleOptions) -> None:
+        """Check that a negative prompt has an effect."""
+        family = self.family
+        if not options.negative_prompt:
+            return
+        if family.distilled_guidance:
+            raise ConfigError(
+                f"sample: the negative prompt has no effect on {family.shown_name}, which makes no "
+                "second prediction for it; leave it out"
+            )
+        if options.guidance is None and family.usual.guidance == 1:
+            raise ConfigError(
+                f"sample: the negative prompt has no effect, because {family.shown_name} is drawn "
+                "without guidance by default; give a guidance scale above 1, too, or leave the "
+                "negative prompt out"
+            )
 
     def _features(self, prompts: Sequence[str]) -> dict[str, Tensor]:
         # Features are remembered for single prompts only.
