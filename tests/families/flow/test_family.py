@@ -16,6 +16,7 @@ from trainable_candle.run import train_adapter
 from trainable_candle.tasks.latent import LatentTask, SampleOptions
 from trainable_candle.tasks.latent.texts import prepare_texts
 from trainable_candle.train import TrainConfig
+from trainable_candle.train.logs import read_json_log
 
 
 @pytest.fixture(params=["sd3", "flux", "chroma", "zimage", "flux2", "qwen-image"])
@@ -226,3 +227,28 @@ def test_guidance_of_flux_is_one_prediction(
              for scale in (1.0, 3.5, 3.5)]  # fmt: skip
     assert (drawn[0] != drawn[1]).any()
     np.testing.assert_array_equal(drawn[1], drawn[2])
+
+
+def validation_losses(output: Path) -> list[float]:
+    """The validation losses of a run, the first before any step."""
+    rows = read_json_log(output / "train.jsonl")
+    return [row["validation_loss"] for row in rows if "validation_loss" in row]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "format"), [("lora", None), ("lora", "comfyui"), ("dora", None)]
+)
+def test_training_goes_on_from_an_adapter(
+    configure: Callable[..., TrainConfig], tmp_path: Path, adapter: str, format: str | None
+) -> None:
+    """A run that starts from an adapter's file begins with the loss of the run that wrote it."""
+    given = {
+        "adapter": adapter, "alpha": 2.0, "learning_rate": 3e-2, "max_grad_norm": 0.0,
+        "validation_split": 0.25, "validate_every": 2, "steps": 2, "format": format,
+    }  # fmt: skip
+    first = train_adapter(configure(**given, output=str(tmp_path / "first")))
+    start = str(first.adapter_path)
+    train_adapter(configure(**given, output=str(tmp_path / "second"), initial_adapter=start))
+    one, other = (validation_losses(tmp_path / name) for name in ("first", "second"))
+    assert abs(one[-1] - one[0]) > 1e-3
+    assert other[0] == pytest.approx(one[-1], rel=1e-5)
