@@ -126,6 +126,36 @@ def test_files_that_are_no_lora_are_rejected(tmp_path: Path) -> None:
         LoraFile.read(peft)
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        ("transformer.layers.0.attention.to_q", "diffusion_model.layers.0.attention.to_q",
+         r"diffusion_model\., transformer\."),
+        ("diffusion_model.layers.0.attention.to_q", "diffusion_model.layers.0.attention.qkv",
+         "qkv, to_q"),
+        ("transformer_blocks.0.attn.to_q", "transformer.transformer_blocks.0.attn.to_q",
+         r"no prefix, transformer\."),
+    ],
+)  # fmt: skip
+def test_one_layer_under_two_names_cannot_be_combined(
+    tmp_path: Path, one: str, other: str, message: str
+) -> None:
+    """Files of ai-toolkit and ComfyUI name the layers that this library names otherwise."""
+    files = []
+    for name in (one, other):
+        path = tmp_path / f"{name}.safetensors"
+        text = "text_encoder.layers.0.q_proj"
+        factors = {"A": tc.randn((2, 4)), "B": tc.randn((4, 2))}
+        tc.save_file(
+            {f"{layer}.lora_{end}.weight": factors[end] for layer in (name, text) for end in "AB"},
+            path,
+        )
+        files.append(LoraFile.read(path))
+    with pytest.raises(ArgumentError, match=rf"names of different styles \({message}\)"):
+        combine(files, [1, 1])
+    assert len(combine([files[0], files[0]], [1, 1]).modules) == 2
+
+
 def test_what_cannot_be_combined_is_answered(tmp_path: Path) -> None:
     for name, ends in (("a", ("lora_down", "lora_up")), ("b", ("lora_A", "lora_B"))):
         tensors = {f"x.{end}.weight": tc.ones(2, 2) for end in ends}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +24,15 @@ _PAIRS: Final = (
     ("_lora.down.weight", "_lora.up.weight"),
 )
 """The endings of the names of (`down`, `up`) in files of kohya, peft and old diffusers versions."""
+_STARTS: Final = (
+    "transformer.", "unet.", "diffusion_model.", "base_model.model.", "lora_unet_",
+    "lora_transformer_", "lycoris_",
+)  # fmt: skip
+"""The starts of the names of a denoiser's layers in the styles of different tools."""
+_OF_TEXTS: Final = ("text_encoder", "lora_te")
+"""The starts of the names of text encoders' layers."""
+_FUSED: Final = re.compile(r"(?:attn|attention)\d?([._]qkv|[._]to_q)$")
+"""Finds the names of query projections: joined with those of keys and values, or separate."""
 _ALPHA: Final = ".alpha"
 _CONFIGURATION: Final = "lora_adapter_metadata"
 _HASHES: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
@@ -170,13 +180,16 @@ def combine(files: Sequence[LoraFile], scales: Sequence[float]) -> LoraFile:
         ArgumentError: the files have names of different styles, or layers of different sizes.
     """
     modules: dict[str, _Module] = {}
-    styles = {next(iter(file.modules.values())).ends for file in files}
-    if len(styles) > 1:
-        raise ArgumentError(
-            "combine: the files have names of different styles "
-            f"({', '.join(sorted(down for down, _ in styles))}); give them to "
-            "`trainable-candle sample` or `merge`, each with its own --adapter"
-        )
+    ends = {next(iter(file.modules.values())).ends[0] for file in files}
+    # A layer that has different names in two files would be in the result twice.
+    starts = {start for file in files for name in file.modules if (start := _start(name))}
+    fused = {kind for file in files for name in file.modules for kind in _FUSED.findall(name)}
+    for found in (ends, starts, {kind.strip("._") for kind in fused}):
+        if len(found) > 1:
+            raise ArgumentError(
+                f"combine: the files have names of different styles ({', '.join(sorted(found))}); "
+                "give them to `trainable-candle sample` or `merge`, each with its own --adapter"
+            )
     for file, scale in zip(files, scales, strict=True):
         for name, module in file.modules.items():
             scaled = replace(module, factors=module.factors.scaled(scale))
@@ -192,6 +205,13 @@ def combine(files: Sequence[LoraFile], scales: Sequence[float]) -> LoraFile:
                 )
             modules[name] = replace(known, factors=joined([known.factors, scaled.factors]))
     return LoraFile(modules, files[0].metadata)
+
+
+def _start(name: str) -> str | None:
+    """The start of a layer's name that shows its style; None for layers of text encoders."""
+    if name.startswith(_OF_TEXTS):
+        return None
+    return next((start for start in _STARTS if name.startswith(start)), "no prefix")
 
 
 def _configuration(metadata: Mapping[str, str]) -> dict[str, Any]:
