@@ -74,6 +74,7 @@ class Chroma(FlowFamily[ChromaTexts]):
     reads_texts_apart: ClassVar[bool] = True
     schedule: ClassVar[FlowSchedule] = FlowSchedule(grows=True)
     text_tokens: ClassVar[int] = _TOKENS
+    scaling: ClassVar[float | None] = 0.3611
     goes_with: ClassVar[str] = "Chroma goes with T5-XXL"
     model: ChromaTransformer
 

@@ -94,6 +94,7 @@ class Flux(FlowFamily[FluxTexts]):
     )  # fmt: skip
     groups: ClassVar[tuple[type[Group], ...]] = (*FlowFamily.groups, DistilledGuidance)
     drawing: ClassVar[Usual] = Usual(28, 3.5)
+    scaling: ClassVar[float | None] = 0.3611
     goes_with: ClassVar[str] = "Flux.1 goes with CLIP-L and T5-XXL"
     schedule: ClassVar[FlowSchedule] = FlowSchedule(grows=True)
     model: FluxTransformer

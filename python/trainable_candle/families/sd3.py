@@ -102,6 +102,7 @@ class SD3(FlowFamily[SD3Texts]):
     drawing: ClassVar[Usual] = Usual(28, 4.5)
     schedule: ClassVar[FlowSchedule] = FlowSchedule(3.0, shifted_last(3.0))
     text_tokens: ClassVar[int] = _CLIP_TOKENS + _T5_TOKENS
+    scaling: ClassVar[float | None] = 1.5305
     goes_with: ClassVar[str] = "SD3.5 goes with CLIP-L, OpenCLIP-bigG and T5-XXL"
     packs: ClassVar[bool] = False
     model: SD3Transformer

@@ -87,6 +87,7 @@ class ZImage(FlowFamily[ZImageTexts]):
     schedule: ClassVar[FlowSchedule] = FlowSchedule(3.0)
     text_tokens: ClassVar[int] = _USUAL_TOKENS
     overflows: ClassVar[bool] = True
+    scaling: ClassVar[float | None] = 0.3611
     goes_with: ClassVar[str] = "Z-Image goes with Qwen3 4B"
     packs: ClassVar[bool] = False
     model: ZImageTransformer

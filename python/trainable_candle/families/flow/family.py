@@ -57,6 +57,8 @@ class FlowFamily(PipelineFamily[E]):
     packs: ClassVar[bool] = True
     """Whether the transformer counts the channels of an image token as its input channels; if not,
     it counts the channels of a latent pixel."""
+    scaling: ClassVar[float | None] = None
+    """The factor of the autoencoder's latents; None if the autoencoder has no such factor."""
     overflows: ClassVar[bool] = False
     """Whether values of the published model are too large for f16."""
     goes_with: ClassVar[str]
@@ -120,6 +122,12 @@ class FlowFamily(PipelineFamily[E]):
             raise ConfigError(
                 f"vae: the latents of {facts.parts['vae'].path} have {made} channels, but the "
                 f"transformer reads {read}; give the autoencoder of the same model"
+            )
+        scale = facts.parts["vae"].config.get("scaling_factor")
+        if self.scaling is not None and scale != self.scaling:
+            raise ConfigError(
+                f"vae: {facts.parts['vae'].path} scales latents by {scale}, expected "
+                f"{self.scaling}; give the autoencoder of the same model"
             )
         for part, features in self.text_features.items():
             if features.made != features.read:

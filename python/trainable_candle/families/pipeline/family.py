@@ -14,6 +14,7 @@ from trainable_candle.families.pipeline import saving
 from trainable_candle.families.pipeline.facts import Loading, facts, source
 from trainable_candle.families.pipeline.identity import parts_identity
 from trainable_candle.models import load
+from trainable_candle.settings import flag
 from trainable_candle.settings.checks import existing
 from trainable_candle.tasks.codes import multiplying_codes
 from trainable_candle.tasks.estimate import memory_limit
@@ -76,14 +77,34 @@ class PipelineFamily(LatentFamily, Generic[E]):
 
         Raises:
             MissingFileError: one of them does not exist.
+            ConfigError: one of them is the folder of a pipeline.
         """
         given = [("text_encoder", path) for path in self.config.text_encoder]
         given += [("vae", self.config.vae)] if self.config.vae else []
-        return [existing(name, Path(path).expanduser()) for name, path in given]
+        paths = [(name, existing(name, Path(path).expanduser())) for name, path in given]
+        for name, path in paths:
+            if (path / "model_index.json").is_file():
+                raise ConfigError(
+                    f"{flag(name)}: {path} is the folder of a pipeline; give the folder of one "
+                    f"part, such as {path / name}"
+                )
+        return [path for _, path in paths]
 
     def require_own(self) -> None:
-        """Check that the checkpoint has the parts of this pipeline."""
-        _ = self.facts
+        """Check that the checkpoint has the parts of this pipeline.
+
+        Raises:
+            MissingFileError, WeightsFormatError: the checkpoint lacks a part.
+            ConfigError: a path of `--vae` is not an autoencoder, or one of `--text-encoder` is.
+        """
+        vae, given = self.facts.parts["vae"].path.resolve(), self.config.vae
+        if given and Path(given).expanduser().resolve() != vae:
+            raise ConfigError(
+                f"--vae: {given} is not an autoencoder; give text encoders with --text-encoder"
+            )
+        for path in self.config.text_encoder:
+            if Path(path).expanduser().resolve() == vae:
+                raise ConfigError(f"--text-encoder: {path} is an autoencoder; give it with --vae")
 
     def check_format(self, form: str, layers: Collection[str]) -> None:
         """See `LatentFamily.check_format`; layers that a format fuses must be adapted together."""
