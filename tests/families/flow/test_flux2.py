@@ -112,3 +112,21 @@ def test_parts_of_another_size_are_named(flux2_base: Path, tmp_path: Path) -> No
         path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
         with pytest.raises(ConfigError, match=message):
             families.load("flux2", folder, "f32", "cpu")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_file_of_qwen3_of_any_size_is_the_text_encoder(
+    flux2_base: Path, tmp_path: Path, tied: bool
+) -> None:
+    """Without a configuration, the sizes of the 8B model follow from its tensors, as here."""
+    (weights,) = (flux2_base / "text_encoder").glob("*.safetensors")
+    file = tmp_path / "qwen_3_8b.safetensors"
+    head = {} if tied else {"lm_head.weight": tc.randn((300, 16))}
+    tc.save_file(tc.load_file(weights) | head, file)
+    shutil.copytree(flux2_base / "tokenizer", tmp_path / "tokenizer")
+    config = TrainConfig(text_encoder=[str(file)])
+    made = families.load("flux2", flux2_base, "f32", "cpu", config).family.features(["a"])
+    whole = families.load("flux2", flux2_base, "f32", "cpu").family.features(["a"])
+    name = "encoder_hidden_states"
+    np.testing.assert_array_equal(made[name].numpy(), whole[name].numpy())
+    assert tc.inspect(file).parts["text_encoder"].config["tie_word_embeddings"] is tied

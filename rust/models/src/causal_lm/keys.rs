@@ -1,10 +1,12 @@
 //! The names of a decoder's parameters in files: transformers' names, with or without the prefix `model.`.
 
+use serde_json::{Value, json};
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
 
 use super::CausalLMConfig;
-use crate::pretrained::{Key, Layout, Original};
+use super::config::Family;
+use crate::pretrained::{Configuration, Key, Layout, Original};
 
 /// The name of the embedding of tokens.
 pub(super) const EMBEDDING: &str = "model.embed_tokens";
@@ -76,7 +78,8 @@ impl Layout for Transformers {
 }
 
 /// The configuration of a decoder in a file without `config.json`: the first of `known` whose sizes equal those of the file's
-/// tensors. (The tensors' shapes alone do not determine the number of heads and the rotary frequencies.)
+/// tensors. (In general, the tensors' shapes do not determine the number of heads and the rotary frequencies.) For another
+/// Qwen3, the configuration in `known` of a Qwen3, with the sizes of the file's tensors.
 ///
 /// # Errors
 /// [`Error::Config`] if none of `known` fits.
@@ -94,11 +97,41 @@ pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CausalL
                 == Some(&[config.hidden_size, config.intermediate_size])
             && config.num_hidden_layers == layers
     };
-    known.into_iter().find(fits).ok_or_else(|| {
+    let qwen3 = known.iter().find(|config| config.family == Family::Qwen3).cloned();
+    let of_qwen3 = || resized(&qwen3?, layers, shape);
+    known.into_iter().find(fits).or_else(of_qwen3).ok_or_else(|| {
         Error::Config(format!(
             "{}: the checkpoint has no known language model, and the shapes of its tensors do not determine the \
-             model's number of heads; give config=, the path of the model's config.json",
+             model's number of heads; put the model's config.json beside the file, or give its path as config=",
             files.path().display()
         ))
     })
+}
+
+/// The configuration `known` of a Qwen3 with the sizes of another Qwen3's tensors. All sizes of Qwen3 (0.6B to 32B) follow from
+/// the tensors: the norm of the queries has the width of a head. The other fields are the same for all sizes. `None` if the
+/// tensors are not those of a Qwen3.
+fn resized<'a>(
+    known: &CausalLMConfig,
+    layers: usize,
+    shape: impl Fn(&str) -> Option<&'a [usize]>,
+) -> Option<CausalLMConfig> {
+    let of_layer = |name: &str| shape(&weight_of(&format!("{LAYERS}.0.{name}")));
+    let &[width] = of_layer("self_attn.q_norm")? else { return None };
+    let heads = |name: &str| Some(of_layer(name)?.first()?.checked_div(width)?);
+    let &[tokens, hidden] = shape(&weight_of(EMBEDDING))? else { return None };
+    let sizes = json!({
+        "vocab_size": tokens,
+        "hidden_size": hidden,
+        "intermediate_size": of_layer("mlp.up_proj")?.first()?,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads("self_attn.q_proj")?,
+        "num_key_value_heads": heads("self_attn.k_proj")?,
+        "head_dim": width,
+        "tie_word_embeddings": shape(&weight_of(HEAD)).is_none(),
+    });
+    let Value::Object(sizes) = sizes else { return None };
+    let mut json = known.to_json();
+    json.extend(sizes);
+    CausalLMConfig::from_json(&json).ok()
 }
