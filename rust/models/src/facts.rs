@@ -236,10 +236,13 @@ impl PartFacts {
 /// [`Error::Config`] if a configuration or `model_index.json` is wrong.
 pub fn inspect(path: &Path, pipeline: Option<&'static Pipeline>, others: &[PathBuf]) -> Result<Facts> {
     let is_folder = std::fs::metadata(path).map_err(|e| Error::io(path, e))?.is_dir();
-    let pipeline = match pipeline {
-        None if is_folder => Pipeline::of_folder(path)?,
-        given => given,
-    };
+    let indexed = if is_folder { Pipeline::of_folder(path)? } else { None };
+    if let (Some(wanted), Some(found)) = (pipeline, indexed)
+        && wanted.name != found.name
+    {
+        return Err(Error::weights(path, format!("it is not a model of {}{}", wanted.title, is_other(found))));
+    }
+    let pipeline = pipeline.or(indexed);
     let parts = match pipeline {
         Some(pipeline) => parts_of((path, is_folder), others, pipeline)?,
         None => match PIPELINES.iter().find_map(|pipeline| parts_of((path, is_folder), others, pipeline).ok()) {
@@ -326,8 +329,9 @@ fn placed(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<Str
         let chosen = candidates.iter().position(is_published).unwrap_or(0);
         if candidates.is_empty() {
             let title = pipeline.title;
+            let like = WeightFile::open(path).map_or_else(|_| String::new(), |file| looks_like(&file.names()));
             let message =
-                format!("it holds none of the text encoders and autoencoders of {title} that are still missing");
+                format!("it holds none of the text encoders and autoencoders of {title} that are still missing{like}");
             return Err(failure.unwrap_or_else(|| Error::weights(path, message)));
         }
         let facts = candidates.swap_remove(chosen);
@@ -355,9 +359,32 @@ fn incomplete_folder(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Erro
 /// The error for a file that lacks the parts `missing` of a pipeline.
 fn incomplete_file(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Result<Error> {
     let names = WeightFile::open(path)?.names();
-    let like = pipelines::recognised(&names).map_or_else(String::new, |what| format!("; it looks like {what}"));
-    let text = format!("it is not a checkpoint of {}: it has no {}{like}", pipeline.title, missing.join(" and no "));
+    let other = pipelines::of_denoiser(&names).filter(|other| other.name != pipeline.name);
+    let more = other.map(is_other).or_else(|| flags_of(pipeline, missing)).unwrap_or_else(|| looks_like(&names));
+    let text = format!("it is not a checkpoint of {}: it has no {}{more}", pipeline.title, missing.join(" and no "));
     Ok(Error::weights(path, text))
+}
+
+/// Says that a checkpoint belongs to the pipeline `found`.
+fn is_other(found: &Pipeline) -> String {
+    format!("; it is one of {}: give --model {}", found.title, found.name)
+}
+
+/// Says what a file with the keys `names` is; empty if the keys do not show it.
+fn looks_like(names: &[String]) -> String {
+    pipelines::recognised(names).map_or_else(String::new, |what| format!("; it looks like {what}"))
+}
+
+/// Says how to give the parts `missing` of a pipeline in files of their own. `None` if the denoiser is missing, which must be
+/// in the checkpoint itself.
+fn flags_of(pipeline: &Pipeline, missing: &[&str]) -> Option<String> {
+    let of = |role: Role| pipeline.parts.iter().any(|part| part.role == role && missing.contains(&part.subfolder));
+    if of(Role::Denoiser) {
+        return None;
+    }
+    let flags = [(Role::Autoencoder, "--vae"), (Role::TextEncoder, "--text-encoder")];
+    let flags: Vec<&str> = flags.into_iter().filter(|&(role, _)| of(role)).map(|(_, flag)| flag).collect();
+    Some(format!("; give the files of these parts with {}", flags.join(" and ")))
 }
 
 /// The prediction type, and whether the last timestep is pure noise, from the configuration of a pipeline's scheduler.

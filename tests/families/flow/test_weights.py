@@ -1,13 +1,15 @@
 """What the weights of a flow model are: parts that fit together, distilled or not."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+import trainable_candle as tc
 from trainable_candle import families
-from trainable_candle.errors import ConfigError
+from trainable_candle.errors import ConfigError, WeightsFormatError
 from trainable_candle.hub import shown_name
 from trainable_candle.run import train_adapter
 from trainable_candle.tasks.latent import LatentModel, SampleOptions
@@ -32,10 +34,10 @@ def test_parts_of_other_models_are_named_before_they_are_loaded(
         outputs = {"out_channels": 16} if "out_channels" in config else {}
         path.write_text(json.dumps(config | outputs | {field: 2 * config[field]}))
         wrong = "vae: the latents of" if field == "in_channels" else "text_encoder.*: it makes"
-        with pytest.raises(ConfigError, match=f"{wrong} .*but the transformer reads"):
+        with pytest.raises(ConfigError, match=rf"{wrong} .*but the transformer reads"):
             families.load(name, folder, "f32", "cpu")
         config = TrainConfig(model=name, weights=str(folder))
-        with pytest.raises(ConfigError, match=f"{wrong} .*but the transformer reads"):
+        with pytest.raises(ConfigError, match=rf"{wrong} .*but the transformer reads"):
             families.find(name)(folder, "f32", "cpu", config).task().check(lambda _: None)
 
 
@@ -118,3 +120,63 @@ def test_runs_have_the_settings_that_suit_the_model(
     train_adapter(config)
     used = TrainConfig.from_yaml(tmp_path / "out" / "config.yaml")
     assert (used.rate, used.max_grad_norm) == (rate, norm)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "flux"])
+def test_too_small_a_range_of_numbers_gives_a_note(name: str, tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"is_distilled": false}')
+    warns = {
+        dtype: bool(families.find(name)(tmp_path, dtype, "cpu", TrainConfig()).notes())  # type: ignore[attr-defined]
+        for dtype in ("f16", "bf16")
+    }
+    assert warns == {"f16": name in {"zimage", "qwen-image"}, "bf16": False}
+
+
+def test_paths_of_parts_are_those_of_their_flags(
+    flux_base: Path, sd3_base: Path, flux2_base: Path
+) -> None:
+    encoder = str(flux_base / "text_encoder")
+    for given, message in (
+        ({"text_encoder": [str(sd3_base)]}, r"--text-encoder: .* is the folder of a pipeline; .*e"),
+        ({"vae": str(sd3_base)}, r"--vae: .* is the folder of a pipeline; .*vae$"),
+        ({"vae": encoder}, "--vae: .* is not an autoencoder"),
+        ({"text_encoder": [str(flux_base / "vae")]}, "is an autoencoder; give it with --vae"),
+        ({"vae": str(sd3_base / "vae")}, r"scales latents by 1\.5305, expected 0\.3611"),
+        ({"vae": str(flux2_base / "vae")}, "have 32 channels, but the transformer reads 16"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            families.load("flux", flux_base, "f32", "cpu", TrainConfig(**given))
+
+
+TITLES = {"sd3": "SD3.5", "flux": "Flux", "chroma": "Chroma", "zimage": "Z-Image",
+          "flux2": "FLUX.2-klein", "qwen-image": "Qwen-Image"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_of_another_family_are_named(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Files with original names and folders: the error says which family they are of."""
+    base = request.getfixturevalue(f"{name.replace('-', '_')}_base")
+    file = tmp_path / "weights.safetensors"
+    tc.models.save_checkpoint(file, {"transformer": tc.models.load(base / "transformer")})
+    for other in {"sdxl", *FAMILIES} - {name}:
+        for weights in (file, base):
+            message = f"it is one of {re.escape(TITLES[name])}: give --model {name}$"
+            with pytest.raises(WeightsFormatError, match=message):
+                families.load(other, weights, "f32", "cpu")
+    with pytest.raises(
+        WeightsFormatError, match=r"; give the files of these parts with --vae and --text-encoder$"
+    ):
+        families.load(name, file, "f32", "cpu")
+
+
+def test_a_file_of_another_text_encoder_is_named(
+    chroma_base: Path, zimage_base: Path, tmp_path: Path
+) -> None:
+    (weights,) = (chroma_base / "text_encoder").glob("*.safetensors")
+    file = tmp_path / "t5xxl_fp16.safetensors"
+    shutil.copy(weights, file)
+    message = r"encoders .* of Z-Image that are still missing.*a T5 text encoder"
+    with pytest.raises(WeightsFormatError, match=message):
+        families.load("zimage", zimage_base, "f32", "cpu", TrainConfig(text_encoder=[str(file)]))

@@ -23,7 +23,7 @@ use crate::pretrained::{INDEX, Naming, class_of, read_json};
 use crate::registry::{Model, ModelKind};
 use crate::{Choice, Pretrained};
 
-pub(crate) use recognise::{not_found, of_file, of_models, recognised};
+pub(crate) use recognise::{not_found, of_denoiser, of_file, of_models, recognised};
 pub use table::PIPELINES;
 
 /// Models that work together, under one name.

@@ -45,13 +45,18 @@ pub fn of_models(models: &[(&str, &dyn Model)], is_there: impl Fn(&str) -> bool)
     fitting.first().copied()
 }
 
+/// The pipeline whose denoiser a file with the keys `names` has.
+pub fn of_denoiser(names: &[String]) -> Option<&'static Pipeline> {
+    PIPELINES.iter().copied().find(|pipeline| has_denoiser(pipeline, |key| names.iter().any(|name| name == key)))
+}
+
 /// The error message for a file with the keys `names` that does not contain the model `wanted`.
 pub fn not_found(names: &[String], wanted: &ModelKind) -> String {
     let sections = PIPELINES.iter().flat_map(|pipeline| pipeline.parts).flat_map(|part| part.sections);
     let mut prefixes = sections.flat_map(|section| section.prefixes).filter(|prefix| !prefix.is_empty());
     let other = prefixes.any(|prefix| names.iter().any(|name| name.starts_with(prefix)));
-    let pipeline = PIPELINES.iter().find(|pipeline| has_denoiser(pipeline, |key| names.iter().any(|name| name == key)));
-    let of_pipeline = || pipeline.map(|pipeline| format!("a checkpoint of {} without this model", pipeline.title));
+    let of_pipeline =
+        || of_denoiser(names).map(|pipeline| format!("a checkpoint of {} without this model", pipeline.title));
     let what = recognised(names).or_else(of_pipeline).unwrap_or_else(|| {
         let what = if other { "a checkpoint without this model" } else { "not an original checkpoint with this model" };
         what.to_owned()
