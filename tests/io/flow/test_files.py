@@ -85,6 +85,29 @@ def test_the_default_form_has_the_scale_in_its_factors(
     assert {tool for m in report.modules for tool in m.ignored_by} == {"kohya", "peft"}
 
 
+def test_verify_lists_the_tools_that_know_the_model(
+    family: Family, attach: Callable[..., tc.AdapterSet], tmp_path: Path
+) -> None:
+    """A1111 loads adapters of CLIP, a part of SD3.5 and Flux, but not of their transformers."""
+    path, base = tmp_path / "adapter.safetensors", family.pipeline(tmp_path / "base")
+    attach(family.load(), "attention").save(path)
+    tools = ["ComfyUI", "diffusers", "kohya", "peft"]
+    assert tc.verify_adapter(path, family.name, base).tools == tools
+    if family.name not in {"sd3", "flux"}:
+        return
+    layer = "text_encoder.text_model.encoder.layers.0.mlp.fc1"
+    factors = {"A": drawn(RANK, 768), "B": drawn(3072, RANK)}
+    clip = {f"{layer}.lora_{name}.weight": tc.tensor(factors[name]) for name in "AB"}
+    tc.save_file(tc.load_file(path) | clip, path)
+    report = tc.verify_adapter(path, family.name, base)
+    assert report.tools == [*tools, "A1111"]
+    reasons = {str(m.layer).partition(".")[0]: m.ignored_by["A1111"] for m in report.modules}
+    assert reasons == {
+        "transformer": "it does not support this model",
+        "text_encoder": "it only knows kohya's names",
+    }
+
+
 def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> Path:
     """Write a file as another tool would."""
     tc.save_file({name: tc.tensor(np.ascontiguousarray(a)) for name, a in arrays.items()}, path)

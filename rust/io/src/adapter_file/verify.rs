@@ -95,9 +95,12 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     };
     let mixes = mixes_kohya_names(found.filter(is_one).map(|(_, place)| place.style));
     let mut modules = Vec::new();
+    // The index of each module's part; `None` if no part has the module.
+    let mut owners = Vec::new();
     for (module, stored) in &contents.modules {
         let Some(place) = places.get(module) else {
             modules.push(described(module, stored)?);
+            owners.push(None);
             continue;
         };
         let part = &parts[place.part];
@@ -141,18 +144,33 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
             };
             read_by(&part.names, &found, mixes, &mut report);
             modules.push(report);
+            owners.push(Some(place.part));
         }
     }
     let mut remarks = remarks(&contents, parts);
     remarks.extend(unread_scales(&contents, &modules));
     remarks.extend((0..parts.len()).filter_map(|part| misread_alphas(&contents, &places, parts, part)));
-    let mut tools: Vec<Tool> = Vec::new();
-    for reader in parts.iter().flat_map(|part| part.names.readers) {
-        if !tools.contains(&reader.tool) {
-            tools.push(reader.tool);
-        }
+    let tools = tools_of(parts, &owners);
+    for (module, owner) in modules.iter_mut().zip(&owners) {
+        let readers = owner.map_or_else(Default::default, |part| parts[part].names.readers);
+        let unread = tools.iter().filter(|&&tool| owner.is_some() && readers.iter().all(|reader| reader.tool != tool));
+        module.ignored_by.extend(unread.map(|&tool| (tool, "it does not support this model")));
     }
     Ok(Report { tools, modules, others: contents.others, remarks })
+}
+
+/// The tools that load adapters of the parts with the indices `owners`; if no part has a module, of all parts.
+fn tools_of(parts: &[Outline], owners: &[Option<usize>]) -> Vec<Tool> {
+    let is_owner = |part: usize| owners.contains(&Some(part)) || owners.iter().all(Option::is_none);
+    let mut tools = Vec::new();
+    for (_, part) in parts.iter().enumerate().filter(|&(index, _)| is_owner(index)) {
+        for reader in part.names.readers {
+            if !tools.contains(&reader.tool) {
+                tools.push(reader.tool);
+            }
+        }
+    }
+    tools
 }
 
 /// A module's report with only those fields that follow from the module's tensors.
