@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
@@ -103,6 +104,12 @@ class Flux(FlowFamily[FluxTexts]):
     def is_told_guidance(self) -> bool:
         """Whether the model takes a guidance scale as an input: True for dev, False for schnell."""
         return bool(self.facts.config["guidance_embeds"])
+
+    @cached_property
+    def found_schedule(self) -> FlowSchedule:
+        """See `FlowFamily.found_schedule`; schnell's noise levels are not shifted."""
+        default = self.schedule if self.is_told_guidance else FlowSchedule(1.0)
+        return FlowSchedule.of(self.weights, default)
 
     @property
     def distilled_guidance(self) -> bool:

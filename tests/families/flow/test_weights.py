@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import trainable_candle as tc
@@ -79,6 +80,11 @@ def test_flux_schnell_draws_in_four_steps(flux_base: Path, tmp_path: Path) -> No
     path.write_text(json.dumps(json.loads(path.read_text()) | {"guidance_embeds": False}))
     schnell = families.load("flux", folder, "f32", "cpu").family
     assert schnell.usual == (4, 1.0)
+    # The configuration of schnell's scheduler has a shift of 1; a single file has no such
+    # configuration.
+    shutil.rmtree(folder / "scheduler")
+    schnell = families.load("flux", folder, "f32", "cpu").family
+    np.testing.assert_allclose(schnell.found_schedule.levels(4, 4096), [1, 0.75, 0.5, 0.25, 0])
     assert "undoes its distillation" in schnell.notes()[0]
 
 
