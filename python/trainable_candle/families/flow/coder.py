@@ -57,9 +57,16 @@ class NormedKLCoder(KLCoder):
         mean, variance = (found[name].to("cpu").reshape(-1, 1, 1) for name in (_MEAN, _VARIANCE))
         return mean, (variance + self._eps).sqrt()
 
-    def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
-        """Latents drawn from the distributions in `kept`, then packed and normalised."""
-        packed = squares(self.drawn(kept, normal))
+    def latents(
+        self,
+        kept: Mapping[str, Tensor],
+        normal: Callable[[], Tensor] | None,  # noqa: ARG002
+    ) -> Tensor:
+        """The means in `kept`, packed and normalised.
+
+        As in diffusers' training script, the latents are not drawn from the distributions.
+        """
+        packed = squares(kept["mean"])
         mean, deviation = (statistic.to(str(packed.device)) for statistic in self._statistics)
         return (packed - mean) / deviation
 
