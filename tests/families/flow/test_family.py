@@ -252,3 +252,23 @@ def test_training_goes_on_from_an_adapter(
     one, other = (validation_losses(tmp_path / name) for name in ("first", "second"))
     assert abs(one[-1] - one[0]) > 1e-3
     assert other[0] == pytest.approx(one[-1], rel=1e-5)
+
+
+@pytest.mark.parametrize("init", ["pissa", "loftq"])
+def test_a_run_from_other_initial_values_draws_as_its_file(
+    name: str, base: Path, configure: Callable[..., TrainConfig], init: str
+) -> None:
+    """PiSSA's file applies to the original base, LoftQ's to the quantized base."""
+    precision = {"base_precision": "nf4"} if init == "loftq" else {}
+    settings = {"steps": 2, "learning_rate": 1e-2, "max_grad_norm": 0.0, "init": init, **precision}
+    run = train_adapter(configure(**settings))
+    assert isinstance(run.task, LatentTask)
+    options = SampleOptions(steps=2, size=(32, 16))
+    config = TrainConfig(**precision)
+    task = families.load(name, base, "f32", "cpu", config)
+    assert isinstance(task, LatentTask)
+    plain = task.draw(["a blur"], options).astype(int)
+    task.load_adapter(run.adapter_path, 1.0)
+    loaded, trained = (t.draw(["a blur"], options).astype(int) for t in (task, run.task))
+    assert np.abs(loaded - plain).max() > 2
+    assert np.abs(loaded - trained).max() <= 1
