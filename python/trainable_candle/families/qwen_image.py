@@ -86,12 +86,6 @@ class QwenImage(FlowFamily[QwenImageTexts]):
         "Apache-2.0)"
     )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("qwen-image"))
-    # All linear layers of the blocks except those of the modulation: the layers that musubi-tuner
-    # and OneTrainer adapt.
-    targets: ClassVar[tuple[str, ...]] = (
-        r"transformer_blocks\.\d+\.attn\.(to_(q|k|v|out\.0|add_out)|add_(q|k|v)_proj)",
-        r"transformer_blocks\.\d+\.(img|txt)_mlp\.net\.(0\.proj|2)",
-    )
     drawing: ClassVar[Usual] = Usual(50, 4.0)
     no_prompt: ClassVar[str] = " "
     reads_texts_apart: ClassVar[bool] = True
@@ -103,6 +97,21 @@ class QwenImage(FlowFamily[QwenImageTexts]):
     overflows: ClassVar[bool] = True
     goes_with: ClassVar[str] = "Qwen-Image goes with Qwen2.5-VL 7B"
     model: QwenImageTransformer
+
+    @property
+    def targets(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The layers that musubi-tuner and OneTrainer adapt: all of the blocks but the modulation.
+
+        Nothing reads the last block's outputs for the text, so the layers that make them are left
+        out: they would learn nothing.
+        """
+        read = "|".join(map(str, range(self.facts.config["num_layers"] - 1)))
+        return (
+            r"transformer_blocks\.\d+\.attn\.(to_(q|k|v|out\.0)|add_(k|v)_proj)",
+            r"transformer_blocks\.\d+\.img_mlp\.net\.(0\.proj|2)",
+            rf"transformer_blocks\.({read})\.attn\.(to_add_out|add_q_proj)",
+            rf"transformer_blocks\.({read})\.txt_mlp\.net\.(0\.proj|2)",
+        )
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> Mapping[str, Any]:  # noqa: ARG003

@@ -55,6 +55,8 @@ def test_a_run_from_images_to_an_adapter(
     names = tc.load_file(result.adapter_path)
     assert all(key.startswith("transformer.") for key in names)
     assert {key.rpartition(".lora_")[2] for key in names} == {"A.weight", "B.weight"}
+    # Every adapted layer has learnt, and ComfyUI applies it.
+    assert tc.verify_adapter(result.adapter_path, name, base).good
     assert len(list((tmp_path / "out" / "samples").glob("*.png"))) == 2
     task = families.load(name, base, "f32", "cpu")
     before = task.draw(["a blur"], SampleOptions(steps=2, size=(32, 16)))
