@@ -210,4 +210,6 @@ class Flux(FlowFamily[FluxTexts]):
             **tokenizers_identity(self.weights, shipped),
             "dtype": self.text_precision,
             "tokens": str(self.text_tokens),
+            # Caches of earlier versions have CLIP-L's projected features if it has a projection.
+            "pooled": "not projected",
         }
