@@ -118,7 +118,7 @@ fn resized<'a>(
 ) -> Option<CausalLMConfig> {
     let of_layer = |name: &str| shape(&weight_of(&format!("{LAYERS}.0.{name}")));
     let &[width] = of_layer("self_attn.q_norm")? else { return None };
-    let heads = |name: &str| Some(of_layer(name)?.first()?.checked_div(width)?);
+    let heads = |name: &str| of_layer(name)?.first()?.checked_div(width);
     let &[tokens, hidden] = shape(&weight_of(EMBEDDING))? else { return None };
     let sizes = json!({
         "vocab_size": tokens,
