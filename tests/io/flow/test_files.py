@@ -1,5 +1,6 @@
 """Adapter files of flow models, written and read with the layer names of each tool."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 import trainable_candle as tc
+from trainable_candle.files import safetensors_metadata
 
 from .conftest import FAMILIES, KINDS, RANK, Family, merged
 
@@ -106,6 +108,29 @@ def test_verify_lists_the_tools_that_know_the_model(
         "transformer": "it does not support this model",
         "text_encoder": "it only knows kohya's names",
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "architecture"),
+    [
+        ("sd3", {}, "stable-diffusion-3.5-medium"),
+        ("sd3", {"num_layers": 38}, "stable-diffusion-3.5-large"),
+        ("flux2", {}, "Flux.2-klein-4b"),
+        ("flux2", {"num_attention_heads": 32}, "Flux.2-klein-9b"),
+    ],
+)
+def test_metadata_name_the_size_of_the_base(
+    tmp_path: Path, name: str, sizes: dict[str, int], architecture: str
+) -> None:
+    family, folder = FAMILIES[name], tmp_path / "model"
+    folder.mkdir()
+    config = json.loads((family.folder / "config.json").read_text()) | sizes
+    (folder / "config.json").write_text(json.dumps(config))
+    family.kind.from_config(folder / "config.json").save_pretrained(folder)
+    adapter = tc.models.load(folder).add_adapter(tc.LoraConfig(r=2, target_modules=["to_q"]))
+    path = tmp_path / "adapter.safetensors"
+    adapter.save(path)
+    assert safetensors_metadata(path)["modelspec.architecture"] == f"{architecture}/lora"
 
 
 def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> Path:

@@ -26,6 +26,9 @@ use crate::{Choice, Pretrained};
 pub(crate) use recognise::{not_found, of_denoiser, of_file, of_models, recognised};
 pub use table::PIPELINES;
 
+/// Whether a `config.json` may belong to a model.
+pub type Fits = fn(&Map<String, Value>) -> bool;
+
 /// Models that work together, under one name.
 #[derive(Debug)]
 pub struct Pipeline {
@@ -37,6 +40,9 @@ pub struct Pipeline {
     pub class_names: &'static [&'static str],
     /// The base model, as other tools name it in the metadata of adapter files; None if there is no such name.
     pub base: Option<BaseModel>,
+    /// The names in metadata of the base models of other sizes: whether a denoiser's configuration is one of a size, and the
+    /// architecture that replaces the one in `base`.
+    pub sizes: &'static [(Fits, &'static str)],
     /// The number of pixels along one side of an image per unit of the denoiser's `sample_size`.
     pub pixels: usize,
     /// The pipeline's models. The model that is fine-tuned comes first.
@@ -76,7 +82,7 @@ pub struct Part {
     /// The sections of checkpoints in one file that may contain the part. This library writes files with the first one.
     pub sections: &'static [Section],
     /// Whether a `config.json` may belong to this part, if several parts have the same architecture.
-    pub fits: fn(&Map<String, Value>) -> bool,
+    pub fits: Fits,
     /// The `config.json` of the published model.
     pub published: fn() -> Map<String, Value>,
     /// The part's names in adapter files of other tools; None if adapters on the part are not supported.
@@ -220,7 +226,9 @@ impl Place {
         let Some(adapter) = self.part.adapter else { return PartNames::default() };
         let config = model.configuration();
         let side = config.get("sample_size").and_then(Value::as_u64).filter(|_| self.part.role == Role::Denoiser);
+        let other = self.pipeline.sizes.iter().find(|(fits, _)| fits(&config)).map(|&(_, name)| name);
         let base = self.pipeline.base.map(|base| BaseModel {
+            architecture: other.unwrap_or(base.architecture),
             resolution: side.map_or(base.resolution, |side| self.pipeline.pixels * side as usize),
             ..base
         });

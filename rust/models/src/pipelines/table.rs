@@ -29,6 +29,11 @@ const fn any(_: &Map<String, Value>) -> bool {
     true
 }
 
+/// Whether a size in a configuration is `size`.
+fn is(config: &Map<String, Value>, field: &str, size: u64) -> bool {
+    config.get(field).and_then(Value::as_u64) == Some(size)
+}
+
 /// Whether a CLIP text encoder projects its pooled text.
 fn projects(config: &Map<String, Value>) -> bool {
     let names = config.get("architectures").and_then(Value::as_array);
@@ -114,6 +119,7 @@ static SDXL: Pipeline = Pipeline {
     title: "SDXL",
     class_names: &["StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline"],
     base: Some(BaseModel { version: "sdxl_base_v1-0", architecture: "stable-diffusion-xl-v1-base", resolution: 1024 }),
+    sizes: &[],
     pixels: 8,
     parts: &[
         Part {
@@ -184,6 +190,7 @@ static SD3: Pipeline = Pipeline {
     title: "SD3.5",
     class_names: &["StableDiffusion3Pipeline", "StableDiffusion3Img2ImgPipeline"],
     base: Some(BaseModel { version: "sd3", architecture: "stable-diffusion-3.5-medium", resolution: 1024 }),
+    sizes: &[(|config| is(config, "num_layers", 38), "stable-diffusion-3.5-large")],
     pixels: 8,
     parts: &[
         transformer(
@@ -256,6 +263,7 @@ static FLUX: Pipeline = Pipeline {
     title: "Flux",
     class_names: &["FluxPipeline", "FluxImg2ImgPipeline"],
     base: Some(BaseModel { version: "flux1", architecture: "flux-1-dev", resolution: 1024 }),
+    sizes: &[],
     pixels: 8,
     parts: &[
         transformer(
@@ -299,6 +307,7 @@ static CHROMA: Pipeline = Pipeline {
     title: "Chroma",
     class_names: &["ChromaPipeline", "ChromaImg2ImgPipeline"],
     base: Some(BaseModel { version: "chroma", architecture: "chroma", resolution: 1024 }),
+    sizes: &[],
     pixels: 8,
     parts: &[
         transformer(
@@ -329,6 +338,7 @@ static Z_IMAGE: Pipeline = Pipeline {
     title: "Z-Image",
     class_names: &["ZImagePipeline", "ZImageImg2ImgPipeline"],
     base: Some(BaseModel { version: "z-image", architecture: "Z-Image", resolution: 1024 }),
+    sizes: &[],
     pixels: 8,
     parts: &[
         transformer(
@@ -355,6 +365,7 @@ static FLUX2: Pipeline = Pipeline {
     title: "FLUX.2-klein",
     class_names: &["Flux2KleinPipeline"],
     base: Some(BaseModel { version: "flux2", architecture: "Flux.2-klein-4b", resolution: 1024 }),
+    sizes: &[(|config| is(config, "num_attention_heads", 32), "Flux.2-klein-9b")],
     pixels: 8,
     parts: &[
         transformer(
@@ -397,6 +408,7 @@ static QWEN_IMAGE: Pipeline = Pipeline {
     title: "Qwen-Image",
     class_names: &["QwenImagePipeline", "QwenImageImg2ImgPipeline"],
     base: Some(BaseModel { version: "qwen-image", architecture: "Qwen-Image", resolution: 1024 }),
+    sizes: &[],
     pixels: 8,
     parts: &[
         transformer(
@@ -428,6 +440,7 @@ static DIGITS: Pipeline = Pipeline {
     title: "the digits",
     class_names: &[],
     base: None,
+    sizes: &[],
     pixels: 1,
     parts: &[Part {
         role: Role::Denoiser,
@@ -447,6 +460,7 @@ static CAUSAL_LM: Pipeline = Pipeline {
     title: "a language model",
     class_names: &[],
     base: None,
+    sizes: &[],
     pixels: 1,
     parts: &[Part {
         role: Role::LanguageModel,
