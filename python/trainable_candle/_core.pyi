@@ -182,14 +182,15 @@ class Adapter:
         weight: the layer's frozen weight, (out_features, in_features).
         bias: the layer's frozen bias, (out_features,).
         rank: rank of the low-rank product, at least 1.
-        alpha: the low-rank product is multiplied by alpha / rank.
+        alpha: the low-rank product is multiplied by alpha / rank. For "oft", which has no such product, the difference
+            between its rotation and the identity is.
         dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
         rslora: whether the low-rank product is multiplied by alpha / sqrt(rank) instead of alpha / rank.
         qat: the format to which every forward pass rounds the adapted weight, as `nn.functional.fake_quantize` does.
         qat_activations: whether `forward` also rounds its input, with a scale for each vector of in_features.
 
     Raises:
-        ArgumentError: if the kind is unknown, or a number is out of range.
+        ArgumentError: if the kind or the format `qat` is unknown, or a number is out of range.
         ShapeError: if the weight is not a matrix or the bias does not fit it.
         ConfigError: if the weight cannot be rounded to the format `qat`, or inputs are to be rounded to another format than
             "int8" or "fp8".
@@ -230,7 +231,8 @@ class Adapter:
         """
     def vars(self, /) -> list[Var]:
         """
-        The adapter's trainable parameters, which depend on its kind: for LoRA down and up, for DoRA also the magnitude.
+        The adapter's trainable parameters. They depend on its kind: LoRA has the matrices down and up, DoRA has the
+        magnitude too.
         """
 
 @final
@@ -263,10 +265,11 @@ class AdapterFile:
 @final
 class AdapterModule:
     """
-    The report of one layer's adapter in a file. A module with the adapters of several layers has one report for each layer.
+    The report on one module of an adapter file: the tensors whose keys start with the same name, such as the two factors of
+    a LoRA. If a module adapts several layers, which are one matrix in some tools, each of these layers has a report.
 
     ```python
-    report = tc.verify_adapter("adapter.safetensors", "sdxl", "sdxl")
+    report = tc.verify_adapter("adapter.safetensors", "sdxl", weights="sdxl")
     module = report.modules[0]
     assert (module.kind, module.rank, module.fault) == ("lora", 4, None)
     ```
@@ -314,7 +317,8 @@ class AdapterModule:
     @property
     def scale(self, /) -> float:
         """
-        The scale alpha / rank, by which tools multiply the adapter; 1 if the file has no alpha.
+        The scale by which the adapter is multiplied: the module's `alpha` / rank, or without this tensor the scale in peft's
+        configuration. It is 1 if there is neither, and for an adapter without a rank.
         """
     @property
     def zero(self, /) -> bool:
@@ -328,15 +332,15 @@ class AdapterReport:
     The report of an adapter file: how other tools would apply the file.
 
     ```python
-    report = tc.verify_adapter("adapter.safetensors", "sdxl", "sdxl")
+    report = tc.verify_adapter("adapter.safetensors", "sdxl", weights="sdxl")
     assert report.good and "ComfyUI" in report.tools
     ```
     """
     @property
     def good(self, /) -> bool:
         """
-        Whether the file has modules and no other keys, every module fits a layer and has an effect, and the first of
-        `tools` applies every module as it was trained.
+        Whether the file has modules and no other keys, every module fits a layer and has an effect, and the tool
+        `tools[0]`, if there is one, applies every module as it was trained. The other tools do not count.
         """
     @property
     def modules(self, /) -> list[AdapterModule]:
@@ -356,7 +360,8 @@ class AdapterReport:
     @property
     def tools(self, /) -> list[str]:
         """
-        The tools that the report covers.
+        The tools that the report covers: none for the demo's model, otherwise first ComfyUI (image models) or peft (language
+        models).
         """
 
 @final
@@ -405,7 +410,8 @@ class AdapterSet:
         Write the adapters to a safetensors file. If writing fails, no incomplete file remains.
 
         Args:
-            path: the file.
+            path: the file. With the format "peft", a path that does not end in ".safetensors" is a folder, which gets the
+                files that `PeftModel.from_pretrained` loads.
             format: "kohya", "diffusers", "peft" or "comfyui". Default: the format that most tools load, such as "kohya"
                 for SDXL, or "peft" for a model that no other tool supports.
             metadata: text entries for the file's header, in addition to the entries that other tools read.
@@ -417,7 +423,8 @@ class AdapterSet:
 
         Raises:
             FileError: if the file cannot be written.
-            ArgumentError: if the format is unknown or cannot hold these adapters.
+            ArgumentError: if the format is unknown or cannot hold these adapters, if the dtype is not floating point, or if
+                `path` is a folder and the format is not "peft".
         """
     def set_enabled(self, /, enabled: bool) -> None:
         """
@@ -457,6 +464,7 @@ class AutoencoderKL(Model):
 
         Raises:
             ShapeError: if the latents do not fit the model.
+            ArgumentError: if `tile_size` is below 4 * downscale.
         """
     @property
     def downscale(self, /) -> int:
@@ -481,6 +489,7 @@ class AutoencoderKL(Model):
 
         Raises:
             ShapeError: if the image does not fit the model.
+            ArgumentError: if `tile_size` is below 4 * downscale.
         """
     @property
     def scaling_factor(self, /) -> float:
@@ -515,6 +524,7 @@ class AutoencoderKLQwenImage(Model):
 
         Raises:
             ShapeError: if the latents do not fit the model.
+            ArgumentError: if `tile_size` is below 4 * downscale.
         """
     @property
     def downscale(self, /) -> int:
@@ -539,6 +549,7 @@ class AutoencoderKLQwenImage(Model):
 
         Raises:
             ShapeError: if the image does not fit the model.
+            ArgumentError: if `tile_size` is below 4 * downscale.
         """
     @property
     def latents_mean(self, /) -> list[float]:
@@ -568,11 +579,13 @@ class CLIPTextModel(Model):
         The features of texts.
 
         Args:
-            input_ids: token ids, (B, S), i64 or u32, S up to 77.
+            input_ids: token ids, (B, S), i64 or u32. S is at most the model's number of positions, 77 in the published
+                models.
 
         Raises:
-            ShapeError: if a text is too long.
+            ShapeError: if the ids have another shape, or the texts have no token or too many.
             IndexOutOfRangeError: if an id is not a token.
+            DTypeError: if the ids are neither i64 nor u32.
         """
 
 @final
@@ -586,6 +599,7 @@ class CapturedFunction:
         Call the function, or replay its graph; return the results for `inputs`.
 
         Raises:
+            ArgumentError: if the number of inputs is another than in `static_inputs`.
             ShapeError, DTypeError: if an input has another shape or dtype than in `static_inputs`.
             DeviceError: if the function does something that graphs do not support, such as reading a value.
         """
@@ -599,7 +613,9 @@ class CapturedFunction:
 
         Raises:
             CudaUnavailableError: if CUDA cannot be used.
+            DeviceError: if the GPU cannot run graphs, or another captured function is running.
             AutogradError: if an input needs a gradient.
+            OutOfMemoryError: if copies of the inputs do not fit into memory.
         """
     @property
     def is_recorded(self, /) -> bool:
@@ -628,6 +644,8 @@ class CausalLM(Model):
 
     Raises:
         MissingFileError, ConfigError: if the configuration is missing or belongs to another model.
+        DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+        OutOfMemoryError: if the parameters do not fit.
 
     Inside the model, all texts are in one packed row, which consists of three tensors. `input_ids` has the N tokens of
     the M texts, one text after the other. `positions` has each token's position in its text, from 0. `cu_seqlens` has
@@ -715,7 +733,7 @@ class CausalLM(Model):
         Raises:
             IndexOutOfRangeError: if an id is not a token.
             ArgumentError: if a prompt is empty, if a number is out of range, or if only a part of the layers was loaded.
-            NonFiniteError: if the model's scores are non-finite.
+            NonFiniteError: if one of the model's scores is NaN.
         """
     def hidden(self, /, input_ids: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
         """
@@ -777,7 +795,7 @@ class CausalLM(Model):
         The scores (logits) of the next token, (..., V), for hidden states (..., D) that `hidden` computed.
 
         Raises:
-            ShapeError: if the last dimension of the states is not D.
+            ShapeError, DTypeError: if the last dimension of the states is not D, or their dtype is not that of the weights.
             ArgumentError: if only a part of the layers was loaded.
         """
     def loss(
@@ -850,7 +868,7 @@ class CausalLM(Model):
             input_ids: token ids, (N), i64 or u32.
             words: the number of tokens of the text, 1 to N. The first `words` tokens of `input_ids` are the text; the
                 others are padding.
-            layers: the numbers of the states to return, as in `hidden_states`; at least one.
+            layers: the numbers of the states to return, as in `hidden_states`.
 
         Returns:
             For each of `layers` the states, (N, D).
@@ -960,7 +978,7 @@ class ChromaTransformer(Model):
             timestep: the time from 0 (clean latents) to 1 (pure noise): (B,), (1,), or a number.
             img_ids: positions of the image tokens, (S, 3): 0, row, column.
             txt_ids: positions of the text tokens, (L, 3): zeros.
-            lengths: for each sample, the number of text tokens that other tokens attend to, (B,), f32, at least 1: the
+            lengths: for each sample, the number of text tokens that other tokens attend to, (B,), at least 1: the
                 text's own tokens and one padding token. Default: all L tokens; then attention needs no mask, which saves
                 time.
 
@@ -969,6 +987,7 @@ class ChromaTransformer(Model):
 
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
+            DTypeError: if `hidden_states` is not floating point, or `img_ids` and `txt_ids` have different dtypes.
         """
 
 @final
@@ -1042,10 +1061,10 @@ class DiffusionObjective:
             SNR is the timestep's signal-to-noise ratio. The paper uses 5; with None all timesteps have the weight 1.
         noise_offset: the standard deviation of additional noise that has one value for each channel of each example, 0
             to about 0.1.
-        multires_noise_iterations: the largest number of levels of multiresolution noise. Each level is normal noise of a
-            lower resolution than the level before it, enlarged to the size of the latents. All levels are added to the
-            noise, and the sum is scaled to a standard deviation of 1 over the example. 0 adds no levels; 6 to 10 are
-            usual.
+        multires_noise_iterations: the largest number of levels of multiresolution noise. The first level is normal noise of
+            the size of the latents. Each further level has a lower resolution and is enlarged to that size. All levels are
+            added to the noise of the latents, and the sum is scaled to a standard deviation of 1 over the example. 0 adds no
+            levels; 6 to 10 are usual.
         multires_noise_discount: the weight of each level after the first, divided by the weight of the level before it;
             above 0 and below 1.
         loss: the loss of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the Huber loss divided
@@ -1060,6 +1079,7 @@ class DiffusionObjective:
     Raises:
         ArgumentError: if a name is unknown, if a number is out of range, or if the model predicts noise and a timestep of
             pure noise may be drawn.
+        DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
     """
     def __new__(
         cls,
@@ -1159,7 +1179,8 @@ class DiffusionObjective:
             seed: the seed of the noise; the timesteps do not depend on it.
 
         Raises:
-            ShapeError: if `examples` does not have one number for each example of the batch.
+            ShapeError, DTypeError, DeviceError: if the latents do not fit, or if `examples` does not have one number for each
+                example of the batch.
         """
 
 @final
@@ -1186,7 +1207,9 @@ class DigitsTransformer(Model):
         device: the device of the parameters.
 
     Raises:
-        ConfigError: if the sizes do not fit together.
+        ConfigError, ArgumentError: if a number is out of range, or the sizes do not fit together.
+        DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+        OutOfMemoryError: if the parameters do not fit.
     """
     def __call__(self, /, sample: Tensor, timestep: Tensor, class_labels: Tensor) -> Tensor:
         """
@@ -1203,6 +1226,7 @@ class DigitsTransformer(Model):
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
             IndexOutOfRangeError: if a label is not a class.
+            DTypeError: if the labels are neither i64 nor u32.
         """
     def __new__(
         cls,
@@ -1234,7 +1258,7 @@ class EMA:
     ```
 
     Args:
-        adapter: the adapter from `add_adapter`.
+        adapter: the adapter, from `add_adapter` or `load_adapter`.
         decay: the weight of the old average in each update, in [0, 1).
         warmup: whether the update that follows n other updates uses min(decay, (1 + n) / (10 + n)) as its decay, so that
             the initial values soon lose their weight.
@@ -1312,7 +1336,8 @@ class FlowMatching:
     ```
 
     Args:
-        distribution: the distribution of noise levels s in (0, 1), "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
+        distribution: the distribution of noise levels s from 0 (data) to 1 (noise): "uniform", "logit_normal" or "mode"
+            (arXiv:2403.03206).
         shift: a number above 1 shifts the levels towards noise, a number below 1 towards data: level s becomes
             shift * s / (1 + (shift - 1) * s).
 
@@ -1356,7 +1381,7 @@ class FlowMatching:
         Add noise to a batch of data, each example at its own noise level.
 
         Args:
-            data: (B, ...).
+            data: (B, ...), floating point.
             samples: the number of each example, counted through the whole training run. If given, an example's noise and
                 level depend only on its number and `seed`, and the library's generator does not advance. By default, the
                 library's generator gives noise and levels.
@@ -1388,7 +1413,7 @@ class FlowMatching:
         The library's generator does not advance.
 
         Args:
-            data: (B, ...).
+            data: (B, ...), floating point.
             examples: the number of each example in the validation set, from 0.
             seed: the seed of noise and levels.
 
@@ -1396,7 +1421,7 @@ class FlowMatching:
             As `noise`.
 
         Raises:
-            ShapeError: if `examples` does not have one number for each example of the batch.
+            ShapeError: if the data has no dimension, or `examples` does not have one number for each example of the batch.
         """
 
 @final
@@ -1433,6 +1458,7 @@ class Flux2Transformer(Model):
 
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
+            DTypeError: if `hidden_states` is not floating point, or `img_ids` and `txt_ids` have different dtypes.
             ArgumentError: if a model that takes `guidance` gets none, or if one that does not take `guidance` gets it.
         """
 
@@ -1472,6 +1498,7 @@ class FluxTransformer(Model):
 
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
+            DTypeError: if `hidden_states` is not floating point, or `img_ids` and `txt_ids` have different dtypes.
             ArgumentError: if a model that takes `guidance` gets none, or if one that does not take `guidance` gets it.
         """
 
@@ -1551,6 +1578,9 @@ class GradScaler:
     def scale(self, /, loss: Tensor) -> Tensor:
         """
         The loss times the scale.
+
+        Raises:
+            DTypeError: if the loss is not floating point.
         """
     def state_dict(self, /) -> dict[str, float]:
         """
@@ -1598,7 +1628,10 @@ class KVCache:
     ```
 
     Args:
-        texts: the number of texts.
+        texts: the number of texts, at least 0.
+
+    Raises:
+        ArgumentError: if `texts` is negative.
     """
     def __len__(self, /) -> int: ...
     def __new__(cls, /, texts: SupportsIndex) -> KVCache: ...
@@ -1616,8 +1649,8 @@ class LoraConfig:
     The configuration of adapters: which layers get them, and their kind and size. The names of fields are peft's.
 
     An entry that selects layers is the whole name of a layer, the end of its name after a dot ("to_q", "to_out.0"), or
-    a regular expression for the whole name. "all-linear" selects every linear layer, "all-conv" every convolution, and
-    "all-attention" the projections of attention.
+    a regular expression for the whole name or its end after a dot. "all-linear" selects every linear layer, "all-conv"
+    every convolution, and "all-attention" the projections of attention.
 
     ```python
     config = tc.LoraConfig(r=16, lora_alpha=16, target_modules=["to_q", "to_v"], rank_pattern={"to_v": 4})
@@ -1630,7 +1663,7 @@ class LoraConfig:
         target_modules: the layers that get an adapter.
         exclude_modules: layers that get no adapter although `target_modules` selects them.
         lora_dropout: probability of dropping an element of an adapter's input while training, in [0, 1).
-        use_dora: whether adapters are weight-decomposed (DoRA) instead of LoRA.
+        use_dora: whether adapters of the kind "lora" are weight-decomposed (DoRA), as those of the kind "dora" are.
         use_rslora: whether the scale is lora_alpha / sqrt(r) instead of lora_alpha / r.
         rank_pattern: ranks other than `r`, by the entry that selects their layers.
         alpha_pattern: alphas other than `lora_alpha`, by the entry that selects their layers.
@@ -1646,7 +1679,7 @@ class LoraConfig:
             peft's format, "output" for the others.
         use_cayley_neumann: whether OFT of inputs (`oft_side`) computes a Neumann series instead of the Cayley transform,
             as peft does by default.
-        num_cayley_neumann_terms: the number of terms of the Neumann series, at least 2.
+        num_cayley_neumann_terms: the number of terms of the Neumann series, from 2 to 64.
         qat: the format for quantization-aware training, "int8", "int4", "fp8" or "nf4". Every forward pass rounds the
             adapted weights of linear layers to this format, as `nn.functional.fake_quantize` does.
         qat_activations: whether layers with rounded weights also round their inputs, with a scale per token. This needs
@@ -1657,7 +1690,10 @@ class LoraConfig:
             does not do raises ConfigError.
 
     Raises:
-        ConfigError: if a value is out of range, or if an argument of peft asks for something that this library does not do.
+        ConfigError: if a value is unknown, out of range or does not fit the other values, or if an argument of peft asks
+            for something that this library does not do.
+        ArgumentError: if an integer other than `decompose_factor` is negative, or the format `qat` is unknown.
+        DTypeError: if the dtype is unknown.
         TypeError: if there is no such argument.
     """
     @classmethod
@@ -1856,7 +1892,8 @@ class Model:
 
         Raises:
             MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
-            ConfigError: if the file is not a LoRA of linear layers, or a layer already has a training adapter.
+            ConfigError, ShapeError: if the file is not a LoRA of linear layers, if it does not fit the layers, or if a layer
+                already has a training adapter.
         """
     def disable_gradient_checkpointing(self, /) -> None:
         """
@@ -1903,8 +1940,12 @@ class Model:
             stream_modulation: as in `from_pretrained`.
 
         Raises:
-            ArgumentError: if called on the base class `Model`, or if the kind has no layers to quantize.
+            ArgumentError: if called on the base class `Model`, if `quantize` is unknown or the kind has no layers to
+                quantize, if the model has fewer blocks than `stream_blocks`, or if it has no separate layers for
+                `stream_modulation`.
             MissingFileError, ConfigError: if the configuration is missing or belongs to another model.
+            DTypeError: if the dtype is unknown or not floating point.
+            DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
             OutOfMemoryError: if the model does not fit.
         """
     @classmethod
@@ -1947,8 +1988,8 @@ class Model:
                 autoencoder's activations exceed the range of f16.
             layers: load only this many layers of a language model, from the first on, to read their `hidden_states`;
                 default: all.
-            quantize: "int8", "fp8" or "nf4": quantize the weights of linear layers as the function `quantize` does, each
-                layer when it is read. The other weights have `dtype`.
+            quantize: "int8", "fp8", "nf4", "q8_0" or "q4_0": quantize the weights of linear layers as the function `quantize`
+                does, each layer when it is read. The other weights have `dtype`.
             stream_blocks: the number of transformer blocks whose linear layers' weights are in pinned host memory. The
                 weights of such a block are copied to the device before the block runs, on a separate CUDA stream. The
                 device holds the copied weights of two such blocks at a time.
@@ -1959,8 +2000,10 @@ class Model:
             MissingFileError, WeightsFormatError: if files are missing or damaged.
             ConfigError: if the configuration belongs to another model, is not supported, or does not fit the weights.
             ArgumentError: if `layers` is given for a model that is not a language model or exceeds the model's number of
-                layers, if `quantize` is given for a kind of model without layers to quantize, or if the model has fewer
-                blocks than `stream_blocks`.
+                layers, if `quantize` is unknown or is given for a kind of model without layers to quantize, if the model has
+                fewer blocks than `stream_blocks`, or if it has no separate layers for `stream_modulation`.
+            DTypeError: if the dtype is unknown or not floating point.
+            DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
             OutOfMemoryError: if the model does not fit, or if the system cannot allocate the pinned memory.
         """
     def get_tensor(self, /, name: str) -> Tensor:
@@ -1983,7 +2026,8 @@ class Model:
 
         Raises:
             MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
-            ConfigError: if the model has an adapter already.
+            ConfigError, ShapeError: if the model has an adapter already, or the file's adapters do not fit its layers.
+            ArgumentError: if `scale` is 0 or not finite.
         """
     def merge_adapter(self, /) -> None:
         """
@@ -2014,6 +2058,7 @@ class Model:
 
         Raises:
             FileError: if a file cannot be written.
+            ArgumentError: if only a part of the model's layers was loaded.
         """
     def unmerge_adapter(self, /) -> None:
         """
@@ -2072,7 +2117,8 @@ class NcclCommunicator:
             The sum of the tails.
 
         Raises:
-            DeviceError: if a variable is on another device, or NCCL fails.
+            DTypeError, DeviceError: if NCCL cannot send a dtype, if a variable or `tail` is not on the device of this
+                communicator, or if NCCL fails.
             OutOfMemoryError: if the vectors of gradients do not fit.
         """
     def broadcast_(self, /, var: Var, root: SupportsIndex) -> None:
@@ -2319,6 +2365,8 @@ class Optimizer:
 
         Raises:
             ShapeError: if `if_finite` does not have exactly one element.
+            ArgumentError: if `eval` has replaced the values, or a variable was replaced by a copy on another device or in
+                another dtype.
         """
     def train(self, /) -> None:
         """
@@ -2362,7 +2410,8 @@ class PartFacts:
             layers: the names of the layers that get an adapter.
 
         Raises:
-            ArgumentError: if the format cannot hold these adapters. The message names a format that can.
+            ArgumentError: if the format is unknown, or cannot hold these adapters. In the second case, the message names a
+                format that can.
             ConfigError: if there is no such kind.
         """
     @property
@@ -2378,7 +2427,7 @@ class PartFacts:
     @property
     def dtype(self, /) -> DType | None:
         """
-        The dtype of most of the model's tensors.
+        The floating-point dtype of most of the model's elements in its file; None if its elements have no such dtype.
         """
     @property
     def elements(self, /) -> int:
@@ -2410,7 +2459,7 @@ class PartFacts:
     @property
     def path(self, /) -> Path:
         """
-        The folder or file that contains the model: the pipeline's, or the model's own.
+        The path that was given to `inspect` and holds the model: one of `others`, or else `path`.
         """
     def saved_values(
         self,
@@ -2436,6 +2485,7 @@ class PartFacts:
             The number of values on the device, and the number in host memory, which only "offload" uses.
 
         Raises:
+            ArgumentError: if the policy is unknown.
             ConfigError: if a pattern is not a regular expression.
         """
     @property
@@ -2482,8 +2532,8 @@ class PartFacts:
             stream_modulation: as in `from_pretrained`.
 
         Raises:
-            ArgumentError: if the format is unknown, if the model has no layers that may be quantized, or if it has
-                fewer blocks than `stream_blocks`.
+            ArgumentError: if the format is unknown, if the model has no layers that may be quantized, if it has fewer blocks
+                than `stream_blocks`, or if it has no separate layers for `stream_modulation`.
         """
     def widest_gradient(
         self,
@@ -2534,7 +2584,7 @@ class QuantizedTensor:
     @property
     def device(self, /) -> str:
         """
-        The device: "cpu" or "cuda:0".
+        The device, such as "cpu" or "cuda:0".
         """
     @property
     def dtype(self, /) -> DType:
@@ -2560,7 +2610,7 @@ class QuantizedTensor:
 
         Raises:
             ArgumentError: if the format is unknown.
-            ShapeError: if the bytes of a row are not a whole number of blocks.
+            ShapeError: if `blocks` is not a matrix, or the bytes of a row are not a whole number of blocks.
             DTypeError: if `blocks` is not u8, or `dtype` is not floating point.
         """
     @property
@@ -2587,7 +2637,7 @@ class QuantizedTensor:
         The same matrix on another device.
 
         Raises:
-            DeviceError: if the device is unknown.
+            DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
         """
 
 @final
@@ -2618,7 +2668,7 @@ class QwenImageTransformer(Model):
                 n // 2 - n to n // 2 - 1; so do the coordinates of n columns.
             txt_ids: positions of the text tokens, (L, 3). If the image has h rows and w columns of tokens, all three
                 coordinates of text token i are max(h // 2, w // 2) + i.
-            lengths: for each sample, the number of text tokens that other tokens attend to, (B,), f32, at least 1.
+            lengths: for each sample, the number of text tokens that other tokens attend to, (B,), at least 1.
                 Default: all L tokens; then attention needs no mask, which saves time.
 
         Returns:
@@ -2626,6 +2676,7 @@ class QwenImageTransformer(Model):
 
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
+            DTypeError: if `hidden_states` is not floating point, or `img_ids` and `txt_ids` have different dtypes.
         """
 
 @final
@@ -2657,6 +2708,7 @@ class SD3Transformer(Model):
 
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
+            DTypeError: if `hidden_states` is not floating point.
         """
 
 @final
@@ -2700,6 +2752,8 @@ class SDXLUNet(Model):
 
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
+            DTypeError: if `sample` is not floating point.
+            ArgumentError: if a timestep in host memory is not finite.
         """
 
 @final
@@ -2736,7 +2790,7 @@ class Sampler:
     ) -> Sampler: ...
     def init_noise(self, /, noise: Tensor) -> Tensor:
         """
-        Scale standard normal noise to the sample at step 0, in f32.
+        Scale standard normal noise to the sample at step 0, in f32 (f64 for f64 noise).
 
         Args:
             noise: standard normal values.
@@ -2767,7 +2821,7 @@ class Sampler:
             x: the sample at step `i`.
 
         Returns:
-            The sample at step `i + 1`, f32.
+            The sample at step `i + 1`, f32 (f64 for f64 samples).
 
         Raises:
             ArgumentError: if there is no step `i`, or for "dpmpp_2m" if step `i` is neither the next one nor 0.
@@ -2816,8 +2870,8 @@ class Schedule:
 class T5Encoder(Model):
     """
     T5's encoder, a text encoder of Stable Diffusion 3, Flux and Chroma, with the results of transformers'
-    `T5EncoderModel`. In f16, the encoder scales activations that would exceed the range of f16, so nothing overflows.
-    `from_pretrained` loads one.
+    `T5EncoderModel`. In f16, the encoder keeps activations that exceed the range of f16 in f32 or scales them, so nothing
+    overflows. `from_pretrained` loads one.
     """
     def __call__(self, /, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """
@@ -2931,9 +2985,6 @@ class Tensor(ComposedMethods):
     def abs(self, /) -> Tensor:
         """
         The absolute value; the gradient at 0 is 0.
-
-        Raises:
-            DTypeError: if the tensor is not floating point.
         """
     def argmax(self, /, dim: SupportsIndex | None = None, keepdim: bool = False) -> Tensor:
         """
@@ -2946,6 +2997,8 @@ class Tensor(ComposedMethods):
 
         Raises:
             IndexOutOfRangeError: if the dimension is out of range.
+            ShapeError: if there are no elements.
+            DTypeError: if the tensor is not floating point.
         """
     def backward(self, /, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
         """
@@ -2977,7 +3030,7 @@ class Tensor(ComposedMethods):
         smaller, and there may be fewer than `chunks` views.
 
         Raises:
-            ArgumentError: if `chunks` is 0.
+            ArgumentError: if `chunks` is less than 1.
             IndexOutOfRangeError: if the dimension is out of range.
         """
     def clamp(
@@ -2990,7 +3043,7 @@ class Tensor(ComposedMethods):
         Limit each element to [min, max]. The gradient of elements outside of this range is 0.
 
         Raises:
-            ArgumentError: if neither limit is given, or min > max.
+            ArgumentError: if neither limit is given, a limit is NaN, or min > max.
             DTypeError: if the tensor is not floating point.
         """
     def contiguous(self, /) -> Tensor:
@@ -3020,7 +3073,7 @@ class Tensor(ComposedMethods):
     @property
     def device(self, /) -> Device:
         """
-        The device: "cpu" or "cuda:0".
+        The device, such as "cpu" or "cuda:0".
         """
     @property
     def dtype(self, /) -> DType:
@@ -3069,12 +3122,12 @@ class Tensor(ComposedMethods):
 
         Args:
             dim: the dimension along which `index` selects.
-            index: i64 or u32, with as many dimensions as this tensor.
+            index: i64 or u32, with as many dimensions as this tensor. Negative indices are out of range.
 
         Raises:
             IndexOutOfRangeError: if an index or the dimension is out of range.
             ShapeError: if the shapes do not fit.
-            DTypeError: if `index` is not an integer tensor.
+            DTypeError: if `index` is neither i64 nor u32.
         """
     def gelu(self, /, approximate: str = "none") -> Tensor:
         """
@@ -3094,11 +3147,12 @@ class Tensor(ComposedMethods):
 
         Args:
             dim: the dimension.
-            index: (n,), i64 or u32.
+            index: (n,), i64 or u32, without negative indices.
 
         Raises:
             IndexOutOfRangeError: if an index or the dimension is out of range.
-            DTypeError: if `index` is not an integer tensor.
+            ShapeError: if `index` does not have one dimension.
+            DTypeError: if `index` is neither i64 nor u32.
         """
     def is_contiguous(self, /) -> bool:
         """
@@ -3149,6 +3203,7 @@ class Tensor(ComposedMethods):
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
+            ArgumentError: if a dimension is given twice, or both `dim` and `axis` are given.
            DTypeError: if the tensor is not floating point.
         """
     def make_var(self, /) -> Var:
@@ -3188,8 +3243,8 @@ class Tensor(ComposedMethods):
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
+            ArgumentError: if a dimension is given twice, or both `dim` and `axis` are given.
             ShapeError: if there are no elements.
-            DTypeError: if the tensor is not floating point.
         """
     def maximum(self, /, other: Tensor | builtins.float | int) -> Tensor:
         """
@@ -3197,6 +3252,7 @@ class Tensor(ComposedMethods):
 
         Raises:
             ShapeError: if the shapes do not broadcast.
+            DTypeError: if `other` is a numpy array of another dtype.
         """
     def mean(
         self,
@@ -3216,6 +3272,7 @@ class Tensor(ComposedMethods):
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
+            ArgumentError: if a dimension is given twice, or both `dim` and `axis` are given.
            DTypeError: if the tensor is not floating point.
         """
     def min(
@@ -3236,8 +3293,8 @@ class Tensor(ComposedMethods):
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
+            ArgumentError: if a dimension is given twice, or both `dim` and `axis` are given.
             ShapeError: if there are no elements.
-            DTypeError: if the tensor is not floating point.
         """
     def minimum(self, /, other: Tensor | builtins.float | int) -> Tensor:
         """
@@ -3245,6 +3302,7 @@ class Tensor(ComposedMethods):
 
         Raises:
             ShapeError: if the shapes do not broadcast.
+            DTypeError: if `other` is a numpy array of another dtype.
         """
     def narrow(self, /, dim: SupportsIndex, start: SupportsIndex, length: SupportsIndex) -> Tensor:
         """
@@ -3252,6 +3310,7 @@ class Tensor(ComposedMethods):
 
         Raises:
             IndexOutOfRangeError: if an index of this range, or `dim`, is out of range.
+            ArgumentError: if `start` or `length` is negative.
         """
     @property
     def nbytes(self, /) -> int:
@@ -3268,7 +3327,7 @@ class Tensor(ComposedMethods):
         The negative.
 
         Raises:
-            DTypeError: if the tensor is not floating point.
+            DTypeError: if the tensor is u8 or u32.
         """
     def numel(self, /) -> int:
         """
@@ -3288,7 +3347,9 @@ class Tensor(ComposedMethods):
         Reorder the dimensions. The order is given as arguments or one sequence.
 
         Raises:
-            ShapeError: if the order is not a permutation of the dimensions.
+            ShapeError: if the order does not have all dimensions.
+            ArgumentError: if a dimension is given twice.
+            IndexOutOfRangeError: if a dimension is out of range.
         """
     def pow(self, /, exponent: Tensor | builtins.float | int) -> Tensor:
         """
@@ -3326,7 +3387,8 @@ class Tensor(ComposedMethods):
             shape: the sizes, as arguments or one sequence. One size may be -1: it is computed from the number of elements.
 
         Raises:
-            ShapeError: if the tensor does not have as many elements as `shape`.
+            ShapeError: if the tensor does not have as many elements as `shape`, or `shape` has a negative size other than
+                one -1.
         """
     @property
     def shape(self, /) -> tuple[int, ...]:
@@ -3378,7 +3440,7 @@ class Tensor(ComposedMethods):
 
         Raises:
             ShapeError: if the sizes in the list do not add up to the size of the dimension.
-            ArgumentError: if one size is given and is 0.
+            ArgumentError: if a size is negative, or the one size for all views is 0.
             IndexOutOfRangeError: if the dimension is out of range.
         """
     def sqrt(self, /) -> Tensor:
@@ -3401,6 +3463,7 @@ class Tensor(ComposedMethods):
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
+            ArgumentError: if a dimension is given twice.
         """
     def sum(
         self,
@@ -3420,6 +3483,7 @@ class Tensor(ComposedMethods):
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
+            ArgumentError: if a dimension is given twice, or both `dim` and `axis` are given.
         """
     def tanh(self, /) -> Tensor:
         """
@@ -3447,6 +3511,7 @@ class Tensor(ComposedMethods):
             device: the device, by keyword.
 
         Raises:
+            ArgumentError: if `target` and a keyword are two dtypes or two devices.
             DTypeError: if the dtype is unknown.
             DeviceError: if the device is unknown.
             CudaUnavailableError: if the device is a CUDA device and CUDA cannot be used. The message says why.
@@ -3491,6 +3556,7 @@ class Tensor(ComposedMethods):
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
+            ArgumentError: if a dimension is given twice, or both `dim` and `axis` are given.
             DTypeError: if the tensor is not floating point.
         """
     def view(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
@@ -3591,13 +3657,14 @@ class Var(VarMethods, Tensor):
 
     Raises:
         DTypeError: if the values are not floating point.
+        The other errors of `tensor`.
     """
     def __new__(
         cls, /, data: Any, dtype: DType | str | None = None, device: str | None = None
     ) -> Var: ...
     def _replace(self, /) -> None:
         """
-        Note that a copy has taken the place of this variable, for example on another device. A step of an optimizer that
+        Record that a copy has taken the place of this variable, for example on another device. A step of an optimizer that
         still has this variable then raises an error.
         """
     @property
@@ -3659,6 +3726,7 @@ class ZImageTransformer(Model):
 
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
+            DTypeError: if `hidden_states` is not floating point.
         """
 
 def adapted_parts(path: str | bytes | PathLike[str] | PathLike[bytes], model: str) -> list[str]:
@@ -3726,11 +3794,14 @@ def arange(
         start: the first value. If `end` is not given, `start` is the end, and the first value is 0.
         end: the end of the range; all values are before it.
         step: the difference between neighbouring values.
-        dtype: the dtype; default i64 if all arguments are integers, else f32.
+        dtype: the dtype; default i64 if all arguments are integers, else f32. The values are computed in f64 and then
+            converted, so that integers beyond 2**53 are rounded.
         device: the device.
 
     Raises:
-        ArgumentError: if `step` is 0 or an argument is not finite.
+        ArgumentError: if `step` is 0, an argument is not finite or is a tensor, or f64 cannot represent the number of values.
+        DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+        OutOfMemoryError: if the values do not fit into memory.
     """
 
 def available_bytes() -> int | None:
@@ -3807,13 +3878,14 @@ def classifier_free_guidance(
     Args:
         negative: the model's output for the negative prompt.
         positive: the model's output for the prompt.
-        scale: the guidance scale; the result is `positive` if it is 1.
+        scale: the guidance scale. 1 gives `positive`, up to rounding.
 
     Returns:
         negative + scale * (positive - negative).
 
     Raises:
-        ShapeError, DTypeError: if the two outputs differ in shape or dtype.
+        ShapeError: if the shapes of the two outputs do not broadcast.
+        DTypeError: if the dtypes of the two outputs differ.
     """
 
 def clip_grad_norm_(
@@ -3844,7 +3916,8 @@ def clip_grad_norm_(
             value waits for all pending work of the device.
 
     Raises:
-        ArgumentError: if `max_norm` or `norm_type` is out of range, or an item of `parameters` is not a Var.
+        ArgumentError: if `max_norm` or `norm_type` is out of range, or `parameters` is a single tensor or has an item that
+            is not a Var.
         NonFiniteError: if `error_if_nonfinite` is True and the norm is non-finite. In this case the gradients do not
             change.
     """
@@ -3884,7 +3957,7 @@ def conv2d(
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
-        ArgumentError: if a stride, a dilation or the number of groups is 0.
+        ArgumentError: if a stride, a dilation or the number of groups is less than 1, or a padding is negative.
     """
 
 def cross_entropy(
@@ -3906,7 +3979,7 @@ def cross_entropy(
         input: (..., classes) logits.
         target: (...) class ids, i64 or u32.
         ignore_index: rows with this target have no loss and no gradient.
-        reduction: "mean" (over the rows that are not ignored), "sum", or "none" for the losses of the rows.
+        reduction: "mean" (over the rows that are not ignored; NaN if all are), "sum", or "none" for the losses of the rows.
         label_smoothing: the fraction of each target's probability that is spread evenly over all classes, in [0, 1].
 
     Raises:
@@ -4004,8 +4077,9 @@ def cuda_set_memory_limit(device: str, limit: SupportsIndex | None) -> None:
 
 def cuda_stages_weights(device: str) -> bool:
     """
-    Whether streamed weights of a device are in host memory that is not pinned, because the system provides too little
-    pinned memory. CUDA graphs cannot copy weights from such memory.
+    Whether some of a device's streamed weights (weights in host memory, copied to the device before each use) are in
+    memory that is not pinned, because the system provides too little pinned memory. CUDA graphs cannot copy weights from
+    such memory.
 
     Raises:
         DeviceError, CudaUnavailableError: if there is no such device.
@@ -4045,6 +4119,10 @@ def draw_from(seed: SupportsIndex, function: Callable[..., Any]) -> Any:
 
     Returns:
         The result of `function`.
+
+    Raises:
+        ArgumentError: if the seed is out of range.
+        The exceptions of the function.
     """
 
 def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = ..., training: bool = True) -> Tensor:
@@ -4121,15 +4199,18 @@ def eye(
         device: the device.
 
     Raises:
+        ArgumentError: if `n` or `m` is negative.
+        DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
         OutOfMemoryError: if the tensor does not fit into memory.
     """
 
 def fake_quantize(input: Tensor, format: str, factors: Tensor | None = None) -> Tensor:
     """
-    Round a matrix to the values that an 8-bit or 4-bit format can represent; the result keeps the dtype of the input. The backward pass
-    is the straight-through estimator: an element gets the gradient of its rounded value if its code is within the format's range, and 0
-    otherwise. The backward pass treats scales as constants. `factors` get the gradient of LSQ, equation 3
-    (<https://arxiv.org/abs/1902.08153>).
+    Round a matrix to the values that an 8-bit or 4-bit format can represent: products of a scale and a code, which is a number of the
+    format. The result keeps the dtype of the input. The backward pass is the straight-through estimator: an element gets the gradient of
+    its rounded value if its code is within the format's range, and 0 otherwise. The backward pass treats scales as constants. `factors`
+    get the gradient of LSQ, equation 3 (<https://arxiv.org/abs/1902.08153>), except that an element is clipped only if it rounds to a
+    number beyond the last code.
 
     ```python
     weight = tc.Var(tc.randn(64, 64))
@@ -4144,7 +4225,7 @@ def fake_quantize(input: Tensor, format: str, factors: Tensor | None = None) -> 
         factors: one factor for each scale, row after row; each scale is multiplied by its factor.
 
     Returns:
-        the rounded matrix, in the shape and dtype of the input.
+        The rounded matrix, in the shape and dtype of the input.
 
     Raises:
         ShapeError: if the input is not a matrix, or does not consist of whole groups ("int4": 32 elements of a row; "nf4": 64 elements
@@ -4164,7 +4245,9 @@ def from_dlpack(data: Any) -> Tensor:
     Raises:
         DeviceError: if the values are neither on the CPU nor on a CUDA device.
         CudaUnavailableError: if the values are on a CUDA device and CUDA cannot be used.
-        DTypeError: if no dtype can represent the values.
+        DTypeError: if no dtype can represent the values. On a CUDA device, also for int8, int16, int32 and uint16.
+        ShapeError: if the values are on a CUDA device and a stride is negative.
+        ArgumentError: if `data` has no `__dlpack__`, or is a capsule without a tensor.
     """
 
 def full(
@@ -4183,7 +4266,11 @@ def full(
         device: the device.
 
     Raises:
-        ArgumentError, DTypeError: if an integer dtype cannot represent the value.
+        DTypeError: if the value is a float and `dtype` is an integer dtype.
+        ArgumentError: if the value is an integer outside the range of an integer `dtype`, or of f64 if `dtype` is floating
+            point.
+        ShapeError: if a size is negative, or `value` is a tensor that does not have exactly one element.
+        DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
         OutOfMemoryError: if the tensor does not fit into memory.
     """
 
@@ -4309,8 +4396,9 @@ def gradcheck(
         True.
 
     Raises:
-        AutogradError: if an analytic gradient differs from the numeric one by more than the tolerance. The message
-            names the entry that exceeds the tolerance most.
+        AutogradError: if an analytic gradient differs from the numeric one by more than the tolerance, or if the result
+            does not depend on the inputs. In the first case, the message names the entry that exceeds the tolerance most.
+        ArgumentError: if the function does not return one Tensor.
         DTypeError: if an input is not f64.
         The exceptions of the function.
     """
@@ -4591,8 +4679,10 @@ def load_file(
         Tensors by name.
 
     Raises:
-        MissingFileError: if there is no such file.
+        MissingFileError, FileError: if there is no such file, or it cannot be read.
         WeightsFormatError: if the file is not a safetensors file, or a tensor in it has a dtype that is not supported.
+        DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+        OutOfMemoryError: if the tensors do not fit into memory.
     """
 
 def lora_backward(
@@ -4668,6 +4758,9 @@ def manual_seed(seed: SupportsIndex) -> None:
 
     Args:
         seed: 0 to 2**64 - 1.
+
+    Raises:
+        ArgumentError: if the seed is out of range.
     """
 
 def memory_machine() -> str | None:
@@ -4759,7 +4852,7 @@ def normal_samples(
         (B, *shape), f32.
 
     Raises:
-        ArgumentError: if no purpose has this name.
+        ArgumentError: if no purpose has this name, or a number is out of range.
     """
 
 def ones(
@@ -4774,6 +4867,8 @@ def ones(
         device: the device.
 
     Raises:
+        ShapeError: if a size is negative.
+        DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
         OutOfMemoryError: if the tensor does not fit into memory.
     """
 
@@ -4820,14 +4915,15 @@ def prepare_adapters(
     ```
 
     Args:
-        path: the file.
+        path: the file; with the format "peft", also a folder, as in `AdapterSet.save`.
         adapters: the adapter set of each model.
-        format: "kohya" (the default for SDXL), "diffusers" or "comfyui".
+        format: "kohya" (the default for SDXL), "diffusers", "comfyui", or "peft", which holds only one model.
         metadata: text entries for the file's header, in addition to the entries that other tools read.
         dtype: the dtype of the parameters in the file, "f32", "f16" or "bf16". Default: f32.
 
     Raises:
-        ArgumentError: if the format is unknown or cannot hold these adapters.
+        ArgumentError: if `adapters` is empty, if the format is unknown or cannot hold these adapters, if the dtype is not
+            floating point, or if `path` is a folder and the format is not "peft".
     """
 
 def quantize(tensor: Tensor, format: str) -> QuantizedTensor:
@@ -4847,9 +4943,10 @@ def quantize(tensor: Tensor, format: str) -> QuantizedTensor:
             "q4_0" for blocks of 32 elements of a row, each with a scale, as in GGUF files.
 
     Raises:
-        ShapeError: if the tensor is not a matrix, or its rows do not divide into blocks of the format.
+        ShapeError: if the tensor is not a matrix, or for "q8_0" and "q4_0", if a row does not consist of whole blocks.
         DTypeError: if the tensor is not floating point.
-        ArgumentError: if the format is unknown, or if the tensor requires a gradient or has non-finite values.
+        ArgumentError: if the format is unknown, or if the tensor requires a gradient or has values that are not finite or
+            too large for the format.
     """
 
 def quick_gelu(input: Tensor) -> Tensor:
@@ -4877,6 +4974,8 @@ def rand(
 
     Raises:
         DTypeError: if the dtype is not floating point.
+        ShapeError: if a size is negative.
+        DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
         OutOfMemoryError: if the tensor does not fit into memory.
     """
 
@@ -4887,7 +4986,7 @@ def randint(
     device: str = "cpu",
 ) -> Tensor:
     """
-    Random integers, uniform in [low, high), from the library's generator (see `manual_seed`), in i64.
+    Random integers in i64, uniform in [low, high), from the library's generator (see `manual_seed`).
 
     Args:
         low: the smallest value.
@@ -4897,6 +4996,8 @@ def randint(
 
     Raises:
         ArgumentError: if the range is empty or has more than 2**32 - 1 values.
+        ShapeError: if a size is negative.
+        DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
         OutOfMemoryError: if the tensor does not fit into memory.
     """
 
@@ -4913,6 +5014,8 @@ def randn(
 
     Raises:
         DTypeError: if the dtype is not floating point.
+        ShapeError: if a size is negative.
+        DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
         OutOfMemoryError: if the tensor does not fit into memory.
     """
 
@@ -4938,7 +5041,7 @@ def rms_norm(
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
-        ArgumentError: if `eps` is negative or not finite.
+        ArgumentError: if `eps` is negative or not finite, or `normalized_shape` has several dimensions.
     """
 
 def rms_norm_rope(
@@ -5012,9 +5115,9 @@ def save_adapters(
     ```
 
     Args:
-        path: the file.
+        path: the file; with the format "peft", also a folder, as in `AdapterSet.save`.
         adapters: the adapter set of each model.
-        format: "kohya" (the default for SDXL), "diffusers" or "comfyui".
+        format: "kohya" (the default for SDXL), "diffusers", "comfyui", or "peft", which holds only one model.
         metadata: text entries for the file's header, in addition to the entries that other tools read.
         dtype: the dtype of the parameters in the file, "f32", "f16" or "bf16". Default: f32.
 
@@ -5023,7 +5126,8 @@ def save_adapters(
 
     Raises:
         FileError: if the file cannot be written.
-        ArgumentError: if the format is unknown or cannot hold these adapters.
+        ArgumentError: if `adapters` is empty, if the format is unknown or cannot hold these adapters, if the dtype is not
+            floating point, or if `path` is a folder and the format is not "peft".
     """
 
 def save_checkpoint(
@@ -5053,9 +5157,10 @@ def save_checkpoint(
             "int8" as integers with one scale per row of the weight.
 
     Raises:
-        ArgumentError: if a model does not fit the name of its folder, if it has no layers that may be quantized, or if
-            a format is unknown.
+        ArgumentError: if a model does not fit the name of its folder, if `quantize` names a model that is not in `models`
+            or has no layers that may be quantized, or if a format is neither "fp8" nor "int8".
         FileError, MissingFileError: if a file cannot be written or read.
+        WeightsFormatError: if `base` is damaged or has tensors of an unsupported dtype.
     """
 
 def save_file(
@@ -5076,12 +5181,13 @@ def save_file(
         tensors: tensors by name.
         path: the file.
         metadata: text entries for the file's header.
-        codes: names the u8 tensors that hold the codes of a QuantizedTensor, and gives each one's dtype in the file,
-            "int8" or "fp8" (e4m3).
+        codes: by name, for each u8 tensor that holds the codes of a QuantizedTensor, its dtype in the file: "int8" or
+            "fp8" (e4m3).
 
     Raises:
         FileError: if the file cannot be written.
-        ArgumentError: if a name in `codes` is not among `tensors`, or a dtype in `codes` is neither "int8" nor "fp8".
+        ArgumentError: if a tensor has the name "__metadata__", if a name in `codes` is not among `tensors`, or if a dtype in
+            `codes` is neither "int8" nor "fp8".
         DTypeError: if a tensor of codes is not u8, or if safetensors files do not support the dtype of a tensor.
     """
 
@@ -5176,7 +5282,7 @@ def set_num_threads(n: SupportsIndex) -> None:
     ```
 
     Raises:
-        ArgumentError: if `n` is 0, or the system cannot start so many threads.
+        ArgumentError: if `n` is not from 1 to 1024, or the system cannot start so many threads.
     """
 
 def set_resolver(resolve: Callable[..., Any]) -> None:
@@ -5199,6 +5305,9 @@ def set_rng_state(state: tuple[SupportsIndex, SupportsIndex]) -> None:
     tc.set_rng_state(state)
     assert tc.randn(3).tolist() == drawn.tolist()
     ```
+
+    Raises:
+        ArgumentError: if the seed or the position is not a number from 0 to 2**64 - 1.
     """
 
 def set_w8a8(enabled: bool) -> None:
@@ -5215,6 +5324,9 @@ def set_w8a8(enabled: bool) -> None:
     values. Products of codes need a GPU of compute capability 7.5 or higher for int8, and 8.9 or higher for fp8; older GPUs
     multiply values.
 
+    Choose before a model is loaded: SDXL's UNet then quantizes the layers of its feed-forward networks alone, because the
+    products of its other layers are too small to gain.
+
     Args:
         enabled: whether layers multiply codes from now on. By default they multiply the values that codes represent.
             Captured graphs keep the choice with which they were recorded.
@@ -5224,8 +5336,9 @@ def share_streamed(
     rank: SupportsIndex = 0, exchange: Callable[..., Any] | None = None, peers: bool = False
 ) -> None:
     """
-    Share the streamed weights of the models that this thread loads from now on: the processes of a machine keep one
-    copy of these weights. All processes must then load the same models in the same order.
+    Share the streamed weights (see `stream_blocks` of `from_pretrained`) of the models that this thread loads from now on:
+    the processes of a machine keep one copy of these weights. All processes must then load the same models in the same
+    order.
 
     Args:
         rank: the number of this process, from 0.
@@ -5311,7 +5424,7 @@ def stream_seed(seed: SupportsIndex, purpose: str, number: SupportsIndex) -> int
         number: the index of the sample, batch or other item that the stream belongs to, 0 to 2**64 - 1.
 
     Raises:
-        ArgumentError: if no purpose has this name.
+        ArgumentError: if no purpose has this name, or a number is out of range.
     """
 
 def swiglu(input: Tensor) -> Tensor:
@@ -5335,19 +5448,23 @@ def swiglu(input: Tensor) -> Tensor:
 
 def tensor(data: Any, dtype: DType | str | None = None, device: str | None = None) -> Tensor:
     """
-    A tensor with a copy of `data`.
+    A tensor with a copy of `data`, detached from the tape.
 
     Args:
-        data: a number, nested lists of numbers, a numpy array, or any object with `__dlpack__` or `__array__`.
+        data: a number, nested lists of numbers, a Tensor, a numpy array, or any object with `__dlpack__` or `__array__`.
         dtype: the dtype of the result. By default, an array keeps its dtype, except that int8, int16 and int32 become i64,
-            uint16 becomes u32, and bool becomes u8. Numbers and lists become f32 if they contain a Python float, u8 if
-            all are Python bools, and i64 otherwise.
-        device: the device. By default, a tensor keeps its device, and other data are put on the CPU.
+            uint16 becomes u32, and bool becomes u8. Numbers and lists become f32 if they contain a float or are empty, u8
+            if all are Python bools, and i64 otherwise. An integer dtype drops the fractions of floats.
+        device: the device. By default, a Tensor keeps its device, and other data are put on the CPU.
 
     Raises:
         DTypeError: if the data are not numbers, or no dtype can represent them (complex, uint64).
-        ShapeError: if nested lists are ragged.
+        ShapeError: if nested lists are ragged or deeper than 32.
+        ValueError: if lists contain arrays of different shapes.
+        ArgumentError: if a number in lists is an integer outside the range of i64, or is outside the range of u8 or u32
+            and `dtype` is this dtype; or if lists contain a Tensor.
         DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+        OutOfMemoryError: if the copy does not fit into memory.
     """
 
 def upsample_nearest2d(
@@ -5376,7 +5493,7 @@ def upsample_nearest2d(
         (B, C, *size); (B, *size, C) with `channels_last`.
 
     Raises:
-        ArgumentError: unless exactly one of `size` and `scale_factor` is given.
+        ArgumentError: unless exactly one of `size` and `scale_factor` is given, or if a number in it is negative.
         ShapeError: if the input does not have four dimensions, or has no pixels.
         DTypeError: if the input is not floating point.
     """
@@ -5442,8 +5559,9 @@ def verify_adapter(
             headers of the files are read.
 
     Raises:
-        MissingFileError, WeightsFormatError: if there is no such file, or it is not a safetensors file.
-        ConfigError: if the model family is not known.
+        MissingFileError, WeightsFormatError: if there is no such file, or it is not a safetensors file of adapters that this
+            library can read.
+        ConfigError: if the model family is not known, or peft's configuration beside the file is not JSON.
     """
 
 def where(condition: Tensor, input: Tensor | float | int, other: Tensor | float | int) -> Tensor:
@@ -5461,7 +5579,9 @@ def where(condition: Tensor, input: Tensor | float | int, other: Tensor | float 
         other: a tensor or a number. If `input` and `other` are numbers, the result is f32.
 
     Raises:
-        DTypeError: if `condition` is not u8, or `input` and `other` are tensors of different dtypes.
+        DTypeError: if `condition` is not u8, `input` and `other` are tensors of different dtypes, or one of them is a float
+            and the other a tensor of integers.
+        ArgumentError: if an integer is outside the range of the other's dtype.
         ShapeError: if the shapes do not broadcast.
     """
 
@@ -5477,6 +5597,8 @@ def zeros(
         device: the device.
 
     Raises:
+        ShapeError: if a size is negative.
+        DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
         OutOfMemoryError: if the tensor does not fit into memory.
     """
 

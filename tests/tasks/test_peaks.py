@@ -11,30 +11,45 @@ from trainable_candle.tasks.estimate import GIB, Estimate, trained_model
 from trainable_candle.train import TrainConfig
 from trainable_candle.train.adapters import adapter_config
 
-from .test_speed import FLUX, JOINT, ROWS, SD3, SDXL, Z_IMAGE, facts_of
-
-FLUX_STREAMED: dict[str, Any] = {"gradient_checkpointing": "offload", "stream_modulation": True}
-SELECTIVE: dict[str, Any] = {"gradient_checkpointing": "selective", "stream_modulation": True}
-OFFLOADED: dict[str, Any] = {"gradient_checkpointing": "offload"}
+from .test_speed import (
+    ASIDE,
+    FLUX,
+    FULL,
+    JOINT,
+    OFFLOAD,
+    ROWS,
+    SD3,
+    SDXL,
+    SELECTIVE,
+    Z_IMAGE,
+    facts_of,
+)
 
 # Model, family, sizes of the input, settings, and the measured peak in GiB on one H100 in bf16 with
 # the default adapter of rank 16. docs/memory.md has the command and the date.
 MEASURED = [
-    ("Qwen2-1.5B", "causal-lm", ROWS, {}, 6.05),
-    ("Qwen2-1.5B", "causal-lm", ROWS, {"stream_blocks": 14}, 5.00),
-    ("Llama-3-8B", "causal-lm", ROWS, OFFLOADED | {"stream_blocks": 24}, 7.28),
-    ("Llama-3-8B", "causal-lm", ROWS, {"stream_blocks": 28}, 11.16),
-    ("SDXL", "sdxl", SDXL, {"gradient_checkpointing": "full", "stream_blocks": 17}, 5.13),
-    ("SDXL", "sdxl", SDXL, {"gradient_checkpointing": "selective", "stream_blocks": 52}, 6.24),
-    ("SDXL", "sdxl", SDXL, {"gradient_checkpointing": "selective"}, 9.21),
-    ("SD3.5-medium", "sd3", SD3, SELECTIVE | {"stream_blocks": 6}, 7.30),
-    ("FLUX.2-klein-4B", "flux2", FLUX, OFFLOADED | {"stream_blocks": 9}, 6.94),
+    ("SDXL", "sdxl", SDXL, FULL | {"stream_blocks": 17}, 5.13),
+    ("SDXL", "sdxl", SDXL, SELECTIVE | {"stream_blocks": 52}, 6.24),
+    ("SDXL", "sdxl", SDXL, SELECTIVE, 9.21),
+    ("SD3.5-medium", "sd3", SD3, SELECTIVE | ASIDE | {"stream_blocks": 24}, 5.30),
+    ("SD3.5-medium", "sd3", SD3, SELECTIVE | ASIDE | {"stream_blocks": 6}, 7.30),
+    ("Flux.1-dev", "flux", FLUX, OFFLOAD | ASIDE | {"stream_blocks": 49}, 5.30),
+    ("Flux.1-dev", "flux", FLUX, OFFLOAD | ASIDE | {"stream_blocks": 42}, 7.30),
+    ("Flux.1-dev", "flux", FLUX, OFFLOAD | ASIDE | {"stream_blocks": 28}, 11.29),
+    ("Flux.1-dev", "flux", FLUX, FULL | ASIDE | {"stream_blocks": 35}, 10.88),
+    ("Flux.1-dev", "flux", FLUX, FULL | ASIDE | {"stream_blocks": 21}, 14.65),
+    ("Flux.1-dev", "flux", FLUX, SELECTIVE | ASIDE | {"stream_blocks": 42}, 20.94),
+    ("FLUX.2-klein-4B", "flux2", FLUX, OFFLOAD | {"stream_blocks": 9}, 6.94),
+    ("FLUX.2-klein-4B", "flux2", FLUX, SELECTIVE | {"stream_blocks": 21}, 10.80),
     ("FLUX.2-klein-4B", "flux2", FLUX, {}, 18.11),
-    ("Z-Image", "zimage", Z_IMAGE, OFFLOADED | {"stream_blocks": 21}, 6.81),
-    ("Z-Image", "zimage", Z_IMAGE, {"gradient_checkpointing": "full", "stream_blocks": 12}, 10.52),
-    ("Flux.1-dev", "flux", FLUX, FLUX_STREAMED | {"stream_blocks": 42}, 7.30),
-    ("Flux.1-dev", "flux", FLUX, FLUX_STREAMED | {"stream_blocks": 28}, 11.29),
-    ("Flux.1-dev", "flux", FLUX, SELECTIVE | {"stream_blocks": 42}, 20.94),
+    ("Qwen2-1.5B", "causal-lm", ROWS, {"stream_blocks": 14}, 5.00),
+    ("Qwen2-1.5B", "causal-lm", ROWS, {}, 6.05),
+    ("Llama-3-8B", "causal-lm", ROWS, FULL | {"stream_blocks": 32}, 4.30),
+    ("Llama-3-8B", "causal-lm", ROWS, OFFLOAD | {"stream_blocks": 24}, 7.28),
+    ("Llama-3-8B", "causal-lm", ROWS, {"stream_blocks": 28}, 11.16),
+    ("Z-Image", "zimage", Z_IMAGE, OFFLOAD | {"stream_blocks": 21}, 6.81),
+    ("Z-Image", "zimage", Z_IMAGE, FULL | {"stream_blocks": 12}, 10.52),
+    ("Z-Image", "zimage", Z_IMAGE, SELECTIVE | {"stream_blocks": 8}, 22.33),
 ]
 
 
