@@ -10,7 +10,7 @@ import trainable_candle as tc
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainable_candle.settings import Machine
+    from trainable_candle.settings.machine import Machine
 
 
 @contextmanager
