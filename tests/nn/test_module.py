@@ -132,6 +132,23 @@ def test_load_errors_change_nothing():
     assert net.gain.item() == 9
 
 
+def test_load_changes_nothing_if_a_frozen_tensor_is_in_a_tuple() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            self.gain = tc.Var(2.0)
+            self.pair = (tc.Var(3.0), tc.ones(2))
+
+    net = Pair()
+    state = {"gain": tc.tensor(9.0), "pair.0": tc.tensor(9.0), "pair.1": tc.zeros(2)}
+    with pytest.raises(tc.ArgumentError, match=r"load_state_dict: pair.1 is in a tuple, .* a list"):
+        net.load_state_dict(state)
+    assert [float(net.gain), float(net.pair[0]), net.pair[1].tolist()] == [2, 3, [1, 1]]
+    # A variable keeps its place in the tuple.
+    del state["pair.1"]
+    net.load_state_dict(state, strict=False)
+    assert [float(net.gain), float(net.pair[0]), net.pair[1].tolist()] == [9, 9, [1, 1]]
+
+
 def test_no_forward():
     with pytest.raises(NotImplementedError, match="Module has no forward"):
         nn.Module()(1)

@@ -301,7 +301,7 @@ class Module:
         slots = list(self._slots("", self, set()))
         fixed = [slot.name for slot in slots if isinstance(slot.owner, tuple)]
         if fixed:
-            raise ArgumentError(f"{fixed[0]} is in a tuple, which cannot change; use a list")
+            raise _in_tuple(fixed[0])
         new: dict[int, Tensor] = {}
         for slot in slots:
             if id(slot.tensor) not in new:
@@ -399,7 +399,8 @@ class Module:
             The missing and the unexpected names; see `LoadResult`.
 
         Raises:
-            ArgumentError: If names are missing or unexpected and `strict` is True.
+            ArgumentError: If names are missing or unexpected and `strict` is True, or a frozen
+                tensor to replace is in a tuple.
             ShapeError: If a value has another shape than the module's tensor.
             DTypeError: If a value has another dtype than the module's tensor.
             TypeError: If `state` is not a mapping.
@@ -420,6 +421,8 @@ class Module:
         for name, slot in slots.items():
             if name in missing:
                 continue
+            if isinstance(slot.owner, tuple) and not isinstance(slot.tensor, Var):
+                raise _in_tuple(f"load_state_dict: {name}")
             value = state[name]
             value = value.detach() if isinstance(value, Tensor) else tensor(value)
             if value.shape != slot.tensor.shape:
@@ -456,6 +459,10 @@ def _check_buffer(name: object, value: object) -> None:
 
 def _listed(kind: str, names: list[str]) -> str:
     return f"{kind}: {', '.join(names) if names else 'none'}"
+
+
+def _in_tuple(name: str) -> ArgumentError:
+    return ArgumentError(f"{name} is in a tuple, which cannot change; use a list")
 
 
 def _store(slot: _Slot, value: Tensor) -> None:
