@@ -12,7 +12,7 @@ import pytest
 
 import trainable_candle as tc
 from trainable_candle import families
-from trainable_candle.errors import ConfigError
+from trainable_candle.errors import ArgumentError, ConfigError
 from trainable_candle.run import train_adapter
 from trainable_candle.tasks.latent import SampleOptions
 from trainable_candle.train import TrainConfig
@@ -105,6 +105,8 @@ def test_the_product_is_added_and_taken_out_exactly(
     model = tc.models.load(folder, dtype=dtype)
     model.load_adapter(trained)
     alone = model(**inputs).to("f32").numpy()
+    with pytest.raises(ArgumentError, match="add_training_adapter: scale is NaN, expected a"):
+        model.add_training_adapter(over, float("nan"))
     product = model.add_training_adapter(over)
     assert len(product) == 4
     both = model(**inputs).to("f32").numpy()

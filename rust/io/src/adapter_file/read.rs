@@ -209,8 +209,11 @@ pub fn attach_adapter(path: &Path, scale: f64, part: PartLayers<'_>) -> Result<A
 /// have. The LoRA's scales are multiplied by `scale`.
 ///
 /// # Errors
-/// As [`read_adapters`] and [`TrainingAdapter::attach`].
+/// [`Error::Argument`] if `scale` is not finite; as [`read_adapters`] and [`TrainingAdapter::attach`].
 pub fn attach_training_adapter(path: &Path, scale: f64, part: PartLayers<'_>) -> Result<TrainingAdapter> {
+    if !scale.is_finite() {
+        return Err(Error::argument("add_training_adapter", format!("scale is {scale}, expected a finite number")));
+    }
     let values = read_adapters(path, &[part])?.pop().unwrap_or_default();
     TrainingAdapter::attach(&values, scale, part.layers)
 }

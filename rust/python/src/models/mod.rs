@@ -339,6 +339,7 @@ impl Model {
     ///     MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
     ///     ConfigError, ShapeError: if the file is not a LoRA of linear layers, if it does not fit the layers, or if a layer
     ///         already has a training adapter.
+    ///     ArgumentError: if `scale` is not finite.
     #[pyo3(signature = (path, scale=Argument::of(1.0)))]
     fn add_training_adapter(&self, py: Python<'_>, path: FilePath, scale: Argument<f64>) -> Result<TrainingAdapter> {
         const OP: &str = "add_training_adapter";
