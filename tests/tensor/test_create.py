@@ -17,6 +17,7 @@ import trainable_candle as tc
         ([1, 2, 3], "i64", (3,)),
         ([1, 2.5], "f32", (2,)),
         ([True, False], "u8", (2,)),
+        ([np.bool_(True), False], "u8", (2,)),
         ([[1.0, 2.0], [3.0, 4.0]], "f32", (2, 2)),
         (((1, 2), (3, 4), (5, 6)), "i64", (3, 2)),
         ([], "f32", (0,)),
@@ -160,6 +161,7 @@ def test_array_protocol():
             "tensor: no tensor dtype can represent an array of dtype object",
         ),
         ([2**64], tc.ArgumentError, "is outside the range of i64"),
+        ([np.uint64(2**63)], tc.ArgumentError, "tensor: 9223372036854775808 is outside the range"),
         ([tc.ones(2)], tc.ArgumentError, r"join tensors with stack\(\) or cat\(\)"),
     ],
 )
@@ -180,6 +182,18 @@ def test_integers_must_fit_their_dtype():
         tc.tensor([1, 256], dtype="u8")
     with pytest.raises(tc.ArgumentError, match="tensor: -1 is outside the range of u32"):
         tc.tensor(-1, dtype="u32")
+    assert tc.tensor([-0.9, 255.9], dtype="u8").tolist() == [0, 255]
+    assert tc.tensor([-(2.0**63)], dtype="i64").tolist() == [-(2**63)]
+
+
+@pytest.mark.parametrize("dtype", ["u8", "u32", "i64"])
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(float("nan"), "NaN"), (-float("inf"), "-inf"), (2.0**63, "9.223372036854776e18")],
+)
+def test_floats_must_fit_an_integer_dtype(number: float, text: str, dtype: str) -> None:
+    with pytest.raises(tc.ArgumentError, match=f"tensor: {text} is outside the range of {dtype}"):
+        tc.tensor([1.0, number], dtype=dtype)
 
 
 def test_filled():

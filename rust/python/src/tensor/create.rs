@@ -43,15 +43,15 @@ pub fn from_data(data: &Bound<'_, PyAny>, dtype: Option<DType>, device: &tc::Dev
 ///     data: a number, nested lists of numbers, a Tensor, a numpy array, or any object with `__dlpack__` or `__array__`.
 ///     dtype: the dtype of the result. By default, an array keeps its dtype, except that int8, int16 and int32 become i64,
 ///         uint16 becomes u32, and bool becomes u8. Numbers and lists become f32 if they contain a float or are empty, u8
-///         if all are Python bools, and i64 otherwise. An integer dtype drops the fractions of floats.
+///         if all are bools, and i64 otherwise. An integer dtype drops the fractions of floats.
 ///     device: the device. By default, a Tensor keeps its device, and other data are put on the CPU.
 ///
 /// Raises:
 ///     DTypeError: if the data are not numbers, or no dtype can represent them (complex, uint64).
 ///     ShapeError: if nested lists are ragged or deeper than 32.
 ///     ValueError: if lists contain arrays of different shapes.
-///     ArgumentError: if a number in lists is an integer outside the range of i64, or is outside the range of u8 or u32
-///         and `dtype` is this dtype; or if lists contain a Tensor.
+///     ArgumentError: if a number in lists is an integer outside the range of i64, or if `dtype` is an integer dtype and a
+///         number in lists is NaN or outside its range; or if lists contain a Tensor.
 ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 ///     OutOfMemoryError: if the copy does not fit into memory.
 #[pyfunction]

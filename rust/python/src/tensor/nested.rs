@@ -1,5 +1,8 @@
 //! Reads the numbers in nested Python lists.
 
+use std::ops::RangeInclusive;
+
+use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyFloat, PyInt, PyList, PyTuple};
 use tc::{DType, Raw};
@@ -35,18 +38,29 @@ impl Scalar {
             Self::Float(value) => value as i64,
         }
     }
+
+    /// Whether `range` contains the number, rounded towards 0. No range contains NaN.
+    fn is_within(self, range: &RangeInclusive<i64>) -> bool {
+        // 2^63, the first float above the range of i64.
+        const END: f64 = 9_223_372_036_854_775_808.0;
+        let has_i64 = !matches!(self, Self::Float(value) if !(-END..END).contains(&value));
+        has_i64 && range.contains(&self.as_i64())
+    }
+
+    fn text(self) -> String {
+        if let Self::Float(value) = self { format!("{value:?}") } else { self.as_i64().to_string() }
+    }
 }
 
 /// Read the numbers in nested lists, and convert them to `dtype`. Without `dtype`, the result is f32 if any number is a
 /// float or there are no numbers, u8 if all numbers are bools, and i64 otherwise. `None` if the lists contain arrays.
 ///
-/// Conversions of floats to an integer dtype first round towards 0 to i64: NaN becomes 0, and a float outside the range
-/// of i64 becomes the nearest end of this range.
+/// Conversions of floats to an integer dtype round towards 0.
 ///
 /// # Errors
 /// `ShapeError` if the lists are ragged or too deep, `DTypeError` if an element is not a number, `ArgumentError` if an
-/// element is a [`Tensor`] or an `int` outside the range of i64, or if `dtype` is u8 or u32 and a number is outside its
-/// range.
+/// element is a [`Tensor`] or an integer outside the range of i64, or if `dtype` is an integer dtype and a number is NaN or
+/// outside its range.
 pub fn read(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -> Result<Option<Raw>> {
     let mut nested = Nested { op, dims: Vec::new(), values: Vec::new() };
     match nested.visit(data, 0) {
@@ -63,18 +77,15 @@ pub fn read(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -> 
         DType::I64
     };
     let dtype = dtype.unwrap_or(inferred);
-    let bounds = match dtype {
-        DType::U8 => Some((0, i64::from(u8::MAX))),
-        DType::U32 => Some((0, i64::from(u32::MAX))),
+    let range = match dtype {
+        DType::U8 => Some(0..=i64::from(u8::MAX)),
+        DType::U32 => Some(0..=i64::from(u32::MAX)),
+        DType::I64 => Some(i64::MIN..=i64::MAX),
         _ => None,
     };
-    if let Some(outside) = bounds.and_then(|(low, high)| values.iter().find(|v| v.as_i64() < low || v.as_i64() > high))
-    {
-        return Err(tc::Error::argument(
-            op,
-            format!("{} is outside the range of {}", outside.as_i64(), dtype.as_str()),
-        )
-        .into());
+    if let Some(outside) = range.and_then(|range| values.iter().find(|v| !v.is_within(&range))) {
+        let message = format!("{} is outside the range of {}", outside.text(), dtype.as_str());
+        return Err(tc::Error::argument(op, message).into());
     }
     let raw = match dtype {
         DType::I64 => tc::raw::from_vec(values.iter().map(|v| v.as_i64()).collect(), dims),
@@ -158,10 +169,7 @@ impl Nested {
             return Ok(Scalar::Bool(value.is_true()));
         }
         if object.is_instance_of::<PyInt>() {
-            let value = object
-                .extract()
-                .map_err(|_| tc::Error::argument(self.op, format!("{object} is outside the range of i64")))?;
-            return Ok(Scalar::Int(value));
+            return self.integer(object);
         }
         if let Ok(tensor) = object.cast::<Tensor>() {
             return Err(tc::Error::argument(
@@ -173,11 +181,18 @@ impl Nested {
             )
             .into());
         }
-        if object.hasattr("__array__")? && object.getattr("ndim")?.extract::<usize>()? > 0 {
-            return Err(Refusal::Array);
+        if object.hasattr("__array__")? {
+            if object.getattr("ndim")?.extract::<usize>()? > 0 {
+                return Err(Refusal::Array);
+            }
+            // numpy's bools are not instances of Python's bool.
+            let kind = object.getattr("dtype").and_then(|dtype| dtype.getattr("kind"));
+            if kind.and_then(|kind| kind.eq("b")).unwrap_or(false) {
+                return Ok(Scalar::Bool(object.is_truthy()?));
+            }
         }
         if object.hasattr("__index__")? {
-            return Ok(Scalar::Int(object.extract()?));
+            return self.integer(object);
         }
         if object.hasattr("__float__")? {
             return Ok(Scalar::Float(object.extract()?));
@@ -188,5 +203,16 @@ impl Nested {
             format!("cannot make a tensor of {kind}; expected numbers, nested lists of them, or an array"),
         )
         .into())
+    }
+
+    /// The integer that Python converts `object` to.
+    fn integer(&self, object: &Bound<'_, PyAny>) -> std::result::Result<Scalar, Refusal> {
+        match object.extract::<i64>() {
+            Ok(value) => Ok(Scalar::Int(value)),
+            Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
+                Err(tc::Error::argument(self.op, format!("{object} is outside the range of i64")).into())
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 }
