@@ -58,6 +58,7 @@ impl FlowMatching {
     ///
     /// Raises:
     ///     ShapeError: if the data has no dimension, or `samples` does not have one number for each example.
+    ///     DTypeError: if the data is not floating point.
     #[pyo3(signature = (data, samples=None, seed=Integer::of(0)))]
     fn noise(
         &self,
@@ -89,6 +90,7 @@ impl FlowMatching {
     ///
     /// Raises:
     ///     ShapeError: if the data has no dimension, or `examples` does not have one number for each example of the batch.
+    ///     DTypeError: if the data is not floating point.
     #[pyo3(signature = (data, examples, seed=Integer::of(0)))]
     fn validation_noise(
         &self,

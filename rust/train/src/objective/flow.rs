@@ -1,6 +1,7 @@
 //! Rectified flow (Liu et al. 2022, arXiv:2209.03003; Lipman et al. 2022, arXiv:2210.02747) in the conventions of Stable
 //! Diffusion 3 and Flux: x = (1 - σ) · data + σ · noise, and the model predicts dx/dσ = noise - data.
 
+use trainable_candle_core::raw::is_float;
 use trainable_candle_core::rng::Purpose;
 use trainable_candle_core::{DType, Error, Result, Tensor};
 
@@ -39,7 +40,7 @@ impl FlowMatching {
     /// the library's generator.
     ///
     /// # Errors
-    /// [`Error::Shape`] if `data` has no dimension.
+    /// [`Error::Shape`] if `data` has no dimension, [`Error::DType`] if it is not floating point.
     pub fn noise(&self, data: &Tensor) -> Result<Noised> {
         let sigmas = self.levels.draw(batch_of(data)?, data.device())?;
         let noise = Tensor::randn(0.0, 1.0, data.shape(), DType::F32, data.device())?;
@@ -82,7 +83,7 @@ fn batch_of(data: &Tensor) -> Result<usize> {
 /// have the dtype of the data.
 ///
 /// # Errors
-/// [`Error::Shape`] if the three shapes do not fit together.
+/// [`Error::Shape`] if the three shapes do not fit together, [`Error::DType`] if `data` is not floating point.
 pub fn noised(data: &Tensor, noise: &Tensor, sigmas: &Tensor) -> Result<Noised> {
     if noise.dims() != data.dims() || data.dims().first().is_none_or(|batch| sigmas.dims() != [*batch]) {
         return Err(Error::shape(
@@ -94,6 +95,10 @@ pub fn noised(data: &Tensor, noise: &Tensor, sigmas: &Tensor) -> Result<Noised> 
                 sigmas.dims()
             ),
         ));
+    }
+    if !is_float(data.dtype()) {
+        let found = data.dtype().as_str();
+        return Err(Error::dtype(OP, format!("the data is {found}, expected floating point; convert it with to()")));
     }
     let (clean, noise) = (data.to_dtype(DType::F32)?, noise.to_dtype(DType::F32)?);
     let mut per_example = vec![1; data.rank()];
@@ -123,6 +128,9 @@ mod tests {
         assert_eq!(result.sample.to_vec::<f32>().unwrap(), [1.0, 2.0, 2.5, 3.0, 7.0, 8.0]);
         assert_eq!(result.target.to_vec::<f32>().unwrap(), [-2.0, -2.0, -2.0, -4.0, 2.0, 2.0]);
         assert!(noised(&data, &noise, &sigmas.narrow(0, 0, 2).unwrap()).is_err());
+        // The mixture is no integer, so that it cannot have the dtype of such data.
+        let integers = data.to_dtype(DType::I64).unwrap();
+        assert!(matches!(noised(&integers, &noise, &sigmas), Err(Error::DType { .. })));
     }
 
     #[test]
