@@ -252,6 +252,8 @@ def test_merged_adapter_goes_into_a_checkpoint(single_file: Path, tmp_path: Path
         assert_same(again, PARTS[name].from_pretrained(GOLDEN, "f32", subfolder=name))
         with pytest.raises(tc.ArgumentError, match='has no place "scheduler"'):
             models.save_checkpoint(tmp_path / "wrong.safetensors", {"scheduler": part})
+    with pytest.raises(tc.DTypeError, match="save_checkpoint: dtype is i64, expected one of f32"):
+        models.save_checkpoint(tmp_path / "wrong.safetensors", parts, dtype="i64")
 
 
 LOAD = """

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::rc::Rc;
 
 use trainable_candle_core::quantized::Format;
+use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Quantized, Result, Tensor, Weight, WeightRef};
 use trainable_candle_io::{EightBits, TensorEntry, WeightFiles, comfy_format, save_entries, write_atomically};
 
@@ -32,7 +33,7 @@ pub fn save_pretrained(model: &dyn Model, folder: &Path) -> Result<()> {
 /// Options for writing weights.
 #[derive(Clone, Debug, Default)]
 pub struct Written {
-    /// The dtype to which all weights are converted; with None, each keeps its own dtype.
+    /// The floating-point dtype to which all weights are converted; with None, each keeps its own dtype.
     pub dtype: Option<DType>,
     /// For each model, by the name of its folder, the format (`Fp8` or `Int8`) in which to write the linear layers that
     /// may be quantized. Their weights are stored as in `ComfyUI`: an `Fp8` weight has one scale, an `Int8` weight has
@@ -47,8 +48,9 @@ pub struct Written {
 ///
 /// # Errors
 /// [`Error::Argument`] if a model has no place in such a file, if a model with a format has no layers that may be
-/// quantized, or if a format is not `Fp8` or `Int8`; [`Error::WeightsFormat`] if `base` is damaged or has tensors of an
-/// unsupported dtype; [`Error::Io`] that names the path that cannot be read or written.
+/// quantized, or if a format is not `Fp8` or `Int8`; [`Error::DType`] if the dtype is not a floating-point one;
+/// [`Error::WeightsFormat`] if `base` is damaged or has tensors of an unsupported dtype; [`Error::Io`] that names the path
+/// that cannot be read or written.
 pub fn save_checkpoint(
     path: &Path,
     models: &[(&str, &dyn Model)],
@@ -60,6 +62,10 @@ pub fn save_checkpoint(
             "save_checkpoint",
             format!("quantize names \"{other}\", which is not among the models"),
         ));
+    }
+    if let Some(dtype) = written.dtype.filter(|&dtype| !is_float(dtype)) {
+        let text = format!("dtype is {}, expected one of f32, f16, bf16, f64", dtype.as_str());
+        return Err(Error::dtype("save_checkpoint", text));
     }
     let base = base.map(|path| WeightFiles::open(&[path.to_path_buf()])).transpose()?.map(RefCell::new);
     let pipeline =

@@ -426,7 +426,7 @@ impl Model {
 ///         "text_encoder_2". Adapters are not written, but if an adapter is merged, the weight of its layer is the merged
 ///         weight.
 ///     base: the path of an original checkpoint. Its tensors that belong to none of `models` are copied unchanged.
-///     dtype: the dtype to which the weights of `models` are converted.
+///     dtype: the floating point dtype to which the weights of `models` are converted.
 ///     quantize: for each model to quantize, the format "fp8" or "int8", by the name of the model's folder. The linear
 ///         layers of the model are written as ComfyUI stores them: "fp8" as e4m3 numbers with one scale per weight,
 ///         "int8" as integers with one scale per row of the weight.
@@ -434,6 +434,7 @@ impl Model {
 /// Raises:
 ///     ArgumentError: if a model does not fit the name of its folder, if `quantize` names a model that is not in `models`
 ///         or has no layers that may be quantized, or if a format is neither "fp8" nor "int8".
+///     DTypeError: if `dtype` is not floating point.
 ///     FileError, MissingFileError: if a file cannot be written or read.
 ///     WeightsFormatError: if `base` is damaged or has tensors of an unsupported dtype.
 #[pyfunction]
