@@ -311,10 +311,18 @@ def test_loss_scaling():
     other = optim.GradScaler()
     other.load_state_dict(state)
     assert other.state_dict() == state == {"scale": 8, "growth_tracker": 0}
-    with pytest.raises(tc.ArgumentError, match=r"GradScaler: update\(\) needs a step\(\)"):
+    with pytest.raises(tc.ArgumentError, match=r"GradScaler: update\(\) needs unscaled gradients"):
         scaler.update()
+    scaler.unscale_(opt)
+    with pytest.raises(tc.ArgumentError, match=r"GradScaler: the gradients were already unscaled"):
+        scaler.unscale_(opt)
+    scaler.update()
     with pytest.raises(tc.ConfigError, match='GradScaler: the state has no entry "growth_tracker"'):
         other.load_state_dict({"scale": 1.0})
+    for steps in (-3.5, -1, 0.5, float("nan"), float("inf")):
+        with pytest.raises(tc.ArgumentError, match="GradScaler: found growth_tracker "):
+            other.load_state_dict({"scale": 1.0, "growth_tracker": steps})
+    assert other.state_dict() == state
     with pytest.raises(tc.ArgumentError, match="GradScaler: found backoff_factor 2"):
         optim.GradScaler(backoff_factor=2.0)
 

@@ -170,9 +170,9 @@ impl GradScaler {
         if !self.config.enabled {
             return Ok(());
         }
-        if self.stage(optimizer).is_some() {
-            let name = optimizer.name();
-            let message = format!("unscale() or step() was already called for this {name} since the last update()");
+        if let Some(stage) = self.stage(optimizer) {
+            let done = if stage.stepped { "step() was already called" } else { "the gradients were already unscaled" };
+            let message = format!("{done} for this {} since the last update()", optimizer.name());
             return Err(Error::argument(OP, message));
         }
         let vars = optimizer.vars();
@@ -249,7 +249,7 @@ impl GradScaler {
         if self.stages.get().is_empty() {
             return Err(Error::argument(
                 OP,
-                "update() needs a step() before it, but there was none since the last update()",
+                "update() needs unscaled gradients or a step() before it, but there were none since the last update()",
             ));
         }
         let norms: Vec<Tensor> = self.stages.change(std::mem::take).into_values().map(|stage| stage.norm).collect();

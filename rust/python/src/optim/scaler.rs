@@ -126,7 +126,7 @@ impl GradScaler {
     ///
     /// Raises:
     ///     ConfigError: if an entry is missing.
-    ///     ArgumentError: if the scale is not a number above 0.
+    ///     ArgumentError: if the scale is not a number above 0, or the number of steps is not an integer of at least 0.
     fn load_state_dict(&self, state: Argument<BTreeMap<String, f64>>) -> Result<()> {
         let state = state.get(OP, "state")?;
         let entry = |name: &str| {
@@ -134,6 +134,10 @@ impl GradScaler {
             state.get(name).copied().ok_or_else(missing)
         };
         let (scale, tracker) = (entry("scale")?, entry("growth_tracker")?);
+        if tracker < 0.0 || tracker.fract() != 0.0 {
+            let message = format!("found growth_tracker {tracker}, expected an integer of at least 0");
+            return Err(tc::Error::argument(OP, message).into());
+        }
         quick(|| self.lock().restore(scale, tracker as u64))
     }
 }
