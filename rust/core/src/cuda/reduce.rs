@@ -20,7 +20,7 @@ pub fn sum(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
 pub fn mean(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
     check_dims("mean", x, dims)?;
     let count: usize = dims.iter().map(|&d| x.dims()[d]).product();
-    reduce("sum", x, dims, keepdim, count as f64)
+    reduce("mean", x, dims, keepdim, count as f64)
 }
 
 /// As [`cpu::max`](crate::cpu::max).
