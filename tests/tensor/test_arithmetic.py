@@ -143,6 +143,10 @@ def test_extremes_of_pairs_and_limits():
         tc.ArgumentError, match="clamp: the lower limit is 1, expected at most the upper limit 0"
     ):
         t.clamp(1, 0)
+    with pytest.raises(tc.ArgumentError, match="clamp: the lower limit is NaN, expected a number"):
+        t.clamp(float("nan"), 1)
+    with pytest.raises(tc.ArgumentError, match="clamp: the upper limit is NaN, expected a number"):
+        t.clamp(max=float("nan"))
 
 
 def test_where():

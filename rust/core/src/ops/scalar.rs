@@ -184,7 +184,11 @@ impl Tensor {
         if low.is_none() && high.is_none() {
             return Err(Error::argument("clamp", "neither a lower nor an upper limit was given"));
         }
-        if limits.low > limits.high || limits.low.is_nan() || limits.high.is_nan() {
+        if limits.low.is_nan() || limits.high.is_nan() {
+            let which = if limits.low.is_nan() { "lower" } else { "upper" };
+            return Err(Error::argument("clamp", format!("the {which} limit is NaN, expected a number")));
+        }
+        if limits.low > limits.high {
             return Err(Error::argument(
                 "clamp",
                 format!("the lower limit is {}, expected at most the upper limit {}", limits.low, limits.high),
