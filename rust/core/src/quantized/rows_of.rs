@@ -21,8 +21,11 @@ impl Quantized {
         let ids = ids.flatten_all()?;
         let picked = self.with_rows(ids.elem_count(), |rows| select_raw(op, rows, &ids, 0))?;
         picked.ok_or_else(|| {
-            let name = self.format().name();
-            Error::argument(op, format!("rows of the {name} matrix cannot be picked; quantize it as int8 or q8_0"))
+            let (what, cure) = match &*self.parts {
+                [_] => (format!("the {} matrix", self.format().name()), "quantize it as int8 or q8_0"),
+                parts => (format!("a matrix of {} parts", parts.len()), "pick rows of the matrices that were joined"),
+            };
+            Error::argument(op, format!("rows of {what} cannot be picked; {cure}"))
         })
     }
 
@@ -169,6 +172,15 @@ mod tests {
                 assert_eq!(values(view), values(matrix));
             }
         }
+    }
+
+    #[test]
+    fn the_error_says_why_rows_cannot_be_picked() {
+        let ids = Tensor::new(&[0i64], &Device::Cpu).unwrap();
+        let message = |matrix: &Quantized| matrix.select("embedding", ids.raw()).err().unwrap().to_string();
+        assert!(message(&matrix(4, 0.0, Format::Nf4)).contains("the nf4 matrix cannot be picked; quantize it as int8"));
+        let joined = Quantized::cat(&[&matrix(3, 0.0, Format::Int8), &matrix(5, 1.0, Format::Int8)]).unwrap();
+        assert!(message(&joined).contains("a matrix of 2 parts cannot be picked; pick rows of the matrices"));
     }
 
     #[test]
