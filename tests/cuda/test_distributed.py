@@ -10,7 +10,7 @@ from trainable_candle.errors import CudaUnavailableError
 TOGETHER = """
     import threading
     from trainable_candle import _core
-    from trainable_candle.errors import CudaUnavailableError, DeviceError
+    from trainable_candle.errors import ArgumentError, CudaUnavailableError, DeviceError
 
     def together(work, size=2, seconds=20.0):
         unique = _core.nccl_unique_id()
@@ -134,6 +134,12 @@ def test_who_waits_for_nobody_gives_up_in_time(cuda: Any) -> None:
         TOGETHER
         + """
     unique = _core.nccl_unique_id()
+    try:
+        _core.NcclCommunicator("cuda", 0, 2, unique, -1.0)
+    except ArgumentError as error:
+        assert "NcclCommunicator: seconds is -1, expected" in str(error), error
+    else:
+        raise SystemExit("joined in no time")
     try:
         _core.NcclCommunicator("cuda", 0, 2, unique, 0.3)
     except DeviceError as error:

@@ -19,8 +19,6 @@ use crate::optim::Variables;
 use crate::tensor::Tensor;
 use crate::var::Var;
 
-const OP: &str = "all_reduce";
-
 /// Run `work` with the folders in which to look for NCCL.
 fn with_folders<T: Send>(py: Python<'_>, work: impl FnOnce(&[&Path]) -> tc::Result<T> + Send) -> Result<T> {
     let folders: Vec<PathBuf> = pip_folders(py, "nvidia/nccl/lib");
@@ -28,9 +26,9 @@ fn with_folders<T: Send>(py: Python<'_>, work: impl FnOnce(&[&Path]) -> tc::Resu
     detached(py, || work(&folders))
 }
 
-fn seconds(name: &'static str, value: f64) -> Result<Duration> {
-    let wrong = |_| tc::Error::argument(OP, format!("{name} is {value}, expected a number of seconds, at least 0"));
-    Ok(Duration::try_from_secs_f64(value).map_err(wrong)?)
+fn duration(op: &'static str, seconds: f64) -> Result<Duration> {
+    let wrong = |_| tc::Error::argument(op, format!("seconds is {seconds}, expected a number of seconds, at least 0"));
+    Ok(Duration::try_from_secs_f64(seconds).map_err(wrong)?)
 }
 
 /// Return the version of NCCL, such as 23007 for 2.30.7.
@@ -79,7 +77,7 @@ impl NcclCommunicator {
         unique_id: [u8; 128],
         seconds: f64,
     ) -> Result<Self> {
-        let limit = self::seconds("seconds", seconds)?;
+        let limit = duration("NcclCommunicator", seconds)?;
         with_folders(py, |folders| Communicator::new(&device.0, rank, size, unique_id, limit, folders)).map(Self)
     }
 
@@ -170,8 +168,9 @@ impl NcclCommunicator {
     /// Raises:
     ///     DeviceError: if waiting takes longer than `seconds`, if `stop` was called, or if NCCL fails. The
     ///         communicator cannot be used afterwards.
+    ///     ArgumentError: if `seconds` is negative, NaN or too large.
     fn wait(&self, py: Python<'_>, seconds: f64) -> Result<()> {
-        let limit = self::seconds("seconds", seconds)?;
+        let limit = duration("wait", seconds)?;
         detached(py, || self.0.wait(limit))
     }
 
