@@ -183,6 +183,8 @@ def test_wrong_input_is_named() -> None:
             model.generate(prompts, **options)  # type: ignore[arg-type]
     with pytest.raises(tc.IndexOutOfRangeError, match="the id 99999 is not a token"):
         model.generate([[1, 99999]])
+    with pytest.raises(tc.IndexOutOfRangeError, match="the id 8589934592 is not a token"):
+        model.generate([[1, 2**33]])
     with pytest.raises(tc.ArgumentError, match="it cannot compute scores or be saved"):
         model_of("llama", layers=1).generate([[1]])
     with pytest.raises(tc.ArgumentError, match="1 lists of tokens for 2 texts"):

@@ -104,10 +104,17 @@ impl Given {
     }
 }
 
-/// Convert the token ids that the function `op` got as the argument `name`. An id that is too large for u32 becomes the
-/// largest u32, which no vocabulary contains.
+/// Convert the token ids that the function `op` got as the argument `name`.
+///
+/// # Errors
+/// `TypeError` if an id is not an integer, `ArgumentError` if it is negative, `IndexOutOfRangeError` if it is too large for
+/// u32, so that no vocabulary contains it.
 pub fn tokens(op: &'static str, name: &str, ids: Vec<Integer>) -> Result<Vec<u32>> {
-    let token = |id: Integer| Ok(u32::try_from(id.count(op, name)?).unwrap_or(u32::MAX));
+    let token = |id: Integer| {
+        let id = id.count(op, name)?;
+        let wrong = |_| tc::Error::index(op, format!("the id {id} is not a token; expected an id below 2**32"));
+        Ok(u32::try_from(id).map_err(wrong)?)
+    };
     ids.into_iter().map(token).collect()
 }
 
