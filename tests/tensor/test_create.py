@@ -227,6 +227,8 @@ def test_arange(arguments):
 def test_arange_that_never_ends():
     with pytest.raises(tc.ArgumentError, match="arange: from 0 to 3 by 0 is not a finite range"):
         tc.arange(0, 3, 0)
+    with pytest.raises(tc.ArgumentError, match="arange: from 1 to 1e300 by 1e-300 is not a"):
+        tc.arange(1, 1e300, 1e-300)
     with pytest.raises(tc.ArgumentError, match="arange"):
         tc.arange(float("inf"))
     with pytest.raises(tc.OutOfMemoryError, match="arange"):

@@ -103,6 +103,7 @@ def conv2d(**options):
         ),
         (lambda: tc.full((2,), 10**400), "full: "),
         (lambda: tc.tensor([1]) + 2**63, r"add: the number 9\.22.*e18 does not fit into i64"),
+        (lambda: tc.tensor([1]) * -(10**400), "mul: the number -inf does not fit into i64"),
         (lambda: tc.tensor([1], dtype="u8") * 256, "mul: the number 256 does not fit into u8"),
         (lambda: tc.ones(1) + 10**400, "add: the integer is too large for a floating point"),
     ],

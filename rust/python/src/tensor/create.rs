@@ -246,7 +246,9 @@ pub fn arange(
     if step.value == 0.0 || !count.is_finite() || parts.iter().any(|n| !n.value.is_finite()) {
         let message = format!(
             "from {} to {} by {} is not a finite range; expected finite numbers, and a step that is neither 0 nor too small",
-            start.value, end.value, step.value
+            start.text(),
+            end.text(),
+            step.text()
         );
         return Err(tc::Error::argument("arange", message).into());
     }

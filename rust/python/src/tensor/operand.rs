@@ -24,7 +24,7 @@ pub enum Operand<'a> {
 /// A number without a dtype.
 #[derive(Clone, Copy)]
 pub struct Number {
-    /// The value; infinity for an integer outside the range of f64.
+    /// The value; an integer outside the range of f64 has an infinite one of its sign.
     pub value: f64,
     /// The kind of number.
     pub kind: Kind,
@@ -55,7 +55,13 @@ impl Number {
             return Ok(Self::integer(value));
         }
         // The integer is outside the range of i64. If the extraction as f64 fails, it is outside the range of f64 too.
-        Ok(Self { value: object.extract().unwrap_or(f64::INFINITY), kind: Kind::Huge })
+        let limit = if object.lt(0).unwrap_or(false) { f64::NEG_INFINITY } else { f64::INFINITY };
+        Ok(Self { value: object.extract().unwrap_or(limit), kind: Kind::Huge })
+    }
+
+    /// The number for error messages, in short also if it is very large.
+    pub fn text(self) -> String {
+        if let Kind::Integer(value) = self.kind { value.to_string() } else { format!("{:?}", self.value) }
     }
 
     /// Whether the number is an integer.
@@ -88,14 +94,14 @@ impl Number {
                 format!(
                     "{} cannot hold {}, which is not an integer; use a floating point dtype",
                     dtype.as_str(),
-                    self.value
+                    self.text()
                 ),
             )),
             _ => Err(tc::Error::argument(
                 op,
                 format!(
                     "the number {} does not fit into {}, which holds {} to {}",
-                    if let Kind::Integer(value) = self.kind { value.to_string() } else { format!("{:e}", self.value) },
+                    self.text(),
                     dtype.as_str(),
                     range.start(),
                     range.end()
